@@ -1,0 +1,42 @@
+# On a fresh machine: `make demo` and `make test`. Both set everything up first.
+
+PYTHON ?= python3
+STEPS ?= 15
+ARGS ?=
+
+BIN := .venv/bin
+STAMP := .venv/setup.stamp
+PIP = $(PYTHON) -m pip --python $(BIN)/python --disable-pip-version-check
+
+.PHONY: setup demo demo-data test check bench
+
+setup: $(STAMP)
+
+$(STAMP): requirements/torch.txt requirements/lock.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "make setup needs Python 3.11 or later, but $(PYTHON) is %d.%d: name another, as in make PYTHON=python3.12" % sys.version_info[:2])'
+	test -x $(BIN)/python || $(PYTHON) -m venv --without-pip .venv
+	@echo 'Installing into .venv: some 3 GB on disk, a few minutes.'
+	$(PIP) install --quiet pip -c requirements/lock.txt -r requirements/torch.txt
+	$(PIP) install --quiet --no-deps -r requirements/lock.txt
+	$(PIP) install --quiet --no-deps --no-build-isolation -e .
+	touch $@
+
+demo-data: setup
+	$(BIN)/python demo/model.py models/SmolLM2-135M-Instruct
+	$(BIN)/python demo/make_sums.py data/sums.jsonl
+
+demo: demo-data
+	$(BIN)/megatron-grpo train configs/demo_smollm2_135m.yaml train.num_steps=$(STEPS) $(ARGS)
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# One thread per process: the tests start many processes at once.
+test: check
+	OMP_NUM_THREADS=1 $(BIN)/pytest
+
+bench: demo-data
+	$(BIN)/python tests/benchmarks/bench_demo.py $(ARGS)

@@ -1,0 +1,16 @@
+"""Llama 1 to 3.x and models of the same architecture, such as SmolLM2."""
+
+from checkpoint_convert.families.description import Family
+
+LLAMA = Family(
+    model_type="llama",
+    defaults={
+        "num_key_value_heads": None,
+        "head_dim": None,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "eos_token_id": 2,
+    },
+    required={"attention_bias": False, "mlp_bias": False},
+)

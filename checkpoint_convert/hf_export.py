@@ -1,0 +1,134 @@
+"""Weights from the ranks into a Hugging Face folder, without gathering them anywhere.
+
+One process lays out files of the final size; then every rank writes the boxes that it owns at
+their offsets. The files can be written again and again, which is how new weights are handed to an
+engine through shared memory.
+"""
+
+import json
+import os
+import shutil
+from collections import defaultdict
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from checkpoint_convert.hf_config import read_json
+from checkpoint_convert.hf_folder import INDEX_FILE, SINGLE_FILE, locate_tensors
+from checkpoint_convert.megatron import hf_tensors
+from checkpoint_convert.safetensors_file import ITEM_SIZES, create_file
+from checkpoint_convert.shape import ModelShape
+from checkpoint_convert.tensor_io import TORCH_DTYPES, write_box
+from parallel import Copy, Layout, intersect
+
+_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+# Config, generation config, tokenizer and chat template; never weights or their index.
+_COPIED_SUFFIXES = {".json", ".jinja", ".model", ".txt"}
+
+
+def create_export(
+    folder: str | Path,
+    source_folder: str | Path,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    max_shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Make a Hugging Face folder whose weights are zeros of `dtype`; one process calls this.
+
+    Everything but the weights is copied from `source_folder`, with the dtype in config.json
+    adjusted. A weight file exceeds `max_shard_bytes` only when one tensor does. Raises ValueError
+    when the disk is too full or both folders are the same. Weights already in `folder` are removed.
+    """
+    folder, source_folder = Path(folder), Path(source_folder)
+    if folder.resolve() == source_folder.resolve():
+        raise ValueError(f"cannot export to {folder}, the folder that the model comes from")
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in [*folder.glob("*.safetensors"), *folder.glob(INDEX_FILE)]:
+        old.unlink()
+    shapes = hf_tensors(shape)
+    sizes = {name: prod(size) * ITEM_SIZES[_DTYPES[dtype]] for name, size in shapes.items()}
+    needed, free = sum(sizes.values()), shutil.disk_usage(folder).free
+    if needed > free:
+        raise ValueError(f"{folder} has {free:,} bytes free, the weights take {needed:,}")
+    shards = _shards(sizes, max_shard_bytes)
+    files = _file_names(len(shards))
+    for file, names in zip(files, shards, strict=True):
+        create_file(folder / file, {name: shapes[name] for name in names}, _DTYPES[dtype])
+    if len(files) > 1:
+        weight_map = {n: file for file, names in zip(files, shards, strict=True) for n in names}
+        index = {"metadata": {"total_size": needed}, "weight_map": weight_map}
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+    _copy_companions(source_folder, folder, dtype)
+
+
+def write_weights(folder: str | Path, layout: Layout, parameters: Mapping[str, Tensor]) -> None:
+    """Write what this rank owns of `parameters` (local tensors of `layout`) into an export.
+
+    Every rank calls this, at the same time or not, after `create_export` and any number of times.
+    On return the data are on the disk. Values are converted to the dtype of the export.
+    """
+    layout.check_shapes({name: tuple(tensor.shape) for name, tensor in parameters.items()})
+    places = locate_tensors(folder)
+    copies = intersect(layout, Layout.of_whole_tensors({n: p.shape for n, p in places.items()}))
+    owned = sum(piece.box.num_elements for piece in layout.pieces if not piece.is_replica)
+    written = sum(copy.source_box.num_elements for copy in copies)
+    assert written == owned, f"{folder} has room for {written} of {owned} elements of this rank"
+    by_file: dict[Path, list[Copy]] = defaultdict(list)
+    for copy in copies:
+        by_file[places[copy.destination].file].append(copy)
+    for file, file_copies in by_file.items():
+        with file.open("r+b", buffering=0) as opened:
+            for copy in file_copies:
+                values = parameters[copy.source].detach()[copy.source_box.slices]
+                place = places[copy.destination]
+                write_box(opened.fileno(), place, copy.destination_box, values)
+            os.fsync(opened)
+
+
+def finish_export(partial: str | Path, folder: str | Path) -> None:
+    """Give a fully written export its final name; one process calls this, after all have written.
+
+    An earlier export of that name is replaced. Both must be on one file system.
+    """
+    partial, folder = Path(partial), Path(folder)
+    replaced = folder.with_name(folder.name + ".replaced")
+    if replaced.exists():  # left by a run that died in here
+        shutil.rmtree(replaced)
+    if folder.exists():
+        folder.rename(replaced)
+    partial.rename(folder)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+
+
+def _shards(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
+    """Cut the tensors, in order, into files of at most `max_bytes` where that is possible."""
+    shards: list[list[str]] = []
+    room = 0
+    for name, size in sizes.items():
+        if not shards or size > room:
+            shards.append([])
+            room = max_bytes
+        shards[-1].append(name)
+        room -= size
+    return shards
+
+
+def _file_names(count: int) -> list[str]:
+    if count == 1:
+        return [SINGLE_FILE]
+    return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+
+
+def _copy_companions(source: Path, folder: Path, dtype: torch.dtype) -> None:
+    for file in source.iterdir():
+        is_companion = file.suffix in _COPIED_SUFFIXES and not file.name.endswith(".index.json")
+        if is_companion and file.is_file():
+            shutil.copyfile(file, folder / file.name)
+    config = read_json(source / "config.json")
+    config.pop("torch_dtype", None)  # the name of `dtype` before transformers 5, which reads both
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

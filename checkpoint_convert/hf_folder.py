@@ -1,0 +1,90 @@
+"""The weight files of a Hugging Face folder: finding and checking tensors from headers alone."""
+
+from pathlib import Path
+
+from checkpoint_convert.hf_config import read_json
+from checkpoint_convert.megatron import hf_tensors
+from checkpoint_convert.safetensors_file import ITEM_SIZES, TensorPlace, read_header
+from checkpoint_convert.shape import ModelShape
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+# Buffers that old checkpoints saved; they follow from config.json.
+_RECOMPUTED = ".rotary_emb.inv_freq"
+
+
+def locate_tensors(folder: str | Path) -> dict[str, TensorPlace]:
+    """Place of every tensor in `folder`, from one file or, without it, from a sharded index.
+
+    Raises ValueError for a folder without safetensors, an index that names files outside the
+    folder or files and tensors that are not there, and malformed files.
+    """
+    folder = Path(folder)
+    if (folder / SINGLE_FILE).is_file():
+        return read_header(folder / SINGLE_FILE)
+    if not (folder / INDEX_FILE).is_file():
+        raise ValueError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}")
+    index = read_json(folder / INDEX_FILE).get("weight_map")
+    if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
+        raise ValueError(f"{folder / INDEX_FILE} has no weight_map from tensor to file names")
+    files = sorted(set(index.values()))
+    outside = [file for file in files if file != Path(file).name or file == ".."]
+    if outside:
+        raise ValueError(f"{folder / INDEX_FILE} names files outside the folder: {outside}")
+    absent = [file for file in files if not (folder / file).is_file()]
+    if absent:
+        raise ValueError(f"{folder / INDEX_FILE} names files that are not there: {absent}")
+    headers = {file: read_header(folder / file) for file in files}
+    lost = [f"{name} in {file}" for name, file in index.items() if name not in headers[file]]
+    if lost:
+        raise ValueError(f"{folder / INDEX_FILE} names tensors that are not there: {lost}")
+    return {name: headers[file][name] for name, file in index.items()}
+
+
+def check_weights(folder: str | Path, shape: ModelShape) -> dict[str, TensorPlace]:
+    """Places of exactly the tensors that `shape` asks for; reads headers, not weights.
+
+    Raises ValueError that lists every tensor that is missing, unexpected, or of another shape or
+    a dtype that is not supported.
+    """
+    wanted = hf_tensors(shape)
+    places = locate_tensors(folder)
+    faults = [f"{name} {list(wanted[name])} is missing" for name in wanted if name not in places]
+    for name, place in places.items():
+        if name not in wanted:
+            if not (name.endswith(_RECOMPUTED) or _is_tied_head(name, places, shape)):
+                faults.append(f"{name} {list(place.shape)} is not part of the model")
+        elif place.shape != wanted[name]:
+            faults.append(
+                f"{name} has shape {list(place.shape)}, config.json asks for {list(wanted[name])}"
+            )
+        elif place.dtype not in ITEM_SIZES:
+            faults.append(f"{name} has dtype {place.dtype}, supported: {sorted(ITEM_SIZES)}")
+    if faults:
+        raise ValueError(
+            f"the weights in {folder} do not fit its config.json:\n  " + "\n  ".join(faults)
+        )
+    return {name: places[name] for name in wanted}
+
+
+def _is_tied_head(name: str, places: dict[str, TensorPlace], shape: ModelShape) -> bool:
+    """Whether `name` is a head saved beside the embedding that it is tied to, byte for byte.
+
+    transformers unties a model whose two tables differ, so then the head is no mere copy.
+    """
+    table = places.get("model.embed_tokens.weight")
+    if name != "lm_head.weight" or not shape.tie_word_embeddings or table is None:
+        return False
+    return _same_bytes(places[name], table)
+
+
+def _same_bytes(a: TensorPlace, b: TensorPlace, chunk: int = 1 << 24) -> bool:
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    with a.file.open("rb") as file_a, b.file.open("rb") as file_b:
+        file_a.seek(a.offset)
+        file_b.seek(b.offset)
+        return all(
+            file_a.read(min(chunk, a.num_bytes - i)) == file_b.read(min(chunk, b.num_bytes - i))
+            for i in range(0, a.num_bytes, chunk)
+        )

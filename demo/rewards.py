@@ -1,0 +1,22 @@
+"""Reward functions of the demos; a config names them as `demo/rewards.py:last_number`."""
+
+import re
+from typing import Any
+
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+
+
+def last_number(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    """1 when the last number in the completion is the answer, else 0."""
+    return [
+        float(bool(numbers := NUMBER.findall(completion)) and float(numbers[-1]) == float(wanted))
+        for completion, wanted in zip(completions, answer, strict=True)
+    ]
+
+
+def share_of_digits(completions: list[str], **_: Any) -> list[float]:
+    """Share of the characters that are digits: a reward that even a random model moves."""
+    return [
+        sum(character.isdigit() for character in completion) / max(1, len(completion))
+        for completion in completions
+    ]

@@ -1,0 +1,80 @@
+"""Command line: `megatron-grpo train | report`."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_grpo.config import Config
+from megatron_grpo.config_file import load_config
+from megatron_grpo.launch import rank_place, start_ranks
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="GRPO training of language models: Megatron-Core trains, vLLM rolls out.",
+)
+
+
+@app.callback()
+def commands() -> None:
+    """Keeps subcommands named even while there are few of them."""
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(help="YAML file; see configs/ for complete examples.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="key.sub=value pairs, for example train.num_steps=3 grpo.beta=0.04"),
+    ] = None,
+) -> None:
+    """Train CONFIG. The same command again resumes from its run directory.
+
+    Alone, it starts every rank of this host with torchrun; under torchrun or srun it joins as one
+    rank. The exit code is 0 only when all steps are done and the model is exported.
+
+    Example: megatron-grpo train configs/demo_smollm2_135m.yaml parallel.tensor_parallel_size=3
+    """
+    cfg = load_config(config, overrides or [])
+    place = rank_place(os.environ)
+    if place is None:
+        _preflight(cfg)
+        start_ranks(cfg, ["train", str(config), *(overrides or [])])
+    # Imported here because a rank's imports (torch, Megatron) take seconds, which `--help` and the
+    # refusal of a bad config should not.
+    from megatron_grpo.train import run_rank
+
+    run_rank(cfg, place)
+
+
+def _preflight(cfg: Config) -> None:
+    from megatron_grpo.preflight import preflight  # reads the tokenizer: seconds, see above
+
+    preflight(cfg)
+
+
+@app.command()
+def report(
+    run_dir: Annotated[Path, typer.Argument(help="Run directory with a metrics.jsonl.")],
+) -> None:
+    """Draw RUN_DIR/curves.png from its metrics: reward, KL, lengths, log-probability gap."""
+    from megatron_grpo.report import draw_curves  # matplotlib: seconds, see above
+
+    print(draw_curves(run_dir))
+
+
+def main() -> None:
+    """Entry point: what a user can mend is one line on stderr and exit code 2."""
+    try:
+        app()
+    except (ValueError, FileNotFoundError, ConnectionError) as error:
+        print(f"megatron-grpo: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

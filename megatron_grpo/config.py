@@ -1,0 +1,345 @@
+"""The configuration of a run: every key, its type, its default and what it means.
+
+Checked here is what the config alone can judge; `preflight.py` asks the model, the data and the
+engines. Nothing here imports torch, so that a mistake is told at once. `config_file.py` reads and
+writes configs as YAML.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
+
+if TYPE_CHECKING:
+    from parallel.dims import ParallelDims
+
+
+class Section(BaseModel):
+    """A table of the config: frozen, of known keys and exact types."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class ModelConfig(Section):
+    """Which model is trained."""
+
+    path: Path = Field(strict=False)
+    """Hugging Face folder: config.json, safetensors, tokenizer."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of the weights in forward and backward; master weights and moments are float32."""
+    megatron: dict[str, Any] = {}
+    """Fields of Megatron-Core's TransformerConfig, passed through."""
+
+
+class DataConfig(Section):
+    """Where prompts come from and how a row becomes a prompt."""
+
+    path: str
+    """A .jsonl or .parquet file, a folder of them, or the name of a Hugging Face data set."""
+    subset: str | None = None
+    """Configuration of a Hugging Face data set, such as `main` of openai/gsm8k."""
+    split: str = "train"
+    """Split of a Hugging Face data set."""
+    prompt_column: str = "prompt"
+    """Column with the question: a string, or a list of chat messages."""
+    answer_column: str | None = "answer"
+    """Column with the reference answer, which rewards get under the name `answer`; null: none."""
+    system_prompt: str | None = None
+    """Put before every prompt as the system message; needs the chat template."""
+    apply_chat_template: bool = True
+    """Whether prompts go through the tokenizer's chat template; false sends the raw text."""
+    max_prompt_length: PositiveInt | None = None
+    """Leave out rows whose prompt has more tokens. null: a prompt that does not fit is an error."""
+    shuffle: bool = True
+    """Whether every epoch has its own order, derived from train.seed; false: the order of rows."""
+
+    @model_validator(mode="after")
+    def _system_prompt_needs_template(self) -> Self:
+        if self.system_prompt is not None and not self.apply_chat_template:
+            raise ValueError(
+                "data.system_prompt is a chat message: it needs data.apply_chat_template=true"
+            )
+        return self
+
+
+class TrainConfig(Section):
+    """Length, place and budget of the run."""
+
+    run_dir: Path = Field(strict=False)
+    """Folder of everything that the run writes; the same folder again resumes the run."""
+    num_steps: PositiveInt
+    """Optimizer steps."""
+    seed: NonNegativeInt = 42
+    """Seed of the order of the data and of every sample."""
+    max_tokens_per_microbatch: PositiveInt = 4096
+    """Most tokens, alignment included, in one forward of one model copy."""
+    save_interval: PositiveInt = 10
+    """Optimizer steps between checkpoints; one is always written at the end."""
+    export_interval: PositiveInt | None = None
+    """Optimizer steps between Hugging Face exports; null: only at the end."""
+    keep_checkpoints: PositiveInt = 2
+    """Number of newest checkpoints that stay on disk."""
+
+
+class OptimizerConfig(Section):
+    """AdamW and its learning rate."""
+
+    lr: PositiveFloat
+    """Peak learning rate of AdamW."""
+    min_lr: NonNegativeFloat = 0.0
+    """Learning rate at the end of the decay."""
+    lr_warmup_steps: NonNegativeInt = 0
+    """Optimizer steps of linear warm-up from 0 to lr."""
+    lr_decay_style: Literal["constant", "cosine", "linear"] = "constant"
+    """Shape of the decay from lr to min_lr, from the end of the warm-up to train.num_steps."""
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the first moment."""
+    adam_beta2: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of the second moment."""
+    adam_eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Gradients are scaled down to this global norm."""
+
+    @model_validator(mode="after")
+    def _decay_goes_down(self) -> Self:
+        if self.min_lr > self.lr:
+            raise ValueError(
+                f"optimizer.min_lr {self.min_lr} is above optimizer.lr {self.lr}: "
+                f"use at most {self.lr}"
+            )
+        return self
+
+
+class ParallelConfig(Section):
+    """Sizes of the trainer's mesh; ranks = tensor * pipeline * context * data."""
+
+    tensor_parallel_size: PositiveInt = 1
+    """Ranks that share every layer's matrices."""
+    pipeline_parallel_size: PositiveInt = 1
+    """Ranks that share the layers."""
+    virtual_pipeline_parallel_size: PositiveInt = 1
+    """Model chunks per pipeline rank (interleaved 1F1B)."""
+    context_parallel_size: PositiveInt = 1
+    """Ranks that share every sequence."""
+    expert_parallel_size: PositiveInt = 1
+    """Ranks that share the experts of a mixture; 1 for dense models."""
+    data_parallel_size: PositiveInt = 1
+    """Copies of the model."""
+    sequence_parallel: bool = Field(default_factory=lambda data: data["tensor_parallel_size"] > 1)
+    """Whether tensor-parallel ranks also share the activations between matrices; default: yes."""
+
+    @model_validator(mode="after")
+    def _sequence_parallel_has_ranks(self) -> Self:
+        if self.sequence_parallel and self.tensor_parallel_size == 1:
+            raise ValueError(
+                "parallel.sequence_parallel=true splits over tensor-parallel ranks and "
+                "parallel.tensor_parallel_size is 1: leave it out, or raise tensor_parallel_size"
+            )
+        return self
+
+    @property
+    def dims(self) -> "ParallelDims":
+        """The mesh; raises ValueError when the sizes cannot stand together."""
+        # Imported here because the package `parallel` imports torch: reading a config must not.
+        from parallel.dims import ParallelDims  # noqa: PLC0415
+
+        return ParallelDims(
+            tensor=self.tensor_parallel_size,
+            pipeline=self.pipeline_parallel_size,
+            virtual_pipeline=self.virtual_pipeline_parallel_size,
+            context=self.context_parallel_size,
+            expert=self.expert_parallel_size,
+            data=self.data_parallel_size,
+        )
+
+
+class GRPOConfig(Section):
+    """Batch arithmetic and loss, by the names that TRL and ms-swift users know."""
+
+    num_generations: PositiveInt = 8
+    """Completions per prompt: the group whose rewards are compared."""
+    generation_batch_size: PositiveInt
+    """Completions of one generation, over all ranks."""
+    steps_per_generation: PositiveInt = 1
+    """Optimizer batches that one generation is cut into."""
+    num_iterations: PositiveInt = 1
+    """Passes over one generation."""
+    loss_type: Literal["grpo", "dapo", "dr_grpo"] = "grpo"
+    """Mean per sequence (grpo), over all tokens (dapo), or by a constant length (dr_grpo)."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """Which standard deviation divides the advantages."""
+    beta: NonNegativeFloat = 0.04
+    """Weight of the KL divergence to the reference model; 0 loads no reference."""
+    epsilon: float = Field(default=0.2, gt=0, lt=1)
+    """The ratio is clipped below 1 - epsilon."""
+    epsilon_high: PositiveFloat = Field(default_factory=lambda data: data["epsilon"])
+    """The ratio is clipped above 1 + epsilon_high; by default epsilon."""
+    delta: float | None = Field(default=None, gt=1)
+    """Dual clip: bound of the ratio where the advantage is negative; null: none."""
+
+
+class RolloutConfig(Section):
+    """The engines that generate completions."""
+
+    engine: Literal["vllm", "transformers"] = "vllm"
+    """Which server generates; `transformers` is slow and needs no vLLM."""
+    base_urls: tuple[str, ...] = Field(default=(), strict=False)
+    """Engines that run already, such as http://host:8000; empty: they are started with the run."""
+    num_engines: PositiveInt = Field(default_factory=lambda data: len(data["base_urls"]) or 1)
+    """Number of engines; by default the number of base_urls, else 1."""
+    tensor_parallel_size: PositiveInt = 1
+    """Ranks of one engine."""
+    temperature: PositiveFloat = 1.0
+    """Divides the logits, in the engine and in the trainer."""
+    top_p: float = 1.0
+    """Only 1: the trainer cannot reproduce a cut distribution."""
+    top_k: int = -1
+    """Only -1: the trainer cannot reproduce a cut distribution."""
+    max_completion_length: PositiveInt
+    """Most tokens per completion, the end token included."""
+    startup_timeout: PositiveFloat = 300.0
+    """Seconds until a started engine must answer."""
+    request_timeout: PositiveFloat = 600.0
+    """Seconds until an engine must have answered one request."""
+    vllm: dict[str, Any] = {}
+    """Fields of vLLM's EngineArgs, passed through."""
+    sync_dir: Path | None = Field(default=None, strict=False)
+    """Folder where new weights are handed to the engines; null: shared memory of this host."""
+
+    @model_validator(mode="after")
+    def _supported(self) -> Self:
+        if self.top_p != 1.0 or self.top_k != -1:
+            raise ValueError(
+                f"rollout.top_p {self.top_p} and rollout.top_k {self.top_k} would sample from a "
+                "cut distribution, whose log-probabilities the trainer cannot reproduce: "
+                "use top_p 1.0 and top_k -1"
+            )
+        if self.engine == "transformers" and (self.tensor_parallel_size > 1 or self.vllm):
+            raise ValueError(
+                f"rollout.engine transformers runs in one process: rollout.tensor_parallel_size "
+                f"{self.tensor_parallel_size} must be 1 and rollout.vllm {self.vllm} empty"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _addresses_fit(self) -> Self:
+        if not self.base_urls:
+            return self
+        if self.num_engines != len(self.base_urls):
+            raise ValueError(
+                f"rollout.num_engines {self.num_engines} is not the number of rollout.base_urls "
+                f"{len(self.base_urls)}: set it to {len(self.base_urls)}, or leave it out"
+            )
+        for url in self.base_urls:
+            if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+                raise ValueError(f"rollout.base_urls: {url!r} is no address like http://host:8000")
+        here = ("localhost", "127.0.0.1")
+        remote = [url for url in self.base_urls if urlsplit(url).hostname not in here]
+        if remote and self.sync_dir is None:
+            raise ValueError(
+                f"rollout.base_urls {', '.join(remote)} may be on other hosts: set "
+                "rollout.sync_dir to a folder that they and the trainer both see"
+            )
+        return self
+
+
+class RewardFunction(Section):
+    """One term of the reward."""
+
+    name: str
+    """`exact`, `math_answer`, `format`, or `file.py:function`."""
+    weight: float = 1.0
+    """Factor of this function in the total reward."""
+    arguments: dict[str, Any] = {}
+    """Passed to the function by keyword, such as the `pattern` of `format`."""
+
+    @property
+    def label(self) -> str:
+        """Short name for metrics and messages: the function's, without its file."""
+        return self.name.rpartition(":")[2]
+
+
+class RewardConfig(Section):
+    """How completions are scored."""
+
+    functions: tuple[RewardFunction, ...] = Field(strict=False)
+    """Reward functions: a name, or a table with name, weight and arguments."""
+    timeout: PositiveFloat = 60.0
+    """Seconds in which one function must have scored the completions of one prompt."""
+    num_workers: PositiveInt = 2
+    """Processes that score in parallel."""
+
+    @field_validator("functions", mode="before")
+    @classmethod
+    def _names_are_functions(cls, value: Any) -> Any:
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise ValueError("reward.functions is a list: write [exact] or - name: exact")
+        if not value:
+            raise ValueError("reward.functions is empty: name at least 1, such as [exact]")
+        return [{"name": item} if isinstance(item, str) else item for item in value]
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        labels = [function.label for function in self.functions]
+        for label in labels:
+            if labels.count(label) > 1:
+                raise ValueError(
+                    f"reward.functions names {label} {labels.count(label)} times, and metrics go "
+                    "by that name: name it once"
+                )
+        return self
+
+
+class WandbConfig(Section):
+    """Logging to Weights & Biases; without WANDB_API_KEY it stays offline."""
+
+    project: str | None = None
+    """Project to log to; null: wandb is off."""
+    name: str | None = None
+    """Name of the run; null: wandb invents one."""
+
+
+class Config(Section):
+    """One run. Fields have the default that a first run wants; those without one must be given."""
+
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig
+    optimizer: OptimizerConfig
+    parallel: ParallelConfig = ParallelConfig()
+    grpo: GRPOConfig
+    rollout: RolloutConfig
+    reward: RewardConfig
+    wandb: WandbConfig = WandbConfig()
+
+    @model_validator(mode="after")
+    def _warmup_ends(self) -> Self:
+        warmup, steps = self.optimizer.lr_warmup_steps, self.train.num_steps
+        if warmup >= steps:
+            raise ValueError(
+                f"optimizer.lr_warmup_steps {warmup} leaves none of the {steps} train.num_steps: "
+                f"use at most {steps - 1}"
+            )
+        return self
+
+    @property
+    def dims(self) -> "ParallelDims":
+        """The trainer's mesh; raises ValueError when the sizes cannot stand together."""
+        return self.parallel.dims

@@ -1,0 +1,65 @@
+"""Where this process runs: under torchrun or Slurm already, or alone and about to start the ranks."""
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from megatron_grpo.config import Config
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """This process's place among the trainer's ranks."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+
+
+def rank_place(environ: Mapping[str, str]) -> RankPlace | None:
+    """The place given by torchrun, or else by `srun`; None when this process is no rank.
+
+    A Slurm step of a single task is an allocation in which a person types, not a world of ranks.
+    """
+    if "TORCHELASTIC_RUN_ID" in environ or {"RANK", "WORLD_SIZE"} <= environ.keys():
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    elif int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS")
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
+        if missing:
+            raise ValueError(
+                f"{' and '.join(missing)} not set in this Slurm step of "
+                f"{environ['SLURM_STEP_NUM_TASKS']} tasks: export the first node's name and a free "
+                "port, or start one torchrun per node"
+            )
+    else:
+        return None
+    rank, local_rank, world_size = (int(environ[name]) for name in names)
+    return RankPlace(rank=rank, local_rank=local_rank, world_size=world_size)
+
+
+def start_ranks(cfg: Config, arguments: list[str]) -> NoReturn:
+    """Become a torchrun that runs `megatron-grpo ARGUMENTS` on every rank of this host.
+
+    The process is replaced, not wrapped: signals and the exit code are torchrun's own. Rank 0 keeps
+    the terminal, the others write to `logs/` of the run directory.
+    """
+    num_ranks = cfg.dims.world_size
+    logs = Path(cfg.train.run_dir) / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    threads = max(1, (os.cpu_count() or 1) // num_ranks)
+    environment = {
+        "OMP_NUM_THREADS": str(threads),
+        # All ranks are on this host: gloo must not choose an address of the outside world.
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun += [f"--nproc-per-node={num_ranks}", f"--log-dir={logs}"]
+    if num_ranks > 1:
+        to_files = ",".join(f"{rank}:3" for rank in range(1, num_ranks))
+        torchrun += [f"--redirects={to_files}"]
+    command = [*torchrun, "-m", "megatron_grpo.cli", *arguments]
+    os.execve(sys.executable, command, {**environment, **os.environ})

@@ -1,0 +1,190 @@
+"""The trained model and its frozen reference: Megatron-Core GPTModels with weights from a folder."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from checkpoint_convert import ModelShape, megatron_layout, padded_vocab_size, read_weights
+from megatron_grpo.config import Config
+from megatron_grpo.optimizer import make_optimizer, make_scheduler
+from megatron_grpo.transformer import block_spec, transformer_config, uses_transformer_engine
+from parallel import Groups, Layout, PackedBatch, context_indices, pipeline_layers
+
+
+@dataclass(kw_only=True)
+class Model:
+    """This rank's part of a model: one chunk per virtual pipeline stage."""
+
+    shape: ModelShape
+    layout: Layout
+    """Which boxes of the Hugging Face tensors this rank's parameters are."""
+    chunks: list[torch.nn.Module]
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether the last chunk makes logits."""
+        return _unwrapped(self.chunks[-1]).post_process
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Parameters by the local names of `layout`: ``{chunk}.{Megatron's name}``."""
+        return {
+            f"{number}.{name}": parameter
+            for number, chunk in enumerate(self.chunks)
+            for name, parameter in _unwrapped(chunk).named_parameters()
+        }
+
+
+@dataclass(kw_only=True)
+class Policy(Model):
+    """The model that is trained."""
+
+    optimizer: Any
+    """Megatron's distributed optimizer."""
+    scheduler: Any
+    """Sets the optimizer's learning rate; stepped once per optimizer step."""
+
+    def zero_grad(self) -> None:
+        """Forget all gradients, before the first microbatch of an optimizer step."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+
+def build_policy(cfg: Config, shape: ModelShape, groups: Groups) -> Policy:
+    """The model of `cfg.model.path` with its optimizer; collective over all ranks."""
+    chunks = [
+        _with_gradients(chunk, is_first=number == 0)
+        for number, chunk in enumerate(_build(cfg, shape, groups))
+    ]
+    model = _load(cfg, shape, groups, chunks)
+    # The float32 master weights are copies of what is loaded: the optimizer comes last.
+    optimizer = make_optimizer(chunks, cfg.optimizer)
+    scheduler = make_scheduler(optimizer, cfg.optimizer, cfg.train.num_steps)
+    return Policy(**vars(model), optimizer=optimizer, scheduler=scheduler)
+
+
+def build_reference(cfg: Config, shape: ModelShape, groups: Groups) -> Model:
+    """The model of `cfg.model.path` with weights of its own, frozen."""
+    chunks = [chunk.requires_grad_(False) for chunk in _build(cfg, shape, groups)]
+    return _load(cfg, shape, groups, chunks)
+
+
+def forward(chunk: torch.nn.Module, batch: PackedBatch, groups: Groups) -> Tensor:
+    """Run one model chunk on this context rank's part of a packed microbatch.
+
+    Returns logits [T / cp, padded vocabulary / tp], in the order of `context_indices`, on the last
+    chunk of the model, and hidden states for the next chunk on the others.
+    """
+    local = context_indices(batch.cu_seqlens, groups.coordinates.context, groups.dims.context)
+    output: Tensor = chunk(
+        input_ids=batch.tokens[local].unsqueeze(0),
+        position_ids=batch.position_ids[local].unsqueeze(0),
+        attention_mask=None,
+        packed_seq_params=PackedSeqParams(
+            qkv_format="thd",
+            # Alignment padding counts as part of its sequence: it comes last, where causal
+            # attention lets no other token see it.
+            cu_seqlens_q=batch.cu_seqlens,
+            cu_seqlens_kv=batch.cu_seqlens,
+            cu_seqlens_q_padded=batch.cu_seqlens,
+            cu_seqlens_kv_padded=batch.cu_seqlens,
+            # Also the length of the RoPE table. Megatron takes a table of T rows for one with a
+            # row per packed position: only the true maximum is right, which is T only when one
+            # sequence fills the pack and the two readings agree.
+            max_seqlen_q=batch.max_seqlen,
+            max_seqlen_kv=batch.max_seqlen,
+        ),
+    )
+    return output.squeeze(0) if _unwrapped(chunk).post_process else output
+
+
+def build_chunks(
+    config: TransformerConfig, shape: ModelShape, groups: Groups, *, transformer_engine: bool
+) -> list[GPTModel]:
+    """This rank's model chunks, with weights as allocated."""
+    dims = groups.dims
+    # Nothing random is drawn (no dropout, no initialization), but Megatron wants its states set.
+    model_parallel_cuda_manual_seed(0)
+    return [
+        GPTModel(
+            config=config,
+            transformer_layer_spec=block_spec(
+                config, len(layers), transformer_engine=transformer_engine
+            ),
+            vocab_size=padded_vocab_size(shape, dims),
+            max_sequence_length=shape.max_position_embeddings,
+            pre_process=layers.start == 0,
+            post_process=layers.stop == shape.num_layers,
+            share_embeddings_and_output_weights=shape.tie_word_embeddings,
+            vp_stage=virtual_stage if dims.virtual_pipeline > 1 else None,
+            position_embedding_type="rope",
+            rotary_base=shape.rope_theta,
+            **_rope_scaling(shape),
+        )
+        for virtual_stage, layers in enumerate(
+            pipeline_layers(shape.num_layers, dims)[groups.coordinates.pipeline]
+        )
+    ]
+
+
+def _rope_scaling(shape: ModelShape) -> dict[str, Any]:
+    if shape.rope_scaling is None:
+        return {}
+    assert shape.rope_scaling["rope_type"] == "llama3", "read_shape refuses other kinds"
+    return {"rope_scaling": True, "rope_scaling_factor": shape.rope_scaling["factor"]}
+
+
+def _build(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTModel]:
+    config = transformer_config(
+        shape,
+        groups.dims,
+        dtype=getattr(torch, cfg.model.dtype),
+        sequence_parallel=cfg.parallel.sequence_parallel,
+        overrides=cfg.model.megatron,
+    )
+    return build_chunks(config, shape, groups, transformer_engine=uses_transformer_engine())
+
+
+def _with_gradients(chunk: GPTModel, *, is_first: bool) -> DistributedDataParallel:
+    """Give a chunk its float32 gradient buffer, which is summed over data and context ranks."""
+    wrapped = DistributedDataParallel(
+        chunk.config,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=True,
+            check_for_nan_in_grad=True,  # an optimizer step would spread it over all weights
+        ),
+        chunk,
+        disable_bucketing=not is_first,
+    )
+    # Up to 0.19 Megatron leaves the padding between gradient buckets out of a saved optimizer, but
+    # looks parameters up as if it were there. An embedding tied over two stages has a bucket of its
+    # own, and what lies behind was saved shifted. Padding that counts as content is kept.
+    for buffer in wrapped.buffers:
+        buffer.numel_unpadded = buffer.numel
+        for bucket in buffer.buckets:
+            bucket.numel_unpadded = bucket.grad_data.numel()
+    return wrapped
+
+
+def _load(
+    cfg: Config, shape: ModelShape, groups: Groups, chunks: Sequence[torch.nn.Module]
+) -> Model:
+    layout = megatron_layout(
+        shape, groups.dims, groups.coordinates, fused_norms=uses_transformer_engine()
+    )
+    model = Model(shape=shape, layout=layout, chunks=list(chunks))
+    read_weights(cfg.model.path, shape, layout, model.parameters())
+    return model
+
+
+def _unwrapped(chunk: torch.nn.Module) -> GPTModel:
+    return chunk.module if isinstance(chunk, DistributedDataParallel) else chunk

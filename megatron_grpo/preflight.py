@@ -1,0 +1,173 @@
+"""Everything that can be refused before a rank starts: sizes, weights, data, rewards, engines."""
+
+import importlib.util
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+import yaml
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from checkpoint_convert import ModelShape, check_divisible, check_weights, read_shape
+from megatron_grpo.batching import BatchSchedule
+from megatron_grpo.config import Config, RolloutConfig
+from megatron_grpo.config_file import dump_config
+from megatron_grpo.prompts import Prompt, PromptStream, load_prompts
+from megatron_grpo.rewards import RewardPool
+from megatron_grpo.rollout import check_engine_arguments
+from megatron_grpo.transformer import transformer_config
+from parallel import Alignment, divisors, plan_microbatches
+
+HEALTH_TIMEOUT_SECONDS = 5.0
+
+# What a run may change when it is resumed: how long, how fast and where, but not what is learnt.
+CHANGEABLE = (
+    "train.num_steps",
+    "train.max_tokens_per_microbatch",
+    "train.save_interval",
+    "train.export_interval",
+    "train.keep_checkpoints",
+    "parallel.",
+    "rollout.engine",
+    "rollout.base_urls",
+    "rollout.num_engines",
+    "rollout.tensor_parallel_size",
+    "rollout.startup_timeout",
+    "rollout.request_timeout",
+    "rollout.vllm",
+    "rollout.sync_dir",
+    "reward.timeout",
+    "reward.num_workers",
+    "wandb.",
+)
+
+
+def preflight(cfg: Config) -> None:
+    """Raise ValueError, with the numbers and a legal value, when `cfg` cannot run on this machine.
+
+    Takes seconds: reads headers and not weights, tokenizes the data, loads the reward functions in
+    their own process, and asks the engines that were given by address for their health.
+    """
+    schedule = BatchSchedule.of(cfg.grpo)
+    shape = _check_model(cfg)
+    check_engines(cfg.rollout, shape)
+    check_same_run(cfg)
+    with closing(RewardPool(cfg.reward)) as rewards:
+        tokenizer = _load_tokenizer(cfg.model.path)
+        prompts = load_prompts(cfg, tokenizer, shape.max_position_embeddings)
+        PromptStream(prompts, schedule.num_prompts, cfg.train.seed, cfg.data.shuffle)
+        _check_vocabulary(shape, prompts)
+        _check_token_budget(cfg, prompts)
+        rewards.wait_ready(prompts[0].row)
+
+
+def check_engines(rollout: RolloutConfig, shape: ModelShape) -> None:
+    """Raise ValueError when the engines cannot split the model, be started or be reached."""
+    size = rollout.tensor_parallel_size
+    heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
+    legal = [n for n in divisors(heads) if kv_heads % n == 0 or n % kv_heads == 0]
+    if size not in legal:
+        raise ValueError(
+            f"rollout.tensor_parallel_size {size} cannot split num_attention_heads {heads} and "
+            f"num_key_value_heads {kv_heads}: legal values are {legal}"
+        )
+    for url in rollout.base_urls:
+        _check_health(url)
+    if rollout.engine == "vllm" and not rollout.base_urls:
+        if importlib.util.find_spec("vllm") is None:
+            raise ValueError(
+                "rollout.engine vllm is not installed: install the extra `cpu` or `gpu`, or set "
+                "rollout.engine=transformers"
+            )
+        check_engine_arguments(rollout.vllm)
+
+
+def check_same_run(cfg: Config) -> None:
+    """Raise ValueError when `train.run_dir` holds another run than `cfg` describes.
+
+    Lists every key that differs, apart from those that a resumed run may change.
+    """
+    saved = cfg.train.run_dir / "config.yaml"
+    if not saved.exists():
+        return
+    before = dict(_flatten(yaml.safe_load(saved.read_text())))
+    now = dict(_flatten(yaml.safe_load(dump_config(cfg))))
+    differing = [
+        f"{key}: {before.get(key, 'not there')} before, {now.get(key, 'not there')} now"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key) and not key.startswith(CHANGEABLE)
+    ]
+    if differing:
+        raise ValueError(
+            f"train.run_dir {cfg.train.run_dir} holds a run of another config: choose another "
+            "folder, or remove this one.\n  " + "\n  ".join(differing)
+        )
+
+
+def _check_model(cfg: Config) -> ModelShape:
+    folder = cfg.model.path
+    if not folder.is_dir():
+        raise ValueError(f"model.path {folder} is not a folder: give a downloaded model")
+    shape = read_shape(folder)
+    check_divisible(shape, cfg.dims)
+    check_weights(folder, shape)
+    transformer_config(
+        shape,
+        cfg.dims,
+        dtype=getattr(torch, cfg.model.dtype),
+        sequence_parallel=cfg.parallel.sequence_parallel,
+        overrides=cfg.model.megatron,
+    )
+    return shape
+
+
+def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model.path {folder} has no tokenizer that loads: {error}") from error
+
+
+def _check_vocabulary(shape: ModelShape, prompts: list[Prompt]) -> None:
+    """A tokenizer of another model would index past the embedding."""
+    for prompt in prompts:
+        if max(prompt.token_ids) >= shape.vocab_size:
+            raise ValueError(
+                f"prompt {prompt.index} has the token id {max(prompt.token_ids)}, and the model's "
+                f"vocabulary ends at {shape.vocab_size - 1}: the tokenizer is another model's"
+            )
+
+
+def _check_token_budget(cfg: Config, prompts: list[Prompt]) -> None:
+    """The longest prompt with the longest completion must fit into one microbatch."""
+    longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
+    length = len(longest.token_ids) + cfg.rollout.max_completion_length
+    alignment = Alignment.of(cfg.dims, cfg.parallel.sequence_parallel)
+    try:
+        plan_microbatches([length], cfg.train.max_tokens_per_microbatch, cfg.dims, alignment)
+    except ValueError as error:
+        raise ValueError(
+            f"prompt {longest.index} has {len(longest.token_ids)} tokens and its completion up to "
+            f"rollout.max_completion_length {cfg.rollout.max_completion_length}: {error}"
+        ) from None
+
+
+def _check_health(url: str) -> None:
+    try:
+        response = httpx.get(f"{url.rstrip('/')}/health", timeout=HEALTH_TIMEOUT_SECONDS)
+        response.raise_for_status()
+    except httpx.HTTPError as error:
+        raise ValueError(
+            f"rollout engine {url} is not healthy ({error}): start it, or correct rollout.base_urls"
+        ) from error
+
+
+def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

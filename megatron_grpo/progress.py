@@ -1,0 +1,83 @@
+"""What a person watches while a run trains: one line per step and, on a terminal, a bar below."""
+
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column
+
+SHOWN_SECONDS = 0.05
+"""Phases shorter than this would print as 0.0 and are left out."""
+
+
+class ProgressBar:
+    """Rank 0's view of the run. Where stdout is no terminal, plain lines and no bar."""
+
+    def __init__(self, first_step: int, num_steps: int, console: Console | None = None) -> None:
+        self._console = console or Console()
+        self._num_steps = num_steps
+        self._bar = Progress(
+            MofNCompleteColumn(),
+            BarColumn(bar_width=24),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            TextColumn(
+                "{task.description}", style="dim", table_column=Column(ratio=1, no_wrap=True)
+            ),
+            console=self._console,
+            disable=not self._console.is_terminal,
+            expand=True,
+        )
+        self._task = self._bar.add_task("", total=num_steps, completed=first_step)
+        self._bar.start()
+
+    def show(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Print the line of a finished step (counted from 1) and move the bar there."""
+        line, phases = step_line(step, self._num_steps, metrics), phase_line(metrics)
+        if self._console.is_terminal:
+            self._console.print(line)
+            self._bar.update(self._task, completed=step, description=phases)
+        else:
+            # For files and grep: everything in one line, whatever the width.
+            self._console.print(f"{line}: {phases}", soft_wrap=True)
+
+    def close(self) -> None:
+        """Leave the bar as it stands and give the terminal back."""
+        self._bar.stop()
+
+
+def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
+    """The metrics that tell whether a run is well.
+
+    Reads `reward`, `reward_std`, `completions/{mean,min,max}_length`, `tokens_per_second`,
+    `time/step` and, where the loss has one, `kl`.
+    """
+    kl = [f"kl {metrics['kl']:.4f}"] if "kl" in metrics else []
+    shortest, longest = (metrics[f"completions/{end}_length"] for end in ("min", "max"))
+    return "  ".join(
+        [
+            f"step {step:>{len(str(num_steps))}}/{num_steps}",
+            f"reward {metrics['reward']:.3f} ± {metrics['reward_std']:.3f}",
+            *kl,
+            f"length {metrics['completions/mean_length']:.1f} ({shortest:.0f}-{longest:.0f})",
+            f"{metrics['tokens_per_second']:.0f} tokens/s",
+            f"{metrics['time/step']:.1f} s",
+        ]
+    )
+
+
+def phase_line(metrics: Mapping[str, float]) -> str:
+    """Seconds by phase, in the order in which they ran."""
+    return ", ".join(
+        f"{name.removeprefix('time/')} {seconds:.1f}"
+        for name, seconds in metrics.items()
+        if name.startswith("time/") and name != "time/step" and seconds >= SHOWN_SECONDS
+    )

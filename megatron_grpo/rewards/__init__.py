@@ -1,0 +1,15 @@
+"""Rewards: completions in, one score per completion and function out.
+
+A reward function is called once per prompt with all its completions, by keyword:
+
+    def my_reward(completions: list[str], prompts: list[str], **columns: list) -> list[float]
+
+`columns` are those of the data row, one value per completion, the reference answer under `answer`.
+A function may name only the parameters that it uses. It runs in a process of its own, and must
+return one finite number per completion in time: anything else stops the run, and is never a zero.
+"""
+
+from megatron_grpo.rewards.pool import RewardError, RewardPool
+from megatron_grpo.rewards.total import total_rewards
+
+__all__ = ["RewardError", "RewardPool", "total_rewards"]

@@ -1,0 +1,94 @@
+"""Finding and calling reward functions: built-in by name, or `file.py:function`."""
+
+import inspect
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from megatron_grpo.config import RewardFunction
+
+# Each is a module of this package with a function of the same name.
+BUILT_IN = ("exact", "format", "math_answer")
+
+
+@dataclass(frozen=True)
+class LoadedFunction:
+    """A reward function with the arguments of the config."""
+
+    function: Callable[..., Any]
+    arguments: Mapping[str, Any]
+
+    @property
+    def wanted_columns(self) -> list[str]:
+        """Parameters without a default that neither the call nor the config fills."""
+        given = {"completions", "prompts", *self.arguments}
+        return [
+            name
+            for name, parameter in inspect.signature(self.function).parameters.items()
+            if parameter.default is parameter.empty
+            and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            and name not in given
+        ]
+
+    def __call__(
+        self, completions: Sequence[str], prompts: Sequence[str], columns: Mapping[str, Any]
+    ) -> list[float]:
+        """One finite float per completion; raises ValueError for anything else."""
+        # What the call and the config give goes before a column of the same name.
+        given = {**columns, **self.arguments, "completions": completions, "prompts": prompts}
+        parameters = inspect.signature(self.function).parameters
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            given = {name: value for name, value in given.items() if name in parameters}
+        return _checked(self.function(**given), len(completions))
+
+
+def load_function(spec: RewardFunction) -> LoadedFunction:
+    """Import the function that a config names; raises ValueError when there is none."""
+    path, colon, name = spec.name.rpartition(":")
+    if not colon and name not in BUILT_IN:
+        raise ValueError(
+            f"unknown reward function {name!r}: give {', '.join(BUILT_IN)}, or file.py:function"
+        )
+    module = _module_of(Path(path)) if colon else import_module(f"megatron_grpo.rewards.{name}")
+    if not callable(getattr(module, name, None)):
+        raise ValueError(f"{path} has no function {name!r}")
+    loaded = LoadedFunction(getattr(module, name), spec.arguments)
+    _check_arguments(spec, loaded.function)
+    return loaded
+
+
+def _module_of(file: Path) -> ModuleType:
+    if not file.is_file():
+        raise ValueError(f"file of reward functions {file} does not exist")
+    sys.path.insert(0, str(file.parent))  # so that it may import its neighbours
+    # A name of our own: a file called json.py must not become everybody's json.
+    spec = spec_from_file_location(f"reward_file_{file.stem}", file)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"file of reward functions {file} is not a Python file")
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def _check_arguments(spec: RewardFunction, function: Callable[..., Any]) -> None:
+    try:
+        inspect.signature(function).bind_partial(**spec.arguments)
+    except TypeError as error:
+        raise ValueError(f"arguments {spec.arguments} of reward {spec.name}: {error}") from None
+
+
+def _checked(scores: Any, num_completions: int) -> list[float]:
+    if scores is None or len(scores) != num_completions:
+        count = "None" if scores is None else f"{len(scores)} scores"
+        raise ValueError(f"returned {count} for {num_completions} completions")
+    for score in scores:
+        if score is None or isinstance(score, str) or not math.isfinite(score):
+            raise ValueError(f"returned the score {score!r}: each must be a finite number")
+    return [float(score) for score in scores]

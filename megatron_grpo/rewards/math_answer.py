@@ -1,0 +1,46 @@
+"""Reward `math_answer`: the same mathematical value, however it is written."""
+
+import re
+from typing import Any
+
+from math_verify import parse, verify
+
+# Per expression. math-verify keeps them by SIGALRM, which works in the main thread only: the
+# reward worker calls functions there.
+TIMEOUT_SECONDS = 1
+# Two letters in a row that are no LaTeX command.
+WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2}")
+
+
+def math_answer(completions: list[str], answer: list[Any], **_: Any) -> list[float]:
+    """1 when the completion's final answer equals the reference answer, else 0.
+
+    The final answer is what follows the last `####` (GSM8K), else what math-verify takes for it: a
+    box, a formula, the last number. A completion without one, or with one too hard to evaluate in
+    time, is wrong. A reference answer that cannot be read raises ValueError.
+    """
+    references = {wanted: _reference(wanted) for wanted in set(map(str, answer))}
+    return [
+        float(_equal(references[str(wanted)], completion))
+        for completion, wanted in zip(completions, answer, strict=True)
+    ]
+
+
+def _equal(reference: list[Any], completion: str) -> bool:
+    found = parse(_final_answer(completion), parsing_timeout=TIMEOUT_SECONDS)
+    return bool(verify(reference, found, timeout_seconds=TIMEOUT_SECONDS))
+
+
+def _reference(answer: str) -> list[Any]:
+    final = _final_answer(answer)
+    is_bare_formula = not WORD.search(final) and "$" not in final
+    # math-verify looks for formulas between dollars; in a bare x^2 + 1 it would see a 1.
+    parsed: list[Any] = parse(f"${final}$" if is_bare_formula else final)
+    if not parsed:
+        raise ValueError(f"no mathematical answer in the reference {answer!r}")
+    return parsed
+
+
+def _final_answer(text: str) -> str:
+    _, marker, tail = text.rpartition("####")
+    return tail.strip().partition("\n")[0] if marker else text

@@ -1,0 +1,205 @@
+"""The rollout engines as processes of this host: started, watched, ended."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import torch
+
+from megatron_grpo.config import ModelConfig, RolloutConfig
+from megatron_grpo.rollout import parent_death
+from megatron_grpo.rollout.vllm_command import (
+    check_engine_arguments,
+    vllm_command,
+    vllm_environment,
+)
+
+HEALTH_TIMEOUT = 2.0
+TERMINATE_TIMEOUT = 10.0
+NUM_LOG_LINES_SHOWN = 12
+
+# A trainer rank's own place in its world; an engine that saw it would try to join.
+RANK_VARIABLES = re.compile(
+    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|ROLE_NAME$|MASTER_|TORCHELASTIC_|PET_|OMP_"
+)
+# The last line of a traceback, as Python prints it or behind the prefix of vLLM's log.
+ERROR_LINE = re.compile(r"(\(.*?\) ERROR .*?\] )?[\w.]*(Error|Exception): \S")
+
+
+@dataclass(frozen=True)
+class EngineProcess:
+    """A running engine, the leader of its own process group."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+    log_start: int
+    """Size of the log when the engine started: earlier lines are another run's."""
+
+
+class EngineServers:
+    """The engines of a run: those in `rollout.base_urls`, or else processes started here.
+
+    No process survives this one: Linux kills an engine when the thread that started it ends, which
+    is why engines are started from the main thread only.
+    """
+
+    def __init__(self, model: ModelConfig, rollout: RolloutConfig, log_dir: Path) -> None:
+        assert threading.current_thread() is threading.main_thread()
+        self.base_urls = rollout.base_urls
+        self._engines: list[EngineProcess] = []
+        self._ports: list[socket.socket] = []
+        if rollout.base_urls:
+            return
+        if rollout.engine == "vllm":
+            check_engine_arguments(rollout.vllm)
+        log_dir.mkdir(parents=True, exist_ok=True)
+        devices = engine_devices(rollout)
+        self._ports = [reserve_port() for _ in range(rollout.num_engines)]
+        for index, reserved in enumerate(self._ports):
+            port = reserved.getsockname()[1]
+            log = log_dir / f"engine_{index}.log"
+            self._engines.append(_start(model, rollout, port, devices[index], log))
+        self.base_urls = tuple(engine.url for engine in self._engines)
+
+    def wait_ready(self, timeout: float) -> None:
+        """Return when all engines answer; raise once one is dead or `timeout` seconds are over."""
+        deadline = time.monotonic() + timeout
+        waiting = list(self.base_urls)
+        while waiting := [url for url in waiting if not is_healthy(url)]:
+            self.check()
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"rollout engine {waiting[0]} did not answer within {timeout:g} s "
+                    f"(rollout.startup_timeout){self._log_of(waiting[0])}"
+                )
+            time.sleep(0.1)
+
+    def check(self) -> None:
+        """Raise RuntimeError naming an engine that is dead, with the end of its log."""
+        for engine in self._engines:
+            code = engine.process.poll()
+            if code is not None:
+                cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+                raise RuntimeError(
+                    f"rollout engine {engine.url} ended with {cause}{self._log_of(engine.url)}"
+                )
+
+    def close(self) -> None:
+        """End all engines; after some seconds by force, and then whatever they left running."""
+        for engine in self._engines:
+            engine.process.terminate()
+        deadline = time.monotonic() + TERMINATE_TIMEOUT
+        for engine in self._engines:
+            with suppress(subprocess.TimeoutExpired):
+                engine.process.wait(max(0.0, deadline - time.monotonic()))
+            with suppress(ProcessLookupError):
+                os.killpg(engine.process.pid, signal.SIGKILL)
+            engine.process.wait()
+        for reserved in self._ports:
+            reserved.close()
+        self._engines.clear()
+
+    def _log_of(self, url: str) -> str:
+        for engine in self._engines:
+            if engine.url == url:
+                return f"; {engine.log} ends with\n{log_tail(engine.log, engine.log_start)}"
+        return ""
+
+
+def engine_devices(rollout: RolloutConfig) -> list[str | None]:
+    """CUDA_VISIBLE_DEVICES of every engine: the GPUs behind those of this host's trainer ranks.
+
+    None for each engine on a machine without GPUs. Raises ValueError when too few are left.
+    """
+    size, num_engines = rollout.tensor_parallel_size, rollout.num_engines
+    num_devices = torch.cuda.device_count()
+    if num_devices == 0:
+        return [None] * num_engines
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_devices))))
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    free = visible.split(",")[num_ranks:num_devices]
+    if len(free) < num_engines * size:
+        raise ValueError(
+            f"rollout.num_engines({num_engines}) * rollout.tensor_parallel_size({size}) = "
+            f"{num_engines * size} GPUs, but {num_ranks} trainer ranks leave {len(free)} of the "
+            f"{num_devices} on this host: lower one of them, or give engines on other hosts by "
+            "rollout.base_urls"
+        )
+    return [",".join(free[i * size : (i + 1) * size]) for i in range(num_engines)]
+
+
+def reserve_port() -> socket.socket:
+    """A socket bound to a free port of the loopback interface: nobody else is given that port.
+
+    An engine binds its port only after seconds of imports. On Linux it can do so beside this
+    socket, as both allow reuse and only the engine listens.
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    return reserved
+
+
+def is_healthy(url: str) -> bool:
+    """Whether the engine at `url` answers that it is ready."""
+    try:
+        # trust_env: a proxy of the environment is not for engines.
+        return httpx.get(f"{url}/health", timeout=HEALTH_TIMEOUT, trust_env=False).is_success
+    except httpx.TransportError:
+        return False
+
+
+def log_tail(log: Path, start: int) -> str:
+    """The first error in the log from byte `start` on, and its last lines.
+
+    A process that dies takes others down, each with a traceback of its own: the first is the cause.
+    """
+    lines = log.read_bytes()[start:].decode(errors="replace").splitlines()
+    errors = [line for line in lines if ERROR_LINE.match(line)]
+    return "\n".join([*errors[:1], "...", *lines[-NUM_LOG_LINES_SHOWN:]])
+
+
+def engine_environment(environ: Mapping[str, str], devices: str | None) -> dict[str, str]:
+    """`environ` without what makes a process a rank of the trainer, and with the engine's devices."""
+    environment = {k: v for k, v in environ.items() if not RANK_VARIABLES.match(k)}
+    if devices is not None:
+        return environment | {"CUDA_VISIBLE_DEVICES": devices}
+    # Threads of engines and ranks that share cores wait for each other spinning: two threads
+    # instead of one are a third faster on an idle machine, thirty times slower on a busy one.
+    return environment | {"OMP_NUM_THREADS": "1"}
+
+
+def _start(
+    model: ModelConfig, rollout: RolloutConfig, port: int, devices: str | None, log: Path
+) -> EngineProcess:
+    environment = engine_environment(os.environ, devices)
+    if rollout.engine == "vllm":
+        on_gpu = devices is not None
+        environment |= vllm_environment(rollout.tensor_parallel_size, on_gpu)
+        command = vllm_command(model, rollout, port, on_gpu)
+    else:
+        command = [sys.executable, "-P", "-m", "megatron_grpo.rollout.transformers_server"]
+        command += [f"--model={model.path}", f"--dtype={model.dtype}", f"--port={port}"]
+    tied_to_us = [sys.executable, "-I", parent_death.__file__, str(os.getpid()), *command]
+    with log.open("ab") as output:
+        log_start = output.tell()
+        process = subprocess.Popen(
+            tied_to_us,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    return EngineProcess(f"http://127.0.0.1:{port}", process, log, log_start)

@@ -1,0 +1,149 @@
+"""How a vLLM engine is started: its command line and its environment."""
+
+import ast
+import difflib
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.config import ModelConfig, RolloutConfig
+from megatron_grpo.rollout.weight_folder import BACKEND
+
+ENGINE_VARIABLE = "MEGATRON_GRPO_ENGINE"
+"""Set in the environment of engines that the trainer starts: our plugin acts in no other."""
+
+# What the trainer counts on. A user's value would be silently wrong, or has a key of its own.
+RESERVED = {
+    "model": "it is model.path",
+    "tensor_parallel_size": "it is rollout.tensor_parallel_size",
+    "logprobs_mode": "the trainer needs log-probabilities after temperature",
+    "generation_config": "sampling follows rollout.temperature, not the model's own defaults",
+    "weight_transfer_config": "new weights come as a folder",
+    "scheduling_policy": "priorities keep the composition of batches reproducible",
+}
+
+
+def vllm_command(model: ModelConfig, rollout: RolloutConfig, port: int, on_gpu: bool) -> list[str]:
+    """The command of one engine on 127.0.0.1:`port`."""
+    arguments: dict[str, Any] = {
+        "model": str(model.path),
+        "dtype": model.dtype,
+        "tensor_parallel_size": rollout.tensor_parallel_size,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "weight_transfer_config": {"backend": BACKEND},
+        "scheduling_policy": "priority",
+    }
+    arguments |= platform_arguments(rollout.tensor_parallel_size, on_gpu) | rollout.vllm
+    # -P: files of the working directory must not be imported in the place of vLLM's own.
+    command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--host=127.0.0.1", f"--port={port}", "--disable-uvicorn-access-log"]
+    # Scale-out has the route with token ids in and out; load tracking counts accepted requests.
+    command += ["--enable-scale-out", "--enable-server-load-tracking"]
+    return [*command, *_flags(arguments)]
+
+
+def platform_arguments(tensor_parallel_size: int, on_gpu: bool) -> dict[str, Any]:
+    """Engine arguments in which a CPU differs from a GPU."""
+    if on_gpu:
+        return {}
+    return {
+        "enforce_eager": True,
+        # The default of 128 shares no prefix shorter than that.
+        "block_size": 32,
+        # The default is 92% of the machine's memory.
+        "kv_cache_memory_bytes": 2**30,
+        # A seeded request whose prompt is cut in chunks ends the engine: vLLM rewinds its generator
+        # by an offset that CPU generators do not have.
+        "enable_chunked_prefill": False,
+        # One process less to start (12 s instead of 25 s) and to talk to.
+        "distributed_executor_backend": "uni" if tensor_parallel_size == 1 else "mp",
+    }
+
+
+def platform_environment(tensor_parallel_size: int, on_gpu: bool) -> dict[str, str]:
+    """Environment variables in which a CPU differs from a GPU."""
+    if on_gpu:
+        return {}
+    return {
+        "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # vLLM for CPU overrides the executor `uni` unless this is off; the API server is a process
+        # of its own all the same.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if tensor_parallel_size == 1 else "1",
+    }
+
+
+def vllm_environment(tensor_parallel_size: int, on_gpu: bool) -> dict[str, str]:
+    """What an engine needs in its environment beside the user's."""
+    return {
+        ENGINE_VARIABLE: "1",
+        "VLLM_SERVER_DEV_MODE": "1",  # the routes that pause the engine and update its weights
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",  # the model is a folder: nothing is to be asked of a hub
+        **platform_environment(tensor_parallel_size, on_gpu),
+    }
+
+
+def check_engine_arguments(table: Mapping[str, Any]) -> None:
+    """Raise ValueError for a name in `rollout.vllm` that vLLM does not know or that is not free."""
+    for name in table:
+        if name in RESERVED:
+            raise ValueError(f"rollout.vllm.{name} cannot be set: {RESERVED[name]}")
+        known = engine_argument_names()
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+            raise ValueError(
+                f"rollout.vllm.{name} is no engine argument of vLLM: did you mean {nearest}?"
+            )
+
+
+@cache
+def engine_argument_names() -> frozenset[str]:
+    """The fields of the installed vLLM's EngineArgs.
+
+    Read from its source in a tenth of a second; importing it takes many. Raises ValueError when
+    vLLM is not installed.
+    """
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        raise ValueError(
+            "vLLM is not installed: install the extra `cpu` or `gpu`, or set "
+            "rollout.engine=transformers"
+        )
+    source = Path(spec.origin).parent / "engine" / "arg_utils.py"
+    classes = [
+        node for node in ast.parse(source.read_text()).body if isinstance(node, ast.ClassDef)
+    ]
+    fields = [node for cls in classes if cls.name in ENGINE_CLASSES for node in cls.body]
+    names = {
+        field.target.id
+        for field in fields
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    }
+    return frozenset(name for name in names if not name.startswith("_"))
+
+
+ENGINE_CLASSES = ("EngineArgs", "AsyncEngineArgs")
+
+
+def _flags(arguments: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in arguments.items():
+        flag = "--" + name.replace("_", "-")
+        match value:
+            case None:
+                continue
+            case True:
+                yield flag
+            case False:
+                yield flag.replace("--", "--no-", 1)
+            case list():
+                yield from [flag, *map(str, value)]
+            case dict():
+                yield f"{flag}={json.dumps(value)}"
+            case _:
+                yield f"{flag}={value}"

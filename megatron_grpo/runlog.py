@@ -1,0 +1,61 @@
+"""What a run shows and leaves behind, step by step. Rank 0 only."""
+
+from megatron_grpo.batching import BatchSchedule
+from megatron_grpo.config import Config
+from megatron_grpo.config_file import dump_config
+from megatron_grpo.experience import Experience
+from megatron_grpo.metrics import completion_metrics, reward_metrics
+from megatron_grpo.progress import ProgressBar
+from megatron_grpo.report import draw_curves
+from megatron_grpo.timing import PhaseTimer
+from megatron_grpo.tracking import Tracking, completion_rows
+
+
+class RunLog:
+    """The resolved config, metrics, completions and curves of a run directory, and the progress bar."""
+
+    def __init__(self, cfg: Config, first_step: int) -> None:
+        self.run_dir = cfg.train.run_dir
+        self.steps_per_generation = BatchSchedule.of(cfg.grpo).steps_per_generation
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        (self.run_dir / "config.yaml").write_text(dump_config(cfg))
+        self.tracking = Tracking(
+            self.run_dir, first_step, cfg.wandb, config=cfg.model_dump(mode="json")
+        )
+        self.bar = ProgressBar(first_step, cfg.train.num_steps)
+
+    def step(
+        self,
+        step: int,
+        train_metrics: dict[str, float],
+        experience: Experience,
+        timer: PhaseTimer,
+        *,
+        is_new: bool,
+    ) -> None:
+        """Log optimizer step `step` (counted from 1); completions only when the experience is new."""
+        samples = experience.samples
+        times = timer.metrics()
+        metrics = {
+            **train_metrics,
+            **reward_metrics(
+                experience.rewards, experience.totals, experience.group_ids, experience.advantages
+            ),
+            **completion_metrics(
+                [len(sample.completion_ids) for sample in samples],
+                [sample.finish_reason == "length" for sample in samples],
+            ),
+            "tokens_per_second": (
+                experience.num_tokens / self.steps_per_generation / times["time/step"]
+            ),
+            **times,
+        }
+        rows = completion_rows(step, samples, experience.rewards, experience.advantages.tolist())
+        self.tracking.log(step, metrics, rows if is_new else [])
+        self.bar.show(step, metrics)
+
+    def close(self) -> None:
+        self.bar.close()
+        self.tracking.close()
+        if (self.run_dir / "metrics.jsonl").stat().st_size:
+            draw_curves(self.run_dir)

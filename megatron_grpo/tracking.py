@@ -1,0 +1,146 @@
+"""What a run writes down: `metrics.jsonl`, `completions.jsonl` and, where configured, wandb."""
+
+import json
+import math
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.config import WandbConfig
+from megatron_grpo.rollout.samples import Sample
+
+METRICS_FILE = "metrics.jsonl"
+COMPLETIONS_FILE = "completions.jsonl"
+WANDB_ID_FILE = "wandb_id"
+
+
+class Tracking:
+    """The records of one run. A resumed run continues them, without the steps that it repeats.
+
+    `first_step` is the number of optimizer steps that the loaded checkpoint has seen: records of
+    later steps come from work that was lost, and are dropped.
+    """
+
+    def __init__(
+        self, run_dir: Path, first_step: int, wandb: WandbConfig, config: dict[str, Any]
+    ) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        for name in (METRICS_FILE, COMPLETIONS_FILE):
+            drop_records_after(run_dir / name, first_step)
+        self._metrics = (run_dir / METRICS_FILE).open("a", encoding="utf-8")
+        self._completions = (run_dir / COMPLETIONS_FILE).open("a", encoding="utf-8")
+        self._wandb = WandbRun(run_dir, wandb, config) if wandb.project else None
+
+    def log(
+        self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Record a finished optimizer step (counted from 1) and the completions it learned from.
+
+        `completions` are rows of `completion_rows`; empty when the step reuses a generation.
+        Raises ValueError naming the metrics that are not finite.
+        """
+        broken = {name: value for name, value in metrics.items() if not math.isfinite(value)}
+        if broken:
+            raise ValueError(f"step {step}: metrics are not finite: {broken}")
+        for row in completions:
+            print(json.dumps(row, ensure_ascii=False), file=self._completions)
+        self._completions.flush()
+        print(json.dumps({"step": step, **metrics}), file=self._metrics, flush=True)
+        if self._wandb:
+            self._wandb.log(step, metrics, completions)
+
+    def close(self) -> None:
+        """Close the files and finish the wandb run."""
+        self._metrics.close()
+        self._completions.close()
+        if self._wandb:
+            self._wandb.close()
+
+
+def drop_records_after(path: Path, step: int) -> None:
+    """Cut a JSON-lines file, whose steps ascend, behind the last whole record of `step`.
+
+    A last line without its newline was being written when the run died: it goes too.
+    """
+    if not path.exists():
+        return
+    num_bytes = 0
+    with path.open("rb") as lines:
+        for line in lines:
+            if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                break
+            num_bytes += len(line)
+    os.truncate(path, num_bytes)
+
+
+def completion_rows(
+    step: int,
+    samples: Sequence[Sample],
+    rewards: Sequence[Mapping[str, float]],
+    advantages: Sequence[float],
+) -> list[dict[str, Any]]:
+    """One row per completion; the three sequences are parallel, rewards are by function name."""
+    return [
+        {
+            "step": step,
+            "prompt": sample.prompt.text,
+            "completion": sample.text,
+            "rewards": dict(reward),
+            "advantage": advantage,
+            "finish_reason": sample.finish_reason,
+            "policy_version": sample.policy_version,
+        }
+        for sample, reward, advantage in zip(samples, rewards, advantages, strict=True)
+    ]
+
+
+class WandbRun:
+    """A wandb run in the run directory: offline without an API key, continued by its id on resume.
+
+    Curves are drawn over our own `step` and not over wandb's counter, which only rises and would
+    refuse the steps that a resumed run repeats.
+    """
+
+    def __init__(self, run_dir: Path, cfg: WandbConfig, config: dict[str, Any]) -> None:
+        import wandb  # noqa: PLC0415 - an extra that only runs with wandb.project need
+
+        self._wandb = wandb
+        id_file = run_dir / WANDB_ID_FILE
+        if not id_file.exists():
+            id_file.write_text(secrets.token_hex(4))
+        mode_is_chosen = "WANDB_API_KEY" in os.environ or "WANDB_MODE" in os.environ
+        self._run = wandb.init(
+            project=cfg.project,
+            name=cfg.name,
+            id=id_file.read_text(),
+            resume="allow",
+            dir=run_dir,
+            config=config,
+            mode=None if mode_is_chosen else "offline",
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        self._run.define_metric("*", step_metric="step")
+
+    def log(
+        self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Send one step: its metrics, and its completions as a table."""
+        record: dict[str, Any] = {"step": step, **metrics}
+        if completions:
+            flat = [_flat(row) for row in completions]
+            record["completions"] = self._wandb.Table(
+                columns=list(flat[0]), data=[list(row.values()) for row in flat]
+            )
+        self._run.log(record)
+
+    def close(self) -> None:
+        """Flush and end the run."""
+        self._run.finish()
+
+
+def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row with one column per reward function instead of a nested table."""
+    rewards = {f"reward/{name}": value for name, value in row["rewards"].items()}
+    return {name: value for name, value in row.items() if name != "rewards"} | rewards

@@ -1,0 +1,100 @@
+"""The training loop, as every rank runs it."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from checkpoint_convert import read_shape
+from megatron_grpo import checkpoint
+from megatron_grpo.batching import BatchSchedule
+from megatron_grpo.config import Config
+from megatron_grpo.exchange import Minibatches, distribute
+from megatron_grpo.experience import Experience, share_out
+from megatron_grpo.experience_source import ExperienceSource
+from megatron_grpo.launch import RankPlace
+from megatron_grpo.model import Policy, build_policy, build_reference
+from megatron_grpo.runlog import RunLog
+from megatron_grpo.timing import PhaseTimer
+from megatron_grpo.train_step import add_logprobs, train_step
+from megatron_grpo.weight_sync import WeightSync, export_model
+from parallel import Groups, communication_backend, destroy_groups, init_groups, setup_device
+
+
+@record
+def run_rank(cfg: Config, place: RankPlace) -> None:
+    """Join the other ranks and train; returns when all `train.num_steps` steps are done."""
+    device = setup_device(place.local_rank)
+    with process_groups(cfg, place) as groups:
+        train(cfg, groups, device)
+
+
+@contextmanager
+def process_groups(cfg: Config, place: RankPlace) -> Iterator[Groups]:
+    """The mesh over all ranks. Left standing when training fails: whoever started the ranks ends them."""
+    cfg.dims.check_world_size(place.world_size)
+    dist.init_process_group(communication_backend(), rank=place.rank, world_size=place.world_size)
+    yield init_groups(cfg.dims)
+    destroy_groups()
+    dist.destroy_process_group()
+
+
+def train(cfg: Config, groups: Groups, device: torch.device) -> None:
+    """From the pretrained weights, or the newest checkpoint, to the exported model."""
+    shape = read_shape(cfg.model.path)
+    batches = BatchSchedule.of(cfg.grpo)
+    with ExitStack() as stack:
+        # Rank 0 alone owns the engines, the prompts, the rewards and the log.
+        source, log, client = None, None, None
+        if groups.rank == 0:
+            source = stack.enter_context(closing(ExperienceSource(cfg, shape)))
+            client = source.client
+        policy = build_policy(cfg, shape, groups)
+        reference = build_reference(cfg, shape, groups) if cfg.grpo.beta > 0 else None
+        first_step = checkpoint.load_latest(cfg.train.run_dir / "checkpoints", policy)
+        weight_sync = stack.enter_context(closing(WeightSync(cfg, policy, groups)))
+        if source:
+            log = stack.enter_context(closing(RunLog(cfg, first_step)))
+            source.wait_ready()
+        weight_sync.push(client, policy_version=first_step)
+
+        experience: Experience | None = None
+        minibatches: Minibatches = []
+        for step in range(first_step, cfg.train.num_steps):
+            timer = PhaseTimer()
+            cursor = batches.cursor(step)
+            # A run that resumes inside a generation makes that generation anew.
+            is_new = cursor.starts_generation or step == first_step
+            if is_new:
+                if source:
+                    experience = source.collect(cursor.generation, step, timer)
+                shares = share_out(experience, cursor.generation, cfg) if experience else None
+                minibatches = distribute(shares, groups, device)
+                with timer.phase("logprobs"):
+                    minibatches = [
+                        add_logprobs(minibatch, policy, reference, cfg, groups)
+                        for minibatch in minibatches
+                    ]
+            with timer.phase("train"):
+                minibatch = minibatches[cursor.minibatch]
+                metrics = train_step(policy, minibatch, cfg, groups)
+            with timer.phase("push"):
+                weight_sync.push(client, policy_version=step + 1)
+            with timer.phase("save"):
+                save(step + 1, policy, cfg, groups)
+            if log and experience:
+                log.step(step + 1, metrics, experience, timer, is_new=is_new)
+
+
+def save(step: int, policy: Policy, cfg: Config, groups: Groups) -> None:
+    """Export and checkpoint after `step` optimizer steps, where due; always after the last."""
+    is_last = step == cfg.train.num_steps
+    export_interval, save_interval = cfg.train.export_interval, cfg.train.save_interval
+    # The export comes first: a checkpoint of the last step says that the run is complete.
+    if is_last or (export_interval and step % export_interval == 0):
+        export_model(cfg.train.run_dir / "hf", policy, cfg, groups)
+    if is_last or step % save_interval == 0:
+        folder = cfg.train.run_dir / "checkpoints"
+        checkpoint.save(folder, step, policy, cfg.train.keep_checkpoints)

@@ -1,0 +1,143 @@
+"""One optimizer step of GRPO over packed microbatches, and the log-probabilities it needs before."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_grpo.batching import BatchSchedule
+from megatron_grpo.config import Config
+from megatron_grpo.loss import grpo_loss
+from megatron_grpo.metrics import AllReduce, TrainMetrics
+from megatron_grpo.model import Model, Policy
+from megatron_grpo.schedule import run_schedule
+from parallel import (
+    Groups,
+    PackedBatch,
+    chosen_logprobs,
+    context_indices,
+    local_mask,
+    prediction_targets,
+)
+
+
+def response_logprobs(
+    model: Model, logits: Tensor, batch: PackedBatch, temperature: float, groups: Groups
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities and entropies [T] of the response tokens, and which of them are ours [T].
+
+    `logits` [T / cp, padded vocabulary / tp] are this rank's. Under context parallelism each rank
+    predicts its part of the tokens; elsewhere the values are 0, so that a sum over the context
+    group is the whole.
+    """
+    local = context_indices(batch.cu_seqlens, groups.coordinates.context, groups.dims.context)
+    targets = prediction_targets(batch.cu_seqlens, local)
+    mine = local_mask(targets, len(batch.tokens)) & batch.loss_mask
+    logprobs, entropy = chosen_logprobs(
+        logits,
+        batch.tokens,
+        targets,
+        mine,
+        temperature=temperature,
+        vocab_size=model.shape.vocab_size,
+        tensor_group=groups.tensor,
+    )
+    return logprobs, entropy, mine
+
+
+def compute_logprobs(
+    model: Model, batches: Sequence[PackedBatch], temperature: float, groups: Groups
+) -> list[Tensor | None]:
+    """Whole log-probabilities [T] of every microbatch, without gradient; None before the last stage."""
+
+    def collect(logits: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        logprobs, _, _ = response_logprobs(model, logits, batch, temperature, groups)
+        dist.all_reduce(logprobs, group=groups.context)
+        return logprobs.sum(), logprobs
+
+    outputs = run_schedule(model, groups, batches, collect, forward_only=True)
+    return list(outputs) if model.is_last_stage else [None] * len(batches)
+
+
+def add_logprobs(
+    batches: Sequence[PackedBatch],
+    policy: Policy,
+    reference: Model | None,
+    cfg: Config,
+    groups: Groups,
+) -> list[PackedBatch]:
+    """Fill `old_logprobs`, and `ref_logprobs` when there is a reference.
+
+    With one update per generation the old policy is the policy itself, and its pass is left out:
+    the ratio is exactly 1, and the loss takes its own log-probabilities, detached.
+    """
+    temperature = cfg.rollout.temperature
+    is_reused = BatchSchedule.of(cfg.grpo).updates_per_generation > 1
+    nothing: list[Tensor | None] = [None] * len(batches)
+    old = compute_logprobs(policy, batches, temperature, groups) if is_reused else nothing
+    ref = compute_logprobs(reference, batches, temperature, groups) if reference else nothing
+    return [
+        replace(batch, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
+        for batch, old_logprobs, ref_logprobs in zip(batches, old, ref, strict=True)
+    ]
+
+
+def train_step(
+    policy: Policy, batches: Sequence[PackedBatch], cfg: Config, groups: Groups
+) -> dict[str, float]:
+    """One update from this rank's microbatches of the optimizer batch; all ranks call it together.
+
+    Loss weights are global, so loss and gradient are plain sums over microbatches, context and data
+    ranks. Returns the metrics of the whole optimizer batch, the same on every rank.
+    """
+    metrics = accumulate_gradient(policy, batches, cfg, groups)
+    _, grad_norm, _ = policy.optimizer.step()
+    learning_rate = policy.optimizer.param_groups[0]["lr"]
+    policy.scheduler.step(increment=1)
+    reduced = metrics.reduce(_over_other_tokens(groups), with_kl=cfg.grpo.beta > 0)
+    return {**reduced, "grad_norm": float(grad_norm), "lr": learning_rate}
+
+
+def accumulate_gradient(
+    policy: Policy, batches: Sequence[PackedBatch], cfg: Config, groups: Groups
+) -> TrainMetrics:
+    """Put the gradient of the optimizer batch into the policy's gradient buffers, from zero.
+
+    Returns this rank's part of the metrics.
+    """
+    grpo, num_sequences = cfg.grpo, BatchSchedule.of(cfg.grpo).minibatch_size
+    metrics = TrainMetrics(num_sequences, batches[0].tokens.device)
+
+    def loss_of(logits: Tensor, batch: PackedBatch) -> tuple[Tensor, None]:
+        logprobs, entropy, mine = response_logprobs(
+            policy, logits, batch, cfg.rollout.temperature, groups
+        )
+        loss = grpo_loss(
+            logprobs,
+            batch.old_logprobs,
+            batch.ref_logprobs,
+            batch.advantages,
+            batch.loss_weights,
+            mine,
+            epsilon=grpo.epsilon,
+            epsilon_high=grpo.epsilon_high,
+            delta=grpo.delta,
+            beta=grpo.beta,
+        )
+        metrics.add(batch, mine, loss, logprobs, entropy)
+        return loss.total, None
+
+    policy.zero_grad()
+    run_schedule(policy, groups, batches, loss_of, forward_only=False)
+    return metrics
+
+
+def _over_other_tokens(groups: Groups) -> AllReduce:
+    """An all-reduce over every rank that holds other tokens; earlier stages add nothing."""
+
+    def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        dist.all_reduce(tensor, op, group=groups.data_context)
+        dist.all_reduce(tensor, op, group=groups.pipeline)
+
+    return all_reduce

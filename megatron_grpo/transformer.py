@@ -1,0 +1,195 @@
+"""What Megatron-Core is told of a model: its TransformerConfig and the modules of its layers.
+
+The modules are Transformer Engine's where it is installed, else torch's: same weights, same
+numbers. Everything that differs between releases of Megatron-Core is in this file.
+"""
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn.functional import silu
+
+from checkpoint_convert import ModelShape
+from parallel import PackedAttention, ParallelDims, pipeline_layers
+
+
+def uses_transformer_engine() -> bool:
+    """Whether layers are Transformer Engine's, which also fuses norms into the linears behind."""
+    return HAVE_TE and torch.cuda.is_available()
+
+
+def transformer_config(
+    shape: ModelShape,
+    dims: ParallelDims,
+    *,
+    dtype: torch.dtype,
+    sequence_parallel: bool,
+    overrides: Mapping[str, Any],
+) -> TransformerConfig:
+    """Megatron's config of one model; `overrides` are further fields, by Megatron's names.
+
+    Raises ValueError for an override that Megatron does not know, or that is not free because the
+    model, the mesh or the loss decides it.
+    """
+    decided = (
+        _architecture(shape)
+        | _mesh(shape, dims, dtype, sequence_parallel)
+        | _plain_sums()
+        | _no_initialization()
+    )
+    _check_overrides(overrides, decided)
+    return TransformerConfig(**decided, **overrides)
+
+
+def block_spec(config: TransformerConfig, num_layers: int, *, transformer_engine: bool) -> Any:
+    """Modules of a model chunk of `num_layers` layers."""
+    if transformer_engine:
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    layer = torch_layer_spec(config)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+
+
+def torch_layer_spec(config: TransformerConfig) -> ModuleSpec:
+    """Megatron's local layer, with the two modules of it that refuse what we need replaced."""
+    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    modules, attention = layer.submodules, layer.submodules.self_attention.submodules
+    modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return layer
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """Torch's RMS norm where Megatron-Core's wrapper refuses sequence parallelism."""
+
+    returns_residual = False  # asked by megatron-core 0.17 and later
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__(
+            hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device()
+        )
+        # Each tensor rank sees its part of the tokens: Megatron then sums this weight's gradient.
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+def _architecture(shape: ModelShape) -> dict[str, Any]:
+    return {
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_query_groups": shape.num_key_value_heads,
+        "kv_channels": shape.head_dim,
+        "ffn_hidden_size": shape.intermediate_size,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": shape.rms_norm_eps,
+        "qk_layernorm": shape.qk_norm,
+        "add_bias_linear": False,
+        "add_qkv_bias": shape.attention_bias,
+        "gated_linear_unit": True,
+        "activation_func": silu,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+
+
+def _mesh(
+    shape: ModelShape, dims: ParallelDims, dtype: torch.dtype, sequence_parallel: bool
+) -> dict[str, Any]:
+    return {
+        "tensor_model_parallel_size": dims.tensor,
+        "sequence_parallel": sequence_parallel,
+        "context_parallel_size": dims.context,
+        "expert_model_parallel_size": dims.expert,
+        "pipeline_model_parallel_size": dims.pipeline,
+        "virtual_pipeline_model_parallel_size": (
+            dims.virtual_pipeline if dims.virtual_pipeline > 1 else None
+        ),
+        "pipeline_model_parallel_layout": _pipeline_layout(shape.num_layers, dims),
+        # With interleaving every pair of stages talks both ways at once. Batched messages of two
+        # stages would then be mixed up (they hang, on gloo); overlapped ones go in two groups.
+        "overlap_p2p_comm": dims.virtual_pipeline > 1,
+        "batch_p2p_comm": dims.virtual_pipeline == 1,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        # Packed microbatches differ in length; Megatron wants this dispatcher then, experts or not.
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",
+        "deallocate_pipeline_outputs": True,
+    }
+
+
+def _pipeline_layout(num_layers: int, dims: ParallelDims) -> list[list[str]] | None:
+    """Layer types of each model chunk, in the order of the model; uneven splits can be said so."""
+    if dims.pipeline == 1:
+        return None
+    stages = pipeline_layers(num_layers, dims)
+    chunks = [
+        ["decoder"] * len(stages[stage][virtual])
+        for virtual in range(dims.virtual_pipeline)
+        for stage in range(dims.pipeline)
+    ]
+    chunks[0].insert(0, "embedding")
+    chunks[-1].append("loss")
+    return chunks
+
+
+def _plain_sums() -> dict[str, Any]:
+    """Switch off Megatron's divisions: loss weights are global, so gradients are sums."""
+    return {
+        # Not by microbatches in the schedule, not by data-parallel ranks in DDP ...
+        "calculate_per_token_loss": True,
+        # ... nor by the number of tokens, which is what the switch above is meant for.
+        "finalize_model_grads_func": _finalize_without_division,
+    }
+
+
+def _finalize_without_division(
+    model: Sequence[torch.nn.Module], num_tokens: Tensor | None, **kwargs: Any
+) -> None:
+    finalize_model_grads(model, None, **kwargs)
+
+
+def _no_initialization() -> dict[str, Any]:
+    """Leave weights as allocated: they are read from files.
+
+    `perform_initialization=False` would say so, but in 0.16 the tensor-parallel marks of a weight
+    are set by its initialization, and without them the gradient norm counts one shard only.
+    """
+    leave: Callable[[Tensor], None] = _leave
+    names = ("init_method", "output_layer_init_method", "embedding_init_method")
+    return dict.fromkeys(names, leave)
+
+
+def _leave(weight: Tensor) -> None:
+    """Initialization of weights that are about to be loaded."""
+
+
+def _check_overrides(overrides: Mapping[str, Any], decided: Mapping[str, Any]) -> None:
+    known = {field.name for field in fields(TransformerConfig)}
+    for name in overrides:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {nearest[0]}?" if nearest else ""
+            raise ValueError(
+                f"model.megatron.{name} is not a field of Megatron-Core's TransformerConfig{hint}"
+            )
+        if name in decided:
+            raise ValueError(
+                f"model.megatron.{name} is not free: the model folder, parallel.* or the loss "
+                "decides it; leave it out"
+            )

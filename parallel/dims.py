@@ -1,0 +1,118 @@
+"""Sizes of the device mesh, and the arithmetic between ranks and mesh coordinates. Integers only."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coordinates:
+    """Place of one rank on each mesh axis."""
+
+    tensor: int
+    context: int
+    data: int
+    pipeline: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelDims:
+    """Sizes of every mesh axis of the trainer.
+
+    Ranks are laid out as Megatron-Core's default order ``tp-cp-ep-dp-pp``: the tensor axis is the
+    fastest, so that it stays inside a node, and the pipeline axis the slowest. The expert axis
+    divides the data axis and takes no ranks of its own; `virtual_pipeline` is the number of model
+    chunks per pipeline rank (interleaved 1F1B) and takes no ranks either.
+    """
+
+    tensor: int = 1
+    context: int = 1
+    data: int = 1
+    pipeline: int = 1
+    virtual_pipeline: int = 1
+    expert: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in ("tensor", "context", "data", "pipeline", "virtual_pipeline", "expert"):
+            if getattr(self, axis) < 1:
+                raise ValueError(f"{axis} parallel size is {getattr(self, axis)}: at least 1")
+        if self.virtual_pipeline > 1 and self.pipeline == 1:
+            raise ValueError(
+                f"virtual_pipeline({self.virtual_pipeline}) interleaves pipeline stages and needs "
+                "pipeline > 1: set pipeline to 2 or more, or virtual_pipeline to 1"
+            )
+        if self.data % self.expert:
+            raise ValueError(
+                f"expert({self.expert}) must divide data({self.data}): "
+                f"legal values are {divisors(self.data)}"
+            )
+
+    def __str__(self) -> str:
+        return f"tp({self.tensor}) * pp({self.pipeline}) * cp({self.context}) * dp({self.data})"
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor * self.context * self.data * self.pipeline
+
+    def check_world_size(self, world_size: int) -> None:
+        """Raise ValueError with every factor when the mesh does not fill `world_size` ranks."""
+        if self.world_size != world_size:
+            model = self.tensor * self.pipeline * self.context
+            legal = (
+                f"data parallel size {world_size // model} would fill them"
+                if world_size % model == 0
+                else f"the number of ranks must be a multiple of tp*pp*cp = {model}"
+            )
+            raise ValueError(f"{self} = {self.world_size} != world size {world_size}: {legal}")
+
+    def coordinates(self, rank: int) -> Coordinates:
+        assert 0 <= rank < self.world_size, f"rank {rank} of {self.world_size}"
+        rank, tensor = divmod(rank, self.tensor)
+        rank, context = divmod(rank, self.context)
+        pipeline, data = divmod(rank, self.data)
+        return Coordinates(tensor=tensor, context=context, data=data, pipeline=pipeline)
+
+    def rank(self, at: Coordinates) -> int:
+        return at.tensor + self.tensor * (
+            at.context + self.context * (at.data + self.data * at.pipeline)
+        )
+
+    def replica_ranks(self, data: int) -> list[int]:
+        """Ranks of one model copy (all of tensor x context x pipeline), in ascending order."""
+        inner = self.tensor * self.context
+        return [
+            (stage * self.data + data) * inner + i
+            for stage in range(self.pipeline)
+            for i in range(inner)
+        ]
+
+
+def divisors(n: int) -> list[int]:
+    """All divisors of `n`, ascending: the legal values named in error messages."""
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def pipeline_layers(num_layers: int, dims: ParallelDims) -> list[list[range]]:
+    """Global layer indices of every model chunk, as ``[pipeline rank][virtual stage]``.
+
+    Chunks follow the interleaved order: virtual stage v of rank p is the (v * pipeline + p)-th
+    piece of the model. When the layers do not divide evenly the chunks of the middle take one more
+    layer, then the first, because the first also holds the embedding and the last the head, which
+    costs more.
+    """
+    num_chunks = dims.pipeline * dims.virtual_pipeline
+    if num_layers < num_chunks:
+        raise ValueError(
+            f"{num_layers} layers cannot fill pipeline({dims.pipeline}) * "
+            f"virtual_pipeline({dims.virtual_pipeline}) = {num_chunks} stages: "
+            f"use at most {num_layers} stages"
+        )
+    base, remainder = divmod(num_layers, num_chunks)
+    taller = set([*range(1, num_chunks - 1), 0][:remainder])
+    chunks, start = [], 0
+    for chunk in range(num_chunks):
+        size = base + (chunk in taller)
+        chunks.append(range(start, start + size))
+        start += size
+    return [
+        [chunks[v * dims.pipeline + p] for v in range(dims.virtual_pipeline)]
+        for p in range(dims.pipeline)
+    ]

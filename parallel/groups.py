@@ -1,0 +1,77 @@
+"""Process groups of the mesh: the one call into Megatron-Core's parallel state.
+
+`Groups` is handed down as an argument; only Megatron-Core itself reads the ambient state.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core import parallel_state
+from torch.distributed import ProcessGroup
+
+from parallel.dims import Coordinates, ParallelDims
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """This rank's place in the mesh and the groups that it communicates in."""
+
+    dims: ParallelDims
+    coordinates: Coordinates
+    rank: int
+    tensor: ProcessGroup
+    pipeline: ProcessGroup
+    context: ProcessGroup
+    data: ProcessGroup
+    data_gloo: ProcessGroup
+    """The same ranks as `data`, over gloo: for Python objects."""
+    data_context: ProcessGroup
+    """Ranks that hold the same weights: gradients are summed over it."""
+    replica: ProcessGroup
+    """Ranks of one model copy (tensor x context x pipeline), over gloo: for Python objects."""
+
+
+def init_groups(dims: ParallelDims) -> Groups:
+    """Make every group of `dims`; collective over all ranks of the initialised default group.
+
+    Raises ValueError with all factors when the mesh does not fill the world.
+    """
+    rank = torch.distributed.get_rank()
+    dims.check_world_size(torch.distributed.get_world_size())
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=dims.tensor,
+        pipeline_model_parallel_size=dims.pipeline,
+        virtual_pipeline_model_parallel_size=(
+            dims.virtual_pipeline if dims.virtual_pipeline > 1 else None
+        ),
+        context_parallel_size=dims.context,
+        expert_model_parallel_size=dims.expert,
+        order="tp-cp-ep-dp-pp",
+        create_gloo_process_groups=True,  # the distributed optimizer's group collection wants them
+    )
+    return Groups(
+        dims=dims,
+        coordinates=dims.coordinates(rank),
+        rank=rank,
+        tensor=parallel_state.get_tensor_model_parallel_group(),
+        pipeline=parallel_state.get_pipeline_model_parallel_group(),
+        context=parallel_state.get_context_parallel_group(),
+        data=parallel_state.get_data_parallel_group(),
+        data_gloo=parallel_state.get_data_parallel_group_gloo(),
+        data_context=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        replica=_replica_group(dims, dims.coordinates(rank).data),
+    )
+
+
+def destroy_groups() -> None:
+    """Forget Megatron's groups; the default group stays."""
+    parallel_state.destroy_model_parallel()
+
+
+def _replica_group(dims: ParallelDims, data: int) -> ProcessGroup:
+    # Every rank must take part in making every group, in the same order.
+    groups = [
+        torch.distributed.new_group(dims.replica_ranks(index), backend="gloo")
+        for index in range(dims.data)
+    ]
+    return groups[data]

@@ -1,0 +1,141 @@
+"""Padding-free batches: sequences laid end to end, with no padding but what parallelism forces."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel.dims import ParallelDims
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenSequence:
+    """One prompt with one completion, and what the loss needs to know of it.
+
+    `loss_weight` is the weight of each response token, final on the global batch: nothing divides
+    the loss later. `rollout_logprobs` are the engine's log-probabilities of the response tokens.
+    """
+
+    tokens: Tensor  # [L] int64
+    num_prompt_tokens: int
+    advantage: float
+    loss_weight: float
+    rollout_logprobs: Tensor  # [L - num_prompt_tokens]
+
+    def __post_init__(self) -> None:
+        # The first token of a sequence is predicted by nothing, so it cannot be a response token.
+        assert 1 <= self.num_prompt_tokens <= len(self.tokens)
+        assert len(self.rollout_logprobs) == len(self.tokens) - self.num_prompt_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alignment:
+    """Multiples that context and sequence parallelism force on packed lengths, in tokens.
+
+    Zigzag context parallelism cuts each sequence into 2 * cp equal chunks; sequence parallelism
+    cuts what one context rank holds into tp equal parts. Nothing else pads.
+    """
+
+    sequence: int = 1  # every packed sequence is a multiple of this
+    total: int = 1  # every microbatch is a multiple of this, itself a multiple of `sequence`
+
+    def __post_init__(self) -> None:
+        assert self.total % self.sequence == 0
+
+    @classmethod
+    def of(cls, dims: ParallelDims, sequence_parallel: bool) -> "Alignment":
+        """The least alignment with which every rank of `dims` gets an equal part."""
+        sequence = 2 * dims.context if dims.context > 1 else 1
+        ranks = dims.context * (dims.tensor if sequence_parallel else 1)
+        return cls(sequence=sequence, total=math.lcm(sequence, ranks))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedBatch:
+    """One microbatch: n sequences end to end, T tokens with alignment padding after each sequence.
+
+    Every tensor lives in the index space of `tokens`: position t speaks of ``tokens[t]``. Every
+    rank of a model replica holds the whole of it; parallel/context.py and parallel/vocab.py take
+    the rank's part. Padding has token `padding_id`, sequence_index -1 and zeros elsewhere.
+    """
+
+    tokens: Tensor  # [T] int64
+    position_ids: Tensor  # [T] int64, from 0 in each sequence
+    cu_seqlens: Tensor  # [n + 1] int32, padding included
+    max_seqlen: int  # longest sequence, padding included
+    sequence_index: Tensor  # [T] int64, index of the sequence in the optimizer batch
+    loss_mask: Tensor  # [T] bool, response tokens
+    loss_weights: Tensor  # [T]
+    advantages: Tensor  # [T]
+    rollout_logprobs: Tensor  # [T]
+    old_logprobs: Tensor | None = None  # [T], of the generating policy; None: it is this one
+    ref_logprobs: Tensor | None = None  # [T]
+
+    @property
+    def num_real_tokens(self) -> int:
+        """Tokens that are not padding."""
+        return int((self.sequence_index >= 0).sum())
+
+    def to(self, device: torch.device | str) -> "PackedBatch":
+        """A copy with every tensor on `device`."""
+        moved: dict[str, Any] = {
+            field.name: value.to(device)
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), Tensor)
+        }
+        return replace(self, **moved)
+
+
+def pack(
+    sequences: Sequence[TokenSequence],
+    indices: Sequence[int],
+    alignment: Alignment,
+    *,
+    padding_id: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> PackedBatch:
+    """Lay ``sequences[i] for i in indices`` end to end.
+
+    `indices` may be empty: a rank without work joins its peers' collectives with one sequence of
+    padding, whose loss is zero. `dtype` is that of weights, advantages and log-probabilities.
+    """
+    lengths = [round_up(len(sequences[i].tokens), alignment.sequence) for i in indices]
+    lengths = lengths or [alignment.total]
+    lengths[-1] += -sum(lengths) % alignment.total
+    ends = list(accumulate(lengths))
+    total = ends[-1]
+
+    tokens = torch.full((total,), padding_id, dtype=torch.int64)
+    sequence_index = torch.full((total,), -1, dtype=torch.int64)
+    loss_mask = torch.zeros(total, dtype=torch.bool)
+    loss_weights, advantages, rollout_logprobs = (torch.zeros(total, dtype=dtype) for _ in range(3))
+    for index, end, length in zip(indices, ends, lengths, strict=False):
+        sequence, start = sequences[index], end - length
+        whole = slice(start, start + len(sequence.tokens))
+        response = slice(start + sequence.num_prompt_tokens, whole.stop)
+        tokens[whole] = sequence.tokens
+        sequence_index[whole] = index
+        loss_mask[response] = True
+        loss_weights[response] = sequence.loss_weight
+        advantages[response] = sequence.advantage
+        rollout_logprobs[response] = sequence.rollout_logprobs.to(dtype)
+    return PackedBatch(
+        tokens=tokens,
+        position_ids=torch.cat([torch.arange(length) for length in lengths]),
+        cu_seqlens=torch.tensor([0, *ends], dtype=torch.int32),
+        max_seqlen=max(lengths),
+        sequence_index=sequence_index,
+        loss_mask=loss_mask,
+        loss_weights=loss_weights,
+        advantages=advantages,
+        rollout_logprobs=rollout_logprobs,
+    )
+
+
+def round_up(n: int, multiple: int) -> int:
+    """The least multiple of `multiple` that is at least `n`."""
+    return -(-n // multiple) * multiple

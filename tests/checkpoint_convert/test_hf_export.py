@@ -1,0 +1,229 @@
+"""Exports: every rank writes its own boxes, and the folder is the model again, bit for bit."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from checkpoint_convert import (
+    check_weights,
+    create_export,
+    finish_export,
+    hf_tensors,
+    megatron_layout,
+    read_shape,
+    read_weights,
+    write_weights,
+)
+from models import tiny_model
+from parallel import ParallelDims
+
+MESHES = {  # tensor 4 is more than the key-value heads; 7 layers divide by no pipeline
+    f"tp{tensor}-pp{pipeline}-vpp{virtual}": ParallelDims(
+        tensor=tensor, pipeline=pipeline, virtual_pipeline=virtual
+    )
+    for tensor, pipeline, virtual in [
+        (1, 1, 1),
+        (2, 1, 1),
+        (4, 1, 1),
+        (1, 2, 1),
+        (1, 3, 2),
+        (2, 2, 2),
+        (2, 3, 1),
+        (4, 3, 2),
+    ]
+}
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
+def family(request):
+    return request.param
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def model(request, family, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    return tiny_model(folder, family, tied=request.param, num_hidden_layers=7)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("llama"), "llama")
+
+
+def load_rank(folder, shape, dims, rank, dtype=torch.float32):
+    layout = megatron_layout(shape, dims, dims.coordinates(rank), fused_norms=False)
+    parameters = {n: torch.full(s, torch.nan, dtype=dtype) for n, s in layout.shapes.items()}
+    read_weights(folder, shape, layout, parameters)
+    return layout, parameters
+
+
+def exported_weights(folder):
+    return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+
+
+def assert_same(weights, expected):
+    assert weights.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert tensor.dtype == weights[name].dtype
+        assert torch.equal(weights[name], tensor), name
+
+
+@pytest.mark.parametrize("dims", MESHES.values(), ids=MESHES.keys())
+def test_every_rank_loads_and_writes_back_the_whole_model_bitwise(model, tmp_path, dims):
+    shape = read_shape(model)
+    create_export(tmp_path, model, shape, torch.float32, max_shard_bytes=150_000)
+    for rank in range(dims.world_size):
+        layout, parameters = load_rank(model, shape, dims, rank)
+        assert not any(parameter.isnan().any() for parameter in parameters.values())
+        write_weights(tmp_path, layout, parameters)
+    assert_same(exported_weights(tmp_path), load_file(model / "model.safetensors"))
+
+
+def test_an_export_is_what_transformers_loads(model, tmp_path):
+    shape, dims = read_shape(model), ParallelDims()
+    create_export(tmp_path, model, shape, torch.float32, max_shard_bytes=100_000)
+    write_weights(tmp_path, *load_rank(model, shape, dims, 0))
+    tokens = torch.arange(250).reshape(2, 125)
+    with torch.no_grad():
+        logits = [
+            AutoModelForCausalLM.from_pretrained(folder)(tokens).logits
+            for folder in (model, tmp_path)
+        ]
+    assert torch.equal(*logits)
+    text = "What is 7 + 5?"
+    tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in (model, tmp_path)]
+    assert tokenizers[0](text).input_ids == tokenizers[1](text).input_ids
+    assert tokenizers[0].chat_template == tokenizers[1].chat_template
+    assert read_shape(tmp_path) == shape
+
+
+def test_an_export_is_converted_to_its_dtype_and_says_so(llama, tmp_path):
+    shape, dims = read_shape(llama), ParallelDims(tensor=2)
+    create_export(tmp_path, llama, shape, torch.bfloat16)
+    for rank in range(2):
+        write_weights(tmp_path, *load_rank(llama, shape, dims, rank))
+    expected = load_file(llama / "model.safetensors")
+    assert_same(
+        load_file(tmp_path / "model.safetensors"),
+        {name: tensor.to(torch.bfloat16) for name, tensor in expected.items()},
+    )
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16
+
+
+def test_new_weights_are_written_into_the_same_files_again_and_again(llama, tmp_path):
+    shape, dims = read_shape(llama), ParallelDims(tensor=2, pipeline=2)
+    create_export(tmp_path, llama, shape, torch.float32)
+    ranks = [load_rank(llama, shape, dims, rank) for rank in range(4)]
+    file = tmp_path / "model.safetensors"
+    inode = file.stat().st_ino
+    expected = load_file(llama / "model.safetensors")
+    for _ in range(3):
+        for layout, parameters in ranks:
+            for parameter in parameters.values():
+                parameter += 1.0
+            write_weights(tmp_path, layout, parameters)
+        expected = {name: tensor + 1.0 for name, tensor in expected.items()}
+        assert_same(load_file(file), expected)
+    assert file.stat().st_ino == inode
+
+
+def test_replicas_are_not_written(llama, tmp_path):
+    shape, dims = read_shape(llama), ParallelDims(data=2, context=2)
+    create_export(tmp_path, llama, shape, torch.float32)
+    for rank in range(1, 4):
+        write_weights(tmp_path, *load_rank(llama, shape, dims, rank))
+    assert not any(tensor.any() for tensor in load_file(tmp_path / "model.safetensors").values())
+
+
+def test_an_export_of_another_model_is_no_place_for_the_weights(llama, tmp_path):
+    shape, dims = read_shape(llama), ParallelDims()
+    create_export(tmp_path, llama, replace(shape, num_layers=1), torch.float32)
+    with pytest.raises(AssertionError, match="elements of this rank"):
+        write_weights(tmp_path, *load_rank(llama, shape, dims, 0))
+
+
+@pytest.mark.parametrize("max_shard_bytes", [1, 30_000, 64_000, 10**9])
+def test_shards_stay_below_their_limit_unless_one_tensor_exceeds_it(
+    llama, tmp_path, max_shard_bytes
+):
+    shape = read_shape(llama)
+    create_export(tmp_path, llama, shape, torch.float32, max_shard_bytes)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    for file in files:
+        tensors = load_file(file)
+        num_bytes = sum(4 * tensor.numel() for tensor in tensors.values())
+        assert num_bytes <= max_shard_bytes or len(tensors) == 1
+    if max_shard_bytes == 10**9:
+        assert [file.name for file in files] == ["model.safetensors"]
+    else:
+        assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    assert {n: p.shape for n, p in check_weights(tmp_path, shape).items()} == hf_tensors(shape)
+
+
+def test_only_companions_of_the_weights_are_copied(llama, tmp_path):
+    source = shutil.copytree(llama, tmp_path / "source")
+    for name in ("pytorch_model.bin", "model.safetensors.index.json", "modeling.py"):
+        (source / name).write_text("stale")
+    (source / "folder.json").mkdir()
+    (source / "tokenizer.model").write_text("pieces")
+    create_export(tmp_path / "out", source, read_shape(source), torch.float32)
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {
+        "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer.model",
+        "tokenizer_config.json",
+    }
+
+
+def test_an_export_replaces_the_weights_that_were_there_in_more_files(llama, tmp_path):
+    shape = read_shape(llama)
+    create_export(tmp_path, llama, shape, torch.float32, max_shard_bytes=10_000)
+    create_export(tmp_path, llama, shape, torch.float32)
+    assert [file.name for file in tmp_path.glob("*.safetensors*")] == ["model.safetensors"]
+
+
+def test_the_model_is_never_exported_over_itself(llama):
+    with pytest.raises(ValueError, match="the folder that the model comes from"):
+        create_export(llama / ".." / llama.name, llama, read_shape(llama), torch.float32)
+    check_weights(llama, read_shape(llama))
+
+
+def test_a_disk_too_full_is_told_before_anything_is_written(llama, tmp_path):
+    huge = replace(read_shape(llama), vocab_size=10**13)
+    with pytest.raises(ValueError, match="bytes free, the weights take 2,560,000,000,"):
+        create_export(tmp_path, llama, huge, torch.bfloat16)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_finished_export_takes_the_place_of_an_earlier_one(llama, tmp_path):
+    shape, dims = read_shape(llama), ParallelDims()
+    final, partial = tmp_path / "hf", tmp_path / "hf.partial"
+    (tmp_path / "hf.replaced").mkdir()  # a run died between the two renames
+    for note in ("first", "second"):
+        create_export(partial, llama, shape, torch.float32)
+        (partial / "note.txt").write_text(note)
+        write_weights(partial, *load_rank(llama, shape, dims, 0))
+        finish_export(partial, final)
+        assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+        assert (final / "note.txt").read_text() == note
+        assert_same(load_file(final / "model.safetensors"), load_file(llama / "model.safetensors"))
+
+
+def test_config_of_an_export_names_its_dtype_once(llama, tmp_path):
+    source = shutil.copytree(llama, tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    del config["dtype"]
+    config["torch_dtype"] = "float32"
+    (source / "config.json").write_text(json.dumps(config))
+    create_export(tmp_path / "out", source, read_shape(source), torch.bfloat16)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["dtype"] == "bfloat16"
+    assert "torch_dtype" not in written

@@ -1,0 +1,106 @@
+"""Real rollout engines for tests, and what `transformers` says about their samples."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from models import EOS_ID, tiny_model
+from transformers import AutoModelForCausalLM
+
+from megatron_grpo.config import ModelConfig, RolloutConfig
+from megatron_grpo.prompts import Prompt
+from megatron_grpo.rollout import EngineServers, RolloutClient, Sample
+
+
+def served_model(folder: Path, family: str, *, tied: bool, seed: int = 0) -> Path:
+    """A tiny model whose heads are wide enough for vLLM's attention on CPU (32, 64, 96, ...)."""
+    return tiny_model(folder, family, tied=tied, seed=seed, head_dim=32)
+
+
+class TestEngine:
+    """One running engine; every push of weights is a new version."""
+
+    __test__ = False
+
+    def __init__(self, folder: Path, servers: EngineServers) -> None:
+        self.folder = folder
+        self.servers = servers
+        self.version = 0
+
+    def client(self, eos_token_ids: Sequence[int] = (EOS_ID,)) -> RolloutClient:
+        return RolloutClient(self.servers.base_urls, 60.0, eos_token_ids)
+
+    def push(self, folder: Path) -> int:
+        """Load `folder`; returns the version that the engine now serves."""
+        self.version += 1
+        self.client().update_weights(folder, self.version)
+        return self.version
+
+    def generate(
+        self, prompts: Sequence[Prompt], eos_token_ids: Sequence[int] = (EOS_ID,), **overrides
+    ) -> list[Sample]:
+        arguments = {
+            "num_generations": 4,
+            "temperature": 1.0,
+            "max_completion_length": 16,
+            "seed": 0,
+            "step": 0,
+            "policy_version": self.version,
+        }
+        return self.client(eos_token_ids).generate(prompts, **(arguments | overrides))
+
+
+@contextmanager
+def running_engine(engine: str, folder: Path, log_dir: Path, **rollout) -> Iterator[TestEngine]:
+    """An engine that serves the float32 model in `folder`."""
+    servers = EngineServers(
+        ModelConfig(path=folder, dtype="float32"),
+        RolloutConfig(engine=engine, max_completion_length=16, **rollout),
+        log_dir,
+    )
+    try:
+        servers.wait_ready(240)
+        yield TestEngine(folder, servers)
+    finally:
+        servers.close()
+
+
+def random_prompts(count: int, seed: int = 0, lengths: tuple[int, int] = (5, 80)) -> list[Prompt]:
+    """Prompts of random ordinary tokens, the longer ones over several blocks of vLLM's cache."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts = []
+    for index in range(count):
+        length = int(torch.randint(*lengths, (1,), generator=generator))
+        token_ids = torch.randint(4, 250, (length,), generator=generator).tolist()
+        prompts.append(Prompt(index=index, token_ids=tuple(token_ids), text="", row={}))
+    return prompts
+
+
+def reference_logprobs(folder: Path, sample: Sample, temperature: float = 1.0) -> torch.Tensor:
+    """Log-probabilities of the sample's tokens by one float32 forward of `transformers`."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    completion = torch.tensor(sample.completion_ids)
+    tokens = torch.tensor([[*sample.prompt.token_ids, *sample.completion_ids]])
+    with torch.inference_mode():
+        logits = model(tokens).logits[0, -len(completion) - 1 : -1]
+    return torch.log_softmax(logits / temperature, -1).gather(1, completion[:, None])[:, 0]
+
+
+def largest_logprob_error(
+    folder: Path, samples: Sequence[Sample], temperature: float = 1.0
+) -> float:
+    """Largest difference between the samples' log-probabilities and `reference_logprobs`."""
+    return max(
+        float((reference_logprobs(folder, s, temperature) - torch.tensor(s.logprobs)).abs().max())
+        for s in samples
+    )
+
+
+def wait_until(condition, seconds: float) -> bool:
+    """Whether `condition()` came true within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not (result := condition()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return result

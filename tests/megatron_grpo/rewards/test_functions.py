@@ -1,0 +1,164 @@
+from pathlib import Path
+
+import pytest
+
+from megatron_grpo.config import RewardFunction
+from megatron_grpo.rewards import total_rewards
+from megatron_grpo.rewards.functions import load_function
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+def score(name, completions, columns=None, **arguments):
+    function = load_function(RewardFunction(name=name, arguments=arguments))
+    prompts = ["prompt"] * len(completions)
+    return function(completions, prompts, columns or {})
+
+
+def write(folder: Path, code: str) -> str:
+    (folder / "mine.py").write_text(code)
+    return f"{folder / 'mine.py'}:reward"
+
+
+def test_exact_compares_apart_from_blanks_around():
+    completions = ["7", " 7\n", "7.", "77"]
+    assert score("exact", completions, {"answer": [7, "7", "7", "7"]}) == [1, 1, 0, 0]
+
+
+def test_format_wants_the_whole_completion_over_all_its_lines():
+    pattern = "<think>.*</think>.*"
+    completions = ["<think>\na\n</think>\nb", "so <think>a</think>", "<think>a"]
+    assert score("format", completions, pattern=pattern) == [1, 0, 0]
+
+
+GSM8K_ANSWER = "48/2 = <<48/2=24>>24 clips.\n48+24 = <<48+24=72>>72 clips.\n#### 72"
+
+
+@pytest.mark.parametrize(
+    ("answer", "completion", "wanted"),
+    [
+        (GSM8K_ANSWER, "48 and 24 make 72.", 1),
+        (GSM8K_ANSWER, "The answer is \\boxed{72}", 1),
+        (GSM8K_ANSWER, "24 + 48 = 72 clips\n#### 72", 1),
+        (GSM8K_ANSWER, "####72", 1),
+        (GSM8K_ANSWER, "#### 72\nShe sold them in 2 months", 1),
+        (GSM8K_ANSWER, "#### $72.00", 1),
+        (GSM8K_ANSWER, "72, and then 13", 0),
+        (GSM8K_ANSWER, "#### 24\n72", 0),
+        (GSM8K_ANSWER, "", 0),
+        (GSM8K_ANSWER, "no idea", 0),
+        ("#### 1,080", "It is 1080 dollars", 1),
+        ("#### -3", "-3", 1),
+        ("1/2", "0.5", 1),
+        ("\\frac{3}{4}", "\\boxed{0.75}", 1),
+        ("x^2 + 1", "$1 + x^2$", 1),
+        ("x^2 + 1", "$1$", 0),
+        ("$\\frac{1}{2}$", "0.5", 1),
+        ("the answer is 12 apples", "12", 1),
+        ("\\boxed{12}", "12", 1),
+        (7, "7", 1),
+        ("9", "\\boxed{9^{9^{9^{9}}}}", 0),
+    ],
+)
+def test_math_answer_compares_values(answer, completion, wanted):
+    assert score("math_answer", [completion], {"answer": [answer]}) == [wanted]
+
+
+def test_math_answer_refuses_a_reference_that_is_no_mathematics():
+    with pytest.raises(ValueError, match="no mathematical answer in the reference '####'"):
+        score("math_answer", ["1"], {"answer": ["####"]})
+
+
+@pytest.mark.parametrize(
+    ("completion", "wanted"),
+    [("3 + 4 = 7", 1), ("7", 1), ("**7**.", 1), ("7 = 3 + 4", 0), ("-7", 0), ("17", 0), ("", 0)],
+)
+def test_last_number_of_the_demo(completion, wanted):
+    name = f"{REPOSITORY / 'demo' / 'rewards.py'}:last_number"
+    assert score(name, [completion], {"answer": ["7"], "prompt": ["p"]}) == [wanted]
+
+
+def test_share_of_digits_of_the_demo():
+    name = f"{REPOSITORY / 'demo' / 'rewards.py'}:share_of_digits"
+    assert score(name, ["12ab", "", "123"]) == [0.5, 0, 1]
+
+
+def test_a_function_gets_only_the_parameters_that_it_names(tmp_path):
+    name = write(tmp_path, "def reward(completions, level): return level")
+    assert score(name, ["a", "b"], {"level": [3, 4], "other": [0, 0]}) == [3, 4]
+
+
+def test_completions_and_arguments_go_before_columns_of_the_same_name(tmp_path):
+    name = write(
+        tmp_path, "def reward(completions, k, **c): return [len(x) + k for x in completions]"
+    )
+    assert score(name, ["aa"], {"k": [0], "completions": ["b"]}, k=10) == [12]
+
+
+def test_a_file_may_import_its_neighbours_and_define_dataclasses(tmp_path):
+    (tmp_path / "neighbour_of_mine.py").write_text("VALUE = 5")
+    code = """
+from __future__ import annotations
+from dataclasses import dataclass
+from neighbour_of_mine import VALUE
+
+@dataclass
+class Score:
+    value: float
+
+def reward(completions):
+    return [Score(VALUE).value for _ in completions]
+"""
+    assert score(write(tmp_path, code), ["a"]) == [5]
+
+
+@pytest.mark.parametrize(
+    ("returned", "part"),
+    [
+        ("None", "None for 2 completions"),
+        ("[1.0]", "1 scores for 2 completions"),
+        ("[1.0, None]", "the score None"),
+        ("[1.0, float('nan')]", "the score nan"),
+        ("[1.0, float('inf')]", "the score inf"),
+        ("[1.0, '1']", "the score '1'"),
+    ],
+)
+def test_anything_but_one_finite_number_per_completion_is_an_error(returned, part, tmp_path):
+    name = write(tmp_path, f"def reward(completions): return {returned}")
+    with pytest.raises(ValueError) as refused:
+        score(name, ["a", "b"])
+    assert part in str(refused.value)
+
+
+def test_numbers_of_any_kind_become_floats(tmp_path):
+    name = write(tmp_path, "import numpy\ndef reward(completions): return numpy.array([1, True])")
+    scores = score(name, ["a", "b"])
+    assert scores == [1.0, 1.0]
+    assert all(type(value) is float for value in scores)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "part"),
+    [
+        ("exct", {}, "give exact, format, math_answer, or file.py:function"),
+        ("no_file.py:reward", {}, "no_file.py does not exist"),
+        ("{mine}:nothing", {}, "has no function 'nothing'"),
+        ("{mine}:reward", {"colour": 1}, "unexpected keyword argument 'colour'"),
+    ],
+)
+def test_functions_that_are_not_there_are_refused(name, arguments, part, tmp_path):
+    mine = write(tmp_path, "def reward(completions): return []").rpartition(":")[0]
+    with pytest.raises(ValueError) as refused:
+        load_function(RewardFunction(name=name.format(mine=mine), arguments=arguments))
+    assert part in str(refused.value)
+
+
+def test_wanted_columns_are_what_neither_the_call_nor_the_config_gives(tmp_path):
+    name = write(tmp_path, "def reward(completions, prompts, a, b, c=1, *, d, **rest): ...")
+    assert load_function(RewardFunction(name=name, arguments={"b": 1})).wanted_columns == ["a", "d"]
+
+
+def test_total_is_the_weighted_sum():
+    functions = [RewardFunction(name="exact"), RewardFunction(name="a/b.py:f", weight=0.25)]
+    scores = [{"exact": 1.0, "f": 2.0}, {"exact": 0.0, "f": -1.0}]
+    assert total_rewards(scores, functions) == [1.5, -0.25]

@@ -1,0 +1,232 @@
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from pathlib import Path
+
+import pytest
+
+from megatron_grpo.config import RewardConfig, RewardFunction
+from megatron_grpo.prompts import Prompt
+from megatron_grpo.rewards import RewardError, RewardPool
+from megatron_grpo.rollout.samples import Sample
+
+REPOSITORY = Path(__file__).parents[3]
+LONG_SLEEP = str(10_000_000 + os.getpid())  # seconds, so that the process can be recognised
+MINE = """
+import os, signal, subprocess, sys, time
+def length(completions, **_): return [len(c) for c in completions]
+def bonus(completions, bonus, **_): return bonus
+def pid(completions, **_): return [os.getpid()] * len(completions)
+def has_torch(completions, **_): return ["torch" in sys.modules] * len(completions)
+def spread(completions, **_): return [len(set(completions))] * len(completions)
+def nap(completions, **_): time.sleep(0.5); return [0] * len(completions)
+def hang(completions, prompts, **_):
+    while prompts[0] == "prompt 2": subprocess.run(["sleep", "LONG_SLEEP"])
+    return [0] * len(completions)
+def fail(completions, **_): return [1 / 0 for _ in completions]
+def refuse(completions, **_): raise ValueError("cannot read this")
+def nan(completions, **_): return [float("nan")] * len(completions)
+def die(completions, **_): os.kill(os.getpid(), signal.SIGKILL)
+def leave(completions, **_): os._exit(3)
+def stuck(completions, bonus, **_):
+    with open(bonus[0], "w") as file: file.write(f"{os.getpid()}\\n")
+    while True: time.sleep(1)
+"""
+
+
+@pytest.fixture
+def pool(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE.replace("LONG_SLEEP", LONG_SLEEP))
+    pools = []
+
+    def open_pool(*names: str, timeout: float = 20, num_workers: int = 2) -> RewardPool:
+        functions = tuple(RewardFunction(name=f"{tmp_path / 'mine.py'}:{name}") for name in names)
+        config = RewardConfig(functions=functions, timeout=timeout, num_workers=num_workers)
+        pools.append(RewardPool(config))
+        return pools[-1]
+
+    yield open_pool
+    for opened in pools:
+        opened.close()
+
+
+def samples(num_prompts: int, num_generations: int = 2) -> list[Sample]:
+    return [
+        Sample(
+            prompt=Prompt(
+                index=index, token_ids=(1,), text=f"prompt {index}", row={"bonus": 10 * index}
+            ),
+            sample_index=number,
+            completion_ids=(1,),
+            logprobs=(0.0,),
+            finish_reason="stop",
+            text="x" * (index + number),
+            policy_version=0,
+        )
+        for index in range(num_prompts)
+        for number in range(num_generations)
+    ]
+
+
+def children() -> set[int]:
+    """Processes below this one, by way of /proc."""
+    tasks = Path(f"/proc/{os.getpid()}/task").iterdir()
+    return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
+
+
+def command_lines() -> str:
+    lines = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has just ended
+            lines.append(file.read_text())
+    return "\n".join(lines)
+
+
+def is_alive(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status")
+    return status.exists() and "State:\tZ" not in status.read_text()
+
+
+def test_scores_come_back_in_order_whatever_worker_made_them(pool):
+    batch = samples(7, 3)
+    scores = pool("length", "bonus").score(batch)
+    assert scores == [
+        {"length": len(sample.text), "bonus": sample.prompt.row["bonus"]} for sample in batch
+    ]
+
+
+def test_a_function_sees_the_whole_group_of_a_prompt_at_once(pool):
+    assert [s["spread"] for s in pool("spread").score(samples(3, 4))] == [4.0] * 12
+
+
+def test_functions_run_in_other_processes_without_torch(pool):
+    scores = pool("pid", "has_torch").score(samples(20))
+    assert os.getpid() not in {score["pid"] for score in scores}
+    assert {score["has_torch"] for score in scores} == {0.0}
+
+
+def test_workers_score_side_by_side(pool):
+    opened = pool("nap", num_workers=4)
+    opened.wait_ready(["bonus"])
+    start = time.monotonic()
+    opened.score(samples(4))
+    assert time.monotonic() - start < 1.5  # 4 naps of 0.5 s, one after the other, are 2 s
+
+
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [
+        ("fail", "ZeroDivisionError: division by zero"),
+        ("refuse", "cannot read this"),
+        ("nan", "returned the score nan: each must be a finite number"),
+        ("die", "its process died with signal SIGKILL"),
+        ("leave", "its process died with exit code 3"),
+    ],
+)
+def test_a_failed_reward_is_an_error_that_names_function_and_prompt(name, cause, pool):
+    opened = pool(name)
+    with pytest.raises(RewardError) as failed:
+        opened.score(samples(1))
+    assert f"reward function {name} on prompt 0 ('prompt 0'): " in str(failed.value)
+    assert cause in str(failed.value)
+    assert not children()
+
+
+def test_a_late_reward_is_killed_with_what_it_started_and_named(pool):
+    opened = pool("hang", timeout=2)
+    opened.wait_ready(["bonus"])
+    before = time.monotonic()
+    with pytest.raises(RewardError, match=r"hang on prompt 2 \('prompt 2'\): no result after 2"):
+        opened.score(samples(4))
+    assert time.monotonic() - before < 5
+    assert not children()
+    until(lambda: LONG_SLEEP not in command_lines(), seconds=5)
+
+
+def test_functions_that_do_not_load_are_named(pool):
+    with pytest.raises(ValueError, match=r"mine.py has no function 'nothing'"):
+        pool("nothing").wait_ready(["bonus"])
+    assert not children()
+
+
+def test_a_file_that_hangs_while_it_loads_is_killed(tmp_path):
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(1000)")
+    function = RewardFunction(name=f"{tmp_path / 'slow.py'}:reward")
+    with (
+        closing(RewardPool(RewardConfig(functions=(function,), timeout=2))) as opened,
+        pytest.raises(ValueError, match=r"slow.py:reward not loaded after 2"),
+    ):
+        opened.wait_ready([])
+    assert not children()
+
+
+def test_a_wanted_column_that_is_not_there_is_named_with_those_that_are(pool):
+    with pytest.raises(ValueError) as refused:
+        pool("bonus").wait_ready(["prompt", "answer"])
+    assert "reward function bonus wants 'bonus'" in str(refused.value)
+    assert "(prompt, answer)" in str(refused.value)
+
+
+def test_math_answer_keeps_its_own_time_limit_inside_a_worker():
+    hard = Sample(
+        prompt=Prompt(index=0, token_ids=(1,), text="p", row={"answer": "#### 9"}),
+        sample_index=0,
+        completion_ids=(1,),
+        logprobs=(0.0,),
+        finish_reason="stop",
+        text="\\boxed{9^{9^{9^{9}}}}",
+        policy_version=0,
+    )
+    config = RewardConfig(functions=(RewardFunction(name="math_answer"),), num_workers=1)
+    with closing(RewardPool(config)) as opened:
+        assert opened.score([hard]) == [{"math_answer": 0.0}]
+
+
+TRAINER = """
+import sys
+from megatron_grpo.config import RewardConfig, RewardFunction
+from megatron_grpo.prompts import Prompt
+from megatron_grpo.rewards import RewardPool
+from megatron_grpo.rollout.samples import Sample
+
+name, file = sys.argv[1:]
+prompt = Prompt(index=0, token_ids=(1,), text="p", row={"bonus": file})
+sample = Sample(
+    prompt=prompt, sample_index=0, completion_ids=(1,), logprobs=(0.0,), finish_reason="stop",
+    text="c", policy_version=0,
+)
+pool = RewardPool(RewardConfig(functions=(RewardFunction(name=name),)))
+print(*(worker.process.pid for worker in pool._workers), flush=True)
+pool.score([sample])
+"""
+
+
+def test_workers_die_with_a_trainer_that_is_killed_even_in_mid_call(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE.replace("LONG_SLEEP", LONG_SLEEP))
+    scoring = tmp_path / "scoring"
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", TRAINER, f"{tmp_path / 'mine.py'}:stuck", str(scoring)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+    )
+    assert trainer.stdout is not None
+    try:
+        workers = {int(pid) for pid in trainer.stdout.readline().split()}
+        until(lambda: scoring.exists() and scoring.read_text().endswith("\n"), seconds=20)
+        assert int(scoring.read_text()) in workers
+        assert len(workers) == 2
+    finally:
+        trainer.kill()
+        trainer.wait()
+    until(lambda: not any(is_alive(pid) for pid in workers), seconds=5)
+
+
+def until(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -1,0 +1,146 @@
+"""Token ids in, samples out, over HTTP: against a real vLLM and the transformers server."""
+
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from engines import largest_logprob_error, random_prompts, running_engine
+from models import EOS_ID
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megatron_grpo.rollout import RolloutClient
+from megatron_grpo.rollout.client import equal_shares
+from megatron_grpo.rollout.server import reserve_port
+
+
+@pytest.fixture(params=["vllm_engine", "transformers_engine"])
+def engine(request, tied_model):
+    engine = request.getfixturevalue(request.param)
+    engine.push(tied_model)
+    return engine
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_logprobs_are_those_of_the_sampled_tokens_after_temperature(engine, temperature):
+    samples = engine.generate(random_prompts(6), temperature=temperature)
+    assert largest_logprob_error(engine.folder, samples, temperature) < 1e-4
+
+
+def test_samples_come_in_the_order_of_prompts_and_sample_indices(engine):
+    prompts = random_prompts(5)
+    samples = engine.generate(prompts, num_generations=3)
+    assert [(s.prompt.index, s.sample_index) for s in samples] == [
+        (prompt, sample) for prompt in range(5) for sample in range(3)
+    ]
+    assert {s.policy_version for s in samples} == {engine.version}
+
+
+def test_a_completion_ends_with_the_first_end_token_and_includes_it(engine):
+    end_ids = (EOS_ID, *range(20, 60))
+    samples = engine.generate(random_prompts(6), eos_token_ids=end_ids, max_completion_length=12)
+    assert {s.finish_reason for s in samples} == {"stop", "length"}
+    tokenizer = AutoTokenizer.from_pretrained(engine.folder)
+    for s in samples:
+        stopped = s.finish_reason == "stop"
+        assert len(s.logprobs) == len(s.completion_ids)
+        assert stopped or len(s.completion_ids) == 12
+        assert [t in end_ids for t in s.completion_ids] == [
+            *[False] * (len(s.completion_ids) - 1),
+            stopped,
+        ]
+        shown = s.completion_ids[:-1] if stopped else s.completion_ids
+        assert s.text == tokenizer.decode(shown, skip_special_tokens=True)
+
+
+def test_end_tokens_are_only_those_given(engine):
+    unreachable = (249,)
+    samples = engine.generate(random_prompts(8), eos_token_ids=unreachable, num_generations=16)
+    assert any(EOS_ID in s.completion_ids[:-1] for s in samples)
+
+
+def test_every_sample_has_its_own_seed_and_the_same_one_next_time(engine):
+    def completions(**overrides):
+        return [s.completion_ids for s in engine.generate(random_prompts(3), **overrides)]
+
+    first = completions()
+    assert completions() == first
+    assert len(set(first)) == len(first)
+    assert not set(completions(step=1)) & set(first)
+    assert not set(completions(seed=1)) & set(first)
+
+
+def test_samples_do_not_depend_on_what_else_is_generated(engine):
+    prompts = random_prompts(6)
+    alone = engine.generate(prompts[:2])
+    among_others = engine.generate(prompts)[: len(alone)]
+    assert [s.completion_ids for s in among_others] == [s.completion_ids for s in alone]
+
+
+def test_vllm_repeats_a_generation_to_the_last_bit(vllm_engine, tied_model):
+    # More prompt tokens than vLLM takes in one step, so that the order of requests matters too.
+    prompts = random_prompts(80, lengths=(20, 80))
+    vllm_engine.push(tied_model)
+    runs = [vllm_engine.generate(prompts, num_generations=2) for _ in range(4)]
+    assert all(run == runs[0] for run in runs)
+
+
+def test_greedy_completions_are_the_same_everywhere(vllm_engine, transformers_engine, tied_model):
+    prompts = random_prompts(6)
+    model = AutoModelForCausalLM.from_pretrained(tied_model, dtype=torch.float32)
+    expected = []
+    for prompt in prompts:
+        inputs = torch.tensor([prompt.token_ids])
+        output = model.generate(
+            inputs, attention_mask=torch.ones_like(inputs), do_sample=False, max_new_tokens=16
+        )
+        expected.append(tuple(output[0, len(prompt.token_ids) :].tolist()))
+    for engine in (vllm_engine, transformers_engine):
+        engine.push(tied_model)
+        samples = engine.generate(prompts, num_generations=1, temperature=0.0)
+        assert [s.completion_ids for s in samples] == expected
+
+
+def test_the_number_of_engines_changes_nothing(tied_model, transformers_engine, tmp_path):
+    prompts = random_prompts(5)
+    transformers_engine.push(tied_model)
+    one = transformers_engine.generate(prompts)
+    with running_engine("transformers", tied_model, tmp_path, num_engines=2) as two_engines:
+        two_engines.version = transformers_engine.version - 1
+        two_engines.push(tied_model)
+        assert two_engines.generate(prompts) == one
+
+
+def test_samples_of_other_weights_are_refused(engine):
+    with pytest.raises(RuntimeError, match=rf"version {engine.version}.*{engine.version + 1} was"):
+        engine.generate(random_prompts(1), policy_version=engine.version + 1)
+
+
+def test_what_an_engine_refuses_is_told_with_its_address(vllm_engine, tied_model):
+    vllm_engine.push(tied_model)
+    too_long = random_prompts(1, lengths=(600, 601))
+    with pytest.raises(RuntimeError, match=rf"{vllm_engine.servers.base_urls[0]} answered .* 400"):
+        vllm_engine.generate([*random_prompts(3), *too_long])
+    assert vllm_engine.generate(random_prompts(1))
+
+
+def test_an_unreachable_engine_is_named_within_seconds():
+    start = time.monotonic()
+    with reserve_port() as unheard:
+        url = f"http://127.0.0.1:{unheard.getsockname()[1]}"
+        with pytest.raises(ConnectionError, match=f"{url} cannot be reached"):
+            RolloutClient([url], 60.0, [EOS_ID]).update_weights(Path("/"), 1)
+    assert time.monotonic() - start < 5
+
+
+def test_an_engine_that_does_not_answer_in_time_is_an_error():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(TimeoutError, match=rf"{url} did not answer /pause.* within 0.2 s"):
+            RolloutClient([url], 0.2, [EOS_ID]).update_weights(Path("/"), 1)
+
+
+def test_shares_are_contiguous_and_equal():
+    assert equal_shares(range(7), 3) == [range(0, 2), range(2, 4), range(4, 7)]
+    assert equal_shares([], 2) == [[], []]

@@ -1,0 +1,169 @@
+"""Engines as processes: named when they die, gone when we are."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+from engines import running_engine, wait_until
+
+from megatron_grpo.config import ModelConfig, RolloutConfig
+from megatron_grpo.rollout import EngineServers
+from megatron_grpo.rollout.server import engine_environment, reserve_port
+
+MARK = "MEGATRON_GRPO_TEST_RUN"
+# A trainer that starts an engine, says when it is ready, and waits to be killed.
+TRAINER = """
+import sys
+from pathlib import Path
+from megatron_grpo.config import ModelConfig, RolloutConfig
+from megatron_grpo.rollout import EngineServers
+model, engine, size, logs = sys.argv[1:]
+rollout = RolloutConfig(engine=engine, tensor_parallel_size=int(size), max_completion_length=8)
+servers = EngineServers(ModelConfig(path=model, dtype="float32"), rollout, Path(logs))
+print("started", flush=True)
+servers.wait_ready(240)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def marked_processes(mark: str) -> list[int]:
+    """Pids of the running processes that inherited `mark` in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (folder / "environ").read_bytes()
+            is_zombie = (folder / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if f"{MARK}={mark}".encode() in environment and not is_zombie:
+            found.append(int(folder.name))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("engine", "size", "moment"),
+    [
+        ("transformers", 1, "started"),
+        ("vllm", 1, "started"),
+        ("vllm", 1, "ready"),
+        pytest.param("vllm", 2, "ready", marks=pytest.mark.slow),
+    ],
+)
+def test_no_process_and_no_shared_memory_survives_a_killed_trainer(
+    tied_model, tmp_path, engine, size, moment
+):
+    shared_memory = set(os.listdir("/dev/shm"))
+    mark = uuid.uuid4().hex
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", TRAINER, str(tied_model), engine, str(size), str(tmp_path)],
+        env=os.environ | {MARK: mark},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    while (line := trainer.stdout.readline().strip()) != moment:
+        assert line, (tmp_path / "engine_0.log").read_text()[-2000:]
+    wait_until(lambda: len(marked_processes(mark)) > 1, 5)
+    if moment == "started":
+        time.sleep(2)  # somewhere within the imports
+    assert len(marked_processes(mark)) > 1
+    trainer.kill()
+    trainer.communicate()
+    assert wait_until(lambda: not marked_processes(mark), 10), marked_processes(mark)
+    assert set(os.listdir("/dev/shm")) <= shared_memory
+
+
+def test_close_leaves_no_process(tied_model, tmp_path, monkeypatch):
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv(MARK, mark)
+    servers = EngineServers(
+        ModelConfig(path=tied_model),
+        RolloutConfig(engine="vllm", max_completion_length=8),
+        tmp_path,
+    )
+    assert wait_until(lambda: len(marked_processes(mark)) > 1, 30)
+    servers.close()
+    # This very process has the mark too, but not in the environment that it was started with.
+    assert marked_processes(mark) == []
+
+
+def test_an_engine_that_cannot_start_is_named_with_the_cause(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": "many"}')
+    with (
+        pytest.raises(
+            RuntimeError, match=r"engine http://127.*exit code 1.*\n.*vocab_size"
+        ) as error,
+        running_engine("vllm", tmp_path, tmp_path / "logs"),
+    ):
+        pass
+    assert str(tmp_path / "logs" / "engine_0.log") in str(error.value)
+
+
+def test_an_engine_that_dies_later_is_named(tied_model, tmp_path):
+    with running_engine("transformers", tied_model, tmp_path, num_engines=2) as engine:
+        engine.servers.check()
+        victim = engine.servers._engines[1]
+        os.kill(victim.process.pid, signal.SIGKILL)
+        victim.process.wait()
+        with pytest.raises(RuntimeError, match=f"{victim.url} ended with signal SIGKILL"):
+            engine.servers.check()
+        with pytest.raises(ConnectionError, match=victim.url):
+            engine.push(tied_model)
+
+
+def test_an_engine_that_is_not_ready_in_time_is_named(tied_model, tmp_path):
+    servers = EngineServers(
+        ModelConfig(path=tied_model),
+        RolloutConfig(engine="transformers", max_completion_length=8),
+        tmp_path,
+    )
+    try:
+        with pytest.raises(TimeoutError, match=f"{servers.base_urls[0]} .* within 0.2 s"):
+            servers.wait_ready(0.2)
+    finally:
+        servers.close()
+
+
+def test_engines_given_by_address_are_used_as_they_are(tied_model, transformers_engine, tmp_path):
+    address = transformers_engine.servers.base_urls
+    with running_engine("transformers", tied_model, tmp_path / "none", base_urls=address) as given:
+        assert given.servers.base_urls == address
+        given.servers.check()
+    transformers_engine.push(tied_model)  # still there
+    assert not (tmp_path / "none").exists()
+
+
+def test_an_engine_sees_nothing_of_the_trainers_ranks():
+    trainer = {
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "4",
+        "GROUP_RANK": "0",
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": "localhost",
+        "TORCHELASTIC_RUN_ID": "x",
+        "OMP_NUM_THREADS": "8",
+        "PATH": "/bin",
+        "HOME": "/root",
+    }
+    assert engine_environment(trainer, devices="2,3") == {
+        "PATH": "/bin",
+        "HOME": "/root",
+        "CUDA_VISIBLE_DEVICES": "2,3",
+    }
+    assert engine_environment(trainer, devices=None)["OMP_NUM_THREADS"] == "1"
+
+
+def test_a_reserved_port_is_given_to_nobody_else():
+    with reserve_port() as first, reserve_port() as second:
+        port = first.getsockname()[1]
+        assert port != second.getsockname()[1]
+        with pytest.raises(OSError, match="in use"), reserve_port() as third:
+            third.bind(("127.0.0.1", port))

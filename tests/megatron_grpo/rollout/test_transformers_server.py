@@ -1,0 +1,56 @@
+"""Sampling with `transformers`, as the engine of that name does it."""
+
+import pytest
+import torch
+from models import EOS_ID
+from transformers import AutoModelForCausalLM
+
+from megatron_grpo.rollout.transformers_server import sample
+
+PROMPT = [5, 6, 7, 8, 9]
+
+
+@pytest.fixture(scope="module")
+def model(tied_model):
+    return AutoModelForCausalLM.from_pretrained(tied_model, dtype=torch.float32)
+
+
+def run(model, **overrides):
+    arguments = {
+        "n": 4,
+        "seed": 7,
+        "temperature": 1.0,
+        "max_tokens": 12,
+        "stop_token_ids": [EOS_ID],
+    }
+    return sample(model, PROMPT, **(arguments | overrides))
+
+
+def test_completions_do_not_depend_on_their_batch(model):
+    together = run(model)
+    alone = [run(model, n=1, seed=7 + i)[0] for i in range(4)]
+    assert [tokens for tokens, _ in together] == [tokens for tokens, _ in alone]
+
+
+def test_the_others_go_on_when_one_has_ended(model):
+    endless = run(model, n=8, stop_token_ids=[])
+    end = endless[0][0][3]
+    for (tokens, logprobs), (full, full_logprobs) in zip(
+        run(model, n=8, stop_token_ids=[end]), endless, strict=True
+    ):
+        length = full.index(end) + 1 if end in full else 12
+        assert tokens == full[:length]
+        assert logprobs == pytest.approx(full_logprobs[:length], abs=1e-5)
+
+
+def test_tokens_are_drawn_with_their_probabilities(model):
+    n, temperature = 4000, 0.5
+    draws = torch.tensor([tokens for tokens, _ in run(model, n=n, max_tokens=1, temperature=0.5)])
+    with torch.inference_mode():
+        logits = model(torch.tensor([PROMPT])).logits[0, -1]
+    expected = n * torch.softmax(logits / temperature, -1)
+    counts = torch.bincount(draws[:, 0], minlength=len(expected)).float()
+    # Pearson's statistic over the common tokens stays near their number when the draw is right.
+    common = expected > 5
+    statistic = ((counts - expected) ** 2 / expected)[common].sum()
+    assert statistic < common.sum() + 5 * (2 * common.sum()) ** 0.5

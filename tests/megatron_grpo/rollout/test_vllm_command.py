@@ -1,0 +1,66 @@
+"""The command line of a vLLM engine and what may be passed through to it."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_grpo.config import ModelConfig, RolloutConfig
+from megatron_grpo.rollout import check_engine_arguments
+from megatron_grpo.rollout.vllm_command import RESERVED, engine_argument_names, vllm_command
+
+MODEL = ModelConfig(path=Path("/models/tiny"), dtype="float32")
+
+
+def command(vllm: dict | None = None, on_gpu: bool = False, **rollout) -> list[str]:
+    config = RolloutConfig(max_completion_length=16, vllm=vllm or {}, **rollout)
+    return vllm_command(MODEL, config, 8000, on_gpu)
+
+
+def test_the_model_its_type_and_its_address_are_the_runs():
+    flags = command(tensor_parallel_size=2)
+    assert {"--model=/models/tiny", "--dtype=float32", "--tensor-parallel-size=2"} < set(flags)
+    assert {"--host=127.0.0.1", "--port=8000"} < set(flags)
+
+
+def test_passed_through_values_become_flags_and_win():
+    table = {
+        "block_size": 64,
+        "enforce_eager": False,
+        "enable_prefix_caching": True,
+        "override_generation_config": {"a": 1},
+        "served_model_name": ["one", "two"],
+        "quantization": None,
+    }
+    flags = command(table)
+    assert "--block-size=64" in flags and "--block-size=32" not in flags
+    assert "--no-enforce-eager" in flags and "--enforce-eager" not in flags
+    assert "--enable-prefix-caching" in flags
+    assert '--override-generation-config={"a": 1}' in flags
+    place = flags.index("--served-model-name")
+    assert flags[place + 1 : place + 3] == ["one", "two"]
+    assert not any("quantization" in flag for flag in flags)
+
+
+def test_a_gpu_engine_gets_none_of_the_settings_for_cpu():
+    assert "--enforce-eager" in command()
+    assert not {"--enforce-eager", "--no-enable-chunked-prefill"} & set(command(on_gpu=True))
+
+
+def test_an_unknown_argument_is_refused_with_the_nearest_known_one():
+    with pytest.raises(
+        ValueError, match=r"rollout\.vllm\.max_modellen .* did you mean max_model_len"
+    ):
+        check_engine_arguments({"max_num_seqs": 8, "max_modellen": 512})
+
+
+@pytest.mark.parametrize("name", sorted(RESERVED))
+def test_an_argument_that_the_trainer_counts_on_is_refused(name):
+    assert name in engine_argument_names()
+    with pytest.raises(ValueError, match=rf"rollout\.vllm\.{name} cannot be set"):
+        check_engine_arguments({name: "x"})
+
+
+def test_known_arguments_are_those_of_the_installed_vllm():
+    names = engine_argument_names()
+    assert {"max_model_len", "gpu_memory_utilization", "enable_log_requests"} < names
+    assert len(names) > 100

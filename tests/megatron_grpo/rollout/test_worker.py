@@ -1,0 +1,52 @@
+"""New weights in a running vLLM."""
+
+import shutil
+
+import pytest
+from engines import largest_logprob_error, random_prompts, running_engine, served_model
+from safetensors.torch import load_file, save_file
+
+
+@pytest.fixture(scope="module")
+def untied_engine(tmp_path_factory):
+    folder = served_model(tmp_path_factory.mktemp("untied"), "llama", tied=False)
+    with running_engine("vllm", folder, tmp_path_factory.mktemp("untied-logs")) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize(
+    ("engine_name", "family", "tied"),
+    [("vllm_engine", "qwen3", True), ("untied_engine", "llama", False)],
+)
+def test_after_a_push_samples_are_those_of_the_new_weights(
+    request, tmp_path, engine_name, family, tied
+):
+    engine = request.getfixturevalue(engine_name)
+    other = served_model(tmp_path, family, tied=tied, seed=1)
+    # The same prompts each time, longer than a block of the prefix cache: a cache that outlived
+    # its weights would show.
+    prompts = random_prompts(4, lengths=(70, 100))
+    for folder in (engine.folder, other, engine.folder):
+        version = engine.push(folder)
+        samples = engine.generate(prompts)
+        assert {s.policy_version for s in samples} == {version}
+        assert largest_logprob_error(folder, samples) < 1e-4
+
+
+def test_a_folder_without_all_weights_is_refused(vllm_engine, tied_model, tmp_path):
+    shutil.copytree(tied_model, tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.mlp.down_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(RuntimeError, match=r"no weights for model\.layers\.1\.mlp\.down_proj"):
+        vllm_engine.push(tmp_path)
+    vllm_engine.push(tied_model)
+
+
+@pytest.mark.slow
+def test_two_tensor_parallel_workers_take_their_shards(tmp_path):
+    folder = served_model(tmp_path / "model", "qwen3", tied=True)
+    other = served_model(tmp_path / "other", "qwen3", tied=True, seed=1)
+    with running_engine("vllm", folder, tmp_path, tensor_parallel_size=2) as engine:
+        engine.push(other)
+        assert largest_logprob_error(other, engine.generate(random_prompts(4))) < 1e-4

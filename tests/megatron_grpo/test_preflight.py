@@ -1,0 +1,184 @@
+import http.server
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from megatron_grpo.config import Config
+from megatron_grpo.config_file import dump_config, load_config
+from megatron_grpo.preflight import preflight
+from models import character_tokenizer, tiny_model
+
+REPOSITORY = Path(__file__).parents[2]
+TINY = REPOSITORY / "configs" / "tiny_cpu.yaml"
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+@pytest.fixture
+def config(model, tmp_path, monkeypatch):
+    """configs/tiny_cpu.yaml on a tiny model and 20 rows, with overrides."""
+    monkeypatch.chdir(REPOSITORY)  # the config names demo/rewards.py
+    rows = [{"prompt": f"question {i}", "answer": str(i)} for i in range(20)]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    paths = [f"model.path={model}", f"data.path={data}", f"train.run_dir={tmp_path / 'run'}"]
+
+    def make(*overrides: str) -> Config:
+        return load_config(TINY, [*paths, *overrides])
+
+    return make
+
+
+def refusal(cfg: Config) -> str:
+    start = time.monotonic()
+    with pytest.raises(ValueError) as refused:
+        preflight(cfg)
+    assert time.monotonic() - start < 10
+    return str(refused.value)
+
+
+def copy_of(model: Path, folder: Path) -> Path:
+    folder.mkdir()
+    for file in model.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+def test_a_config_that_can_run_passes(config):
+    preflight(config())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        # Sizes that do not multiply.
+        (["grpo.generation_batch_size=50", "grpo.num_generations=8"], ["50", "8", "48 or 56"]),
+        (["grpo.steps_per_generation=3"], ["16", "3", "2 or 4"]),
+        (["grpo.num_generations=1"], ["num_generations 1", "at least 2"]),
+        (["grpo.generation_batch_size=84"], ["takes 21 different prompts", "has 20"]),
+        # Parts of the mesh that the model or each other do not allow.
+        (["parallel.tensor_parallel_size=3"], ["tensor(3)", "num_attention_heads(4)", "[1, 2, 4]"]),
+        (["parallel.pipeline_parallel_size=3"], ["2 layers", "pipeline(3)"]),
+        (
+            ["parallel.virtual_pipeline_parallel_size=2", "parallel.pipeline_parallel_size=1"],
+            ["virtual_pipeline(2)", "pipeline > 1"],
+        ),
+        (["parallel.expert_parallel_size=2"], ["expert(2)", "data(1)"]),
+        (
+            ["parallel.expert_parallel_size=2", "parallel.data_parallel_size=2"],
+            ["expert(2)", "qwen3 has none", "set 1"],
+        ),
+        (["rollout.engine=vllm", "rollout.tensor_parallel_size=3"], ["size 3", "[1, 2, 4]"]),
+        # Lengths.
+        (["rollout.max_completion_length=500"], ["20 of 20 prompts", "more than the 12 tokens"]),
+        (["rollout.max_completion_length=600"], ["max_completion_length 600", "at most 511"]),
+        (
+            ["train.max_tokens_per_microbatch=32"],
+            ["30 tokens", "length 12", "= 32", "set it to 44"],
+        ),
+        # Upstream options.
+        (["model.megatron.recompute_granularit=full"], ["recompute_granularit", "did you mean"]),
+        (
+            ["rollout.engine=vllm", "rollout.vllm.max_model_length=9"],
+            ["did you mean max_model_len"],
+        ),
+        # Data and rewards.
+        (["data.path=nowhere.jsonl"], ["nowhere.jsonl does not exist"]),
+        (["data.prompt_column=question"], ["'question'", "'prompt', 'answer'"]),
+        (["data.answer_column=label"], ["'label'", "'prompt', 'answer'"]),
+        (["reward.functions=[exct]"], ["'exct'", "exact, format, math_answer"]),
+        (["reward.functions=[demo/rewards.py:none]"], ["demo/rewards.py has no function 'none'"]),
+        (["reward.functions=[format]"], ["wants 'pattern'"]),
+    ],
+)
+def test_bad_input_is_refused_in_seconds_with_the_numbers(overrides, parts, config):
+    message = refusal(config(*overrides))
+    for part in parts:
+        assert part in message
+
+
+def test_empty_data_is_refused(config, tmp_path):
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n")
+    assert f"{empty} has no rows" in refusal(config(f"data.path={empty}"))
+
+
+def test_model_that_is_not_there_is_refused(config, tmp_path):
+    assert "nowhere is not a folder" in refusal(config("model.path=nowhere"))
+    assert "config.json does not exist" in refusal(config(f"model.path={tmp_path}"))
+
+
+def test_missing_weight_is_named(config, model, tmp_path):
+    broken = copy_of(model, tmp_path / "broken")
+    weights = load_file(broken / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    del weights[name]
+    save_file(weights, broken / "model.safetensors")
+    assert f"{name} [96, 64] is missing" in refusal(config(f"model.path={broken}"))
+
+
+def test_missing_tokenizer_is_refused(config, model, tmp_path):
+    broken = copy_of(model, tmp_path / "broken")
+    for file in broken.glob("*tokenizer*"):
+        file.unlink()
+    # transformers makes a tokenizer without words out of nothing.
+    assert "makes no tokens of row 0" in refusal(config(f"model.path={broken}"))
+
+
+def test_tokenizer_of_another_model_is_refused(config, model, tmp_path):
+    broken = copy_of(model, tmp_path / "broken")
+    character_tokenizer(400).save_pretrained(broken)
+    data = tmp_path / "rare.jsonl"
+    data.write_text(json.dumps({"prompt": "\u01ab", "answer": ""}) + "\n")
+    message = refusal(
+        config(f"model.path={broken}", f"data.path={data}", "grpo.generation_batch_size=4")
+    )
+    assert "prompt 0 has the token id 366, and the model's vocabulary ends at 249" in message
+
+
+def test_engine_that_does_not_answer_is_named(config):
+    message = refusal(config("rollout.base_urls=[http://127.0.0.1:9]"))
+    assert "rollout engine http://127.0.0.1:9 is not healthy" in message
+    assert "Connection refused" in message
+
+
+@pytest.mark.parametrize("status", [200, 503])
+def test_engine_is_healthy_when_its_route_says_so(status, config):
+    class Health(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(status if self.path == "/health" else 404)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Health) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        cfg = config(f"rollout.base_urls=[http://127.0.0.1:{server.server_port}/]")
+        if status == 200:
+            preflight(cfg)
+        else:
+            assert "503" in refusal(cfg)
+        server.shutdown()
+
+
+def test_run_folder_of_another_config_is_refused_key_by_key(config, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(dump_config(config()))
+    message = refusal(config("optimizer.lr=1e-4", "grpo.beta=0.1", "train.num_steps=9"))
+    assert "optimizer.lr: 0.001 before, 0.0001 now" in message
+    assert "grpo.beta: 0.04 before, 0.1 now" in message
+    assert "num_steps" not in message
+
+
+def test_run_may_resume_longer_and_on_another_mesh(config, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(dump_config(config()))
+    preflight(config("train.num_steps=9", "parallel.tensor_parallel_size=1", "wandb.project=x"))

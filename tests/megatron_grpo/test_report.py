@@ -1,0 +1,83 @@
+import json
+from pathlib import Path
+
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+
+from megatron_grpo.report import draw_curves, draw_kl, draw_reward, draw_time
+
+
+def record(step: int, **more: float) -> dict[str, float]:
+    return {
+        "step": step,
+        "loss": 0.01,
+        "grad_norm": 1.5,
+        "reward": 0.1 * step,
+        "reward_std": 0.3,
+        "reward/exact/mean": 0.1 * step,
+        "completions/mean_length": 8.0,
+        "completions/min_length": 2.0,
+        "completions/max_length": 16.0,
+        "rollout/logprob_gap_mean": 0.01 + 0.001 * step,
+        "time/generate": 5.0,
+        "time/train": 7.0 + step,
+        "time/step": 12.5 + step,
+        **more,
+    }
+
+
+def write_metrics(run_dir: Path, records: list[dict[str, float]]) -> None:
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+
+
+def axis() -> Axes:
+    return Figure().subplots()
+
+
+@pytest.mark.parametrize("num_steps", [1, 3, 200])
+def test_curves_are_a_picture_of_a_run_of_any_length(tmp_path: Path, num_steps: int) -> None:
+    write_metrics(tmp_path, [record(step, kl=0.01) for step in range(1, num_steps + 1)])
+    path = draw_curves(tmp_path)
+    assert path == tmp_path / "curves.png"
+    picture = imread(path)
+    assert picture.shape == (936, 1755, 4)
+    assert picture[..., :3].std() > 0.05  # something is drawn
+
+
+def test_a_run_without_steps_is_refused_by_the_name_of_its_file(tmp_path: Path) -> None:
+    write_metrics(tmp_path, [])
+    with pytest.raises(ValueError, match=r"metrics\.jsonl has no steps yet"):
+        draw_curves(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        draw_curves(tmp_path / "elsewhere")
+
+
+def test_the_curve_of_kl_has_the_values_of_the_metrics() -> None:
+    panel = axis()
+    draw_kl(panel, [record(5, kl=0.02), record(6, kl=0.03)])
+    (line,) = panel.get_lines()
+    assert line.get_xydata().tolist() == [[5, 0.02], [6, 0.03]]
+
+
+def test_a_run_without_reference_says_so_in_place_of_the_curve() -> None:
+    panel = axis()
+    draw_kl(panel, [record(1)])
+    assert not panel.get_lines()
+    assert "beta is 0" in panel.texts[0].get_text()
+
+
+def test_reward_functions_have_their_own_curves_where_there_are_several() -> None:
+    one, two = axis(), axis()
+    draw_reward(one, [record(1)])
+    draw_reward(two, [record(1, **{"reward/format/mean": 0.5})])
+    assert [line.get_label() for line in one.get_lines()] == ["mean", "std within groups"]
+    assert {line.get_label() for line in two.get_lines()} >= {"mean", "exact", "format"}
+
+
+def test_phases_are_stacked_up_to_their_sum_and_a_missing_phase_is_zero() -> None:
+    panel = axis()
+    draw_time(panel, [record(1), record(2, **{"time/save": 3.0})])
+    tops = {patch.get_label(): patch.get_data().values.tolist() for patch in panel.patches}
+    assert tops == {"generate": [5, 5], "train": [13, 14], "save": [13, 17]}

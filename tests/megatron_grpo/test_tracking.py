@@ -1,0 +1,109 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_grpo.config import WandbConfig
+from megatron_grpo.prompts import Prompt
+from megatron_grpo.rollout.samples import Sample
+from megatron_grpo.tracking import Tracking, completion_rows, drop_records_after
+
+OFF = WandbConfig()
+
+
+def read(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def samples(count: int) -> list[Sample]:
+    prompt = Prompt(index=0, token_ids=(1, 2), text="What is 7 + 5?", row={})
+    return [
+        Sample(
+            prompt=prompt,
+            sample_index=i,
+            completion_ids=(3, 4),
+            logprobs=(-0.5, -0.1),
+            finish_reason="stop",
+            text="żółw 12",
+            policy_version=6,
+        )
+        for i in range(count)
+    ]
+
+
+def run(run_dir: Path, first_step: int, steps: list[int], value: float = 1.0) -> None:
+    tracking = Tracking(run_dir, first_step, OFF, {})
+    for step in steps:
+        rows = completion_rows(step, samples(2), [{"exact": 1.0}, {"exact": 0.0}], [1.0, -1.0])
+        tracking.log(step, {"reward": value}, rows)
+    tracking.close()
+
+
+def test_a_step_is_one_metrics_line_and_one_line_per_completion(tmp_path: Path) -> None:
+    run(tmp_path, 0, [1])
+    assert read(tmp_path / "metrics.jsonl") == [{"step": 1, "reward": 1.0}]
+    first, second = read(tmp_path / "completions.jsonl")
+    assert first == {
+        "step": 1,
+        "prompt": "What is 7 + 5?",
+        "completion": "żółw 12",
+        "rewards": {"exact": 1.0},
+        "advantage": 1.0,
+        "finish_reason": "stop",
+        "policy_version": 6,
+    }
+    assert second["advantage"] == -1.0
+
+
+def test_lines_are_on_disk_when_the_step_ends_not_when_the_run_does(tmp_path: Path) -> None:
+    tracking = Tracking(tmp_path, 0, OFF, {})
+    tracking.log(1, {"reward": 0.5}, completion_rows(1, samples(1), [{"exact": 1.0}], [0.0]))
+    assert len(read(tmp_path / "metrics.jsonl")) == len(read(tmp_path / "completions.jsonl")) == 1
+    tracking.close()
+
+
+def test_a_resumed_run_replaces_the_steps_after_its_checkpoint(tmp_path: Path) -> None:
+    run(tmp_path, 0, [1, 2, 3, 4], value=1.0)
+    run(tmp_path, 2, [3, 4, 5], value=2.0)
+    metrics = read(tmp_path / "metrics.jsonl")
+    assert [(m["step"], m["reward"]) for m in metrics] == [(1, 1), (2, 1), (3, 2), (4, 2), (5, 2)]
+    steps = [row["step"] for row in read(tmp_path / "completions.jsonl")]
+    assert steps == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+
+
+def test_a_line_that_was_cut_short_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "rew')
+    drop_records_after(path, 2)
+    assert path.read_text() == '{"step": 1}\n'
+
+
+def test_a_metric_that_is_not_finite_is_refused_by_name(tmp_path: Path) -> None:
+    tracking = Tracking(tmp_path, 0, OFF, {})
+    with pytest.raises(ValueError, match=r"step 3: metrics are not finite: \{'kl': nan\}"):
+        tracking.log(3, {"reward": 0.5, "kl": float("nan")}, [])
+    tracking.close()
+    assert read(tmp_path / "metrics.jsonl") == []
+
+
+def test_wandb_is_not_imported_unless_a_project_is_named() -> None:
+    code = "import megatron_grpo.tracking, sys; sys.exit('wandb' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_wandb_runs_offline_in_the_run_directory_and_keeps_its_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    for first_step in (0, 1):
+        tracking = Tracking(tmp_path, first_step, WandbConfig(project="adds"), {"seed": 42})
+        rows = completion_rows(first_step + 1, samples(1), [{"exact": 1.0}], [0.5])
+        tracking.log(first_step + 1, {"reward": 0.5}, rows)
+        tracking.close()
+    wandb_id = (tmp_path / "wandb_id").read_text()
+    files = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert {file.name for file in files} == {f"run-{wandb_id}.wandb"}
+    assert list((tmp_path / "wandb").glob("**/completions*.table.json"))

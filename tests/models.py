@@ -1,0 +1,80 @@
+"""Tiny random models in Hugging Face folders, with a tokenizer: what the tests load, train and serve."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.models.llama import LlamaConfig
+from transformers.models.qwen2 import Qwen2Config
+from transformers.models.qwen3 import Qwen3Config
+
+SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>", "<start>")
+PAD_ID, EOS_ID = 0, 1
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<start>{{ message['role'] }}\n{{ message['content'] }}<eos>\n"
+    "{% endfor %}{% if add_generation_prompt %}<start>assistant\n{% endif %}"
+)
+CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+
+
+def tiny_model(
+    folder: Path, family: str, *, tied: bool = False, seed: int = 0, **overrides: Any
+) -> Path:
+    """Save a random float32 model of `family` (llama, qwen2, qwen3) and its tokenizer; returns `folder`.
+
+    `overrides` are fields of the Hugging Face config. The vocabulary of 250 divides by neither 4
+    nor 8, so that its padding over tensor-parallel ranks is exercised.
+    """
+    shape = {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 96,
+        "vocab_size": 250,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        "initializer_range": 0.1,
+        "tie_word_embeddings": tied,
+        "pad_token_id": PAD_ID,
+        "bos_token_id": None,
+        "eos_token_id": EOS_ID,
+    }
+    if family != "qwen2":  # Qwen2 has no such field: its heads are hidden_size / num_heads wide
+        shape["head_dim"] = 16
+    config = CONFIGS[family](**(shape | overrides))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # norms start at 1 and biases at 0: a mix-up would not show
+                parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+        # transformers zeroes the padding token's embedding, where RMSNorm has a huge gradient.
+        padding = model.get_input_embeddings().weight[PAD_ID]
+        padding.copy_(config.initializer_range * torch.randn(padding.shape, generator=generator))
+    model.save_pretrained(folder)
+    character_tokenizer(config.vocab_size).save_pretrained(folder)
+    return Path(folder)
+
+
+def character_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """One token per character: the special tokens, newline, ASCII, then Latin letters up to `vocab_size`."""
+    characters = ["\n", *map(chr, range(0x20, 0x7F)), *map(chr, range(0xA1, 0xA1 + vocab_size))]
+    vocabulary = [*SPECIAL_TOKENS, *characters][:vocab_size]
+    ids = {token: index for index, token in enumerate(vocabulary)}
+    tokenizer = Tokenizer(WordLevel(ids, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        additional_special_tokens=["<start>"],
+        chat_template=CHAT_TEMPLATE,
+    )

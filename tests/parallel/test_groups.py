@@ -1,0 +1,55 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from distributed import run_ranks
+
+from parallel import Coordinates, ParallelDims, init_groups, setup_device
+
+DIMS = ParallelDims(tensor=2, context=2, pipeline=2)
+NAMES = ("tensor", "context", "data", "pipeline", "data_context", "replica")
+
+
+def ranks_of_groups(rank: int, dims: ParallelDims) -> dict[str, list[int]]:
+    setup_device(rank)
+    groups = init_groups(dims)
+    assert groups.coordinates == dims.coordinates(rank)
+    return {
+        name: torch.distributed.get_process_group_ranks(getattr(groups, name))
+        for name in (*NAMES, "data_gloo")
+    }
+
+
+def along(dims: ParallelDims, at: Coordinates, axes: tuple[str, ...]) -> list[int]:
+    """Ranks whose coordinates differ from `at` in `axes` at most."""
+    others = set(vars(at)) - set(axes)
+    return [
+        rank
+        for rank in range(dims.world_size)
+        if all(getattr(dims.coordinates(rank), axis) == getattr(at, axis) for axis in others)
+    ]
+
+
+@pytest.mark.parametrize(
+    "dims", [DIMS, ParallelDims(tensor=2, data=2, pipeline=2), ParallelDims(context=2, data=2)]
+)
+def test_every_group_is_the_ranks_along_its_axes(dims):
+    for rank, groups in enumerate(run_ranks(dims.world_size, ranks_of_groups, dims)):
+        at = dims.coordinates(rank)
+        for axis in ("tensor", "context", "data", "pipeline"):
+            assert groups[axis] == along(dims, at, (axis,))
+        assert groups["data_gloo"] == groups["data"]
+        assert groups["data_context"] == along(dims, at, ("data", "context"))
+        assert groups["replica"] == along(dims, at, ("tensor", "context", "pipeline"))
+
+
+def wrong_world(rank: int) -> str:
+    setup_device(rank)
+    with pytest.raises(ValueError) as error:
+        init_groups(replace(DIMS, data=3))
+    return str(error.value)
+
+
+def test_a_mesh_that_does_not_fill_the_world_is_refused_with_every_factor():
+    for message in run_ranks(2, wrong_world):
+        assert "tp(2) * pp(2) * cp(2) * dp(3) = 24 != world size 2" in message

@@ -1,0 +1,98 @@
+import pytest
+import torch
+
+from parallel import Alignment, ParallelDims, TokenSequence, pack
+
+
+def sequence(length, num_prompt_tokens, *, first=100, advantage=1.0, loss_weight=0.5):
+    return TokenSequence(
+        tokens=torch.arange(first, first + length),
+        num_prompt_tokens=num_prompt_tokens,
+        advantage=advantage,
+        loss_weight=loss_weight,
+        rollout_logprobs=-torch.arange(1.0, length - num_prompt_tokens + 1),
+    )
+
+
+def test_without_padding_needs_the_packed_tokens_are_the_sequences_end_to_end():
+    batch = pack([sequence(3, 1), sequence(2, 1, first=200), sequence(4, 2)], [1, 0], Alignment())
+    assert batch.tokens.tolist() == [200, 201, 100, 101, 102]
+    assert batch.cu_seqlens.tolist() == [0, 2, 5]
+    assert batch.position_ids.tolist() == [0, 1, 0, 1, 2]
+    assert batch.sequence_index.tolist() == [1, 1, 0, 0, 0]
+    assert batch.loss_mask.tolist() == [False, True, False, True, True]
+    assert batch.rollout_logprobs.tolist() == [0, -1, 0, -1, -2]
+    assert batch.max_seqlen == 3
+    assert batch.num_real_tokens == 5
+
+
+def test_every_response_token_and_nothing_else_carries_the_values_of_its_sequence():
+    sequences = [
+        sequence(5, 2, advantage=-1.5, loss_weight=0.25),
+        sequence(3, 1, advantage=2.0, loss_weight=0.125),
+    ]
+    batch = pack(sequences, [0, 1], Alignment(sequence=4, total=4))
+    assert batch.advantages.tolist() == [0, 0, -1.5, -1.5, -1.5, 0, 0, 0, 0, 2, 2, 0]
+    assert batch.loss_weights.tolist() == [0, 0, 0.25, 0.25, 0.25, 0, 0, 0, 0, 0.125, 0.125, 0]
+
+
+def test_padding_ends_each_sequence_and_the_last_one_fills_the_microbatch():
+    batch = pack(
+        [sequence(3, 1), sequence(5, 1)], [0, 1], Alignment(sequence=4, total=16), padding_id=7
+    )
+    assert batch.cu_seqlens.tolist() == [0, 4, 16]
+    assert batch.max_seqlen == 12
+    assert batch.tokens[3] == 7
+    assert batch.tokens[9:].tolist() == [7] * 7
+    assert batch.position_ids[4:].tolist() == list(range(12))
+    assert batch.sequence_index.tolist() == [0] * 3 + [-1] + [1] * 5 + [-1] * 7
+    assert not batch.loss_mask[batch.sequence_index < 0].any()
+    assert batch.num_real_tokens == 8
+
+
+def test_nothing_packs_to_padding_of_the_least_length_with_zero_weight():
+    batch = pack([sequence(3, 1)], [], Alignment(sequence=4, total=8))
+    assert batch.cu_seqlens.tolist() == [0, 8]
+    assert batch.num_real_tokens == 0
+    assert not batch.loss_mask.any()
+    assert batch.loss_weights.sum() == 0
+
+
+def test_an_empty_completion_has_no_response_token():
+    assert not pack([sequence(3, 3)], [0], Alignment()).loss_mask.any()
+
+
+def test_a_sequence_that_starts_with_a_response_is_a_bug():
+    with pytest.raises(AssertionError):
+        sequence(3, 0)
+
+
+def test_pack_can_keep_float64():
+    batch = pack([sequence(3, 1, loss_weight=1 / 3)], [0], Alignment(), dtype=torch.float64)
+    assert batch.loss_weights[1].item() == 1 / 3
+
+
+def test_to_moves_every_tensor():
+    batch = pack([sequence(3, 1)], [0], Alignment()).to("meta")
+    assert batch.old_logprobs is None
+    tensors = [value for value in vars(batch).values() if isinstance(value, torch.Tensor)]
+    assert len(tensors) == 8
+    assert all(tensor.device.type == "meta" for tensor in tensors)
+
+
+@pytest.mark.parametrize(
+    "tensor, context, sequence_parallel, expected",
+    [
+        (1, 1, False, (1, 1)),
+        (4, 1, False, (1, 1)),
+        (4, 1, True, (1, 4)),
+        (1, 2, False, (4, 4)),
+        (4, 2, True, (4, 8)),
+        (3, 2, True, (4, 12)),
+    ],
+)
+def test_alignment_is_the_least_that_gives_every_rank_an_equal_part(
+    tensor, context, sequence_parallel, expected
+):
+    alignment = Alignment.of(ParallelDims(tensor=tensor, context=context), sequence_parallel)
+    assert (alignment.sequence, alignment.total) == expected

@@ -1,0 +1,57 @@
+"""What is written twice must agree: the README's table of keys, the lock, the shipped configs."""
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from megatron_grpo.config import Config
+
+ROOT = Path(__file__).parents[1]
+
+
+def key_table() -> str:
+    """Every key of the config as a Markdown table: key, default, meaning."""
+    rows = ["| key | default | meaning |", "|---|---|---|"]
+    for section, field in Config.model_fields.items():
+        assert isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+        for name, key in field.annotation.model_fields.items():
+            assert key.description, f"{section}.{name} has no docstring"
+            rows.append(f"| `{section}.{name}` | {default_of(key)} | {key.description} |")
+    return "\n".join(rows)
+
+
+def default_of(key: FieldInfo) -> str:
+    if key.is_required():
+        return "required"
+    if key.default_factory is not None:
+        return "see right"
+    return f"`{json.dumps(key.default)}`"
+
+
+def test_the_readme_explains_every_config_key() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert key_table() in readme, f"put this table into README.md:\n{key_table()}"
+
+
+def test_the_lock_holds_every_dependency_at_an_allowed_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = project["dependencies"] + [
+        line for extra in ("cpu", "wandb", "demo", "dev") for line in extras[extra]
+    ]
+    pins = re.findall(
+        r"^([\w.-]+)==(\S+)",
+        "".join((ROOT / "requirements" / name).read_text() for name in ("torch.txt", "lock.txt")),
+        flags=re.MULTILINE,
+    )
+    locked = {canonicalize_name(name): version for name, version in pins}
+    for requirement in map(Requirement, wanted):
+        assert requirement.specifier.contains(locked[canonicalize_name(requirement.name)]), (
+            f"{requirement} is locked at {locked[canonicalize_name(requirement.name)]}"
+        )
