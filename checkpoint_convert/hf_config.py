@@ -32,12 +32,7 @@ def read_shape(folder: str | Path) -> ModelShape:
     """
     path = Path(folder) / "config.json"
     config = read_json(path)
-    model_type = config.get("model_type")
-    if model_type not in FAMILIES:
-        raise ValueError(
-            f"{path}: model_type {model_type!r} is not supported; supported: {sorted(FAMILIES)}"
-        )
-    family = FAMILIES[model_type]
+    family = _family(path, config)
     _check_carried_over(path, family, config)
     rope = _rope_parameters(config)
     _check_rope(path, rope)
@@ -83,6 +78,15 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds {type(value).__name__}, not an object")
     return value
+
+
+def _family(path: Path, config: Mapping[str, Any]) -> Family:
+    model_type = config.get("model_type")
+    if model_type not in FAMILIES:
+        raise ValueError(
+            f"{path}: model_type {model_type!r} is not supported; supported: {sorted(FAMILIES)}"
+        )
+    return FAMILIES[model_type]
 
 
 def _positive(path: Path, values: Mapping[str, Any], key: str) -> int:

@@ -19,7 +19,7 @@ def group_advantages(
     """Advantages [N] in float64 of N completions, whole groups together.
 
     With m and s the mean and standard deviation of a completion's group:
-    ``(r - m) / (s + epsilon)`` for "group" (GRPO, arXiv 2402.03300, eq. 4.1.2), the same with s
+    ``(r - m) / (s + epsilon)`` for "group" (GRPO, arXiv 2402.03300, section 4.1.2), the same with s
     over all N rewards for "batch" (arXiv 2508.08221), ``r - m`` for "none" (Dr. GRPO, arXiv
     2503.20783). A group whose rewards are all equal has advantage exactly 0: spread is found by
     comparing, since the std of equal numbers rounds to something tiny that would be divided by.

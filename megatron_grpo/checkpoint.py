@@ -1,9 +1,9 @@
-"""Checkpoints of the trainer: weights, optimizer, learning-rate schedule and step.
+"""Checkpoints of the trainer: weights, optimizer and learning-rate schedule.
 
 Megatron-Core's torch_dist format, in which every rank writes its own shards and which loads at any
-other parallel layout. A checkpoint is `checkpoints/step_N`, written under a temporary name and
-renamed when it is whole; `checkpoints/LATEST` names the newest. Nothing else needs saving: prompts
-and sampling seeds are functions of the step, and there is no dropout.
+other parallel layout. A checkpoint is `step_N`, after N optimizer steps, written under a temporary
+name and renamed when it is whole; `LATEST` names the newest. Nothing else needs saving: prompts and
+sampling seeds are functions of the step, and there is no dropout.
 """
 
 import os
@@ -30,7 +30,7 @@ def save(folder: Path, step: int, policy: Policy, keep: int) -> None:
             shutil.rmtree(leftover, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    dist_checkpointing.save(_state(policy, step, is_loading=False), str(partial))
+    dist_checkpointing.save(_state(policy, is_loading=False), str(partial))
     dist.barrier()
     if dist.get_rank() == 0:
         partial.rename(final)
@@ -40,29 +40,41 @@ def save(folder: Path, step: int, policy: Policy, keep: int) -> None:
         _drop_old(folder, keep)
 
 
-def load_latest(folder: Path, policy: Policy) -> int:
-    """Load the newest checkpoint into `policy` on all ranks; the step it was taken at, 0 if none.
+def latest_step(folder: Path) -> int:
+    """Optimizer steps of the newest checkpoint in `folder`; 0 when there is none.
 
     Raises ValueError when `LATEST` names a checkpoint that is not there.
     """
     pointer = folder / "LATEST"
     if not pointer.exists():
         return 0
-    checkpoint = folder / pointer.read_text().strip()
-    if not checkpoint.is_dir():
+    name = pointer.read_text().strip()
+    if not (folder / name).is_dir():
         raise ValueError(
-            f"{pointer} names {checkpoint.name}, which is not in {folder}: put it back, "
-            "write another checkpoint's name into LATEST, or remove LATEST to start anew"
+            f"{pointer} names {name}, which is not in {folder}: put it back, write another "
+            "checkpoint's name into LATEST, or remove LATEST to start anew"
         )
-    loaded = dist_checkpointing.load(_state(policy, 0, is_loading=True), str(checkpoint))
+    return int(name.removeprefix("step_"))
+
+
+def load_latest(folder: Path, policy: Policy) -> int:
+    """Load the newest checkpoint into `policy` on all ranks; returns its step, 0 if there is none.
+
+    The layout may be another than the one that it was saved at.
+    """
+    step = latest_step(folder)
+    if step == 0:
+        return 0
+    checkpoint = folder / f"step_{step}"
+    loaded = dist_checkpointing.load(_state(policy, is_loading=True), str(checkpoint))
     for i, chunk in enumerate(policy.chunks):
         chunk.load_state_dict(loaded[f"model{i}"])
     policy.optimizer.load_state_dict(loaded["optimizer"])
     policy.scheduler.load_state_dict(loaded["scheduler"])
-    return loaded["step"]
+    return step
 
 
-def _state(policy: Policy, step: int, *, is_loading: bool) -> dict[str, Any]:
+def _state(policy: Policy, *, is_loading: bool) -> dict[str, Any]:
     models = {
         f"model{i}": chunk.sharded_state_dict(metadata=OPTIMIZER_METADATA)
         for i, chunk in enumerate(policy.chunks)
@@ -70,12 +82,7 @@ def _state(policy: Policy, step: int, *, is_loading: bool) -> dict[str, Any]:
     optimizer = policy.optimizer.sharded_state_dict(
         models, is_loading=is_loading, metadata=OPTIMIZER_METADATA
     )
-    return {
-        **models,
-        "optimizer": optimizer,
-        "scheduler": policy.scheduler.state_dict(),
-        "step": step,
-    }
+    return {**models, "optimizer": optimizer, "scheduler": policy.scheduler.state_dict()}
 
 
 def _drop_old(folder: Path, keep: int) -> None:

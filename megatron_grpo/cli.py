@@ -1,7 +1,9 @@
 """Command line: `megatron-grpo train | report`."""
 
+import logging
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -44,6 +46,7 @@ def train(
     if place is None:
         _preflight(cfg)
         start_ranks(cfg, ["train", str(config), *(overrides or [])])
+    _silence_libraries()
     # Imported here because a rank's imports (torch, Megatron) take seconds, which `--help` and the
     # refusal of a bad config should not.
     from megatron_grpo.train import run_rank
@@ -51,7 +54,15 @@ def train(
     run_rank(cfg, place)
 
 
+def _silence_libraries() -> None:
+    """Keep the terminal for the run: warnings of libraries to their own callers help no user."""
+    for module in ("megatron", "torch", "parallel.device"):
+        warnings.filterwarnings("ignore", module=rf"{module}\b")
+    logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)
+
+
 def _preflight(cfg: Config) -> None:
+    _silence_libraries()
     from megatron_grpo.preflight import preflight  # reads the tokenizer: seconds, see above
 
     preflight(cfg)

@@ -191,8 +191,18 @@ class GRPOConfig(Section):
     """The ratio is clipped below 1 - epsilon."""
     epsilon_high: PositiveFloat = Field(default_factory=lambda data: data["epsilon"])
     """The ratio is clipped above 1 + epsilon_high; by default epsilon."""
-    delta: float | None = Field(default=None, gt=1)
+    delta: float | None = None
     """Dual clip: bound of the ratio where the advantage is negative; null: none."""
+
+    @model_validator(mode="after")
+    def _dual_clip_is_outside(self) -> Self:
+        if self.delta is not None and self.delta <= 1 + self.epsilon_high:
+            raise ValueError(
+                f"grpo.delta {self.delta} would also cut ratios of positive advantages, which "
+                f"1 + grpo.epsilon_high = {1 + self.epsilon_high} allows: use a larger one, "
+                "such as 2.0"
+            )
+        return self
 
 
 class RolloutConfig(Section):

@@ -10,7 +10,7 @@ from megatron_grpo.config import Config
 from megatron_grpo.exchange import Minibatches
 from megatron_grpo.loss import loss_weights
 from megatron_grpo.rollout.samples import Sample
-from parallel import Alignment, TokenSequence, pack, plan_microbatches
+from parallel import Alignment, CostModel, TokenSequence, pack, plan_microbatches
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,16 @@ class Experience:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of all prompts and completions."""
         return sum(len(s.prompt.token_ids) + len(s.completion_ids) for s in self.samples)
 
 
-def share_out(experience: Experience, generation: int, cfg: Config) -> list[Minibatches]:
+def share_out(
+    experience: Experience, generation: int, cost: CostModel, cfg: Config
+) -> list[Minibatches]:
     """Pack the generation: for every data rank, for every optimizer step, its microbatches.
 
+    `cost` is what a sequence of some length costs this model, for the balance over data ranks.
     Loss weights are fixed here, over the whole optimizer batch (DESIGN: idea 2).
     """
     dims, batches = cfg.dims, BatchSchedule.of(cfg.grpo)
@@ -39,7 +43,9 @@ def share_out(experience: Experience, generation: int, cfg: Config) -> list[Mini
     for indices in batches.minibatches(generation, cfg.train.seed):
         sequences = _sequences(experience, indices, cfg)
         lengths = [len(sequence.tokens) for sequence in sequences]
-        plan = plan_microbatches(lengths, cfg.train.max_tokens_per_microbatch, dims, alignment)
+        plan = plan_microbatches(
+            lengths, cfg.train.max_tokens_per_microbatch, dims, alignment, cost
+        )
         for share, microbatches in zip(shares, plan, strict=True):
             share.append([pack(sequences, chosen, alignment) for chosen in microbatches])
     return shares

@@ -11,6 +11,7 @@ from megatron_grpo.experience import Experience
 from megatron_grpo.prompts import PromptStream, load_prompts
 from megatron_grpo.rewards import RewardPool, total_rewards
 from megatron_grpo.rollout.client import RolloutClient
+from megatron_grpo.rollout.samples import Sample
 from megatron_grpo.rollout.server import EngineServers
 from megatron_grpo.timing import PhaseTimer
 
@@ -32,13 +33,28 @@ class ExperienceSource:
         self.prompts = PromptStream(prompts, num_prompts, cfg.train.seed, cfg.data.shuffle)
 
     def wait_ready(self) -> None:
+        """Return when every engine answers; raises when one is dead or late."""
         self.engines.wait_ready(self.cfg.rollout.startup_timeout)
 
     def collect(self, generation: int, policy_version: int, timer: PhaseTimer) -> Experience:
+        """Sample the prompts of `generation` from weights `policy_version`, and score the answers.
+
+        The engines must serve that version; a failed engine or reward raises.
+        """
         cfg = self.cfg
         with timer.phase("generate"):
-            self.engines.check()
-            samples = self.client.generate(
+            samples = self._generate(generation, policy_version)
+        with timer.phase("score"):
+            rewards = self.rewards.score(samples)
+        totals = torch.tensor(total_rewards(rewards, cfg.reward.functions), dtype=torch.float64)
+        group_ids = torch.arange(len(samples)) // cfg.grpo.num_generations
+        advantages = group_advantages(totals, group_ids, cfg.grpo.scale_rewards)
+        return Experience(samples, rewards, totals, group_ids, advantages)
+
+    def _generate(self, generation: int, policy_version: int) -> list[Sample]:
+        cfg = self.cfg
+        try:
+            return self.client.generate(
                 self.prompts.batch(generation),
                 num_generations=cfg.grpo.num_generations,
                 temperature=cfg.rollout.temperature,
@@ -47,13 +63,11 @@ class ExperienceSource:
                 step=generation,
                 policy_version=policy_version,
             )
-        with timer.phase("reward"):
-            rewards = self.rewards.score(samples)
-        totals = torch.tensor(total_rewards(rewards, cfg.reward.functions), dtype=torch.float64)
-        group_ids = torch.arange(len(samples)) // cfg.grpo.num_generations
-        advantages = group_advantages(totals, group_ids, cfg.grpo.scale_rewards)
-        return Experience(samples, rewards, totals, group_ids, advantages)
+        except (ConnectionError, RuntimeError):
+            self.engines.check()  # the log of a dead engine says more than its last answer
+            raise
 
     def close(self) -> None:
+        """End the reward workers and the engines that were started here."""
         self.rewards.close()
         self.engines.close()

@@ -15,7 +15,7 @@ def loss_weights(lengths: Tensor, loss_type: LossType, max_completion_length: in
     With L_i response tokens in sequence i:
 
     - "grpo": 1 / (N L_i), the mean over sequences of each one's mean (arXiv 2402.03300, eq. 3);
-    - "dapo": 1 / sum L, the mean over all tokens (arXiv 2503.14476, eq. 8);
+    - "dapo": 1 / sum L, the mean over all tokens (arXiv 2503.14476, section 3.3);
     - "dr_grpo": 1 / (N max_completion_length), a constant, which removes the preference of the
       first for short right and long wrong answers (arXiv 2503.20783).
 

@@ -1,4 +1,4 @@
-"""The trained model and its frozen reference: Megatron-Core GPTModels with weights from a folder."""
+"""The trained model and its frozen reference: Megatron-Core GPTModels, weights from a folder."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +26,8 @@ class Model:
     shape: ModelShape
     layout: Layout
     """Which boxes of the Hugging Face tensors this rank's parameters are."""
-    chunks: list[torch.nn.Module]
+    chunks: list[Any]
+    """GPTModels, wrapped in Megatron's DistributedDataParallel where they have gradients."""
 
     @property
     def is_last_stage(self) -> bool:
@@ -77,7 +78,7 @@ def build_reference(cfg: Config, shape: ModelShape, groups: Groups) -> Model:
     return _load(cfg, shape, groups, chunks)
 
 
-def forward(chunk: torch.nn.Module, batch: PackedBatch, groups: Groups) -> Tensor:
+def forward(chunk: Any, batch: PackedBatch, groups: Groups) -> Tensor:
     """Run one model chunk on this context rank's part of a packed microbatch.
 
     Returns logits [T / cp, padded vocabulary / tp], in the order of `context_indices`, on the last
@@ -175,9 +176,7 @@ def _with_gradients(chunk: GPTModel, *, is_first: bool) -> DistributedDataParall
     return wrapped
 
 
-def _load(
-    cfg: Config, shape: ModelShape, groups: Groups, chunks: Sequence[torch.nn.Module]
-) -> Model:
+def _load(cfg: Config, shape: ModelShape, groups: Groups, chunks: Sequence[Any]) -> Model:
     layout = megatron_layout(
         shape, groups.dims, groups.coordinates, fused_norms=uses_transformer_engine()
     )
@@ -186,5 +185,5 @@ def _load(
     return model
 
 
-def _unwrapped(chunk: torch.nn.Module) -> GPTModel:
+def _unwrapped(chunk: Any) -> GPTModel:
     return chunk.module if isinstance(chunk, DistributedDataParallel) else chunk

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -11,7 +10,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron_grpo.config import OptimizerConfig
 
 
-def make_optimizer(chunks: Sequence[torch.nn.Module], cfg: OptimizerConfig) -> Any:
+def make_optimizer(chunks: Sequence[Any], cfg: OptimizerConfig) -> Any:
     """Megatron's distributed optimizer for DDP-wrapped model chunks with their weights loaded.
 
     Norms and biases have no weight decay. ``optimizer.step()`` clips gradients to the global norm
@@ -37,7 +36,10 @@ def make_optimizer(chunks: Sequence[torch.nn.Module], cfg: OptimizerConfig) -> A
 
 
 def make_scheduler(optimizer: Any, cfg: OptimizerConfig, num_steps: int) -> OptimizerParamScheduler:
-    """Warm-up from 0 to `lr`, then decay to `min_lr` at `num_steps`; ``step(increment=1)`` moves it."""
+    """Warm-up from 0 to `lr`, then decay to `min_lr` at `num_steps`.
+
+    ``step(increment=1)`` moves it by one optimizer step.
+    """
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

@@ -123,7 +123,7 @@ def draw_time(axis: Axes, records: Sequence[Record]) -> None:
 
 def _curve(records: Sequence[Record], name: str) -> tuple[Curve, Curve]:
     """Steps and values of a metric, from the records that have it."""
-    points = [(record["step"], record[name]) for record in records if name in record]
+    points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
     steps, values = np.array(points, dtype=np.float64).reshape(-1, 2).T
     return steps, values
 

@@ -12,7 +12,7 @@ from megatron_grpo.tracking import Tracking, completion_rows
 
 
 class RunLog:
-    """The resolved config, metrics, completions and curves of a run directory, and the progress bar."""
+    """Config, metrics, completions and curves in the run directory, and the progress bar."""
 
     def __init__(self, cfg: Config, first_step: int) -> None:
         self.run_dir = cfg.train.run_dir
@@ -33,7 +33,7 @@ class RunLog:
         *,
         is_new: bool,
     ) -> None:
-        """Log optimizer step `step` (counted from 1); completions only when the experience is new."""
+        """Log optimizer step `step`, counted from 1; completions only of a new experience."""
         samples = experience.samples
         times = timer.metrics()
         metrics = {
@@ -55,6 +55,7 @@ class RunLog:
         self.bar.show(step, metrics)
 
     def close(self) -> None:
+        """Finish the records and draw the curves."""
         self.bar.close()
         self.tracking.close()
         if (self.run_dir / "metrics.jsonl").stat().st_size:

@@ -38,7 +38,7 @@ def run_schedule(
     )
 
     def forward_step(
-        iterator: Any, chunk: torch.nn.Module
+        iterator: Any, chunk: Any
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, T]]]:
         batch = next(iterator)
         return forward(chunk, batch, groups), partial(_per_token_loss, loss_fn, batch)

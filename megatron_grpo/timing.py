@@ -19,6 +19,7 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        """Add the seconds of the block to phase `name`."""
         start = time.perf_counter()
         try:
             yield
@@ -26,5 +27,6 @@ class PhaseTimer:
             self._seconds[name] += time.perf_counter() - start
 
     def metrics(self) -> dict[str, float]:
+        """Seconds so far, by metric name, in the order in which the phases began."""
         total = time.perf_counter() - self._start
         return {**{f"time/{name}": s for name, s in self._seconds.items()}, "time/step": total}

@@ -16,16 +16,25 @@ from megatron_grpo.experience import Experience, share_out
 from megatron_grpo.experience_source import ExperienceSource
 from megatron_grpo.launch import RankPlace
 from megatron_grpo.model import Policy, build_policy, build_reference
+from megatron_grpo.parent_death import die_with_parent
 from megatron_grpo.runlog import RunLog
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.train_step import add_logprobs, train_step
 from megatron_grpo.weight_sync import WeightSync, export_model
-from parallel import Groups, communication_backend, destroy_groups, init_groups, setup_device
+from parallel import (
+    CostModel,
+    Groups,
+    communication_backend,
+    destroy_groups,
+    init_groups,
+    setup_device,
+)
 
 
 @record
 def run_rank(cfg: Config, place: RankPlace) -> None:
     """Join the other ranks and train; returns when all `train.num_steps` steps are done."""
+    die_with_parent()  # torchrun or srun, which may itself be killed
     device = setup_device(place.local_rank)
     with process_groups(cfg, place) as groups:
         train(cfg, groups, device)
@@ -33,7 +42,7 @@ def run_rank(cfg: Config, place: RankPlace) -> None:
 
 @contextmanager
 def process_groups(cfg: Config, place: RankPlace) -> Iterator[Groups]:
-    """The mesh over all ranks. Left standing when training fails: whoever started the ranks ends them."""
+    """The mesh over all ranks. When training fails, whoever started the ranks ends them."""
     cfg.dims.check_world_size(place.world_size)
     dist.init_process_group(communication_backend(), rank=place.rank, world_size=place.world_size)
     yield init_groups(cfg.dims)
@@ -43,8 +52,13 @@ def process_groups(cfg: Config, place: RankPlace) -> Iterator[Groups]:
 
 def train(cfg: Config, groups: Groups, device: torch.device) -> None:
     """From the pretrained weights, or the newest checkpoint, to the exported model."""
+    checkpoints = cfg.train.run_dir / "checkpoints"
+    if (steps_done := checkpoint.latest_step(checkpoints)) >= cfg.train.num_steps:
+        if groups.rank == 0:
+            print(f"{cfg.train.run_dir} is complete: {steps_done} steps of {cfg.train.num_steps}")
+        return
     shape = read_shape(cfg.model.path)
-    batches = BatchSchedule.of(cfg.grpo)
+    batches, cost = BatchSchedule.of(cfg.grpo), CostModel.transformer(shape.hidden_size)
     with ExitStack() as stack:
         # Rank 0 alone owns the engines, the prompts, the rewards and the log.
         source, log, client = None, None, None
@@ -53,7 +67,7 @@ def train(cfg: Config, groups: Groups, device: torch.device) -> None:
             client = source.client
         policy = build_policy(cfg, shape, groups)
         reference = build_reference(cfg, shape, groups) if cfg.grpo.beta > 0 else None
-        first_step = checkpoint.load_latest(cfg.train.run_dir / "checkpoints", policy)
+        first_step = checkpoint.load_latest(checkpoints, policy)
         weight_sync = stack.enter_context(closing(WeightSync(cfg, policy, groups)))
         if source:
             log = stack.enter_context(closing(RunLog(cfg, first_step)))
@@ -62,15 +76,15 @@ def train(cfg: Config, groups: Groups, device: torch.device) -> None:
 
         experience: Experience | None = None
         minibatches: Minibatches = []
+        timer = PhaseTimer()
         for step in range(first_step, cfg.train.num_steps):
-            timer = PhaseTimer()
             cursor = batches.cursor(step)
             # A run that resumes inside a generation makes that generation anew.
             is_new = cursor.starts_generation or step == first_step
             if is_new:
                 if source:
                     experience = source.collect(cursor.generation, step, timer)
-                shares = share_out(experience, cursor.generation, cfg) if experience else None
+                shares = share_out(experience, cursor.generation, cost, cfg) if experience else None
                 minibatches = distribute(shares, groups, device)
                 with timer.phase("logprobs"):
                     minibatches = [
@@ -82,10 +96,13 @@ def train(cfg: Config, groups: Groups, device: torch.device) -> None:
                 metrics = train_step(policy, minibatch, cfg, groups)
             with timer.phase("push"):
                 weight_sync.push(client, policy_version=step + 1)
-            with timer.phase("save"):
-                save(step + 1, policy, cfg, groups)
             if log and experience:
                 log.step(step + 1, metrics, experience, timer, is_new=is_new)
+            # After the log, so that a checkpoint never knows of a step that the log does not; its
+            # seconds count in the next step.
+            timer = PhaseTimer()
+            with timer.phase("save"):
+                save(step + 1, policy, cfg, groups)
 
 
 def save(step: int, policy: Policy, cfg: Config, groups: Groups) -> None:

@@ -1,4 +1,4 @@
-"""One optimizer step of GRPO over packed microbatches, and the log-probabilities it needs before."""
+"""One optimizer step of GRPO over packed microbatches, and the log-probabilities before it."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -49,7 +49,7 @@ def response_logprobs(
 def compute_logprobs(
     model: Model, batches: Sequence[PackedBatch], temperature: float, groups: Groups
 ) -> list[Tensor | None]:
-    """Whole log-probabilities [T] of every microbatch, without gradient; None before the last stage."""
+    """Log-probabilities [T] of every microbatch, without gradient; None before the last stage."""
 
     def collect(logits: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         logprobs, _, _ = response_logprobs(model, logits, batch, temperature, groups)

@@ -83,7 +83,8 @@ class RMSNorm(torch.nn.RMSNorm):
             hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device()
         )
         # Each tensor rank sees its part of the tokens: Megatron then sums this weight's gradient.
-        self.weight.sequence_parallel = config.sequence_parallel
+        weight: Any = self.weight
+        weight.sequence_parallel = config.sequence_parallel
 
 
 def _architecture(shape: ModelShape) -> dict[str, Any]:

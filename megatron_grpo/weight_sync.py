@@ -45,6 +45,7 @@ class WeightSync:
             client.update_weights(self.folder, policy_version)
 
     def close(self) -> None:
+        """Remove the folder."""
         if self.groups.rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -56,7 +57,7 @@ def shared_memory_folder(run_dir: Path) -> Path:
 
 
 def export_model(folder: Path, policy: Policy, cfg: Config, groups: Groups) -> None:
-    """Write the policy as the Hugging Face folder `folder`, replacing an older one when complete."""
+    """Write the policy as Hugging Face folder `folder`, replacing an older one when complete."""
     partial = folder.with_name(folder.name + ".partial")
     if groups.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)

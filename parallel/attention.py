@@ -94,7 +94,7 @@ class _GatherPacked(torch.autograd.Function):
         return gathered[inverse]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         ordered = grad[ctx.order]
         local = ordered.new_empty(len(ordered) // ctx.group.size(), *ordered.shape[1:])
         torch.distributed.reduce_scatter_single(local, ordered, group=ctx.group)

@@ -1,7 +1,8 @@
 """Zigzag context parallelism: which packed positions each context-parallel rank holds.
 
-Every sequence is cut in ``2 * size`` equal chunks, and rank r holds chunks r and ``2*size - 1 - r``:
-an early and a late one, so that causal attention costs the same on every rank. Index maths only.
+Every sequence is cut in ``2 * size`` equal chunks, and rank r holds chunks r and
+``2 * size - 1 - r``: an early and a late one, so that causal attention costs the same on every
+rank. Index maths only.
 """
 
 import torch

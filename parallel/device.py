@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 
 def communication_backend() -> str:
-    """Backend for `torch.distributed.init_process_group`: NCCL for CUDA tensors, gloo for the rest."""
+    """Backend for `torch.distributed.init_process_group`: NCCL for CUDA tensors, else gloo."""
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
@@ -75,7 +75,7 @@ class _IdleStream:
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Read device "cuda" as "cpu" in every torch call, and name CPU tensor types as Megatron expects.
+    """Read device "cuda" as "cpu" in every torch call, and name CPU tensor types as if on CUDA.
 
     It costs about 1 microsecond per torch call, of this thread only.
     """

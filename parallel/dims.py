@@ -1,4 +1,4 @@
-"""Sizes of the device mesh, and the arithmetic between ranks and mesh coordinates. Integers only."""
+"""Sizes of the device mesh, and arithmetic between ranks and mesh coordinates. Integers only."""
 
 from dataclasses import dataclass
 
@@ -50,6 +50,7 @@ class ParallelDims:
 
     @property
     def world_size(self) -> int:
+        """Ranks of the whole mesh."""
         return self.tensor * self.context * self.data * self.pipeline
 
     def check_world_size(self, world_size: int) -> None:
@@ -64,6 +65,7 @@ class ParallelDims:
             raise ValueError(f"{self} = {self.world_size} != world size {world_size}: {legal}")
 
     def coordinates(self, rank: int) -> Coordinates:
+        """Place of `rank`; the inverse of `rank`."""
         assert 0 <= rank < self.world_size, f"rank {rank} of {self.world_size}"
         rank, tensor = divmod(rank, self.tensor)
         rank, context = divmod(rank, self.context)
@@ -71,6 +73,7 @@ class ParallelDims:
         return Coordinates(tensor=tensor, context=context, data=data, pipeline=pipeline)
 
     def rank(self, at: Coordinates) -> int:
+        """Rank at a place; the inverse of `coordinates`."""
         return at.tensor + self.tensor * (
             at.context + self.context * (at.data + self.data * at.pipeline)
         )

@@ -27,8 +27,8 @@ class CostModel:
     def transformer(cls, hidden_size: int) -> "CostModel":
         """The usual block: 24 h**2 FLOP per token in matrices, 4 h per causal (query, key) pair.
 
-        A sequence has L**2 / 2 such pairs, so quadratic / linear = 2 h / (24 h**2)
-        (Kaplan et al., arXiv 2001.08361, table 1, with the causal half counted once).
+        A sequence has L**2 / 2 such pairs, so quadratic / linear = 2 h / (24 h**2) (Kaplan et
+        al., arXiv 2001.08361, section 2.1).
         """
         return cls(linear=1.0, quadratic=1 / (12 * hidden_size))
 

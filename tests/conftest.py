@@ -1,6 +1,7 @@
 """What takes long to start, shared by the tests of a session."""
 
 import pytest
+
 from engines import running_engine, served_model
 
 

@@ -1,8 +1,8 @@
 """Run a function on several real ranks (gloo) and collect what each returns.
 
-The ranks are forked from one server process that has torch and Megatron-Core imported already, so a
-world starts in a fraction of a second; each world is fresh, and is killed whole on the first failure
-or at the time-out.
+The ranks are forked from one server process that has torch and Megatron-Core imported already: a
+world starts in a fraction of a second. Each world is fresh, and is killed whole on the first
+failure or at the time-out.
 """
 
 import multiprocessing
@@ -88,5 +88,5 @@ def _rank_main(
         # Plain pickle: torch's own would share tensors with a process that is about to end.
         sender.send_bytes(pickle.dumps((None, fn(rank, *args))))
         torch.distributed.barrier()  # keep the sockets open until every peer has finished
-    except BaseException:  # noqa: BLE001 - whatever ended the rank is the test's failure
+    except BaseException:
         sender.send_bytes(pickle.dumps((traceback.format_exc(), None)))

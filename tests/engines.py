@@ -6,12 +6,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from models import EOS_ID, tiny_model
 from transformers import AutoModelForCausalLM
 
 from megatron_grpo.config import ModelConfig, RolloutConfig
 from megatron_grpo.prompts import Prompt
 from megatron_grpo.rollout import EngineServers, RolloutClient, Sample
+from models import EOS_ID, tiny_model
 
 
 def served_model(folder: Path, family: str, *, tied: bool, seed: int = 0) -> Path:

@@ -1,4 +1,4 @@
-"""Tiny random models in Hugging Face folders, with a tokenizer: what the tests load, train and serve."""
+"""Tiny random models in Hugging Face folders, with a tokenizer: what tests load and train."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 def tiny_model(
     folder: Path, family: str, *, tied: bool = False, seed: int = 0, **overrides: Any
 ) -> Path:
-    """Save a random float32 model of `family` (llama, qwen2, qwen3) and its tokenizer; returns `folder`.
+    """Save a random float32 model of `family` (llama, qwen2, qwen3) and its tokenizer in `folder`.
 
     `overrides` are fields of the Hugging Face config. The vocabulary of 250 divides by neither 4
     nor 8, so that its padding over tensor-parallel ranks is exercised.
@@ -63,7 +63,7 @@ def tiny_model(
 
 
 def character_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """One token per character: the special tokens, newline, ASCII, then Latin letters up to `vocab_size`."""
+    """One token per character: special tokens, newline, ASCII, then Latin up to `vocab_size`."""
     characters = ["\n", *map(chr, range(0x20, 0x7F)), *map(chr, range(0xA1, 0xA1 + vocab_size))]
     vocabulary = [*SPECIAL_TOKENS, *characters][:vocab_size]
     ids = {token: index for index, token in enumerate(vocabulary)}

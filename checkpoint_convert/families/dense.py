@@ -43,46 +43,51 @@ def layer(
     `fused_norms`: Transformer Engine keeps a norm in the linear layer that follows it.
     """
     source, target = f"model.layers.{index}.", f"decoder.layers.{local_index}."
-    if fused_norms:
-        attention_norm = "self_attention.linear_qkv.layer_norm_weight"
-        mlp_norm = "mlp.linear_fc1.layer_norm_weight"
-    else:
-        attention_norm, mlp_norm = "input_layernorm.weight", "pre_mlp_layernorm.weight"
-
-    hidden, intermediate = shape.hidden_size, shape.intermediate_size
-    query = shape.num_attention_heads * shape.head_dim
-    key_value = shape.num_key_value_heads * shape.head_dim
-
-    def qkv(kind: str, *columns: int) -> tuple[Tensor, ...]:
-        rows = {"q": query, "k": key_value, "v": key_value}
-        return tuple(
-            Tensor(f"{source}self_attn.{x}_proj.{kind}", (rows[x], *columns)) for x in "qkv"
-        )
-
-    def one(name: str, *size: int) -> tuple[Tensor, ...]:
-        return (Tensor(source + name, size),)
-
-    gate_up = one("mlp.gate_proj.weight", intermediate, hidden) + one(
-        "mlp.up_proj.weight", intermediate, hidden
+    attention_norm, mlp_norm = (
+        ("self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight")
+        if fused_norms
+        else ("input_layernorm.weight", "pre_mlp_layernorm.weight")
     )
-    o_proj = one("self_attn.o_proj.weight", hidden, query)
-    down_proj = one("mlp.down_proj.weight", hidden, intermediate)
-    groups = shape.num_key_value_heads
-    attention, mlp = f"{target}self_attention.", f"{target}mlp."
+    before_attention = Tensor(source + "input_layernorm.weight", (shape.hidden_size,))
+    before_mlp = Tensor(source + "post_attention_layernorm.weight", (shape.hidden_size,))
+    return [
+        Parameter(target + attention_norm, (before_attention,)),
+        *attention(shape, source + "self_attn.", target + "self_attention."),
+        Parameter(target + mlp_norm, (before_mlp,)),
+        *gated_mlp(shape, source + "mlp.", target + "mlp.", tensor_size),
+    ]
+
+
+def attention(shape: ModelShape, source: str, target: str) -> list[Parameter]:
+    """Self-attention; `source` and `target` are prefixes of the names in files and in Megatron."""
+    groups, hidden = shape.num_key_value_heads, shape.hidden_size
+    query, key_value = shape.num_attention_heads * shape.head_dim, groups * shape.head_dim
+    rows = {"q": query, "k": key_value, "v": key_value}
+
+    def qkv(kind: str, *columns: int) -> Parameter:
+        tensors = tuple(Tensor(f"{source}{x}_proj.{kind}", (rows[x], *columns)) for x in "qkv")
+        return Parameter(f"{target}linear_qkv.{kind}", tensors, split=0, interleave=groups)
+
+    output = Tensor(source + "o_proj.weight", (hidden, query))
     parameters = [
-        Parameter(target + attention_norm, one("input_layernorm.weight", hidden)),
-        Parameter(attention + "linear_qkv.weight", qkv("weight", hidden), 0, interleave=groups),
-        Parameter(attention + "linear_proj.weight", o_proj, split=1),
-        Parameter(target + mlp_norm, one("post_attention_layernorm.weight", hidden)),
-        Parameter(mlp + "linear_fc1.weight", gate_up, split=0, interleave=tensor_size),
-        Parameter(mlp + "linear_fc2.weight", down_proj, split=1),
+        qkv("weight", hidden),
+        Parameter(target + "linear_proj.weight", (output,), split=1),
     ]
     if shape.attention_bias:
-        parameters.append(
-            Parameter(attention + "linear_qkv.bias", qkv("bias"), split=0, interleave=groups)
-        )
+        parameters.append(qkv("bias"))
     if shape.qk_norm:
         for x in "qk":
-            norm = one(f"self_attn.{x}_norm.weight", shape.head_dim)
-            parameters.append(Parameter(f"{attention}{x}_layernorm.weight", norm))
+            norm = Tensor(f"{source}{x}_norm.weight", (shape.head_dim,))
+            parameters.append(Parameter(f"{target}{x}_layernorm.weight", (norm,)))
     return parameters
+
+
+def gated_mlp(shape: ModelShape, source: str, target: str, tensor_size: int) -> list[Parameter]:
+    """MLP with a gate; `source` and `target` are prefixes of the names in files and in Megatron."""
+    inward = (shape.intermediate_size, shape.hidden_size)
+    gate, up = (Tensor(f"{source}{name}_proj.weight", inward) for name in ("gate", "up"))
+    down = Tensor(source + "down_proj.weight", inward[::-1])
+    return [
+        Parameter(target + "linear_fc1.weight", (gate, up), split=0, interleave=tensor_size),
+        Parameter(target + "linear_fc2.weight", (down,), split=1),
+    ]

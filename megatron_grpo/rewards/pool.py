@@ -12,16 +12,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from multiprocessing.connection import Connection, Pipe, wait
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_grpo import parent_death
 from megatron_grpo.config import RewardConfig, RewardFunction
 
 if TYPE_CHECKING:
     from megatron_grpo.rollout import Sample
 
-# Run as a script, so that a worker imports nothing of the rollout side.
-PARENT_DEATH = Path(__file__).parents[1] / "rollout" / "parent_death.py"
 SHORTENED = reprlib.Repr()
 SHORTENED.maxstring = 200
 
@@ -168,7 +166,7 @@ class RewardPool:
 def _start_worker(functions: Sequence[RewardFunction]) -> _Worker:
     """A fresh interpreter rather than a fork: it holds neither torch nor the trainer's threads."""
     connection, theirs = Pipe()
-    wrapper = [sys.executable, str(PARENT_DEATH), str(os.getpid())]
+    wrapper = [sys.executable, parent_death.__file__, str(os.getpid())]
     command = [sys.executable, "-m", "megatron_grpo.rewards.worker", str(theirs.fileno())]
     process = subprocess.Popen(
         [*wrapper, *command],

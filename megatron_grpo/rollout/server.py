@@ -16,8 +16,8 @@ from pathlib import Path
 import httpx
 import torch
 
+from megatron_grpo import parent_death
 from megatron_grpo.config import ModelConfig, RolloutConfig
-from megatron_grpo.rollout import parent_death
 from megatron_grpo.rollout.vllm_command import (
     check_engine_arguments,
     vllm_command,
@@ -56,7 +56,7 @@ class EngineServers:
 
     def __init__(self, model: ModelConfig, rollout: RolloutConfig, log_dir: Path) -> None:
         assert threading.current_thread() is threading.main_thread()
-        self.base_urls = rollout.base_urls
+        self.base_urls = tuple(url.rstrip("/") for url in rollout.base_urls)
         self._engines: list[EngineProcess] = []
         self._ports: list[socket.socket] = []
         if rollout.base_urls:
@@ -103,7 +103,10 @@ class EngineServers:
         for engine in self._engines:
             with suppress(subprocess.TimeoutExpired):
                 engine.process.wait(max(0.0, deadline - time.monotonic()))
-            with suppress(ProcessLookupError):
+            with suppress(ProcessLookupError):  # raised when the group is empty
+                while time.monotonic() < deadline:
+                    os.killpg(engine.process.pid, 0)
+                    time.sleep(0.05)
                 os.killpg(engine.process.pid, signal.SIGKILL)
             engine.process.wait()
         for reserved in self._ports:
@@ -171,7 +174,7 @@ def log_tail(log: Path, start: int) -> str:
 
 
 def engine_environment(environ: Mapping[str, str], devices: str | None) -> dict[str, str]:
-    """`environ` without what makes a process a rank of the trainer, and with the engine's devices."""
+    """`environ` without what makes a process a rank of the trainer, with the engine's devices."""
     environment = {k: v for k, v in environ.items() if not RANK_VARIABLES.match(k)}
     if devices is not None:
         return environment | {"CUDA_VISIBLE_DEVICES": devices}

@@ -21,7 +21,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.platforms import current_platform
 
-from megatron_grpo.rollout.parent_death import die_with_parent
+from megatron_grpo.parent_death import die_with_parent
 from megatron_grpo.rollout.vllm_command import ENGINE_VARIABLE
 from megatron_grpo.rollout.weight_folder import BACKEND, check_all_loaded, folder_tensors
 
@@ -49,6 +49,16 @@ def keep_weights_unpacked() -> None:
     vllm.model_executor.layers.utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
 
 
+def unlink_group_memory() -> None:
+    """Take its name from the shared memory over which tensor-parallel CPU workers reduce.
+
+    All have mapped it when the model is loaded. Without a name it goes with its last process, even
+    when that is killed.
+    """
+    for file in Path("/dev/shm").glob(f"{os.environ['VLLM_DIST_IDENT']}*"):
+        file.unlink(missing_ok=True)
+
+
 @dataclass
 class NoInit(WeightTransferInitInfo):
     """A folder needs no connection."""
@@ -69,6 +79,11 @@ class FolderWeightTransfer(WeightTransferEngine[NoInit, FolderUpdate]):
 
     init_info_cls = NoInit
     update_info_cls = FolderUpdate
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        if current_platform.is_cpu():
+            unlink_group_memory()
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
         """Nothing to connect."""

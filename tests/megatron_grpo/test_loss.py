@@ -3,9 +3,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from megatron_grpo.loss import grpo_loss, k3, loss_weights
-from oracle import OracleLoss, oracle_advantages, oracle_loss
+from models import tiny_model
+from oracle import OracleLoss, oracle_advantages, oracle_loss, oracle_model_loss
 from parallel import (
     Alignment,
     ParallelDims,
@@ -296,3 +298,49 @@ def test_loss_and_gradient_of_any_packing_equal_the_padded_oracle(
         total += loss.total.item()
     assert total == pytest.approx(expected.item(), rel=1e-9)
     torch.testing.assert_close(policy.table.grad, expected_grad, rtol=1e-9, atol=1e-14)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
+def test_a_real_model_on_packed_sequences_has_the_loss_and_gradients_of_the_padded_oracle(
+    tmp_path, loss_type
+):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path, "qwen3", tied=True)).double()
+    cfg = OracleLoss(loss_type=loss_type, max_completion_length=6, temperature=0.8)
+    prompts = [[5, 6, 7], [8], [9, 10, 11, 12]]
+    completions = [[13, 14], [15, 16, 17, 18, 19, 1], [20]]
+    advantages = [1.0, -0.5, 0.25]
+    expected, expected_grads = oracle_model_loss(model, prompts, completions, advantages, cfg)
+
+    weights = loss_weights(torch.tensor([2, 6, 1]), loss_type, cfg.max_completion_length)
+    sequences = [
+        TokenSequence(
+            tokens=torch.tensor(prompt + completion),
+            num_prompt_tokens=len(prompt),
+            advantage=advantages[i],
+            loss_weight=float(weights[i]),
+            rollout_logprobs=torch.zeros(len(completion)),
+        )
+        for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
+    ]
+    batch = pack(sequences, [2, 0, 1], Alignment(), dtype=torch.float64)
+    logits = [model(sequences[i].tokens[None], use_cache=False).logits[0] for i in (2, 0, 1)]
+    targets = prediction_targets(batch.cu_seqlens, torch.arange(len(batch.tokens)))
+    logprobs, _ = chosen_logprobs(
+        torch.cat(logits),
+        batch.tokens,
+        targets,
+        batch.loss_mask,
+        temperature=cfg.temperature,
+        vocab_size=model.config.vocab_size,
+        tensor_group=None,
+    )
+    loss = grpo_loss(
+        logprobs, None, None, batch.advantages, batch.loss_weights, batch.loss_mask, **CLIP
+    )
+    model.zero_grad()
+    loss.total.backward()
+    assert loss.total.item() == pytest.approx(expected, rel=1e-6)
+    for name, parameter in model.named_parameters():
+        # 1e-6 and not 1e-9: transformers computes norms and rotations in float32 in any model.
+        difference = (parameter.grad - expected_grads[name]).norm() / expected_grads[name].norm()
+        assert difference < 1e-6, name

@@ -5,18 +5,18 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import run_ranks
-from models import tiny_model
-from oracle import oracle_logprobs
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from checkpoint_convert import read_shape
+from distributed import run_ranks
 from megatron_grpo.config import Config
 from megatron_grpo.config_file import load_config
 from megatron_grpo.model import Policy, build_policy, build_reference
 from megatron_grpo.schedule import run_schedule
 from megatron_grpo.train_step import compute_logprobs, response_logprobs
+from models import tiny_model
+from oracle import oracle_logprobs
 from parallel import (
     Alignment,
     Groups,
@@ -54,7 +54,8 @@ def random_sequences(packs: list[list[tuple[int, int]]]) -> list[TokenSequence]:
     generator = torch.Generator().manual_seed(0)
     return [
         TokenSequence(
-            tokens=torch.randint(0, 250, (prompt + completion,), generator=generator),
+            # From 4 on: transformers has no gradient for the padding token's embedding.
+            tokens=torch.randint(4, 250, (prompt + completion,), generator=generator),
             num_prompt_tokens=prompt,
             advantage=1.0,
             loss_weight=0.01,
@@ -100,8 +101,8 @@ def config(folder: Path, dims: ParallelDims, *overrides: str) -> Config:
 
 def reference_logprobs(
     rank: int, folders: Folders, dims: ParallelDims, packs: list[list[tuple[int, int]]]
-) -> dict[str, list[Tensor]] | None:
-    """Response log-probabilities of every sequence, on the ranks that make them."""
+) -> dict[str, list[Tensor]]:
+    """Response log-probabilities of every sequence; empty before the last pipeline stage."""
     setup_device(rank)
     groups = init_groups(dims)
     batches = pack_all(packs, dims)
@@ -109,13 +110,12 @@ def reference_logprobs(
     for name, folder in folders.items():
         model = build_reference(config(folder, dims), read_shape(folder), groups)
         values = compute_logprobs(model, batches, 1.0, groups)
-        if not model.is_last_stage:
-            return None
-        results[name] = [
-            whole[batch.loss_mask & (batch.sequence_index == index)]
-            for batch, whole in zip(batches, values, strict=True)
-            for index in batch.sequence_index[batch.loss_mask].unique()
-        ]
+        if model.is_last_stage:
+            results[name] = [
+                whole[batch.loss_mask & (batch.sequence_index == index)]
+                for batch, whole in zip(batches, values, strict=True)
+                for index in batch.sequence_index[batch.loss_mask].unique()
+            ]
     return results
 
 
@@ -269,25 +269,33 @@ def test_optimizer_steps_equal_torch_adamw_on_transformers(folders, dims):
 
 def saved_master_weights(rank: int, folder: Path, dims: ParallelDims) -> list[str]:
     """Names of parameters whose master weights would be saved as something else."""
-    policy, _ = start(rank, folder, dims)
+    policy, groups = start(rank, folder, dims)
+    accumulate(policy, groups, pack_all(PACKS, dims))
+    policy.optimizer.step()
     metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
     models = {
         f"model{i}": chunk.sharded_state_dict(metadata=metadata)
         for i, chunk in enumerate(policy.chunks)
     }
     saved = policy.optimizer.sharded_state_dict(models, metadata=metadata)
-    masters = {
-        tensors["param"].key.removeprefix("optimizer.state.param."): tensors["param"].data
-        for tensors in saved["param_state"].values()
-    }
-    weights = {t.key: t.data for model in models.values() for t in model.values()}
-    assert masters
-    return [key for key, master in masters.items() if not torch.equal(master, weights[key])]
+    masters = [tensors["param"] for tensors in saved["param_state"].values()]
+    assert len(masters) == len(policy.parameters())
+    weights = [tensor for model in models.values() for tensor in model.values()]
+    prefix = "optimizer.state.param."
+    return [
+        master.key
+        for master in masters
+        if not any(
+            master.key == prefix + weight.key and torch.equal(master.data, weight.data)
+            for weight in weights  # all layers go by one key
+        )
+    ]
 
 
-@pytest.mark.parametrize("dims", [ParallelDims(), ParallelDims(pipeline=2, data=2)], ids=str)
-def test_the_optimizer_is_saved_with_the_weights_it_has(folders, dims):
-    # A tied embedding on two stages is where Megatron's own bookkeeping goes wrong.
+def test_the_optimizer_is_saved_with_the_weights_it_has(folders):
+    # Megatron's own bookkeeping goes wrong here: a tied embedding on two stages has a gradient
+    # bucket of its own, and at TP2 it ends in padding.
+    dims = ParallelDims(tensor=2, pipeline=2)
     results = run_ranks(dims.world_size, saved_master_weights, folders["qwen3 tied=True"], dims)
     assert results == [[]] * dims.world_size
 
@@ -343,7 +351,5 @@ def gradient_of_a_nan_loss(rank: int, folder: Path, dims: ParallelDims) -> str:
 
 
 def test_a_gradient_that_is_no_number_stops_the_run(folders):
-    (message,) = run_ranks(
-        1, gradient_of_a_nan_loss, folders["llama tied=False"], ParallelDims()
-    )
+    (message,) = run_ranks(1, gradient_of_a_nan_loss, folders["llama tied=False"], ParallelDims())
     assert "NaN" in message

@@ -9,9 +9,10 @@ from matplotlib.image import imread
 from megatron_grpo.report import draw_curves, draw_kl, draw_reward, draw_time
 
 
-def record(step: int, **more: float) -> dict[str, float]:
+def record(step: int, **more: float) -> dict[str, float | None]:
     return {
         "step": step,
+        "kl": None,
         "loss": 0.01,
         "grad_norm": 1.5,
         "reward": 0.1 * step,
@@ -28,7 +29,7 @@ def record(step: int, **more: float) -> dict[str, float]:
     }
 
 
-def write_metrics(run_dir: Path, records: list[dict[str, float]]) -> None:
+def write_metrics(run_dir: Path, records: list[dict[str, float | None]]) -> None:
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
 
 

@@ -12,12 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run_ranks
-from models import tiny_model
-from oracle import OracleLoss, oracle_logprobs, oracle_model_loss
 from transformers import AutoModelForCausalLM
 
 from checkpoint_convert import read_shape
+from distributed import run_ranks
 from megatron_grpo.config import Config
 from megatron_grpo.config_file import load_config
 from megatron_grpo.experience import Experience, share_out
@@ -25,7 +23,9 @@ from megatron_grpo.model import Policy, build_policy
 from megatron_grpo.prompts import Prompt
 from megatron_grpo.rollout.samples import Sample
 from megatron_grpo.train_step import accumulate_gradient
-from parallel import Groups, ParallelDims, init_groups, setup_device
+from models import tiny_model
+from oracle import OracleLoss, oracle_logprobs, oracle_model_loss
+from parallel import CostModel, Groups, ParallelDims, init_groups, setup_device
 
 NUM_SEQUENCES, MAX_COMPLETION_LENGTH = 12, 24
 TEMPERATURE, BETA, EPSILON, EPSILON_HIGH, DELTA = 0.8, 0.05, 0.2, 0.3, 1.5
@@ -148,7 +148,7 @@ def _config(folder: Path, dims: ParallelDims, loss_type: str, budget: int) -> Co
 def gradients_on_rank(
     rank: int, dims: ParallelDims, folder: Path, experience: Experience
 ) -> dict[tuple[str, int], tuple[float, list[Any]]]:
-    """For every loss type and budget: the loss, and this rank's boxes of the Hugging Face gradient."""
+    """For each loss type and budget: the loss, and this rank's boxes of the whole gradient."""
     setup_device(rank)
     groups = init_groups(dims)
     policy = build_policy(_config(folder, dims, "grpo", 4096), read_shape(folder), groups)
@@ -156,7 +156,9 @@ def gradients_on_rank(
     for loss_type in LOSS_TYPES:
         for budget in BUDGETS:
             cfg = _config(folder, dims, loss_type, budget)
-            share = share_out(experience, 0, cfg)[groups.coordinates.data]
+            share = share_out(experience, 0, CostModel.transformer(64), cfg)[
+                groups.coordinates.data
+            ]
             batches = [
                 replace(
                     batch,
@@ -174,7 +176,7 @@ def gradients_on_rank(
 
 
 def _gradient_boxes(policy: Policy, groups: Groups) -> list[Any]:
-    """(Hugging Face name, box, values) of what this rank owns, summed over data and context ranks."""
+    """(Hugging Face name, box, values) of what this rank owns, summed over its replicas."""
     for chunk in policy.chunks:
         for buffer in chunk.buffers:
             for bucket in buffer.buckets:  # the distributed optimizer leaves each rank one shard

@@ -2,9 +2,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from distributed import run_ranks
 from torch import Tensor
 
+from distributed import run_ranks
 from parallel import PackedAttention, context_indices
 from parallel.attention import packed_attention
 

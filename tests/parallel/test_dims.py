@@ -73,5 +73,5 @@ def test_every_layer_has_one_stage_and_stages_differ_by_one_layer(
 
 
 def test_more_stages_than_layers_are_refused_with_the_numbers() -> None:
-    with pytest.raises(ValueError, match="3 layers cannot fill .* = 4 stages: use at most 3"):
+    with pytest.raises(ValueError, match=r"3 layers cannot fill .* = 4 stages: use at most 3"):
         pipeline_layers(3, ParallelDims(pipeline=2, virtual_pipeline=2))

@@ -2,8 +2,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from distributed import run_ranks
 
+from distributed import run_ranks
 from parallel import Coordinates, ParallelDims, init_groups, setup_device
 
 DIMS = ParallelDims(tensor=2, context=2, pipeline=2)

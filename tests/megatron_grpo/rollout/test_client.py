@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines import largest_logprob_error, random_prompts, running_engine
-from models import EOS_ID
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from engines import largest_logprob_error, random_prompts, running_engine
 from megatron_grpo.rollout import RolloutClient
 from megatron_grpo.rollout.client import equal_shares
 from megatron_grpo.rollout.server import reserve_port
+from models import EOS_ID
 
 
 @pytest.fixture(params=["vllm_engine", "transformers_engine"])
@@ -142,5 +142,5 @@ def test_an_engine_that_does_not_answer_in_time_is_an_error():
 
 
 def test_shares_are_contiguous_and_equal():
-    assert equal_shares(range(7), 3) == [range(0, 2), range(2, 4), range(4, 7)]
+    assert equal_shares(range(7), 3) == [range(2), range(2, 4), range(4, 7)]
     assert equal_shares([], 2) == [[], []]

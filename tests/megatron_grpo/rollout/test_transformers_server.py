@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from models import EOS_ID
 from transformers import AutoModelForCausalLM
 
 from megatron_grpo.rollout.transformers_server import sample
+from models import EOS_ID
 
 PROMPT = [5, 6, 7, 8, 9]
 

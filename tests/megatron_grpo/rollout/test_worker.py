@@ -3,8 +3,9 @@
 import shutil
 
 import pytest
-from engines import largest_logprob_error, random_prompts, running_engine, served_model
 from safetensors.torch import load_file, save_file
+
+from engines import largest_logprob_error, random_prompts, running_engine, served_model
 
 
 @pytest.fixture(scope="module")

@@ -4,10 +4,10 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 from engines import wait_until
-
-from megatron_grpo.rollout import parent_death
+from megatron_grpo import parent_death
 
 # Starts a sleeper through the wrapper, tells its pid, and waits.
 PARENT = """
@@ -20,7 +20,7 @@ sys.stdin.read()
 
 def is_running(pid: int) -> bool:
     try:
-        state = open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0]
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return False
     return state != "Z"
@@ -34,7 +34,7 @@ def test_the_command_dies_when_its_parent_is_killed():
         text=True,
     )
     sleeper = int(parent.stdout.readline())
-    assert wait_until(lambda: open(f"/proc/{sleeper}/comm").read() == "sleep\n", 5)
+    assert wait_until(lambda: Path(f"/proc/{sleeper}/comm").read_text() == "sleep\n", 5)
     parent.send_signal(signal.SIGKILL)
     parent.communicate()
     assert wait_until(lambda: not is_running(sleeper), 5)

@@ -1,0 +1,86 @@
+"""What a person meets at the command line: help, and one clear message for every mistake."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from runs import finish_run
+
+SECONDS = 10  # within which a mistake must be told
+
+
+@pytest.fixture
+def sums(tmp_path: Path) -> Path:
+    path = tmp_path / "sums.jsonl"
+    rows = [{"prompt": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(8)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        (["grpo.epsilom=0.2"], "did you mean 'grpo.epsilon'"),
+        (["grpo.generation_batch_size=18"], "use 16 or 20"),
+        (["parallel.tensor_parallel_size=3"], "num_attention_heads 4"),
+        (["data.prompt_column=question"], "prompt, answer"),
+        (["rollout.max_completion_length=500"], "512"),
+        (["rollout.base_urls=[http://127.0.0.1:9]"], "http://127.0.0.1:9"),
+        (["model.path=/nowhere"], "/nowhere"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_mistake_ends_in_seconds_with_one_message_and_leaves_nothing(
+    mistake: list[str], message: str, tied_model: Path, sums: Path, tmp_path: Path
+) -> None:
+    before = set(psutil.pids())
+    run = finish_run(
+        f"model.path={tied_model}",
+        f"data.path={sums}",
+        f"train.run_dir={tmp_path / 'run'}",
+        *mistake,
+        timeout=60,
+    )
+    assert run.exit_code == 2, run.output
+    assert message in run.output
+    assert run.output.startswith("megatron-grpo: "), "nothing but the message"
+    assert "Traceback" not in run.output
+    assert run.seconds < SECONDS
+    left = [pid for pid in set(psutil.pids()) - before if _is_ours(pid)]
+    assert left == []
+
+
+def test_an_empty_data_set_and_a_missing_weight_are_refused(
+    tied_model: Path, sums: Path, tmp_path: Path
+) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    run = finish_run(f"model.path={tied_model}", f"data.path={empty}", timeout=60)
+    assert run.exit_code == 2 and str(empty) in run.output
+
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in tied_model.iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes().replace(b"q_norm", b"q_morn"))
+    run = finish_run(f"model.path={broken}", f"data.path={sums}", timeout=60)
+    assert run.exit_code == 2 and "model.layers.0.self_attn.q_norm.weight" in run.output
+
+
+def test_help_names_every_command_with_an_example() -> None:
+    for arguments, text in [(["--help"], "train"), (["train", "--help"], "configs/demo_smollm2")]:
+        command = [sys.executable, "-m", "megatron_grpo.cli", *arguments]
+        result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        assert text in result.stdout
+
+
+def _is_ours(pid: int) -> bool:
+    try:
+        return "megatron_grpo" in " ".join(psutil.Process(pid).cmdline())
+    except psutil.NoSuchProcess:
+        return False
