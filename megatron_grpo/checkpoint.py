@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
-from megatron_grpo.model import Policy
+from megatron_grpo.model import Policy, unwrapped
 
 # Every optimizer moment is stored in the shape of its parameter, so that a checkpoint can be loaded
 # at another TP, PP or DP. Megatron-Core 0.16's default cannot be saved without Transformer Engine.
@@ -68,7 +68,7 @@ def load_latest(folder: Path, policy: Policy) -> int:
     checkpoint = folder / f"step_{step}"
     loaded = dist_checkpointing.load(_state(policy, is_loading=True), str(checkpoint))
     for i, chunk in enumerate(policy.chunks):
-        chunk.load_state_dict(loaded[f"model{i}"])
+        unwrapped(chunk).load_state_dict(loaded[f"model{i}"])
     policy.optimizer.load_state_dict(loaded["optimizer"])
     policy.scheduler.load_state_dict(loaded["scheduler"])
     return step
@@ -76,7 +76,7 @@ def load_latest(folder: Path, policy: Policy) -> int:
 
 def _state(policy: Policy, *, is_loading: bool) -> dict[str, Any]:
     models = {
-        f"model{i}": chunk.sharded_state_dict(metadata=OPTIMIZER_METADATA)
+        f"model{i}": unwrapped(chunk).sharded_state_dict(metadata=OPTIMIZER_METADATA)
         for i, chunk in enumerate(policy.chunks)
     }
     optimizer = policy.optimizer.sharded_state_dict(

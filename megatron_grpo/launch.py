@@ -1,4 +1,4 @@
-"""Where this process runs: a rank under torchrun or Slurm, or alone and about to start the ranks."""
+"""Where this process runs: as a rank under torchrun or Slurm, or alone, to start the ranks."""
 
 import os
 import sys

@@ -9,7 +9,6 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from checkpoint_convert import ModelShape, megatron_layout, padded_vocab_size, read_weights
@@ -32,14 +31,14 @@ class Model:
     @property
     def is_last_stage(self) -> bool:
         """Whether the last chunk makes logits."""
-        return _unwrapped(self.chunks[-1]).post_process
+        return unwrapped(self.chunks[-1]).post_process
 
     def parameters(self) -> dict[str, Tensor]:
         """Parameters by the local names of `layout`: ``{chunk}.{Megatron's name}``."""
         return {
             f"{number}.{name}": parameter
             for number, chunk in enumerate(self.chunks)
-            for name, parameter in _unwrapped(chunk).named_parameters()
+            for name, parameter in unwrapped(chunk).named_parameters()
         }
 
 
@@ -97,29 +96,30 @@ def forward(chunk: Any, batch: PackedBatch, groups: Groups) -> Tensor:
             cu_seqlens_kv=batch.cu_seqlens,
             cu_seqlens_q_padded=batch.cu_seqlens,
             cu_seqlens_kv_padded=batch.cu_seqlens,
-            # Also the length of the RoPE table. Megatron takes a table of T rows for one with a
-            # row per packed position: only the true maximum is right, which is T only when one
-            # sequence fills the pack and the two readings agree.
+            # Also the length of the RoPE table, which every sequence reads from its start.
             max_seqlen_q=batch.max_seqlen,
             max_seqlen_kv=batch.max_seqlen,
         ),
     )
-    return output.squeeze(0) if _unwrapped(chunk).post_process else output
+    return output.squeeze(0) if unwrapped(chunk).post_process else output
 
 
-def build_chunks(
-    config: TransformerConfig, shape: ModelShape, groups: Groups, *, transformer_engine: bool
-) -> list[GPTModel]:
+def _build(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTModel]:
     """This rank's model chunks, with weights as allocated."""
     dims = groups.dims
+    config = transformer_config(
+        shape,
+        dims,
+        dtype=getattr(torch, cfg.model.dtype),
+        sequence_parallel=cfg.parallel.sequence_parallel,
+        overrides=cfg.model.megatron,
+    )
     # Nothing random is drawn (no dropout, no initialization), but Megatron wants its states set.
     model_parallel_cuda_manual_seed(0)
     return [
         GPTModel(
             config=config,
-            transformer_layer_spec=block_spec(
-                config, len(layers), transformer_engine=transformer_engine
-            ),
+            transformer_layer_spec=block_spec(config, len(layers)),
             vocab_size=padded_vocab_size(shape, dims),
             max_sequence_length=shape.max_position_embeddings,
             pre_process=layers.start == 0,
@@ -141,17 +141,6 @@ def _rope_scaling(shape: ModelShape) -> dict[str, Any]:
         return {}
     assert shape.rope_scaling["rope_type"] == "llama3", "read_shape refuses other kinds"
     return {"rope_scaling": True, "rope_scaling_factor": shape.rope_scaling["factor"]}
-
-
-def _build(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTModel]:
-    config = transformer_config(
-        shape,
-        groups.dims,
-        dtype=getattr(torch, cfg.model.dtype),
-        sequence_parallel=cfg.parallel.sequence_parallel,
-        overrides=cfg.model.megatron,
-    )
-    return build_chunks(config, shape, groups, transformer_engine=uses_transformer_engine())
 
 
 def _with_gradients(chunk: GPTModel, *, is_first: bool) -> DistributedDataParallel:
@@ -177,13 +166,13 @@ def _with_gradients(chunk: GPTModel, *, is_first: bool) -> DistributedDataParall
 
 
 def _load(cfg: Config, shape: ModelShape, groups: Groups, chunks: Sequence[Any]) -> Model:
-    layout = megatron_layout(
-        shape, groups.dims, groups.coordinates, fused_norms=uses_transformer_engine()
-    )
+    fused_norms = uses_transformer_engine(chunks[0].config)
+    layout = megatron_layout(shape, groups.dims, groups.coordinates, fused_norms=fused_norms)
     model = Model(shape=shape, layout=layout, chunks=list(chunks))
     read_weights(cfg.model.path, shape, layout, model.parameters())
     return model
 
 
-def _unwrapped(chunk: Any) -> GPTModel:
+def unwrapped(chunk: Any) -> GPTModel:
+    """The GPTModel inside a chunk."""
     return chunk.module if isinstance(chunk, DistributedDataParallel) else chunk

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -17,7 +18,7 @@ def make_optimizer(chunks: Sequence[Any], cfg: OptimizerConfig) -> Any:
     `cfg.max_grad_norm` and returns ``(done, gradient norm before clipping, None)``.
     """
     model = chunks[0].config
-    return get_megatron_optimizer(
+    optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
             lr=cfg.lr,
@@ -33,6 +34,31 @@ def make_optimizer(chunks: Sequence[Any], cfg: OptimizerConfig) -> Any:
         ),
         list(chunks),
     )
+    for part in optimizer.chained_optimizers:
+        # Only torch's: the fused Adam of Transformer Engine and Apex keeps what Megatron expects.
+        if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
+            _make_loadable(part)
+    return optimizer
+
+
+def _make_loadable(distributed: Any) -> None:
+    """Mend two things that keep Megatron from loading a checkpoint into torch's Adam."""
+    # The state exists only after a first step, and loading asks for it before.
+    for group in distributed.optimizer.param_groups:
+        for parameter in group["params"]:
+            distributed.optimizer.state[parameter] = {
+                "step": torch.tensor(0.0),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+    # Moments are copied into it by name, and the step, which is loaded apart, is not among them.
+    copy_states = distributed._set_main_param_and_optimizer_states
+
+    def copy_all_but_step(model_parameter: Any, tensors: dict[str, Any]) -> None:
+        loaded = distributed._get_main_param_and_optimizer_states(model_parameter)
+        copy_states(model_parameter, {"step": loaded["step"], **tensors})
+
+    distributed._set_main_param_and_optimizer_states = copy_all_but_step
 
 
 def make_scheduler(optimizer: Any, cfg: OptimizerConfig, num_steps: int) -> OptimizerParamScheduler:

@@ -26,9 +26,9 @@ from checkpoint_convert import ModelShape
 from parallel import PackedAttention, ParallelDims, pipeline_layers
 
 
-def uses_transformer_engine() -> bool:
+def uses_transformer_engine(config: TransformerConfig) -> bool:
     """Whether layers are Transformer Engine's, which also fuses norms into the linears behind."""
-    return HAVE_TE and torch.cuda.is_available()
+    return config.transformer_impl == "transformer_engine"
 
 
 def transformer_config(
@@ -41,8 +41,9 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron's config of one model; `overrides` are further fields, by Megatron's names.
 
-    Raises ValueError for an override that Megatron does not know, or that is not free because the
-    model, the mesh or the loss decides it.
+    Layers are Transformer Engine's where it is installed and there is CUDA; the override
+    ``transformer_impl: local`` has torch's all the same. Raises ValueError for an override that
+    Megatron does not know, or that is not free because the model, the mesh or the loss decides it.
     """
     decided = (
         _architecture(shape)
@@ -51,12 +52,16 @@ def transformer_config(
         | _no_initialization()
     )
     _check_overrides(overrides, decided)
-    return TransformerConfig(**decided, **overrides)
+    return TransformerConfig(**decided, **{"transformer_impl": _best_implementation(), **overrides})
 
 
-def block_spec(config: TransformerConfig, num_layers: int, *, transformer_engine: bool) -> Any:
+def _best_implementation() -> str:
+    return "transformer_engine" if HAVE_TE and torch.cuda.is_available() else "local"
+
+
+def block_spec(config: TransformerConfig, num_layers: int) -> Any:
     """Modules of a model chunk of `num_layers` layers."""
-    if transformer_engine:
+    if uses_transformer_engine(config):
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     layer = torch_layer_spec(config)
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
@@ -194,3 +199,9 @@ def _check_overrides(overrides: Mapping[str, Any], decided: Mapping[str, Any]) -
                 f"model.megatron.{name} is not free: the model folder, parallel.* or the loss "
                 "decides it; leave it out"
             )
+    usable = {"local", _best_implementation()}
+    if overrides.get("transformer_impl", "local") not in usable:
+        raise ValueError(
+            f"model.megatron.transformer_impl is {overrides['transformer_impl']!r}; "
+            f"possible here: {sorted(usable)}"
+        )

@@ -6,6 +6,7 @@ failure or at the time-out.
 """
 
 import multiprocessing
+import os
 import pickle
 import tempfile
 import time
@@ -21,9 +22,11 @@ CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "megatron.core", "
 
 
 def run_ranks(
-    world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120
+    world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120, cuda: bool = False
 ) -> list[Any]:
     """Call the module-level function `fn(rank, *args)` on `world_size` ranks.
+
+    The ranks see no GPU, unless `cuda`: then each must take one, and they speak NCCL.
 
     Returns one result per rank. Raises AssertionError with the first failing rank's traceback, or
     TimeoutError after `timeout` seconds; no process outlives the call.
@@ -34,7 +37,7 @@ def run_ranks(
         for rank in range(world_size):
             receiver, sender = CONTEXT.Pipe(duplex=False)
             process = CONTEXT.Process(
-                target=_rank_main, args=(sender, str(store), rank, world_size, fn, args)
+                target=_rank_main, args=(sender, str(store), rank, world_size, fn, args, cuda)
             )
             process.start()
             sender.close()
@@ -73,13 +76,17 @@ def _rank_main(
     world_size: int,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
+    cuda: bool,
 ) -> None:
     import torch
+
+    if not cuda:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # CUDA was not started in the server process
 
     torch.set_num_threads(1)
     try:
         torch.distributed.init_process_group(
-            "gloo",
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
             store=torch.distributed.FileStore(store, world_size),
             rank=rank,
             world_size=world_size,

@@ -120,7 +120,7 @@ class Engine:
         An engine that began with what had arrived by then would form other batches every time; sums
         would round differently, and now and then another token would be sampled.
         """
-        await self.post("/pause?mode=keep")
+        await self.pause()
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [
@@ -138,14 +138,18 @@ class Engine:
         return answers
 
     async def update_weights(self, folder: Path, policy_version: int) -> None:
-        """Load `folder`, raise the version, drop the prefix cache; nothing runs meanwhile."""
-        await self.post("/pause?mode=keep")
+        """Load `folder` and name it; nothing runs meanwhile, so that nothing is cached either."""
+        await self.pause()
         await self.post("/start_weight_update")
         await self.post("/update_weights", {"update_info": {"folder": str(folder)}})
         await self.post("/finish_weight_update", {"weight_version": str(policy_version)})
+        await self.post("/resume")
+
+    async def pause(self) -> None:
+        """Hold new requests back until /resume, and forget what was computed for earlier ones."""
+        await self.post("/pause?mode=keep&clear_cache=false")  # below we hear if it succeeded
         if not (await self.post("/reset_prefix_cache"))["success"]:
             raise RuntimeError(f"rollout engine {self.url} could not drop its prefix cache")
-        await self.post("/resume")
 
     async def get(self, route: str) -> Json:
         """The answer of a GET route."""

@@ -64,7 +64,7 @@ class EngineServers:
         if rollout.engine == "vllm":
             check_engine_arguments(rollout.vllm)
         log_dir.mkdir(parents=True, exist_ok=True)
-        devices = engine_devices(rollout)
+        devices = engine_devices(rollout, torch.cuda.device_count(), os.environ)
         self._ports = [reserve_port() for _ in range(rollout.num_engines)]
         for index, reserved in enumerate(self._ports):
             port = reserved.getsockname()[1]
@@ -120,17 +120,18 @@ class EngineServers:
         return ""
 
 
-def engine_devices(rollout: RolloutConfig) -> list[str | None]:
+def engine_devices(
+    rollout: RolloutConfig, num_devices: int, environ: Mapping[str, str]
+) -> list[str | None]:
     """CUDA_VISIBLE_DEVICES of every engine: the GPUs behind those of this host's trainer ranks.
 
     None for each engine on a machine without GPUs. Raises ValueError when too few are left.
     """
     size, num_engines = rollout.tensor_parallel_size, rollout.num_engines
-    num_devices = torch.cuda.device_count()
     if num_devices == 0:
         return [None] * num_engines
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_devices))))
-    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    visible = environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_devices))))
+    num_ranks = int(environ.get("LOCAL_WORLD_SIZE", "0"))
     free = visible.split(",")[num_ranks:num_devices]
     if len(free) < num_engines * size:
         raise ValueError(

@@ -1,4 +1,7 @@
-"""How a vLLM engine is started: its command line and its environment."""
+"""How a vLLM engine is started: its command line and its environment.
+
+An engine that is given by address must have been started in the same way.
+"""
 
 import ast
 import difflib

@@ -30,10 +30,11 @@ def register() -> None:
     """Make this process end with its parent, and its model accept new weights."""
     if ENGINE_VARIABLE not in os.environ:
         return
-    die_with_parent()
     parent = multiprocessing.parent_process()
-    if parent is not None and not parent.is_alive():
-        sys.exit("the engine's main process ended while this one started")
+    if parent is not None:  # the API server is tied to its own parent by whoever started it
+        die_with_parent()
+        if not parent.is_alive():
+            sys.exit("the process that started this one has ended")
     WeightTransferEngineFactory.register_engine(BACKEND, FolderWeightTransfer)
     if current_platform.is_cpu():
         keep_weights_unpacked()

@@ -43,8 +43,8 @@ LAYOUTS = [
     ParallelDims(tensor=2, pipeline=2, context=2),
     ParallelDims(tensor=2, pipeline=2, virtual_pipeline=2, context=2),
 ]
-# (prompt, completion) lengths of each packed microbatch: several sequences, one that fills the pack
-# (its length is then the number of packed tokens), equal ones, and a microbatch without work.
+# (prompt, completion) lengths of each packed microbatch: unequal ones, one that fills the pack (the
+# RoPE table then has as many rows as there are packed tokens), equal ones, and no work at all.
 PACKS = [[(5, 32), (3, 9), (20, 44)], [(7, 41)], [(9, 7), (9, 7)], []]
 
 Folders = dict[str, Path]
@@ -303,6 +303,7 @@ def test_the_optimizer_is_saved_with_the_weights_it_has(folders):
 def step_beside_a_reference(rank: int, folder: Path, dims: ParallelDims) -> tuple[bool, bool]:
     policy, groups = start(rank, folder, dims)
     reference = build_reference(config(folder, dims), policy.shape, groups)
+    assert not any(p.requires_grad for p in reference.parameters().values())
     batches = pack_all(PACKS, dims)
     before = compute_logprobs(reference, batches, 1.0, groups)[0]
     accumulate(policy, groups, batches)

@@ -80,7 +80,7 @@ def test_the_exported_model_generates_the_same_in_vllm_and_transformers(
     version = vllm_engine.push(exported)
     prompts = random_prompts(8)
     samples = vllm_engine.generate(
-        prompts, num_generations=1, temperature=1e-4, policy_version=version
+        prompts, num_generations=1, temperature=0.0, policy_version=version
     )
     model = AutoModelForCausalLM.from_pretrained(exported)
     for prompt, sample in zip(prompts, samples, strict=True):

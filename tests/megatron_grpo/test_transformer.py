@@ -49,6 +49,11 @@ def test_an_unknown_override_is_refused_with_the_nearest_name():
         configure(recompute_granularty="full")
 
 
+def test_a_layer_implementation_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match="transformer_impl is 'inference_optimized'; possible"):
+        configure(transformer_impl="inference_optimized")
+
+
 @pytest.mark.parametrize(
     "name", ["num_layers", "hidden_dropout", "calculate_per_token_loss", "context_parallel_size"]
 )

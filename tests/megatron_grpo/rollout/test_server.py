@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 import uuid
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ import pytest
 from engines import running_engine, wait_until
 from megatron_grpo.config import ModelConfig, RolloutConfig
 from megatron_grpo.rollout import EngineServers
-from megatron_grpo.rollout.server import engine_environment, reserve_port
+from megatron_grpo.rollout.server import engine_devices, engine_environment, reserve_port
 
 MARK = "MEGATRON_GRPO_TEST_RUN"
 # A trainer that starts an engine, says when it is ready, and waits to be killed.
@@ -49,14 +48,10 @@ def marked_processes(mark: str) -> list[int]:
     return found
 
 
-def orphaned_shared_memory() -> set[str]:
-    """Shared memory of the kinds that vLLM makes, which no running process has mapped."""
-    mapped = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
-            mapped |= set(re.findall(r"/dev/shm/(\S+)", maps.read_text()))
-    kinds = re.compile(r"psm_|sem\.|.*cpushm|vllm")
-    return {name for name in os.listdir("/dev/shm") if kinds.match(name)} - mapped
+def shared_memory(pids: list[int]) -> set[Path]:
+    """The named shared memory that processes have mapped."""
+    maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in pids)
+    return {file for file in map(Path, re.findall(r"/dev/shm/\S+", maps)) if file.exists()}
 
 
 @pytest.mark.parametrize(
@@ -71,7 +66,6 @@ def orphaned_shared_memory() -> set[str]:
 def test_no_process_and_no_shared_memory_survives_a_killed_trainer(
     tied_model, tmp_path, engine, size, moment
 ):
-    orphaned_before = orphaned_shared_memory()
     mark = uuid.uuid4().hex
     trainer = subprocess.Popen(
         [sys.executable, "-c", TRAINER, str(tied_model), engine, str(size), str(tmp_path)],
@@ -86,10 +80,11 @@ def test_no_process_and_no_shared_memory_survives_a_killed_trainer(
     if moment == "started":
         time.sleep(2)  # somewhere within the imports
     assert len(marked_processes(mark)) > 1
+    memory = shared_memory(marked_processes(mark))
     trainer.kill()
     trainer.communicate()
     assert wait_until(lambda: not marked_processes(mark), 10), marked_processes(mark)
-    assert wait_until(lambda: orphaned_shared_memory() <= orphaned_before, 5)
+    assert wait_until(lambda: not any(file.exists() for file in memory), 5), memory
 
 
 def test_close_leaves_no_process(tied_model, tmp_path, monkeypatch):
@@ -149,6 +144,16 @@ def test_engines_given_by_address_are_used_as_they_are(tied_model, transformers_
         given.servers.check()
     transformers_engine.push(tied_model)  # still there
     assert not (tmp_path / "none").exists()
+
+
+def test_engines_take_the_gpus_behind_the_trainers():
+    rollout = RolloutConfig(num_engines=2, tensor_parallel_size=2, max_completion_length=8)
+    assert engine_devices(rollout, 0, {}) == [None, None]
+    assert engine_devices(rollout, 8, {"LOCAL_WORLD_SIZE": "4"}) == ["4,5", "6,7"]
+    chosen = {"LOCAL_WORLD_SIZE": "1", "CUDA_VISIBLE_DEVICES": "7,5,3,2,1,0"}
+    assert engine_devices(rollout, 6, chosen) == ["5,3", "2,1"]
+    with pytest.raises(ValueError, match=r"num_engines\(2\) \* .*\(2\) = 4 GPUs, .* leave 3 of"):
+        engine_devices(rollout, 8, {"LOCAL_WORLD_SIZE": "5"})
 
 
 def test_an_engine_sees_nothing_of_the_trainers_ranks():
