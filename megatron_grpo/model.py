@@ -15,7 +15,8 @@ from checkpoint_convert import ModelShape, megatron_layout, padded_vocab_size, r
 from megatron_grpo.config import Config
 from megatron_grpo.optimizer import make_optimizer, make_scheduler
 from megatron_grpo.transformer import block_spec, transformer_config, uses_transformer_engine
-from parallel import Groups, Layout, PackedBatch, context_indices, pipeline_layers
+from parallel import Layout, PackedBatch, context_indices, pipeline_layers
+from parallel.groups import Groups
 
 
 @dataclass(kw_only=True)

@@ -9,7 +9,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_grpo.model import Model, forward
-from parallel import Groups, PackedBatch
+from parallel import PackedBatch
+from parallel.groups import Groups
 
 T = TypeVar("T")
 

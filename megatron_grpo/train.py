@@ -21,14 +21,9 @@ from megatron_grpo.runlog import RunLog
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.train_step import add_logprobs, train_step
 from megatron_grpo.weight_sync import WeightSync, export_model
-from parallel import (
-    CostModel,
-    Groups,
-    communication_backend,
-    destroy_groups,
-    init_groups,
-    setup_device,
-)
+from parallel import CostModel
+from parallel.device import communication_backend, setup_device
+from parallel.groups import Groups, destroy_groups, init_groups
 
 
 @record

@@ -13,13 +13,13 @@ from megatron_grpo.metrics import AllReduce, TrainMetrics
 from megatron_grpo.model import Model, Policy
 from megatron_grpo.schedule import run_schedule
 from parallel import (
-    Groups,
     PackedBatch,
     chosen_logprobs,
     context_indices,
     local_mask,
     prediction_targets,
 )
+from parallel.groups import Groups
 
 
 def response_logprobs(

@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from checkpoint_convert import ModelShape
-from parallel import PackedAttention, ParallelDims, pipeline_layers
+from parallel import ParallelDims, pipeline_layers
+from parallel.attention import PackedAttention
 
 
 def uses_transformer_engine(config: TransformerConfig) -> bool:

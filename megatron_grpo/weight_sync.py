@@ -16,7 +16,7 @@ from checkpoint_convert import create_export, finish_export, write_weights
 from megatron_grpo.config import Config
 from megatron_grpo.model import Policy
 from megatron_grpo.rollout.client import RolloutClient
-from parallel import Groups
+from parallel.groups import Groups
 
 
 class WeightSync:

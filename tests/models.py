@@ -1,5 +1,6 @@
 """Tiny random models in Hugging Face folders, with a tokenizer: what tests load and train."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -78,3 +79,8 @@ def character_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
         additional_special_tokens=["<start>"],
         chat_template=CHAT_TEMPLATE,
     )
+
+
+if __name__ == "__main__":
+    # The model of configs/tiny_cpu.yaml; heads of 32 are the least that vLLM serves on a CPU.
+    tiny_model(Path(sys.argv[1]), "qwen3", head_dim=32)

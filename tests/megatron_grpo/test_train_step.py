@@ -25,7 +25,9 @@ from megatron_grpo.rollout.samples import Sample
 from megatron_grpo.train_step import accumulate_gradient
 from models import tiny_model
 from oracle import OracleLoss, oracle_logprobs, oracle_model_loss
-from parallel import CostModel, Groups, ParallelDims, init_groups, setup_device
+from parallel import CostModel, ParallelDims
+from parallel.device import setup_device
+from parallel.groups import Groups, init_groups
 
 NUM_SEQUENCES, MAX_COMPLETION_LENGTH = 12, 24
 TEMPERATURE, BETA, EPSILON, EPSILON_HIGH, DELTA = 0.8, 0.05, 0.2, 0.3, 1.5

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from distributed import run_ranks
-from parallel import setup_device
+from parallel.device import setup_device
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU runtime is never active")
 

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from distributed import run_ranks
-from parallel import Coordinates, ParallelDims, init_groups, setup_device
+from parallel import Coordinates, ParallelDims
+from parallel.device import setup_device
+from parallel.groups import init_groups
 
 DIMS = ParallelDims(tensor=2, context=2, pipeline=2)
 NAMES = ("tensor", "context", "data", "pipeline", "data_context", "replica")

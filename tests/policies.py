@@ -1,0 +1,103 @@
+"""Policies on tiny models and packed batches to train them on, for tests that run ranks."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from checkpoint_convert import read_shape
+from megatron_grpo.config import Config
+from megatron_grpo.config_file import load_config
+from megatron_grpo.model import Policy, build_policy
+from megatron_grpo.schedule import run_schedule
+from megatron_grpo.train_step import response_logprobs
+from oracle import oracle_logprobs
+from parallel import (
+    Alignment,
+    PackedBatch,
+    ParallelDims,
+    TokenSequence,
+    pack,
+)
+from parallel.device import setup_device
+from parallel.groups import Groups, init_groups
+
+Lengths = list[list[tuple[int, int]]]
+"""(prompt, completion) lengths of the sequences of each packed microbatch."""
+
+# Unequal sequences, one that fills its pack (the RoPE table then has as many rows as there are
+# packed tokens), equal ones, and a microbatch without work.
+LENGTHS: Lengths = [[(5, 32), (3, 9), (20, 44)], [(7, 41)], [(9, 7), (9, 7)], []]
+LOSS_WEIGHT = 0.01
+
+
+def random_sequences(lengths: Lengths) -> list[TokenSequence]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        TokenSequence(
+            # From 4 on: transformers has no gradient for the padding token's embedding.
+            tokens=torch.randint(4, 250, (prompt + completion,), generator=generator),
+            num_prompt_tokens=prompt,
+            advantage=1.0,
+            loss_weight=LOSS_WEIGHT,
+            rollout_logprobs=torch.zeros(completion),
+        )
+        for microbatch in lengths
+        for prompt, completion in microbatch
+    ]
+
+
+def pack_all(lengths: Lengths, dims: ParallelDims) -> list[PackedBatch]:
+    """The sequences of `random_sequences`, microbatch by microbatch."""
+    sequences, alignment = random_sequences(lengths), Alignment.of(dims, dims.tensor > 1)
+    indices = iter(range(len(sequences)))
+    return [
+        pack(sequences, [next(indices) for _ in microbatch], alignment) for microbatch in lengths
+    ]
+
+
+def sequence_logprobs(model: AutoModelForCausalLM, lengths: Lengths) -> list[Tensor]:
+    """Response log-probabilities of every sequence under a model of transformers."""
+    sequences = random_sequences(lengths)
+    return oracle_logprobs(
+        model,
+        [s.tokens[: s.num_prompt_tokens].tolist() for s in sequences],
+        [s.tokens[s.num_prompt_tokens :].tolist() for s in sequences],
+    )
+
+
+def tiny_config(folder: Path, dims: ParallelDims, *overrides: str) -> Config:
+    """The tiny config with the model in `folder`, at the layout `dims`."""
+    return load_config(
+        Path("configs/tiny_cpu.yaml"),
+        [
+            f"model.path={folder}",
+            f"parallel.tensor_parallel_size={dims.tensor}",
+            f"parallel.pipeline_parallel_size={dims.pipeline}",
+            f"parallel.virtual_pipeline_parallel_size={dims.virtual_pipeline}",
+            f"parallel.context_parallel_size={dims.context}",
+            f"parallel.data_parallel_size={dims.data}",
+            *overrides,
+        ],
+    )
+
+
+def start_policy(
+    rank: int, folder: Path, dims: ParallelDims, *overrides: str
+) -> tuple[Policy, Groups]:
+    """What a rank does before it trains."""
+    setup_device(rank)
+    groups = init_groups(dims)
+    return build_policy(tiny_config(folder, dims, *overrides), read_shape(folder), groups), groups
+
+
+def accumulate(policy: Policy, groups: Groups, batches: list[PackedBatch]) -> None:
+    """Put the gradient of the weighted negative log-likelihood into the policy."""
+
+    def loss_fn(logits: Tensor, batch: PackedBatch) -> tuple[Tensor, None]:
+        logprobs, _, _ = response_logprobs(policy, logits, batch, 1.0, groups)
+        return -(logprobs * batch.loss_weights).sum(), None
+
+    policy.zero_grad()
+    run_schedule(policy, groups, batches, loss_fn, forward_only=False)
