@@ -2,16 +2,18 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
+import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+RUN_MARK = "TEST_RUN_MARK"
 TINY_CONFIG = Path(__file__).parents[1] / "configs" / "tiny_cpu.yaml"
 
 
@@ -22,11 +24,16 @@ class Finished:
     exit_code: int
     output: str
     seconds: float
+    survivors: list[str]
+    """Command lines of processes that it started and that outlived it."""
 
 
-def start_run(*arguments: str | Path, config: Path = TINY_CONFIG) -> subprocess.Popen[str]:
-    """`megatron-grpo train CONFIG ARGUMENTS` in a process group of its own."""
+def start_run(
+    *arguments: str | Path, config: Path = TINY_CONFIG, mark: str = ""
+) -> subprocess.Popen[str]:
+    """`megatron-grpo train CONFIG ARGUMENTS`; all its processes carry `mark` in the environment."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
+    environment[RUN_MARK] = mark
     return subprocess.Popen(
         [sys.executable, "-m", "megatron_grpo.cli", "train", config, *arguments],
         cwd=TINY_CONFIG.parents[1],
@@ -42,17 +49,28 @@ def finish_run(
     *arguments: str | Path, config: Path = TINY_CONFIG, timeout: float = 240
 ) -> Finished:
     """Start a run and wait for its end; kills it and all it started after `timeout` seconds."""
-    start = time.monotonic()
-    process = start_run(*arguments, config=config)
+    start, mark = time.monotonic(), uuid.uuid4().hex
+    process = start_run(*arguments, config=config, mark=mark)
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        for descendant in psutil.Process(process.pid).children(recursive=True):
-            descendant.kill()
-        os.killpg(process.pid, signal.SIGKILL)
+        for marked in marked_processes(mark):
+            marked.kill()
         output, _ = process.communicate()
         raise AssertionError(f"the run took more than {timeout} s:\n{output}") from None
-    return Finished(process.returncode, output, time.monotonic() - start)
+    seconds = time.monotonic() - start
+    survivors = [" ".join(marked.cmdline()) for marked in marked_processes(mark)]
+    return Finished(process.returncode, output, seconds, survivors)
+
+
+def marked_processes(mark: str) -> list[psutil.Process]:
+    """Processes that carry `mark` in their environment, wherever in the process tree they are."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(RUN_MARK) == mark:
+                found.append(process)
+    return found
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

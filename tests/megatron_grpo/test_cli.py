@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 from runs import finish_run
@@ -26,9 +25,9 @@ def sums(tmp_path: Path) -> Path:
     [
         (["grpo.epsilom=0.2"], "did you mean 'grpo.epsilon'"),
         (["grpo.generation_batch_size=18"], "use 16 or 20"),
-        (["parallel.tensor_parallel_size=3"], "num_attention_heads 4"),
-        (["data.prompt_column=question"], "prompt, answer"),
-        (["rollout.max_completion_length=500"], "512"),
+        (["parallel.tensor_parallel_size=3"], "num_attention_heads(4)"),
+        (["data.prompt_column=question"], "'prompt', 'answer'"),
+        (["rollout.max_completion_length=500"], "more than the 12 tokens"),
         (["rollout.base_urls=[http://127.0.0.1:9]"], "http://127.0.0.1:9"),
         (["model.path=/nowhere"], "/nowhere"),
     ],
@@ -37,7 +36,6 @@ def sums(tmp_path: Path) -> Path:
 def test_a_mistake_ends_in_seconds_with_one_message_and_leaves_nothing(
     mistake: list[str], message: str, tied_model: Path, sums: Path, tmp_path: Path
 ) -> None:
-    before = set(psutil.pids())
     run = finish_run(
         f"model.path={tied_model}",
         f"data.path={sums}",
@@ -50,8 +48,7 @@ def test_a_mistake_ends_in_seconds_with_one_message_and_leaves_nothing(
     assert run.output.startswith("megatron-grpo: "), "nothing but the message"
     assert "Traceback" not in run.output
     assert run.seconds < SECONDS
-    left = [pid for pid in set(psutil.pids()) - before if _is_ours(pid)]
-    assert left == []
+    assert run.survivors == []
 
 
 def test_an_empty_data_set_and_a_missing_weight_are_refused(
@@ -77,10 +74,3 @@ def test_help_names_every_command_with_an_example() -> None:
         command = [sys.executable, "-m", "megatron_grpo.cli", *arguments]
         result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
         assert text in result.stdout
-
-
-def _is_ours(pid: int) -> bool:
-    try:
-        return "megatron_grpo" in " ".join(psutil.Process(pid).cmdline())
-    except psutil.NoSuchProcess:
-        return False

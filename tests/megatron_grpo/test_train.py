@@ -2,16 +2,16 @@
 
 import json
 import time
+import uuid
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from demo.make_sums import sums as all_sums
-from engines import TestEngine, random_prompts
-from runs import finish_run, read_json_lines, read_metrics, start_run
+from engines import TestEngine, random_prompts, wait_until
+from runs import finish_run, marked_processes, read_json_lines, read_metrics, start_run
 
 
 def layout(*axes: str) -> list[str]:
@@ -161,7 +161,11 @@ def test_a_generation_is_used_for_several_steps_and_passes(
 
 def test_nothing_is_left_when_the_launcher_is_killed(arguments: list[str], tmp_path: Path) -> None:
     process = start_run(
-        *arguments, *layout("pipeline"), "train.num_steps=500", f"train.run_dir={tmp_path}"
+        *arguments,
+        *layout("pipeline"),
+        "train.num_steps=500",
+        f"train.run_dir={tmp_path}",
+        mark=(mark := uuid.uuid4().hex),
     )
     try:
         metrics = tmp_path / "metrics.jsonl"
@@ -169,12 +173,10 @@ def test_nothing_is_left_when_the_launcher_is_killed(arguments: list[str], tmp_p
         while not (metrics.exists() and metrics.stat().st_size):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.2)
-        descendants = psutil.Process(process.pid).children(recursive=True)
-        names = [" ".join(child.cmdline()) for child in descendants]
+        names = [" ".join(child.cmdline()) for child in marked_processes(mark)]
         assert any("vllm" in name for name in names)
         assert sum("megatron_grpo.cli" in name for name in names) >= 2  # both ranks
     finally:
         process.kill()
         process.communicate()
-    _, alive = psutil.wait_procs(descendants, timeout=10)
-    assert [child for child in alive if child.status() != psutil.STATUS_ZOMBIE] == []
+    assert wait_until(lambda: not marked_processes(mark), seconds=10)
