@@ -1,4 +1,4 @@
-"""Command line: `megatron-grpo train | report`."""
+"""Command line: `megatron-grpo train | serve | report`."""
 
 import logging
 import os
@@ -66,6 +66,25 @@ def _preflight(cfg: Config) -> None:
     from megatron_grpo.preflight import preflight  # reads the tokenizer: seconds, see above
 
     preflight(cfg)
+
+
+@app.command()
+def serve(
+    config: Annotated[Path, typer.Argument(help="YAML file of the run that the engine is for.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="key.sub=value pairs, as for train")
+    ] = None,
+    port: Annotated[int, typer.Option(help="Port on the loopback interface.")] = 8000,
+) -> None:
+    """Run one rollout engine for CONFIG until interrupted, for runs that name its address.
+
+    Example: megatron-grpo serve CONFIG, and in another terminal
+    megatron-grpo train CONFIG rollout.base_urls=[http://127.0.0.1:8000]
+    """
+    cfg = load_config(config, overrides or [])
+    from megatron_grpo.rollout.server import serve_forever  # torch: seconds, see above
+
+    serve_forever(cfg.model, cfg.rollout, port)
 
 
 @app.command()

@@ -157,7 +157,10 @@ def _check_token_budget(cfg: Config, prompts: list[Prompt]) -> None:
 
 def _check_health(url: str) -> None:
     try:
-        response = httpx.get(f"{url.rstrip('/')}/health", timeout=HEALTH_TIMEOUT_SECONDS)
+        # trust_env: a proxy of the environment is not for engines.
+        response = httpx.get(
+            f"{url.rstrip('/')}/health", timeout=HEALTH_TIMEOUT_SECONDS, trust_env=False
+        )
         response.raise_for_status()
     except httpx.HTTPError as error:
         raise ValueError(

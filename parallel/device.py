@@ -7,7 +7,7 @@ and optimizer run over gloo. With CUDA nothing here is patched.
 
 import os
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -31,8 +31,7 @@ def setup_device(local_rank: int) -> torch.device:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         torch.cuda.set_device(local_rank)
         return torch.device("cuda", local_rank)
-    if not isinstance(torch.cuda.current_device, _Answer):
-        _install_cpu_runtime()
+    _install_cpu_runtime()
     return torch.device("cpu")
 
 
@@ -43,35 +42,6 @@ def attention_dtype(dtype: torch.dtype) -> torch.dtype:
     tens of tokens, and as long on hundreds.
     """
     return dtype if torch.cuda.is_available() else torch.promote_types(dtype, torch.float32)
-
-
-class _Answer:
-    """A constant stand-in for a function of ``torch.cuda``."""
-
-    def __init__(self, value: object) -> None:
-        self.value = value
-
-    def __call__(self, *args: object, **kwargs: object) -> object:
-        return self.value
-
-
-class _IdleStream:
-    """Stands for a CUDA stream or event: on the CPU everything is already in order."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None: ...
-
-    def wait_stream(self, stream: object) -> None: ...
-
-    def wait_event(self, event: object) -> None: ...
-
-    def record_event(self, event: object = None) -> object:
-        return event
-
-    def record(self, stream: object = None) -> None: ...
-
-    def wait(self, stream: object = None) -> None: ...
-
-    def synchronize(self) -> None: ...
 
 
 class _CudaMeansCpu(TorchFunctionMode):
@@ -94,33 +64,22 @@ class _CudaMeansCpu(TorchFunctionMode):
             # The optimizer sorts its parameters by this name.
             name: str = func(*args)
             return name.replace("torch.", "torch.cuda.", 1)
-        if "device" in kwargs and _is_cuda(kwargs["device"]):
+        if str(kwargs.get("device")).startswith("cuda"):
             kwargs = kwargs | {"device": "cpu"}
-        elif func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
-            args = (args[0], "cpu", *args[2:])
         return func(*args, **kwargs)
 
 
-def _is_cuda(device: object) -> bool:
-    return isinstance(device, str | torch.device) and str(device).startswith("cuda")
-
-
+@cache
 def _install_cpu_runtime() -> None:
-    no_op, stream = _Answer(None), _Answer(_IdleStream())
-    answers = {
-        "current_device": _Answer("cpu"),
-        "synchronize": no_op,
-        "empty_cache": no_op,
-        "Stream": _IdleStream,
-        "Event": _IdleStream,
-        "stream": _Answer(nullcontext()),
-        "current_stream": stream,
-        "default_stream": stream,
+    """Answer for CUDA in this process, for the rest of its life."""
+    answers: dict[str, Callable[..., Any]] = {
+        "current_device": lambda: "cpu",
+        "synchronize": lambda device=None: None,
         "manual_seed": torch.default_generator.manual_seed,
-        "get_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
+        "get_rng_state": lambda device="cuda": torch.get_rng_state(),
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
     megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-    _CudaMeansCpu().__enter__()  # for the life of the process
+    _CudaMeansCpu().__enter__()

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import httpx
 import torch
@@ -120,6 +121,16 @@ class EngineServers:
         return ""
 
 
+def serve_forever(model: ModelConfig, rollout: RolloutConfig, port: int) -> NoReturn:
+    """Become one engine on 127.0.0.1:`port`, for trainers that are given its address."""
+    if rollout.engine == "vllm":
+        check_engine_arguments(rollout.vllm)
+    one_engine = rollout.model_copy(update={"num_engines": 1})
+    [devices] = engine_devices(one_engine, torch.cuda.device_count(), os.environ)
+    command, environment = engine_command(model, rollout, port, devices)
+    os.execve(command[0], command, environment)
+
+
 def engine_devices(
     rollout: RolloutConfig, num_devices: int, environ: Mapping[str, str]
 ) -> list[str | None]:
@@ -184,17 +195,24 @@ def engine_environment(environ: Mapping[str, str], devices: str | None) -> dict[
     return environment | {"OMP_NUM_THREADS": "1"}
 
 
+def engine_command(
+    model: ModelConfig, rollout: RolloutConfig, port: int, devices: str | None
+) -> tuple[list[str], dict[str, str]]:
+    """Command line and environment of one engine on 127.0.0.1:`port`."""
+    environment = engine_environment(os.environ, devices)
+    if rollout.engine == "transformers":
+        command = [sys.executable, "-P", "-m", "megatron_grpo.rollout.transformers_server"]
+        command += [f"--model={model.path}", f"--dtype={model.dtype}", f"--port={port}"]
+        return command, environment
+    on_gpu = devices is not None
+    environment |= vllm_environment(rollout.tensor_parallel_size, on_gpu)
+    return vllm_command(model, rollout, port, on_gpu), environment
+
+
 def _start(
     model: ModelConfig, rollout: RolloutConfig, port: int, devices: str | None, log: Path
 ) -> EngineProcess:
-    environment = engine_environment(os.environ, devices)
-    if rollout.engine == "vllm":
-        on_gpu = devices is not None
-        environment |= vllm_environment(rollout.tensor_parallel_size, on_gpu)
-        command = vllm_command(model, rollout, port, on_gpu)
-    else:
-        command = [sys.executable, "-P", "-m", "megatron_grpo.rollout.transformers_server"]
-        command += [f"--model={model.path}", f"--dtype={model.dtype}", f"--port={port}"]
+    command, environment = engine_command(model, rollout, port, devices)
     tied_to_us = [sys.executable, "-I", parent_death.__file__, str(os.getpid()), *command]
     with log.open("ab") as output:
         log_start = output.tell()

@@ -1,13 +1,18 @@
 """What a person meets at the command line: help, and one clear message for every mistake."""
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from runs import finish_run
+from engines import random_prompts, wait_until
+from megatron_grpo.rollout import RolloutClient
+from megatron_grpo.rollout.server import is_healthy
+from models import EOS_ID
+from runs import TINY_CONFIG, finish_run
 
 SECONDS = 10  # within which a mistake must be told
 
@@ -74,3 +79,29 @@ def test_help_names_every_command_with_an_example() -> None:
         command = [sys.executable, "-m", "megatron_grpo.cli", *arguments]
         result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
         assert text in result.stdout
+
+
+def test_serve_is_an_engine_for_runs_that_name_its_address(tied_model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "megatron_grpo.cli", "serve", str(TINY_CONFIG)]
+    overrides = [f"model.path={tied_model}", "rollout.engine=transformers", f"--port={port}"]
+    engine = subprocess.Popen([*command, *overrides])
+    try:
+        url = f"http://127.0.0.1:{port}"
+        assert wait_until(lambda: is_healthy(url), seconds=60)
+        client = RolloutClient([url], 30.0, [EOS_ID])
+        client.update_weights(tied_model, 1)
+        samples = client.generate(
+            random_prompts(1),
+            num_generations=2,
+            temperature=1.0,
+            max_completion_length=4,
+            seed=0,
+            step=0,
+            policy_version=1,
+        )
+        assert len(samples) == 2
+    finally:
+        engine.kill()
+        engine.wait()
