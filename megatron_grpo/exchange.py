@@ -23,7 +23,7 @@ def distribute(
     received: list[Minibatches | None] = [None]
     leader = groups.dims.replica_ranks(groups.coordinates.data)[0]
     if groups.rank == leader:
-        dist.scatter_object_list(received, shares, src=0, group=groups.data)
+        dist.scatter_object_list(received, shares, src=0, group=groups.data_gloo)
     dist.broadcast_object_list(received, src=leader, group=groups.replica)
     assert received[0] is not None
     return [[batch.to(device) for batch in minibatch] for minibatch in received[0]]

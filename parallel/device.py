@@ -75,6 +75,7 @@ def _install_cpu_runtime() -> None:
     answers: dict[str, Callable[..., Any]] = {
         "current_device": lambda: "cpu",
         "synchronize": lambda device=None: None,
+        "current_stream": lambda device=None: None,  # megatron-core 0.19 asks, for nothing
         "manual_seed": torch.default_generator.manual_seed,
         "get_rng_state": lambda device="cuda": torch.get_rng_state(),
     }
