@@ -7,12 +7,15 @@ sampling seeds are functions of the step, and there is no dropout.
 """
 
 import os
+import queue
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from megatron_grpo.model import Policy, unwrapped
 
@@ -22,7 +25,7 @@ OPTIMIZER_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
 def save(folder: Path, step: int, policy: Policy, keep: int) -> None:
-    """Write `folder/step_N` on all ranks together, and drop all but the newest `keep`."""
+    """Write `folder/step_N` on all ranks together; `keep` checkpoints stay, this one included."""
     name = f"step_{step}"
     partial, final = folder / f"{name}.partial", folder / name
     if dist.get_rank() == 0:
@@ -30,6 +33,9 @@ def save(folder: Path, step: int, policy: Policy, keep: int) -> None:
             shutil.rmtree(leftover, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
+    # Megatron would start a server process for this queue, which outlives a rank that is killed.
+    # A save that is waited for writes and reads the queue in one process.
+    filesystem_async._results_queue = queue.Queue()
     dist_checkpointing.save(_state(policy, is_loading=False), str(partial))
     dist.barrier()
     if dist.get_rank() == 0:
@@ -37,7 +43,7 @@ def save(folder: Path, step: int, policy: Policy, keep: int) -> None:
         pointer = folder / "LATEST.partial"
         pointer.write_text(name + "\n")
         os.replace(pointer, folder / "LATEST")
-        _drop_old(folder, keep)
+        _drop_others(folder, step, keep)
 
 
 def latest_step(folder: Path) -> int:
@@ -85,10 +91,14 @@ def _state(policy: Policy, *, is_loading: bool) -> dict[str, Any]:
     return {**models, "optimizer": optimizer, "scheduler": policy.scheduler.state_dict()}
 
 
-def _drop_old(folder: Path, keep: int) -> None:
+def _drop_others(folder: Path, step: int, keep: int) -> None:
+    """Drop old checkpoints, and later ones: of a branch that was left when the run went back."""
     steps = sorted(
-        (path for path in folder.glob("step_*") if path.suffix != ".partial"),
-        key=lambda path: int(path.name.removeprefix("step_")),
+        int(path.name.removeprefix("step_"))
+        for path in folder.glob("step_*")
+        if re.fullmatch(r"step_\d+", path.name)
     )
-    for path in steps[:-keep]:
-        shutil.rmtree(path)
+    kept = [other for other in steps if other <= step][-keep:]
+    for other in steps:
+        if other not in kept:
+            shutil.rmtree(folder / f"step_{other}")

@@ -11,7 +11,7 @@ import typer
 
 from megatron_grpo.config import Config
 from megatron_grpo.config_file import load_config
-from megatron_grpo.launch import rank_place, start_ranks
+from megatron_grpo.launch import LAUNCHER_VARIABLE, rank_place, start_ranks, tie_to_launcher
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -46,6 +46,9 @@ def train(
     if place is None:
         _preflight(cfg)
         start_ranks(cfg, ["train", str(config), *(overrides or [])])
+    tie_to_launcher(os.environ)
+    if place.rank == 0 and LAUNCHER_VARIABLE not in os.environ:
+        _preflight(cfg)  # started by torchrun or srun: nobody has done it
     _silence_libraries()
     # Imported here because a rank's imports (torch, Megatron) take seconds, which `--help` and the
     # refusal of a bad config should not.
@@ -101,7 +104,7 @@ def main() -> None:
     """Entry point: what a user can mend is one line on stderr and exit code 2."""
     try:
         app()
-    except (ValueError, FileNotFoundError, ConnectionError) as error:
+    except (ValueError, OSError) as error:
         print(f"megatron-grpo: {error}", file=sys.stderr)
         sys.exit(2)
 

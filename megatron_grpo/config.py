@@ -216,7 +216,7 @@ class RolloutConfig(Section):
     """Number of engines; by default the number of base_urls, else 1."""
     tensor_parallel_size: PositiveInt = 1
     """Ranks of one engine."""
-    temperature: PositiveFloat = 1.0
+    temperature: float = Field(default=1.0, ge=0.01)  # vLLM takes anything lower for 0.01
     """Divides the logits, in the engine and in the trainer."""
     top_p: float = 1.0
     """Only 1: the trainer cannot reproduce a cut distribution."""

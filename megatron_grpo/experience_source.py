@@ -1,5 +1,9 @@
 """From prompts to experience: generate, score, compare. Lives on rank 0 only."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 import torch
 from transformers import AutoTokenizer
 
@@ -8,7 +12,7 @@ from megatron_grpo.advantages import group_advantages
 from megatron_grpo.batching import BatchSchedule
 from megatron_grpo.config import Config
 from megatron_grpo.experience import Experience
-from megatron_grpo.prompts import PromptStream, load_prompts
+from megatron_grpo.prompts import PromptStream, end_tokens, load_prompts
 from megatron_grpo.rewards import RewardPool, total_rewards
 from megatron_grpo.rollout.client import RolloutClient
 from megatron_grpo.rollout.samples import Sample
@@ -23,11 +27,11 @@ class ExperienceSource:
         self.cfg = cfg
         # The engines load while the trainer builds its model.
         self.engines = EngineServers(cfg.model, cfg.rollout, cfg.train.run_dir / "logs")
-        self.client = RolloutClient(
-            self.engines.base_urls, cfg.rollout.request_timeout, shape.eos_token_ids
-        )
         self.rewards = RewardPool(cfg.reward)
         tokenizer = AutoTokenizer.from_pretrained(cfg.model.path)
+        self.client = RolloutClient(
+            self.engines.base_urls, cfg.rollout.request_timeout, end_tokens(shape, tokenizer)
+        )
         prompts = load_prompts(cfg, tokenizer, shape.max_position_embeddings)
         num_prompts = BatchSchedule.of(cfg.grpo).num_prompts
         self.prompts = PromptStream(prompts, num_prompts, cfg.train.seed, cfg.data.shuffle)
@@ -51,9 +55,14 @@ class ExperienceSource:
         advantages = group_advantages(totals, group_ids, cfg.grpo.scale_rewards)
         return Experience(samples, rewards, totals, group_ids, advantages)
 
+    def update_weights(self, folder: Path, policy_version: int) -> None:
+        """Have every engine load `folder` and serve it as `policy_version`."""
+        with self._explained():
+            self.client.update_weights(folder, policy_version)
+
     def _generate(self, generation: int, policy_version: int) -> list[Sample]:
         cfg = self.cfg
-        try:
+        with self._explained():
             return self.client.generate(
                 self.prompts.batch(generation),
                 num_generations=cfg.grpo.num_generations,
@@ -63,7 +72,12 @@ class ExperienceSource:
                 step=generation,
                 policy_version=policy_version,
             )
-        except (ConnectionError, RuntimeError):
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError:
             self.engines.check()  # the log of a dead engine says more than its last answer
             raise
 

@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_grpo.config import Config
+from megatron_grpo.parent_death import die_with_parent
+
+LAUNCHER_VARIABLE = "MEGATRON_GRPO_LAUNCHER"
+"""Process id of the `megatron-grpo train` that started the ranks, and did the preflight."""
 
 
 @dataclass(frozen=True)
@@ -17,6 +21,7 @@ class RankPlace:
     rank: int
     local_rank: int
     world_size: int
+    num_hosts: int
 
 
 def rank_place(environ: Mapping[str, str]) -> RankPlace | None:
@@ -24,10 +29,10 @@ def rank_place(environ: Mapping[str, str]) -> RankPlace | None:
 
     A Slurm step of a single task is an allocation in which a person types, not a world of ranks.
     """
-    if "TORCHELASTIC_RUN_ID" in environ or {"RANK", "WORLD_SIZE"} <= environ.keys():
-        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    if {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= environ.keys():
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE")
     elif int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS")
+        names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES")
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
         if missing:
             raise ValueError(
@@ -37,8 +42,16 @@ def rank_place(environ: Mapping[str, str]) -> RankPlace | None:
             )
     else:
         return None
-    rank, local_rank, world_size = (int(environ[name]) for name in names)
-    return RankPlace(rank=rank, local_rank=local_rank, world_size=world_size)
+    rank, local_rank, world_size, num_hosts = (int(environ.get(name, "1")) for name in names)
+    return RankPlace(rank=rank, local_rank=local_rank, world_size=world_size, num_hosts=num_hosts)
+
+
+def tie_to_launcher(environ: Mapping[str, str]) -> None:
+    """Have this rank die with torchrun or srun, which may itself be killed."""
+    die_with_parent()
+    launcher = environ.get(LAUNCHER_VARIABLE)
+    if launcher is not None and os.getppid() != int(launcher):
+        sys.exit("the launcher is gone")
 
 
 def start_ranks(cfg: Config, arguments: list[str]) -> NoReturn:
@@ -53,13 +66,15 @@ def start_ranks(cfg: Config, arguments: list[str]) -> NoReturn:
     threads = max(1, (os.cpu_count() or 1) // num_ranks)
     environment = {
         "OMP_NUM_THREADS": str(threads),
+        "LOGLEVEL": "CRITICAL",  # torchrun's own account of a failure; ours is in torchrun.py
         # All ranks are on this host: gloo must not choose an address of the outside world.
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun = [sys.executable, "-m", "megatron_grpo.torchrun", "--standalone"]
     torchrun += [f"--nproc-per-node={num_ranks}", f"--log-dir={logs}"]
     if num_ranks > 1:
         to_files = ",".join(f"{rank}:3" for rank in range(1, num_ranks))
         torchrun += [f"--redirects={to_files}"]
     command = [*torchrun, "-m", "megatron_grpo.cli", *arguments]
-    os.execve(sys.executable, command, {**environment, **os.environ})
+    launcher = {LAUNCHER_VARIABLE: str(os.getpid())}  # exec keeps the process id
+    os.execve(sys.executable, command, {**environment, **os.environ, **launcher})

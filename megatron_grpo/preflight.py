@@ -3,6 +3,7 @@
 import importlib.util
 from collections.abc import Iterator, Mapping
 from contextlib import closing
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,20 @@ import torch
 import yaml
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from checkpoint_convert import ModelShape, check_divisible, check_weights, read_shape
+from checkpoint_convert import (
+    ModelShape,
+    check_divisible,
+    check_weights,
+    hf_tensors,
+    read_shape,
+)
 from megatron_grpo.batching import BatchSchedule
+from megatron_grpo.checkpoint import latest_step
 from megatron_grpo.config import Config, RolloutConfig
 from megatron_grpo.config_file import dump_config
-from megatron_grpo.prompts import Prompt, PromptStream, load_prompts
+from megatron_grpo.prompts import Prompt, PromptStream, end_tokens, load_prompts
 from megatron_grpo.rewards import RewardPool
-from megatron_grpo.rollout import check_engine_arguments
+from megatron_grpo.rollout import check_engine_arguments, check_handover
 from megatron_grpo.transformer import transformer_config
 from parallel import Alignment, divisors, plan_microbatches
 
@@ -25,6 +33,7 @@ HEALTH_TIMEOUT_SECONDS = 5.0
 
 # What a run may change when it is resumed: how long, how fast and where, but not what is learnt.
 CHANGEABLE = (
+    "train.run_dir",
     "train.num_steps",
     "train.max_tokens_per_microbatch",
     "train.save_interval",
@@ -55,8 +64,11 @@ def preflight(cfg: Config) -> None:
     shape = _check_model(cfg)
     check_engines(cfg.rollout, shape)
     check_same_run(cfg)
+    if cfg.wandb.project and importlib.util.find_spec("wandb") is None:
+        raise ValueError("wandb.project needs wandb: install the extra `wandb`, or leave it out")
     with closing(RewardPool(cfg.reward)) as rewards:
         tokenizer = _load_tokenizer(cfg.model.path)
+        end_tokens(shape, tokenizer)
         prompts = load_prompts(cfg, tokenizer, shape.max_position_embeddings)
         PromptStream(prompts, schedule.num_prompts, cfg.train.seed, cfg.data.shuffle)
         _check_vocabulary(shape, prompts)
@@ -91,8 +103,8 @@ def check_same_run(cfg: Config) -> None:
     Lists every key that differs, apart from those that a resumed run may change.
     """
     saved = cfg.train.run_dir / "config.yaml"
-    if not saved.exists():
-        return
+    if latest_step(cfg.train.run_dir / "checkpoints") == 0:
+        return  # nothing has been learnt yet that another config could spoil
     before = dict(_flatten(yaml.safe_load(saved.read_text())))
     now = dict(_flatten(yaml.safe_load(dump_config(cfg))))
     differing = [
@@ -114,6 +126,8 @@ def _check_model(cfg: Config) -> ModelShape:
     shape = read_shape(folder)
     check_divisible(shape, cfg.dims)
     check_weights(folder, shape)
+    num_elements = sum(prod(size) for size in hf_tensors(shape).values())
+    check_handover(cfg, num_elements * getattr(torch, cfg.model.dtype).itemsize)
     transformer_config(
         shape,
         cfg.dims,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from checkpoint_convert import ModelShape
 from megatron_grpo.config import Config, DataConfig
 from megatron_grpo.rows import Row, read_rows
 
@@ -71,6 +72,20 @@ def _epoch_order(num_prompts: int, seed: int, epoch: int) -> list[int]:
     # A string seeds by its SHA-512, the same in every Python and process.
     random.Random(f"prompts of epoch {epoch}, seed {seed}").shuffle(order)
     return order
+
+
+def end_tokens(shape: ModelShape, tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
+    """Tokens that end a completion: the model's own and the tokenizer's.
+
+    Raises ValueError when there is none, since every sample would then run to the length limit.
+    """
+    tokens = {*shape.eos_token_ids, tokenizer.eos_token_id} - {None}
+    if not tokens:
+        raise ValueError(
+            "neither the model's config.json nor its tokenizer has an end token: give config.json "
+            "an eos_token_id"
+        )
+    return tuple(sorted(tokens))
 
 
 def load_prompts(

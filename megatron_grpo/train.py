@@ -1,11 +1,11 @@
 """The training loop, as every rank runs it."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from checkpoint_convert import read_shape
 from megatron_grpo import checkpoint
@@ -16,7 +16,7 @@ from megatron_grpo.experience import Experience, share_out
 from megatron_grpo.experience_source import ExperienceSource
 from megatron_grpo.launch import RankPlace
 from megatron_grpo.model import Policy, build_policy, build_reference
-from megatron_grpo.parent_death import die_with_parent
+from megatron_grpo.run_lock import run_lock
 from megatron_grpo.runlog import RunLog
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.train_step import add_logprobs, train_step
@@ -25,13 +25,23 @@ from parallel import CostModel
 from parallel.device import communication_backend, setup_device
 from parallel.groups import Groups, destroy_groups, init_groups
 
+MARGIN = timedelta(minutes=30)
+"""What collectives may take beside the longest wait for an engine or a reward."""
 
-@record
+
 def run_rank(cfg: Config, place: RankPlace) -> None:
-    """Join the other ranks and train; returns when all `train.num_steps` steps are done."""
-    die_with_parent()  # torchrun or srun, which may itself be killed
+    """Join the other ranks and train; returns when all `train.num_steps` steps are done.
+
+    Raises ValueError when another run holds the run directory.
+    """
+    if place.num_hosts > 1 and cfg.rollout.sync_dir is None:
+        raise ValueError(
+            f"the ranks are on {place.num_hosts} hosts, whose shared memory is not shared: set "
+            "rollout.sync_dir to a folder that all of them and the engines see"
+        )
     device = setup_device(place.local_rank)
-    with process_groups(cfg, place) as groups:
+    lock = run_lock(cfg.train.run_dir) if place.rank == 0 else nullcontext()
+    with lock, process_groups(cfg, place) as groups:
         train(cfg, groups, device)
 
 
@@ -39,8 +49,16 @@ def run_rank(cfg: Config, place: RankPlace) -> None:
 def process_groups(cfg: Config, place: RankPlace) -> Iterator[Groups]:
     """The mesh over all ranks. When training fails, whoever started the ranks ends them."""
     cfg.dims.check_world_size(place.world_size)
-    dist.init_process_group(communication_backend(), rank=place.rank, world_size=place.world_size)
-    yield init_groups(cfg.dims)
+    # While rank 0 waits for an engine, the others wait for rank 0.
+    longest_wait = cfg.rollout.startup_timeout + cfg.rollout.request_timeout + cfg.reward.timeout
+    timeout = timedelta(seconds=longest_wait) + MARGIN
+    dist.init_process_group(
+        communication_backend(),
+        timeout=timeout,
+        rank=place.rank,
+        world_size=place.world_size,
+    )
+    yield init_groups(cfg.dims, timeout)
     destroy_groups()
     dist.destroy_process_group()
 
@@ -56,10 +74,9 @@ def train(cfg: Config, groups: Groups, device: torch.device) -> None:
     batches, cost = BatchSchedule.of(cfg.grpo), CostModel.transformer(shape.hidden_size)
     with ExitStack() as stack:
         # Rank 0 alone owns the engines, the prompts, the rewards and the log.
-        source, log, client = None, None, None
+        source, log = None, None
         if groups.rank == 0:
             source = stack.enter_context(closing(ExperienceSource(cfg, shape)))
-            client = source.client
         policy = build_policy(cfg, shape, groups)
         reference = build_reference(cfg, shape, groups) if cfg.grpo.beta > 0 else None
         first_step = checkpoint.load_latest(checkpoints, policy)
@@ -67,7 +84,7 @@ def train(cfg: Config, groups: Groups, device: torch.device) -> None:
         if source:
             log = stack.enter_context(closing(RunLog(cfg, first_step)))
             source.wait_ready()
-        weight_sync.push(client, policy_version=first_step)
+        weight_sync.push(source, policy_version=first_step)
 
         experience: Experience | None = None
         minibatches: Minibatches = []
@@ -90,7 +107,7 @@ def train(cfg: Config, groups: Groups, device: torch.device) -> None:
                 minibatch = minibatches[cursor.minibatch]
                 metrics = train_step(policy, minibatch, cfg, groups)
             with timer.phase("push"):
-                weight_sync.push(client, policy_version=step + 1)
+                weight_sync.push(source, policy_version=step + 1)
             if log and experience:
                 log.step(step + 1, metrics, experience, timer, is_new=is_new)
             # After the log, so that a checkpoint never knows of a step that the log does not; its

@@ -53,7 +53,13 @@ def transformer_config(
         | _no_initialization()
     )
     _check_overrides(overrides, decided)
-    return TransformerConfig(**decided, **{"transformer_impl": _best_implementation(), **overrides})
+    layers = {"transformer_impl": _best_implementation()}
+    try:
+        return TransformerConfig(**decided, **(layers | dict(overrides)))
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"Megatron-Core refuses model.megatron {dict(overrides)}: {error}"
+        ) from error
 
 
 def _best_implementation() -> str:

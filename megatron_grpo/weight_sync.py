@@ -5,7 +5,6 @@ safetensors files; nobody gathers anything. A push reuses one such folder, memor
 that the engines load. Engines on other hosts need a `rollout.sync_dir` that both sides see.
 """
 
-import hashlib
 import shutil
 from pathlib import Path
 
@@ -14,8 +13,13 @@ import torch.distributed as dist
 
 from checkpoint_convert import create_export, finish_export, write_weights
 from megatron_grpo.config import Config
+from megatron_grpo.experience_source import ExperienceSource
 from megatron_grpo.model import Policy
-from megatron_grpo.rollout.client import RolloutClient
+from megatron_grpo.rollout.handover import (
+    claim_folder,
+    clear_abandoned_folders,
+    handover_folder,
+)
 from parallel.groups import Groups
 
 
@@ -24,16 +28,18 @@ class WeightSync:
 
     def __init__(self, cfg: Config, policy: Policy, groups: Groups) -> None:
         self.policy, self.groups = policy, groups
-        self.folder = cfg.rollout.sync_dir or shared_memory_folder(cfg.train.run_dir)
+        self.folder = handover_folder(cfg)
         if groups.rank == 0:
-            shutil.rmtree(self.folder, ignore_errors=True)  # of a run that was killed
+            clear_abandoned_folders()
+            shutil.rmtree(self.folder, ignore_errors=True)  # of a start that was killed
             create_export(
                 self.folder, cfg.model.path, policy.shape, getattr(torch, cfg.model.dtype)
             )
+            claim_folder(self.folder)
         dist.barrier()
 
-    def push(self, client: RolloutClient | None, policy_version: int) -> None:
-        """Write this rank's weights, then have rank 0 (which holds `client`) load every engine.
+    def push(self, source: ExperienceSource | None, policy_version: int) -> None:
+        """Write this rank's weights, then have rank 0 (which holds `source`) load every engine.
 
         When it returns on rank 0 each engine serves `policy_version` and has dropped its cached
         prefixes. The other ranks go on as soon as all have written. They cannot overwrite what an
@@ -41,19 +47,13 @@ class WeightSync:
         """
         write_weights(self.folder, self.policy.layout, self.policy.parameters())
         dist.barrier()
-        if client is not None:
-            client.update_weights(self.folder, policy_version)
+        if source is not None:
+            source.update_weights(self.folder, policy_version)
 
     def close(self) -> None:
         """Remove the folder."""
         if self.groups.rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def shared_memory_folder(run_dir: Path) -> Path:
-    """The same folder for every start of a run, so that a start clears what a killed one left."""
-    digest = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:12]
-    return Path("/dev/shm") / f"megatron-grpo-{digest}"
 
 
 def export_model(folder: Path, policy: Policy, cfg: Config, groups: Groups) -> None:

@@ -3,7 +3,9 @@
 `Groups` is handed down as an argument; only Megatron-Core itself reads the ambient state.
 """
 
+import math
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 from megatron.core import parallel_state
@@ -31,7 +33,7 @@ class Groups:
     """Ranks of one model copy (tensor x context x pipeline), over gloo: for Python objects."""
 
 
-def init_groups(dims: ParallelDims) -> Groups:
+def init_groups(dims: ParallelDims, timeout: timedelta = timedelta(minutes=30)) -> Groups:
     """Make every group of `dims`; collective over all ranks of the initialised default group.
 
     Raises ValueError with all factors when the mesh does not fill the world.
@@ -47,6 +49,7 @@ def init_groups(dims: ParallelDims) -> Groups:
         context_parallel_size=dims.context,
         expert_model_parallel_size=dims.expert,
         order="tp-cp-ep-dp-pp",
+        distributed_timeout_minutes=math.ceil(timeout / timedelta(minutes=1)),
         create_gloo_process_groups=True,  # the distributed optimizer's group collection wants them
     )
     return Groups(
@@ -59,7 +62,7 @@ def init_groups(dims: ParallelDims) -> Groups:
         data=parallel_state.get_data_parallel_group(),
         data_gloo=parallel_state.get_data_parallel_group_gloo(),
         data_context=parallel_state.get_data_parallel_group(with_context_parallel=True),
-        replica=_replica_group(dims, dims.coordinates(rank).data),
+        replica=_replica_group(dims, dims.coordinates(rank).data, timeout),
     )
 
 
@@ -68,10 +71,10 @@ def destroy_groups() -> None:
     parallel_state.destroy_model_parallel()
 
 
-def _replica_group(dims: ParallelDims, data: int) -> ProcessGroup:
+def _replica_group(dims: ParallelDims, data: int, timeout: timedelta) -> ProcessGroup:
     # Every rank must take part in making every group, in the same order.
     groups = [
-        torch.distributed.new_group(dims.replica_ranks(index), backend="gloo")
+        torch.distributed.new_group(dims.replica_ranks(index), timeout, backend="gloo")
         for index in range(dims.data)
     ]
     return groups[data]

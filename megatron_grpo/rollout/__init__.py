@@ -1,8 +1,16 @@
 """Rollouts: engines as processes of their own, and the client that speaks to them."""
 
 from megatron_grpo.rollout.client import RolloutClient
+from megatron_grpo.rollout.handover import check_handover, handover_folder
 from megatron_grpo.rollout.samples import Sample
 from megatron_grpo.rollout.server import EngineServers
 from megatron_grpo.rollout.vllm_command import check_engine_arguments
 
-__all__ = ["EngineServers", "RolloutClient", "Sample", "check_engine_arguments"]
+__all__ = [
+    "EngineServers",
+    "RolloutClient",
+    "Sample",
+    "check_engine_arguments",
+    "check_handover",
+    "handover_folder",
+]

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import httpx
 
 from megatron_grpo.prompts import Prompt
+from megatron_grpo.rollout.engine_error import EngineError
 from megatron_grpo.rollout.samples import Sample, first_seed
 
 CONNECT_TIMEOUT = 5.0
@@ -26,7 +27,7 @@ class RolloutClient:
     """Speaks vLLM's HTTP routes with all engines at once.
 
     Any failure raises and names the engine: ConnectionError when it cannot be reached, TimeoutError
-    when it has not answered within `request_timeout` seconds, RuntimeError when its answer is an
+    when it has not answered within `request_timeout` seconds, EngineError when its answer is an
     error or not what was asked for.
     """
 
@@ -52,7 +53,7 @@ class RolloutClient:
 
         One request asks for all samples of a prompt, which then share its prefix; each sample has a
         seed of its own (`first_seed`). Prompts are dealt to the engines in contiguous equal shares.
-        Raises RuntimeError when an engine serves other weights than `policy_version`.
+        Raises EngineError when an engine serves other weights than `policy_version`.
         """
         sampling: Json = {
             "n": num_generations,
@@ -149,7 +150,7 @@ class Engine:
         """Hold new requests back until /resume, and forget what was computed for earlier ones."""
         await self.post("/pause?mode=keep&clear_cache=false")  # below we hear if it succeeded
         if not (await self.post("/reset_prefix_cache"))["success"]:
-            raise RuntimeError(f"rollout engine {self.url} could not drop its prefix cache")
+            raise EngineError(f"rollout engine {self.url} could not drop its prefix cache")
 
     async def get(self, route: str) -> Json:
         """The answer of a GET route."""
@@ -174,7 +175,7 @@ class Engine:
             reason = str(error) or "it hung up"
             raise ConnectionError(f"{engine} cannot be reached at {route}: {reason}") from error
         if response.is_error:
-            raise RuntimeError(
+            raise EngineError(
                 f"{engine} answered {route} with {response.status_code}: {response.text[:1000]}"
             )
         answer: Json = response.json()
@@ -183,16 +184,16 @@ class Engine:
     def _check(self, choice: Json, policy_version: int) -> None:
         versions = [span["version"] for span in choice["weight_versions"]]
         if versions != [str(policy_version)]:
-            raise RuntimeError(
+            raise EngineError(
                 f"rollout engine {self.url} sampled from weights of version {', '.join(versions)}, "
                 f"version {policy_version} was asked for"
             )
         if choice["finish_reason"] not in ("stop", "length"):
-            raise RuntimeError(
+            raise EngineError(
                 f"rollout engine {self.url} gave up a sample: {choice['finish_reason']}"
             )
         if any(token["logprob"] <= NOT_FINITE for token in choice["logprobs"]["content"]):
-            raise RuntimeError(
+            raise EngineError(
                 f"rollout engine {self.url} returned a log-probability that is not finite"
             )
 

@@ -19,6 +19,7 @@ import torch
 
 from megatron_grpo import parent_death
 from megatron_grpo.config import ModelConfig, RolloutConfig
+from megatron_grpo.rollout.engine_error import EngineError
 from megatron_grpo.rollout.vllm_command import (
     check_engine_arguments,
     vllm_command,
@@ -32,6 +33,8 @@ NUM_LOG_LINES_SHOWN = 12
 # A trainer rank's own place in its world; an engine that saw it would try to join.
 RANK_VARIABLES = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|ROLE_NAME$|MASTER_|TORCHELASTIC_|PET_|OMP_"
+    # ... and what suits Megatron only.
+    "|CUDA_DEVICE_MAX_CONNECTIONS$"
 )
 # The last line of a traceback, as Python prints it or behind the prefix of vLLM's log.
 ERROR_LINE = re.compile(r"(\(.*?\) ERROR .*?\] )?[\w.]*(Error|Exception): \S")
@@ -87,12 +90,12 @@ class EngineServers:
             time.sleep(0.1)
 
     def check(self) -> None:
-        """Raise RuntimeError naming an engine that is dead, with the end of its log."""
+        """Raise EngineError naming an engine that is dead, with the end of its log."""
         for engine in self._engines:
             code = engine.process.poll()
             if code is not None:
                 cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-                raise RuntimeError(
+                raise EngineError(
                     f"rollout engine {engine.url} ended with {cause}{self._log_of(engine.url)}"
                 )
 

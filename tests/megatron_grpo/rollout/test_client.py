@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from engines import largest_logprob_error, random_prompts, running_engine
 from megatron_grpo.rollout import RolloutClient
 from megatron_grpo.rollout.client import equal_shares
+from megatron_grpo.rollout.engine_error import EngineError
 from megatron_grpo.rollout.server import reserve_port
 from models import EOS_ID
 
@@ -113,14 +114,14 @@ def test_the_number_of_engines_changes_nothing(tied_model, transformers_engine, 
 
 
 def test_samples_of_other_weights_are_refused(engine):
-    with pytest.raises(RuntimeError, match=rf"version {engine.version}.*{engine.version + 1} was"):
+    with pytest.raises(EngineError, match=rf"version {engine.version}.*{engine.version + 1} was"):
         engine.generate(random_prompts(1), policy_version=engine.version + 1)
 
 
 def test_what_an_engine_refuses_is_told_with_its_address(vllm_engine, tied_model):
     vllm_engine.push(tied_model)
     too_long = random_prompts(1, lengths=(600, 601))
-    with pytest.raises(RuntimeError, match=rf"{vllm_engine.servers.base_urls[0]} answered .* 400"):
+    with pytest.raises(EngineError, match=rf"{vllm_engine.servers.base_urls[0]} answered .* 400"):
         vllm_engine.generate([*random_prompts(3), *too_long])
     assert vllm_engine.generate(random_prompts(1))
 

@@ -15,6 +15,7 @@ import pytest
 from engines import running_engine, wait_until
 from megatron_grpo.config import ModelConfig, RolloutConfig
 from megatron_grpo.rollout import EngineServers
+from megatron_grpo.rollout.engine_error import EngineError
 from megatron_grpo.rollout.server import engine_devices, engine_environment, reserve_port
 
 MARK = "MEGATRON_GRPO_TEST_RUN"
@@ -104,7 +105,7 @@ def test_an_engine_that_cannot_start_is_named_with_the_cause(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": "many"}')
     with (
         pytest.raises(
-            RuntimeError, match=r"engine http://127.*exit code 1.*\n.*vocab_size"
+            EngineError, match=r"engine http://127.*exit code 1.*\n.*vocab_size"
         ) as error,
         running_engine("vllm", tmp_path, tmp_path / "logs"),
     ):
@@ -118,7 +119,7 @@ def test_an_engine_that_dies_later_is_named(tied_model, tmp_path):
         victim = engine.servers._engines[1]
         os.kill(victim.process.pid, signal.SIGKILL)
         victim.process.wait()
-        with pytest.raises(RuntimeError, match=f"{victim.url} ended with signal SIGKILL"):
+        with pytest.raises(EngineError, match=f"{victim.url} ended with signal SIGKILL"):
             engine.servers.check()
         with pytest.raises(ConnectionError, match=victim.url):
             engine.push(tied_model)

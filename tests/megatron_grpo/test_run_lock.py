@@ -1,0 +1,29 @@
+import subprocess
+import sys
+
+import pytest
+
+from megatron_grpo.run_lock import run_lock
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from megatron_grpo.run_lock import run_lock
+with run_lock(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_run_directory_is_for_one_process_until_it_ends_however_it_ends(tmp_path):
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(ValueError, match="another process trains in"), run_lock(tmp_path):
+            pass
+    finally:
+        holder.kill()
+        holder.communicate()
+    with run_lock(tmp_path):
+        pass
