@@ -137,7 +137,7 @@ def test_missing_key_is_named_with_its_meaning(tmp_path):
     [
         (["rollout.top_p=0.9"], ["top_p 0.9", "cannot reproduce", "top_p 1.0"]),
         (["rollout.top_k=50"], ["top_k 50", "cannot reproduce", "top_k -1"]),
-        (["rollout.temperature=0"], ["rollout.temperature", "greater than 0"]),
+        (["rollout.temperature=0"], ["rollout.temperature", "greater than or equal to 0.01"]),
         (["parallel.sequence_parallel=true"], ["tensor_parallel_size is 1"]),
         (["optimizer.lr_warmup_steps=15"], ["15", "at most 14"]),
         (["optimizer.min_lr=1"], ["1.0", "at most 3e-05"]),

@@ -169,16 +169,30 @@ def test_engine_is_healthy_when_its_route_says_so(status, config):
         server.shutdown()
 
 
+def started_run(run_dir, config):
+    """What a run with a first checkpoint leaves, as far as preflight looks."""
+    checkpoints = run_dir / "checkpoints"
+    (checkpoints / "step_1").mkdir(parents=True)
+    (checkpoints / "LATEST").write_text("step_1\n")
+    (run_dir / "config.yaml").write_text(dump_config(config))
+
+
 def test_run_folder_of_another_config_is_refused_key_by_key(config, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").write_text(dump_config(config()))
+    started_run(tmp_path / "run", config())
     message = refusal(config("optimizer.lr=1e-4", "grpo.beta=0.1", "train.num_steps=9"))
     assert "optimizer.lr: 0.001 before, 0.0001 now" in message
     assert "grpo.beta: 0.04 before, 0.1 now" in message
     assert "num_steps" not in message
 
 
-def test_run_may_resume_longer_and_on_another_mesh(config, tmp_path):
+def test_a_run_that_died_before_its_first_checkpoint_may_start_with_another_config(
+    config, tmp_path
+):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text(dump_config(config()))
+    preflight(config("grpo.beta=0.1"))
+
+
+def test_run_may_resume_longer_and_on_another_mesh(config, tmp_path):
+    started_run(tmp_path / "run", config())
     preflight(config("train.num_steps=9", "parallel.tensor_parallel_size=1", "wandb.project=x"))

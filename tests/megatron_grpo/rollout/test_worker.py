@@ -6,6 +6,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from engines import largest_logprob_error, random_prompts, running_engine, served_model
+from megatron_grpo.rollout.engine_error import EngineError
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def test_a_folder_without_all_weights_is_refused(vllm_engine, tied_model, tmp_pa
     weights = load_file(tmp_path / "model.safetensors")
     del weights["model.layers.1.mlp.down_proj.weight"]
     save_file(weights, tmp_path / "model.safetensors")
-    with pytest.raises(RuntimeError, match=r"no weights for model\.layers\.1\.mlp\.down_proj"):
+    with pytest.raises(EngineError, match=r"no weights for model\.layers\.1\.mlp\.down_proj"):
         vllm_engine.push(tmp_path)
     vllm_engine.push(tied_model)
 
