@@ -35,7 +35,7 @@ class WeightSync:
             create_export(
                 self.folder, cfg.model.path, policy.shape, getattr(torch, cfg.model.dtype)
             )
-            claim_folder(self.folder)
+            self._claim = claim_folder(self.folder)
         dist.barrier()
 
     def push(self, source: ExperienceSource | None, policy_version: int) -> None:

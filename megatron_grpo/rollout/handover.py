@@ -1,11 +1,11 @@
 """The folder in which new weights are handed to the engines."""
 
+import fcntl
 import hashlib
-import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
-
-import psutil
+from typing import TextIO
 
 from megatron_grpo.config import Config
 
@@ -22,16 +22,22 @@ def handover_folder(cfg: Config) -> Path:
     return (cfg.rollout.sync_dir or SHARED_MEMORY) / f"megatron-grpo-{digest}"
 
 
-def claim_folder(folder: Path) -> None:
-    """Write into the folder which process it belongs to."""
-    (folder / OWNER_FILE).write_text(str(os.getpid()))
+def claim_folder(folder: Path) -> TextIO:
+    """Lock the folder for as long as what is returned stays open; the kernel ends it with us."""
+    owner = (folder / OWNER_FILE).open("w")
+    fcntl.flock(owner, fcntl.LOCK_EX)
+    return owner
 
 
 def clear_abandoned_folders() -> None:
-    """Remove from shared memory what runs left whose process is dead: it is memory of this host."""
-    for owner in SHARED_MEMORY.glob(f"megatron-grpo-*/{OWNER_FILE}"):
-        if not psutil.pid_exists(int(owner.read_text())):
-            shutil.rmtree(owner.parent)
+    """Remove from shared memory what killed runs left there: it is memory of this host.
+
+    A lock and not a process id tells, because containers may share the memory and not the ids.
+    """
+    for path in SHARED_MEMORY.glob(f"megatron-grpo-*/{OWNER_FILE}"):
+        with path.open() as owner, suppress(BlockingIOError):
+            fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path.parent)
 
 
 def check_handover(cfg: Config, num_bytes: int) -> None:

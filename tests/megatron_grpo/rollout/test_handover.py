@@ -1,5 +1,5 @@
-import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,7 +8,6 @@ from megatron_grpo.config_file import load_config
 from megatron_grpo.rollout import handover
 from megatron_grpo.rollout.handover import (
     check_handover,
-    claim_folder,
     clear_abandoned_folders,
     handover_folder,
 )
@@ -32,15 +31,30 @@ def test_too_little_space_is_told_before_the_start(tmp_path):
     check_handover(config(tmp_path), num_bytes=10**6)
 
 
-def test_folders_of_dead_processes_are_cleared_and_those_of_living_ones_kept(tmp_path, monkeypatch):
+CLAIM = """
+import sys, time
+from pathlib import Path
+from megatron_grpo.rollout.handover import claim_folder
+claim = claim_folder(Path(sys.argv[1]))
+print("claimed", flush=True)
+time.sleep(60)
+"""
+
+
+def test_folders_of_killed_processes_are_cleared_and_those_of_living_ones_kept(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(handover, "SHARED_MEMORY", tmp_path)
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    dead, alive = tmp_path / "megatron-grpo-dead", tmp_path / "megatron-grpo-alive"
-    for folder in (dead, alive):
-        folder.mkdir()
-        claim_folder(folder)
-    (dead / "owner").write_text(str(ended.pid))
+    folder = tmp_path / "megatron-grpo-folder"
+    folder.mkdir()
+    command = [sys.executable, "-c", CLAIM, str(folder)]
+    owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert owner.stdout.readline() == "claimed\n"
+        clear_abandoned_folders()
+        assert folder.exists()
+    finally:
+        owner.kill()
+        owner.communicate()
     clear_abandoned_folders()
-    assert [path.name for path in tmp_path.iterdir()] == ["megatron-grpo-alive"]
-    assert (alive / "owner").read_text() == str(os.getpid())
+    assert not folder.exists()
