@@ -66,7 +66,6 @@ def start_ranks(cfg: Config, arguments: list[str]) -> NoReturn:
     threads = max(1, (os.cpu_count() or 1) // num_ranks)
     environment = {
         "OMP_NUM_THREADS": str(threads),
-        "LOGLEVEL": "CRITICAL",  # torchrun's own account of a failure; ours is in torchrun.py
         # All ranks are on this host: gloo must not choose an address of the outside world.
         "GLOO_SOCKET_IFNAME": "lo",
     }

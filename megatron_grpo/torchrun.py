@@ -1,5 +1,6 @@
 """torchrun, except that a failed rank is told in lines and not in pages."""
 
+import logging
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ NUM_LINES_SHOWN = 30
 def main() -> None:
     """Run torchrun on the command line; the exit code is that of the first rank that failed."""
     arguments = run.parse_args(sys.argv[1:])
+    logging.disable(logging.ERROR)  # torchrun's account of a failure: ours is below
     try:
         run.run(arguments)
     except ChildFailedError as error:
