@@ -75,11 +75,6 @@ class PackedBatch:
     old_logprobs: Tensor | None = None  # [T], of the generating policy; None: it is this one
     ref_logprobs: Tensor | None = None  # [T]
 
-    @property
-    def num_real_tokens(self) -> int:
-        """Tokens that are not padding."""
-        return int((self.sequence_index >= 0).sum())
-
     def to(self, device: torch.device | str) -> "PackedBatch":
         """A copy with every tensor on `device`."""
         moved: dict[str, Any] = {

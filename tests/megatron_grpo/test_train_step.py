@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM
 from checkpoint_convert import read_shape
 from distributed import run_ranks
 from megatron_grpo.config import Config
-from megatron_grpo.config_file import load_config
 from megatron_grpo.experience import Experience, share_out
 from megatron_grpo.model import Policy, build_policy
 from megatron_grpo.prompts import Prompt
@@ -28,6 +27,7 @@ from oracle import OracleLoss, oracle_logprobs, oracle_model_loss
 from parallel import CostModel, ParallelDims
 from parallel.device import setup_device
 from parallel.groups import Groups, init_groups
+from policies import tiny_config
 
 NUM_SEQUENCES, MAX_COMPLETION_LENGTH = 12, 24
 TEMPERATURE, BETA, EPSILON, EPSILON_HIGH, DELTA = 0.8, 0.05, 0.2, 0.3, 1.5
@@ -124,26 +124,19 @@ def _reference(old_logprobs: torch.Tensor) -> torch.Tensor:
 
 
 def _config(folder: Path, dims: ParallelDims, loss_type: str, budget: int) -> Config:
-    return load_config(
-        Path("configs/tiny_cpu.yaml"),
-        [
-            f"model.path={folder}",
-            f"parallel.tensor_parallel_size={dims.tensor}",
-            f"parallel.pipeline_parallel_size={dims.pipeline}",
-            f"parallel.virtual_pipeline_parallel_size={dims.virtual_pipeline}",
-            f"parallel.context_parallel_size={dims.context}",
-            f"parallel.data_parallel_size={dims.data}",
-            f"train.max_tokens_per_microbatch={budget}",
-            f"grpo.generation_batch_size={NUM_SEQUENCES}",
-            "grpo.num_generations=2",
-            f"grpo.loss_type={loss_type}",
-            f"grpo.beta={BETA}",
-            f"grpo.epsilon={EPSILON}",
-            f"grpo.epsilon_high={EPSILON_HIGH}",
-            f"grpo.delta={DELTA}",
-            f"rollout.temperature={TEMPERATURE}",
-            f"rollout.max_completion_length={MAX_COMPLETION_LENGTH}",
-        ],
+    return tiny_config(
+        folder,
+        dims,
+        f"train.max_tokens_per_microbatch={budget}",
+        f"grpo.generation_batch_size={NUM_SEQUENCES}",
+        "grpo.num_generations=2",
+        f"grpo.loss_type={loss_type}",
+        f"grpo.beta={BETA}",
+        f"grpo.epsilon={EPSILON}",
+        f"grpo.epsilon_high={EPSILON_HIGH}",
+        f"grpo.delta={DELTA}",
+        f"rollout.temperature={TEMPERATURE}",
+        f"rollout.max_completion_length={MAX_COMPLETION_LENGTH}",
     )
 
 

@@ -23,7 +23,7 @@ def test_without_padding_needs_the_packed_tokens_are_the_sequences_end_to_end():
     assert batch.loss_mask.tolist() == [False, True, False, True, True]
     assert batch.rollout_logprobs.tolist() == [0, -1, 0, -1, -2]
     assert batch.max_seqlen == 3
-    assert batch.num_real_tokens == 5
+    assert int((batch.sequence_index >= 0).sum()) == 5
 
 
 def test_every_response_token_and_nothing_else_carries_the_values_of_its_sequence():
@@ -47,13 +47,13 @@ def test_padding_ends_each_sequence_and_the_last_one_fills_the_microbatch():
     assert batch.position_ids[4:].tolist() == list(range(12))
     assert batch.sequence_index.tolist() == [0] * 3 + [-1] + [1] * 5 + [-1] * 7
     assert not batch.loss_mask[batch.sequence_index < 0].any()
-    assert batch.num_real_tokens == 8
+    assert int((batch.sequence_index >= 0).sum()) == 8
 
 
 def test_nothing_packs_to_padding_of_the_least_length_with_zero_weight():
     batch = pack([sequence(3, 1)], [], Alignment(sequence=4, total=8))
     assert batch.cu_seqlens.tolist() == [0, 8]
-    assert batch.num_real_tokens == 0
+    assert int((batch.sequence_index >= 0).sum()) == 0
     assert not batch.loss_mask.any()
     assert batch.loss_weights.sum() == 0
 
