@@ -8,7 +8,7 @@ BIN := .venv/bin
 STAMP := .venv/setup.stamp
 PIP = $(PYTHON) -m pip --python $(BIN)/python --disable-pip-version-check
 
-.PHONY: setup demo demo-data test check bench
+.PHONY: setup demo demo-data test check bench bench-convert
 
 setup: $(STAMP)
 
@@ -40,3 +40,6 @@ test: check
 
 bench: demo-data
 	$(BIN)/python tests/benchmarks/bench_demo.py $(ARGS)
+
+bench-convert: setup
+	$(BIN)/python tests/benchmarks/bench_convert.py $(ARGS)

@@ -5,21 +5,36 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from checkpoint_convert.config_values import boolean, number, positive, token_ids
 from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.families.description import Family
-from checkpoint_convert.shape import ModelShape
+from checkpoint_convert.rope import read_rope
+from checkpoint_convert.shape import ModelShape, MoeShape
 
-# Values that every family carries over. Absent keys have these values.
+# Values that every family carries over. Absent keys have these values. Few of the keys are declared
+# by transformers' configs of our families: code that all models share reads the others, there or in
+# an inference engine.
 _REQUIRED = {
     "hidden_act": "silu",
+    "bias": False,
+    "qkv_bias": False,
     "attention_dropout": 0.0,
+    "is_causal": True,
+    "attention_chunk_size": None,
+    "dual_chunk_attention_config": None,
+    "num_kv_shared_layers": None,
+    "partial_rotary_factor": 1.0,
+    "rotary_pct": 1.0,
+    "rotary_emb_fraction": 1.0,
+    "logit_scale": 1.0,
+    "add_cross_attention": False,
+    "is_encoder_decoder": False,
+    "text_config": None,
+    "per_layer_config": None,
+    "fusion_config": None,
     "quantization_config": None,
-}
-# Megatron-Core applies Llama 3's RoPE scaling with these numbers built in; only `factor` is free.
-_LLAMA3_ROPE = {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
+    "compression_config": None,
+    "transformers_weights": None,  # names another file of weights
 }
 
 
@@ -33,15 +48,20 @@ def read_shape(folder: str | Path) -> ModelShape:
     path = Path(folder) / "config.json"
     config = read_json(path)
     family = _family(path, config)
-    _check_carried_over(path, family, config)
-    rope = _rope_parameters(config)
-    _check_rope(path, rope)
     values = {**family.defaults, **config}
-    num_heads = _positive(path, values, "num_attention_heads")
-    hidden_size = _positive(path, values, "hidden_size")
-    values["num_key_value_heads"] = values["num_key_value_heads"] or num_heads
-    values["head_dim"] = values["head_dim"] or hidden_size // num_heads
-    num_kv_heads = _positive(path, values, "num_key_value_heads")
+    if family.experts is not None:  # transformers reads both names, and writes the second
+        for name in ("num_experts", "num_local_experts"):
+            if name in config:
+                values[family.experts.num_experts] = config[name]
+    _check_carried_over(path, family, values)
+    rope_theta, rope_scaling = read_rope(path, values)
+    num_heads = positive(path, values, "num_attention_heads")
+    hidden_size = positive(path, values, "hidden_size")
+    if values["num_key_value_heads"] is None:
+        values["num_key_value_heads"] = num_heads
+    if values["head_dim"] is None:
+        values["head_dim"] = hidden_size // num_heads
+    num_kv_heads = positive(path, values, "num_key_value_heads")
     if num_heads % num_kv_heads:
         raise ValueError(
             f"{path}: num_key_value_heads({num_kv_heads}) must divide "
@@ -49,26 +69,36 @@ def read_shape(folder: str | Path) -> ModelShape:
         )
     return ModelShape(
         family=family.model_type,
-        num_layers=_positive(path, values, "num_hidden_layers"),
+        num_layers=positive(path, values, "num_hidden_layers"),
         hidden_size=hidden_size,
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
-        head_dim=_positive(path, values, "head_dim"),
-        intermediate_size=_positive(path, values, "intermediate_size"),
-        vocab_size=_positive(path, values, "vocab_size"),
-        tie_word_embeddings=values["tie_word_embeddings"],
+        head_dim=_head_dim(path, values),
+        intermediate_size=positive(path, values, "intermediate_size"),
+        vocab_size=positive(path, values, "vocab_size"),
+        tie_word_embeddings=boolean(path, values, "tie_word_embeddings"),
         attention_bias=family.attention_bias,
         qk_norm=family.qk_norm,
-        rope_theta=float(rope["rope_theta"]),
-        rope_scaling=None if rope["rope_type"] == "default" else _without_theta(rope),
-        rms_norm_eps=float(values["rms_norm_eps"]),
-        max_position_embeddings=_positive(path, values, "max_position_embeddings"),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        rms_norm_eps=number(path, values, "rms_norm_eps"),
+        max_position_embeddings=positive(path, values, "max_position_embeddings"),
         eos_token_ids=_eos_token_ids(path, values),
+        moe=_moe(path, family, values),
     )
+
+
+def check_folder(folder: Path) -> None:
+    """Raise ValueError unless it is a folder."""
+    if folder.is_file():
+        raise ValueError(f"{folder} is a file: give its folder")
+    if not folder.is_dir():
+        raise ValueError(f"{folder} does not exist: a Hugging Face model folder is wanted")
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; ValueError naming the file when there is none."""
+    check_folder(path.parent)
     if not path.is_file():
         raise ValueError(f"{path} does not exist: a Hugging Face model folder is wanted")
     try:
@@ -82,68 +112,63 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _family(path: Path, config: Mapping[str, Any]) -> Family:
     model_type = config.get("model_type")
-    if model_type not in FAMILIES:
+    if model_type not in list(FAMILIES):  # in a list, as a JSON value may have no hash
         raise ValueError(
             f"{path}: model_type {model_type!r} is not supported; supported: {sorted(FAMILIES)}"
         )
     return FAMILIES[model_type]
 
 
-def _positive(path: Path, values: Mapping[str, Any], key: str) -> int:
-    value = values.get(key)
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{path}: {key} is {value!r}; a whole number of at least 1 is wanted")
-    return value
+def _head_dim(path: Path, values: Mapping[str, Any]) -> int:
+    head_dim = positive(path, values, "head_dim")
+    if head_dim % 2:
+        raise ValueError(
+            f"{path}: head_dim is {head_dim}; an even number is wanted, as RoPE rotates pairs"
+        )
+    return head_dim
+
+
+def _moe(path: Path, family: Family, values: Mapping[str, Any]) -> MoeShape | None:
+    keys = family.experts
+    if keys is None:
+        return None
+    num_experts = positive(path, values, keys.num_experts)
+    experts_per_token = positive(path, values, "num_experts_per_tok")
+    if experts_per_token > num_experts:
+        raise ValueError(
+            f"{path}: num_experts_per_tok({experts_per_token}) is more than "
+            f"{keys.num_experts}({num_experts})"
+        )
+    return MoeShape(
+        num_experts=num_experts,
+        experts_per_token=experts_per_token,
+        intermediate_size=positive(path, values, keys.intermediate_size),
+        normalize_topk=keys.normalize_topk is None or boolean(path, values, keys.normalize_topk),
+    )
 
 
 def _check_carried_over(path: Path, family: Family, config: Mapping[str, Any]) -> None:
     refused = [
         f"{key} is {config[key]!r}, only {carried!r} is supported"
         for key, carried in {**_REQUIRED, **family.required}.items()
-        if key in config and config[key] != carried
+        # null, false, 0 and an empty list all say that something is not used
+        if key in config and config[key] != carried and (config[key] or carried)
     ]
-    other_layers = sorted(set(config.get("layer_types") or []) - {"full_attention"})
-    if other_layers:
-        refused.append(f"layer_types contains {other_layers}, only 'full_attention' is supported")
+    layers = config.get("layer_types") or []
+    if not isinstance(layers, list):
+        refused.append(f"layer_types is {layers!r}, only a list of 'full_attention' is supported")
+    elif others := sorted({str(kind) for kind in layers} - {"full_attention"}):
+        refused.append(f"layer_types contains {others}, only 'full_attention' is supported")
     if refused:
         raise ValueError(
             f"{path} asks for what {family.model_type} cannot do here: " + "; ".join(refused)
         )
 
 
-def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """RoPE parameters in the form of transformers 5, from that form or the older one."""
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope = {"rope_theta": config.get("rope_theta", 10000.0), **scaling}
-    rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type", "default")
-    return rope
-
-
-def _check_rope(path: Path, rope: Mapping[str, Any]) -> None:
-    fixed: dict[str, Any] = {"partial_rotary_factor": 1.0}
-    if rope["rope_type"] == "llama3":
-        fixed |= _LLAMA3_ROPE
-        if "factor" not in rope:
-            raise ValueError(f"{path}: llama3 RoPE scaling without its factor")
-    elif rope["rope_type"] != "default":
-        raise ValueError(
-            f"{path}: RoPE scaling {rope['rope_type']!r} is not supported; "
-            "supported: 'default', 'llama3'"
-        )
-    for key, value in fixed.items():
-        if rope.get(key, value) != value:
-            raise ValueError(f"{path}: RoPE {key} is {rope[key]!r}, only {value!r} is supported")
-
-
-def _without_theta(rope: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in rope.items() if key != "rope_theta"}
-
-
 def _eos_token_ids(path: Path, values: Mapping[str, Any]) -> tuple[int, ...]:
     generation = path.with_name("generation_config.json")
-    eos = read_json(generation).get("eos_token_id") if generation.is_file() else None
-    if eos is None:
-        eos = values["eos_token_id"]
-    if eos is None:
-        return ()
-    return tuple(eos) if isinstance(eos, list) else (eos,)
+    if generation.is_file():
+        generation_values = read_json(generation)
+        if generation_values.get("eos_token_id") is not None:
+            return token_ids(generation, generation_values, "eos_token_id")
+    return token_ids(path, values, "eos_token_id")

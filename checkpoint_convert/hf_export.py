@@ -16,31 +16,32 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint_convert.hf_config import read_json
+from checkpoint_convert.companions import copy_companions, main_dtype
 from checkpoint_convert.hf_folder import INDEX_FILE, SINGLE_FILE, locate_tensors
 from checkpoint_convert.megatron import hf_tensors
-from checkpoint_convert.safetensors_file import ITEM_SIZES, create_file
+from checkpoint_convert.new_folder import check_space
+from checkpoint_convert.safetensors_file import create_file
 from checkpoint_convert.shape import ModelShape
-from checkpoint_convert.tensor_io import TORCH_DTYPES, write_box
+from checkpoint_convert.tensor_io import TORCH_DTYPES, as_whole, errors_named, write_box
 from parallel import Copy, Layout, intersect
 
-_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-# Config, generation config, tokenizer and chat template; never weights or their index.
-_COPIED_SUFFIXES = {".json", ".jinja", ".model", ".txt"}
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+MAX_SHARD_BYTES = 5 * 10**9
 
 
 def create_export(
     folder: str | Path,
     source_folder: str | Path,
     shape: ModelShape,
-    dtype: torch.dtype,
-    max_shard_bytes: int = 5 * 10**9,
+    dtype: torch.dtype | Mapping[str, torch.dtype],
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Make a Hugging Face folder whose weights are zeros of `dtype`; one process calls this.
+    """Make a Hugging Face folder whose weights are zeros; one process calls this.
 
-    Everything but the weights is copied from `source_folder`, with the dtype in config.json
-    adjusted. A weight file exceeds `max_shard_bytes` only when one tensor does. Raises ValueError
-    when the disk is too full or both folders are the same. Weights already in `folder` are removed.
+    `dtype` is that of all tensors, or of each by name. Everything but the weights is copied from
+    `source_folder`, with the dtype in config.json adjusted. A weight file exceeds `max_shard_bytes`
+    only when one tensor does. Weights already in `folder` are removed. Raises ValueError when the
+    disk is too full or both folders are the same.
     """
     folder, source_folder = Path(folder), Path(source_folder)
     if folder.resolve() == source_folder.resolve():
@@ -49,19 +50,21 @@ def create_export(
     for old in [*folder.glob("*.safetensors"), *folder.glob(INDEX_FILE)]:
         old.unlink()
     shapes = hf_tensors(shape)
-    sizes = {name: prod(size) * ITEM_SIZES[_DTYPES[dtype]] for name, size in shapes.items()}
-    needed, free = sum(sizes.values()), shutil.disk_usage(folder).free
-    if needed > free:
-        raise ValueError(f"{folder} has {free:,} bytes free, the weights take {needed:,}")
+    dtypes = dict.fromkeys(shapes, dtype) if isinstance(dtype, torch.dtype) else dtype
+    sizes = {name: prod(size) * dtypes[name].itemsize for name, size in shapes.items()}
+    needed = sum(sizes.values())
+    check_space(folder, needed)
     shards = _shards(sizes, max_shard_bytes)
     files = _file_names(len(shards))
     for file, names in zip(files, shards, strict=True):
-        create_file(folder / file, {name: shapes[name] for name in names}, _DTYPES[dtype])
+        create_file(
+            folder / file, {name: (DTYPE_NAMES[dtypes[name]], shapes[name]) for name in names}
+        )
     if len(files) > 1:
         weight_map = {n: file for file, names in zip(files, shards, strict=True) for n in names}
         index = {"metadata": {"total_size": needed}, "weight_map": weight_map}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
-    _copy_companions(source_folder, folder, dtype)
+    copy_companions(source_folder, folder, main_dtype(shapes, dtypes))
 
 
 def write_weights(folder: str | Path, layout: Layout, parameters: Mapping[str, Tensor]) -> None:
@@ -80,9 +83,10 @@ def write_weights(folder: str | Path, layout: Layout, parameters: Mapping[str, T
     for copy in copies:
         by_file[places[copy.destination].file].append(copy)
     for file, file_copies in by_file.items():
-        with file.open("r+b", buffering=0) as opened:
+        with errors_named(file), file.open("r+b", buffering=0) as opened:
             for copy in file_copies:
                 values = parameters[copy.source].detach()[copy.source_box.slices]
+                values = as_whole(values, copy.source_axes)
                 place = places[copy.destination]
                 write_box(opened.fileno(), place, copy.destination_box, values)
             os.fsync(opened)
@@ -121,14 +125,3 @@ def _file_names(count: int) -> list[str]:
     if count == 1:
         return [SINGLE_FILE]
     return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-
-
-def _copy_companions(source: Path, folder: Path, dtype: torch.dtype) -> None:
-    for file in source.iterdir():
-        is_companion = file.suffix in _COPIED_SUFFIXES and not file.name.endswith(".index.json")
-        if is_companion and file.is_file():
-            shutil.copyfile(file, folder / file.name)
-    config = read_json(source / "config.json")
-    config.pop("torch_dtype", None)  # the name of `dtype` before transformers 5, which reads both
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

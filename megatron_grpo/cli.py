@@ -1,4 +1,4 @@
-"""Command line: `megatron-grpo train | serve | report`."""
+"""Command line: `megatron-grpo train | serve | plan | report`."""
 
 import logging
 import os
@@ -88,6 +88,28 @@ def serve(
     from megatron_grpo.rollout.server import serve_forever  # torch: seconds, see above
 
     serve_forever(cfg.model, cfg.rollout, port)
+
+
+@app.command()
+def plan(
+    config: Annotated[Path, typer.Argument(help="YAML file of the run.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="key.sub=value pairs, as for train")
+    ] = None,
+    reshard: Annotated[
+        bool, typer.Option("--reshard", help="Who sends how much when weights go to the engines.")
+    ] = False,
+) -> None:
+    """Say what CONFIG would do, from it and the model's config.json alone; nothing is started.
+
+    Example: megatron-grpo plan configs/demo_smollm2_135m.yaml --reshard rollout.num_engines=2
+    """
+    cfg = load_config(config, overrides or [])
+    if not reshard:
+        raise ValueError("plan has one table so far: add --reshard")
+    from megatron_grpo.plan import reshard_table  # torch: seconds, see above
+
+    print(reshard_table(cfg))
 
 
 @app.command()

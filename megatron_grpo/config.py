@@ -139,7 +139,11 @@ class ParallelConfig(Section):
     context_parallel_size: PositiveInt = 1
     """Ranks that share every sequence."""
     expert_parallel_size: PositiveInt = 1
-    """Ranks that share the experts of a mixture; 1 for dense models."""
+    """Groups of ranks that share the experts of a mixture; 1 for dense models."""
+    expert_tensor_parallel_size: PositiveInt = Field(
+        default_factory=lambda data: data["tensor_parallel_size"]
+    )
+    """Ranks that share the matrices of each expert; by default tensor_parallel_size."""
     data_parallel_size: PositiveInt = 1
     """Copies of the model."""
     sequence_parallel: bool = Field(default_factory=lambda data: data["tensor_parallel_size"] > 1)
@@ -166,6 +170,7 @@ class ParallelConfig(Section):
             virtual_pipeline=self.virtual_pipeline_parallel_size,
             context=self.context_parallel_size,
             expert=self.expert_parallel_size,
+            expert_tensor=self.expert_tensor_parallel_size,
             data=self.data_parallel_size,
         )
 

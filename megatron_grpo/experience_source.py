@@ -1,13 +1,14 @@
 """From prompts to experience: generate, score, compare. Lives on rank 0 only."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer
 
 from checkpoint_convert import ModelShape
+from checkpoint_convert.tokenizer import load_tokenizer
+from checkpoint_convert.vllm import check_engine
 from megatron_grpo.advantages import group_advantages
 from megatron_grpo.batching import BatchSchedule
 from megatron_grpo.config import Config
@@ -15,20 +16,25 @@ from megatron_grpo.experience import Experience
 from megatron_grpo.prompts import PromptStream, end_tokens, load_prompts
 from megatron_grpo.rewards import RewardPool, total_rewards
 from megatron_grpo.rollout.client import RolloutClient
+from megatron_grpo.rollout.push_check import WorkerSums
 from megatron_grpo.rollout.samples import Sample
 from megatron_grpo.rollout.server import EngineServers
 from megatron_grpo.timing import PhaseTimer
+from megatron_grpo.weight_sums import worker_layouts
+
+PROBE_LENGTH = 8
+"""Most tokens per sample of the probe."""
 
 
 class ExperienceSource:
     """The rollout engines, the prompts and the rewards, as one thing that yields `Experience`."""
 
     def __init__(self, cfg: Config, shape: ModelShape) -> None:
-        self.cfg = cfg
+        self.cfg, self.shape = cfg, shape
         # The engines load while the trainer builds its model.
         self.engines = EngineServers(cfg.model, cfg.rollout, cfg.train.run_dir / "logs")
         self.rewards = RewardPool(cfg.reward)
-        tokenizer = AutoTokenizer.from_pretrained(cfg.model.path)
+        tokenizer = load_tokenizer(cfg.model.path)
         self.client = RolloutClient(
             self.engines.base_urls, cfg.rollout.request_timeout, end_tokens(shape, tokenizer)
         )
@@ -37,8 +43,19 @@ class ExperienceSource:
         self.prompts = PromptStream(prompts, num_prompts, cfg.train.seed, cfg.data.shuffle)
 
     def wait_ready(self) -> None:
-        """Return when every engine answers; raises when one is dead or late."""
+        """Return when every engine answers; raises when one is dead or late.
+
+        ValueError names every parameter of an engine that a push would not fill.
+        """
         self.engines.wait_ready(self.cfg.rollout.startup_timeout)
+        layouts = worker_layouts(self.shape, self.cfg.rollout)
+        with self._explained():
+            reports = self.client.describe_parameters()
+        for url, workers in zip(self.engines.base_urls, reports, strict=True):
+            try:
+                check_engine(layouts, workers, self.cfg.model.dtype)
+            except ValueError as error:
+                raise ValueError(f"rollout engine {url}: {error}") from None
 
     def collect(self, generation: int, policy_version: int, timer: PhaseTimer) -> Experience:
         """Sample the prompts of `generation` from weights `policy_version`, and score the answers.
@@ -47,7 +64,9 @@ class ExperienceSource:
         """
         cfg = self.cfg
         with timer.phase("generate"):
-            samples = self._generate(generation, policy_version)
+            samples = self._generate(
+                generation, policy_version, max_completion_length=cfg.rollout.max_completion_length
+            )
         with timer.phase("score"):
             rewards = self.rewards.score(samples)
         totals = torch.tensor(total_rewards(rewards, cfg.reward.functions), dtype=torch.float64)
@@ -55,19 +74,36 @@ class ExperienceSource:
         advantages = group_advantages(totals, group_ids, cfg.grpo.scale_rewards)
         return Experience(samples, rewards, totals, group_ids, advantages)
 
-    def update_weights(self, folder: Path, policy_version: int) -> None:
-        """Have every engine load `folder` and serve it as `policy_version`."""
-        with self._explained():
-            self.client.update_weights(folder, policy_version)
+    def probe(self, policy_version: int) -> Experience:
+        """Short samples of the first prompts, unscored: the same in every run of this config."""
+        samples = self._generate(0, policy_version, max_completion_length=PROBE_LENGTH)
+        nothing = torch.zeros(len(samples), dtype=torch.float64)
+        return Experience(samples, [], nothing, nothing.long(), nothing)
 
-    def _generate(self, generation: int, policy_version: int) -> list[Sample]:
+    def update_weights(
+        self,
+        folder: Path,
+        policy_version: int,
+        expected: Sequence[WorkerSums],
+        timer: PhaseTimer,
+    ) -> None:
+        """Have every engine load `folder`, and serve it as `policy_version` if it is `expected`.
+
+        ConnectionError names what could not be done where; then no engine serves anything.
+        """
+        with self._explained():
+            self.client.update_weights(folder, policy_version, expected, timer)
+
+    def _generate(
+        self, generation: int, policy_version: int, *, max_completion_length: int
+    ) -> list[Sample]:
         cfg = self.cfg
         with self._explained():
             return self.client.generate(
                 self.prompts.batch(generation),
                 num_generations=cfg.grpo.num_generations,
                 temperature=cfg.rollout.temperature,
-                max_completion_length=cfg.rollout.max_completion_length,
+                max_completion_length=max_completion_length,
                 seed=cfg.train.seed,
                 step=generation,
                 policy_version=policy_version,

@@ -117,7 +117,7 @@ def _build(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTModel]:
     )
     # Nothing random is drawn (no dropout, no initialization), but Megatron wants its states set.
     model_parallel_cuda_manual_seed(0)
-    return [
+    chunks = [
         GPTModel(
             config=config,
             transformer_layer_spec=block_spec(config, len(layers)),
@@ -135,13 +135,31 @@ def _build(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTModel]:
             pipeline_layers(shape.num_layers, dims)[groups.coordinates.pipeline]
         )
     ]
+    for chunk in chunks:
+        _mark_experts(chunk)
+    return chunks
+
+
+def _mark_experts(chunk: GPTModel) -> None:
+    """Have the gradients of experts summed over their own data ranks, at every layout.
+
+    Megatron marks them only where expert > 1. Without it they would be summed over the data ranks
+    of the other weights, which are too few where expert_tensor is less than tensor; and the
+    optimizer of experts would come and go with the layout, and a checkpoint with it.
+    """
+    for name, parameter in chunk.named_parameters():
+        if ".experts." in name:
+            parameter.allreduce = False
 
 
 def _rope_scaling(shape: ModelShape) -> dict[str, Any]:
     if shape.rope_scaling is None:
         return {}
+    factor = shape.rope_scaling["factor"]
+    if shape.rope_scaling["rope_type"] == "linear":
+        return {"seq_len_interpolation_factor": factor}
     assert shape.rope_scaling["rope_type"] == "llama3", "read_shape refuses other kinds"
-    return {"rope_scaling": True, "rope_scaling_factor": shape.rope_scaling["factor"]}
+    return {"rope_scaling": True, "rope_scaling_factor": factor}
 
 
 def _with_gradients(chunk: GPTModel, *, is_first: bool) -> DistributedDataParallel:
@@ -159,7 +177,7 @@ def _with_gradients(chunk: GPTModel, *, is_first: bool) -> DistributedDataParall
     # Up to 0.19 Megatron leaves the padding between gradient buckets out of a saved optimizer, but
     # looks parameters up as if it were there. An embedding tied over two stages has a bucket of its
     # own, and what lies behind was saved shifted. Padding that counts as content is kept.
-    for buffer in wrapped.buffers:
+    for buffer in wrapped.buffers + wrapped.expert_parallel_buffers:
         buffer.numel_unpadded = buffer.numel
         for bucket in buffer.buckets:
             bucket.numel_unpadded = bucket.grad_data.numel()
@@ -167,8 +185,12 @@ def _with_gradients(chunk: GPTModel, *, is_first: bool) -> DistributedDataParall
 
 
 def _load(cfg: Config, shape: ModelShape, groups: Groups, chunks: Sequence[Any]) -> Model:
-    fused_norms = uses_transformer_engine(chunks[0].config)
-    layout = megatron_layout(shape, groups.dims, groups.coordinates, fused_norms=fused_norms)
+    layout = megatron_layout(
+        shape,
+        groups.dims,
+        groups.coordinates,
+        transformer_engine=uses_transformer_engine(chunks[0].config),
+    )
     model = Model(shape=shape, layout=layout, chunks=list(chunks))
     read_weights(cfg.model.path, shape, layout, model.parameters())
     return model

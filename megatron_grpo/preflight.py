@@ -4,13 +4,11 @@ import importlib.util
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import httpx
 import torch
 import yaml
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from checkpoint_convert import (
     ModelShape,
@@ -19,6 +17,8 @@ from checkpoint_convert import (
     hf_tensors,
     read_shape,
 )
+from checkpoint_convert.tokenizer import load_tokenizer
+from checkpoint_convert.vllm import check_engine_dims
 from megatron_grpo.batching import BatchSchedule
 from megatron_grpo.checkpoint import latest_step
 from megatron_grpo.config import Config, RolloutConfig
@@ -27,7 +27,8 @@ from megatron_grpo.prompts import Prompt, PromptStream, end_tokens, load_prompts
 from megatron_grpo.rewards import RewardPool
 from megatron_grpo.rollout import check_engine_arguments, check_handover
 from megatron_grpo.transformer import transformer_config
-from parallel import Alignment, divisors, plan_microbatches
+from megatron_grpo.weight_sums import engine_dims
+from parallel import Alignment, plan_microbatches
 
 HEALTH_TIMEOUT_SECONDS = 5.0
 
@@ -67,7 +68,7 @@ def preflight(cfg: Config) -> None:
     if cfg.wandb.project and importlib.util.find_spec("wandb") is None:
         raise ValueError("wandb.project needs wandb: install the extra `wandb`, or leave it out")
     with closing(RewardPool(cfg.reward)) as rewards:
-        tokenizer = _load_tokenizer(cfg.model.path)
+        tokenizer = load_tokenizer(cfg.model.path)
         end_tokens(shape, tokenizer)
         prompts = load_prompts(cfg, tokenizer, shape.max_position_embeddings)
         PromptStream(prompts, schedule.num_prompts, cfg.train.seed, cfg.data.shuffle)
@@ -78,14 +79,7 @@ def preflight(cfg: Config) -> None:
 
 def check_engines(rollout: RolloutConfig, shape: ModelShape) -> None:
     """Raise ValueError when the engines cannot split the model, be started or be reached."""
-    size = rollout.tensor_parallel_size
-    heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
-    legal = [n for n in divisors(heads) if kv_heads % n == 0 or n % kv_heads == 0]
-    if size not in legal:
-        raise ValueError(
-            f"rollout.tensor_parallel_size {size} cannot split num_attention_heads {heads} and "
-            f"num_key_value_heads {kv_heads}: legal values are {legal}"
-        )
+    check_engine_dims(shape, engine_dims(rollout))
     for url in rollout.base_urls:
         _check_health(url)
     if rollout.engine == "vllm" and not rollout.base_urls:
@@ -136,13 +130,6 @@ def _check_model(cfg: Config) -> ModelShape:
         overrides=cfg.model.megatron,
     )
     return shape
-
-
-def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model.path {folder} has no tokenizer that loads: {error}") from error
 
 
 def _check_vocabulary(shape: ModelShape, prompts: list[Prompt]) -> None:

@@ -5,10 +5,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_grpo.model import Model, forward
+from megatron_grpo.model import Model, forward, unwrapped
+from megatron_grpo.transformer import balances_experts
 from parallel import PackedBatch
 from parallel.groups import Groups
 
@@ -38,11 +40,13 @@ def run_schedule(
         f"interleaving needs a multiple of {dims.pipeline} microbatches, not {len(batches)}"
     )
 
+    loss_scale = 1.0 if forward_only else _weigh_router_losses(model, groups, batches)
+
     def forward_step(
         iterator: Any, chunk: Any
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, T]]]:
         batch = next(iterator)
-        return forward(chunk, batch, groups), partial(_per_token_loss, loss_fn, batch)
+        return forward(chunk, batch, groups), partial(_per_token_loss, loss_fn, batch, loss_scale)
 
     with torch.set_grad_enabled(not forward_only):
         collected: list[T] = get_forward_backward_func()(
@@ -57,9 +61,31 @@ def run_schedule(
     return collected
 
 
+def _weigh_router_losses(model: Model, groups: Groups, batches: Sequence[PackedBatch]) -> float:
+    """Have the losses that routers may add weighted by tokens; returns the factor of the main loss.
+
+    Megatron multiplies a router's loss, which is a mean over the tokens of a microbatch, by the
+    number of them on this rank, and leaves it to the division of all gradients to make that a mean
+    over the optimizer batch. Here gradients are not divided. What is at hand is the factor that
+    Megatron scales every loss with before the backward: from the main loss it is taken out again.
+    """
+    config = unwrapped(model.chunks[0]).config
+    if not balances_experts(config):
+        return 1.0
+    tokens = torch.tensor(sum(len(b.tokens) for b in batches), device=batches[0].tokens.device)
+    dist.all_reduce(tokens, group=groups.data)
+    # Context and sequence parallelism share out the tokens of a microbatch.
+    tokens_per_rank = float(tokens) / (groups.dims.tensor * groups.dims.context)
+    config.grad_scale_func = lambda loss: loss / tokens_per_rank
+    return tokens_per_rank
+
+
 def _per_token_loss(
-    loss_fn: Callable[[Tensor, PackedBatch], tuple[Tensor, T]], batch: PackedBatch, logits: Tensor
+    loss_fn: Callable[[Tensor, PackedBatch], tuple[Tensor, T]],
+    batch: PackedBatch,
+    loss_scale: float,
+    logits: Tensor,
 ) -> tuple[Tensor, Tensor, T]:
     """The triple that Megatron's schedule leaves undivided; its token count is never used."""
     loss, collected = loss_fn(logits, batch)
-    return loss, torch.zeros((), dtype=torch.int), collected
+    return loss * loss_scale, torch.zeros((), dtype=torch.int), collected

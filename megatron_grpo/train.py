@@ -15,6 +15,7 @@ from megatron_grpo.exchange import Minibatches, distribute
 from megatron_grpo.experience import Experience, share_out
 from megatron_grpo.experience_source import ExperienceSource
 from megatron_grpo.launch import RankPlace
+from megatron_grpo.logprob_probe import probe_logprobs
 from megatron_grpo.model import Policy, build_policy, build_reference
 from megatron_grpo.run_lock import run_lock
 from megatron_grpo.runlog import RunLog
@@ -84,7 +85,9 @@ def train(cfg: Config, groups: Groups, device: torch.device) -> None:
         if source:
             log = stack.enter_context(closing(RunLog(cfg, first_step)))
             source.wait_ready()
-        weight_sync.push(source, policy_version=first_step)
+        # The seconds of this push and of the probe are no step's.
+        weight_sync.push(source, policy_version=first_step, timer=PhaseTimer())
+        probe = probe_logprobs(source, policy, first_step, cost, cfg, groups, device)
 
         experience: Experience | None = None
         minibatches: Minibatches = []
@@ -106,8 +109,9 @@ def train(cfg: Config, groups: Groups, device: torch.device) -> None:
             with timer.phase("train"):
                 minibatch = minibatches[cursor.minibatch]
                 metrics = train_step(policy, minibatch, cfg, groups)
-            with timer.phase("push"):
-                weight_sync.push(source, policy_version=step + 1)
+            if step == first_step:
+                metrics |= probe
+            weight_sync.push(source, policy_version=step + 1, timer=timer)
             if log and experience:
                 log.step(step + 1, metrics, experience, timer, is_new=is_new)
             # After the log, so that a checkpoint never knows of a step that the log does not; its
@@ -126,4 +130,4 @@ def save(step: int, policy: Policy, cfg: Config, groups: Groups) -> None:
         export_model(cfg.train.run_dir / "hf", policy, cfg, groups)
     if is_last or step % save_interval == 0:
         folder = cfg.train.run_dir / "checkpoints"
-        checkpoint.save(folder, step, policy, cfg.train.keep_checkpoints)
+        checkpoint.save(folder, step, policy, cfg.train.keep_checkpoints, cfg.model.path)

@@ -16,13 +16,14 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import silu
 
-from checkpoint_convert import ModelShape
+from checkpoint_convert import ModelShape, MoeShape
 from parallel import ParallelDims, pipeline_layers
 from parallel.attention import PackedAttention
 
@@ -46,16 +47,21 @@ def transformer_config(
     ``transformer_impl: local`` has torch's all the same. Raises ValueError for an override that
     Megatron does not know, or that is not free because the model, the mesh or the loss decides it.
     """
+    free = {"transformer_impl": _best_implementation()} | dict(overrides)
     decided = (
         _architecture(shape)
         | _mesh(shape, dims, dtype, sequence_parallel)
         | _plain_sums()
         | _no_initialization()
     )
+    if shape.moe is not None:
+        _check_sequence_parallel(dims, sequence_parallel)
+        decided |= _mixture(shape.moe, free["transformer_impl"])
+        # The difference between two experts may be less than bfloat16 tells apart.
+        free = {"moe_router_dtype": "fp32"} | free
     _check_overrides(overrides, decided)
-    layers = {"transformer_impl": _best_implementation()}
     try:
-        return TransformerConfig(**decided, **(layers | dict(overrides)))
+        return TransformerConfig(**decided, **free)
     except (AssertionError, TypeError, ValueError) as error:
         raise ValueError(
             f"Megatron-Core refuses model.megatron {dict(overrides)}: {error}"
@@ -66,22 +72,45 @@ def _best_implementation() -> str:
     return "transformer_engine" if HAVE_TE and torch.cuda.is_available() else "local"
 
 
+def balances_experts(config: TransformerConfig) -> bool:
+    """Whether routers add losses of their own; by default they do not."""
+    coefficients = config.moe_aux_loss_coeff
+    if not isinstance(coefficients, list):
+        coefficients = [coefficients]
+    return config.num_moe_experts is not None and bool(any(coefficients) or config.moe_z_loss_coeff)
+
+
 def block_spec(config: TransformerConfig, num_layers: int) -> Any:
     """Modules of a model chunk of `num_layers` layers."""
     if uses_transformer_engine(config):
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm,
+        )
     layer = torch_layer_spec(config)
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
 
 
 def torch_layer_spec(config: TransformerConfig) -> ModuleSpec:
     """Megatron's local layer, with the two modules of it that refuse what we need replaced."""
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        qk_layernorm=config.qk_layernorm,
+        normalization="RMSNorm",
+    )
     modules, attention = layer.submodules, layer.submodules.self_attention.submodules
     modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if config.num_moe_experts is not None:
+        # Checkpoints have Transformer Engine's names. It fuses no norm into the experts, whose
+        # router wants the normed states as well; Megatron's table has only dense layers in mind.
+        del modules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
+        # 0.16 looks the router's matrix product up in Transformer Engine, and leaves the name
+        # undefined without it.
+        moe_utils.te_general_gemm = None
     return layer
 
 
@@ -119,6 +148,30 @@ def _architecture(shape: ModelShape) -> dict[str, Any]:
     }
 
 
+def _mixture(moe: MoeShape, implementation: str) -> dict[str, Any]:
+    return {
+        "num_moe_experts": moe.num_experts,
+        "moe_ffn_hidden_size": moe.intermediate_size,
+        "moe_router_topk": moe.experts_per_token,
+        "moe_router_score_function": "softmax",
+        # The softmax of the chosen logits alone is that of all of them, scaled to sum to 1.
+        "moe_router_pre_softmax": not moe.normalize_topk,
+        # Every token goes to all of its experts. With a capacity it would matter who else is in the
+        # microbatch, padding included.
+        "moe_expert_capacity_factor": None,
+        "moe_grouped_gemm": implementation == "transformer_engine",
+    }
+
+
+def _check_sequence_parallel(dims: ParallelDims, sequence_parallel: bool) -> None:
+    """Tensor ranks that all had every token would send each to its experts several times."""
+    if dims.tensor > 1 and not sequence_parallel:
+        raise ValueError(
+            f"a mixture of experts over tensor({dims.tensor}) needs sequence parallelism: leave "
+            "parallel.sequence_parallel out, or set parallel.tensor_parallel_size to 1"
+        )
+
+
 def _mesh(
     shape: ModelShape, dims: ParallelDims, dtype: torch.dtype, sequence_parallel: bool
 ) -> dict[str, Any]:
@@ -127,6 +180,7 @@ def _mesh(
         "sequence_parallel": sequence_parallel,
         "context_parallel_size": dims.context,
         "expert_model_parallel_size": dims.expert,
+        "expert_tensor_parallel_size": dims.expert_tensor,
         "pipeline_model_parallel_size": dims.pipeline,
         "virtual_pipeline_model_parallel_size": (
             dims.virtual_pipeline if dims.virtual_pipeline > 1 else None

@@ -6,6 +6,8 @@ that the engines load. Engines on other hosts need a `rollout.sync_dir` that bot
 """
 
 import shutil
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -15,11 +17,14 @@ from checkpoint_convert import create_export, finish_export, write_weights
 from megatron_grpo.config import Config
 from megatron_grpo.experience_source import ExperienceSource
 from megatron_grpo.model import Policy
+from megatron_grpo.rollout import WorkerSums
 from megatron_grpo.rollout.handover import (
     claim_folder,
     clear_abandoned_folders,
     handover_folder,
 )
+from megatron_grpo.timing import PhaseTimer
+from megatron_grpo.weight_sums import WeightSums, worker_layouts
 from parallel.groups import Groups
 
 
@@ -28,27 +33,56 @@ class WeightSync:
 
     def __init__(self, cfg: Config, policy: Policy, groups: Groups) -> None:
         self.policy, self.groups = policy, groups
+        dtype = getattr(torch, cfg.model.dtype)
+        self._device = next(iter(policy.parameters().values())).device
+        workers = worker_layouts(policy.shape, cfg.rollout)
+        self._sums = WeightSums(policy.layout, workers, dtype)
         self.folder = handover_folder(cfg)
         if groups.rank == 0:
             clear_abandoned_folders()
             shutil.rmtree(self.folder, ignore_errors=True)  # of a start that was killed
-            create_export(
-                self.folder, cfg.model.path, policy.shape, getattr(torch, cfg.model.dtype)
-            )
+            create_export(self.folder, cfg.model.path, policy.shape, dtype)
             self._claim = claim_folder(self.folder)
         dist.barrier()
 
-    def push(self, source: ExperienceSource | None, policy_version: int) -> None:
+    def push(self, source: ExperienceSource | None, policy_version: int, timer: PhaseTimer) -> None:
         """Write this rank's weights, then have rank 0 (which holds `source`) load every engine.
 
-        When it returns on rank 0 each engine serves `policy_version` and has dropped its cached
-        prefixes. The other ranks go on as soon as all have written. They cannot overwrite what an
-        engine still reads: before the next push comes an optimizer step, a collective of all ranks.
+        When it returns each engine serves `policy_version` and has dropped its cached prefixes, and
+        every worker has been found to hold what the ranks hold. A push that fails is done once more
+        from the start. After that ConnectionError names engine, worker and parameters on rank 0,
+        for which the other ranks wait, and no engine serves anything. A time-out is not tried
+        again: that engine may still be at it.
         """
-        write_weights(self.folder, self.policy.layout, self.policy.parameters())
-        dist.barrier()
+        with timer.phase("verify_weights"):
+            expected = self._sums.of(self.policy.parameters())
+        if not self._try_push(source, policy_version, expected, timer, is_last=False):
+            self._try_push(source, policy_version, expected, timer, is_last=True)
+
+    def _try_push(
+        self,
+        source: ExperienceSource | None,
+        policy_version: int,
+        expected: Sequence[WorkerSums],
+        timer: PhaseTimer,
+        *,
+        is_last: bool,
+    ) -> bool:
+        """Whether the push succeeded, on all ranks. The last attempt raises instead."""
+        with timer.phase("push"):
+            write_weights(self.folder, self.policy.layout, self.policy.parameters())
+            dist.barrier()
+        succeeded = torch.ones(1, dtype=torch.int64, device=self._device)
         if source is not None:
-            source.update_weights(self.folder, policy_version)
+            try:
+                source.update_weights(self.folder, policy_version, expected, timer)
+            except ConnectionError as error:
+                if is_last:
+                    raise
+                print(f"a push of weights is tried once more: {error}", file=sys.stderr)
+                succeeded.zero_()
+        dist.broadcast(succeeded, src=0)
+        return bool(succeeded)
 
     def close(self) -> None:
         """Remove the folder."""

@@ -7,11 +7,14 @@ and optimizer run over gloo. With CUDA nothing here is patched.
 
 import os
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import random as megatron_random
+from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.overrides import TorchFunctionMode
 
 
@@ -44,6 +47,55 @@ def attention_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if torch.cuda.is_available() else torch.promote_types(dtype, torch.float32)
 
 
+# Experts receive as many tokens as the router likes. What gloo lacks for that, next to NCCL:
+
+
+def _all_to_all_single(
+    output: Tensor,
+    input: Tensor,
+    output_split_sizes: Any = None,
+    input_split_sizes: Any = None,
+    **options: Any,
+) -> Any:
+    """`all_to_all_single` that takes split sizes as tensors, too."""
+
+    def as_list(sizes: Any) -> Any:
+        return sizes.tolist() if isinstance(sizes, Tensor) else sizes
+
+    return distributed_c10d.all_to_all_single(
+        output, input, as_list(output_split_sizes), as_list(input_split_sizes), **options
+    )
+
+
+def _all_gather(
+    tensor_list: list[Tensor], tensor: Tensor, group: Any = None, **options: Any
+) -> Any:
+    """`all_gather` of tensors of unequal lengths, too."""
+    sizes = [len(part) for part in tensor_list]
+    if len(set(sizes)) == 1:
+        return distributed_c10d.all_gather(tensor_list, tensor, group, **options)
+    gathered = tensor.new_empty(sum(sizes), *tensor.shape[1:])
+    copies = torch.cat([tensor] * len(sizes))
+    _all_to_all_single(gathered, copies, sizes, [len(tensor)] * len(sizes), group=group)
+    for part, values in zip(tensor_list, gathered.split(sizes), strict=True):
+        part.copy_(values)
+    return None
+
+
+def _reduce_scatter(
+    output: Tensor, input_list: list[Tensor], group: Any = None, **options: Any
+) -> Any:
+    """`reduce_scatter` of tensors of unequal lengths, too: their sum."""
+    sizes = [len(part) for part in input_list]
+    if len(set(sizes)) == 1:
+        return distributed_c10d.reduce_scatter(output, input_list, group=group, **options)
+    received = output.new_empty(len(sizes) * len(output), *output.shape[1:])
+    own = [len(output)] * len(sizes)
+    _all_to_all_single(received, torch.cat(input_list), own, sizes, group=group)
+    output.copy_(received.view(len(sizes), *output.shape).sum(dim=0))
+    return None
+
+
 class _CudaMeansCpu(TorchFunctionMode):
     """Read device "cuda" as "cpu" in every torch call, and name CPU tensor types as if on CUDA.
 
@@ -58,9 +110,9 @@ class _CudaMeansCpu(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.Tensor.cuda:
+        if func is Tensor.cuda:
             return args[0]
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+        if func is Tensor.type and len(args) == 1 and not kwargs:
             # The optimizer sorts its parameters by this name.
             name: str = func(*args)
             return name.replace("torch.", "torch.cuda.", 1)
@@ -69,18 +121,40 @@ class _CudaMeansCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class _Stream:
+    """The one queue of a CPU: whatever is put in has been done when the call returns."""
+
+    def record_event(self) -> "_Stream":
+        """An event that lies behind."""
+        return self
+
+    def synchronize(self) -> None:
+        """Wait for nothing."""
+
+
 @cache
 def _install_cpu_runtime() -> None:
     """Answer for CUDA in this process, for the rest of its life."""
+    stream = _Stream()
     answers: dict[str, Callable[..., Any]] = {
         "current_device": lambda: "cpu",
         "synchronize": lambda device=None: None,
-        "current_stream": lambda device=None: None,  # megatron-core 0.19 asks, for nothing
+        "current_stream": lambda device=None: stream,
+        "Stream": lambda device=None: stream,
+        "stream": nullcontext,
         "manual_seed": torch.default_generator.manual_seed,
         "get_rng_state": lambda device="cuda": torch.get_rng_state(),
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
+    # Not by the mode below, which is off in a backward inside a backward (recomputed activations).
+    collectives: dict[str, Callable[..., Any]] = {
+        "all_to_all_single": _all_to_all_single,
+        "all_gather": _all_gather,
+        "reduce_scatter": _reduce_scatter,
+    }
+    for name, collective in collectives.items():
+        setattr(torch.distributed, name, collective)
     megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     _CudaMeansCpu().__enter__()

@@ -14,13 +14,25 @@ class Coordinates:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertPlace:
+    """Place of one rank on the axes that split the experts of a mixture."""
+
+    tensor: int
+    expert: int
+    data: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParallelDims:
     """Sizes of every mesh axis of the trainer.
 
     Ranks are laid out as Megatron-Core's default order ``tp-cp-ep-dp-pp``: the tensor axis is the
-    fastest, so that it stays inside a node, and the pipeline axis the slowest. The expert axis
-    divides the data axis and takes no ranks of its own; `virtual_pipeline` is the number of model
-    chunks per pipeline rank (interleaved 1F1B) and takes no ranks either.
+    fastest, so that it stays inside a node, and the pipeline axis the slowest. `virtual_pipeline`
+    is the number of model chunks per pipeline rank (interleaved 1F1B) and takes no ranks.
+
+    Experts are laid out over the same ranks of a pipeline stage in another way: `expert_tensor`
+    ranks share the matrices of an expert, `expert` such groups share the experts, and what is left
+    over are copies.
     """
 
     tensor: int = 1
@@ -29,9 +41,14 @@ class ParallelDims:
     pipeline: int = 1
     virtual_pipeline: int = 1
     expert: int = 1
+    expert_tensor: int = 0
+    """0: as many as `tensor`, which stands here afterwards."""
 
     def __post_init__(self) -> None:
-        for axis in ("tensor", "context", "data", "pipeline", "virtual_pipeline", "expert"):
+        if self.expert_tensor == 0:
+            object.__setattr__(self, "expert_tensor", self.tensor)
+        axes = ("tensor", "context", "data", "pipeline", "virtual_pipeline", "expert")
+        for axis in (*axes, "expert_tensor"):
             if getattr(self, axis) < 1:
                 raise ValueError(f"{axis} parallel size is {getattr(self, axis)}: at least 1")
         if self.virtual_pipeline > 1 and self.pipeline == 1:
@@ -39,10 +56,18 @@ class ParallelDims:
                 f"virtual_pipeline({self.virtual_pipeline}) interleaves pipeline stages and needs "
                 "pipeline > 1: set pipeline to 2 or more, or virtual_pipeline to 1"
             )
-        if self.data % self.expert:
+        if self.stage_size % self.expert_tensor:
             raise ValueError(
-                f"expert({self.expert}) must divide data({self.data}): "
-                f"legal values are {divisors(self.data)}"
+                f"expert_tensor({self.expert_tensor}) must divide the {self.stage_size} ranks of a "
+                f"pipeline stage, tp({self.tensor}) * cp({self.context}) * dp({self.data}): legal "
+                f"values are {divisors(self.stage_size)}"
+            )
+        expert_groups = self.stage_size // self.expert_tensor
+        if expert_groups % self.expert:
+            raise ValueError(
+                f"expert({self.expert}) must divide tp({self.tensor}) * cp({self.context}) * "
+                f"dp({self.data}) / expert_tensor({self.expert_tensor}) = {expert_groups}: legal "
+                f"values are {divisors(expert_groups)}"
             )
 
     def __str__(self) -> str:
@@ -52,6 +77,11 @@ class ParallelDims:
     def world_size(self) -> int:
         """Ranks of the whole mesh."""
         return self.tensor * self.context * self.data * self.pipeline
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.tensor * self.context * self.data
 
     def check_world_size(self, world_size: int) -> None:
         """Raise ValueError with every factor when the mesh does not fill `world_size` ranks."""
@@ -77,6 +107,13 @@ class ParallelDims:
         return at.tensor + self.tensor * (
             at.context + self.context * (at.data + self.data * at.pipeline)
         )
+
+    def expert_place(self, at: Coordinates) -> ExpertPlace:
+        """Which experts, and which part of them, the rank at a place of the mesh holds."""
+        in_stage = at.tensor + self.tensor * (at.context + self.context * at.data)
+        group, tensor = divmod(in_stage, self.expert_tensor)
+        data, expert = divmod(group, self.expert)
+        return ExpertPlace(tensor=tensor, expert=expert, data=data)
 
     def replica_ranks(self, data: int) -> list[int]:
         """Ranks of one model copy (all of tensor x context x pipeline), in ascending order."""

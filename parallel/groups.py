@@ -48,6 +48,7 @@ def init_groups(dims: ParallelDims, timeout: timedelta = timedelta(minutes=30)) 
         ),
         context_parallel_size=dims.context,
         expert_model_parallel_size=dims.expert,
+        expert_tensor_parallel_size=dims.expert_tensor,
         order="tp-cp-ep-dp-pp",
         distributed_timeout_minutes=math.ceil(timeout / timedelta(minutes=1)),
         create_gloo_process_groups=True,  # the distributed optimizer's group collection wants them

@@ -4,14 +4,18 @@ A `Layout` describes what one rank of one system (a Megatron rank, a folder of w
 an engine's worker) holds, in the coordinates of the whole tensors. Loading, exporting and
 resharding are then one operation: `intersect` two layouts and copy the boxes. `cover_exactly`
 proves that nothing is missing and nothing is written twice.
+
+A local tensor may store a whole one transposed, or as one slice of a stack: `Piece.axes` says which
+local dimension each dimension of the whole tensor runs along.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import pairwise
 from math import prod
 from operator import add
+from typing import TypeVar
 
 Shape = tuple[int, ...]
 
@@ -55,10 +59,40 @@ class Box:
             tuple(a - o + t for a, o, t in zip(self.start, origin, target, strict=True)), self.size
         )
 
+    def cut(self, max_elements: int) -> "list[Box]":
+        """The box in parts of at most `max_elements`, cut along its first dimensions."""
+        if self.num_elements <= max_elements:
+            return [self]
+        dim = next(d for d, extent in enumerate(self.size) if extent > 1)
+        inner = self.num_elements // self.size[dim]
+        step = max(1, max_elements // inner)
+        parts = [
+            self.narrowed(dim, offset, min(step, self.size[dim] - offset))
+            for offset in range(0, self.size[dim], step)
+        ]
+        if inner <= max_elements:
+            return parts
+        return [smaller for part in parts for smaller in part.cut(max_elements)]
+
+    def narrowed(self, dim: int, offset: int, size: int) -> "Box":
+        """`size` indices of dimension `dim`, from the box's own index `offset` on."""
+        starts, sizes = list(self.start), list(self.size)
+        starts[dim] += offset
+        sizes[dim] = size
+        return Box(tuple(starts), tuple(sizes))
+
+
+Axes = tuple[int, ...]
+"""``axes[d]``: the local dimension along which dimension d of the whole tensor runs.
+
+Empty: the same dimensions in the same order. A transposed matrix has (1, 0), a matrix inside a
+stack [layer, rows, columns] has (1, 2); a box extends by 1 along local dimensions not named.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`local_box` of the tensor `local` is `box` of the whole tensor `tensor`; equal sizes.
+    """`local_box` of the tensor `local` is `box` of the whole tensor `tensor`; sizes agree by axes.
 
     A replica is filled like any other piece but is nobody's source: of all ranks that hold an
     element, exactly one holds it in a piece that is not a replica.
@@ -69,6 +103,24 @@ class Piece:
     tensor: str
     box: Box
     is_replica: bool = False
+    axes: Axes = ()
+
+    def local_part(self, part: Box) -> Box:
+        """Where `part`, a box of the whole tensor within `box`, is in the local tensor."""
+        start, size = list(self.local_box.start), list(self.local_box.size)
+        for dim, axis in enumerate(self.axes or range(len(start))):
+            start[axis] += part.start[dim] - self.box.start[dim]
+            size[axis] = part.size[dim]
+        return Box(tuple(start), tuple(size))
+
+    def whole_part(self, local_part: Box) -> Box:
+        """The inverse of `local_part`."""
+        axes = self.axes or tuple(range(len(self.box.start)))
+        start = tuple(
+            whole + local_part.start[axis] - self.local_box.start[axis]
+            for whole, axis in zip(self.box.start, axes, strict=True)
+        )
+        return Box(start, tuple(local_part.size[axis] for axis in axes))
 
 
 @dataclass(frozen=True)
@@ -89,6 +141,15 @@ class Layout:
         boxes = {name: Box.whole(shape) for name, shape in shapes.items()}
         return cls(shapes, tuple(Piece(name, box, name, box) for name, box in boxes.items()))
 
+    @classmethod
+    def of_parts(cls, shapes: Mapping[str, Shape], max_elements: int) -> "Layout":
+        """The layout of one holder of everything in parts, each a local tensor of bounded size."""
+        pieces = []
+        for name, shape in shapes.items():
+            for number, box in enumerate(Box.whole(shape).cut(max_elements)):
+                pieces.append(Piece(f"{name}[{number}]", Box.whole(box.size), name, box))
+        return cls({piece.local: piece.box.size for piece in pieces}, tuple(pieces))
+
     def check_complete(self) -> None:
         """Raise ValueError unless every element of every local tensor is described once."""
         filled = [(piece.local, piece.local_box) for piece in self.pieces]
@@ -103,47 +164,115 @@ class Layout:
         }
         assert not differing, f"tensor: (its shape, its shape in the layout): {differing}"
 
+    def through(self, outer: "Layout") -> "Layout":
+        """What the same local tensors are in the whole tensors of `outer`.
+
+        The whole tensors of `self` are the local ones of `outer`: if the chunks of a file are boxes
+        of a checkpoint's tensors, and those are boxes of the model's, this says which boxes of the
+        model's tensors the chunks are. What is described by no piece of `outer` is in no piece.
+        """
+        inner = _grouped((piece.tensor, (piece.box, piece)) for piece in self.pieces)
+        middle = _grouped((piece.local, (piece.local_box, piece)) for piece in outer.pieces)
+        pieces = tuple(
+            Piece(
+                have.local,
+                have.local_part(common),
+                want.tensor,
+                want.whole_part(common),
+                have.is_replica or want.is_replica,
+                tuple(have.axes[axis] for axis in want.axes) if have.axes else want.axes,
+            )
+            for name in middle
+            for have, want, common in _overlaps(inner[name], middle[name])
+        )
+        padding = _grouped((name, (box, None)) for name, box in outer.zeros)
+        zeros = tuple(
+            (have.local, have.local_part(common))
+            for name in padding
+            for have, _, common in _overlaps(inner[name], padding[name])
+        )
+        return Layout(self.shapes, pieces, (*self.zeros, *zeros))
+
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Move `source_box` of local tensor `source` to `destination_box` of `destination`."""
+    """Move `source_box` of local tensor `source` to `destination_box` of `destination`.
+
+    Both are the same box of one whole tensor, whose dimensions they hold along their axes.
+    """
 
     source: str
     source_box: Box
     destination: str
     destination_box: Box
+    source_axes: Axes = ()
+    destination_axes: Axes = ()
+
+    @classmethod
+    def of(cls, have: Piece, want: Piece, box: Box) -> "Copy":
+        """The copy of `box`, of a whole tensor, from the piece that has it to one that wants it."""
+        source, destination = have.local_part(box), want.local_part(box)
+        return cls(have.local, source, want.local, destination, have.axes, want.axes)
 
 
 def intersect(source: Layout, destination: Layout) -> list[Copy]:
     """Every copy that `destination` can take from what `source` owns (replicas own nothing)."""
-    owned: dict[str, list[Piece]] = defaultdict(list)
-    wanted: dict[str, list[Piece]] = defaultdict(list)
-    for piece in source.pieces:
-        if not piece.is_replica:
-            owned[piece.tensor].append(piece)
-    for piece in destination.pieces:
-        wanted[piece.tensor].append(piece)
-    return [copy for name in wanted for copy in _overlaps(owned[name], wanted[name])]
+    owned = (piece for piece in source.pieces if not piece.is_replica)
+    return [Copy.of(*shared) for shared in overlaps(owned, destination.pieces)]
 
 
-def _overlaps(owned: list[Piece], wanted: list[Piece]) -> Iterable[Copy]:
-    """Sweep along the first dimension, so that n row slices meet m in O(n + m)."""
-    owned = sorted(owned, key=lambda piece: piece.box.start)
+def overlaps(
+    source: Iterable[Piece], destination: Iterable[Piece]
+) -> Iterator[tuple[Piece, Piece, Box]]:
+    """All pairs of pieces that share a box of a whole tensor, with that box."""
+    owned = _grouped((piece.tensor, (piece.box, piece)) for piece in source)
+    wanted = _grouped((p.tensor, (p.box, p)) for p in destination if p.tensor in owned)
+    for name, boxes in wanted.items():
+        yield from _overlaps(owned[name], boxes)
+
+
+K = TypeVar("K", bound=Hashable)
+H = TypeVar("H")
+W = TypeVar("W")
+
+
+def _grouped(items: Iterable[tuple[K, H]]) -> dict[K, list[H]]:
+    groups: dict[K, list[H]] = defaultdict(list)
+    for key, item in items:
+        groups[key].append(item)
+    return groups
+
+
+def _overlaps(
+    owned: Sequence[tuple[Box, H]], wanted: Sequence[tuple[Box, W]], dim: int = 0
+) -> Iterator[tuple[H, W, Box]]:
+    """All pairs whose boxes of one tensor overlap, with what they share.
+
+    n boxes meet m in about n + m steps where they are cut along one dimension, and also where they
+    are slices of a stack, each of extent 1 along the leading dimensions.
+    """
+    if not owned or not wanted:
+        return
+    is_stack = dim + 1 < len(owned[0][0].start) and all(
+        box.size[dim] == 1 for box, _ in (*owned, *wanted)
+    )
+    if is_stack:
+        slices = _grouped((box.start[dim], (box, have)) for box, have in owned)
+        for index, some in _grouped((box.start[dim], (box, want)) for box, want in wanted).items():
+            yield from _overlaps(slices[index], some, dim + 1)
+        return
+    owned = sorted(owned, key=lambda item: item[0].start[dim])
     first = 0
-    for want in sorted(wanted, key=lambda piece: piece.box.start):
-        while first < len(owned) and owned[first].box.end[0] <= want.box.start[0]:
+    for want_box, want in sorted(wanted, key=lambda item: item[0].start[dim]):
+        while first < len(owned) and owned[first][0].end[dim] <= want_box.start[dim]:
             first += 1
-        for have in islice(owned, first, None):
-            if have.box.start[0] >= want.box.end[0]:
+        for i in range(first, len(owned)):
+            have_box, have = owned[i]
+            if have_box.start[dim] >= want_box.end[dim]:
                 break
-            common = have.box.overlap(want.box)
+            common = have_box.overlap(want_box)
             if common is not None:
-                yield Copy(
-                    have.local,
-                    common.moved(have.box.start, have.local_box.start),
-                    want.local,
-                    common.moved(want.box.start, want.local_box.start),
-                )
+                yield have, want, common
 
 
 def cover_exactly(shapes: Mapping[str, Shape], layouts: Iterable[Layout]) -> None:

@@ -6,12 +6,19 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from checkpoint_convert import read_shape
+from checkpoint_convert.tensor_io import as_whole
 from megatron_grpo.config import ModelConfig, RolloutConfig
 from megatron_grpo.prompts import Prompt
-from megatron_grpo.rollout import EngineServers, RolloutClient, Sample
+from megatron_grpo.rollout import EngineServers, RolloutClient, Sample, WorkerSums
+from megatron_grpo.timing import PhaseTimer
+from megatron_grpo.weight_sums import worker_layouts
 from models import EOS_ID, tiny_model
+from parallel import Layout, intersect
+from parallel.checksum import whole_checksum
 
 
 def served_model(folder: Path, family: str, *, tied: bool, seed: int = 0) -> Path:
@@ -24,18 +31,20 @@ class TestEngine:
 
     __test__ = False
 
-    def __init__(self, folder: Path, servers: EngineServers) -> None:
+    def __init__(self, folder: Path, servers: EngineServers, rollout: RolloutConfig) -> None:
         self.folder = folder
+        self.rollout = rollout
         self.servers = servers
         self.version = 0
 
     def client(self, eos_token_ids: Sequence[int] = (EOS_ID,)) -> RolloutClient:
         return RolloutClient(self.servers.base_urls, 60.0, eos_token_ids)
 
-    def push(self, folder: Path) -> int:
-        """Load `folder`; returns the version that the engine now serves."""
+    def push(self, folder: Path, expected: Path | None = None) -> int:
+        """Load `folder`, to become what is in `expected`; returns the version now served."""
         self.version += 1
-        self.client().update_weights(folder, self.version)
+        sums = worker_sums(expected or folder, self.rollout)
+        self.client().update_weights(folder, self.version, sums, PhaseTimer())
         return self.version
 
     def generate(
@@ -52,17 +61,32 @@ class TestEngine:
         return self.client(eos_token_ids).generate(prompts, **(arguments | overrides))
 
 
+def worker_sums(folder: Path, rollout: RolloutConfig) -> list[WorkerSums]:
+    """The checksums of what each worker of an engine holds of the weights in `folder`.
+
+    The workers' tensors are cut out of the whole ones. Padding is zero and adds nothing.
+    """
+    weights = load_file(folder / "model.safetensors")
+    whole = Layout.of_whole_tensors({name: tuple(t.shape) for name, t in weights.items()})
+    sums = []
+    for layout in worker_layouts(read_shape(folder), rollout):
+        worker = {name: torch.zeros(shape) for name, shape in layout.shapes.items()}
+        for copy in intersect(whole, layout):
+            target = worker[copy.destination][copy.destination_box.slices]
+            values = weights[copy.source][copy.source_box.slices]
+            as_whole(target, copy.destination_axes).copy_(values)
+        sums.append({name: int(whole_checksum(tensor)) for name, tensor in worker.items()})
+    return sums
+
+
 @contextmanager
 def running_engine(engine: str, folder: Path, log_dir: Path, **rollout) -> Iterator[TestEngine]:
     """An engine that serves the float32 model in `folder`."""
-    servers = EngineServers(
-        ModelConfig(path=folder, dtype="float32"),
-        RolloutConfig(engine=engine, max_completion_length=16, **rollout),
-        log_dir,
-    )
+    config = RolloutConfig(engine=engine, max_completion_length=16, **rollout)
+    servers = EngineServers(ModelConfig(path=folder, dtype="float32"), config, log_dir)
     try:
         servers.wait_ready(240)
-        yield TestEngine(folder, servers)
+        yield TestEngine(folder, servers, config)
     finally:
         servers.close()
 

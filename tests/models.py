@@ -9,8 +9,11 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.models.llama import LlamaConfig
+from transformers.models.mistral import MistralConfig
+from transformers.models.mixtral import MixtralConfig
 from transformers.models.qwen2 import Qwen2Config
 from transformers.models.qwen3 import Qwen3Config
+from transformers.models.qwen3_moe import Qwen3MoeConfig
 
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>", "<start>")
 PAD_ID, EOS_ID = 0, 1
@@ -18,18 +21,36 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<start>{{ message['role'] }}\n{{ message['content'] }}<eos>\n"
     "{% endfor %}{% if add_generation_prompt %}<start>assistant\n{% endif %}"
 )
-CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+CONFIGS = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "mixtral": MixtralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "qwen3_moe": Qwen3MoeConfig,
+}
+# What a family has that others have not, or calls by another name.
+OWN_FIELDS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "mixtral": {"sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+    },
+}
 
 
 def tiny_model(
     folder: Path, family: str, *, tied: bool = False, seed: int = 0, **overrides: Any
 ) -> Path:
-    """Save a random float32 model of `family` (llama, qwen2, qwen3) and its tokenizer in `folder`.
+    """Save a random float32 model of `family`, one of `CONFIGS`, and its tokenizer in `folder`.
 
     `overrides` are fields of the Hugging Face config. The vocabulary of 250 divides by neither 4
     nor 8, so that its padding over tensor-parallel ranks is exercised.
     """
-    shape = {
+    shape: dict[str, Any] = {
         "num_hidden_layers": 2,
         "hidden_size": 64,
         "num_attention_heads": 4,
@@ -46,7 +67,7 @@ def tiny_model(
     }
     if family != "qwen2":  # Qwen2 has no such field: its heads are hidden_size / num_heads wide
         shape["head_dim"] = 16
-    config = CONFIGS[family](**(shape | overrides))
+    config = CONFIGS[family](**(shape | OWN_FIELDS.get(family, {}) | overrides))
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -15,6 +16,7 @@ from megatron_grpo.train_step import response_logprobs
 from oracle import oracle_logprobs
 from parallel import (
     Alignment,
+    Box,
     PackedBatch,
     ParallelDims,
     TokenSequence,
@@ -77,6 +79,8 @@ def tiny_config(folder: Path, dims: ParallelDims, *overrides: str) -> Config:
             f"parallel.pipeline_parallel_size={dims.pipeline}",
             f"parallel.virtual_pipeline_parallel_size={dims.virtual_pipeline}",
             f"parallel.context_parallel_size={dims.context}",
+            f"parallel.expert_parallel_size={dims.expert}",
+            f"parallel.expert_tensor_parallel_size={dims.expert_tensor}",
             f"parallel.data_parallel_size={dims.data}",
             *overrides,
         ],
@@ -101,3 +105,19 @@ def accumulate(policy: Policy, groups: Groups, batches: list[PackedBatch]) -> No
 
     policy.zero_grad()
     run_schedule(policy, groups, batches, loss_fn, forward_only=False)
+
+
+def gradient_boxes(policy: Policy) -> list[tuple[str, Box, Tensor]]:
+    """(Hugging Face name, box, values) of what this rank owns of the summed gradient."""
+    for chunk in policy.chunks:
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+            group = buffer.data_parallel_group
+            for bucket in buffer.buckets:  # the distributed optimizer leaves each rank one shard
+                shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
+    gradients = {name: p.main_grad for name, p in policy.parameters().items()}
+    return [
+        (piece.tensor, piece.box, gradients[piece.local][piece.local_box.slices].clone())
+        for piece in policy.layout.pieces
+        if not piece.is_replica
+    ]

@@ -1,15 +1,33 @@
 """The vocabulary in which a model family is described, once, for every direction."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from parallel import Box, Piece, Shape
 
 
 @dataclass(frozen=True)
+class Experts:
+    """How a family names its mixture of experts, in config.json and in the weight files."""
+
+    num_experts: str
+    """Key of the number of experts; their number per token is `num_experts_per_tok` everywhere."""
+    intermediate_size: str
+    """Key of the size of one expert."""
+    normalize_topk: str | None
+    """Key of whether the weights of a token's experts are scaled to sum to 1; None: they are."""
+    block: str
+    """Name of the module that holds router and experts."""
+    gate: str
+    up: str
+    down: str
+    """Names of the three matrices of an expert."""
+
+
+@dataclass(frozen=True)
 class Family:
-    """A `model_type` of config.json: a dense decoder, and in what it differs from the others."""
+    """A `model_type` of config.json: a decoder, and in what it differs from the others."""
 
     model_type: str
     defaults: Mapping[str, Any]
@@ -18,6 +36,8 @@ class Family:
     """Keys that change the numbers, with the one value that is carried over."""
     attention_bias: bool = False
     qk_norm: bool = False
+    experts: Experts | None = None
+    """None: every layer has a dense MLP."""
 
 
 @dataclass(frozen=True)
@@ -26,32 +46,48 @@ class Tensor:
 
     name: str
     shape: Shape
+    num_heads: int | None = None
+    """Key-value heads in its rows, which engines copy where they have more ranks; else None."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of Megatron-Core before it is split over tensor ranks.
+    """A parameter of Megatron-Core before it is split over tensor ranks, and its other names.
 
-    Its rows are dealt like cards: every source is cut into `interleave` equal shares of rows, and
-    round i takes the i-th share of each source in turn. One round is plain concatenation; fused
-    QKV has one round per query group; gate and up have one round per tensor rank, so that the
-    equal cut over ranks gives each rank [gate share; up share]. `zero_rows` follow at the end.
+    Its rows are dealt like cards: every source is cut into `rounds` equal shares of rows, and round
+    i takes the i-th share of each source in turn. One round is plain concatenation; fused QKV has
+    one round per query group. `zero_rows` follow at the end.
     """
 
     name: str
     sources: tuple[Tensor, ...]
     split: int | None = None
     """Dimension cut into equal parts over tensor ranks; None when every rank holds the whole."""
-    interleave: int = 1
+    rounds: int = 1
+    is_split_by_source: bool = False
+    """Whether each rank holds its share of every source, one after the other (gate and up), so that
+    there are as many rounds as ranks."""
     zero_rows: int = 0
     is_copy: bool = False
     """Whether another parameter holds the same elements and owns them."""
+    is_expert: bool = False
+    """Whether it is split and copied as experts are, over ranks of their own."""
+    key: str = ""
+    """Name in a torch_dist checkpoint; empty: `name`."""
+    engine_name: str = ""
+    """Name in a vLLM engine, which fuses the same tensors; empty: that of the only source."""
+    stack: tuple[tuple[int, int], ...] = ()
+    """(index, size) of the stacks, of layers and of experts, that a checkpoint has under `key`."""
 
     @property
     def shape(self) -> Shape:
         """Shape before the split, with the zero rows."""
         rows = sum(source.shape[0] for source in self.sources) + self.zero_rows
         return (rows, *self.sources[0].shape[1:])
+
+    def stored_as(self, name: str, key: str, index: int, size: int) -> "Parameter":
+        """The parameter under its names in the model and in a checkpoint's stack of `size`."""
+        return replace(self, name=name, key=key, stack=((index, size), *self.stack))
 
 
 @dataclass(frozen=True)
@@ -69,10 +105,11 @@ def shard(parameter: Parameter, rank: int, size: int) -> Shard:
     if parameter.split is not None:
         extent, rest = divmod(parameter.shape[parameter.split], size)
         assert rest == 0, f"{parameter.name}: {parameter.shape} over {size} tensor ranks"
-        local = _narrow(local, parameter.split, rank * extent, extent)
+        local = local.narrowed(parameter.split, rank * extent, extent)
     is_replica = parameter.is_copy or (parameter.split is None and rank > 0)
     pieces, zeros = [], []
-    for block, tensor, first_row in _blocks(parameter, local):
+    rounds = size if parameter.is_split_by_source else parameter.rounds
+    for block, tensor, first_row in _blocks(parameter, rounds, local):
         box = block.overlap(local)
         if box is None:
             continue
@@ -85,26 +122,44 @@ def shard(parameter: Parameter, rank: int, size: int) -> Shard:
     return Shard(local.size, tuple(pieces), tuple(zeros))
 
 
-def _blocks(parameter: Parameter, local: Box) -> list[tuple[Box, str | None, int]]:
+def _blocks(parameter: Parameter, rounds: int, local: Box) -> list[tuple[Box, str | None, int]]:
     """Blocks of rows of the rounds that `local` meets: place, source (None: zeros), first row."""
     whole = Box.whole(parameter.shape)
-    shares = [source.shape[0] // parameter.interleave for source in parameter.sources]
+    shares = [source.shape[0] // rounds for source in parameter.sources]
     round_rows = sum(shares)
     first = local.start[0] // round_rows
-    last = min(-(-local.end[0] // round_rows), parameter.interleave)
+    last = min(-(-local.end[0] // round_rows), rounds)
     blocks: list[tuple[Box, str | None, int]] = []
     for i in range(first, last):
         row = i * round_rows
         for source, share in zip(parameter.sources, shares, strict=True):
-            blocks.append((_narrow(whole, 0, row, share), source.name, i * share))
+            blocks.append((whole.narrowed(0, row, share), source.name, i * share))
             row += share
     if parameter.zero_rows:
-        end = round_rows * parameter.interleave
-        blocks.append((_narrow(whole, 0, end, parameter.zero_rows), None, 0))
+        end = round_rows * rounds
+        blocks.append((whole.narrowed(0, end, parameter.zero_rows), None, 0))
     return blocks
 
 
-def _narrow(box: Box, dim: int, start: int, size: int) -> Box:
-    starts, sizes = list(box.start), list(box.size)
-    starts[dim], sizes[dim] = start, size
-    return Box(tuple(starts), tuple(sizes))
+def stored_boxes(parameter: Parameter, rank: int, size: int) -> list[Box]:
+    """What tensor rank `rank` of `size` saves of a parameter, in a checkpoint's coordinates.
+
+    A checkpoint holds parameters unsplit, their sources in plain order where ranks hold a share of
+    each; under one key, stacked.
+    """
+    blocks = [Box.whole(parameter.shape)]
+    if parameter.is_split_by_source:
+        blocks = [block for block, _, _ in _blocks(parameter, 1, blocks[0])]
+    if parameter.split is not None:
+        extents = [block.size[parameter.split] // size for block in blocks]
+        blocks = [
+            block.narrowed(parameter.split, rank * extent, extent)
+            for block, extent in zip(blocks, extents, strict=True)
+        ]
+    return [stacked(parameter, block) for block in blocks]
+
+
+def stacked(parameter: Parameter, box: Box) -> Box:
+    """A box of a parameter as a box of the stack that a checkpoint has of it."""
+    indices = tuple(index for index, _ in parameter.stack)
+    return Box(indices + box.start, (1,) * len(indices) + box.size)

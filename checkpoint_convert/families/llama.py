@@ -12,5 +12,6 @@ LLAMA = Family(
         "tie_word_embeddings": False,
         "eos_token_id": 2,
     },
-    required={"attention_bias": False, "mlp_bias": False},
+    # transformers gives `sliding_window` to the cache, not to the model.
+    required={"attention_bias": False, "mlp_bias": False, "sliding_window": None},
 )

@@ -12,6 +12,7 @@ QWEN2 = Family(
         "tie_word_embeddings": False,
         "eos_token_id": None,
     },
-    required={"use_sliding_window": False},
+    # `qk_norm` is known to vLLM only.
+    required={"use_sliding_window": False, "qk_norm": False},
     attention_bias=True,
 )

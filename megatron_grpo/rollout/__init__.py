@@ -2,6 +2,7 @@
 
 from megatron_grpo.rollout.client import RolloutClient
 from megatron_grpo.rollout.handover import check_handover, handover_folder
+from megatron_grpo.rollout.push_check import WorkerSums
 from megatron_grpo.rollout.samples import Sample
 from megatron_grpo.rollout.server import EngineServers
 from megatron_grpo.rollout.vllm_command import check_engine_arguments
@@ -10,6 +11,7 @@ __all__ = [
     "EngineServers",
     "RolloutClient",
     "Sample",
+    "WorkerSums",
     "check_engine_arguments",
     "check_handover",
     "handover_folder",

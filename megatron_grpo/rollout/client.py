@@ -1,25 +1,24 @@
 """The trainer's side of the rollout engines: prompts out and samples back, new weights out."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
 
+from checkpoint_convert.vllm import EngineReport
 from megatron_grpo.prompts import Prompt
-from megatron_grpo.rollout.engine_error import EngineError
+from megatron_grpo.rollout.engine import Engine, Json
+from megatron_grpo.rollout.push_check import WorkerSums, check_reports
 from megatron_grpo.rollout.samples import Sample, first_seed
+from megatron_grpo.timing import PhaseTimer
 
 CONNECT_TIMEOUT = 5.0
-POLL_INTERVAL = 0.01
-# What vLLM sends in the place of a log-probability that is no number.
-NOT_FINITE = -9999.0
 
-Json = dict[str, Any]
 T = TypeVar("T")
 
 
@@ -85,20 +84,48 @@ class RolloutClient:
             for choice in sorted(answer["choices"], key=lambda choice: choice["index"])
         ]
 
-    def update_weights(self, folder: Path, policy_version: int) -> None:
+    def describe_parameters(self) -> list[list[EngineReport]]:
+        """Shape and dtype of the parameters of every worker of every engine."""
+
+        async def describe(engine: Engine) -> list[EngineReport]:
+            answers = await engine.ask("describe_parameters")
+            return [answer["parameters"] for answer in answers]
+
+        return self._on_all(describe)
+
+    def update_weights(
+        self,
+        folder: Path,
+        policy_version: int,
+        expected: Sequence[WorkerSums],
+        timer: PhaseTimer,
+    ) -> None:
         """Load the weights in `folder` into every engine, which from then serves `policy_version`.
 
-        Engines drop what they cached under older weights.
+        A transaction: engines are paused and hold no version until each worker of all of them has
+        loaded and has the checksums in `expected`, one for each worker of an engine. After a
+        failure they stay so: `generate` refuses them until a push has succeeded, which may be the
+        next one, or another trainer's. Engines drop what they cached under older weights.
         """
+        push = f"{policy_version}-{uuid.uuid4().hex[:12]}"
+        with timer.phase("push"):
+            self._on_all(lambda engine: engine.load_weights(folder.resolve(), push))
+        with timer.phase("verify_weights"):
+            answers = self._on_all(lambda engine: engine.ask("push_report"))
+            check_reports(self.base_urls, answers, push, expected)
+        with timer.phase("push"):
+            self._on_all(lambda engine: engine.finish_push(policy_version))
+            self._on_all(lambda engine: engine.post("/resume"))
 
-        async def update(url: str) -> None:
+    def _on_all(self, action: Callable[[Engine], Coroutine[Any, Any, T]]) -> list[T]:
+        async def on(url: str) -> T:
             async with self._connect(url) as engine:
-                await engine.update_weights(folder.resolve(), policy_version)
+                return await action(engine)
 
-        _run_all(map(update, self.base_urls))
+        return _run_all(map(on, self.base_urls))
 
     @asynccontextmanager
-    async def _connect(self, url: str) -> AsyncIterator["Engine"]:
+    async def _connect(self, url: str) -> AsyncIterator[Engine]:
         async with httpx.AsyncClient(
             base_url=url,
             timeout=httpx.Timeout(self.request_timeout, connect=CONNECT_TIMEOUT),
@@ -106,96 +133,6 @@ class RolloutClient:
             trust_env=False,  # a proxy of the environment is not for engines
         ) as http:
             yield Engine(url, http)
-
-
-@dataclass(frozen=True)
-class Engine:
-    """An engine that we are connected to."""
-
-    url: str
-    http: httpx.AsyncClient
-
-    async def generate(self, requests: Sequence[Json], policy_version: int) -> list[Json]:
-        """The answers to `requests`, which the engine begins all at once, in the order of priority.
-
-        An engine that began with what had arrived by then would form other batches every time; sums
-        would round differently, and now and then another token would be sampled.
-        """
-        await self.pause()
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(self.post("/inference/v1/generate", request))
-                    for request in requests
-                ]
-                while (await self.get("/load"))["server_load"] < len(tasks):
-                    await asyncio.sleep(POLL_INTERVAL)
-                await self.post("/resume")
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
-        answers = [task.result() for task in tasks]
-        for choice in chain.from_iterable(answer["choices"] for answer in answers):
-            self._check(choice, policy_version)
-        return answers
-
-    async def update_weights(self, folder: Path, policy_version: int) -> None:
-        """Load `folder` and name it; nothing runs meanwhile, so that nothing is cached either."""
-        await self.pause()
-        await self.post("/start_weight_update")
-        await self.post("/update_weights", {"update_info": {"folder": str(folder)}})
-        await self.post("/finish_weight_update", {"weight_version": str(policy_version)})
-        await self.post("/resume")
-
-    async def pause(self) -> None:
-        """Hold new requests back until /resume, and forget what was computed for earlier ones."""
-        await self.post("/pause?mode=keep&clear_cache=false")  # below we hear if it succeeded
-        if not (await self.post("/reset_prefix_cache"))["success"]:
-            raise EngineError(f"rollout engine {self.url} could not drop its prefix cache")
-
-    async def get(self, route: str) -> Json:
-        """The answer of a GET route."""
-        return await self._call("GET", route)
-
-    async def post(self, route: str, body: Json | None = None) -> Json:
-        """The answer of a POST route."""
-        return await self._call("POST", route, body)
-
-    async def _call(self, method: str, route: str, body: Json | None = None) -> Json:
-        engine = f"rollout engine {self.url}"
-        try:
-            response = await self.http.request(method, route, json=body)
-        except httpx.ConnectTimeout as error:
-            raise ConnectionError(f"{engine} cannot be reached") from error
-        except httpx.TimeoutException as error:
-            raise TimeoutError(
-                f"{engine} did not answer {route} within {self.http.timeout.read:g} s "
-                "(rollout.request_timeout)"
-            ) from error
-        except httpx.TransportError as error:
-            reason = str(error) or "it hung up"
-            raise ConnectionError(f"{engine} cannot be reached at {route}: {reason}") from error
-        if response.is_error:
-            raise EngineError(
-                f"{engine} answered {route} with {response.status_code}: {response.text[:1000]}"
-            )
-        answer: Json = response.json()
-        return answer
-
-    def _check(self, choice: Json, policy_version: int) -> None:
-        versions = [span["version"] for span in choice["weight_versions"]]
-        if versions != [str(policy_version)]:
-            raise EngineError(
-                f"rollout engine {self.url} sampled from weights of version {', '.join(versions)}, "
-                f"version {policy_version} was asked for"
-            )
-        if choice["finish_reason"] not in ("stop", "length"):
-            raise EngineError(
-                f"rollout engine {self.url} gave up a sample: {choice['finish_reason']}"
-            )
-        if any(token["logprob"] <= NOT_FINITE for token in choice["logprobs"]["content"]):
-            raise EngineError(
-                f"rollout engine {self.url} returned a log-probability that is not finite"
-            )
 
 
 def equal_shares(items: Sequence[T], count: int) -> list[Sequence[T]]:

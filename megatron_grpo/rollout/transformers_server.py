@@ -17,9 +17,12 @@ from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
-from megatron_grpo.rollout.weight_folder import check_all_loaded, folder_tensors
+from checkpoint_convert.tokenizer import load_tokenizer
+from megatron_grpo.rollout.weight_folder import check_all_loaded
+from parallel.checksum import whole_checksum
 
 Json = dict[str, Any]
 Completion = tuple[list[int], list[float]]  # token ids and their log-probabilities
@@ -85,9 +88,12 @@ class TransformersEngine:
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: str) -> None:
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.tokenizer = load_tokenizer(folder)
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
         self.weight_version = "default"
+        # The push that began last, and the one whose weights these are, as in worker.PushWorker.
+        self._push, self._held_push = "", ""
+        self._is_loaded = False
         self._num_accepted = 0
         self._paused = False
         self._turn = threading.Condition()
@@ -113,20 +119,58 @@ class TransformersEngine:
             self._turn.notify_all()
         return {}
 
+    def answer_as_worker(self, body: Json) -> Json:
+        """Answer a method of `worker.PushWorker`, which says what they are, as the one worker."""
+        arguments = body["kwargs"]
+        answer: Json = {"question": arguments["question"]}
+        match body["method"]:
+            case "describe_parameters":
+                answer["parameters"] = {
+                    name: (list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+                    for name, tensor in self._stored_tensors().items()
+                }
+            case "begin_push":
+                self._push, self._is_loaded, self._held_push = arguments["push"], False, ""
+            case "push_report":
+                sums = {n: int(whole_checksum(t)) for n, t in self._stored_tensors().items()}
+                answer |= {"push": self._push, "is_loaded": self._is_loaded, "sums": sums}
+                answer["error"] = ""
+            case "held_push":
+                answer["push"] = self._held_push
+            case method:
+                raise ValueError(f"there is no method {method}")
+        return {"results": [answer]}
+
+    def _stored_tensors(self) -> dict[str, Tensor]:
+        """The parameters as a folder has them: transformers stacks experts and renames them."""
+        parameters = dict(self.model.named_parameters())
+        return revert_weight_conversion(self.model, parameters)
+
+    def update_weight_version(self, body: Json) -> Json:
+        """Name the weights."""
+        self.weight_version = body["new_version"]
+        return {}
+
     def update_weights(self, body: Json) -> Json:
         """Take every parameter from a folder; raises ValueError when one is not there."""
-        folder = Path(body["update_info"]["folder"])
-        values = self.model.state_dict()  # tied weights are in it by both names
-        loaded = set()
+        update = body["update_info"]
+        folder = Path(update["folder"])
+        # Names and shapes in a folder may be others than in the model, which stacks experts.
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=self.model.dtype, output_loading_info=True
+        )
+        wanted = {name for name, _ in model.named_parameters()}
+        check_all_loaded(wanted, wanted - set(loading["missing_keys"]), folder)
         with self._turn:
-            for name, tensor in folder_tensors(folder):
-                values[name].copy_(tensor)
-                loaded.add(name)
-        check_all_loaded({name for name, _ in self.model.named_parameters()}, loaded, folder)
+            if update["push"] == self._push:
+                self.model.load_state_dict(model.state_dict())
+                self._is_loaded = True
         return {}
 
     def finish_weight_update(self, body: Json) -> Json:
-        """Name the weights."""
+        """Name the weights, which are in place."""
+        if self._is_loaded:
+            self._held_push = self._push
         self.weight_version = body["weight_version"]
         return {}
 
@@ -176,6 +220,8 @@ ROUTES = {
     "/pause": TransformersEngine.pause,
     "/resume": TransformersEngine.resume,
     "/start_weight_update": TransformersEngine.answer_nothing,
+    "/collective_rpc": TransformersEngine.answer_as_worker,
+    "/update_weight_version": TransformersEngine.update_weight_version,
     "/update_weights": TransformersEngine.update_weights,
     "/finish_weight_update": TransformersEngine.finish_weight_update,
     "/reset_prefix_cache": TransformersEngine.reset_prefix_cache,

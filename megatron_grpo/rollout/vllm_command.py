@@ -16,6 +16,9 @@ from typing import Any
 from megatron_grpo.config import ModelConfig, RolloutConfig
 from megatron_grpo.rollout.weight_folder import BACKEND
 
+WORKER_EXTENSION = "megatron_grpo.rollout.worker.PushWorker"
+"""Gives vLLM's workers what the client asks of them."""
+
 ENGINE_VARIABLE = "MEGATRON_GRPO_ENGINE"
 """Set in the environment of engines that the trainer starts: our plugin acts in no other."""
 
@@ -26,6 +29,8 @@ RESERVED = {
     "logprobs_mode": "the trainer needs log-probabilities after temperature",
     "generation_config": "sampling follows rollout.temperature, not the model's own defaults",
     "weight_transfer_config": "new weights come as a folder",
+    "worker_extension_cls": "every push is checked in the workers",
+    "moe_backend": "others reorder the weights of experts, and new weights would not fit",
     "scheduling_policy": "priorities keep the composition of batches reproducible",
 }
 
@@ -39,6 +44,7 @@ def vllm_command(model: ModelConfig, rollout: RolloutConfig, port: int, on_gpu: 
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
         "weight_transfer_config": {"backend": BACKEND},
+        "worker_extension_cls": WORKER_EXTENSION,
         "scheduling_policy": "priority",
     }
     arguments |= platform_arguments(rollout.tensor_parallel_size, on_gpu) | rollout.vllm
@@ -53,7 +59,9 @@ def vllm_command(model: ModelConfig, rollout: RolloutConfig, port: int, on_gpu: 
 def platform_arguments(tensor_parallel_size: int, on_gpu: bool) -> dict[str, Any]:
     """Engine arguments in which a CPU differs from a GPU."""
     if on_gpu:
-        return {}
+        # It alone computes with the weights of experts as they were loaded, on every GPU. What is
+        # loaded later must find them so.
+        return {"moe_backend": "triton"}
     return {
         "enforce_eager": True,
         # The default of 128 shares no prefix shorter than that.

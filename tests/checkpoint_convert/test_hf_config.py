@@ -1,11 +1,19 @@
 """config.json -> ModelShape: what transformers writes, older forms, and what is refused by name."""
 
+import inspect
 import json
+import re
+from dataclasses import fields, replace
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
+import transformers
+from transformers.models.llama import LlamaConfig
 
-from checkpoint_convert import ModelShape, read_shape
-from models import CONFIGS
+from checkpoint_convert import ModelShape, MoeShape, read_shape
+from models import CONFIGS, OWN_FIELDS
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -22,6 +30,10 @@ LLAMA = {
     "intermediate_size": 96,
     "vocab_size": 250,
 }
+LINEAR_ROPE = {"rope_type": "linear", "factor": 4.0}
+MISTRAL = LLAMA | {"model_type": "mistral", "sliding_window": None}
+MIXTRAL = LLAMA | {"model_type": "mixtral", "num_key_value_heads": 2}
+QWEN3_MOE = LLAMA | {"model_type": "qwen3_moe"}
 
 
 def folder_with(folder, config, generation_config=None):
@@ -31,54 +43,239 @@ def folder_with(folder, config, generation_config=None):
     return folder
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def tiny_config(family, **overrides):
+    tiny = {
+        "num_hidden_layers": 3,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 24,
+        "intermediate_size": 96,
+        "vocab_size": 250,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+        "eos_token_id": [7, 8],
+    }
+    return CONFIGS[family](**(tiny | OWN_FIELDS.get(family, {}) | overrides))
+
+
+@pytest.mark.parametrize("family", CONFIGS)
 def test_what_transformers_saves_is_read_back(tmp_path, family):
-    config = CONFIGS[family](
-        num_hidden_layers=3,
-        hidden_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=96,
-        vocab_size=250,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
-        eos_token_id=[7, 8],
+    tiny_config(family).save_pretrained(tmp_path)
+    experts = MoeShape(
+        num_experts=4, experts_per_token=2, intermediate_size=96, normalize_topk=True
     )
-    config.save_pretrained(tmp_path)
     assert read_shape(tmp_path) == ModelShape(
         family=family,
         num_layers=3,
         hidden_size=64,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=128 if family == "qwen3" else 16,
+        head_dim=24,
         intermediate_size=96,
         vocab_size=250,
         tie_word_embeddings=True,
-        attention_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
+        attention_bias=family in ("qwen2",),
+        qk_norm=family in ("qwen3", "qwen3_moe"),
         rope_theta=5e5,
         rope_scaling=None,
-        rms_norm_eps=1e-6,
+        rms_norm_eps=1e-5,
         max_position_embeddings=512,
         eos_token_ids=(7, 8),
+        moe={"mixtral": experts, "qwen3_moe": replace(experts, intermediate_size=48)}.get(family),
     )
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+# Keys that must be there, since what transformers assumes without them is refused.
+MUST_SAY = {"mistral": {"sliding_window": None}}
+
+
+@pytest.mark.parametrize("family", CONFIGS)
 def test_absent_keys_have_the_defaults_of_transformers(tmp_path, family):
-    minimal = LLAMA | {"model_type": family, "num_attention_heads": 32}
+    minimal = LLAMA | {"num_attention_heads": 32} | MUST_SAY.get(family, {})
     config = CONFIGS[family](**{k: v for k, v in minimal.items() if k != "model_type"})
-    shape = read_shape(folder_with(tmp_path, minimal))
+    shape = read_shape(folder_with(tmp_path, minimal | {"model_type": family}))
     assert shape.num_key_value_heads == config.num_key_value_heads
-    assert shape.head_dim == getattr(config, "head_dim", 2)  # Qwen2: hidden_size / heads
+    assert shape.head_dim == (getattr(config, "head_dim", None) or 2)  # hidden_size / heads
     assert shape.rms_norm_eps == config.rms_norm_eps
     assert shape.rope_theta == config.rope_parameters["rope_theta"]
     assert shape.max_position_embeddings == config.max_position_embeddings
     assert shape.tie_word_embeddings == config.tie_word_embeddings
     eos = config.eos_token_id
     assert shape.eos_token_ids == (() if eos is None else (eos,))
+    if shape.moe is not None:
+        size = {"mixtral": "intermediate_size", "qwen3_moe": "moe_intermediate_size"}[family]
+        assert shape.moe == MoeShape(
+            num_experts=config.num_experts,
+            experts_per_token=config.num_experts_per_tok,
+            intermediate_size=getattr(config, size),
+            normalize_topk=getattr(config, "norm_topk_prob", True),
+        )
+
+
+# Fields of transformers' configs that cannot change the numbers of a forward pass.
+HARMLESS = {
+    "_name_or_path",
+    "architectures",
+    "bos_token_id",
+    "chunk_size_feed_forward",  # read by no decoder of ours
+    "dtype",  # of the stored weights: their files say it too
+    "id2label",
+    "initializer_range",
+    "label2id",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "pad_token_id",  # whose row of the embedding gets no gradient from transformers
+    "pretraining_tp",
+    "problem_type",
+    "return_dict",
+    "router_aux_loss_coef",  # of a loss of transformers' own
+    "transformers_version",
+    "use_cache",
+    # Asked for with a default by code that all models share:
+    "classifier_dropout",  # of heads that are no language models, as the next two
+    "hidden_dropout",
+    "token_classification_bias",
+    "compile_config",  # how and where it runs, as the next two
+    "distributed_config",
+    "gradient_checkpointing",
+    "init_std",  # of new weights, as the next
+    "initializer_factor",
+    "sep_token_id",
+    "target_layer_count",  # of a draft model
+    "first_k_dense_replace",  # of layers for multi-token prediction, which our families lack
+    "chain_hidden_post_norm",
+    "logits_mup_width_multiplier",
+    "mlp_layer_types",
+    "mtp_hidden_states_first",
+    "mtp_layer_types",
+    "mtp_mlp_layer_types",
+    "mtp_per_layer_config",
+    "num_mtp_layers",
+    "unpadded_vocab_size",
+    "number_of_conv_states",  # of linear attention, which layer_types would name
+}
+# The same, of families that have a switch for sliding windows.
+BEHIND_USE_SLIDING_WINDOW = {"max_window_layers", "sliding_window"}
+# Another value than `tiny_config` has, where the type does not say which.
+OTHER_VALUES = {
+    "eos_token_id": 3,
+    "head_dim": 32,
+    "hidden_act": "gelu",
+    "is_causal": False,
+    "layer_types": ["sliding_attention"] * 3,
+    "logit_scale": 0.5,
+    "mlp_only_layers": [1],
+    "model_type": "gemma",
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "num_local_experts": 8,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10.0},
+    "sliding_window": 128,
+}
+
+
+def other_value(name, value):
+    if name in OTHER_VALUES:
+        return OTHER_VALUES[name]
+    return not value if isinstance(value, bool) else (value or 0) + 1
+
+
+# Modules of transformers that take part in every model, and ask its config for what it may lack.
+SHARED_MODULES = (
+    "cache_utils",
+    "configuration_utils",
+    "masking_utils",
+    "modeling_layers",
+    "modeling_rope_utils",
+    "modeling_utils",
+)
+
+
+def asked_for(source):
+    """Names for which code asks a config that may lack them, by getattr or hasattr."""
+    return set(re.findall(r'attr\(\s*(?:\w+\.)*\w*config,\s*"([a-z]\w*)"', source))
+
+
+def names_that_are_read(config):
+    """What a config is saved with, and what transformers and vLLM ask it for."""
+    model = import_module(type(config).__module__.replace("configuration", "modeling"))
+    read = re.findall(r'config(?:, "|\.)([a-z]\w+)', inspect.getsource(model))
+    sources = [Path(transformers.__file__).with_name(f"{name}.py") for name in SHARED_MODULES]
+    # vLLM is not imported: its files are there for every device. Mistral derives from Llama.
+    models = Path(find_spec("vllm").origin).with_name("model_executor") / "models"
+    sources.append(models / f"{config.model_type}.py")
+    if config.model_type == "mistral":
+        sources.append(models / "llama.py")
+    asked = set().union(*(asked_for(path.read_text()) for path in sources))
+    names = {field.name for field in fields(config)} | set(config.to_dict()) | set(read) | asked
+    return names - set(config.attribute_map)  # which are other names of some of the rest
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_every_key_that_is_read_anywhere_is_carried_over_refused_or_harmless(tmp_path, family):
+    config = tiny_config(family)
+    names = names_that_are_read(config)
+    harmless = HARMLESS | (BEHIND_USE_SLIDING_WINDOW if "use_sliding_window" in names else set())
+    saved = json.loads(config.to_json_string())
+    shape = read_shape(folder_with(tmp_path, saved))
+    ignored = []
+    for name in sorted(names - harmless):
+        changed = saved | {name: other_value(name, saved.get(name))}
+        try:
+            if read_shape(folder_with(tmp_path, changed)) == shape:
+                ignored.append(name)
+        except ValueError as error:
+            assert name in str(error), f"{name}: {error}"
+    assert not ignored, f"do they change what a {family} computes? {ignored}"
+
+
+@pytest.mark.parametrize("spelling", ["num_experts", "num_local_experts"])
+@pytest.mark.parametrize("config", [MIXTRAL, QWEN3_MOE], ids=["mixtral", "qwen3_moe"])
+def test_the_number_of_experts_is_read_in_both_spellings_that_transformers_reads(
+    tmp_path, config, spelling
+):
+    assert read_shape(folder_with(tmp_path, config | {spelling: 16})).moe.num_experts == 16
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 5e5},
+        {"rope_parameters": LINEAR_ROPE, "rope_theta": 5e5},
+        {"rope_parameters": LINEAR_ROPE | {"rope_theta": 1e6}, "rope_theta": 5e5},
+        {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": LINEAR_ROPE},
+        {"rope_scaling": LINEAR_ROPE | {"type": "yarn"}},
+        {"rope_scaling": LLAMA3_ROPE},
+        {"rope_scaling": LLAMA3_ROPE, "original_max_position_embeddings": 8192},
+        {
+            "rope_scaling": LLAMA3_ROPE | {"original_max_position_embeddings": 4096},
+            "original_max_position_embeddings": 8192,
+        },
+        {"rope_scaling": LINEAR_ROPE, "original_max_position_embeddings": 4096},
+        {"rope_scaling": None},
+    ],
+    ids=str,
+)
+def test_rope_that_is_said_twice_is_read_as_transformers_reads_it(tmp_path, rope):
+    shape = read_shape(folder_with(tmp_path, LLAMA | rope))
+    config = LlamaConfig.from_pretrained(tmp_path)
+    config.standardize_rope_params()  # as the model does before it uses them
+    expected = config.rope_parameters
+    scaling = shape.rope_scaling or {"rope_type": "default"}
+    assert scaling | {"rope_theta": shape.rope_theta} == {
+        key: value for key, value in expected.items() if key != "type"
+    }
+
+
+def test_linear_rope_scaling_is_carried_over(tmp_path):
+    shape = read_shape(folder_with(tmp_path, LLAMA | {"rope_parameters": LINEAR_ROPE}))
+    assert shape.rope_scaling == LINEAR_ROPE
+    older = {"type": "linear", "factor": 4.0}
+    assert shape == read_shape(folder_with(tmp_path, LLAMA | {"rope_scaling": older}))
 
 
 def test_both_ways_to_write_rope_scaling_are_read_alike(tmp_path):
@@ -109,7 +306,10 @@ def test_the_end_tokens_of_a_chat_model_come_from_its_generation_config(tmp_path
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "gemma"}, ["'gemma'", "['llama', 'qwen2', 'qwen3']"]),
+        (
+            {"model_type": "gemma"},
+            ["'gemma'", "['llama', 'mistral', 'mixtral', 'qwen2', 'qwen3', 'qwen3_moe']"],
+        ),
         ({"attention_bias": True}, ["attention_bias is True, only False"]),
         ({"mlp_bias": True}, ["mlp_bias is True"]),
         ({"hidden_act": "gelu"}, ["hidden_act is 'gelu', only 'silu'"]),
@@ -118,7 +318,51 @@ def test_the_end_tokens_of_a_chat_model_come_from_its_generation_config(tmp_path
         ({"model_type": "qwen2", "use_sliding_window": True}, ["use_sliding_window is True"]),
         ({"model_type": "qwen3", "attention_bias": True}, ["attention_bias is True"]),
         ({"layer_types": ["sliding_attention"] * 2}, ["['sliding_attention']"]),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, ["'yarn'", "'default', 'llama3'"]),
+        # Mistral 7B v0.1, whose windows transformers also assumes for an absent key
+        (MISTRAL | {"sliding_window": 4096}, ["sliding_window is 4096, only None"]),
+        ({"model_type": "mistral"}, ["sliding_window is 4096, only None"]),
+        (MIXTRAL | {"sliding_window": 4096}, ["sliding_window is 4096"]),
+        (MIXTRAL | {"router_jitter_noise": 0.1}, ["router_jitter_noise is 0.1"]),
+        (MIXTRAL | {"num_local_experts": 1}, ["num_experts_per_tok(2)", "experts(1)"]),
+        (QWEN3_MOE | {"num_experts": 4}, ["num_experts_per_tok(8)", "num_experts(4)"]),
+        (QWEN3_MOE | {"num_experts": 0}, ["num_experts is 0"]),
+        (QWEN3_MOE | {"decoder_sparse_step": 2}, ["decoder_sparse_step is 2, only 1"]),
+        (QWEN3_MOE | {"mlp_only_layers": [0]}, ["mlp_only_layers is [0], only []"]),
+        (
+            QWEN3_MOE | {"shared_expert_intermediate_size": 64},
+            ["shared_expert_intermediate_size is 64"],
+        ),
+        (LLAMA | {"sliding_window": 4096}, ["sliding_window is 4096"]),
+        (MISTRAL | {"attention_bias": True}, ["attention_bias is True"]),
+        ({"is_causal": False}, ["is_causal is False, only True"]),
+        ({"is_causal": None}, ["is_causal is None"]),
+        (
+            {"model_type": "qwen2", "dual_chunk_attention_config": {"chunk_size": 8192}},
+            ["dual_chunk_attention_config is {'chunk_size': 8192}"],
+        ),
+        ({"add_cross_attention": True}, ["add_cross_attention is True"]),
+        ({"is_encoder_decoder": True}, ["is_encoder_decoder is True"]),
+        ({"compression_config": {"format": "int"}}, ["compression_config is {'format': 'int'}"]),
+        ({"text_config": {"hidden_size": 8}}, ["text_config is {'hidden_size': 8}"]),
+        ({"transformers_weights": "b.safetensors"}, ["transformers_weights is 'b.safetensors'"]),
+        ({"rotary_pct": 0.5}, ["rotary_pct is 0.5"]),
+        ({"rotary_emb_fraction": 0.5}, ["rotary_emb_fraction is 0.5"]),
+        ({"per_layer_config": {"0": {"head_dim": 8}}}, ["per_layer_config is {'0'"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor is 0.5, only 1.0"]),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+            ["'yarn'", "['default', 'linear', 'llama3']"],
+        ),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, ["'dynamic'"]),
+        ({"rope_scaling": {"type": "linear"}}, ["linear RoPE scaling without its factor"]),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 5e5}}},
+            ["RoPE parameters of their own for ['full_attention']"],
+        ),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            ["RoPE low_freq_factor is None, only 1.0"],
+        ),
         (
             {"rope_scaling": LLAMA3_ROPE | {"low_freq_factor": 2.0}},
             ["RoPE low_freq_factor is 2.0, only 1.0"],
@@ -128,6 +372,12 @@ def test_the_end_tokens_of_a_chat_model_come_from_its_generation_config(tmp_path
             ["RoPE partial_rotary_factor is 0.5"],
         ),
         ({"rope_scaling": {"rope_type": "llama3"}}, ["without its factor"]),
+        (
+            {"rope_scaling": LLAMA3_ROPE, "original_max_position_embeddings": 4096},
+            ["RoPE original_max_position_embeddings is 4096, only 8192"],
+        ),
+        ({"rope_scaling": {"rope_type": "default", "rope_dim": 8}}, ["RoPE rope_dim is 8"]),
+        ({"rope_scaling": {"rope_type": "default", "use_fope": True}}, ["RoPE use_fope is True"]),
         ({"hidden_size": None}, ["hidden_size is None", "at least 1"]),
         ({"num_hidden_layers": "2"}, ["num_hidden_layers is '2'"]),
         ({"num_key_value_heads": 3}, ["num_key_value_heads(3)", "num_attention_heads(4)"]),
@@ -140,9 +390,164 @@ def test_what_would_change_the_numbers_is_refused_by_name(tmp_path, change, word
         assert word in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": ["llama"]}, "model_type ['llama'] is not supported"),
+        ({"layer_types": 5}, "layer_types is 5, only a list"),
+        ({"layer_types": [["full_attention"]]}, "layer_types contains "),
+        ({"rms_norm_eps": None}, "rms_norm_eps is None; a finite number above 0"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ({"rope_theta": None}, "rope_theta is None; a finite number above 0"),
+        ({"rope_theta": float("inf")}, "rope_theta is inf"),
+        ({"rope_theta": 10**400}, "rope_theta is 1000"),
+        ({"rope_theta": True}, "rope_theta is True"),
+        ({"rope_parameters": {"rope_theta": -1.0}}, "rope_theta is -1.0"),
+        ({"rope_scaling": "linear"}, "rope_scaling is 'linear'; null or an object"),
+        ({"rope_parameters": [1.0]}, "rope_parameters is [1.0]; null or an object"),
+        ({"rope_scaling": {"rope_type": ["linear"]}}, "RoPE scaling ['linear'] is not supported"),
+        ({"rope_scaling": LINEAR_ROPE | {"factor": None}}, "factor is None"),
+        ({"rope_scaling": LINEAR_ROPE | {"factor": "4"}}, "factor is '4'"),
+        ({"rope_scaling": LINEAR_ROPE | {"factor": 0}}, "factor is 0; a finite number above 0"),
+        ({"rope_scaling": LINEAR_ROPE | {"factor": -4.0}}, "factor is -4.0"),
+        ({"rope_scaling": LLAMA3_ROPE | {"factor": float("inf")}}, "factor is inf"),
+        (QWEN3_MOE | {"norm_topk_prob": "no"}, "norm_topk_prob is 'no'; true or false"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'; true or false"),
+        ({"tie_word_embeddings": None}, "tie_word_embeddings is None"),
+        ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'; a token id or a list"),
+        ({"eos_token_id": [1, "</s>"]}, "eos_token_id is [1, '</s>']"),
+        ({"eos_token_id": -1}, "eos_token_id is -1"),
+        ({"eos_token_id": float("nan")}, "eos_token_id is nan"),
+        ({"head_dim": 25}, "head_dim is 25; an even number"),
+        ({"head_dim": 0}, "head_dim is 0"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
+        ({"attention_dropout": float("nan")}, "attention_dropout is nan"),
+        ({"vocab_size": float("inf")}, "vocab_size is inf"),
+    ],
+    ids=lambda value: None if isinstance(value, dict) else value,
+)
+def test_a_value_that_makes_no_sense_is_refused_with_what_is_wanted(tmp_path, change, words):
+    with pytest.raises(ValueError) as error:
+        read_shape(folder_with(tmp_path, LLAMA | change))
+    assert str(error.value).startswith(str(tmp_path / "config.json"))
+    assert words in str(error.value)
+
+
+def test_end_tokens_that_make_no_sense_are_named_with_their_file(tmp_path):
+    folder_with(tmp_path, LLAMA, {"eos_token_id": ["</s>"]})
+    with pytest.raises(ValueError, match=r"generation_config\.json: eos_token_id is \['</s>'\]"):
+        read_shape(tmp_path)
+
+
+OF_LLAMA2 = {
+    "model_type": "llama",
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": None,
+    "pretraining_tp": 1,
+    "eos_token_id": 2,
+}
+OF_LLAMA3 = {
+    "model_type": "llama",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+    "rope_scaling": LLAMA3_ROPE | {"factor": 8.0},
+    "eos_token_id": [128001, 128008, 128009],
+}
+OF_LLAMA3_SMALL = OF_LLAMA3 | {"tie_word_embeddings": True, "rope_scaling": LLAMA3_ROPE}
+OF_MISTRAL = {
+    "model_type": "mistral",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "sliding_window": None,
+    "eos_token_id": 2,
+}
+OF_MIXTRAL = OF_MISTRAL | {
+    "model_type": "mixtral",
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.02,
+}
+OF_QWEN2 = {
+    "model_type": "qwen2",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "max_window_layers": 28,
+    "sliding_window": 131072,
+    "use_sliding_window": False,
+    "eos_token_id": 151645,
+}
+OF_QWEN3 = OF_QWEN2 | {
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "head_dim": 128,
+    "rope_scaling": None,
+    "sliding_window": None,
+}
+OF_QWEN3_MOE = OF_QWEN3 | {
+    "model_type": "qwen3_moe",
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
+TIED = {"tie_word_embeddings": True}
+SIZES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "vocab_size",
+    "max_position_embeddings",
+)
+# What config.json of well-known models says.
+PUBLISHED = {
+    "Llama-2-7b": (OF_LLAMA2, 32, 4096, 32, 32, 11008, 32000, 4096),
+    "Llama-3.1-8B-Instruct": (OF_LLAMA3, 32, 4096, 32, 8, 14336, 128256, 131072),
+    "Llama-3.1-70B-Instruct": (OF_LLAMA3, 80, 8192, 64, 8, 28672, 128256, 131072),
+    "Llama-3.2-1B": (OF_LLAMA3_SMALL | {"head_dim": 64}, 16, 2048, 32, 8, 8192, 128256, 131072),
+    "Llama-3.3-70B": (OF_LLAMA3 | {"head_dim": 128}, 80, 8192, 64, 8, 28672, 128256, 131072),
+    "Mistral-7B-v0.3": (OF_MISTRAL, 32, 4096, 32, 8, 14336, 32768, 32768),
+    "Mixtral-8x7B": (OF_MIXTRAL, 32, 4096, 32, 8, 14336, 32000, 32768),
+    "Qwen2-7B": (OF_QWEN2, 28, 3584, 28, 4, 18944, 152064, 131072),
+    "Qwen2.5-0.5B": (OF_QWEN2 | TIED, 24, 896, 14, 2, 4864, 151936, 32768),
+    "Qwen2.5-72B": (OF_QWEN2, 80, 8192, 64, 8, 29568, 152064, 131072),
+    "Qwen3-0.6B": (OF_QWEN3 | TIED, 28, 1024, 16, 8, 3072, 151936, 40960),
+    "Qwen3-8B": (OF_QWEN3, 36, 4096, 32, 8, 12288, 151936, 40960),
+    "Qwen3-30B-A3B": (OF_QWEN3_MOE, 48, 2048, 32, 4, 6144, 151936, 40960),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_well_known_models_are_read_as_transformers_reads_them(tmp_path, name):
+    of_family, *sizes = PUBLISHED[name]
+    config = of_family | dict(zip(SIZES, sizes, strict=True))
+    shape = read_shape(folder_with(tmp_path, config))
+    expected = CONFIGS[config["model_type"]].from_pretrained(tmp_path)
+    head_dim = getattr(expected, "head_dim", None) or expected.hidden_size // sizes[2]
+    assert shape.head_dim == head_dim
+    assert shape.num_key_value_heads == expected.num_key_value_heads
+    assert shape.tie_word_embeddings == expected.tie_word_embeddings
+    rope = shape.rope_scaling or {"rope_type": "default"}
+    assert rope | {"rope_theta": shape.rope_theta} == expected.rope_parameters
+    assert (shape.moe is None) == (not hasattr(expected, "num_experts_per_tok"))
+
+
 def test_every_refused_key_is_listed_at_once(tmp_path):
     with pytest.raises(ValueError, match=r"hidden_act.*mlp_bias"):
         read_shape(folder_with(tmp_path, LLAMA | {"mlp_bias": True, "hidden_act": "relu"}))
+
+
+@pytest.mark.parametrize("value", [None, False, 0, []])
+def test_a_key_may_say_in_any_way_that_nothing_is_used(tmp_path, value):
+    unused = {"mlp_only_layers": value, "use_sliding_window": value, "attention_dropout": value}
+    read_shape(folder_with(tmp_path, QWEN3_MOE | unused))
 
 
 @pytest.mark.parametrize(("text", "words"), [("{", "not valid JSON"), ("[1]", "holds list")])
@@ -153,5 +558,5 @@ def test_a_broken_config_is_named(tmp_path, text, words):
 
 
 def test_a_missing_folder_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"nowhere/config\.json does not exist"):
+    with pytest.raises(ValueError, match=r"nowhere does not exist"):
         read_shape(tmp_path / "nowhere")

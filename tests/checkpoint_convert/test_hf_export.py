@@ -19,35 +19,45 @@ from checkpoint_convert import (
     read_weights,
     write_weights,
 )
-from models import tiny_model
+from models import CONFIGS, tiny_model
 from parallel import ParallelDims
 
-MESHES = {  # tensor 4 is more than the key-value heads; 7 layers divide by no pipeline
-    f"tp{tensor}-pp{pipeline}-vpp{virtual}": ParallelDims(
-        tensor=tensor, pipeline=pipeline, virtual_pipeline=virtual
-    )
-    for tensor, pipeline, virtual in [
-        (1, 1, 1),
-        (2, 1, 1),
-        (4, 1, 1),
-        (1, 2, 1),
-        (1, 3, 2),
-        (2, 2, 2),
-        (2, 3, 1),
-        (4, 3, 2),
-    ]
-}
+MESHES = [  # tensor 4 is more than the key-value heads; 7 layers divide by no pipeline
+    ParallelDims(),
+    ParallelDims(tensor=4),
+    ParallelDims(pipeline=3, virtual_pipeline=2),
+    ParallelDims(tensor=2, pipeline=2, virtual_pipeline=2),
+    ParallelDims(tensor=4, pipeline=3),
+    ParallelDims(tensor=2, context=2, data=2),
+]
+EXPERT_MESHES = [  # each with other copies: of an expert, of a part of it, or none
+    ParallelDims(data=2, expert=2),
+    ParallelDims(data=4, expert=2),
+    ParallelDims(data=4, expert_tensor=4),
+    ParallelDims(tensor=2, pipeline=3, expert=2, expert_tensor=1),
+    ParallelDims(tensor=4, data=2, expert=2, expert_tensor=2),
+    ParallelDims(
+        tensor=2, pipeline=2, virtual_pipeline=2, context=2, data=2, expert=4, expert_tensor=1
+    ),
+]
+MODELS = [(family, tied) for family in CONFIGS for tied in (False, True)]
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
-def family(request):
-    return request.param
+def name_of(dims):
+    experts = f" * ep({dims.expert}) etp({dims.expert_tensor})" if dims in EXPERT_MESHES else ""
+    return f"{dims} vpp({dims.virtual_pipeline}){experts}"
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
-def model(request, family, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    return tiny_model(folder, family, tied=request.param, num_hidden_layers=7)
+ROUND_TRIPS = [
+    pytest.param(family, tied, dims, id=f"{family}-tied={tied}-{name_of(dims)}")
+    for family, tied in MODELS
+    for dims in MESHES + (EXPERT_MESHES if family in ("mixtral", "qwen3_moe") else [])
+]
+
+
+@pytest.fixture(scope="module")
+def models(seven_layer_models):
+    return seven_layer_models
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +66,7 @@ def llama(tmp_path_factory):
 
 
 def load_rank(folder, shape, dims, rank, dtype=torch.float32):
-    layout = megatron_layout(shape, dims, dims.coordinates(rank), fused_norms=False)
+    layout = megatron_layout(shape, dims, dims.coordinates(rank), transformer_engine=False)
     parameters = {n: torch.full(s, torch.nan, dtype=dtype) for n, s in layout.shapes.items()}
     read_weights(folder, shape, layout, parameters)
     return layout, parameters
@@ -73,8 +83,11 @@ def assert_same(weights, expected):
         assert torch.equal(weights[name], tensor), name
 
 
-@pytest.mark.parametrize("dims", MESHES.values(), ids=MESHES.keys())
-def test_every_rank_loads_and_writes_back_the_whole_model_bitwise(model, tmp_path, dims):
+@pytest.mark.parametrize(("family", "tied", "dims"), ROUND_TRIPS)
+def test_the_ranks_load_and_write_back_the_whole_model_bitwise(
+    models, tmp_path, family, tied, dims
+):
+    model = models[family, tied]
     shape = read_shape(model)
     create_export(tmp_path, model, shape, torch.float32, max_shard_bytes=150_000)
     for rank in range(dims.world_size):
@@ -84,8 +97,10 @@ def test_every_rank_loads_and_writes_back_the_whole_model_bitwise(model, tmp_pat
     assert_same(exported_weights(tmp_path), load_file(model / "model.safetensors"))
 
 
-def test_an_export_is_what_transformers_loads(model, tmp_path):
-    shape, dims = read_shape(model), ParallelDims()
+@pytest.mark.parametrize(("family", "tied"), MODELS)
+def test_an_export_is_what_transformers_loads(models, tmp_path, family, tied):
+    model, dims = models[family, tied], ParallelDims()
+    shape = read_shape(model)
     create_export(tmp_path, model, shape, torch.float32, max_shard_bytes=100_000)
     write_weights(tmp_path, *load_rank(model, shape, dims, 0))
     tokens = torch.arange(250).reshape(2, 125)
@@ -217,7 +232,7 @@ def test_a_finished_export_takes_the_place_of_an_earlier_one(llama, tmp_path):
         assert_same(load_file(final / "model.safetensors"), load_file(llama / "model.safetensors"))
 
 
-def test_config_of_an_export_names_its_dtype_once(llama, tmp_path):
+def test_config_of_an_export_names_its_dtype_once_by_the_key_that_it_had(llama, tmp_path):
     source = shutil.copytree(llama, tmp_path / "source")
     config = json.loads((source / "config.json").read_text())
     del config["dtype"]
@@ -225,5 +240,5 @@ def test_config_of_an_export_names_its_dtype_once(llama, tmp_path):
     (source / "config.json").write_text(json.dumps(config))
     create_export(tmp_path / "out", source, read_shape(source), torch.bfloat16)
     written = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert written["dtype"] == "bfloat16"
-    assert "torch_dtype" not in written
+    assert written["torch_dtype"] == "bfloat16"
+    assert "dtype" not in written

@@ -1,6 +1,7 @@
 """Finding weights from headers: everything wrong with a folder is said, nothing leaves it."""
 
 import json
+import re
 import shutil
 import struct
 import time
@@ -10,7 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoint_convert import check_weights, create_export, hf_tensors, read_shape
+from checkpoint_convert.safetensors_file import read_header
+from checkpoint_convert.tensor_io import StoredTensors
 from models import tiny_model
+from parallel import Box
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +33,29 @@ def sharded(pristine, tmp_path):
     return tmp_path / "sharded"
 
 
+@pytest.fixture
+def bin_model(model):
+    """The same model in a file of torch.save."""
+    torch.save(load_file(model / "model.safetensors"), model / "pytorch_model.bin")
+    (model / "model.safetensors").unlink()
+    return model
+
+
+@pytest.fixture
+def bin_sharded(bin_model):
+    """The same in two."""
+    weights = list(torch.load(bin_model / "pytorch_model.bin").items())
+    (bin_model / "pytorch_model.bin").unlink()
+    weight_map = {}
+    for i, some in enumerate([weights[:7], weights[7:]]):
+        file = f"pytorch_model-{i + 1:05d}-of-00002.bin"
+        torch.save(dict(some), bin_model / file)
+        weight_map |= dict.fromkeys(dict(some), file)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (bin_model / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    return bin_model
+
+
 def refusal(folder) -> str:
     start = time.perf_counter()
     with pytest.raises(ValueError) as error:
@@ -44,7 +71,7 @@ def edit_weights(folder, change):
 
 
 def edit_index(folder, change):
-    path = folder / "model.safetensors.index.json"
+    (path,) = folder.glob("*.index.json")
     index = json.loads(path.read_text())
     change(index)
     path.write_text(json.dumps(index))
@@ -102,12 +129,65 @@ def test_rotary_buffers_of_old_checkpoints_are_passed_over(model):
     assert name not in check_weights(model, read_shape(model))
 
 
+def test_files_of_torch_save_are_read_in_one_file_and_in_many(pristine, bin_sharded, tmp_path):
+    expected = load_file(pristine / "model.safetensors")
+    places = check_weights(bin_sharded, read_shape(bin_sharded))
+    assert len({place.file for place in places.values()}) == 2
+    with StoredTensors(places) as tensors:
+        for name, value in expected.items():
+            assert torch.equal(tensors.read(name, Box.whole(tuple(value.shape))), value)
+    torch.save(expected, bin_sharded / "pytorch_model.bin")
+    one = check_weights(bin_sharded, read_shape(bin_sharded))
+    assert {place.file.name for place in one.values()} == {"pytorch_model.bin"}
+
+
+def test_safetensors_go_before_files_of_torch_save(model):
+    (model / "pytorch_model.bin").write_bytes(b"an older copy")
+    places = check_weights(model, read_shape(model))
+    assert {place.file.name for place in places.values()} == {"model.safetensors"}
+
+
+def test_a_dtype_in_a_file_of_torch_save_is_refused_by_its_name(bin_model):
+    weights = torch.load(bin_model / "pytorch_model.bin")
+    weights["model.norm.weight"] = weights["model.norm.weight"].to(torch.float8_e4m3fn)
+    torch.save(weights, bin_model / "pytorch_model.bin")
+    assert "model.norm.weight has dtype float8_e4m3fn, supported: " in refusal(bin_model)
+
+
+def test_a_file_of_torch_save_that_would_run_code_is_refused_and_does_not(bin_model):
+    class Touch:
+        def __reduce__(self):
+            return open, (str(bin_model / "canary"), "w")
+
+    weights = torch.load(bin_model / "pytorch_model.bin")
+    torch.save(weights | {"model.norm.weight": Touch()}, bin_model / "pytorch_model.bin")
+    assert "its pickle asks for io.open" in refusal(bin_model)
+    assert not (bin_model / "canary").exists()
+
+
+def test_an_index_of_files_of_torch_save_is_checked_alike(bin_sharded):
+    original = (bin_sharded / "pytorch_model.bin.index.json").read_text()
+    first, name = "pytorch_model-00001-of-00002.bin", "model.norm.weight"
+    for file, message in {
+        "../stolen.bin": "names files outside the folder: ['../stolen.bin']",
+        "absent.bin": "names files that are not there: ['absent.bin']",
+        first: f"names tensors that are not there: ['{name} in {first}']",
+    }.items():
+        edit_index(bin_sharded, lambda index, file=file: index["weight_map"].update({name: file}))
+        assert message in refusal(bin_sharded)
+        (bin_sharded / "pytorch_model.bin.index.json").write_text(original)
+
+
 @pytest.mark.parametrize("file", ["../stolen.safetensors", "/etc/passwd", "..", "a/b.safetensors"])
 def test_an_index_that_points_out_of_the_folder_is_refused(sharded, file):
     edit_index(sharded, lambda index: index["weight_map"].update({"model.norm.weight": file}))
-    message = refusal(sharded)
-    assert "outside the folder" in message
-    assert file in message
+    assert f"names files outside the folder: [{file!r}]" in refusal(sharded)
+
+
+@pytest.mark.parametrize("file", ["", "a\0b", "x" * 256, "\u00e4" * 128])
+def test_an_index_with_a_name_that_no_file_can_have_is_refused(sharded, file):
+    edit_index(sharded, lambda index: index["weight_map"].update({"model.norm.weight": file}))
+    assert f"has names that no file can have: [{file!r}]" in refusal(sharded)
 
 
 def test_a_missing_shard_is_named(sharded):
@@ -127,9 +207,26 @@ def test_an_index_without_a_map_is_named(sharded, index):
     assert "has no weight_map" in refusal(sharded)
 
 
-def test_a_folder_without_safetensors_is_named(model):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("absent", "absent does not exist: "),
+        ("config.json", "config.json is a file: give its folder"),
+        ("model.safetensors", "model.safetensors is a file: give its folder"),
+    ],
+)
+def test_what_is_no_folder_is_named(model, name, message):
+    with pytest.raises(ValueError, match=re.escape(f"{model}/{message}")):
+        read_shape(model / name)
+    with pytest.raises(ValueError, match=re.escape(f"{model}/{message}")):
+        check_weights(model / name, read_shape(model))
+
+
+def test_a_folder_without_weights_is_named(model):
     (model / "model.safetensors").unlink()
-    assert "neither model.safetensors nor model.safetensors.index.json" in refusal(model)
+    message = refusal(model)
+    assert "neither model.safetensors nor model.safetensors.index.json" in message
+    assert "neither pytorch_model.bin nor pytorch_model.bin.index.json" in message
 
 
 @pytest.mark.parametrize("keep", [0, 5, 100, 10_000, -1])
@@ -150,13 +247,19 @@ def test_a_truncated_file_is_named(model, keep):
         b'{"x": {"dtype": "F32", "shape": "2", "data_offsets": [0, 8]}}',
         b'{"x": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}',
         b'{"x": {"dtype": "F32", "shape": [-1], "data_offsets": [0, -4]}}',
+        b'{"x": {"dtype": "F32", "shape": [-2, -1], "data_offsets": [0, 8]}}',
+        b'{"x": {"dtype": "F32", "shape": [2.0], "data_offsets": [0, 8]}}',
+        b'{"x": {"dtype": "F32", "shape": [true, 2], "data_offsets": [0, 8]}}',
+        b'{"x": {"dtype": "F32", "shape": [2], "data_offsets": [0.0, 8]}}',
+        b'{"x": {"dtype": "F32", "shape": [2], "data_offsets": [false, 8]}}',
         b'{"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, '
         b'"y": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}',
     ],
 )
 def test_a_malformed_header_is_named(model, header):
     write_raw(model, header, bytes(8))
-    assert str(model / "model.safetensors") in refusal(model)
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
+        read_header(model / "model.safetensors")
 
 
 def test_a_header_that_claims_more_than_the_format_allows_is_not_read(model):

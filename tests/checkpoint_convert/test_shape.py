@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from checkpoint_convert import ModelShape, check_divisible, padded_vocab_size
+from checkpoint_convert import ModelShape, MoeShape, check_divisible, padded_vocab_size
 from parallel import ParallelDims
 
 SHAPE = ModelShape(
@@ -24,6 +24,11 @@ SHAPE = ModelShape(
     rms_norm_eps=1e-6,
     max_position_embeddings=512,
     eos_token_ids=(1,),
+)
+MIXTURE = replace(
+    SHAPE,
+    family="mixtral",
+    moe=MoeShape(num_experts=6, experts_per_token=2, intermediate_size=40, normalize_topk=True),
 )
 
 
@@ -61,6 +66,39 @@ def test_a_mesh_that_cannot_split_the_model_is_refused_with_the_legal_sizes(dims
 def test_an_intermediate_size_that_the_ranks_do_not_divide_is_refused():
     with pytest.raises(ValueError, match=r"does not divide intermediate_size\(482\)"):
         check_divisible(replace(SHAPE, intermediate_size=482), ParallelDims(tensor=4))
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"expert": 6}, {"expert_tensor": 4, "expert": 3}, {"expert_tensor": 8}]
+)
+def test_experts_are_split_over_other_ranks_than_the_rest(sizes):
+    check_divisible(MIXTURE, ParallelDims(tensor=2, data=12, **{"expert_tensor": 1, **sizes}))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        (
+            {"expert": 4},
+            ["expert(4)", "does not divide their num_experts(6)", "[1, 2, 3, 6]"],
+        ),
+        (
+            {"expert_tensor": 3},
+            ["expert_tensor(3)", "their intermediate_size(40)", "[1, 2, 4, 5, 8, 10, 20, 40]"],
+        ),
+    ],
+)
+def test_a_mesh_that_cannot_split_the_experts_is_refused_with_the_legal_sizes(sizes, words):
+    with pytest.raises(ValueError) as error:
+        check_divisible(MIXTURE, ParallelDims(data=12, **sizes))
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_the_dense_intermediate_size_is_not_split_where_experts_stand_for_the_mlp():
+    check_divisible(replace(MIXTURE, intermediate_size=7), ParallelDims(tensor=4))
+    with pytest.raises(ValueError, match=r"does not divide intermediate_size\(7\)"):
+        check_divisible(replace(SHAPE, intermediate_size=7), ParallelDims(tensor=4))
 
 
 def test_the_vocabulary_is_padded_to_a_multiple_of_the_tensor_ranks():

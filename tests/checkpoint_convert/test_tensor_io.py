@@ -1,15 +1,16 @@
 """Boxes in files: any box of a stored tensor is read and written as slicing would."""
 
+import pickle
 import tempfile
 from pathlib import Path
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from checkpoint_convert.safetensors_file import create_file, read_header
-from checkpoint_convert.tensor_io import TORCH_DTYPES, read_box, write_box
+from checkpoint_convert.tensor_io import TORCH_DTYPES, StoredTensors, read_box, write_box
 from parallel import Box
 
 
@@ -27,7 +28,8 @@ def test_a_box_is_written_and_read_where_slicing_puts_it(shape_and_box, dtype):
     shape, box = shape_and_box
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.safetensors"
-        create_file(path, {"before": (3,), "x": shape, "after": (2, 2)}, dtype)
+        shapes = {"before": (3,), "x": shape, "after": (2, 2)}
+        create_file(path, {name: (dtype, size) for name, size in shapes.items()})
         values = torch.rand(*reversed(box.size)).permute(*reversed(range(len(shape))))
         place = read_header(path)["x"]
         with path.open("r+b", buffering=0) as file:
@@ -40,3 +42,24 @@ def test_a_box_is_written_and_read_where_slicing_puts_it(shape_and_box, dtype):
         assert torch.equal(tensors["x"], expected)
         assert not tensors["before"].any()
         assert not tensors["after"].any()
+
+
+def test_more_files_are_read_than_may_be_open(tmp_path, monkeypatch):
+    monkeypatch.setattr("checkpoint_convert.tensor_io._MAX_OPEN_FILES", 2)
+    values = {f"x{i}": torch.randn(3, 4) for i in range(5)}
+    places = {}
+    for name, value in values.items():
+        save_file({name: value}, tmp_path / name)
+        places |= read_header(tmp_path / name)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with StoredTensors(places) as tensors:
+        for _ in range(2):
+            for name, value in values.items():
+                assert torch.equal(tensors.read(name, Box((1, 0), (2, 4))), value[1:])
+        assert len(list(Path("/proc/self/fd").iterdir())) == before + 2
+        # Another process opens its own.
+        copied = pickle.loads(pickle.dumps(tensors))
+        assert len(list(Path("/proc/self/fd").iterdir())) == before + 2
+        with copied:
+            assert torch.equal(copied.read("x0", Box.whole((3, 4))), values["x0"])
+    assert len(list(Path("/proc/self/fd").iterdir())) == before

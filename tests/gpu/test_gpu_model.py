@@ -52,17 +52,26 @@ def run_on_gpus(folder: Path, dims: ParallelDims, variant: str) -> list[tuple[Te
     return run_ranks(dims.world_size, logprobs_and_gradient_norm, folder, dims, variant, cuda=True)
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
+def save_model(folder: Path, family: str) -> Path:
+    heads = {} if family == "qwen2" else {"head_dim": 64}
+    experts = {"moe_intermediate_size": 128} if family == "qwen3_moe" else {}
+    return tiny_model(folder, family, **SHAPE, **heads, **experts)
+
+
+def transformers_logprobs(folder: Path) -> Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        return torch.cat(sequence_logprobs(model, LENGTHS))
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
 def folder(request, tmp_path_factory):
-    heads = {} if request.param == "qwen2" else {"head_dim": 64}
-    return tiny_model(tmp_path_factory.mktemp("model"), request.param, **SHAPE, **heads)
+    return save_model(tmp_path_factory.mktemp("model"), request.param)
 
 
 @pytest.fixture(scope="module")
 def expected(folder):
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        return torch.cat(sequence_logprobs(model, LENGTHS))
+    return transformers_logprobs(folder)
 
 
 def test_torch_layers_equal_transformers_on_cuda(folder, expected):
@@ -79,6 +88,15 @@ def test_transformer_engine_layers_have_the_numbers_of_torch_layers(folder, expe
     assert fused_norm == pytest.approx(plain_norm, rel=3e-2)
 
 
+def check_layout(folder: Path, expected: Tensor, dims: ParallelDims) -> None:
+    results = run_on_gpus(folder, dims, "torch float32")
+    ((_, want),) = run_on_gpus(folder, ParallelDims(), "torch float32")
+    for logprobs, norm in results:
+        assert norm == pytest.approx(want, rel=1e-5)
+        if logprobs is not None and dims.data == 1:
+            torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize(
     "dims",
     [
@@ -91,9 +109,18 @@ def test_transformer_engine_layers_have_the_numbers_of_torch_layers(folder, expe
     ids=str,
 )
 def test_layouts_agree_over_nccl(folder, expected, dims):
-    results = run_on_gpus(folder, dims, "torch float32")
-    ((_, want),) = run_on_gpus(folder, ParallelDims(), "torch float32")
-    for logprobs, norm in results:
-        assert norm == pytest.approx(want, rel=1e-5)
-        if logprobs is not None and dims.data == 1:
-            torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=0)
+    check_layout(folder, expected, dims)
+
+
+@pytest.mark.parametrize(
+    "dims",
+    [
+        ParallelDims(data=2, expert=2),
+        ParallelDims(tensor=2, expert_tensor=1, expert=2),
+        ParallelDims(tensor=2, data=2, expert=2),
+    ],
+    ids=lambda d: f"{d} ep({d.expert}) etp({d.expert_tensor})",
+)
+def test_expert_layouts_agree_over_nccl(tmp_path, dims):
+    folder = save_model(tmp_path, "qwen3_moe")
+    check_layout(folder, transformers_logprobs(folder), dims)

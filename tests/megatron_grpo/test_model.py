@@ -25,7 +25,8 @@ from policies import (
     tiny_config,
 )
 
-MODELS = [(family, tied) for family in ("llama", "qwen2", "qwen3") for tied in (False, True)]
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+MODELS = [(family, tied) for family in FAMILIES for tied in (False, True)]
 LAYOUTS = [
     ParallelDims(),
     ParallelDims(tensor=2),
@@ -94,17 +95,22 @@ def test_logprobs_equal_transformers(folders, expected, dims):
                 )
 
 
-@pytest.mark.parametrize("dims", [ParallelDims(), ParallelDims(context=2)], ids=str)
-def test_llama3_rope_scaling_equals_transformers(tmp_path, dims):
-    lengths = [[(100, 300), (50, 60)]]  # long enough for the scaled frequencies to turn
-    rope = {
-        "rope_type": "llama3",
-        "rope_theta": 10_000.0,
+SCALED_ROPES = {
+    "linear": {"factor": 4.0},
+    "llama3": {
         "factor": 32.0,
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
-    }
+    },
+}
+
+
+@pytest.mark.parametrize("rope_type", SCALED_ROPES)
+@pytest.mark.parametrize("dims", [ParallelDims(), ParallelDims(context=2)], ids=str)
+def test_rope_scaling_equals_transformers(tmp_path, dims, rope_type):
+    lengths = [[(100, 300), (50, 60)]]  # long enough for the scaled frequencies to turn
+    rope = {"rope_type": rope_type, "rope_theta": 10_000.0, **SCALED_ROPES[rope_type]}
     scaled = tiny_model(tmp_path / "scaled", "llama", rope_parameters=rope)
     plain = tiny_model(tmp_path / "plain", "llama")
     want = transformers_logprobs(scaled, lengths)

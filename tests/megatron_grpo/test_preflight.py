@@ -70,12 +70,13 @@ def test_a_config_that_can_run_passes(config):
             ["parallel.virtual_pipeline_parallel_size=2", "parallel.pipeline_parallel_size=1"],
             ["virtual_pipeline(2)", "pipeline > 1"],
         ),
-        (["parallel.expert_parallel_size=2"], ["expert(2)", "data(1)"]),
+        (["parallel.expert_parallel_size=4"], ["expert(4)", "dp(1)", "= 2", "[1, 2]"]),
+        (["parallel.expert_tensor_parallel_size=3"], ["expert_tensor(3)", "4 ranks", "[1, 2, 4]"]),
+        (["parallel.expert_parallel_size=2"], ["expert(2)", "qwen3 has none", "set 1"]),
         (
-            ["parallel.expert_parallel_size=2", "parallel.data_parallel_size=2"],
-            ["expert(2)", "qwen3 has none", "set 1"],
+            ["rollout.engine=vllm", "rollout.tensor_parallel_size=3"],
+            ["tensor_parallel_size(3)", "[1, 2, 4]"],
         ),
-        (["rollout.engine=vllm", "rollout.tensor_parallel_size=3"], ["size 3", "[1, 2, 4]"]),
         # Lengths.
         (["rollout.max_completion_length=500"], ["20 of 20 prompts", "more than the 12 tokens"]),
         (["rollout.max_completion_length=600"], ["max_completion_length 600", "at most 511"]),
@@ -104,6 +105,36 @@ def test_bad_input_is_refused_in_seconds_with_the_numbers(overrides, parts, conf
         assert part in message
 
 
+@pytest.fixture(scope="session")
+def mixture(tmp_path_factory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("mixture"), "qwen3_moe")
+
+
+def test_a_mixture_on_a_mesh_that_holds_its_experts_passes(config, mixture):
+    preflight(config(f"model.path={mixture}", "parallel.expert_parallel_size=2"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (
+            ["parallel.data_parallel_size=3", "parallel.expert_parallel_size=3"],
+            ["expert(3)", "num_experts(4)", "[1, 2, 4]"],
+        ),
+        (
+            ["parallel.data_parallel_size=5", "parallel.expert_tensor_parallel_size=5"],
+            ["expert_tensor(5)", "intermediate_size(48)", "[1, 2, 3, 4, 6,"],
+        ),
+        (["parallel.sequence_parallel=false"], ["tensor(2)", "tensor_parallel_size to 1"]),
+        (["model.megatron.moe_expert_capacity_factor=1.0"], ["factor is not free"]),
+    ],
+)
+def test_what_a_mixture_cannot_do_is_refused_with_the_numbers(overrides, parts, config, mixture):
+    message = refusal(config(f"model.path={mixture}", *overrides))
+    for part in parts:
+        assert part in message
+
+
 def test_empty_data_is_refused(config, tmp_path):
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n")
@@ -128,8 +159,8 @@ def test_missing_tokenizer_is_refused(config, model, tmp_path):
     broken = copy_of(model, tmp_path / "broken")
     for file in broken.glob("*tokenizer*"):
         file.unlink()
-    # transformers makes a tokenizer without words out of nothing.
-    assert "makes no tokens of row 0" in refusal(config(f"model.path={broken}"))
+    # transformers would make a tokenizer without words out of nothing.
+    assert "has no tokenizer: neither tokenizer.json" in refusal(config(f"model.path={broken}"))
 
 
 def test_tokenizer_of_another_model_is_refused(config, model, tmp_path):

@@ -66,6 +66,7 @@ def test_the_run_directory_holds_everything_that_is_promised(full_run: Path) -> 
             "time/generate",
             "time/train",
             "time/push",
+            "time/verify_weights",
         }
     completions = read_json_lines(full_run / "completions.jsonl")
     assert [row["policy_version"] for row in completions] == [0] * 16 + [1] * 16

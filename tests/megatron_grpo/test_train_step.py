@@ -18,7 +18,7 @@ from checkpoint_convert import read_shape
 from distributed import run_ranks
 from megatron_grpo.config import Config
 from megatron_grpo.experience import Experience, share_out
-from megatron_grpo.model import Policy, build_policy
+from megatron_grpo.model import build_policy
 from megatron_grpo.prompts import Prompt
 from megatron_grpo.rollout.samples import Sample
 from megatron_grpo.train_step import accumulate_gradient
@@ -26,8 +26,8 @@ from models import tiny_model
 from oracle import OracleLoss, oracle_logprobs, oracle_model_loss
 from parallel import CostModel, ParallelDims
 from parallel.device import setup_device
-from parallel.groups import Groups, init_groups
-from policies import tiny_config
+from parallel.groups import init_groups
+from policies import gradient_boxes, tiny_config
 
 NUM_SEQUENCES, MAX_COMPLETION_LENGTH = 12, 24
 TEMPERATURE, BETA, EPSILON, EPSILON_HIGH, DELTA = 0.8, 0.05, 0.2, 0.3, 1.5
@@ -166,26 +166,8 @@ def gradients_on_rank(
             sums = metrics.sums.sum(dim=0)
             dist.all_reduce(sums, group=groups.data_context)
             dist.all_reduce(sums, group=groups.pipeline)
-            results[loss_type, budget] = (float(sums[1]), _gradient_boxes(policy, groups))
+            results[loss_type, budget] = (float(sums[1]), gradient_boxes(policy))
     return results
-
-
-def _gradient_boxes(policy: Policy, groups: Groups) -> list[Any]:
-    """(Hugging Face name, box, values) of what this rank owns, summed over its replicas."""
-    for chunk in policy.chunks:
-        for buffer in chunk.buffers:
-            for bucket in buffer.buckets:  # the distributed optimizer leaves each rank one shard
-                shards = bucket.grad_data.chunk(groups.data_context.size())
-                shard = shards[groups.data_context.rank()].clone()
-                dist.all_gather_into_tensor(bucket.grad_data, shard, group=groups.data_context)
-    if groups.coordinates.data or groups.coordinates.context:
-        return []
-    gradients = {name: p.main_grad for name, p in policy.parameters().items()}
-    return [
-        (piece.tensor, piece.box, _cut(gradients[piece.local], piece.local_box).clone())
-        for piece in policy.layout.pieces
-        if not piece.is_replica
-    ]
 
 
 def _cut(tensor: torch.Tensor, box: Any) -> torch.Tensor:

@@ -1,5 +1,6 @@
 import pytest
 import torch
+import torch.distributed as dist
 
 from distributed import run_ranks
 from parallel.device import setup_device
@@ -26,6 +27,8 @@ def cuda_requests(rank: int) -> dict[str, object]:
         "converted": torch.zeros(1).type(torch.int64).dtype,
         "state": tracker_state.dtype,
         "repeatable": drawn == torch.rand(1).item(),
+        "event": torch.cuda.Stream().record_event().synchronize(),
+        "same stream": torch.cuda.Stream() == torch.cuda.current_stream(),
         "num_modes": len(torch.overrides._get_current_function_mode_stack()),
         "cuda": torch.cuda.is_available(),
     }
@@ -45,9 +48,47 @@ def test_cuda_requests_are_answered_by_the_cpu():
         "converted": torch.int64,
         "state": torch.uint8,
         "repeatable": True,
+        "event": None,
+        "same stream": True,
         "num_modes": 1,
         "cuda": False,
     }
+
+
+def unequal_collectives(rank: int) -> dict[str, list[float]]:
+    """Rank r has r + 1 rows to give; each row holds its rank."""
+    setup_device(rank)
+    size, group = dist.get_world_size(), dist.group.WORLD
+    lengths = list(range(1, size + 1))
+    own = torch.full((rank + 1, 2), float(rank))
+
+    gathered = torch.empty(sum(lengths), 2)
+    dist.all_gather(list(gathered.split(lengths)), own, group=group)
+
+    summed = torch.empty(rank + 1, 2)
+    whole = torch.arange(float(sum(lengths)))[:, None].expand(-1, 2) * (rank + 1)
+    dist.reduce_scatter(summed, list(whole.split(lengths)), group=group)
+
+    received = torch.empty(size * (rank + 1), 2)
+    dist.all_to_all_single(
+        received,
+        torch.full((sum(lengths), 2), float(rank)),
+        output_split_sizes=torch.tensor([rank + 1] * size),  # as Megatron's dispatcher has them
+        input_split_sizes=torch.tensor(lengths),
+        group=group,
+    )
+    results = {"all_gather": gathered, "reduce_scatter": summed, "all_to_all_single": received}
+    return {name: result.T.tolist() for name, result in results.items()}
+
+
+def test_gloo_takes_unequal_lengths_as_nccl_does():
+    for rank, results in enumerate(run_ranks(3, unequal_collectives)):
+        rows = [[0, 1, 1, 2, 2, 2]] * 2
+        assert results["all_gather"] == rows
+        mine = {0: [0], 1: [1, 2], 2: [3, 4, 5]}[rank]
+        assert results["reduce_scatter"] == [[row * (1 + 2 + 3) for row in mine]] * 2
+        senders = [sender for sender in range(3) for _ in range(rank + 1)]
+        assert results["all_to_all_single"] == [senders] * 2
 
 
 def test_importing_changes_nothing():

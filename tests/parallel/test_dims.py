@@ -1,12 +1,20 @@
 import itertools
 
 import pytest
+from megatron.core.parallel_state import RankGenerator
 
-from parallel.dims import Coordinates, ParallelDims, pipeline_layers
+from parallel.dims import Coordinates, ExpertPlace, ParallelDims, divisors, pipeline_layers
 
 MESHES = [
     ParallelDims(tensor=tp, context=cp, data=dp, pipeline=pp)
     for tp, cp, dp, pp in itertools.product((1, 2, 3), (1, 2), (1, 2, 4), (1, 2, 4))
+]
+# Every way to lay out experts over a stage of tensor 2, context 1 or 2, data 4.
+EXPERT_MESHES = [
+    ParallelDims(tensor=2, context=cp, data=4, pipeline=pp, expert_tensor=etp, expert=ep)
+    for cp, pp in itertools.product((1, 2), (1, 3))
+    for etp in divisors(2 * cp * 4)
+    for ep in divisors(2 * cp * 4 // etp)
 ]
 
 
@@ -23,6 +31,55 @@ def test_tensor_axis_is_the_fastest_and_pipeline_the_slowest() -> None:
     assert dims.coordinates(2) == Coordinates(tensor=0, context=1, data=0, pipeline=0)
     assert dims.coordinates(4) == Coordinates(tensor=0, context=0, data=1, pipeline=0)
     assert dims.coordinates(8) == Coordinates(tensor=0, context=0, data=0, pipeline=1)
+
+
+@pytest.mark.parametrize("dims", MESHES, ids=str)
+def test_the_ranks_along_an_axis_are_a_group_of_megatron_in_order(dims: ParallelDims) -> None:
+    generator = RankGenerator(
+        tp=dims.tensor,
+        ep=1,
+        dp=dims.data,
+        pp=dims.pipeline,
+        cp=dims.context,
+        order="tp-cp-ep-dp-pp",
+    )
+    for token, axis in {"tp": "tensor", "cp": "context", "dp": "data", "pp": "pipeline"}.items():
+        for ranks in generator.get_ranks(token):
+            places = [vars(dims.coordinates(rank)) for rank in ranks]
+            assert places == [{**places[0], axis: i} for i in range(len(ranks))]
+
+
+@pytest.mark.parametrize(
+    "dims", EXPERT_MESHES, ids=lambda d: f"{d} etp({d.expert_tensor}) ep({d.expert})"
+)
+def test_the_ranks_along_an_expert_axis_are_a_group_of_megatron_in_order(
+    dims: ParallelDims,
+) -> None:
+    copies = dims.stage_size // (dims.expert_tensor * dims.expert)
+    generator = RankGenerator(
+        tp=dims.expert_tensor,
+        ep=dims.expert,
+        dp=copies,
+        pp=dims.pipeline,
+        cp=1,
+        order="tp-cp-ep-dp-pp",
+    )
+    for token, axis in {"tp": "tensor", "ep": "expert", "dp": "data"}.items():
+        groups = generator.get_ranks(token)
+        assert sorted(itertools.chain(*groups)) == list(range(dims.world_size))
+        for ranks in groups:
+            places = [vars(dims.expert_place(dims.coordinates(rank))) for rank in ranks]
+            assert places == [{**places[0], axis: i} for i in range(len(ranks))]
+
+
+def test_experts_have_the_tensor_ranks_of_the_model_unless_said_otherwise() -> None:
+    dims = ParallelDims(tensor=4, data=2, expert=2)
+    assert dims.expert_tensor == 4
+    assert dims.expert_place(dims.coordinates(6)) == ExpertPlace(tensor=2, expert=1, data=0)
+    alone = ParallelDims(tensor=4, data=2, expert=8, expert_tensor=1)
+    assert alone.expert_place(alone.coordinates(6)) == ExpertPlace(tensor=0, expert=6, data=0)
+    copied = ParallelDims(tensor=4, data=2, expert_tensor=2)
+    assert copied.expert_place(copied.coordinates(6)) == ExpertPlace(tensor=0, expert=0, data=3)
 
 
 @pytest.mark.parametrize("dims", MESHES, ids=str)
@@ -48,7 +105,17 @@ def test_a_mesh_that_does_not_fill_the_world_names_every_factor_and_a_legal_valu
     [
         ({"tensor": 0}, "tensor parallel size is 0"),
         ({"virtual_pipeline": 2}, "needs pipeline > 1"),
-        ({"data": 4, "expert": 3}, r"legal values are \[1, 2, 4\]"),
+        ({"expert": -1}, "expert parallel size is -1: at least 1"),
+        ({"data": 4, "expert": 3}, r"expert\(3\) must divide .* legal values are \[1, 2, 4\]"),
+        (
+            {"tensor": 2, "context": 2, "data": 3, "expert_tensor": 8},
+            r"expert_tensor\(8\) must divide the 12 ranks of a pipeline stage, tp\(2\) \* cp\(2\) "
+            r"\* dp\(3\): legal values are \[1, 2, 3, 4, 6, 12\]",
+        ),
+        (
+            {"tensor": 2, "data": 4, "expert_tensor": 4, "expert": 4},
+            r"expert\(4\) must divide .* / expert_tensor\(4\) = 2: legal values are \[1, 2\]",
+        ),
     ],
 )
 def test_impossible_sizes_are_refused_with_a_legal_value(

@@ -1,5 +1,6 @@
 """Layouts: copies between any two of them equal direct slicing; every fault of a cover is found."""
 
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -7,9 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel import Box, Layout, Piece, cover_exactly, intersect
+from parallel import Axes, Box, Layout, Piece, Shape, cover_exactly, intersect
 
 SHAPES = {"a": (12,), "b": (7, 10), "c": (4, 6, 5)}
+
+
+def as_whole(values: np.ndarray, axes: Axes) -> np.ndarray:
+    """A view of a box of a local tensor with the dimensions of the whole tensor."""
+    if not axes:
+        return values
+    whole_first = np.moveaxis(values, axes, range(len(axes)))
+    return whole_first.reshape(whole_first.shape[: len(axes)], copy=False)
 
 
 @st.composite
@@ -29,49 +38,179 @@ def tilings(draw, shape):
 
 
 @st.composite
+def storages(draw, size: Shape) -> tuple[Shape, Box, Axes]:
+    """A local tensor with room for a box of `size`: in any order of dimensions, in a stack or not.
+
+    It has a margin before the box, along every dimension.
+    """
+    num_dims = len(size) + draw(st.integers(0, 2))
+    axes = tuple(draw(st.permutations(range(num_dims))))[: len(size)]
+    if axes == tuple(range(num_dims)) and draw(st.booleans()):
+        axes = ()
+    local_size = [1] * num_dims
+    for dim, axis in enumerate(axes or range(num_dims)):
+        local_size[axis] = size[dim]
+    margin = draw(st.integers(0, 2))
+    box = Box((margin,) * num_dims, tuple(local_size))
+    return box.end, box, axes
+
+
+@st.composite
 def systems(draw, num_ranks=3):
-    """Layouts of ranks that together own SHAPES; some also hold replicas, all have margins."""
+    """Layouts of ranks that together own SHAPES; some also hold replicas."""
     shapes = [{} for _ in range(num_ranks)]
     pieces = [[] for _ in range(num_ranks)]
     for tensor, shape in SHAPES.items():
         for number, box in enumerate(draw(tilings(shape))):
             holders = draw(st.permutations(range(num_ranks)))[: draw(st.integers(1, 2))]
             for is_replica, rank in enumerate(holders):
-                margin = draw(st.integers(0, 2))
                 local = f"{tensor}.{number}"
-                shapes[rank][local] = tuple(n + margin for n in box.size)
-                local_box = Box((margin,) * len(shape), box.size)
-                pieces[rank].append(Piece(local, local_box, tensor, box, bool(is_replica)))
+                shapes[rank][local], local_box, axes = draw(storages(box.size))
+                pieces[rank].append(Piece(local, local_box, tensor, box, bool(is_replica), axes))
     return [Layout(s, tuple(p)) for s, p in zip(shapes, pieces, strict=True)]
 
 
-def numbered() -> dict[str, np.ndarray]:
-    return {name: np.arange(np.prod(shape)).reshape(shape) for name, shape in SHAPES.items()}
+def numbered(shapes: dict[str, Shape] = SHAPES) -> dict[str, np.ndarray]:
+    """Whole tensors whose elements are all different, and none of them 0."""
+    sizes = np.cumsum([0, *map(np.prod, shapes.values())])
+    return {
+        name: np.arange(1 + start, 1 + end).reshape(shape)
+        for (name, shape), start, end in zip(shapes.items(), sizes[:-1], sizes[1:], strict=True)
+    }
 
 
-def direct_slices(layout: Layout) -> dict[str, np.ndarray]:
-    tensors, wholes = {n: np.full(s, -1) for n, s in layout.shapes.items()}, numbered()
+def direct_slices(layout: Layout, wholes: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The local tensors: slices of whole ones, 0 in the zeros, -1 where nothing is described."""
+    tensors = {name: np.full(shape, -1) for name, shape in layout.shapes.items()}
     for piece in layout.pieces:
-        tensors[piece.local][piece.local_box.slices] = wholes[piece.tensor][piece.box.slices]
+        target = as_whole(tensors[piece.local][piece.local_box.slices], piece.axes)
+        target[:] = wholes[piece.tensor][piece.box.slices]
+    for name, box in layout.zeros:
+        tensors[name][box.slices] = 0
     return tensors
 
 
 @given(systems(), systems())
 def test_copies_between_two_systems_equal_direct_slicing(sources, destinations):
-    held = [direct_slices(layout) for layout in sources]
+    held = [direct_slices(layout, numbered()) for layout in sources]
     for destination in destinations:
         received = {name: np.full(shape, -1) for name, shape in destination.shapes.items()}
         writes = {name: np.zeros(shape, int) for name, shape in destination.shapes.items()}
         for source, tensors in zip(sources, held, strict=True):
             for copy in intersect(source, destination):
                 values = tensors[copy.source][copy.source_box.slices]
-                received[copy.destination][copy.destination_box.slices] = values
+                target = received[copy.destination][copy.destination_box.slices]
+                values = as_whole(values, copy.source_axes)
+                as_whole(target, copy.destination_axes)[:] = values
                 writes[copy.destination][copy.destination_box.slices] += 1
-        expected = direct_slices(destination)
+        expected = direct_slices(destination, numbered())
         assert received.keys() == expected.keys()
         for name, tensor in expected.items():
             np.testing.assert_array_equal(received[name], tensor)
             np.testing.assert_array_equal(writes[name], tensor >= 0)
+
+
+@given(st.data(), st.sampled_from(list(SHAPES.values())), st.integers(1, 150))
+def test_a_box_is_cut_into_runs_of_its_elements_of_bounded_size(data, shape, max_elements):
+    (whole,) = numbered({"t": shape}).values()
+    for box in data.draw(tilings(shape)):
+        parts = box.cut(max_elements)
+        assert all(part.num_elements <= max_elements for part in parts)
+        in_order = np.concatenate([whole[part.slices].ravel() for part in parts])
+        np.testing.assert_array_equal(in_order, whole[box.slices].ravel())
+        if box.num_elements <= max_elements:
+            assert parts == [box]
+
+
+@st.composite
+def keys(draw) -> tuple[dict[str, Shape], Layout]:
+    """Whole tensors, and a layout of stacks of them in any order of dimensions.
+
+    Slices of a stack may be zeros, replicas, or described by nothing; there may be a margin of
+    zeros at the end of one dimension.
+    """
+    wholes, shapes, pieces, zeros = {}, {}, [], []
+    for name, shape in SHAPES.items():
+        stack, *axes = draw(st.permutations(range(len(shape) + 1)))
+        padded, padding = draw(st.sampled_from(axes)), draw(st.integers(0, 2))
+        kinds = draw(st.lists(st.sampled_from(["owned", "replica", "zeros", ""]), min_size=1))
+        extents = dict(zip(axes, shape, strict=True)) | {stack: len(kinds)}
+        stacked = Box.whole(tuple(extents[axis] for axis in range(len(extents))))
+        for index, kind in enumerate(kinds):
+            box, whole = stacked.narrowed(stack, index, 1), f"{name}{index}"
+            wholes[whole] = shape
+            if kind == "zeros":
+                zeros.append((name, box))
+            elif kind:
+                is_replica = kind == "replica"
+                piece = Piece(name, box, whole, Box.whole(shape), is_replica, tuple(axes))
+                pieces.append(piece)
+        shapes[name] = stacked.narrowed(padded, 0, extents[padded] + padding).size
+        if padding:
+            zeros.append((name, stacked.narrowed(padded, extents[padded], padding)))
+    return wholes, Layout(shapes, tuple(pieces), tuple(zeros))
+
+
+@given(keys(), st.data())
+def test_a_layout_through_another_equals_slicing_twice(outer, data):
+    wholes, outer = outer
+    shapes, pieces = {}, []
+    for key, shape in outer.shapes.items():
+        for number, box in enumerate(data.draw(tilings(shape))):
+            shapes[f"{key}@{number}"], local_box, axes = data.draw(storages(box.size))
+            is_replica = data.draw(st.booleans())
+            pieces.append(Piece(f"{key}@{number}", local_box, key, box, is_replica, axes))
+    inner = Layout(shapes, tuple(pieces))
+
+    def owned(layout: Layout) -> Layout:
+        pieces = tuple(piece for piece in layout.pieces if not piece.is_replica)
+        return replace(layout, pieces=pieces, zeros=())
+
+    def sliced(layout: Layout) -> dict[str, np.ndarray]:
+        return direct_slices(layout, numbered(wholes))
+
+    def sliced_twice(inner: Layout, outer: Layout) -> dict[str, np.ndarray]:
+        return direct_slices(inner, sliced(outer))
+
+    through = inner.through(outer)
+    assert through.shapes == inner.shapes
+    expected = sliced_twice(inner, outer)
+    np.testing.assert_equal(sliced(through), expected)
+    np.testing.assert_equal(sliced(owned(through)), sliced_twice(owned(inner), owned(outer)))
+    boxes = [piece.box for piece in through.pieces] + [box for _, box in through.zeros]
+    num_described = sum((tensor >= 0).sum() for tensor in expected.values())
+    assert sum(box.num_elements for box in boxes) == num_described  # nothing twice
+
+
+def test_layouts_in_stacks_of_thousands_meet_in_linear_time():
+    layers, experts = 94, 128
+    stack = {"w": (layers, experts, 12, 8)}
+    slices = [(layer, expert) for layer in range(layers) for expert in range(experts)]
+    whole = Layout(
+        stack,
+        tuple(
+            Piece("w", Box((*at, 0, 0), (1, 1, 12, 8)), f"{at}", Box.whole((12, 8)), axes=(2, 3))
+            for at in slices
+        ),
+    )
+    chunks = {f"{at}.{row}": Box((*at, row, 0), (1, 1, 6, 8)) for at in slices for row in (0, 6)}
+    chunked = Layout(
+        {name: box.size for name, box in chunks.items()},
+        tuple(Piece(name, Box.whole(box.size), "w", box) for name, box in chunks.items()),
+    )
+    start = time.process_time()
+    assert len(chunked.through(whole).pieces) == len(chunks)
+    assert len(intersect(chunked, Layout.of_whole_tensors(stack))) == len(chunks)
+    cover_exactly(stack, [chunked])
+    assert time.process_time() - start < 5.0
+
+
+def test_layouts_cut_along_one_dimension_into_tens_of_thousands_meet_in_linear_time():
+    rows = {"w": (160_000, 2)}
+    cut = Layout.of_parts(rows, max_elements=4)
+    start = time.process_time()
+    assert len(intersect(cut, cut)) == 80_000
+    assert time.process_time() - start < 4.0
 
 
 @given(systems())

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_grpo.rollout.transformers_server import sample
-from models import EOS_ID
+from megatron_grpo.rollout.transformers_server import TransformersEngine, sample
+from models import EOS_ID, tiny_model
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -54,3 +54,11 @@ def test_tokens_are_drawn_with_their_probabilities(model):
     common = expected > 5
     statistic = ((counts - expected) ** 2 / expected)[common].sum()
     assert statistic < common.sum() + 5 * (2 * common.sum()) ** 0.5
+
+
+def test_experts_are_taken_from_a_folder(tmp_path):
+    before, after = (tiny_model(tmp_path / str(i), "qwen3_moe", seed=i) for i in range(2))
+    engine = TransformersEngine(before, torch.float32, "cpu")
+    engine.update_weights({"update_info": {"folder": str(after), "push": ""}})
+    for name, weight in AutoModelForCausalLM.from_pretrained(after).state_dict().items():
+        assert torch.equal(engine.model.state_dict()[name], weight), name

@@ -16,9 +16,20 @@ def untied_engine(tmp_path_factory):
         yield engine
 
 
+@pytest.fixture(scope="module")
+def mixture_engine(tmp_path_factory):
+    folder = served_model(tmp_path_factory.mktemp("mixture"), "qwen3_moe", tied=False)
+    with running_engine("vllm", folder, tmp_path_factory.mktemp("mixture-logs")) as engine:
+        yield engine
+
+
 @pytest.mark.parametrize(
     ("engine_name", "family", "tied"),
-    [("vllm_engine", "qwen3", True), ("untied_engine", "llama", False)],
+    [
+        ("vllm_engine", "qwen3", True),
+        ("untied_engine", "llama", False),
+        ("mixture_engine", "qwen3_moe", False),
+    ],
 )
 def test_after_a_push_samples_are_those_of_the_new_weights(
     request, tmp_path, engine_name, family, tied
@@ -41,7 +52,7 @@ def test_a_folder_without_all_weights_is_refused(vllm_engine, tied_model, tmp_pa
     del weights["model.layers.1.mlp.down_proj.weight"]
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(EngineError, match=r"no weights for model\.layers\.1\.mlp\.down_proj"):
-        vllm_engine.push(tmp_path)
+        vllm_engine.push(tmp_path, expected=tied_model)
     vllm_engine.push(tied_model)
 
 

@@ -1,10 +1,14 @@
-"""The dense pre-norm decoder that Llama and Qwen share: RoPE, GQA, gated MLP, RMS norms.
+"""The pre-norm decoder that all families share: RoPE, GQA, gated MLP or experts, RMS norms.
 
-Each function describes parameters of Megatron-Core by the tensors of the weight files.
+Each function describes parameters of Megatron-Core by the tensors of the weight files. An engine's
+parameters are the same fusions of the same tensors under other names; how they are cut is its own.
 """
 
 from checkpoint_convert.families.description import Parameter, Tensor
+from checkpoint_convert.families.mixture import mixture
 from checkpoint_convert.shape import ModelShape
+
+MLP_NORM = "pre_mlp_layernorm.weight"
 
 
 def embedding(shape: ModelShape, padded_vocab: int) -> list[Parameter]:
@@ -36,25 +40,33 @@ def head(shape: ModelShape, padded_vocab: int, *, shares_embedding: bool) -> lis
 
 
 def layer(
-    shape: ModelShape, index: int, local_index: int, tensor_size: int, *, fused_norms: bool
+    shape: ModelShape, index: int, experts: range, *, transformer_engine: bool
 ) -> list[Parameter]:
-    """Layer `index` of the model, which is layer `local_index` of its pipeline stage.
+    """Layer `index` of the model, with those of its experts; names without the layer's prefix.
 
-    `fused_norms`: Transformer Engine keeps a norm in the linear layer that follows it.
+    Transformer Engine keeps a norm in the linear layer that follows it, but not before experts,
+    whose router reads the normalized states too. A checkpoint names norms as it does.
     """
-    source, target = f"model.layers.{index}.", f"decoder.layers.{local_index}."
-    attention_norm, mlp_norm = (
-        ("self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight")
-        if fused_norms
-        else ("input_layernorm.weight", "pre_mlp_layernorm.weight")
-    )
-    before_attention = Tensor(source + "input_layernorm.weight", (shape.hidden_size,))
-    before_mlp = Tensor(source + "post_attention_layernorm.weight", (shape.hidden_size,))
+    source = f"model.layers.{index}."
+
+    def norm(own: str, fused: str, name: str) -> Parameter:
+        weight = Tensor(f"{source}{name}.weight", (shape.hidden_size,))
+        return Parameter(fused if transformer_engine else own, (weight,), key=fused)
+
+    before_mlp = "mlp.linear_fc1.layer_norm_weight" if shape.moe is None else MLP_NORM
     return [
-        Parameter(target + attention_norm, (before_attention,)),
-        *attention(shape, source + "self_attn.", target + "self_attention."),
-        Parameter(target + mlp_norm, (before_mlp,)),
-        *gated_mlp(shape, source + "mlp.", target + "mlp.", tensor_size),
+        norm(
+            "input_layernorm.weight",
+            "self_attention.linear_qkv.layer_norm_weight",
+            "input_layernorm",
+        ),
+        *attention(shape, source + "self_attn.", "self_attention."),
+        norm(MLP_NORM, before_mlp, "post_attention_layernorm"),
+        *(
+            gated_mlp(shape, source + "mlp.")
+            if shape.moe is None
+            else mixture(shape, shape.moe, source, experts, grouped=transformer_engine)
+        ),
     ]
 
 
@@ -62,11 +74,19 @@ def attention(shape: ModelShape, source: str, target: str) -> list[Parameter]:
     """Self-attention; `source` and `target` are prefixes of the names in files and in Megatron."""
     groups, hidden = shape.num_key_value_heads, shape.hidden_size
     query, key_value = shape.num_attention_heads * shape.head_dim, groups * shape.head_dim
-    rows = {"q": query, "k": key_value, "v": key_value}
+    rows = {"q": (query, None), "k": (key_value, groups), "v": (key_value, groups)}
 
     def qkv(kind: str, *columns: int) -> Parameter:
-        tensors = tuple(Tensor(f"{source}{x}_proj.{kind}", (rows[x], *columns)) for x in "qkv")
-        return Parameter(f"{target}linear_qkv.{kind}", tensors, split=0, interleave=groups)
+        return Parameter(
+            f"{target}linear_qkv.{kind}",
+            tuple(
+                Tensor(f"{source}{x}_proj.{kind}", (size, *columns), num_heads)
+                for x, (size, num_heads) in rows.items()
+            ),
+            split=0,
+            rounds=groups,
+            engine_name=f"{source}qkv_proj.{kind}",
+        )
 
     output = Tensor(source + "o_proj.weight", (hidden, query))
     parameters = [
@@ -82,12 +102,18 @@ def attention(shape: ModelShape, source: str, target: str) -> list[Parameter]:
     return parameters
 
 
-def gated_mlp(shape: ModelShape, source: str, target: str, tensor_size: int) -> list[Parameter]:
-    """MLP with a gate; `source` and `target` are prefixes of the names in files and in Megatron."""
+def gated_mlp(shape: ModelShape, source: str) -> list[Parameter]:
+    """MLP with a gate; `source` is the prefix of the names in files."""
     inward = (shape.intermediate_size, shape.hidden_size)
     gate, up = (Tensor(f"{source}{name}_proj.weight", inward) for name in ("gate", "up"))
     down = Tensor(source + "down_proj.weight", inward[::-1])
     return [
-        Parameter(target + "linear_fc1.weight", (gate, up), split=0, interleave=tensor_size),
-        Parameter(target + "linear_fc2.weight", (down,), split=1),
+        Parameter(
+            "mlp.linear_fc1.weight",
+            (gate, up),
+            split=0,
+            is_split_by_source=True,
+            engine_name=source + "gate_up_proj.weight",
+        ),
+        Parameter("mlp.linear_fc2.weight", (down,), split=1),
     ]

@@ -1,0 +1,106 @@
+"""What belongs to a model besides its weights: config, generation config, tokenizer, template."""
+
+import json
+import re
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from checkpoint_convert.gguf_config import write_hf_config
+from checkpoint_convert.gguf_file import find_gguf
+from checkpoint_convert.hf_config import read_json, read_shape
+from checkpoint_convert.shape import differing_fields
+from checkpoint_convert.torch_dist import is_torch_dist
+from parallel import Shape
+
+# Folder of the companions inside a Megatron checkpoint.
+CHECKPOINT_FOLDER = "hf_config"
+# Configs, tokenizers (also those of Mistral, tokenizer.model.v3), templates, and what a licence
+# asks to be passed on.
+_COMPANION = re.compile(
+    r".*\.(json|jinja|model|txt|tiktoken|v\d+)|(LICENSE|NOTICE)(\..*)?", re.IGNORECASE
+)
+_TEMPLATES = "additional_chat_templates"
+# What Megatron-LM, and a run of this project, write beside the checkpoints themselves.
+_POINTERS = ("latest_checkpointed_iteration.txt", "LATEST")
+
+
+@contextmanager
+def model_config(path: Path, hf_config: Path | None = None) -> Iterator[Path]:
+    """The folder of the companions of the weights at `path`.
+
+    `hf_config` if given; else what a Megatron checkpoint carries along, the Hugging Face folder
+    itself, or what a GGUF file says, in a folder that is removed afterwards.
+    """
+    if any((path / name).is_file() for name in _POINTERS):
+        folders = sorted(folder for folder in path.iterdir() if folder.is_dir())
+        found = [folder.name for folder in folders if is_torch_dist(folder)]
+        raise ValueError(f"{path} holds checkpoints, give the path of one: {found}")
+    if hf_config is not None:
+        for own in (path / CHECKPOINT_FOLDER, path):
+            if (own / "config.json").is_file():
+                _check_same_model(own, hf_config)
+        yield hf_config
+    elif is_torch_dist(path):
+        if not (path / CHECKPOINT_FOLDER).is_dir():
+            raise ValueError(
+                f"{path} does not say which model it is: give --hf-config, a folder with the "
+                "model's config.json"
+            )
+        yield path / CHECKPOINT_FOLDER
+    elif (gguf := find_gguf(path)) is not None:
+        with TemporaryDirectory() as folder:
+            write_hf_config(gguf, Path(folder))
+            yield Path(folder)
+    else:
+        yield path
+
+
+def _check_same_model(own: Path, given: Path) -> None:
+    """A config of another model can fit the sizes of all tensors, and scramble them."""
+    differing = differing_fields(read_shape(own), read_shape(given))
+    if differing:
+        raise ValueError(
+            f"{given} describes another model than {own}; leave --hf-config out, or mend it:"
+            "\n  " + "\n  ".join(differing)
+        )
+
+
+def main_dtype(shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]) -> torch.dtype:
+    """The dtype of most of the weights, which is the one that config.json names."""
+    totals: Counter[torch.dtype] = Counter()
+    for name, shape in shapes.items():
+        totals[dtypes[name]] += prod(shape)
+    return totals.most_common(1)[0][0]
+
+
+def copy_companions(source: Path, folder: Path, dtype: torch.dtype) -> None:
+    """Copy what belongs to a model from one folder to another, with `dtype` in config.json.
+
+    Raises ValueError for a link out of the folder: what it points to need not be anybody's to read.
+    """
+    for file in (*source.iterdir(), *(source / _TEMPLATES).glob("*.jinja")):
+        is_companion = _COMPANION.fullmatch(file.name) and not file.name.endswith(".index.json")
+        if is_companion and file.is_file():
+            _check_inside(source, file)
+            copy = folder / file.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copy)
+    config = read_json(source / "config.json")
+    # The name of `dtype` before transformers 5, which reads both.
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    config[key] = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _check_inside(folder: Path, file: Path) -> None:
+    """The hub's cache keeps all files of a model in a folder `blobs`, two floors up."""
+    target, home = file.resolve(), folder.resolve()
+    if not (target.is_relative_to(home) or target.parent == home.parent.parent / "blobs"):
+        raise ValueError(f"{file} is a link to {target}, outside of {folder}: remove it")

@@ -1,0 +1,39 @@
+"""Values of a config file, each of the type that is wanted or a ValueError that names it."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def positive(path: Path, values: Mapping[str, Any], key: str) -> int:
+    """Read a size."""
+    value = values.get(key)
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{path}: {key} is {value!r}; a whole number of at least 1 is wanted")
+    return value
+
+
+def number(path: Path, values: Mapping[str, Any], key: str) -> float:
+    """Read a number above 0 that a float holds: JSON files may also say NaN, and Infinity."""
+    value: Any = values.get(key)
+    if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
+        raise ValueError(f"{path}: {key} is {value!r}; a finite number above 0 is wanted")
+    return float(value)
+
+
+def boolean(path: Path, values: Mapping[str, Any], key: str) -> bool:
+    """Read a switch."""
+    value = values.get(key)
+    if type(value) is not bool:
+        raise ValueError(f"{path}: {key} is {value!r}; true or false is wanted")
+    return value
+
+
+def token_ids(path: Path, values: Mapping[str, Any], key: str) -> tuple[int, ...]:
+    """Read no token, one, or several."""
+    value = values[key]
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(type(index) is not int or index < 0 for index in ids):
+        raise ValueError(f"{path}: {key} is {value!r}; a token id or a list of them is wanted")
+    return tuple(ids)

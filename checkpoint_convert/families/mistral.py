@@ -1,0 +1,24 @@
+"""Mistral, from 7B v0.2 on: Llama without sliding windows."""
+
+from checkpoint_convert.families.description import Family
+
+MISTRAL = Family(
+    model_type="mistral",
+    defaults={
+        "num_key_value_heads": 8,
+        "head_dim": None,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "eos_token_id": 2,
+        "sliding_window": 4096,
+    },
+    # vLLM has one class for Llama and Mistral, with the switches of both.
+    required={
+        "sliding_window": None,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "llama_4_scaling": None,
+        "ada_rms_norm_t_cond": False,
+    },
+)

@@ -1,0 +1,39 @@
+"""Qwen3 with experts in every layer, such as Qwen3-30B-A3B."""
+
+from checkpoint_convert.families.description import Experts, Family
+
+QWEN3_MOE = Family(
+    model_type="qwen3_moe",
+    defaults={
+        "num_key_value_heads": 4,
+        "head_dim": None,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "eos_token_id": None,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": False,
+    },
+    # Layers without experts are those of the list, and all but every n-th. A shared expert, which
+    # sees every token, is known to vLLM only.
+    required={
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "shared_expert_intermediate_size": 0,
+    },
+    qk_norm=True,
+    experts=Experts(
+        num_experts="num_experts",
+        intermediate_size="moe_intermediate_size",
+        normalize_topk="norm_topk_prob",
+        block="mlp",
+        gate="gate_proj",
+        up="up_proj",
+        down="down_proj",
+    ),
+)

@@ -1,0 +1,176 @@
+"""The metadata of a GGUF file as the config files of a Hugging Face folder.
+
+transformers reads these metadata too, but leaves out what the defaults of its configs hide on
+well-known models: the scaled RoPE of Llama 3, the head size of Qwen3, the size of an expert, the
+experts of Mixtral.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from checkpoint_convert.gguf_file import ROPE_FACTORS
+from checkpoint_convert.gguf_header import GgufHeader
+from checkpoint_convert.gguf_tokenizer import write_tokenizer
+from checkpoint_convert.tensor_io import StoredTensors
+from parallel import Box
+
+_CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+# Key of the metadata, after the architecture -> key of config.json.
+_KEYS = {
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "context_length": "max_position_embeddings",
+    "expert_used_count": "num_experts_per_tok",
+}
+_OWN_KEYS = {
+    "mixtral": {"expert_count": "num_local_experts"},
+    "qwen3_moe": {
+        "expert_count": "num_experts",
+        "expert_feed_forward_length": "moe_intermediate_size",
+    },
+}
+# Keys that are carried over in another way, or say nothing that the tensors do not.
+_OTHER_KEYS = {
+    "vocab_size",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "tensor_data_layout",
+}
+# For one that is missing, transformers would take the value of some other model.
+_REQUIRED = (
+    "block_count",
+    "context_length",
+    "embedding_length",
+    "feed_forward_length",
+    "attention.head_count",
+    "attention.layer_norm_rms_epsilon",
+)
+
+
+def write_hf_config(gguf: Path, folder: Path) -> None:
+    """Write config.json, generation_config.json and the tokenizer of a GGUF file into `folder`.
+
+    The dtype is that of the matrices, float32 where they are quantized or of several types. Raises
+    ValueError, naming the key, for metadata that would change the model's numbers and are not
+    carried over, and for a tokenizer that is not known.
+    """
+    import transformers  # noqa: PLC0415 - takes seconds, which other formats should not cost
+
+    header = GgufHeader(gguf)
+    config = _config(header)
+    tokens = {role: header.get(f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eos")}
+    tokens["pad"] = header.get("tokenizer.ggml.padding_token_id")
+    ids = {f"{role}_token_id": index for role, index in tokens.items() if index is not None}
+    transformers.AutoConfig.for_model(**config, **ids).save_pretrained(folder)
+    # The tokens that end a turn and a message also end what is generated.
+    ends = [header.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot", "eom")]
+    ends = sorted({index for index in ends if index is not None})
+    generation = {**ids, "eos_token_id": ends} if ends else ids
+    transformers.GenerationConfig(**generation).save_pretrained(folder)
+    write_tokenizer(header, folder)
+
+
+def _config(header: GgufHeader) -> dict[str, Any]:
+    values = {key: _shortest(value) for key, value in header.of_architecture().items()}
+    model_type = {
+        "llama": "mixtral" if "expert_count" in values else "llama",
+        "qwen3moe": "qwen3_moe",
+    }.get(header.architecture, header.architecture)
+    own_keys = _OWN_KEYS.get(model_type, {})
+    keys = {**_KEYS, **own_keys}
+    of_experts = (*own_keys, "expert_used_count") if own_keys else ()
+    _check_there(header, values, [*_REQUIRED, *of_experts])
+    _check_known(header, values, {*keys, *_OTHER_KEYS, "attention.value_length"})
+    config = {name: values[key] for key, name in keys.items() if key in values}
+    config.setdefault("num_key_value_heads", config["num_attention_heads"])
+    config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    _check_head(header, values, config["head_dim"])
+    if model_type == "qwen3_moe":
+        config["norm_topk_prob"] = True  # llama.cpp knows no other
+    if model_type == "mixtral":
+        config["sliding_window"] = None
+    embedding = header.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise ValueError(f"{header.path} has no tensor token_embd.weight")
+    matrices = {tensor.dtype for tensor in header.tensors.values() if len(tensor.shape) > 1}
+    return config | {
+        "model_type": model_type,
+        "architectures": [_CLASSES[model_type]],
+        "vocab_size": embedding.shape[0],
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "rope_parameters": _rope_parameters(header, values),
+        "dtype": str(matrices.pop()).removeprefix("torch.") if len(matrices) == 1 else "float32",
+    }
+
+
+def _check_there(header: GgufHeader, values: dict[str, Any], keys: Iterable[str]) -> None:
+    missing = [f"{header.architecture}.{key}" for key in keys if key not in values]
+    if missing:
+        raise ValueError(f"{header.path} has no {', '.join(missing)} in its metadata")
+
+
+def _check_known(header: GgufHeader, values: dict[str, Any], known: set[str]) -> None:
+    architecture = header.architecture
+    unknown = [f"{architecture}.{key} = {values[key]}" for key in values if key not in known]
+    unknown += [
+        f"{architecture}.{key} = {value}" for key, value in values.items() if type(value) is list
+    ]
+    if unknown:
+        raise ValueError(f"{header.path} has what cannot be carried over: {', '.join(unknown)}")
+
+
+def _check_head(header: GgufHeader, values: dict[str, Any], head_dim: int) -> None:
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if values.get(key, head_dim) != head_dim:
+            raise ValueError(
+                f"{header.path}: {header.architecture}.{key} is {values[key]}, only the size of a "
+                f"head ({head_dim}) is supported"
+            )
+
+
+def _rope_parameters(header: GgufHeader, values: dict[str, Any]) -> dict[str, Any]:
+    rope: dict[str, Any] = {
+        "rope_type": "default",
+        "rope_theta": float(values.get("rope.freq_base", 10000.0)),
+    }
+    if ROPE_FACTORS in header.tensors:  # `GgufTensors` checks every one against this
+        place = header.tensors[ROPE_FACTORS].place
+        factors = StoredTensors({ROPE_FACTORS: place}).read(ROPE_FACTORS, Box.whole(place.shape))
+        return rope | {
+            "rope_type": "llama3",
+            "factor": float(factors.max()),
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+    kind = values.get("rope.scaling.type", "none")
+    if kind == "linear":
+        _check_there(header, values, ["rope.scaling.factor"])
+        return rope | {"rope_type": "linear", "factor": values["rope.scaling.factor"]}
+    if kind != "none":
+        raise ValueError(
+            f"{header.path}: RoPE scaling {kind!r} is not supported; supported: 'none', 'linear', "
+            f"and that of Llama 3, which is a tensor {ROPE_FACTORS}"
+        )
+    return rope
+
+
+def _shortest(value: Any) -> Any:
+    """A float as the shortest decimal number with the same float32, which is what was stored."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value

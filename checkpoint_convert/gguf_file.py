@@ -1,0 +1,204 @@
+"""The tensors of a GGUF file, llama.cpp's format, as those of the Hugging Face folder it came from.
+
+A quantized tensor is rows of blocks, some 32 or 256 values with their scales. A box is read by the
+blocks that it touches, and only those are dequantized, to float32. llama.cpp rotates pairs of
+neighbours where Hugging Face rotates the two halves of a head: for the architecture "llama" (with
+Mistral and Mixtral) the rows of the query and key projections are stored in its order, row i of the
+first and of the second half of a head as rows 2i and 2i+1. Experts are stacked into one tensor.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from math import pi
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from checkpoint_convert.gguf_header import (
+    ARCHITECTURES,
+    BYTES,
+    GgufHeader,
+    GgufTensor,
+    gguf_library,
+)
+from checkpoint_convert.megatron import hf_tensors
+from checkpoint_convert.shape import ModelShape
+from checkpoint_convert.tensor_io import StoredTensors, TensorSource
+from parallel import Box
+
+ROPE_FACTORS = "rope_freqs.weight"
+_WITH_ROWS_PAIRED = "llama"
+_PAIRED_ROWS = re.compile(r"\.self_attn\.[qk]_proj\.")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_OTHER_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+
+
+def find_gguf(path: Path) -> Path | None:
+    """The .gguf file at `path`, or the only weights file of folder `path`; None: it is no GGUF."""
+    if path.is_file():
+        return path if path.suffix == ".gguf" else None
+    found = sorted(path.glob("*.gguf"))
+    if not found or any(any(path.glob(pattern)) for pattern in _OTHER_WEIGHTS):
+        return None
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found)
+        raise ValueError(f"{path} has {len(found)} GGUF files, give the path of one: {names}")
+    return found[0]
+
+
+class GgufTensors(TensorSource):
+    """The tensors of a GGUF file by name, shape and order of rows of the Hugging Face model.
+
+    Raises ValueError, listing all, when tensors of the model are missing, of another shape or of a
+    type that cannot be dequantized, or when the file has tensors that are not part of the model.
+    """
+
+    def __init__(self, path: str | Path, shape: ModelShape) -> None:
+        header = GgufHeader(Path(path))
+        if shape.family not in ARCHITECTURES[header.architecture]:
+            raise ValueError(
+                f"{path} is of architecture {header.architecture!r}, the config says {shape.family}"
+            )
+        self.shapes = hf_tensors(shape)
+        stored_names = _stored_names(header.architecture, shape)
+        faults = [*_faults(header, shape, stored_names), *_rope_faults(header, shape)]
+        if faults:
+            raise ValueError(
+                f"the tensors of {path} are not those of the model:\n  " + "\n  ".join(faults)
+            )
+        self._stored = {
+            name: _expert(header.tensors[stored_names[name]], name) for name in self.shapes
+        }
+        self.dtypes = {name: stored.dtype for name, stored in self._stored.items()}
+        self._bytes = StoredTensors({name: stored.place for name, stored in self._stored.items()})
+        self._is_paired = header.architecture == _WITH_ROWS_PAIRED
+        self._head_dim = shape.head_dim
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """Values of `box` of a tensor, on the CPU, in its dtype; shape `box.size`."""
+        is_paired = self._is_paired and _PAIRED_ROWS.search(name) is not None
+        wide = _widened(box, 0, self._head_dim) if is_paired else box
+        wide = _widened(wide, -1, self._stored[name].block[0])
+        values = self._read_blocks(name, wide)
+        if is_paired:
+            values = _halves(values, self._head_dim)
+        return values[box.moved(wide.start, (0,) * len(wide.start)).slices]
+
+    def _read_blocks(self, name: str, box: Box) -> Tensor:
+        """Values of a box of whole blocks, in the order of the file."""
+        stored = self._stored[name]
+        if stored.place.dtype != BYTES:
+            return self._bytes.read(name, box)
+        values_per_block, block_bytes = stored.block
+        start, size = (
+            (*whole[:-1], whole[-1] // values_per_block * block_bytes)
+            for whole in (box.start, box.size)
+        )
+        blocks = self._bytes.read(name, Box(start, size))
+        return torch.from_numpy(gguf_library().dequantize(blocks.numpy(), stored.kind))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._bytes.close()
+
+
+def llama3_rope_factors(factor: float, theta: float, head_dim: int) -> Tensor:
+    """By what Llama 3 divides the frequencies of RoPE, which GGUF files store as a tensor.
+
+    Wavelengths beyond the original context of 8,192 are stretched by `factor`, those below a
+    quarter of it not at all, and in between the frequency is interpolated.
+    """
+    wavelengths = 2 * pi * theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    smooth = ((8192 / wavelengths - 1.0) / (4.0 - 1.0)).clamp(0, 1)
+    return 1 / ((1 - smooth) / factor + smooth)
+
+
+def _stored_names(architecture: str, shape: ModelShape) -> dict[str, str]:
+    """Name in the file of every tensor of the model; all experts of a layer are in one."""
+    gguf = gguf_library()
+    (number,) = [arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture]
+    names = gguf.get_tensor_name_map(number, shape.num_layers)
+    return {
+        name: names.get_name(_EXPERT.sub(".experts.", name), try_suffixes=(".weight", ".bias"))
+        for name in hf_tensors(shape)
+    }
+
+
+def _faults(header: GgufHeader, shape: ModelShape, stored_names: dict[str, str]) -> Iterator[str]:
+    """What is missing, of another shape or type, or unexpected."""
+    checked = set()
+    for name, size in hf_tensors(shape).items():
+        stored_name = stored_names[name]
+        if stored_name in checked:  # another expert of a stack
+            continue
+        checked.add(stored_name)
+        wanted = (shape.moe.num_experts, *size) if shape.moe and _EXPERT.search(name) else size
+        if stored_name not in header.tensors:
+            yield f"{stored_name} {list(wanted)} is missing"
+            continue
+        stored = header.tensors[stored_name]
+        if stored.shape != wanted:
+            yield (
+                f"{stored_name} has shape {list(stored.shape)}, the config asks for {list(wanted)}"
+            )
+        elif not _can_be_read(stored):
+            yield f"{stored_name} has type {stored.kind.name}, which cannot be dequantized"
+    for stored_name, stored in header.tensors.items():
+        if stored_name not in checked and stored_name != ROPE_FACTORS:
+            yield f"{stored_name} {list(stored.shape)} is not part of the model"
+
+
+def _can_be_read(stored: GgufTensor) -> bool:
+    gguf = gguf_library()
+    if stored.place.dtype != BYTES:
+        return True
+    block = torch.zeros(1, stored.block[1], dtype=torch.uint8).numpy()
+    try:
+        gguf.dequantize(block, stored.kind)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def _rope_faults(header: GgufHeader, shape: ModelShape) -> Iterator[str]:
+    """llama.cpp takes a scaled RoPE from a tensor, we from the config: they must agree."""
+    if ROPE_FACTORS not in header.tensors:
+        return
+    place = header.tensors[ROPE_FACTORS].place
+    factors = StoredTensors({ROPE_FACTORS: place}).read(ROPE_FACTORS, Box.whole(place.shape))
+    scaling = shape.rope_scaling or {"factor": 1.0}
+    wanted = llama3_rope_factors(scaling["factor"], shape.rope_theta, shape.head_dim)
+    if factors.shape != wanted.shape or not torch.allclose(factors.double(), wanted, rtol=1e-4):
+        yield (
+            f"{ROPE_FACTORS} scales RoPE by up to {factors.max():g}, and not as the config says: "
+            f"{shape.rope_scaling or 'not at all'}"
+        )
+
+
+def _expert(stored: GgufTensor, name: str) -> GgufTensor:
+    """The part of a stack of experts that is the tensor `name`; anything else as it is."""
+    match = _EXPERT.search(name)
+    if match is None:
+        return stored
+    place = stored.place
+    num_bytes = place.num_bytes // place.shape[0]
+    offset = place.offset + int(match[1]) * num_bytes
+    return replace(
+        stored,
+        shape=stored.shape[1:],
+        place=replace(place, shape=place.shape[1:], offset=offset, num_bytes=num_bytes),
+    )
+
+
+def _widened(box: Box, dim: int, unit: int) -> Box:
+    """The smallest box around `box` that holds whole units of indices along `dim`."""
+    first = box.start[dim] // unit * unit
+    end = -(-box.end[dim] // unit) * unit
+    return box.narrowed(dim % len(box.size), first - box.start[dim], end - first)
+
+
+def _halves(values: Tensor, head_dim: int) -> Tensor:
+    """Rows of whole heads, from neighbours that rotate together to halves that do."""
+    return values.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)

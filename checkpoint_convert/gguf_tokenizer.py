@@ -1,0 +1,142 @@
+"""The tokenizer in the metadata of a GGUF file as the files of a Hugging Face folder.
+
+A tokenizer with scores (`llama`) becomes the SentencePiece model that it was made from, one with
+merges (`gpt2`) a tokenizer.json.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE
+
+from checkpoint_convert.gguf_header import GgufHeader
+
+# `tokenizer.ggml.token_type`, the same numbers as in SentencePiece.
+_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
+_ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}"
+    r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# `tokenizer.ggml.pre`, which says how text is split before merging, and our name for it.
+_SPLITTERS = {
+    "gpt-2": "gpt2",
+    "smollm": "smollm",
+    "llama-bpe": "llama3",
+    "llama3": "llama3",
+    "llama-v3": "llama3",
+    "smaug-bpe": "llama3",
+    "qwen2": "qwen2",
+    "deepseek-r1-qwen": "qwen2",
+}
+_INSTEAD = (
+    "put config.json and the tokenizer files of the original model in a folder, and give it with "
+    "--hf-config"
+)
+
+
+def write_tokenizer(header: GgufHeader, folder: Path) -> None:
+    """Write tokenizer files into `folder`.
+
+    Raises ValueError for a kind of tokenizer, or a way of splitting text, that is not known.
+    """
+    kind = header.get("tokenizer.ggml.model")
+    writers: dict[str, Callable[[GgufHeader, Path], None]] = {
+        "llama": _write_sentencepiece,
+        "gpt2": _write_merges,
+    }
+    if kind not in writers:
+        raise ValueError(
+            f"{header.path} has a tokenizer of kind {kind!r}, supported: {sorted(writers)}; "
+            f"{_INSTEAD}"
+        )
+    writers[kind](header, folder)
+
+
+def _write_sentencepiece(header: GgufHeader, folder: Path) -> None:
+    tokens, types = _get(header, "tokens"), _get(header, "token_type")
+    model = ModelProto()
+    for token, score, kind in zip(tokens, _get(header, "scores"), types, strict=True):
+        # llama.cpp writes the spaces of these as such.
+        piece = token.replace(" ", "\u2581") if kind == _USER_DEFINED else token
+        model.pieces.add(piece=piece, score=score, type=kind)
+    model.trainer_spec.model_type = TrainerSpec.BPE
+    model.trainer_spec.vocab_size = len(tokens)
+    model.trainer_spec.byte_fallback = "<0x00>" in tokens
+    for role, name in _special_tokens(header).items():
+        setattr(model.trainer_spec, f"{role}_id", tokens.index(name))
+        setattr(model.trainer_spec, f"{role}_piece", name)
+    model.normalizer_spec.name = "identity"
+    model.normalizer_spec.add_dummy_prefix = _get(header, "add_space_prefix", True)
+    model.normalizer_spec.remove_extra_whitespaces = _get(header, "remove_extra_whitespaces", False)
+    (folder / "tokenizer.model").write_bytes(model.SerializeToString())
+    config = {
+        "tokenizer_class": "LlamaTokenizer",
+        "add_bos_token": _get(header, "add_bos_token", True),
+        "add_eos_token": _get(header, "add_eos_token", False),
+        "legacy": True,  # llama.cpp puts a space in front after every special token
+        "chat_template": header.get("tokenizer.chat_template"),
+        **{f"{role}_token": name for role, name in _special_tokens(header).items()},
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _write_merges(header: GgufHeader, folder: Path) -> None:
+    import transformers  # noqa: PLC0415 - takes seconds, which other formats should not cost
+
+    splitter = _SPLITTERS.get(_get(header, "pre", ""))
+    if splitter is None:
+        raise ValueError(
+            f"{header.path} splits text in the way {_get(header, 'pre')!r}, supported: "
+            f"{sorted(_SPLITTERS)}; {_INSTEAD}"
+        )
+    tokens, types = _get(header, "tokens"), _get(header, "token_type")
+    kinds = dict(zip(tokens, types, strict=True))
+    ids = {token: index for index, token in enumerate(tokens) if kinds[token] != _UNUSED}
+    merges = [tuple(merge.split(" ")) for merge in _get(header, "merges")]
+    tokenizer = Tokenizer(BPE(ids, merges, ignore_merges=splitter == "llama3"))
+    if splitter == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = _pre_tokenizer(splitter)
+    tokenizer.decoder = decoders.ByteLevel()
+    for kind, add in {
+        _CONTROL: tokenizer.add_special_tokens,
+        _USER_DEFINED: tokenizer.add_tokens,
+    }.items():
+        added = [token for token in ids if kinds[token] == kind]
+        add([AddedToken(token, normalized=False, special=kind == _CONTROL) for token in added])
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        chat_template=header.get("tokenizer.chat_template"),
+        clean_up_tokenization_spaces=False,
+        add_bos_token=_get(header, "add_bos_token", splitter == "llama3"),
+        add_eos_token=_get(header, "add_eos_token", False),
+        **{f"{role}_token": name for role, name in _special_tokens(header).items()},
+    ).save_pretrained(folder)
+
+
+def _pre_tokenizer(splitter: str) -> Any:
+    """How the models of a splitter cut text into words, as in their tokenizer.json."""
+    if splitter == "gpt2":
+        return pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if splitter == "smollm":
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    pattern = _SPLIT.format(digits={"llama3": "{1,3}", "qwen2": ""}[splitter])
+    words = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([words, to_bytes])
+
+
+def _special_tokens(header: GgufHeader) -> dict[str, str]:
+    tokens = _get(header, "tokens")
+    ids = {role: _get(header, f"{name}_token_id") for role, name in _ROLES.items()}
+    return {role: tokens[index] for role, index in ids.items() if index is not None}
+
+
+def _get(header: GgufHeader, key: str, default: Any = None) -> Any:
+    return header.get(f"tokenizer.ggml.{key}", default)

@@ -1,0 +1,55 @@
+"""A Hugging Face model to a Megatron-Core checkpoint: `checkpoint-convert import`."""
+
+from contextlib import closing
+from pathlib import Path
+
+import torch
+
+from checkpoint_convert.companions import (
+    CHECKPOINT_FOLDER,
+    copy_companions,
+    main_dtype,
+    model_config,
+)
+from checkpoint_convert.hf_config import read_shape
+from checkpoint_convert.megatron import extra_states, hf_tensors
+from checkpoint_convert.new_folder import new_folder
+from checkpoint_convert.plan import plan_import
+from checkpoint_convert.torch_dist_writer import create_chunks, finish_checkpoint
+from checkpoint_convert.transfer import Progress, transfer
+from checkpoint_convert.weights import open_weights
+from parallel import ParallelDims
+
+
+def import_checkpoint(
+    hf: Path,
+    out: Path,
+    dims: ParallelDims,
+    *,
+    hf_config: Path | None = None,
+    dtype: torch.dtype | None = None,
+    num_workers: int = 1,
+    progress: Progress = lambda done, total: None,
+) -> None:
+    """Write the Hugging Face model `hf`, a folder or a GGUF file, as torch_dist checkpoint `out`.
+
+    The checkpoint loads at any layout; each rank of `dims` finds its parts as chunks of their own.
+    `hf_config` is the folder with config.json and tokenizer, None: `hf` says them itself. `dtype`
+    converts all weights; None leaves each as it is. `out` appears when it is complete. Raises
+    ValueError for what is wrong with the model, with `dims` or with `out`.
+    """
+    with (
+        model_config(hf, hf_config) as config,
+        closing(open_weights(hf, read_shape(config))) as weights,
+    ):
+        shapes = hf_tensors(weights.shape)
+        dtypes = weights.dtypes if dtype is None else dict.fromkeys(shapes, dtype)
+        plan = plan_import(weights.shape, dims, dtypes)
+        with new_folder(out, plan.num_bytes) as folder:
+            companions = folder / CHECKPOINT_FOLDER
+            companions.mkdir()
+            copy_companions(config, companions, main_dtype(shapes, dtypes))
+            chunks = create_chunks(folder, plan.files, num_workers)
+            places = {created.chunk.name: created.place for created in chunks}
+            transfer(weights, plan.layout, places, num_workers, progress)
+            finish_checkpoint(folder, chunks, extra_states(weights.shape))

@@ -1,0 +1,105 @@
+"""What a set of weights holds, told from headers alone."""
+
+from collections import Counter
+from contextlib import closing
+from dataclasses import asdict
+from math import prod
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from checkpoint_convert.companions import model_config
+from checkpoint_convert.hf_config import read_shape
+from checkpoint_convert.megatron import hf_tensors, megatron_layout
+from checkpoint_convert.shape import ModelShape, check_divisible
+from checkpoint_convert.weights import Weights, open_weights
+from parallel import Coordinates, ParallelDims, Shape, divisors
+
+
+def print_inspection(
+    console: Console, path: Path, hf_config: Path | None, dims: ParallelDims
+) -> None:
+    """Print the shape of the model, what a rank of `dims` would hold, and what the files hold.
+
+    Raises ValueError when the model is not supported, `dims` cannot split it, or the files are not
+    exactly its weights.
+    """
+    with model_config(path, hf_config) as config:
+        shape = read_shape(config)
+        console.print(_shape_table(shape))
+        check_divisible(shape, dims)
+        console.print(_stage_table(shape, dims))
+        with closing(open_weights(path, shape)) as weights:
+            console.print(_dtype_table(weights))
+            if weights.format == "torch_dist":
+                console.print(_chunk_table(weights))
+            console.print(
+                f"{weights.format}: {len(weights.layout.shapes):,} stored tensors are exactly the "
+                f"{len(hf_tensors(shape)):,} tensors of the model"
+            )
+
+
+def _shape_table(shape: ModelShape) -> Table:
+    table = Table("field", "value", show_header=False, box=None)
+    fields = asdict(shape)
+    moe = fields.pop("moe") or {}
+    fields |= {f"moe.{name}": value for name, value in moe.items()}
+    fields["possible --tp"] = [
+        size
+        for size in divisors(shape.num_attention_heads)
+        if _can_split(shape, ParallelDims(tensor=size))
+    ]
+    if shape.moe is not None:
+        fields["possible --ep"] = divisors(shape.moe.num_experts)
+    for name, value in fields.items():
+        table.add_row(name, f"{value:,}" if type(value) is int else str(value))
+    return table
+
+
+def _can_split(shape: ModelShape, dims: ParallelDims) -> bool:
+    try:
+        check_divisible(shape, dims)
+    except ValueError:
+        return False
+    return True
+
+
+def _stage_table(shape: ModelShape, dims: ParallelDims) -> Table:
+    """What the ranks of each pipeline stage hold: within a stage all hold as much."""
+    table = Table("pipeline stage", "layers", "parameters of a rank", "in bf16", box=None)
+    for stage in range(dims.pipeline):
+        at = Coordinates(tensor=0, context=0, data=0, pipeline=stage)
+        layout = megatron_layout(shape, dims, at, transformer_engine=True)
+        layers = sum(name.endswith("self_attention.linear_qkv.weight") for name in layout.shapes)
+        count = sum(prod(size) for size in layout.shapes.values())
+        table.add_row(str(stage), str(layers), f"{count:,}", f"{2 * count / 1e9:,.3f} GB")
+    return table
+
+
+def _chunk_table(weights: Weights) -> Table:
+    """How the tensors of a checkpoint are cut into chunks."""
+    chunks: dict[str, Counter[Shape]] = {}
+    for name, size in weights.layout.shapes.items():
+        chunks.setdefault(name.partition("@")[0], Counter())[size] += 1
+    table = Table("stored tensor", "chunks", box=None)
+    for key, sizes in chunks.items():
+        cuts = [f"{count:,} of {list(size)}" for size, count in sizes.most_common(2)]
+        table.add_row(key, ", ".join(cuts) + (", ..." if len(sizes) > 2 else ""))
+    return table
+
+
+def _dtype_table(weights: Weights) -> Table:
+    shapes = hf_tensors(weights.shape)
+    counts: Counter[torch.dtype] = Counter()
+    elements: Counter[torch.dtype] = Counter()
+    for name, dtype in weights.dtypes.items():
+        counts[dtype] += 1
+        elements[dtype] += prod(shapes[name])
+    table = Table("dtype", "tensors", "parameters", "size", box=None)
+    for dtype, count in counts.items():
+        size = elements[dtype] * dtype.itemsize
+        name = str(dtype).removeprefix("torch.")
+        table.add_row(name, f"{count:,}", f"{elements[dtype]:,}", f"{size / 1e9:,.3f} GB")
+    return table

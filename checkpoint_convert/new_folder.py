@@ -1,0 +1,56 @@
+"""A folder that exists under its name only when it is complete."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from checkpoint_convert.tensor_io import errors_named
+
+
+@contextmanager
+def new_folder(out: Path, num_bytes: int) -> Iterator[Path]:
+    """A folder to write `num_bytes` into, which becomes `out` when all is well and else disappears.
+
+    Only a process that is killed leaves it behind, as ``OUT.partial``. Raises ValueError when `out`
+    or such a left-over exists, or the disk is too full.
+    """
+    out = out.absolute()
+    partial = out.with_name(out.name + ".partial")
+    if os.path.lexists(out):
+        raise ValueError(f"{out} exists: remove it, or choose another --out")
+    if os.path.lexists(partial):
+        raise ValueError(
+            f"{partial} exists: it is being written, or was left by a run that was killed; then "
+            "remove it"
+        )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    check_space(out.parent, num_bytes)
+    partial.mkdir()
+    try:
+        with errors_named(partial):
+            yield partial
+            for path in (*partial.rglob("*"), partial):
+                _sync(path)
+        partial.rename(out)
+        _sync(out.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def check_space(folder: Path, num_bytes: int) -> None:
+    """Raise ValueError when the disk of `folder` has less room than `num_bytes`."""
+    free = shutil.disk_usage(folder).free
+    if num_bytes > free:
+        raise ValueError(f"{folder} has {free:,} bytes free, the weights take {num_bytes:,}")
+
+
+def _sync(path: Path) -> None:
+    """See a file, or the names in a folder, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

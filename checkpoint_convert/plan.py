@@ -1,0 +1,90 @@
+"""How an import cuts a model into the chunks and files of a checkpoint. No weights are read."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from checkpoint_convert.megatron import checkpoint_boxes, checkpoint_layout, hf_tensors
+from checkpoint_convert.shape import ModelShape, check_divisible, padded_vocab_size
+from checkpoint_convert.torch_dist_writer import Chunk
+from parallel import Box, Layout, ParallelDims, Piece, cover_exactly
+
+# Whoever loads a checkpoint reads chunks whole, so they should not be large.
+MAX_CHUNK_BYTES = 64 << 20
+FILE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class ImportPlan:
+    """The chunks of a checkpoint, in files, in the order in which the model's files hold them."""
+
+    files: list[list[Chunk]]
+    layout: Layout
+    """Which boxes of the Hugging Face tensors the chunks are."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all weights, with the padding of the vocabulary."""
+        return sum(chunk.num_bytes for file in self.files for chunk in file)
+
+
+def plan_import(
+    shape: ModelShape, dims: ParallelDims, dtypes: Mapping[str, torch.dtype]
+) -> ImportPlan:
+    """Cut the model as the ranks of `dims` hold it, and then into chunks that fit into memory.
+
+    `dtypes` are those of the Hugging Face tensors. Raises ValueError when `dims` cannot split the
+    model, and when tensors that Megatron-Core stores as one differ in dtype.
+    """
+    check_divisible(shape, dims)
+    whole = checkpoint_layout(shape, padded_vocab_size(shape, dims))
+    key_dtypes = _key_dtypes(whole, dtypes)
+    chunks = [
+        Chunk(key, part, whole.shapes[key], key_dtypes[key])
+        for owned in checkpoint_boxes(shape, dims)
+        for key, box in owned
+        for part in box.cut(MAX_CHUNK_BYTES // key_dtypes[key].itemsize)
+    ]
+    layout = Layout(
+        {chunk.name: chunk.box.size for chunk in chunks},
+        tuple(Piece(c.name, Box.whole(c.box.size), c.key, c.box) for c in chunks),
+    ).through(whole)
+    cover_exactly(hf_tensors(shape), [layout])
+    return ImportPlan(list(_files(_in_reading_order(chunks, layout))), layout)
+
+
+def _key_dtypes(whole: Layout, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
+    found: dict[str, torch.dtype] = {}
+    for piece in whole.pieces:
+        dtype = dtypes[piece.tensor]
+        if found.setdefault(piece.local, dtype) != dtype:
+            raise ValueError(
+                f"{piece.tensor} is {dtype}, but others that Megatron-Core stacks or fuses with it "
+                f"are {found[piece.local]}: choose one with --dtype"
+            )
+    return found
+
+
+def _in_reading_order(chunks: list[Chunk], layout: Layout) -> list[Chunk]:
+    """Chunks of all ranks that are cut from one tensor together, so that it is read once.
+
+    The parts of a matrix that is cut by columns share the pages of a file.
+    """
+    first: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for piece in layout.pieces:
+        first.setdefault(piece.local, (piece.tensor, piece.box.start))
+    number = {tensor: i for i, tensor in enumerate(dict.fromkeys(t for t, _ in first.values()))}
+    return sorted(chunks, key=lambda chunk: number[first[chunk.name][0]])
+
+
+def _files(chunks: list[Chunk]) -> Iterator[list[Chunk]]:
+    file: list[Chunk] = []
+    room = FILE_BYTES
+    for chunk in chunks:
+        if file and chunk.num_bytes > room:
+            yield file
+            file, room = [], FILE_BYTES
+        file.append(chunk)
+        room -= chunk.num_bytes
+    yield file

@@ -1,0 +1,133 @@
+"""Megatron-Core's torch_dist checkpoints, read and written without Megatron-Core.
+
+The format is that of torch.distributed.checkpoint. A tensor of the checkpoint, named by its key,
+is cut into chunks: boxes, each saved by torch.save somewhere in a file `*.distcp`. The pickle
+`.metadata` says which box is at which bytes of which file. Megatron-Core adds `common.pt`, a pickle
+of what is no tensor, never read here, and `metadata.json`, written when all the rest is there.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from checkpoint_convert.hf_config import read_json
+from checkpoint_convert.safetensors_file import TensorPlace
+from checkpoint_convert.tensor_io import TORCH_DTYPES, StoredTensors
+from checkpoint_convert.torch_dist_metadata import StoredChunk, StoredTensor, read_metadata
+from checkpoint_convert.torch_file import read_place
+from parallel import Box, Layout, Piece, Shape
+
+METADATA_FILE = ".metadata"
+BACKENDS_FILE = "metadata.json"
+
+
+@dataclass(frozen=True)
+class StoredChunks:
+    """The tensors of a checkpoint, as chunks in files."""
+
+    shapes: Mapping[str, Shape]
+    """Shape by key."""
+    layout: Layout
+    """Which boxes of which keys the chunks are. Whether they cover the keys is not checked."""
+    tensors: "ChunkTensors"
+    """The values, by the layout's names of the chunks."""
+    objects: tuple[str, ...]
+    """Entries that are no tensors with dimensions: pickled objects and scalars, never read."""
+
+
+class ChunkTensors(StoredTensors):
+    """The chunks of a checkpoint as tensors, read box by box; each is found at its first read.
+
+    A read raises ValueError when what is stored is not the tensor that the metadata says.
+    """
+
+    def __init__(self, folder: Path, chunks: Mapping[str, tuple[StoredChunk, torch.dtype]]) -> None:
+        self._found: dict[str, TensorPlace] = {}
+        super().__init__(self._found)
+        self.shapes = {name: chunk.box.size for name, (chunk, _) in chunks.items()}
+        self.dtypes = {name: dtype for name, (_, dtype) in chunks.items()}
+        self._folder, self._chunks = folder, chunks
+
+    def _place(self, name: str) -> TensorPlace:
+        if name not in self._found:
+            self._found[name] = self._find(name)
+        return self._found[name]
+
+    def _find(self, name: str) -> TensorPlace:
+        chunk, dtype = self._chunks[name]
+        path = self._folder / chunk.file
+        place = read_place(self._files.descriptor(path), path, chunk.offset, chunk.length)
+        if (place.shape, TORCH_DTYPES.get(place.dtype)) != (chunk.box.size, dtype):
+            raise ValueError(
+                f"{path} at byte {chunk.offset} holds {place.dtype} {list(place.shape)}, not "
+                f"{name} as {dtype} {list(chunk.box.size)}"
+            )
+        return place
+
+
+def is_torch_dist(folder: Path) -> bool:
+    """Whether `folder` is a torch_dist checkpoint, complete or not."""
+    return (folder / METADATA_FILE).is_file() or next(folder.glob("*.distcp"), None) is not None
+
+
+def read_chunks(folder: Path, keys: Callable[[str], bool] = lambda key: True) -> StoredChunks:
+    """The tensors of a checkpoint that `keys` chooses. No chunk is read yet.
+
+    Raises ValueError for a checkpoint that is not complete, has another format, names files outside
+    the folder or bytes that are not there, or holds those tensors in a dtype that is not supported.
+    """
+    for name in (METADATA_FILE, BACKENDS_FILE):
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder} has no {name}: it is no finished torch_dist checkpoint")
+    backend = read_json(folder / BACKENDS_FILE).get("sharded_backend")
+    if backend != "torch_dist":
+        raise ValueError(f"{folder} is a checkpoint in the format {backend!r}, not 'torch_dist'")
+    tensors, objects = read_metadata(folder / METADATA_FILE, keys)
+    _check_dtypes(folder, tensors)
+    chunks, pieces = {}, []
+    for key, tensor in tensors.items():
+        for chunk in tensor.chunks:
+            name = chunk_name(key, chunk.box)
+            chunks[name] = (chunk, tensor.dtype)
+            pieces.append(Piece(name, Box.whole(chunk.box.size), key, chunk.box))
+    _check_files(folder, [chunk for chunk, _ in chunks.values()])
+    shapes = {name: chunk.box.size for name, (chunk, _) in chunks.items()}
+    return StoredChunks(
+        {key: tensor.shape for key, tensor in tensors.items()},
+        Layout(shapes, tuple(pieces)),
+        ChunkTensors(folder, chunks),
+        objects,
+    )
+
+
+def _check_dtypes(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
+    supported = [str(dtype) for dtype in TORCH_DTYPES.values()]
+    faults = [
+        f"{key} has dtype {tensor.dtype}, supported: {supported}"
+        for key, tensor in tensors.items()
+        if tensor.dtype not in TORCH_DTYPES.values()
+    ]
+    if faults:
+        raise ValueError(f"{folder} cannot be read:\n  " + "\n  ".join(faults))
+
+
+def _check_files(folder: Path, chunks: Sequence[StoredChunk]) -> None:
+    ends: dict[str, int] = {}
+    for chunk in chunks:
+        ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.offset + chunk.length)
+    faults = []
+    for file, end in ends.items():
+        path = folder / file
+        if not path.is_file():
+            faults.append(f"{file} is not there")
+        elif path.stat().st_size < end:
+            faults.append(f"{file} has {path.stat().st_size} of {end} bytes: was it truncated?")
+    if faults:
+        raise ValueError(f"{folder} is not complete:\n  " + "\n  ".join(faults))
+
+
+def chunk_name(key: str, box: Box) -> str:
+    """Name of a chunk in layouts: the key and where the box begins."""
+    return f"{key}@{'.'.join(map(str, box.start))}"

@@ -1,0 +1,169 @@
+"""Whether two sets of weights are the same, tensor by tensor, whatever their formats."""
+
+from collections.abc import Iterable
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from itertools import chain
+from math import isnan
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from checkpoint_convert.assembly import Assembly
+from checkpoint_convert.companions import CHECKPOINT_FOLDER, model_config
+from checkpoint_convert.hf_config import read_shape
+from checkpoint_convert.megatron import hf_tensors
+from checkpoint_convert.shape import differing_fields
+from checkpoint_convert.torch_dist import is_torch_dist
+from checkpoint_convert.transfer import PART_BYTES, Progress, shares_of
+from checkpoint_convert.weights import Weights, open_weights
+from checkpoint_convert.workers import add_bytes, run_tasks
+from parallel import Layout, Piece
+
+_MAX_ELEMENTS = PART_BYTES // 8  # differences are told in float64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """How the two versions of a tensor differ."""
+
+    tensor: str
+    dtypes: tuple[torch.dtype, torch.dtype]
+    num_different: int
+    num_elements: int
+    largest: float
+    """Largest absolute difference; NaN where a difference cannot be told."""
+
+    def __str__(self) -> str:
+        names = [str(dtype).removeprefix("torch.") for dtype in self.dtypes]
+        if self.num_different == 0:
+            return f"{self.tensor}: {names[0]} and {names[1]}, equal in value"
+        return (
+            f"{self.tensor}: {self.num_different:,} of {self.num_elements:,} elements differ, "
+            f"by {self.largest:.3g} at most"
+            + (f" ({' and '.join(names)})" * (names[0] != names[1]))
+        )
+
+
+@dataclass(frozen=True)
+class ConfigDifference:
+    """A field of the two configs that makes equal weights compute different things."""
+
+    text: str
+    """``field: its value here, its value there``."""
+
+    def __str__(self) -> str:
+        return f"config: {self.text}"
+
+
+def verify_weights(
+    a: Path,
+    b: Path,
+    *,
+    tolerance: float | None = None,
+    hf_config: Path | None = None,
+    num_workers: int = 1,
+    progress: Progress = lambda done, total: None,
+) -> list[ConfigDifference | Difference]:
+    """In what the models `a` and `b`, in any of the formats of `open_weights`, differ.
+
+    Without `tolerance` tensors are the same if their bytes are, dtype included; with it, if no
+    element differs by more. Each side is read as its own config.json says, or as `hf_config`, or
+    as the other's. Raises ValueError when a side is no complete set of weights, or when the models
+    have other tensors.
+    """
+    with ExitStack() as stack:
+        sides = _open_both(stack, a, b, hf_config)
+        parts = Layout.of_parts(hf_tensors(sides[0].shape), _MAX_ELEMENTS)
+        assemblies = [Assembly(side, parts) for side in sides]
+        dtypes = [side.dtypes for side in sides]
+
+        def size_of(part: Piece) -> int:
+            return part.box.num_elements * dtypes[0][part.tensor].itemsize
+
+        def compare_part(part: Piece) -> Difference:
+            values = [torch.empty(part.box.size, dtype=found[part.tensor]) for found in dtypes]
+            for assembly, tensor in zip(assemblies, values, strict=True):
+                assembly.fill(part.local, tensor)
+            add_bytes(values[0].nbytes)
+            return compare(part.tensor, values[0], values[1], tolerance)
+
+        num_bytes = sum(map(size_of, parts.pieces))
+        compared = run_tasks(
+            lambda share: [compare_part(part) for part in share],
+            list(shares_of(parts.pieces, size_of)),
+            num_workers,
+            lambda done: progress(done, num_bytes),
+        )
+        configs = [
+            ConfigDifference(text) for text in differing_fields(sides[0].shape, sides[1].shape)
+        ]
+        return [*configs, *_merged(chain.from_iterable(compared), tolerance)]
+
+
+def compare(name: str, a: Tensor, b: Tensor, tolerance: float | None) -> Difference:
+    """Compare two tensors of one shape, by their bytes or within a tolerance."""
+    num_different, largest = 0, 0.0
+    if a.dtype != b.dtype or not torch.equal(_bits(a), _bits(b)):
+        # By their bits -0 is not 0, and NaN is NaN.
+        same = _bits(a) == _bits(b) if a.dtype == b.dtype else a.double() == b.double()
+        gaps = (a.double() - b.double()).abs().masked_fill(same, 0.0)
+        within = same if tolerance is None else gaps <= tolerance  # a gap of NaN is within none
+        num_different, largest = int((~within).sum()), gaps.max().item()
+    return Difference(
+        tensor=name,
+        dtypes=(a.dtype, b.dtype),
+        num_different=num_different,
+        num_elements=a.numel(),
+        largest=largest,
+    )
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
+
+
+def _merged(parts: Iterable[Difference], tolerance: float | None) -> list[Difference]:
+    """One entry per tensor that is not the same, from those of its parts."""
+    tensors: dict[str, Difference] = {}
+    for part in parts:
+        whole = tensors.setdefault(part.tensor, part)
+        if whole is not part:
+            tensors[part.tensor] = replace(
+                whole,
+                num_different=whole.num_different + part.num_different,
+                num_elements=whole.num_elements + part.num_elements,
+                largest=max(whole.largest, part.largest, key=lambda gap: (isnan(gap), gap)),
+            )
+    return [
+        tensor
+        for tensor in tensors.values()
+        if tensor.num_different or (tolerance is None and tensor.dtypes[0] != tensor.dtypes[1])
+    ]
+
+
+def _open_both(
+    stack: ExitStack, a: Path, b: Path, hf_config: Path | None
+) -> tuple[Weights, Weights]:
+    """Open both sides; the models of two configs must have the same tensors."""
+    configs = {
+        path: stack.enter_context(model_config(path))
+        for path in (a, b)
+        if hf_config is None and not _is_nameless(path)
+    }
+    if hf_config is None and not configs:
+        raise ValueError(f"neither {a} nor {b} says which model it is: give --hf-config")
+    weights = []
+    for path in (a, b):
+        config = hf_config or configs.get(path) or next(iter(configs.values()))
+        weights.append(stack.enter_context(closing(open_weights(path, read_shape(config)))))
+    first, second = (side.shape for side in weights)
+    if hf_tensors(first) != hf_tensors(second):
+        differing = [f"family: {first.family}, {second.family}", *differing_fields(first, second)]
+        raise ValueError(f"{a} and {b} are different models:\n  " + "\n  ".join(differing))
+    return weights[0], weights[1]
+
+
+def _is_nameless(path: Path) -> bool:
+    return is_torch_dist(path) and not (path / CHECKPOINT_FOLDER).is_dir()

@@ -1,0 +1,193 @@
+"""What each worker of a vLLM engine holds of a model: vLLM 0.32's parameters. Integers only.
+
+vLLM is not imported: what is said here is compared with what a running engine reports
+(`check_engine`), so that another version of it stops the start and not the rewards.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from checkpoint_convert.families import decoder
+from checkpoint_convert.families.description import Parameter, Shard
+from checkpoint_convert.shape import ModelShape
+from parallel import Box, Layout, Piece, Shape, divisors
+
+VOCAB_MULTIPLE = 64
+"""The vocabulary is padded to it, whatever the number of ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineDims:
+    """Sizes of one engine."""
+
+    tensor: int = 1
+    """Workers that share every layer's matrices."""
+    expert_parallel: bool = False
+    """Whether the workers share the experts of a mixture among them whole, instead of sharing
+    every expert's matrices."""
+
+
+def engine_layouts(shape: ModelShape, dims: EngineDims) -> list[Layout]:
+    """What each worker of one engine holds, in the coordinates of the weight files, by rank.
+
+    Local names are those of the worker's `named_parameters()`, such as
+    ``model.layers.3.self_attn.qkv_proj.weight``; a tied head is none of them. Piece.is_replica
+    marks what a worker of lower rank holds too. Raises the ValueError of `check_engine_dims`.
+    """
+    check_engine_dims(shape, dims)
+    parameters = _parameters(shape)
+    return [_worker_layout(parameters, shape, dims, rank) for rank in range(dims.tensor)]
+
+
+def _parameters(shape: ModelShape) -> list[Parameter]:
+    padded_vocab = _padded_vocab(shape)
+    parameters = decoder.embedding(shape, padded_vocab)
+    experts = range(shape.moe.num_experts if shape.moe else 0)
+    for index in range(shape.num_layers):
+        parameters += decoder.layer(shape, index, experts, transformer_engine=True)
+    return parameters + decoder.head(shape, padded_vocab, shares_embedding=True)
+
+
+def _padded_vocab(shape: ModelShape) -> int:
+    return -(-shape.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
+def _worker_layout(
+    parameters: Sequence[Parameter], shape: ModelShape, dims: EngineDims, rank: int
+) -> Layout:
+    experts = _experts(shape, dims, rank)
+    place, size = (0, 1) if dims.expert_parallel else (rank, dims.tensor)
+    shapes: dict[str, Shape] = {}
+    pieces: list[Piece] = []
+    zeros: list[tuple[str, Box]] = []
+    for parameter in parameters:
+        name = parameter.engine_name or parameter.sources[0].name
+        if not parameter.is_expert:
+            part = _shard(parameter, name, rank, dims.tensor)
+            shapes[name] = part.shape
+            pieces += part.pieces
+            zeros += [(name, box) for box in part.zeros]
+        elif parameter.stack[0][0] in experts:
+            # The experts of a worker are stacked in one tensor of one dimension more.
+            part = _shard(parameter, name, place, size)
+            shapes[name] = (len(experts), *part.shape)
+            index = parameter.stack[0][0] - experts.start
+            pieces += [_in_stack(piece, index) for piece in part.pieces]
+    return Layout(shapes, tuple(pieces), tuple(zeros))
+
+
+def _experts(shape: ModelShape, dims: EngineDims, rank: int) -> range:
+    """Those that a worker holds; where they do not divide evenly the first hold one more."""
+    if shape.moe is None:
+        return range(0)
+    if not dims.expert_parallel:
+        return range(shape.moe.num_experts)
+    base, remainder = divmod(shape.moe.num_experts, dims.tensor)
+    start = rank * base + min(rank, remainder)
+    return range(start, start + base + (rank < remainder))
+
+
+def _shard(parameter: Parameter, name: str, rank: int, size: int) -> Shard:
+    """Worker `rank`'s share of every source, one after the other; then its zero rows."""
+    pieces, zeros = [], []
+    row = 0
+    for source in parameter.sources:
+        box = Box.whole((source.shape[0] + parameter.zero_rows, *source.shape[1:]))
+        is_replica = rank > 0
+        if parameter.split is not None:
+            # With fewer key-value heads than workers, neighbours hold the same head.
+            num_parts = min(size, source.num_heads or size)
+            part, copy = divmod(rank, size // num_parts)
+            extent = box.size[parameter.split] // num_parts
+            box = box.narrowed(parameter.split, part * extent, extent)
+            is_replica = copy > 0
+        num_stored = min(max(source.shape[0] - box.start[0], 0), box.size[0])
+        local = Box((row, *(0 for _ in source.shape[1:])), box.size)
+        if num_stored < box.size[0]:
+            zeros.append(local.narrowed(0, num_stored, box.size[0] - num_stored))
+            local, stored = local.narrowed(0, 0, num_stored), box.narrowed(0, 0, num_stored)
+        else:
+            stored = box
+        if num_stored:
+            pieces.append(Piece(name, local, source.name, stored, is_replica))
+        row += box.size[0]
+    return Shard((row, *local.size[1:]), tuple(pieces), tuple(zeros))
+
+
+def _in_stack(piece: Piece, index: int) -> Piece:
+    box = Box((index, *piece.local_box.start), (1, *piece.local_box.size))
+    return Piece(piece.local, box, piece.tensor, piece.box, piece.is_replica, axes=(1, 2))
+
+
+def check_engine_dims(shape: ModelShape, dims: EngineDims) -> None:
+    """Raise ValueError, with the legal sizes, when an engine of `dims` cannot split the model."""
+    obstacles = _obstacles(shape, dims, dims.tensor)
+    if obstacles:
+        candidates = divisors(shape.num_attention_heads)
+        legal = [size for size in candidates if not _obstacles(shape, dims, size)]
+        raise ValueError(
+            f"an engine of tensor_parallel_size({dims.tensor}) cannot split the model: it "
+            + " and ".join(obstacles)
+            + f"; legal values are {legal}"
+        )
+
+
+def _obstacles(shape: ModelShape, dims: EngineDims, tensor: int) -> list[str]:
+    kv_heads = shape.num_key_value_heads
+    split = {
+        "num_attention_heads": shape.num_attention_heads,
+        "padded vocabulary": _padded_vocab(shape),
+    }
+    if shape.moe is None:
+        split["intermediate_size"] = shape.intermediate_size
+    elif not dims.expert_parallel:
+        split["intermediate_size of the experts"] = shape.moe.intermediate_size
+    obstacles = [f"does not divide {name}({size})" for name, size in split.items() if size % tensor]
+    if kv_heads % tensor and tensor % kv_heads:
+        obstacles.append(f"is neither a divisor nor a multiple of num_key_value_heads({kv_heads})")
+    if shape.moe is not None and dims.expert_parallel and tensor > shape.moe.num_experts:
+        obstacles.append(f"is more than num_experts({shape.moe.num_experts})")
+    return obstacles
+
+
+EngineReport = Mapping[str, tuple[Sequence[int], str]]
+"""Shape and dtype (``bfloat16``) of each of a worker's parameters, by name."""
+
+
+def check_engine(layouts: Sequence[Layout], reports: Sequence[EngineReport], dtype: str) -> None:
+    """Compare the layouts of an engine's workers with what these report, in the order of ranks.
+
+    Raises ValueError that names every parameter which the layouts do not cover, which the engine
+    lacks, or whose shape or dtype differs.
+    """
+    if len(layouts) != len(reports):
+        raise ValueError(
+            f"the engine has {len(reports)} workers and was planned with {len(layouts)}: start it "
+            f"with tensor_parallel_size {len(layouts)}"
+        )
+    faults = [
+        f"worker {rank}: {fault}"
+        for rank, (layout, report) in enumerate(zip(layouts, reports, strict=True))
+        for fault in _differences(layout, report, dtype)
+    ]
+    if faults:
+        raise ValueError(
+            "the engine's parameters are not those of the model that is trained, so that its "
+            "weights cannot be pushed:\n  " + "\n  ".join(faults)
+        )
+
+
+def _differences(layout: Layout, report: EngineReport, dtype: str) -> list[str]:
+    faults = [
+        f"{name} {list(layout.shapes[name])} is missing"
+        for name in layout.shapes
+        if name not in report
+    ]
+    for name, (size, found) in report.items():
+        if name not in layout.shapes:
+            faults.append(f"{name} {list(size)} is filled by no weight of the model")
+        elif tuple(size) != layout.shapes[name]:
+            faults.append(f"{name} has shape {list(size)} instead of {list(layout.shapes[name])}")
+        elif found != dtype:
+            faults.append(f"{name} has dtype {found} instead of {dtype}")
+    return faults

@@ -1,0 +1,120 @@
+"""A model's weights in files, whatever the format: which boxes there are, and how to read them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from checkpoint_convert.gguf_file import GgufTensors, find_gguf
+from checkpoint_convert.hf_folder import check_weights
+from checkpoint_convert.megatron import checkpoint_layout, hf_tensors
+from checkpoint_convert.shape import ModelShape
+from checkpoint_convert.tensor_io import StoredTensors, TensorSource
+from checkpoint_convert.torch_dist import is_torch_dist, read_chunks
+from parallel import Layout, cover_exactly
+
+_EMBEDDING = "embedding.word_embeddings.weight"
+_TENSOR_SIZES = range(1, 65)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A complete set of weights."""
+
+    shape: ModelShape
+    layout: Layout
+    """Which boxes of the Hugging Face tensors the tensors of the files are."""
+    tensors: TensorSource
+    format: str
+    """``safetensors``, ``bin``, ``gguf`` or ``torch_dist``."""
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Dtype of every Hugging Face tensor.
+
+        Raises ValueError when a tensor is stored in several.
+        """
+        found: dict[str, torch.dtype] = {}
+        for piece in self.layout.pieces:
+            dtype = self.tensors.dtypes[piece.local]
+            if found.setdefault(piece.tensor, dtype) != dtype:
+                raise ValueError(
+                    f"{piece.tensor} is stored partly in {found[piece.tensor]} and partly in "
+                    f"{dtype}: say which with --dtype"
+                )
+        return found
+
+    def close(self) -> None:
+        """Close the files."""
+        self.tensors.close()
+
+
+def open_weights(path: Path, shape: ModelShape) -> Weights:
+    """The weights of a model of `shape` in a Hugging Face folder (safetensors or `.bin`), a GGUF
+    file, or a Megatron torch_dist checkpoint.
+
+    Reads headers. Raises ValueError, listing all faults, unless every tensor of the model is there
+    once, in its shape, and nothing else is.
+    """
+    if is_torch_dist(path):
+        return _open_torch_dist(path, shape)
+    whole = Layout.of_whole_tensors(hf_tensors(shape))
+    gguf = find_gguf(path)
+    if gguf is not None:
+        return Weights(shape, whole, GgufTensors(gguf, shape), "gguf")
+    places = check_weights(path, shape)
+    formats = {place.file.suffix.lstrip(".") for place in places.values()}
+    return Weights(shape, whole, StoredTensors(places), " and ".join(sorted(formats)))
+
+
+def _open_torch_dist(path: Path, shape: ModelShape) -> Weights:
+    stored = read_chunks(path, keys=_is_model_key)
+    if _EMBEDDING not in stored.shapes:
+        found = [*read_chunks(path).shapes, "nothing"][:3]
+        raise ValueError(
+            f"{path} is no checkpoint of a Megatron-Core GPTModel: it has no {_EMBEDDING}, but "
+            f"{', '.join(found)} ..."
+        )
+    wanted = checkpoint_layout(shape, _padded_vocab(path, shape, stored.shapes[_EMBEDDING][0]))
+    faults = [
+        f"{key} {list(size)} is missing"
+        for key, size in wanted.shapes.items()
+        if key not in stored.shapes
+    ]
+    for key, size in stored.shapes.items():
+        if key not in wanted.shapes:
+            faults.append(f"{key} {list(size)} is not part of the model")
+        elif size != wanted.shapes[key]:
+            faults.append(
+                f"{key} has shape {list(size)}, the config asks for {list(wanted.shapes[key])}"
+            )
+    if faults:
+        raise ValueError(
+            f"{path} is no checkpoint of the {shape.family} model that its config describes:\n  "
+            + "\n  ".join(faults)
+        )
+    try:
+        cover_exactly(wanted.shapes, [stored.layout])
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    return Weights(shape, stored.layout.through(wanted), stored.tensors, "torch_dist")
+
+
+def _padded_vocab(path: Path, shape: ModelShape, num_rows: int) -> int:
+    """Rows of a stored embedding, when they are the model's with the padding of some mesh.
+
+    Megatron-LM pads to a multiple of 128 times its tensor parallel size, we to one of the size.
+    """
+    units = [*_TENSOR_SIZES, *(128 * size for size in _TENSOR_SIZES)]
+    possible = {-(-shape.vocab_size // unit) * unit for unit in units}
+    if num_rows > shape.vocab_size and num_rows not in possible:
+        raise ValueError(
+            f"{path} has an embedding of {num_rows:,} rows, and the config says vocab_size "
+            f"{shape.vocab_size:,}, which no mesh pads to that: were tokens added?"
+        )
+    return max(num_rows, shape.vocab_size)
+
+
+def _is_model_key(key: str) -> bool:
+    """Whether a tensor of a checkpoint is a weight: not of the optimizer, nor of the trainer."""
+    return key.startswith(("embedding.", "decoder.", "output_layer."))

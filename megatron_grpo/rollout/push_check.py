@@ -1,0 +1,50 @@
+"""Whether a push of weights has arrived: what the workers report against what was pushed."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_grpo.rollout.engine_error import EngineError
+
+WorkerSums = Mapping[str, int]
+"""The checksum of each of a worker's parameters, by name."""
+
+NUM_NAMES_SHOWN = 8
+
+Json = dict[str, Any]
+
+
+def check_reports(
+    base_urls: Sequence[str],
+    reports: Sequence[Sequence[Json]],
+    push: str,
+    expected: Sequence[WorkerSums],
+) -> None:
+    """Compare `PushWorker.push_report` of every worker of every engine with what was pushed.
+
+    Raises EngineError that names engine, worker and parameters of every difference.
+    """
+    faults = [
+        f"rollout engine {url} worker {rank}: {fault}"
+        for url, workers in zip(base_urls, reports, strict=True)
+        for rank, (report, sums) in enumerate(zip(workers, expected, strict=True))
+        if (fault := _fault(report, push, sums))
+    ]
+    if faults:
+        raise EngineError("the push of new weights failed:\n  " + "\n  ".join(faults))
+
+
+def _fault(report: Json, push: str, expected: WorkerSums) -> str:
+    if report["push"] != push:
+        return f"another push, {report['push']}, has begun: is another trainer using the engine?"
+    if not report["is_loaded"]:
+        return str(report["error"] or "it has not loaded the weights")
+    sums: WorkerSums = report["sums"]
+    differing = [name for name in {**expected, **sums} if expected.get(name) != sums.get(name)]
+    if not differing:
+        return ""
+    shown = ", ".join(differing[:NUM_NAMES_SHOWN])
+    more = f" and {rest} more" if (rest := len(differing) - NUM_NAMES_SHOWN) > 0 else ""
+    return (
+        f"{len(differing)} of {len(sums)} parameters hold other values than were pushed: "
+        f"{shown}{more}"
+    )

@@ -1,0 +1,154 @@
+"""The command line as a person meets it: help, sizes, and a whole model there and back."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from checkpoint_convert import read_shape
+from checkpoint_convert.cli import _num_bytes
+from conversions import assert_same, random_weights, run_cli, weights_of
+from models import tiny_model
+
+REPOSITORY = Path(__file__).parents[2]
+SMOLLM2_135M = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 30,
+    "hidden_size": 576,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "intermediate_size": 1536,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "rope_theta": 100000,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def random_smollm2(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SMOLLM2_135M))
+    return random_weights(folder)
+
+
+@pytest.fixture
+def real_smollm2():
+    folder = REPOSITORY / "models" / "SmolLM2-135M-Instruct"
+    if not folder.is_dir():
+        pytest.skip("`make demo-data` puts it there")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "model", ["random_smollm2", pytest.param("real_smollm2", marks=pytest.mark.slow)]
+)
+def test_a_whole_model_comes_back_bit_by_bit(request, tmp_path, model):
+    model, logs = request.getfixturevalue(model), tmp_path / "logs"
+    checkpoint, exported = tmp_path / "checkpoint", tmp_path / "exported"
+    for arguments in (
+        ("import", "--hf", model, "--out", checkpoint, "--tp", "3", "--pp", "4"),
+        ("verify", model, checkpoint),
+        ("export", "--megatron", checkpoint, "--out", exported, "--max-shard-size", "100MB"),
+        ("verify", model, exported),
+    ):
+        finished = run_cli(*arguments, logs=logs, seconds=120)
+        assert finished.exit_code == 0, finished.errors
+    assert finished.output == "the same\n"
+    assert_same(weights_of(exported), weights_of(model))
+    files = sorted(exported.glob("*.safetensors"))
+    assert len(files) == 3
+    assert all(file.stat().st_size < 100.1e6 for file in files)
+    assert read_shape(exported) == read_shape(model)
+
+
+def test_it_says_what_is_complete_and_shows_bytes(tmp_path):
+    model = tiny_model(tmp_path / "model", "llama")
+    out = tmp_path / "new" / "folders" / "out"
+    finished = run_cli("import", "--hf", model, "--out", out, logs=tmp_path / "logs")
+    assert finished.output.startswith(f"{out} is complete")
+    (bar,) = finished.errors.splitlines()
+    num_bytes = sum(value.nbytes for value in weights_of(model).values())
+    assert bar.startswith("import ") and f"{num_bytes / 1000:.1f}/{num_bytes / 1000:.1f} kB" in bar
+
+
+# Help, and what options may say.
+
+
+def help_of(*command) -> str:
+    """The help as a real program prints it, spaces made one."""
+    arguments = [sys.executable, "-m", "checkpoint_convert.cli", *command]
+    ran = subprocess.run([*arguments, "--help"], capture_output=True, text=True, check=True)
+    return " ".join(ran.stdout.replace("│", " ").split())
+
+
+def test_help_shows_a_whole_round_trip_and_every_command():
+    text = help_of()
+    for example in (
+        "checkpoint-convert import --hf Qwen3-8B --out qwen3_8b --tp 8",
+        "checkpoint-convert verify Qwen3-8B qwen3_8b",
+        "checkpoint-convert export --megatron qwen3_8b --out Qwen3-8B-again",
+    ):
+        assert example in text
+    for command in ("import", "export", "verify", "inspect"):
+        assert f" {command} " in text
+
+
+@pytest.mark.parametrize(
+    ("command", "taught"),
+    [
+        (
+            "import",
+            ["safetensors or .bin files, or a GGUF file", "loads at any parallel sizes", "--dtype"],
+        ),
+        (
+            "export",
+            ["checkpoints/step_N of a run", "such as 5GB or 500MB", "and of training runs do"],
+        ),
+        (
+            "verify",
+            ["1 when they differ", "Largest absolute difference", "by default bytes"],
+        ),
+        ("inspect", ["from headers alone", "cannot be split", "--vpp"]),
+    ],
+)
+def test_the_help_of_a_command_teaches_it(tmp_path, command, taught):
+    finished = run_cli(command, "--help", logs=tmp_path / "logs")
+    assert finished.exit_code == 0
+    text = " ".join(finished.output.replace("│", " ").split())
+    for words in taught:
+        assert words in text
+
+
+def test_no_arguments_show_the_help(tmp_path):
+    finished = run_cli(logs=tmp_path / "logs")
+    assert finished.exit_code == 2
+    assert "Usage: " in finished.output + finished.errors
+
+
+@pytest.mark.parametrize(
+    ("size", "num_bytes"),
+    [
+        ("5GB", 5 * 10**9),
+        ("500MB", 500 * 10**6),
+        ("500MiB", 500 << 20),
+        ("1.5 GiB", 3 << 29),
+        ("2TB", 2 * 10**12),
+        ("64kb", 64_000),
+        ("4096B", 4096),
+    ],
+)
+def test_sizes_are_read_as_people_write_them(size, num_bytes):
+    assert _num_bytes(size) == num_bytes
+
+
+@pytest.mark.parametrize("size", ["", "5", "5G", "GB", "-5GB", "0MB", "five GB", "1e9B", "0.1B"])
+def test_nonsense_is_no_size(size):
+    with pytest.raises(ValueError, match="is no size: write it like 5GB or 500MB"):
+        _num_bytes(size)

@@ -1,0 +1,108 @@
+"""What comes with weights, and which config they are read by."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from checkpoint_convert.companions import CHECKPOINT_FOLDER, copy_companions, model_config
+from checkpoint_convert.hf_to_megatron import import_checkpoint
+from checkpoint_convert.megatron_to_hf import export_checkpoint
+from models import tiny_model
+from parallel import ParallelDims
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("model"), "llama")
+
+
+@pytest.fixture(scope="module")
+def imported(model, tmp_path_factory):
+    out = tmp_path_factory.mktemp("megatron") / "out"
+    import_checkpoint(model, out, ParallelDims())
+    return out
+
+
+def edited(model, folder, **changes):
+    """A copy of the model with other fields in its config."""
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return folder
+
+
+def test_licences_and_named_templates_are_carried_and_code_is_not(model, tmp_path):
+    source, out = shutil.copytree(model, tmp_path / "source"), tmp_path / "out"
+    (source / "additional_chat_templates").mkdir()
+    carried = (
+        "LICENSE",
+        "NOTICE.txt",
+        "tokenizer.model.v3",
+        "additional_chat_templates/tool.jinja",
+    )
+    for name in (*carried, "modeling.py", "training_args.bin"):
+        (source / name).write_text(name)
+    out.mkdir()
+    copy_companions(source, out, torch.bfloat16)
+    assert [(out / name).read_text() for name in carried] == list(carried)
+    assert not (out / "modeling.py").exists()
+    assert not (out / "training_args.bin").exists()
+
+
+def test_a_link_out_of_the_folder_is_refused_and_one_within_the_hubs_cache_is_not(model, tmp_path):
+    snapshot = tmp_path / "snapshots" / "main"
+    shutil.copytree(model, snapshot)
+    (tmp_path / "blobs").mkdir()
+    shutil.move(snapshot / "tokenizer.json", tmp_path / "blobs" / "0123")
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/0123")
+    out = tmp_path / "out"
+    out.mkdir()
+    copy_companions(snapshot, out, torch.bfloat16)
+    assert (out / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
+    (tmp_path / "secret").write_text("token")
+    (snapshot / "notes.txt").symlink_to(tmp_path / "secret")
+    with pytest.raises(ValueError, match=r"notes\.txt is a link to .*secret, outside of"):
+        copy_companions(snapshot, out, torch.bfloat16)
+    assert not (out / "notes.txt").exists()
+
+
+def test_a_config_under_which_the_same_sizes_mean_another_model_is_refused(
+    model, imported, tmp_path
+):
+    # 4 heads of 16 with 2 groups have the fused shapes of 8 heads of 8 with 4.
+    other = edited(
+        model, tmp_path / "other", num_attention_heads=8, num_key_value_heads=4, head_dim=8
+    )
+    with pytest.raises(ValueError) as error:
+        export_checkpoint(imported, tmp_path / "out", hf_config=other)
+    for words in ("another model", "num_attention_heads: 4, 8", "head_dim: 16, 8"):
+        assert words in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_config_may_differ_in_what_changes_no_numbers(model, imported, tmp_path):
+    longer = edited(model, tmp_path / "longer", max_position_embeddings=1024, eos_token_id=3)
+    with model_config(imported, longer) as config:
+        assert config == longer
+
+
+def test_rows_of_added_tokens_are_not_taken_for_padding(tmp_path):
+    bigger = tiny_model(tmp_path / "bigger", "llama", vocab_size=400)
+    import_checkpoint(bigger, tmp_path / "megatron", ParallelDims())
+    shutil.rmtree(tmp_path / "megatron" / CHECKPOINT_FOLDER)
+    smaller = tiny_model(tmp_path / "smaller", "llama")
+    with pytest.raises(ValueError, match=r"an embedding of 400 rows, and the config says .* 250"):
+        export_checkpoint(tmp_path / "megatron", tmp_path / "out", hf_config=smaller)
+
+
+@pytest.mark.parametrize("pointer", ["latest_checkpointed_iteration.txt", "LATEST"])
+def test_a_folder_of_checkpoints_is_told_with_those_in_it(imported, tmp_path, pointer):
+    shutil.copytree(imported, tmp_path / "iter_0000100")
+    (tmp_path / pointer).write_text("100")
+    with (
+        pytest.raises(ValueError, match=r"holds checkpoints, .* \['iter_0000100'\]"),
+        model_config(tmp_path),
+    ):
+        pass

@@ -1,0 +1,120 @@
+"""The metadata of a GGUF file say what the config.json of the model said."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from checkpoint_convert import read_shape
+from checkpoint_convert.gguf_config import write_hf_config
+from checkpoint_convert.gguf_file import GgufTensors, llama3_rope_factors
+from gguf_models import ARCHITECTURES, F16, F32, Q8_0, write_gguf
+from models import tiny_model
+
+ROPE = {"rope_theta": 500_000.0, "rope_type": "llama3", "factor": 8.0}
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def config_of(gguf, folder):
+    folder.mkdir()
+    write_hf_config(gguf, folder)
+    return folder
+
+
+def refusal(gguf, folder):
+    with pytest.raises(ValueError) as refused:
+        config_of(gguf, folder)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_the_shape_of_every_family_comes_back(family, tied, tmp_path):
+    unusual = {"rms_norm_eps": 3e-6, "num_hidden_layers": 3, "max_position_embeddings": 1234}
+    model = tiny_model(tmp_path / "model", family, tied=tied, **unusual)
+    gguf = write_gguf(tmp_path / "model.gguf", model)
+    folder = config_of(gguf, tmp_path / "config")
+    wanted = read_shape(model)
+    if family == "mistral":  # which a file does not tell from Llama, and which computes the same
+        wanted = dataclasses.replace(wanted, family="llama")
+    assert read_shape(folder) == wanted
+    GgufTensors(gguf, read_shape(folder))
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"][0].endswith("ForCausalLM")
+    assert "quantization_config" not in config
+
+
+@pytest.mark.parametrize(
+    ("kinds", "dtype"), [((F32,), "float32"), ((F16,), "float16"), ((F16, Q8_0), "float32")]
+)
+def test_the_dtype_is_that_of_what_is_read(kinds, dtype, tmp_path):
+    model = tiny_model(tmp_path / "model", "qwen3")
+    kind = dict.fromkeys(["token_embd.weight"], kinds[-1])
+    path = tmp_path / "model.gguf"
+    gguf = write_gguf(path, model, kind=lambda name: kind.get(name, kinds[0]))
+    config = json.loads((config_of(gguf, tmp_path / "config") / "config.json").read_text())
+    assert config["dtype"] == dtype
+
+
+def test_every_token_that_ends_a_turn_ends_a_completion(tmp_path):
+    model = tiny_model(tmp_path / "model", "llama")
+    metadata = {"tokenizer.ggml.eot_token_id": 5, "tokenizer.ggml.eom_token_id": 1}
+    gguf = write_gguf(tmp_path / "model.gguf", model, metadata=metadata)
+    folder = config_of(gguf, tmp_path / "config")
+    assert read_shape(folder).eos_token_ids == (1, 5)
+
+
+def test_the_scaled_rope_of_llama_3_is_read_from_its_tensor(tmp_path):
+    model = tiny_model(tmp_path / "model", "llama", rope_parameters=ROPE | LLAMA3)
+
+    def edit(tensors):
+        factors = llama3_rope_factors(8.0, 500_000.0, 16)
+        tensors["rope_freqs.weight"] = factors.to(torch.float32).numpy()
+
+    gguf = write_gguf(tmp_path / "model.gguf", model, edit=edit)
+    folder = config_of(gguf, tmp_path / "config")
+    assert read_shape(folder) == read_shape(model)
+    GgufTensors(gguf, read_shape(folder))
+
+
+def test_linear_rope_is_carried_over_and_other_kinds_are_refused(tmp_path):
+    model = tiny_model(tmp_path / "model", "qwen2")
+    linear = {"qwen2.rope.scaling.type": "linear", "qwen2.rope.scaling.factor": 4.0}
+    gguf = write_gguf(tmp_path / "linear.gguf", model, metadata=linear)
+    rope = read_shape(config_of(gguf, tmp_path / "config")).rope_scaling
+    assert rope == {"rope_type": "linear", "factor": 4.0}
+    yarn = {"qwen2.rope.scaling.type": "yarn", "qwen2.rope.scaling.factor": 4.0}
+    gguf = write_gguf(tmp_path / "yarn.gguf", model, metadata=yarn)
+    assert "RoPE scaling 'yarn' is not supported" in refusal(gguf, tmp_path / "yarn")
+    no_factor = {"qwen2.rope.scaling.type": "linear"}
+    gguf = write_gguf(tmp_path / "no_factor.gguf", model, metadata=no_factor)
+    assert "has no qwen2.rope.scaling.factor" in refusal(gguf, tmp_path / "no_factor")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("attention.sliding_window", 4096, "llama.attention.sliding_window = 4096"),
+        ("feed_forward_length", [96, 48], "llama.feed_forward_length = [96, 48]"),
+        ("rope.dimension_count", 8, "llama.rope.dimension_count is 8"),
+        ("attention.value_length", 8, "llama.attention.value_length is 8"),
+    ],
+)
+def test_metadata_that_cannot_be_carried_over_are_named(key, value, said, tmp_path):
+    model = tiny_model(tmp_path / "model", "llama")
+    gguf = write_gguf(tmp_path / "model.gguf", model, metadata={f"llama.{key}": value})
+    assert said in refusal(gguf, tmp_path / "config")
+
+
+LLAMA = ["attention.head_count", "attention.layer_norm_rms_epsilon", "context_length"]
+QWEN3_MOE = ["expert_used_count", "expert_count", "expert_feed_forward_length"]
+REQUIRED = [("llama", key) for key in LLAMA] + [("qwen3_moe", key) for key in QWEN3_MOE]
+
+
+@pytest.mark.parametrize(("family", "key"), [*REQUIRED, ("mixtral", "expert_used_count")])
+def test_no_default_of_another_model_is_taken_for_metadata_that_are_missing(family, key, tmp_path):
+    model = tiny_model(tmp_path / "model", family)
+    name = f"{ARCHITECTURES[family]}.{key}"
+    gguf = write_gguf(tmp_path / "model.gguf", model, metadata={name: None})
+    assert refusal(gguf, tmp_path / "config") == f"{gguf} has no {name} in its metadata"

@@ -1,0 +1,289 @@
+"""Imports: Megatron-Core loads them at any layout, to the bit; chunks, dtypes and companions."""
+
+import json
+import shutil
+from functools import partial
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from checkpoint_convert import read_shape
+from checkpoint_convert.hf_to_megatron import import_checkpoint
+from checkpoint_convert.megatron import megatron_layout
+from checkpoint_convert.plan import plan_import
+from checkpoint_convert.torch_dist import read_chunks
+from checkpoint_convert.torch_file import read_places
+from conversions import assert_same, read_checkpoint, variant, weights_of
+from distributed import run_ranks
+from gguf_models import BF16, F16, F32, Q8_0, write_gguf
+from models import CONFIGS, tiny_model
+from parallel import ParallelDims, intersect
+from sentencepiece_models import train
+
+MIXTURES = ("mixtral", "qwen3_moe")
+# Imported at one layout, loaded at others; uneven pipelines, and more ranks than key-value heads.
+IMPORTED_AT = ParallelDims(tensor=4, pipeline=3)
+LOADED_AT = [
+    (ParallelDims(tensor=2), tuple(CONFIGS)),
+    (ParallelDims(pipeline=2, virtual_pipeline=2), tuple(CONFIGS)),
+    (ParallelDims(data=2, expert=2), MIXTURES),
+    (ParallelDims(tensor=2, pipeline=2, expert=2, expert_tensor=1), MIXTURES),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A model of each family, every other one tied; the tied have one key-value head."""
+    return {
+        family: tiny_model(
+            tmp_path_factory.mktemp(family),
+            family,
+            tied=number % 2 == 1,
+            num_hidden_layers=5,
+            num_key_value_heads=1 if number % 2 else 2,
+        )
+        for number, family in enumerate(CONFIGS)
+    }
+
+
+@pytest.fixture(scope="module")
+def imported(models, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("imported")
+    for family, model in models.items():
+        import_checkpoint(model, folder / family, IMPORTED_AT)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def qwen3(models):
+    return models["qwen3"]
+
+
+def load_imports(rank, models, imported, dims):
+    """(parameters, those that differ) of each model, as Megatron-Core loads its import.
+
+    They are measured against what the trainer reads from the Hugging Face folder.
+    """
+    from megatron.core import dist_checkpointing
+
+    from megatron_grpo.model import build_reference, unwrapped
+    from parallel.device import setup_device
+    from parallel.groups import init_groups
+    from policies import tiny_config
+
+    setup_device(rank)
+    groups = init_groups(dims)
+    found = {}
+    for family, model in models.items():
+        reference = build_reference(tiny_config(model, dims), read_shape(model), groups)
+        before = {name: value.clone() for name, value in reference.parameters().items()}
+        chunks = {f"model{i}": unwrapped(chunk) for i, chunk in enumerate(reference.chunks)}
+        for parameter in reference.parameters().values():
+            parameter.fill_(torch.nan)
+        state = {name: chunk.sharded_state_dict() for name, chunk in chunks.items()}
+        loaded = dist_checkpointing.load(state, str(imported / family))
+        for name, chunk in chunks.items():
+            chunk.load_state_dict(loaded[name])
+        after = reference.parameters()
+        found[family] = len(before), [n for n in before if not torch.equal(before[n], after[n])]
+    return found
+
+
+@pytest.mark.parametrize(("dims", "families"), LOADED_AT, ids=lambda value: f"{value}")
+def test_megatron_loads_an_import_at_another_layout_bit_by_bit(models, imported, dims, families):
+    chosen = {family: models[family] for family in families}
+    for rank in run_ranks(dims.world_size, load_imports, chosen, imported, dims):
+        assert rank.keys() == chosen.keys()
+        for family, (count, differing) in rank.items():
+            assert count >= 2 * 6, family
+            assert differing == [], family
+
+
+def test_the_vocabulary_is_padded_with_zeros_to_a_multiple_of_tp(models, imported):
+    tensors = read_checkpoint(imported / "llama")
+    for key in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        assert tensors[key].shape == (252, 64)  # 250 rows over 4 ranks
+        assert not tensors[key][250:].any()
+    expected = weights_of(models["llama"])["lm_head.weight"]
+    assert torch.equal(tensors["output_layer.weight"][:250], expected)
+
+
+def test_chunks_are_what_the_ranks_of_the_layout_hold(qwen3, tmp_path):
+    """A rank reads no chunk of which it needs a part only."""
+    dims, shape = ParallelDims(tensor=2, pipeline=2), read_shape(qwen3)
+    import_checkpoint(qwen3, tmp_path / "out", dims)
+    stored = read_chunks(tmp_path / "out")
+    dtypes = dict.fromkeys(weights_of(qwen3), torch.float32)
+    chunks = plan_import(shape, dims, dtypes).layout
+    assert stored.layout.shapes == chunks.shapes
+    for rank in range(dims.world_size):
+        layout = megatron_layout(shape, dims, dims.coordinates(rank), transformer_engine=True)
+        taken = dict.fromkeys(chunks.shapes, 0)
+        for copy in intersect(chunks, layout):
+            taken[copy.source] += copy.source_box.num_elements
+        sizes = {name: torch.Size(size).numel() for name, size in chunks.shapes.items()}
+        partly = [name for name, count in taken.items() if 0 < count < sizes[name]]
+        assert partly == []
+
+
+def test_chunks_and_files_have_bounded_size(qwen3, tmp_path, monkeypatch):
+    monkeypatch.setattr("checkpoint_convert.plan.MAX_CHUNK_BYTES", 5000)
+    monkeypatch.setattr("checkpoint_convert.plan.FILE_BYTES", 100_000)
+    import_checkpoint(qwen3, tmp_path / "out", ParallelDims(), num_workers=2)
+    stored = read_chunks(tmp_path / "out")
+    assert max(4 * torch.Size(size).numel() for size in stored.layout.shapes.values()) <= 5000
+    files = list((tmp_path / "out").glob("__[0-9]*.distcp"))
+    assert len(files) > 5
+    import_checkpoint(qwen3, tmp_path / "whole", ParallelDims())
+    assert_same(read_checkpoint(tmp_path / "out"), read_checkpoint(tmp_path / "whole"))
+
+
+def test_the_same_import_is_the_same_bytes_however_many_workers(qwen3, tmp_path):
+    for num_workers in (1, 3):
+        import_checkpoint(qwen3, tmp_path / str(num_workers), IMPORTED_AT, num_workers=num_workers)
+    one, three = (
+        {file.relative_to(folder): file.read_bytes() for file in folder.rglob("*.*")}
+        for folder in (tmp_path / "1", tmp_path / "3")
+    )
+    assert one == three
+
+
+# Dtypes.
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_all_weights_are_converted_to_a_dtype_that_is_asked_for(qwen3, tmp_path, dtype):
+    import_checkpoint(qwen3, tmp_path / "as_stored", ParallelDims())
+    import_checkpoint(qwen3, tmp_path / "out", ParallelDims(), dtype=dtype)
+    stored = read_checkpoint(tmp_path / "as_stored")
+    converted = {key: value.to(dtype) for key, value in stored.items()}
+    assert_same(read_checkpoint(tmp_path / "out"), converted)
+    config = json.loads((tmp_path / "out" / "hf_config" / "config.json").read_text())
+    assert config["dtype"] == str(dtype).removeprefix("torch.")
+
+
+def to_bf16(weights, but=()):
+    for name, value in weights.items():
+        if not name.endswith(but):
+            weights[name] = value.bfloat16()
+
+
+def test_a_tensor_keeps_its_dtype(qwen3, tmp_path):
+    norms = ("norm.weight", "layernorm.weight")
+    model = variant(qwen3, tmp_path / "model", partial(to_bf16, but=norms))
+    import_checkpoint(model, tmp_path / "out", ParallelDims(tensor=2))
+    found = read_checkpoint(tmp_path / "out")
+    assert found["decoder.final_layernorm.weight"].dtype == torch.float32
+    assert found["decoder.layers.self_attention.q_layernorm.weight"].dtype == torch.float32
+    assert found["decoder.layers.self_attention.linear_qkv.weight"].dtype == torch.bfloat16
+    config = json.loads((tmp_path / "out" / "hf_config" / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+
+
+def test_tensors_that_megatron_fuses_must_agree_in_dtype(qwen3, tmp_path):
+    model = variant(
+        qwen3, tmp_path / "model", partial(to_bf16, but=("layers.1.mlp.up_proj.weight",))
+    )
+    with pytest.raises(
+        ValueError, match=r"layers\.1\.mlp\.up_proj\.weight is torch.float32.*--dty"
+    ):
+        import_checkpoint(model, tmp_path / "out", ParallelDims())
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    import_checkpoint(model, tmp_path / "out", ParallelDims(), dtype=torch.bfloat16)
+
+
+# Where the weights come from.
+
+
+def test_an_import_of_bin_files_is_that_of_the_safetensors(models, tmp_path):
+    model = shutil.copytree(models["mixtral"], tmp_path / "model")
+    weights = weights_of(model)
+    (model / "model.safetensors").unlink()
+    names = sorted(weights)
+    index = {}
+    for number, some in enumerate((names[::2], names[1::2])):
+        file = f"pytorch_model-{number + 1:05d}-of-00002.bin"
+        torch.save({name: weights[name] for name in some}, model / file)
+        index |= dict.fromkeys(some, file)
+        assert read_places(model / file).keys() == set(some)
+    (model / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": index}))
+    for name, source in (("bin", model), ("safetensors", models["mixtral"])):
+        import_checkpoint(source, tmp_path / name, ParallelDims(tensor=2, data=2, expert=2))
+    bins, safetensors = (read_checkpoint(tmp_path / name) for name in ("bin", "safetensors"))
+    assert_same(bins, safetensors)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
+def test_an_import_of_a_gguf_file_is_that_of_the_folder_it_came_from(models, tmp_path, family):
+    gguf = write_gguf(tmp_path / "model.gguf", models[family])
+    for name, source in (("gguf", gguf), ("safetensors", models[family])):
+        import_checkpoint(source, tmp_path / name, ParallelDims(tensor=2))
+    found, expected = (read_checkpoint(tmp_path / name) for name in ("gguf", "safetensors"))
+    assert_same(found, expected)
+    assert read_shape(tmp_path / "gguf" / "hf_config") == read_shape(models[family])
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "gguf" / "hf_config")
+    assert tokenizer.eos_token == "<eos>"
+
+
+@pytest.mark.parametrize("kind", [F32, F16, BF16, Q8_0], ids=lambda kind: kind.name)
+def test_a_gguf_file_is_converted_to_the_dtype_that_is_asked_for(qwen3, tmp_path, kind):
+    gguf = write_gguf(tmp_path / "model.gguf", qwen3, kind=lambda name: kind)
+    import_checkpoint(gguf, tmp_path / "out", ParallelDims(), dtype=torch.bfloat16)
+    found = read_checkpoint(tmp_path / "out")["output_layer.weight"]
+    assert found.dtype == torch.bfloat16
+    expected = weights_of(qwen3)["lm_head.weight"]
+    torch.testing.assert_close(found.float(), expected, atol=0.005, rtol=0.01)
+
+
+# What belongs to a model besides its weights.
+
+
+def test_tokenizer_template_and_generation_config_come_along(qwen3, tmp_path):
+    model = shutil.copytree(qwen3, tmp_path / "model")
+    train(tmp_path, "bpe").rename(model / "tokenizer.model")
+    (model / "tokenizer.json").write_text("\x00 no tokenizer at all")
+    (model / "modeling_own.py").write_text("raise SystemExit")
+    import_checkpoint(model, tmp_path / "out", ParallelDims())
+    companions = tmp_path / "out" / "hf_config"
+    names = {file.name for file in companions.iterdir()}
+    assert names == {
+        "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer.model",
+        "tokenizer_config.json",
+    }
+    for name in names - {"config.json"}:
+        assert (companions / name).read_bytes() == (model / name).read_bytes(), name
+    assert read_shape(companions) == read_shape(model)
+
+
+# An import is there when it is complete.
+
+
+def test_a_model_that_the_layout_cannot_split_is_refused_with_the_legal_sizes(models, tmp_path):
+    for dims, message in (
+        (ParallelDims(tensor=3), r"tensor\(3\).*legal values are \[1, 2, 4\]"),
+        (ParallelDims(pipeline=3, virtual_pipeline=2), "5 layers cannot fill"),
+        (ParallelDims(data=2, expert=2), r"expert\(2\) splits experts, and qwen3 has none"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            import_checkpoint(models["qwen3"], tmp_path / "out", dims)
+    with pytest.raises(ValueError, match=r"expert\(3\).*num_experts\(4\).*\[1, 2, 4\]"):
+        import_checkpoint(models["mixtral"], tmp_path / "out", ParallelDims(data=3, expert=3))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_progress_counts_every_byte_once(qwen3, tmp_path):
+    told = []
+    import_checkpoint(
+        qwen3, tmp_path / "out", IMPORTED_AT, num_workers=2, progress=lambda *p: told.append(p)
+    )
+    totals = {total for _, total in told}
+    num_bytes = sum(value.nbytes for value in read_checkpoint(tmp_path / "out").values())
+    assert totals == {num_bytes}
+    done = [done for done, _ in told]
+    assert done == sorted(done)
+    assert done[-1] == num_bytes

@@ -1,0 +1,238 @@
+"""Exports: any model comes back to the bit, whoever wrote the checkpoint and at whatever layout."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from checkpoint_convert import check_weights, read_shape
+from checkpoint_convert.companions import CHECKPOINT_FOLDER, copy_companions
+from checkpoint_convert.hf_to_megatron import import_checkpoint
+from checkpoint_convert.megatron_to_hf import export_checkpoint
+from conversions import assert_same, random_weights, variant, weights_of
+from distributed import run_ranks
+from models import CONFIGS
+from parallel import ParallelDims
+from policies import LENGTHS, accumulate, pack_all, start_policy
+from sentencepiece_models import train
+
+MIXTURES = ("mixtral", "qwen3_moe")
+# Every pair of sizes of two axes; tied models have one key-value head, the others two.
+ROUND_TRIPS = [
+    (tied, ParallelDims(tensor=tp, pipeline=pp, virtual_pipeline=vpp))
+    for tied, tp, pp, vpp in [
+        (False, 1, 1, 1),
+        (False, 2, 2, 2),
+        (False, 4, 3, 1),
+        (True, 1, 3, 2),
+        (True, 2, 1, 1),
+        (True, 4, 2, 1),
+    ]
+]
+EXPERT_ROUND_TRIPS = [
+    (False, ParallelDims(data=2, expert=2)),
+    (True, ParallelDims(tensor=2, pipeline=3, data=2, expert=2)),
+    (True, ParallelDims(tensor=4, pipeline=2, virtual_pipeline=2, data=4, expert=4)),
+    (False, ParallelDims(tensor=2, expert=2, expert_tensor=1)),
+]
+
+
+@pytest.fixture(scope="module")
+def models(seven_layer_models):
+    return seven_layer_models
+
+
+@pytest.fixture(scope="module")
+def llama(models):
+    return models["llama", False]
+
+
+@pytest.fixture(scope="module")
+def imported(llama, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("imported") / "llama"
+    import_checkpoint(llama, folder, ParallelDims(tensor=4))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "dims"),
+    [
+        pytest.param(
+            family,
+            tied,
+            dims,
+            id=f"{family}-tied={tied}-{dims} vpp({dims.virtual_pipeline}) ep({dims.expert})",
+        )
+        for family in CONFIGS
+        for tied, dims in ROUND_TRIPS + (EXPERT_ROUND_TRIPS if family in MIXTURES else [])
+    ],
+)
+def test_a_model_comes_back_bit_by_bit(models, tmp_path, family, tied, dims):
+    import_checkpoint(models[family, tied], tmp_path / "megatron", dims, num_workers=2)
+    export_checkpoint(tmp_path / "megatron", tmp_path / "hf", num_workers=2)
+    assert_same(weights_of(tmp_path / "hf"), weights_of(models[family, tied]))
+    assert read_shape(tmp_path / "hf") == read_shape(models[family, tied])
+
+
+def test_bits_that_are_no_numbers_come_back_too(models, tmp_path):
+    model = shutil.copytree(models["qwen3", False], tmp_path / "model")
+    random_weights(model)
+    import_checkpoint(model, tmp_path / "megatron", ParallelDims(tensor=2))
+    export_checkpoint(tmp_path / "megatron", tmp_path / "hf")
+    assert any(value.isnan().any() for value in weights_of(model).values())
+    assert_same(weights_of(tmp_path / "hf"), weights_of(model))
+
+
+# Checkpoints of a training run.
+
+
+def train_and_save(rank, model, dims, run):
+    """Boxes of the Hugging Face tensors that this rank holds after a step of the optimizer."""
+    from megatron_grpo import checkpoint
+
+    policy, groups = start_policy(rank, model, dims)
+    accumulate(policy, groups, pack_all(LENGTHS, dims)[groups.coordinates.data :: dims.data])
+    policy.optimizer.step()
+    checkpoint.save(run, 1, policy, keep=1, model_folder=model)
+    parameters = policy.parameters()
+    return [
+        (piece.tensor, piece.box, parameters[piece.local].detach()[piece.local_box.slices].clone())
+        for piece in policy.layout.pieces
+    ]
+
+
+TRAINED = {
+    "qwen3": ParallelDims(tensor=2, pipeline=2, virtual_pipeline=2),
+    "qwen3_moe": ParallelDims(tensor=2, pipeline=2, expert=2, expert_tensor=1),
+}
+
+
+@pytest.fixture(scope="module")
+def trained(models, tmp_path_factory):
+    """By family: a checkpoint with optimizer state, and the weights that the ranks had."""
+    found = {}
+    for family, dims in TRAINED.items():
+        run, model = tmp_path_factory.mktemp(family), models[family, True]
+        weights = {name: torch.full_like(t, torch.nan) for name, t in weights_of(model).items()}
+        for boxes in run_ranks(dims.world_size, train_and_save, model, dims, run):
+            for name, box, values in boxes:
+                weights[name][box.slices] = values
+        found[family] = run / "step_1", weights
+    return found
+
+
+@pytest.mark.parametrize("family", TRAINED)
+def test_a_training_checkpoint_is_exported_as_the_ranks_had_it(models, trained, tmp_path, family):
+    checkpoint, weights = trained[family]
+    before = weights_of(models[family, True])
+    changed = [name for name in weights if not torch.equal(weights[name], before[name])]
+    assert len(changed) > 0.9 * len(weights), "the step changed nothing"
+    export_checkpoint(checkpoint, tmp_path / "hf", num_workers=2)
+    assert_same(weights_of(tmp_path / "hf"), weights)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+
+
+@pytest.fixture
+def nameless(trained, tmp_path):
+    """A checkpoint without config, as other trainers write them."""
+    folder = shutil.copytree(trained["qwen3"][0], tmp_path / "nameless")
+    shutil.rmtree(folder / CHECKPOINT_FOLDER)
+    return folder
+
+
+def test_a_checkpoint_without_a_config_needs_one(models, nameless, tmp_path):
+    with pytest.raises(ValueError, match="does not say which model it is: give --hf-config"):
+        export_checkpoint(nameless, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+    export_checkpoint(nameless, tmp_path / "hf", hf_config=models["qwen3", True])
+    AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+
+
+def test_the_config_of_another_model_is_refused_with_every_fault(models, nameless, tmp_path):
+    for other, faults in (
+        (models["llama", True], ["q_layernorm.weight [7, 16] is not part of the model"]),
+        (models["qwen2", True], ["linear_qkv.bias [7, 96] is missing", "k_layernorm.weight [7,"]),
+        (models["qwen3", False], ["output_layer.weight [250, 64] is missing", "[7, 96, 64], the"]),
+    ):
+        with pytest.raises(ValueError, match=r"is no checkpoint of the .* model") as error:
+            export_checkpoint(nameless, tmp_path / "hf", hf_config=other)
+        for fault in faults:
+            assert fault in str(error.value)
+    assert not (tmp_path / "hf").exists()
+
+
+# Files, dtypes and companions.
+
+
+@pytest.mark.parametrize("max_shard_bytes", [1, 70_000, 500_000])
+def test_weight_files_stay_below_their_size_and_transformers_loads_them(
+    llama, imported, tmp_path, max_shard_bytes
+):
+    export_checkpoint(imported, tmp_path / "hf", max_shard_bytes=max_shard_bytes, num_workers=2)
+    files = sorted((tmp_path / "hf").glob("*.safetensors"))
+    assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    for file in files:
+        headers = 10_000
+        tensors = check_weights(tmp_path / "hf", read_shape(llama)).values()
+        count = sum(place.file == file for place in tensors)
+        assert count == 1 or file.stat().st_size <= max_shard_bytes + headers
+    assert_same(weights_of(tmp_path / "hf"), weights_of(llama))
+    state = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
+    assert_same(state, AutoModelForCausalLM.from_pretrained(llama).state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_all_weights_are_converted_to_a_dtype_that_is_asked_for(llama, imported, tmp_path, dtype):
+    export_checkpoint(imported, tmp_path / "hf", dtype=dtype)
+    expected = {name: value.to(dtype) for name, value in weights_of(llama).items()}
+    assert_same(weights_of(tmp_path / "hf"), expected)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").dtype == dtype
+
+
+def test_a_tensor_keeps_its_dtype(llama, tmp_path):
+    def edit(weights):
+        for name, value in weights.items():
+            if "layernorm" not in name:
+                weights[name] = value.bfloat16()
+
+    model = variant(llama, tmp_path / "model", edit)
+    import_checkpoint(model, tmp_path / "megatron", ParallelDims(tensor=2, pipeline=2))
+    export_checkpoint(tmp_path / "megatron", tmp_path / "hf")
+    assert_same(weights_of(tmp_path / "hf"), weights_of(model))
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def companions(folder):
+    files = {file.name: file.read_bytes() for file in folder.iterdir()}
+    return {n: b for n, b in files.items() if n != "config.json" and "safetensors" not in n}
+
+
+def test_companions_go_both_ways_unchanged(llama, tmp_path):
+    model = shutil.copytree(llama, tmp_path / "model")
+    train(tmp_path, "unigram").rename(model / "tokenizer.model")
+    (model / "tokenizer.json").write_text("\x00 no tokenizer at all")
+    import_checkpoint(model, tmp_path / "megatron", ParallelDims())
+    export_checkpoint(tmp_path / "megatron", tmp_path / "hf")
+    assert "tokenizer.model" in companions(tmp_path / "hf")
+    assert companions(tmp_path / "hf") == companions(model)
+    before, after = (json.loads((f / "config.json").read_text()) for f in (model, tmp_path / "hf"))
+    assert after == before
+
+
+def test_another_config_may_bring_its_own_companions(llama, imported, tmp_path):
+    own = tmp_path / "own"
+    own.mkdir()
+    copy_companions(llama, own, torch.float32)
+    (own / "chat_template.jinja").write_text("{{ messages }}")
+    export_checkpoint(imported, tmp_path / "hf", hf_config=own)
+    assert AutoTokenizer.from_pretrained(tmp_path / "hf").chat_template == "{{ messages }}"
+
+
+def test_progress_counts_every_byte_once(llama, imported, tmp_path):
+    told = []
+    export_checkpoint(imported, tmp_path / "hf", progress=lambda *p: told.append(p))
+    num_bytes = sum(value.nbytes for value in weights_of(llama).values())
+    assert {total for _, total in told} == {num_bytes}
+    assert told[-1][0] == num_bytes

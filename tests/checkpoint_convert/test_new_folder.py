@@ -1,0 +1,74 @@
+"""Output folders: there when they are complete, and otherwise not at all."""
+
+import os
+
+import pytest
+
+from checkpoint_convert.hf_to_megatron import import_checkpoint
+from checkpoint_convert.megatron_to_hf import export_checkpoint
+from checkpoint_convert.new_folder import check_space, new_folder
+from conversions import file_size_limit
+from models import tiny_model
+from parallel import ParallelDims
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("model"), "llama")
+
+
+def test_it_appears_when_all_is_written_with_the_folders_above_it(tmp_path):
+    out = tmp_path / "a" / "b"
+    with new_folder(out, 0) as folder:
+        (folder / "file").write_text("text")
+        assert folder == tmp_path / "a" / "b.partial"
+        assert not out.exists()
+    assert [path.name for path in out.parent.iterdir()] == ["b"]
+    assert (out / "file").read_text() == "text"
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_nothing_is_left_of_it_when_anything_goes_wrong(tmp_path, error):
+    with pytest.raises(error), new_folder(tmp_path / "out", 0) as folder:
+        (folder / "file").write_text("text")
+        raise error
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["out", "out.partial"])
+def test_what_is_there_is_not_touched(tmp_path, name):
+    (tmp_path / name).mkdir()
+    with pytest.raises(ValueError, match=f"{name} exists: "), new_folder(tmp_path / "out", 0):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_two_at_a_time_do_not_write_into_one_folder(tmp_path):
+    with new_folder(tmp_path / "out", 0):
+        second = new_folder(tmp_path / "out", 0)
+        with pytest.raises(ValueError, match="it is being written"):
+            second.__enter__()
+        assert (tmp_path / "out.partial").is_dir()
+
+
+def test_room_is_asked_for_before_anything_is_written(tmp_path):
+    check_space(tmp_path, 0)
+    message = "bytes free, the weights take 1,000,000,000,000,000,000"
+    with pytest.raises(ValueError, match=message), new_folder(tmp_path / "out", 10**18):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("num_bytes", [500, 5000, 20_000, 200_000])
+def test_a_disk_that_fills_is_told_with_the_place_whatever_is_written(model, tmp_path, num_bytes):
+    """Companions, the frames of checkpoints without values, or files of weights."""
+    checkpoint = tmp_path / "checkpoint"
+    import_checkpoint(model, checkpoint, ParallelDims())
+    for convert in (
+        lambda out: import_checkpoint(model, out, ParallelDims()),
+        lambda out: export_checkpoint(checkpoint, out),
+    ):
+        with file_size_limit(num_bytes), pytest.raises(OSError) as error:
+            convert(tmp_path / "out")
+        assert str(tmp_path / "out.partial") in str(error.value)
+        assert os.listdir(tmp_path) == ["checkpoint"]

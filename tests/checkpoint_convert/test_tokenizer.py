@@ -1,0 +1,288 @@
+"""One way to load a tokenizer, whose ids are those of the file that it comes from."""
+
+import io
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from sentencepiece import SentencePieceProcessor
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+
+from checkpoint_convert.tokenizer import load_tokenizer
+from megatron_grpo.config_file import load_config
+from megatron_grpo.prompts import load_prompts
+from models import character_tokenizer
+from sentencepiece_models import CORPUS, TEXTS, train
+
+# What comes with Llama 2 and Mistral, but for a tokenizer.json.
+LLAMA2 = {
+    "tokenizer_class": "LlamaTokenizer",
+    "bos_token": {"__type": "AddedToken", "content": "<s>", "normalized": False},
+    "eos_token": "</s>",
+    "unk_token": "<unk>",
+    "pad_token": None,
+    "add_bos_token": True,
+    "add_eos_token": False,
+    "clean_up_tokenization_spaces": False,
+}
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}[INST] {{ message['content'] }} [/INST]"
+    "{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module", params=["bpe", "unigram", "unigram of Unicode forms"])
+def model(request, tmp_path_factory):
+    kind, _, is_normalized = request.param.partition(" of ")
+    as_usual = {"normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": True}
+    return train(tmp_path_factory.mktemp("spm"), kind, **(as_usual if is_normalized else {}))
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("bpe"), "bpe")
+
+
+def folder_of(model, folder, *, model_type="llama", config=None):
+    folder.mkdir()
+    shutil.copyfile(model, folder / "tokenizer.model")
+    if model_type:
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    if config is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def ids(tokenizer, text):
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    "config", [None, LLAMA2, LLAMA2 | {"tokenizer_class": "LlamaTokenizerFast"}]
+)
+@pytest.mark.parametrize("model_type", ["llama", "mistral", None])
+def test_a_sentencepiece_model_gives_the_ids_of_sentencepiece(model, model_type, config, tmp_path):
+    folder = folder_of(model, tmp_path / "model", model_type=model_type, config=config)
+    tokenizer, original = load_tokenizer(folder), SentencePieceProcessor(model_file=str(model))
+    for text in TEXTS:
+        assert ids(tokenizer, text) == original.encode(text), text
+        assert tokenizer.decode(original.encode(text)) == original.decode(original.encode(text))
+    assert tokenizer(TEXTS, add_special_tokens=False)["input_ids"] == original.encode(TEXTS)
+    special = (tokenizer.unk_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id)
+    assert special == (0, 1, 2)
+    assert tokenizer.pad_token_id is None
+    assert len(tokenizer) == original.get_piece_size()
+
+
+def test_a_bare_model_file_will_do(model, tmp_path):
+    original = SentencePieceProcessor(model_file=str(model))
+    folder = folder_of(model, tmp_path / "model", model_type=None)
+    for source in (model, str(model), folder):
+        tokenizer = load_tokenizer(source)
+        assert all(ids(tokenizer, text) == original.encode(text) for text in TEXTS)
+        assert tokenizer("a")["input_ids"] == [1, *original.encode("a")]
+
+
+def test_every_text_comes_back_where_nothing_is_normalized(bpe):
+    tokenizer = load_tokenizer(bpe)
+    for text in [*TEXTS, "<s>[INST] hi [/INST] a</s><s>b", "<s> <s>  x"]:
+        assert tokenizer.decode(ids(tokenizer, text)) == text
+    assert tokenizer.decode(ids(tokenizer, "<s>a</s>"), skip_special_tokens=True) == "a"
+
+
+def test_special_tokens_in_the_text_are_tokens_and_cut_it(bpe):
+    tokenizer, original = load_tokenizer(bpe), SentencePieceProcessor(model_file=str(bpe))
+    wanted = [1, *original.encode("x y"), 2, 1, *original.encode("z")]
+    assert ids(tokenizer, "<s>x y</s><s>z") == wanted
+
+
+def test_control_pieces_of_the_model_itself_are_special(tmp_path):
+    model = train(tmp_path, "bpe", control_symbols=["[INST]", "[/INST]"])
+    tokenizer, original = load_tokenizer(model), SentencePieceProcessor(model_file=str(model))
+    begin, end = (original.piece_to_id(piece) for piece in ("[INST]", "[/INST]"))
+    assert ids(tokenizer, "[INST]x[/INST]") == [begin, *original.encode("x"), end]
+    assert tokenizer.decode([begin, *original.encode("x"), end], skip_special_tokens=True) == "x"
+
+
+def test_with_legacy_false_only_the_beginning_of_a_text_gets_a_space(bpe, tmp_path):
+    folder = folder_of(bpe, tmp_path / "model", config=LLAMA2 | {"legacy": False})
+    tokenizer, original = load_tokenizer(folder), SentencePieceProcessor(model_file=str(bpe))
+    for text in TEXTS:
+        assert ids(tokenizer, text) == original.encode(text), text
+    for text in ("<s>x y</s> z", "x<s>y"):
+        tokens = tokenizer.convert_ids_to_tokens(ids(tokenizer, text))
+        spaces = "".join(tokens).count("\u2581")
+        assert spaces == text.count(" ") + (not text.startswith("<s>")), tokens
+        assert tokenizer.decode(ids(tokenizer, text)) == text
+
+
+def test_begin_and_end_tokens_are_added_as_the_config_says(bpe, tmp_path):
+    content = SentencePieceProcessor(model_file=str(bpe)).encode("a")
+    for number, (bos, eos) in enumerate([(True, True), (False, True), (False, False)]):
+        config = LLAMA2 | {"add_bos_token": bos, "add_eos_token": eos}
+        tokenizer = load_tokenizer(folder_of(bpe, tmp_path / str(number), config=config))
+        assert tokenizer("a")["input_ids"] == [1] * bos + content + [2] * eos
+
+
+def test_tokens_that_the_config_adds_follow_those_of_the_model(bpe, tmp_path):
+    config = LLAMA2 | {"pad_token": "<pad>", "additional_special_tokens": ["<|tool|>"]}
+    tokenizer = load_tokenizer(folder_of(bpe, tmp_path / "model", config=config))
+    added = {tokenizer.pad_token_id, *ids(tokenizer, "<|tool|>")}
+    assert added == {700, 701}
+    assert tokenizer.decode(ids(tokenizer, "a<|tool|>b")) == "a<|tool|>b"
+
+
+def test_a_saved_tokenizer_loads_again(bpe, tmp_path):
+    config = LLAMA2 | {"pad_token": "<pad>", "chat_template": CHAT_TEMPLATE, "legacy": False}
+    tokenizer = load_tokenizer(folder_of(bpe, tmp_path / "model", config=config))
+    tokenizer.save_pretrained(tmp_path / "saved")
+    again = load_tokenizer(tmp_path / "saved")
+    assert again.chat_template == CHAT_TEMPLATE
+    assert again.pad_token_id == tokenizer.pad_token_id
+    for text in [*TEXTS, "<s>x</s> <pad>"]:
+        assert again(text)["input_ids"] == tokenizer(text)["input_ids"]
+
+
+def test_prompts_are_made_with_it(bpe, tmp_path):
+    folder = folder_of(
+        bpe,
+        tmp_path / "model",
+        model_type="mistral",
+        config=LLAMA2 | {"chat_template": CHAT_TEMPLATE},
+    )
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps({"prompt": "1 + 2?", "answer": "3"}) + "\n")
+    tiny = Path(__file__).parents[2] / "configs" / "tiny_cpu.yaml"
+    overrides = [f"data.path={data}", "rollout.max_completion_length=12"]
+    original = SentencePieceProcessor(model_file=str(bpe))
+    (chat,) = load_prompts(load_config(tiny, overrides), load_tokenizer(folder), 512)
+    assert chat.token_ids == (1, *original.encode("[INST] 1 + 2? [/INST]"))
+    raw_text = load_config(tiny, [*overrides, "data.apply_chat_template=false"])
+    (raw,) = load_prompts(raw_text, load_tokenizer(folder), 512)
+    assert raw.token_ids == (1, *original.encode("1 + 2?"))
+
+
+def llama2_json(folder):
+    """A tokenizer.json as Llama 2's: a space is put in front of every stretch of text."""
+    tokenizer = Tokenizer(BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    special = ["<unk>", "<s>", "</s>"]
+    byte_pieces = [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = BpeTrainer(
+        vocab_size=700, special_tokens=[*special, *byte_pieces], show_progress=False
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("\u2581", "merged_with_next")
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.pre_tokenizer = None
+    tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in special])
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
+    )
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (folder / "tokenizer_config.json").write_text(json.dumps(LLAMA2 | {"legacy": False}))
+    return tokenizer
+
+
+def test_a_tokenizer_json_is_taken_as_it_is(tmp_path):
+    original = llama2_json(tmp_path / "model")
+    tokenizer = load_tokenizer(tmp_path / "model")
+    for text in [*TEXTS, "<s>[INST] hi [/INST] a</s><s>b"]:
+        assert tokenizer(text)["input_ids"] == original.encode(text).ids, text
+        assert ids(tokenizer, text) == original.encode(text, add_special_tokens=False).ids
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, None)
+
+
+def test_a_tokenizer_json_comes_before_a_sentencepiece_model(bpe, tmp_path):
+    original = llama2_json(tmp_path / "model")
+    shutil.copyfile(bpe, tmp_path / "model" / "tokenizer.model")
+    tokenizer = load_tokenizer(tmp_path / "model")
+    assert tokenizer("Hello world")["input_ids"] == original.encode("Hello world").ids
+
+
+def vocabulary_and_merges(folder):
+    """The files that Qwen2 was published with."""
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    folder.mkdir()
+    tokenizer.model.save(str(folder))
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    return tokenizer
+
+
+def test_a_vocabulary_with_merges_in_a_file_of_its_own_is_loaded(tmp_path):
+    tokenizer = vocabulary_and_merges(tmp_path / "model")
+    loaded = load_tokenizer(tmp_path / "model")
+    assert ids(loaded, "hello world") == tokenizer.encode("hello world").ids
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer.model", "vocab.json"])
+@pytest.mark.parametrize("model_type", ["llama", "evil"])
+def test_no_code_of_the_folder_is_run(file, model_type, bpe, tmp_path, monkeypatch):
+    folder, canary = tmp_path / "model", tmp_path / "canary"
+    if file == "tokenizer.json":
+        llama2_json(folder)
+    elif file == "tokenizer.model":
+        folder_of(bpe, folder)
+    else:
+        vocabulary_and_merges(folder)
+    (folder / "evil.py").write_text(
+        f"open({str(canary)!r}, 'w')\n"
+        "from transformers import PretrainedConfig as Config\n"
+        "from transformers import Qwen2Tokenizer as Evil\n"
+    )
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": model_type, "auto_map": {"AutoConfig": "evil.Config"}})
+    )
+    auto_map = {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}
+    config = {"tokenizer_class": "Evil", "auto_map": auto_map}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 10))  # to whoever asks
+    if file == "vocab.json":
+        with pytest.raises(ValueError, match=f"^{folder / file} is not a tokenizer that loads: "):
+            load_tokenizer(folder)
+    else:
+        assert ids(load_tokenizer(folder), "hello")
+    assert not canary.exists()
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(ValueError, match=f"{tmp_path} has no tokenizer: neither tokenizer.json"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", b"IQ== 0\nIg== 1\n", None])
+def test_a_model_file_that_is_none_is_named(bpe, tmp_path, content):
+    folder = folder_of(bpe, tmp_path / "model", config=LLAMA2)
+    file = folder / "tokenizer.model"
+    file.write_bytes(file.read_bytes()[:-2000] if content is None else content)
+    for source in (folder, file):
+        with pytest.raises(ValueError, match=f"^{file} is not a tokenizer that loads: "):
+            load_tokenizer(source)
+
+
+@pytest.mark.parametrize("keep", [0, 10, -10])
+def test_a_truncated_tokenizer_json_is_named(tmp_path, keep):
+    character_tokenizer(250).save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(ValueError, match=f"^{file} is not a tokenizer that loads: "):
+        load_tokenizer(tmp_path)

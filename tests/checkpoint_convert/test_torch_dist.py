@@ -1,0 +1,310 @@
+"""torch_dist checkpoints: Megatron-Core's own are read to the bit, and no code in them runs."""
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from checkpoint_convert.torch_dist import is_torch_dist, read_chunks
+from conversions import Touch, assert_same, read_checkpoint, write_checkpoint
+from distributed import run_ranks
+from models import tiny_model
+from parallel import Box, ParallelDims
+
+
+def save_trained(rank, model, folder):
+    """What the trainer saves, with optimizer state."""
+    from megatron_grpo import checkpoint
+    from policies import start_policy
+
+    policy, _ = start_policy(rank, model, ParallelDims(tensor=2, pipeline=2))
+    checkpoint.save(folder, 1, policy, keep=1, model_folder=model)
+
+
+def load_whole(rank, folder):
+    """Every tensor of a checkpoint, whole, as Megatron-Core reads it."""
+    from megatron.core.dist_checkpointing import load_plain_tensors
+
+    from parallel.device import setup_device
+
+    setup_device(rank)
+    return {key: value for key, value in load_plain_tensors(str(folder)).items() if "." in key}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def trained(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    run_ranks(4, save_trained, model, folder)
+    return folder / "step_1"
+
+
+@pytest.fixture(scope="module")
+def whole(trained):
+    return run_ranks(1, load_whole, trained)[0]
+
+
+def is_weight(key: str) -> bool:
+    return not key.startswith("optimizer.")
+
+
+def test_what_megatron_saved_with_its_optimizer_is_read_to_the_bit(trained, whole):
+    stored = read_chunks(trained)
+    assert "decoder.layers.mlp.linear_fc1._extra_state/shard_0_2" in stored.objects
+    assert "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight" in stored.shapes
+    assert_same(read_checkpoint(trained), whole)
+
+
+def test_weights_alone_are_read_from_a_checkpoint_with_an_optimizer(trained, whole):
+    weights = {key: value for key, value in whole.items() if is_weight(key)}
+    assert 0 < len(weights) < len(whole) / 3
+    assert_same(read_checkpoint(trained, is_weight), weights)
+
+
+def test_any_box_of_a_chunk_is_read(tmp_path):
+    value = torch.randn(2, 9, 7)
+    stored = read_chunks(write_checkpoint(tmp_path, {"w": value}, max_elements=40))
+    (first, *_) = stored.layout.pieces
+    assert first.local == "w@0.0.0"
+    assert first.box == Box((0, 0, 0), (1, 5, 7))
+    found = stored.tensors.read("w@0.0.0", Box((0, 2, 3), (1, 3, 2)))
+    assert torch.equal(found, value[:1, 2:5, 3:5])
+
+
+# What is wrong with a folder is said before anything is read from its chunks.
+
+
+@pytest.fixture
+def written(tmp_path):
+    tensors = {"decoder.w": torch.randn(8, 4), "optimizer.w": torch.randn(8, 4)}
+    return write_checkpoint(tmp_path / "checkpoint", tensors, num_files=2, max_elements=16)
+
+
+def refusal(folder, keys=lambda key: True) -> str:
+    with pytest.raises(ValueError) as error:
+        read_chunks(folder, keys)
+    return str(error.value)
+
+
+def edit_metadata(folder, change):
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    change(metadata)
+    path.write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize("name", [".metadata", "metadata.json"])
+def test_a_checkpoint_that_was_not_finished_is_refused(written, name):
+    (written / name).unlink()
+    assert is_torch_dist(written)
+    assert f"has no {name}" in refusal(written)
+
+
+def test_other_folders_are_no_checkpoints(tmp_path):
+    assert not is_torch_dist(tmp_path)
+    assert not is_torch_dist(tmp_path / "absent")
+
+
+def test_another_format_is_named(written):
+    (written / "metadata.json").write_text('{"sharded_backend": "zarr"}')
+    assert "in the format 'zarr', not 'torch_dist'" in refusal(written)
+
+
+def test_a_missing_file_matters_only_to_the_keys_in_it(tmp_path):
+    tensors = {"decoder.w": torch.ones(4, 4), "optimizer.w": torch.ones(4, 4)}
+    write_checkpoint(tmp_path, tensors, num_files=2)
+    (tmp_path / "__1_0.distcp").unlink()
+    assert torch.equal(read_checkpoint(tmp_path, is_weight)["decoder.w"], torch.ones(4, 4))
+    assert "__1_0.distcp is not there" in refusal(tmp_path)
+
+
+def test_a_truncated_file_is_refused_before_it_is_read(written):
+    file = written / "__1_0.distcp"
+    size = file.stat().st_size
+    with file.open("r+b") as opened:
+        opened.truncate(size - 1)
+    assert f"__1_0.distcp has {size - 1} of {size} bytes" in refusal(written)
+
+
+@pytest.mark.parametrize("file", ["../stolen.distcp", "/etc/passwd", "..", "a/b.distcp"])
+def test_a_path_out_of_the_folder_is_refused(written, file):
+    def change(metadata):
+        for place in metadata.storage_data.values():
+            place.relative_path = file
+
+    edit_metadata(written, change)
+    assert f"decoder.w is in a file outside the folder: {file}" in refusal(written)
+
+
+@pytest.mark.parametrize("field", ["offset", "length"])
+@pytest.mark.parametrize("value", [-1, 1.5, None, 1 << 62])
+def test_places_that_cannot_be_are_refused(written, field, value):
+    def change(metadata):
+        for place in metadata.storage_data.values():
+            setattr(place, field, value)
+
+    edit_metadata(written, change)
+    assert str(written) in refusal(written)
+
+
+def test_a_dtype_that_is_not_supported_is_named(tmp_path):
+    tensors = {"a": torch.ones(2, dtype=torch.int8), "b": torch.ones(2)}
+    dcp.save(tensors, checkpoint_id=tmp_path, no_dist=True)
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    assert "a has dtype torch.int8, supported: " in refusal(tmp_path)
+    assert_same(read_checkpoint(tmp_path, lambda key: key == "b"), {"b": torch.ones(2)})
+
+
+def test_chunks_stored_with_transforms_are_refused(written):
+    def change(metadata):
+        for place in metadata.storage_data.values():
+            place.transform_descriptors = ["zstd"]
+
+    edit_metadata(written, change)
+    assert "stored with transforms: ['zstd']" in refusal(written)
+
+
+@pytest.mark.parametrize("keep", [0, 1, 50, 400, -1])
+def test_truncated_metadata_are_refused(written, keep):
+    path = written / ".metadata"
+    path.write_bytes(path.read_bytes()[:keep])
+    assert f"{path} is not the metadata of a checkpoint" in refusal(written)
+
+
+def test_a_chunk_that_is_not_what_the_metadata_say_is_refused_when_read(written):
+    def change(metadata):
+        places = {index.offset[0]: place for index, place in metadata.storage_data.items()}
+        places[0].length, places[0].offset = places[4].length, places[4].offset
+        metadata.state_dict_metadata["optimizer.w"].properties.dtype = torch.bfloat16
+
+    edit_metadata(written, change)
+    tensors = read_chunks(written).tensors
+    with pytest.raises(ValueError, match=r"holds F32 \[4, 4\], not optimizer.w@0.0 as torch.bf"):
+        tensors.read("optimizer.w@0.0", Box((0, 0), (4, 4)))
+
+
+# A pickle can call anything. None of these may.
+
+
+@pytest.fixture
+def canary(tmp_path):
+    path = tmp_path / "canary"
+    pickle.loads(pickle.dumps(Touch(path)))
+    assert path.exists(), "the attack does not work"
+    path.unlink()
+    yield path
+    assert not path.exists()
+
+
+def test_metadata_that_are_a_call_are_refused_by_its_name(written, canary):
+    (written / ".metadata").write_bytes(pickle.dumps(Touch(canary)))
+    assert "it asks for io.open" in refusal(written)
+
+
+def test_a_call_hidden_in_real_metadata_is_refused(written, canary):
+    edit_metadata(written, lambda metadata: setattr(metadata, "planner_data", [Touch(canary)]))
+    assert "it asks for io.open" in refusal(written)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        ("builtins", "eval"),
+        ("os", "system"),
+        ("torch", "load"),
+        ("torch.distributed.checkpoint.metadata", "os.system"),
+        ("torch.distributed.checkpoint.filesystem", "pickle.loads"),
+        ("megatron.core.dist_checkpointing.strategies.torch", "pickle"),
+    ],
+    ids=".".join,
+)
+def test_only_the_classes_of_metadata_are_known(written, name):
+    called = name_of(*name) + b")R"
+    (written / ".metadata").write_bytes(b"\x80\x04" + called + b".")
+    assert f"it asks for {'.'.join(name)}" in refusal(written)
+
+
+def test_metadata_cannot_change_the_classes_of_torch(written):
+    # The state (None, {"offset": 7}) is one of attributes to set, here on the class itself.
+    name = name_of("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+    state = b"N}" + text("offset") + b"K\x07s\x86"
+    attack = b"\x80\x04" + name + state + b"b."
+    pickle.loads(attack)
+    assert _StorageInfo.offset == 7, "the attack does not work"
+    del _StorageInfo.offset
+    (written / ".metadata").write_bytes(attack)
+    refusal(written)
+    assert not hasattr(_StorageInfo, "offset")
+
+
+LARGE = 1 << 28  # times 16 bytes of memory
+
+
+@pytest.mark.parametrize(
+    "remember", [b"r" + LARGE.to_bytes(4, "little"), b"p%d\n" % LARGE], ids=["LONG_BINPUT", "PUT"]
+)
+@pytest.mark.parametrize("before", [b"", b"K\x07" * 999 + b"X\x03\0\0\0abc\x94"])
+def test_a_few_bytes_cannot_ask_for_gigabytes(written, remember, before):
+    attack = b"\x80\x04" + before + b"N" + remember + b"."
+    (written / ".metadata").write_bytes(attack)
+    message = refusal(written)
+    assert f"it remembers {LARGE} things in {len(attack)} bytes" in message
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_metadata_of_every_pickle_protocol_are_read(written, protocol):
+    path = written / ".metadata"
+    expected = read_checkpoint(written)
+    path.write_bytes(pickle.dumps(pickle.loads(path.read_bytes()), protocol))
+    assert_same(read_checkpoint(written), expected)
+
+
+def text(value: str) -> bytes:
+    """The pickle operation that makes a string."""
+    return b"\x8c" + bytes([len(value)]) + value.encode()
+
+
+def name_of(module: str, attribute: str) -> bytes:
+    """The pickle operations that look up a name."""
+    return text(module) + text(attribute) + b"\x93"
+
+
+def test_a_chunk_with_a_call_is_refused_by_its_name_when_read(written, canary):
+    file = written / "__0_0.distcp"
+    start = file.stat().st_size
+    with file.open("ab") as opened:
+        torch.save(Touch(canary), opened)
+
+    def change(metadata):
+        for place in metadata.storage_data.values():
+            if place.relative_path == file.name:
+                place.offset, place.length = start, file.stat().st_size - start
+
+    edit_metadata(written, change)
+    stored = read_chunks(written)
+    with pytest.raises(ValueError, match=r"its pickle asks for io\.open") as error:
+        stored.tensors.read("decoder.w@0.0", Box((0, 0), (4, 4)))
+    assert str(file) in str(error.value)
+
+
+def test_the_pickle_of_what_is_no_tensor_is_never_read(written, canary):
+    torch.save({"args": Touch(canary)}, written / "common.pt")
+    assert len(read_checkpoint(written)) == 2
+
+
+def test_many_chunks_are_read_with_every_file_opened_once(tmp_path):
+    tensors = {f"w{i}": torch.randn(4, 4) for i in range(50)}
+    stored = read_chunks(write_checkpoint(tmp_path, tensors, num_files=3, max_elements=4))
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for name, shape in stored.layout.shapes.items():
+        stored.tensors.read(name, Box.whole(shape))
+    assert len(list(Path("/proc/self/fd").iterdir())) == before + 3
+    stored.tensors.close()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before

@@ -1,0 +1,92 @@
+"""Checkpoints that we write: files without values first, any cut, and what is left out is told."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from checkpoint_convert.torch_dist import is_torch_dist, read_chunks
+from checkpoint_convert.torch_dist_writer import Chunk, create_chunks, finish_checkpoint
+from conversions import assert_same, file_size_limit, read_checkpoint, write_checkpoint
+from parallel import Box
+
+TENSORS = {
+    "a.weight": torch.randn(3, 17, 5),
+    "b.weight": torch.randn(40, 6).bfloat16(),
+    "c.weight": torch.randn(3, 4, 5, 2, dtype=torch.float64),
+    "d.weight": torch.randn(11).half(),
+}
+
+
+def chunks_of_rows(num_rows: int, num_chunks: int) -> list[Chunk]:
+    """A matrix of `num_rows` rows for each of `num_chunks` chunks, one below the other."""
+    shape = (num_rows * num_chunks, 64)
+    boxes = [Box((number * num_rows, 0), (num_rows, 64)) for number in range(num_chunks)]
+    return [Chunk("w", box, shape, torch.float32) for box in boxes]
+
+
+@pytest.mark.parametrize("max_elements", [20, 1 << 20])
+@pytest.mark.parametrize("num_files", [1, 3])
+def test_what_is_written_is_what_is_read(tmp_path, num_files, max_elements):
+    write_checkpoint(tmp_path, TENSORS, num_files=num_files, max_elements=max_elements)
+    assert_same(read_checkpoint(tmp_path), TENSORS)
+
+
+def test_it_is_what_torch_reads(tmp_path):
+    write_checkpoint(tmp_path, TENSORS, num_files=2, max_elements=20)
+    found = {name: torch.empty_like(value) for name, value in TENSORS.items()}
+    dcp.load(found, checkpoint_id=tmp_path, no_dist=True)
+    assert_same(found, TENSORS)
+
+
+def test_a_file_has_its_final_size_before_it_has_values_and_takes_no_room(tmp_path):
+    created = create_chunks(tmp_path, [chunks_of_rows(1 << 16, 2)])  # 16 MiB each
+    file = tmp_path / "__0_0.distcp"
+    end = created[-1].offset + created[-1].length
+    assert file.stat().st_size == end
+    assert 32 << 20 <= end < (32 << 20) + 10_000
+    assert file.stat().st_blocks * 512 < 1 << 20
+    assert [each.place.num_bytes for each in created] == [16 << 20, 16 << 20]
+
+
+def test_files_come_out_alike_however_many_workers_make_them(tmp_path):
+    files = [chunks_of_rows(4, 3)[i : i + 1] for i in range(3)]
+    for folder, num_workers in (("one", 1), ("three", 3)):
+        (tmp_path / folder).mkdir()
+        created = create_chunks(tmp_path / folder, files, num_workers)
+        assert [each.file for each in created] == [f"__{i}_0.distcp" for i in range(3)]
+    for i in range(3):
+        one, three = (tmp_path / folder / f"__{i}_0.distcp" for folder in ("one", "three"))
+        assert one.read_bytes() == three.read_bytes()
+
+
+def test_without_metadata_it_is_no_finished_checkpoint(tmp_path):
+    create_chunks(tmp_path, [chunks_of_rows(4, 1)])
+    assert is_torch_dist(tmp_path)
+    with pytest.raises(ValueError, match="it is no finished torch_dist checkpoint"):
+        read_chunks(tmp_path)
+
+
+def test_chunks_that_do_not_cover_a_tensor_are_not_finished(tmp_path):
+    chunk = Chunk("w", Box((0, 0), (2, 4)), (3, 4), torch.float32)
+    created = create_chunks(tmp_path, [[chunk]])
+    with pytest.raises(ValueError, match="w: 4 of 12 elements are in no piece"):
+        finish_checkpoint(tmp_path, created)
+    assert {path.name for path in tmp_path.iterdir()} == {"__0_0.distcp"}
+
+
+def test_entries_that_hold_nothing_are_stored_once_and_listed(tmp_path):
+    names = [f"decoder.layers.mlp.linear_fc1._extra_state/shard_{i}_50" for i in range(50)]
+    write_checkpoint(tmp_path, TENSORS, empty_objects=names)
+    assert sorted(read_chunks(tmp_path).objects) == sorted(names)
+    (nothing,) = tmp_path.glob("__empty*.distcp")
+    assert torch.load(nothing, weights_only=True) == [None]
+
+
+def test_metadata_that_fit_only_in_part_are_an_error(tmp_path):
+    created = create_chunks(tmp_path, [chunks_of_rows(1, 100)])
+    with file_size_limit(2000), pytest.raises(OSError):
+        finish_checkpoint(tmp_path, created)
+    assert os.path.getsize(tmp_path / ".metadata") <= 2000
+    assert not (tmp_path / "metadata.json").exists()

@@ -1,0 +1,246 @@
+"""Files of torch.save: every tensor is found without being loaded, and no code runs."""
+
+import pickle
+import re
+import time
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoint_convert.tensor_io import StoredTensors
+from checkpoint_convert.torch_file import read_place, read_places
+from conversions import Touch
+from parallel import Box
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "pytorch_model.bin"
+
+
+def stored(path):
+    """All values, read at their places."""
+    places = read_places(path)
+    with StoredTensors(places) as tensors:
+        return {name: tensors.read(name, Box.whole(place.shape)) for name, place in places.items()}
+
+
+def refusal(path) -> str:
+    with pytest.raises(ValueError) as error:
+        read_places(path)
+    assert str(path) in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_the_bytes_of_every_tensor_are_found(path, dtype):
+    saved = OrderedDict(
+        {f"layers.{i}.weight": torch.randn(i + 1, 7, 33).to(dtype) for i in range(20)}
+    )
+    torch.save(saved, path)
+    found = stored(path)
+    assert list(found) == list(saved)
+    for name, value in saved.items():
+        assert found[name].dtype == dtype
+        assert torch.equal(found[name], value)
+
+
+def test_views_parameters_and_tensors_that_share_their_storage_are_found(path):
+    table = torch.randn(10, 4)
+    saved = {
+        "embedding": table,
+        "head": table,
+        "rows": table[3:7],
+        "parameter": torch.nn.Parameter(table[:2]),
+        "buffer": torch.randn(3),
+    }
+    torch.save(saved, path)
+    found = stored(path)
+    for name, value in saved.items():
+        assert torch.equal(found[name], value.detach())
+    places = read_places(path)
+    assert places["embedding"] == places["head"]
+    assert places["rows"].offset == places["embedding"].offset + 3 * 4 * 4
+
+
+def test_a_module_state_dict_is_found_with_its_metadata(path):
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    torch.save(module.state_dict(), path)
+    places = read_places(path)
+    assert places["0.weight"].shape == (4, 3)
+    assert places["1.num_batches_tracked"].dtype == "int64"
+
+
+def test_a_tensor_is_found_in_the_middle_of_a_file(path):
+    values = [torch.randn(5, 6), torch.randn(2, 3).bfloat16(), torch.randn(4)]
+    spans = []
+    with path.open("wb") as file:
+        file.write(b"something before")
+        for value in values:
+            start = file.tell()
+            torch.save(value, file)
+            spans.append((start, file.tell() - start))
+    with path.open("rb") as file:
+        places = {str(i): read_place(file.fileno(), path, *span) for i, span in enumerate(spans)}
+        assert file.tell() == 0, "the position of a shared descriptor was moved"
+    with StoredTensors(places) as tensors:
+        for i, value in enumerate(values):
+            assert torch.equal(tensors.read(str(i), Box.whole(value.shape)), value)
+
+
+def test_a_tensor_is_found_whether_checksums_were_written_or_not(path):
+    for with_checksums in (True, False):
+        torch.serialization.set_crc32_options(with_checksums)
+        try:
+            torch.save({"a": torch.arange(6.0)}, path)
+        finally:
+            torch.serialization.set_crc32_options(True)
+        assert torch.equal(stored(path)["a"], torch.arange(6.0))
+
+
+def test_dtypes_that_are_not_supported_keep_their_name(path):
+    torch.save({"a": torch.ones(3).to(torch.float8_e4m3fn), "b": torch.ones(3).char()}, path)
+    assert [place.dtype for place in read_places(path).values()] == ["float8_e4m3fn", "int8"]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (torch.randn(4, 3).T, "'w' is sparse or strided"),
+        (torch.eye(3).to_sparse(), "'w' is sparse or strided"),
+        (torch.ones(3, device="meta"), "'w' was saved from the meta device, without values"),
+        ({"nested": torch.ones(3)}, "'w' is dict, not a tensor"),
+        (17, "'w' is int, not a tensor"),
+    ],
+)
+def test_what_is_no_plain_tensor_is_refused_by_its_name(path, value, message):
+    torch.save({"w": value}, path)
+    assert message in refusal(path)
+
+
+def test_what_is_no_dict_is_refused(path):
+    torch.save([torch.ones(3)], path)
+    assert "holds list, not a dict of tensors" in refusal(path)
+
+
+def test_a_pickled_module_is_refused_by_its_class(path):
+    torch.save(torch.nn.Linear(2, 2), path)
+    assert "its pickle asks for torch.nn.modules.linear.Linear" in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("protocol", "reason"), [(2, "its pickle asks for io.open"), (4, "Unsupported operand 149")]
+)
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol 4")
+def test_a_pickle_that_would_run_code_is_refused_and_does_not(path, tmp_path, protocol, reason):
+    canary = tmp_path / "canary"
+    pickle.loads(pickle.dumps(Touch(canary)))
+    assert canary.exists(), "the attack does not work"
+    canary.unlink()
+    torch.save({"w": torch.ones(2), "x": Touch(canary)}, path, pickle_protocol=protocol)
+    assert reason in refusal(path)
+    assert not canary.exists()
+
+
+def test_a_bare_pickle_that_would_run_code_is_refused_and_does_not(path, tmp_path):
+    path.write_bytes(pickle.dumps(Touch(tmp_path / "canary")))
+    refusal(path)
+    assert not (tmp_path / "canary").exists()
+
+
+def test_files_of_before_torch_1_6_are_refused_with_a_way_out(path):
+    torch.save({"w": torch.ones(2)}, path, _use_new_zipfile_serialization=False)
+    assert "load and save it again with a newer torch" in refusal(path)
+
+
+@pytest.mark.parametrize("keep", [0, 3, 10, 100, 0.5, -1])
+def test_a_truncated_file_is_refused(path, keep):
+    torch.save({"a": torch.randn(100), "b": torch.randn(100)}, path)
+    data = path.read_bytes()
+    path.write_bytes(data[: keep if isinstance(keep, int) else len(data) // 2])
+    refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("count", "message"),
+    [
+        (0, r"data/0 has 800 bytes, not 255 of torch\.float64"),
+        (1, "'w' ends at byte 2040 of 800 bytes"),
+    ],
+)
+def test_a_tensor_that_would_end_after_its_storage_is_refused(path, count, message):
+    torch.save({"w": torch.ones(100, dtype=torch.float64), "x": torch.ones(1000)}, path)
+    data = path.read_bytes()
+    # The pickle's counts of elements: of the storage and, in a tuple of one, of the tensor.
+    before = (b"Kdtq", b"Kd\x85q")[count]
+    assert data.count(before) == 1
+    path.write_bytes(data.replace(before, before.replace(b"d", b"\xff")))
+    assert re.search(message, refusal(path))
+
+
+# Other programs may have written the archive.
+
+
+def rewrite(path, change=lambda name, content: content, compressed=()):
+    """Write the archive anew, as an archiver does."""
+    with zipfile.ZipFile(path) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in records.items():
+            method = zipfile.ZIP_DEFLATED if Path(name).name in compressed else zipfile.ZIP_STORED
+            archive.writestr(name, change(name, content), compress_type=method)
+
+
+def test_tensors_are_found_in_an_archive_that_another_program_has_packed_anew(path):
+    saved = {f"w{i}": torch.randn(i + 1, 7) for i in range(12)}
+    torch.save(saved, path)
+    places = read_places(path)
+    rewrite(path)
+    assert read_places(path) != places
+    for name, value in stored(path).items():
+        assert torch.equal(value, saved[name])
+
+
+@pytest.mark.parametrize("name", ["data.pkl", "byteorder", "0"])
+def test_compressed_records_are_refused_by_their_name(path, name):
+    torch.save({"w": torch.zeros(1000)}, path)
+    rewrite(path, compressed=[name])
+    assert f"{name} is compressed: load it and save it with torch" in refusal(path)
+
+
+def test_a_pickle_larger_than_any_model_needs_is_not_read(path):
+    torch.save({"w": torch.zeros(10)}, path)
+    rewrite(path, lambda name, content: content + bytes(100 << 20) * name.endswith("data.pkl"))
+    before = time.process_time()
+    assert "bytes, more than 100000000" in refusal(path)
+    assert time.process_time() - before < 0.5
+
+
+def test_values_of_the_other_byte_order_are_refused(path):
+    torch.save({"w": torch.randn(10)}, path)
+    rewrite(path, lambda name, content: content.replace(b"little", b"big"))
+    assert "not in little-endian order" in refusal(path)
+
+
+def test_files_without_a_byte_order_are_little_endian(path):
+    """As torch has written them before 2.1."""
+    torch.save({"w": torch.arange(10.0)}, path)
+    path.write_bytes(path.read_bytes().replace(b"byteorder", b"something"))
+    assert torch.equal(stored(path)["w"], torch.arange(10.0))
+
+
+def test_a_record_that_is_not_there_is_named(path):
+    torch.save({"w": torch.randn(10)}, path)
+    path.write_bytes(path.read_bytes().replace(b"/data/0", b"/data/7"))
+    assert "it has no record data/0" in refusal(path)
+
+
+def test_a_directory_that_points_elsewhere_is_refused(path):
+    torch.save({"w": torch.randn(10)}, path)
+    data = path.read_bytes()
+    header = data.rindex(b"PK\x03\x04", 0, data.index(b"/data/0"))
+    path.write_bytes(data[:header] + b"else" + data[header + 4 :])
+    assert "data/0 is not where its directory says" in refusal(path)

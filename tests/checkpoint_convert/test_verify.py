@@ -1,0 +1,193 @@
+"""Are two models the same? Byte by byte or within a tolerance, whatever their formats."""
+
+import math
+import shutil
+
+import pytest
+import torch
+
+from checkpoint_convert.hf_to_megatron import import_checkpoint
+from checkpoint_convert.verify import compare, verify_weights
+from conversions import run_cli, variant, weights_of
+from gguf_models import write_gguf
+from models import tiny_model
+from parallel import ParallelDims
+
+TABLE = "model.embed_tokens.weight"
+NORM = "model.norm.weight"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def imported(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("imported") / "ckpt"
+    import_checkpoint(model, folder, ParallelDims(tensor=4, pipeline=2))
+    return folder
+
+
+@pytest.fixture
+def nameless(imported, tmp_path):
+    """A checkpoint as a training run writes it, which does not say which model it is."""
+    folder = shutil.copytree(imported, tmp_path / "nameless")
+    shutil.rmtree(folder / "hf_config")
+    return folder
+
+
+def edited(model, tmp_path, **values):
+    """A copy of the model with other values in the first element of its last norm, or elsewhere."""
+
+    def edit(weights):
+        for place, value in values.items():
+            name, index = {"table": (TABLE, (7, 3)), "norm": (NORM, (0,))}[place]
+            weights[name][index] = value
+
+    return variant(model, tmp_path / "edited", edit)
+
+
+def told(*arguments, **options):
+    return [str(difference) for difference in verify_weights(*arguments, **options)]
+
+
+# Two sets of weights.
+
+
+def test_all_formats_of_a_model_are_the_same(model, imported, tmp_path):
+    bins = shutil.copytree(model, tmp_path / "bin")
+    (bins / "model.safetensors").unlink()
+    torch.save(weights_of(model), bins / "pytorch_model.bin")
+    gguf = write_gguf(tmp_path / "model.gguf", model)
+    formats = [model, imported, bins, gguf]
+    for a in formats:
+        for b in formats:
+            assert told(a, b) == [], (a, b)
+
+
+@pytest.mark.parametrize("max_elements", [100, 1 << 20])
+def test_one_element_in_one_tensor(model, imported, tmp_path, monkeypatch, max_elements):
+    monkeypatch.setattr("checkpoint_convert.verify._MAX_ELEMENTS", max_elements)
+    value = weights_of(model)[TABLE][7, 3].item() + 0.5
+    other = edited(model, tmp_path, table=value)
+    expected = [f"{TABLE}: 1 of 16,000 elements differ, by 0.5 at most"]
+    assert told(model, other) == told(other, imported) == expected
+    assert told(model, other, num_workers=2) == expected
+
+
+def test_all_tensors_that_differ_are_named_in_order(model, tmp_path):
+    other = edited(model, tmp_path, table=100.0, norm=100.0)
+    assert [line.split(":")[0] for line in told(model, other)] == [TABLE, NORM]
+
+
+def test_another_dtype_is_a_difference_even_when_the_values_are_equal(model, tmp_path):
+    def to_bf16(weights):
+        weights[NORM] = weights[NORM].bfloat16()
+        weights[TABLE] = weights[TABLE].double()
+
+    (difference, other) = told(model, variant(model, tmp_path / "edited", to_bf16))
+    assert difference == f"{TABLE}: float32 and float64, equal in value"
+    assert other.startswith(f"{NORM}: 6") and other.endswith(" (float32 and bfloat16)")
+
+
+def test_a_tolerance_is_on_values_of_any_dtype(model, tmp_path):
+    def to_bf16(weights):
+        for name, value in weights.items():
+            weights[name] = value.bfloat16()
+
+    other = variant(model, tmp_path / "edited", to_bf16)
+    assert told(model, other, tolerance=0.01) == []
+    assert len(told(model, other, tolerance=1e-6)) == len(weights_of(model))
+
+
+def test_nan_and_minus_zero(model, tmp_path):
+    nan = edited(model, tmp_path / "nan", norm=math.nan)
+    assert told(nan, nan) == told(nan, nan, tolerance=0.0) == []
+    assert told(model, nan) == [f"{NORM}: 1 of 64 elements differ, by nan at most"]
+    assert len(told(model, nan, tolerance=1e9)) == 1
+    zeros = [edited(model, tmp_path / str(zero), norm=zero) for zero in (0.0, -0.0)]
+    assert told(*zeros) == [f"{NORM}: 1 of 64 elements differ, by 0 at most"]
+    assert told(*zeros, tolerance=0.0) == []
+
+
+# Which model it is.
+
+
+def test_a_nameless_checkpoint_is_the_model_it_is_compared_with(model, imported, nameless):
+    assert told(model, nameless) == told(nameless, model) == told(nameless, imported) == []
+
+
+def test_two_nameless_checkpoints_need_a_config(model, nameless):
+    with pytest.raises(ValueError, match=r"neither .* says which model it is: give --hf-config"):
+        verify_weights(nameless, nameless)
+    assert told(nameless, nameless, hf_config=model) == []
+
+
+def test_different_models_are_told_by_their_sizes(model, tmp_path):
+    other = tiny_model(tmp_path / "other", "qwen3", num_hidden_layers=3, intermediate_size=128)
+    with pytest.raises(ValueError, match="are different models") as error:
+        verify_weights(model, other)
+    assert "\n  num_layers: 2, 3" in str(error.value)
+    assert "\n  intermediate_size: 96, 128" in str(error.value)
+
+
+def test_a_nameless_checkpoint_of_another_model_is_told_as_such(nameless, tmp_path):
+    other = tiny_model(tmp_path / "other", "llama")
+    with pytest.raises(ValueError, match=f"{nameless} is no checkpoint of the llama model"):
+        verify_weights(other, nameless)
+
+
+# Two tensors.
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_bits_are_compared_in_every_dtype(dtype):
+    a = torch.tensor([1.0, -0.0, math.nan, math.inf, 2.0], dtype=dtype)
+    b = torch.tensor([1.0, 0.0, math.nan, math.inf, 4.0], dtype=dtype)
+    assert compare("x", a, a.clone(), None).num_different == 0
+    difference = compare("x", a, b, None)
+    assert (difference.num_different, difference.largest) == (2, 2.0)
+
+
+def test_equal_values_are_within_every_tolerance_infinite_ones_too():
+    a = torch.tensor([math.inf, -math.inf, math.nan, 1.0])
+    b = torch.tensor([math.inf, -math.inf, math.nan, 1.25])
+    assert compare("x", a, b, 0.5).num_different == 0
+    assert compare("x", a, b, 0.125).num_different == 1
+    assert compare("x", a, b, 0.125).largest == 0.25
+    opposite = torch.tensor([-math.inf, math.inf, math.nan, 1.0])
+    assert compare("x", a, opposite, 1e300).num_different == 2
+
+
+def test_the_largest_difference_is_that_of_all_parts(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("checkpoint_convert.verify._MAX_ELEMENTS", 100)
+
+    def edit(weights):
+        weights[TABLE][7, 3] += 2.0
+        weights[TABLE][100, 3] = math.nan
+        weights[TABLE][200, 3] += 3.0
+
+    (difference,) = verify_weights(model, variant(model, tmp_path / "edited", edit))
+    assert difference.num_different == 3
+    assert difference.num_elements == 16_000
+    assert math.isnan(difference.largest)
+
+
+# The command.
+
+
+def test_the_exit_code_says_whether_they_are_the_same(model, imported, tmp_path):
+    logs = tmp_path / "logs"
+    same = run_cli("verify", model, imported, "--workers", "2", logs=logs)
+    assert (same.exit_code, same.output) == (0, "the same\n")
+    other = edited(model, tmp_path, norm=100.0)
+    different = run_cli("verify", imported, other, logs=logs)
+    assert different.exit_code == 1
+    assert different.output.startswith(f"{NORM}: 1 of 64 elements differ, by 9")
+    assert different.output.endswith("\ndifferences: 1\n")
+    within = run_cli("verify", imported, other, "--tolerance", "1000", logs=logs)
+    assert (within.exit_code, within.output) == (0, "the same within 1000\n")
+    failed = run_cli("verify", imported, tmp_path / "nowhere", logs=logs)
+    assert failed.exit_code == 2
+    assert str(tmp_path / "nowhere") in failed.message

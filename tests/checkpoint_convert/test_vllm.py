@@ -1,0 +1,174 @@
+"""The layouts of an engine's workers against the parameters that vLLM itself loads."""
+
+import re
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from checkpoint_convert import hf_tensors, read_shape, read_weights
+from checkpoint_convert.families import FAMILIES
+from checkpoint_convert.vllm import EngineDims, check_engine, check_engine_dims, engine_layouts
+from conversions import assert_same
+from models import tiny_model
+from parallel import cover_exactly
+from shapes import LLAMA_70B, MIXTRAL_8X7B, QWEN3_30B, shapes
+from vllm_workers import loaded_parameters
+
+MIXTURES = {name for name, family in FAMILIES.items() if family.experts is not None}
+
+
+def report_of(parameters):
+    return {
+        name: (tuple(value.shape), str(value.dtype).removeprefix("torch."))
+        for name, value in parameters.items()
+    }
+
+
+def servable_model(folder, family, *, kv_heads, tied, **overrides):
+    """Heads of 32, the least that vLLM serves on a CPU; Qwen2 has them from its hidden size."""
+    heads = {"hidden_size": 128} if family == "qwen2" else {"head_dim": 32}
+    return tiny_model(
+        folder, family, tied=tied, num_key_value_heads=kv_heads, **(heads | overrides)
+    )
+
+
+def assert_workers_hold_what_the_layouts_say(cases, dtype=torch.float32):
+    """`cases`: (model folder, EngineDims), all of one tensor parallel size."""
+    name = str(dtype).removeprefix("torch.")
+    for (model, dims), workers in zip(cases, loaded_parameters(cases, name), strict=True):
+        shape = read_shape(model)
+        layouts = engine_layouts(shape, dims)
+        check_engine(layouts, [report_of(worker) for worker in workers], name)
+        for layout, worker in zip(layouts, workers, strict=True):
+            filled = {
+                name: torch.full(size, torch.nan, dtype=dtype)
+                for name, size in layout.shapes.items()
+            }
+            read_weights(model, shape, layout, filled)
+            assert_same(worker, filled)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "dtype"),
+    [
+        (1, torch.bfloat16),  # the files are float32: rounded as vLLM rounds
+        (2, torch.float32),
+        pytest.param(4, torch.float32, marks=pytest.mark.slow),
+    ],
+)
+def test_vllm_loads_into_every_worker_what_its_layout_says(tmp_path, tensor, dtype):
+    cases = []
+    for number, family in enumerate(sorted(FAMILIES)):
+        kv_heads, tied = (1, 2, 4)[number % 3], number % 2 == 0
+        folder = servable_model(tmp_path / family, family, kv_heads=kv_heads, tied=tied)
+        cases.append((folder, EngineDims(tensor=tensor)))
+        if family in MIXTURES and tensor > 1:
+            cases.append((folder, EngineDims(tensor=tensor, expert_parallel=True)))
+    assert_workers_hold_what_the_layouts_say(cases, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_so_it_does_for_any_number_of_heads_and_experts(tmp_path, family, tensor):
+    cases = []
+    for kv_heads, tied in product((1, 2, 4), (False, True)):
+        folder = tmp_path / f"{kv_heads}-{tied}"
+        servable_model(folder, family, kv_heads=kv_heads, tied=tied)
+        cases.append((folder, EngineDims(tensor=tensor)))
+    if family in MIXTURES:
+        key = FAMILIES[family].experts.num_experts
+        for num_experts in (4, 5, 6):
+            folder = tmp_path / f"{num_experts} experts"
+            servable_model(folder, family, kv_heads=2, tied=False, **{key: num_experts})
+            cases.append((folder, EngineDims(tensor=tensor, expert_parallel=True)))
+    assert_workers_hold_what_the_layouts_say(cases)
+
+
+@settings(deadline=None)
+@given(shapes(), st.sampled_from([1, 2, 3, 4, 6]), st.booleans())
+def test_the_workers_of_an_engine_hold_the_model_once(shape, tensor, expert_parallel):
+    dims = EngineDims(tensor=tensor, expert_parallel=expert_parallel)
+    try:
+        layouts = engine_layouts(shape, dims)
+    except ValueError as error:
+        assert f"tensor_parallel_size({tensor}) cannot split the model" in str(error)
+        return
+    for layout in layouts:
+        layout.check_complete()
+    cover_exactly(hf_tensors(shape), layouts)
+
+
+def test_neighbours_hold_the_same_key_value_head_where_there_are_fewer_than_workers():
+    layouts = engine_layouts(replace(LLAMA_70B, num_layers=1), EngineDims(tensor=16))
+    rows = [
+        {
+            (piece.box.start[0] // 128, piece.is_replica)
+            for piece in layout.pieces
+            if piece.tensor == "model.layers.0.self_attn.k_proj.weight"
+        }
+        for layout in layouts
+    ]
+    assert rows == [{(rank // 2, rank % 2 == 1)} for rank in range(16)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dims", "message"),
+    [
+        (
+            LLAMA_70B,
+            EngineDims(tensor=3),
+            "tensor_parallel_size(3) cannot split the model: it does not divide "
+            "num_attention_heads(64) and does not divide intermediate_size(28672) and is neither a "
+            "divisor nor a multiple of num_key_value_heads(8); legal values are "
+            "[1, 2, 4, 8, 16, 32, 64]",
+        ),
+        (
+            replace(QWEN3_30B, vocab_size=2**17, num_attention_heads=512),
+            EngineDims(tensor=256, expert_parallel=True),
+            "it is more than num_experts(128); legal values are [1, 2, 4, 8, 16, 32, 64, 128]",
+        ),
+        (
+            replace(MIXTRAL_8X7B, vocab_size=64, num_attention_heads=128),
+            EngineDims(tensor=128),
+            "it does not divide padded vocabulary(64)",
+        ),
+    ],
+)
+def test_an_engine_that_cannot_split_the_model_is_refused_with_the_legal_sizes(
+    shape, dims, message
+):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_engine_dims(shape, dims)
+
+
+def test_an_engine_that_holds_anything_else_is_refused_by_the_names_of_its_parameters():
+    dims = EngineDims(tensor=2)
+    layouts = engine_layouts(replace(LLAMA_70B, num_layers=1), dims)
+    reports = [
+        {name: (size, "bfloat16") for name, size in layout.shapes.items()} for layout in layouts
+    ]
+    check_engine(layouts, reports, "bfloat16")
+
+    reports[0]["model.layers.0.self_attn.sinks"] = ((32,), "bfloat16")
+    del reports[0]["lm_head.weight"]
+    reports[1]["model.norm.weight"] = ((8192,), "float32")
+    reports[1]["model.layers.0.mlp.down_proj.weight"] = ((0,), "bfloat16")
+    with pytest.raises(ValueError) as refusal:
+        check_engine(layouts, reports, "bfloat16")
+    assert str(refusal.value).splitlines()[1:] == [
+        "  worker 0: lm_head.weight [64128, 8192] is missing",
+        "  worker 0: model.layers.0.self_attn.sinks [32] is filled by no weight of the model",
+        "  worker 1: model.layers.0.mlp.down_proj.weight has shape [0] instead of [8192, 14336]",
+        "  worker 1: model.norm.weight has dtype float32 instead of bfloat16",
+    ]
+
+
+def test_an_engine_of_another_size_is_refused():
+    layouts = engine_layouts(replace(LLAMA_70B, num_layers=1), EngineDims(tensor=2))
+    with pytest.raises(ValueError, match="1 workers and was planned with 2"):
+        check_engine(layouts, [{}], "bfloat16")

@@ -1,0 +1,161 @@
+"""Tasks in worker processes: results in order, the first failure, and no worker left behind."""
+
+import multiprocessing
+import os
+import signal
+import time
+from concurrent.futures.process import BrokenProcessPool
+
+import psutil
+import pytest
+import torch
+
+from checkpoint_convert.workers import _start_worker, add_bytes, run_tasks
+from engines import wait_until
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 100])
+def test_results_come_in_the_order_of_the_items(num_workers):
+    def slower_first(item):
+        time.sleep(0.02 * (5 - item))
+        return item * 10
+
+    assert run_tasks(slower_first, range(5), num_workers) == [0, 10, 20, 30, 40]
+
+
+def test_nothing_to_do_is_done():
+    assert run_tasks(str, [], 4) == []
+
+
+def test_workers_share_what_the_task_refers_to_and_are_others(tmp_path):
+    large = torch.arange(10)
+
+    def look(item):
+        return int(large[item]), os.getpid(), torch.get_num_threads()
+
+    values, pids, threads = zip(*run_tasks(look, range(10), 3), strict=True)
+    assert values == tuple(range(10))
+    assert os.getpid() not in pids
+    assert set(threads) == {1}
+
+
+def test_progress_is_told_bytes_of_all_workers():
+    told = []
+
+    def work(item):
+        for _ in range(5):
+            time.sleep(0.02)
+            add_bytes(item)
+
+    run_tasks(work, [1, 10, 100, 1000], 2, told.append)
+    assert told == sorted(told)
+    assert told[-1] == 5 * 1111
+
+
+def test_bytes_are_counted_by_nobody_outside_of_a_task():
+    add_bytes(7)
+
+
+def test_the_first_failure_is_raised_and_what_has_not_begun_is_not(tmp_path):
+    def fail(item):
+        (tmp_path / str(item)).touch()
+        if item == 1:
+            raise ValueError(f"item {item} of {tmp_path}")
+        time.sleep(0.05)
+
+    before = psutil.Process().children()
+    with pytest.raises(ValueError, match=f"item 1 of {tmp_path}"):
+        run_tasks(fail, range(100), 2)
+    assert len(list(tmp_path.iterdir())) < 20
+    assert psutil.Process().children() == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda n: n.name)
+def test_a_killed_worker_is_an_error_and_takes_the_others_along(tmp_path, number):
+    def work(item):
+        (tmp_path / f"{item}").write_text(str(os.getpid()))
+        if item == 0:
+            assert wait_until((tmp_path / "1").exists, 10)
+            os.kill(os.getpid(), number)
+        time.sleep(30)
+
+    before = time.monotonic()
+    with pytest.raises(BrokenProcessPool):
+        run_tasks(work, range(4), 2)
+    assert time.monotonic() - before < 10
+    pids = [int(file.read_text()) for file in tmp_path.iterdir()]
+    assert len(pids) == 2
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def lose_a_worker_that_waits(folder):
+    def stop(signum, frame):
+        raise SystemExit(3)
+
+    def work(item):
+        (folder / f"{item}").write_text(str(os.getpid()))
+        if item == 1:
+            assert wait_until((folder / "0").exists, 10)
+            time.sleep(0.5)  # the other waits for a third item, behind the lock of the queue
+            os.kill(int((folder / "0").read_text()), signal.SIGKILL)
+            time.sleep(30)
+
+    signal.signal(signal.SIGTERM, stop)
+    run_tasks(work, range(2), 2)
+
+
+def test_a_handler_of_the_caller_does_not_keep_workers_alive(tmp_path):
+    """Else one that is told to end, as another was killed, would take it for a failed task."""
+    process = multiprocessing.get_context("fork").Process(
+        target=lose_a_worker_that_waits, args=(tmp_path,)
+    )
+    process.start()
+    process.join(10)
+    assert process.exitcode == 1, "still waiting for a worker"
+    pids = [int(file.read_text()) for file in tmp_path.iterdir()]
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_ctrl_c_which_reaches_all_processes_is_for_the_caller_to_handle(tmp_path):
+    def work(item):
+        (tmp_path / f"{item}").write_text(str(os.getpid()))
+        if item == 1:
+            assert wait_until((tmp_path / "0").exists, 10)
+            time.sleep(0.3)  # the other waits
+            for waiting_or_busy in ("0", "1"):
+                os.kill(int((tmp_path / waiting_or_busy).read_text()), signal.SIGINT)
+            time.sleep(0.3)
+        return item
+
+    assert run_tasks(work, range(2), 2) == [0, 1]
+
+
+def sleep_for_long(folder):
+    def work(item):
+        (folder / f"{item}").write_text(str(os.getpid()))
+        time.sleep(60)
+
+    run_tasks(work, range(2), 2)
+
+
+def test_workers_die_with_their_caller(tmp_path):
+    process = multiprocessing.get_context("fork").Process(target=sleep_for_long, args=(tmp_path,))
+    process.start()
+    assert wait_until(lambda: len(list(tmp_path.glob("*"))) == 2, 10)
+    pids = [int(file.read_text()) for file in tmp_path.iterdir()]
+    process.kill()
+    process.join()
+    assert wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), 5)
+
+
+@pytest.mark.parametrize(("is_alive", "exit_code"), [(True, 0), (False, 1)])
+def test_a_worker_whose_caller_has_died_before_it_could_be_tied_to_it_ends(is_alive, exit_code):
+    context = multiprocessing.get_context("fork")
+    gone = context.Process()
+    gone.start()
+    gone.join()
+    caller = os.getpid() if is_alive else gone.pid
+    worker = context.Process(target=_start_worker, args=(str, context.Value("q", 0), caller))
+    worker.start()
+    worker.join()
+    assert worker.exitcode == exit_code

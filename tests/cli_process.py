@@ -1,0 +1,17 @@
+"""Programs as processes forked where torch is imported already. Imports next to nothing."""
+
+import importlib
+import os
+import signal
+import sys
+from pathlib import Path
+
+
+def run_main(module: str, arguments: list[str], stdout: Path, stderr: Path) -> None:
+    """Be the program `module`, whose entry is `main`, in a process group of its own."""
+    os.setpgid(0, 0)
+    for number, file in ((1, stdout), (2, stderr)):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored below a fork server
+    sys.argv = [module, *arguments]
+    importlib.import_module(module).main()

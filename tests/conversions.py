@@ -1,0 +1,196 @@
+"""What tests of conversions share: weights of a folder, and the command line as a process."""
+
+import re
+import resource
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from checkpoint_convert import hf_tensors, read_shape
+from checkpoint_convert.tensor_io import write_box
+from checkpoint_convert.torch_dist import read_chunks
+from checkpoint_convert.torch_dist_writer import Chunk, create_chunks, finish_checkpoint
+from cli_process import run_main
+from distributed import CONTEXT
+from engines import wait_until
+from parallel import Box, cover_exactly
+
+
+def weights_of(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a folder with safetensors."""
+    return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+
+
+def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """The same names, shapes, dtypes and bytes."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert found[name].shape == tensor.shape, name
+        assert torch.equal(bytes_of(found[name]), bytes_of(tensor)), name
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """In which NaN equals NaN and -0 is not 0."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def variant(
+    model: Path, folder: Path, edit: Callable[[dict[str, Tensor]], object] = lambda weights: None
+) -> Path:
+    """A copy of a model in one file of safetensors, its weights changed in place by `edit`."""
+    shutil.copytree(model, folder)
+    weights = weights_of(folder)
+    edit(weights)
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def random_weights(folder: Path) -> Path:
+    """Put bfloat16 of random bits, NaN and infinities among them, beside a config.json."""
+    generator = torch.Generator().manual_seed(0)
+    weights = {}
+    for name, shape in hf_tensors(read_shape(folder)).items():
+        values = torch.randint(-(1 << 15), 1 << 15, shape, dtype=torch.int16, generator=generator)
+        weights[name] = values.view(torch.bfloat16)
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+@contextmanager
+def file_size_limit(num_bytes: int) -> Iterator[None]:
+    """No file of this process, and of those it starts, may grow further.
+
+    What does not fit is written in part, and then an error, as on a full disk.
+    """
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+class Touch:
+    """Creates a file when it is unpickled as usual: a pickle can call anything."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str, str]]:
+        return open, (str(self.path), "w")
+
+
+# Checkpoints of any tensors, without a model.
+
+
+def write_checkpoint(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    num_files: int = 1,
+    max_elements: int = 1 << 20,
+    empty_objects: Sequence[str] = (),
+) -> Path:
+    """A torch_dist checkpoint of whole `tensors`, cut along their first dimensions."""
+    folder.mkdir(exist_ok=True)
+    chunks = [
+        Chunk(key, box, tuple(value.shape), value.dtype)
+        for key, value in tensors.items()
+        for box in Box.whole(tuple(value.shape)).cut(max_elements)
+    ]
+    created = create_chunks(folder, [chunks[i::num_files] for i in range(num_files)])
+    for each in created:
+        with each.place.file.open("r+b", buffering=0) as file:
+            values = tensors[each.chunk.key][each.chunk.box.slices]
+            write_box(file.fileno(), each.place, Box.whole(values.shape), values)
+    finish_checkpoint(folder, created, empty_objects)
+    return folder
+
+
+def read_checkpoint(
+    folder: Path, keys: Callable[[str], bool] = lambda key: True
+) -> dict[str, Tensor]:
+    """Every chosen tensor of a torch_dist checkpoint, whole."""
+    stored = read_chunks(folder, keys)
+    cover_exactly(stored.shapes, [stored.layout])
+    tensors: dict[str, Tensor] = {}
+    with stored.tensors as chunks:
+        for piece in stored.layout.pieces:
+            dtype, shape = chunks.dtypes[piece.local], stored.shapes[piece.tensor]
+            target = tensors.setdefault(piece.tensor, torch.empty(shape, dtype=dtype))
+            target[piece.box.slices] = chunks.read(piece.local, piece.local_box)
+    return tensors
+
+
+# The command line. Each call is a process as a user's, forked where torch is imported already.
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A command that ended."""
+
+    exit_code: int
+    output: str
+    errors: str
+
+    @property
+    def message(self) -> str:
+        """All that stderr says besides the progress bar: one line, and indented ones that go on."""
+        lines = [line for line in self.errors.splitlines() if line.strip()]
+        lines = [line for line in lines if not re.match(r"(import|export|verify) .*\d/\d", line)]
+        assert lines, "no message"
+        assert lines[0].startswith("checkpoint-convert: "), self.errors
+        assert all(line.startswith("  ") for line in lines[1:]), self.errors
+        return "\n".join(lines).removeprefix("checkpoint-convert: ")
+
+
+class Command:
+    """`checkpoint-convert ARGUMENTS`, running; its stdout and stderr are files in `logs`."""
+
+    def __init__(self, *arguments: str | Path, logs: Path) -> None:
+        logs.mkdir(exist_ok=True)
+        self._files = logs / "stdout", logs / "stderr"
+        for file in self._files:
+            file.write_text("")
+        words = [str(argument) for argument in arguments]
+        self._process = CONTEXT.Process(
+            target=run_main, args=("checkpoint_convert.cli", words, *self._files)
+        )
+        self._process.start()
+        self.pid = self._process.pid
+
+    def stopped_workers(self, count: int) -> list[psutil.Process]:
+        """Wait for `count` workers and stop each where it is, soon after it began."""
+        process = psutil.Process(self.pid)
+        assert wait_until(lambda: len(process.children()) == count, 60)
+        workers = process.children()
+        for worker in workers:
+            worker.suspend()
+        return workers
+
+    def finish(self, seconds: float = 60) -> Finished:
+        """Wait for the end."""
+        self._process.join(seconds)
+        is_late = self._process.exitcode is None
+        self.kill()
+        finished = Finished(self._process.exitcode, *(file.read_text() for file in self._files))
+        assert not is_late, f"still running after {seconds} s: {finished}"
+        return finished
+
+    def kill(self) -> None:
+        """End it by SIGKILL, if it is running; its workers are on their own."""
+        self._process.kill()
+        self._process.join()
+
+
+def run_cli(*arguments: str | Path, logs: Path, seconds: float = 60) -> Finished:
+    """Run `checkpoint-convert ARGUMENTS` to its end."""
+    return Command(*arguments, logs=logs).finish(seconds)

@@ -1,0 +1,98 @@
+"""`megatron-grpo plan`: what a run would do, told without weights."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from runs import TINY_CONFIG
+
+LLAMA_70B = {
+    "model_type": "llama",
+    "num_hidden_layers": 80,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+RUN = {
+    "model.dtype": "bfloat16",
+    "parallel.tensor_parallel_size": 4,
+    "parallel.pipeline_parallel_size": 4,
+    "parallel.context_parallel_size": 1,
+    "parallel.data_parallel_size": 4,
+    "rollout.tensor_parallel_size": 8,
+    "rollout.num_engines": 3,
+}
+
+
+@pytest.fixture
+def plan(tmp_path):
+    """`megatron-grpo plan` of the 70B model's config.json, with what differs from `RUN`."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
+
+    def run(*arguments, **differing):
+        values = {"model.path": tmp_path, **RUN, **differing}
+        overrides = [f"{key}={value}" for key, value in values.items()]
+        return subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "megatron_grpo.cli",
+                "plan",
+                TINY_CONFIG,
+                *arguments,
+                *overrides,
+            ],
+            cwd=TINY_CONFIG.parents[1],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    return run
+
+
+def test_the_table_says_who_sends_how_much_to_whom_within_seconds(plan):
+    start = time.monotonic()
+    finished = plan("--reshard")
+    assert time.monotonic() - start < 20
+    assert finished.returncode == 0, finished.stderr
+    # 17.64 GB is an eighth of 70.55 B parameters in two bytes each, and the norms.
+    assert finished.stdout == (
+        """\
+llama, 70.55 B parameters in bfloat16: 141.11 GB
+
+trainer ranks    stage   each sends at least     at most
+0-15                 0               2.27 GB     2.27 GB
+16-31                1               2.14 GB     2.14 GB
+32-47                2               2.14 GB     2.14 GB
+48-63                3               2.27 GB     2.27 GB
+sum 141.13 GB; the busiest rank sends 1.030 times the mean; 5,808 messages of at most 268.44 MB
+
+engine ranks    engine      fed by   each receives   passes on
+0-7                  0     trainer        17.64 GB    17.64 GB
+8-15                 1    engine 0        17.64 GB    17.64 GB
+16-23                2    engine 1        17.64 GB         0 B
+sum 423.38 GB
+"""
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "differing", "message"),
+    [
+        ([], {}, "add --reshard"),
+        (["--reshard"], {"rollout.tensor_parallel_size": 3}, "legal values are [1, 2, 4, 8, "),
+        (["--reshard"], {"parallel.tensor_parallel_size": 3}, "num_attention_heads(64)"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused_in_one_line(plan, arguments, differing, message):
+    finished = plan(*arguments, **differing)
+    assert finished.returncode == 2
+    assert finished.stdout == ""
+    assert finished.stderr.startswith("megatron-grpo: ") and finished.stderr.count("\n") == 1
+    assert message in finished.stderr

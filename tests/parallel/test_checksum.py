@@ -1,0 +1,115 @@
+"""Checksums that are summed up box by box."""
+
+import itertools
+
+import pytest
+import torch
+
+from parallel import Box
+from parallel.checksum import CPU_BLOCK_BYTES, checksum, whole_checksum
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+
+
+def random_tensor(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def written_out(tensor: torch.Tensor) -> int:
+    """The formula of the module, word by word, on numbers without a bound."""
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    per_word = 8 // tensor.element_size()
+    rows = torch.nn.functional.pad(rows, (0, -rows.shape[1] % per_word))
+    words = rows.contiguous().view(torch.int64).tolist()
+
+    def random(index: int) -> int:
+        def shifted(x: int, bits: int) -> int:
+            return (x - (1 << 64) if x >> 63 else x) >> bits
+
+        x = (index + 1) * 0x9E3779B97F4A7C15 % 2**64
+        x = (x ^ shifted(x, 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ shifted(x, 27)) * 0x94D049BB133111EB % 2**64
+        return (x ^ shifted(x, 31)) % 2**64
+
+    total = sum(
+        ((random(2 * r) | 1) + (random(2 * c + 1) & ~1)) * word
+        for r, row in enumerate(words)
+        for c, word in enumerate(row)
+    )
+    return (total + 2**63) % 2**64 - 2**63
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(7,), (6, 8), (5, 7), (3, 4, 9)])
+def test_it_is_what_the_formula_says(shape, dtype):
+    tensor = random_tensor(*shape, dtype=dtype)
+    assert int(whole_checksum(tensor)) == written_out(tensor)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(23,), (6, 13), (3, 5, 9)])
+def test_boxes_add_up_to_the_whole_wherever_it_is_cut(shape, dtype):
+    tensor = random_tensor(*shape, dtype=dtype)
+    cuts = [
+        [(0, extent // 3), (extent // 3, extent // 2), (extent // 2, extent)] for extent in shape
+    ]
+    total = torch.tensor(0)
+    for bounds in itertools.product(*cuts):
+        box = Box(tuple(a for a, _ in bounds), tuple(b - a for a, b in bounds))
+        total += checksum(tensor[box.slices], box, shape)
+    assert total == whole_checksum(tensor)
+
+
+def test_a_tensor_larger_than_a_block_and_its_transposed_copy():
+    tensor = random_tensor(1024, 1536)
+    assert tensor.nbytes > 2 * CPU_BLOCK_BYTES
+    top, bottom = tensor.split([1000, 24])
+    parts = checksum(top, Box((0, 0), (1000, 1536)), (1024, 1536)) + checksum(
+        bottom, Box((1000, 0), (24, 1536)), (1024, 1536)
+    )
+    assert parts == whole_checksum(tensor)
+    assert whole_checksum(tensor.T) == whole_checksum(tensor.T.contiguous())
+    assert whole_checksum(tensor.T) != whole_checksum(tensor)
+
+
+def test_zeros_add_nothing():
+    tensor = random_tensor(6, 8)
+    padded = torch.nn.functional.pad(tensor, (0, 0, 0, 3))
+    assert whole_checksum(padded) == whole_checksum(tensor)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_single_bit_shows(dtype):
+    tensor = random_tensor(3, 5, dtype=dtype)
+    whole = whole_checksum(tensor)
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    for index, bit in itertools.product(range(tensor.numel()), range(8 * dtype.itemsize)):
+        flipped = tensor.clone()
+        value = torch.tensor(1, dtype=integers) << bit
+        flipped.view(integers).view(-1)[index] ^= value
+        assert whole_checksum(flipped) != whole
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: torch.cat([t[8:], t[:8]]),  # gate and up in each other's place
+        lambda t: torch.cat([t[:, 16:], t[:, :16]], 1),
+        lambda t: t.roll(1, 0),
+        lambda t: t.roll(1, 1),
+        lambda t: t.flip(1),
+        lambda t: torch.cat([t[:8], t[:8]]),  # a box twice in the place of another
+        lambda t: torch.cat([t[:8], torch.zeros_like(t[8:])]),
+        lambda t: -t,
+    ],
+)
+def test_what_goes_to_a_wrong_place_shows(change):
+    tensor = random_tensor(16, 32)
+    assert whole_checksum(change(tensor)) != whole_checksum(tensor)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_gpu_gets_the_same_number():
+    tensor = random_tensor(300, 129)
+    assert int(whole_checksum(tensor.cuda())) == int(whole_checksum(tensor))

@@ -1,0 +1,207 @@
+"""Plans of what trainer ranks send to engine ranks, carried out on tensors in one process."""
+
+import time
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from checkpoint_convert import hf_tensors
+from checkpoint_convert.megatron import first_senders, megatron_sender
+from checkpoint_convert.tensor_io import as_whole
+from checkpoint_convert.vllm import EngineDims, engine_layouts
+from parallel import (
+    Layout,
+    ParallelDims,
+    check_arrivals,
+    fed_engines,
+    intersect,
+    plan_sends,
+    traffic,
+)
+from shapes import LLAMA_70B, QWEN3_30B, models
+
+
+def sender_at(shape, dims, rank):
+    return megatron_sender(shape, dims, dims.coordinates(rank), transformer_engine=True)
+
+
+def senders_of(shape, dims):
+    return [sender_at(shape, dims, rank) for rank in range(dims.world_size)]
+
+
+def num_bytes(copies, itemsize=2):
+    return sum(copy.destination_box.num_elements for copy in copies) * itemsize
+
+
+def numbered_weights(shape):
+    """Every element of the model is another number."""
+    weights, start = {}, 1
+    for name, size in hf_tensors(shape).items():
+        count = torch.Size(size).numel()
+        weights[name] = torch.arange(start, start + count).reshape(size)
+        start += count
+    return weights
+
+
+def filled(layout, weights):
+    """The local tensors of a layout, 0 where no weight is."""
+    tensors = {name: torch.zeros(size, dtype=torch.int64) for name, size in layout.shapes.items()}
+    files = Layout.of_whole_tensors({name: tuple(value.shape) for name, value in weights.items()})
+    # A replica is filled like any other piece.
+    for copy in intersect(files, layout):
+        move(copy, weights, tensors)
+    return tensors
+
+
+def move(copy, source, destination):
+    values = as_whole(source[copy.source][copy.source_box.slices], copy.source_axes)
+    target = destination[copy.destination][copy.destination_box.slices]
+    as_whole(target, copy.destination_axes)[:] = values
+
+
+@st.composite
+def pushes(draw):
+    """A model, the trainer's mesh, and an engine's; all of them can split the model."""
+    shape, dims = draw(models())
+    engine = EngineDims(
+        tensor=draw(st.sampled_from([1, 2, 3, 4, 6])), expert_parallel=draw(st.booleans())
+    )
+    try:
+        workers = engine_layouts(shape, engine)
+    except ValueError:
+        assume(False)
+    return shape, dims, workers
+
+
+@settings(deadline=None)
+@given(pushes(), st.integers(1, 40))
+def test_every_worker_receives_every_element_of_its_shard_once(push, max_elements):
+    shape, dims, workers = push
+    weights = numbered_weights(shape)
+    arrived = [
+        {name: torch.zeros(size, dtype=torch.int64) for name, size in worker.shapes.items()}
+        for worker in workers
+    ]
+    arrivals = [[] for _ in workers]
+    for sender in senders_of(shape, dims):
+        held = filled(sender.layout, weights)
+        for worker, copies in plan_sends(sender, workers, max_elements).items():
+            for copy in copies:
+                assert copy.source_box.num_elements <= max_elements
+                move(copy, held, arrived[worker])
+            arrivals[worker] += copies
+    for worker, copies, tensors in zip(workers, arrivals, arrived, strict=True):
+        check_arrivals(worker, copies)
+        expected = filled(worker, weights)
+        assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+
+
+@settings(deadline=None, max_examples=30)
+@given(pushes())
+def test_ranks_that_hold_the_same_tensors_say_so(push):
+    shape, dims, _ = push
+    senders = senders_of(shape, dims)
+    pieces = [{} for _ in senders]
+    for sender, by_name in zip(senders, pieces, strict=True):
+        for piece in sender.layout.pieces:
+            by_name.setdefault(piece.local, set()).add((piece.tensor, piece.box, piece.local_box))
+    for sender in senders:
+        own = pieces[sender.rank]  # without tensors of nothing but padding
+        tied_copies = [name for name in own if not sender.holders[name]]
+        assert len(tied_copies) == any(
+            shape.tie_word_embeddings and name.endswith("output_layer.weight") for name in own
+        )
+        for name in own.keys() - tied_copies:
+            same = [rank for rank, others in enumerate(pieces) if others.get(name) == own[name]]
+            assert list(sender.holders[name]) == same
+
+
+@settings(deadline=None, max_examples=30)
+@given(pushes(), st.integers(1, 5), st.integers(1, 3))
+def test_the_traffic_is_that_of_all_plans(push, num_engines, branches):
+    shape, dims, workers = push
+    senders = senders_of(shape, dims)
+    found = traffic(
+        first_senders(shape, dims),
+        workers,
+        num_ranks=dims.world_size,
+        num_engines=num_engines,
+        itemsize=2,
+        max_elements=40,
+        branches=branches,
+    )
+    plans = [plan_sends(sender, workers, 40) for sender in senders]
+    assert found.sent == [
+        num_bytes(copy for copies in plan.values() for copy in copies) for plan in plans
+    ]
+    assert found.num_messages == sum(len(copies) for plan in plans for copies in plan.values())
+    parameters = [num_bytes_of_parameters(worker) for worker in workers]
+    assert found.received == parameters * num_engines
+    assert sum(found.sent) == sum(parameters)
+    assert sum(found.forwarded) == sum(parameters) * (num_engines - 1)
+
+
+def num_bytes_of_parameters(worker, itemsize=2):
+    """Without the rows that pad the vocabulary, which are zero from the start."""
+    elements = sum(torch.Size(size).numel() for size in worker.shapes.values())
+    return (elements - sum(box.num_elements for _, box in worker.zeros)) * itemsize
+
+
+@pytest.mark.parametrize("branches", [1, 2, 3])
+@pytest.mark.parametrize("num_engines", [1, 2, 8, 13])
+def test_every_engine_but_the_first_is_fed_by_one_before_it(num_engines, branches):
+    feeders = Counter()
+    for engine in range(num_engines):
+        fed = fed_engines(engine, num_engines, branches)
+        assert len(fed) <= branches and all(engine < other < num_engines for other in fed)
+        feeders.update(fed)
+    assert feeders == dict.fromkeys(range(1, num_engines), 1)
+
+
+def test_a_shard_that_misses_or_repeats_an_element_is_told_by_the_name_of_its_parameter():
+    shape = replace(LLAMA_70B, num_layers=1)
+    (worker,) = engine_layouts(shape, EngineDims())
+    plan = plan_sends(sender_at(shape, ParallelDims(), 0), [worker], 1 << 30)
+    check_arrivals(worker, plan[0])
+    wrong = [copy for copy in plan[0] if copy.destination != "model.norm.weight"]
+    with pytest.raises(ValueError, match=r"model\.norm\.weight: 8192 of 8192 .* in no piece"):
+        check_arrivals(worker, wrong)
+    with pytest.raises(ValueError, match=r"in several pieces"):
+        check_arrivals(worker, [*plan[0], plan[0][0]])
+
+
+def test_a_rank_of_a_70b_job_plans_within_40_ms_and_sends_its_fair_share():
+    dims = ParallelDims(tensor=4, pipeline=4, data=4)
+    workers = engine_layouts(LLAMA_70B, EngineDims(tensor=8))
+    times, sent = [], []
+    senders = senders_of(LLAMA_70B, dims)
+    for sender in senders:
+        start = time.process_time()
+        plan = plan_sends(sender, workers, 1 << 27)
+        times.append(time.process_time() - start)
+        sent.append(num_bytes(copy for copies in plan.values() for copy in copies))
+        assert len(plan) <= 3  # workers that a rank speaks to
+    assert min(times) < 0.040
+    assert max(sent) / (sum(sent) / len(sent)) < 1.05
+    assert sum(sent) == sum(map(num_bytes_of_parameters, workers))
+
+
+def test_experts_are_sent_by_the_ranks_that_hold_them():
+    shape = replace(QWEN3_30B, num_layers=2)
+    dims = ParallelDims(tensor=2, data=4, expert=4, expert_tensor=1)
+    workers = engine_layouts(shape, EngineDims(tensor=4, expert_parallel=True))
+    for sender in senders_of(shape, dims):
+        experts = {
+            (worker, copy.destination_box.start[0])
+            for worker, copies in plan_sends(sender, workers, 1 << 27).items()
+            for copy in copies
+            if "experts" in copy.destination
+        }
+        # Two ranks hold the same 32 experts, which are those of one worker; each sends a half.
+        place = dims.expert_place(dims.coordinates(sender.rank))
+        assert {worker for worker, _ in experts} == {place.expert}
+        assert len(experts) in (16, 32)

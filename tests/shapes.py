@@ -1,0 +1,128 @@
+"""Shapes of published models, and random ones with meshes that split them, for tests of layouts."""
+
+from dataclasses import replace
+
+from hypothesis import strategies as st
+
+from checkpoint_convert import ModelShape, MoeShape, check_divisible
+from parallel import ParallelDims, divisors
+
+DENSE = {
+    "family": "llama",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "qk_norm": False,
+    "rope_theta": 10_000.0,
+    "rope_scaling": None,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 512,
+    "eos_token_ids": (1,),
+}
+LLAMA_70B = ModelShape(
+    num_layers=80,
+    hidden_size=8192,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    head_dim=128,
+    intermediate_size=28672,
+    vocab_size=128256,
+    **DENSE,
+)
+LLAMA_405B = replace(
+    LLAMA_70B, num_layers=126, hidden_size=16384, num_attention_heads=128, intermediate_size=53248
+)
+QWEN_72B = replace(
+    LLAMA_70B, family="qwen2", intermediate_size=29568, vocab_size=152064, attention_bias=True
+)
+
+
+QWEN3_30B = replace(
+    LLAMA_70B,
+    family="qwen3_moe",
+    num_layers=48,
+    hidden_size=2048,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    vocab_size=151936,
+    qk_norm=True,
+    moe=MoeShape(num_experts=128, experts_per_token=8, intermediate_size=768, normalize_topk=True),
+)
+QWEN3_235B = replace(
+    QWEN3_30B,
+    num_layers=94,
+    hidden_size=4096,
+    num_attention_heads=64,
+    moe=replace(QWEN3_30B.moe, intermediate_size=1536),
+)
+MIXTRAL_8X7B = replace(
+    LLAMA_70B,
+    family="mixtral",
+    num_layers=32,
+    hidden_size=4096,
+    num_attention_heads=32,
+    vocab_size=32000,
+    moe=MoeShape(num_experts=8, experts_per_token=2, intermediate_size=14336, normalize_topk=True),
+)
+
+
+@st.composite
+def shapes(draw):
+    family = draw(st.sampled_from(["llama", "mixtral", "qwen3_moe"]))
+    moe = MoeShape(
+        num_experts=draw(st.sampled_from([2, 4, 6])),
+        experts_per_token=1,
+        intermediate_size=draw(st.integers(1, 2)) * 12,
+        normalize_topk=True,
+    )
+    kv_heads = draw(st.integers(1, 4))
+    return ModelShape(
+        num_layers=draw(st.integers(1, 5)),
+        hidden_size=draw(st.integers(1, 9)),
+        num_attention_heads=kv_heads * draw(st.integers(1, 4)),
+        num_key_value_heads=kv_heads,
+        head_dim=2 * draw(st.integers(1, 3)),
+        intermediate_size=draw(st.integers(1, 3)) * 12,
+        vocab_size=draw(st.integers(1, 20)),
+        moe=None if family == "llama" else moe,
+        **DENSE
+        | {
+            "family": family,
+            "tie_word_embeddings": draw(st.booleans()),
+            "attention_bias": draw(st.booleans()),
+            "qk_norm": draw(st.booleans()),
+        },
+    )
+
+
+@st.composite
+def models(draw) -> tuple[ModelShape, ParallelDims]:
+    """A shape and a mesh that can split it."""
+    shape = draw(shapes())
+    tensor = draw(st.sampled_from([n for n in (1, 2, 3, 4, 6) if splits(shape, n)]))
+    context, data = draw(st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 2)]))
+    pipeline = draw(st.integers(1, min(shape.num_layers, 3)))
+    expert_tensor = expert = 1
+    if shape.moe is not None:
+        stage_size = tensor * context * data
+        legal = [n for n in divisors(stage_size) if shape.moe.intermediate_size % n == 0]
+        expert_tensor = draw(st.sampled_from(legal))
+        rest = stage_size // expert_tensor
+        legal = [n for n in divisors(rest) if shape.moe.num_experts % n == 0]
+        expert = draw(st.sampled_from(legal))
+    return shape, ParallelDims(
+        tensor=tensor,
+        context=context,
+        data=data,
+        pipeline=pipeline,
+        virtual_pipeline=draw(st.integers(1, shape.num_layers // pipeline)) if pipeline > 1 else 1,
+        expert=expert,
+        expert_tensor=expert_tensor,
+    )
+
+
+def splits(shape: ModelShape, tensor: int) -> bool:
+    try:
+        check_divisible(shape, ParallelDims(tensor=tensor))
+    except ValueError:
+        return False
+    return True
