@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from checkpoint_convert.shape import ModelShape
-from checkpoint_convert.tensor_io import as_local, as_whole
 from checkpoint_convert.weights import Weights, open_weights
 from parallel import Box, Copy, Layout, intersect
+from parallel.views import as_local, as_whole
 
 
 class Assembly:

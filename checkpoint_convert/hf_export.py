@@ -22,8 +22,9 @@ from checkpoint_convert.megatron import hf_tensors
 from checkpoint_convert.new_folder import check_space
 from checkpoint_convert.safetensors_file import create_file
 from checkpoint_convert.shape import ModelShape
-from checkpoint_convert.tensor_io import TORCH_DTYPES, as_whole, errors_named, write_box
+from checkpoint_convert.tensor_io import TORCH_DTYPES, errors_named, write_box
 from parallel import Copy, Layout, intersect
+from parallel.views import as_whole
 
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 MAX_SHARD_BYTES = 5 * 10**9

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from checkpoint_convert.safetensors_file import TensorPlace
-from parallel import Axes, Box, Shape
+from parallel import Box, Shape
 
 TORCH_DTYPES = {
     "F64": torch.float64,
@@ -111,25 +111,6 @@ class StoredTensors(TensorSource):
 
     def _place(self, name: str) -> TensorPlace:
         return self._places[name]
-
-
-def as_whole(values: Tensor, axes: Axes) -> Tensor:
-    """View a box of a local tensor with the dimensions of the whole tensor (`Piece.axes`)."""
-    if not axes:
-        return values
-    unnamed = [dim for dim in range(values.dim()) if dim not in axes]
-    return values.permute(*unnamed, *axes)[(0,) * len(unnamed)]
-
-
-def as_local(values: Tensor, axes: Axes, num_dims: int) -> Tensor:
-    """The inverse of `as_whole` for a box of a local tensor of `num_dims` dimensions."""
-    if not axes:
-        return values
-    values = values.permute([axes.index(dim) for dim in sorted(axes)])
-    for dim in range(num_dims):
-        if dim not in axes:
-            values = values.unsqueeze(dim)
-    return values
 
 
 def read_box(descriptor: int, place: TensorPlace, box: Box) -> Tensor:

@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from checkpoint_convert import ModelShape, hf_tensors
-from checkpoint_convert.tensor_io import as_local, as_whole
 from checkpoint_convert.vllm import EngineDims, engine_layouts
 from megatron_grpo.config import RolloutConfig
 from megatron_grpo.rollout import WorkerSums
 from parallel import Copy, Layout, intersect
 from parallel.checksum import checksum
+from parallel.views import as_local, as_whole
 
 
 def engine_dims(rollout: RolloutConfig) -> EngineDims:

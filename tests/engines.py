@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from checkpoint_convert import read_shape
-from checkpoint_convert.tensor_io import as_whole
 from megatron_grpo.config import ModelConfig, RolloutConfig
 from megatron_grpo.prompts import Prompt
 from megatron_grpo.rollout import EngineServers, RolloutClient, Sample, WorkerSums
@@ -19,6 +18,7 @@ from megatron_grpo.weight_sums import worker_layouts
 from models import EOS_ID, tiny_model
 from parallel import Layout, intersect
 from parallel.checksum import whole_checksum
+from parallel.views import as_whole
 
 
 def served_model(folder: Path, family: str, *, tied: bool, seed: int = 0) -> Path:

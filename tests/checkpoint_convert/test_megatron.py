@@ -21,7 +21,6 @@ from checkpoint_convert import (
     padded_vocab_size,
 )
 from checkpoint_convert.megatron import checkpoint_boxes, checkpoint_layout
-from checkpoint_convert.tensor_io import as_whole
 from parallel import (
     Box,
     Coordinates,
@@ -32,6 +31,7 @@ from parallel import (
     intersect,
     pipeline_layers,
 )
+from parallel.views import as_whole
 from shapes import (
     LLAMA_70B,
     LLAMA_405B,

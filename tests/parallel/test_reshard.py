@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from checkpoint_convert import hf_tensors
 from checkpoint_convert.megatron import first_senders, megatron_sender
-from checkpoint_convert.tensor_io import as_whole
 from checkpoint_convert.vllm import EngineDims, engine_layouts
 from parallel import (
     Layout,
@@ -22,6 +21,7 @@ from parallel import (
     plan_sends,
     traffic,
 )
+from parallel.views import as_whole
 from shapes import LLAMA_70B, QWEN3_30B, models
 
 
