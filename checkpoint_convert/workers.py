@@ -16,6 +16,8 @@ Result = TypeVar("Result")
 Progress = Callable[[int], None]
 """Told how many bytes are done in all."""
 POLL_SECONDS = 0.2
+SIGNALS = {signal.SIGHUP, signal.SIGINT, signal.SIGTERM}
+"""Those that ask a process to end."""
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 # Set once in each worker process, which is forked for one call of `run_tasks`.
@@ -48,7 +50,13 @@ def run_tasks(
     arguments = (task, counter, os.getpid())
     executor = ProcessPoolExecutor(num_workers, context, _start_worker, arguments)
     try:
-        futures = [executor.submit(_run, item) for item in items]
+        # The workers are forked with signals blocked, until they have let go of our handlers:
+        # Python's own work after a fork drops what a handler raises, and the signal were lost.
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            futures = [executor.submit(_run, item) for item in items]
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         pending = set(futures)
         while pending:
             done, pending = wait(pending, POLL_SECONDS, FIRST_COMPLETED)
@@ -68,8 +76,10 @@ def _start_worker(task: Callable[[Any], Any], num_bytes: "Synchronized[int]", pa
         os._exit(1)
     # Signals are the caller's to handle. Its handlers would make them failures of a task here, and
     # a worker that is told to end, because another was killed, would wait for its next task.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     # One thread each: OpenMP threads cannot be used again after a fork.
     torch.set_num_threads(1)
     _task, _num_bytes = task, num_bytes

@@ -235,8 +235,11 @@ class RolloutConfig(Section):
     """Seconds until an engine must have answered one request."""
     vllm: dict[str, Any] = {}
     """Fields of vLLM's EngineArgs, passed through."""
-    sync_dir: Path | None = Field(default=None, strict=False)
-    """Folder where new weights are handed to the engines; null: shared memory of this host."""
+    update_weights_bucket_megabytes: PositiveInt = 512
+    """Most megabytes of buffers in one process while new weights go to the engines."""
+    weight_transport: Literal["auto", "network"] = "auto"
+    """Way of new weights: shared memory between processes of one host (or GPU), else the network;
+    `network` takes that for all, as for engines in containers of their own."""
 
     @model_validator(mode="after")
     def _supported(self) -> Self:
@@ -265,13 +268,6 @@ class RolloutConfig(Section):
         for url in self.base_urls:
             if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
                 raise ValueError(f"rollout.base_urls: {url!r} is no address like http://host:8000")
-        here = ("localhost", "127.0.0.1")
-        remote = [url for url in self.base_urls if urlsplit(url).hostname not in here]
-        if remote and self.sync_dir is None:
-            raise ValueError(
-                f"rollout.base_urls {', '.join(remote)} may be on other hosts: set "
-                "rollout.sync_dir to a folder that they and the trainer both see"
-            )
         return self
 
 

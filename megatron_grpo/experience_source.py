@@ -1,8 +1,7 @@
 """From prompts to experience: generate, score, compare. Lives on rank 0 only."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
@@ -16,7 +15,6 @@ from megatron_grpo.experience import Experience
 from megatron_grpo.prompts import PromptStream, end_tokens, load_prompts
 from megatron_grpo.rewards import RewardPool, total_rewards
 from megatron_grpo.rollout.client import RolloutClient
-from megatron_grpo.rollout.push_check import WorkerSums
 from megatron_grpo.rollout.samples import Sample
 from megatron_grpo.rollout.server import EngineServers
 from megatron_grpo.timing import PhaseTimer
@@ -32,11 +30,11 @@ class ExperienceSource:
     def __init__(self, cfg: Config, shape: ModelShape) -> None:
         self.cfg, self.shape = cfg, shape
         # The engines load while the trainer builds its model.
-        self.engines = EngineServers(cfg.model, cfg.rollout, cfg.train.run_dir / "logs")
+        self._servers = EngineServers(cfg.model, cfg.rollout, cfg.train.run_dir / "logs")
         self.rewards = RewardPool(cfg.reward)
         tokenizer = load_tokenizer(cfg.model.path)
-        self.client = RolloutClient(
-            self.engines.base_urls, cfg.rollout.request_timeout, end_tokens(shape, tokenizer)
+        self._client = RolloutClient(
+            self._servers.base_urls, cfg.rollout.request_timeout, end_tokens(shape, tokenizer)
         )
         prompts = load_prompts(cfg, tokenizer, shape.max_position_embeddings)
         num_prompts = BatchSchedule.of(cfg.grpo).num_prompts
@@ -47,11 +45,11 @@ class ExperienceSource:
 
         ValueError names every parameter of an engine that a push would not fill.
         """
-        self.engines.wait_ready(self.cfg.rollout.startup_timeout)
+        self._servers.wait_ready(self.cfg.rollout.startup_timeout)
         layouts = worker_layouts(self.shape, self.cfg.rollout)
-        with self._explained():
-            reports = self.client.describe_parameters()
-        for url, workers in zip(self.engines.base_urls, reports, strict=True):
+        with self.engines() as engines:
+            reports = engines.describe_parameters()
+        for url, workers in zip(self._servers.base_urls, reports, strict=True):
             try:
                 check_engine(layouts, workers, self.cfg.model.dtype)
             except ValueError as error:
@@ -80,26 +78,12 @@ class ExperienceSource:
         nothing = torch.zeros(len(samples), dtype=torch.float64)
         return Experience(samples, [], nothing, nothing.long(), nothing)
 
-    def update_weights(
-        self,
-        folder: Path,
-        policy_version: int,
-        expected: Sequence[WorkerSums],
-        timer: PhaseTimer,
-    ) -> None:
-        """Have every engine load `folder`, and serve it as `policy_version` if it is `expected`.
-
-        ConnectionError names what could not be done where; then no engine serves anything.
-        """
-        with self._explained():
-            self.client.update_weights(folder, policy_version, expected, timer)
-
     def _generate(
         self, generation: int, policy_version: int, *, max_completion_length: int
     ) -> list[Sample]:
         cfg = self.cfg
-        with self._explained():
-            return self.client.generate(
+        with self.engines() as engines:
+            return engines.generate(
                 self.prompts.batch(generation),
                 num_generations=cfg.grpo.num_generations,
                 temperature=cfg.rollout.temperature,
@@ -110,14 +94,15 @@ class ExperienceSource:
             )
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def engines(self) -> Iterator[RolloutClient]:
+        """The client of the engines; where it fails, that tells the end of a dead one's log."""
         try:
-            yield
+            yield self._client
         except OSError:
-            self.engines.check()  # the log of a dead engine says more than its last answer
+            self._servers.check()  # the log of a dead engine says more than its last answer
             raise
 
     def close(self) -> None:
         """End the reward workers and the engines that were started here."""
         self.rewards.close()
-        self.engines.close()
+        self._servers.close()

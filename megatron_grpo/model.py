@@ -12,10 +12,11 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 
 from checkpoint_convert import ModelShape, megatron_layout, padded_vocab_size, read_weights
+from checkpoint_convert.megatron import megatron_sender
 from megatron_grpo.config import Config
 from megatron_grpo.optimizer import make_optimizer, make_scheduler
 from megatron_grpo.transformer import block_spec, transformer_config, uses_transformer_engine
-from parallel import Layout, PackedBatch, context_indices, pipeline_layers
+from parallel import Layout, PackedBatch, Sender, context_indices, pipeline_layers
 from parallel.groups import Groups
 
 
@@ -182,6 +183,16 @@ def _with_gradients(chunk: GPTModel, *, is_first: bool) -> DistributedDataParall
         for bucket in buffer.buckets:
             bucket.numel_unpadded = bucket.grad_data.numel()
     return wrapped
+
+
+def weight_sender(policy: Policy, groups: Groups) -> Sender:
+    """What this rank can send of the policy's weights."""
+    return megatron_sender(
+        policy.shape,
+        groups.dims,
+        groups.coordinates,
+        transformer_engine=uses_transformer_engine(unwrapped(policy.chunks[0]).config),
+    )
 
 
 def _load(cfg: Config, shape: ModelShape, groups: Groups, chunks: Sequence[Any]) -> Model:

@@ -1,74 +1,123 @@
 """What a run would do, computed from its config and the model's config.json alone."""
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from math import prod
 
 import torch
 
-from checkpoint_convert import check_divisible, hf_tensors, read_shape
+from checkpoint_convert import ModelShape, check_divisible, hf_tensors, read_shape
 from checkpoint_convert.megatron import first_senders
 from megatron_grpo.config import Config
+from megatron_grpo.peer_traffic import m2n_elements, nccl_elements
 from megatron_grpo.weight_sums import worker_layouts
-from parallel import Traffic, fed_engines, traffic
-
-MAX_BOX_BYTES = 256 << 20
-"""Of one message: half of the default of 512 MB for two buffers."""
+from parallel import Layout, Traffic, senders_by_worker, traffic
+from parallel.transport import bucket_bytes_for
 
 
 def reshard_table(cfg: Config) -> str:
-    """Who sends how many bytes to whom in one push of weights, as a table.
+    """Who sends how many bytes to whom in one push of weights, and in which buffers, as a table.
 
-    Raises ValueError when the mesh of the trainer or an engine cannot split the model.
+    Raises ValueError when the mesh of the trainer or an engine cannot split the model, or when
+    `rollout.update_weights_bucket_megabytes` does not suffice for the buffers.
     """
-    shape, dims = read_shape(cfg.model.path), cfg.dims
+    shape, dims, num_engines = read_shape(cfg.model.path), cfg.dims, cfg.rollout.num_engines
     check_divisible(shape, dims)
     workers = worker_layouts(shape, cfg.rollout)
+    senders = list(first_senders(shape, dims))
+    sources = senders_by_worker(senders, workers)
+    megabytes = cfg.rollout.update_weights_bucket_megabytes
+    slot = bucket_bytes_for(megabytes * 1_000_000, sources, num_engines)
     itemsize = getattr(torch, cfg.model.dtype).itemsize
     push = traffic(
-        first_senders(shape, dims),
+        senders,
         workers,
         num_ranks=dims.world_size,
-        num_engines=cfg.rollout.num_engines,
+        num_engines=num_engines,
         itemsize=itemsize,
-        max_elements=MAX_BOX_BYTES // itemsize,
+        max_elements=slot // itemsize,
     )
-    num_parameters = sum(map(prod, hf_tensors(shape).values()))
+    peers = _peers(shape, workers[0], itemsize) if cfg.rollout.engine == "vllm" else {}
     return "\n".join(
         [
-            f"{shape.family}, {num_parameters / 1e9:,.2f} B parameters in {cfg.model.dtype}: "
-            f"{_size(num_parameters * itemsize)}",
+            _model_line(shape, cfg.model.dtype, itemsize),
             "",
-            *_trainer_rows(push, dims.pipeline),
+            *_trainer_rows(push, _links_of_ranks(sources), dims.pipeline),
             f"sum {_size(sum(push.sent))}; the busiest rank sends {push.imbalance:.3f} times the "
-            f"mean; {push.num_messages:,} messages of at most {_size(MAX_BOX_BYTES)}",
+            f"mean; {push.num_messages:,} boxes of at most {_size(slot)}",
             "",
-            *_engine_rows(push, len(workers)),
-            f"sum {_size(sum(push.received))}",
+            *_engine_rows(push, sources, peers),
+            ", ".join([f"sum {_size(sum(push.received))}", *_times_as_much(peers, push)]),
+            "",
+            f"each link has two buffers of {_size(slot)}: at most "
+            f"{_size(2 * slot * _most_links(sources, num_engines))} in one process "
+            f"(rollout.update_weights_bucket_megabytes: {megabytes})",
         ]
     )
 
 
-def _trainer_rows(push: Traffic, num_stages: int) -> list[str]:
-    rows = [f"{'trainer ranks':<16}{'stage':>6}{'each sends at least':>22}{'at most':>12}"]
+def _model_line(shape: ModelShape, dtype: str, itemsize: int) -> str:
+    size = sum(map(prod, hf_tensors(shape).values()))
+    return f"{shape.family}, {size / 1e9:,.2f} B parameters in {dtype}: {_size(size * itemsize)}"
+
+
+def _peers(shape: ModelShape, worker: Layout, itemsize: int) -> dict[str, int]:
+    """Bytes that every engine rank would receive by backends of vLLM's own."""
+    return {
+        "nccl": sum(nccl_elements(shape).values()) * itemsize,
+        "nccl_m2n": sum(m2n_elements(shape, worker).values()) * itemsize,
+    }
+
+
+def _times_as_much(peers: Mapping[str, int], push: Traffic) -> list[str]:
+    own = max(push.received)
+    return [f"by vLLM's {name} {received / own:.2f} times that" for name, received in peers.items()]
+
+
+def _links_of_ranks(sources: Sequence[Sequence[int]]) -> Counter[int]:
+    return Counter(rank for ranks in sources for rank in ranks)
+
+
+def _most_links(sources: Sequence[Sequence[int]], num_engines: int) -> int:
+    """Of any process. Workers of an engine that feeds another have as many outgoing ones."""
+    of_workers = max(map(len, sources)) * min(num_engines, 2)
+    return max(of_workers, *_links_of_ranks(sources).values())
+
+
+def _trainer_rows(push: Traffic, links: Counter[int], num_stages: int) -> list[str]:
+    rows = [
+        f"{'trainer ranks':<16}{'stage':>6}{'each sends at least':>22}{'at most':>12}{'links':>8}"
+    ]
     size = len(push.sent) // num_stages
     for stage in range(num_stages):
-        sent = push.sent[stage * size : (stage + 1) * size]
-        ranks = _ranks(stage * size, size)
-        rows.append(f"{ranks:<16}{stage:>6}{_size(min(sent)):>22}{_size(max(sent)):>12}")
+        of_stage = range(stage * size, (stage + 1) * size)
+        sent = [push.sent[rank] for rank in of_stage]
+        rows.append(
+            f"{_ranks(of_stage.start, size):<16}{stage:>6}{_size(min(sent)):>22}"
+            f"{_size(max(sent)):>12}{max(links[rank] for rank in of_stage):>8}"
+        )
     return rows
 
 
-def _engine_rows(push: Traffic, tensor: int) -> list[str]:
+def _engine_rows(
+    push: Traffic, sources: Sequence[Sequence[int]], peers: Mapping[str, int]
+) -> list[str]:
+    tensor, most_links = len(sources), max(map(len, sources))
     num_engines = len(push.received) // tensor
-    feeders = {fed: e for e in range(num_engines) for fed in fed_engines(e, num_engines)}
     rows = [
-        f"{'engine ranks':<16}{'engine':>6}{'fed by':>12}{'each receives':>16}{'passes on':>12}"
+        f"{'engine ranks':<13}{'engine':>7}{'fed by':>10}{'links in':>9}{'out':>5}"
+        f"{'each receives':>15}{'passes on':>12}"
+        + "".join(f"{f'vLLM {name}':>14}" for name in peers)
     ]
     for engine in range(num_engines):
         ranks = slice(engine * tensor, (engine + 1) * tensor)
-        feeder = f"engine {feeders[engine]}" if engine else "trainer"
+        feeder = f"engine {engine - 1}" if engine else "trainer"
+        links_out = most_links if engine + 1 < num_engines else 0
         rows.append(
-            f"{_ranks(engine * tensor, tensor):<16}{engine:>6}{feeder:>12}"
-            f"{_size(max(push.received[ranks])):>16}{_size(max(push.forwarded[ranks])):>12}"
+            f"{_ranks(engine * tensor, tensor):<13}{engine:>7}{feeder:>10}{most_links:>9}"
+            f"{links_out:>5}{_size(max(push.received[ranks])):>15}"
+            f"{_size(max(push.forwarded[ranks])):>12}"
+            + "".join(f"{_size(received):>14}" for received in peers.values())
         )
     return rows
 

@@ -3,7 +3,6 @@
 import importlib.util
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from math import prod
 from typing import Any
 
 import httpx
@@ -14,7 +13,6 @@ from checkpoint_convert import (
     ModelShape,
     check_divisible,
     check_weights,
-    hf_tensors,
     read_shape,
 )
 from checkpoint_convert.tokenizer import load_tokenizer
@@ -25,7 +23,7 @@ from megatron_grpo.config import Config, RolloutConfig
 from megatron_grpo.config_file import dump_config
 from megatron_grpo.prompts import Prompt, PromptStream, end_tokens, load_prompts
 from megatron_grpo.rewards import RewardPool
-from megatron_grpo.rollout import check_engine_arguments, check_handover
+from megatron_grpo.rollout import check_engine_arguments
 from megatron_grpo.transformer import transformer_config
 from megatron_grpo.weight_sums import engine_dims
 from parallel import Alignment, plan_microbatches
@@ -48,7 +46,8 @@ CHANGEABLE = (
     "rollout.startup_timeout",
     "rollout.request_timeout",
     "rollout.vllm",
-    "rollout.sync_dir",
+    "rollout.update_weights_bucket_megabytes",
+    "rollout.weight_transport",
     "reward.timeout",
     "reward.num_workers",
     "wandb.",
@@ -120,8 +119,6 @@ def _check_model(cfg: Config) -> ModelShape:
     shape = read_shape(folder)
     check_divisible(shape, cfg.dims)
     check_weights(folder, shape)
-    num_elements = sum(prod(size) for size in hf_tensors(shape).values())
-    check_handover(cfg, num_elements * getattr(torch, cfg.model.dtype).itemsize)
     transformer_config(
         shape,
         cfg.dims,

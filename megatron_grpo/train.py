@@ -14,14 +14,15 @@ from megatron_grpo.config import Config
 from megatron_grpo.exchange import Minibatches, distribute
 from megatron_grpo.experience import Experience, share_out
 from megatron_grpo.experience_source import ExperienceSource
+from megatron_grpo.export import export_model
 from megatron_grpo.launch import RankPlace
 from megatron_grpo.logprob_probe import probe_logprobs
-from megatron_grpo.model import Policy, build_policy, build_reference
+from megatron_grpo.model import Policy, build_policy, build_reference, weight_sender
 from megatron_grpo.run_lock import run_lock
 from megatron_grpo.runlog import RunLog
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.train_step import add_logprobs, train_step
-from megatron_grpo.weight_sync import WeightSync, export_model
+from megatron_grpo.weight_sync import WeightSync
 from parallel import CostModel
 from parallel.device import communication_backend, setup_device
 from parallel.groups import Groups, destroy_groups, init_groups
@@ -35,15 +36,10 @@ def run_rank(cfg: Config, place: RankPlace) -> None:
 
     Raises ValueError when another run holds the run directory.
     """
-    if place.num_hosts > 1 and cfg.rollout.sync_dir is None:
-        raise ValueError(
-            f"the ranks are on {place.num_hosts} hosts, whose shared memory is not shared: set "
-            "rollout.sync_dir to a folder that all of them and the engines see"
-        )
     device = setup_device(place.local_rank)
     lock = run_lock(cfg.train.run_dir) if place.rank == 0 else nullcontext()
     with lock, process_groups(cfg, place) as groups:
-        train(cfg, groups, device)
+        train(cfg, groups, device, place.num_hosts)
 
 
 @contextmanager
@@ -64,7 +60,7 @@ def process_groups(cfg: Config, place: RankPlace) -> Iterator[Groups]:
     dist.destroy_process_group()
 
 
-def train(cfg: Config, groups: Groups, device: torch.device) -> None:
+def train(cfg: Config, groups: Groups, device: torch.device, num_hosts: int) -> None:
     """From the pretrained weights, or the newest checkpoint, to the exported model."""
     checkpoints = cfg.train.run_dir / "checkpoints"
     if (steps_done := checkpoint.latest_step(checkpoints)) >= cfg.train.num_steps:
@@ -81,12 +77,14 @@ def train(cfg: Config, groups: Groups, device: torch.device) -> None:
         policy = build_policy(cfg, shape, groups)
         reference = build_reference(cfg, shape, groups) if cfg.grpo.beta > 0 else None
         first_step = checkpoint.load_latest(checkpoints, policy)
-        weight_sync = stack.enter_context(closing(WeightSync(cfg, policy, groups)))
+        sender = weight_sender(policy, groups)
+        weight_sync = WeightSync(cfg, shape, sender, device, num_hosts)
+        stack.enter_context(closing(weight_sync))
         if source:
             log = stack.enter_context(closing(RunLog(cfg, first_step)))
             source.wait_ready()
         # The seconds of this push and of the probe are no step's.
-        weight_sync.push(source, policy_version=first_step, timer=PhaseTimer())
+        weight_sync.push(policy.parameters(), source, first_step, PhaseTimer())
         probe = probe_logprobs(source, policy, first_step, cost, cfg, groups, device)
 
         experience: Experience | None = None
@@ -111,7 +109,7 @@ def train(cfg: Config, groups: Groups, device: torch.device) -> None:
                 metrics = train_step(policy, minibatch, cfg, groups)
             if step == first_step:
                 metrics |= probe
-            weight_sync.push(source, policy_version=step + 1, timer=timer)
+            weight_sync.push(policy.parameters(), source, step + 1, timer)
             if log and experience:
                 log.step(step + 1, metrics, experience, timer, is_new=is_new)
             # After the log, so that a checkpoint never knows of a step that the log does not; its

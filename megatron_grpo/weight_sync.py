@@ -1,103 +1,213 @@
-"""The policy's weights as Hugging Face files: pushed to the rollout engines, exported for users.
+"""A push of weights: from the trainer's shards over links of their own into the engines' workers.
 
-Every rank writes its own boxes of the Hugging Face tensors at their offsets in one set of
-safetensors files; nobody gathers anything. A push reuses one such folder, memory-backed by default,
-that the engines load. Engines on other hosts need a `rollout.sync_dir` that both sides see.
+A transaction. After each part of it all ranks know whether it went well everywhere; until every
+worker has been found to hold what the ranks hold, no engine serves anything.
 """
 
-import shutil
+import json
+import os
+import socket
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from checkpoint_convert import create_export, finish_export, write_weights
+from checkpoint_convert import ModelShape
 from megatron_grpo.config import Config
 from megatron_grpo.experience_source import ExperienceSource
-from megatron_grpo.model import Policy
-from megatron_grpo.rollout import WorkerSums
-from megatron_grpo.rollout.handover import (
-    claim_folder,
-    clear_abandoned_folders,
-    handover_folder,
-)
+from megatron_grpo.failure import broadcast_text, first_failure
+from megatron_grpo.rollout import RolloutClient, WorkerSums
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.weight_sums import WeightSums, worker_layouts
-from parallel.groups import Groups
+from parallel import Sender, plan_sends
+from parallel.meeting import Meeting, join, open_meeting
+from parallel.transport import TIMEOUT, Invitation, Outbox, bucket_bytes_for
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class WeightSync:
-    """Pushes the policy to the engines; every rank makes one and calls `push` together."""
+    """Pushes weights to the engines; every rank makes one, and calls `push` together.
 
-    def __init__(self, cfg: Config, policy: Policy, groups: Groups) -> None:
-        self.policy, self.groups = policy, groups
-        dtype = getattr(torch, cfg.model.dtype)
-        self._device = next(iter(policy.parameters().values())).device
-        workers = worker_layouts(policy.shape, cfg.rollout)
-        self._sums = WeightSums(policy.layout, workers, dtype)
-        self.folder = handover_folder(cfg)
-        if groups.rank == 0:
-            clear_abandoned_folders()
-            shutil.rmtree(self.folder, ignore_errors=True)  # of a start that was killed
-            create_export(self.folder, cfg.model.path, policy.shape, dtype)
-            self._claim = claim_folder(self.folder)
-        dist.barrier()
+    `sender` says what this rank can send, by the local names of its parameters.
+    """
 
-    def push(self, source: ExperienceSource | None, policy_version: int, timer: PhaseTimer) -> None:
-        """Write this rank's weights, then have rank 0 (which holds `source`) load every engine.
+    def __init__(
+        self, cfg: Config, shape: ModelShape, sender: Sender, device: torch.device, num_hosts: int
+    ) -> None:
+        self._sender, self._device = sender, device
+        self._num_engines = cfg.rollout.num_engines
+        self._network_only = cfg.rollout.weight_transport == "network"
+        self._address = meeting_address(cfg.rollout.base_urls, num_hosts, os.environ)
+        self._dtype = getattr(torch, cfg.model.dtype)
+        self._workers = worker_layouts(shape, cfg.rollout)
+        self._sums = WeightSums(sender.layout, self._workers, self._dtype)
+        self._senders = self._all_senders()
+        limit = cfg.rollout.update_weights_bucket_megabytes * 1_000_000
+        self._bucket_bytes = bucket_bytes_for(limit, self._senders, self._num_engines)
+        max_elements = self._bucket_bytes // self._dtype.itemsize
+        self._sends = plan_sends(sender, self._workers, max_elements)
+        self._outbox: Outbox | None = None
 
-        When it returns each engine serves `policy_version` and has dropped its cached prefixes, and
-        every worker has been found to hold what the ranks hold. A push that fails is done once more
-        from the start. After that ConnectionError names engine, worker and parameters on rank 0,
-        for which the other ranks wait, and no engine serves anything. A time-out is not tried
-        again: that engine may still be at it.
+    def push(
+        self,
+        parameters: Mapping[str, Tensor],
+        source: ExperienceSource | None,
+        policy_version: int,
+        timer: PhaseTimer,
+    ) -> None:
+        """Have every engine serve `parameters`, this rank's share, as `policy_version`.
+
+        Rank 0 holds `source`. When it returns, every worker of every engine has been found to hold
+        what the ranks hold, and the engines have dropped what they had cached. A push that fails is
+        done once more from the start, over new links. After that ConnectionError names engine,
+        worker and parameters on rank 0, for which the other ranks wait, and no engine serves
+        anything. A time-out of an engine is not tried again: it may still be at it.
         """
         with timer.phase("verify_weights"):
-            expected = self._sums.of(self.policy.parameters())
-        if not self._try_push(source, policy_version, expected, timer, is_last=False):
-            self._try_push(source, policy_version, expected, timer, is_last=True)
+            expected = self._sums.of(parameters)
+        failure = self._try_push(parameters, source, policy_version, expected, timer)
+        if failure is not None:
+            self.close()
+            if source is not None:
+                print(f"a push of weights is tried once more: {failure}", file=sys.stderr)
+            failure = self._try_push(parameters, source, policy_version, expected, timer)
+        if failure is not None:
+            if source is not None:
+                raise failure
+            dist.barrier()  # which rank 0 leaves out, as it ends the job
+
+    def close(self) -> None:
+        """Close this rank's links."""
+        if self._outbox is not None:
+            self._outbox.close()
+        self._outbox = None
 
     def _try_push(
         self,
+        parameters: Mapping[str, Tensor],
         source: ExperienceSource | None,
         policy_version: int,
         expected: Sequence[WorkerSums],
         timer: PhaseTimer,
-        *,
-        is_last: bool,
-    ) -> bool:
-        """Whether the push succeeded, on all ranks. The last attempt raises instead."""
+    ) -> ConnectionError | None:
+        """What the first rank that failed has raised, on all ranks; None when none has."""
+        push = f"{policy_version}-{uuid.uuid4().hex[:12]}"
         with timer.phase("push"):
-            write_weights(self.folder, self.policy.layout, self.policy.parameters())
-            dist.barrier()
-        succeeded = torch.ones(1, dtype=torch.int64, device=self._device)
+            failure = first_failure(lambda: self._begin(source, push), self._device)
+            if failure is not None:
+                return failure
+            broken = first_failure(lambda: self._transfer(parameters, source, push), self._device)
+        # The engines are asked in any case: why a link broke may be known at its other end alone.
+        with timer.phase("verify_weights"):
+            failure = first_failure(lambda: _check(source, push, expected), self._device)
+        if failure is None and broken is None:
+            with timer.phase("push"):
+                failure = first_failure(lambda: _finish(source, push, policy_version), self._device)
+        return failure or broken
+
+    def _begin(self, source: ExperienceSource | None, push: str) -> None:
+        if self._outbox is None:
+            self._outbox = self._connect(source)
         if source is not None:
-            try:
-                source.update_weights(self.folder, policy_version, expected, timer)
-            except ConnectionError as error:
-                if is_last:
-                    raise
-                print(f"a push of weights is tried once more: {error}", file=sys.stderr)
-                succeeded.zero_()
-        dist.broadcast(succeeded, src=0)
-        return bool(succeeded)
+            with source.engines() as engines:
+                engines.begin_push(push)
 
-    def close(self) -> None:
-        """Remove the folder."""
-        if self.groups.rank == 0:
-            shutil.rmtree(self.folder, ignore_errors=True)
+    def _connect(self, source: ExperienceSource | None) -> Outbox:
+        """Meet the workers of the engines; collective over all ranks."""
+        meeting, store = open_meeting(self._address) if source is not None else (None, None)
+        words = broadcast_text(json.dumps(asdict(meeting)) if meeting else "", self._device)
+        invitation = Invitation(
+            meeting=Meeting(**json.loads(words)),
+            bucket_bytes=self._bucket_bytes,
+            num_engines=self._num_engines,
+            network_only=self._network_only,
+            senders=self._senders,
+            zeros=[
+                [(name, [*box.start], [*box.size]) for name, box in worker.zeros]
+                for worker in self._workers
+            ],
+        )
+        with meanwhile(source, lambda engines: engines.connect(invitation.to_json())):
+            return Outbox.open(
+                invitation,
+                store or join(invitation.meeting, TIMEOUT),
+                rank=self._sender.rank,
+                sends=self._sends,
+                dtype=self._dtype,
+                device=self._device,
+            )
+
+    def _transfer(
+        self, parameters: Mapping[str, Tensor], source: ExperienceSource | None, push: str
+    ) -> None:
+        assert self._outbox is not None
+        with meanwhile(source, lambda engines: engines.receive_push(push)):
+            self._outbox.send(parameters)
+
+    def _all_senders(self) -> list[list[int]]:
+        """Of each worker: the ranks that send to it; collective over all ranks."""
+        sends = plan_sends(self._sender, self._workers, max_elements=sys.maxsize)
+        mine = torch.zeros(len(self._workers), dtype=torch.uint8, device=self._device)
+        mine[list(sends)] = 1
+        by_rank = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(by_rank, mine)
+        return [column.nonzero().flatten().tolist() for column in torch.stack(by_rank, dim=1)]
 
 
-def export_model(folder: Path, policy: Policy, cfg: Config, groups: Groups) -> None:
-    """Write the policy as Hugging Face folder `folder`, replacing an older one when complete."""
-    partial = folder.with_name(folder.name + ".partial")
-    if groups.rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        create_export(partial, cfg.model.path, policy.shape, getattr(torch, cfg.model.dtype))
-    dist.barrier()
-    write_weights(partial, policy.layout, policy.parameters())
-    dist.barrier()
-    if groups.rank == 0:
-        finish_export(partial, folder)
+def _check(source: ExperienceSource | None, push: str, expected: Sequence[WorkerSums]) -> None:
+    if source is not None:
+        with source.engines() as engines:
+            engines.check_push(push, expected)
+
+
+def _finish(source: ExperienceSource | None, push: str, policy_version: int) -> None:
+    if source is not None:
+        with source.engines() as engines:
+            engines.finish_push(push, policy_version)
+
+
+@contextmanager
+def meanwhile(
+    source: ExperienceSource | None, action: Callable[[RolloutClient], None]
+) -> Iterator[None]:
+    """Have the engines do `action` beside the block, on rank 0, which holds `source`.
+
+    What they raise goes before what the block raises: a rank sees of a dead engine a broken link.
+    """
+    if source is None:
+        yield
+        return
+
+    def act() -> None:
+        with source.engines() as engines:
+            action(engines)
+
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(act)
+        try:
+            yield
+        finally:
+            done.result()
+
+
+def meeting_address(base_urls: Sequence[str], num_hosts: int, environ: Mapping[str, str]) -> str:
+    """The address of rank 0's host at which ranks and workers meet: loopback where that will do.
+
+    Else the one from which an engine on another host is reached, or that of MASTER_ADDR, by which
+    the ranks have met already.
+    """
+    hosts = [urlsplit(url).hostname or "" for url in base_urls]
+    remote = [host for host in hosts if host not in LOOPBACK]
+    if remote:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((remote[0], 1))  # sends nothing: chooses a route
+            return str(probe.getsockname()[0])
+    return socket.gethostbyname(environ["MASTER_ADDR"]) if num_hosts > 1 else "127.0.0.1"

@@ -9,7 +9,14 @@ from parallel.dims import Coordinates, ExpertPlace, ParallelDims, divisors, pipe
 from parallel.layout import Axes, Box, Copy, Layout, Piece, Shape, cover_exactly, intersect
 from parallel.microbatches import CostModel, plan_microbatches
 from parallel.packing import Alignment, PackedBatch, TokenSequence, pack
-from parallel.reshard import Sender, Traffic, check_arrivals, fed_engines, plan_sends, traffic
+from parallel.reshard import (
+    Sender,
+    Traffic,
+    check_arrivals,
+    plan_sends,
+    senders_by_worker,
+    traffic,
+)
 from parallel.vocab import chosen_logprobs, local_mask, prediction_targets
 
 __all__ = [
@@ -34,7 +41,6 @@ __all__ = [
     "context_inverse",
     "cover_exactly",
     "divisors",
-    "fed_engines",
     "intersect",
     "local_mask",
     "pack",
@@ -42,5 +48,6 @@ __all__ = [
     "plan_microbatches",
     "plan_sends",
     "prediction_targets",
+    "senders_by_worker",
     "traffic",
 ]

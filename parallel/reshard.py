@@ -1,10 +1,10 @@
 """Who sends which boxes to whom when weights go from trainer ranks to engine ranks. Integers only.
 
 The workers of one engine, the first, receive every element of their shards once, straight from
-trainer ranks that hold it; the other engines are fed by engines. Each trainer rank plans its own
-sends from its own layout and those of an engine's workers. Where several ranks hold the same tensor
-they come to the same list of what must be sent of it, and each takes its equal share of that list,
-without a word between them.
+trainer ranks that hold it. The engines are a chain: worker w of one passes on what it receives to
+worker w of the next. Each trainer rank plans its own sends from its own layout and those of an
+engine's workers. Where several ranks hold the same tensor they come to the same list of what must
+be sent of it, and each takes its equal share of that list, without a word between them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -38,8 +38,9 @@ def plan_sends(
     sends: dict[int, list[Copy]] = {}
     for holders, shared in _by_holders(sender, workers).items():
         index = holders.index(sender.rank)
-        for worker, have, want, box in _share(shared, index, len(holders), max_elements):
-            sends.setdefault(worker, []).append(Copy.of(have, want, box))
+        for worker, have, want, box in _share(shared, index, len(holders)):
+            copies = [Copy.of(have, want, part) for part in box.cut(max_elements)]
+            sends.setdefault(worker, []).extend(copies)
     return sends
 
 
@@ -57,7 +58,7 @@ def _by_holders(sender: Sender, workers: Sequence[Layout]) -> dict[range, list[S
     return groups
 
 
-def _share(shared: Sequence[Shared], index: int, count: int, max_elements: int) -> Iterator[Shared]:
+def _share(shared: Sequence[Shared], index: int, count: int) -> Iterator[Shared]:
     """Part `index` of `count` equal parts of a list by its elements, up to whole rows."""
     total = sum(box.num_elements for *_, box in shared)
     low, high = total * index // count, total * (index + 1) // count
@@ -67,8 +68,7 @@ def _share(shared: Sequence[Shared], index: int, count: int, max_elements: int) 
             return
         part = _between(box, low - position, high - position)
         if part is not None:
-            for smaller in part.cut(max_elements):
-                yield worker, have, want, smaller
+            yield worker, have, want, part
         position += box.num_elements
 
 
@@ -92,15 +92,28 @@ def check_arrivals(worker: Layout, copies: Iterable[Copy]) -> None:
     Layout(worker.shapes, pieces, worker.zeros).check_complete()
 
 
-def fed_engines(engine: int, num_engines: int, branches: int = 1) -> range:
-    """The engines to which `engine` passes on what it receives; engine 0 is fed by the trainer.
+def senders_by_worker(senders: Iterable[Sender], workers: Sequence[Layout]) -> list[list[int]]:
+    """Of each worker of the first engine: the trainer ranks that send to it, in ascending order.
 
-    Worker r of one feeds worker r of the next. In a chain (one branch) every worker receives and
-    passes on its shard once, bucket by bucket, so that the last has it hardly later than the first;
-    a tree has a shorter way to the last and sends `branches` times from each worker.
+    `senders` need hold only the first of the ranks that hold the same tensors.
     """
-    first = engine * branches + 1
-    return range(min(first, num_engines), min(first + branches, num_engines))
+    ranks: list[set[int]] = [set() for _ in workers]
+    for rank, worker, _ in _all_shares(senders, workers):
+        ranks[worker].add(rank)
+    return [sorted(found) for found in ranks]
+
+
+def _all_shares(
+    senders: Iterable[Sender], workers: Sequence[Layout]
+) -> Iterator[tuple[int, int, Box]]:
+    """(trainer rank, worker, box) of all that every rank sends, before boxes are cut to size."""
+    for sender in senders:
+        for holders, shared in _by_holders(sender, workers).items():
+            if holders[0] != sender.rank:
+                continue
+            for index, rank in enumerate(holders):
+                for worker, _, _, box in _share(shared, index, len(holders)):
+                    yield rank, worker, box
 
 
 @dataclass(frozen=True)
@@ -112,7 +125,7 @@ class Traffic:
     received: list[int]
     """By each engine rank: all workers of the first engine, then those of the next."""
     forwarded: list[int]
-    """By each engine rank, to those of other engines."""
+    """By each engine rank, to that of the next engine."""
     num_messages: int
     """Copies from trainer ranks to the first engine."""
 
@@ -130,7 +143,6 @@ def traffic(
     num_engines: int,
     itemsize: int,
     max_elements: int,
-    branches: int = 1,
 ) -> Traffic:
     """The bytes of one push, of elements of `itemsize` bytes, from all `num_ranks` trainer ranks.
 
@@ -138,19 +150,10 @@ def traffic(
     """
     sent, messages = [0] * num_ranks, 0
     received = [0] * len(workers)
-    for sender in senders:
-        for holders, shared in _by_holders(sender, workers).items():
-            if holders[0] != sender.rank:
-                continue
-            for index, rank in enumerate(holders):
-                for worker, _, _, box in _share(shared, index, len(holders), max_elements):
-                    num_bytes = box.num_elements * itemsize
-                    sent[rank] += num_bytes
-                    received[worker] += num_bytes
-                    messages += 1
-    forwarded = [
-        len(fed_engines(engine, num_engines, branches)) * num_bytes
-        for engine in range(num_engines)
-        for num_bytes in received
-    ]
+    for rank, worker, box in _all_shares(senders, workers):
+        num_bytes = box.num_elements * itemsize
+        sent[rank] += num_bytes
+        received[worker] += num_bytes
+        messages += len(box.cut(max_elements))
+    forwarded = received * (num_engines - 1) + [0] * len(workers)
     return Traffic(sent, received * num_engines, forwarded, messages)

@@ -1,8 +1,11 @@
 """What tests of conversions share: weights of a folder, and the command line as a process."""
 
+import os
 import re
 import resource
 import shutil
+import signal
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +22,6 @@ from checkpoint_convert.torch_dist import read_chunks
 from checkpoint_convert.torch_dist_writer import Chunk, create_chunks, finish_checkpoint
 from cli_process import run_main
 from distributed import CONTEXT
-from engines import wait_until
 from parallel import Box, cover_exactly
 
 
@@ -168,13 +170,18 @@ class Command:
         self.pid = self._process.pid
 
     def stopped_workers(self, count: int) -> list[psutil.Process]:
-        """Wait for `count` workers and stop each where it is, soon after it began."""
-        process = psutil.Process(self.pid)
-        assert wait_until(lambda: len(process.children()) == count, 60)
-        workers = process.children()
-        for worker in workers:
-            worker.suspend()
-        return workers
+        """Wait for `count` workers and stop each where it is, at once after it began.
+
+        Looked for often: a worker needs less than a second for its share.
+        """
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children")
+        deadline = time.monotonic() + 60
+        while len(pids := children.read_text().split()) < count:
+            assert time.monotonic() < deadline, f"{len(pids)} workers of {count} were started"
+            time.sleep(0.001)
+        for pid in pids:
+            os.kill(int(pid), signal.SIGSTOP)
+        return [psutil.Process(int(pid)) for pid in pids]
 
     def finish(self, seconds: float = 60) -> Finished:
         """Wait for the end."""

@@ -13,12 +13,12 @@ from checkpoint_convert import read_shape
 from megatron_grpo.config import ModelConfig, RolloutConfig
 from megatron_grpo.prompts import Prompt
 from megatron_grpo.rollout import EngineServers, RolloutClient, Sample, WorkerSums
-from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.weight_sums import worker_layouts
 from models import EOS_ID, tiny_model
 from parallel import Layout, intersect
 from parallel.checksum import whole_checksum
 from parallel.views import as_whole
+from pushes import push_folder
 
 
 def served_model(folder: Path, family: str, *, tied: bool, seed: int = 0) -> Path:
@@ -40,11 +40,10 @@ class TestEngine:
     def client(self, eos_token_ids: Sequence[int] = (EOS_ID,)) -> RolloutClient:
         return RolloutClient(self.servers.base_urls, 60.0, eos_token_ids)
 
-    def push(self, folder: Path, expected: Path | None = None) -> int:
-        """Load `folder`, to become what is in `expected`; returns the version now served."""
+    def push(self, folder: Path) -> int:
+        """Push the weights in `folder`; returns the version now served."""
         self.version += 1
-        sums = worker_sums(expected or folder, self.rollout)
-        self.client().update_weights(folder, self.version, sums, PhaseTimer())
+        push_folder(folder, self.rollout, self.servers.base_urls, self.version)
         return self.version
 
     def generate(

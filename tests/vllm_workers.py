@@ -5,28 +5,45 @@ loads the model by vLLM's own loader. No cache, no scheduler, no server: a secon
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
+from torch.nn import Module
 
 from checkpoint_convert.vllm import EngineDims
 from distributed import run_ranks
 from megatron_grpo.rollout.vllm_command import vllm_environment
 
 Parameters = dict[str, Tensor]
+Read = Callable[[Module, Path, EngineDims], Any]
+"""Called in a worker with the model that it has loaded, the model's folder and the dims."""
 
 
 def loaded_parameters(
     models: Sequence[tuple[Path, EngineDims]], dtype: str = "float32"
 ) -> list[list[Parameters]]:
     """Of each model: what each worker holds after loading. All of one tensor parallel size."""
+    return read_in_workers(models, _parameters, dtype)
+
+
+def _parameters(model: Module, folder: Path, dims: EngineDims) -> Parameters:
+    return {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+def read_in_workers(
+    models: Sequence[tuple[Path, EngineDims]], read: Read, dtype: str = "float32"
+) -> list[list[Any]]:
+    """Of each model: what `read` returns in each worker. All of one tensor parallel size."""
     (size,) = {dims.tensor for _, dims in models}
-    by_rank = run_ranks(size, _load, models, dtype)
+    by_rank = run_ranks(size, _load, models, read, dtype)
     return [list(workers) for workers in zip(*by_rank, strict=True)]
 
 
-def _load(rank: int, models: Sequence[tuple[Path, EngineDims]], dtype: str) -> list[Parameters]:
+def _load(
+    rank: int, models: Sequence[tuple[Path, EngineDims]], read: Read, dtype: str
+) -> list[Any]:
     os.environ.update(vllm_environment(models[0][1].tensor, on_gpu=False))
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     # Here because vLLM reads its environment when it is imported. Making a config calls our plugin.
@@ -53,7 +70,6 @@ def _load(rank: int, models: Sequence[tuple[Path, EngineDims]], dtype: str) -> l
             worker = CPUWorker(config, rank, rank, f"file:///rank{rank}", is_driver_worker=True)
             worker.init_device()
             worker.load_model()
-            parameters = worker.get_model().named_parameters()
-            loaded.append({name: value.detach().clone() for name, value in parameters})
+            loaded.append(read(worker.get_model(), folder, dims))
         destroy_model_parallel()
     return loaded

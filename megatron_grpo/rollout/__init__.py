@@ -1,7 +1,6 @@
 """Rollouts: engines as processes of their own, and the client that speaks to them."""
 
 from megatron_grpo.rollout.client import RolloutClient
-from megatron_grpo.rollout.handover import check_handover, handover_folder
 from megatron_grpo.rollout.push_check import WorkerSums
 from megatron_grpo.rollout.samples import Sample
 from megatron_grpo.rollout.server import EngineServers
@@ -13,6 +12,4 @@ __all__ = [
     "Sample",
     "WorkerSums",
     "check_engine_arguments",
-    "check_handover",
-    "handover_folder",
 ]

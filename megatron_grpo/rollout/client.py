@@ -1,11 +1,9 @@
 """The trainer's side of the rollout engines: prompts out and samples back, new weights out."""
 
 import asyncio
-import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from itertools import chain, pairwise
-from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
@@ -15,7 +13,6 @@ from megatron_grpo.prompts import Prompt
 from megatron_grpo.rollout.engine import Engine, Json
 from megatron_grpo.rollout.push_check import WorkerSums, check_reports
 from megatron_grpo.rollout.samples import Sample, first_seed
-from megatron_grpo.timing import PhaseTimer
 
 CONNECT_TIMEOUT = 5.0
 
@@ -93,29 +90,36 @@ class RolloutClient:
 
         return self._on_all(describe)
 
-    def update_weights(
-        self,
-        folder: Path,
-        policy_version: int,
-        expected: Sequence[WorkerSums],
-        timer: PhaseTimer,
-    ) -> None:
-        """Load the weights in `folder` into every engine, which from then serves `policy_version`.
+    def connect(self, invitation: Json) -> None:
+        """Have every worker of every engine make the links that `invitation` is for.
 
-        A transaction: engines are paused and hold no version until each worker of all of them has
-        loaded and has the checksums in `expected`, one for each worker of an engine. After a
-        failure they stay so: `generate` refuses them until a push has succeeded, which may be the
-        next one, or another trainer's. Engines drop what they cached under older weights.
+        Returns when all have made them or have failed, which `begin_push` tells; those who send
+        must make theirs meanwhile.
         """
-        push = f"{policy_version}-{uuid.uuid4().hex[:12]}"
-        with timer.phase("push"):
-            self._on_all(lambda engine: engine.load_weights(folder.resolve(), push))
-        with timer.phase("verify_weights"):
-            answers = self._on_all(lambda engine: engine.ask("push_report"))
-            check_reports(self.base_urls, answers, push, expected)
-        with timer.phase("push"):
-            self._on_all(lambda engine: engine.finish_push(policy_version))
-            self._on_all(lambda engine: engine.post("/resume"))
+
+        async def connect(engine: Engine) -> None:
+            await engine.connect(invitation, self.base_urls.index(engine.url))
+
+        self._on_all(connect)
+
+    def begin_push(self, push: str) -> None:
+        """Pause the engines; from here on they hold no version, and drop what they have cached."""
+        self._on_all(lambda engine: engine.begin_push(push))
+
+    def receive_push(self, push: str) -> None:
+        """Have every worker receive its shard; returns when all have, or have failed."""
+        self._on_all(lambda engine: engine.ask("receive_push", push=push))
+
+    def check_push(self, push: str, expected: Sequence[WorkerSums]) -> None:
+        """Raise EngineError unless each worker of every engine has loaded `push` and holds weights
+        of the checksums in `expected`, one for each worker of an engine."""
+        reports = self._on_all(lambda engine: engine.ask("push_report"))
+        check_reports(self.base_urls, reports, push, expected)
+
+    def finish_push(self, push: str, policy_version: int) -> None:
+        """Have every engine serve `push` as `policy_version`."""
+        self._on_all(lambda engine: engine.finish_push(push, policy_version))
+        self._on_all(lambda engine: engine.post("/resume"))
 
     def _on_all(self, action: Callable[[Engine], Coroutine[Any, Any, T]]) -> list[T]:
         async def on(url: str) -> T:

@@ -5,7 +5,6 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -64,17 +63,22 @@ class Engine:
             )
         return answers
 
-    async def load_weights(self, folder: Path, push: str) -> None:
-        """Load `folder` as `push`; nothing runs meanwhile, so that nothing is cached either."""
+    async def connect(self, invitation: Json, index: int) -> None:
+        """Have its workers make links to all that send to engine `index`; `begin_push` tells how
+        that went."""
+        info = {"invitation": invitation, "engine": index}
+        await self.post("/init_weight_transfer_engine", {"init_info": info})
+
+    async def begin_push(self, push: str) -> None:
+        """Nothing runs from here on, so that nothing is cached, and the weights have no version."""
         await self.pause()
         await self.post("/update_weight_version", {"new_version": NO_VERSION})
         await self.ask("begin_push", push=push)
-        await self.post("/start_weight_update")
-        await self.post("/update_weights", {"update_info": {"folder": str(folder), "push": push}})
 
-    async def finish_push(self, policy_version: int) -> None:
-        """Have samples bear `policy_version`."""
-        await self.post("/finish_weight_update", {"weight_version": str(policy_version)})
+    async def finish_push(self, push: str, policy_version: int) -> None:
+        """Have the weights be those of `push`, and samples bear `policy_version`."""
+        await self.ask("finish_push", push=push)
+        await self.post("/update_weight_version", {"new_version": str(policy_version)})
 
     async def ask(self, method: str, **arguments: str) -> list[Json]:
         """What every worker answers, in the order of ranks, by a method of `PushWorker`.

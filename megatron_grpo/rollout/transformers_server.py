@@ -21,10 +21,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from checkpoint_convert.tokenizer import load_tokenizer
-from megatron_grpo.rollout.weight_folder import check_all_loaded
-from parallel.checksum import whole_checksum
+from megatron_grpo.rollout.push_state import Json, PushState, parameter_sums, parameter_table
+from parallel.transport import Inbox, Invitation
 
-Json = dict[str, Any]
 Completion = tuple[list[int], list[float]]  # token ids and their log-probabilities
 
 
@@ -91,9 +90,9 @@ class TransformersEngine:
         self.tokenizer = load_tokenizer(folder)
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
         self.weight_version = "default"
-        # The push that began last, and the one whose weights these are, as in worker.PushWorker.
-        self._push, self._held_push = "", ""
-        self._is_loaded = False
+        self.state = PushState()
+        self._inbox: Inbox | None = None
+        self._received: dict[str, Tensor] = {}
         self._num_accepted = 0
         self._paused = False
         self._turn = threading.Condition()
@@ -119,59 +118,70 @@ class TransformersEngine:
             self._turn.notify_all()
         return {}
 
+    def init_weight_transfer_engine(self, body: Json) -> Json:
+        """Make links to all that send to this engine, in the place of earlier ones."""
+        if self._inbox is not None:
+            self._inbox.close()
+        self._received = self._stored_tensors()
+        with self.state.keep_error():
+            self._inbox = Inbox.open(
+                Invitation.from_json(body["init_info"]["invitation"]),
+                engine=body["init_info"]["engine"],
+                worker=0,
+                parameters=self._received,
+                device=self.model.device,
+            )
+        return {}
+
     def answer_as_worker(self, body: Json) -> Json:
         """Answer a method of `worker.PushWorker`, which says what they are, as the one worker."""
         arguments = body["kwargs"]
         answer: Json = {"question": arguments["question"]}
         match body["method"]:
             case "describe_parameters":
-                answer["parameters"] = {
-                    name: (list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-                    for name, tensor in self._stored_tensors().items()
-                }
+                answer["parameters"] = parameter_table(self._stored_tensors())
             case "begin_push":
-                self._push, self._is_loaded, self._held_push = arguments["push"], False, ""
+                self.state.begin(arguments["push"])
+            case "receive_push":
+                self._receive(arguments["push"])
             case "push_report":
-                sums = {n: int(whole_checksum(t)) for n, t in self._stored_tensors().items()}
-                answer |= {"push": self._push, "is_loaded": self._is_loaded, "sums": sums}
-                answer["error"] = ""
+                answer |= self.state.report() | {"sums": parameter_sums(self._stored_tensors())}
+            case "finish_push":
+                if arguments["push"] == self.state.push:
+                    self.state.finish()
             case "held_push":
-                answer["push"] = self._held_push
+                answer["push"] = self.state.held
             case method:
                 raise ValueError(f"there is no method {method}")
         return {"results": [answer]}
 
+    def _receive(self, push: str) -> None:
+        with self._turn, self.state.keep_error():
+            if push == self.state.push:
+                if self._inbox is None:
+                    raise ConnectionError("it has no links to the trainer")
+                self._inbox.receive()
+                self._take_received()
+                self.state.is_loaded = True
+
     def _stored_tensors(self) -> dict[str, Tensor]:
-        """The parameters as a folder has them: transformers stacks experts and renames them."""
+        """The parameters as a folder has them: transformers stacks experts and renames them.
+
+        Most are views of the model's own.
+        """
         parameters = dict(self.model.named_parameters())
         return revert_weight_conversion(self.model, parameters)
+
+    def _take_received(self) -> None:
+        """Write what was received to the parameters of which no view was there to write to."""
+        model = type(self.model).from_pretrained(
+            None, config=self.model.config, state_dict=self._received
+        )
+        self.model.load_state_dict(model.state_dict())
 
     def update_weight_version(self, body: Json) -> Json:
         """Name the weights."""
         self.weight_version = body["new_version"]
-        return {}
-
-    def update_weights(self, body: Json) -> Json:
-        """Take every parameter from a folder; raises ValueError when one is not there."""
-        update = body["update_info"]
-        folder = Path(update["folder"])
-        # Names and shapes in a folder may be others than in the model, which stacks experts.
-        model, loading = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=self.model.dtype, output_loading_info=True
-        )
-        wanted = {name for name, _ in model.named_parameters()}
-        check_all_loaded(wanted, wanted - set(loading["missing_keys"]), folder)
-        with self._turn:
-            if update["push"] == self._push:
-                self.model.load_state_dict(model.state_dict())
-                self._is_loaded = True
-        return {}
-
-    def finish_weight_update(self, body: Json) -> Json:
-        """Name the weights, which are in place."""
-        if self._is_loaded:
-            self._held_push = self._push
-        self.weight_version = body["weight_version"]
         return {}
 
     def reset_prefix_cache(self, body: Json) -> Json:
@@ -219,11 +229,9 @@ ROUTES = {
     "/inference/v1/generate": TransformersEngine.generate,
     "/pause": TransformersEngine.pause,
     "/resume": TransformersEngine.resume,
-    "/start_weight_update": TransformersEngine.answer_nothing,
+    "/init_weight_transfer_engine": TransformersEngine.init_weight_transfer_engine,
     "/collective_rpc": TransformersEngine.answer_as_worker,
     "/update_weight_version": TransformersEngine.update_weight_version,
-    "/update_weights": TransformersEngine.update_weights,
-    "/finish_weight_update": TransformersEngine.finish_weight_update,
     "/reset_prefix_cache": TransformersEngine.reset_prefix_cache,
 }
 

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.config import ModelConfig, RolloutConfig
-from megatron_grpo.rollout.weight_folder import BACKEND
+
+BACKEND = "megatron_grpo"
+"""Name of our transfer in vLLM's registry of weight-transfer backends."""
 
 WORKER_EXTENSION = "megatron_grpo.rollout.worker.PushWorker"
 """Gives vLLM's workers what the client asks of them."""
@@ -28,7 +30,7 @@ RESERVED = {
     "tensor_parallel_size": "it is rollout.tensor_parallel_size",
     "logprobs_mode": "the trainer needs log-probabilities after temperature",
     "generation_config": "sampling follows rollout.temperature, not the model's own defaults",
-    "weight_transfer_config": "new weights come as a folder",
+    "weight_transfer_config": "new weights come over links of our own",
     "worker_extension_cls": "every push is checked in the workers",
     "moe_backend": "others reorder the weights of experts, and new weights would not fit",
     "scheduling_policy": "priorities keep the composition of batches reproducible",

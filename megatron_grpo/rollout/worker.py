@@ -7,8 +7,6 @@ in every worker, before a model is built. In a vLLM that somebody else started i
 import multiprocessing
 import os
 import sys
-import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import torch
 import vllm._custom_ops
 import vllm.model_executor.layers.utils
 from torch import Tensor
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -27,11 +26,9 @@ from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 from vllm.platforms import current_platform
 
 from megatron_grpo.parent_death import die_with_parent
-from megatron_grpo.rollout.vllm_command import ENGINE_VARIABLE
-from megatron_grpo.rollout.weight_folder import BACKEND, check_all_loaded, folder_tensors
-from parallel.checksum import whole_checksum
-
-Json = dict[str, Any]
+from megatron_grpo.rollout.push_state import Json, PushState, parameter_sums, parameter_table
+from megatron_grpo.rollout.vllm_command import BACKEND, ENGINE_VARIABLE
+from parallel.transport import Inbox, Invitation
 
 
 def register() -> None:
@@ -43,7 +40,7 @@ def register() -> None:
         die_with_parent()
         if not parent.is_alive():
             sys.exit("the process that started this one has ended")
-    WeightTransferEngineFactory.register_engine(BACKEND, FolderWeightTransfer)
+    WeightTransferEngineFactory.register_engine(BACKEND, ShardTransfer)
     if current_platform.is_cpu():
         keep_weights_unpacked()
 
@@ -100,129 +97,135 @@ def unlink_group_memory() -> None:
 
 
 @dataclass
-class NoInit(WeightTransferInitInfo):
-    """A folder needs no connection."""
+class LinksInfo(WeightTransferInitInfo):
+    """How the workers of one engine get their links: an `Invitation`, as plain data."""
+
+    invitation: Json
+    engine: int
 
 
 @dataclass
-class FolderUpdate(WeightTransferUpdateInfo):
-    """Where the new weights lie, and which push they are of."""
+class PushInfo(WeightTransferUpdateInfo):
+    """Which push is under way."""
 
-    folder: str
     push: str
 
 
-class FolderWeightTransfer(WeightTransferEngine[NoInit, FolderUpdate]):
-    """Each worker reads a Hugging Face folder by the model's own loader, which takes its share.
+class ShardTransfer(WeightTransferEngine[LinksInfo, PushInfo]):
+    """Each worker receives its shard over links of its own, straight into its parameters.
 
     vLLM's layerwise reload is for layouts that change after loading; ours do not (see above, and
     `moe_backend` in vllm_command.py).
 
     Which push the weights are of is kept here, beside them: the version that vLLM puts on samples
     is kept by another process, and changes at another moment.
+
+    A failure is kept in the state for the client to read. Raised here, vLLM would pass on the first
+    worker's and leave the answers of the others unread, where the next calls find them and take
+    them for theirs: with several workers an engine is of no use after that.
     """
 
-    init_info_cls = NoInit
-    update_info_cls = FolderUpdate
-
-    push = ""
-    """The push that began last."""
-    is_loaded = False
-    """Whether that push has written every parameter."""
-    error = ""
-    """Why it has not."""
-    held_push = ""
-    """The push whose weights these are; empty until one is complete and whenever one is open."""
+    init_info_cls = LinksInfo
+    update_info_cls = PushInfo
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        self.state = PushState()
+        self._inbox: Inbox | None = None
         if current_platform.is_cpu():
             unlink_group_memory()
 
-    def begin_push(self, push: str) -> None:
-        """From here on these are nobody's weights; an earlier push that is open is over."""
-        self.push, self.is_loaded, self.error, self.held_push = push, False, "", ""
-
-    def init_transfer_engine(self, init_info: NoInit) -> None:
-        """Nothing to connect."""
+    def init_transfer_engine(self, init_info: LinksInfo) -> None:
+        """Make links to all that send to this worker, in the place of earlier ones."""
+        self.shutdown()
+        with self.state.keep_error():
+            self._inbox = Inbox.open(
+                Invitation.from_json(init_info.invitation),
+                engine=init_info.engine,
+                worker=get_tensor_model_parallel_rank(),
+                parameters=dict(self.model.named_parameters()),
+                device=self.device,
+            )
 
     def start_weight_update(self) -> None:
         """Nothing to prepare."""
 
-    def receive_weights(self, update_info: FolderUpdate) -> None:
-        """Load every parameter.
-
-        A failure is kept for `PushWorker.push_report`. Raised here, vLLM would pass on the first
-        worker's and leave the answers of the others unread, where the next calls find them and take
-        them for theirs: with several workers an engine is of no use after that.
-        """
-        if update_info.push != self.push:
-            return  # another push has begun since, as this one's report will say
-        folder = Path(update_info.folder)
-        model: Any = self.model
-        try:
-            loaded = model.load_weights(folder_tensors(folder))
-            check_all_loaded({name for name, _ in model.named_parameters()}, loaded, folder)
-        except Exception as error:
-            traceback.print_exc()
-            self.error = str(error) or repr(error)
-        else:
-            self.is_loaded = True
+    def receive_weights(self, update_info: PushInfo) -> None:
+        """Receive every parameter of the push that began last."""
+        with self.state.keep_error():
+            if self._inbox is None:
+                raise ConnectionError("it has no links to the trainer")
+            self._inbox.receive()
+            self.state.is_loaded = True
 
     def finish_weight_update(self) -> None:
-        """The weights are in place already; from here on they are those of the push."""
-        if self.is_loaded:
-            self.held_push = self.push
+        """The weights are in place already."""
 
     def shutdown(self) -> None:
-        """Nothing to release."""
+        """Close the links."""
+        if self._inbox is not None:
+            self._inbox.close()
+            self._inbox = None
 
 
 class PushWorker:
     """What the client asks of every worker, over /collective_rpc; vLLM makes it a base of its own.
 
+    The steps of an update go this way and not by the routes of vLLM's frame, which raise where a
+    step does not follow the one before: when two trainers meet, that is in all workers at once.
+
     Answers are plain data. Each repeats `question`, a word of the client's that is new in every
     call, by which it knows the answer to another.
     """
 
-    weight_transfer_engine: FolderWeightTransfer
+    weight_transfer_engine: ShardTransfer
     _weight_update_active: bool
 
     def describe_parameters(self, question: str) -> Json:
         """Shape and dtype of every parameter, by name."""
-        parameters = {
-            name: (list(parameter.shape), str(parameter.dtype).removeprefix("torch."))
-            for name, parameter in self._parameters()
-        }
-        return {"question": question, "parameters": parameters}
+        return {"question": question, "parameters": parameter_table(self._parameters())}
 
     def begin_push(self, question: str, push: str) -> Json:
         """Declare the weights to be of no version until `push` is complete.
 
         The last push to begin has the engine: whoever began earlier is told by `push_report`.
         """
-        if self._weight_update_active:  # of a trainer that ended, or failed, in mid-push
+        worker: Any = self
+        if not self._weight_update_active:  # it is after a trainer that ended in mid-push
+            worker.start_weight_update()
+        self.weight_transfer_engine.state.begin(push)
+        return {"question": question}
+
+    def receive_push(self, question: str, push: str) -> Json:
+        """Receive the weights of `push`, unless another one has begun since."""
+        if self._is_open(push):
             worker: Any = self
-            worker.finish_weight_update()
-        self.weight_transfer_engine.begin_push(push)
+            worker.update_weights({"push": push})
         return {"question": question}
 
     def push_report(self, question: str) -> Json:
         """Which push has the engine, whether its weights are loaded, and their checksums."""
-        transfer = self.weight_transfer_engine
-        sums = {name: whole_checksum(parameter) for name, parameter in self._parameters()}
         return {
             "question": question,
-            "push": transfer.push,
-            "is_loaded": transfer.is_loaded,
-            "error": transfer.error,
-            "sums": dict(zip(sums, torch.stack([*sums.values()]).tolist(), strict=True)),
+            **self.weight_transfer_engine.state.report(),
+            "sums": parameter_sums(self._parameters()),
         }
+
+    def finish_push(self, question: str, push: str) -> Json:
+        """From here on the weights are those of `push`, if it has loaded them."""
+        if self._is_open(push):
+            worker: Any = self
+            worker.finish_weight_update()
+            self.weight_transfer_engine.state.finish()
+        return {"question": question}
 
     def held_push(self, question: str) -> Json:
         """The push whose weights the worker holds; empty while it holds no complete ones."""
-        return {"question": question, "push": self.weight_transfer_engine.held_push}
+        return {"question": question, "push": self.weight_transfer_engine.state.held}
 
-    def _parameters(self) -> Iterator[tuple[str, Tensor]]:
+    def _is_open(self, push: str) -> bool:
+        return self._weight_update_active and self.weight_transfer_engine.state.push == push
+
+    def _parameters(self) -> dict[str, Tensor]:
         model: Any = self.weight_transfer_engine.model
-        yield from model.named_parameters()
+        return dict(model.named_parameters())

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from engines import random_prompts, wait_until, worker_sums
+from engines import random_prompts, wait_until
 from megatron_grpo.config import RolloutConfig
 from megatron_grpo.rollout import RolloutClient
 from megatron_grpo.rollout.server import is_healthy
-from megatron_grpo.timing import PhaseTimer
 from models import EOS_ID
+from pushes import push_folder
 from runs import TINY_CONFIG, finish_run
 
 SECONDS = 10  # within which a mistake must be told
@@ -92,12 +92,9 @@ def test_serve_is_an_engine_for_runs_that_name_its_address(tied_model: Path) -> 
     try:
         url = f"http://127.0.0.1:{port}"
         assert wait_until(lambda: is_healthy(url), seconds=60)
-        client = RolloutClient([url], 30.0, [EOS_ID])
-        sums = worker_sums(
-            tied_model, RolloutConfig(engine="transformers", max_completion_length=4)
-        )
-        client.update_weights(tied_model, 1, sums, PhaseTimer())
-        samples = client.generate(
+        rollout = RolloutConfig(engine="transformers", max_completion_length=4)
+        push_folder(tied_model, rollout, [url], version=1)
+        samples = RolloutClient([url], 30.0, [EOS_ID]).generate(
             random_prompts(1),
             num_generations=2,
             temperature=1.0,

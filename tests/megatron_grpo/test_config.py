@@ -145,7 +145,7 @@ def test_missing_key_is_named_with_its_meaning(tmp_path):
             ["rollout.base_urls=[http://localhost:1]", "rollout.num_engines=3"],
             ["num_engines 3", "base_urls 1"],
         ),
-        (["rollout.base_urls=[http://node7:1]"], ["http://node7:1", "rollout.sync_dir"]),
+        (["rollout.sync_dir=/tmp"], ["rollout.sync_dir"]),
         (["rollout.base_urls=[node7]"], ["'node7'", "http://host:8000"]),
         (
             ["rollout.engine=transformers", "rollout.tensor_parallel_size=2"],

@@ -61,25 +61,50 @@ def test_the_table_says_who_sends_how_much_to_whom_within_seconds(plan):
     finished = plan("--reshard")
     assert time.monotonic() - start < 20
     assert finished.returncode == 0, finished.stderr
-    # 17.64 GB is an eighth of 70.55 B parameters in two bytes each, and the norms.
+    # 17.64 GB is an eighth of 70.55 B parameters in two bytes each, and the norms. Workers of the
+    # first engines have 32 links with 2 buffers, each a multiple of 64 KiB.
     assert finished.stdout == (
         """\
 llama, 70.55 B parameters in bfloat16: 141.11 GB
 
-trainer ranks    stage   each sends at least     at most
-0-15                 0               2.27 GB     2.27 GB
-16-31                1               2.14 GB     2.14 GB
-32-47                2               2.14 GB     2.14 GB
-48-63                3               2.27 GB     2.27 GB
-sum 141.13 GB; the busiest rank sends 1.030 times the mean; 5,808 messages of at most 268.44 MB
+trainer ranks    stage   each sends at least     at most   links
+0-15                 0               2.27 GB     2.27 GB       2
+16-31                1               2.14 GB     2.14 GB       2
+32-47                2               2.14 GB     2.14 GB       2
+48-63                3               2.27 GB     2.27 GB       2
+sum 141.13 GB; the busiest rank sends 1.030 times the mean; 22,304 boxes of at most 8.00 MB
 
-engine ranks    engine      fed by   each receives   passes on
-0-7                  0     trainer        17.64 GB    17.64 GB
-8-15                 1    engine 0        17.64 GB    17.64 GB
-16-23                2    engine 1        17.64 GB         0 B
-sum 423.38 GB
+engine ranks  engine    fed by links in  out  each receives   passes on     vLLM nccl vLLM nccl_m2n
+0-7                0   trainer       16   16       17.64 GB    17.64 GB     141.11 GB      98.83 GB
+8-15               1  engine 0       16   16       17.64 GB    17.64 GB     141.11 GB      98.83 GB
+16-23              2  engine 1       16    0       17.64 GB         0 B     141.11 GB      98.83 GB
+sum 423.38 GB, by vLLM's nccl 8.00 times that, by vLLM's nccl_m2n 5.60 times that
+
+each link has two buffers of 8.00 MB: at most 511.71 MB in one process \
+(rollout.update_weights_bucket_megabytes: 512)
 """
     )
+
+
+def test_one_engine_passes_nothing_on_and_leaves_its_buffers_to_what_comes_in(plan):
+    finished = plan("--reshard", **{"rollout.num_engines": 1})
+    assert finished.returncode == 0, finished.stderr
+    (row,) = [line for line in finished.stdout.splitlines() if line.startswith("0-7 ")]
+    assert " ".join(row.split()) == "0-7 0 trainer 16 0 17.64 GB 0 B 141.11 GB 98.83 GB"
+    assert "two buffers of 15.99 MB: at most 511.71 MB in one process" in finished.stdout
+
+
+def test_a_server_of_transformers_is_not_compared_with_backends_of_vllm(plan):
+    finished = plan(
+        "--reshard",
+        **{
+            "rollout.engine": "transformers",
+            "rollout.tensor_parallel_size": 1,
+            "rollout.num_engines": 1,
+        },
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert "sum 141.11 GB\n" in finished.stdout and "nccl" not in finished.stdout
 
 
 @pytest.mark.parametrize(
@@ -88,6 +113,8 @@ sum 423.38 GB
         ([], {}, "add --reshard"),
         (["--reshard"], {"rollout.tensor_parallel_size": 3}, "legal values are [1, 2, 4, 8, "),
         (["--reshard"], {"parallel.tensor_parallel_size": 3}, "num_attention_heads(64)"),
+        # 32 links of two buffers of 64 KiB.
+        (["--reshard"], {"rollout.update_weights_bucket_megabytes": 4}, "4194304"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused_in_one_line(plan, arguments, differing, message):

@@ -2,7 +2,6 @@
 
 import socket
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from megatron_grpo.rollout import RolloutClient
 from megatron_grpo.rollout.client import equal_shares
 from megatron_grpo.rollout.engine_error import EngineError
 from megatron_grpo.rollout.server import reserve_port
-from megatron_grpo.timing import PhaseTimer
 from models import EOS_ID
 
 
@@ -132,7 +130,7 @@ def test_an_unreachable_engine_is_named_within_seconds():
     with reserve_port() as unheard:
         url = f"http://127.0.0.1:{unheard.getsockname()[1]}"
         with pytest.raises(ConnectionError, match=f"{url} cannot be reached"):
-            RolloutClient([url], 60.0, [EOS_ID]).update_weights(Path("/"), 1, [], PhaseTimer())
+            RolloutClient([url], 60.0, [EOS_ID]).begin_push("1-push")
     assert time.monotonic() - start < 5
 
 
@@ -140,7 +138,7 @@ def test_an_engine_that_does_not_answer_in_time_is_an_error():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(TimeoutError, match=rf"{url} did not answer /pause.* within 0.2 s"):
-            RolloutClient([url], 0.2, [EOS_ID]).update_weights(Path("/"), 1, [], PhaseTimer())
+            RolloutClient([url], 0.2, [EOS_ID]).begin_push("1-push")
 
 
 def test_shares_are_contiguous_and_equal():

@@ -4,7 +4,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_grpo.rollout.transformers_server import TransformersEngine, sample
+from engines import largest_logprob_error, random_prompts, running_engine
+from megatron_grpo.rollout.transformers_server import sample
 from models import EOS_ID, tiny_model
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -56,9 +57,8 @@ def test_tokens_are_drawn_with_their_probabilities(model):
     assert statistic < common.sum() + 5 * (2 * common.sum()) ** 0.5
 
 
-def test_experts_are_taken_from_a_folder(tmp_path):
+def test_pushed_experts_are_taken_into_the_stacks_of_the_model(tmp_path):
     before, after = (tiny_model(tmp_path / str(i), "qwen3_moe", seed=i) for i in range(2))
-    engine = TransformersEngine(before, torch.float32, "cpu")
-    engine.update_weights({"update_info": {"folder": str(after), "push": ""}})
-    for name, weight in AutoModelForCausalLM.from_pretrained(after).state_dict().items():
-        assert torch.equal(engine.model.state_dict()[name], weight), name
+    with running_engine("transformers", before, tmp_path) as engine:
+        engine.push(after)
+        assert largest_logprob_error(after, engine.generate(random_prompts(2))) < 1e-4

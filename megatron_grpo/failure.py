@@ -1,0 +1,37 @@
+"""The failure of one rank, told to all: so that they go on, or do not, together."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+MAX_TEXT_BYTES = 4096
+
+
+def first_failure(action: Callable[[], None], device: torch.device) -> ConnectionError | None:
+    """Do `action`; the ConnectionError of the first rank on which it raised one, on all ranks.
+
+    None when it raised none anywhere. Collective over the default group, after the action.
+    """
+    failure: ConnectionError | None = None
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    try:
+        action()
+    except ConnectionError as error:
+        failure = error
+    first = torch.tensor([num_ranks if failure is None else rank], device=device)
+    dist.all_reduce(first, dist.ReduceOp.MIN)
+    if first == num_ranks:
+        return None
+    text = broadcast_text(str(failure), device, source=int(first))
+    if first == rank:
+        return failure
+    return ConnectionError(f"rank {int(first)}: {text}")
+
+
+def broadcast_text(text: str, device: torch.device, source: int = 0) -> str:
+    """The `text` of rank `source`, on all ranks of the default group; at most 4 kB arrive."""
+    encoded = text.encode()[:MAX_TEXT_BYTES].ljust(MAX_TEXT_BYTES, b"\0")
+    words = torch.tensor([*encoded], dtype=torch.uint8, device=device)
+    dist.broadcast(words, src=source)
+    return bytes(words.tolist()).rstrip(b"\0").decode(errors="ignore")

@@ -1,0 +1,71 @@
+"""What one worker of an engine knows of the push of weights under way, and says of its parameters.
+
+The same in vLLM's workers and in the transformers engine.
+"""
+
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel.checksum import whole_checksum
+
+Json = dict[str, Any]
+
+
+@dataclass
+class PushState:
+    """Which push the worker's weights are of."""
+
+    push: str = ""
+    """The push that began last."""
+    is_loaded: bool = False
+    """Whether that push has written every parameter."""
+    error: str = ""
+    """Why it has not, or why there are no links to receive it."""
+    held: str = ""
+    """The push whose weights these are; empty until one is complete and whenever one is open."""
+
+    def begin(self, push: str) -> None:
+        """From here on these are nobody's weights; an earlier push that is open is over.
+
+        An error is kept: it is that of the links, which were made before.
+        """
+        self.push, self.is_loaded, self.held = push, False, ""
+
+    def finish(self) -> None:
+        """The weights are in place already; from here on they are those of the push."""
+        if self.is_loaded:
+            self.held = self.push
+
+    def report(self) -> Json:
+        """The state of the push, for `push_check`."""
+        return {"push": self.push, "is_loaded": self.is_loaded, "error": self.error}
+
+    @contextmanager
+    def keep_error(self) -> Iterator[None]:
+        """Keep what is raised in the block, with a traceback for the log; nothing leaves it."""
+        self.error = ""
+        try:
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            self.error = str(error) or repr(error)
+
+
+def parameter_table(parameters: Mapping[str, Tensor]) -> dict[str, tuple[list[int], str]]:
+    """Shape and dtype (``bfloat16``) of every parameter, by name."""
+    return {
+        name: (list(parameter.shape), str(parameter.dtype).removeprefix("torch."))
+        for name, parameter in parameters.items()
+    }
+
+
+def parameter_sums(parameters: Mapping[str, Tensor]) -> dict[str, int]:
+    """The checksum of every parameter, by name; the device is read once."""
+    sums = torch.stack([whole_checksum(parameter) for parameter in parameters.values()])
+    return dict(zip(parameters, sums.tolist(), strict=True))

@@ -1,0 +1,54 @@
+"""Memory of a host that two processes share."""
+
+import os
+import socket
+
+import torch
+from torch import Tensor
+
+
+class HostMemory:
+    """Memory without a name, used by the process that made it and by the one it was sent to.
+
+    It goes back to the host when both have let go of it or ended. It is taken from the host when it
+    is made, not when it is first written to, so the first push is no slower than those after it.
+    """
+
+    def __init__(self, descriptor: int, num_bytes: int) -> None:
+        self.tensor: Tensor = torch.from_file(
+            f"/proc/self/fd/{descriptor}", shared=True, size=num_bytes, dtype=torch.uint8
+        )
+        """uint8 [num_bytes]"""
+        self._descriptor = descriptor
+
+    @classmethod
+    def allocate(cls, num_bytes: int) -> "HostMemory":
+        """New memory; `send` it once."""
+        descriptor = os.memfd_create("weights")
+        try:
+            os.posix_fallocate(descriptor, 0, num_bytes)
+            return cls(descriptor, num_bytes)
+        except Exception:
+            os.close(descriptor)
+            raise
+
+    @classmethod
+    def receive(cls, connection: socket.socket, num_bytes: int) -> "HostMemory":
+        """The memory that the other end of a Unix socket sends; ConnectionError if none comes."""
+        _, descriptors, _, _ = socket.recv_fds(connection, 1, maxfds=1)
+        if not descriptors:
+            raise ConnectionError("closed before it sent its memory")
+        memory = cls(descriptors[0], num_bytes)
+        os.close(descriptors[0])
+        return memory
+
+    def send(self, connection: socket.socket) -> None:
+        """Share the memory with the other end of a Unix socket."""
+        try:
+            socket.send_fds(connection, [b"\0"], [self._descriptor])
+        finally:
+            os.close(self._descriptor)  # the mapping stays; links are many, and descriptors few
+
+    def close(self) -> None:
+        """Let go of the memory; it stays for as long as tensors are made from it."""
+        del self.tensor

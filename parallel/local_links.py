@@ -1,0 +1,112 @@
+"""Links inside one host: both ends use the same memory, and say over a socket whose turn it is."""
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from parallel.cuda_memory import CudaMemory
+from parallel.host_memory import HostMemory
+from parallel.links import NUM_SLOTS, finish_copies
+from parallel.wire import LinkError, Wire
+
+
+class Memory(Protocol):
+    """Memory that two processes share."""
+
+    tensor: Tensor
+
+    def close(self) -> None:
+        """Let go of it."""
+
+
+class _LocalEnd:
+    def __init__(self, wire: Wire, memory: Memory) -> None:
+        self._wire = wire
+        self._memory = memory
+        self._slots = memory.tensor.chunk(NUM_SLOTS)
+
+    def abort(self) -> None:
+        """See `Link`."""
+        self._wire.abort()
+
+    def close(self) -> None:
+        """See `Link`."""
+        self._wire.close()
+        self._slots = ()
+        self._memory.close()
+
+    def _end_turn(self) -> None:
+        """Give the buffer in turn to the other end."""
+        finish_copies(self._slots[0].device)
+        self._wire.say()
+
+
+class LocalOutgoing(_LocalEnd):
+    """The sender's end; see `Outgoing`."""
+
+    _handed_over = _taken = 0
+
+    @classmethod
+    def open(cls, wire: Wire, bucket_bytes: int, device: torch.device) -> "LocalOutgoing":
+        """A link over which the memory goes first; its own end is the owner of it."""
+        num_bytes = NUM_SLOTS * bucket_bytes
+        memory = (
+            HostMemory.allocate(num_bytes)
+            if device.type == "cpu"
+            else CudaMemory.allocate(num_bytes, device)
+        )
+        try:
+            memory.send(wire.socket)
+        except OSError as error:
+            memory.close()
+            raise wire.closed() from error
+        return cls(wire, memory)
+
+    def next_buffer(self) -> Tensor:
+        """See `Outgoing`."""
+        self._await_taken(self._handed_over - NUM_SLOTS + 1)
+        return self._slots[self._handed_over % NUM_SLOTS]
+
+    def hand_over(self, num_bytes: int) -> None:
+        """See `Outgoing`."""
+        self._end_turn()
+        self._handed_over += 1
+
+    def flush(self) -> None:
+        """See `Outgoing`."""
+        self._await_taken(self._handed_over)
+
+    def _await_taken(self, number: int) -> None:
+        while self._taken < number:
+            self._wire.hear()
+            self._taken += 1
+
+
+class LocalIncoming(_LocalEnd):
+    """The receiver's end; see `Incoming`."""
+
+    _arrived = 0
+
+    @classmethod
+    def open(cls, wire: Wire, bucket_bytes: int, device: torch.device) -> "LocalIncoming":
+        """The other end of a link that its sender opens."""
+        num_bytes = NUM_SLOTS * bucket_bytes
+        memory: Memory
+        try:
+            if device.type == "cpu":
+                memory = HostMemory.receive(wire.socket, num_bytes)
+            else:
+                memory = CudaMemory.receive(wire.socket, num_bytes, device)
+        except OSError as error:
+            raise LinkError(f"{wire.peer} did not share its memory: {error}") from error
+        return cls(wire, memory)
+
+    def arrivals(self, sizes: Sequence[int]) -> Iterator[Tensor]:
+        """See `Incoming`."""
+        for num_bytes in sizes:
+            self._wire.hear()
+            yield self._slots[self._arrived % NUM_SLOTS][:num_bytes]
+            self._end_turn()
+            self._arrived += 1

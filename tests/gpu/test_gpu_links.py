@@ -1,0 +1,109 @@
+"""Pushes between processes with GPUs: shared memory of one GPU (CUDA IPC), NCCL between two."""
+
+import time
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+import torch
+
+from parallel import Box, Copy
+from parallel.meeting import join, open_meeting
+from parallel.transport import Inbox, Invitation, LinkError, Outbox
+from processes import running
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+]
+BUCKET = 1 << 20
+SHAPE = (1000, 4096)
+TIMEOUT = timedelta(seconds=60)
+NUM_PUSHES = 3
+
+
+def weights(seed, device):
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def send(pipe, invitation, gpu, num_pushes):
+    """Send float32 weights as bfloat16, column by column group; then hang."""
+    device = torch.device("cuda", gpu)
+    torch.cuda.set_device(device)
+    boxes = [
+        part
+        for start in range(0, SHAPE[1], 512)
+        for part in Box((0, start), (SHAPE[0], 512)).cut(BUCKET // 2)
+    ]
+    copies = {0: [Copy("source", box, "weight", box) for box in boxes]}
+    store = join(invitation.meeting, TIMEOUT)
+    outbox = Outbox.open(invitation, store, 0, copies, torch.bfloat16, device, TIMEOUT)
+    try:
+        for seed in range(num_pushes):
+            outbox.send({"source": weights(seed, device)})
+            pipe.send(outbox.bytes_sent)
+    except LinkError as error:
+        pipe.send(str(error))
+    pipe.recv()
+
+
+def receive(pipe, invitation, gpu, num_pushes):
+    """Receive and compare every push; then hang."""
+    device = torch.device("cuda", gpu)
+    torch.cuda.set_device(device)
+    parameter = torch.zeros(SHAPE, dtype=torch.bfloat16, device=device)
+    inbox = Inbox.open(invitation, 0, 0, {"weight": parameter}, device, TIMEOUT)
+    try:
+        for seed in range(num_pushes):
+            inbox.receive()
+            pipe.send(torch.equal(parameter, weights(seed, device).bfloat16()))
+    except LinkError as error:
+        pipe.send(str(error))
+    pipe.recv()
+
+
+@contextmanager
+def link(gpus, pushes):
+    """A sending and a receiving process on these GPUs."""
+    if torch.cuda.device_count() <= max(gpus):
+        pytest.skip(f"needs {max(gpus) + 1} GPUs")
+    meeting, store = open_meeting("127.0.0.1")
+    invitation = Invitation(meeting, BUCKET, 1, False, senders=[[0]], zeros=[[]])
+    with (
+        running(send, invitation, gpus[0], pushes[0]) as sender,
+        running(receive, invitation, gpus[1], pushes[1]) as receiver,
+    ):
+        yield sender, receiver
+    del store
+
+
+@pytest.fixture(params=[(0, 0), (0, 1)], ids=["one GPU", "NCCL"])
+def gpus(request):
+    return request.param
+
+
+def test_weights_arrive_bit_for_bit_in_push_after_push(gpus):
+    with link(gpus, (NUM_PUSHES, NUM_PUSHES)) as (sender, receiver):
+        for number in range(1, NUM_PUSHES + 1):
+            assert receiver.hear(120) is True
+            assert sender.hear(120) == number * 2 * SHAPE[0] * SHAPE[1]
+
+
+def test_a_sender_that_is_killed_is_named_at_once(gpus):
+    with link(gpus, (1, 2)) as (sender, receiver):
+        assert receiver.hear(120) is True
+        sender.hear(120)
+        start = time.monotonic()
+        sender.kill()
+        assert receiver.hear(10) == "trainer rank 0 has closed the link or died"
+        assert time.monotonic() - start < 3
+
+
+def test_a_receiver_that_is_killed_is_named_at_once(gpus):
+    with link(gpus, (2, 1)) as (sender, receiver):
+        assert receiver.hear(120) is True
+        sender.hear(120)
+        start = time.monotonic()
+        receiver.kill()
+        assert sender.hear(10) == "engine 0 worker 0 has closed the link or died"
+        assert time.monotonic() - start < 3

@@ -1,0 +1,295 @@
+"""Whole pushes: trainer ranks and the workers of a chain of engines, each a process."""
+
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel import Box, Layout, Piece, Sender, plan_sends
+from parallel.meeting import join, open_meeting
+from parallel.transport import Inbox, Invitation, LinkError, Outbox
+from parallel.views import as_whole
+from processes import Child, running
+
+CPU = torch.device("cpu")
+BUCKET = 5 * 16  # a link has more buckets than buffers, and most are not quite full
+TIMEOUT = timedelta(seconds=20)
+NUM_RANKS = NUM_WORKERS = 2
+SHAPES = {
+    "embedding": (37, 12),
+    "norm": (11,),
+    "columns": (13, 24),
+    **{f"expert.{number}": (8, 6) for number in range(4)},
+}
+
+
+def whole_weights(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def part(name, start, size):
+    """A box of a whole tensor as a local one of the same name."""
+    return Piece(name, Box.whole(size), name, Box(start, size))
+
+
+def sender_of(rank):
+    """Rows of the embedding, columns of `columns`, half of the experts; all ranks hold `norm`."""
+    rows = (19, 18)[rank]
+    pieces = [
+        part("embedding", (19 * rank, 0), (rows, 12)),
+        part("norm", (0,), (11,)),
+        part("columns", (0, 12 * rank), (13, 12)),
+        *(part(f"expert.{2 * rank + i}", (0, 0), (8, 6)) for i in range(2)),
+    ]
+    holders = {piece.local: range(rank, rank + 1) for piece in pieces}
+    holders["norm"] = range(NUM_RANKS)
+    layout = Layout({piece.local: piece.local_box.size for piece in pieces}, tuple(pieces))
+    return Sender(rank, layout, holders)
+
+
+def layout_of(worker):
+    """Rows of the embedding, padded; rows of `columns`; half of each expert, in one stack."""
+    pieces = [
+        part("embedding", (20 * worker, 0), (20 - 3 * worker, 12)),
+        part("norm", (0,), (11,)),
+        part("columns", (6 * worker, 0), (6 + worker, 24)),
+    ]
+    for number in range(4):
+        slot, half = Box((number, 0, 0), (1, 4, 6)), Box((4 * worker, 0), (4, 6))
+        pieces.append(Piece("experts", slot, f"expert.{number}", half, axes=(1, 2)))
+    shapes = {"embedding": (20, 12), "norm": (11,), "columns": (6 + worker, 24)}
+    zeros = (("embedding", Box((17, 0), (3, 12))),) if worker else ()
+    return Layout(shapes | {"experts": (4, 4, 6)}, tuple(pieces), zeros)
+
+
+LAYOUTS = [layout_of(worker) for worker in range(NUM_WORKERS)]
+
+
+def invitation_to(meeting, num_engines, network_only):
+    return Invitation(
+        meeting,
+        BUCKET,
+        num_engines,
+        network_only,
+        senders=[list(range(NUM_RANKS))] * NUM_WORKERS,
+        zeros=[[(name, [*b.start], [*b.size]) for name, b in ly.zeros] for ly in LAYOUTS],
+    )
+
+
+def filled(layout, weights, dtype):
+    """The local tensors of a layout; padding is 0."""
+    tensors = {name: torch.zeros(shape, dtype=dtype) for name, shape in layout.shapes.items()}
+    for piece in layout.pieces:
+        target = as_whole(tensors[piece.local][piece.local_box.slices], piece.axes)
+        target.copy_(weights[piece.tensor][piece.box.slices])
+    return tensors
+
+
+def trainer_rank(pipe, invitation, rank):
+    """Send the weights of each seed that it is told, until it fails; say what happens."""
+    sender = sender_of(rank)
+    sends = plan_sends(sender, LAYOUTS, BUCKET // 2)
+    try:
+        store = join(invitation.meeting, TIMEOUT)
+        outbox = Outbox.open(invitation, store, rank, sends, torch.bfloat16, CPU, TIMEOUT)
+        pipe.send("open")
+        while True:
+            weights = whole_weights(pipe.recv())
+            outbox.send(filled(sender.layout, weights, torch.float32))
+            pipe.send(outbox.bytes_sent)
+    except (LinkError, KeyError) as error:
+        pipe.send(f"{type(error).__name__}: {error}")
+        pipe.recv()
+
+
+def engine_worker(pipe, invitation, engine, worker, missing=None):
+    """Receive the weights of each seed that it is told, until it fails; say what happens.
+
+    The parameters are as engines have them: some require gradients, some are inference tensors.
+    """
+    layout = LAYOUTS[worker]
+    parameters = filled(layout, whole_weights(0), torch.bfloat16)
+    parameters["columns"] = torch.nn.Parameter(parameters["columns"])
+    with torch.inference_mode():
+        parameters["experts"] = parameters["experts"].clone()
+    if missing:
+        parameters[missing] = torch.zeros(3, dtype=torch.bfloat16)
+    told = Invitation.from_json(invitation)
+    try:
+        inbox = Inbox.open(told, engine, worker, parameters, CPU, TIMEOUT)
+        pipe.send("open")
+        while (seed := pipe.recv()) is not None:
+            if seed == "replace":
+                parameters["norm"] = torch.zeros(11, dtype=torch.bfloat16)
+                continue
+            before = {name: value.data_ptr() for name, value in parameters.items()}
+            inbox.receive()
+            assert before == {name: value.data_ptr() for name, value in parameters.items()}
+            expected = filled(layout, whole_weights(seed), torch.bfloat16)
+            wrong = [name for name in expected if not torch.equal(expected[name], parameters[name])]
+            pipe.send((inbox.bytes_received, wrong))
+    except (LinkError, ValueError) as error:
+        pipe.send(f"{type(error).__name__}: {error}")
+        pipe.recv()
+
+
+@dataclass
+class Fleet:
+    """The processes of a push, with all links open."""
+
+    ranks: list[Child]
+    workers: dict[tuple[int, int], Child]
+
+    @property
+    def all(self) -> list[Child]:
+        return [*self.ranks, *self.workers.values()]
+
+    def push(self, seed):
+        """Returns what the ranks and what the workers have to say."""
+        for child in self.all:
+            child.say(seed)
+        return [r.hear() for r in self.ranks], [w.hear() for w in self.workers.values()]
+
+
+@contextmanager
+def fleet(num_engines, network_only=False):
+    meeting, store = open_meeting("127.0.0.1")
+    invitation = invitation_to(meeting, num_engines, network_only)
+    told = invitation.to_json()
+    with ExitStack() as stack:
+        start = stack.enter_context
+        ranks = [start(running(trainer_rank, invitation, rank)) for rank in range(NUM_RANKS)]
+        workers = {
+            (engine, worker): start(running(engine_worker, told, engine, worker))
+            for engine in range(num_engines)
+            for worker in range(NUM_WORKERS)
+        }
+        running_fleet = Fleet(ranks, workers)
+        assert [child.hear() for child in running_fleet.all] == ["open"] * len(running_fleet.all)
+        yield running_fleet
+    del store
+
+
+def num_bytes(layout):
+    """Of a worker's parameters without the padding."""
+    return 2 * sum(piece.local_box.num_elements for piece in layout.pieces)
+
+
+@pytest.mark.parametrize("network_only", [False, True], ids=["local", "network"])
+def test_every_parameter_of_every_engine_arrives_bit_for_bit_in_push_after_push(network_only):
+    sizes = [num_bytes(layout) for layout in LAYOUTS]
+    with fleet(3, network_only) as pushing:
+        for number in (1, 2, 3):
+            if number == 2:
+                for worker in pushing.workers.values():
+                    worker.say("replace")
+            sent, received = pushing.push(number)
+            assert received == [(number * size, []) for size in sizes] * 3
+            assert sum(sent) == number * sum(sizes)
+
+
+def test_links_share_memory_on_one_host_unless_told_not_to():
+    """Seen from outside: who holds mappings of weights."""
+    for network_only in (False, True):
+        with fleet(1, network_only) as pushing:
+            maps = [Path(f"/proc/{child.pid}/maps").read_text() for child in pushing.all]
+            assert [text.count("memfd:weights") for text in maps] == [0 if network_only else 2] * 4
+
+
+def heard_within(seconds, child):
+    start = time.monotonic()
+    said = child.hear(seconds)
+    assert time.monotonic() - start < seconds
+    return said
+
+
+@pytest.mark.parametrize("network_only", [False, True], ids=["local", "network"])
+def test_a_trainer_rank_killed_in_a_push_is_named_by_the_workers_and_the_rest_end(network_only):
+    with fleet(2, network_only) as pushing:
+        others = [pushing.ranks[0], *pushing.workers.values()]
+        for child in others:
+            child.say(1)
+        time.sleep(0.3)
+        pushing.ranks[1].kill()
+        lost = "has closed the link or died"
+        said = {key: heard_within(3, child) for key, child in pushing.workers.items()}
+        assert said[0, 0] == said[0, 1] == f"LinkError: trainer rank 1 {lost}"
+        assert said[1, 0] == f"LinkError: engine 0 worker 0 {lost}"
+        # Rank 0 may have been done when rank 1 died.
+        sent = heard_within(3, pushing.ranks[0])
+        assert isinstance(sent, int) or "engine 0 worker" in sent
+
+
+@pytest.mark.parametrize("network_only", [False, True], ids=["local", "network"])
+def test_a_worker_killed_in_a_push_is_named_by_the_one_before_it_and_all_end(network_only):
+    with fleet(2, network_only) as pushing:
+        for key, child in pushing.workers.items():
+            if key != (1, 1):  # takes nothing, so that nobody gets to the end
+                child.say(1)
+        for child in pushing.ranks:
+            child.say(1)
+        time.sleep(0.3)
+        pushing.workers[1, 1].kill()
+        lost = "has closed the link or died"
+        assert heard_within(3, pushing.workers[0, 1]) == f"LinkError: engine 1 worker 1 {lost}"
+        for child in pushing.ranks:
+            said = heard_within(3, child)
+            # What is on its way over the network is kept by the host, so a rank may be done.
+            is_done = network_only and isinstance(said, int)
+            assert is_done or said == f"LinkError: engine 0 worker 1 {lost}"
+
+
+def test_a_worker_refuses_what_does_not_fill_its_parameters():
+    meeting, store = open_meeting("127.0.0.1")
+    invitation = invitation_to(meeting, 1, network_only=False)
+    with ExitStack() as stack:
+        for rank in range(NUM_RANKS):
+            stack.enter_context(running(trainer_rank, invitation, rank))
+        worker = stack.enter_context(running(engine_worker, invitation.to_json(), 0, 0, "bias"))
+        assert re.search(
+            r"ValueError: .*bias: 3 of 3 elements are in no piece", worker.hear(), re.S
+        )
+    del store
+
+
+def open_outbox(sends, timeout=0.3, bucket_bytes=BUCKET):
+    meeting, store = open_meeting("127.0.0.1")
+    invitation = replace(invitation_to(meeting, 1, network_only=False), bucket_bytes=bucket_bytes)
+    seconds = timedelta(seconds=timeout)
+    return Outbox.open(invitation, store, 0, sends, torch.bfloat16, CPU, seconds)
+
+
+def test_workers_that_do_not_come_are_named_after_the_time_out():
+    with pytest.raises(LinkError, match=r"no word of engine 0 worker 0, engine 0 worker 1 within"):
+        open_outbox(plan_sends(sender_of(0), LAYOUTS, BUCKET // 2))
+
+
+def test_a_copy_larger_than_a_bucket_is_refused_before_anything_is_said():
+    with pytest.raises(ValueError, match="456 bytes in one piece exceed a bucket of 80"):
+        open_outbox(plan_sends(sender_of(0), LAYOUTS, 1000))
+
+
+def test_trainer_ranks_that_do_not_come_are_named_after_the_time_out():
+    meeting, store = open_meeting("127.0.0.1")
+    invitation = invitation_to(meeting, 1, network_only=False)
+    with pytest.raises(LinkError, match=r"no word of trainer rank 0, trainer rank 1 within 0\.3 s"):
+        Inbox.open(invitation, 0, 0, {}, CPU, timedelta(seconds=0.3))
+    del store
+
+
+def test_a_trainer_that_is_gone_is_told_at_once():
+    meeting, store = open_meeting("127.0.0.1")
+    invitation = invitation_to(meeting, 1, network_only=False)
+    with ThreadPoolExecutor() as pool:
+        opening = pool.submit(Inbox.open, invitation, 0, 0, {}, CPU, TIMEOUT)
+        time.sleep(0.3)
+        del store
+        with pytest.raises(LinkError, match="the store of the meeting is lost"):
+            opening.result(timeout=5)

@@ -1,0 +1,122 @@
+"""Pushes of weights into running engines, as the ranks of a trainer do them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from checkpoint_convert import read_shape
+from distributed import run_ranks
+from megatron_grpo.config import RolloutConfig
+from megatron_grpo.model import weight_sender
+from megatron_grpo.rollout import RolloutClient
+from megatron_grpo.rollout.engine_error import EngineError
+from megatron_grpo.timing import PhaseTimer
+from megatron_grpo.weight_sync import WeightSync
+from models import EOS_ID
+from parallel import Layout, ParallelDims, Sender
+from parallel.local_links import LocalOutgoing
+from parallel.network_links import NetworkOutgoing
+from policies import start_policy, tiny_config
+
+
+class EngineSource:
+    """What rank 0 has of the engines, without prompts and rewards."""
+
+    def __init__(self, base_urls: Sequence[str]) -> None:
+        self.client = RolloutClient(base_urls, 60.0, [EOS_ID])
+
+    @contextmanager
+    def engines(self) -> Iterator[RolloutClient]:
+        yield self.client
+
+
+def push_folder(
+    folder: Path, rollout: RolloutConfig, base_urls: Sequence[str], version: int
+) -> None:
+    """Push the weights in `folder` from a single rank that holds all of them."""
+    overrides = rollout_overrides(rollout, base_urls)
+    [(error, _)] = run_ranks(1, push_whole, folder, overrides, version)
+    if error:
+        raise EngineError(error)
+
+
+def rollout_overrides(rollout: RolloutConfig, base_urls: Sequence[str]) -> list[str]:
+    """Overrides of the tiny config for engines that run at `base_urls`."""
+    expert_parallel = str(rollout.vllm.get("enable_expert_parallel", False)).lower()
+    return [
+        "model.dtype=float32",
+        f"rollout.engine={rollout.engine}",
+        f"rollout.base_urls=[{', '.join(base_urls)}]",
+        f"rollout.tensor_parallel_size={rollout.tensor_parallel_size}",
+        *([f"rollout.vllm.enable_expert_parallel={expert_parallel}"] if rollout.vllm else []),
+    ]
+
+
+def push_whole(
+    rank: int, folder: Path, overrides: Sequence[str], version: int, num_flips: int = 0
+) -> tuple[str, list[str]]:
+    """Push the weights in `folder`, on the only rank; the error and the phases that were timed.
+
+    In the first `num_flips` buffers that are handed over a bit is flipped.
+    """
+    flip_bits(num_flips)
+    weights = load_file(folder / "model.safetensors")
+    layout = Layout.of_whole_tensors({name: tuple(t.shape) for name, t in weights.items()})
+    sender = Sender(rank, layout, dict.fromkeys(weights, range(1)))
+    return push(rank, folder, ParallelDims(), overrides, sender, weights, version)
+
+
+def push_policy(
+    rank: int,
+    folder: Path,
+    dims: ParallelDims,
+    overrides: Sequence[str],
+    version: int,
+    num_flips: int = 0,
+) -> tuple[str, list[str]]:
+    """Push the weights in `folder`, on a rank of `dims` that trains them; rank 0 flips bits."""
+    flip_bits(num_flips if rank == 0 else 0)
+    policy, groups = start_policy(rank, folder, dims, *overrides)
+    sender = weight_sender(policy, groups)
+    return push(rank, folder, dims, overrides, sender, policy.parameters(), version)
+
+
+def push(
+    rank: int,
+    folder: Path,
+    dims: ParallelDims,
+    overrides: Sequence[str],
+    sender: Sender,
+    parameters: Mapping[str, Tensor],
+    version: int,
+) -> tuple[str, list[str]]:
+    cfg = tiny_config(folder, dims, *overrides)
+    timer = PhaseTimer()
+    source = EngineSource(cfg.rollout.base_urls) if rank == 0 else None
+    with closing(WeightSync(cfg, read_shape(folder), sender, torch.device("cpu"), 1)) as sync:
+        try:
+            sync.push(parameters, source, version, timer)
+        except EngineError as failure:
+            return str(failure), list(timer.metrics())
+    return "", list(timer.metrics())
+
+
+def flip_bits(num_flips: int) -> None:
+    """From here on, flip the last bit of each of the first `num_flips` buffers of this process."""
+    left = iter(range(num_flips))
+    for end in (LocalOutgoing, NetworkOutgoing):
+
+        def remembering(self, next_buffer=end.next_buffer) -> Tensor:
+            self.filled = next_buffer(self)
+            return self.filled
+
+        def flipping(self, num_bytes: int, hand_over=end.hand_over) -> None:
+            if next(left, None) is not None:
+                self.filled[num_bytes - 1] ^= 1
+            hand_over(self, num_bytes)
+
+        end.next_buffer, end.hand_over = remembering, flipping
