@@ -11,6 +11,7 @@ import typer
 
 from megatron_grpo.config import Config
 from megatron_grpo.config_file import load_config
+from megatron_grpo.job_token import check_token, take_token
 from megatron_grpo.launch import LAUNCHER_VARIABLE, rank_place, start_ranks, tie_to_launcher
 
 app = typer.Typer(
@@ -42,19 +43,20 @@ def train(
     Example: megatron-grpo train configs/demo_smollm2_135m.yaml parallel.tensor_parallel_size=3
     """
     cfg = load_config(config, overrides or [])
+    token = take_token(os.environ)
     place = rank_place(os.environ)
     if place is None:
-        _preflight(cfg)
-        start_ranks(cfg, ["train", str(config), *(overrides or [])])
+        _preflight(cfg, token)
+        start_ranks(cfg, ["train", str(config), *(overrides or [])], token)
     tie_to_launcher(os.environ)
     if place.rank == 0 and LAUNCHER_VARIABLE not in os.environ:
-        _preflight(cfg)  # started by torchrun or srun: nobody has done it
+        _preflight(cfg, token)  # started by torchrun or srun: nobody has done it
     _silence_libraries()
     # Imported here because a rank's imports (torch, Megatron) take seconds, which `--help` and the
     # refusal of a bad config should not.
     from megatron_grpo.train import run_rank
 
-    run_rank(cfg, place)
+    run_rank(cfg, place, token)
 
 
 def _silence_libraries() -> None:
@@ -64,11 +66,11 @@ def _silence_libraries() -> None:
     logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)
 
 
-def _preflight(cfg: Config) -> None:
+def _preflight(cfg: Config, token: str | None) -> None:
     _silence_libraries()
     from megatron_grpo.preflight import preflight  # reads the tokenizer: seconds, see above
 
-    preflight(cfg)
+    preflight(cfg, token)
 
 
 @app.command()
@@ -77,17 +79,24 @@ def serve(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="key.sub=value pairs, as for train")
     ] = None,
-    port: Annotated[int, typer.Option(help="Port on the loopback interface.")] = 8000,
+    host: Annotated[
+        str, typer.Option(help="The one address of this host on which trainers reach it.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port on that address.")] = 8000,
 ) -> None:
     """Run one rollout engine for CONFIG until interrupted, for runs that name its address.
 
-    Example: megatron-grpo serve CONFIG, and in another terminal
+    Engine and trainers share the token in the environment variable MEGATRON_GRPO_TOKEN.
+
+    Example: export MEGATRON_GRPO_TOKEN=$(openssl rand -hex 32); megatron-grpo serve CONFIG, and in
+    another terminal with the same token
     megatron-grpo train CONFIG rollout.base_urls=[http://127.0.0.1:8000]
     """
+    token = check_token(take_token(os.environ))
     cfg = load_config(config, overrides or [])
     from megatron_grpo.rollout.server import serve_forever  # torch: seconds, see above
 
-    serve_forever(cfg.model, cfg.rollout, port)
+    serve_forever(cfg.model, cfg.rollout, host, port, token)
 
 
 @app.command()

@@ -27,14 +27,17 @@ PROBE_LENGTH = 8
 class ExperienceSource:
     """The rollout engines, the prompts and the rewards, as one thing that yields `Experience`."""
 
-    def __init__(self, cfg: Config, shape: ModelShape) -> None:
+    def __init__(self, cfg: Config, shape: ModelShape, token: str | None) -> None:
         self.cfg, self.shape = cfg, shape
         # The engines load while the trainer builds its model.
-        self._servers = EngineServers(cfg.model, cfg.rollout, cfg.train.run_dir / "logs")
+        self._servers = EngineServers(cfg.model, cfg.rollout, cfg.train.run_dir / "logs", token)
         self.rewards = RewardPool(cfg.reward)
         tokenizer = load_tokenizer(cfg.model.path)
         self._client = RolloutClient(
-            self._servers.base_urls, cfg.rollout.request_timeout, end_tokens(shape, tokenizer)
+            self._servers.base_urls,
+            self._servers.token,
+            cfg.rollout.request_timeout,
+            end_tokens(shape, tokenizer),
         )
         prompts = load_prompts(cfg, tokenizer, shape.max_position_embeddings)
         num_prompts = BatchSchedule.of(cfg.grpo).num_prompts

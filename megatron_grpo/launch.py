@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_grpo.config import Config
+from megatron_grpo.job_token import TOKEN_VARIABLE
 from megatron_grpo.parent_death import die_with_parent
 
 LAUNCHER_VARIABLE = "MEGATRON_GRPO_LAUNCHER"
@@ -54,11 +55,12 @@ def tie_to_launcher(environ: Mapping[str, str]) -> None:
         sys.exit("the launcher is gone")
 
 
-def start_ranks(cfg: Config, arguments: list[str]) -> NoReturn:
+def start_ranks(cfg: Config, arguments: list[str], token: str | None) -> NoReturn:
     """Become a torchrun that runs `megatron-grpo ARGUMENTS` on every rank of this host.
 
     The process is replaced, not wrapped: signals and the exit code are torchrun's own. Rank 0 keeps
-    the terminal, the others write to `logs/` of the run directory.
+    the terminal, the others write to `logs/` of the run directory. Each takes `token` out of its
+    environment again.
     """
     num_ranks = cfg.dims.world_size
     logs = Path(cfg.train.run_dir) / "logs"
@@ -75,5 +77,7 @@ def start_ranks(cfg: Config, arguments: list[str]) -> NoReturn:
         to_files = ",".join(f"{rank}:3" for rank in range(1, num_ranks))
         torchrun += [f"--redirects={to_files}"]
     command = [*torchrun, "-m", "megatron_grpo.cli", *arguments]
-    launcher = {LAUNCHER_VARIABLE: str(os.getpid())}  # exec keeps the process id
-    os.execve(sys.executable, command, {**environment, **os.environ, **launcher})
+    for_ranks = {LAUNCHER_VARIABLE: str(os.getpid())}  # exec keeps the process id
+    if token is not None:
+        for_ranks[TOKEN_VARIABLE] = token
+    os.execve(sys.executable, command, {**environment, **os.environ, **for_ranks})

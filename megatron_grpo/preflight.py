@@ -21,6 +21,7 @@ from megatron_grpo.batching import BatchSchedule
 from megatron_grpo.checkpoint import latest_step
 from megatron_grpo.config import Config, RolloutConfig
 from megatron_grpo.config_file import dump_config
+from megatron_grpo.job_token import TOKEN_VARIABLE, bearer, check_token
 from megatron_grpo.prompts import Prompt, PromptStream, end_tokens, load_prompts
 from megatron_grpo.rewards import RewardPool
 from megatron_grpo.rollout import check_engine_arguments
@@ -54,15 +55,16 @@ CHANGEABLE = (
 )
 
 
-def preflight(cfg: Config) -> None:
+def preflight(cfg: Config, token: str | None) -> None:
     """Raise ValueError, with the numbers and a legal value, when `cfg` cannot run on this machine.
 
     Takes seconds: reads headers and not weights, tokenizes the data, loads the reward functions in
-    their own process, and asks the engines that were given by address for their health.
+    their own process, and asks the engines that were given by address for their health, and whether
+    they take `token`.
     """
     schedule = BatchSchedule.of(cfg.grpo)
     shape = _check_model(cfg)
-    check_engines(cfg.rollout, shape)
+    check_engines(cfg.rollout, shape, token)
     check_same_run(cfg)
     if cfg.wandb.project and importlib.util.find_spec("wandb") is None:
         raise ValueError("wandb.project needs wandb: install the extra `wandb`, or leave it out")
@@ -76,11 +78,11 @@ def preflight(cfg: Config) -> None:
         rewards.wait_ready(prompts[0].row)
 
 
-def check_engines(rollout: RolloutConfig, shape: ModelShape) -> None:
-    """Raise ValueError when the engines cannot split the model, be started or be reached."""
+def check_engines(rollout: RolloutConfig, shape: ModelShape, token: str | None) -> None:
+    """Raise ValueError when the engines cannot split the model, be started, reached or used."""
     check_engine_dims(shape, engine_dims(rollout))
     for url in rollout.base_urls:
-        _check_health(url)
+        _check_answers(url.rstrip("/"), check_token(token))
     if rollout.engine == "vllm" and not rollout.base_urls:
         if importlib.util.find_spec("vllm") is None:
             raise ValueError(
@@ -153,13 +155,19 @@ def _check_token_budget(cfg: Config, prompts: list[Prompt]) -> None:
         ) from None
 
 
-def _check_health(url: str) -> None:
+def _check_answers(url: str, token: str) -> None:
     try:
         # trust_env: a proxy of the environment is not for engines.
-        response = httpx.get(
-            f"{url.rstrip('/')}/health", timeout=HEALTH_TIMEOUT_SECONDS, trust_env=False
-        )
-        response.raise_for_status()
+        with httpx.Client(base_url=url, timeout=HEALTH_TIMEOUT_SECONDS, trust_env=False) as engine:
+            engine.get("/health").raise_for_status()
+            # Any route would do that wants the token and changes nothing.
+            response = engine.get("/load", headers=bearer(token))
+            if response.status_code == httpx.codes.UNAUTHORIZED:
+                raise ValueError(
+                    f"rollout engine {url} refuses the token in {TOKEN_VARIABLE}: give the one "
+                    "that the engine was started with"
+                )
+            response.raise_for_status()
     except httpx.HTTPError as error:
         raise ValueError(
             f"rollout engine {url} is not healthy ({error}): start it, or correct rollout.base_urls"

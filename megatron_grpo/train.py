@@ -31,15 +31,17 @@ MARGIN = timedelta(minutes=30)
 """What collectives may take beside the longest wait for an engine or a reward."""
 
 
-def run_rank(cfg: Config, place: RankPlace) -> None:
+def run_rank(cfg: Config, place: RankPlace, token: str | None) -> None:
     """Join the other ranks and train; returns when all `train.num_steps` steps are done.
+
+    `token` opens the engines in `rollout.base_urls`; rank 0 alone speaks to them.
 
     Raises ValueError when another run holds the run directory.
     """
     device = setup_device(place.local_rank)
     lock = run_lock(cfg.train.run_dir) if place.rank == 0 else nullcontext()
     with lock, process_groups(cfg, place) as groups:
-        train(cfg, groups, device, place.num_hosts)
+        train(cfg, groups, device, place.num_hosts, token)
 
 
 @contextmanager
@@ -60,7 +62,9 @@ def process_groups(cfg: Config, place: RankPlace) -> Iterator[Groups]:
     dist.destroy_process_group()
 
 
-def train(cfg: Config, groups: Groups, device: torch.device, num_hosts: int) -> None:
+def train(
+    cfg: Config, groups: Groups, device: torch.device, num_hosts: int, token: str | None
+) -> None:
     """From the pretrained weights, or the newest checkpoint, to the exported model."""
     checkpoints = cfg.train.run_dir / "checkpoints"
     if (steps_done := checkpoint.latest_step(checkpoints)) >= cfg.train.num_steps:
@@ -73,7 +77,7 @@ def train(cfg: Config, groups: Groups, device: torch.device, num_hosts: int) -> 
         # Rank 0 alone owns the engines, the prompts, the rewards and the log.
         source, log = None, None
         if groups.rank == 0:
-            source = stack.enter_context(closing(ExperienceSource(cfg, shape)))
+            source = stack.enter_context(closing(ExperienceSource(cfg, shape, token)))
         policy = build_policy(cfg, shape, groups)
         reference = build_reference(cfg, shape, groups) if cfg.grpo.beta > 0 else None
         first_step = checkpoint.load_latest(checkpoints, policy)

@@ -38,12 +38,12 @@ class TestEngine:
         self.version = 0
 
     def client(self, eos_token_ids: Sequence[int] = (EOS_ID,)) -> RolloutClient:
-        return RolloutClient(self.servers.base_urls, 60.0, eos_token_ids)
+        return RolloutClient(self.servers.base_urls, self.servers.token, 60.0, eos_token_ids)
 
     def push(self, folder: Path) -> int:
         """Push the weights in `folder`; returns the version now served."""
         self.version += 1
-        push_folder(folder, self.rollout, self.servers.base_urls, self.version)
+        push_folder(folder, self.rollout, self.servers.base_urls, self.servers.token, self.version)
         return self.version
 
     def generate(
@@ -79,10 +79,12 @@ def worker_sums(folder: Path, rollout: RolloutConfig) -> list[WorkerSums]:
 
 
 @contextmanager
-def running_engine(engine: str, folder: Path, log_dir: Path, **rollout) -> Iterator[TestEngine]:
-    """An engine that serves the float32 model in `folder`."""
+def running_engine(
+    engine: str, folder: Path, log_dir: Path, token: str | None = None, **rollout
+) -> Iterator[TestEngine]:
+    """An engine that serves the float32 model in `folder`; `token` is that of `base_urls`."""
     config = RolloutConfig(engine=engine, max_completion_length=16, **rollout)
-    servers = EngineServers(ModelConfig(path=folder, dtype="float32"), config, log_dir)
+    servers = EngineServers(ModelConfig(path=folder, dtype="float32"), config, log_dir, token)
     try:
         servers.wait_ready(240)
         yield TestEngine(folder, servers, config)

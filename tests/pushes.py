@@ -26,8 +26,8 @@ from policies import start_policy, tiny_config
 class EngineSource:
     """What rank 0 has of the engines, without prompts and rewards."""
 
-    def __init__(self, base_urls: Sequence[str]) -> None:
-        self.client = RolloutClient(base_urls, 60.0, [EOS_ID])
+    def __init__(self, base_urls: Sequence[str], token: str) -> None:
+        self.client = RolloutClient(base_urls, token, 60.0, [EOS_ID])
 
     @contextmanager
     def engines(self) -> Iterator[RolloutClient]:
@@ -35,11 +35,11 @@ class EngineSource:
 
 
 def push_folder(
-    folder: Path, rollout: RolloutConfig, base_urls: Sequence[str], version: int
+    folder: Path, rollout: RolloutConfig, base_urls: Sequence[str], token: str, version: int
 ) -> None:
     """Push the weights in `folder` from a single rank that holds all of them."""
     overrides = rollout_overrides(rollout, base_urls)
-    [(error, _)] = run_ranks(1, push_whole, folder, overrides, version)
+    [(error, _)] = run_ranks(1, push_whole, folder, token, overrides, version)
     if error:
         raise EngineError(error)
 
@@ -57,7 +57,7 @@ def rollout_overrides(rollout: RolloutConfig, base_urls: Sequence[str]) -> list[
 
 
 def push_whole(
-    rank: int, folder: Path, overrides: Sequence[str], version: int, num_flips: int = 0
+    rank: int, folder: Path, token: str, overrides: Sequence[str], version: int, num_flips: int = 0
 ) -> tuple[str, list[str]]:
     """Push the weights in `folder`, on the only rank; the error and the phases that were timed.
 
@@ -67,13 +67,14 @@ def push_whole(
     weights = load_file(folder / "model.safetensors")
     layout = Layout.of_whole_tensors({name: tuple(t.shape) for name, t in weights.items()})
     sender = Sender(rank, layout, dict.fromkeys(weights, range(1)))
-    return push(rank, folder, ParallelDims(), overrides, sender, weights, version)
+    return push(rank, folder, ParallelDims(), token, overrides, sender, weights, version)
 
 
 def push_policy(
     rank: int,
     folder: Path,
     dims: ParallelDims,
+    token: str,
     overrides: Sequence[str],
     version: int,
     num_flips: int = 0,
@@ -82,13 +83,14 @@ def push_policy(
     flip_bits(num_flips if rank == 0 else 0)
     policy, groups = start_policy(rank, folder, dims, *overrides)
     sender = weight_sender(policy, groups)
-    return push(rank, folder, dims, overrides, sender, policy.parameters(), version)
+    return push(rank, folder, dims, token, overrides, sender, policy.parameters(), version)
 
 
 def push(
     rank: int,
     folder: Path,
     dims: ParallelDims,
+    token: str,
     overrides: Sequence[str],
     sender: Sender,
     parameters: Mapping[str, Tensor],
@@ -96,7 +98,7 @@ def push(
 ) -> tuple[str, list[str]]:
     cfg = tiny_config(folder, dims, *overrides)
     timer = PhaseTimer()
-    source = EngineSource(cfg.rollout.base_urls) if rank == 0 else None
+    source = EngineSource(cfg.rollout.base_urls, token) if rank == 0 else None
     with closing(WeightSync(cfg, read_shape(folder), sender, torch.device("cpu"), 1)) as sync:
         try:
             sync.push(parameters, source, version, timer)

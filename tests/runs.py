@@ -13,6 +13,8 @@ from typing import Any
 
 import psutil
 
+from megatron_grpo.job_token import TOKEN_VARIABLE
+
 RUN_MARK = "TEST_RUN_MARK"
 TINY_CONFIG = Path(__file__).parents[1] / "configs" / "tiny_cpu.yaml"
 
@@ -29,11 +31,14 @@ class Finished:
 
 
 def start_run(
-    *arguments: str | Path, config: Path = TINY_CONFIG, mark: str = ""
+    *arguments: str | Path, config: Path = TINY_CONFIG, mark: str = "", token: str = ""
 ) -> subprocess.Popen[str]:
-    """`megatron-grpo train CONFIG ARGUMENTS`; all its processes carry `mark` in the environment."""
+    """`megatron-grpo train CONFIG ARGUMENTS`; all its processes carry `mark` in the environment.
+
+    `token` is that of the engines in `rollout.base_urls`.
+    """
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
-    environment[RUN_MARK] = mark
+    environment |= {RUN_MARK: mark, TOKEN_VARIABLE: token}
     return subprocess.Popen(
         [sys.executable, "-m", "megatron_grpo.cli", "train", config, *arguments],
         cwd=TINY_CONFIG.parents[1],
@@ -46,11 +51,11 @@ def start_run(
 
 
 def finish_run(
-    *arguments: str | Path, config: Path = TINY_CONFIG, timeout: float = 240
+    *arguments: str | Path, config: Path = TINY_CONFIG, timeout: float = 240, token: str = ""
 ) -> Finished:
     """Start a run and wait for its end; kills it and all it started after `timeout` seconds."""
     start, mark = time.monotonic(), uuid.uuid4().hex
-    process = start_run(*arguments, config=config, mark=mark)
+    process = start_run(*arguments, config=config, mark=mark, token=token)
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import httpx
 
 from checkpoint_convert.vllm import EngineReport
+from megatron_grpo.job_token import bearer
 from megatron_grpo.prompts import Prompt
 from megatron_grpo.rollout.engine import Engine, Json
 from megatron_grpo.rollout.push_check import WorkerSums, check_reports
@@ -28,9 +29,14 @@ class RolloutClient:
     """
 
     def __init__(
-        self, base_urls: Sequence[str], request_timeout: float, eos_token_ids: Sequence[int]
+        self,
+        base_urls: Sequence[str],
+        token: str,
+        request_timeout: float,
+        eos_token_ids: Sequence[int],
     ) -> None:
         self.base_urls = tuple(base_urls)
+        self.token = token
         self.request_timeout = request_timeout
         self.eos_token_ids = tuple(eos_token_ids)
 
@@ -132,6 +138,7 @@ class RolloutClient:
     async def _connect(self, url: str) -> AsyncIterator[Engine]:
         async with httpx.AsyncClient(
             base_url=url,
+            headers=bearer(self.token),
             timeout=httpx.Timeout(self.request_timeout, connect=CONNECT_TIMEOUT),
             limits=httpx.Limits(),  # none: all requests of a generation are open at once
             trust_env=False,  # a proxy of the environment is not for engines

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 
+from megatron_grpo.job_token import TOKEN_VARIABLE
 from megatron_grpo.rollout.engine_error import EngineError
 
 POLL_INTERVAL = 0.01
@@ -140,6 +141,11 @@ class Engine:
         except httpx.TransportError as error:
             reason = str(error) or "it hung up"
             raise ConnectionError(f"{engine} cannot be reached at {route}: {reason}") from error
+        if response.status_code == httpx.codes.UNAUTHORIZED:
+            raise EngineError(
+                f"{engine} refuses the token in {TOKEN_VARIABLE}: give the one that the engine was "
+                "started with"
+            )
         if response.is_error:
             raise EngineError(
                 f"{engine} answered {route} with {response.status_code}: {response.text[:1000]}"

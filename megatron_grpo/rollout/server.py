@@ -19,6 +19,8 @@ import torch
 
 from megatron_grpo import parent_death
 from megatron_grpo.config import ModelConfig, RolloutConfig
+from megatron_grpo.job_token import TOKEN_VARIABLE, check_token, new_token
+from megatron_grpo.rollout.access import check_host
 from megatron_grpo.rollout.engine_error import EngineError
 from megatron_grpo.rollout.vllm_command import (
     check_engine_arguments,
@@ -29,6 +31,7 @@ from megatron_grpo.rollout.vllm_command import (
 HEALTH_TIMEOUT = 2.0
 TERMINATE_TIMEOUT = 10.0
 NUM_LOG_LINES_SHOWN = 12
+LOOPBACK = "127.0.0.1"
 
 # A trainer rank's own place in its world; an engine that saw it would try to join.
 RANK_VARIABLES = re.compile(
@@ -54,15 +57,21 @@ class EngineProcess:
 class EngineServers:
     """The engines of a run: those in `rollout.base_urls`, or else processes started here.
 
+    `token` opens the routes of those in `rollout.base_urls`; engines started here get a fresh one,
+    and listen on the loopback interface.
+
     No process survives this one: Linux kills an engine when the thread that started it ends, which
     is why engines are started from the main thread only.
     """
 
-    def __init__(self, model: ModelConfig, rollout: RolloutConfig, log_dir: Path) -> None:
+    def __init__(
+        self, model: ModelConfig, rollout: RolloutConfig, log_dir: Path, token: str | None
+    ) -> None:
         assert threading.current_thread() is threading.main_thread()
         self.base_urls = tuple(url.rstrip("/") for url in rollout.base_urls)
         self._engines: list[EngineProcess] = []
         self._ports: list[socket.socket] = []
+        self.token = check_token(token) if rollout.base_urls else new_token()
         if rollout.base_urls:
             return
         if rollout.engine == "vllm":
@@ -73,7 +82,10 @@ class EngineServers:
         for index, reserved in enumerate(self._ports):
             port = reserved.getsockname()[1]
             log = log_dir / f"engine_{index}.log"
-            self._engines.append(_start(model, rollout, port, devices[index], log))
+            command, environment = engine_command(
+                model, rollout, LOOPBACK, port, devices[index], self.token
+            )
+            self._engines.append(_start(command, environment, f"http://{LOOPBACK}:{port}", log))
         self.base_urls = tuple(engine.url for engine in self._engines)
 
     def wait_ready(self, timeout: float) -> None:
@@ -124,13 +136,16 @@ class EngineServers:
         return ""
 
 
-def serve_forever(model: ModelConfig, rollout: RolloutConfig, port: int) -> NoReturn:
-    """Become one engine on 127.0.0.1:`port`, for trainers that are given its address."""
+def serve_forever(
+    model: ModelConfig, rollout: RolloutConfig, host: str, port: int, token: str
+) -> NoReturn:
+    """Become one engine on `host`:`port`, for trainers that are given its address and `token`."""
+    check_host(host)
     if rollout.engine == "vllm":
         check_engine_arguments(rollout.vllm)
     one_engine = rollout.model_copy(update={"num_engines": 1})
     [devices] = engine_devices(one_engine, torch.cuda.device_count(), os.environ)
-    command, environment = engine_command(model, rollout, port, devices)
+    command, environment = engine_command(model, rollout, host, port, devices, token)
     os.execve(command[0], command, environment)
 
 
@@ -165,7 +180,7 @@ def reserve_port() -> socket.socket:
     """
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    reserved.bind(("127.0.0.1", 0))
+    reserved.bind((LOOPBACK, 0))
     return reserved
 
 
@@ -199,23 +214,26 @@ def engine_environment(environ: Mapping[str, str], devices: str | None) -> dict[
 
 
 def engine_command(
-    model: ModelConfig, rollout: RolloutConfig, port: int, devices: str | None
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    host: str,
+    port: int,
+    devices: str | None,
+    token: str,
 ) -> tuple[list[str], dict[str, str]]:
-    """Command line and environment of one engine on 127.0.0.1:`port`."""
-    environment = engine_environment(os.environ, devices)
+    """Command line and environment of one engine on `host`:`port`."""
+    environment = engine_environment(os.environ, devices) | {TOKEN_VARIABLE: token}
     if rollout.engine == "transformers":
         command = [sys.executable, "-P", "-m", "megatron_grpo.rollout.transformers_server"]
-        command += [f"--model={model.path}", f"--dtype={model.dtype}", f"--port={port}"]
+        command += [f"--model={model.path}", f"--dtype={model.dtype}"]
+        command += [f"--host={host}", f"--port={port}"]
         return command, environment
     on_gpu = devices is not None
     environment |= vllm_environment(rollout.tensor_parallel_size, on_gpu)
-    return vllm_command(model, rollout, port, on_gpu), environment
+    return vllm_command(model, rollout, host, port, on_gpu), environment
 
 
-def _start(
-    model: ModelConfig, rollout: RolloutConfig, port: int, devices: str | None, log: Path
-) -> EngineProcess:
-    command, environment = engine_command(model, rollout, port, devices)
+def _start(command: list[str], environment: dict[str, str], url: str, log: Path) -> EngineProcess:
     tied_to_us = [sys.executable, "-I", parent_death.__file__, str(os.getpid()), *command]
     with log.open("ab") as output:
         log_start = output.tell()
@@ -227,4 +245,4 @@ def _start(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    return EngineProcess(f"http://127.0.0.1:{port}", process, log, log_start)
+    return EngineProcess(url, process, log, log_start)

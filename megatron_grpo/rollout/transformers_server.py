@@ -3,11 +3,13 @@
 For machines without vLLM, and what vLLM is compared with in the tests. The samples of one prompt
 are one batch and prompts come one after the other: slow, but nothing is ever padded.
 
-    python -m megatron_grpo.rollout.transformers_server --model FOLDER --port 8000
+    python -m megatron_grpo.rollout.transformers_server --model FOLDER --host 127.0.0.1 --port 8000
 """
 
 import argparse
 import json
+import os
+import socket
 import threading
 import traceback
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,6 +23,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from checkpoint_convert.tokenizer import load_tokenizer
+from megatron_grpo.job_token import check_token, take_token
+from megatron_grpo.rollout.access import REFUSAL, is_allowed
 from megatron_grpo.rollout.push_state import Json, PushState, parameter_sums, parameter_table
 from parallel.transport import Inbox, Invitation
 
@@ -237,10 +241,11 @@ ROUTES = {
 
 
 class RequestHandler(BaseHTTPRequestHandler):
-    """One connection; `engine` is set by `serve`."""
+    """One connection; `engine` and `token` are set by `main`."""
 
     protocol_version = "HTTP/1.1"  # connections stay open
     engine: TransformersEngine
+    token: str
 
     def do_GET(self) -> None:
         """Answer from `ROUTES`."""
@@ -251,14 +256,23 @@ class RequestHandler(BaseHTTPRequestHandler):
         self._answer()
 
     def _answer(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         route = urlsplit(self.path).path
+        authorization = self.headers.get("Authorization", "").encode("latin-1")
+        if is_allowed(self.command, route, authorization, self.token):
+            self._send(*self._result(route, body))
+        else:
+            self._send(401, REFUSAL)
+
+    def _result(self, route: str, body: bytes) -> tuple[int, bytes]:
+        """Status and content of the answer."""
         try:
-            status, answer = 200, ROUTES[route](self.engine, body)
+            return 200, json.dumps(ROUTES[route](self.engine, json.loads(body or b"{}"))).encode()
         except Exception as error:
             traceback.print_exc()
-            status, answer = 500, {"error": {"message": repr(error)}}
-        content = json.dumps(answer).encode()
+            return 500, json.dumps({"error": {"message": repr(error)}}).encode()
+
+    def _send(self, status: int, content: bytes) -> None:
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(content)))
@@ -274,18 +288,24 @@ class Server(ThreadingHTTPServer):
 
     request_queue_size = 1024  # all prompts of a generation connect at once
 
+    def __init__(self, host: str, port: int) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), RequestHandler)
+
 
 def main() -> None:
-    """Serve until killed."""
+    """Serve until killed. The token comes by the environment."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder")
-    parser.add_argument("--port", type=int, required=True, help="port of the loopback interface")
+    parser.add_argument("--host", required=True, help="one address of this host")
+    parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, arguments.dtype)
     RequestHandler.engine = TransformersEngine(arguments.model, dtype, device)
-    Server(("127.0.0.1", arguments.port), RequestHandler).serve_forever()
+    RequestHandler.token = check_token(take_token(os.environ))
+    Server(arguments.host, arguments.port).serve_forever()
 
 
 if __name__ == "__main__":

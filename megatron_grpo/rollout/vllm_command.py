@@ -21,6 +21,9 @@ BACKEND = "megatron_grpo"
 WORKER_EXTENSION = "megatron_grpo.rollout.worker.PushWorker"
 """Gives vLLM's workers what the client asks of them."""
 
+TOKEN_GUARD = "megatron_grpo.rollout.access.TokenGuard"
+"""Asks for the token on every route, where vLLM's own --api-key leaves most of them open."""
+
 ENGINE_VARIABLE = "MEGATRON_GRPO_ENGINE"
 """Set in the environment of engines that the trainer starts: our plugin acts in no other."""
 
@@ -37,8 +40,10 @@ RESERVED = {
 }
 
 
-def vllm_command(model: ModelConfig, rollout: RolloutConfig, port: int, on_gpu: bool) -> list[str]:
-    """The command of one engine on 127.0.0.1:`port`."""
+def vllm_command(
+    model: ModelConfig, rollout: RolloutConfig, host: str, port: int, on_gpu: bool
+) -> list[str]:
+    """The command of one engine on `host`:`port`."""
     arguments: dict[str, Any] = {
         "model": str(model.path),
         "dtype": model.dtype,
@@ -52,7 +57,8 @@ def vllm_command(model: ModelConfig, rollout: RolloutConfig, port: int, on_gpu: 
     arguments |= platform_arguments(rollout.tensor_parallel_size, on_gpu) | rollout.vllm
     # -P: files of the working directory must not be imported in the place of vLLM's own.
     command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--host=127.0.0.1", f"--port={port}", "--disable-uvicorn-access-log"]
+    command += [f"--host={host}", f"--port={port}", "--disable-uvicorn-access-log"]
+    command += [f"--middleware={TOKEN_GUARD}"]
     # Scale-out has the route with token ids in and out; load tracking counts accepted requests.
     command += ["--enable-scale-out", "--enable-server-load-tracking"]
     return [*command, *_flags(arguments)]
@@ -96,6 +102,8 @@ def vllm_environment(tensor_parallel_size: int, on_gpu: bool) -> dict[str, str]:
     return {
         ENGINE_VARIABLE: "1",
         "VLLM_SERVER_DEV_MODE": "1",  # the routes that pause the engine and update its weights
+        "VLLM_API_KEY": "",  # a user's other key would shut us out of the routes that it guards
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # nothing that arrives is unpickled
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",  # the model is a folder: nothing is to be asked of a hub
         **platform_environment(tensor_parallel_size, on_gpu),

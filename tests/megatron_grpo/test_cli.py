@@ -1,6 +1,7 @@
 """What a person meets at the command line: help, and one clear message for every mistake."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -10,12 +11,14 @@ import pytest
 
 from engines import random_prompts, wait_until
 from megatron_grpo.config import RolloutConfig
+from megatron_grpo.job_token import TOKEN_VARIABLE
 from megatron_grpo.rollout import RolloutClient
 from megatron_grpo.rollout.server import is_healthy
 from models import EOS_ID
 from pushes import push_folder
 from runs import TINY_CONFIG, finish_run
 
+TOKEN = "0123456789abcdef"
 SECONDS = 10  # within which a mistake must be told
 
 
@@ -35,7 +38,7 @@ def sums(tmp_path: Path) -> Path:
         (["parallel.tensor_parallel_size=3"], "num_attention_heads(4)"),
         (["data.prompt_column=question"], "'prompt', 'answer'"),
         (["rollout.max_completion_length=500"], "more than the 12 tokens"),
-        (["rollout.base_urls=[http://127.0.0.1:9]"], "http://127.0.0.1:9"),
+        (["rollout.base_urls=[http://127.0.0.1:9]"], "MEGATRON_GRPO_TOKEN is not set"),
         (["model.path=/nowhere"], "/nowhere"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -83,18 +86,51 @@ def test_help_names_every_command_with_an_example() -> None:
         assert text in result.stdout
 
 
-def test_serve_is_an_engine_for_runs_that_name_its_address(tied_model: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+def serve(tied_model: Path, token: str, *options: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "megatron_grpo.cli", "serve", str(TINY_CONFIG)]
-    overrides = [f"model.path={tied_model}", "rollout.engine=transformers", f"--port={port}"]
-    engine = subprocess.Popen([*command, *overrides])
+    overrides = [f"model.path={tied_model}", "rollout.engine=transformers"]
+    return subprocess.Popen(
+        [*command, *overrides, *options],
+        env=os.environ | {TOKEN_VARIABLE: token},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("token", "options", "message"),
+    [
+        ("", [], "MEGATRON_GRPO_TOKEN is not set"),
+        (TOKEN[1:], [], "15 characters, at least 16"),
+        (TOKEN, ["--host=0.0.0.0"], "--host 0.0.0.0 would listen on every network"),
+        (TOKEN, ["--host=::"], "--host :: would listen on every network"),
+        (TOKEN, ["--host="], "--host '' is no IP address"),
+    ],
+)
+def test_serve_wants_a_token_and_one_address(
+    tied_model: Path, token: str, options: list[str], message: str
+) -> None:
+    engine = serve(tied_model, token, *options)
     try:
-        url = f"http://127.0.0.1:{port}"
+        _, errors = engine.communicate(timeout=60)
+    finally:
+        engine.kill()
+    assert engine.returncode == 2
+    assert errors.startswith("megatron-grpo: ") and message in errors
+    assert "Traceback" not in errors
+
+
+def test_serve_is_an_engine_for_runs_that_name_its_address(tied_model: Path) -> None:
+    with socket.create_server(("127.0.0.2", 0)) as free:
+        port = free.getsockname()[1]
+    engine = serve(tied_model, TOKEN, "--host=127.0.0.2", f"--port={port}")
+    try:
+        url = f"http://127.0.0.2:{port}"
         assert wait_until(lambda: is_healthy(url), seconds=60)
+        assert not is_healthy(f"http://127.0.0.1:{port}")
         rollout = RolloutConfig(engine="transformers", max_completion_length=4)
-        push_folder(tied_model, rollout, [url], version=1)
-        samples = RolloutClient([url], 30.0, [EOS_ID]).generate(
+        push_folder(tied_model, rollout, [url], TOKEN, version=1)
+        samples = RolloutClient([url], TOKEN, 30.0, [EOS_ID]).generate(
             random_prompts(1),
             num_generations=2,
             temperature=1.0,
@@ -106,4 +142,4 @@ def test_serve_is_an_engine_for_runs_that_name_its_address(tied_model: Path) -> 
         assert len(samples) == 2
     finally:
         engine.kill()
-        engine.wait()
+        engine.communicate()

@@ -21,6 +21,7 @@ def run_one_step(model: Path, engine: TestEngine, folder: Path) -> Finished:
         "rollout.engine=transformers",
         f"rollout.base_urls=[{engine.servers.base_urls[0]}]",
         f"train.run_dir={folder / 'run'}",
+        token=engine.servers.token,
     )
 
 

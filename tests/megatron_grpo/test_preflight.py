@@ -2,6 +2,8 @@ import http.server
 import json
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -36,10 +38,13 @@ def config(model, tmp_path, monkeypatch):
     return make
 
 
-def refusal(cfg: Config) -> str:
+TOKEN = "0123456789abcdef"
+
+
+def refusal(cfg: Config, token: str | None = TOKEN) -> str:
     start = time.monotonic()
     with pytest.raises(ValueError) as refused:
-        preflight(cfg)
+        preflight(cfg, token)
     assert time.monotonic() - start < 10
     return str(refused.value)
 
@@ -52,7 +57,7 @@ def copy_of(model: Path, folder: Path) -> Path:
 
 
 def test_a_config_that_can_run_passes(config):
-    preflight(config())
+    preflight(config(), None)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +116,7 @@ def mixture(tmp_path_factory) -> Path:
 
 
 def test_a_mixture_on_a_mesh_that_holds_its_experts_passes(config, mixture):
-    preflight(config(f"model.path={mixture}", "parallel.expert_parallel_size=2"))
+    preflight(config(f"model.path={mixture}", "parallel.expert_parallel_size=2"), None)
 
 
 @pytest.mark.parametrize(
@@ -180,24 +185,52 @@ def test_engine_that_does_not_answer_is_named(config):
     assert "Connection refused" in message
 
 
-@pytest.mark.parametrize("status", [200, 503])
-def test_engine_is_healthy_when_its_route_says_so(status, config):
-    class Health(http.server.BaseHTTPRequestHandler):
+@contextmanager
+def answering(statuses: dict[str, int]) -> Iterator[str]:
+    """The address of a server that answers GET requests with these statuses, by route."""
+
+    class Answer(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
-            self.send_response(status if self.path == "/health" else 404)
+            has_token = self.headers.get("Authorization") == f"Bearer {TOKEN}"
+            is_open = self.path == "/health" or has_token
+            self.send_response(statuses.get(self.path, 404) if is_open else 401)
             self.end_headers()
 
         def log_message(self, *_):
             pass
 
-    with http.server.HTTPServer(("127.0.0.1", 0), Health) as server:
+    with http.server.HTTPServer(("127.0.0.1", 0), Answer) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        cfg = config(f"rollout.base_urls=[http://127.0.0.1:{server.server_port}/]")
-        if status == 200:
-            preflight(cfg)
-        else:
-            assert "503" in refusal(cfg)
+        yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
+
+
+def test_engine_that_is_healthy_and_takes_the_token_passes(config):
+    with answering({"/health": 200, "/load": 200}) as url:
+        preflight(config(f"rollout.base_urls=[{url}/]"), TOKEN)
+
+
+@pytest.mark.parametrize(
+    "statuses", [{"/health": 503, "/load": 200}, {"/health": 200, "/load": 404}]
+)
+def test_engine_whose_routes_say_otherwise_is_refused(statuses, config):
+    with answering(statuses) as url:
+        message = refusal(config(f"rollout.base_urls=[{url}]"))
+    assert f"{url} is not healthy" in message
+    assert ("503" if statuses["/health"] == 503 else "404") in message
+
+
+def test_engine_that_refuses_the_token_is_named(config):
+    with answering({"/health": 200, "/load": 200}) as url:
+        message = refusal(config(f"rollout.base_urls=[{url}]"), token="another-jobs-token")
+    assert f"rollout engine {url} refuses the token in MEGATRON_GRPO_TOKEN" in message
+    assert "another-jobs-token" not in message
+
+
+def test_engines_given_by_address_want_a_token_by_name(config):
+    message = refusal(config("rollout.base_urls=[http://127.0.0.1:9]"), token=None)
+    assert "MEGATRON_GRPO_TOKEN is not set" in message
+    assert "openssl rand -hex 32" in message
 
 
 def started_run(run_dir, config):
@@ -221,9 +254,10 @@ def test_a_run_that_died_before_its_first_checkpoint_may_start_with_another_conf
 ):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text(dump_config(config()))
-    preflight(config("grpo.beta=0.1"))
+    preflight(config("grpo.beta=0.1"), None)
 
 
 def test_run_may_resume_longer_and_on_another_mesh(config, tmp_path):
     started_run(tmp_path / "run", config())
-    preflight(config("train.num_steps=9", "parallel.tensor_parallel_size=1", "wandb.project=x"))
+    longer = config("train.num_steps=9", "parallel.tensor_parallel_size=1", "wandb.project=x")
+    preflight(longer, None)

@@ -106,6 +106,7 @@ def test_steps_do_not_depend_on_the_layout(
         *layout(*axes),
         f"train.run_dir={tmp_path}",
         f"rollout.base_urls=[{vllm_engine.servers.base_urls[0]}]",
+        token=vllm_engine.servers.token,
     )
     assert run.exit_code == 0, run.output
     completions = [
@@ -133,6 +134,7 @@ def test_a_run_continues_where_it_ended_at_another_layout(
             url,
             f"train.run_dir={run_dir}",
             f"train.num_steps={num_steps}",
+            token=vllm_engine.servers.token,
         )
         assert run.exit_code == 0, run.output
     resumed, reference = read_metrics(run_dir), read_metrics(full_run)
@@ -153,6 +155,7 @@ def test_a_generation_is_used_for_several_steps_and_passes(
         "grpo.num_iterations=2",
         f"train.run_dir={tmp_path}",
         f"rollout.base_urls=[{vllm_engine.servers.base_urls[0]}]",
+        token=vllm_engine.servers.token,
     )
     assert run.exit_code == 0, run.output
     records = read_metrics(tmp_path)
@@ -175,6 +178,7 @@ def test_a_run_can_be_extended_and_its_learning_rate_follows_the_new_length(
             "optimizer.lr_decay_style=linear",
             f"train.run_dir={tmp_path}",
             f"rollout.base_urls=[{vllm_engine.servers.base_urls[0]}]",
+            token=vllm_engine.servers.token,
         )
         assert run.exit_code == 0, run.output
     assert "is complete: 3 steps of 3" in run.output

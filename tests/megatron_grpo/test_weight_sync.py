@@ -28,7 +28,8 @@ def test_a_push_brings_the_shards_to_the_engine(
         *rollout_overrides(vllm_engine.rollout, vllm_engine.servers.base_urls),
         f"rollout.weight_transport={transport}",
     ]
-    arguments = (tied_model, dims, overrides, vllm_engine.version, num_flips)
+    token = vllm_engine.servers.token
+    arguments = (tied_model, dims, token, overrides, vllm_engine.version, num_flips)
     results = run_ranks(dims.world_size, push_policy, *arguments)
     assert {error for error, _ in results} == {""}
     assert results[0][1] == ["time/verify_weights", "time/push", "time/step"]
@@ -42,7 +43,8 @@ def test_after_two_failures_the_push_raises_and_the_engine_serves_nothing(
     vllm_engine.version += 1
     [url] = vllm_engine.servers.base_urls
     overrides = rollout_overrides(vllm_engine.rollout, [url])
-    [(error, _)] = run_ranks(1, push_whole, tied_model, overrides, vllm_engine.version, 2)
+    arguments = (tied_model, vllm_engine.servers.token, overrides, vllm_engine.version, 2)
+    [(error, _)] = run_ranks(1, push_whole, *arguments)
     assert f"rollout engine {url} worker 0: 1 of 18 parameters hold other values" in error
     with pytest.raises(EngineError, match="holds no complete weights"):
         vllm_engine.generate(random_prompts(1))

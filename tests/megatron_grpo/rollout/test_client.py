@@ -14,6 +14,8 @@ from megatron_grpo.rollout.engine_error import EngineError
 from megatron_grpo.rollout.server import reserve_port
 from models import EOS_ID
 
+TOKEN = "0123456789abcdef"
+
 
 @pytest.fixture(params=["vllm_engine", "transformers_engine"])
 def engine(request, tied_model):
@@ -130,7 +132,7 @@ def test_an_unreachable_engine_is_named_within_seconds():
     with reserve_port() as unheard:
         url = f"http://127.0.0.1:{unheard.getsockname()[1]}"
         with pytest.raises(ConnectionError, match=f"{url} cannot be reached"):
-            RolloutClient([url], 60.0, [EOS_ID]).begin_push("1-push")
+            RolloutClient([url], TOKEN, 60.0, [EOS_ID]).begin_push("1-push")
     assert time.monotonic() - start < 5
 
 
@@ -138,7 +140,7 @@ def test_an_engine_that_does_not_answer_in_time_is_an_error():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(TimeoutError, match=rf"{url} did not answer /pause.* within 0.2 s"):
-            RolloutClient([url], 0.2, [EOS_ID]).begin_push("1-push")
+            RolloutClient([url], TOKEN, 0.2, [EOS_ID]).begin_push("1-push")
 
 
 def test_shares_are_contiguous_and_equal():

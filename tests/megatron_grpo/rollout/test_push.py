@@ -56,7 +56,7 @@ def check_usable(engine: TestEngine, folder: Path) -> None:
     assert largest_logprob_error(folder, engine.generate(random_prompts(2))) < 1e-4
 
 
-def push_and_stop(folder: Path, overrides: list[str], reached: Event) -> None:
+def push_and_stop(folder: Path, token: str, overrides: list[str], reached: Event) -> None:
     """A trainer of one rank that fills the first buffer of a push and goes no further."""
 
     def stop(self: LocalOutgoing, num_bytes: int) -> None:
@@ -65,7 +65,7 @@ def push_and_stop(folder: Path, overrides: list[str], reached: Event) -> None:
 
     LocalOutgoing.hand_over = stop
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    push_whole(0, folder, overrides, 1)
+    push_whole(0, folder, token, overrides, 1)
 
 
 @pytest.mark.slow
@@ -76,7 +76,8 @@ def test_flipped_bits_name_workers_and_parameters_and_nothing_is_served(
     [url] = pair_engine.servers.base_urls
     arguments = [*overrides(pair_engine), f"rollout.weight_transport={transport}"]
     # In the first buffer to each of the two workers, at both attempts.
-    [(error, _)] = run_ranks(1, push_whole, tied_model, arguments, 1, 4)
+    token = pair_engine.servers.token
+    [(error, _)] = run_ranks(1, push_whole, tied_model, token, arguments, 1, 4)
     faults = error.splitlines()[1:]
     for worker, fault in enumerate(faults):
         assert fault.startswith(
@@ -170,7 +171,7 @@ def test_of_pushes_that_race_no_mixture_is_served(request, engine_name, tied_mod
         outcomes = ""
         for attempt in range(3):
             version = 100 + 10 * attempt + which
-            arguments = (folders[which], overrides(engine), version)
+            arguments = (folders[which], engine.servers.token, overrides(engine), version)
             [(error, _)] = run_ranks(1, push_whole, *arguments)
             try:
                 if error:
@@ -193,7 +194,7 @@ def test_a_trainer_killed_in_mid_push_leaves_an_engine_that_serves_nothing_and_c
     vllm_engine, tied_model
 ):
     reached = CONTEXT.Event()
-    arguments = (tied_model, overrides(vllm_engine), reached)
+    arguments = (tied_model, vllm_engine.servers.token, overrides(vllm_engine), reached)
     trainer = CONTEXT.Process(target=push_and_stop, args=arguments)
     trainer.start()
     try:

@@ -27,7 +27,7 @@ from megatron_grpo.config import ModelConfig, RolloutConfig
 from megatron_grpo.rollout import EngineServers
 model, engine, size, logs = sys.argv[1:]
 rollout = RolloutConfig(engine=engine, tensor_parallel_size=int(size), max_completion_length=8)
-servers = EngineServers(ModelConfig(path=model, dtype="float32"), rollout, Path(logs))
+servers = EngineServers(ModelConfig(path=model, dtype="float32"), rollout, Path(logs), None)
 print("started", flush=True)
 servers.wait_ready(240)
 print("ready", flush=True)
@@ -95,6 +95,7 @@ def test_close_leaves_no_process(tied_model, tmp_path, monkeypatch):
         ModelConfig(path=tied_model),
         RolloutConfig(engine="vllm", max_completion_length=8),
         tmp_path,
+        token=None,
     )
     assert wait_until(lambda: len(marked_processes(mark)) > 1, 60)  # its engine core as well
     servers.close()
@@ -130,6 +131,7 @@ def test_an_engine_that_is_not_ready_in_time_is_named(tied_model, tmp_path):
         ModelConfig(path=tied_model),
         RolloutConfig(engine="transformers", max_completion_length=8),
         tmp_path,
+        token=None,
     )
     try:
         with pytest.raises(TimeoutError, match=f"{servers.base_urls[0]} .* within 0.2 s"):
@@ -139,12 +141,14 @@ def test_an_engine_that_is_not_ready_in_time_is_named(tied_model, tmp_path):
 
 
 def test_engines_given_by_address_are_used_as_they_are(tied_model, transformers_engine, tmp_path):
-    address = transformers_engine.servers.base_urls
-    with running_engine("transformers", tied_model, tmp_path / "none", base_urls=address) as given:
-        assert given.servers.base_urls == address
+    servers = transformers_engine.servers
+    none = tmp_path / "none"
+    address, token = servers.base_urls, servers.token
+    with running_engine("transformers", tied_model, none, token, base_urls=address) as given:
+        assert (given.servers.base_urls, given.servers.token) == (address, token)
         given.servers.check()
     transformers_engine.push(tied_model)  # still there
-    assert not (tmp_path / "none").exists()
+    assert not none.exists()
 
 
 def test_engines_take_the_gpus_behind_the_trainers():

@@ -13,13 +13,13 @@ MODEL = ModelConfig(path=Path("/models/tiny"), dtype="float32")
 
 def command(vllm: dict | None = None, on_gpu: bool = False, **rollout) -> list[str]:
     config = RolloutConfig(max_completion_length=16, vllm=vllm or {}, **rollout)
-    return vllm_command(MODEL, config, 8000, on_gpu)
+    return vllm_command(MODEL, config, "10.0.0.7", 8000, on_gpu)
 
 
 def test_the_model_its_type_and_its_address_are_the_runs():
     flags = command(tensor_parallel_size=2)
     assert {"--model=/models/tiny", "--dtype=float32", "--tensor-parallel-size=2"} < set(flags)
-    assert {"--host=127.0.0.1", "--port=8000"} < set(flags)
+    assert {"--host=10.0.0.7", "--port=8000"} < set(flags)
 
 
 def test_passed_through_values_become_flags_and_win():

@@ -1,0 +1,99 @@
+"""Who may speak to a rollout engine: whoever holds the job's token, at one address of its host.
+
+An engine's routes make it compute, take other weights, and run methods of its workers by name. So
+all of them but GET /health want the header `Authorization: Bearer TOKEN`. It keeps out the other
+users of the machine and of the network, not who can listen on the way: there is no encryption.
+"""
+
+import hmac
+import json
+import os
+import socket
+from collections.abc import Awaitable, Callable, MutableMapping
+from ipaddress import IPv6Address, ip_address
+from typing import Any
+
+from megatron_grpo.job_token import TOKEN_VARIABLE, bearer
+
+REFUSAL = json.dumps(
+    {
+        "error": {
+            "message": "every route but GET /health needs the header 'Authorization: Bearer "
+            f"TOKEN', with the {TOKEN_VARIABLE} that this engine was started with"
+        }
+    }
+).encode()
+"""The body of an answer with status 401."""
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+def check_host(host: str) -> None:
+    """Raise ValueError unless an engine may listen on `host`: one IP address of this machine."""
+    try:
+        address = ip_address(host)
+    except ValueError:
+        raise ValueError(
+            f"--host {host!r} is no IP address: an engine listens on one address of its host, such "
+            "as 127.0.0.1"
+        ) from None
+    family = socket.AF_INET
+    if isinstance(address, IPv6Address):
+        family, address = socket.AF_INET6, address.ipv4_mapped or address
+    if address.is_unspecified:
+        raise ValueError(
+            f"--host {host} would listen on every network of this host: give the one address that "
+            "trainers reach it by, or 127.0.0.1 for those on this host"
+        )
+    try:
+        with socket.socket(family) as probe:
+            probe.bind((host, 0))
+    except OSError as error:
+        raise ValueError(
+            f"--host {host} is no address of this host ({error.strerror}): give one that it has, "
+            "such as 127.0.0.1"
+        ) from None
+
+
+def is_allowed(method: str, route: str, authorization: bytes, token: str) -> bool:
+    """Whether to answer a request that has the header `authorization`, empty if it has none."""
+    if (method, route) == ("GET", "/health"):
+        return True
+    return hmac.compare_digest(authorization, bearer(token)["Authorization"].encode())
+
+
+class TokenGuard:
+    """ASGI middleware that answers 401, in the place of `app`, to whoever lacks the token.
+
+    vLLM makes it, in its API server, from `--middleware`. KeyError when the environment has no
+    token: an engine without one does not start.
+    """
+
+    def __init__(self, app: App) -> None:
+        self.app = app
+        self.token = os.environ[TOKEN_VARIABLE]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the request through, or refuse it."""
+        if scope["type"] == "lifespan":  # the server's own start and end
+            await self.app(scope, receive, send)
+            return
+        authorization = dict(scope["headers"]).get(b"authorization", b"")
+        # A websocket has no method.
+        if is_allowed(scope.get("method", ""), scope["path"], authorization, self.token):
+            await self.app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            # Before it is accepted: the server then answers the handshake with 403.
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            headers = [
+                (b"content-type", b"application/json"),
+                (b"content-length", str(len(REFUSAL)).encode()),
+                (b"www-authenticate", b"Bearer"),
+            ]
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            await send({"type": "http.response.body", "body": REFUSAL})
