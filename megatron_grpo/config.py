@@ -238,8 +238,7 @@ class RolloutConfig(Section):
     update_weights_bucket_megabytes: PositiveInt = 512
     """Most megabytes of buffers in one process while new weights go to the engines."""
     weight_transport: Literal["auto", "network"] = "auto"
-    """Way of new weights: shared memory between processes of one host (or GPU), else the network;
-    `network` takes that for all, as for engines in containers of their own."""
+    """`auto`: memory that both ends share (host or GPU), else the network; `network`: always."""
 
     @model_validator(mode="after")
     def _supported(self) -> Self:

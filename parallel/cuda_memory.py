@@ -5,12 +5,13 @@ is killed, and shares whatever else lies in the same block of its allocator.
 """
 
 import ctypes
-import socket
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from parallel.wire import Wire
 
 
 class _Handle(ctypes.Structure):
@@ -50,22 +51,18 @@ class CudaMemory:
         return cls(address, num_bytes, device, "cuMemFree_v2")
 
     @classmethod
-    def receive(
-        cls, connection: socket.socket, num_bytes: int, device: torch.device
-    ) -> "CudaMemory":
-        """The memory that the other end of a socket sends; ConnectionError if it sends none."""
-        said = connection.recv(ctypes.sizeof(_Handle), socket.MSG_WAITALL)
-        if len(said) < ctypes.sizeof(_Handle):
-            raise ConnectionError("closed before it sent its memory")
-        address, handle = ctypes.c_uint64(), _Handle.from_buffer_copy(said)
+    def receive(cls, wire: Wire, num_bytes: int, device: torch.device) -> "CudaMemory":
+        """The memory that the other end of a wire sends."""
+        address, handle = ctypes.c_uint64(), _Handle()
+        wire.receive(memoryview(handle).cast("B"))
         _call(device, "cuIpcOpenMemHandle_v2", ctypes.byref(address), handle, LAZY_PEER_ACCESS)
         return cls(address, num_bytes, device, "cuIpcCloseMemHandle")
 
-    def send(self, connection: socket.socket) -> None:
-        """Share the memory with the other end of a socket."""
+    def send(self, wire: Wire) -> None:
+        """Share the memory with the other end of a wire."""
         handle = _Handle()
         _call(self._device, "cuIpcGetMemHandle", ctypes.byref(handle), self._address)
-        connection.sendall(bytes(handle))
+        wire.send(memoryview(bytes(handle)))
 
     def close(self) -> None:
         """Let go of the memory."""

@@ -6,6 +6,8 @@ import socket
 import torch
 from torch import Tensor
 
+from parallel.wire import Wire
+
 
 class HostMemory:
     """Memory without a name, used by the process that made it and by the one it was sent to.
@@ -33,19 +35,19 @@ class HostMemory:
             raise
 
     @classmethod
-    def receive(cls, connection: socket.socket, num_bytes: int) -> "HostMemory":
-        """The memory that the other end of a Unix socket sends; ConnectionError if none comes."""
-        _, descriptors, _, _ = socket.recv_fds(connection, 1, maxfds=1)
+    def receive(cls, wire: Wire, num_bytes: int) -> "HostMemory":
+        """The memory that the other end of a wire sends, which is a Unix socket."""
+        _, descriptors, _, _ = socket.recv_fds(wire.socket, 1, maxfds=1)
         if not descriptors:
-            raise ConnectionError("closed before it sent its memory")
+            raise wire.closed()
         memory = cls(descriptors[0], num_bytes)
         os.close(descriptors[0])
         return memory
 
-    def send(self, connection: socket.socket) -> None:
-        """Share the memory with the other end of a Unix socket."""
+    def send(self, wire: Wire) -> None:
+        """Share the memory with the other end of a wire, which is a Unix socket."""
         try:
-            socket.send_fds(connection, [b"\0"], [self._descriptor])
+            socket.send_fds(wire.socket, [b"\0"], [self._descriptor])
         finally:
             os.close(self._descriptor)  # the mapping stays; links are many, and descriptors few
 

@@ -48,8 +48,7 @@ class Listener:
                     connection, _ = self._socket.accept()
                 except TimeoutError:
                     break
-                connection.settimeout(min(left, STRANGER_SECONDS))
-                if self._knows_key(connection):
+                if self._knows_key(connection, min(left, STRANGER_SECONDS)):
                     return Wire(_prompt(connection), peer, timeout)
                 connection.close()
         raise LinkError(f"{peer} did not connect within {timeout.total_seconds():g} s")
@@ -58,11 +57,18 @@ class Listener:
         """Wait for nobody."""
         self._socket.close()
 
-    def _knows_key(self, connection: socket.socket) -> bool:
-        try:
-            said = connection.recv(len(self._key), socket.MSG_WAITALL)
-        except OSError:
-            return False
+    def _knows_key(self, connection: socket.socket, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        said = b""
+        while len(said) < len(self._key) and (left := deadline - time.monotonic()) > 0:
+            connection.settimeout(left)
+            try:
+                part = connection.recv(len(self._key) - len(said))
+            except OSError:
+                return False
+            if not part:
+                return False
+            said += part
         return hmac.compare_digest(said, self._key)
 
 

@@ -58,7 +58,7 @@ class LocalOutgoing(_LocalEnd):
             else CudaMemory.allocate(num_bytes, device)
         )
         try:
-            memory.send(wire.socket)
+            memory.send(wire)
         except OSError as error:
             memory.close()
             raise wire.closed() from error
@@ -96,9 +96,9 @@ class LocalIncoming(_LocalEnd):
         memory: Memory
         try:
             if device.type == "cpu":
-                memory = HostMemory.receive(wire.socket, num_bytes)
+                memory = HostMemory.receive(wire, num_bytes)
             else:
-                memory = CudaMemory.receive(wire.socket, num_bytes, device)
+                memory = CudaMemory.receive(wire, num_bytes, device)
         except OSError as error:
             raise LinkError(f"{wire.peer} did not share its memory: {error}") from error
         return cls(wire, memory)

@@ -43,7 +43,7 @@ def open_meeting(address: str) -> tuple[Meeting, Store]:
         host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
     meeting = Meeting(host, port, secrets.token_hex(16))
-    return meeting, store
+    return meeting, PrefixStore(meeting.key, store)
 
 
 def join(meeting: Meeting, timeout: timedelta) -> Store:

@@ -100,7 +100,9 @@ class InStream:
         """Fill the boxes of `parameters`; returns when the next engine has taken them, too."""
         buckets = self._packing.buckets
         arrivals = self._link.arrivals([bucket.num_bytes for bucket in buckets])
-        # Inference mode: the parameters may be inference tensors, or require gradients.
+        # The parameters may be inference tensors, which are written to in inference mode only, or
+        # views of what requires gradients, which autograd refuses to read once it knows of a change
+        # (`.data` hides it).
         with own_stream(self._device), torch.inference_mode():
             for buffer, bucket in zip(arrivals, buckets, strict=True):
                 if self._onward is not None:
@@ -108,6 +110,6 @@ class InStream:
                     self._onward.hand_over(bucket.num_bytes)
                 for number, values in self._packing.views(bucket, buffer):
                     name, box = self._arrivals[number]
-                    parameters[name][box.slices].copy_(values)
+                    parameters[name].data[box.slices].copy_(values)
             if self._onward is not None:
                 self._onward.flush()

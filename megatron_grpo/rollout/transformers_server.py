@@ -173,7 +173,7 @@ class TransformersEngine:
 
         Most are views of the model's own.
         """
-        parameters = dict(self.model.named_parameters())
+        parameters = {name: p.detach() for name, p in self.model.named_parameters()}
         return revert_weight_conversion(self.model, parameters)
 
     def _take_received(self) -> None:

@@ -197,10 +197,10 @@ def test_who_does_not_know_the_key_is_sent_away_and_the_receiver_still_comes(kin
     receiver.close()
 
 
-def test_who_connects_and_says_nothing_does_not_keep_the_receiver_out(kind, monkeypatch):
+def test_who_connects_and_does_not_finish_does_not_keep_the_receiver_out(kind, monkeypatch):
     monkeypatch.setattr("parallel.listener.STRANGER_SECONDS", 0.2)
     waiting = listener(kind)
-    stranger = connect(waiting.address, "", "the sender", TIMEOUT)
+    stranger = connect(waiting.address, KEY[:9], "the sender", TIMEOUT)
     with ThreadPoolExecutor() as pool:
         accepted = pool.submit(outgoing, kind, waiting)
         receiver = incoming(kind, waiting.address)

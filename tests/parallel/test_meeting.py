@@ -28,6 +28,7 @@ def answer(pipe, meeting):
 def test_who_has_the_invitation_reads_and_writes_the_store():
     meeting, store = open_meeting("127.0.0.1")
     with running(answer, meeting):
+        store.set_timeout(10 * SECOND)
         store.set("question", "here?")
         assert store.get("answer") == b"here?!"
 

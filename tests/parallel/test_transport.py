@@ -112,11 +112,14 @@ def trainer_rank(pipe, invitation, rank):
 def engine_worker(pipe, invitation, engine, worker, missing=None):
     """Receive the weights of each seed that it is told, until it fails; say what happens.
 
-    The parameters are as engines have them: some require gradients, some are inference tensors.
+    The parameters are as engines have them: there are inference tensors, and views of what requires
+    gradients.
     """
     layout = LAYOUTS[worker]
     parameters = filled(layout, whole_weights(0), torch.bfloat16)
-    parameters["columns"] = torch.nn.Parameter(parameters["columns"])
+    stack = torch.nn.Parameter(torch.stack([parameters["columns"]] * 2))
+    with torch.no_grad():
+        parameters["columns"] = stack[1]
     with torch.inference_mode():
         parameters["experts"] = parameters["experts"].clone()
     if missing:
@@ -133,7 +136,8 @@ def engine_worker(pipe, invitation, engine, worker, missing=None):
             inbox.receive()
             assert before == {name: value.data_ptr() for name, value in parameters.items()}
             expected = filled(layout, whole_weights(seed), torch.bfloat16)
-            wrong = [name for name in expected if not torch.equal(expected[name], parameters[name])]
+            views = {name: value[:] for name, value in parameters.items()}
+            wrong = [name for name in expected if not torch.equal(expected[name], views[name])]
             pipe.send((inbox.bytes_received, wrong))
     except (LinkError, ValueError) as error:
         pipe.send(f"{type(error).__name__}: {error}")
@@ -269,6 +273,24 @@ def open_outbox(sends, timeout=0.3, bucket_bytes=BUCKET):
 def test_workers_that_do_not_come_are_named_after_the_time_out():
     with pytest.raises(LinkError, match=r"no word of engine 0 worker 0, engine 0 worker 1 within"):
         open_outbox(plan_sends(sender_of(0), LAYOUTS, BUCKET // 2))
+
+
+def test_a_rank_that_sends_to_nobody_has_nothing_to_wait_for():
+    meeting, store = open_meeting("127.0.0.1")
+    invitation = Invitation(meeting, BUCKET, 1, False, senders=[[1]], zeros=[[]])
+    outbox = Outbox.open(invitation, store, 0, {}, torch.bfloat16, CPU)
+    outbox.send({})
+    assert outbox.bytes_sent == 0
+    outbox.close()
+
+
+def test_a_closed_outbox_sends_nothing_more():
+    meeting, store = open_meeting("127.0.0.1")
+    invitation = Invitation(meeting, BUCKET, 1, False, senders=[[1]], zeros=[[]])
+    outbox = Outbox.open(invitation, store, 0, {}, torch.bfloat16, CPU)
+    outbox.close()
+    with pytest.raises(LinkError, match="the links were closed"):
+        outbox.send({})
 
 
 def test_a_copy_larger_than_a_bucket_is_refused_before_anything_is_said():
