@@ -28,7 +28,7 @@ from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.weight_sums import WeightSums, worker_layouts
 from parallel import Sender, plan_sends
 from parallel.meeting import Meeting, join, open_meeting
-from parallel.transport import TIMEOUT, Invitation, Outbox, bucket_bytes_for
+from parallel.transport import TIMEOUT, Invitation, Outbox, bucket_bytes_for, refuse_all
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -135,10 +135,19 @@ class WeightSync:
                 for worker in self._workers
             ],
         )
-        with meanwhile(source, lambda engines: engines.connect(invitation.to_json())):
+        store = store or join(invitation.meeting, TIMEOUT)
+
+        def connect(engines: RolloutClient) -> None:
+            try:
+                engines.connect(invitation.to_json())
+            except OSError as error:
+                refuse_all(invitation, store, str(error))
+                raise
+
+        with meanwhile(source, connect):
             return Outbox.open(
                 invitation,
-                store or join(invitation.meeting, TIMEOUT),
+                store,
                 rank=self._sender.rank,
                 sends=self._sends,
                 dtype=self._dtype,

@@ -5,7 +5,8 @@ both have, and publishes where it waits for the receiver.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -20,6 +21,9 @@ from parallel.local_links import LocalIncoming, LocalOutgoing
 from parallel.meeting import local_address, place
 from parallel.network_links import NetworkIncoming, NetworkOutgoing
 from parallel.wire import LinkError
+
+REFUSAL = "refused: "
+"""What a worker publishes in place of its memory, before the reason why it makes no link."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,11 @@ class Worker:
     def key(self) -> str:
         """Under which it publishes which memory it is in."""
         return f"place/{self.engine}/{self.number}"
+
+
+def refuse(store: Store, worker: Worker, reason: str) -> None:
+    """Have those who wait for `worker` at a meeting know at once that it does not come."""
+    store.set(worker.key, REFUSAL + reason)
 
 
 @dataclass(frozen=True)
@@ -67,14 +76,26 @@ class Party:
         """Say which memory this process, a receiver, is in."""
         self.store.set(worker.key, place(self.device))
 
+    @contextmanager
+    def refusing(self, worker: Worker) -> Iterator[None]:
+        """Have those who wait for the place of `worker` know at once of what fails in the block."""
+        try:
+            yield
+        except (ValueError, OSError) as error:
+            refuse(self.store, worker, str(error))
+            raise
+
     def offer(self, links: Mapping[str, Worker]) -> list[Callable[[], Outgoing]]:
         """Offer links, by name, to their receivers.
 
         Returns for each what waits for the receiver and then is the link. Raises LinkError when a
-        receiver has not said where it is within the time-out.
+        receiver has refused, or has not said where it is within the time-out.
         """
         receivers = dict.fromkeys(links.values())
         places = self.read({worker.key: str(worker) for worker in receivers})
+        for worker, said in zip(receivers, places, strict=True):
+            if said.decode().startswith(REFUSAL):
+                raise LinkError(f"{worker}: {said.decode().removeprefix(REFUSAL)}")
         is_near = {
             worker: not self.invitation.network_only and said.decode() == place(self.device)
             for worker, said in zip(receivers, places, strict=True)

@@ -19,14 +19,21 @@ from parallel.buckets import bucket_bytes_for, bucketed
 from parallel.invitation import Invitation
 from parallel.layout import Copy
 from parallel.link_set import LinkSet, opened
-from parallel.links import Incoming, Outgoing
 from parallel.meeting import join
-from parallel.party import Party, Worker
+from parallel.party import Party, Worker, refuse
 from parallel.streams import InStream, OutStream, Packing
 from parallel.wire import LinkError
 from parallel.wire_plan import WirePlan, check_plans
 
-__all__ = ["Inbox", "Invitation", "LinkError", "Outbox", "bucket_bytes_for", "bucketed"]
+__all__ = [
+    "Inbox",
+    "Invitation",
+    "LinkError",
+    "Outbox",
+    "bucket_bytes_for",
+    "bucketed",
+    "refuse_all",
+]
 
 TIMEOUT = timedelta(seconds=60)
 """How long a link may move nothing, and one end wait for the other to open it."""
@@ -118,14 +125,19 @@ class Inbox:
         LinkError when a trainer rank or a worker of the next engine does not come within `timeout`.
         """
         party = Party(invitation, join(invitation.meeting, timeout), device, timeout)
-        plans = _read_plans(party, worker)
-        check_plans(plans, parameters, invitation.padding(worker))
+        me = Worker(engine, worker)
+        with party.refusing(me):
+            plans = _read_plans(party, worker)
+            check_plans(plans, parameters, invitation.padding(worker))
+            offers = party.offer(_links_to_next(party, me))
+        party.publish_place(me)
+        links = opened(party.take(_links_of(party, me)))
+        onward = opened(offers, links)
         arrivals = [plan.arrivals() for plan in plans]
         packings = [
             Packing([box for _, box in boxes], plan.torch_dtype, invitation.bucket_bytes)
             for plan, boxes in zip(plans, arrivals, strict=True)
         ]
-        links, onward = _links_of(Worker(engine, worker), party)
         streams = [
             InStream(link, passed_on, boxes, packing, device)
             for link, passed_on, boxes, packing in zip_longest(links, onward, arrivals, packings)
@@ -157,6 +169,13 @@ class Inbox:
         self._links.close()
 
 
+def refuse_all(invitation: Invitation, store: Store, reason: str) -> None:
+    """Have the trainer ranks know at once that no worker comes: its engine cannot be reached."""
+    for engine in range(invitation.num_engines):
+        for worker in range(len(invitation.senders)):
+            refuse(store, Worker(engine, worker), reason)
+
+
 def _read_plans(party: Party, worker: int) -> list[WirePlan]:
     """What each of the trainer ranks that send to a worker sends to it."""
     ranks = party.invitation.senders[worker]
@@ -164,29 +183,24 @@ def _read_plans(party: Party, worker: int) -> list[WirePlan]:
     return [WirePlan.from_json(text) for text in said]
 
 
-def _links_of(worker: Worker, party: Party) -> tuple[list[Incoming], list[Outgoing]]:
-    """A worker's links, by trainer rank: those that it takes from, and those to the next engine.
-
-    The latter are none for the last engine.
-    """
-    party.publish_place(worker)
-    ranks = party.invitation.senders[worker.number]
+def _links_of(party: Party, worker: Worker) -> dict[str, str]:
+    """The links from which a worker receives, by trainer rank, and who sends."""
     before = Worker(worker.engine - 1, worker.number)
+    return {
+        f"{worker.engine}/{rank}/{worker.number}": (
+            str(before) if worker.engine else f"trainer rank {rank}"
+        )
+        for rank in party.invitation.senders[worker.number]
+    }
+
+
+def _links_to_next(party: Party, worker: Worker) -> dict[str, Worker]:
+    """The links on which it passes on what it receives; none in the last engine."""
     after = Worker(worker.engine + 1, worker.number)
-    is_last = after.engine == party.invitation.num_engines
-    offers = party.offer(
-        {} if is_last else {f"{after.engine}/{rank}/{after.number}": after for rank in ranks}
-    )
-    calls = party.take(
-        {
-            f"{worker.engine}/{rank}/{worker.number}": (
-                str(before) if worker.engine else f"trainer rank {rank}"
-            )
-            for rank in ranks
-        }
-    )
-    links = opened(calls)
-    return links, opened(offers, links)
+    if after.engine == party.invitation.num_engines:
+        return {}
+    ranks = party.invitation.senders[worker.number]
+    return {f"{after.engine}/{rank}/{after.number}": after for rank in ranks}
 
 
 def _kinds(parameters: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:

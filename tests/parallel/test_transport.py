@@ -13,7 +13,7 @@ import torch
 
 from parallel import Box, Layout, Piece, Sender, plan_sends
 from parallel.meeting import join, open_meeting
-from parallel.transport import Inbox, Invitation, LinkError, Outbox
+from parallel.transport import Inbox, Invitation, LinkError, Outbox, refuse_all
 from parallel.views import as_whole
 from processes import Child, running
 
@@ -273,6 +273,46 @@ def open_outbox(sends, timeout=0.3, bucket_bytes=BUCKET):
 def test_workers_that_do_not_come_are_named_after_the_time_out():
     with pytest.raises(LinkError, match=r"no word of engine 0 worker 0, engine 0 worker 1 within"):
         open_outbox(plan_sends(sender_of(0), LAYOUTS, BUCKET // 2))
+
+
+def open_all(parameters):
+    """A trainer rank that sends the matrix `w` and a worker each of two engines, at once.
+
+    `parameters` are those of the second; what each raises, or its end.
+    """
+    meeting, store = open_meeting("127.0.0.1")
+    invitation = Invitation(meeting, BUCKET, 2, False, senders=[[0]], zeros=[[]])
+    matrix = Layout.of_whole_tensors({"w": (4, 4)})
+    sends = plan_sends(Sender(0, matrix, {"w": range(1)}), [matrix], BUCKET // 4)
+    held = [{"w": torch.zeros(4, 4)}, parameters]
+    with ThreadPoolExecutor() as pool:
+        waiting = [
+            pool.submit(Outbox.open, invitation, store, 0, sends, torch.float32, CPU, TIMEOUT),
+            *(pool.submit(Inbox.open, invitation, e, 0, held[e], CPU, TIMEOUT) for e in range(2)),
+        ]
+        return [future.exception(timeout=5) or future.result() for future in waiting]
+
+
+def test_the_refusal_of_a_worker_is_told_at_once_to_all_before_it():
+    outbox, first, second = open_all({"w": torch.zeros(4, 4), "bias": torch.zeros(3)})
+    assert isinstance(second, ValueError)
+    for failure in (outbox, first):
+        assert isinstance(failure, LinkError)
+        assert re.search(r"engine 1 worker 0: .*bias: 3 of 3 elements", str(failure), re.S)
+
+
+def test_all_whom_nobody_refuses_have_links():
+    for end in open_all({"w": torch.zeros(4, 4)}):
+        end.close()
+
+
+def test_ranks_are_told_at_once_when_the_engines_cannot_be_reached():
+    meeting, store = open_meeting("127.0.0.1")
+    invitation = invitation_to(meeting, 1, network_only=False)
+    sends = plan_sends(sender_of(0), LAYOUTS, BUCKET // 2)
+    refuse_all(invitation, store, "nobody listens at http://127.0.0.1:9")
+    with pytest.raises(LinkError, match="engine 0 worker 0: nobody listens at http"):
+        Outbox.open(invitation, store, 0, sends, torch.bfloat16, CPU, TIMEOUT)
 
 
 def test_a_rank_that_sends_to_nobody_has_nothing_to_wait_for():
