@@ -135,19 +135,18 @@ class WeightSync:
                 for worker in self._workers
             ],
         )
-        store = store or join(invitation.meeting, TIMEOUT)
 
         def connect(engines: RolloutClient) -> None:
             try:
                 engines.connect(invitation.to_json())
             except OSError as error:
-                refuse_all(invitation, store, str(error))
+                refuse_all(invitation, str(error))
                 raise
 
         with meanwhile(source, connect):
             return Outbox.open(
                 invitation,
-                store,
+                store or join(invitation.meeting, TIMEOUT),
                 rank=self._sender.rank,
                 sends=self._sends,
                 dtype=self._dtype,

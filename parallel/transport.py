@@ -169,8 +169,9 @@ class Inbox:
         self._links.close()
 
 
-def refuse_all(invitation: Invitation, store: Store, reason: str) -> None:
+def refuse_all(invitation: Invitation, reason: str, timeout: timedelta = TIMEOUT) -> None:
     """Have the trainer ranks know at once that no worker comes: its engine cannot be reached."""
+    store = join(invitation.meeting, timeout)  # another's waits hold up what is said through it
     for engine in range(invitation.num_engines):
         for worker in range(len(invitation.senders)):
             refuse(store, Worker(engine, worker), reason)

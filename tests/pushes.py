@@ -102,7 +102,7 @@ def push(
     with closing(WeightSync(cfg, read_shape(folder), sender, torch.device("cpu"), 1)) as sync:
         try:
             sync.push(parameters, source, version, timer)
-        except EngineError as failure:
+        except ConnectionError as failure:
             return str(failure), list(timer.metrics())
     return "", list(timer.metrics())
 

@@ -1,9 +1,11 @@
 """Workers of vLLM without an engine around them: the parameters that each holds of a model.
 
-A worker is the class that an engine would start, in a rank of ours; it sets up vLLM's groups and
-loads the model by vLLM's own loader. No cache, no scheduler, no server: a second per model.
+A worker is what an engine would start, in a rank of ours, made by vLLM's own wrapper, with our
+transfer and what we add to workers; it sets up vLLM's groups and loads the model by vLLM's own
+loader. No cache, no scheduler, no server: a second per model.
 """
 
+import gc
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +16,7 @@ from torch.nn import Module
 
 from checkpoint_convert.vllm import EngineDims
 from distributed import run_ranks
-from megatron_grpo.rollout.vllm_command import vllm_environment
+from megatron_grpo.rollout.vllm_command import BACKEND, WORKER_EXTENSION, vllm_environment
 
 Parameters = dict[str, Tensor]
 Read = Callable[[Module, Path, EngineDims], Any]
@@ -44,32 +46,56 @@ def read_in_workers(
 def _load(
     rank: int, models: Sequence[tuple[Path, EngineDims]], read: Read, dtype: str
 ) -> list[Any]:
-    os.environ.update(vllm_environment(models[0][1].tensor, on_gpu=False))
-    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-    # Here because vLLM reads its environment when it is imported. Making a config calls our plugin.
-    from vllm.config import set_current_vllm_config
-    from vllm.distributed.parallel_state import destroy_model_parallel
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.worker.cpu_worker import CPUWorker
-
+    become_worker(models[0][1].tensor)
     loaded = []
     for folder, dims in models:
-        config = EngineArgs(
-            model=str(folder),
-            dtype=dtype,
-            tensor_parallel_size=dims.tensor,
-            enable_expert_parallel=dims.expert_parallel,
-            enforce_eager=True,
-            block_size=32,
-            kv_cache_memory_bytes=2**20,
-            distributed_executor_backend="mp",
-        ).create_engine_config()
-        with set_current_vllm_config(config):
-            # Workers that are told different names reduce over gloo and not over shared memory,
-            # which a killed rank would leave behind.
-            worker = CPUWorker(config, rank, rank, f"file:///rank{rank}", is_driver_worker=True)
-            worker.init_device()
-            worker.load_model()
-            loaded.append(read(worker.get_model(), folder, dims))
-        destroy_model_parallel()
+        worker = start_worker(rank, folder, dims, dtype)
+        loaded.append(read(worker.get_model(), folder, dims))
     return loaded
+
+
+def become_worker(tensor_parallel_size: int) -> None:
+    """Give this process the environment of a worker, which vLLM reads when it is imported."""
+    os.environ.update(vllm_environment(tensor_parallel_size, on_gpu=False))
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+
+
+def start_worker(rank: int, folder: Path, dims: EngineDims, dtype: str) -> Any:
+    """VLLM's worker `rank` of an engine, with the model in `folder` loaded.
+
+    Collective over the default group. An earlier worker of this process loses its groups, and keeps
+    its parameters; all are of one tensor parallel size.
+    """
+    from vllm.config.weight_transfer import WeightTransferConfig
+    from vllm.distributed.parallel_state import destroy_model_parallel
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    config = EngineArgs(
+        model=str(folder),
+        dtype=dtype,
+        tensor_parallel_size=dims.tensor,
+        enable_expert_parallel=dims.expert_parallel,
+        enforce_eager=True,
+        block_size=32,
+        kv_cache_memory_bytes=2**20,
+        distributed_executor_backend="mp",
+        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+        worker_extension_cls=WORKER_EXTENSION,
+    ).create_engine_config()
+    worker = WorkerWrapperBase(rank)
+    arguments = {
+        "vllm_config": config,
+        "local_rank": rank,
+        "rank": rank,
+        # Workers that are told different names reduce over gloo and not over shared memory, which a
+        # killed rank would leave behind.
+        "distributed_init_method": f"file:///weights-{os.getpid()}",
+        "is_driver_worker": True,
+    }
+    destroy_model_parallel()  # a mixture wants a group that a dense model has not made
+    worker.init_worker([arguments] * dims.tensor)
+    worker.init_device()
+    gc.freeze()  # loading collects garbage twice, at a third of a second each among all of vLLM
+    worker.load_model()
+    return worker

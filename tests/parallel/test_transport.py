@@ -306,13 +306,17 @@ def test_all_whom_nobody_refuses_have_links():
         end.close()
 
 
-def test_ranks_are_told_at_once_when_the_engines_cannot_be_reached():
+def test_ranks_that_wait_are_told_at_once_when_the_engines_cannot_be_reached():
     meeting, store = open_meeting("127.0.0.1")
     invitation = invitation_to(meeting, 1, network_only=False)
     sends = plan_sends(sender_of(0), LAYOUTS, BUCKET // 2)
-    refuse_all(invitation, store, "nobody listens at http://127.0.0.1:9")
-    with pytest.raises(LinkError, match="engine 0 worker 0: nobody listens at http"):
-        Outbox.open(invitation, store, 0, sends, torch.bfloat16, CPU, TIMEOUT)
+    with ThreadPoolExecutor() as pool:
+        arguments = (invitation, store, 0, sends, torch.bfloat16, CPU, TIMEOUT)
+        opening = pool.submit(Outbox.open, *arguments)
+        time.sleep(0.3)
+        refuse_all(invitation, "nobody listens at http://127.0.0.1:9")
+        with pytest.raises(LinkError, match="engine 0 worker 0: nobody listens at http"):
+            opening.result(timeout=5)
 
 
 def test_a_rank_that_sends_to_nobody_has_nothing_to_wait_for():

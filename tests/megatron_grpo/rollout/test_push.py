@@ -117,20 +117,6 @@ def test_steps_of_a_push_that_is_over_change_nothing(pair_engine, tied_model):
     assert largest_logprob_error(tied_model, pair_engine.generate(random_prompts(2))) < 1e-4
 
 
-@pytest.mark.slow
-def test_workers_that_are_out_of_step_are_noticed(pair_engine, tied_model):
-    # Last of this engine: vLLM leaves the second worker's answer to a failed call unread.
-    async def fail_in_both(engine: Engine) -> None:
-        with pytest.raises(EngineError, match="without a matching start"):
-            await engine.post("/finish_weight_update", {"weight_version": "9"})
-
-    speak(pair_engine, fail_in_both)
-    with pytest.raises(EngineError, match=r"without a matching start|restart it"):
-        pair_engine.push(tied_model)
-    with pytest.raises(EngineError, match="restart it"):
-        pair_engine.push(tied_model)
-
-
 def test_whoever_began_first_of_two_pushes_is_told(vllm_engine, tied_model, tmp_path):
     other = served_model(tmp_path, "qwen3", tied=True, seed=1)
 
@@ -205,6 +191,20 @@ def test_a_trainer_killed_in_mid_push_leaves_an_engine_that_serves_nothing_and_c
     with pytest.raises(EngineError, match=NO_COMPLETE_WEIGHTS):
         vllm_engine.generate(random_prompts(1))
     check_usable(vllm_engine, tied_model)
+
+
+@pytest.mark.slow
+def test_workers_that_are_out_of_step_are_noticed(pair_engine, tied_model):
+    # Last of this engine: vLLM leaves the second worker's answer to a failed call unread.
+    async def fail_in_both(engine: Engine) -> None:
+        with pytest.raises(EngineError, match="without a matching start"):
+            await engine.post("/finish_weight_update", {"weight_version": "9"})
+
+    speak(pair_engine, fail_in_both)
+    with pytest.raises(EngineError, match=r"without a matching start|restart it"):
+        pair_engine.push(tied_model)
+    with pytest.raises(EngineError, match="restart it"):
+        pair_engine.push(tied_model)
 
 
 @pytest.mark.slow

@@ -1,0 +1,176 @@
+"""vLLM engines that consist of their workers alone, which take calls from other processes.
+
+Pushes into them go the way of those into served engines, from where HTTP has ended: the frame's own
+routine makes the links, and what the client asks for is answered by what we add to vLLM's workers.
+Every worker keeps its groups and its process while it is given one model after the other.
+"""
+
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Listener
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from checkpoint_convert.vllm import EngineDims
+from distributed import run_ranks
+from megatron_grpo.rollout import WorkerSums
+from megatron_grpo.rollout.push_check import check_reports
+from vllm_workers import become_worker, start_worker
+
+
+class WorkerProcess:
+    """What is called, in the process of one worker."""
+
+    worker: Any
+    """vLLM's; `serve` says which."""
+    before: dict[str, Tensor]
+    """For what a test wants to remember of its parameters."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._served: dict[tuple[Path, EngineDims, str], Any] = {}
+
+    def serve(self, folder: Path, dims: EngineDims, dtype: str) -> None:
+        """Have `worker` be one that has begun with the model in `folder`."""
+        key = folder, dims, dtype
+        if key not in self._served:
+            self._served[key] = start_worker(self.rank, folder, dims, dtype)
+        self.worker = self._served[key]
+
+
+Function = Callable[..., Any]
+"""Called in the process of a worker: with its `WorkerProcess`, then other arguments."""
+
+
+@dataclass(frozen=True)
+class WorkerEngines:
+    """What any process needs to call the workers, all at the same time."""
+
+    addresses: list[list[str]]
+    """By engine, then by worker."""
+
+    @property
+    def base_urls(self) -> list[str]:
+        """Names of the engines, as a config wants them; nothing listens there."""
+        return [f"http://127.0.0.1:{port}" for port in range(1, 1 + len(self.addresses))]
+
+    def call(self, function: Function, *args: Any) -> list[list[Any]]:
+        """What `function`, of a module, returns in every worker of every engine."""
+        return self.call_each(function, [args for _ in self.addresses])
+
+    def call_each(self, function: Function, args: Sequence[tuple[Any, ...]]) -> list[list[Any]]:
+        """The same with arguments of each engine's own."""
+        with ExitStack() as stack:
+            calls = [
+                [stack.enter_context(Client(address, "AF_UNIX")) for address in workers]
+                for workers in self.addresses
+            ]
+            for workers, own in zip(calls, args, strict=True):
+                for connection in workers:
+                    connection.send((function, own))
+            return [[connection.recv() for connection in workers] for workers in calls]
+
+
+@contextmanager
+def worker_engines(
+    num_engines: int, num_workers: int, folder: Path, timeout: float
+) -> Iterator[WorkerEngines]:
+    """Engines of `num_workers` each, for `timeout` seconds at most; `folder` is for their sockets.
+
+    When a worker has failed, its traceback is raised at the end.
+    """
+    addresses = [
+        [str(folder / f"{engine}-{worker}") for worker in range(num_workers)]
+        for engine in range(num_engines)
+    ]
+    with ThreadPoolExecutor(num_engines) as pool:
+        worlds = [
+            pool.submit(run_ranks, num_workers, _take_calls, workers, timeout=timeout)
+            for workers in addresses
+        ]
+        engines = WorkerEngines(addresses)
+        try:
+            while not all(Path(address).exists() for workers in addresses for address in workers):
+                assert not any(world.done() for world in worlds)
+                time.sleep(0.05)
+            yield engines
+            engines.call(_end)
+        finally:
+            for world in worlds:
+                world.result()
+
+
+def _take_calls(rank: int, addresses: Sequence[str]) -> None:
+    with Listener(addresses[rank], "AF_UNIX") as listener:
+        become_worker(len(addresses))
+        process = WorkerProcess(rank)
+        function = None
+        while function is not _end:
+            with listener.accept() as connection:
+                function, args = connection.recv()
+                answer = function(process, *args)
+                with suppress(BrokenPipeError):  # who asked may have failed meanwhile
+                    connection.send(answer)
+
+
+def _end(process: WorkerProcess) -> None:
+    pass
+
+
+def parameters_of(worker: Any) -> dict[str, Tensor]:
+    return dict(worker.get_model().named_parameters())
+
+
+class WorkerClient:
+    """What `RolloutClient` does for a push, without HTTP and without a server that is paused."""
+
+    def __init__(self, workers: WorkerEngines) -> None:
+        self.workers = workers
+        self.base_urls = workers.base_urls
+
+    @contextmanager
+    def engines(self) -> Iterator["WorkerClient"]:
+        """See `ExperienceSource`."""
+        yield self
+
+    def connect(self, invitation: dict[str, Any]) -> None:
+        """See `RolloutClient`, as are all below."""
+        infos = [
+            ({"invitation": invitation, "engine": engine},)
+            for engine in range(len(self.workers.addresses))
+        ]
+        self.workers.call_each(_init_weight_transfer_engine, infos)
+
+    def begin_push(self, push: str) -> None:
+        self._ask("begin_push", push=push)
+
+    def receive_push(self, push: str) -> None:
+        self._ask("receive_push", push=push)
+
+    def check_push(self, push: str, expected: Sequence[WorkerSums]) -> None:
+        check_reports(self.base_urls, self._ask("push_report"), push, expected)
+
+    def finish_push(self, push: str, policy_version: int) -> None:
+        self._ask("finish_push", push=push)
+        assert {a["push"] for workers in self._ask("held_push") for a in workers} == {push}
+
+    def _ask(self, method: str, **arguments: str) -> list[list[dict[str, Any]]]:
+        question = uuid.uuid4().hex
+        answers = self.workers.call(_ask, method, arguments | {"question": question})
+        assert all(a["question"] == question for workers in answers for a in workers)
+        return answers
+
+
+def _init_weight_transfer_engine(process: WorkerProcess, info: dict[str, Any]) -> None:
+    process.worker.init_weight_transfer_engine(info)
+
+
+def _ask(process: WorkerProcess, method: str, arguments: dict[str, str]) -> dict[str, Any]:
+    answer: dict[str, Any] = getattr(process.worker, method)(**arguments)
+    return answer
