@@ -1,17 +1,10 @@
 """Tensors put together from boxes of a source, one at a time: the core of every conversion."""
 
 from collections import defaultdict
-from collections.abc import Mapping
-from contextlib import closing
-from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from checkpoint_convert.shape import ModelShape
-from checkpoint_convert.weights import Weights, open_weights
-from parallel import Box, Copy, Layout, intersect
-from parallel.views import as_local, as_whole
+from checkpoint_convert.values import Words, converted
+from checkpoint_convert.weights import Weights
+from parallel import Box, Copy, Layout, Shape, intersect
 
 
 class Assembly:
@@ -27,28 +20,28 @@ class Assembly:
         for name, box in layout.zeros:
             self._zeros[name].append(box)
 
-    def fill(self, name: str, tensor: Tensor) -> None:
-        """Write every element of the local tensor `name`, in the dtype and device of `tensor`."""
-        with torch.no_grad():
-            for copy in self._copies[name]:
-                target = as_whole(tensor[copy.destination_box.slices], copy.destination_axes)
-                num_dims = len(copy.source_box.size)
-                target = as_local(target, copy.source_axes, num_dims)
+    def dtypes(self, name: str) -> set[str]:
+        """In what the values of the local tensor `name` are stored."""
+        return {self._source.dtypes[copy.source] for copy in self._copies[name]}
+
+    def first_source(self, name: str) -> tuple[str, Shape]:
+        """Where in the source the local tensor `name` begins: a tensor and an index."""
+        if not self._copies[name]:  # nothing but zeros
+            return "", ()
+        first = self._copies[name][0]
+        return first.source, first.source_box.start
+
+    def fill(self, name: str, words: Words, dtype: str) -> None:
+        """Write every element of the local tensor `name`, in `dtype`."""
+        for copy in self._copies[name]:
+            target = words[copy.destination_box.slices]
+            # Files stack tensors and do not turn them: what differs is dimensions of extent 1.
+            target = target.reshape(copy.source_box.size, copy=False)
+            stored = self._source.dtypes[copy.source]
+            if stored == dtype:
                 self._source.read_into(copy.source, copy.source_box, target)
-            for box in self._zeros[name]:
-                tensor[box.slices].zero_()
-
-
-def read_weights(
-    path: Path, shape: ModelShape, layout: Layout, parameters: Mapping[str, Tensor]
-) -> None:
-    """Fill every element of `parameters`, the local tensors that `layout` describes, in place.
-
-    Values are converted to the dtype and device of each parameter. Raises the ValueError of
-    `open_weights` when the files at `path` do not hold the model.
-    """
-    layout.check_shapes({name: tuple(tensor.shape) for name, tensor in parameters.items()})
-    with closing(open_weights(path, shape)) as weights:
-        assembly = Assembly(weights, layout)
-        for name, parameter in parameters.items():
-            assembly.fill(name, parameter)
+            else:
+                found = self._source.read(copy.source, copy.source_box)
+                target[...] = converted(found, stored, dtype)
+        for box in self._zeros[name]:
+            words[box.slices] = 0

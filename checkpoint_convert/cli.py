@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import (
@@ -31,7 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="""Weights between Hugging Face folders and Megatron-Core checkpoints.
 
-    Nothing is gathered: processes copy boxes of tensors from file to file, 32 MiB at a time.
+    Nothing is gathered: processes copy boxes of tensors from file to file, 4 MiB at a time.
 
     \b
     checkpoint-convert import --hf Qwen3-8B --out qwen3_8b --tp 8
@@ -40,7 +39,7 @@ app = typer.Typer(
     """,
 )
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 NUM_WORKERS = min(8, os.cpu_count() or 1)
 
 Dtype = Annotated[
@@ -233,6 +232,9 @@ def _stop(signum: int, frame: object) -> None:
 
 def main() -> None:
     """Entry point: what a user can mend is one message on stderr and exit code 2."""
+    # Else numpy starts threads for products of matrices, of which there are none here, and no
+    # thread must be alive while worker processes are forked.
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
             signal.signal(number, _stop)

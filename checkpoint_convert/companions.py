@@ -10,11 +10,9 @@ from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import torch
-
-from checkpoint_convert.gguf_config import write_hf_config
 from checkpoint_convert.gguf_file import find_gguf
 from checkpoint_convert.hf_config import read_json, read_shape
+from checkpoint_convert.safetensors_file import TORCH_NAMES
 from checkpoint_convert.shape import differing_fields
 from checkpoint_convert.torch_dist import is_torch_dist
 from parallel import Shape
@@ -55,6 +53,9 @@ def model_config(path: Path, hf_config: Path | None = None) -> Iterator[Path]:
             )
         yield path / CHECKPOINT_FOLDER
     elif (gguf := find_gguf(path)) is not None:
+        # Its libraries of tokenizers take as long to be imported as all the rest.
+        from checkpoint_convert.gguf_config import write_hf_config  # noqa: PLC0415
+
         with TemporaryDirectory() as folder:
             write_hf_config(gguf, Path(folder))
             yield Path(folder)
@@ -72,15 +73,15 @@ def _check_same_model(own: Path, given: Path) -> None:
         )
 
 
-def main_dtype(shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]) -> torch.dtype:
+def main_dtype(shapes: Mapping[str, Shape], dtypes: Mapping[str, str]) -> str:
     """The dtype of most of the weights, which is the one that config.json names."""
-    totals: Counter[torch.dtype] = Counter()
+    totals: Counter[str] = Counter()
     for name, shape in shapes.items():
         totals[dtypes[name]] += prod(shape)
     return totals.most_common(1)[0][0]
 
 
-def copy_companions(source: Path, folder: Path, dtype: torch.dtype) -> None:
+def copy_companions(source: Path, folder: Path, dtype: str) -> None:
     """Copy what belongs to a model from one folder to another, with `dtype` in config.json.
 
     Raises ValueError for a link out of the folder: what it points to need not be anybody's to read.
@@ -95,7 +96,7 @@ def copy_companions(source: Path, folder: Path, dtype: torch.dtype) -> None:
     config = read_json(source / "config.json")
     # The name of `dtype` before transformers 5, which reads both.
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    config[key] = str(dtype).removeprefix("torch.")
+    config[key] = TORCH_NAMES[dtype]
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from checkpoint_convert.gguf_file import ROPE_FACTORS
+from checkpoint_convert.gguf_file import ROPE_FACTORS, rope_factors
 from checkpoint_convert.gguf_header import GgufHeader
 from checkpoint_convert.gguf_tokenizer import write_tokenizer
-from checkpoint_convert.tensor_io import StoredTensors
-from parallel import Box
+from checkpoint_convert.safetensors_file import TORCH_NAMES
 
 _CLASSES = {
     "llama": "LlamaForCausalLM",
@@ -115,7 +114,7 @@ def _config(header: GgufHeader) -> dict[str, Any]:
         "vocab_size": embedding.shape[0],
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "rope_parameters": _rope_parameters(header, values),
-        "dtype": str(matrices.pop()).removeprefix("torch.") if len(matrices) == 1 else "float32",
+        "dtype": TORCH_NAMES[matrices.pop()] if len(matrices) == 1 else "float32",
     }
 
 
@@ -150,11 +149,9 @@ def _rope_parameters(header: GgufHeader, values: dict[str, Any]) -> dict[str, An
         "rope_theta": float(values.get("rope.freq_base", 10000.0)),
     }
     if ROPE_FACTORS in header.tensors:  # `GgufTensors` checks every one against this
-        place = header.tensors[ROPE_FACTORS].place
-        factors = StoredTensors({ROPE_FACTORS: place}).read(ROPE_FACTORS, Box.whole(place.shape))
         return rope | {
             "rope_type": "llama3",
-            "factor": float(factors.max()),
+            "factor": float(rope_factors(header).max()),
             "low_freq_factor": 1.0,
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,

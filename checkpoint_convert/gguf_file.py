@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import pi
 from pathlib import Path
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from checkpoint_convert.gguf_header import (
     ARCHITECTURES,
@@ -26,6 +27,7 @@ from checkpoint_convert.gguf_header import (
 from checkpoint_convert.megatron import hf_tensors
 from checkpoint_convert.shape import ModelShape
 from checkpoint_convert.tensor_io import StoredTensors, TensorSource
+from checkpoint_convert.values import WORDS, Words, floats
 from parallel import Box
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -76,8 +78,8 @@ class GgufTensors(TensorSource):
         self._is_paired = header.architecture == _WITH_ROWS_PAIRED
         self._head_dim = shape.head_dim
 
-    def read(self, name: str, box: Box) -> Tensor:
-        """Values of `box` of a tensor, on the CPU, in its dtype; shape `box.size`."""
+    def read(self, name: str, box: Box) -> Words:
+        """The words of `box` of a tensor, in its dtype; shape `box.size`."""
         is_paired = self._is_paired and _PAIRED_ROWS.search(name) is not None
         wide = _widened(box, 0, self._head_dim) if is_paired else box
         wide = _widened(wide, -1, self._stored[name].block[0])
@@ -86,8 +88,8 @@ class GgufTensors(TensorSource):
             values = _halves(values, self._head_dim)
         return values[box.moved(wide.start, (0,) * len(wide.start)).slices]
 
-    def _read_blocks(self, name: str, box: Box) -> Tensor:
-        """Values of a box of whole blocks, in the order of the file."""
+    def _read_blocks(self, name: str, box: Box) -> Words:
+        """The words of a box of whole blocks, in the order of the file."""
         stored = self._stored[name]
         if stored.place.dtype != BYTES:
             return self._bytes.read(name, box)
@@ -97,21 +99,29 @@ class GgufTensors(TensorSource):
             for whole in (box.start, box.size)
         )
         blocks = self._bytes.read(name, Box(start, size))
-        return torch.from_numpy(gguf_library().dequantize(blocks.numpy(), stored.kind))
+        values: NDArray[Any] = gguf_library().dequantize(blocks, stored.kind)
+        return values.view(WORDS["F32"])
 
     def close(self) -> None:
         """Close the file."""
         self._bytes.close()
 
 
-def llama3_rope_factors(factor: float, theta: float, head_dim: int) -> Tensor:
+def rope_factors(header: GgufHeader) -> NDArray[Any]:
+    """By what a file divides the frequencies of RoPE: its tensor ROPE_FACTORS."""
+    place = header.tensors[ROPE_FACTORS].place
+    with StoredTensors({ROPE_FACTORS: place}) as stored:
+        return floats(stored.read(ROPE_FACTORS, Box.whole(place.shape)), place.dtype)
+
+
+def llama3_rope_factors(factor: float, theta: float, head_dim: int) -> NDArray[Any]:
     """By what Llama 3 divides the frequencies of RoPE, which GGUF files store as a tensor.
 
     Wavelengths beyond the original context of 8,192 are stretched by `factor`, those below a
     quarter of it not at all, and in between the frequency is interpolated.
     """
-    wavelengths = 2 * pi * theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    smooth = ((8192 / wavelengths - 1.0) / (4.0 - 1.0)).clamp(0, 1)
+    wavelengths = 2 * pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    smooth = ((8192 / wavelengths - 1.0) / (4.0 - 1.0)).clip(0, 1)
     return 1 / ((1 - smooth) / factor + smooth)
 
 
@@ -154,7 +164,7 @@ def _can_be_read(stored: GgufTensor) -> bool:
     gguf = gguf_library()
     if stored.place.dtype != BYTES:
         return True
-    block = torch.zeros(1, stored.block[1], dtype=torch.uint8).numpy()
+    block = np.zeros((1, stored.block[1]), np.uint8)
     try:
         gguf.dequantize(block, stored.kind)
     except NotImplementedError:
@@ -166,11 +176,10 @@ def _rope_faults(header: GgufHeader, shape: ModelShape) -> Iterator[str]:
     """llama.cpp takes a scaled RoPE from a tensor, we from the config: they must agree."""
     if ROPE_FACTORS not in header.tensors:
         return
-    place = header.tensors[ROPE_FACTORS].place
-    factors = StoredTensors({ROPE_FACTORS: place}).read(ROPE_FACTORS, Box.whole(place.shape))
+    factors = rope_factors(header)
     scaling = shape.rope_scaling or {"factor": 1.0}
     wanted = llama3_rope_factors(scaling["factor"], shape.rope_theta, shape.head_dim)
-    if factors.shape != wanted.shape or not torch.allclose(factors.double(), wanted, rtol=1e-4):
+    if factors.shape != wanted.shape or not np.allclose(factors, wanted, rtol=1e-4):
         yield (
             f"{ROPE_FACTORS} scales RoPE by up to {factors.max():g}, and not as the config says: "
             f"{shape.rope_scaling or 'not at all'}"
@@ -199,6 +208,7 @@ def _widened(box: Box, dim: int, unit: int) -> Box:
     return box.narrowed(dim % len(box.size), first - box.start[dim], end - first)
 
 
-def _halves(values: Tensor, head_dim: int) -> Tensor:
+def _halves(words: Words, head_dim: int) -> Words:
     """Rows of whole heads, from neighbours that rotate together to halves that do."""
-    return values.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+    pairs = words.reshape(-1, head_dim // 2, 2, *words.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(words.shape)

@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-import torch
 
-from checkpoint_convert.safetensors_file import TensorPlace
-from checkpoint_convert.tensor_io import TORCH_DTYPES
+from checkpoint_convert.safetensors_file import ITEM_SIZES, TensorPlace
 from parallel import Shape
 
 # `general.architecture` of a file -> the families that llama.cpp converts to it.
@@ -114,9 +112,9 @@ class GgufTensor:
     place: TensorPlace
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> str:
         """Of the values that are read: a quantized type becomes float32."""
-        return TORCH_DTYPES.get(self.place.dtype, torch.float32)
+        return self.place.dtype if self.place.dtype in ITEM_SIZES else "F32"
 
 
 class _Stream:
@@ -205,7 +203,7 @@ def _stored(path: Path, shape: Shape, kind: int, offset: int) -> GgufTensor:
         raise ValueError(f"a row of {columns} values is not whole blocks of {values_per_block}")
     num_bytes = prod(shape) // values_per_block * block_bytes
     place = TensorPlace(path, tensor_type.name, shape, offset, num_bytes)
-    if tensor_type.name not in TORCH_DTYPES:  # bytes of blocks
+    if tensor_type.name not in ITEM_SIZES:  # bytes of blocks
         row_bytes = columns // values_per_block * block_bytes
         place = replace(place, dtype=BYTES, shape=(*rows, row_bytes))
     return GgufTensor(shape, tensor_type, (values_per_block, block_bytes), place)

@@ -5,44 +5,37 @@ their offsets. The files can be written again and again, which is how new weight
 engine through shared memory.
 """
 
-import json
 import os
 import shutil
 from collections import defaultdict
 from collections.abc import Mapping
-from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from checkpoint_convert.companions import copy_companions, main_dtype
-from checkpoint_convert.hf_folder import INDEX_FILE, SINGLE_FILE, locate_tensors
+from checkpoint_convert.hf_folder import INDEX_FILE, locate_tensors
+from checkpoint_convert.hf_writer import MAX_SHARD_BYTES, create_folder
 from checkpoint_convert.megatron import hf_tensors
-from checkpoint_convert.new_folder import check_space
-from checkpoint_convert.safetensors_file import create_file
 from checkpoint_convert.shape import ModelShape
-from checkpoint_convert.tensor_io import TORCH_DTYPES, errors_named, write_box
+from checkpoint_convert.tensor_io import errors_named, write_box
+from checkpoint_convert.torch_words import DTYPE_NAMES, DTYPES, words_of
 from parallel import Copy, Layout, intersect
 from parallel.views import as_whole
-
-DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-MAX_SHARD_BYTES = 5 * 10**9
 
 
 def create_export(
     folder: str | Path,
     source_folder: str | Path,
     shape: ModelShape,
-    dtype: torch.dtype | Mapping[str, torch.dtype],
+    dtype: torch.dtype,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Make a Hugging Face folder whose weights are zeros; one process calls this.
+    """Make a Hugging Face folder whose weights are zeros of `dtype`; one process calls this.
 
-    `dtype` is that of all tensors, or of each by name. Everything but the weights is copied from
-    `source_folder`, with the dtype in config.json adjusted. A weight file exceeds `max_shard_bytes`
-    only when one tensor does. Weights already in `folder` are removed. Raises ValueError when the
-    disk is too full or both folders are the same.
+    Everything but the weights is copied from `source_folder`, with the dtype in config.json
+    adjusted. A weight file exceeds `max_shard_bytes` only when one tensor does. Weights already in
+    `folder` are removed. Raises ValueError when the disk is too full or both folders are the same.
     """
     folder, source_folder = Path(folder), Path(source_folder)
     if folder.resolve() == source_folder.resolve():
@@ -50,22 +43,8 @@ def create_export(
     folder.mkdir(parents=True, exist_ok=True)
     for old in [*folder.glob("*.safetensors"), *folder.glob(INDEX_FILE)]:
         old.unlink()
-    shapes = hf_tensors(shape)
-    dtypes = dict.fromkeys(shapes, dtype) if isinstance(dtype, torch.dtype) else dtype
-    sizes = {name: prod(size) * dtypes[name].itemsize for name, size in shapes.items()}
-    needed = sum(sizes.values())
-    check_space(folder, needed)
-    shards = _shards(sizes, max_shard_bytes)
-    files = _file_names(len(shards))
-    for file, names in zip(files, shards, strict=True):
-        create_file(
-            folder / file, {name: (DTYPE_NAMES[dtypes[name]], shapes[name]) for name in names}
-        )
-    if len(files) > 1:
-        weight_map = {n: file for file, names in zip(files, shards, strict=True) for n in names}
-        index = {"metadata": {"total_size": needed}, "weight_map": weight_map}
-        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
-    copy_companions(source_folder, folder, main_dtype(shapes, dtypes))
+    dtypes = dict.fromkeys(hf_tensors(shape), DTYPE_NAMES[dtype])
+    create_folder(folder, source_folder, shape, dtypes, max_shard_bytes)
 
 
 def write_weights(folder: str | Path, layout: Layout, parameters: Mapping[str, Tensor]) -> None:
@@ -89,7 +68,8 @@ def write_weights(folder: str | Path, layout: Layout, parameters: Mapping[str, T
                 values = parameters[copy.source].detach()[copy.source_box.slices]
                 values = as_whole(values, copy.source_axes)
                 place = places[copy.destination]
-                write_box(opened.fileno(), place, copy.destination_box, values)
+                values = values.to("cpu", DTYPES[place.dtype])
+                write_box(opened.fileno(), place, copy.destination_box, words_of(values))
             os.fsync(opened)
 
 
@@ -107,22 +87,3 @@ def finish_export(partial: str | Path, folder: str | Path) -> None:
     partial.rename(folder)
     if replaced.exists():
         shutil.rmtree(replaced)
-
-
-def _shards(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
-    """Cut the tensors, in order, into files of at most `max_bytes` where that is possible."""
-    shards: list[list[str]] = []
-    room = 0
-    for name, size in sizes.items():
-        if not shards or size > room:
-            shards.append([])
-            room = max_bytes
-        shards[-1].append(name)
-        room -= size
-    return shards
-
-
-def _file_names(count: int) -> list[str]:
-    if count == 1:
-        return [SINGLE_FILE]
-    return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]

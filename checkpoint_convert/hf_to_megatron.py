@@ -3,8 +3,6 @@
 from contextlib import closing
 from pathlib import Path
 
-import torch
-
 from checkpoint_convert.companions import (
     CHECKPOINT_FOLDER,
     copy_companions,
@@ -27,7 +25,7 @@ def import_checkpoint(
     dims: ParallelDims,
     *,
     hf_config: Path | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: str | None = None,
     num_workers: int = 1,
     progress: Progress = lambda done, total: None,
 ) -> None:
@@ -35,8 +33,8 @@ def import_checkpoint(
 
     The checkpoint loads at any layout; each rank of `dims` finds its parts as chunks of their own.
     `hf_config` is the folder with config.json and tokenizer, None: `hf` says them itself. `dtype`
-    converts all weights; None leaves each as it is. `out` appears when it is complete. Raises
-    ValueError for what is wrong with the model, with `dims` or with `out`.
+    ("BF16", as safetensors name it) converts all weights; None leaves each as it is. `out` appears
+    when it is complete. Raises ValueError for what is wrong with the model, `dims` or `out`.
     """
     with (
         model_config(hf, hf_config) as config,
@@ -49,7 +47,7 @@ def import_checkpoint(
             companions = folder / CHECKPOINT_FOLDER
             companions.mkdir()
             copy_companions(config, companions, main_dtype(shapes, dtypes))
-            chunks = create_chunks(folder, plan.files, num_workers)
+            chunks = create_chunks(folder, plan.files)
             places = {created.chunk.name: created.place for created in chunks}
             transfer(weights, plan.layout, places, num_workers, progress)
             finish_checkpoint(folder, chunks, extra_states(weights.shape))

@@ -6,13 +6,13 @@ from dataclasses import asdict
 from math import prod
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
 from checkpoint_convert.companions import model_config
 from checkpoint_convert.hf_config import read_shape
 from checkpoint_convert.megatron import hf_tensors, megatron_layout
+from checkpoint_convert.safetensors_file import ITEM_SIZES, TORCH_NAMES
 from checkpoint_convert.shape import ModelShape, check_divisible
 from checkpoint_convert.weights import Weights, open_weights
 from parallel import Coordinates, ParallelDims, Shape, divisors
@@ -92,14 +92,14 @@ def _chunk_table(weights: Weights) -> Table:
 
 def _dtype_table(weights: Weights) -> Table:
     shapes = hf_tensors(weights.shape)
-    counts: Counter[torch.dtype] = Counter()
-    elements: Counter[torch.dtype] = Counter()
+    counts: Counter[str] = Counter()
+    elements: Counter[str] = Counter()
     for name, dtype in weights.dtypes.items():
         counts[dtype] += 1
         elements[dtype] += prod(shapes[name])
     table = Table("dtype", "tensors", "parameters", "size", box=None)
     for dtype, count in counts.items():
-        size = elements[dtype] * dtype.itemsize
-        name = str(dtype).removeprefix("torch.")
+        size = elements[dtype] * ITEM_SIZES[dtype]
+        name = TORCH_NAMES[dtype]
         table.add_row(name, f"{count:,}", f"{elements[dtype]:,}", f"{size / 1e9:,.3f} GB")
     return table

@@ -4,14 +4,13 @@ from contextlib import closing
 from math import prod
 from pathlib import Path
 
-import torch
-
 from checkpoint_convert.companions import model_config
 from checkpoint_convert.hf_config import read_shape
-from checkpoint_convert.hf_export import MAX_SHARD_BYTES, create_export
 from checkpoint_convert.hf_folder import locate_tensors
+from checkpoint_convert.hf_writer import MAX_SHARD_BYTES, create_folder
 from checkpoint_convert.megatron import hf_tensors
 from checkpoint_convert.new_folder import new_folder
+from checkpoint_convert.safetensors_file import ITEM_SIZES
 from checkpoint_convert.torch_dist import is_torch_dist
 from checkpoint_convert.transfer import Progress, transfer
 from checkpoint_convert.weights import open_weights
@@ -23,7 +22,7 @@ def export_checkpoint(
     out: Path,
     *,
     hf_config: Path | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     num_workers: int = 1,
     progress: Progress = lambda done, total: None,
@@ -31,8 +30,9 @@ def export_checkpoint(
     """Write the torch_dist checkpoint `megatron` as Hugging Face folder `out`.
 
     `hf_config` is a folder with config.json, tokenizer and generation config; None takes those that
-    an import left in the checkpoint. `dtype` converts all weights; None leaves each as it is. `out`
-    appears when it is complete. Raises ValueError for what is wrong with any of them.
+    an import left in the checkpoint. `dtype` ("BF16", as safetensors name it) converts all weights;
+    None leaves each as it is. `out` appears when it is complete. Raises ValueError for what is
+    wrong with any of them.
     """
     if not is_torch_dist(megatron):
         raise ValueError(
@@ -45,8 +45,8 @@ def export_checkpoint(
     ):
         shapes = hf_tensors(weights.shape)
         dtypes = weights.dtypes if dtype is None else dict.fromkeys(shapes, dtype)
-        num_bytes = sum(prod(shape) * dtypes[name].itemsize for name, shape in shapes.items())
+        num_bytes = sum(prod(shape) * ITEM_SIZES[dtypes[name]] for name, shape in shapes.items())
         with new_folder(out, num_bytes) as folder:
-            create_export(folder, config, weights.shape, dtypes, max_shard_bytes)
+            create_folder(folder, config, weights.shape, dtypes, max_shard_bytes)
             whole = Layout.of_whole_tensors(shapes)
             transfer(weights, whole, locate_tensors(folder), num_workers, progress)

@@ -51,6 +51,7 @@ def _sync(path: Path) -> None:
     """See a file, or the names in a folder, on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with errors_named(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -3,9 +3,8 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-import torch
-
 from checkpoint_convert.megatron import checkpoint_boxes, checkpoint_layout, hf_tensors
+from checkpoint_convert.safetensors_file import ITEM_SIZES
 from checkpoint_convert.shape import ModelShape, check_divisible, padded_vocab_size
 from checkpoint_convert.torch_dist_writer import Chunk
 from parallel import Box, Layout, ParallelDims, Piece, cover_exactly
@@ -29,13 +28,11 @@ class ImportPlan:
         return sum(chunk.num_bytes for file in self.files for chunk in file)
 
 
-def plan_import(
-    shape: ModelShape, dims: ParallelDims, dtypes: Mapping[str, torch.dtype]
-) -> ImportPlan:
+def plan_import(shape: ModelShape, dims: ParallelDims, dtypes: Mapping[str, str]) -> ImportPlan:
     """Cut the model as the ranks of `dims` hold it, and then into chunks that fit into memory.
 
-    `dtypes` are those of the Hugging Face tensors. Raises ValueError when `dims` cannot split the
-    model, and when tensors that Megatron-Core stores as one differ in dtype.
+    `dtypes` are those of the Hugging Face tensors, by safetensors' names. Raises ValueError when
+    `dims` cannot split the model, or tensors that Megatron-Core stores as one differ in dtype.
     """
     check_divisible(shape, dims)
     whole = checkpoint_layout(shape, padded_vocab_size(shape, dims))
@@ -44,7 +41,7 @@ def plan_import(
         Chunk(key, part, whole.shapes[key], key_dtypes[key])
         for owned in checkpoint_boxes(shape, dims)
         for key, box in owned
-        for part in box.cut(MAX_CHUNK_BYTES // key_dtypes[key].itemsize)
+        for part in box.cut(MAX_CHUNK_BYTES // ITEM_SIZES[key_dtypes[key]])
     ]
     layout = Layout(
         {chunk.name: chunk.box.size for chunk in chunks},
@@ -54,8 +51,8 @@ def plan_import(
     return ImportPlan(list(_files(_in_reading_order(chunks, layout))), layout)
 
 
-def _key_dtypes(whole: Layout, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
-    found: dict[str, torch.dtype] = {}
+def _key_dtypes(whole: Layout, dtypes: Mapping[str, str]) -> dict[str, str]:
+    found: dict[str, str] = {}
     for piece in whole.pieces:
         dtype = dtypes[piece.tensor]
         if found.setdefault(piece.local, dtype) != dtype:

@@ -14,8 +14,11 @@ from typing import Any
 
 from parallel import Shape
 
-# Bytes per element of the dtypes that weights may have here.
 ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""Bytes per element of the dtypes that weights may have here."""
+TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""Torch's names of those dtypes, which config.json uses."""
+NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
 _METADATA = "__metadata__"
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 

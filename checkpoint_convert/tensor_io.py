@@ -4,6 +4,7 @@ Plain reads and writes, not a memory map: a map of a file larger than memory may
 network file systems serve its page faults slowly and share its pages badly between hosts.
 """
 
+import ctypes
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -13,25 +14,19 @@ from math import prod
 from pathlib import Path
 from typing import Any, Self
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from checkpoint_convert.safetensors_file import TensorPlace
+from checkpoint_convert.values import WORDS, Words
 from parallel import Box, Shape
 
-TORCH_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
-# What may be read: values, and bytes that are none yet, such as the blocks of a quantized tensor.
-_READABLE = {**TORCH_DTYPES, "U8": torch.uint8}
-# Linux takes one call for one large piece of page cache; to find 16 MiB of it in a row can cost
-# several times the copy. With calls of 1 MiB, writing is as fast as `cp`.
-_WRITE_BYTES = 1 << 20
+# Linux takes one call for one large piece of page cache; to find 1 MiB of it in a row can cost
+# several times the copy. With calls of 64 KiB, at multiples of it, writing is as fast as `cp`.
+_WRITE_BYTES = 1 << 16
 # A checkpoint of a thousand ranks has two thousand files; a process may open some 1,000.
 _MAX_OPEN_FILES = 256
+_SYNC_FILE_RANGE_WRITE = 2  # of sync_file_range(2)
+_libc = ctypes.CDLL(None)
 
 
 class OpenFiles:
@@ -64,16 +59,16 @@ class OpenFiles:
 class TensorSource(ABC):
     """Tensors that are read box by box."""
 
-    dtypes: Mapping[str, torch.dtype]
+    dtypes: Mapping[str, str]
     """Stored dtype of every tensor."""
 
     @abstractmethod
-    def read(self, name: str, box: Box) -> Tensor:
-        """Values of `box` of a tensor, on the CPU, in the stored dtype; shape `box.size`."""
+    def read(self, name: str, box: Box) -> Words:
+        """The words of `box` of a tensor, in the stored dtype; shape `box.size`."""
 
-    def read_into(self, name: str, box: Box, target: Tensor) -> None:
-        """Put values into `target`, of shape `box.size` and of any dtype, strides or device."""
-        target.copy_(self.read(name, box))
+    def read_into(self, name: str, box: Box, target: Words) -> None:
+        """Put the words of `box` into `target`, of the same shape, its strides whatever."""
+        target[...] = self.read(name, box)
 
     @abstractmethod
     def close(self) -> None:
@@ -85,19 +80,20 @@ class StoredTensors(TensorSource):
 
     def __init__(self, places: Mapping[str, TensorPlace]) -> None:
         self.shapes = {name: place.shape for name, place in places.items()}
-        self.dtypes = {name: _READABLE[place.dtype] for name, place in places.items()}
+        self.dtypes = {name: place.dtype for name, place in places.items()}
         self._places = places
         self._files = OpenFiles()
 
-    def read(self, name: str, box: Box) -> Tensor:
-        """Values of `box` of a tensor, on the CPU, in the stored dtype; shape `box.size`."""
-        place = self._place(name)
-        return read_box(self._files.descriptor(place.file), place, box)
+    def read(self, name: str, box: Box) -> Words:
+        """The words of `box` of a tensor, in the stored dtype; shape `box.size`."""
+        words: Words = np.empty(box.size, WORDS[self.dtypes[name]])
+        self.read_into(name, box, words)
+        return words
 
-    def read_into(self, name: str, box: Box, target: Tensor) -> None:
-        """Read straight into `target` where it is laid out as the file is."""
+    def read_into(self, name: str, box: Box, target: Words) -> None:
+        """Read `box` straight into `target`."""
         place = self._place(name)
-        read_box_into(self._files.descriptor(place.file), place, box, target)
+        read_box(self._files.descriptor(place.file), place, box, target)
 
     def close(self) -> None:
         """Close the files."""
@@ -113,39 +109,38 @@ class StoredTensors(TensorSource):
         return self._places[name]
 
 
-def read_box(descriptor: int, place: TensorPlace, box: Box) -> Tensor:
-    """Values of `box` of a stored tensor, on the CPU, in the stored dtype; shape `box.size`."""
-    values = torch.empty(box.size, dtype=_READABLE[place.dtype])
-    _read(descriptor, place, box, values)
-    return values
-
-
-def read_box_into(descriptor: int, place: TensorPlace, box: Box, target: Tensor) -> None:
-    """Read `box` straight into `target` where it is laid out as the file is, else by a copy."""
-    is_alike = target.dtype == _READABLE[place.dtype] and target.device.type == "cpu"
-    if is_alike and target.is_contiguous():
-        _read(descriptor, place, box, target)
-    else:
-        target.copy_(read_box(descriptor, place, box))
-
-
-def _read(descriptor: int, place: TensorPlace, box: Box, values: Tensor) -> None:
+def read_box(descriptor: int, place: TensorPlace, box: Box, target: Words) -> None:
+    """Read `box` of a stored tensor into words of its shape: straight, where they are in a row."""
+    words: Words = target
+    if not target.flags.c_contiguous:
+        words = np.empty(box.size, target.dtype)
     with errors_named(place.file):
-        for part, position in _runs(values, place, box):
+        for part, position in _runs(words, place, box):
             while part:  # one call reads at most 2 GiB
                 num_bytes = os.preadv(descriptor, [part], position)
                 if num_bytes == 0:
                     raise ValueError(f"{place.file} ended at byte {position} while it was read")
                 part, position = part[num_bytes:], position + num_bytes
+    if words is not target:
+        target[...] = words
 
 
-def write_box(descriptor: int, place: TensorPlace, box: Box, values: Tensor) -> None:
-    """Store `values` (shape `box.size`) as `box` of a stored tensor, in the stored dtype."""
-    values = values.to("cpu", TORCH_DTYPES[place.dtype]).contiguous()
-    for part, position in _runs(values, place, box):
+def write_box(descriptor: int, place: TensorPlace, box: Box, words: Words) -> None:
+    """Store `words` (shape `box.size`) as `box` of a stored tensor."""
+    for part, position in _runs(np.ascontiguousarray(words), place, box):
         while part:
-            num_bytes = os.pwrite(descriptor, part[:_WRITE_BYTES], position)
+            room = _WRITE_BYTES - position % _WRITE_BYTES
+            num_bytes = os.pwrite(descriptor, part[:room], position)
             part, position = part[num_bytes:], position + num_bytes
+
+
+def start_syncing(descriptor: int) -> None:
+    """Have Linux begin to put on the disk what was written to a file, and do not wait for it.
+
+    What fails is told to whoever waits, by fsync.
+    """
+    whole = ctypes.c_int64(0), ctypes.c_int64(0)
+    _libc.sync_file_range(descriptor, *whole, _SYNC_FILE_RANGE_WRITE)
 
 
 @contextmanager
@@ -159,14 +154,13 @@ def errors_named(path: Path) -> Iterator[None]:
         raise
 
 
-def _runs(values: Tensor, place: TensorPlace, box: Box) -> Iterator[tuple[memoryview, int]]:
-    """The bytes of `values`, cut where `box` is cut in the file, each with its place there."""
-    data = values.view(-1).view(torch.uint8).numpy().data
-    item_size = values.element_size()
+def _runs(words: Words, place: TensorPlace, box: Box) -> Iterator[tuple[memoryview, int]]:
+    """The bytes of `words`, cut where `box` is cut in the file, each with its place there."""
+    data = words.data.cast("B")
     starts, length = _run_starts(place.shape, box)
-    num_bytes = length * item_size
+    num_bytes = length * words.itemsize
     for i, start in enumerate(starts):
-        yield data[i * num_bytes : (i + 1) * num_bytes], place.offset + start * item_size
+        yield data[i * num_bytes : (i + 1) * num_bytes], place.offset + start * words.itemsize
 
 
 def _run_starts(shape: Shape, box: Box) -> tuple[list[int], int]:

@@ -10,11 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from checkpoint_convert.hf_config import read_json
-from checkpoint_convert.safetensors_file import TensorPlace
-from checkpoint_convert.tensor_io import TORCH_DTYPES, StoredTensors
+from checkpoint_convert.safetensors_file import ITEM_SIZES, TensorPlace
+from checkpoint_convert.tensor_io import StoredTensors
 from checkpoint_convert.torch_dist_metadata import StoredChunk, StoredTensor, read_metadata
 from checkpoint_convert.torch_file import read_place
 from parallel import Box, Layout, Piece, Shape
@@ -43,7 +41,7 @@ class ChunkTensors(StoredTensors):
     A read raises ValueError when what is stored is not the tensor that the metadata says.
     """
 
-    def __init__(self, folder: Path, chunks: Mapping[str, tuple[StoredChunk, torch.dtype]]) -> None:
+    def __init__(self, folder: Path, chunks: Mapping[str, tuple[StoredChunk, str]]) -> None:
         self._found: dict[str, TensorPlace] = {}
         super().__init__(self._found)
         self.shapes = {name: chunk.box.size for name, (chunk, _) in chunks.items()}
@@ -59,7 +57,7 @@ class ChunkTensors(StoredTensors):
         chunk, dtype = self._chunks[name]
         path = self._folder / chunk.file
         place = read_place(self._files.descriptor(path), path, chunk.offset, chunk.length)
-        if (place.shape, TORCH_DTYPES.get(place.dtype)) != (chunk.box.size, dtype):
+        if (place.shape, place.dtype) != (chunk.box.size, dtype):
             raise ValueError(
                 f"{path} at byte {chunk.offset} holds {place.dtype} {list(place.shape)}, not "
                 f"{name} as {dtype} {list(chunk.box.size)}"
@@ -103,11 +101,10 @@ def read_chunks(folder: Path, keys: Callable[[str], bool] = lambda key: True) ->
 
 
 def _check_dtypes(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
-    supported = [str(dtype) for dtype in TORCH_DTYPES.values()]
     faults = [
-        f"{key} has dtype {tensor.dtype}, supported: {supported}"
+        f"{key} has dtype {tensor.dtype}, supported: {sorted(ITEM_SIZES)}"
         for key, tensor in tensors.items()
-        if tensor.dtype not in TORCH_DTYPES.values()
+        if tensor.dtype not in ITEM_SIZES
     ]
     if faults:
         raise ValueError(f"{folder} cannot be read:\n  " + "\n  ".join(faults))

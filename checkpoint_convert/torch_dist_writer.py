@@ -4,41 +4,38 @@ Files of the final size come first; then anybody writes the values to their plac
 the metadata come last and make it a checkpoint.
 """
 
-import io
 import json
 import os
-import pickle
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
+from typing import Any
 
-import torch
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.serialization import get_crc32_options, set_crc32_options, skip_data
-
-from checkpoint_convert.safetensors_file import TensorPlace
+from checkpoint_convert.safetensors_file import ITEM_SIZES, TORCH_NAMES, TensorPlace
 from checkpoint_convert.torch_dist import BACKENDS_FILE, METADATA_FILE, chunk_name
-from checkpoint_convert.torch_file import read_place
-from checkpoint_convert.workers import run_tasks
+from checkpoint_convert.torch_pickle import Call, Instance, Name, dump
+from checkpoint_convert.torch_save import saved_object, saved_tensor
 from parallel import Box, Layout, Piece, Shape, cover_exactly
 
 _COMMON_FILE = "common.pt"
+_EMPTY_FILE = "__empty_0.distcp"
 _BACKEND_VERSIONS = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
     "common_backend": "torch",
     "common_backend_version": 1,
 }
+_VERSION = "1.0.0"  # of torch.distributed.checkpoint
+_METADATA, _TENSOR, _BYTES, _CHUNK, _PROPERTIES, _ORDER, _INDEX = (
+    Name("torch.distributed.checkpoint.metadata", name)
+    for name in (
+        *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+        *("TensorProperties", "_MEM_FORMAT_ENCODING", "MetadataIndex"),
+    )
+)
+_PLACE = Name("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+_LAYOUT = Name("torch.serialization", "_get_layout")
+_SIZE = Name("torch", "Size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +46,7 @@ class Chunk:
     box: Box
     shape: Shape
     """Of the whole tensor."""
-    dtype: torch.dtype
+    dtype: str
 
     @property
     def name(self) -> str:
@@ -59,7 +56,7 @@ class Chunk:
     @property
     def num_bytes(self) -> int:
         """Size of its values."""
-        return self.box.num_elements * self.dtype.itemsize
+        return self.box.num_elements * ITEM_SIZES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,31 +72,30 @@ class CreatedChunk:
     """Where the values belong."""
 
 
-def create_chunks(
-    folder: Path, files: Sequence[Sequence[Chunk]], num_workers: int = 1
-) -> list[CreatedChunk]:
+def create_chunks(folder: Path, files: Sequence[Sequence[Chunk]]) -> list[CreatedChunk]:
     """Write files of the final size that hold `files`' chunks, in order, but for their values.
 
     They take no disk space until the values are written.
     """
-    created = run_tasks(
-        lambda number: _create_file(folder / f"__{number}_0.distcp", files[number]),
-        range(len(files)),
-        num_workers,
-    )
-    return list(chain.from_iterable(created))
+    return [
+        created
+        for number, chunks in enumerate(files)
+        for created in _create_file(folder / f"__{number}_0.distcp", chunks)
+    ]
 
 
 def _create_file(path: Path, chunks: Sequence[Chunk]) -> list[CreatedChunk]:
     created = []
-    with path.open("w+b") as file, _without_values():
+    with path.open("wb") as file:
         for chunk in chunks:
+            saved = saved_tensor(chunk.box.size, chunk.dtype)
             offset = file.tell()
-            torch.save(torch.empty(chunk.box.size, dtype=chunk.dtype), file)
-            length = file.tell() - offset
-            file.flush()
-            place = read_place(file.fileno(), path, offset, length)
-            created.append(CreatedChunk(chunk, path.name, offset, length, place))
+            file.write(saved.head)
+            start = file.tell()
+            file.seek(saved.num_bytes, os.SEEK_CUR)
+            file.write(saved.tail)
+            place = TensorPlace(path, chunk.dtype, chunk.box.size, start, saved.num_bytes)
+            created.append(CreatedChunk(chunk, path.name, offset, saved.length, place))
     return created
 
 
@@ -114,34 +110,57 @@ def finish_checkpoint(
     chunks = [each.chunk for each in created]
     pieces = tuple(Piece(c.name, Box.whole(c.box.size), c.key, c.box) for c in chunks)
     cover_exactly({c.key: c.shape for c in chunks}, [Layout({}, pieces)])
-    tensors = {
-        c.key: TensorStorageMetadata(TensorProperties(c.dtype), torch.Size(c.shape), chunks=[])
-        for c in chunks
-    }
-    places = {}
-    for each in created:
-        start, size = torch.Size(each.chunk.box.start), torch.Size(each.chunk.box.size)
-        tensors[each.chunk.key].chunks.append(ChunkStorageMetadata(start, size))
-        info = _StorageInfo(each.file, each.offset, each.length)
-        places[MetadataIndex(each.chunk.key, start)] = info
     if empty_objects:  # all are stored once
-        nothing, name = _saved([None]), "__empty_0.distcp"
-        _write(folder / name, nothing)
-        places |= {MetadataIndex(o): _StorageInfo(name, 0, len(nothing)) for o in empty_objects}
-    metadata = Metadata(
-        {**tensors, **{name: BytesStorageMetadata() for name in empty_objects}},
-        storage_data=places,
-        version=CURRENT_DCP_VERSION,
-    )
-    _write(folder / METADATA_FILE, pickle.dumps(metadata))
-    _write(folder / _COMMON_FILE, _saved({}))
+        _write(folder / _EMPTY_FILE, saved_object([None]))
+    _write(folder / METADATA_FILE, dump(_metadata(created, empty_objects)))
+    _write(folder / _COMMON_FILE, saved_object({}))
     _write(folder / BACKENDS_FILE, json.dumps(_BACKEND_VERSIONS).encode())
 
 
-def _saved(value: object) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
+def _metadata(created: Sequence[CreatedChunk], empty_objects: Sequence[str]) -> Instance:
+    """The Metadata of torch.distributed.checkpoint, as it would be pickled."""
+    boxes: dict[str, list[Instance]] = {each.chunk.key: [] for each in created}
+    places = {}
+    for each in created:
+        key, start, size = each.chunk.key, _size(each.chunk.box.start), _size(each.chunk.box.size)
+        boxes[key].append(_instance(_CHUNK, offsets=start, sizes=size))
+        place = {"relative_path": each.file, "offset": each.offset, "length": each.length}
+        places[_instance(_INDEX, fqn=key, offset=start, index=None)] = _instance(_PLACE, **place)
+    entries = {
+        chunk.key: _instance(
+            _TENSOR,
+            properties=_properties(chunk.dtype),
+            size=_size(chunk.shape),
+            chunks=boxes[chunk.key],
+        )
+        for chunk in {each.chunk.key: each.chunk for each in created}.values()
+    }
+    nothing = {"relative_path": _EMPTY_FILE, "offset": 0, "length": len(saved_object([None]))}
+    for name in empty_objects:
+        entries[name] = Instance(_BYTES)
+        places[_instance(_INDEX, fqn=name, offset=None, index=None)] = _instance(_PLACE, **nothing)
+    return _instance(
+        _METADATA,
+        state_dict_metadata=entries,
+        planner_data=None,
+        storage_data=places,
+        storage_meta=None,
+        version=_VERSION,
+    )
+
+
+def _instance(of: Name, **attributes: Any) -> Instance:
+    return Instance(of, attributes)
+
+
+def _size(shape: Shape) -> Call:
+    return Call(_SIZE, (shape,))
+
+
+def _properties(dtype: str) -> Instance:
+    """A dense tensor in contiguous order, not in pinned memory, which needs no gradient."""
+    layout, order = Call(_LAYOUT, ("torch.strided",)), Call(_ORDER, (0,))
+    return Instance(_PROPERTIES, (Name("torch", TORCH_NAMES[dtype]), layout, False, order, False))
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -149,15 +168,3 @@ def _write(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-@contextmanager
-def _without_values() -> Iterator[None]:
-    """Let torch.save leave room for values, and say no checksums of them, which nobody reads."""
-    before = get_crc32_options()
-    set_crc32_options(False)
-    try:
-        with skip_data():
-            yield
-    finally:
-        set_crc32_options(before)

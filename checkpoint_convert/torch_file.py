@@ -1,31 +1,27 @@
 """Where torch.save put the bytes of tensors. Only the pickle that names them is read.
 
 A file of torch.save is a zip archive, uncompressed: a pickle that builds the tensors, and one
-record of bytes per storage. To load a pickle is to run what it asks for, so it is left to torch's
-unpickler for weights, which calls nothing but what builds tensors.
+record of bytes per storage.
 """
 
-import io
 import os
-import re
 import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import IO, Any, cast
 from zipfile import ZIP_STORED, ZipFile
 
-import torch
-from torch import Tensor, _weights_only_unpickler
-
-from checkpoint_convert.safetensors_file import TensorPlace
-from checkpoint_convert.tensor_io import TORCH_DTYPES
+from checkpoint_convert.safetensors_file import NAMES, TensorPlace
+from checkpoint_convert.torch_pickle import ITEM_SIZES, load, whole_numbers
+from parallel import Shape
 
 _ZIP_MAGIC = b"PK\x03\x04"
 # What comes before a record: the magic and, at the end, the lengths of its name and extra field.
 _LOCAL_HEADER = struct.Struct("<4s22x2H")
 _ENCRYPTED = 1
-_RECORD = "_record"  # an attribute of storages: where they are in the file, and their size
 _MAX_PICKLE_BYTES = 100_000_000  # as for headers of safetensors; a tensor takes some 200
-_DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def read_places(path: Path) -> dict[str, TensorPlace]:
@@ -61,39 +57,87 @@ def _load(descriptor: int, path: Path, offset: int, length: int) -> Any:
         )
     try:
         archive = _Archive(_FilePart(descriptor, offset, length))
-        return _Unpickler(archive).load()
+        return load(archive.bytes("data.pkl", _MAX_PICKLE_BYTES), archive.storage)
     except Exception as error:  # a malformed file can provoke any
-        raise ValueError(
-            f"{path} at byte {offset} is no file of tensors: {_reason(error)}"
-        ) from error
-    finally:
-        # Where torch keeps those that are still to be checked; here they are refused.
-        torch._utils._sparse_tensors_to_validate.clear()
-
-
-def _reason(error: Exception) -> str:
-    """What torch says of a file, without the advice on how to trust it."""
-    asked = re.search(r"GLOBAL (\S+)", str(error))
-    if asked:
-        return f"its pickle asks for {asked[1]}"
-    paragraphs = [part for part in str(error).split("\n\n") if "documentation of torch" not in part]
-    return "".join(paragraphs[-1:]).split(". ")[0] or repr(error)
+        reason = str(error) or repr(error)
+        raise ValueError(f"{path} at byte {offset} is no file of tensors: {reason}") from error
 
 
 def _place(value: Any, path: Path, where: str, offset: int) -> TensorPlace:
-    if not isinstance(value, Tensor):
-        raise ValueError(f"{where} is {type(value).__name__}, not a tensor")
-    if value.layout is not torch.strided or not value.is_contiguous():
-        raise ValueError(f"{where} is sparse or strided: save it again as .contiguous()")
-    record = getattr(value.untyped_storage(), _RECORD, None)
-    if record is None:
-        raise ValueError(f"{where} was saved from the meta device, without values")
-    start, num_bytes = record
-    first = value.storage_offset() * value.element_size()
-    if first + value.nbytes > num_bytes:
-        raise ValueError(f"{where} ends at byte {first + value.nbytes} of {num_bytes} bytes")
-    dtype = _DTYPE_NAMES.get(value.dtype, str(value.dtype).removeprefix("torch."))
-    return TensorPlace(path, dtype, tuple(value.shape), offset + start + first, value.nbytes)
+    try:
+        tensor = _tensor(value)
+    except _NoTensorError as error:
+        raise ValueError(f"{where} is {error}") from error
+    except Exception as error:  # the arguments of a call can be anything
+        raise ValueError(f"{where} is malformed: {error!r}") from error
+    storage, start, num_bytes = tensor.storage, tensor.start, tensor.num_bytes
+    if start + num_bytes > storage.num_bytes:
+        raise ValueError(f"{where} ends at byte {start + num_bytes} of {storage.num_bytes} bytes")
+    dtype = NAMES.get(tensor.dtype, tensor.dtype)
+    return TensorPlace(path, dtype, tensor.shape, offset + storage.start + start, num_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Storage:
+    """A record of values: its place in the file and the dtype that the pickle names."""
+
+    start: int
+    num_bytes: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """`num_bytes` of a storage from its byte `start` on."""
+
+    storage: _Storage
+    start: int
+    num_bytes: int
+    shape: Shape
+    dtype: str
+
+
+class _NoTensorError(Exception):
+    """Says what a value is instead."""
+
+
+def _tensor(value: Any) -> _Tensor:
+    """The tensor that a pickle would have built, from the calls that it asks for."""
+    for _ in range(_MAX_WRAPPERS):  # a pickle can have a call be its own argument
+        if type(value).__name__ in _WRAPPERS:
+            value = _WRAPPERS[type(value).__name__](value)
+    kind = type(value).__name__
+    if kind == "_rebuild_meta_tensor_no_storage":
+        raise _NoTensorError("from the meta device, saved without values")
+    if kind == "_rebuild_sparse_tensor":
+        raise _NoTensorError(_SCATTERED)
+    if kind not in ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3"):
+        raise _NoTensorError(f"{kind}, not a tensor")
+    storage, first, shape, strides = value.arguments[:4]
+    dtype = value.arguments[6] if kind.endswith("v3") else storage.dtype
+    (first,), shape, strides = map(whole_numbers, ((first,), shape, strides))
+    if not _is_contiguous(shape, strides):
+        raise _NoTensorError(_SCATTERED)
+    size = ITEM_SIZES[dtype]
+    return _Tensor(storage, first * size, prod(shape) * size, shape, dtype)
+
+
+_SCATTERED = "sparse or strided: save it again as .contiguous()"
+_MAX_WRAPPERS = 3
+# Around the call that builds a tensor where it is a parameter, or has attributes.
+_WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "_rebuild_parameter": lambda value: value.arguments[0],
+    "_rebuild_parameter_with_state": lambda value: value.arguments[0],
+    "_rebuild_from_type_v2": lambda value: value.arguments[0](*value.arguments[2]),
+}
+
+
+def _is_contiguous(shape: Shape, strides: Shape) -> bool:
+    wanted = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    return 0 in shape or all(
+        size == 1 or stride == step
+        for size, stride, step in zip(shape, strides, wanted, strict=True)
+    )
 
 
 class _Archive:
@@ -133,29 +177,15 @@ class _Archive:
         self._file.seek(start)
         return self._file.read(size)
 
-
-class _Unpickler(_weights_only_unpickler.Unpickler):
-    """Torch's unpickler for weights, whose storages have a place in the file instead of values.
-
-    torch.load says places as well, with ``map_location="meta"``. But it calculates them as if no
-    other program had written the file, and would read storages of the other byte order.
-    """
-
-    def __init__(self, archive: _Archive) -> None:
-        super().__init__(io.BytesIO(archive.bytes("data.pkl", _MAX_PICKLE_BYTES)), encoding="utf-8")
-        self._archive = archive
-
-    def persistent_load(self, pid: Any) -> torch.storage.TypedStorage:
-        _, kind, key, _, num_elements = pid
-        dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
-        start, num_bytes = self._archive.place(f"data/{key}")
-        if num_elements * dtype.itemsize != num_bytes:
+    def storage(self, pid: Any) -> _Storage:
+        """The record of a storage that the pickle mentions."""
+        _, dtype, key, _, num_elements = pid
+        start, num_bytes = self.place(f"data/{key}")
+        if num_elements * ITEM_SIZES[dtype] != num_bytes:
             raise ValueError(
                 f"its record data/{key} has {num_bytes} bytes, not {num_elements} of {dtype}"
             )
-        storage = torch.UntypedStorage(num_bytes, device="meta")
-        setattr(storage, _RECORD, (start, num_bytes))  # its own size grows with that of a tensor
-        return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+        return _Storage(start, num_bytes, dtype)
 
 
 class _FilePart:

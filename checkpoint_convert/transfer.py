@@ -1,23 +1,25 @@
 """Weights from files into the places of other files, part by part, over several processes."""
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from contextlib import ExitStack
+from dataclasses import replace
 
-import torch
+import numpy as np
 
 from checkpoint_convert.assembly import Assembly
-from checkpoint_convert.safetensors_file import TensorPlace
-from checkpoint_convert.tensor_io import TORCH_DTYPES, errors_named, write_box
+from checkpoint_convert.safetensors_file import ITEM_SIZES, TensorPlace
+from checkpoint_convert.tensor_io import errors_named, start_syncing, write_box
+from checkpoint_convert.values import LARGEST, WORDS, Words, floats
 from checkpoint_convert.weights import Weights
+from checkpoint_convert.whole_rows import WholeRows
 from checkpoint_convert.workers import add_bytes, run_tasks
-from parallel import Layout, Piece
+from parallel import Layout, Piece, Shape
 
-# A worker holds one part, and one box of the source that goes into it: so much memory, however
-# large the tensors. The allocator keeps blocks of this size, so that pages are touched only once.
-PART_BYTES = 16 << 20
-# What a worker takes at a time, and then sees on the disk.
-SHARE_BYTES = 256 << 20
+# A worker holds one part, however large the tensors, with the whole rows that it has columns of, or
+# where dtypes differ the box that goes into it. So small that it stays in the processor's cache.
+PART_BYTES = 4 << 20
+# What a worker takes at a time.
+SHARE_BYTES = 64 << 20
 
 Progress = Callable[[int, int], None]
 """Told now and then: bytes done, bytes in all."""
@@ -32,42 +34,58 @@ def transfer(
 ) -> None:
     """Write every element of the tensors that `layout` describes to their `places`.
 
-    The files are there, at their full size. Values are converted to the dtypes of the places. On
-    return the data are on the disk.
+    The files are there, at their full size. Values are converted to the dtypes of the places. The
+    data begin to go to the disk; to wait for them is the caller's.
     """
-    itemsize = max(TORCH_DTYPES[place.dtype].itemsize for place in places.values())
+    itemsize = max(ITEM_SIZES[place.dtype] for place in places.values())
     parts = Layout.of_parts(layout.shapes, PART_BYTES // itemsize)
-    assembly = Assembly(weights, parts.through(layout))
-    largest = max(torch.finfo(dtype).max for dtype in weights.tensors.dtypes.values())
-    narrow = [dtype for dtype in TORCH_DTYPES.values() if torch.finfo(dtype).max < largest]
-
-    def write_share(share: Sequence[Piece]) -> None:
-        path = places[share[0].tensor].file
-        with errors_named(path), path.open("r+b", buffering=0) as file:
-            for part in share:
-                place = places[part.tensor]
-                values = torch.empty(part.box.size, dtype=TORCH_DTYPES[place.dtype])
-                assembly.fill(part.local, values)
-                if values.dtype in narrow and not values.isfinite().all():
-                    raise ValueError(
-                        f"{part.tensor} has values that {values.dtype} cannot hold: choose a "
-                        "--dtype with a larger range"
-                    )
-                write_box(file.fileno(), place, part.box, values)
-                add_bytes(values.nbytes)
-            os.fsync(file)
+    assembly = Assembly(replace(weights, tensors=WholeRows(weights)), parts.through(layout))
 
     def size_of(part: Piece) -> int:
-        return part.box.num_elements * TORCH_DTYPES[places[part.tensor].dtype].itemsize
+        return part.box.num_elements * ITEM_SIZES[places[part.tensor].dtype]
+
+    def write_share(share: Sequence[Piece]) -> None:
+        # The first touch of memory costs more than a copy: all parts go through the same.
+        memory = np.empty(PART_BYTES, np.uint8)
+        with ExitStack() as stack:
+            files = {
+                path: stack.enter_context(path.open("r+b", buffering=0)).fileno()
+                for path in {places[part.tensor].file for part in share}
+            }
+            for part in share:
+                place = places[part.tensor]
+                words = memory[: size_of(part)].view(WORDS[place.dtype]).reshape(part.box.size)
+                assembly.fill(part.local, words, place.dtype)
+                _check_range(part.tensor, words, assembly.dtypes(part.local), place.dtype)
+                with errors_named(place.file):
+                    write_box(files[place.file], place, part.box, words)
+                add_bytes(words.nbytes)
+            for descriptor in files.values():
+                start_syncing(descriptor)
 
     num_bytes = sum(place.num_bytes for place in places.values())
-    in_order = sorted(parts.pieces, key=lambda part: _position(places[part.tensor]))
-    shares = [
-        share
-        for _, in_file in groupby(in_order, key=lambda part: places[part.tensor].file)
-        for share in shares_of(in_file, size_of)
-    ]
+    in_order = _in_reading_order(parts.pieces, weights, assembly)
+    shares = list(shares_of(in_order, size_of))
     run_tasks(write_share, shares, num_workers, lambda done: progress(done, num_bytes))
+
+
+def _in_reading_order(parts: Iterable[Piece], weights: Weights, assembly: Assembly) -> list[Piece]:
+    """Those that take columns of the same rows come one after the other."""
+    number = {name: i for i, name in enumerate(("", *weights.layout.shapes))}
+
+    def key(part: Piece) -> tuple[int, Shape]:
+        name, start = assembly.first_source(part.local)
+        return number[name], start
+
+    return sorted(parts, key=key)
+
+
+def _check_range(tensor: str, words: Words, stored: Iterable[str], dtype: str) -> None:
+    is_narrower = any(LARGEST[each] > LARGEST[dtype] for each in stored)
+    if is_narrower and not np.isfinite(floats(words, dtype)).all():
+        raise ValueError(
+            f"{tensor} has values that {dtype} cannot hold: choose a --dtype with a larger range"
+        )
 
 
 def shares_of(parts: Iterable[Piece], size_of: Callable[[Piece], int]) -> Iterator[list[Piece]]:
@@ -82,7 +100,3 @@ def shares_of(parts: Iterable[Piece], size_of: Callable[[Piece], int]) -> Iterat
             share, room = [], SHARE_BYTES
     if share:
         yield share
-
-
-def _position(place: TensorPlace) -> tuple[str, int]:
-    return str(place.file), place.offset

@@ -7,16 +7,17 @@ from itertools import chain
 from math import isnan
 from pathlib import Path
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from checkpoint_convert.assembly import Assembly
 from checkpoint_convert.companions import CHECKPOINT_FOLDER, model_config
 from checkpoint_convert.hf_config import read_shape
 from checkpoint_convert.megatron import hf_tensors
+from checkpoint_convert.safetensors_file import ITEM_SIZES, TORCH_NAMES
 from checkpoint_convert.shape import differing_fields
 from checkpoint_convert.torch_dist import is_torch_dist
 from checkpoint_convert.transfer import PART_BYTES, Progress, shares_of
+from checkpoint_convert.values import WORDS, Words, floats
 from checkpoint_convert.weights import Weights, open_weights
 from checkpoint_convert.workers import add_bytes, run_tasks
 from parallel import Layout, Piece
@@ -29,14 +30,14 @@ class Difference:
     """How the two versions of a tensor differ."""
 
     tensor: str
-    dtypes: tuple[torch.dtype, torch.dtype]
+    dtypes: tuple[str, str]
     num_different: int
     num_elements: int
     largest: float
     """Largest absolute difference; NaN where a difference cannot be told."""
 
     def __str__(self) -> str:
-        names = [str(dtype).removeprefix("torch.") for dtype in self.dtypes]
+        names = [TORCH_NAMES[dtype] for dtype in self.dtypes]
         if self.num_different == 0:
             return f"{self.tensor}: {names[0]} and {names[1]}, equal in value"
         return (
@@ -80,14 +81,15 @@ def verify_weights(
         dtypes = [side.dtypes for side in sides]
 
         def size_of(part: Piece) -> int:
-            return part.box.num_elements * dtypes[0][part.tensor].itemsize
+            return part.box.num_elements * ITEM_SIZES[dtypes[0][part.tensor]]
 
         def compare_part(part: Piece) -> Difference:
-            values = [torch.empty(part.box.size, dtype=found[part.tensor]) for found in dtypes]
-            for assembly, tensor in zip(assemblies, values, strict=True):
-                assembly.fill(part.local, tensor)
-            add_bytes(values[0].nbytes)
-            return compare(part.tensor, values[0], values[1], tolerance)
+            stored = dtypes[0][part.tensor], dtypes[1][part.tensor]
+            a, b = (np.empty(part.box.size, WORDS[dtype]) for dtype in stored)
+            for assembly, words, dtype in zip(assemblies, (a, b), stored, strict=True):
+                assembly.fill(part.local, words, dtype)
+            add_bytes(a.nbytes)
+            return compare(part.tensor, stored, a, b, tolerance)
 
         num_bytes = sum(map(size_of, parts.pieces))
         compared = run_tasks(
@@ -102,26 +104,28 @@ def verify_weights(
         return [*configs, *_merged(chain.from_iterable(compared), tolerance)]
 
 
-def compare(name: str, a: Tensor, b: Tensor, tolerance: float | None) -> Difference:
+def compare(
+    name: str, dtypes: tuple[str, str], a: Words, b: Words, tolerance: float | None
+) -> Difference:
     """Compare two tensors of one shape, by their bytes or within a tolerance."""
     num_different, largest = 0, 0.0
-    if a.dtype != b.dtype or not torch.equal(_bits(a), _bits(b)):
+    if dtypes[0] != dtypes[1] or not np.array_equal(a, b):
+        values = [
+            floats(words, dtype).astype("f8") for words, dtype in zip((a, b), dtypes, strict=True)
+        ]
         # By their bits -0 is not 0, and NaN is NaN.
-        same = _bits(a) == _bits(b) if a.dtype == b.dtype else a.double() == b.double()
-        gaps = (a.double() - b.double()).abs().masked_fill(same, 0.0)
-        within = same if tolerance is None else gaps <= tolerance  # a gap of NaN is within none
-        num_different, largest = int((~within).sum()), gaps.max().item()
+        same = a == b if dtypes[0] == dtypes[1] else values[0] == values[1]
+        with np.errstate(invalid="ignore"):
+            gaps = np.where(same, 0.0, np.abs(values[0] - values[1]))
+            within = same if tolerance is None else gaps <= tolerance  # NaN is within none
+        num_different, largest = int((~within).sum()), float(gaps.max())
     return Difference(
         tensor=name,
-        dtypes=(a.dtype, b.dtype),
+        dtypes=dtypes,
         num_different=num_different,
-        num_elements=a.numel(),
+        num_elements=a.size,
         largest=largest,
     )
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
 
 
 def _merged(parts: Iterable[Difference], tolerance: float | None) -> list[Difference]:

@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from checkpoint_convert.gguf_file import GgufTensors, find_gguf
 from checkpoint_convert.hf_folder import check_weights
 from checkpoint_convert.megatron import checkpoint_layout, hf_tensors
@@ -29,12 +27,12 @@ class Weights:
     """``safetensors``, ``bin``, ``gguf`` or ``torch_dist``."""
 
     @property
-    def dtypes(self) -> dict[str, torch.dtype]:
+    def dtypes(self) -> dict[str, str]:
         """Dtype of every Hugging Face tensor.
 
         Raises ValueError when a tensor is stored in several.
         """
-        found: dict[str, torch.dtype] = {}
+        found: dict[str, str] = {}
         for piece in self.layout.pieces:
             dtype = self.tensors.dtypes[piece.local]
             if found.setdefault(piece.tensor, dtype) != dtype:

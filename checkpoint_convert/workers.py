@@ -9,8 +9,6 @@ from multiprocessing import get_context
 from multiprocessing.sharedctypes import Synchronized
 from typing import Any, TypeVar
 
-import torch
-
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Progress = Callable[[int], None]
@@ -80,8 +78,6 @@ def _start_worker(task: Callable[[Any], Any], num_bytes: "Synchronized[int]", pa
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    # One thread each: OpenMP threads cannot be used again after a fork.
-    torch.set_num_threads(1)
     _task, _num_bytes = task, num_bytes
 
 

@@ -18,6 +18,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from checkpoint_convert.companions import CHECKPOINT_FOLDER, copy_companions
+from checkpoint_convert.torch_words import DTYPE_NAMES
 from megatron_grpo.model import Policy, unwrapped
 
 # Every optimizer moment is stored in the shape of its parameter, so that a checkpoint can be loaded
@@ -49,7 +50,8 @@ def save(folder: Path, step: int, policy: Policy, keep: int, model_folder: Path)
     if dist.get_rank() == 0:
         companions = partial / CHECKPOINT_FOLDER
         companions.mkdir()
-        copy_companions(model_folder, companions, policy.chunks[0].config.params_dtype)
+        dtype = DTYPE_NAMES[policy.chunks[0].config.params_dtype]
+        copy_companions(model_folder, companions, dtype)
         partial.rename(final)
         pointer = folder / "LATEST.partial"
         pointer.write_text(name + "\n")

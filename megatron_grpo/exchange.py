@@ -3,8 +3,8 @@
 import torch
 import torch.distributed as dist
 
-from parallel import PackedBatch
 from parallel.groups import Groups
+from parallel.packing import PackedBatch
 
 Minibatches = list[list[PackedBatch]]
 """What one data-parallel rank trains on: for every optimizer step its microbatches."""

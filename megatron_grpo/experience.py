@@ -10,7 +10,8 @@ from megatron_grpo.config import Config
 from megatron_grpo.exchange import Minibatches
 from megatron_grpo.loss import loss_weights
 from megatron_grpo.rollout.samples import Sample
-from parallel import Alignment, CostModel, TokenSequence, pack, plan_microbatches
+from parallel.microbatches import CostModel, plan_microbatches
+from parallel.packing import Alignment, TokenSequence, pack
 
 
 @dataclass(frozen=True)

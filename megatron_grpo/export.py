@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from checkpoint_convert import create_export, finish_export, write_weights
+from checkpoint_convert.hf_export import create_export, finish_export, write_weights
 from megatron_grpo.config import Config
 from megatron_grpo.model import Policy
 from parallel.groups import Groups

@@ -15,8 +15,8 @@ from megatron_grpo.experience import share_out
 from megatron_grpo.experience_source import ExperienceSource
 from megatron_grpo.model import Policy
 from megatron_grpo.train_step import compute_logprobs
-from parallel import CostModel
 from parallel.groups import Groups
+from parallel.microbatches import CostModel
 
 BOUNDS = {"float32": 1e-2, "bfloat16": 0.15}
 """Largest mean of the absolute difference of log-probabilities, in nats, by `model.dtype`.

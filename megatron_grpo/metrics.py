@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_grpo.advantages import RewardGroups
 from megatron_grpo.loss import GRPOLoss, k3
-from parallel import PackedBatch
+from parallel.packing import PackedBatch
 
 AllReduce = Callable[[Tensor, dist.ReduceOp.RedOpType], None]
 """Reduces a tensor in place over the ranks that hold different tokens."""

@@ -11,13 +11,16 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 
-from checkpoint_convert import ModelShape, megatron_layout, padded_vocab_size, read_weights
+from checkpoint_convert import ModelShape, megatron_layout, padded_vocab_size
 from checkpoint_convert.megatron import megatron_sender
+from checkpoint_convert.rank_weights import read_weights
 from megatron_grpo.config import Config
 from megatron_grpo.optimizer import make_optimizer, make_scheduler
 from megatron_grpo.transformer import block_spec, transformer_config, uses_transformer_engine
-from parallel import Layout, PackedBatch, Sender, context_indices, pipeline_layers
+from parallel import Layout, Sender, pipeline_layers
+from parallel.context import context_indices
 from parallel.groups import Groups
+from parallel.packing import PackedBatch
 
 
 @dataclass(kw_only=True)

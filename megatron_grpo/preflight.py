@@ -27,7 +27,8 @@ from megatron_grpo.rewards import RewardPool
 from megatron_grpo.rollout import check_engine_arguments
 from megatron_grpo.transformer import transformer_config
 from megatron_grpo.weight_sums import engine_dims
-from parallel import Alignment, plan_microbatches
+from parallel.microbatches import plan_microbatches
+from parallel.packing import Alignment
 
 HEALTH_TIMEOUT_SECONDS = 5.0
 

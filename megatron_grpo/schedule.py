@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megatron_grpo.model import Model, forward, unwrapped
 from megatron_grpo.transformer import balances_experts
-from parallel import PackedBatch
 from parallel.groups import Groups
+from parallel.packing import PackedBatch
 
 T = TypeVar("T")
 

@@ -23,9 +23,9 @@ from megatron_grpo.runlog import RunLog
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.train_step import add_logprobs, train_step
 from megatron_grpo.weight_sync import WeightSync
-from parallel import CostModel
 from parallel.device import communication_backend, setup_device
 from parallel.groups import Groups, destroy_groups, init_groups
+from parallel.microbatches import CostModel
 
 MARGIN = timedelta(minutes=30)
 """What collectives may take beside the longest wait for an engine or a reward."""

@@ -12,14 +12,10 @@ from megatron_grpo.loss import grpo_loss
 from megatron_grpo.metrics import AllReduce, TrainMetrics
 from megatron_grpo.model import Model, Policy
 from megatron_grpo.schedule import run_schedule
-from parallel import (
-    PackedBatch,
-    chosen_logprobs,
-    context_indices,
-    local_mask,
-    prediction_targets,
-)
+from parallel.context import context_indices
 from parallel.groups import Groups
+from parallel.packing import PackedBatch
+from parallel.vocab import chosen_logprobs, local_mask, prediction_targets
 
 
 def response_logprobs(

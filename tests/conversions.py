@@ -17,9 +17,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from checkpoint_convert import hf_tensors, read_shape
-from checkpoint_convert.tensor_io import write_box
+from checkpoint_convert.tensor_io import TensorSource, write_box
 from checkpoint_convert.torch_dist import read_chunks
 from checkpoint_convert.torch_dist_writer import Chunk, create_chunks, finish_checkpoint
+from checkpoint_convert.torch_words import DTYPE_NAMES, DTYPES, words_of
+from checkpoint_convert.values import Words
 from cli_process import run_main
 from distributed import CONTEXT
 from parallel import Box, cover_exactly
@@ -42,6 +44,16 @@ def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
 def bytes_of(tensor: Tensor) -> Tensor:
     """In which NaN equals NaN and -0 is not 0."""
     return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def tensor_of(words: Words, dtype: str) -> Tensor:
+    """The tensor whose bits are `words`."""
+    return torch.from_numpy(words.view(f"i{words.itemsize}")).view(DTYPES[dtype])
+
+
+def read_tensor(source: TensorSource, name: str, box: Box) -> Tensor:
+    """A box of a stored tensor."""
+    return tensor_of(source.read(name, box), source.dtypes[name])
 
 
 def variant(
@@ -104,7 +116,7 @@ def write_checkpoint(
     """A torch_dist checkpoint of whole `tensors`, cut along their first dimensions."""
     folder.mkdir(exist_ok=True)
     chunks = [
-        Chunk(key, box, tuple(value.shape), value.dtype)
+        Chunk(key, box, tuple(value.shape), DTYPE_NAMES[value.dtype])
         for key, value in tensors.items()
         for box in Box.whole(tuple(value.shape)).cut(max_elements)
     ]
@@ -112,7 +124,7 @@ def write_checkpoint(
     for each in created:
         with each.place.file.open("r+b", buffering=0) as file:
             values = tensors[each.chunk.key][each.chunk.box.slices]
-            write_box(file.fileno(), each.place, Box.whole(values.shape), values)
+            write_box(file.fileno(), each.place, Box.whole(values.shape), words_of(values))
     finish_checkpoint(folder, created, empty_objects)
     return folder
 
@@ -126,9 +138,9 @@ def read_checkpoint(
     tensors: dict[str, Tensor] = {}
     with stored.tensors as chunks:
         for piece in stored.layout.pieces:
-            dtype, shape = chunks.dtypes[piece.local], stored.shapes[piece.tensor]
+            dtype, shape = DTYPES[chunks.dtypes[piece.local]], stored.shapes[piece.tensor]
             target = tensors.setdefault(piece.tensor, torch.empty(shape, dtype=dtype))
-            target[piece.box.slices] = chunks.read(piece.local, piece.local_box)
+            target[piece.box.slices] = read_tensor(chunks, piece.local, piece.local_box)
     return tensors
 
 

@@ -14,16 +14,10 @@ from megatron_grpo.model import Policy, build_policy
 from megatron_grpo.schedule import run_schedule
 from megatron_grpo.train_step import response_logprobs
 from oracle import oracle_logprobs
-from parallel import (
-    Alignment,
-    Box,
-    PackedBatch,
-    ParallelDims,
-    TokenSequence,
-    pack,
-)
+from parallel import Box, ParallelDims
 from parallel.device import setup_device
 from parallel.groups import Groups, init_groups
+from parallel.packing import Alignment, PackedBatch, TokenSequence, pack
 
 Lengths = list[list[tuple[int, int]]]
 """(prompt, completion) lengths of the sequences of each packed microbatch."""

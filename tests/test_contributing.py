@@ -12,14 +12,10 @@ from transformers import AutoModelForCausalLM
 from transformers.models.seed_oss import SeedOssConfig
 
 import models
-from checkpoint_convert import (
-    create_export,
-    megatron_layout,
-    read_shape,
-    read_weights,
-    write_weights,
-)
+from checkpoint_convert import megatron_layout, read_shape
 from checkpoint_convert.families import FAMILIES
+from checkpoint_convert.hf_export import create_export, write_weights
+from checkpoint_convert.rank_weights import read_weights
 from distributed import run_ranks
 from megatron_grpo.model import build_reference
 from megatron_grpo.train_step import compute_logprobs

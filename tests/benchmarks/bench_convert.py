@@ -7,9 +7,9 @@ end) and runs in turn: `cp` and `sync`; `checkpoint-convert import --tp 2`; `cp`
 checkpoint; `checkpoint-convert export`. Each runs as a process of its own, start-up included, and
 counts until its bytes are on the disk. "Cold": the source's pages were dropped from the cache
 before. The ratio is given for the whole process and for what the command says of itself, which
-leaves out some two seconds in which Python and torch start. Memory is the sum over all processes of
-a run, shared pages counted once (PSS), sampled in a first round that is not timed: to be looked at
-takes a process time. At the end the exported weights must equal the source bit for bit.
+leaves out the start of Python. Memory is the sum over all processes of a run, shared pages counted
+once (PSS), sampled in a first round that is not timed: to be looked at takes a process time. At the
+end the exported weights must equal the source bit for bit.
 
 Also prints what an import of Llama-3.1-70B would need, from its config alone.
 """
@@ -33,7 +33,6 @@ from safetensors.torch import save_file
 
 from checkpoint_convert import hf_tensors, read_shape
 from checkpoint_convert.plan import plan_import
-from checkpoint_convert.transfer import PART_BYTES
 from parallel import ParallelDims
 
 QWEN_1_5B = {
@@ -90,13 +89,12 @@ def print_plan() -> None:
         shape = read_shape(folder)
         start = time.perf_counter()
         dims = ParallelDims(tensor=8, pipeline=4)
-        plan = plan_import(shape, dims, dict.fromkeys(hf_tensors(shape), torch.bfloat16))
+        plan = plan_import(shape, dims, dict.fromkeys(hf_tensors(shape), "BF16"))
         seconds = time.perf_counter() - start
     num_chunks = sum(len(file) for file in plan.files)
     print(
         f"Llama-3.1-70B, --tp 8 --pp 4: {plan.num_bytes / 1e9:.1f} GB in {num_chunks:,} chunks and "
-        f"{len(plan.files)} files; {2 * PART_BYTES >> 20} MiB of buffers per "
-        f"worker; planned in {seconds:.1f} s"
+        f"{len(plan.files)} files; planned in {seconds:.1f} s"
     )
 
 

@@ -152,3 +152,29 @@ def test_sizes_are_read_as_people_write_them(size, num_bytes):
 def test_nonsense_is_no_size(size):
     with pytest.raises(ValueError, match="is no size: write it like 5GB or 500MB"):
         _num_bytes(size)
+
+
+WITHOUT_TORCH = """
+import sys
+
+sys.modules["torch"] = None  # to import it is an error, in worker processes too
+from checkpoint_convert.cli import app
+
+model, folder = sys.argv[1:]
+for command in (
+    f"import --hf {model} --out {folder}/megatron --tp 2",
+    f"export --megatron {folder}/megatron --out {folder}/hf --dtype fp16",
+    f"import --hf {folder}/hf --out {folder}/again --dtype bf16",
+    f"verify {folder}/megatron {folder}/again --tolerance 1",
+    f"inspect {folder}/again",
+):
+    app(command.split(), standalone_mode=False)
+"""
+
+
+def test_no_command_waits_for_torch_to_be_imported(tmp_path):
+    model = tiny_model(tmp_path / "model", "qwen3")
+    command = [sys.executable, "-c", WITHOUT_TORCH, str(model), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "the same within 1" in done.stdout

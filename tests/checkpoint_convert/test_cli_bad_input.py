@@ -281,7 +281,7 @@ def test_metadata_that_call_something(imported, tmp_path, canary):
     def damage(folder):
         (folder / ".metadata").write_bytes(pickle.dumps(Touch(canary)))
 
-    assert "it asks for io.open" in refused_export(imported, tmp_path, damage)
+    assert "its pickle asks for io.open" in refused_export(imported, tmp_path, damage)
     assert not canary.exists()
 
 

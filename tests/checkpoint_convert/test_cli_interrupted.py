@@ -14,7 +14,7 @@ from checkpoint_convert import hf_tensors, read_shape
 from checkpoint_convert.safetensors_file import create_file
 from conversions import Command, run_cli
 
-LARGE = {  # 539 MB: three shares, so that two workers copy at once
+LARGE = {  # 539 MB: several shares, so that two workers copy at once
     "model_type": "llama",
     "num_hidden_layers": 1,
     "hidden_size": 1024,

@@ -4,7 +4,6 @@ import json
 import shutil
 
 import pytest
-import torch
 
 from checkpoint_convert.companions import CHECKPOINT_FOLDER, copy_companions, model_config
 from checkpoint_convert.hf_to_megatron import import_checkpoint
@@ -45,7 +44,7 @@ def test_licences_and_named_templates_are_carried_and_code_is_not(model, tmp_pat
     for name in (*carried, "modeling.py", "training_args.bin"):
         (source / name).write_text(name)
     out.mkdir()
-    copy_companions(source, out, torch.bfloat16)
+    copy_companions(source, out, "BF16")
     assert [(out / name).read_text() for name in carried] == list(carried)
     assert not (out / "modeling.py").exists()
     assert not (out / "training_args.bin").exists()
@@ -59,12 +58,12 @@ def test_a_link_out_of_the_folder_is_refused_and_one_within_the_hubs_cache_is_no
     (snapshot / "tokenizer.json").symlink_to("../../blobs/0123")
     out = tmp_path / "out"
     out.mkdir()
-    copy_companions(snapshot, out, torch.bfloat16)
+    copy_companions(snapshot, out, "BF16")
     assert (out / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
     (tmp_path / "secret").write_text("token")
     (snapshot / "notes.txt").symlink_to(tmp_path / "secret")
     with pytest.raises(ValueError, match=r"notes\.txt is a link to .*secret, outside of"):
-        copy_companions(snapshot, out, torch.bfloat16)
+        copy_companions(snapshot, out, "BF16")
     assert not (out / "notes.txt").exists()
 
 

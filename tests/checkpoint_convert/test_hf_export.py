@@ -9,16 +9,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from checkpoint_convert import (
-    check_weights,
-    create_export,
-    finish_export,
-    hf_tensors,
-    megatron_layout,
-    read_shape,
-    read_weights,
-    write_weights,
-)
+from checkpoint_convert import check_weights, hf_tensors, megatron_layout, read_shape
+from checkpoint_convert.hf_export import create_export, finish_export, write_weights
+from checkpoint_convert.rank_weights import read_weights
 from models import CONFIGS, tiny_model
 from parallel import ParallelDims
 

@@ -14,6 +14,7 @@ from checkpoint_convert.megatron import megatron_layout
 from checkpoint_convert.plan import plan_import
 from checkpoint_convert.torch_dist import read_chunks
 from checkpoint_convert.torch_file import read_places
+from checkpoint_convert.torch_words import DTYPE_NAMES
 from conversions import assert_same, read_checkpoint, variant, weights_of
 from distributed import run_ranks
 from gguf_models import BF16, F16, F32, Q8_0, write_gguf
@@ -114,7 +115,7 @@ def test_chunks_are_what_the_ranks_of_the_layout_hold(qwen3, tmp_path):
     dims, shape = ParallelDims(tensor=2, pipeline=2), read_shape(qwen3)
     import_checkpoint(qwen3, tmp_path / "out", dims)
     stored = read_chunks(tmp_path / "out")
-    dtypes = dict.fromkeys(weights_of(qwen3), torch.float32)
+    dtypes = dict.fromkeys(weights_of(qwen3), "F32")
     chunks = plan_import(shape, dims, dtypes).layout
     assert stored.layout.shapes == chunks.shapes
     for rank in range(dims.world_size):
@@ -155,7 +156,7 @@ def test_the_same_import_is_the_same_bytes_however_many_workers(qwen3, tmp_path)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_all_weights_are_converted_to_a_dtype_that_is_asked_for(qwen3, tmp_path, dtype):
     import_checkpoint(qwen3, tmp_path / "as_stored", ParallelDims())
-    import_checkpoint(qwen3, tmp_path / "out", ParallelDims(), dtype=dtype)
+    import_checkpoint(qwen3, tmp_path / "out", ParallelDims(), dtype=DTYPE_NAMES[dtype])
     stored = read_checkpoint(tmp_path / "as_stored")
     converted = {key: value.to(dtype) for key, value in stored.items()}
     assert_same(read_checkpoint(tmp_path / "out"), converted)
@@ -185,12 +186,10 @@ def test_tensors_that_megatron_fuses_must_agree_in_dtype(qwen3, tmp_path):
     model = variant(
         qwen3, tmp_path / "model", partial(to_bf16, but=("layers.1.mlp.up_proj.weight",))
     )
-    with pytest.raises(
-        ValueError, match=r"layers\.1\.mlp\.up_proj\.weight is torch.float32.*--dty"
-    ):
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj\.weight is F32.*--dty"):
         import_checkpoint(model, tmp_path / "out", ParallelDims())
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
-    import_checkpoint(model, tmp_path / "out", ParallelDims(), dtype=torch.bfloat16)
+    import_checkpoint(model, tmp_path / "out", ParallelDims(), dtype="BF16")
 
 
 # Where the weights come from.
@@ -229,7 +228,7 @@ def test_an_import_of_a_gguf_file_is_that_of_the_folder_it_came_from(models, tmp
 @pytest.mark.parametrize("kind", [F32, F16, BF16, Q8_0], ids=lambda kind: kind.name)
 def test_a_gguf_file_is_converted_to_the_dtype_that_is_asked_for(qwen3, tmp_path, kind):
     gguf = write_gguf(tmp_path / "model.gguf", qwen3, kind=lambda name: kind)
-    import_checkpoint(gguf, tmp_path / "out", ParallelDims(), dtype=torch.bfloat16)
+    import_checkpoint(gguf, tmp_path / "out", ParallelDims(), dtype="BF16")
     found = read_checkpoint(tmp_path / "out")["output_layer.weight"]
     assert found.dtype == torch.bfloat16
     expected = weights_of(qwen3)["lm_head.weight"]

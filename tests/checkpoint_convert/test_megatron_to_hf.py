@@ -11,6 +11,7 @@ from checkpoint_convert import check_weights, read_shape
 from checkpoint_convert.companions import CHECKPOINT_FOLDER, copy_companions
 from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.megatron_to_hf import export_checkpoint
+from checkpoint_convert.torch_words import DTYPE_NAMES
 from conversions import assert_same, random_weights, variant, weights_of
 from distributed import run_ranks
 from models import CONFIGS
@@ -185,7 +186,7 @@ def test_weight_files_stay_below_their_size_and_transformers_loads_them(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_all_weights_are_converted_to_a_dtype_that_is_asked_for(llama, imported, tmp_path, dtype):
-    export_checkpoint(imported, tmp_path / "hf", dtype=dtype)
+    export_checkpoint(imported, tmp_path / "hf", dtype=DTYPE_NAMES[dtype])
     expected = {name: value.to(dtype) for name, value in weights_of(llama).items()}
     assert_same(weights_of(tmp_path / "hf"), expected)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").dtype == dtype
@@ -224,7 +225,7 @@ def test_companions_go_both_ways_unchanged(llama, tmp_path):
 def test_another_config_may_bring_its_own_companions(llama, imported, tmp_path):
     own = tmp_path / "own"
     own.mkdir()
-    copy_companions(llama, own, torch.float32)
+    copy_companions(llama, own, "F32")
     (own / "chat_template.jinja").write_text("{{ messages }}")
     export_checkpoint(imported, tmp_path / "hf", hf_config=own)
     assert AutoTokenizer.from_pretrained(tmp_path / "hf").chat_template == "{{ messages }}"

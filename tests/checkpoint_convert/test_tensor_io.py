@@ -4,13 +4,17 @@ import pickle
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from checkpoint_convert.safetensors_file import create_file, read_header
-from checkpoint_convert.tensor_io import TORCH_DTYPES, StoredTensors, read_box, write_box
+from checkpoint_convert.tensor_io import StoredTensors, read_box, write_box
+from checkpoint_convert.torch_words import DTYPES, words_of
+from checkpoint_convert.values import WORDS
+from conversions import read_tensor, tensor_of
 from parallel import Box
 
 
@@ -23,7 +27,7 @@ def boxes(draw):
 
 
 @settings(deadline=None)
-@given(boxes(), st.sampled_from(sorted(TORCH_DTYPES)))
+@given(boxes(), st.sampled_from(sorted(DTYPES)))
 def test_a_box_is_written_and_read_where_slicing_puts_it(shape_and_box, dtype):
     shape, box = shape_and_box
     with tempfile.TemporaryDirectory() as folder:
@@ -31,13 +35,21 @@ def test_a_box_is_written_and_read_where_slicing_puts_it(shape_and_box, dtype):
         shapes = {"before": (3,), "x": shape, "after": (2, 2)}
         create_file(path, {name: (dtype, size) for name, size in shapes.items()})
         values = torch.rand(*reversed(box.size)).permute(*reversed(range(len(shape))))
+        values = values.to(DTYPES[dtype])
         place = read_header(path)["x"]
         with path.open("r+b", buffering=0) as file:
-            write_box(file.fileno(), place, box, values)  # not contiguous, and of another dtype
-            stored = read_box(file.fileno(), place, box)
-        expected = torch.zeros(shape, dtype=TORCH_DTYPES[dtype])
-        expected[box.slices] = values.to(TORCH_DTYPES[dtype])
-        assert torch.equal(stored, expected[box.slices])
+            write_box(file.fileno(), place, box, words_of(values))  # not contiguous
+            around = np.zeros([n + 2 for n in box.size], WORDS[dtype])
+            inner = around[(slice(1, -1),) * around.ndim]
+            read_box(file.fileno(), place, box, inner)  # nor this
+            words = np.empty(box.size, WORDS[dtype])
+            read_box(file.fileno(), place, box, words)
+        expected = torch.zeros(shape, dtype=DTYPES[dtype])
+        expected[box.slices] = values
+        assert torch.equal(tensor_of(words, dtype), values)
+        assert np.array_equal(inner, words)
+        inner[...] = 0
+        assert not around.any()
         tensors = load_file(path)
         assert torch.equal(tensors["x"], expected)
         assert not tensors["before"].any()
@@ -55,11 +67,11 @@ def test_more_files_are_read_than_may_be_open(tmp_path, monkeypatch):
     with StoredTensors(places) as tensors:
         for _ in range(2):
             for name, value in values.items():
-                assert torch.equal(tensors.read(name, Box((1, 0), (2, 4))), value[1:])
+                assert torch.equal(read_tensor(tensors, name, Box((1, 0), (2, 4))), value[1:])
         assert len(list(Path("/proc/self/fd").iterdir())) == before + 2
         # Another process opens its own.
         copied = pickle.loads(pickle.dumps(tensors))
         assert len(list(Path("/proc/self/fd").iterdir())) == before + 2
         with copied:
-            assert torch.equal(copied.read("x0", Box.whole((3, 4))), values["x0"])
+            assert torch.equal(read_tensor(copied, "x0", Box.whole((3, 4))), values["x0"])
     assert len(list(Path("/proc/self/fd").iterdir())) == before

@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from checkpoint_convert.torch_dist import is_torch_dist, read_chunks
-from conversions import Touch, assert_same, read_checkpoint, write_checkpoint
+from conversions import Touch, assert_same, read_checkpoint, read_tensor, write_checkpoint
 from distributed import run_ranks
 from models import tiny_model
 from parallel import Box, ParallelDims
@@ -74,7 +74,7 @@ def test_any_box_of_a_chunk_is_read(tmp_path):
     (first, *_) = stored.layout.pieces
     assert first.local == "w@0.0.0"
     assert first.box == Box((0, 0, 0), (1, 5, 7))
-    found = stored.tensors.read("w@0.0.0", Box((0, 2, 3), (1, 3, 2)))
+    found = read_tensor(stored.tensors, "w@0.0.0", Box((0, 2, 3), (1, 3, 2)))
     assert torch.equal(found, value[:1, 2:5, 3:5])
 
 
@@ -158,7 +158,7 @@ def test_a_dtype_that_is_not_supported_is_named(tmp_path):
     tensors = {"a": torch.ones(2, dtype=torch.int8), "b": torch.ones(2)}
     dcp.save(tensors, checkpoint_id=tmp_path, no_dist=True)
     (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
-    assert "a has dtype torch.int8, supported: " in refusal(tmp_path)
+    assert "a has dtype int8, supported: " in refusal(tmp_path)
     assert_same(read_checkpoint(tmp_path, lambda key: key == "b"), {"b": torch.ones(2)})
 
 
@@ -186,7 +186,7 @@ def test_a_chunk_that_is_not_what_the_metadata_say_is_refused_when_read(written)
 
     edit_metadata(written, change)
     tensors = read_chunks(written).tensors
-    with pytest.raises(ValueError, match=r"holds F32 \[4, 4\], not optimizer.w@0.0 as torch.bf"):
+    with pytest.raises(ValueError, match=r"holds F32 \[4, 4\], not optimizer.w@0.0 as BF16"):
         tensors.read("optimizer.w@0.0", Box((0, 0), (4, 4)))
 
 
@@ -205,12 +205,12 @@ def canary(tmp_path):
 
 def test_metadata_that_are_a_call_are_refused_by_its_name(written, canary):
     (written / ".metadata").write_bytes(pickle.dumps(Touch(canary)))
-    assert "it asks for io.open" in refusal(written)
+    assert "its pickle asks for io.open" in refusal(written)
 
 
 def test_a_call_hidden_in_real_metadata_is_refused(written, canary):
     edit_metadata(written, lambda metadata: setattr(metadata, "planner_data", [Touch(canary)]))
-    assert "it asks for io.open" in refusal(written)
+    assert "its pickle asks for io.open" in refusal(written)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_a_call_hidden_in_real_metadata_is_refused(written, canary):
 def test_only_the_classes_of_metadata_are_known(written, name):
     called = name_of(*name) + b")R"
     (written / ".metadata").write_bytes(b"\x80\x04" + called + b".")
-    assert f"it asks for {'.'.join(name)}" in refusal(written)
+    assert f"its pickle asks for {'.'.join(name)}" in refusal(written)
 
 
 def test_metadata_cannot_change_the_classes_of_torch(written):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from checkpoint_convert.hf_to_megatron import import_checkpoint
+from checkpoint_convert.torch_words import DTYPE_NAMES, words_of
 from checkpoint_convert.verify import compare, verify_weights
 from conversions import run_cli, variant, weights_of
 from gguf_models import write_gguf
@@ -141,23 +142,28 @@ def test_a_nameless_checkpoint_of_another_model_is_told_as_such(nameless, tmp_pa
 # Two tensors.
 
 
+def compared(a, b, tolerance):
+    names = DTYPE_NAMES[a.dtype], DTYPE_NAMES[b.dtype]
+    return compare("x", names, words_of(a), words_of(b), tolerance)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_bits_are_compared_in_every_dtype(dtype):
     a = torch.tensor([1.0, -0.0, math.nan, math.inf, 2.0], dtype=dtype)
     b = torch.tensor([1.0, 0.0, math.nan, math.inf, 4.0], dtype=dtype)
-    assert compare("x", a, a.clone(), None).num_different == 0
-    difference = compare("x", a, b, None)
+    assert compared(a, a.clone(), None).num_different == 0
+    difference = compared(a, b, None)
     assert (difference.num_different, difference.largest) == (2, 2.0)
 
 
 def test_equal_values_are_within_every_tolerance_infinite_ones_too():
     a = torch.tensor([math.inf, -math.inf, math.nan, 1.0])
     b = torch.tensor([math.inf, -math.inf, math.nan, 1.25])
-    assert compare("x", a, b, 0.5).num_different == 0
-    assert compare("x", a, b, 0.125).num_different == 1
-    assert compare("x", a, b, 0.125).largest == 0.25
+    assert compared(a, b, 0.5).num_different == 0
+    assert compared(a, b, 0.125).num_different == 1
+    assert compared(a, b, 0.125).largest == 0.25
     opposite = torch.tensor([-math.inf, math.inf, math.nan, 1.0])
-    assert compare("x", a, opposite, 1e300).num_different == 2
+    assert compared(a, opposite, 1e300).num_different == 2
 
 
 def test_the_largest_difference_is_that_of_all_parts(model, tmp_path, monkeypatch):

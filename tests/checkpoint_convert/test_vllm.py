@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoint_convert import hf_tensors, read_shape, read_weights
+from checkpoint_convert import hf_tensors, read_shape
 from checkpoint_convert.families import FAMILIES
+from checkpoint_convert.rank_weights import read_weights
 from checkpoint_convert.vllm import EngineDims, check_engine, check_engine_dims, engine_layouts
 from conversions import assert_same
 from models import tiny_model

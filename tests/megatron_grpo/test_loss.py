@@ -8,16 +8,10 @@ from transformers import AutoModelForCausalLM
 from megatron_grpo.loss import grpo_loss, k3, loss_weights
 from models import tiny_model
 from oracle import OracleLoss, oracle_advantages, oracle_loss, oracle_model_loss
-from parallel import (
-    Alignment,
-    ParallelDims,
-    TokenSequence,
-    chosen_logprobs,
-    local_mask,
-    pack,
-    plan_microbatches,
-    prediction_targets,
-)
+from parallel import ParallelDims
+from parallel.microbatches import plan_microbatches
+from parallel.packing import Alignment, TokenSequence, pack
+from parallel.vocab import chosen_logprobs, local_mask, prediction_targets
 
 CLIP = {"epsilon": 0.2, "epsilon_high": 0.2, "delta": None, "beta": 0.0}
 

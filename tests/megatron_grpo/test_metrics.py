@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from megatron_grpo.loss import grpo_loss, loss_weights
 from megatron_grpo.metrics import TrainMetrics, completion_metrics, reward_metrics
-from parallel import Alignment, TokenSequence, pack
+from parallel.packing import Alignment, TokenSequence, pack
 
 # Four sequences of one prompt token: [new, old, ref, rollout, entropy] of each response token.
 TOKENS = [

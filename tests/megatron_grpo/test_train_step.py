@@ -24,9 +24,10 @@ from megatron_grpo.rollout.samples import Sample
 from megatron_grpo.train_step import accumulate_gradient
 from models import tiny_model
 from oracle import OracleLoss, oracle_logprobs, oracle_model_loss
-from parallel import CostModel, ParallelDims
+from parallel import ParallelDims
 from parallel.device import setup_device
 from parallel.groups import init_groups
+from parallel.microbatches import CostModel
 from policies import gradient_boxes, tiny_config
 
 NUM_SEQUENCES, MAX_COMPLETION_LENGTH = 12, 24

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from distributed import run_ranks
-from parallel import context_indices
 from parallel.attention import PackedAttention, packed_attention
+from parallel.context import context_indices
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 LENGTHS = [16, 8, 24]

@@ -6,7 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel import Alignment, CostModel, ParallelDims, TokenSequence, pack, plan_microbatches
+from parallel import ParallelDims
+from parallel.microbatches import CostModel, plan_microbatches
+from parallel.packing import Alignment, TokenSequence, pack
 
 ALL_DIMS = st.builds(
     ParallelDims,

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from parallel import Alignment, ParallelDims, TokenSequence, pack
+from parallel import ParallelDims
+from parallel.packing import Alignment, TokenSequence, pack
 
 
 def sequence(length, num_prompt_tokens, *, first=100, advantage=1.0, loss_weight=0.5):

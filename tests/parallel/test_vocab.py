@@ -3,7 +3,8 @@ import torch
 import torch.distributed as dist
 
 from distributed import run_ranks
-from parallel import chosen_logprobs, context_indices, local_mask, prediction_targets
+from parallel.context import context_indices
+from parallel.vocab import chosen_logprobs, local_mask, prediction_targets
 
 CU_SEQLENS = torch.tensor([0, 8, 12, 24], dtype=torch.int32)
 NUM_TOKENS = 24

@@ -1,0 +1,32 @@
+"""Weights from files into the parameters of a rank."""
+
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from checkpoint_convert.assembly import Assembly
+from checkpoint_convert.shape import ModelShape
+from checkpoint_convert.torch_words import DTYPE_NAMES, words_of
+from checkpoint_convert.weights import open_weights
+from parallel import Layout
+
+
+def read_weights(
+    path: Path, shape: ModelShape, layout: Layout, parameters: Mapping[str, Tensor]
+) -> None:
+    """Fill every element of `parameters`, the local tensors that `layout` describes, in place.
+
+    Values are converted to the dtype and device of each parameter. Raises the ValueError of
+    `open_weights` when the files at `path` do not hold the model.
+    """
+    layout.check_shapes({name: tuple(tensor.shape) for name, tensor in parameters.items()})
+    with closing(open_weights(path, shape)) as weights:
+        assembly = Assembly(weights, layout)
+        for name, parameter in parameters.items():
+            values = parameter.detach()
+            staged = values if values.is_cpu else torch.empty_like(values, device="cpu")
+            assembly.fill(name, words_of(staged), DTYPE_NAMES[values.dtype])
+            values.copy_(staged)  # nothing is to be done where both are the same

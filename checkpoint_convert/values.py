@@ -1,0 +1,63 @@
+"""Values of weights as words: numpy arrays of the bits of each element, whatever they mean.
+
+numpy has no bfloat16, and whoever copies weights need not know one dtype from another. Nothing here
+needs torch, which takes a second to be imported. Dtypes are named as in safetensors.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Words = NDArray[Any]
+"""Unsigned integers, one for each element."""
+WORDS: dict[str, np.dtype[Any]] = {
+    "F64": np.dtype("<u8"),
+    "F32": np.dtype("<u4"),
+    "F16": np.dtype("<u2"),
+    "BF16": np.dtype("<u2"),
+    "U8": np.dtype("u1"),  # no values yet, such as the blocks of a quantized tensor
+}
+LARGEST = {
+    "F64": float(np.finfo("f8").max),
+    "F32": float(np.finfo("f4").max),
+    "F16": float(np.finfo("f2").max),
+    "BF16": (2 - 2**-7) * 2.0**127,
+}
+"""The largest finite value of each dtype."""
+_FLOATS: dict[str, np.dtype[Any]] = {
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+}
+_NAN = 0x7FC0  # of bfloat16
+
+
+def floats(words: Words, dtype: str) -> NDArray[Any]:
+    """The values of words, as floating-point numbers that hold them all."""
+    if dtype == "BF16":
+        return (words.astype("<u4") << 16).view("<f4")
+    return words.view(_FLOATS[dtype])
+
+
+def converted(words: Words, dtype: str, wanted: str) -> Words:
+    """The words of the same values in another dtype, each rounded to the nearest as torch does.
+
+    What is beyond the range of `wanted` becomes infinite.
+    """
+    if dtype == wanted:
+        return words
+    values = floats(words, dtype)
+    with np.errstate(over="ignore"):
+        if wanted != "F64":  # torch goes to the small dtypes by way of single precision
+            values = values.astype("<f4")
+        if wanted == "BF16":
+            return _rounded(values.view("<u4"))
+        return values.astype(_FLOATS[wanted]).view(WORDS[wanted])
+
+
+def _rounded(bits: Words) -> Words:
+    """bfloat16, the upper half of single precision, rounded half to even."""
+    rounded = (bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16
+    rounded[(bits & 0x7FFFFFFF) > 0x7F800000] = _NAN
+    return rounded.astype("<u2")
