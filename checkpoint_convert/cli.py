@@ -22,6 +22,10 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from checkpoint_convert.hf_to_megatron import import_checkpoint
+from checkpoint_convert.inspection import print_inspection
+from checkpoint_convert.megatron_to_hf import export_checkpoint
+from checkpoint_convert.verify import verify_weights
 from parallel import ParallelDims
 
 app = typer.Typer(
@@ -80,8 +84,6 @@ def import_(
 
     It loads at any parallel sizes. Ranks of those given here read exactly their own bytes.
     """
-    from checkpoint_convert.hf_to_megatron import import_checkpoint
-
     start = time.monotonic()
     with _progress("import") as progress:
         import_checkpoint(
@@ -111,8 +113,6 @@ def export(
     workers: Workers = NUM_WORKERS,
 ) -> None:
     """A Megatron-Core checkpoint (torch_dist) -> a Hugging Face folder."""
-    from checkpoint_convert.megatron_to_hf import export_checkpoint
-
     max_shard_bytes = _num_bytes(max_shard_size)
     start = time.monotonic()
     with _progress("export") as progress:
@@ -144,8 +144,6 @@ def verify(
     Fields of the two configs by which the same weights would compute something else count, too.
     The exit code is 0 when they are the same, 1 when they differ, and another when it cannot say.
     """
-    from checkpoint_convert.verify import verify_weights
-
     with _progress("verify") as progress:
         differences = verify_weights(
             a,
@@ -177,8 +175,6 @@ def inspect(
     The exit code is 2 when the model is not supported, when it cannot be split over the given
     sizes, or when a tensor is missing, unexpected or of another shape than config.json says.
     """
-    from checkpoint_convert.inspection import print_inspection
-
     print_inspection(Console(), path, hf_config, _dims(tp, pp, vpp, ep))
 
 

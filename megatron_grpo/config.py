@@ -7,7 +7,7 @@ writes configs as YAML.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -22,8 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-if TYPE_CHECKING:
-    from parallel.dims import ParallelDims
+from parallel import ParallelDims
 
 
 class Section(BaseModel):
@@ -159,11 +158,8 @@ class ParallelConfig(Section):
         return self
 
     @property
-    def dims(self) -> "ParallelDims":
+    def dims(self) -> ParallelDims:
         """The mesh; raises ValueError when the sizes cannot stand together."""
-        # Imported here because the package `parallel` imports torch: reading a config must not.
-        from parallel.dims import ParallelDims  # noqa: PLC0415
-
         return ParallelDims(
             tensor=self.tensor_parallel_size,
             pipeline=self.pipeline_parallel_size,
@@ -350,6 +346,6 @@ class Config(Section):
         return self
 
     @property
-    def dims(self) -> "ParallelDims":
+    def dims(self) -> ParallelDims:
         """The trainer's mesh; raises ValueError when the sizes cannot stand together."""
         return self.parallel.dims
