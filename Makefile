@@ -8,7 +8,7 @@ BIN := .venv/bin
 STAMP := .venv/setup.stamp
 PIP = $(PYTHON) -m pip --python $(BIN)/python --disable-pip-version-check
 
-.PHONY: setup demo demo-data test check bench bench-convert
+.PHONY: setup demo demo-data test check bench bench-convert bench-reshard
 
 setup: $(STAMP)
 
@@ -43,3 +43,7 @@ bench: demo-data
 
 bench-convert: setup
 	$(BIN)/python tests/benchmarks/bench_convert.py $(ARGS)
+
+# One thread per process, as torchrun has it.
+bench-reshard: setup
+	OMP_NUM_THREADS=1 PYTHONPATH=.:tests $(BIN)/python tests/benchmarks/bench_reshard.py $(ARGS)

@@ -18,15 +18,14 @@ def first_failure(action: Callable[[], None], device: torch.device) -> Connectio
     try:
         action()
     except ConnectionError as error:
-        failure = error
+        # Without its traceback, which would keep alive what the action has made.
+        failure = type(error)(str(error))
     first = torch.tensor([num_ranks if failure is None else rank], device=device)
     dist.all_reduce(first, dist.ReduceOp.MIN)
     if first == num_ranks:
         return None
     text = broadcast_text(str(failure), device, source=int(first))
-    if first == rank:
-        return failure
-    return ConnectionError(f"rank {int(first)}: {text}")
+    return failure if first == rank else ConnectionError(f"rank {int(first)}: {text}")
 
 
 def broadcast_text(text: str, device: torch.device, source: int = 0) -> str:

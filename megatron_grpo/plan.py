@@ -27,8 +27,9 @@ def reshard_table(cfg: Config) -> str:
     senders = list(first_senders(shape, dims))
     sources = senders_by_worker(senders, workers)
     megabytes = cfg.rollout.update_weights_bucket_megabytes
-    slot = bucket_bytes_for(megabytes * 1_000_000, sources, num_engines)
     itemsize = getattr(torch, cfg.model.dtype).itemsize
+    shard_bytes = max(worker.num_elements for worker in workers) * itemsize
+    slot = bucket_bytes_for(megabytes * 1_000_000, sources, num_engines, shard_bytes)
     push = traffic(
         senders,
         workers,

@@ -27,7 +27,7 @@ from megatron_grpo.rollout import RolloutClient, WorkerSums
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.weight_sums import WeightSums, worker_layouts
 from parallel import Sender, plan_sends
-from parallel.meeting import Meeting, join, open_meeting
+from parallel.meeting import Board, Meeting, join, local_address, open_meeting
 from parallel.transport import TIMEOUT, Invitation, Outbox, bucket_bytes_for, refuse_all
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -45,16 +45,20 @@ class WeightSync:
         self._sender, self._device = sender, device
         self._num_engines = cfg.rollout.num_engines
         self._network_only = cfg.rollout.weight_transport == "network"
-        self._address = meeting_address(cfg.rollout.base_urls, num_hosts, os.environ)
+        # As the last rank sees it: on rank 0's own host its name may stand for loopback.
+        address = meeting_address(cfg.rollout.base_urls, num_hosts, os.environ)
+        self._address = broadcast_text(address, device, source=dist.get_world_size() - 1)
         self._dtype = getattr(torch, cfg.model.dtype)
         self._workers = worker_layouts(shape, cfg.rollout)
         self._sums = WeightSums(sender.layout, self._workers, self._dtype)
         self._senders = self._all_senders()
         limit = cfg.rollout.update_weights_bucket_megabytes * 1_000_000
-        self._bucket_bytes = bucket_bytes_for(limit, self._senders, self._num_engines)
+        shard_bytes = max(worker.num_elements for worker in self._workers) * self._dtype.itemsize
+        self._bucket_bytes = bucket_bytes_for(limit, self._senders, self._num_engines, shard_bytes)
         max_elements = self._bucket_bytes // self._dtype.itemsize
         self._sends = plan_sends(sender, self._workers, max_elements)
         self._outbox: Outbox | None = None
+        self._board: Board | None = None
 
     def push(
         self,
@@ -69,7 +73,8 @@ class WeightSync:
         what the ranks hold, and the engines have dropped what they had cached. A push that fails is
         done once more from the start, over new links. After that ConnectionError names engine,
         worker and parameters on rank 0, for which the other ranks wait, and no engine serves
-        anything. A time-out of an engine is not tried again: it may still be at it.
+        weights of which not all were right. A time-out of an engine is not tried again: it may
+        still be at it.
         """
         with timer.phase("verify_weights"):
             expected = self._sums.of(parameters)
@@ -102,6 +107,7 @@ class WeightSync:
         push = f"{policy_version}-{uuid.uuid4().hex[:12]}"
         with timer.phase("push"):
             failure = first_failure(lambda: self._begin(source, push), self._device)
+            self._board = None  # all that met there have their links, or have failed
             if failure is not None:
                 return failure
             broken = first_failure(lambda: self._transfer(parameters, source, push), self._device)
@@ -122,7 +128,9 @@ class WeightSync:
 
     def _connect(self, source: ExperienceSource | None) -> Outbox:
         """Meet the workers of the engines; collective over all ranks."""
-        meeting, store = open_meeting(self._address) if source is not None else (None, None)
+        meeting = None
+        if source is not None:
+            meeting, self._board = open_meeting(self._address)
         words = broadcast_text(json.dumps(asdict(meeting)) if meeting else "", self._device)
         invitation = Invitation(
             meeting=Meeting(**json.loads(words)),
@@ -146,7 +154,7 @@ class WeightSync:
         with meanwhile(source, connect):
             return Outbox.open(
                 invitation,
-                store or join(invitation.meeting, TIMEOUT),
+                self._board or join(invitation.meeting, TIMEOUT),
                 rank=self._sender.rank,
                 sends=self._sends,
                 dtype=self._dtype,
@@ -209,13 +217,11 @@ def meanwhile(
 def meeting_address(base_urls: Sequence[str], num_hosts: int, environ: Mapping[str, str]) -> str:
     """The address of rank 0's host at which ranks and workers meet: loopback where that will do.
 
-    Else the one from which an engine on another host is reached, or that of MASTER_ADDR, by which
-    the ranks have met already.
+    Else that of MASTER_ADDR, by which the ranks have met already, or, where they are on one host,
+    the one from which an engine on another is reached.
     """
+    if num_hosts > 1:
+        return socket.gethostbyname(environ["MASTER_ADDR"])
     hosts = [urlsplit(url).hostname or "" for url in base_urls]
     remote = [host for host in hosts if host not in LOOPBACK]
-    if remote:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((remote[0], 1))  # sends nothing: chooses a route
-            return str(probe.getsockname()[0])
-    return socket.gethostbyname(environ["MASTER_ADDR"]) if num_hosts > 1 else "127.0.0.1"
+    return local_address(Meeting(remote[0], port=1, key="")) if remote else "127.0.0.1"

@@ -40,9 +40,12 @@ def bucketed(sizes: Sequence[int], bucket_bytes: int) -> list[Bucket]:
     return buckets
 
 
-def bucket_bytes_for(limit_bytes: int, senders: Sequence[Sequence[int]], num_engines: int) -> int:
+def bucket_bytes_for(
+    limit_bytes: int, senders: Sequence[Sequence[int]], num_engines: int, shard_bytes: int
+) -> int:
     """Bytes of a bucket with which no process has more than `limit_bytes` in its links' buffers.
 
+    Nor has a bucket more than `shard_bytes`, what the largest of the workers holds, in 64 KiB.
     `senders` are, by worker, the trainer ranks that send to it. A trainer rank has a link to each
     of its workers; a worker has one from each of its ranks, and, unless it is the last engine's,
     one more to pass it on. Raises ValueError, with the least legal limit, where a bucket would have
@@ -61,4 +64,4 @@ def bucket_bytes_for(limit_bytes: int, senders: Sequence[Sequence[int]], num_eng
             f"{limit_bytes} bytes are too few for {NUM_SLOTS} buffers of each of the {num_links} "
             f"links of one process: at least {least} are needed ({BUCKET_STEP} a buffer)"
         )
-    return steps * BUCKET_STEP
+    return min(steps, -(-shard_bytes // BUCKET_STEP)) * BUCKET_STEP

@@ -40,9 +40,10 @@ class HostMemory:
         _, descriptors, _, _ = socket.recv_fds(wire.socket, 1, maxfds=1)
         if not descriptors:
             raise wire.closed()
-        memory = cls(descriptors[0], num_bytes)
-        os.close(descriptors[0])
-        return memory
+        try:
+            return cls(descriptors[0], num_bytes)
+        finally:
+            os.close(descriptors[0])
 
     def send(self, wire: Wire) -> None:
         """Share the memory with the other end of a wire, which is a Unix socket."""

@@ -150,6 +150,11 @@ class Layout:
                 pieces.append(Piece(f"{name}[{number}]", Box.whole(box.size), name, box))
         return cls({piece.local: piece.box.size for piece in pieces}, tuple(pieces))
 
+    @property
+    def num_elements(self) -> int:
+        """Of all local tensors, padding included."""
+        return sum(map(prod, self.shapes.values()))
+
     def check_complete(self) -> None:
         """Raise ValueError unless every element of every local tensor is described once."""
         filled = [(piece.local, piece.local_box) for piece in self.pieces]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TypeVar
 
@@ -27,8 +28,8 @@ def opened(calls: Sequence[Callable[[], L]], others: Sequence[Link] = ()) -> lis
     try:
         return at_once([partial(noted, call) for call in calls], abort=lambda: None)
     except BaseException:
-        for link in made:
-            link.close()
+        with suppress(Exception):  # the first failure says more
+            _close_all(made)
         raise
 
 
@@ -49,19 +50,25 @@ class LinkSet:
         try:
             at_once(jobs, self._abort)
         except BaseException:
-            self.close()
+            with suppress(Exception):  # the first failure says more
+                self.close()
             raise
 
     def close(self) -> None:
-        """End all links, once no job runs."""
+        """End all links, once no job runs; a failure of one is raised after that."""
         if not self._is_closed:
             self._is_closed = True
-            for link in self._links:
-                link.close()
+            _close_all(self._links)
 
     def _abort(self) -> None:
         for link in self._links:
             link.abort()
+
+
+def _close_all(links: Sequence[Link]) -> None:
+    with ExitStack() as stack:
+        for link in reversed(links):
+            stack.callback(link.close)
 
 
 def at_once(jobs: Sequence[Callable[[], T]], abort: Callable[[], None]) -> list[T]:

@@ -49,11 +49,19 @@ class Incoming(Link, Protocol):
         """
 
 
+def settle(device: torch.device) -> None:
+    """Wait until all that a GPU has been told to do is done.
+
+    Not to be called while a link moves bytes: what waits for a lost end would be waited for.
+    """
+    if device.type != "cpu":
+        torch.cuda.synchronize(device)
+
+
 def own_stream(device: torch.device) -> AbstractContextManager[None]:
-    """On a GPU, let this thread's copies run in a queue of their own, after what runs now."""
+    """On a GPU, let this thread's copies run in a queue of their own; `settle` comes before."""
     if device.type == "cpu":
         return nullcontext()
-    torch.cuda.synchronize(device)
     stream: AbstractContextManager[None] = torch.cuda.stream(torch.cuda.Stream(device))
     return stream
 

@@ -11,6 +11,9 @@ from parallel.host_memory import HostMemory
 from parallel.links import NUM_SLOTS, finish_copies
 from parallel.wire import LinkError, Wire
 
+UNMAP_SECONDS = 1.0
+"""How long the owner of a GPU's memory waits at its end for the other to let go of it."""
+
 
 class Memory(Protocol):
     """Memory that two processes share."""
@@ -33,9 +36,11 @@ class _LocalEnd:
 
     def close(self) -> None:
         """See `Link`."""
-        self._wire.close()
         self._slots = ()
-        self._memory.close()
+        try:
+            self._memory.close()
+        finally:
+            self._wire.close()
 
     def _end_turn(self) -> None:
         """Give the buffer in turn to the other end."""
@@ -59,10 +64,18 @@ class LocalOutgoing(_LocalEnd):
         )
         try:
             memory.send(wire)
-        except OSError as error:
+        except BaseException as error:
             memory.close()
-            raise wire.closed() from error
+            if isinstance(error, OSError):
+                raise wire.closed() from error
+            raise
         return cls(wire, memory)
+
+    def close(self) -> None:
+        """See `Link`; the memory of a GPU is to be unmapped by the other end before it goes."""
+        if self._slots and self._slots[0].is_cuda:
+            self._wire.await_end(UNMAP_SECONDS)
+        super().close()
 
     def next_buffer(self) -> Tensor:
         """See `Outgoing`."""

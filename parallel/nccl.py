@@ -6,6 +6,8 @@ is lost. Here that is a LinkError, and the process lives on.
 
 import ctypes
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,7 +56,7 @@ class NcclCarrier:
         unique_id = self._agree_on_id(is_sender)
         config = _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, 21700, 0, UNDEFINED, 1, MAX_CTAS, None)
         rank = ctypes.c_int(0 if is_sender else 1)
-        with torch.cuda.device(device):
+        with torch.cuda.device(device), self._aborting():
             self._stream = torch.cuda.Stream(device)
             self._call(
                 "ncclCommInitRankConfig",
@@ -79,7 +81,19 @@ class NcclCarrier:
 
     def close(self) -> None:
         """Move nothing more; ends a transfer whose other end is lost."""
-        self._nccl.ncclCommAbort(self._comm)
+        if self._comm:
+            comm, self._comm = self._comm, ctypes.c_void_p()
+            self._nccl.ncclCommAbort(comm)
+
+    @contextmanager
+    def _aborting(self) -> Iterator[None]:
+        """End a failed transfer at once: who waits for the GPU would wait for it, too."""
+        try:
+            yield
+        except BaseException:
+            self._wire.abort()  # what comes next fails before it needs the communicator
+            self.close()
+            raise
 
     def _agree_on_id(self, is_sender: bool) -> _UniqueId:
         unique_id = _UniqueId()
@@ -91,7 +105,7 @@ class NcclCarrier:
         return unique_id
 
     def _move(self, name: str, data: Tensor) -> None:
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self._device), self._aborting():
             self._call(
                 name,
                 ctypes.c_void_p(data.data_ptr()),

@@ -58,7 +58,11 @@ class _NetworkEnd:
             if device.type == "cpu"
             else NcclCarrier(wire, device, is_sender=is_sender)
         )
-        self._slots = torch.empty(NUM_SLOTS, bucket_bytes, dtype=torch.uint8, device=device)
+        try:
+            self._slots = torch.empty(NUM_SLOTS, bucket_bytes, dtype=torch.uint8, device=device)
+        except BaseException:
+            self._carrier.close()
+            raise
         self._mover = ThreadPoolExecutor(max_workers=1)
         self._moving: deque[Future[None]] = deque()
 

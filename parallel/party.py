@@ -7,23 +7,24 @@ both have, and publishes where it waits for the receiver.
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from typing import TypeVar
 
 import torch
-from torch.distributed import DistNetworkError, DistStoreError, Store
 
 from parallel.invitation import Invitation
-from parallel.links import Incoming, Outgoing
+from parallel.links import Incoming, Link, Outgoing
 from parallel.listener import Address, Listener, connect
 from parallel.local_links import LocalIncoming, LocalOutgoing
-from parallel.meeting import local_address, place
+from parallel.meeting import Board, local_address, place
 from parallel.network_links import NetworkIncoming, NetworkOutgoing
-from parallel.wire import LinkError
+from parallel.wire import Wire
 
-REFUSAL = "refused: "
-"""What a worker publishes in place of its memory, before the reason why it makes no link."""
+L = TypeVar("L", bound=Link)
+Opener = Callable[[Wire, int, torch.device], L]
+"""Makes an end of a link over a wire, with buffers of so many bytes on a device."""
 
 
 @dataclass(frozen=True)
@@ -42,62 +43,45 @@ class Worker:
         return f"place/{self.engine}/{self.number}"
 
 
-def refuse(store: Store, worker: Worker, reason: str) -> None:
-    """Have those who wait for `worker` at a meeting know at once that it does not come."""
-    store.set(worker.key, REFUSAL + reason)
-
-
 @dataclass(frozen=True)
 class Party:
     """What a process brings to all its links."""
 
+    name: str
+    """As the others know it."""
     invitation: Invitation
-    store: Store
+    board: Board
     """Of the meeting."""
     device: torch.device
     """Where the buffers of its links are."""
     timeout: timedelta
     """How long it waits for another."""
+    _listeners: list[Listener] = field(default_factory=list, init=False)
 
-    def read(self, keys: Mapping[str, str]) -> list[bytes]:
-        """What others publish under `keys`, in order; the values say who, for the LinkError."""
-        names = list(keys)
+    @contextmanager
+    def opening(self) -> Iterator[None]:
+        """Have the others know at once of what fails in the block; whom it offered links, too."""
         try:
-            self.store.wait(names, self.timeout)
-            return self.store.multi_get(names)
-        except DistNetworkError as error:
-            raise LinkError(f"the store of the meeting is lost: {error}") from error
-        except DistStoreError as error:
-            late = dict.fromkeys(who for name, who in keys.items() if not self.store.check([name]))
-            seconds = self.timeout.total_seconds()
-            raise LinkError(f"no word of {', '.join(late)} within {seconds:g} s") from error
+            with self.board.refusing(self.name):
+                yield
+        finally:
+            for listener in self._listeners:
+                listener.close()
 
     def publish_place(self, worker: Worker) -> None:
         """Say which memory this process, a receiver, is in."""
-        self.store.set(worker.key, place(self.device))
-
-    @contextmanager
-    def refusing(self, worker: Worker) -> Iterator[None]:
-        """Have those who wait for the place of `worker` know at once of what fails in the block."""
-        try:
-            yield
-        except (ValueError, OSError) as error:
-            refuse(self.store, worker, str(error))
-            raise
+        self.board.publish(worker.key, place(self.device))
 
     def offer(self, links: Mapping[str, Worker]) -> list[Callable[[], Outgoing]]:
         """Offer links, by name, to their receivers.
 
-        Returns for each what waits for the receiver and then is the link. Raises LinkError when a
-        receiver has refused, or has not said where it is within the time-out.
+        Returns for each what waits for the receiver and then is the link. Raises LinkError when
+        somebody has refused, or a receiver has not said where it is within the time-out.
         """
         receivers = dict.fromkeys(links.values())
-        places = self.read({worker.key: str(worker) for worker in receivers})
-        for worker, said in zip(receivers, places, strict=True):
-            if said.decode().startswith(REFUSAL):
-                raise LinkError(f"{worker}: {said.decode().removeprefix(REFUSAL)}")
+        places = self.board.read({worker.key: str(worker) for worker in receivers}, self.timeout)
         is_near = {
-            worker: not self.invitation.network_only and said.decode() == place(self.device)
+            worker: not self.invitation.network_only and said == place(self.device)
             for worker, said in zip(receivers, places, strict=True)
         }
         return [self._offer(name, worker, is_near[worker]) for name, worker in links.items()]
@@ -105,28 +89,41 @@ class Party:
     def _offer(self, name: str, worker: Worker, is_near: bool) -> Callable[[], Outgoing]:
         key = self.invitation.meeting.key
         listener = Listener(key, None if is_near else local_address(self.invitation.meeting))
-        self.store.set(f"link/{name}", json.dumps(listener.address))
+        self._listeners.append(listener)
+        self.board.publish(f"link/{name}", json.dumps(listener.address))
 
         def accept() -> Outgoing:
-            wire = listener.accept(str(worker), self.timeout)
-            end = LocalOutgoing.open if is_near else NetworkOutgoing
-            return end(wire, self.invitation.bucket_bytes, self.device)
+            # Others that are opened at the same time, here or elsewhere, are not to wait in vain.
+            with self.board.refusing(self.name):
+                wire = listener.accept(str(worker), self.timeout, self.board.check_refusal)
+                end: Opener[Outgoing] = LocalOutgoing.open if is_near else NetworkOutgoing
+                return self._open(end, wire)
 
         return accept
 
     def take(self, links: Mapping[str, str]) -> list[Callable[[], Incoming]]:
         """Take the links, by name, that are offered; the values say by whom.
 
-        Returns for each what connects to the sender and then is the link. Raises LinkError when a
-        sender has not offered it within the time-out.
+        Returns for each what connects to the sender and then is the link. Raises LinkError when
+        somebody has refused, or a sender has not offered it within the time-out.
         """
-        offers = self.read({f"link/{name}": peer for name, peer in links.items()})
+        names = {f"link/{name}": peer for name, peer in links.items()}
+        offers = self.board.read(names, self.timeout)
         return [
             partial(self._take, json.loads(offer), peer)
             for offer, peer in zip(offers, links.values(), strict=True)
         ]
 
     def _take(self, address: Address, peer: str) -> Incoming:
-        wire = connect(address, self.invitation.meeting.key, peer, self.timeout)
-        end = LocalIncoming.open if isinstance(address, str) else NetworkIncoming
-        return end(wire, self.invitation.bucket_bytes, self.device)
+        with self.board.refusing(self.name):
+            wire = connect(address, self.invitation.meeting.key, peer, self.timeout)
+            is_near = isinstance(address, str)
+            end: Opener[Incoming] = LocalIncoming.open if is_near else NetworkIncoming
+            return self._open(end, wire)
+
+    def _open(self, end: Opener[L], wire: Wire) -> L:
+        try:
+            return end(wire, self.invitation.bucket_bytes, self.device)
+        except BaseException:
+            wire.close()
+            raise

@@ -2,7 +2,7 @@
 
 Trainer ranks send to the workers of the first engine, and worker w of each engine passes on what
 arrives, bucket by bucket, to worker w of the next. Trainer ranks know what each worker needs
-(`plan_sends`); a worker reads in the store of the meeting what it is going to be sent, and refuses
+(`plan_sends`); a worker reads on the board of the meeting what it is going to be sent, and refuses
 what does not fill its parameters exactly.
 """
 
@@ -13,14 +13,14 @@ from itertools import zip_longest
 
 import torch
 from torch import Tensor
-from torch.distributed import Store
 
-from parallel.buckets import bucket_bytes_for, bucketed
+from parallel.buckets import bucket_bytes_for
 from parallel.invitation import Invitation
 from parallel.layout import Copy
 from parallel.link_set import LinkSet, opened
-from parallel.meeting import join
-from parallel.party import Party, Worker, refuse
+from parallel.links import settle
+from parallel.meeting import Board, join
+from parallel.party import Party, Worker
 from parallel.streams import InStream, OutStream, Packing
 from parallel.wire import LinkError
 from parallel.wire_plan import WirePlan, check_plans
@@ -31,7 +31,6 @@ __all__ = [
     "LinkError",
     "Outbox",
     "bucket_bytes_for",
-    "bucketed",
     "refuse_all",
 ]
 
@@ -42,8 +41,9 @@ TIMEOUT = timedelta(seconds=60)
 class Outbox:
     """The links of a trainer rank. After a failure all are closed; a retry opens others."""
 
-    def __init__(self, streams: Sequence[OutStream]) -> None:
+    def __init__(self, streams: Sequence[OutStream], device: torch.device) -> None:
         self._streams = streams
+        self._device = device
         self._links = LinkSet([stream.link for stream in streams])
         self._bytes_sent = 0
 
@@ -51,7 +51,7 @@ class Outbox:
     def open(
         cls,
         invitation: Invitation,
-        store: Store,
+        board: Board,
         rank: int,
         sends: Mapping[int, Sequence[Copy]],
         dtype: torch.dtype,
@@ -60,24 +60,26 @@ class Outbox:
     ) -> "Outbox":
         """Publish what `rank` sends to each worker, and make the links to them.
 
-        `store` is that of the invitation's meeting. The tensors are on `device` and travel as
+        `board` is that of the invitation's meeting. The tensors are on `device` and travel as
         `dtype`; no copy is larger than a bucket. Raises LinkError when a worker does not come
-        within `timeout`.
+        within `timeout`, and at once when any process of the meeting has failed; that this one has
+        failed the others are told.
         """
         workers = [worker for worker, ranks in enumerate(invitation.senders) if rank in ranks]
         assert sorted(sends) == workers, f"rank {rank} sends to {sorted(sends)}, not {workers}"
-        packings = {
-            worker: Packing(
-                [copy.destination_box for copy in copies], dtype, invitation.bucket_bytes
-            )
-            for worker, copies in sends.items()
-        }
-        for worker, copies in sends.items():
-            store.set(f"plan/{rank}/{worker}", WirePlan.of(copies, dtype).to_json())
-        party = Party(invitation, store, device, timeout)
-        offers = party.offer({f"0/{rank}/{worker}": Worker(0, worker) for worker in workers})
-        links = zip(workers, opened(offers), strict=True)
-        return cls([OutStream(link, sends[w], packings[w], device) for w, link in links])
+        party = Party(f"trainer rank {rank}", invitation, board, device, timeout)
+        with party.opening():
+            packings = {
+                worker: Packing(
+                    [copy.destination_box for copy in copies], dtype, invitation.bucket_bytes
+                )
+                for worker, copies in sends.items()
+            }
+            for worker, copies in sends.items():
+                board.publish(f"plan/{rank}/{worker}", WirePlan.of(copies, dtype).to_json())
+            offers = party.offer({f"0/{rank}/{worker}": Worker(0, worker) for worker in workers})
+            links = zip(workers, opened(offers), strict=True)
+        return cls([OutStream(link, sends[w], packings[w], device) for w, link in links], device)
 
     @property
     def bytes_sent(self) -> int:
@@ -90,6 +92,7 @@ class Outbox:
         Returns when the workers have taken everything. Raises the first failure, LinkError where a
         worker was lost, after all links were closed.
         """
+        settle(self._device)
         self._links.run([partial(stream.send, tensors) for stream in self._streams])
         self._bytes_sent += sum(stream.num_bytes for stream in self._streams)
 
@@ -101,8 +104,14 @@ class Outbox:
 class Inbox:
     """The links of an engine's worker. After a failure all are closed; a retry opens others."""
 
-    def __init__(self, streams: Sequence[InStream], parameters: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        streams: Sequence[InStream],
+        parameters: Mapping[str, Tensor],
+        device: torch.device,
+    ) -> None:
         self._streams = streams
+        self._device = device
         self._links = LinkSet([link for stream in streams for link in stream.links])
         self._parameters = parameters
         self._kinds = _kinds(parameters)
@@ -122,27 +131,30 @@ class Inbox:
 
         `parameters`, by name, are on `device`; the mapping is read anew at every push. Raises
         ValueError, naming the parameters, when what will be sent does not fill each exactly, and
-        LinkError when a trainer rank or a worker of the next engine does not come within `timeout`.
+        LinkError when a trainer rank or a worker of the next engine does not come within `timeout`,
+        and at once when any process of the meeting has failed; that this one has failed the others
+        are told.
         """
-        party = Party(invitation, join(invitation.meeting, timeout), device, timeout)
         me = Worker(engine, worker)
-        with party.refusing(me):
+        board = join(invitation.meeting, timeout)
+        party = Party(str(me), invitation, board, device, timeout)
+        with party.opening():
             plans = _read_plans(party, worker)
             check_plans(plans, parameters, invitation.padding(worker))
-            offers = party.offer(_links_to_next(party, me))
-        party.publish_place(me)
-        links = opened(party.take(_links_of(party, me)))
-        onward = opened(offers, links)
-        arrivals = [plan.arrivals() for plan in plans]
-        packings = [
-            Packing([box for _, box in boxes], plan.torch_dtype, invitation.bucket_bytes)
-            for plan, boxes in zip(plans, arrivals, strict=True)
-        ]
+            arrivals = [plan.arrivals() for plan in plans]
+            packings = [
+                Packing([box for _, box in boxes], plan.torch_dtype, invitation.bucket_bytes)
+                for plan, boxes in zip(plans, arrivals, strict=True)
+            ]
+            offers = party.offer(_links_to_next(invitation, me))
+            party.publish_place(me)
+            links = opened(party.take(_links_of(invitation, me)))
+            onward = opened(offers, links)
         streams = [
             InStream(link, passed_on, boxes, packing, device)
             for link, passed_on, boxes, packing in zip_longest(links, onward, arrivals, packings)
         ]
-        return cls(streams, parameters)
+        return cls(streams, parameters, device)
 
     @property
     def bytes_received(self) -> int:
@@ -161,6 +173,7 @@ class Inbox:
         if changed:
             self.close()
             raise ValueError(f"parameters changed their shape or type: {', '.join(changed)}")
+        settle(self._device)
         self._links.run([partial(stream.receive, self._parameters) for stream in self._streams])
         self._bytes_received += sum(stream.num_bytes for stream in self._streams)
 
@@ -170,37 +183,35 @@ class Inbox:
 
 
 def refuse_all(invitation: Invitation, reason: str, timeout: timedelta = TIMEOUT) -> None:
-    """Have the trainer ranks know at once that no worker comes: its engine cannot be reached."""
-    store = join(invitation.meeting, timeout)  # another's waits hold up what is said through it
-    for engine in range(invitation.num_engines):
-        for worker in range(len(invitation.senders)):
-            refuse(store, Worker(engine, worker), reason)
+    """Have all who open links know at once that there will be none, and why."""
+    join(invitation.meeting, timeout).refuse(reason)
 
 
 def _read_plans(party: Party, worker: int) -> list[WirePlan]:
     """What each of the trainer ranks that send to a worker sends to it."""
     ranks = party.invitation.senders[worker]
-    said = party.read({f"plan/{rank}/{worker}": f"trainer rank {rank}" for rank in ranks})
+    names = {f"plan/{rank}/{worker}": f"trainer rank {rank}" for rank in ranks}
+    said = party.board.read(names, party.timeout)
     return [WirePlan.from_json(text) for text in said]
 
 
-def _links_of(party: Party, worker: Worker) -> dict[str, str]:
+def _links_of(invitation: Invitation, worker: Worker) -> dict[str, str]:
     """The links from which a worker receives, by trainer rank, and who sends."""
     before = Worker(worker.engine - 1, worker.number)
     return {
         f"{worker.engine}/{rank}/{worker.number}": (
             str(before) if worker.engine else f"trainer rank {rank}"
         )
-        for rank in party.invitation.senders[worker.number]
+        for rank in invitation.senders[worker.number]
     }
 
 
-def _links_to_next(party: Party, worker: Worker) -> dict[str, Worker]:
+def _links_to_next(invitation: Invitation, worker: Worker) -> dict[str, Worker]:
     """The links on which it passes on what it receives; none in the last engine."""
     after = Worker(worker.engine + 1, worker.number)
-    if after.engine == party.invitation.num_engines:
+    if after.engine == invitation.num_engines:
         return {}
-    ranks = party.invitation.senders[worker.number]
+    ranks = invitation.senders[worker.number]
     return {f"{after.engine}/{rank}/{after.number}": after for rank in ranks}
 
 

@@ -74,6 +74,14 @@ class Wire:
         with suppress(OSError):  # the other end was faster
             self.socket.shutdown(socket.SHUT_RDWR)
 
+    def await_end(self, seconds: float) -> None:
+        """Say that this end is done, and wait until the other has closed, `seconds` at most."""
+        with suppress(OSError):  # the other end is gone, or takes its time
+            self.socket.shutdown(socket.SHUT_WR)
+            self.socket.settimeout(seconds)
+            while self.socket.recv(4096):
+                pass
+
     def close(self) -> None:
         """End the connection."""
         self.abort()

@@ -27,7 +27,7 @@ class EngineSource:
     """What rank 0 has of the engines, without prompts and rewards."""
 
     def __init__(self, base_urls: Sequence[str], token: str) -> None:
-        self.client = RolloutClient(base_urls, token, 60.0, [EOS_ID])
+        self.client = RolloutClient(base_urls, token, 120.0, [EOS_ID])
 
     @contextmanager
     def engines(self) -> Iterator[RolloutClient]:

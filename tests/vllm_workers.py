@@ -96,6 +96,7 @@ def start_worker(rank: int, folder: Path, dims: EngineDims, dtype: str) -> Any:
     destroy_model_parallel()  # a mixture wants a group that a dense model has not made
     worker.init_worker([arguments] * dims.tensor)
     worker.init_device()
-    gc.freeze()  # loading collects garbage twice, at a third of a second each among all of vLLM
+    if not gc.get_freeze_count():
+        gc.freeze()  # loading collects garbage twice, at a third of a second each among all of vLLM
     worker.load_model()
     return worker

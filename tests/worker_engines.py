@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,9 @@ class WorkerProcess:
     worker: Any
     """vLLM's; `serve` says which."""
     before: dict[str, Tensor]
-    """For what a test wants to remember of its parameters."""
+    """For a test: what its parameters were."""
+    plain: Tensor
+    """For a benchmark: as many bytes."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -96,12 +99,14 @@ def worker_engines(
         ]
         engines = WorkerEngines(addresses)
         try:
-            while not all(Path(address).exists() for workers in addresses for address in workers):
+            while not all(Path(address).exists() for address in chain(*addresses)):
                 assert not any(world.done() for world in worlds)
                 time.sleep(0.05)
             yield engines
-            engines.call(_end)
         finally:
+            for address in chain(*addresses):
+                with suppress(OSError), Client(address, "AF_UNIX") as connection:
+                    connection.send((_end, ()))
             for world in worlds:
                 world.result()
 
@@ -113,9 +118,12 @@ def _take_calls(rank: int, addresses: Sequence[str]) -> None:
         function = None
         while function is not _end:
             with listener.accept() as connection:
-                function, args = connection.recv()
+                try:
+                    function, args = connection.recv()
+                except EOFError:  # who wanted to ask has failed
+                    continue
                 answer = function(process, *args)
-                with suppress(BrokenPipeError):  # who asked may have failed meanwhile
+                with suppress(BrokenPipeError):  # who has asked has failed
                     connection.send(answer)
 
 

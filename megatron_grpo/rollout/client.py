@@ -99,7 +99,7 @@ class RolloutClient:
     def connect(self, invitation: Json) -> None:
         """Have every worker of every engine make the links that `invitation` is for.
 
-        Returns when all have made them or have failed, which `begin_push` tells; those who send
+        Returns when all have made them or have failed, which `check_push` tells; those who send
         must make theirs meanwhile.
         """
 

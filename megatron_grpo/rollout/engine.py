@@ -65,8 +65,8 @@ class Engine:
         return answers
 
     async def connect(self, invitation: Json, index: int) -> None:
-        """Have its workers make links to all that send to engine `index`; `begin_push` tells how
-        that went."""
+        """Have its workers make links to all that send to engine `index`; where that fails, the
+        report of the push says so."""
         info = {"invitation": invitation, "engine": index}
         await self.post("/init_weight_transfer_engine", {"init_info": info})
 

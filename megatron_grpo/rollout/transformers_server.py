@@ -124,10 +124,12 @@ class TransformersEngine:
 
     def init_weight_transfer_engine(self, body: Json) -> Json:
         """Make links to all that send to this engine, in the place of earlier ones."""
-        if self._inbox is not None:
-            self._inbox.close()
-        self._received = self._stored_tensors()
-        with self.state.keep_error():
+        self.state.begin("")  # whoever pushed before has no links any more
+        with self._turn, self.state.keep_error():
+            if self._inbox is not None:
+                self._inbox.close()
+                self._inbox = None
+            self._received = self._stored_tensors()
             self._inbox = Inbox.open(
                 Invitation.from_json(body["init_info"]["invitation"]),
                 engine=body["init_info"]["engine"],
@@ -160,10 +162,10 @@ class TransformersEngine:
         return {"results": [answer]}
 
     def _receive(self, push: str) -> None:
-        with self._turn, self.state.keep_error():
-            if push == self.state.push:
-                if self._inbox is None:
-                    raise ConnectionError("it has no links to the trainer")
+        with self._turn:
+            if push != self.state.push or self._inbox is None:
+                return  # another has begun, or the state says why there are no links
+            with self.state.keep_error():
                 self._inbox.receive()
                 self._take_received()
                 self.state.is_loaded = True
@@ -227,6 +229,9 @@ class TransformersEngine:
         }
 
 
+MAX_REFUSED_BYTES = 1 << 16
+"""So much is read of a request without the token, so that its sender gets to read the answer."""
+
 ROUTES = {
     "/health": TransformersEngine.answer_nothing,
     "/load": TransformersEngine.load,
@@ -256,12 +261,14 @@ class RequestHandler(BaseHTTPRequestHandler):
         self._answer()
 
     def _answer(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         route = urlsplit(self.path).path
         authorization = self.headers.get("Authorization", "").encode("latin-1")
+        length = int(self.headers.get("Content-Length", 0))
         if is_allowed(self.command, route, authorization, self.token):
-            self._send(*self._result(route, body))
+            self._send(*self._result(route, self.rfile.read(length)))
         else:
+            self.rfile.read(min(length, MAX_REFUSED_BYTES))
+            self.close_connection = True
             self._send(401, REFUSAL)
 
     def _result(self, route: str, body: bytes) -> tuple[int, bytes]:

@@ -48,7 +48,7 @@ def test_what_is_larger_than_a_bucket_is_refused():
 )
 def test_no_process_has_more_buffers_than_the_limit(senders, num_engines, links):
     limit = 10_000_000
-    size = bucket_bytes_for(limit, senders, num_engines)
+    size = bucket_bytes_for(limit, senders, num_engines, shard_bytes=2 * limit)
     assert size % BUCKET_STEP == 0
     assert size * 2 * links <= limit < (size + BUCKET_STEP) * 2 * links
 
@@ -56,5 +56,10 @@ def test_no_process_has_more_buffers_than_the_limit(senders, num_engines, links)
 def test_a_limit_that_is_too_low_is_refused_with_the_lowest_that_is_not():
     senders = [[0, 1, 2], [3]]
     with pytest.raises(ValueError, match=r"393215 bytes .* the 3 links .* at least 393216 "):
-        bucket_bytes_for(393215, senders, 1)
-    assert bucket_bytes_for(393216, senders, 1) == 64 * 1024
+        bucket_bytes_for(393215, senders, 1, 10**9)
+    assert bucket_bytes_for(393216, senders, 1, 10**9) == 64 * 1024
+
+
+def test_a_bucket_is_no_larger_than_what_a_worker_holds():
+    assert bucket_bytes_for(10**9, [[0]], 1, shard_bytes=1) == BUCKET_STEP
+    assert bucket_bytes_for(10**9, [[0]], 1, shard_bytes=BUCKET_STEP + 1) == 2 * BUCKET_STEP

@@ -1,6 +1,10 @@
 """Whole pushes: trainer ranks and the workers of a chain of engines, each a process."""
 
+import hashlib
+import json
 import re
+import resource
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -10,16 +14,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 from parallel import Box, Layout, Piece, Sender, plan_sends
-from parallel.meeting import join, open_meeting
+from parallel.meeting import join, open_meeting, place
 from parallel.transport import Inbox, Invitation, LinkError, Outbox, refuse_all
 from parallel.views import as_whole
+from parallel.wire_plan import WirePlan
 from processes import Child, running
 
 CPU = torch.device("cpu")
 BUCKET = 5 * 16  # a link has more buckets than buffers, and most are not quite full
-TIMEOUT = timedelta(seconds=20)
+TIMEOUT = timedelta(seconds=60)
+SOON = 30
+"""Seconds; less than the time-out, more than a busy machine takes."""
 NUM_RANKS = NUM_WORKERS = 2
 SHAPES = {
     "embedding": (37, 12),
@@ -97,8 +105,8 @@ def trainer_rank(pipe, invitation, rank):
     sender = sender_of(rank)
     sends = plan_sends(sender, LAYOUTS, BUCKET // 2)
     try:
-        store = join(invitation.meeting, TIMEOUT)
-        outbox = Outbox.open(invitation, store, rank, sends, torch.bfloat16, CPU, TIMEOUT)
+        board = join(invitation.meeting, TIMEOUT)
+        outbox = Outbox.open(invitation, board, rank, sends, torch.bfloat16, CPU, TIMEOUT)
         pipe.send("open")
         while True:
             weights = whole_weights(pipe.recv())
@@ -164,7 +172,7 @@ class Fleet:
 
 @contextmanager
 def fleet(num_engines, network_only=False):
-    meeting, store = open_meeting("127.0.0.1")
+    meeting, board = open_meeting("127.0.0.1")
     invitation = invitation_to(meeting, num_engines, network_only)
     told = invitation.to_json()
     with ExitStack() as stack:
@@ -178,7 +186,7 @@ def fleet(num_engines, network_only=False):
         running_fleet = Fleet(ranks, workers)
         assert [child.hear() for child in running_fleet.all] == ["open"] * len(running_fleet.all)
         yield running_fleet
-    del store
+    del board
 
 
 def num_bytes(layout):
@@ -223,11 +231,11 @@ def test_a_trainer_rank_killed_in_a_push_is_named_by_the_workers_and_the_rest_en
         time.sleep(0.3)
         pushing.ranks[1].kill()
         lost = "has closed the link or died"
-        said = {key: heard_within(3, child) for key, child in pushing.workers.items()}
+        said = {key: heard_within(SOON, child) for key, child in pushing.workers.items()}
         assert said[0, 0] == said[0, 1] == f"LinkError: trainer rank 1 {lost}"
         assert said[1, 0] == f"LinkError: engine 0 worker 0 {lost}"
         # Rank 0 may have been done when rank 1 died.
-        sent = heard_within(3, pushing.ranks[0])
+        sent = heard_within(SOON, pushing.ranks[0])
         assert isinstance(sent, int) or "engine 0 worker" in sent
 
 
@@ -242,16 +250,16 @@ def test_a_worker_killed_in_a_push_is_named_by_the_one_before_it_and_all_end(net
         time.sleep(0.3)
         pushing.workers[1, 1].kill()
         lost = "has closed the link or died"
-        assert heard_within(3, pushing.workers[0, 1]) == f"LinkError: engine 1 worker 1 {lost}"
+        assert heard_within(SOON, pushing.workers[0, 1]) == f"LinkError: engine 1 worker 1 {lost}"
         for child in pushing.ranks:
-            said = heard_within(3, child)
+            said = heard_within(SOON, child)
             # What is on its way over the network is kept by the host, so a rank may be done.
             is_done = network_only and isinstance(said, int)
             assert is_done or said == f"LinkError: engine 0 worker 1 {lost}"
 
 
 def test_a_worker_refuses_what_does_not_fill_its_parameters():
-    meeting, store = open_meeting("127.0.0.1")
+    meeting, board = open_meeting("127.0.0.1")
     invitation = invitation_to(meeting, 1, network_only=False)
     with ExitStack() as stack:
         for rank in range(NUM_RANKS):
@@ -260,14 +268,14 @@ def test_a_worker_refuses_what_does_not_fill_its_parameters():
         assert re.search(
             r"ValueError: .*bias: 3 of 3 elements are in no piece", worker.hear(), re.S
         )
-    del store
+    del board
 
 
 def open_outbox(sends, timeout=0.3, bucket_bytes=BUCKET):
-    meeting, store = open_meeting("127.0.0.1")
+    meeting, board = open_meeting("127.0.0.1")
     invitation = replace(invitation_to(meeting, 1, network_only=False), bucket_bytes=bucket_bytes)
     seconds = timedelta(seconds=timeout)
-    return Outbox.open(invitation, store, 0, sends, torch.bfloat16, CPU, seconds)
+    return Outbox.open(invitation, board, 0, sends, torch.bfloat16, CPU, seconds)
 
 
 def test_workers_that_do_not_come_are_named_after_the_time_out():
@@ -275,22 +283,22 @@ def test_workers_that_do_not_come_are_named_after_the_time_out():
         open_outbox(plan_sends(sender_of(0), LAYOUTS, BUCKET // 2))
 
 
-def open_all(parameters):
+def open_all(parameters, bucket_bytes=BUCKET):
     """A trainer rank that sends the matrix `w` and a worker each of two engines, at once.
 
     `parameters` are those of the second; what each raises, or its end.
     """
-    meeting, store = open_meeting("127.0.0.1")
-    invitation = Invitation(meeting, BUCKET, 2, False, senders=[[0]], zeros=[[]])
+    meeting, board = open_meeting("127.0.0.1")
+    invitation = Invitation(meeting, bucket_bytes, 2, False, senders=[[0]], zeros=[[]])
     matrix = Layout.of_whole_tensors({"w": (4, 4)})
     sends = plan_sends(Sender(0, matrix, {"w": range(1)}), [matrix], BUCKET // 4)
     held = [{"w": torch.zeros(4, 4)}, parameters]
     with ThreadPoolExecutor() as pool:
         waiting = [
-            pool.submit(Outbox.open, invitation, store, 0, sends, torch.float32, CPU, TIMEOUT),
+            pool.submit(Outbox.open, invitation, board, 0, sends, torch.float32, CPU, TIMEOUT),
             *(pool.submit(Inbox.open, invitation, e, 0, held[e], CPU, TIMEOUT) for e in range(2)),
         ]
-        return [future.exception(timeout=5) or future.result() for future in waiting]
+        return [future.exception(timeout=SOON) or future.result() for future in waiting]
 
 
 def test_the_refusal_of_a_worker_is_told_at_once_to_all_before_it():
@@ -301,37 +309,122 @@ def test_the_refusal_of_a_worker_is_told_at_once_to_all_before_it():
         assert re.search(r"engine 1 worker 0: .*bias: 3 of 3 elements", str(failure), re.S)
 
 
+def test_of_two_workers_the_one_that_waits_is_told_at_once_why_the_other_refuses():
+    """The ranks quit before they offer a link to anybody."""
+    meeting, board = open_meeting("127.0.0.1")
+    invitation = invitation_to(meeting, 1, network_only=False)
+    with ExitStack() as stack:
+        start = stack.enter_context
+        ranks = [start(running(trainer_rank, invitation, rank)) for rank in range(NUM_RANKS)]
+        told = invitation.to_json()
+        waiting = start(running(engine_worker, told, 0, 0))
+        refusing = start(running(engine_worker, told, 0, 1, "bias"))
+        assert refusing.hear().startswith("ValueError: ")
+        for child in (waiting, *ranks):
+            said = heard_within(SOON, child)
+            assert re.match(r"LinkError: engine 0 worker 1: .*bias: 3 of 3 elements", said, re.S)
+    del board
+
+
+@pytest.mark.parametrize("network_only", [False, True], ids=["local", "network"])
+def test_a_sender_whose_receiver_can_no_longer_come_is_told_at_once(network_only):
+    """The rank has offered its link when a second rank, which never came, gives up."""
+    meeting, board = open_meeting("127.0.0.1")
+    invitation = Invitation(meeting, BUCKET, 1, network_only, senders=[[0]], zeros=[[]])
+    matrix = Layout.of_whole_tensors({"w": (4, 4)})
+    sends = plan_sends(Sender(0, matrix, {"w": range(1)}), [matrix], BUCKET // 4)
+    join(meeting, TIMEOUT).publish("place/0/0", place(CPU))
+    with ThreadPoolExecutor() as pool:
+        arguments = (invitation, board, 0, sends, torch.float32, CPU, TIMEOUT)
+        opening = pool.submit(Outbox.open, *arguments)
+        join(meeting, TIMEOUT).read({"link/0/0/0": "the rank"}, TIMEOUT)
+        refuse_all(invitation, "trainer rank 1 gave up")
+        with pytest.raises(LinkError, match="trainer rank 1 gave up"):
+            opening.result(timeout=SOON)
+
+
+@pytest.fixture
+def little_shared_memory():
+    """This process can make no more than 64 KiB of it at once."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_sender_without_memory_for_its_buffers_leaves_nobody_waiting(little_shared_memory):
+    failures = open_all({"w": torch.zeros(4, 4)}, bucket_bytes=1 << 16)
+    assert any("File too large" in str(failure) for failure in failures)
+    assert all(isinstance(failure, OSError) for failure in failures)
+
+
+def test_nobody_connects_where_a_stranger_says_that_a_rank_listens():
+    meeting, board = open_meeting("127.0.0.1")
+    invitation = Invitation(meeting, BUCKET, 1, True, senders=[[0]], zeros=[[]])
+    matrix = Layout.of_whole_tensors({"w": (4, 4)})
+    copies = plan_sends(Sender(0, matrix, {"w": range(1)}), [matrix], BUCKET // 4)[0]
+    board.publish("plan/0/0", WirePlan.of(copies, torch.float32).to_json())
+    stranger = TCPStore(meeting.host, meeting.port, wait_for_workers=False, timeout=TIMEOUT)
+    prefix, _, _ = stranger.list_keys()[0].partition("/")
+    with socket.create_server(("127.0.0.1", 0)) as trap:
+        address = json.dumps(trap.getsockname())
+        stranger.set(f"{prefix}/link/0/0/0", hashlib.sha256(address.encode()).hexdigest() + address)
+        with pytest.raises(LinkError, match="'link/0/0/0' at the meeting was written by somebody"):
+            Inbox.open(invitation, 0, 0, {"w": torch.zeros(4, 4)}, CPU, TIMEOUT)
+        trap.settimeout(0)
+        with pytest.raises(BlockingIOError):
+            trap.accept()
+
+
+def test_a_stranger_does_not_pass_for_a_worker():
+    meeting, board = open_meeting("127.0.0.1")
+    invitation = Invitation(meeting, BUCKET, 1, True, senders=[[0]], zeros=[[]])
+    matrix = Layout.of_whole_tensors({"w": (4, 4)})
+    sends = plan_sends(Sender(0, matrix, {"w": range(1)}), [matrix], BUCKET // 4)
+    stranger = TCPStore(meeting.host, meeting.port, wait_for_workers=False, timeout=TIMEOUT)
+    with ThreadPoolExecutor() as pool:
+        arguments = (invitation, board, 0, sends, torch.float32, CPU, TIMEOUT)
+        opening = pool.submit(Outbox.open, *arguments)
+        board_of_all = join(meeting, TIMEOUT)
+        board_of_all.read({"plan/0/0": "the rank"}, TIMEOUT)
+        prefix, _, _ = stranger.list_keys()[0].partition("/")
+        stranger.set(f"{prefix}/place/0/0", place(CPU))
+        with pytest.raises(LinkError, match="'place/0/0' at the meeting was written by somebody"):
+            opening.result(timeout=SOON)
+        assert not any("link/" in name for name in stranger.list_keys())
+
+
 def test_all_whom_nobody_refuses_have_links():
     for end in open_all({"w": torch.zeros(4, 4)}):
         end.close()
 
 
 def test_ranks_that_wait_are_told_at_once_when_the_engines_cannot_be_reached():
-    meeting, store = open_meeting("127.0.0.1")
+    meeting, board = open_meeting("127.0.0.1")
     invitation = invitation_to(meeting, 1, network_only=False)
     sends = plan_sends(sender_of(0), LAYOUTS, BUCKET // 2)
     with ThreadPoolExecutor() as pool:
-        arguments = (invitation, store, 0, sends, torch.bfloat16, CPU, TIMEOUT)
+        arguments = (invitation, board, 0, sends, torch.bfloat16, CPU, TIMEOUT)
         opening = pool.submit(Outbox.open, *arguments)
-        time.sleep(0.3)
+        join(meeting, TIMEOUT).read({"plan/0/0": "the rank"}, TIMEOUT)
         refuse_all(invitation, "nobody listens at http://127.0.0.1:9")
-        with pytest.raises(LinkError, match="engine 0 worker 0: nobody listens at http"):
-            opening.result(timeout=5)
+        with pytest.raises(LinkError, match="nobody listens at http"):
+            opening.result(timeout=SOON)
 
 
 def test_a_rank_that_sends_to_nobody_has_nothing_to_wait_for():
-    meeting, store = open_meeting("127.0.0.1")
+    meeting, board = open_meeting("127.0.0.1")
     invitation = Invitation(meeting, BUCKET, 1, False, senders=[[1]], zeros=[[]])
-    outbox = Outbox.open(invitation, store, 0, {}, torch.bfloat16, CPU)
+    outbox = Outbox.open(invitation, board, 0, {}, torch.bfloat16, CPU)
     outbox.send({})
     assert outbox.bytes_sent == 0
     outbox.close()
 
 
 def test_a_closed_outbox_sends_nothing_more():
-    meeting, store = open_meeting("127.0.0.1")
+    meeting, board = open_meeting("127.0.0.1")
     invitation = Invitation(meeting, BUCKET, 1, False, senders=[[1]], zeros=[[]])
-    outbox = Outbox.open(invitation, store, 0, {}, torch.bfloat16, CPU)
+    outbox = Outbox.open(invitation, board, 0, {}, torch.bfloat16, CPU)
     outbox.close()
     with pytest.raises(LinkError, match="the links were closed"):
         outbox.send({})
@@ -343,19 +436,22 @@ def test_a_copy_larger_than_a_bucket_is_refused_before_anything_is_said():
 
 
 def test_trainer_ranks_that_do_not_come_are_named_after_the_time_out():
-    meeting, store = open_meeting("127.0.0.1")
+    meeting, board = open_meeting("127.0.0.1")
     invitation = invitation_to(meeting, 1, network_only=False)
     with pytest.raises(LinkError, match=r"no word of trainer rank 0, trainer rank 1 within 0\.3 s"):
         Inbox.open(invitation, 0, 0, {}, CPU, timedelta(seconds=0.3))
-    del store
+    del board
 
 
 def test_a_trainer_that_is_gone_is_told_at_once():
-    meeting, store = open_meeting("127.0.0.1")
+    meeting, board = open_meeting("127.0.0.1")
     invitation = invitation_to(meeting, 1, network_only=False)
+    board.publish("plan/0/0", WirePlan("float32", ["w"], [[0, 0, 4]]).to_json())
+    board.publish("plan/1/0", WirePlan("float32", ["w"], [[0, 4, 4]]).to_json())
+    invitation = replace(invitation, zeros=[[], []])
     with ThreadPoolExecutor() as pool:
-        opening = pool.submit(Inbox.open, invitation, 0, 0, {}, CPU, TIMEOUT)
-        time.sleep(0.3)
-        del store
+        opening = pool.submit(Inbox.open, invitation, 0, 0, {"w": torch.zeros(8)}, CPU, TIMEOUT)
+        board.read({"place/0/0": "the worker"}, TIMEOUT)
+        del board
         with pytest.raises(LinkError, match="the store of the meeting is lost"):
-            opening.result(timeout=5)
+            opening.result(timeout=SOON)

@@ -77,15 +77,15 @@ def test_no_process_and_no_shared_memory_survives_a_killed_trainer(
     )
     while (line := trainer.stdout.readline().strip()) != moment:
         assert line, (tmp_path / "engine_0.log").read_text()[-2000:]
-    wait_until(lambda: len(marked_processes(mark)) > 1, 5)
+    wait_until(lambda: len(marked_processes(mark)) > 1, 30)
     if moment == "started":
         time.sleep(2)  # somewhere within the imports
     assert len(marked_processes(mark)) > 1
     memory = shared_memory(marked_processes(mark))
     trainer.kill()
     trainer.communicate()
-    assert wait_until(lambda: not marked_processes(mark), 10), marked_processes(mark)
-    assert wait_until(lambda: not any(file.exists() for file in memory), 5), memory
+    assert wait_until(lambda: not marked_processes(mark), 30), marked_processes(mark)
+    assert wait_until(lambda: not any(file.exists() for file in memory), 30), memory
 
 
 def test_close_leaves_no_process(tied_model, tmp_path, monkeypatch):

@@ -1,0 +1,308 @@
+"""A push of a 0.5B model beside a raw copy and beside gathering and loading: `make bench-reshard`.
+
+    python tests/benchmarks/bench_reshard.py [--rounds 5] [--bucket-megabytes 512]
+
+Four ranks that hold a random model of Qwen2.5-0.5B's shape (bf16, 0.99 GB) as TP2 x PP2 push it
+into the two workers of a vLLM engine, over memory that both ends share and over the network, here
+loopback. "Raw": the same bytes over the same links in the same buckets, copied from one plain
+tensor into another; its seconds over those of the push are the fraction. "Gather": whole tensors to
+rank 0, one file in memory, and vLLM's own `load_weights` in the workers. After every push each
+parameter of the workers must equal what vLLM had loaded at first, bit for bit, and is wiped. Memory
+is the most that a rank and a worker held beyond what they held before the links were made; what two
+processes share counts in both.
+
+Also prints what each worker receives at TP8 by vLLM's own backends, from configs alone.
+"""
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from checkpoint_convert import ModelShape, hf_tensors, megatron_layout, read_shape
+from checkpoint_convert.megatron import megatron_sender
+from checkpoint_convert.rank_weights import read_weights
+from checkpoint_convert.vllm import EngineDims
+from conversions import bytes_of
+from distributed import run_ranks
+from gather_then_load import gather_then_load
+from megatron_grpo.timing import PhaseTimer
+from megatron_grpo.weight_sync import WeightSync
+from parallel import ParallelDims
+from peer_bytes import print_peers
+from policies import tiny_config
+from raw_copy import plain_bytes, push_raw
+from worker_engines import (
+    WorkerClient,
+    WorkerEngines,
+    WorkerProcess,
+    parameters_of,
+    worker_engines,
+)
+
+QWEN_0_5B = {
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "num_hidden_layers": 24,
+    "hidden_size": 896,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "intermediate_size": 4864,
+    "vocab_size": 151936,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+    "rope_theta": 1e6,
+    "dtype": "bfloat16",
+}
+RANKS, ENGINE = ParallelDims(tensor=2, pipeline=2), EngineDims(tensor=2)
+TRANSPORTS = {"memory": "auto", "network": "network"}
+
+Figures = dict[str, list[float]]
+"""Of each thing that is measured: one value by round."""
+
+
+def main() -> None:
+    """Run all and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5, help="counted ones; one more warms up")
+    parser.add_argument("--bucket-megabytes", type=int, default=512, help="buffers per process")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="bench-") as name:
+        folder = Path(name)
+        shape = write_model(folder / "model")
+        with worker_engines(1, ENGINE.tensor, folder, timeout=1800) as engines:
+            ranks = run_ranks(
+                RANKS.world_size,
+                measure,
+                folder,
+                engines,
+                arguments.rounds,
+                arguments.bucket_megabytes,
+                timeout=1800,
+            )
+    report(ranks, sum(2 * torch.Size(size).numel() for size in hf_tensors(shape).values()))
+    print_peers()
+
+
+def write_model(folder: Path) -> ModelShape:
+    """A random model of Qwen2.5-0.5B's shape."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(QWEN_0_5B))
+    shape = read_shape(folder)
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        name: torch.empty(size, dtype=torch.bfloat16).normal_(generator=generator)
+        for name, size in hf_tensors(shape).items()
+    }
+    save_file(weights, folder / "model.safetensors")
+    return shape
+
+
+def measure(
+    rank: int, folder: Path, engines: WorkerEngines, num_rounds: int, megabytes: int
+) -> Figures:
+    """Seconds, bytes and memory of everything, on one rank; the first round is left out."""
+    model = folder / "model"
+    shape = read_shape(model)
+    layouts = [
+        megatron_layout(shape, RANKS, RANKS.coordinates(other), transformer_engine=False)
+        for other in range(RANKS.world_size)
+    ]
+    parameters = {n: torch.empty(s, dtype=torch.bfloat16) for n, s in layouts[rank].shapes.items()}
+    read_weights(model, shape, layouts[rank], parameters)
+    if rank == 0:
+        engines.call(start, model)
+    plain = plain_bytes(parameters)
+    figures: Figures = defaultdict(list)
+    for name, transport in TRANSPORTS.items():
+        with (
+            watched(rank, engines, figures, name),
+            closing(weight_sync(rank, model, engines, transport, megabytes)) as sync,
+        ):
+            for _ in range(num_rounds + 1):
+                push(sync, rank, parameters, engines, figures, name)
+                check(rank, engines)
+                with timed(figures, f"{name} raw"):
+                    push_raw(sync, rank, plain, engines)
+    with watched(rank, engines, figures, "gather"):
+        for _ in range(num_rounds + 1):
+            with timed(figures, "gather"):
+                gather_then_load(shape, layouts, parameters, folder / "whole", engines)
+            check(rank, engines)
+    return {name: values[-num_rounds:] for name, values in figures.items()}
+
+
+def weight_sync(
+    rank: int, model: Path, engines: WorkerEngines, transport: str, megabytes: int
+) -> WeightSync:
+    """What a trainer would make."""
+    cfg = tiny_config(
+        model,
+        RANKS,
+        "model.dtype=bfloat16",
+        f"rollout.base_urls=[{', '.join(engines.base_urls)}]",
+        f"rollout.tensor_parallel_size={ENGINE.tensor}",
+        f"rollout.weight_transport={transport}",
+        f"rollout.update_weights_bucket_megabytes={megabytes}",
+    )
+    shape, place = read_shape(model), RANKS.coordinates(rank)
+    sender = megatron_sender(shape, RANKS, place, transformer_engine=False)
+    return WeightSync(cfg, shape, sender, torch.device("cpu"), 1)
+
+
+def push(
+    sync: WeightSync,
+    rank: int,
+    parameters: Mapping[str, Tensor],
+    engines: WorkerEngines,
+    figures: Figures,
+    name: str,
+) -> None:
+    """One push as a trainer does it; the links are made by the first."""
+    dist.barrier()
+    timer = PhaseTimer()
+    client = TimedClient(engines)
+    source: Any = client if rank == 0 else None
+    sync.push(parameters, source, 1, timer)
+    seconds = timer.metrics()
+    figures[name].append(seconds["time/push"])
+    figures[f"{name} sums"].append(seconds["time/verify_weights"] - client.check_seconds)
+    figures[f"{name} check"].append(client.check_seconds)
+
+
+class TimedClient(WorkerClient):
+    """Notes how long the workers take for their checksums."""
+
+    check_seconds = 0.0
+
+    def check_push(self, *args: Any) -> None:
+        start = time.perf_counter()
+        super().check_push(*args)
+        self.check_seconds = time.perf_counter() - start
+
+
+def start(process: WorkerProcess, model: Path) -> None:
+    """Have vLLM load the model, remember that, and wipe it."""
+    process.serve(model, ENGINE, "bfloat16")
+    process.before = {k: v.clone() for k, v in parameters_of(process.worker).items()}
+    process.plain = plain_bytes(process.before)
+    compare_and_wipe(process)
+
+
+def check(rank: int, engines: WorkerEngines) -> None:
+    """Fail unless all workers hold what they held at first."""
+    if rank == 0:
+        [differing] = engines.call(compare_and_wipe)
+        assert not any(differing), differing
+    dist.barrier()
+
+
+def compare_and_wipe(process: WorkerProcess) -> list[str]:
+    """The parameters that are not what vLLM has loaded; all are zero afterwards."""
+    held = parameters_of(process.worker)
+    differing = [
+        name
+        for name, value in process.before.items()
+        if not torch.equal(bytes_of(held[name]), bytes_of(value))
+    ]
+    with torch.inference_mode():
+        for value in held.values():
+            value.data.zero_()
+    return differing
+
+
+@contextmanager
+def timed(figures: Figures, name: str) -> Iterator[None]:
+    """Seconds of the block on this rank, from when all ranks are there."""
+    dist.barrier()
+    start = time.perf_counter()
+    yield
+    figures[name].append(time.perf_counter() - start)
+
+
+@contextmanager
+def watched(rank: int, engines: WorkerEngines, figures: Figures, name: str) -> Iterator[None]:
+    """The most bytes beyond those at the beginning, of this rank, and on rank 0 of the workers."""
+    before = resident_bytes(peak=False)
+    if rank == 0:
+        before_workers = engines.call(forget_peak)
+    dist.barrier()
+    forget_peak(None)
+    yield
+    figures[f"{name} rank memory"].append(resident_bytes(peak=True) - before)
+    if rank == 0:
+        [peaks] = engines.call(peak_of)
+        figures[f"{name} worker memory"] += [
+            after - before for after, before in zip(peaks, before_workers[0], strict=True)
+        ]
+
+
+def forget_peak(process: WorkerProcess | None) -> int:
+    """Have the peak of this process's memory begin now; its present bytes."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident_bytes(peak=False)
+
+
+def peak_of(process: WorkerProcess) -> int:
+    """The most bytes that this process has held since; its links are closed."""
+    process.worker.shutdown_weight_transfer_engine()
+    return resident_bytes(peak=True)
+
+
+def resident_bytes(*, peak: bool) -> int:
+    """Of this process, with what it shares; now, or at most since `forget_peak`."""
+    field = "VmHWM" if peak else "VmRSS"
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
+
+
+def report(ranks: list[Figures], num_bytes: int) -> None:
+    """Print the figures of rank 0, and the memory of all."""
+    figures = ranks[0]
+    print(
+        f"\n{os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}; {num_bytes / 1e9:.2f} GB"
+    )
+    print(f"{'':16}{'seconds':>20}{'GB/s':>8}{'of raw':>18}{'sums, % of push':>22}{'memory':>20}")
+    for name in (*TRANSPORTS, "gather"):
+        seconds = figures[name]
+        line = f"{name:16}{spread(seconds):>20}{num_bytes / 1e9 / median(seconds):8.1f}"
+        if name in TRANSPORTS:
+            raw = zip(figures[f"{name} raw"], seconds, strict=True)
+            line += f"{spread([plain / own for plain, own in raw]):>18}"
+            sums = [figures[f"{name} sums"], figures[f"{name} check"], seconds]
+            percent = [100 * (a + b) / c for a, b, c in zip(*sums, strict=True)]
+            line += f"{spread(percent, 0):>22}"
+        else:
+            line += f"{'':40}"
+        rank = max(max(each[f"{name} rank memory"]) for each in ranks)
+        worker = max(figures[f"{name} worker memory"])
+        print(line + f"{rank / 1e6:8.0f} + {worker / 1e6:.0f} MB")
+    for name in TRANSPORTS:
+        ratios = [a / b for a, b in zip(figures["gather"], figures[name], strict=True)]
+        print(f"gather takes {spread(ratios, 1)} times the seconds of a push over {name}")
+        print(
+            f"{name}: raw {spread(figures[f'{name} raw'])} s; checksums of the ranks "
+            f"{spread(figures[f'{name} sums'])} s, of the workers "
+            f"{spread(figures[f'{name} check'])} s"
+        )
+
+
+def spread(values: list[float], digits: int = 2) -> str:
+    """Median, least and largest."""
+    return f"{median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""The bytes of a push over its own links and in its own buckets, but between plain tensors."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_grpo.weight_sync import WeightSync, meanwhile
+from parallel.links import Incoming, Outgoing
+from parallel.streams import InStream, OutStream
+from worker_engines import WorkerClient, WorkerEngines, WorkerProcess
+
+
+def plain_bytes(parameters: Mapping[str, Tensor]) -> Tensor:
+    """As many as the parameters have, and some for the gaps between boxes; in memory already."""
+    num_bytes = sum(value.nbytes for value in parameters.values())
+    return torch.ones(num_bytes + (1 << 20), dtype=torch.uint8)
+
+
+def push_raw(sync: WeightSync, rank: int, plain: Tensor, engines: WorkerEngines) -> None:
+    """Send as many bytes of `plain` as a push would; one has made the links."""
+    outbox = sync._outbox
+    assert outbox is not None
+    streams = outbox._streams
+    jobs = [
+        partial(_send, stream.link, buckets)
+        for stream, buckets in zip(streams, _buckets(streams, plain), strict=True)
+    ]
+    source: Any = WorkerClient(engines) if rank == 0 else None
+    with meanwhile(source, lambda client: client.workers.call(_receive_all)):
+        outbox._links.run(jobs)
+
+
+def _receive_all(process: WorkerProcess) -> None:
+    inbox = process.worker.weight_transfer_engine._inbox
+    streams = inbox._streams
+    jobs = [
+        partial(_receive, stream._link, buckets)
+        for stream, buckets in zip(streams, _buckets(streams, process.plain), strict=True)
+    ]
+    inbox._links.run(jobs)
+
+
+def _buckets(streams: Sequence[OutStream | InStream], plain: Tensor) -> Iterator[Sequence[Tensor]]:
+    """The bytes of `plain` in parts like the buckets of each stream, one stream after the other."""
+    start = 0
+    for stream in streams:
+        sizes = [bucket.num_bytes for bucket in stream._packing.buckets]
+        yield plain[start : start + sum(sizes)].split(sizes)
+        start += sum(sizes)
+
+
+def _send(link: Outgoing, buckets: Sequence[Tensor]) -> None:
+    for bucket in buckets:
+        link.next_buffer()[: len(bucket)].copy_(bucket)
+        link.hand_over(len(bucket))
+    link.flush()
+
+
+def _receive(link: Incoming, buckets: Sequence[Tensor]) -> None:
+    arrivals = link.arrivals([len(bucket) for bucket in buckets])
+    for bucket, buffer in zip(buckets, arrivals, strict=True):
+        bucket.copy_(buffer)

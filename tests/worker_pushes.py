@@ -1,0 +1,184 @@
+"""Pushes from ranks of Megatron-Core into workers of vLLM, beside what vLLM itself loads.
+
+The ranks write what they push as a Hugging Face folder, too. A worker that is asked what it holds
+has vLLM load that folder, as it would for a worker of the same place, and compares.
+"""
+
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from checkpoint_convert import read_shape
+from checkpoint_convert.vllm import EngineDims
+from conversions import bytes_of
+from megatron_grpo.export import export_model
+from megatron_grpo.model import Policy, build_policy, weight_sender
+from megatron_grpo.timing import PhaseTimer
+from megatron_grpo.weight_sync import WeightSync
+from parallel import ParallelDims
+from parallel.device import setup_device
+from parallel.groups import Groups, init_groups
+from parallel.local_links import LocalOutgoing
+from parallel.network_links import NetworkOutgoing
+from policies import tiny_config
+from vllm_workers import start_worker
+from worker_engines import WorkerClient, WorkerEngines, WorkerProcess, parameters_of
+
+DTYPE = "bfloat16"
+
+Engines = dict[int, WorkerEngines]
+"""By their tensor parallel size."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model and the kinds of engine that it is pushed into."""
+
+    folder: Path
+    """Of the weights that are pushed."""
+    others: Path
+    """Of other weights of the same shapes, with which the engines begin."""
+    engines: Sequence[EngineDims]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What one rank has to say of a push."""
+
+    planned_bytes: int
+    num_boxes: int
+    bytes_handed_over: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one worker has to say after a push."""
+
+    differing: list[str]
+    """Parameters that are not what vLLM has loaded from the exported folder."""
+    unchanged: list[str]
+    """Parameters that are what they were before the push."""
+    shard_bytes: int
+    """Of its parameters, without the padding that vLLM has added."""
+    bytes_received: int
+
+
+Pushed = tuple[Sent, list[list[Held]]]
+"""What the workers say, by engine, is known to rank 0."""
+
+
+def push_all(
+    rank: int, dims: ParallelDims, cases: Sequence[Case], engines: Engines, transport: str
+) -> list[Pushed]:
+    """Push every case into every kind of engine, on a rank that trains at `dims`."""
+    setup_device(rank)
+    groups = init_groups(dims)
+    counts = count_bytes()
+    pushed = []
+    for case in cases:
+        cfg = tiny_config(case.folder, dims, f"model.dtype={DTYPE}")
+        policy = build_policy(cfg, read_shape(case.folder), groups)
+        exported = case.folder.with_name(f"{case.folder.name}-exported")
+        export_model(exported, policy, cfg, groups)
+        for kind in case.engines:
+            client = WorkerClient(engines[kind.tensor])
+            if rank == 0:
+                client.workers.call(begin_with, case.others, kind)
+            sent = push(case, policy, groups, client, kind, transport, counts)
+            dist.barrier()
+            held = client.workers.call(compare, exported, kind) if rank == 0 else []
+            pushed.append((sent, held))
+    return pushed
+
+
+def count_bytes() -> list[int]:
+    """From here on, note how many bytes of each buffer this process hands over."""
+    counts: list[int] = []
+    for end in (LocalOutgoing, NetworkOutgoing):
+
+        def counting(self, num_bytes: int, hand_over=end.hand_over) -> None:
+            counts.append(num_bytes)
+            hand_over(self, num_bytes)
+
+        end.hand_over = counting
+    return counts
+
+
+def push(
+    case: Case,
+    policy: Policy,
+    groups: Groups,
+    client: WorkerClient,
+    kind: EngineDims,
+    transport: str,
+    counts: list[int],
+) -> Sent:
+    cfg = tiny_config(
+        case.folder,
+        groups.dims,
+        f"model.dtype={DTYPE}",
+        f"rollout.base_urls=[{', '.join(client.base_urls)}]",
+        f"rollout.tensor_parallel_size={kind.tensor}",
+        f"rollout.vllm.enable_expert_parallel={str(kind.expert_parallel).lower()}",
+        f"rollout.weight_transport={transport}",
+        "rollout.update_weights_bucket_megabytes=2",  # several buckets for each link
+    )
+    source: Any = client if groups.rank == 0 else None
+    sender = weight_sender(policy, groups)
+    counts.clear()
+    with closing(WeightSync(cfg, policy.shape, sender, torch.device("cpu"), 1)) as sync:
+        sync.push(policy.parameters(), source, 1, PhaseTimer())
+        assert sync._outbox is not None
+        num_boxes = sum(map(len, sync._sends.values()))
+        return Sent(sync._outbox.bytes_sent, num_boxes, sum(counts))
+
+
+def begin_with(process: WorkerProcess, others: Path, kind: EngineDims) -> None:
+    process.serve(others, kind, DTYPE)
+    process.before = {k: v.clone() for k, v in parameters_of(process.worker).items()}
+
+
+def compare(process: WorkerProcess, exported: Path, kind: EngineDims) -> Held:
+    held = parameters_of(process.worker)
+    loaded = parameters_of(start_worker(process.rank, exported, kind, DTYPE))
+    changed = differing(held, process.before)
+    transfer = process.worker.weight_transfer_engine
+    bytes_received = transfer._inbox.bytes_received
+    transfer.shutdown()  # the next push may be into another worker of this process
+    return Held(
+        differing=differing(held, loaded),
+        unchanged=[name for name in held if name not in changed],
+        shard_bytes=sum(v.nbytes for v in held.values()) - padding_bytes(process.worker),
+        bytes_received=bytes_received,
+    )
+
+
+def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+    """Names of tensors of which there is one only, or that are not the same bit for bit."""
+    return [
+        name
+        for name in {**found, **expected}
+        if name not in found
+        or name not in expected
+        or found[name].shape != expected[name].shape
+        or found[name].dtype != expected[name].dtype
+        or not torch.equal(bytes_of(found[name]), bytes_of(expected[name]))
+    ]
+
+
+def padding_bytes(worker: Any) -> int:
+    """What vLLM says that it has padded its parts of the vocabulary by."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    padded = {  # by its weight, as a tied head is the embedding
+        id(module.weight): module.shard_indices.num_org_vocab_padding * module.weight[0].nbytes
+        for module in worker.get_model().modules()
+        if isinstance(module, VocabParallelEmbedding)
+    }
+    return sum(padded.values())
