@@ -150,13 +150,13 @@ class WorkerClient:
     def connect(self, invitation: dict[str, Any]) -> None:
         """See `RolloutClient`, as are all below."""
         infos = [
-            ({"invitation": invitation, "engine": engine},)
+            ({"invitation": invitation, "engine": engine, "links": "links"},)
             for engine in range(len(self.workers.addresses))
         ]
         self.workers.call_each(_init_weight_transfer_engine, infos)
 
     def begin_push(self, push: str) -> None:
-        self._ask("begin_push", push=push)
+        self._ask("begin_push", push=push, links="links")
 
     def receive_push(self, push: str) -> None:
         self._ask("receive_push", push=push)

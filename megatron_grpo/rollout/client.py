@@ -1,6 +1,7 @@
 """The trainer's side of the rollout engines: prompts out and samples back, new weights out."""
 
 import asyncio
+import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from itertools import chain, pairwise
@@ -39,6 +40,7 @@ class RolloutClient:
         self.token = token
         self.request_timeout = request_timeout
         self.eos_token_ids = tuple(eos_token_ids)
+        self._links = ""
 
     def generate(
         self,
@@ -103,14 +105,16 @@ class RolloutClient:
         must make theirs meanwhile.
         """
 
+        self._links = links = uuid.uuid4().hex
+
         async def connect(engine: Engine) -> None:
-            await engine.connect(invitation, self.base_urls.index(engine.url))
+            await engine.connect(invitation, self.base_urls.index(engine.url), links)
 
         self._on_all(connect)
 
     def begin_push(self, push: str) -> None:
         """Pause the engines; from here on they hold no version, and drop what they have cached."""
-        self._on_all(lambda engine: engine.begin_push(push))
+        self._on_all(lambda engine: engine.begin_push(push, self._links))
 
     def receive_push(self, push: str) -> None:
         """Have every worker receive its shard; returns when all have, or have failed."""

@@ -64,17 +64,19 @@ class Engine:
             )
         return answers
 
-    async def connect(self, invitation: Json, index: int) -> None:
-        """Have its workers make links to all that send to engine `index`; where that fails, the
-        report of the push says so."""
-        info = {"invitation": invitation, "engine": index}
+    async def connect(self, invitation: Json, index: int, links: str) -> None:
+        """Have its workers make links, to be known as `links`, to all that send to engine `index`.
+
+        Where that fails, the report of the push says so.
+        """
+        info = {"invitation": invitation, "engine": index, "links": links}
         await self.post("/init_weight_transfer_engine", {"init_info": info})
 
-    async def begin_push(self, push: str) -> None:
+    async def begin_push(self, push: str, links: str) -> None:
         """Nothing runs from here on, so that nothing is cached, and the weights have no version."""
         await self.pause()
         await self.post("/update_weight_version", {"new_version": NO_VERSION})
-        await self.ask("begin_push", push=push)
+        await self.ask("begin_push", push=push, links=links)
 
     async def finish_push(self, push: str, policy_version: int) -> None:
         """Have the weights be those of `push`, and samples bear `policy_version`."""

@@ -35,7 +35,7 @@ def check_reports(
 
 def _fault(report: Json, push: str, expected: WorkerSums) -> str:
     if report["push"] != push:
-        return f"another push, {report['push']}, has begun: is another trainer using the engine?"
+        return f"another trainer has connected to it (its push: {report['push'] or 'not begun'})"
     if not report["is_loaded"]:
         return str(report["error"] or "it has not loaded the weights")
     sums: WorkerSums = report["sums"]

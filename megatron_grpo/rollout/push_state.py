@@ -21,6 +21,8 @@ Json = dict[str, Any]
 class PushState:
     """Which push the worker's weights are of."""
 
+    links: str = ""
+    """Name of the links that it has, or should have: each trainer makes its own."""
     push: str = ""
     """The push that began last."""
     is_loaded: bool = False
@@ -30,12 +32,19 @@ class PushState:
     held: str = ""
     """The push whose weights these are; empty until one is complete and whenever one is open."""
 
-    def begin(self, push: str) -> None:
+    def connect(self, links: str) -> None:
+        """From here on weights come over `links` alone; a push over others is over."""
+        self.links = links
+        self.push, self.is_loaded, self.held = "", False, ""
+
+    def begin(self, push: str, links: str) -> None:
         """From here on these are nobody's weights; an earlier push that is open is over.
 
-        An error is kept: it is that of the links, which were made before.
+        Nothing begins when another trainer has connected since. An error is kept: it is that of
+        the links, which were made before.
         """
-        self.push, self.is_loaded, self.held = push, False, ""
+        if links == self.links:
+            self.push, self.is_loaded, self.held = push, False, ""
 
     def finish(self) -> None:
         """The weights are in place already; from here on they are those of the push."""

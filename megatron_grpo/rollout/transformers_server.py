@@ -124,7 +124,7 @@ class TransformersEngine:
 
     def init_weight_transfer_engine(self, body: Json) -> Json:
         """Make links to all that send to this engine, in the place of earlier ones."""
-        self.state.begin("")  # whoever pushed before has no links any more
+        self.state.connect(body["init_info"]["links"])
         with self._turn, self.state.keep_error():
             if self._inbox is not None:
                 self._inbox.close()
@@ -147,7 +147,7 @@ class TransformersEngine:
             case "describe_parameters":
                 answer["parameters"] = parameter_table(self._stored_tensors())
             case "begin_push":
-                self.state.begin(arguments["push"])
+                self.state.begin(arguments["push"], arguments["links"])
             case "receive_push":
                 self._receive(arguments["push"])
             case "push_report":

@@ -102,6 +102,7 @@ class LinksInfo(WeightTransferInitInfo):
 
     invitation: Json
     engine: int
+    links: str
 
 
 @dataclass
@@ -137,7 +138,7 @@ class ShardTransfer(WeightTransferEngine[LinksInfo, PushInfo]):
 
     def init_transfer_engine(self, init_info: LinksInfo) -> None:
         """Make links to all that send to this worker, in the place of earlier ones."""
-        self.state.begin("")  # whoever pushed before has no links any more
+        self.state.connect(init_info.links)
         with self.state.keep_error():
             self.shutdown()
             self._inbox = Inbox.open(
@@ -186,15 +187,15 @@ class PushWorker:
         """Shape and dtype of every parameter, by name."""
         return {"question": question, "parameters": parameter_table(self._parameters())}
 
-    def begin_push(self, question: str, push: str) -> Json:
+    def begin_push(self, question: str, push: str, links: str) -> Json:
         """Declare the weights to be of no version until `push` is complete.
 
-        The last push to begin has the engine: whoever began earlier is told by `push_report`.
+        The last to connect has the engine: `push_report` tells whoever did so earlier.
         """
         worker: Any = self
         if not self._weight_update_active:  # it is after a trainer that ended in mid-push
             worker.start_weight_update()
-        self.weight_transfer_engine.state.begin(push)
+        self.weight_transfer_engine.state.begin(push, links)
         return {"question": question}
 
     def receive_push(self, question: str, push: str) -> Json:

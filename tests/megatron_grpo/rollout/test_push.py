@@ -47,6 +47,12 @@ def speak(engine: TestEngine, action) -> None:
     asyncio.run(connected())
 
 
+async def begin_by_hand(engine: Engine, push: str) -> None:
+    """What a trainer does that gets no further: its links are to nobody."""
+    await engine.connect({}, 0, links=push)
+    await engine.begin_push(push, links=push)
+
+
 def overrides(engine: TestEngine) -> list[str]:
     return rollout_overrides(engine.rollout, engine.servers.base_urls)
 
@@ -120,10 +126,10 @@ def test_flipped_bits_name_workers_and_parameters_and_nothing_is_served(
 @pytest.mark.slow
 def test_after_a_trainer_that_died_between_the_steps_the_next_one_pushes(pair_engine, tied_model):
     async def begin_only(engine: Engine) -> None:
-        await engine.begin_push("5-dead")
+        await begin_by_hand(engine, "5-dead")
 
     async def receive_only(engine: Engine) -> None:
-        await engine.begin_push("6-dead")
+        await begin_by_hand(engine, "6-dead")
         await engine.ask("receive_push", push="6-dead")
 
     for part in (begin_only, receive_only):
@@ -148,9 +154,11 @@ def test_whoever_began_first_of_two_pushes_is_told(vllm_engine, tied_model, tmp_
     other = served_model(tmp_path, "qwen3", tied=True, seed=1)
 
     async def begin_first(engine: Engine) -> None:
-        await engine.begin_push("5-first")
+        await begin_by_hand(engine, "5-first")
 
     async def finish_late(engine: Engine) -> None:
+        await engine.begin_push("5-again", links="5-first")
+        await engine.ask("receive_push", push="5-again")
         await engine.ask("receive_push", push="5-first")
         await engine.finish_push("5-first", 5)
         await engine.post("/resume")
@@ -162,7 +170,7 @@ def test_whoever_began_first_of_two_pushes_is_told(vllm_engine, tied_model, tmp_
 
     # The first one's last words, after another has begun, make nothing of it usable.
     async def begin_second(engine: Engine) -> None:
-        await engine.begin_push("7-second")
+        await begin_by_hand(engine, "7-second")
 
     speak(vllm_engine, begin_second)
     speak(vllm_engine, finish_late)
