@@ -73,7 +73,10 @@ class Engine:
         await self.post("/init_weight_transfer_engine", {"init_info": info})
 
     async def begin_push(self, push: str, links: str) -> None:
-        """Nothing runs from here on, so that nothing is cached, and the weights have no version."""
+        """Nothing runs from here on, so that nothing is cached, and the weights have no version.
+
+        The workers begin only if `links` are still theirs: another trainer may have connected.
+        """
         await self.pause()
         await self.post("/update_weight_version", {"new_version": NO_VERSION})
         await self.ask("begin_push", push=push, links=links)
