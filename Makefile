@@ -5,10 +5,12 @@ STEPS ?= 15
 ARGS ?=
 
 BIN := .venv/bin
+FAULTS := $(addprefix tests/megatron_grpo/,test_faults.py test_kills.py test_skipped_steps.py test_number_faults.py test_train_ends.py \
+	checkpoints watch rewards rollout/test_fleet.py)
 STAMP := .venv/setup.stamp
 PIP = $(PYTHON) -m pip --python $(BIN)/python --disable-pip-version-check
 
-.PHONY: setup demo demo-data test check bench bench-convert bench-reshard
+.PHONY: setup demo demo-data test test-faults test-slurm check bench bench-convert bench-reshard
 
 setup: $(STAMP)
 
@@ -37,6 +39,16 @@ check: setup
 # One thread per process: the tests start many processes at once.
 test: check
 	OMP_NUM_THREADS=1 $(BIN)/pytest
+
+# Every fault that docs/faults.md lists, and 50 kills at random moments: a quarter of an hour.
+test-faults: setup
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "slow or not slow" $(FAULTS)
+
+# The scripts of slurm/ on a Slurm of two nodes, on this host: six minutes.
+test-slurm: setup
+	@PATH=$$PATH:/usr/sbin:/sbin; for p in slurmctld slurmd sbatch munged shellcheck; do command -v $$p >/dev/null || \
+		{ echo "make test-slurm needs $$p: apt-get install slurmctld slurmd slurm-client munge shellcheck"; exit 1; }; done
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/slurm
 
 bench: demo-data
 	$(BIN)/python tests/benchmarks/bench_demo.py $(ARGS)

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 
+from checkpoint_convert.torch_dist import StoredChunks
 from checkpoint_convert.values import Words, converted
 from checkpoint_convert.weights import Weights
 from parallel import Box, Copy, Layout, Shape, intersect
@@ -10,7 +11,7 @@ from parallel import Box, Copy, Layout, Shape, intersect
 class Assembly:
     """Builds the local tensors of a layout from weights in files, reading only their boxes."""
 
-    def __init__(self, weights: Weights, layout: Layout) -> None:
+    def __init__(self, weights: Weights | StoredChunks, layout: Layout) -> None:
         layout.check_complete()
         self._source = weights.tensors
         self._copies: dict[str, list[Copy]] = defaultdict(list)
@@ -23,6 +24,10 @@ class Assembly:
     def dtypes(self, name: str) -> set[str]:
         """In what the values of the local tensor `name` are stored."""
         return {self._source.dtypes[copy.source] for copy in self._copies[name]}
+
+    def num_elements(self, name: str) -> int:
+        """How many elements of the local tensor `name` are in the source."""
+        return sum(copy.destination_box.num_elements for copy in self._copies[name])
 
     def first_source(self, name: str) -> tuple[str, Shape]:
         """Where in the source the local tensor `name` begins: a tensor and an index."""

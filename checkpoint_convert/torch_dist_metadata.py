@@ -60,6 +60,23 @@ def read_metadata(
     return tensors, objects
 
 
+def read_object_places(path: Path) -> list[tuple[str, int, int]]:
+    """File, offset and length of every entry that is a pickled object and no tensor.
+
+    Raises ValueError like `read_metadata`.
+    """
+    try:
+        fields = load(path.read_bytes()).state
+        entries = fields["state_dict_metadata"]
+        return [
+            _place_in_folder(index.state["fqn"], info.state)
+            for index, info in fields["storage_data"].items()
+            if type(entries[index.state["fqn"]]).__name__ != "TensorStorageMetadata"
+        ]
+    except Exception as error:  # a malformed pickle can provoke any
+        raise ValueError(f"{path} is not the metadata of a checkpoint: {error!r}") from error
+
+
 def _has_dimensions(entry: Any) -> bool:
     return type(entry).__name__ == "TensorStorageMetadata" and len(entry.state["size"]) > 0
 
@@ -72,10 +89,15 @@ def _tensor(key: str, fields: dict[str, Any], places: dict[Any, dict[str, Any]])
     for chunk in fields["chunks"]:
         box = Box(whole_numbers(chunk.state["offsets"]), whole_numbers(chunk.state["sizes"]))
         place = places[key, box.start]
-        if place.get("transform_descriptors"):
-            raise ValueError(f"{key} is stored with transforms: {place['transform_descriptors']}")
-        file = place["relative_path"]
-        if file != Path(file).name or file == "..":
-            raise ValueError(f"{key} is in a file outside the folder: {file}")
-        chunks.append(StoredChunk(box, file, *whole_numbers((place["offset"], place["length"]))))
+        chunks.append(StoredChunk(box, *_place_in_folder(key, place)))
     return StoredTensor(whole_numbers(fields["size"]), NAMES.get(dtype, dtype), tuple(chunks))
+
+
+def _place_in_folder(key: str, place: dict[str, Any]) -> tuple[str, int, int]:
+    if place.get("transform_descriptors"):
+        raise ValueError(f"{key} is stored with transforms: {place['transform_descriptors']}")
+    file = place["relative_path"]
+    if file != Path(file).name or file == "..":
+        raise ValueError(f"{key} is in a file outside the folder: {file}")
+    offset, length = whole_numbers((place["offset"], place["length"]))
+    return file, offset, length

@@ -6,7 +6,7 @@ the metadata come last and make it a checkpoint.
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,18 +84,34 @@ def create_chunks(folder: Path, files: Sequence[Sequence[Chunk]]) -> list[Create
     ]
 
 
+def place_chunks(path: Path, chunks: Sequence[Chunk]) -> list[CreatedChunk]:
+    """Where the chunks of one file will be, in order. Nothing is written: see `file_parts`."""
+    created, offset = [], 0
+    for chunk in chunks:
+        saved = saved_tensor(chunk.box.size, chunk.dtype)
+        start = offset + len(saved.head)
+        place = TensorPlace(path, chunk.dtype, chunk.box.size, start, saved.num_bytes)
+        created.append(CreatedChunk(chunk, path.name, offset, saved.length, place))
+        offset += saved.length
+    return created
+
+
+def file_parts(chunks: Sequence[Chunk], values: Sequence[memoryview]) -> Iterator[memoryview]:
+    """The bytes of a file of chunks with these values, one after the other."""
+    for chunk, bytes_of_chunk in zip(chunks, values, strict=True):
+        saved = saved_tensor(chunk.box.size, chunk.dtype)
+        assert len(bytes_of_chunk) == saved.num_bytes
+        yield from (memoryview(saved.head), bytes_of_chunk, memoryview(saved.tail))
+
+
 def _create_file(path: Path, chunks: Sequence[Chunk]) -> list[CreatedChunk]:
-    created = []
+    created = place_chunks(path, chunks)
     with path.open("wb") as file:
-        for chunk in chunks:
-            saved = saved_tensor(chunk.box.size, chunk.dtype)
-            offset = file.tell()
+        for each in created:
+            saved = saved_tensor(each.chunk.box.size, each.chunk.dtype)
             file.write(saved.head)
-            start = file.tell()
             file.seek(saved.num_bytes, os.SEEK_CUR)
             file.write(saved.tail)
-            place = TensorPlace(path, chunk.dtype, chunk.box.size, start, saved.num_bytes)
-            created.append(CreatedChunk(chunk, path.name, offset, saved.length, place))
     return created
 
 

@@ -49,6 +49,11 @@ def read_place(descriptor: int, path: Path, offset: int, length: int) -> TensorP
     return _place(_load(descriptor, path, offset, length), path, where, offset)
 
 
+def screen(descriptor: int, path: Path, offset: int, length: int) -> None:
+    """Raise ValueError unless what was saved there asks for nothing but what tensors need."""
+    _load(descriptor, path, offset, length)
+
+
 def _load(descriptor: int, path: Path, offset: int, length: int) -> Any:
     if os.pread(descriptor, len(_ZIP_MAGIC), offset) != _ZIP_MAGIC:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Command line: `megatron-grpo train | serve | plan | report`."""
+"""Command line: `megatron-grpo train | serve | plan | place | doctor | report`."""
 
 import logging
 import os
@@ -9,10 +9,14 @@ from typing import Annotated
 
 import typer
 
+from megatron_grpo import placement
 from megatron_grpo.config import Config
 from megatron_grpo.config_file import load_config
 from megatron_grpo.job_token import check_token, take_token
 from megatron_grpo.launch import LAUNCHER_VARIABLE, rank_place, start_ranks, tie_to_launcher
+
+SHOWN_FAULTS = 20
+"""More would be the same one on other ranks and layers."""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -38,7 +42,9 @@ def train(
     """Train CONFIG. The same command again resumes from its run directory.
 
     Alone, it starts every rank of this host with torchrun; under torchrun or srun it joins as one
-    rank. The exit code is 0 only when all steps are done and the model is exported.
+    rank. The exit code is 0 only when all steps are done and the model is exported; 1 after a
+    failure, 2 where the message says what to mend, 75 after a signal (SIGTERM, SIGUSR1) to save and
+    stop.
 
     Example: megatron-grpo train configs/demo_smollm2_135m.yaml parallel.tensor_parallel_size=3
     """
@@ -100,6 +106,28 @@ def serve(
 
 
 @app.command()
+def place(
+    config: Annotated[Path, typer.Argument(help="YAML file of the run.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="key.sub=value pairs, as for train")
+    ] = None,
+    nodes: Annotated[str, typer.Option(help="Names of the job's nodes, by commas.")] = "localhost",
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs of each, or ranks without GPUs.")] = 8,
+) -> None:
+    """Say for a batch script which node runs which ranks and engines: a line each.
+
+    Example: megatron-grpo place configs/grpo_70b.yaml --nodes node1,node2 --gpus-per-node 8
+    """
+    cfg = load_config(config, overrides or [])
+    placed = placement.place(cfg, nodes.split(","), gpus_per_node)
+    print(f"run_dir {cfg.train.run_dir}\nranks_per_node {placed.ranks_per_node}")
+    for node in placed.trainer_nodes:
+        print(f"trainer {node}")
+    for engine in placed.engines:
+        print(f"engine {engine.node} {','.join(map(str, engine.gpus))}")
+
+
+@app.command()
 def plan(
     config: Annotated[Path, typer.Argument(help="YAML file of the run.")],
     overrides: Annotated[
@@ -108,17 +136,68 @@ def plan(
     reshard: Annotated[
         bool, typer.Option("--reshard", help="Who sends how much when weights go to the engines.")
     ] = False,
+    instantiate: Annotated[
+        bool, typer.Option("--instantiate", help="Build every distinct rank, without its memory.")
+    ] = False,
 ) -> None:
     """Say what CONFIG would do, from it and the model's config.json alone; nothing is started.
+
+    With --instantiate, Megatron-Core's own modules are compared with the plan; the exit code is 1
+    where they differ.
 
     Example: megatron-grpo plan configs/demo_smollm2_135m.yaml --reshard rollout.num_engines=2
     """
     cfg = load_config(config, overrides or [])
+    if instantiate:
+        _instantiate(cfg)
+        return
     if not reshard:
-        raise ValueError("plan has one table so far: add --reshard")
+        raise ValueError("plan has two tables so far: add --reshard or --instantiate")
     from megatron_grpo.plan import reshard_table  # torch: seconds, see above
 
     print(reshard_table(cfg))
+
+
+def _instantiate(cfg: Config) -> None:
+    _silence_libraries()
+    from megatron_grpo.instantiate import instantiate  # Megatron: seconds, see above
+
+    job = instantiate(cfg)
+    if job.faults:
+        first = "\n".join(job.faults[:SHOWN_FAULTS])
+        print(
+            f"megatron-grpo: {len(job.faults)} times not as planned\n{first}",
+            file=sys.stderr,
+        )
+        raise typer.Exit(1)
+    print(job.table)
+
+
+@app.command()
+def doctor(
+    config: Annotated[
+        Path | None, typer.Argument(help="YAML file of the run: its run directory, what it needs.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="key.sub=value pairs, as for train")
+    ] = None,
+) -> None:
+    """Say whether this machine can train, what is missing, and the command that installs it.
+
+    Looks at packages, GPUs, network, limits, the file system of the run directory (of the working
+    directory without CONFIG; some 60 MB are written and removed), Slurm and container, in a few
+    seconds. Under srun or torchrun every host is examined, rank 0 prints one table, and the clocks
+    are compared. Ends with a block to paste into a bug report. The exit code is 1 when something is
+    missing that training needs, else 0.
+
+    Example: srun --nodes=8 --ntasks-per-node=1 megatron-grpo doctor configs/grpo_70b.yaml, with
+    MASTER_ADDR and MASTER_PORT exported: the first node's name and a free port.
+    """
+    from megatron_grpo.doctor.command import diagnose
+
+    cfg = load_config(config, overrides or []) if config else None
+    if not diagnose(cfg, rank_place(os.environ)):
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -63,6 +63,8 @@ class DataConfig(Section):
     """Whether prompts go through the tokenizer's chat template; false sends the raw text."""
     max_prompt_length: PositiveInt | None = None
     """Leave out rows whose prompt has more tokens. null: a prompt that does not fit is an error."""
+    on_invalid: Literal["error", "skip"] = "error"
+    """What to do about rows that cannot be used: list them and stop, or leave them out."""
     shuffle: bool = True
     """Whether every epoch has its own order, derived from train.seed; false: the order of rows."""
 
@@ -92,6 +94,10 @@ class TrainConfig(Section):
     """Optimizer steps between Hugging Face exports; null: only at the end."""
     keep_checkpoints: PositiveInt = 2
     """Number of newest checkpoints that stay on disk."""
+    hang_timeout: PositiveFloat = 45.0
+    """Seconds without progress until the run ends; its first step has rollout.startup_timeout."""
+    max_skipped_steps: PositiveInt = 3
+    """Steps with a NaN or infinite loss or gradient are skipped; so many in a row stop the run."""
 
 
 class OptimizerConfig(Section):
@@ -229,6 +235,10 @@ class RolloutConfig(Section):
     """Seconds until a started engine must answer."""
     request_timeout: PositiveFloat = 600.0
     """Seconds until an engine must have answered one request."""
+    health_timeout: PositiveFloat = 30.0
+    """Seconds until an engine must have answered a health probe; else it is lost."""
+    stall_timeout: PositiveFloat = 120.0
+    """Seconds in which an engine that has requests must generate a token; else it is lost."""
     vllm: dict[str, Any] = {}
     """Fields of vLLM's EngineArgs, passed through."""
     update_weights_bucket_megabytes: PositiveInt = 512
@@ -291,6 +301,8 @@ class RewardConfig(Section):
     """Seconds in which one function must have scored the completions of one prompt."""
     num_workers: PositiveInt = 2
     """Processes that score in parallel."""
+    memory_megabytes: PositiveInt = 4096
+    """Most private memory (RLIMIT_DATA) of each of them, and of each process that they start."""
 
     @field_validator("functions", mode="before")
     @classmethod

@@ -1,7 +1,8 @@
-"""Moving packed microbatches from the rank that rolled out to the ranks that train on them."""
+"""Moving packed microbatches from the rank that rolled out to the ranks that train, and back."""
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from parallel.groups import Groups
 from parallel.packing import PackedBatch
@@ -27,3 +28,38 @@ def distribute(
     dist.broadcast_object_list(received, src=leader, group=groups.replica)
     assert received[0] is not None
     return [[batch.to(device) for batch in minibatch] for minibatch in received[0]]
+
+
+def collect_old_logprobs(
+    minibatches: Minibatches, groups: Groups
+) -> list[list[dict[int, Tensor]]] | None:
+    """Old log-probabilities of all response tokens, on rank 0; None on the others.
+
+    For every data rank and optimizer step: by the index of the sequence in the optimizer batch, its
+    values [response tokens]. Two hops, like `distribute`: from the last pipeline stage, which alone
+    knows them, to the first, and from the first rank of every model replica to rank 0.
+    """
+    stages = dist.get_process_group_ranks(groups.pipeline)
+    mine = [_by_sequence(minibatch, stages[-1], groups) for minibatch in minibatches]
+    if groups.rank != groups.dims.replica_ranks(groups.coordinates.data)[0]:
+        return None
+    gathered: list[list[dict[int, Tensor]]] | None = None
+    if groups.rank == 0:
+        gathered = [[] for _ in range(groups.dims.data)]
+    dist.gather_object(mine, gathered, dst=0, group=groups.data_gloo)
+    return gathered
+
+
+def _by_sequence(
+    minibatch: list[PackedBatch], last_stage: int, groups: Groups
+) -> dict[int, Tensor]:
+    found = {}
+    for batch in minibatch:
+        logprobs = batch.old_logprobs
+        if logprobs is None:
+            logprobs = torch.empty_like(batch.rollout_logprobs)
+        dist.broadcast(logprobs, src=last_stage, group=groups.pipeline)
+        for index in batch.sequence_index[batch.loss_mask].unique().tolist():
+            of_sequence = (batch.sequence_index == index) & batch.loss_mask
+            found[index] = logprobs[of_sequence].cpu()
+    return found

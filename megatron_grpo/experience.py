@@ -23,6 +23,8 @@ class Experience:
     totals: Tensor
     group_ids: Tensor
     advantages: Tensor
+    old_logprobs: list[Tensor] | None = None
+    """Of the response tokens under the policy that made them, in a generation that is resumed."""
 
     @property
     def num_tokens(self) -> int:
@@ -66,6 +68,7 @@ def _sequences(experience: Experience, indices: list[int], cfg: Config) -> list[
             advantage=float(experience.advantages[i]),
             loss_weight=float(weight),
             rollout_logprobs=torch.tensor(sample.logprobs),
+            old_logprobs=experience.old_logprobs[i] if experience.old_logprobs else None,
         )
         for sample, i, weight in zip(samples, indices, weights, strict=True)
     ]

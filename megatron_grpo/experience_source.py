@@ -1,8 +1,5 @@
 """From prompts to experience: generate, score, compare. Lives on rank 0 only."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
 from checkpoint_convert import ModelShape
@@ -15,6 +12,8 @@ from megatron_grpo.experience import Experience
 from megatron_grpo.prompts import PromptStream, end_tokens, load_prompts
 from megatron_grpo.rewards import RewardPool, total_rewards
 from megatron_grpo.rollout.client import RolloutClient
+from megatron_grpo.rollout.fleet import Fleet
+from megatron_grpo.rollout.generation import Generation
 from megatron_grpo.rollout.samples import Sample
 from megatron_grpo.rollout.server import EngineServers
 from megatron_grpo.timing import PhaseTimer
@@ -25,7 +24,10 @@ PROBE_LENGTH = 8
 
 
 class ExperienceSource:
-    """The rollout engines, the prompts and the rewards, as one thing that yields `Experience`."""
+    """The rollout engines, the prompts and the rewards, as one thing that yields `Experience`.
+
+    `engines` is how weights reach the engines.
+    """
 
     def __init__(self, cfg: Config, shape: ModelShape, token: str | None) -> None:
         self.cfg, self.shape = cfg, shape
@@ -33,13 +35,13 @@ class ExperienceSource:
         self._servers = EngineServers(cfg.model, cfg.rollout, cfg.train.run_dir / "logs", token)
         self.rewards = RewardPool(cfg.reward)
         tokenizer = load_tokenizer(cfg.model.path)
-        self._client = RolloutClient(
-            self._servers.base_urls,
-            self._servers.token,
-            cfg.rollout.request_timeout,
-            end_tokens(shape, tokenizer),
-        )
-        prompts = load_prompts(cfg, tokenizer, shape.max_position_embeddings)
+        self.engines = RolloutClient(Fleet(self._servers, cfg.rollout), cfg.rollout)
+        self.num_engines = 0
+        """How many engines have answered in the last generation."""
+        self._end_tokens = end_tokens(shape, tokenizer)
+        self._open: Generation | None = None
+        # The preflight has warned already.
+        prompts = load_prompts(cfg, tokenizer, shape.max_position_embeddings, warns=False)
         num_prompts = BatchSchedule.of(cfg.grpo).num_prompts
         self.prompts = PromptStream(prompts, num_prompts, cfg.train.seed, cfg.data.shuffle)
 
@@ -50,9 +52,7 @@ class ExperienceSource:
         """
         self._servers.wait_ready(self.cfg.rollout.startup_timeout)
         layouts = worker_layouts(self.shape, self.cfg.rollout)
-        with self.engines() as engines:
-            reports = engines.describe_parameters()
-        for url, workers in zip(self._servers.base_urls, reports, strict=True):
+        for url, workers in self.engines.describe_parameters().items():
             try:
                 check_engine(layouts, workers, self.cfg.model.dtype)
             except ValueError as error:
@@ -61,7 +61,9 @@ class ExperienceSource:
     def collect(self, generation: int, policy_version: int, timer: PhaseTimer) -> Experience:
         """Sample the prompts of `generation` from weights `policy_version`, and score the answers.
 
-        The engines must serve that version; a failed engine or reward raises.
+        The engines must serve that version. Raises EnginesOut when none does any more: called again
+        after a push of the same version, it goes on where it ended. Raises Preempted when
+        `engines.cancel` was called. A failed reward raises.
         """
         cfg = self.cfg
         with timer.phase("generate"):
@@ -85,25 +87,20 @@ class ExperienceSource:
         self, generation: int, policy_version: int, *, max_completion_length: int
     ) -> list[Sample]:
         cfg = self.cfg
-        with self.engines() as engines:
-            return engines.generate(
-                self.prompts.batch(generation),
-                num_generations=cfg.grpo.num_generations,
-                temperature=cfg.rollout.temperature,
-                max_completion_length=max_completion_length,
-                seed=cfg.train.seed,
-                step=generation,
-                policy_version=policy_version,
-            )
-
-    @contextmanager
-    def engines(self) -> Iterator[RolloutClient]:
-        """The client of the engines; where it fails, that tells the end of a dead one's log."""
-        try:
-            yield self._client
-        except OSError:
-            self._servers.check()  # the log of a dead engine says more than its last answer
-            raise
+        self._open = self._open or Generation(
+            self.prompts.batch(generation),
+            num_generations=cfg.grpo.num_generations,
+            temperature=cfg.rollout.temperature,
+            max_completion_length=max_completion_length,
+            stop_token_ids=self._end_tokens,
+            seed=cfg.train.seed,
+            step=generation,
+            policy_version=policy_version,
+        )
+        samples = self.engines.generate(self._open)
+        self.num_engines = len(self._open.engines)
+        self._open = None
+        return samples
 
     def close(self) -> None:
         """End the reward workers and the engines that were started here."""

@@ -23,6 +23,8 @@ class RankPlace:
     local_rank: int
     world_size: int
     num_hosts: int
+    has_own_log: bool = False
+    """Whether its stderr is a file of its own, and not the terminal of all."""
 
 
 def rank_place(environ: Mapping[str, str]) -> RankPlace | None:
@@ -44,7 +46,13 @@ def rank_place(environ: Mapping[str, str]) -> RankPlace | None:
     else:
         return None
     rank, local_rank, world_size, num_hosts = (int(environ.get(name, "1")) for name in names)
-    return RankPlace(rank=rank, local_rank=local_rank, world_size=world_size, num_hosts=num_hosts)
+    return RankPlace(
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        num_hosts=num_hosts,
+        has_own_log=rank > 0 and LAUNCHER_VARIABLE in environ,
+    )
 
 
 def tie_to_launcher(environ: Mapping[str, str]) -> None:
@@ -58,8 +66,8 @@ def tie_to_launcher(environ: Mapping[str, str]) -> None:
 def start_ranks(cfg: Config, arguments: list[str], token: str | None) -> NoReturn:
     """Become a torchrun that runs `megatron-grpo ARGUMENTS` on every rank of this host.
 
-    The process is replaced, not wrapped: signals and the exit code are torchrun's own. Rank 0 keeps
-    the terminal, the others write to `logs/` of the run directory. Each takes `token` out of its
+    The process is replaced: signals go to torchrun, and the exit code is its own. Rank 0 keeps the
+    terminal, the others write to `logs/` of the run directory. Each takes `token` out of its
     environment again.
     """
     num_ranks = cfg.dims.world_size
@@ -71,7 +79,8 @@ def start_ranks(cfg: Config, arguments: list[str], token: str | None) -> NoRetur
         # All ranks are on this host: gloo must not choose an address of the outside world.
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    torchrun = [sys.executable, "-m", "megatron_grpo.torchrun", "--standalone"]
+    torchrun = [sys.executable, "-m", "megatron_grpo.torchrun"]
+    torchrun += ["--rdzv-backend=loopback", "--rdzv-id=ranks"]
     torchrun += [f"--nproc-per-node={num_ranks}", f"--log-dir={logs}"]
     if num_ranks > 1:
         to_files = ",".join(f"{rank}:3" for rank in range(1, num_ranks))

@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from megatron_grpo.config import Config
 from megatron_grpo.exchange import distribute
-from megatron_grpo.experience import share_out
-from megatron_grpo.experience_source import ExperienceSource
+from megatron_grpo.experience import Experience, share_out
 from megatron_grpo.model import Policy
 from megatron_grpo.train_step import compute_logprobs
 from parallel.groups import Groups
@@ -29,9 +28,8 @@ Wrong weights or positions miss by more: stale prefixes alone by 4 to 5.
 
 
 def probe_logprobs(
-    source: ExperienceSource | None,
+    experience: Experience | None,
     policy: Policy,
-    policy_version: int,
     cost: CostModel,
     cfg: Config,
     groups: Groups,
@@ -39,10 +37,9 @@ def probe_logprobs(
 ) -> dict[str, float]:
     """Mean and largest absolute difference over the probe's tokens, as metrics, on every rank.
 
-    All ranks call it together; rank 0 holds `source`. Raises ValueError there when the mean is
-    beyond `BOUNDS`; the other ranks go on, to wait for it.
+    All ranks call it together; rank 0 holds the `experience` of the probe. Raises ValueError there
+    when the mean is beyond `BOUNDS`; the other ranks go on, to wait for it.
     """
-    experience = source.probe(policy_version) if source else None
     shares = share_out(experience, 0, cost, cfg) if experience else None
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     largest = torch.zeros(1, dtype=torch.float64, device=device)

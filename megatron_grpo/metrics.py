@@ -39,6 +39,8 @@ class TrainMetrics:
     def __init__(self, num_sequences: int, device: torch.device | str = "cpu") -> None:
         self.sums = torch.zeros(num_sequences, len(_SUMS), dtype=torch.float64, device=device)
         self.maxima = torch.zeros(len(_MAXIMA), dtype=torch.float64, device=device)
+        self.losses: list[Tensor] = []
+        """This rank's part of the loss of each microbatch; none before the last stage."""
 
     def add(
         self, batch: PackedBatch, mask: Tensor, loss: GRPOLoss, logprobs: Tensor, entropy: Tensor
@@ -48,6 +50,7 @@ class TrainMetrics:
         `loss`, `logprobs` [T] and `entropy` [T] are what came of them. The gap between engine and
         trainer is taken under the policy that generated, where the two ought to agree.
         """
+        self.losses.append(loss.total.detach())
         generating = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         gap = (generating - batch.rollout_logprobs).abs()
         ratio = loss.log_ratio.exp()

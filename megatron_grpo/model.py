@@ -1,6 +1,5 @@
 """The trained model and its frozen reference: Megatron-Core GPTModels, weights from a folder."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,24 +61,60 @@ class Policy(Model):
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
+    def zero_summed_gradient(self) -> None:
+        """Zero what this rank holds of the gradient summed over data and context ranks.
+
+        Left in its buffers is what it gave to the shards of the others.
+        """
+        for chunk in self.chunks:
+            for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+                group = buffer.data_parallel_group
+                for bucket in buffer.buckets:
+                    bucket.grad_data.chunk(group.size())[group.rank()].zero_()
+
 
 def build_policy(cfg: Config, shape: ModelShape, groups: Groups) -> Policy:
     """The model of `cfg.model.path` with its optimizer; collective over all ranks."""
-    chunks = [
-        _with_gradients(chunk, is_first=number == 0)
-        for number, chunk in enumerate(_build(cfg, shape, groups))
-    ]
-    model = _load(cfg, shape, groups, chunks)
+    model = build_model(cfg, shape, groups)
+    add_gradients(model)
+    read_weights(cfg.model.path, shape, model.layout, model.parameters())
     # The float32 master weights are copies of what is loaded: the optimizer comes last.
-    optimizer = make_optimizer(chunks, cfg.optimizer)
-    scheduler = make_scheduler(optimizer, cfg.optimizer, cfg.train.num_steps)
-    return Policy(**vars(model), optimizer=optimizer, scheduler=scheduler)
+    return add_optimizer(model, cfg)
 
 
 def build_reference(cfg: Config, shape: ModelShape, groups: Groups) -> Model:
     """The model of `cfg.model.path` with weights of its own, frozen."""
-    chunks = [chunk.requires_grad_(False) for chunk in _build(cfg, shape, groups)]
-    return _load(cfg, shape, groups, chunks)
+    model = build_model(cfg, shape, groups)
+    for chunk in model.chunks:
+        chunk.requires_grad_(False)
+    read_weights(cfg.model.path, shape, model.layout, model.parameters())
+    return model
+
+
+def build_model(cfg: Config, shape: ModelShape, groups: Groups) -> Model:
+    """This rank's part of the model, with weights as allocated."""
+    chunks = _build_chunks(cfg, shape, groups)
+    layout = megatron_layout(
+        shape,
+        groups.dims,
+        groups.coordinates,
+        transformer_engine=uses_transformer_engine(chunks[0].config),
+    )
+    return Model(shape=shape, layout=layout, chunks=chunks)
+
+
+def add_gradients(model: Model) -> None:
+    """Give the chunks of a model gradients, which are summed over data and context ranks."""
+    model.chunks = [
+        _with_gradients(chunk, is_first=number == 0) for number, chunk in enumerate(model.chunks)
+    ]
+
+
+def add_optimizer(model: Model, cfg: Config) -> Policy:
+    """Make a model with gradients the one that is trained; collective over all ranks."""
+    optimizer = make_optimizer(model.chunks, cfg.optimizer)
+    scheduler = make_scheduler(optimizer, cfg.optimizer, cfg.train.num_steps)
+    return Policy(**vars(model), optimizer=optimizer, scheduler=scheduler)
 
 
 def forward(chunk: Any, batch: PackedBatch, groups: Groups) -> Tensor:
@@ -109,8 +144,7 @@ def forward(chunk: Any, batch: PackedBatch, groups: Groups) -> Tensor:
     return output.squeeze(0) if unwrapped(chunk).post_process else output
 
 
-def _build(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTModel]:
-    """This rank's model chunks, with weights as allocated."""
+def _build_chunks(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTModel]:
     dims = groups.dims
     config = transformer_config(
         shape,
@@ -173,7 +207,8 @@ def _with_gradients(chunk: GPTModel, *, is_first: bool) -> DistributedDataParall
         DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=True,
-            check_for_nan_in_grad=True,  # an optimizer step would spread it over all weights
+            # It would stop the run by an assert on one rank; `train_step` has all skip the step.
+            check_for_nan_in_grad=False,
         ),
         chunk,
         disable_bucketing=not is_first,
@@ -188,26 +223,14 @@ def _with_gradients(chunk: GPTModel, *, is_first: bool) -> DistributedDataParall
     return wrapped
 
 
-def weight_sender(policy: Policy, groups: Groups) -> Sender:
-    """What this rank can send of the policy's weights."""
+def weight_sender(model: Model, groups: Groups) -> Sender:
+    """What this rank can send of a model's weights."""
     return megatron_sender(
-        policy.shape,
+        model.shape,
         groups.dims,
         groups.coordinates,
-        transformer_engine=uses_transformer_engine(unwrapped(policy.chunks[0]).config),
+        transformer_engine=uses_transformer_engine(unwrapped(model.chunks[0]).config),
     )
-
-
-def _load(cfg: Config, shape: ModelShape, groups: Groups, chunks: Sequence[Any]) -> Model:
-    layout = megatron_layout(
-        shape,
-        groups.dims,
-        groups.coordinates,
-        transformer_engine=uses_transformer_engine(chunks[0].config),
-    )
-    model = Model(shape=shape, layout=layout, chunks=list(chunks))
-    read_weights(cfg.model.path, shape, layout, model.parameters())
-    return model
 
 
 def unwrapped(chunk: Any) -> GPTModel:

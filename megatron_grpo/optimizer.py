@@ -1,11 +1,13 @@
 """AdamW on float32 master weights, sharded over data-parallel ranks, and its learning rate."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_grpo.config import OptimizerConfig
@@ -14,8 +16,8 @@ from megatron_grpo.config import OptimizerConfig
 def make_optimizer(chunks: Sequence[Any], cfg: OptimizerConfig) -> Any:
     """Megatron's distributed optimizer for DDP-wrapped model chunks with their weights loaded.
 
-    Norms and biases have no weight decay. ``optimizer.step()`` clips gradients to the global norm
-    `cfg.max_grad_norm` and returns ``(done, gradient norm before clipping, None)``.
+    Norms and biases have no weight decay. A step is `gradient_norm`, then `apply_gradient`: its own
+    ``step()`` is both, and leaves no time to look at the norm.
     """
     model = chunks[0].config
     optimizer = get_megatron_optimizer(
@@ -41,8 +43,39 @@ def make_optimizer(chunks: Sequence[Any], cfg: OptimizerConfig) -> Any:
     return optimizer
 
 
+def gradient_norm(optimizer: Any) -> float:
+    """Norm of the whole gradient, before clipping; equal on all ranks, which call it together.
+
+    NaN or infinite when a value is, on whatever rank, apart from those of `copies_are_finite`.
+    """
+    optimizer.prepare_grads()
+    return float(optimizer.get_grad_norm())
+
+
+def copies_are_finite(optimizer: Any) -> bool:
+    """Whether the gradients that this rank leaves out of the norm are: others count the same.
+
+    Those are norms and routers on tensor ranks above 0, and a tied embedding on the last stage.
+    Call it between `gradient_norm` and `apply_gradient`.
+    """
+    copies = []
+    for part in optimizer.chained_optimizers:
+        counted = {id(gradient) for gradient in part.get_main_grads_for_grad_norm()}
+        gradients = [parameter.grad for parameter in part.get_parameters()]
+        copies += [g for g in gradients if g is not None and id(g) not in counted]
+    return math.isfinite(torch.nn.utils.get_total_norm(copies))
+
+
+def apply_gradient(optimizer: Any, norm: float) -> None:
+    """Update the weights by the gradient of this `norm`, clipped to `max_grad_norm`."""
+    for part in optimizer.chained_optimizers:
+        if parameters := part.get_parameters():
+            clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm)
+    optimizer.step_with_ready_grads()
+
+
 def _make_loadable(distributed: Any) -> None:
-    """Mend two things that keep Megatron from loading a checkpoint into torch's Adam."""
+    """Mend three things that keep Megatron from loading a checkpoint into torch's Adam."""
     # The state exists only after a first step, and loading asks for it before.
     for group in distributed.optimizer.param_groups:
         for parameter in group["params"]:
@@ -59,6 +92,13 @@ def _make_loadable(distributed: Any) -> None:
         copy_states(model_parameter, {"step": loaded["step"], **tensors})
 
     distributed._set_main_param_and_optimizer_states = copy_all_but_step
+    distributed.optimizer.register_load_state_dict_post_hook(_separate_steps)
+
+
+def _separate_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Megatron loads one count into all states, and every parameter's update would raise it."""
+    for state in optimizer.state.values():
+        state["step"] = state["step"].clone()
 
 
 def make_scheduler(optimizer: Any, cfg: OptimizerConfig, num_steps: int) -> OptimizerParamScheduler:

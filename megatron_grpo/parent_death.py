@@ -8,13 +8,13 @@ import sys
 PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent() -> None:
-    """Ask Linux to SIGKILL this process when the thread that started it ends (prctl(2)).
+def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
+    """Ask Linux to signal this process when the thread that started it ends (prctl(2)).
 
     The setting survives exec and is not inherited by children. A parent that died before the call
     is for the caller to notice.
     """
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by, 0, 0, 0)
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from checkpoint_convert import (
 from checkpoint_convert.tokenizer import load_tokenizer
 from checkpoint_convert.vllm import check_engine_dims
 from megatron_grpo.batching import BatchSchedule
-from megatron_grpo.checkpoint import latest_step
+from megatron_grpo.checkpoints.folders import latest_step
 from megatron_grpo.config import Config, RolloutConfig
 from megatron_grpo.config_file import dump_config
 from megatron_grpo.job_token import TOKEN_VARIABLE, bearer, check_token
@@ -40,6 +40,8 @@ CHANGEABLE = (
     "train.save_interval",
     "train.export_interval",
     "train.keep_checkpoints",
+    "train.hang_timeout",
+    "train.max_skipped_steps",
     "parallel.",
     "rollout.engine",
     "rollout.base_urls",
@@ -47,11 +49,14 @@ CHANGEABLE = (
     "rollout.tensor_parallel_size",
     "rollout.startup_timeout",
     "rollout.request_timeout",
+    "rollout.health_timeout",
+    "rollout.stall_timeout",
     "rollout.vllm",
     "rollout.update_weights_bucket_megabytes",
     "rollout.weight_transport",
     "reward.timeout",
     "reward.num_workers",
+    "reward.memory_megabytes",
     "wandb.",
 )
 
@@ -76,7 +81,7 @@ def preflight(cfg: Config, token: str | None) -> None:
         PromptStream(prompts, schedule.num_prompts, cfg.train.seed, cfg.data.shuffle)
         _check_vocabulary(shape, prompts)
         _check_token_budget(cfg, prompts)
-        rewards.wait_ready(prompts[0].row)
+        rewards.wait_ready([prompt.row for prompt in prompts])
 
 
 def check_engines(rollout: RolloutConfig, shape: ModelShape, token: str | None) -> None:

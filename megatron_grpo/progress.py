@@ -58,7 +58,7 @@ def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
     """The metrics that tell whether a run is well.
 
     Reads `reward`, `reward_std`, `completions/{mean,min,max}_length`, `tokens_per_second`,
-    `time/step` and, where the loss has one, `kl`.
+    `time/step`, `skipped_steps` and, where the loss has one, `kl`.
     """
     kl = [f"kl {metrics['kl']:.4f}"] if "kl" in metrics else []
     shortest, longest = (metrics[f"completions/{end}_length"] for end in ("min", "max"))
@@ -70,6 +70,7 @@ def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
             f"length {metrics['completions/mean_length']:.1f} ({shortest:.0f}-{longest:.0f})",
             f"{metrics['tokens_per_second']:.0f} tokens/s",
             f"{metrics['time/step']:.1f} s",
+            *(["skipped"] if metrics["skipped_steps"] else []),
         ]
     )
 

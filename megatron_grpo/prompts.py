@@ -5,20 +5,20 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from checkpoint_convert import ModelShape
 from megatron_grpo.config import Config, DataConfig
-from megatron_grpo.rows import Row, read_rows
+from megatron_grpo.encoding import Encoded, encode_rows
+from megatron_grpo.invalid_rows import Fault, InvalidRows
+from megatron_grpo.rows import Record, Row, read_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
-NUM_ROWS_SHOWN = 5
-
-Messages = list[dict[str, str]]
+TOO_LONG = "too long for the model's context"
 
 
 @dataclass(frozen=True)
@@ -89,91 +89,55 @@ def end_tokens(shape: ModelShape, tokenizer: "PreTrainedTokenizerBase") -> tuple
 
 
 def load_prompts(
-    cfg: Config, tokenizer: "PreTrainedTokenizerBase", max_position_embeddings: int
+    cfg: Config,
+    tokenizer: "PreTrainedTokenizerBase",
+    max_position_embeddings: int,
+    *,
+    warns: bool = True,
 ) -> list[Prompt]:
     """Read the data of `cfg.data` and encode every prompt as the engine will get it.
 
     The model's context of `max_position_embeddings` tokens must hold the prompt and
-    `rollout.max_completion_length` more. Raises ValueError for data that is missing, empty, without
-    the named columns, or with prompts that are no text or too long.
+    `rollout.max_completion_length` more. The data is looked at whole: rows that cannot be used
+    raise one ValueError that lists them, or are left out when `data.on_invalid` is skip. `warns`:
+    say how many rows are left out, for that or for `data.max_prompt_length`.
     """
-    data = cfg.data
-    rows = read_rows(data)
-    _check_columns(data, rows)
-    chats = [_messages(data, index, row) for index, row in enumerate(rows)]
-    texts, token_ids = _encode(data, tokenizer, chats)
+    data, invalid = cfg.data, InvalidRows()
     longest = _longest_prompt(cfg, max_position_embeddings)
-    kept = _that_fit(data, [len(ids) for ids in token_ids], longest)
-    return [
-        Prompt(
-            index=index,
-            token_ids=tuple(token_ids[index]),
-            text=texts[index],
-            row=_reward_columns(data, rows[index]),
-        )
-        for index in kept
-    ]
+    records = read_rows(data, invalid)
+    num_rows = len(records) + len(invalid)
+    _check_columns(data, records)
+    prompts = []
+    for record, encoded in zip(
+        records, encode_rows(data, tokenizer, [record.row for record in records]), strict=True
+    ):
+        if isinstance(encoded, Encoded):
+            encoded = _fitting(data, encoded, longest)
+        if isinstance(encoded, Fault):
+            invalid.add(record.index, record.place, encoded)
+        else:
+            prompts.append(_prompt(data, record, encoded))
+    if invalid:
+        _settle(data, invalid, num_rows, longest, warns=warns)
+    return _short_ones(data, prompts, longest, warns=warns)
 
 
-def _check_columns(data: DataConfig, rows: Sequence[Row]) -> None:
+def _prompt(data: DataConfig, record: Record, encoded: Encoded) -> Prompt:
+    row = record.row
+    if data.answer_column is not None:
+        row = {**row, "answer": row[data.answer_column]}
+    return Prompt(index=record.index, token_ids=encoded.token_ids, text=encoded.text, row=row)
+
+
+def _check_columns(data: DataConfig, records: Sequence[Record]) -> None:
+    """A column that no row has is a mistake in the config."""
     wanted = {"data.prompt_column": data.prompt_column, "data.answer_column": data.answer_column}
     for key, column in wanted.items():
-        lacking = [i for i, row in enumerate(rows) if column is not None and column not in row]
-        if lacking:
+        if column and records and not any(column in record.row for record in records):
             raise ValueError(
-                f"{key} {column!r} is not a column of {data.path}: {len(lacking)} of {len(rows)} "
-                f"rows lack it; row {lacking[0]} has {', '.join(map(repr, rows[lacking[0]]))}"
+                f"{key} {column!r} is not a column of {data.path}: {records[0].place} has "
+                f"{', '.join(map(repr, records[0].row))}"
             )
-
-
-def _messages(data: DataConfig, index: int, row: Row) -> str | Messages:
-    """The prompt of a row: messages for the chat template, or the text that goes in as it is."""
-    prompt = row[data.prompt_column]
-    where = f"column {data.prompt_column!r} of row {index} in {data.path}"
-    if not prompt or not (isinstance(prompt, str) or _is_chat(prompt)):
-        raise ValueError(
-            f"{where} is {prompt!r}: it must be a text, or a list of messages with role and content"
-        )
-    if not data.apply_chat_template:
-        if not isinstance(prompt, str):
-            raise ValueError(f"{where} has chat messages: they need data.apply_chat_template=true")
-        return prompt
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if data.system_prompt is None:
-        return messages
-    if messages[0]["role"] == "system":
-        raise ValueError(f"{where} has its own system message: leave data.system_prompt out")
-    return [{"role": "system", "content": data.system_prompt}, *messages]
-
-
-def _is_chat(prompt: Any) -> bool:
-    return isinstance(prompt, list) and all(
-        isinstance(message, dict) and {"role", "content"} <= message.keys() for message in prompt
-    )
-
-
-def _encode(
-    data: DataConfig, tokenizer: "PreTrainedTokenizerBase", chats: list[Any]
-) -> tuple[list[str], list[list[int]]]:
-    """Text and token ids of every prompt, tokenized all at once (fast tokenizers use all cores)."""
-    if data.apply_chat_template and tokenizer.chat_template is None:
-        raise ValueError(
-            "the model's tokenizer has no chat template: set data.apply_chat_template=false to "
-            "send prompts as they are"
-        )
-    texts = chats
-    if data.apply_chat_template:
-        texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
-    # The template has written the special tokens already.
-    encoded = tokenizer(texts, add_special_tokens=not data.apply_chat_template)
-    token_ids: list[list[int]] = encoded["input_ids"]
-    wordless = [index for index, ids in enumerate(token_ids) if not ids]
-    if wordless:
-        raise ValueError(
-            f"the model's tokenizer makes no tokens of row {wordless[0]} in {data.path}: "
-            "are its files (tokenizer.json) in model.path?"
-        )
-    return texts, token_ids
 
 
 def _longest_prompt(cfg: Config, max_position_embeddings: int) -> int:
@@ -187,31 +151,46 @@ def _longest_prompt(cfg: Config, max_position_embeddings: int) -> int:
     return longest
 
 
-def _that_fit(data: DataConfig, lengths: Sequence[int], longest: int) -> list[int]:
-    """Numbers of the rows to keep; one longer than the context is an error unless left out."""
+def _fitting(data: DataConfig, encoded: Encoded, longest: int) -> Encoded | Fault:
+    if data.max_prompt_length is not None or len(encoded.token_ids) <= longest:
+        return encoded
+    return Fault(TOO_LONG, f"{len(encoded.token_ids)} tokens of at most {longest}")
+
+
+def _settle(
+    data: DataConfig, invalid: InvalidRows, num_rows: int, longest: int, *, warns: bool
+) -> None:
+    found = f"{len(invalid)} of {num_rows} rows of {data.path}"
+    if data.on_invalid == "skip" and len(invalid) < num_rows:
+        if warns:
+            logger.warning("%s cannot be used and are left out: %s", found, invalid.summary)
+        return
+    shorter = (
+        f"; data.max_prompt_length={longest} leaves out only those that are {TOO_LONG}"
+        if TOO_LONG in invalid.kinds
+        else ""
+    )
+    raise ValueError(
+        f"{found} cannot be used ({invalid.summary}):{invalid.listing}\nCorrect them, or leave "
+        f"them out with data.on_invalid=skip, if others remain{shorter}"
+    )
+
+
+def _short_ones(
+    data: DataConfig, prompts: list[Prompt], longest: int, *, warns: bool
+) -> list[Prompt]:
+    """Prompts of at most `data.max_prompt_length` tokens that fit into the model's context."""
     most = min(data.max_prompt_length or longest, longest)
-    too_long = [index for index, length in enumerate(lengths) if length > most]
-    if too_long and data.max_prompt_length is None:
-        shown = ", ".join(f"row {index} ({lengths[index]})" for index in too_long[:NUM_ROWS_SHOWN])
-        more = ", ..." if len(too_long) > NUM_ROWS_SHOWN else ""
+    lengths = [len(prompt.token_ids) for prompt in prompts]
+    short = [prompt for prompt in prompts if len(prompt.token_ids) <= most]
+    if not short:
         raise ValueError(
-            f"{len(too_long)} of {len(lengths)} prompts have more than the {longest} tokens that "
-            f"rollout.max_completion_length leaves of the model's context: {shown}{more}. "
-            f"Set data.max_prompt_length to at most {longest} to leave them out"
-        )
-    if len(too_long) == len(lengths):
-        raise ValueError(
-            f"data.max_prompt_length {data.max_prompt_length} leaves out all {len(lengths)} "
+            f"data.max_prompt_length {data.max_prompt_length} leaves out all {len(prompts)} "
             f"prompts: the shortest has {min(lengths)} tokens"
         )
-    if too_long:
+    if warns and len(short) < len(prompts):
         logger.warning(
             "%d of %d prompts have more than %d tokens and are left out",
-            *(len(too_long), len(lengths), most),
+            *(len(prompts) - len(short), len(prompts), most),
         )
-    dropped = set(too_long)
-    return [index for index in range(len(lengths)) if index not in dropped]
-
-
-def _reward_columns(data: DataConfig, row: Row) -> Row:
-    return row if data.answer_column is None else {**row, "answer": row[data.answer_column]}
+    return short

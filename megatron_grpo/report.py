@@ -98,10 +98,14 @@ def draw_gap(axis: Axes, records: Sequence[Record]) -> None:
 
 
 def draw_grad_norm(axis: Axes, records: Sequence[Record]) -> None:
-    """Norm of the whole gradient before clipping."""
+    """Norm of the whole gradient before clipping, and the steps that were skipped without one."""
     _name(axis, "Gradient norm before clipping")
     _line(axis, *_curve(records, "grad_norm"), ORANGE)
     axis.set_ylim(bottom=0)
+    skipped = [record["step"] for record in records if record.get("skipped_steps")]
+    if skipped:
+        axis.plot(skipped, [0.0] * len(skipped), "x", color=RED, clip_on=False, label="skipped")
+        _legend(axis)
 
 
 def draw_time(axis: Axes, records: Sequence[Record]) -> None:

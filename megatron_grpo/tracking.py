@@ -47,8 +47,9 @@ class Tracking:
         for row in completions:
             print(json.dumps(row, ensure_ascii=False), file=self._completions)
         self._completions.flush()
-        # Without a reference model there is no KL to report, and scripts still find the key.
-        record = {"step": step, "kl": None, **metrics}
+        # Without a reference model there is no KL to report, of a skipped step no gradient norm and
+        # perhaps no loss; scripts still find the keys.
+        record = {"step": step, "kl": None, "loss": None, "grad_norm": None, **metrics}
         print(json.dumps(record), file=self._metrics, flush=True)
         if self._wandb:
             self._wandb.log(step, metrics, completions)

@@ -1,8 +1,11 @@
 """One optimizer step of GRPO over packed microbatches, and the log-probabilities before it."""
 
+import math
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -11,7 +14,10 @@ from megatron_grpo.config import Config
 from megatron_grpo.loss import grpo_loss
 from megatron_grpo.metrics import AllReduce, TrainMetrics
 from megatron_grpo.model import Model, Policy
+from megatron_grpo.nonfinite import is_so_on_all_ranks, name_nonfinite
+from megatron_grpo.optimizer import apply_gradient, copies_are_finite, gradient_norm
 from megatron_grpo.schedule import run_schedule
+from megatron_grpo.skipped_steps import SkippedSteps
 from parallel.context import context_indices
 from parallel.groups import Groups
 from parallel.packing import PackedBatch
@@ -66,12 +72,15 @@ def add_logprobs(
     """Fill `old_logprobs`, and `ref_logprobs` when there is a reference.
 
     With one update per generation the old policy is the policy itself, and its pass is left out:
-    the ratio is exactly 1, and the loss takes its own log-probabilities, detached.
+    the ratio is exactly 1, and the loss takes its own log-probabilities, detached. Those that are
+    there already, of a generation that is resumed, stay.
     """
     temperature = cfg.rollout.temperature
     is_reused = BatchSchedule.of(cfg.grpo).updates_per_generation > 1
     nothing: list[Tensor | None] = [None] * len(batches)
-    old = compute_logprobs(policy, batches, temperature, groups) if is_reused else nothing
+    old = [batch.old_logprobs for batch in batches]
+    if is_reused and old[0] is None:
+        old = compute_logprobs(policy, batches, temperature, groups)
     ref = compute_logprobs(reference, batches, temperature, groups) if reference else nothing
     return [
         replace(batch, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
@@ -80,19 +89,51 @@ def add_logprobs(
 
 
 def train_step(
-    policy: Policy, batches: Sequence[PackedBatch], cfg: Config, groups: Groups
+    policy: Policy,
+    batches: Sequence[PackedBatch],
+    cfg: Config,
+    groups: Groups,
+    skipped: SkippedSteps,
 ) -> dict[str, float]:
     """One update from this rank's microbatches of the optimizer batch; all ranks call it together.
 
     Loss weights are global, so loss and gradient are plain sums over microbatches, context and data
     ranks. Returns the metrics of the whole optimizer batch, the same on every rank.
+
+    With a loss or gradient that is NaN or infinite on any rank, all skip the step: weights,
+    optimizer and scheduler stay as they are, `skipped` counts it, and the metrics, with
+    `skipped_steps` 1, lack what is not finite. Nor is a step taken by a gradient of exactly 0, when
+    no token has a weight or an advantage: by momentum and weight decay alone nothing is learnt.
     """
     metrics = accumulate_gradient(policy, batches, cfg, groups)
-    _, grad_norm, _ = policy.optimizer.step()
-    learning_rate = policy.optimizer.param_groups[0]["lr"]
-    policy.scheduler.step(increment=1)
+    grad_norm = gradient_norm(policy.optimizer)
+    cause = _why_not(policy, metrics, grad_norm, batches[0].tokens.device)
+    if cause and groups.rank == 0:
+        print(f"optimizer step skipped: {cause}", file=sys.stderr, flush=True)
+    skipped.count(cause)
     reduced = metrics.reduce(_over_other_tokens(groups), with_kl=cfg.grpo.beta > 0)
-    return {**reduced, "grad_norm": float(grad_norm), "lr": learning_rate}
+    reduced["lr"] = policy.optimizer.param_groups[0]["lr"]
+    if cause:
+        finite = {name: value for name, value in reduced.items() if math.isfinite(value)}
+        return {**finite, "skipped_steps": 1.0}
+    if grad_norm > 0:
+        apply_gradient(policy.optimizer, grad_norm)
+        policy.scheduler.step(increment=1)
+    return {**reduced, "grad_norm": grad_norm, "skipped_steps": 0.0}
+
+
+def _why_not(
+    policy: Policy, metrics: TrainMetrics, grad_norm: float, device: torch.device
+) -> str | None:
+    """What is not finite, and on which rank; None, on all ranks, when all is."""
+    is_finite = (
+        math.isfinite(grad_norm)
+        and copies_are_finite(policy.optimizer)
+        and math.isfinite(sum(metrics.losses))
+    )
+    if is_so_on_all_ranks(is_finite, device):
+        return None
+    return name_nonfinite(policy, metrics.losses, device)
 
 
 def accumulate_gradient(

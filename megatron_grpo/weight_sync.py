@@ -8,11 +8,13 @@ import json
 import os
 import socket
 import sys
+import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from urllib.parse import urlsplit
 
 import torch
@@ -20,16 +22,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from checkpoint_convert import ModelShape
+from checkpoint_convert.vllm import check_engine
 from megatron_grpo.config import Config
-from megatron_grpo.experience_source import ExperienceSource
 from megatron_grpo.failure import broadcast_text, first_failure
-from megatron_grpo.rollout import RolloutClient, WorkerSums
+from megatron_grpo.preemption import Preempted
+from megatron_grpo.rollout import EnginesLost, RolloutClient, WorkerSums
 from megatron_grpo.timing import PhaseTimer
-from megatron_grpo.weight_sums import WeightSums, worker_layouts
+from megatron_grpo.weight_sums import sums_of_all_ranks, worker_layouts
 from parallel import Sender, plan_sends
-from parallel.meeting import Board, Meeting, join, local_address, open_meeting
 from parallel.transport import TIMEOUT, Invitation, Outbox, bucket_bytes_for, refuse_all
+from parallel.transport.meeting import Board, Meeting, join, local_address, open_meeting
 
+PREEMPTED = -1
+"""In the place of the number of engines."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -43,51 +48,56 @@ class WeightSync:
         self, cfg: Config, shape: ModelShape, sender: Sender, device: torch.device, num_hosts: int
     ) -> None:
         self._sender, self._device = sender, device
-        self._num_engines = cfg.rollout.num_engines
         self._network_only = cfg.rollout.weight_transport == "network"
         # As the last rank sees it: on rank 0's own host its name may stand for loopback.
         address = meeting_address(cfg.rollout.base_urls, num_hosts, os.environ)
         self._address = broadcast_text(address, device, source=dist.get_world_size() - 1)
         self._dtype = getattr(torch, cfg.model.dtype)
         self._workers = worker_layouts(shape, cfg.rollout)
-        self._sums = WeightSums(sender.layout, self._workers, self._dtype)
         self._senders = self._all_senders()
         limit = cfg.rollout.update_weights_bucket_megabytes * 1_000_000
         shard_bytes = max(worker.num_elements for worker in self._workers) * self._dtype.itemsize
-        self._bucket_bytes = bucket_bytes_for(limit, self._senders, self._num_engines, shard_bytes)
+        self._bucket_bytes = bucket_bytes_for(
+            limit, self._senders, cfg.rollout.num_engines, shard_bytes
+        )
         max_elements = self._bucket_bytes // self._dtype.itemsize
         self._sends = plan_sends(sender, self._workers, max_elements)
+        self._check_engine = partial(check_engine, self._workers, dtype=cfg.model.dtype)
+        self._num_engines, self._chain = 0, 0
         self._outbox: Outbox | None = None
         self._board: Board | None = None
 
     def push(
         self,
         parameters: Mapping[str, Tensor],
-        source: ExperienceSource | None,
+        engines: RolloutClient | None,
         policy_version: int,
         timer: PhaseTimer,
     ) -> None:
-        """Have every engine serve `parameters`, this rank's share, as `policy_version`.
+        """Have every engine that is well serve `parameters`, this rank's share, as that version.
 
-        Rank 0 holds `source`. When it returns, every worker of every engine has been found to hold
-        what the ranks hold, and the engines have dropped what they had cached. A push that fails is
-        done once more from the start, over new links. After that ConnectionError names engine,
-        worker and parameters on rank 0, for which the other ranks wait, and no engine serves
-        weights of which not all were right. A time-out of an engine is not tried again: it may
-        still be at it.
+        Rank 0 holds `engines`. When it returns, every worker of every engine that serves has been
+        found to hold what the ranks hold, and the engines have dropped what they had cached. A push
+        that fails is done once more from the start, over new links; when it is an engine that has
+        failed, to the others.
+
+        Raises on all ranks: EnginesLost, whose text on rank 0 names engine, worker and parameters,
+        when it fails twice at the same engines, or none came back in `rollout.startup_timeout`; no
+        engine serves weights of which not all were right. Preempted, when rank 0 was waiting for an
+        engine and is to end.
         """
-        with timer.phase("verify_weights"):
-            expected = self._sums.of(parameters)
-        failure = self._try_push(parameters, source, policy_version, expected, timer)
-        if failure is not None:
+        with timer.phase("await_engines"):
+            self._assemble(engines)
+        is_repeated = False
+        while failure := self._try_push(parameters, engines, policy_version, timer):
             self.close()
-            if source is not None:
+            with timer.phase("await_engines"):
+                are_others = self._assemble(engines)
+            if is_repeated and not are_others:
+                raise EnginesLost(str(failure))
+            is_repeated = not are_others
+            if engines is not None:
                 print(f"a push of weights is tried once more: {failure}", file=sys.stderr)
-            failure = self._try_push(parameters, source, policy_version, expected, timer)
-        if failure is not None:
-            if source is not None:
-                raise failure
-            dist.barrier()  # which rank 0 leaves out, as it ends the job
 
     def close(self) -> None:
         """Close this rank's links."""
@@ -95,41 +105,73 @@ class WeightSync:
             self._outbox.close()
         self._outbox = None
 
+    def _assemble(self, engines: RolloutClient | None) -> bool:
+        """Have all ranks know how many engines the push is for; whether they are new ones.
+
+        Links to earlier ones are closed then.
+        """
+        found = torch.zeros(2, dtype=torch.int64, device=self._device)
+
+        def assemble() -> None:
+            if engines is not None:
+                try:
+                    found.copy_(torch.tensor(engines.assemble(self._check_engine)))
+                except Preempted:
+                    found.fill_(PREEMPTED)
+
+        failure = self._first_failure(assemble)
+        if failure is not None:
+            raise EnginesLost(str(failure))
+        dist.broadcast(found, src=0)
+        num_engines, chain = found.tolist()
+        if num_engines == PREEMPTED:
+            raise Preempted("the wait for an engine was given up")
+        are_others, self._num_engines, self._chain = chain != self._chain, num_engines, chain
+        if are_others:
+            self.close()
+        return are_others
+
     def _try_push(
         self,
         parameters: Mapping[str, Tensor],
-        source: ExperienceSource | None,
+        engines: RolloutClient | None,
         policy_version: int,
-        expected: Sequence[WorkerSums],
         timer: PhaseTimer,
     ) -> ConnectionError | None:
         """What the first rank that failed has raised, on all ranks; None when none has."""
         push = f"{policy_version}-{uuid.uuid4().hex[:12]}"
         with timer.phase("push"):
-            failure = first_failure(lambda: self._begin(source, push), self._device)
+            failure = self._first_failure(lambda: self._begin(engines, push))
             self._board = None  # all that met there have their links, or have failed
             if failure is not None:
                 return failure
-            broken = first_failure(lambda: self._transfer(parameters, source, push), self._device)
+            sent: dict[int, WorkerSums] = {}
+            broken = self._first_failure(
+                lambda: sent.update(self._transfer(parameters, engines, push))
+            )
         # The engines are asked in any case: why a link broke may be known at its other end alone.
         with timer.phase("verify_weights"):
-            failure = first_failure(lambda: _check(source, push, expected), self._device)
+            expected = None if broken else sums_of_all_ranks(sent, self._workers, self._device)
+            failure = self._first_failure(
+                lambda: engines.check_push(push, expected) if engines else None
+            )
         if failure is None and broken is None:
             with timer.phase("push"):
-                failure = first_failure(lambda: _finish(source, push, policy_version), self._device)
+                failure = self._first_failure(
+                    lambda: engines.finish_push(push, policy_version) if engines else None
+                )
         return failure or broken
 
-    def _begin(self, source: ExperienceSource | None, push: str) -> None:
+    def _begin(self, engines: RolloutClient | None, push: str) -> None:
         if self._outbox is None:
-            self._outbox = self._connect(source)
-        if source is not None:
-            with source.engines() as engines:
-                engines.begin_push(push)
+            self._outbox = self._connect(engines)
+        if engines is not None:
+            engines.begin_push(push)
 
-    def _connect(self, source: ExperienceSource | None) -> Outbox:
+    def _connect(self, engines: RolloutClient | None) -> Outbox:
         """Meet the workers of the engines; collective over all ranks."""
         meeting = None
-        if source is not None:
+        if engines is not None:
             meeting, self._board = open_meeting(self._address)
         words = broadcast_text(json.dumps(asdict(meeting)) if meeting else "", self._device)
         invitation = Invitation(
@@ -144,29 +186,34 @@ class WeightSync:
             ],
         )
 
-        def connect(engines: RolloutClient) -> None:
+        def connect(engines: RolloutClient, is_sending: Callable[[], bool]) -> None:
             try:
-                engines.connect(invitation.to_json())
+                engines.connect(invitation.to_json(), is_sending)
             except OSError as error:
                 refuse_all(invitation, str(error))
                 raise
 
-        with meanwhile(source, connect):
+        with meanwhile(engines, connect):
             return Outbox.open(
                 invitation,
                 self._board or join(invitation.meeting, TIMEOUT),
                 rank=self._sender.rank,
                 sends=self._sends,
+                shapes=[worker.shapes for worker in self._workers],
                 dtype=self._dtype,
                 device=self._device,
             )
 
     def _transfer(
-        self, parameters: Mapping[str, Tensor], source: ExperienceSource | None, push: str
-    ) -> None:
+        self, parameters: Mapping[str, Tensor], engines: RolloutClient | None, push: str
+    ) -> Mapping[int, WorkerSums]:
+        """Returns the checksums of what this rank has sent, by worker."""
         assert self._outbox is not None
-        with meanwhile(source, lambda engines: engines.receive_push(push)):
-            self._outbox.send(parameters)
+        with meanwhile(engines, lambda e, is_sending: e.receive_push(push, is_sending)):
+            return self._outbox.send(parameters)
+
+    def _first_failure(self, action: Callable[[], None]) -> ConnectionError | None:
+        return first_failure(action, self._device, ConnectionError)
 
     def _all_senders(self) -> list[list[int]]:
         """Of each worker: the ranks that send to it; collective over all ranks."""
@@ -178,39 +225,25 @@ class WeightSync:
         return [column.nonzero().flatten().tolist() for column in torch.stack(by_rank, dim=1)]
 
 
-def _check(source: ExperienceSource | None, push: str, expected: Sequence[WorkerSums]) -> None:
-    if source is not None:
-        with source.engines() as engines:
-            engines.check_push(push, expected)
-
-
-def _finish(source: ExperienceSource | None, push: str, policy_version: int) -> None:
-    if source is not None:
-        with source.engines() as engines:
-            engines.finish_push(push, policy_version)
-
-
 @contextmanager
 def meanwhile(
-    source: ExperienceSource | None, action: Callable[[RolloutClient], None]
+    engines: RolloutClient | None, action: Callable[[RolloutClient, Callable[[], bool]], None]
 ) -> Iterator[None]:
-    """Have the engines do `action` beside the block, on rank 0, which holds `source`.
+    """Have the engines do `action` beside the block, on rank 0, which holds `engines`.
 
-    What they raise goes before what the block raises: a rank sees of a dead engine a broken link.
+    `action` is told how to learn whether the block still runs. What it raises goes before what the
+    block raises: a rank sees of a dead engine a broken link.
     """
-    if source is None:
+    if engines is None:
         yield
         return
-
-    def act() -> None:
-        with source.engines() as engines:
-            action(engines)
-
+    is_over = threading.Event()
     with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(act)
+        done = pool.submit(action, engines, lambda: not is_over.is_set())
         try:
             yield
         finally:
+            is_over.set()
             done.result()
 
 

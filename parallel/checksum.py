@@ -15,16 +15,25 @@ The word sums of rows and of columns need no product per word, which makes this 
 than a factor of its own for every word.
 """
 
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
+from itertools import chain
+from math import prod
+
 import torch
 from torch import Tensor
 
 from parallel.layout import Box, Shape
 
 WORD_BYTES = 8
-CPU_BLOCK_BYTES = 1 << 20
-"""Read twice, for rows and for columns: the second time from the cache of the core."""
+CPU_BLOCK_BYTES = 1 << 19
+"""Read twice, for rows and for columns, and written before that: all in the cache of the core."""
 GPU_BLOCK_BYTES = 1 << 28
 """Bounds the copy of values that are not laid out row by row."""
+
+
+NamedSum = tuple[str, Tensor]
+"""Name of a tensor, and what a box of it adds to its checksum."""
 
 
 def checksum(values: Tensor, box: Box, shape: Shape) -> Tensor:
@@ -33,29 +42,7 @@ def checksum(values: Tensor, box: Box, shape: Shape) -> Tensor:
     Returns an int64 scalar on the device of `values`, to be added up with those of other boxes;
     int64 overflows as it should.
     """
-    assert tuple(values.shape) == box.size and values.element_size() in (1, 2, 4, 8)
-    per_word = WORD_BYTES // values.element_size()
-    first, last = box.start[-1], box.start[-1] + box.size[-1]
-    # A word that the box has a part of: the rest are zeros here, and other boxes add theirs.
-    padding = (first % per_word, -last % per_word)
-    columns = torch.arange(first // per_word, -(-last // per_word), device=values.device)
-    rows = values.detach().reshape(-1, box.size[-1])
-    num_bytes = max(1, rows.shape[1] * values.element_size())
-    block_bytes = CPU_BLOCK_BYTES if values.device.type == "cpu" else GPU_BLOCK_BYTES
-    row_sums = []
-    column_sums = torch.zeros(len(columns), dtype=torch.int64, device=values.device)
-    for block in rows.split(max(1, block_bytes // num_bytes)):
-        if any(padding):
-            block = torch.nn.functional.pad(block, padding)
-        block = block.contiguous()
-        if block.storage_offset() % per_word:  # torch reads words at multiples of 8 bytes only
-            block = block.clone()
-        words = block.view(torch.int64)
-        row_sums.append(words.sum(1))
-        column_sums += words.sum(0)
-    row_factors = _random(2 * _row_indices(box, shape, values.device)) | 1
-    column_factors = _random(2 * columns + 1) & ~1
-    return (torch.cat(row_sums) * row_factors).sum() + (column_sums * column_factors).sum()
+    return _sum_of(_blocks_of(values.detach()), values, box, shape)
 
 
 def whole_checksum(tensor: Tensor) -> Tensor:
@@ -64,13 +51,76 @@ def whole_checksum(tensor: Tensor) -> Tensor:
     return checksum(tensor, Box.whole(shape), shape)
 
 
-def _row_indices(box: Box, shape: Shape, device: torch.device) -> Tensor:
-    """Where the rows of the box are among those of the tensor; in order."""
-    indices = torch.zeros(1, dtype=torch.int64, device=device)
-    for start, size, extent in zip(box.start[:-1], box.size[:-1], shape[:-1], strict=True):
-        along = torch.arange(start, start + size, device=device)
-        indices = (indices[:, None] * extent + along).flatten()
-    return indices
+def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """The checksums of whole tensors, by name."""
+    return added_up((name, whole_checksum(tensor)) for name, tensor in tensors.items())
+
+
+def copy_and_sum(source: Tensor, target: Tensor, box: Box, shape: Shape) -> Tensor:
+    """Copy `source` to `target`, and return the `checksum` of what `target` holds then.
+
+    Block by block: on a CPU what was just written is read from the cache, where a second pass over
+    the memory takes as long as the copy.
+    """
+
+    def copied() -> Iterator[Tensor]:
+        for values, block in zip(_blocks_of(source), _blocks_of(target), strict=True):
+            block.copy_(values)
+            yield block
+
+    return _sum_of(copied(), target, box, shape)
+
+
+def added_up(sums: Iterable[NamedSum]) -> dict[str, int]:
+    """The checksums of tensors, by name, from those of their boxes; the device is read once."""
+    totals: dict[str, Tensor] = {}
+    for name, part in sums:
+        totals[name] = totals[name] + part if name in totals else part
+    return (
+        dict(zip(totals, torch.stack([*totals.values()]).tolist(), strict=True)) if totals else {}
+    )
+
+
+def _blocks_of(values: Tensor) -> Iterator[Tensor]:
+    """Views [rows, columns] of the rows of `values` in their order."""
+    if values.dim() > 2:
+        yield from chain.from_iterable(map(_blocks_of, values))
+        return
+    rows = values if values.dim() == 2 else values.unsqueeze(0)
+    block_bytes = CPU_BLOCK_BYTES if values.device.type == "cpu" else GPU_BLOCK_BYTES
+    yield from rows.split(max(1, block_bytes // (rows.shape[1] * rows.element_size())))
+
+
+def _sum_of(blocks: Iterable[Tensor], values: Tensor, box: Box, shape: Shape) -> Tensor:
+    """The checksum of `blocks`, which are the rows of `values`."""
+    assert tuple(values.shape) == box.size and values.element_size() in (1, 2, 4, 8)
+    per_word = WORD_BYTES // values.element_size()
+    first, last = box.start[-1], box.start[-1] + box.size[-1]
+    # A word that the box has a part of: the rest are zeros here, and other boxes add theirs.
+    padding = (first % per_word, -last % per_word)
+    row_factors, column_factors = _factors(shape, per_word, values.device)
+    row_factors = row_factors[box.slices[:-1]].flatten()
+    column_factors = column_factors[first // per_word : -(-last // per_word)]
+    row_sums, column_sums = [row_factors[:0]], torch.zeros_like(column_factors)
+    for block in blocks:
+        if any(padding):
+            block = torch.nn.functional.pad(block, padding)
+        flat = block.contiguous().view(-1)
+        if flat.storage_offset() % per_word:  # torch reads words at multiples of 8 bytes only
+            flat = flat.clone()
+        words = flat.view(torch.int64).view(len(block), -1)
+        row_sums.append(words.sum(1))
+        column_sums += words.sum(0)
+    return (torch.cat(row_sums) * row_factors).sum() + (column_sums * column_factors).sum()
+
+
+@lru_cache(maxsize=256)
+def _factors(shape: Shape, per_word: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of the rows of a tensor, with its dimensions but the last, and of its columns of words."""
+    num_rows, num_columns = prod(shape[:-1]), -(-shape[-1] // per_word)
+    rows = _random(2 * torch.arange(num_rows, device=device)) | 1
+    columns = _random(2 * torch.arange(num_columns, device=device) + 1) & ~1
+    return rows.view(shape[:-1]), columns
 
 
 def _random(indices: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ class TokenSequence:
     advantage: float
     loss_weight: float
     rollout_logprobs: Tensor  # [L - num_prompt_tokens]
+    old_logprobs: Tensor | None = None  # [L - num_prompt_tokens], where they are known already
 
     def __post_init__(self) -> None:
         # The first token of a sequence is predicted by nothing, so it cannot be a response token.
@@ -95,6 +96,8 @@ def pack(
 ) -> PackedBatch:
     """Lay ``sequences[i] for i in indices`` end to end.
 
+    Old log-probabilities are those of all `sequences`, or of none.
+
     `indices` may be empty: a rank without work joins its peers' collectives with one sequence of
     padding, whose loss is zero. `dtype` is that of weights, advantages and log-probabilities.
     """
@@ -107,7 +110,10 @@ def pack(
     tokens = torch.full((total,), padding_id, dtype=torch.int64)
     sequence_index = torch.full((total,), -1, dtype=torch.int64)
     loss_mask = torch.zeros(total, dtype=torch.bool)
-    loss_weights, advantages, rollout_logprobs = (torch.zeros(total, dtype=dtype) for _ in range(3))
+    loss_weights, advantages, rollout_logprobs, old_logprobs = (
+        torch.zeros(total, dtype=dtype) for _ in range(4)
+    )
+    with_old = any(sequence.old_logprobs is not None for sequence in sequences)
     for index, end, length in zip(indices, ends, lengths, strict=False):
         sequence, start = sequences[index], end - length
         whole = slice(start, start + len(sequence.tokens))
@@ -118,6 +124,8 @@ def pack(
         loss_weights[response] = sequence.loss_weight
         advantages[response] = sequence.advantage
         rollout_logprobs[response] = sequence.rollout_logprobs.to(dtype)
+        if sequence.old_logprobs is not None:
+            old_logprobs[response] = sequence.old_logprobs.to(dtype)
     return PackedBatch(
         tokens=tokens,
         position_ids=torch.cat([torch.arange(length) for length in lengths]),
@@ -128,6 +136,7 @@ def pack(
         loss_weights=loss_weights,
         advantages=advantages,
         rollout_logprobs=rollout_logprobs,
+        old_logprobs=old_logprobs if with_old else None,
     )
 
 

@@ -92,28 +92,45 @@ def check_arrivals(worker: Layout, copies: Iterable[Copy]) -> None:
     Layout(worker.shapes, pieces, worker.zeros).check_complete()
 
 
+def check_push(senders: Iterable[Sender], workers: Sequence[Layout]) -> int:
+    """Raise ValueError unless the shares of all ranks fill each worker's parameters once.
+
+    `senders` need hold only the first of the ranks that hold the same tensors. Returns the number
+    of boxes that are sent, before they are cut to size.
+    """
+    arrivals: list[list[Copy]] = [[] for _ in workers]
+    for _, (worker, have, want, box) in _all_shares(senders, workers):
+        arrivals[worker].append(Copy.of(have, want, box))
+    for number, (layout, copies) in enumerate(zip(workers, arrivals, strict=True)):
+        try:
+            check_arrivals(layout, copies)
+        except ValueError as error:
+            raise ValueError(f"worker {number} of {len(workers)}: {error}") from None
+    return sum(map(len, arrivals))
+
+
 def senders_by_worker(senders: Iterable[Sender], workers: Sequence[Layout]) -> list[list[int]]:
     """Of each worker of the first engine: the trainer ranks that send to it, in ascending order.
 
     `senders` need hold only the first of the ranks that hold the same tensors.
     """
     ranks: list[set[int]] = [set() for _ in workers]
-    for rank, worker, _ in _all_shares(senders, workers):
+    for rank, (worker, *_) in _all_shares(senders, workers):
         ranks[worker].add(rank)
     return [sorted(found) for found in ranks]
 
 
 def _all_shares(
     senders: Iterable[Sender], workers: Sequence[Layout]
-) -> Iterator[tuple[int, int, Box]]:
-    """(trainer rank, worker, box) of all that every rank sends, before boxes are cut to size."""
+) -> Iterator[tuple[int, Shared]]:
+    """(trainer rank, what it sends) of all that every rank sends, before boxes are cut to size."""
     for sender in senders:
         for holders, shared in _by_holders(sender, workers).items():
             if holders[0] != sender.rank:
                 continue
             for index, rank in enumerate(holders):
-                for worker, _, _, box in _share(shared, index, len(holders)):
-                    yield rank, worker, box
+                for part in _share(shared, index, len(holders)):
+                    yield rank, part
 
 
 @dataclass(frozen=True)
@@ -150,7 +167,7 @@ def traffic(
     """
     sent, messages = [0] * num_ranks, 0
     received = [0] * len(workers)
-    for rank, worker, box in _all_shares(senders, workers):
+    for rank, (worker, _, _, box) in _all_shares(senders, workers):
         num_bytes = box.num_elements * itemsize
         sent[rank] += num_bytes
         received[worker] += num_bytes

@@ -1,8 +1,19 @@
 """What takes long to start, shared by the tests of a session."""
 
+from concurrent.futures import ProcessPoolExecutor
+
 import pytest
 
+from distributed import CONTEXT
 from engines import running_engine, served_model
+from faulty_runs import NUM_RANKS, make_runs
+
+
+@pytest.fixture(scope="session")
+def elsewhere():
+    """Calls a function in a process of its own, in which the CPU may stand for CUDA for good."""
+    with ProcessPoolExecutor(1, mp_context=CONTEXT) as pool:
+        yield lambda function, *args: pool.submit(function, *args).result(timeout=200)
 
 
 @pytest.fixture(scope="session")
@@ -24,3 +35,18 @@ def transformers_engine(tied_model, tmp_path_factory):
     logs = tmp_path_factory.mktemp("transformers-logs")
     with running_engine("transformers", tied_model, logs) as engine:
         yield engine
+
+
+@pytest.fixture(scope="session")
+def runs(tied_model, vllm_engine, tmp_path_factory):
+    """Starts runs of one config, to be broken."""
+    return make_runs(tied_model, vllm_engine, tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="session")
+def undisturbed(runs):
+    """The run directory of a run that nothing has disturbed."""
+    run_dir = runs.folder / "undisturbed"
+    ended = runs.finish(run_dir)
+    assert ended.exit_codes == [0] * NUM_RANKS, ended.output
+    return run_dir

@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "megatron.core", "transformers"])
+CONTEXT.set_forkserver_preload(
+    ["megatron_grpo.train", "transformers", "datasets", "matplotlib.pyplot"]
+)
 
 
 def run_ranks(

@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM
 from checkpoint_convert import read_shape
 from megatron_grpo.config import ModelConfig, RolloutConfig
 from megatron_grpo.prompts import Prompt
-from megatron_grpo.rollout import EngineServers, RolloutClient, Sample, WorkerSums
+from megatron_grpo.rollout import EngineServers, Generation, RolloutClient, Sample, WorkerSums
 from megatron_grpo.weight_sums import worker_layouts
 from models import EOS_ID, tiny_model
 from parallel import Layout, intersect
 from parallel.checksum import whole_checksum
 from parallel.views import as_whole
-from pushes import push_folder
+from pushes import client_of, push_folder
 
 
 def served_model(folder: Path, family: str, *, tied: bool, seed: int = 0) -> Path:
@@ -37,8 +37,11 @@ class TestEngine:
         self.servers = servers
         self.version = 0
 
-    def client(self, eos_token_ids: Sequence[int] = (EOS_ID,)) -> RolloutClient:
-        return RolloutClient(self.servers.base_urls, self.servers.token, 60.0, eos_token_ids)
+    def client(self) -> RolloutClient:
+        """A client that takes the engine for one that serves."""
+        client = client_of(self.servers.base_urls, self.servers.token)
+        client.fleet.finish_push(self.servers.base_urls)
+        return client
 
     def push(self, folder: Path) -> int:
         """Push the weights in `folder`; returns the version now served."""
@@ -53,11 +56,12 @@ class TestEngine:
             "num_generations": 4,
             "temperature": 1.0,
             "max_completion_length": 16,
+            "stop_token_ids": eos_token_ids,
             "seed": 0,
             "step": 0,
             "policy_version": self.version,
         }
-        return self.client(eos_token_ids).generate(prompts, **(arguments | overrides))
+        return self.client().generate(Generation(prompts, **(arguments | overrides)))
 
 
 def worker_sums(folder: Path, rollout: RolloutConfig) -> list[WorkerSums]:
@@ -123,9 +127,9 @@ def largest_logprob_error(
     )
 
 
-def wait_until(condition, seconds: float) -> bool:
+def wait_until(condition, seconds: float, poll: float = 0.05) -> bool:
     """Whether `condition()` came true within `seconds`."""
     deadline = time.monotonic() + seconds
     while not (result := condition()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return result
+        time.sleep(poll)
+    return bool(result)

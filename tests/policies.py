@@ -8,6 +8,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from checkpoint_convert import read_shape
+from megatron_grpo.checkpoints.checkpoints import Checkpoints
+from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.config import Config
 from megatron_grpo.config_file import load_config
 from megatron_grpo.model import Policy, build_policy
@@ -115,3 +117,20 @@ def gradient_boxes(policy: Policy) -> list[tuple[str, Box, Tensor]]:
         for piece in policy.layout.pieces
         if not piece.is_replica
     ]
+
+
+def checkpoints_of(
+    run_dir: Path, policy: Policy, folder: Path, dims: ParallelDims, *overrides: str
+) -> Checkpoints:
+    """The checkpoints of a run in `run_dir` that trains `policy`, of the model in `folder`."""
+    cfg = tiny_config(folder, dims, f"train.run_dir={run_dir}", *overrides)
+    return Checkpoints(cfg, policy)
+
+
+def save_checkpoint(
+    run_dir: Path, step: int, policy: Policy, folder: Path, dims: ParallelDims
+) -> None:
+    """Write `run_dir/checkpoints/step_N`; collective over all ranks."""
+    checkpoints = checkpoints_of(run_dir, policy, folder, dims)
+    checkpoints.save(TrainerState(step=step), None)
+    checkpoints.wait()

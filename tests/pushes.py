@@ -1,8 +1,9 @@
 """Pushes of weights into running engines, as the ranks of a trainer do them."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -10,28 +11,24 @@ from torch import Tensor
 
 from checkpoint_convert import read_shape
 from distributed import run_ranks
-from megatron_grpo.config import RolloutConfig
+from megatron_grpo.config import ModelConfig, RolloutConfig
 from megatron_grpo.model import weight_sender
-from megatron_grpo.rollout import RolloutClient
+from megatron_grpo.rollout import EngineServers, Fleet, RolloutClient
 from megatron_grpo.rollout.engine_error import EngineError
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.weight_sync import WeightSync
-from models import EOS_ID
 from parallel import Layout, ParallelDims, Sender
-from parallel.local_links import LocalOutgoing
-from parallel.network_links import NetworkOutgoing
+from parallel.transport.local_links import LocalOutgoing
+from parallel.transport.network_links import NetworkOutgoing
 from policies import start_policy, tiny_config
 
 
-class EngineSource:
-    """What rank 0 has of the engines, without prompts and rewards."""
-
-    def __init__(self, base_urls: Sequence[str], token: str) -> None:
-        self.client = RolloutClient(base_urls, token, 120.0, [EOS_ID])
-
-    @contextmanager
-    def engines(self) -> Iterator[RolloutClient]:
-        yield self.client
+def client_of(base_urls: Sequence[str], token: str, **rollout: Any) -> RolloutClient:
+    """What rank 0 has of engines that run at `base_urls`, without prompts and rewards."""
+    overrides: dict[str, Any] = {"max_completion_length": 16, "startup_timeout": 3.0} | rollout
+    config = RolloutConfig(base_urls=tuple(base_urls), **overrides)
+    servers = EngineServers(ModelConfig(path=Path("unused")), config, Path("unused"), token)
+    return RolloutClient(Fleet(servers, config), config)
 
 
 def push_folder(
@@ -97,11 +94,11 @@ def push(
     version: int,
 ) -> tuple[str, list[str]]:
     cfg = tiny_config(folder, dims, *overrides)
-    timer = PhaseTimer()
-    source = EngineSource(cfg.rollout.base_urls, token) if rank == 0 else None
+    timer = PhaseTimer(lambda name: None)
+    engines = client_of(cfg.rollout.base_urls, token) if rank == 0 else None
     with closing(WeightSync(cfg, read_shape(folder), sender, torch.device("cpu"), 1)) as sync:
         try:
-            sync.push(parameters, source, version, timer)
+            sync.push(parameters, engines, version, timer)
         except ConnectionError as failure:
             return str(failure), list(timer.metrics())
     return "", list(timer.metrics())

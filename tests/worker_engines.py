@@ -142,13 +142,11 @@ class WorkerClient:
         self.workers = workers
         self.base_urls = workers.base_urls
 
-    @contextmanager
-    def engines(self) -> Iterator["WorkerClient"]:
-        """See `ExperienceSource`."""
-        yield self
+    def assemble(self, check: Any) -> tuple[int, int]:
+        """See `RolloutClient`, as are all below; always the same engines."""
+        return len(self.workers.addresses), 1
 
-    def connect(self, invitation: dict[str, Any]) -> None:
-        """See `RolloutClient`, as are all below."""
+    def connect(self, invitation: dict[str, Any], is_sending: Any) -> None:
         infos = [
             ({"invitation": invitation, "engine": engine, "links": "links"},)
             for engine in range(len(self.workers.addresses))
@@ -158,10 +156,10 @@ class WorkerClient:
     def begin_push(self, push: str) -> None:
         self._ask("begin_push", push=push, links="links")
 
-    def receive_push(self, push: str) -> None:
+    def receive_push(self, push: str, is_sending: Any) -> None:
         self._ask("receive_push", push=push)
 
-    def check_push(self, push: str, expected: Sequence[WorkerSums]) -> None:
+    def check_push(self, push: str, expected: Sequence[WorkerSums] | None) -> None:
         check_reports(self.base_urls, self._ask("push_report"), push, expected)
 
     def finish_push(self, push: str, policy_version: int) -> None:

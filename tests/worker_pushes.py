@@ -24,8 +24,8 @@ from megatron_grpo.weight_sync import WeightSync
 from parallel import ParallelDims
 from parallel.device import setup_device
 from parallel.groups import Groups, init_groups
-from parallel.local_links import LocalOutgoing
-from parallel.network_links import NetworkOutgoing
+from parallel.transport.local_links import LocalOutgoing
+from parallel.transport.network_links import NetworkOutgoing
 from policies import tiny_config
 from vllm_workers import start_worker
 from worker_engines import WorkerClient, WorkerEngines, WorkerProcess, parameters_of
@@ -133,7 +133,7 @@ def push(
     sender = weight_sender(policy, groups)
     counts.clear()
     with closing(WeightSync(cfg, policy.shape, sender, torch.device("cpu"), 1)) as sync:
-        sync.push(policy.parameters(), source, 1, PhaseTimer())
+        sync.push(policy.parameters(), source, 1, PhaseTimer(lambda name: None))
         assert sync._outbox is not None
         num_boxes = sum(map(len, sync._sends.values()))
         return Sent(sync._outbox.bytes_sent, num_boxes, sum(counts))

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import reprlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -85,10 +86,21 @@ def _check_arguments(spec: RewardFunction, function: Callable[..., Any]) -> None
 
 
 def _checked(scores: Any, num_completions: int) -> list[float]:
-    if scores is None or len(scores) != num_completions:
-        count = "None" if scores is None else f"{len(scores)} scores"
-        raise ValueError(f"returned {count} for {num_completions} completions")
-    for score in scores:
-        if score is None or isinstance(score, str) or not math.isfinite(score):
-            raise ValueError(f"returned the score {score!r}: each must be a finite number")
-    return [float(score) for score in scores]
+    if hasattr(scores, "tolist"):  # of numpy or torch
+        scores = scores.tolist()
+    if not isinstance(scores, list | tuple):
+        raise ValueError(
+            f"returned {type(scores).__name__} and not a list, for {num_completions} completions"
+        )
+    if len(scores) != num_completions:
+        raise ValueError(f"returned {len(scores)} scores for {num_completions} completions")
+    return [_number(score) for score in scores]
+
+
+def _number(score: Any) -> float:
+    try:
+        if not isinstance(score, str) and math.isfinite(score):
+            return float(score)
+    except (TypeError, ValueError, RuntimeError):  # torch, of a tensor of several elements
+        pass
+    raise ValueError(f"returned the score {reprlib.repr(score)}: each must be a finite number")

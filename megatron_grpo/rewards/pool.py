@@ -1,5 +1,6 @@
-"""Scoring in worker processes, with a time limit per call."""
+"""Scoring in worker processes, with limits of time and memory."""
 
+import json
 import os
 import reprlib
 import signal
@@ -7,21 +8,24 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import TYPE_CHECKING, Any
 
-from megatron_grpo import parent_death
-from megatron_grpo.config import RewardConfig, RewardFunction
+from megatron_grpo.config import RewardConfig
+from megatron_grpo.rewards import supervisor
 
 if TYPE_CHECKING:
     from megatron_grpo.rollout import Sample
 
 SHORTENED = reprlib.Repr()
 SHORTENED.maxstring = 200
+END_SECONDS = 10.0
+"""A supervisor that takes longer to kill what is below it is itself killed."""
+DEATH_SECONDS = 2.0
+"""How long after a worker's last word its death is waited for."""
 
 
 class RewardError(ValueError):
@@ -30,7 +34,8 @@ class RewardError(ValueError):
 
 @dataclass(frozen=True)
 class _Worker:
-    process: subprocess.Popen[bytes]
+    supervisor: subprocess.Popen[bytes]
+    """Ends as the worker ends, and with it all that the worker has started."""
     connection: Connection
 
 
@@ -53,42 +58,45 @@ class _Running:
 class RewardPool:
     """Processes that run the config's reward functions, one call per prompt and function.
 
-    They start at once and load in the background; they die with this process, however it ends.
+    They start at once and load in the background; they die with this process, however it ends, and
+    so does what they have started. A function has the rights of the user who trains: limits of time
+    and memory are no sandbox.
     """
 
     def __init__(self, cfg: RewardConfig) -> None:
         self.cfg = cfg
         self._load_deadline = time.monotonic() + cfg.timeout
-        self._workers = [_start_worker(cfg.functions) for _ in range(cfg.num_workers)]
+        self._workers = [_start_worker(cfg) for _ in range(cfg.num_workers)]
         self._loading = list(self._workers)
 
-    def wait_ready(self, columns: Collection[str]) -> None:
+    def wait_ready(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Wait until the functions are loaded, and see that the data has what they want.
 
-        `columns` are the names in a prompt's row. Raises ValueError, and closes the pool, for a
-        function that is not loaded `reward.timeout` seconds after the start or that wants a column
-        that is not there.
+        `rows` are those of all prompts that will come. Raises ValueError, and closes the pool, for
+        a function that is not loaded `reward.timeout` seconds after the start or that wants a
+        column that some row lacks.
         """
         while self._loading:
             wanted = self._loaded_columns(self._loading.pop())
             for function, names in zip(self.cfg.functions, wanted, strict=True):
-                missing = [name for name in names if name not in columns]
-                if missing:
-                    self.close()
-                    raise ValueError(
-                        f"reward function {function.label} wants {', '.join(map(repr, missing))}: "
-                        f"neither in its arguments {function.arguments} nor a column of the data "
-                        f"({', '.join(columns)})"
-                    )
+                for name in names:
+                    lacking = [row for row in rows if name not in row]
+                    if lacking:
+                        self.close()
+                        raise ValueError(
+                            f"reward function {function.label} wants {name!r}: not in its "
+                            f"arguments {function.arguments}, and no column of {len(lacking)} of "
+                            f"{len(rows)} rows; the first of them has {', '.join(lacking[0])}"
+                        )
 
     def score(self, samples: Sequence["Sample"]) -> list[dict[str, float]]:
         """Scores of every sample by function label. Samples of one prompt must be neighbours.
 
-        Raises RewardError, and closes the pool, when a call raises, ends late, kills its process or
-        returns anything but one finite number per completion.
+        Raises RewardError, and closes the pool, when a call raises, ends late, takes too much
+        memory, kills its process or returns anything but one finite number per completion.
         """
         assert self._workers, "the pool is closed"
-        self.wait_ready(samples[0].prompt.row)
+        self.wait_ready([sample.prompt.row for sample in samples])
         calls = deque(_calls(samples, len(self.cfg.functions)))
         scores: list[dict[str, float]] = [{} for _ in samples]
         idle, running = list(self._workers), list[_Running]()
@@ -106,10 +114,13 @@ class RewardPool:
     def close(self) -> None:
         """Kill the workers; nothing of them is left when this returns."""
         for worker in self._workers:
-            # The worker leads its own session: what its functions started goes with it.
-            with suppress(ProcessLookupError):
-                os.killpg(worker.process.pid, signal.SIGKILL)
-            worker.process.wait()
+            worker.supervisor.send_signal(signal.SIGHUP)
+        for worker in self._workers:
+            try:
+                worker.supervisor.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                worker.supervisor.kill()
+                worker.supervisor.wait()
             worker.connection.close()
         self._workers.clear()
 
@@ -118,7 +129,7 @@ class RewardPool:
         if not worker.connection.poll(max(0.0, self._load_deadline - time.monotonic())):
             self.close()
             raise ValueError(f"reward functions {names} not loaded after {self.cfg.timeout} s")
-        ok, answer = _receive(worker)
+        ok, answer = self._receive(worker)
         if not ok:
             self.close()
             raise ValueError(f"reward functions {names} cannot be loaded: {answer}")
@@ -133,7 +144,7 @@ class RewardPool:
         try:
             worker.connection.send((call.function, completions, prompts, columns))
         except ConnectionError:
-            raise self._failure(call, _cause_of_death(worker)) from None
+            raise self._failure(call, self._cause_of_death(worker)) from None
         return _Running(worker, call, deadline=time.monotonic() + self.cfg.timeout)
 
     def _ended(self, running: Sequence[_Running]) -> list[_Running]:
@@ -148,11 +159,31 @@ class RewardPool:
         return [one for one in running if one.worker.connection in ready]
 
     def _result(self, ended: _Running) -> list[float]:
-        ok, answer = _receive(ended.worker)
+        ok, answer = self._receive(ended.worker)
         if not ok:
             raise self._failure(ended.call, answer)
         scores: list[float] = answer
         return scores
+
+    def _receive(self, worker: _Worker) -> tuple[bool, Any]:
+        """The worker's next answer: (True, result) or (False, what went wrong)."""
+        try:
+            ok, answer = json.loads(worker.connection.recv_bytes())
+            return ok, answer
+        except (EOFError, ConnectionError):
+            return False, self._cause_of_death(worker)
+
+    def _cause_of_death(self, worker: _Worker) -> str:
+        try:
+            code = worker.supervisor.wait(DEATH_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "its process has closed the connection to the trainer"
+        if code >= 0:
+            return f"its process died with exit code {code}"
+        return (
+            f"its process died with signal {signal.Signals(-code).name} "
+            f"(reward.memory_megabytes was {self.cfg.memory_megabytes})"
+        )
 
     def _failure(self, call: _Call, cause: str) -> RewardError:
         self.close()
@@ -163,35 +194,19 @@ class RewardPool:
         )
 
 
-def _start_worker(functions: Sequence[RewardFunction]) -> _Worker:
+def _start_worker(cfg: RewardConfig) -> _Worker:
     """A fresh interpreter rather than a fork: it holds neither torch nor the trainer's threads."""
     connection, theirs = Pipe()
-    wrapper = [sys.executable, parent_death.__file__, str(os.getpid())]
-    command = [sys.executable, "-m", "megatron_grpo.rewards.worker", str(theirs.fileno())]
+    arguments = [os.getpid(), theirs.fileno(), cfg.memory_megabytes]
     process = subprocess.Popen(
-        [*wrapper, *command],
+        [sys.executable, supervisor.__file__, *map(str, arguments)],
         pass_fds=[theirs.fileno()],
         stdin=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C is for the trainer, which then closes the pool
     )
     theirs.close()
-    connection.send(functions)
+    connection.send(cfg.functions)
     return _Worker(process, connection)
-
-
-def _receive(worker: _Worker) -> tuple[bool, Any]:
-    """The worker's next answer: (True, result) or (False, what went wrong)."""
-    try:
-        answer: tuple[bool, Any] = worker.connection.recv()
-        return answer
-    except (EOFError, ConnectionError):
-        return False, _cause_of_death(worker)
-
-
-def _cause_of_death(worker: _Worker) -> str:
-    code = worker.process.wait()
-    cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    return f"its process died with {cause}"
 
 
 def _calls(samples: Sequence["Sample"], num_functions: int) -> list[_Call]:

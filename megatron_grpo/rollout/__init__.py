@@ -1,6 +1,9 @@
 """Rollouts: engines as processes of their own, and the client that speaks to them."""
 
 from megatron_grpo.rollout.client import RolloutClient
+from megatron_grpo.rollout.engine_error import EnginesLost, EnginesOut
+from megatron_grpo.rollout.fleet import Fleet
+from megatron_grpo.rollout.generation import Generation
 from megatron_grpo.rollout.push_check import WorkerSums
 from megatron_grpo.rollout.samples import Sample
 from megatron_grpo.rollout.server import EngineServers
@@ -8,6 +11,10 @@ from megatron_grpo.rollout.vllm_command import check_engine_arguments
 
 __all__ = [
     "EngineServers",
+    "EnginesLost",
+    "EnginesOut",
+    "Fleet",
+    "Generation",
     "RolloutClient",
     "Sample",
     "WorkerSums",

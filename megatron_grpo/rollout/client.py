@@ -1,177 +1,228 @@
 """The trainer's side of the rollout engines: prompts out and samples back, new weights out."""
 
 import asyncio
+import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from itertools import chain, pairwise
-from typing import Any, TypeVar
-
-import httpx
+from itertools import pairwise
+from typing import Any, NoReturn, TypeVar
 
 from checkpoint_convert.vllm import EngineReport
-from megatron_grpo.job_token import bearer
-from megatron_grpo.prompts import Prompt
-from megatron_grpo.rollout.engine import Engine, Json
+from megatron_grpo.config import RolloutConfig
+from megatron_grpo.preemption import Preempted
+from megatron_grpo.rollout.connection import connect
+from megatron_grpo.rollout.engine import Engine, Json, Patience
+from megatron_grpo.rollout.engine_error import EngineDown, EnginesOut, EngineStale
+from megatron_grpo.rollout.fleet import Fleet
+from megatron_grpo.rollout.generation import Generation
 from megatron_grpo.rollout.push_check import WorkerSums, check_reports
-from megatron_grpo.rollout.samples import Sample, first_seed
+from megatron_grpo.rollout.samples import Sample
+from megatron_grpo.rollout.tasks import beside, together
 
-CONNECT_TIMEOUT = 5.0
+POLL_SECONDS = 0.1
 
 T = TypeVar("T")
 
 
 class RolloutClient:
-    """Speaks vLLM's HTTP routes with all engines at once.
+    """Speaks vLLM's HTTP routes with all engines of a fleet at once.
 
-    Any failure raises and names the engine: ConnectionError when it cannot be reached, TimeoutError
-    when it has not answered within `request_timeout` seconds, EngineError when its answer is an
-    error or not what was asked for.
+    An engine that fails is lost to the fleet, and the others go on: a generation at once, a push
+    from its start. Errors that no other engine would cure are raised, and name the engine:
+    EngineError when its answer is not what was asked for, TimeoutError when it is well and has not
+    answered within `rollout.request_timeout`.
+
+    A push is for the engines that `assemble` found; who fails in it is asked nothing more, and is
+    lost when the next one assembles.
     """
 
-    def __init__(
-        self,
-        base_urls: Sequence[str],
-        token: str,
-        request_timeout: float,
-        eos_token_ids: Sequence[int],
-    ) -> None:
-        self.base_urls = tuple(base_urls)
-        self.token = token
-        self.request_timeout = request_timeout
-        self.eos_token_ids = tuple(eos_token_ids)
+    def __init__(self, fleet: Fleet, rollout: RolloutConfig) -> None:
+        self.fleet = fleet
+        self._rollout = rollout
+        self._is_cancelled = False
+        self._chain: list[tuple[str, int]] = []
+        self._num_chains = 0
+        self._failed: dict[str, EngineDown] = {}
         self._links = ""
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        num_generations: int,
-        temperature: float,
-        max_completion_length: int,
-        seed: int,
-        step: int,
-        policy_version: int,
-    ) -> list[Sample]:
-        """`num_generations` samples of each prompt, in the order of the prompts.
+    def generate(self, generation: Generation) -> list[Sample]:
+        """All samples of `generation`, once every request of it is answered.
 
-        One request asks for all samples of a prompt, which then share its prefix; each sample has a
-        seed of its own (`first_seed`). Prompts are dealt to the engines in contiguous equal shares.
-        Raises EngineError when an engine serves other weights than `policy_version`.
+        Requests are dealt to the engines that serve in contiguous equal shares. What an engine that
+        is lost has not answered is dealt to those that are left when these are done with their own.
+        Raises EnginesOut when none is left: what was answered by then counts when it is called
+        again. Raises Preempted once `cancel` was called.
         """
-        sampling: Json = {
-            "n": num_generations,
-            "temperature": temperature,
-            "max_tokens": max_completion_length,
-            "logprobs": 0,  # of the sampled token alone
-            "stop_token_ids": self.eos_token_ids,
-            "ignore_eos": True,  # the tokenizer's one end token; those of the model are above
-        }
-        requests = [
-            {
-                "token_ids": prompt.token_ids,
-                "output_mode": "text",
-                "priority": position,
-                "sampling_params": sampling | {"seed": first_seed(seed, step, position)},
-            }
-            for position, prompt in enumerate(prompts)
-        ]
 
-        async def generate_on(url: str, share: Sequence[Json]) -> list[Json]:
-            async with self._connect(url) as engine:
-                return await engine.generate(share, policy_version)
+        async def until_answered() -> None:
+            async with beside(self._raise_when_cancelled()):
+                while generation.open:
+                    await self._deal(generation)
 
-        shares = equal_shares(requests, len(self.base_urls))
-        answers = chain.from_iterable(_run_all(map(generate_on, self.base_urls, shares)))
-        return [
-            _sample(prompt, choice, policy_version)
-            for prompt, answer in zip(prompts, answers, strict=True)
-            for choice in sorted(answer["choices"], key=lambda choice: choice["index"])
-        ]
+        asyncio.run(until_answered())
+        self.fleet.finish_generation()
+        return generation.samples()
 
-    def describe_parameters(self) -> list[list[EngineReport]]:
-        """Shape and dtype of the parameters of every worker of every engine."""
+    def cancel(self) -> None:
+        """End a running `generate`, and all that waits for engines, soon; from any thread."""
+        self._is_cancelled = True
 
-        async def describe(engine: Engine) -> list[EngineReport]:
-            answers = await engine.ask("describe_parameters")
-            return [answer["parameters"] for answer in answers]
+    async def _raise_when_cancelled(self) -> NoReturn:
+        while not self._is_cancelled:
+            await asyncio.sleep(POLL_SECONDS)
+        raise Preempted("the generation was given up")
 
-        return self._on_all(describe)
+    async def _deal(self, generation: Generation) -> None:
+        """Ask the engines that serve for all that is open."""
+        serving = self.fleet.serving
+        if not serving:
+            raise EnginesOut(f"no rollout engine serves:\n{self.fleet.account()}")
+        shares = equal_shares([*generation.open.items()], len(serving))
 
-    def connect(self, invitation: Json) -> None:
+        async def generate_on(url: str, share: Mapping[int, Json]) -> None:
+            try:
+                async with self._connect(url) as engine:
+                    await engine.generate(share, generation.policy_version, generation.take)
+            except EngineStale as error:
+                self.fleet.leave_out(url, str(error))
+            except EngineDown as error:
+                self.fleet.lose(url, str(error))
+
+        await together(
+            generate_on(url, dict(share)) for url, share in zip(serving, shares, strict=True)
+        )
+
+    def assemble(self, check: Callable[[list[EngineReport]], None]) -> tuple[int, int]:
+        """Find the engines that the next push is for: all that are well.
+
+        Those that come back take part when `check`, which may raise ValueError, finds in what their
+        workers hold no fault. While one is well, no other is waited for; else one is, for
+        `rollout.startup_timeout` seconds, after which EnginesLost says how each ended.
+
+        Returns the number of engines, and a number that is new when they are others than before.
+        """
+        for url, error in self._failed.items():
+            self.fleet.lose(url, str(error))
+        self._failed = {}
+        deadline = time.monotonic() + self._rollout.startup_timeout
+        while not self._find_well(check):
+            if self._is_cancelled:
+                raise Preempted("the wait for an engine was given up")
+            self.fleet.check_hope(deadline)
+            time.sleep(POLL_SECONDS)
+        if self._chain != self.fleet.up:
+            self._chain = self.fleet.up
+            self._num_chains += 1
+        return len(self._chain), self._num_chains
+
+    def _find_well(self, check: Callable[[list[EngineReport]], None]) -> bool:
+        for url in self.fleet.check_members():
+            try:
+                [workers] = self._on([url], _describe, {})
+                check(workers)
+            except (EngineDown, ValueError) as error:
+                self.fleet.lose(url, str(error))
+            else:
+                self.fleet.welcome(url)
+        return bool(self.fleet.up)
+
+    def describe_parameters(self) -> dict[str, list[EngineReport]]:
+        """Shape and dtype of the parameters of every worker, by the engine's address."""
+        urls = [url for url, _ in self.fleet.up]
+        return dict(zip(urls, self._on(urls, _describe, {}), strict=True))
+
+    def connect(self, invitation: Json, is_sending: Callable[[], bool]) -> None:
         """Have every worker of every engine make the links that `invitation` is for.
 
         Returns when all have made them or have failed, which `check_push` tells; those who send
-        must make theirs meanwhile.
+        must make theirs meanwhile, and `is_sending` say until when they are at it.
         """
-
         self._links = links = uuid.uuid4().hex
+        urls = self._urls
 
         async def connect(engine: Engine) -> None:
-            await engine.connect(invitation, self.base_urls.index(engine.url), links)
+            await engine.connect(invitation, urls.index(engine.url), links)
 
-        self._on_all(connect)
+        self._on_all(connect, is_sending)
 
     def begin_push(self, push: str) -> None:
         """Pause the engines; from here on they hold no version, and drop what they have cached."""
+        self.fleet.begin_push(self._urls)
         self._on_all(lambda engine: engine.begin_push(push, self._links))
 
-    def receive_push(self, push: str) -> None:
+    def receive_push(self, push: str, is_sending: Callable[[], bool]) -> None:
         """Have every worker receive its shard; returns when all have, or have failed."""
-        self._on_all(lambda engine: engine.ask("receive_push", push=push))
+        self._on_all(lambda engine: engine.ask("receive_push", push=push), is_sending)
 
-    def check_push(self, push: str, expected: Sequence[WorkerSums]) -> None:
+    def check_push(self, push: str, expected: Sequence[WorkerSums] | None) -> None:
         """Raise EngineError unless each worker of every engine has loaded `push` and holds weights
-        of the checksums in `expected`, one for each worker of an engine."""
+        of the checksums in `expected`, one for each worker of an engine, unless it is None."""
         reports = self._on_all(lambda engine: engine.ask("push_report"))
-        check_reports(self.base_urls, reports, push, expected)
+        check_reports(self._urls, reports, push, expected)
 
     def finish_push(self, push: str, policy_version: int) -> None:
         """Have every engine serve `push` as `policy_version`."""
         self._on_all(lambda engine: engine.finish_push(push, policy_version))
         self._on_all(lambda engine: engine.post("/resume"))
+        self.fleet.finish_push(self._urls)
 
-    def _on_all(self, action: Callable[[Engine], Coroutine[Any, Any, T]]) -> list[T]:
+    @property
+    def _urls(self) -> list[str]:
+        return [url for url, _ in self._chain]
+
+    def _on_all(
+        self,
+        action: Callable[[Engine], Coroutine[Any, Any, T]],
+        is_sending: Callable[[], bool] = lambda: False,
+    ) -> list[T]:
+        """What all engines of the push return; the first failure ends the others.
+
+        While something is sent to them they may take their time: that has a limit of its own.
+        """
+        for error in self._failed.values():
+            raise error
+        return self._on(self._urls, action, self._failed, is_sending)
+
+    def _on(
+        self,
+        urls: Sequence[str],
+        action: Callable[[Engine], Coroutine[Any, Any, T]],
+        failed: dict[str, EngineDown],
+        is_sending: Callable[[], bool] = lambda: False,
+    ) -> list[T]:
+        def progress() -> float:
+            return time.monotonic() if is_sending() else 0.0
+
         async def on(url: str) -> T:
-            async with self._connect(url) as engine:
-                return await action(engine)
+            try:
+                async with self._connect(url) as engine, beside(engine.watch(progress)):
+                    return await action(engine)
+            except TimeoutError as error:
+                failed[url] = EngineDown(str(error))
+                raise failed[url] from error
+            except EngineDown as error:
+                failed[url] = error
+                raise
 
-        return _run_all(map(on, self.base_urls))
+        return asyncio.run(together(map(on, urls)))
 
     @asynccontextmanager
     async def _connect(self, url: str) -> AsyncIterator[Engine]:
-        async with httpx.AsyncClient(
-            base_url=url,
-            headers=bearer(self.token),
-            timeout=httpx.Timeout(self.request_timeout, connect=CONNECT_TIMEOUT),
-            limits=httpx.Limits(),  # none: all requests of a generation are open at once
-            trust_env=False,  # a proxy of the environment is not for engines
+        rollout = self._rollout
+        patience = Patience(rollout.health_timeout, rollout.stall_timeout)
+        async with connect(
+            url, self.fleet.token, rollout.request_timeout, rollout.health_timeout
         ) as http:
-            yield Engine(url, http)
+            yield Engine(url, http, patience)
+
+
+async def _describe(engine: Engine) -> list[EngineReport]:
+    answers = await engine.ask("describe_parameters")
+    return [answer["parameters"] for answer in answers]
 
 
 def equal_shares(items: Sequence[T], count: int) -> list[Sequence[T]]:
     """`items` cut into `count` contiguous parts whose sizes differ by one at most."""
     bounds = [len(items) * part // count for part in range(count + 1)]
     return [items[start:end] for start, end in pairwise(bounds)]
-
-
-def _run_all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results of all, run at the same time; the first failure ends the others."""
-
-    async def together() -> list[T]:
-        return await asyncio.gather(*coroutines)
-
-    return asyncio.run(together())
-
-
-def _sample(prompt: Prompt, choice: Json, policy_version: int) -> Sample:
-    return Sample(
-        prompt=prompt,
-        sample_index=choice["index"],
-        completion_ids=tuple(choice["token_ids"]),
-        logprobs=tuple(token["logprob"] for token in choice["logprobs"]["content"]),
-        finish_reason=choice["finish_reason"],
-        text=choice["text"],
-        policy_version=policy_version,
-    )

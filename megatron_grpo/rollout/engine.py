@@ -1,68 +1,140 @@
 """One rollout engine, as the trainer speaks to it."""
 
 import asyncio
+import re
+import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import httpx
 
 from megatron_grpo.job_token import TOKEN_VARIABLE
-from megatron_grpo.rollout.engine_error import EngineError
+from megatron_grpo.rollout.engine_error import EngineDown, EngineError, EngineStale
+from megatron_grpo.rollout.tasks import beside, together
 
 POLL_INTERVAL = 0.01
+PROBE_INTERVAL = 1.0
+RESUME_SECONDS = 2.0
 # What vLLM sends in the place of a log-probability that is no number.
 NOT_FINITE = -9999.0
 # What samples bear while an engine holds no complete weights.
 NO_VERSION = "none"
+# Of the page of metrics that Prometheus reads; one line for each replica behind the address.
+GENERATED_TOKENS = re.compile(r"^vllm:generation_tokens_total(?:{.*})? (\S+)$", re.MULTILINE)
 
 Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Seconds after which an engine hangs."""
+
+    health: float
+    """Without an answer to a probe."""
+    stall: float
+    """Without a sign of progress."""
 
 
 @dataclass(frozen=True)
 class Engine:
     """An engine that we are connected to, by vLLM's routes.
 
-    TimeoutError when it has not answered in time, ConnectionError when it cannot be reached,
-    EngineError when its answer is an error or not what was asked for; all name it.
+    EngineDown when it is dead, hangs or fails, EngineStale when it lacks weights; EngineError when
+    its answer is another error or not what was asked for; TimeoutError when it is well and has not
+    answered a request in time. All name it.
     """
 
     url: str
     http: httpx.AsyncClient
+    patience: Patience
 
-    async def generate(self, requests: Sequence[Json], policy_version: int) -> list[Json]:
-        """The answers to `requests`, which the engine begins all at once, in the order of priority.
+    async def generate(
+        self,
+        requests: Mapping[int, Json],
+        policy_version: int,
+        take: Callable[[int, Json, str], None],
+    ) -> None:
+        """Have the engine answer `requests`, which it begins all at once, in the order of priority.
 
-        The engine must hold complete weights of `policy_version` before, and those of the same push
-        afterwards, so that they were there all the time.
+        Each answer goes to `take` as it comes. The engine must hold complete weights of
+        `policy_version` before, and those of the same push afterwards, so that they were there all
+        the time.
+        """
+        num_answered = 0
+
+        async def ask(position: int, request: Json) -> None:
+            nonlocal num_answered
+            answer = await self.post("/inference/v1/generate", request)
+            for choice in answer["choices"]:
+                self._check(choice, policy_version)
+            take(position, answer, self.url)
+            num_answered += 1
+
+        async with beside(self.watch(lambda: num_answered)):
+            push = await self._push_of(policy_version)
+            await self._at_once([partial(ask, *request) for request in requests.items()])
+            if await self._held_push() != push:
+                raise EngineError(
+                    f"rollout engine {self.url} was given new weights while it generated: is "
+                    "another trainer using it?"
+                )
+
+    async def _at_once(self, asks: Sequence[Callable[[], Coroutine[Any, Any, None]]]) -> None:
+        """Have the engine hold `asks` back until it has them all.
 
         An engine that began with what had arrived by then would form other batches every time; sums
         would round differently, and now and then another token would be sampled.
         """
-        push = await self._held_push(policy_version)
-        await self.pause()
+
+        async def release() -> None:
+            while await self._load() < before + len(asks):
+                await asyncio.sleep(POLL_INTERVAL)
+            await self.post("/resume")
+
         try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(self.post("/inference/v1/generate", request))
-                    for request in requests
-                ]
-                while (await self.get("/load"))["server_load"] < len(tasks):
-                    await asyncio.sleep(POLL_INTERVAL)
-                await self.post("/resume")
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
-        answers = [task.result() for task in tasks]
-        for choice in chain.from_iterable(answer["choices"] for answer in answers):
-            self._check(choice, policy_version)
-        if await self._held_push(policy_version) != push:
-            raise EngineError(
-                f"rollout engine {self.url} was given new weights while it generated: is another "
-                "trainer using it?"
-            )
-        return answers
+            await self.pause()
+            before = await self._load()  # not 0 where a request that was given up is counted wrong
+            await together([release(), *(ask() for ask in asks)])
+        except BaseException:
+            # The requests were given up, and the engine aborts them: it is not to stay paused.
+            with suppress(Exception):
+                async with asyncio.timeout(RESUME_SECONDS):
+                    await self.post("/resume")
+            raise
+
+    async def watch(self, progress: Callable[[], object]) -> NoReturn:
+        """Raise EngineDown once the engine hangs.
+
+        That is when it leaves a probe unanswered, or when it neither generates a token nor
+        `progress()` changes, for as long as `patience` says. A server may be too busy to answer a
+        probe while it sends what was asked for: progress counts there, too.
+        """
+        seen, since = None, time.monotonic()
+        while True:
+            await asyncio.sleep(PROBE_INTERVAL)
+            before = progress()
+            try:
+                await self._request("GET", "/health", timeout=self.patience.health)
+                page = await self._request("GET", "/metrics", timeout=self.patience.health)
+            except TimeoutError:
+                if progress() == before:
+                    raise EngineDown(
+                        f"rollout engine {self.url} did not answer within "
+                        f"{self.patience.health:g} s (rollout.health_timeout)"
+                    ) from None
+                continue
+            now = progress(), sum(map(float, GENERATED_TOKENS.findall(page.text)))
+            if now != seen:
+                seen, since = now, time.monotonic()
+            elif time.monotonic() - since > self.patience.stall:
+                raise EngineDown(
+                    f"rollout engine {self.url} got no further for {self.patience.stall:g} s "
+                    "(rollout.stall_timeout)"
+                )
 
     async def connect(self, invitation: Json, index: int, links: str) -> None:
         """Have its workers make links, to be known as `links`, to all that send to engine `index`.
@@ -96,17 +168,17 @@ class Engine:
         body = {"method": method, "kwargs": arguments | {"question": question}}
         answers: list[Any] = (await self.post("/collective_rpc", body))["results"]
         if not all(isinstance(a, dict) and a["question"] == question for a in answers):
-            raise EngineError(
+            raise EngineDown(
                 f"rollout engine {self.url}: its workers answer earlier questions than {method}, "
                 "as after a call that failed in one of them: restart it"
             )
         return answers
 
-    async def _held_push(self, policy_version: int) -> str:
-        pushes = {answer["push"] for answer in await self.ask("held_push")}
-        push = pushes.pop()
-        if pushes or not push:
-            raise EngineError(
+    async def _push_of(self, policy_version: int) -> str:
+        """The push of `policy_version` whose weights it holds."""
+        push = await self._held_push()
+        if not push:
+            raise EngineStale(
                 f"rollout engine {self.url} holds no complete weights: it was started anew, or its "
                 "last push failed or is under way; only a push that succeeds makes it usable"
             )
@@ -118,6 +190,16 @@ class Engine:
             )
         return push
 
+    async def _held_push(self) -> str:
+        """The push whose weights all workers hold; empty where they hold no or different ones."""
+        pushes = {answer["push"] for answer in await self.ask("held_push")}
+        return pushes.pop() if len(pushes) == 1 else ""
+
+    async def _load(self) -> int:
+        """How many requests it has accepted and not answered."""
+        load: int = (await self.get("/load"))["server_load"]
+        return load
+
     async def pause(self) -> None:
         """Hold new requests back until /resume, and forget what was computed for earlier ones."""
         await self.post("/pause?mode=keep&clear_cache=false")  # below we hear if it succeeded
@@ -126,37 +208,42 @@ class Engine:
 
     async def get(self, route: str) -> Json:
         """The answer of a GET route."""
-        return await self._call("GET", route)
+        answer: Json = (await self._request("GET", route)).json()
+        return answer
 
     async def post(self, route: str, body: Json | None = None) -> Json:
         """The answer of a POST route."""
-        return await self._call("POST", route, body)
+        answer: Json = (await self._request("POST", route, body)).json()
+        return answer
 
-    async def _call(self, method: str, route: str, body: Json | None = None) -> Json:
+    async def _request(
+        self, method: str, route: str, body: Json | None = None, timeout: float | None = None
+    ) -> httpx.Response:
         engine = f"rollout engine {self.url}"
+        limit = self.http.timeout if timeout is None else httpx.Timeout(timeout)
         try:
-            response = await self.http.request(method, route, json=body)
+            response = await self.http.request(method, route, json=body, timeout=limit)
         except httpx.ConnectTimeout as error:
-            raise ConnectionError(f"{engine} cannot be reached") from error
+            raise EngineDown(f"{engine} cannot be reached") from error
         except httpx.TimeoutException as error:
             raise TimeoutError(
-                f"{engine} did not answer {route} within {self.http.timeout.read:g} s "
-                "(rollout.request_timeout)"
+                f"{engine} did not answer {route} within {limit.read:g} s (rollout.request_timeout)"
             ) from error
         except httpx.TransportError as error:
             reason = str(error) or "it hung up"
-            raise ConnectionError(f"{engine} cannot be reached at {route}: {reason}") from error
+            raise EngineDown(f"{engine} cannot be reached at {route}: {reason}") from error
         if response.status_code == httpx.codes.UNAUTHORIZED:
             raise EngineError(
                 f"{engine} refuses the token in {TOKEN_VARIABLE}: give the one that the engine was "
                 "started with"
             )
         if response.is_error:
-            raise EngineError(
+            # An error of the server is the engine's, any other the request's.
+            kind = EngineDown if response.is_server_error else EngineError
+            raise kind(
                 f"{engine} answered {route} with {response.status_code}: {response.text[:1000]}"
             )
-        answer: Json = response.json()
-        return answer
+        return response
 
     def _check(self, choice: Json, policy_version: int) -> None:
         versions = [span["version"] for span in choice["weight_versions"]]
@@ -166,7 +253,7 @@ class Engine:
                 f"version {policy_version} was asked for"
             )
         if choice["finish_reason"] not in ("stop", "length"):
-            raise EngineError(
+            raise EngineDown(  # such as `abort`, when it is told to end
                 f"rollout engine {self.url} gave up a sample: {choice['finish_reason']}"
             )
         if any(token["logprob"] <= NOT_FINITE for token in choice["logprobs"]["content"]):

@@ -6,13 +6,10 @@ The same in vLLM's workers and in the transformers engine.
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
-
-from parallel.checksum import whole_checksum
 
 Json = dict[str, Any]
 
@@ -27,6 +24,8 @@ class PushState:
     """The push that began last."""
     is_loaded: bool = False
     """Whether that push has written every parameter."""
+    sums: Mapping[str, int] = field(default_factory=dict)
+    """The checksum of every parameter, by name, since it has."""
     error: str = ""
     """Why it has not, or why there are no links to receive it."""
     held: str = ""
@@ -46,6 +45,10 @@ class PushState:
         if links == self.links:
             self.push, self.is_loaded, self.held = push, False, ""
 
+    def load(self, sums: Mapping[str, int]) -> None:
+        """Every parameter is written, and holds what has that checksum."""
+        self.is_loaded, self.sums = True, sums
+
     def finish(self) -> None:
         """The weights are in place already; from here on they are those of the push."""
         if self.is_loaded:
@@ -53,7 +56,12 @@ class PushState:
 
     def report(self) -> Json:
         """The state of the push, for `push_check`."""
-        return {"push": self.push, "is_loaded": self.is_loaded, "error": self.error}
+        return {
+            "push": self.push,
+            "is_loaded": self.is_loaded,
+            "error": self.error,
+            "sums": self.sums,
+        }
 
     @contextmanager
     def keep_error(self) -> Iterator[None]:
@@ -72,9 +80,3 @@ def parameter_table(parameters: Mapping[str, Tensor]) -> dict[str, tuple[list[in
         name: (list(parameter.shape), str(parameter.dtype).removeprefix("torch."))
         for name, parameter in parameters.items()
     }
-
-
-def parameter_sums(parameters: Mapping[str, Tensor]) -> dict[str, int]:
-    """The checksum of every parameter, by name; the device is read once."""
-    sums = torch.stack([whole_checksum(parameter) for parameter in parameters.values()])
-    return dict(zip(parameters, sums.tolist(), strict=True))

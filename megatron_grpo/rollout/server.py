@@ -2,35 +2,32 @@
 
 import os
 import re
-import signal
 import socket
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from subprocess import TimeoutExpired
 from typing import NoReturn
 
-import httpx
 import torch
 
-from megatron_grpo import parent_death
 from megatron_grpo.config import ModelConfig, RolloutConfig
 from megatron_grpo.job_token import TOKEN_VARIABLE, check_token, new_token
 from megatron_grpo.rollout.access import check_host
+from megatron_grpo.rollout.connection import is_healthy
 from megatron_grpo.rollout.engine_error import EngineError
+from megatron_grpo.rollout.engine_process import EngineProcess
 from megatron_grpo.rollout.vllm_command import (
     check_engine_arguments,
     vllm_command,
     vllm_environment,
 )
 
-HEALTH_TIMEOUT = 2.0
 TERMINATE_TIMEOUT = 10.0
-NUM_LOG_LINES_SHOWN = 12
+EXIT_SECONDS = 0.5
+"""Between the last word of an engine that dies and its exit code."""
 LOOPBACK = "127.0.0.1"
 
 # A trainer rank's own place in its world; an engine that saw it would try to join.
@@ -39,19 +36,6 @@ RANK_VARIABLES = re.compile(
     # ... and what suits Megatron only.
     "|CUDA_DEVICE_MAX_CONNECTIONS$"
 )
-# The last line of a traceback, as Python prints it or behind the prefix of vLLM's log.
-ERROR_LINE = re.compile(r"(\(.*?\) ERROR .*?\] )?[\w.]*(Error|Exception): \S")
-
-
-@dataclass(frozen=True)
-class EngineProcess:
-    """A running engine, the leader of its own process group."""
-
-    url: str
-    process: subprocess.Popen[bytes]
-    log: Path
-    log_start: int
-    """Size of the log when the engine started: earlier lines are another run's."""
 
 
 class EngineServers:
@@ -67,7 +51,6 @@ class EngineServers:
     def __init__(
         self, model: ModelConfig, rollout: RolloutConfig, log_dir: Path, token: str | None
     ) -> None:
-        assert threading.current_thread() is threading.main_thread()
         self.base_urls = tuple(url.rstrip("/") for url in rollout.base_urls)
         self._engines: list[EngineProcess] = []
         self._ports: list[socket.socket] = []
@@ -85,7 +68,8 @@ class EngineServers:
             command, environment = engine_command(
                 model, rollout, LOOPBACK, port, devices[index], self.token
             )
-            self._engines.append(_start(command, environment, f"http://{LOOPBACK}:{port}", log))
+            url = f"http://{LOOPBACK}:{port}"
+            self._engines.append(EngineProcess.start(command, environment, url, log))
         self.base_urls = tuple(engine.url for engine in self._engines)
 
     def wait_ready(self, timeout: float) -> None:
@@ -97,19 +81,45 @@ class EngineServers:
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"rollout engine {waiting[0]} did not answer within {timeout:g} s "
-                    f"(rollout.startup_timeout){self._log_of(waiting[0])}"
+                    f"(rollout.startup_timeout){self.last_words(waiting[0])}"
                 )
             time.sleep(0.1)
 
     def check(self) -> None:
         """Raise EngineError naming an engine that is dead, with the end of its log."""
-        for engine in self._engines:
-            code = engine.process.poll()
-            if code is not None:
-                cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-                raise EngineError(
-                    f"rollout engine {engine.url} ended with {cause}{self._log_of(engine.url)}"
-                )
+        for url in self.base_urls:
+            if end := self.end(url):
+                raise EngineError(f"rollout engine {url} {end}{self.last_words(url)}")
+
+    @property
+    def are_ours(self) -> bool:
+        """Whether the engines were started here, and can be started again."""
+        return bool(self._engines)
+
+    def end(self, url: str) -> str:
+        """How the engine at `url` ended; empty while it runs, and where it was not started here."""
+        return self._engine(url).end() if self.are_ours else ""
+
+    def last_words(self, url: str) -> str:
+        """The end of the log of an engine that was started here, to follow what happened to it."""
+        return f"; {self._engine(url).last_words()}" if self.are_ours else ""
+
+    def kill(self, url: str) -> str:
+        """End an engine of ours at once, with all that it started; how it had ended by itself."""
+        end = self._engine(url).end(within=EXIT_SECONDS)
+        self._engine(url).kill()
+        return end
+
+    def restart(self, url: str) -> None:
+        """Start an engine of ours that was killed, at the same address; only the main thread may.
+
+        Returns at once: whether it answers is for the caller to ask.
+        """
+        index = self.base_urls.index(url)
+        self._engines[index] = self._engines[index].start_again()
+
+    def _engine(self, url: str) -> EngineProcess:
+        return self._engines[self.base_urls.index(url)]
 
     def close(self) -> None:
         """End all engines; after some seconds by force, and then whatever they left running."""
@@ -117,23 +127,13 @@ class EngineServers:
             engine.process.terminate()
         deadline = time.monotonic() + TERMINATE_TIMEOUT
         for engine in self._engines:
-            with suppress(subprocess.TimeoutExpired):
+            with suppress(TimeoutExpired):
                 engine.process.wait(max(0.0, deadline - time.monotonic()))
-            with suppress(ProcessLookupError):  # raised when the group is empty
-                while time.monotonic() < deadline:
-                    os.killpg(engine.process.pid, 0)
-                    time.sleep(0.05)
-                os.killpg(engine.process.pid, signal.SIGKILL)
+            engine.kill_others(deadline)
             engine.process.wait()
         for reserved in self._ports:
             reserved.close()
         self._engines.clear()
-
-    def _log_of(self, url: str) -> str:
-        for engine in self._engines:
-            if engine.url == url:
-                return f"; {engine.log} ends with\n{log_tail(engine.log, engine.log_start)}"
-        return ""
 
 
 def serve_forever(
@@ -184,25 +184,6 @@ def reserve_port() -> socket.socket:
     return reserved
 
 
-def is_healthy(url: str) -> bool:
-    """Whether the engine at `url` answers that it is ready."""
-    try:
-        # trust_env: a proxy of the environment is not for engines.
-        return httpx.get(f"{url}/health", timeout=HEALTH_TIMEOUT, trust_env=False).is_success
-    except httpx.TransportError:
-        return False
-
-
-def log_tail(log: Path, start: int) -> str:
-    """The first error in the log from byte `start` on, and its last lines.
-
-    A process that dies takes others down, each with a traceback of its own: the first is the cause.
-    """
-    lines = log.read_bytes()[start:].decode(errors="replace").splitlines()
-    errors = [line for line in lines if ERROR_LINE.match(line)]
-    return "\n".join([*errors[:1], "...", *lines[-NUM_LOG_LINES_SHOWN:]])
-
-
 def engine_environment(environ: Mapping[str, str], devices: str | None) -> dict[str, str]:
     """`environ` without what makes a process a rank of the trainer, with the engine's devices."""
     environment = {k: v for k, v in environ.items() if not RANK_VARIABLES.match(k)}
@@ -231,18 +212,3 @@ def engine_command(
     on_gpu = devices is not None
     environment |= vllm_environment(rollout.tensor_parallel_size, on_gpu)
     return vllm_command(model, rollout, host, port, on_gpu), environment
-
-
-def _start(command: list[str], environment: dict[str, str], url: str, log: Path) -> EngineProcess:
-    tied_to_us = [sys.executable, "-I", parent_death.__file__, str(os.getpid()), *command]
-    with log.open("ab") as output:
-        log_start = output.tell()
-        process = subprocess.Popen(
-            tied_to_us,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    return EngineProcess(url, process, log, log_start)

@@ -12,6 +12,7 @@ import os
 import socket
 import threading
 import traceback
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from checkpoint_convert.tokenizer import load_tokenizer
 from megatron_grpo.job_token import check_token, take_token
 from megatron_grpo.rollout.access import REFUSAL, is_allowed
-from megatron_grpo.rollout.push_state import Json, PushState, parameter_sums, parameter_table
+from megatron_grpo.rollout.push_state import Json, PushState, parameter_table
+from parallel.checksum import checksums
 from parallel.transport import Inbox, Invitation
 
 Completion = tuple[list[int], list[float]]  # token ids and their log-probabilities
@@ -41,11 +43,13 @@ def sample(
     temperature: float,
     max_tokens: int,
     stop_token_ids: list[int],
+    note: Callable[[int], None] = lambda num_tokens: None,
 ) -> list[Completion]:
     """`n` completions of one prompt; log-probabilities are those after temperature.
 
     Completion i draws from its own generator, seeded with `seed` + i; temperature 0 is greedy. A
     completion ends with the first of `stop_token_ids`, which it includes, or after `max_tokens`.
+    `note` is told of every few tokens how many they are, and may end the work by what it raises.
     """
     generators = [torch.Generator().manual_seed(seed + i) for i in range(n)]
     completions: list[Completion] = [([], []) for _ in range(n)]
@@ -67,6 +71,7 @@ def sample(
         for row, i in enumerate(running):
             completions[i][0].append(chosen[row])
             completions[i][1].append(float(logprobs[row, chosen[row]]))
+        note(len(running))
         keep = [
             row
             for row, i in enumerate(running)
@@ -84,6 +89,10 @@ def _draw(logprobs: Tensor, generator: torch.Generator) -> int:
     return int((logprobs - clocks.log()).argmax())
 
 
+class Abandoned(Exception):
+    """Nobody waits for an answer any more."""
+
+
 class TransformersEngine:
     """A model and the version of its weights; one request computes at a time, none while paused.
 
@@ -98,6 +107,7 @@ class TransformersEngine:
         self._inbox: Inbox | None = None
         self._received: dict[str, Tensor] = {}
         self._num_accepted = 0
+        self._num_tokens = 0
         self._paused = False
         self._turn = threading.Condition()
 
@@ -108,6 +118,10 @@ class TransformersEngine:
     def load(self, body: Json) -> Json:
         """How many requests were accepted and are not answered."""
         return {"server_load": self._num_accepted}
+
+    def metrics(self, body: Json) -> bytes:
+        """How many tokens were generated so far, as Prometheus reads it."""
+        return f"vllm:generation_tokens_total {self._num_tokens}\n".encode()
 
     def pause(self, body: Json) -> Json:
         """Hold requests back, from the end of the one that is computed."""
@@ -151,7 +165,7 @@ class TransformersEngine:
             case "receive_push":
                 self._receive(arguments["push"])
             case "push_report":
-                answer |= self.state.report() | {"sums": parameter_sums(self._stored_tensors())}
+                answer |= self.state.report()
             case "finish_push":
                 if arguments["push"] == self.state.push:
                     self.state.finish()
@@ -166,9 +180,9 @@ class TransformersEngine:
             if push != self.state.push or self._inbox is None:
                 return  # another has begun, or the state says why there are no links
             with self.state.keep_error():
-                self._inbox.receive()
+                self._inbox.receive(self._received)
                 self._take_received()
-                self.state.is_loaded = True
+                self.state.load(checksums(self._stored_tensors()))
 
     def _stored_tensors(self) -> dict[str, Tensor]:
         """The parameters as a folder has them: transformers stacks experts and renames them.
@@ -194,22 +208,31 @@ class TransformersEngine:
         """Nothing is kept from one prompt to the next."""
         return {"success": True}
 
-    def generate(self, body: Json) -> Json:
-        """All samples of one prompt."""
+    def generate(self, body: Json, is_wanted: Callable[[], bool]) -> Json:
+        """All samples of one prompt; Abandoned once nobody wants them."""
         params = body["sampling_params"]
+
+        def note(num_tokens: int) -> None:
+            self._num_tokens += num_tokens
+            if not is_wanted():
+                raise Abandoned
+
         with self._turn:
             self._num_accepted += 1
-            self._turn.wait_for(lambda: not self._paused)
-            completions = sample(
-                self.model,
-                body["token_ids"],
-                n=params["n"],
-                seed=params["seed"],
-                temperature=params["temperature"],
-                max_tokens=params["max_tokens"],
-                stop_token_ids=params["stop_token_ids"],
-            )
-            self._num_accepted -= 1
+            try:
+                self._turn.wait_for(lambda: not self._paused)
+                completions = sample(
+                    self.model,
+                    body["token_ids"],
+                    n=params["n"],
+                    seed=params["seed"],
+                    temperature=params["temperature"],
+                    max_tokens=params["max_tokens"],
+                    stop_token_ids=params["stop_token_ids"],
+                    note=note,
+                )
+            finally:
+                self._num_accepted -= 1
         stop_ids = params["stop_token_ids"]
         return {"choices": [self._choice(i, c, stop_ids) for i, c in enumerate(completions)]}
 
@@ -232,10 +255,12 @@ class TransformersEngine:
 MAX_REFUSED_BYTES = 1 << 16
 """So much is read of a request without the token, so that its sender gets to read the answer."""
 
-ROUTES = {
+GENERATE = "/inference/v1/generate"
+ROUTES: dict[str, Callable[..., Json | bytes]] = {
     "/health": TransformersEngine.answer_nothing,
     "/load": TransformersEngine.load,
-    "/inference/v1/generate": TransformersEngine.generate,
+    "/metrics": TransformersEngine.metrics,
+    GENERATE: TransformersEngine.generate,
     "/pause": TransformersEngine.pause,
     "/resume": TransformersEngine.resume,
     "/init_weight_transfer_engine": TransformersEngine.init_weight_transfer_engine,
@@ -265,7 +290,10 @@ class RequestHandler(BaseHTTPRequestHandler):
         authorization = self.headers.get("Authorization", "").encode("latin-1")
         length = int(self.headers.get("Content-Length", 0))
         if is_allowed(self.command, route, authorization, self.token):
-            self._send(*self._result(route, self.rfile.read(length)))
+            try:
+                self._send(*self._result(route, self.rfile.read(length)))
+            except (Abandoned, ConnectionError):
+                self.close_connection = True
         else:
             self.rfile.read(min(length, MAX_REFUSED_BYTES))
             self.close_connection = True
@@ -273,11 +301,24 @@ class RequestHandler(BaseHTTPRequestHandler):
 
     def _result(self, route: str, body: bytes) -> tuple[int, bytes]:
         """Status and content of the answer."""
+        more = {"is_wanted": self._is_wanted} if route == GENERATE else {}
         try:
-            return 200, json.dumps(ROUTES[route](self.engine, json.loads(body or b"{}"))).encode()
+            answer = ROUTES[route](self.engine, json.loads(body or b"{}"), **more)
+            return 200, answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+        except Abandoned:
+            raise
         except Exception as error:
             traceback.print_exc()
             return 500, json.dumps({"error": {"message": repr(error)}}).encode()
+
+    def _is_wanted(self) -> bool:
+        """Whether who asked is still there, who says nothing more before the answer."""
+        try:
+            return bool(self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            return True
+        except ConnectionError:
+            return False
 
     def _send(self, status: int, content: bytes) -> None:
         self.send_response(status)

@@ -36,6 +36,7 @@ RESERVED = {
     "weight_transfer_config": "new weights come over links of our own",
     "worker_extension_cls": "every push is checked in the workers",
     "moe_backend": "others reorder the weights of experts, and new weights would not fit",
+    "disable_log_stats": "the trainer sees by the count of tokens that an engine gets on",
     "scheduling_policy": "priorities keep the composition of batches reproducible",
 }
 

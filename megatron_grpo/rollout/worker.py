@@ -26,7 +26,7 @@ from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 from vllm.platforms import current_platform
 
 from megatron_grpo.parent_death import die_with_parent
-from megatron_grpo.rollout.push_state import Json, PushState, parameter_sums, parameter_table
+from megatron_grpo.rollout.push_state import Json, PushState, parameter_table
 from megatron_grpo.rollout.vllm_command import BACKEND, ENGINE_VARIABLE
 from parallel.transport import Inbox, Invitation
 
@@ -157,8 +157,7 @@ class ShardTransfer(WeightTransferEngine[LinksInfo, PushInfo]):
         if self._inbox is None:
             return  # the state says why
         with self.state.keep_error():
-            self._inbox.receive()
-            self.state.is_loaded = True
+            self.state.load(self._inbox.receive(dict(self.model.named_parameters())))
 
     def finish_weight_update(self) -> None:
         """The weights are in place already."""
@@ -207,11 +206,7 @@ class PushWorker:
 
     def push_report(self, question: str) -> Json:
         """Which push has the engine, whether its weights are loaded, and their checksums."""
-        return {
-            "question": question,
-            **self.weight_transfer_engine.state.report(),
-            "sums": parameter_sums(self._parameters()),
-        }
+        return {"question": question, **self.weight_transfer_engine.state.report()}
 
     def finish_push(self, question: str, push: str) -> Json:
         """From here on the weights are those of `push`, if it has loaded them."""

@@ -4,12 +4,14 @@
 
 Four ranks that hold a random model of Qwen2.5-0.5B's shape (bf16, 0.99 GB) as TP2 x PP2 push it
 into the two workers of a vLLM engine, over memory that both ends share and over the network, here
-loopback. "Raw": the same bytes over the same links in the same buckets, copied from one plain
-tensor into another; its seconds over those of the push are the fraction. "Gather": whole tensors to
-rank 0, one file in memory, and vLLM's own `load_weights` in the workers. After every push each
-parameter of the workers must equal what vLLM had loaded at first, bit for bit, and is wiped. Memory
-is the most that a rank and a worker held beyond what they held before the links were made; what two
-processes share counts in both.
+loopback. The seconds are those of the whole push, verified. "Bare": the same without checksums, in
+turns with it, so that the difference is what verification costs. "Raw": the same bytes over the
+same links in the same buckets, copied from one plain tensor into another; its seconds over those of
+the bare push are the fraction. "Gather": whole tensors to rank 0 and from there to every worker, by
+one file in memory or over the same network, and vLLM's own `load_weights` in the workers. After
+every push each parameter of the workers must equal what vLLM had loaded at first, bit for bit, and
+is wiped. Memory is the most that a rank and a worker held beyond what they held before the links
+were made; what two processes share counts in both.
 
 Also prints what each worker receives at TP8 by vLLM's own backends, from configs alone.
 """
@@ -21,7 +23,8 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,13 +40,14 @@ from checkpoint_convert.rank_weights import read_weights
 from checkpoint_convert.vllm import EngineDims
 from conversions import bytes_of
 from distributed import run_ranks
-from gather_then_load import gather_then_load
+from gather_then_load import by_file, by_network, gather_then_load
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.weight_sync import WeightSync
 from parallel import ParallelDims
 from peer_bytes import print_peers
 from policies import tiny_config
 from raw_copy import plain_bytes, push_raw
+from unverified import unverified
 from worker_engines import (
     WorkerClient,
     WorkerEngines,
@@ -68,6 +72,8 @@ QWEN_0_5B = {
 }
 RANKS, ENGINE = ParallelDims(tensor=2, pipeline=2), EngineDims(tensor=2)
 TRANSPORTS = {"memory": "auto", "network": "network"}
+
+KINDS = ("", " bare", " raw", " gather")
 
 Figures = dict[str, list[float]]
 """Of each thing that is measured: one value by round."""
@@ -131,16 +137,23 @@ def measure(
             watched(rank, engines, figures, name),
             closing(weight_sync(rank, model, engines, transport, megabytes)) as sync,
         ):
-            for _ in range(num_rounds + 1):
-                push(sync, rank, parameters, engines, figures, name)
-                check(rank, engines)
+            for number in range(num_rounds + 1):
+                kinds = [(name, nullcontext()), (f"{name} bare", unverified(rank, engines))]
+                for kind, way in kinds if number % 2 else reversed(kinds):
+                    with way:
+                        figures[kind].append(push(sync, rank, parameters, engines))
+                    check(rank, engines)
                 with timed(figures, f"{name} raw"):
                     push_raw(sync, rank, plain, engines)
-    with watched(rank, engines, figures, "gather"):
-        for _ in range(num_rounds + 1):
-            with timed(figures, "gather"):
-                gather_then_load(shape, layouts, parameters, folder / "whole", engines)
-            check(rank, engines)
+    for name, deliver in {
+        "memory gather": partial(by_file, file=folder / "whole", engines=engines),
+        "network gather": partial(by_network, shape=shape, engines=engines),
+    }.items():
+        with watched(rank, engines, figures, name):
+            for _ in range(num_rounds + 1):
+                with timed(figures, name):
+                    gather_then_load(shape, layouts, parameters, deliver)
+                check(rank, engines)
     return {name: values[-num_rounds:] for name, values in figures.items()}
 
 
@@ -163,34 +176,15 @@ def weight_sync(
 
 
 def push(
-    sync: WeightSync,
-    rank: int,
-    parameters: Mapping[str, Tensor],
-    engines: WorkerEngines,
-    figures: Figures,
-    name: str,
-) -> None:
-    """One push as a trainer does it; the links are made by the first."""
+    sync: WeightSync, rank: int, parameters: Mapping[str, Tensor], engines: WorkerEngines
+) -> float:
+    """Seconds of one push as a trainer does it; the links are made by the first."""
     dist.barrier()
-    timer = PhaseTimer()
-    client = TimedClient(engines)
-    source: Any = client if rank == 0 else None
+    timer = PhaseTimer(lambda name: None)
+    source: Any = WorkerClient(engines) if rank == 0 else None
     sync.push(parameters, source, 1, timer)
     seconds = timer.metrics()
-    figures[name].append(seconds["time/push"])
-    figures[f"{name} sums"].append(seconds["time/verify_weights"] - client.check_seconds)
-    figures[f"{name} check"].append(client.check_seconds)
-
-
-class TimedClient(WorkerClient):
-    """Notes how long the workers take for their checksums."""
-
-    check_seconds = 0.0
-
-    def check_push(self, *args: Any) -> None:
-        start = time.perf_counter()
-        super().check_push(*args)
-        self.check_seconds = time.perf_counter() - start
+    return seconds["time/push"] + seconds["time/verify_weights"]
 
 
 def start(process: WorkerProcess, model: Path) -> None:
@@ -271,32 +265,30 @@ def resident_bytes(*, peak: bool) -> int:
 def report(ranks: list[Figures], num_bytes: int) -> None:
     """Print the figures of rank 0, and the memory of all."""
     figures = ranks[0]
-    print(
-        f"\n{os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}; {num_bytes / 1e9:.2f} GB"
-    )
-    print(f"{'':16}{'seconds':>20}{'GB/s':>8}{'of raw':>18}{'sums, % of push':>22}{'memory':>20}")
-    for name in (*TRANSPORTS, "gather"):
+    cores, load = os.cpu_count(), os.getloadavg()[0]
+    print(f"\n{cores} cores, load average {load:.1f}; {num_bytes / 1e9:.2f} GB")
+    print(f"{'':16}{'seconds':>20}{'GB/s':>8}{'memory':>20}")
+    for name in (f"{transport}{kind}" for transport in TRANSPORTS for kind in KINDS):
         seconds = figures[name]
         line = f"{name:16}{spread(seconds):>20}{num_bytes / 1e9 / median(seconds):8.1f}"
-        if name in TRANSPORTS:
-            raw = zip(figures[f"{name} raw"], seconds, strict=True)
-            line += f"{spread([plain / own for plain, own in raw]):>18}"
-            sums = [figures[f"{name} sums"], figures[f"{name} check"], seconds]
-            percent = [100 * (a + b) / c for a, b, c in zip(*sums, strict=True)]
-            line += f"{spread(percent, 0):>22}"
-        else:
-            line += f"{'':40}"
-        rank = max(max(each[f"{name} rank memory"]) for each in ranks)
-        worker = max(figures[f"{name} worker memory"])
-        print(line + f"{rank / 1e6:8.0f} + {worker / 1e6:.0f} MB")
+        if f"{name} rank memory" in figures:
+            rank = max(max(each[f"{name} rank memory"]) for each in ranks)
+            worker = max(figures[f"{name} worker memory"])
+            line += f"{rank / 1e6:10.0f} + {worker / 1e6:.0f} MB"
+        print(line)
     for name in TRANSPORTS:
-        ratios = [a / b for a, b in zip(figures["gather"], figures[name], strict=True)]
-        print(f"gather takes {spread(ratios, 1)} times the seconds of a push over {name}")
+        whole, bare, raw, gather = (figures[f"{name}{kind}"] for kind in KINDS)
+        percent = [100 * (a - b) / a for a, b in zip(whole, bare, strict=True)]
         print(
-            f"{name}: raw {spread(figures[f'{name} raw'])} s; checksums of the ranks "
-            f"{spread(figures[f'{name} sums'])} s, of the workers "
-            f"{spread(figures[f'{name} check'])} s"
+            f"{name}: verification {spread(percent, 0)} % of a push; without it "
+            f"{ratios(raw, bare)} of the speed of the raw copy; gathering and loading takes "
+            f"{ratios(gather, whole)} times the seconds of a push"
         )
+
+
+def ratios(over: list[float], under: list[float]) -> str:
+    """Round by round."""
+    return spread([a / b for a, b in zip(over, under, strict=True)])
 
 
 def spread(values: list[float], digits: int = 2) -> str:

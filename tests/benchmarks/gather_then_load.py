@@ -1,10 +1,15 @@
-"""The way that does without layouts of engines: whole tensors to one rank, a file, `load_weights`.
+"""The way that does without layouts of engines: whole tensors to one rank, then `load_weights`.
 
-What most trainers do, and no slower than that: ranks send to rank 0 alone, nobody sends a replica,
-and the file is in memory.
+What most trainers do, and no slower than that: ranks send to rank 0 alone, and nobody sends a
+replica. From rank 0 every worker gets every tensor, by a file in memory that all read, or each over
+a connection of its own, as vLLM's `nccl` backend has it.
 """
 
-from collections.abc import Mapping, Sequence
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,58 +20,123 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from checkpoint_convert import ModelShape, hf_tensors
-from parallel import Layout
+from conversions import bytes_of
+from parallel import Layout, Piece
 from parallel.views import as_whole
 from worker_engines import WorkerEngines, WorkerProcess
+
+DTYPE = torch.bfloat16
+
+Tensors = Iterator[tuple[str, Tensor]]
 
 
 def gather_then_load(
     shape: ModelShape,
     layouts: Sequence[Layout],
     parameters: Mapping[str, Tensor],
-    file: Path,
-    engines: WorkerEngines,
+    deliver: Callable[[Tensors], None],
 ) -> None:
-    """Bring the weights of all ranks, of `layouts`, into the workers; collective over all ranks."""
+    """Gather the weights of all ranks, of `layouts`, tensor by tensor on rank 0, which `deliver`s.
+
+    Collective over all ranks.
+    """
     rank = dist.get_rank()
     if rank == 0:
-        save_file(_gathered(shape, layouts, parameters), file)
-        engines.call(_load, file)
-        file.unlink()
+        deliver(_gathered(shape, layouts, parameters))
     else:
-        for piece in layouts[rank].pieces:
-            if not piece.is_replica:
-                values = as_whole(parameters[piece.local][piece.local_box.slices], piece.axes)
-                dist.send(values.contiguous(), 0)
+        owned = _owned(layouts[rank])
+        for name in hf_tensors(shape):
+            for piece in owned.get(name, ()):
+                dist.send(_values(piece, parameters).contiguous(), 0)
     dist.barrier()
 
 
 def _gathered(
     shape: ModelShape, layouts: Sequence[Layout], parameters: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    whole = {
-        name: torch.empty(size, dtype=torch.bfloat16) for name, size in hf_tensors(shape).items()
-    }
-    for rank, layout in enumerate(layouts):
-        for piece in layout.pieces:
-            if piece.is_replica:
-                continue
-            target = whole[piece.tensor][piece.box.slices]
-            if rank == 0:
-                source = parameters[piece.local][piece.local_box.slices]
-                target.copy_(as_whole(source, piece.axes))
-            elif target.is_contiguous():
-                dist.recv(target, rank)
-            else:
-                received = torch.empty(target.shape, dtype=target.dtype)
-                dist.recv(received, rank)
-                target.copy_(received)
-    return whole
+) -> Tensors:
+    owned = [_owned(layout) for layout in layouts]
+    for name, size in hf_tensors(shape).items():
+        whole = torch.empty(size, dtype=DTYPE)
+        for rank, pieces in enumerate(owned):
+            for piece in pieces.get(name, ()):
+                target = whole[piece.box.slices]
+                if rank == 0:
+                    target.copy_(_values(piece, parameters))
+                elif target.is_contiguous():
+                    dist.recv(target, rank)
+                else:
+                    received = torch.empty(target.shape, dtype=DTYPE)
+                    dist.recv(received, rank)
+                    target.copy_(received)
+        yield name, whole
 
 
-def _load(process: WorkerProcess, file: Path) -> None:
+def _owned(layout: Layout) -> dict[str, list[Piece]]:
+    """The pieces of each whole tensor that this rank is to send."""
+    owned: dict[str, list[Piece]] = {}
+    for piece in layout.pieces:
+        if not piece.is_replica:
+            owned.setdefault(piece.tensor, []).append(piece)
+    return owned
+
+
+def _values(piece: Piece, parameters: Mapping[str, Tensor]) -> Tensor:
+    return as_whole(parameters[piece.local][piece.local_box.slices], piece.axes)
+
+
+def by_file(tensors: Tensors, file: Path, engines: WorkerEngines) -> None:
+    """Have all workers read `file`, which is in memory."""
+    save_file(dict(tensors), file)
+    engines.call(_load_file, file)
+    file.unlink()
+
+
+def by_network(tensors: Tensors, shape: ModelShape, engines: WorkerEngines) -> None:
+    """Send every tensor to every worker, while the next is gathered."""
+    num_workers = sum(map(len, engines.addresses))
+    with socket.create_server(("127.0.0.1", 0)) as server, ExitStack() as stack:
+        loading = stack.enter_context(ThreadPoolExecutor(1)).submit(
+            engines.call, _load_received, server.getsockname(), hf_tensors(shape)
+        )
+        ends = [stack.enter_context(server.accept()[0]) for _ in range(num_workers)]
+        # A thread each: a worker does not wait for another.
+        senders = [(end, stack.enter_context(ThreadPoolExecutor(1))) for end in ends]
+        sent = [
+            thread.submit(end.sendall, bytes_of(tensor).numpy())
+            for _, tensor in tensors
+            for end, thread in senders
+        ]
+        for sending in sent:
+            sending.result()
+        loading.result()
+
+
+def _load_file(process: WorkerProcess, file: Path) -> None:
+    with safe_open(file, "pt") as tensors:
+        _load(process, ((name, tensors.get_tensor(name)) for name in tensors.keys()))  # noqa: SIM118
+
+
+def _load_received(
+    process: WorkerProcess, address: tuple[str, int], sizes: Mapping[str, tuple[int, ...]]
+) -> None:
+    with socket.create_connection(address) as connection:
+        _load(process, _received(connection, process.plain, sizes))
+
+
+def _received(
+    connection: socket.socket, buffer: Tensor, sizes: Mapping[str, tuple[int, ...]]
+) -> Tensors:
+    """One tensor after the other, each in the same `buffer`, which is in memory already."""
+    for name, size in sizes.items():
+        data = buffer[: DTYPE.itemsize * prod(size)]
+        count = connection.recv_into(data.numpy(), flags=socket.MSG_WAITALL)
+        assert count == len(data), f"{name}: {count} of {len(data)} bytes"
+        yield name, data.view(DTYPE).view(size)
+
+
+def _load(process: WorkerProcess, tensors: Tensors) -> None:
     from vllm.config import set_current_vllm_config
 
     worker: Any = process.worker
-    with set_current_vllm_config(worker.vllm_config), safe_open(file, "pt") as tensors:
-        worker.get_model().load_weights((name, tensors.get_tensor(name)) for name in tensors.keys())  # noqa: SIM118
+    with set_current_vllm_config(worker.vllm_config):
+        worker.get_model().load_weights(tensors)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.weight_sync import WeightSync, meanwhile
-from parallel.links import Incoming, Outgoing
-from parallel.streams import InStream, OutStream
+from parallel.transport.links import Incoming, Outgoing
+from parallel.transport.streams import InStream, OutStream
 from worker_engines import WorkerClient, WorkerEngines, WorkerProcess
 
 
@@ -23,13 +23,13 @@ def push_raw(sync: WeightSync, rank: int, plain: Tensor, engines: WorkerEngines)
     """Send as many bytes of `plain` as a push would; one has made the links."""
     outbox = sync._outbox
     assert outbox is not None
-    streams = outbox._streams
+    streams = [*outbox._streams.values()]
     jobs = [
         partial(_send, stream.link, buckets)
         for stream, buckets in zip(streams, _buckets(streams, plain), strict=True)
     ]
     source: Any = WorkerClient(engines) if rank == 0 else None
-    with meanwhile(source, lambda client: client.workers.call(_receive_all)):
+    with meanwhile(source, lambda client, is_sending: client.workers.call(_receive_all)):
         outbox._links.run(jobs)
 
 

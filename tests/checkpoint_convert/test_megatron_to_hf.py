@@ -16,7 +16,7 @@ from conversions import assert_same, random_weights, variant, weights_of
 from distributed import run_ranks
 from models import CONFIGS
 from parallel import ParallelDims
-from policies import LENGTHS, accumulate, pack_all, start_policy
+from policies import LENGTHS, accumulate, pack_all, save_checkpoint, start_policy
 from sentencepiece_models import train
 
 MIXTURES = ("mixtral", "qwen3_moe")
@@ -91,12 +91,10 @@ def test_bits_that_are_no_numbers_come_back_too(models, tmp_path):
 
 def train_and_save(rank, model, dims, run):
     """Boxes of the Hugging Face tensors that this rank holds after a step of the optimizer."""
-    from megatron_grpo import checkpoint
-
     policy, groups = start_policy(rank, model, dims)
     accumulate(policy, groups, pack_all(LENGTHS, dims)[groups.coordinates.data :: dims.data])
     policy.optimizer.step()
-    checkpoint.save(run, 1, policy, keep=1, model_folder=model)
+    save_checkpoint(run, 1, policy, model, dims)
     parameters = policy.parameters()
     return [
         (piece.tensor, piece.box, parameters[piece.local].detach()[piece.local_box.slices].clone())
@@ -120,7 +118,7 @@ def trained(models, tmp_path_factory):
         for boxes in run_ranks(dims.world_size, train_and_save, model, dims, run):
             for name, box, values in boxes:
                 weights[name][box.slices] = values
-        found[family] = run / "step_1", weights
+        found[family] = run / "checkpoints" / "step_1", weights
     return found
 
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from parallel import Box, Copy
-from parallel.meeting import join, open_meeting
+from parallel.checksum import whole_checksum
 from parallel.transport import Inbox, Invitation, LinkError, Outbox
+from parallel.transport.meeting import join, open_meeting
 from processes import running
 
 pytestmark = [
@@ -37,7 +38,9 @@ def send(pipe, invitation, gpu, num_pushes):
     ]
     copies = {0: [Copy("source", box, "weight", box) for box in boxes]}
     store = join(invitation.meeting, TIMEOUT)
-    outbox = Outbox.open(invitation, store, 0, copies, torch.bfloat16, device, TIMEOUT)
+    outbox = Outbox.open(
+        invitation, store, 0, copies, [{"weight": SHAPE}], torch.bfloat16, device, TIMEOUT
+    )
     try:
         for seed in range(num_pushes):
             outbox.send({"source": weights(seed, device)})
@@ -55,8 +58,10 @@ def receive(pipe, invitation, gpu, num_pushes):
     inbox = Inbox.open(invitation, 0, 0, {"weight": parameter}, device, TIMEOUT)
     try:
         for seed in range(num_pushes):
-            inbox.receive()
-            pipe.send(torch.equal(parameter, weights(seed, device).bfloat16()))
+            sums = inbox.receive({"weight": parameter})
+            expected = weights(seed, device).bfloat16()
+            is_summed = sums == {"weight": int(whole_checksum(expected.cpu()))}
+            pipe.send(is_summed and torch.equal(parameter, expected))
     except LinkError as error:
         pipe.send(str(error))
     pipe.recv()

@@ -12,10 +12,10 @@ import pytest
 from engines import random_prompts, wait_until
 from megatron_grpo.config import RolloutConfig
 from megatron_grpo.job_token import TOKEN_VARIABLE
-from megatron_grpo.rollout import RolloutClient
-from megatron_grpo.rollout.server import is_healthy
+from megatron_grpo.rollout import Generation
+from megatron_grpo.rollout.connection import is_healthy
 from models import EOS_ID
-from pushes import push_folder
+from pushes import client_of, push_folder
 from runs import TINY_CONFIG, finish_run
 
 TOKEN = "0123456789abcdef"
@@ -37,7 +37,7 @@ def sums(tmp_path: Path) -> Path:
         (["grpo.generation_batch_size=18"], "use 16 or 20"),
         (["parallel.tensor_parallel_size=3"], "num_attention_heads(4)"),
         (["data.prompt_column=question"], "'prompt', 'answer'"),
-        (["rollout.max_completion_length=500"], "more than the 12 tokens"),
+        (["rollout.max_completion_length=500"], "tokens of at most 12"),
         (["rollout.base_urls=[http://127.0.0.1:9]"], "MEGATRON_GRPO_TOKEN is not set"),
         (["model.path=/nowhere"], "/nowhere"),
     ],
@@ -57,6 +57,20 @@ def test_a_mistake_ends_in_seconds_with_one_message_and_leaves_nothing(
     assert message in run.output
     assert run.output.startswith("megatron-grpo: "), "nothing but the message"
     assert "Traceback" not in run.output
+    assert run.seconds < SECONDS
+    assert run.survivors == []
+
+
+def test_rows_that_make_no_prompt_end_in_seconds_with_one_list(
+    tied_model: Path, sums: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_bytes(sums.read_bytes() + b'{"prompt": null, "answer": "1"}\n{"prompt": "\xff"}\n')
+    run = finish_run(f"model.path={tied_model}", f"data.path={data}", timeout=60)
+    assert run.exit_code == 2, run.output
+    assert run.output.startswith(f"megatron-grpo: 2 of 10 rows of {data} cannot be used")
+    assert f"{data} line 9: 'prompt' is null" in run.output
+    assert f"{data} line 10: not UTF-8: byte 0xff at column 13" in run.output
     assert run.seconds < SECONDS
     assert run.survivors == []
 
@@ -130,15 +144,19 @@ def test_serve_is_an_engine_for_runs_that_name_its_address(tied_model: Path) -> 
         assert not is_healthy(f"http://127.0.0.1:{port}")
         rollout = RolloutConfig(engine="transformers", max_completion_length=4)
         push_folder(tied_model, rollout, [url], TOKEN, version=1)
-        samples = RolloutClient([url], TOKEN, 30.0, [EOS_ID]).generate(
+        client = client_of([url], TOKEN)
+        client.fleet.finish_push([url])
+        generation = Generation(
             random_prompts(1),
             num_generations=2,
             temperature=1.0,
             max_completion_length=4,
+            stop_token_ids=[EOS_ID],
             seed=0,
             step=0,
             policy_version=1,
         )
+        samples = client.generate(generation)
         assert len(samples) == 2
     finally:
         engine.kill()

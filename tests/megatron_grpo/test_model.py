@@ -161,16 +161,3 @@ def test_bfloat16_weights_have_nearly_the_gradient_of_float32(folders):
     rounded = run_ranks(dims.world_size, gradient_norm, folder, dims, ["model.dtype=bfloat16"])
     assert rounded == pytest.approx(exact, rel=3e-2)
     assert rounded != exact
-
-
-def gradient_of_nan_weights(rank: int, folder: Path) -> str:
-    policy, groups = start_policy(rank, folder, ParallelDims())
-    next(iter(policy.parameters().values())).data.fill_(torch.nan)
-    with pytest.raises(RuntimeError) as error:
-        accumulate(policy, groups, pack_all(LENGTHS, ParallelDims()))
-    return str(error.value)
-
-
-def test_a_gradient_that_is_no_number_stops_the_run(folders):
-    (message,) = run_ranks(1, gradient_of_nan_weights, folders["llama tied=False"])
-    assert "NaN" in message

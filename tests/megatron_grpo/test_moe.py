@@ -12,7 +12,6 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from checkpoint_convert import read_shape
 from distributed import run_ranks
-from megatron_grpo import checkpoint
 from megatron_grpo.model import build_policy
 from megatron_grpo.train_step import compute_logprobs
 from models import tiny_model
@@ -24,9 +23,11 @@ from policies import (
     LOSS_WEIGHT,
     Lengths,
     accumulate,
+    checkpoints_of,
     gradient_boxes,
     pack_all,
     random_sequences,
+    save_checkpoint,
     sequence_logprobs,
     start_policy,
     tiny_config,
@@ -226,17 +227,17 @@ def train_and_save(rank: int, folder: Path, dims: ParallelDims, run: Path) -> No
         accumulate(policy, groups, pack_all(LENGTHS, dims)[groups.coordinates.data :: dims.data])
         policy.optimizer.step()
         policy.scheduler.step(increment=1)
-    checkpoint.save(run, 2, policy, keep=1, model_folder=folder)
+    save_checkpoint(run, 2, policy, folder, dims)
 
 
 def load_and_save(rank: int, folder: Path, dims: ParallelDims, run: Path, again: Path) -> None:
     policy, _ = start_policy(rank, folder, dims)
-    step = checkpoint.load_latest(run, policy)
-    checkpoint.save(again, step, policy, keep=1, model_folder=folder)
+    state = checkpoints_of(run, policy, folder, dims).load()
+    save_checkpoint(again, state.step, policy, folder, dims)
 
 
 def stored_tensors(run: Path) -> dict[str, Tensor]:
-    folder = run / "step_2"
+    folder = run / "checkpoints" / "step_2"
     entries = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     tensors = {
         name: torch.empty(entry.size) for name, entry in entries.items() if hasattr(entry, "size")

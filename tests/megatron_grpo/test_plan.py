@@ -110,7 +110,7 @@ def test_a_server_of_transformers_is_not_compared_with_backends_of_vllm(plan):
 @pytest.mark.parametrize(
     ("arguments", "differing", "message"),
     [
-        ([], {}, "add --reshard"),
+        ([], {}, "add --reshard or --instantiate"),
         (["--reshard"], {"rollout.tensor_parallel_size": 3}, "legal values are [1, 2, 4, 8, "),
         (["--reshard"], {"parallel.tensor_parallel_size": 3}, "num_attention_heads(64)"),
         # 32 links of two buffers of 64 KiB.

@@ -83,7 +83,7 @@ def test_a_config_that_can_run_passes(config):
             ["tensor_parallel_size(3)", "[1, 2, 4]"],
         ),
         # Lengths.
-        (["rollout.max_completion_length=500"], ["20 of 20 prompts", "more than the 12 tokens"]),
+        (["rollout.max_completion_length=500"], ["20 of 20 rows", "30 tokens of at most 12"]),
         (["rollout.max_completion_length=600"], ["max_completion_length 600", "at most 511"]),
         (
             ["train.max_tokens_per_microbatch=32"],

@@ -15,6 +15,7 @@ METRICS = {
     "time/score": 0.01,
     "time/train": 8.1,
     "time/step": 18.4,
+    "skipped_steps": 0.0,
 }
 
 
@@ -33,6 +34,7 @@ def test_the_line_of_a_step_names_what_it_shows() -> None:
         "step  3/15  reward 0.312 ± 0.210  length 12.3 (4-16)  1312 tokens/s  18.4 s"
     )
     assert "kl 0.0123" in step_line(3, 15, METRICS | {"kl": 0.01234})
+    assert step_line(3, 15, METRICS | {"skipped_steps": 1.0}).endswith("18.4 s  skipped")
 
 
 def test_phases_that_took_no_time_are_left_out() -> None:

@@ -1,9 +1,13 @@
 import json
+import re
+import tempfile
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
 from megatron_grpo.config import Config
@@ -100,25 +104,164 @@ def test_missing_column_is_answered_with_those_present(tmp_path):
     message = refusal(config(jsonl(tmp_path, ROWS), "data.prompt_column=question"))
     assert "data.prompt_column 'question'" in message
     assert "'prompt', 'answer', 'level'" in message
-    partly = [*ROWS, {"prompt": "no answer"}]
-    assert "1 of 6 rows lack it; row 5 has 'prompt'" in refusal(config(jsonl(tmp_path, partly)))
 
 
 def test_empty_data_is_refused(tmp_path):
     assert "has no rows" in refusal(config(jsonl(tmp_path, [])))
 
 
-@pytest.mark.parametrize("prompt", ["", None, 3, [], ["hi"], [{"role": "user"}]])
-def test_prompt_that_is_neither_text_nor_chat_is_refused(prompt, tmp_path):
-    message = refusal(config(jsonl(tmp_path, [*ROWS, {"prompt": prompt, "answer": "1"}])))
-    assert "column 'prompt' of row 5" in message
-    assert repr(prompt) in message
+# A line that makes no prompt, and what is said of it.
+BAD_LINES = [
+    (b'{"prompt": ', "not JSON: Expecting value"),
+    (b'{"prompt": "a", "answer": "1"} {}', "not JSON: Extra data"),
+    (b"[" * 100_000, "not JSON: maximum recursion depth"),
+    (b'["prompt"]', "no JSON object: list"),
+    (b'{"prompt": "caf\xe9", "answer": "1"}', "not UTF-8: byte 0xe9 at column 16"),
+    (b'{"answer": "1"}', "no column 'prompt'"),
+    (b'{"prompt": "a"}', "no column 'answer'"),
+    (b'{"prompt": null, "answer": "1"}', "'prompt' is null"),
+    (b'{"prompt": "a", "answer": null}', "'answer' is null"),
+    (b'{"prompt": "a", "answer": NaN}', "'answer' is null"),
+    (b'{"prompt": "", "answer": "1"}', "'prompt' is empty"),
+    (b'{"prompt": " \\n", "answer": "1"}', "'prompt' is empty"),
+    (b'{"prompt": [], "answer": "1"}', "'prompt' is empty"),
+    (b'{"prompt": 3, "answer": "1"}', "'prompt' is neither a text nor messages"),
+    (b'{"prompt": ["hi"], "answer": "1"}', "'prompt' is neither a text nor messages"),
+    (b'{"prompt": [{"role": "user"}], "answer": "1"}', "'prompt' is neither a text nor messages"),
+    (
+        b'{"prompt": [{"role": "user", "content": null}], "answer": "1"}',
+        "messages with role and content: [{'content': None, 'role': 'user'}]",
+    ),
+    (b'{"prompt": "\\ud800", "answer": "1"}', "'prompt' is no valid Unicode"),
+    (b'{"prompt": "a", "answer": "\\udfff"}', "'answer' is no valid Unicode"),
+    (b'{"prompt": "' + b"x" * 600 + b'", "answer": "1"}', "619 tokens of at most 500"),
+]
 
 
-def test_broken_line_is_named(tmp_path):
+def with_bad_lines(folder: Path) -> Path:
+    """A good row, a blank line, and then every bad line with a good row behind."""
+    good = json.dumps(ROWS[0]).encode()
+    path = folder / "rows.jsonl"
+    path.write_bytes(
+        good + b"\r\n \n" + b"".join(line + b"\n" + good + b"\n" for line, _ in BAD_LINES)
+    )
+    return path
+
+
+def test_every_row_that_makes_no_prompt_is_listed_with_its_line(tmp_path):
+    path = with_bad_lines(tmp_path)
+    message = refusal(config(path))
+    first, *listed, last = message.splitlines()
+    assert first.startswith(f"20 of 41 rows of {path} cannot be used (4 'prompt' is neither")
+    for number, (line, (_, said)) in enumerate(zip(listed, BAD_LINES, strict=True)):
+        assert line.startswith(f"  {path} line {3 + 2 * number}: "), line
+        assert said in line
+    assert "data.on_invalid=skip" in last
+    assert "data.max_prompt_length=500 leaves out only those that are too long" in last
+
+
+def test_rows_that_make_no_prompt_are_left_out_where_the_config_says_so(tmp_path, caplog):
+    path = with_bad_lines(tmp_path)
+    prompts = load(config(path, "data.on_invalid=skip"))
+    # Rows keep their numbers: only the blank line has none.
+    assert [prompt.index for prompt in prompts] == list(range(0, 41, 2))
+    assert {prompt.row["prompt"] for prompt in prompts} == {"question 0"}
+    (warning,) = caplog.messages
+    assert warning.startswith(f"20 of 41 rows of {path} cannot be used and are left out: ")
+    assert "3 not JSON" in warning
+    assert "1 no column 'answer'" in warning
+
+
+def test_with_nothing_left_the_rows_are_listed_even_so(tmp_path):
+    path = jsonl(tmp_path, [{"prompt": "", "answer": "1"}] * 25)
+    message = refusal(config(path, "data.on_invalid=skip"))
+    assert message.startswith(f"25 of 25 rows of {path} cannot be used (25 'prompt' is empty):")
+    assert message.count(" line ") == 20
+    assert "\n  and 5 more\n" in message
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(
+        st.one_of(
+            st.text().map(lambda text: {"prompt": f"ok {text}"[:50], "answer": "1"}),
+            st.binary().filter(lambda line: b"\n" not in line and line.strip() != b""),
+            st.dictionaries(st.sampled_from(["prompt", "answer"]), st.none() | st.integers()),
+        ),
+        max_size=8,
+    )
+)
+def test_whatever_the_other_lines_hold_good_ones_are_used_and_bad_ones_listed(lines):
+    rows = {i: line for i, line in enumerate(lines) if isinstance(line, dict) and "ok" in str(line)}
+    encoded = [json.dumps(line).encode() if isinstance(line, dict) else line for line in lines]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.jsonl"
+        path.write_bytes(b"\n".join([*encoded, json.dumps(ROWS[0]).encode()]))
+        prompts = load(config(path, "data.on_invalid=skip"))
+        assert {p.index: p.row for p in prompts[:-1]} == rows
+        assert prompts[-1].row == ROWS[0]
+        bad = [f"{path} line {i + 1}: " for i in range(len(lines)) if i not in rows]
+        if bad:
+            listed = re.findall(
+                rf"^  ({re.escape(str(path))} line \d+: )", refusal(config(path)), re.M
+            )
+            assert listed == bad
+
+
+def test_chats_that_the_template_refuses_are_listed(tmp_path):
+    tokenizer = character_tokenizer(250)
+    tokenizer.chat_template = (
+        "{% if messages[0]['role'] != 'user' %}{{ raise_exception('begin with the user') }}"
+        "{% endif %}" + tokenizer.chat_template
+    )
+    chat = [{"role": "assistant", "content": "hi"}, {"role": "user", "content": "ho"}]
+    path = jsonl(tmp_path, [*ROWS, {"prompt": chat, "answer": "1"}])
+    with pytest.raises(ValueError) as refused:
+        load_prompts(config(path), tokenizer, CONTEXT)
+    assert f"{path} line 6: refused by the chat template: begin with the user" in str(refused.value)
+    skipped = load_prompts(config(path, "data.on_invalid=skip"), tokenizer, CONTEXT)
+    assert [prompt.row for prompt in skipped] == ROWS
+
+
+def test_chats_without_a_template_are_listed(tmp_path):
+    chat = [{"role": "user", "content": "hi"}]
+    path = jsonl(tmp_path, [*ROWS, {"prompt": chat, "answer": "1"}])
+    message = refusal(config(path, "data.apply_chat_template=false"))
+    assert f"{path} line 6: chat messages, which need data.apply_chat_template=true" in message
+
+
+def test_rows_of_a_table_go_by_their_number(tmp_path):
+    table = pyarrow.table({"prompt": ["a", None, "c", "d"], "answer": ["1", "2", None, "4"]})
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(table, path)
+    message = refusal(config(path))
+    assert f"{path} row 1: 'prompt' is null\n" in message
+    assert f"{path} row 2: 'answer' is null\n" in message
+    assert [p.index for p in load(config(path, "data.on_invalid=skip"))] == [0, 3]
+
+
+def test_a_table_with_bad_utf8_has_its_rows_named(tmp_path):
+    values = pyarrow.array([b"a", b"\xff", b"c"]).cast(pyarrow.string(), safe=False)
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": values, "answer": ["1"] * 3}), path)
+    assert f"1 of 3 rows of {path} cannot be used (1 not UTF-8)" in refusal(config(path))
+    assert f"{path} row 1: not UTF-8\n" in refusal(config(path))
+    assert [p.index for p in load(config(path, "data.on_invalid=skip"))] == [0, 2]
+
+
+def test_a_file_that_is_no_table_is_named(tmp_path):
+    path = tmp_path / "rows.parquet"
+    path.write_bytes(b"PAR1 and nothing else")
+    assert f"{path} cannot be read as Parquet: " in refusal(config(path))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    path.write_bytes(path.read_bytes()[:-20])
+    assert f"{path} cannot be read as Parquet: " in refusal(config(path))
+
+
+def test_a_byte_order_mark_is_no_fault(tmp_path):
     path = jsonl(tmp_path, ROWS)
-    path.write_text(path.read_text() + '{"prompt": \n')
-    assert f"{path} line 6 is not JSON" in refusal(config(path))
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert [prompt.row for prompt in load(config(path))] == ROWS
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "no/such/folder", "/nowhere", "."])
@@ -137,16 +280,15 @@ def test_name_of_a_data_set_that_no_hub_serves_is_refused(monkeypatch):
 
 def test_prompts_longer_than_the_context_are_listed_with_their_lengths(tmp_path):
     # The template adds 19 tokens, and 512 - 12 leaves 500: 481 characters are the most.
-    rows = [{"prompt": "x" * (480 + i), "answer": ""} for i in range(8)]
+    rows = [{"prompt": "x" * (480 + i), "answer": ""} for i in range(4)]
     path = jsonl(tmp_path, rows)
     message = refusal(config(path))
-    assert "6 of 8 prompts have more than the 500 tokens" in message
-    assert "row 2 (501), row 3 (502), row 4 (503), row 5 (504), row 6 (505), ..." in message
-    assert "Set data.max_prompt_length to at most 500" in message
-    assert [len(p.token_ids) for p in load(config(path, "data.max_prompt_length=500"))] == [
-        499,
-        500,
-    ]
+    assert "2 of 4 rows" in message
+    assert f"{path} line 3: too long for the model's context: 501 tokens of at most 500" in message
+    assert f"{path} line 4: too long for the model's context: 502 tokens of at most 500" in message
+    assert "data.max_prompt_length=500 leaves out" in message
+    for left_out in ("data.max_prompt_length=500", "data.on_invalid=skip"):
+        assert [len(p.token_ids) for p in load(config(path, left_out))] == [499, 500]
 
 
 def test_max_prompt_length_leaves_longer_rows_out_and_says_so(tmp_path, caplog):

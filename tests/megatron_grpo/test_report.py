@@ -6,10 +6,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from megatron_grpo.report import draw_curves, draw_kl, draw_reward, draw_time
+from megatron_grpo.report import draw_curves, draw_grad_norm, draw_kl, draw_reward, draw_time
 
 
-def record(step: int, **more: float) -> dict[str, float | None]:
+def record(step: int, **more: float | None) -> dict[str, float | None]:
     return {
         "step": step,
         "kl": None,
@@ -82,3 +82,15 @@ def test_phases_are_stacked_up_to_their_sum_and_a_missing_phase_is_zero() -> Non
     draw_time(panel, [record(1), record(2, **{"time/save": 3.0})])
     tops = {patch.get_label(): patch.get_data().values.tolist() for patch in panel.patches}
     assert tops == {"generate": [5, 5], "train": [13, 14], "save": [13, 17]}
+
+
+def test_skipped_steps_are_marked_where_the_gradient_norm_is_missing(tmp_path: Path) -> None:
+    broken = {"skipped_steps": 1.0, "grad_norm": None, "loss": None}
+    records = [record(1, skipped_steps=0.0), record(2, **broken), record(3, skipped_steps=0.0)]
+    panel = axis()
+    draw_grad_norm(panel, records)
+    norms, marks = panel.get_lines()
+    assert norms.get_xydata().tolist() == [[1, 1.5], [3, 1.5]]
+    assert marks.get_xydata().tolist() == [[2, 0]]
+    write_metrics(tmp_path, [record(1, **broken)])  # a run of nothing else
+    assert draw_curves(tmp_path).exists()

@@ -43,8 +43,11 @@ def run(run_dir: Path, first_step: int, steps: list[int], value: float = 1.0) ->
 
 def test_a_step_is_one_metrics_line_and_one_line_per_completion(tmp_path: Path) -> None:
     run(tmp_path, 0, [1])
-    # Without a reference the loss has no KL; scripts still find the key.
-    assert read(tmp_path / "metrics.jsonl") == [{"step": 1, "kl": None, "reward": 1.0}]
+    # Without a reference the loss has no KL, a skipped step no gradient norm and perhaps no loss;
+    # scripts still find the keys.
+    assert read(tmp_path / "metrics.jsonl") == [
+        {"step": 1, "kl": None, "loss": None, "grad_norm": None, "reward": 1.0}
+    ]
     first, second = read(tmp_path / "completions.jsonl")
     assert first == {
         "step": 1,

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from demo.make_sums import sums as all_sums
 from engines import TestEngine, random_prompts, wait_until
+from jobs import Ended, Job
 from runs import finish_run, marked_processes, read_json_lines, read_metrics, start_run
 
 
@@ -47,6 +48,21 @@ def full_run(arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> 
     )
     assert run.exit_code == 0, run.output
     return run_dir
+
+
+def finish(run_dir: Path, engine: TestEngine, axes: tuple, *arguments: str) -> Ended:
+    """A run on forked ranks, `axes` of size 2, with an engine that is there already."""
+    url = f"rollout.base_urls=[{engine.servers.base_urls[0]}]"
+    job = Job(
+        [*arguments, *layout(*axes), url, f"train.run_dir={run_dir}"],
+        2 ** len(axes),
+        run_dir.parent / "logs_of_ranks",
+        token=engine.servers.token,
+    )
+    with job:
+        ended = job.end(120)
+    assert ended.exit_codes == [0] * len(job.ranks), ended.output
+    return ended
 
 
 def test_the_run_directory_holds_everything_that_is_promised(full_run: Path) -> None:
@@ -101,20 +117,14 @@ def test_the_exported_model_generates_the_same_in_vllm_and_transformers(
 def test_steps_do_not_depend_on_the_layout(
     full_run: Path, arguments: list[str], vllm_engine: TestEngine, tmp_path: Path, axes: tuple
 ) -> None:
-    run = finish_run(
-        *arguments,
-        *layout(*axes),
-        f"train.run_dir={tmp_path}",
-        f"rollout.base_urls=[{vllm_engine.servers.base_urls[0]}]",
-        token=vllm_engine.servers.token,
-    )
-    assert run.exit_code == 0, run.output
+    run_dir = tmp_path / "run"
+    finish(run_dir, vllm_engine, axes, *arguments)
     completions = [
         [row["completion"] for row in read_json_lines(folder / "completions.jsonl")]
-        for folder in (tmp_path, full_run)
+        for folder in (run_dir, full_run)
     ]
     assert completions[0] == completions[1]
-    for record, reference in zip(read_metrics(tmp_path), read_metrics(full_run), strict=True):
+    for record, reference in zip(read_metrics(run_dir), read_metrics(full_run), strict=True):
         # On-policy, with equal lengths, the first loss is 0; the second is the KL penalty.
         assert record["loss"] == pytest.approx(reference["loss"], rel=1e-4, abs=1e-7)
         assert record["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-4)
@@ -126,17 +136,8 @@ def test_a_run_continues_where_it_ended_at_another_layout(
 ) -> None:
     """Two steps at once, and one step, a restart and one step, are the same run."""
     run_dir = tmp_path / "resumed"
-    url = f"rollout.base_urls=[{vllm_engine.servers.base_urls[0]}]"
     for num_steps, axes in ((1, ("tensor", "pipeline")), (2, ("data",))):
-        run = finish_run(
-            *arguments,
-            *layout(*axes),
-            url,
-            f"train.run_dir={run_dir}",
-            f"train.num_steps={num_steps}",
-            token=vllm_engine.servers.token,
-        )
-        assert run.exit_code == 0, run.output
+        finish(run_dir, vllm_engine, axes, *arguments, f"train.num_steps={num_steps}")
     resumed, reference = read_metrics(run_dir), read_metrics(full_run)
     assert [record["step"] for record in resumed] == [1, 2]
     assert resumed[1]["grad_norm"] == pytest.approx(reference[1]["grad_norm"], rel=1e-4)
@@ -147,20 +148,19 @@ def test_a_run_continues_where_it_ended_at_another_layout(
 def test_a_generation_is_used_for_several_steps_and_passes(
     arguments: list[str], vllm_engine: TestEngine, tmp_path: Path
 ) -> None:
-    run = finish_run(
+    run_dir = tmp_path / "run"
+    finish(
+        run_dir,
+        vllm_engine,
+        ("tensor",),
         *arguments,
-        *layout("tensor"),
         "train.num_steps=4",
         "grpo.steps_per_generation=2",
         "grpo.num_iterations=2",
-        f"train.run_dir={tmp_path}",
-        f"rollout.base_urls=[{vllm_engine.servers.base_urls[0]}]",
-        token=vllm_engine.servers.token,
     )
-    assert run.exit_code == 0, run.output
-    records = read_metrics(tmp_path)
+    records = read_metrics(run_dir)
     assert len(records) == 4
-    assert len(read_json_lines(tmp_path / "completions.jsonl")) == 16
+    assert len(read_json_lines(run_dir / "completions.jsonl")) == 16
     assert records[0]["ratio/max"] == pytest.approx(1.0, abs=1e-4)
     for record in records[1:]:  # off-policy by now, against log-probabilities of the start
         assert abs(record["ratio/max"] - 1) > 1e-3
@@ -171,18 +171,16 @@ def test_a_run_can_be_extended_and_its_learning_rate_follows_the_new_length(
     arguments: list[str], vllm_engine: TestEngine, tmp_path: Path
 ) -> None:
     for num_steps in (1, 3, 3):
-        run = finish_run(
+        ended = finish(
+            tmp_path / "run",
+            vllm_engine,
+            (),
             *arguments,
-            *layout(),
             f"train.num_steps={num_steps}",
             "optimizer.lr_decay_style=linear",
-            f"train.run_dir={tmp_path}",
-            f"rollout.base_urls=[{vllm_engine.servers.base_urls[0]}]",
-            token=vllm_engine.servers.token,
         )
-        assert run.exit_code == 0, run.output
-    assert "is complete: 3 steps of 3" in run.output
-    rates = [record["lr"] for record in read_metrics(tmp_path)]
+    assert "is complete: 3 steps of 3" in ended.output
+    rates = [record["lr"] for record in read_metrics(tmp_path / "run")]
     assert rates[1:] == pytest.approx([1e-3 * 2 / 3, 1e-3 / 3])
 
 

@@ -1,5 +1,6 @@
 """What the ranks say that an engine must hold, against the same cut out of the weight files."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,18 @@ from checkpoint_convert import hf_tensors
 from distributed import run_ranks
 from engines import worker_sums
 from megatron_grpo.config import RolloutConfig
+from megatron_grpo.model import Policy, weight_sender
 from megatron_grpo.rollout import WorkerSums
-from megatron_grpo.weight_sums import WeightSums, worker_layouts
+from megatron_grpo.weight_sums import sums_of_all_ranks, worker_layouts
 from models import tiny_model
-from parallel import Layout, ParallelDims
-from parallel.checksum import whole_checksum
+from parallel import Layout, ParallelDims, plan_sends
+from parallel.checksum import added_up, checksums
+from parallel.groups import Groups
+from parallel.transport.streams import OutStream, Packing
 from policies import start_policy
+
+CPU = torch.device("cpu")
+BUCKET_BYTES = 1 << 14  # several for each worker
 
 ENGINES = [
     {"engine": "vllm"},
@@ -30,13 +37,36 @@ def rollouts() -> list[RolloutConfig]:
     return [RolloutConfig(max_completion_length=16, **engine) for engine in ENGINES]
 
 
-def sums_of_ranks(rank: int, folder: Path, dims: ParallelDims) -> list[list[WorkerSums]]:
-    policy, _ = start_policy(rank, folder, dims, "model.dtype=float32")
-    parameters = policy.parameters()
+class Nowhere:
+    """A link whose buffers nobody takes."""
+
+    def next_buffer(self) -> torch.Tensor:
+        return torch.empty(BUCKET_BYTES, dtype=torch.uint8)
+
+    def hand_over(self, num_bytes: int) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+
+def sums_of_push(
+    policy: Policy, groups: Groups, workers: Sequence[Layout], dtype: torch.dtype
+) -> Sequence[WorkerSums]:
+    """What the ranks say that the workers must hold after a push of the policy."""
+    sent = {}
+    sends = plan_sends(weight_sender(policy, groups), workers, BUCKET_BYTES // dtype.itemsize)
+    for worker, copies in sends.items():
+        packing = Packing([copy.destination_box for copy in copies], dtype, BUCKET_BYTES)
+        stream = OutStream(Nowhere(), copies, workers[worker].shapes, packing, CPU)
+        sent[worker] = added_up(stream.send(policy.parameters()))
+    return sums_of_all_ranks(sent, workers, CPU)
+
+
+def sums_of_ranks(rank: int, folder: Path, dims: ParallelDims) -> list[Sequence[WorkerSums]]:
+    policy, groups = start_policy(rank, folder, dims, "model.dtype=float32")
     return [
-        WeightSums(policy.layout, worker_layouts(policy.shape, rollout), torch.float32).of(
-            parameters
-        )
+        sums_of_push(policy, groups, worker_layouts(policy.shape, rollout), torch.float32)
         for rollout in rollouts()
     ]
 
@@ -65,11 +95,11 @@ def test_sums_are_of_what_is_left_in_the_engines_dtype(tmp_path):
     folder = tiny_model(tmp_path, "qwen3")
     [sums] = run_ranks(1, bfloat16_sums, folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    assert sums == {name: int(whole_checksum(p)) for name, p in model.named_parameters()}
+    assert sums == checksums(dict(model.named_parameters()))
 
 
-def bfloat16_sums(rank: int, folder: Path) -> dict[str, int]:
-    policy, _ = start_policy(rank, folder, ParallelDims(), "model.dtype=float32")
+def bfloat16_sums(rank: int, folder: Path) -> WorkerSums:
+    policy, groups = start_policy(rank, folder, ParallelDims(), "model.dtype=float32")
     workers = [Layout.of_whole_tensors(hf_tensors(policy.shape))]
-    [sums] = WeightSums(policy.layout, workers, torch.bfloat16).of(policy.parameters())
-    return dict(sums)
+    [sums] = sums_of_push(policy, groups, workers, torch.bfloat16)
+    return sums

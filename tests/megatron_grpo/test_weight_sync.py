@@ -32,7 +32,8 @@ def test_a_push_brings_the_shards_to_the_engine(
     arguments = (tied_model, dims, token, overrides, vllm_engine.version, num_flips)
     results = run_ranks(dims.world_size, push_policy, *arguments)
     assert {error for error, _ in results} == {""}
-    assert results[0][1] == ["time/verify_weights", "time/push", "time/step"]
+    phases = ["time/await_engines", "time/push", "time/verify_weights", "time/step"]
+    assert results[0][1] == phases
     samples = vllm_engine.generate(random_prompts(2))
     assert largest_logprob_error(tied_model, samples) < 1e-4
 

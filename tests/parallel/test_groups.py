@@ -6,6 +6,7 @@ import torch
 from distributed import run_ranks
 from parallel import Coordinates, ParallelDims
 from parallel.device import setup_device
+from parallel.fake_rank import fake_rank
 from parallel.groups import init_groups
 
 DIMS = ParallelDims(tensor=2, context=2, pipeline=2)
@@ -41,6 +42,28 @@ def test_every_group_is_the_ranks_along_its_axes(dims):
         for axis in ("tensor", "context", "data", "pipeline"):
             assert groups[axis] == along(dims, at, (axis,))
         assert groups["data_gloo"] == groups["data"]
+        assert groups["data_context"] == along(dims, at, ("data", "context"))
+        assert groups["replica"] == along(dims, at, ("tensor", "context", "pipeline"))
+
+
+def ranks_of_fake_groups(dims: ParallelDims, rank: int) -> dict[str, list[int]]:
+    setup_device(0)
+    with fake_rank(dims, rank) as groups:
+        assert groups.coordinates == dims.coordinates(rank)
+        assert groups.data_context.rank() == groups.coordinates.context + dims.context * (
+            groups.coordinates.data
+        )
+        return {
+            name: torch.distributed.get_process_group_ranks(getattr(groups, name)) for name in NAMES
+        }
+
+
+def test_a_fake_rank_of_a_large_job_is_in_the_groups_of_the_real_one(elsewhere):
+    dims = ParallelDims(tensor=8, context=2, data=4, pipeline=16)
+    for rank in (0, 777, 1023):
+        at, groups = dims.coordinates(rank), elsewhere(ranks_of_fake_groups, dims, rank)
+        for axis in ("tensor", "context", "data", "pipeline"):
+            assert groups[axis] == along(dims, at, (axis,))
         assert groups["data_context"] == along(dims, at, ("data", "context"))
         assert groups["replica"] == along(dims, at, ("tensor", "context", "pipeline"))
 

@@ -15,6 +15,7 @@ from parallel import (
     Layout,
     ParallelDims,
     check_arrivals,
+    check_push,
     intersect,
     plan_sends,
     senders_by_worker,
@@ -163,6 +164,17 @@ def test_a_shard_that_misses_or_repeats_an_element_is_told_by_the_name_of_its_pa
         check_arrivals(worker, wrong)
     with pytest.raises(ValueError, match=r"in several pieces"):
         check_arrivals(worker, [*plan[0], plan[0][0]])
+
+
+def test_a_push_is_whole_only_with_every_sender():
+    dims = ParallelDims(tensor=2, pipeline=2, data=2)
+    workers = engine_layouts(LLAMA_70B, EngineDims(tensor=4))
+    senders = list(first_senders(LLAMA_70B, dims))
+    shares = [plan_sends(sender, workers, 1 << 40) for sender in senders_of(LLAMA_70B, dims)]
+    num_boxes = sum(len(copies) for plan in shares for copies in plan.values())
+    assert check_push(senders, workers) == num_boxes
+    with pytest.raises(ValueError, match=r"worker 2 of 4: .*\n  model\.layers\.40\."):
+        check_push(senders[:-1], workers)
 
 
 def test_a_rank_of_a_70b_job_plans_within_40_ms_and_sends_its_fair_share():

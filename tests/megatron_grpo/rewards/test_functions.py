@@ -1,6 +1,13 @@
+import ast
+import re
+import sys
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_grpo.config import RewardFunction
 from megatron_grpo.rewards import total_rewards
@@ -69,6 +76,80 @@ def test_math_answer_refuses_a_reference_that_is_no_mathematics():
         score("math_answer", ["1"], {"answer": ["####"]})
 
 
+COMPILED: list[str] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _record_what_is_compiled():
+    """SymPy evaluates some formulas by Python; the interpreter reports what it is given."""
+
+    def record(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "compile" and isinstance(arguments[0], bytes | str):
+            source = arguments[0]
+            COMPILED.append(source if isinstance(source, str) else source.decode())
+
+    sys.addaudithook(record)
+
+
+def code_from(completion: str, answer: str) -> list[str]:
+    """What of a completion and a reference answer is given to Python as code."""
+    load_function(RewardFunction(name="math_answer"))  # its own file is code as well
+    COMPILED.clear()
+    with suppress(ValueError):  # no answer in the reference
+        score("math_answer", [completion], {"answer": [answer]})
+    return [s for s in COMPILED if not s.startswith(("from sympy import *", "def monomial_"))]
+
+
+def test_digits_and_operators_are_what_reaches_python():
+    assert "Integer (13 )*(Integer (2 ))+Integer (5 )" in code_from("so 13*(2)+5", "31")
+
+
+CALL = "__import__('os').system('touch planted')"
+HOSTILE = [
+    CALL,
+    f"${CALL}$",
+    f"\\boxed{{{CALL}}}",
+    f"#### {CALL}",
+    f"The final answer is 1+({CALL}) I hope",
+    f"answer: 1*(2)+{CALL}",
+    f"$\\operatorname{{eval}}({CALL})$",
+    f"$\\text{{{CALL}}}$",
+    f"$S({CALL}) = \\sin({CALL})$",
+    "1+(2).__class__.__base__.__subclasses__()",
+    "$(1).__class__$",
+    "1 if planted else 2",
+]
+
+
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_code_in_a_completion_or_an_answer_is_not_run(hostile, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for completion, answer in ((hostile, "7"), (f"7 {hostile} 8", "8"), ("8", hostile)):
+        assert not any("planted" in s or "__" in s for s in code_from(completion, answer))
+    assert list(tmp_path.iterdir()) == []
+
+
+PARTS = [*"0123456789 ()+-*/^.,=$'\"[]{}:;%", "\n", CALL, "__class__", "lambda x:", "eval", "x"]
+PARTS += ["planted", "\\boxed{", "\\frac{", "####", "answer is", "\\text{", "٣", "×", "**", "1e9"]
+ARITHMETIC = re.compile(r"(Integer|Float|[\d\s().,'+*/-])*")
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(PARTS), max_size=12).map("".join))
+def test_all_that_python_evaluates_of_a_completion_is_arithmetic(completion):
+    for source in code_from(completion, "7"):
+        assert ARITHMETIC.fullmatch(source) or not is_python(source), source
+
+
+def is_python(source: str) -> bool:
+    """Whether there is anything to evaluate."""
+    try:
+        ast.parse(source)
+    except SyntaxError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize(
     ("completion", "wanted"),
     [("3 + 4 = 7", 1), ("7", 1), ("**7**.", 1), ("7 = 3 + 4", 0), ("-7", 0), ("17", 0), ("", 0)],
@@ -115,12 +196,24 @@ def reward(completions):
 @pytest.mark.parametrize(
     ("returned", "part"),
     [
-        ("None", "None for 2 completions"),
+        ("None", "returned NoneType and not a list, for 2 completions"),
+        ("1.0", "returned float and not a list, for 2 completions"),
+        ("(1.0 for _ in completions)", "returned generator and not a list"),
+        ("{1.0, 2.0}", "returned set and not a list"),
+        ("{1.0: 0, 2.0: 0}", "returned dict and not a list"),
+        ("'12'", "returned str and not a list"),
+        ("__import__('numpy').float64(1)", "returned float and not a list"),
+        ("__import__('torch').tensor(1.0)", "returned float and not a list"),
+        ("__import__('numpy').ones((2, 2))", "the score [1.0, 1.0]"),
+        ("[__import__('torch').ones(2)] * 2", "the score tensor([1., 1.])"),
         ("[1.0]", "1 scores for 2 completions"),
+        ("[1.0] * 3", "3 scores for 2 completions"),
         ("[1.0, None]", "the score None"),
         ("[1.0, float('nan')]", "the score nan"),
         ("[1.0, float('inf')]", "the score inf"),
         ("[1.0, '1']", "the score '1'"),
+        ("[1.0, 1j]", "the score 1j"),
+        ("__import__('torch').tensor([1.0, float('nan')])", "the score nan"),
     ],
 )
 def test_anything_but_one_finite_number_per_completion_is_an_error(returned, part, tmp_path):
@@ -130,8 +223,19 @@ def test_anything_but_one_finite_number_per_completion_is_an_error(returned, par
     assert part in str(refused.value)
 
 
-def test_numbers_of_any_kind_become_floats(tmp_path):
-    name = write(tmp_path, "import numpy\ndef reward(completions): return numpy.array([1, True])")
+@pytest.mark.parametrize(
+    "returned",
+    [
+        "[1, True]",
+        "(1.0, 1)",
+        "numpy.array([1, True])",
+        "[numpy.float32(1), numpy.int8(1)]",
+        "torch.ones(2, dtype=torch.bfloat16)",
+        "[torch.tensor(1), torch.ones(1)]",
+    ],
+)
+def test_numbers_of_any_kind_become_floats(returned, tmp_path):
+    name = write(tmp_path, f"import numpy, torch\ndef reward(completions): return {returned}")
     scores = score(name, ["a", "b"])
     assert scores == [1.0, 1.0]
     assert all(type(value) is float for value in scores)

@@ -1,13 +1,17 @@
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
+from engines import wait_until
 from megatron_grpo.config import RewardConfig, RewardFunction
 from megatron_grpo.prompts import Prompt
 from megatron_grpo.rewards import RewardError, RewardPool
@@ -16,7 +20,7 @@ from megatron_grpo.rollout.samples import Sample
 REPOSITORY = Path(__file__).parents[3]
 LONG_SLEEP = str(10_000_000 + os.getpid())  # seconds, so that the process can be recognised
 MINE = """
-import os, signal, subprocess, sys, time
+import ctypes, os, re, signal, subprocess, sys, time
 def length(completions, **_): return [len(c) for c in completions]
 def bonus(completions, bonus, **_): return bonus
 def pid(completions, **_): return [os.getpid()] * len(completions)
@@ -31,7 +35,35 @@ def refuse(completions, **_): raise ValueError("cannot read this")
 def nan(completions, **_): return [float("nan")] * len(completions)
 def die(completions, **_): os.kill(os.getpid(), signal.SIGKILL)
 def leave(completions, **_): os._exit(3)
+def leave_politely(completions, **_): sys.exit("enough")
+def interrupt(completions, **_): raise KeyboardInterrupt
+def end_of_file(completions, **_): raise EOFError("no more")
+def crash(completions, **_): ctypes.string_at(0)
+def hang_up(completions, **_):
+    os.closerange(3, 100)
+    while True: time.sleep(1)
+def spin(completions, **_):
+    while True: pass
+def backtrack(completions, **_): re.fullmatch("(a|a)*b", "a" * 100)
+def allocate(completions, **_): return [len(bytearray(1 << 40))] * len(completions)
+def hoard(completions, **_):
+    hoarded = []
+    while True: hoarded.append(bytearray(1 << 20))
+def generator(completions, **_): return (0.0 for _ in completions)
+def gossip(completions, **_):
+    for _ in range(16): print("x" * (1 << 22))
+    return [1] * len(completions)
+def litter(completions, bonus, **_):
+    # Leave a process in a session of its own whose parents have ended, then do as `bonus` says.
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0: os.execlp("sleep", "sleep", "LONG_SLEEP")
+        os._exit(0)
+    os.wait()
+    {"return": lambda: None, "die": os.abort, "hang": lambda: time.sleep(1000)}[bonus[0]]()
+    return [0] * len(completions)
 def stuck(completions, bonus, **_):
+    litter(completions, ["return"])
     with open(bonus[0], "w") as file: file.write(f"{os.getpid()}\\n")
     while True: time.sleep(1)
 """
@@ -42,9 +74,16 @@ def pool(tmp_path):
     (tmp_path / "mine.py").write_text(MINE.replace("LONG_SLEEP", LONG_SLEEP))
     pools = []
 
-    def open_pool(*names: str, timeout: float = 20, num_workers: int = 2) -> RewardPool:
+    def open_pool(
+        *names: str, timeout: float = 20, num_workers: int = 2, memory_megabytes: int = 4096
+    ) -> RewardPool:
         functions = tuple(RewardFunction(name=f"{tmp_path / 'mine.py'}:{name}") for name in names)
-        config = RewardConfig(functions=functions, timeout=timeout, num_workers=num_workers)
+        config = RewardConfig(
+            functions=functions,
+            timeout=timeout,
+            num_workers=num_workers,
+            memory_megabytes=memory_megabytes,
+        )
         pools.append(RewardPool(config))
         return pools[-1]
 
@@ -53,11 +92,14 @@ def pool(tmp_path):
         opened.close()
 
 
-def samples(num_prompts: int, num_generations: int = 2) -> list[Sample]:
+def samples(num_prompts: int, num_generations: int = 2, bonus: object = None) -> list[Sample]:
     return [
         Sample(
             prompt=Prompt(
-                index=index, token_ids=(1,), text=f"prompt {index}", row={"bonus": 10 * index}
+                index=index,
+                token_ids=(1,),
+                text=f"prompt {index}",
+                row={"bonus": 10 * index if bonus is None else bonus},
             ),
             sample_index=number,
             completion_ids=(1,),
@@ -75,6 +117,9 @@ def children() -> set[int]:
     """Processes below this one, by way of /proc."""
     tasks = Path(f"/proc/{os.getpid()}/task").iterdir()
     return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
+
+
+ROWS = [{"bonus": 1}]
 
 
 @pytest.fixture
@@ -116,10 +161,24 @@ def test_functions_run_in_other_processes_without_torch(pool):
 
 def test_workers_score_side_by_side(pool):
     opened = pool("nap", num_workers=4)
-    opened.wait_ready(["bonus"])
+    opened.wait_ready(ROWS)
     start = time.monotonic()
     opened.score(samples(4))
     assert time.monotonic() - start < 1.5  # 4 naps of 0.5 s, one after the other, are 2 s
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_of_the_scheduler_to_every_process_of_the_job_changes_no_score(
+    pool, others, number
+):
+    opened = pool("nap", num_workers=2)
+    opened.wait_ready(ROWS)
+    roots = [psutil.Process(pid) for pid in children() - others]
+    workers = [child for root in roots for child in [root, *root.children(recursive=True)]]
+    assert len(workers) == 4  # and a supervisor each
+    threading.Timer(0.2, lambda: [worker.send_signal(number) for worker in workers]).start()
+    assert len(opened.score(samples(2, 1))) == 2
+    assert all(worker.is_running() for worker in workers)
 
 
 @pytest.mark.parametrize(
@@ -130,10 +189,16 @@ def test_workers_score_side_by_side(pool):
         ("nan", "returned the score nan: each must be a finite number"),
         ("die", "its process died with signal SIGKILL"),
         ("leave", "its process died with exit code 3"),
+        ("leave_politely", "SystemExit: enough"),
+        ("interrupt", "KeyboardInterrupt"),
+        ("end_of_file", "EOFError: no more"),
+        ("crash", "its process died with signal SIGSEGV"),
+        ("hang_up", "its process has closed the connection to the trainer"),
+        ("generator", "returned generator and not a list, for 2 completions"),
     ],
 )
 def test_a_failed_reward_is_an_error_that_names_function_and_prompt(name, cause, pool, others):
-    opened = pool(name)
+    opened = pool(name, num_workers=1)
     with pytest.raises(RewardError) as failed:
         opened.score(samples(1))
     assert f"reward function {name} on prompt 0 ('prompt 0'): " in str(failed.value)
@@ -143,18 +208,61 @@ def test_a_failed_reward_is_an_error_that_names_function_and_prompt(name, cause,
 
 def test_a_late_reward_is_killed_with_what_it_started_and_named(pool, others):
     opened = pool("hang", timeout=2)
-    opened.wait_ready(["bonus"])
+    opened.wait_ready(ROWS)
     before = time.monotonic()
     with pytest.raises(RewardError, match=r"hang on prompt 2 \('prompt 2'\): no result after 2"):
         opened.score(samples(4))
     assert time.monotonic() - before < 5
     assert children() == others
-    until(lambda: LONG_SLEEP not in command_lines(), seconds=5)
+    assert LONG_SLEEP not in command_lines()
+
+
+@pytest.mark.parametrize("name", ["spin", "backtrack"])
+def test_a_function_that_only_computes_is_killed_in_time(name, pool, others):
+    opened = pool(name, timeout=4, num_workers=1)
+    opened.wait_ready(ROWS)
+    before = time.monotonic()
+    with pytest.raises(RewardError, match=rf"{name} on prompt 0 .*: no result after 4.0 s: killed"):
+        opened.score(samples(1))
+    assert time.monotonic() - before < 7
+    assert children() == others
+
+
+@pytest.mark.parametrize("name", ["allocate", "hoard"])
+def test_a_function_that_wants_too_much_memory_is_an_error_that_names_the_limit(name, pool, others):
+    opened = pool(name, memory_megabytes=512, num_workers=1)
+    opened.wait_ready(ROWS)
+    before = time.monotonic()
+    with pytest.raises(RewardError) as failed:
+        opened.score(samples(1))
+    assert time.monotonic() - before < 10
+    assert f"{name} on prompt 0 ('prompt 0'): more memory than" in str(failed.value)
+    assert "reward.memory_megabytes 512 allows" in str(failed.value)
+    assert children() == others
+
+
+@pytest.mark.parametrize("then", ["return", "die", "hang"])
+def test_what_a_function_left_behind_ends_with_the_pool_in_whatever_session_it_is(then, pool):
+    opened = pool("litter", timeout=3, num_workers=1)
+    opened.wait_ready(ROWS)
+    if then == "return":
+        opened.score(samples(1, bonus=then))
+        assert wait_until(lambda: LONG_SLEEP in command_lines(), seconds=10)
+        opened.close()
+    else:
+        with pytest.raises(RewardError, match="SIGABRT" if then == "die" else "no result after 3"):
+            opened.score(samples(1, bonus=then))
+    assert LONG_SLEEP not in command_lines()
+
+
+def test_what_a_function_prints_is_no_answer(pool, capfd):
+    assert pool("gossip").score(samples(1)) == [{"gossip": 1.0}] * 2
+    assert capfd.readouterr().out.count("x") == 16 << 22
 
 
 def test_functions_that_do_not_load_are_named(pool, others):
     with pytest.raises(ValueError, match=r"mine.py has no function 'nothing'"):
-        pool("nothing").wait_ready(["bonus"])
+        pool("nothing").wait_ready(ROWS)
     assert children() == others
 
 
@@ -171,9 +279,9 @@ def test_a_file_that_hangs_while_it_loads_is_killed(tmp_path, others):
 
 def test_a_wanted_column_that_is_not_there_is_named_with_those_that_are(pool):
     with pytest.raises(ValueError) as refused:
-        pool("bonus").wait_ready(["prompt", "answer"])
+        pool("bonus").wait_ready([*ROWS, {"prompt": "p", "answer": "a"}])
     assert "reward function bonus wants 'bonus'" in str(refused.value)
-    assert "(prompt, answer)" in str(refused.value)
+    assert "1 of 2 rows; the first of them has prompt, answer" in str(refused.value)
 
 
 def test_math_answer_keeps_its_own_time_limit_inside_a_worker():
@@ -205,7 +313,7 @@ sample = Sample(
     text="c", policy_version=0,
 )
 pool = RewardPool(RewardConfig(functions=(RewardFunction(name=name),)))
-print(*(worker.process.pid for worker in pool._workers), flush=True)
+print(*(worker.supervisor.pid for worker in pool._workers), flush=True)
 pool.score([sample])
 """
 
@@ -221,14 +329,16 @@ def test_workers_die_with_a_trainer_that_is_killed_even_in_mid_call(tmp_path):
     )
     assert trainer.stdout is not None
     try:
-        workers = {int(pid) for pid in trainer.stdout.readline().split()}
+        supervisors = {int(pid) for pid in trainer.stdout.readline().split()}
         until(lambda: scoring.exists() and scoring.read_text().endswith("\n"), seconds=20)
-        assert int(scoring.read_text()) in workers
-        assert len(workers) == 2
+        worker = int(scoring.read_text())
+        assert len(supervisors) == 2
+        assert is_alive(worker)
     finally:
         trainer.kill()
         trainer.wait()
-    until(lambda: not any(is_alive(pid) for pid in workers), seconds=5)
+    until(lambda: not any(map(is_alive, [worker, *supervisors])), seconds=5)
+    until(lambda: LONG_SLEEP not in command_lines(), seconds=5)
 
 
 def until(condition: Callable[[], bool], seconds: float) -> None:

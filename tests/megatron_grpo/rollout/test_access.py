@@ -14,11 +14,10 @@ import pytest
 from demo.make_sums import sums
 from engines import random_prompts
 from megatron_grpo.job_token import TOKEN_VARIABLE, bearer
-from megatron_grpo.rollout import RolloutClient
 from megatron_grpo.rollout.access import TokenGuard, check_host, is_allowed
 from megatron_grpo.rollout.engine_error import EngineError
 from megatron_grpo.rollout.transformers_server import ROUTES
-from models import EOS_ID
+from pushes import client_of
 from runs import marked_processes, start_run
 
 TOKEN = "0123456789abcdef"
@@ -197,7 +196,7 @@ def test_every_route_of_an_engine_wants_the_token(engine):
 
 def test_a_client_with_another_token_is_told_which_engine_and_which_variable(engine):
     [url] = engine.servers.base_urls
-    client = RolloutClient([url], OTHER, 30.0, [EOS_ID])
+    client = client_of([url], OTHER)
     with pytest.raises(EngineError, match=f"{url} refuses the token in MEGATRON_GRPO_TOKEN"):
         client.describe_parameters()
 

@@ -8,11 +8,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engines import largest_logprob_error, random_prompts, running_engine
-from megatron_grpo.rollout import RolloutClient
 from megatron_grpo.rollout.client import equal_shares
 from megatron_grpo.rollout.engine_error import EngineError
 from megatron_grpo.rollout.server import reserve_port
 from models import EOS_ID
+from pushes import client_of
 
 TOKEN = "0123456789abcdef"
 
@@ -132,15 +132,18 @@ def test_an_unreachable_engine_is_named_within_seconds():
     with reserve_port() as unheard:
         url = f"http://127.0.0.1:{unheard.getsockname()[1]}"
         with pytest.raises(ConnectionError, match=f"{url} cannot be reached"):
-            RolloutClient([url], TOKEN, 60.0, [EOS_ID]).begin_push("1-push")
+            client_of([url], TOKEN).describe_parameters()
     assert time.monotonic() - start < 5
 
 
 def test_an_engine_that_does_not_answer_in_time_is_an_error():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(TimeoutError, match=rf"{url} did not answer /pause.* within 0.2 s"):
-            RolloutClient([url], TOKEN, 0.2, [EOS_ID]).begin_push("1-push")
+        client = client_of([url], TOKEN, request_timeout=0.2)
+        with pytest.raises(
+            EngineError, match=rf"{url} did not answer /collective_rpc within 0.2 s"
+        ):
+            client.describe_parameters()
 
 
 def test_shares_are_contiguous_and_equal():

@@ -23,7 +23,7 @@ from engines import (
 )
 from megatron_grpo.rollout.engine import Engine
 from megatron_grpo.rollout.engine_error import EngineError
-from parallel.local_links import LocalOutgoing
+from parallel.transport.local_links import LocalOutgoing
 from pushes import push_whole, rollout_overrides
 
 NO_COMPLETE_WEIGHTS = "holds no complete weights"

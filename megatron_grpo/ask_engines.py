@@ -1,0 +1,42 @@
+"""What rank 0 asks of the engines, as something that all ranks do: together they push again."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megatron_grpo.preemption import Preempted
+from megatron_grpo.rollout import EnginesOut
+
+T = TypeVar("T")
+
+ANSWERED, OUT, PREEMPTED = range(3)
+
+
+def ask_engines(
+    ask: Callable[[], T] | None, push: Callable[[], None], device: torch.device
+) -> T | None:
+    """What `ask` returns on rank 0, from engines that hold the current weights; None elsewhere.
+
+    Collective over the default group; only rank 0 has something to `ask`. When it finds that no
+    engine serves any more, all ranks `push` the current weights, which waits for an engine to come
+    back, and rank 0 asks again.
+
+    Raises on all ranks: Preempted, where rank 0 was told to end, and what `push` raises.
+    """
+    while True:
+        answer, outcome = None, ANSWERED
+        try:
+            answer = ask() if ask else None
+        except EnginesOut:
+            outcome = OUT
+        except Preempted:
+            outcome = PREEMPTED
+        told = torch.tensor([outcome], device=device)
+        dist.broadcast(told, src=0)
+        if told == PREEMPTED:
+            raise Preempted("the generation was given up")
+        if told == ANSWERED:
+            return answer
+        push()

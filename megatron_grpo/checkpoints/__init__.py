@@ -1,0 +1,1 @@
+"""Checkpoints of a run: what is in them, when they count, and how they come back."""

@@ -1,0 +1,226 @@
+"""Checkpoints of a run: all ranks write and read them together.
+
+A save is asynchronous: what a rank has is copied to the host, a thread writes and hashes it while
+training goes on, and later calls make the folder a checkpoint. Collectives stay on the main thread,
+and on the CPU, so that no GPU waits for them. Whatever is killed whenever, the newest complete
+checkpoint is found by its manifest.
+"""
+
+import shutil
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from checkpoint_convert.torch_dist_writer import Chunk, CreatedChunk, file_parts, place_chunks
+from megatron_grpo.batching import BatchSchedule
+from megatron_grpo.checkpoints import folders, manifest, megatron_state, trainer_state
+from megatron_grpo.checkpoints.manifest import FileHash
+from megatron_grpo.checkpoints.megatron_state import StatePart
+from megatron_grpo.checkpoints.newest import load_newest
+from megatron_grpo.checkpoints.shard_file import HostMemory, chunks_to_write
+from megatron_grpo.checkpoints.shared_files import SharedFiles
+from megatron_grpo.checkpoints.trainer_state import Record, TrainerState
+from megatron_grpo.config import Config
+from megatron_grpo.experience import Experience
+from megatron_grpo.failure import raise_first_failure
+from megatron_grpo.model import Policy
+from megatron_grpo.prompts import Prompt
+from megatron_grpo.tracking import COMPLETIONS_FILE, METRICS_FILE
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class _Saving:
+    """A save under way: the files of this rank first, then, on rank 0, what makes it count."""
+
+    step: int
+    folder: Path
+    task: Future[dict[str, FileHash]]
+    is_written: bool = False
+    """On all ranks; the task is the last one."""
+
+
+class Checkpoints:
+    """The checkpoints of one run; every rank makes one, and calls it together.
+
+    Raises OSError on all ranks when a save fails on one: the checkpoints before it are whole; and
+    ValueError, when it is made, for a model with state that checkpoints do not hold.
+    """
+
+    def __init__(self, cfg: Config, policy: Policy) -> None:
+        self._folder = cfg.train.run_dir / "checkpoints"
+        self._cfg, self._policy = cfg, policy
+        self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
+        self._memory = HostMemory()
+        self._objects = megatron_state.object_names(policy)
+        self._everyones: list[CreatedChunk] | None = None
+        self._saving: _Saving | None = None
+        self.newest_step = 0
+        """Step of the checkpoint that was loaded, or that was begun last."""
+
+    def load(self) -> TrainerState:
+        """Load the newest good checkpoint into the policy; the state at its step.
+
+        The state at step 0 when there are none. Raises the ValueError of `load_newest`, and OSError
+        on all ranks when there is no room for one more.
+        """
+        state = load_newest(self._folder, self._cfg.dims, self._policy)
+        self.newest_step = state.step
+        self._check_space(megatron_state.weight_parts(self._policy))
+        return state
+
+    def load_experience(self, step: int, prompts: Sequence[Prompt]) -> Experience | None:
+        """The generation that the checkpoint of `step` was training on, if it was inside of one."""
+        return trainer_state.read_experience(folders.step_folder(self._folder, step), prompts)
+
+    def save(self, state: TrainerState, experience: Experience | None) -> None:
+        """Begin to save the policy as it is now; waits for the end of the save before.
+
+        `experience`, on rank 0, is what the next steps train on, if they do not begin with a new
+        generation. Raises FloatingPointError on all ranks when a tensor is not finite: nothing is
+        written then.
+        """
+        self.wait()
+        weights = megatron_state.weight_parts(self._policy)
+        parts = weights + megatron_state.optimizer_parts(self._policy)
+        raise_first_failure(lambda: _check_finite(parts), CPU, FloatingPointError)
+        self._check_space(weights)
+        folder = self._folder / f"step_{state.step}{folders.PARTIAL}"
+        raise_first_failure(lambda: self._make_folder(folder), CPU, OSError)
+        chunks, tensors = chunks_to_write(parts)
+        values = self._memory.copy(tensors)
+        file = folder / f"__{self._rank}_0.distcp"
+        shared = self._shared_files(chunks, file, state, experience)
+
+        def write() -> dict[str, FileHash]:
+            own = {file.name: manifest.write_hashed(file, file_parts(chunks, values))}
+            return own | (shared.write(folder) if shared else {})
+
+        self.newest_step = state.step
+        self._saving = _Saving(state.step, folder, self._submit(folder, write))
+
+    def poll(self) -> None:
+        """Bring the save under way on, if all ranks are done with its present part; once per step.
+
+        The call after the last part has made it a checkpoint.
+        """
+        if self._saving is None:
+            return
+        is_done = torch.tensor(self._saving.task.done(), dtype=torch.uint8)
+        dist.all_reduce(is_done, dist.ReduceOp.MIN)
+        if is_done:
+            self._go_on(self._saving)
+
+    def wait(self) -> None:
+        """Return when the save under way is a checkpoint."""
+        while self._saving is not None:
+            self._go_on(self._saving)
+
+    def close(self) -> None:
+        """Give up a save under way; for the end of a run that failed."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _go_on(self, saving: _Saving) -> None:
+        """From the files of all ranks to a checkpoint, and from there to nothing under way."""
+        self._saving = None
+        hashes: dict[str, FileHash] = {}
+        raise_first_failure(lambda: hashes.update(saving.task.result()), CPU, OSError)
+        if saving.is_written:
+            return
+        gathered: list[Any] | None = [None] * self._num_ranks if self._rank == 0 else None
+        dist.gather_object(hashes, gathered)
+
+        def publish() -> dict[str, FileHash]:
+            for of_rank in gathered or []:
+                hashes.update(of_rank)
+            if self._rank == 0:
+                manifest.write_manifest(saving.folder, hashes)
+                folders.publish(saving.folder, saving.step, self._cfg.train.keep_checkpoints)
+            return {}
+
+        task = self._submit(saving.folder, publish)
+        self._saving = _Saving(saving.step, saving.folder, task, is_written=True)
+
+    def _submit(
+        self, folder: Path, work: Callable[[], dict[str, FileHash]]
+    ) -> Future[dict[str, FileHash]]:
+        def named() -> dict[str, FileHash]:
+            try:
+                return work()
+            except Exception as error:  # whatever it is, all ranks are to hear of it
+                raise OSError(f"{folder} cannot be written: {error}") from error
+
+        return self._thread.submit(named)
+
+    def _shared_files(
+        self,
+        chunks: Sequence[Chunk],
+        file: Path,
+        state: TrainerState,
+        experience: Experience | None,
+    ) -> SharedFiles | None:
+        """What rank 0 writes for all; None on the others. Collective."""
+        random = megatron_state.random_state()
+        rows = [torch.empty_like(random) for _ in range(self._num_ranks)]
+        dist.gather(random, rows if self._rank == 0 else None)
+        if self._everyones is None:  # ranks have the same parts in every save
+            gathered: list[Any] | None = [None] * self._num_ranks if self._rank == 0 else None
+            dist.gather_object((place_chunks(file, chunks), self._objects), gathered)
+            self._everyones = [each for placed, _ in gathered or [] for each in placed]
+            self._objects = [name for _, names in gathered or [] for name in names]
+        if self._rank != 0:
+            return None
+        return SharedFiles(
+            cfg=self._cfg,
+            record=self._record(state),
+            experience=experience,
+            chunks=self._everyones,
+            objects=self._objects,
+            random_states=torch.stack(rows),
+        )
+
+    def _record(self, state: TrainerState) -> Record:
+        logs = [self._cfg.train.run_dir / name for name in (METRICS_FILE, COMPLETIONS_FILE)]
+        return Record(
+            state=state,
+            layout=self._cfg.dims,
+            counters=megatron_state.counters(self._policy),
+            cursor=asdict(BatchSchedule.of(self._cfg.grpo).cursor(state.step)),
+            records={log.name: log.stat().st_size for log in logs if log.exists()},
+        )
+
+    def _make_folder(self, folder: Path) -> None:
+        if self._rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)  # of a save that failed in this process
+            folder.mkdir(parents=True)
+
+    def _check_space(self, weights: Sequence[StatePart]) -> None:
+        """Raise OSError on all ranks when the disk cannot hold one more checkpoint. Collective."""
+        total = torch.tensor(sum(megatron_state.num_bytes_saved(part) for part in weights))
+        dist.all_reduce(total)
+
+        def check() -> None:
+            if self._rank != 0:
+                return
+            self._folder.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(self._folder).free
+            if total > free:
+                raise OSError(
+                    f"{self._folder} has {free:,} bytes free, a checkpoint takes {int(total):,}: "
+                    "make room, lower train.keep_checkpoints, or set train.run_dir"
+                )
+
+        raise_first_failure(check, CPU, OSError)
+
+
+def _check_finite(parts: Sequence[StatePart]) -> None:
+    key = megatron_state.first_not_finite(parts)
+    if key is not None:
+        raise FloatingPointError(f"{key} is not finite: nothing is saved")

@@ -1,0 +1,120 @@
+"""The manifest of a checkpoint: size and SHA-256 of every file in it.
+
+Disks and networks flip bits, and neither Megatron-Core nor safetensors would notice. The manifest
+is the last file of a checkpoint to be written: a folder without one is not complete.
+"""
+
+import heapq
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from checkpoint_convert.tensor_io import errors_named
+
+MANIFEST_FILE = "manifest.json"
+_BLOCK_BYTES = 1 << 20  # hashed while it is in the cache of a core
+
+
+@dataclass(frozen=True)
+class FileHash:
+    """What a file must be."""
+
+    num_bytes: int
+    sha256: str
+
+
+Manifest = Mapping[str, FileHash]
+"""By path relative to the checkpoint."""
+
+
+def hash_file(path: Path, tell: Callable[[int], None] = lambda num_bytes: None) -> FileHash:
+    """Read the file once; about 1 s per GB of one core, in which Python runs other threads.
+
+    `tell` is called with the number of bytes of every block.
+    """
+    digest, num_bytes, block = sha256(), 0, bytearray(_BLOCK_BYTES)
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(block):
+            digest.update(memoryview(block)[:size])
+            num_bytes += size
+            tell(size)
+    return FileHash(num_bytes, digest.hexdigest())
+
+
+def write_hashed(path: Path, parts: Iterable[memoryview]) -> FileHash:
+    """Write a file, down to the disk; what it must be when it is read."""
+    digest, num_bytes = sha256(), 0
+    with errors_named(path), path.open("wb") as file:
+        for part in parts:
+            for start in range(0, len(part), _BLOCK_BYTES):
+                block = part[start : start + _BLOCK_BYTES]
+                file.write(block)
+                digest.update(block)
+            num_bytes += len(part)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileHash(num_bytes, digest.hexdigest())
+
+
+def hash_files(folder: Path, names: Iterable[str]) -> dict[str, FileHash]:
+    """Hashes of the files `names` of `folder`."""
+    return {name: hash_file(folder / name) for name in names}
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest of `folder`, in the order of names."""
+    files = {name: asdict(manifest[name]) for name in sorted(manifest)}
+    (folder / MANIFEST_FILE).write_text(json.dumps({"files": files}, indent=1) + "\n")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of `folder`; ValueError when there is none, or it is damaged."""
+    path = folder / MANIFEST_FILE
+    try:
+        files = json.loads(path.read_text())["files"]
+        manifest = {name: FileHash(**entry) for name, entry in files.items()}
+    except FileNotFoundError:
+        raise ValueError(f"it has no {MANIFEST_FILE}: its save did not end") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"its {MANIFEST_FILE} is damaged: {error!r}") from None
+    for name in manifest:
+        if not (folder / name).resolve().is_relative_to(folder.resolve()):
+            raise ValueError(f"its {MANIFEST_FILE} names {name}, outside of the checkpoint")
+    return manifest
+
+
+def verify(
+    folder: Path, manifest: Manifest, names: Iterable[str], tell: Callable[[int], None]
+) -> None:
+    """Read the files `names` again; ValueError that names the first one that differs.
+
+    `tell` is called with the number of bytes of every block.
+    """
+    for name in names:
+        expected = manifest[name]
+        try:
+            found = hash_file(folder / name, tell)
+        except OSError as error:
+            raise ValueError(f"{name} cannot be read: {error}") from None
+        if found.num_bytes != expected.num_bytes:
+            raise ValueError(f"{name} has {found.num_bytes} of {expected.num_bytes} bytes")
+        if found != expected:
+            raise ValueError(f"{name} is damaged: its SHA-256 is not that of the manifest")
+
+
+def fair_share(manifest: Manifest, rank: int, num_ranks: int) -> list[str]:
+    """The files that `rank` is to verify: about as many bytes as every other rank, each file once.
+
+    Largest first, each to the rank with the least so far.
+    """
+    loads = [(0, other) for other in range(num_ranks)]
+    mine = []
+    for name in sorted(manifest, key=lambda name: (-manifest[name].num_bytes, name)):
+        load, chosen = heapq.heappop(loads)
+        if chosen == rank:
+            mine.append(name)
+        heapq.heappush(loads, (load + manifest[name].num_bytes, chosen))
+    return mine

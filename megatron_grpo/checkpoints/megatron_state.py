@@ -1,0 +1,244 @@
+"""What a rank has in memory of the state that is trained: which boxes of which whole tensors.
+
+Keys, shapes and offsets are Megatron-Core's own (`sharded_state_dict`), so its `dist_checkpointing`
+can load what is written here. Master weights and moments are cut where the distributed optimizer
+cuts them: every data rank writes and reads its own range, and nobody gathers a tensor.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensorFactory,
+    is_main_replica,
+)
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch import Tensor
+
+from megatron_grpo.checkpoints.flat_range import boxes_of_range
+from megatron_grpo.model import Model, Policy, unwrapped
+from parallel import Box, Layout, Piece, Shape
+
+OPTIMIZER_STATES = ("param", "exp_avg", "exp_avg_sq")
+"""The master weight and its moments, float32, by Megatron's names."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """A box of a whole tensor, in this rank's memory."""
+
+    key: str
+    shape: Shape
+    """Of the whole tensor."""
+    box: Box
+    values: Tensor
+    """[box.size], a view of what is trained."""
+    is_replica: bool
+    """Another rank has the same part, and writes it."""
+    is_padded: bool
+    """Ends in rows that exist at this layout only, and are zero."""
+
+
+def weight_parts(policy: Policy) -> list[StatePart]:
+    """The parts of the weights."""
+    return [
+        StatePart(
+            key=part.key,
+            shape=tuple(part.global_shape),
+            box=Box(tuple(part.global_offset), _stacked(part, tuple(part.local_shape))),
+            values=_with_stack(part, part.data.detach()),
+            is_replica=not is_main_replica(part.replica_id),
+            is_padded=part.allow_shape_mismatch,
+        )
+        for sharded in _sharded(policy)
+        if not isinstance(sharded, ShardedObject)
+        for part, _ in _parts(sharded)
+    ]
+
+
+def weight_layout(model: Model) -> Layout:
+    """Which boxes of a checkpoint's tensors the parameters are, in Megatron-Core's own words.
+
+    Local names are those of `Model.parameters`. Shapes have leading dimensions of 1, along which a
+    checkpoint stacks layers and experts.
+    """
+    names = {parameter: name for name, parameter in model.parameters().items()}
+    shapes, pieces = {}, []
+    for sharded in _sharded(model):
+        if isinstance(sharded, ShardedObject):
+            continue
+        for part, within in _parts(sharded):
+            name = names[sharded.data]
+            local = Box(_stacked(part, within.start, 0), _stacked(part, within.size))
+            box = _whole_box(part, Box.whole(within.size))
+            shapes[name] = _stacked(part, tuple(sharded.data.shape))
+            pieces.append(Piece(name, local, part.key, box))
+    return Layout(shapes, tuple(pieces))
+
+
+def optimizer_parts(policy: Policy) -> list[StatePart]:
+    """The parts of master weights and moments that this rank's optimizer updates."""
+    sharded_of: dict[Tensor, list[Any]] = {}
+    for sharded in _sharded(policy):
+        if not isinstance(sharded, ShardedObject):
+            sharded_of.setdefault(sharded.data, []).append(sharded)
+    return [
+        found
+        for part in policy.optimizer.chained_optimizers
+        for parameter in part.model_param_group_index_map
+        for sharded in sharded_of[parameter]
+        for found in _states_of(part, parameter, sharded)
+    ]
+
+
+def object_names(policy: Policy) -> list[str]:
+    """Entries that Megatron asks for and that hold nothing, as long as weights have 16 bits.
+
+    Raises ValueError where they hold something, such as scales of fp8.
+    """
+    objects = [sharded for sharded in _sharded(policy) if isinstance(sharded, ShardedObject)]
+    full = [each.key for each in objects if isinstance(each.data, Tensor) and each.data.numel()]
+    if full:
+        raise ValueError(
+            f"{full[0]} is state that checkpoints do not hold: leave fp8 out of model.megatron"
+        )
+    return [each.unique_key for each in objects if is_main_replica(each.replica_id)]
+
+
+def num_bytes_saved(weight: StatePart) -> int:
+    """Bytes that a checkpoint holds for a part of the weights, its optimizer states included."""
+    states = len(OPTIMIZER_STATES) * torch.float32.itemsize
+    return 0 if weight.is_replica else weight.box.num_elements * (weight.values.itemsize + states)
+
+
+def first_not_finite(parts: Sequence[StatePart]) -> str | None:
+    """Key of a part that holds NaN or infinity; None when all is well."""
+    # One pass without a mask as large as the tensor: finite bounds have finite values between.
+    bounds = [torch.stack(torch.aminmax(part.values)).double() for part in parts]
+    if not bounds:
+        return None
+    is_finite = torch.isfinite(torch.stack(bounds)).all(dim=1)
+    return None if is_finite.all() else parts[int(is_finite.byte().argmin())].key
+
+
+def counters(policy: Policy) -> dict[str, Any]:
+    """What is the same on all ranks: optimizer steps taken, and the learning-rate schedule."""
+    groups = [group for state in _optimizer_groups(policy) for group in state]
+    steps = max((group["step"] for group in groups if "step" in group), default=0)
+    return {"optimizer_steps": int(steps), "scheduler": policy.scheduler.state_dict()}
+
+
+def set_counters(policy: Policy, saved: Mapping[str, Any]) -> None:
+    """Put `counters` back. The optimizer makes new tensors for its moments, empty ones."""
+    for part in policy.optimizer.chained_optimizers:
+        state = part.state_dict()
+        for group in state["optimizer"]["param_groups"]:
+            group["step"] = saved["optimizer_steps"]
+        part.load_state_dict(state)
+    policy.scheduler.load_state_dict(saved["scheduler"])
+
+
+def random_state() -> Tensor:
+    """Bytes [n] of torch's generators, and of Megatron's on CUDA, end to end."""
+    return torch.cat(_random_states())
+
+
+def set_random_state(row: Tensor) -> None:
+    """Put `random_state` back."""
+    cpu, *others = row.split([len(state) for state in _random_states()])
+    torch.set_rng_state(cpu.clone())
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(others[0].clone())
+        names = sorted(get_cuda_rng_tracker().get_states())
+        tracked = dict(zip(names, (state.clone() for state in others[1:]), strict=True))
+        get_cuda_rng_tracker().set_states(tracked)
+
+
+def _random_states() -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available():
+        tracked = get_cuda_rng_tracker().get_states()
+        states += [torch.cuda.get_rng_state(), *(tracked[name].cpu() for name in sorted(tracked))]
+    return states
+
+
+def _optimizer_groups(policy: Policy) -> list[list[dict[str, Any]]]:
+    return [
+        part.state_dict()["optimizer"]["param_groups"]
+        for part in policy.optimizer.chained_optimizers
+    ]
+
+
+def _sharded(model: Model) -> Iterator[Any]:
+    """Megatron's description of every parameter, and of the objects beside them."""
+    for chunk in model.chunks:
+        yield from nested_values(unwrapped(chunk).sharded_state_dict(metadata={}))
+
+
+def _parts(sharded: Any) -> Iterator[tuple[ShardedTensor, Box]]:
+    """Parts of a parameter that are apart in the whole tensor, and where in the parameter each is.
+
+    A factory describes gate and up, which Megatron has in one parameter.
+    """
+    is_cut = isinstance(sharded, ShardedTensorFactory)
+    for part in nested_values(sharded.build()) if is_cut else [sharded]:
+        yield part, _box_within(part.data, sharded.data)
+
+
+def _box_within(view: Tensor, whole: Tensor) -> Box:
+    assert view.stride() == whole.stride(), "a part of a parameter is a box of it"
+    assert view.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr(), "not a copy"
+    offset, start = int(view.storage_offset()) - int(whole.storage_offset()), []
+    for stride in whole.stride():
+        index, offset = divmod(offset, stride)
+        start.append(index)
+    return Box(tuple(start), tuple(view.shape))
+
+
+def _states_of(optimizer: Any, parameter: Tensor, sharded: Any) -> Iterator[StatePart]:
+    """This rank's range of a parameter's states, box by box."""
+    owned = optimizer._get_model_param_range_map(parameter)["param"]
+    states = optimizer._get_main_param_and_optimizer_states(parameter)
+    pieces, offset = list(_parts(sharded)), 0
+    for box in boxes_of_range(tuple(parameter.shape), owned.start, owned.end):
+        flat = slice(offset, offset + box.num_elements)
+        offset = flat.stop
+        for part, within in pieces:
+            common = box.overlap(within)
+            if common is None:
+                continue
+            inside = common.moved(box.start, (0,) * len(box.start)).slices
+            for name in OPTIMIZER_STATES:
+                values = states[name].detach().view(-1)[flat].view(box.size)[inside]
+                yield StatePart(
+                    key=f"optimizer.state.{name}.{part.key}",
+                    shape=tuple(part.global_shape),
+                    box=_whole_box(part, common.moved(within.start, (0,) * len(within.start))),
+                    values=_with_stack(part, values),
+                    # What the data ranks have of a weight are copies; of its states, parts.
+                    is_replica=not is_main_replica((*part.replica_id[:-1], 0)),
+                    is_padded=part.allow_shape_mismatch,
+                )
+
+
+def _whole_box(part: ShardedTensor, inside: Box) -> Box:
+    """A box of a part, in the whole tensor."""
+    offset = tuple(part.global_offset)
+    start = _stacked(part, inside.start, 0)
+    return Box(
+        tuple(a + b for a, b in zip(offset, start, strict=True)), _stacked(part, inside.size)
+    )
+
+
+def _stacked(part: ShardedTensor, shape: Shape, extent: int = 1) -> Shape:
+    """A shape of a part with the dimensions along which Megatron stacks layers and experts."""
+    return (extent,) * part.prepend_axis_num + shape
+
+
+def _with_stack(part: ShardedTensor, values: Tensor) -> Tensor:
+    return values[(None,) * part.prepend_axis_num]

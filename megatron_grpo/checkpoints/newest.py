@@ -1,0 +1,89 @@
+"""Loading the newest good checkpoint, on all ranks together."""
+
+import sys
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_grpo.checkpoints import folders, manifest, megatron_state, trainer_state
+from megatron_grpo.checkpoints.screening import screen_checkpoint
+from megatron_grpo.checkpoints.shard_file import read_parts
+from megatron_grpo.checkpoints.trainer_state import TrainerState
+from megatron_grpo.checkpoints.verify_bar import VerifyBar
+from megatron_grpo.failure import first_failure, raise_first_failure
+from megatron_grpo.model import Policy
+from parallel import ParallelDims
+
+CPU = torch.device("cpu")
+
+
+def load_newest(folder: Path, dims: ParallelDims, policy: Policy) -> TrainerState:
+    """Load the newest good checkpoint of `folder` into `policy`; the state at its step.
+
+    A checkpoint that is not what its manifest says is named on stderr, and the one before it is
+    tried. The state at step 0 when there are none. Raises ValueError on all ranks when there are
+    checkpoints and none is good.
+    """
+    steps: list[int] = []
+    raise_first_failure(lambda: steps.extend(_find(folder)), CPU, ValueError)
+    dist.broadcast_object_list(shared := [steps])
+    reasons: list[str] = []
+    for step in shared[0]:
+        checkpoint = folders.step_folder(folder, step)
+        failure = first_failure(partial(_verify, checkpoint), CPU, ValueError)
+        failure = failure or first_failure(
+            partial(_read, checkpoint, step, dims, policy), CPU, ValueError
+        )
+        if failure is None:
+            return trainer_state.read_record(checkpoint, step).state
+        reasons.append(f"{checkpoint} is not used: {failure}")
+        if dist.get_rank() == 0:
+            print(reasons[-1], file=sys.stderr)
+    if reasons:
+        raise ValueError(
+            "no checkpoint of this run is good; to begin anew, remove them:\n  "
+            + "\n  ".join(reasons)
+        )
+    return TrainerState(step=0)
+
+
+def _find(folder: Path) -> list[int]:
+    """Rank 0: steps of the checkpoints to try."""
+    if dist.get_rank() != 0:
+        return []
+    folder.mkdir(parents=True, exist_ok=True)
+    folders.remove_leftovers(folder)
+    return folders.candidates(folder)
+
+
+def _verify(checkpoint: Path) -> None:
+    """Check this rank's share of a checkpoint's bytes."""
+    rank = dist.get_rank()
+    listed = manifest.read_manifest(checkpoint)
+    names = manifest.fair_share(listed, rank, dist.get_world_size())
+    num_bytes = sum(listed[name].num_bytes for name in names)
+    bar = VerifyBar(f"verifying {checkpoint.name}", num_bytes) if rank == 0 else None
+    with bar or nullcontext():
+        manifest.verify(checkpoint, listed, names, bar.advance if bar else lambda _: None)
+
+
+def _read(checkpoint: Path, step: int, dims: ParallelDims, policy: Policy) -> None:
+    """Put into the policy what is there for it.
+
+    What fails half-way is followed by another checkpoint that puts all of it there, or by the end.
+    """
+    try:
+        if dist.get_rank() == 0:
+            screen_checkpoint(checkpoint)
+        record = trainer_state.read_record(checkpoint, step)
+        megatron_state.set_counters(policy, record.counters)
+        weights = megatron_state.weight_parts(policy)
+        read_parts(checkpoint, weights + megatron_state.optimizer_parts(policy))
+        if record.layout == dims:  # they are those of ranks
+            row = trainer_state.read_random_state(checkpoint, dist.get_rank())
+            megatron_state.set_random_state(row)
+    except OSError as error:
+        raise ValueError(f"it cannot be read: {error}") from error

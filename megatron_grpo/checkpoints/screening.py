@@ -1,0 +1,28 @@
+"""A look at the pickles of a checkpoint before anybody loads them.
+
+To load a pickle is to run what it names. A run itself loads none, `shard_file` reads by names from
+a closed list. But torch and Megatron-Core read the index of a checkpoint and the objects in its
+files as pickles without asking what is in them, and a checkpoint that would harm them is not good.
+"""
+
+import os
+from pathlib import Path
+
+from checkpoint_convert.torch_dist_metadata import read_object_places
+from checkpoint_convert.torch_file import screen
+
+
+def screen_checkpoint(folder: Path) -> None:
+    """Raise ValueError when loading `folder` would call more than loading tensors needs."""
+    common = folder / "common.pt"
+    _screen(common, 0, common.stat().st_size)
+    for file, offset, length in sorted(set(read_object_places(folder / ".metadata"))):
+        _screen(folder / file, offset, length)
+
+
+def _screen(path: Path, offset: int, length: int) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        screen(descriptor, path, offset, length)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,107 @@
+"""A rank's own file of a checkpoint: copied to the host, written, and read box by box.
+
+The file is one of Megatron-Core's torch_dist format. Megatron's own writer forks a process for
+every file, and its reader runs pickles; here a thread can write, and nothing is run.
+"""
+
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from checkpoint_convert.assembly import Assembly
+from checkpoint_convert.torch_dist import StoredChunks, read_chunks
+from checkpoint_convert.torch_dist_writer import Chunk
+from checkpoint_convert.torch_words import DTYPE_NAMES, words_of
+from megatron_grpo.checkpoints.megatron_state import StatePart
+from parallel import Box, Layout, Piece
+
+MAX_CHUNK_BYTES = 1 << 30  # torch.save has another form from 4 GiB on
+_ALIGNMENT = 64
+
+
+class HostMemory:
+    """Memory of the host for one copy of what a rank saves, kept from save to save."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def copy(self, tensors: Sequence[Tensor]) -> list[memoryview]:
+        """Copies of the tensors as they are now, row by row, until the next call."""
+        room = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
+        if sum(room) > len(self._bytes):
+            on_gpu = torch.cuda.is_available()
+            self._bytes = torch.empty(sum(room), dtype=torch.uint8, pin_memory=on_gpu)
+        copies, whole = [], self._bytes.numpy().data
+        for tensor, offset in zip(tensors, accumulate(room, initial=0), strict=False):
+            place = slice(offset, offset + tensor.nbytes)
+            target = self._bytes[place].view(tensor.dtype).view(tensor.shape)
+            target.copy_(tensor, non_blocking=True)
+            copies.append(whole[place])
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # the copies are made
+        return copies
+
+
+def chunks_to_write(parts: Iterable[StatePart]) -> tuple[list[Chunk], list[Tensor]]:
+    """What this rank writes of its parts, in chunks, and the values of each, in place."""
+    chunks, tensors = [], []
+    for part in parts:
+        if part.is_replica:
+            continue
+        for box in part.box.cut(MAX_CHUNK_BYTES // part.values.itemsize):
+            chunks.append(Chunk(part.key, box, part.shape, DTYPE_NAMES[part.values.dtype]))
+            inside = box.moved(part.box.start, (0,) * len(part.box.start))
+            tensors.append(part.values[inside.slices])
+    return chunks, tensors
+
+
+def read_parts(folder: Path, parts: Sequence[StatePart]) -> None:
+    """Fill all parts, in place, from a checkpoint that was saved at whatever layout.
+
+    Raises ValueError naming what is not there, or has another shape.
+    """
+    keys = {part.key for part in parts}
+    stored = read_chunks(folder, keys.__contains__)
+    with closing(stored.tensors):
+        _check_shapes(folder, stored, parts)
+        names = [str(number) for number in range(len(parts))]
+        pieces = tuple(
+            Piece(name, Box.whole(part.box.size), part.key, part.box)
+            for name, part in zip(names, parts, strict=True)
+        )
+        layout = Layout({piece.local: piece.box.size for piece in pieces}, pieces)
+        assembly = Assembly(stored, layout)
+        for name, part in zip(names, parts, strict=True):
+            _fill(folder, assembly, name, part, stored)
+
+
+def _fill(
+    folder: Path, assembly: Assembly, name: str, part: StatePart, stored: StoredChunks
+) -> None:
+    there = part.box.overlap(Box.whole(stored.shapes[part.key]))
+    num_elements = there.num_elements if there else 0
+    if assembly.num_elements(name) != num_elements:
+        raise ValueError(f"{folder} does not hold all of {part.key}")
+    values = part.values
+    staged = values if values.is_cpu else torch.empty_like(values, device="cpu")
+    if num_elements < part.box.num_elements:
+        staged.zero_()  # padding of this layout
+    assembly.fill(name, words_of(staged), DTYPE_NAMES[values.dtype])
+    if staged is not values:
+        values.copy_(staged)
+
+
+def _check_shapes(folder: Path, stored: StoredChunks, parts: Sequence[StatePart]) -> None:
+    faults = []
+    for key, shape, is_padded in {(part.key, part.shape, part.is_padded) for part in parts}:
+        found = stored.shapes.get(key)
+        if found is None:
+            faults.append(f"{key} is not there")
+        elif found != shape and not (is_padded and found[1:] == shape[1:]):
+            faults.append(f"{key} has shape {list(found)}, not {list(shape)}")
+    if faults:
+        raise ValueError(f"{folder} is of another model:\n  " + "\n  ".join(sorted(faults)))

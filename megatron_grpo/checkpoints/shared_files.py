@@ -1,0 +1,51 @@
+"""The files of a checkpoint that rank 0 writes for all ranks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from checkpoint_convert.companions import CHECKPOINT_FOLDER, copy_companions
+from checkpoint_convert.safetensors_file import NAMES
+from checkpoint_convert.torch_dist_writer import CreatedChunk, finish_checkpoint
+from megatron_grpo.checkpoints.manifest import FileHash, hash_files
+from megatron_grpo.checkpoints.trainer_state import (
+    Record,
+    write_experience,
+    write_random_states,
+    write_record,
+)
+from megatron_grpo.config import Config
+from megatron_grpo.config_file import dump_config
+from megatron_grpo.experience import Experience
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedFiles:
+    """What they will hold. Nothing in here changes while training goes on."""
+
+    cfg: Config
+    record: Record
+    experience: Experience | None
+    """That the next steps train on, if they do not begin with a new generation."""
+    chunks: Sequence[CreatedChunk]
+    """Of all ranks' files."""
+    objects: Sequence[str]
+    random_states: Tensor
+    """Bytes [ranks, n]."""
+
+    def write(self, folder: Path) -> dict[str, FileHash]:
+        """Write them, and say what each must be when it is read."""
+        companions = folder / CHECKPOINT_FOLDER
+        companions.mkdir()
+        copy_companions(self.cfg.model.path, companions, NAMES[self.cfg.model.dtype])
+        (folder / "config.yaml").write_text(dump_config(self.cfg))
+        write_record(folder, self.record)
+        write_random_states(folder, self.random_states)
+        if self.experience is not None:
+            write_experience(folder, self.experience)
+        finish_checkpoint(folder, self.chunks, self.objects)
+        of_ranks = {each.file for each in self.chunks}
+        names = (str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+        return hash_files(folder, (name for name in names if name not in of_ranks))

@@ -1,0 +1,157 @@
+"""What a checkpoint knows beside Megatron's state: where the run stands, what it is training on.
+
+Prompts and sampling seeds are functions of the step. But the generation that is being trained on
+was sampled from a policy that is gone: inside of one, samples and their old log-probabilities are
+saved with the rest.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron_grpo.experience import Experience
+from megatron_grpo.prompts import Prompt
+from megatron_grpo.rollout.samples import Sample
+from parallel import ParallelDims
+
+STATE_FILE = "trainer.json"
+SAMPLES_FILE = "samples.jsonl"
+TOKENS_FILE = "samples.safetensors"
+RANDOM_FILE = "random_states.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerState:
+    """Where a run stands after `step` optimizer steps."""
+
+    step: int
+    num_skipped_in_a_row: int = 0
+    """Steps before this one that were skipped, since the last that was not."""
+    wandb_id: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What is written of a run beside its tensors and samples."""
+
+    state: TrainerState
+    layout: ParallelDims
+    counters: dict[str, Any]
+    """Of the optimizer and its schedule: the same on all ranks."""
+    cursor: dict[str, int]
+    """Where the next step stands in the data; a function of the step, for whoever reads this."""
+    records: dict[str, int]
+    """Bytes of the files that steps are logged to, at this step."""
+
+
+def write_record(folder: Path, record: Record) -> None:
+    """Write `trainer.json`."""
+    versions = {name: version(name) for name in ("megatron-core", "torch")}
+    text = json.dumps({**asdict(record), "versions": versions}, indent=1)
+    (folder / STATE_FILE).write_text(text + "\n")
+
+
+def read_record(folder: Path, step: int) -> Record:
+    """What `trainer.json` of the checkpoint of `step` says; else ValueError."""
+    try:
+        found = json.loads((folder / STATE_FILE).read_text())
+        found.pop("versions")
+        state, layout = TrainerState(**found.pop("state")), ParallelDims(**found.pop("layout"))
+        record = Record(state=state, layout=layout, **found)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"its {STATE_FILE} cannot be read: {error!r}") from None
+    if record.state.step != step:
+        raise ValueError(f"its {STATE_FILE} is of step {record.state.step}")
+    return record
+
+
+def write_random_states(folder: Path, rows: Tensor) -> None:
+    """Write the random states of all ranks, bytes [ranks, n]."""
+    save_file({"bytes": rows}, folder / RANDOM_FILE)
+
+
+def read_random_state(folder: Path, rank: int) -> Tensor:
+    """The random state of a rank, bytes [n]."""
+    with safe_open(folder / RANDOM_FILE, "pt") as file:
+        row: Tensor = file.get_slice("bytes")[rank]
+    return row
+
+
+def write_experience(folder: Path, experience: Experience) -> None:
+    """Write samples, rewards, advantages and old log-probabilities, bit for bit."""
+    samples, old = experience.samples, experience.old_logprobs
+    assert old is not None, "the policy that they are of is gone when this is read"
+    rows = [
+        {
+            "prompt": sample.prompt.index,
+            "sample_index": sample.sample_index,
+            "finish_reason": sample.finish_reason,
+            "text": sample.text,
+            "policy_version": sample.policy_version,
+            "rewards": rewards,
+        }
+        for sample, rewards in zip(samples, experience.rewards, strict=True)
+    ]
+    (folder / SAMPLES_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tensors = {
+        "lengths": torch.tensor([len(sample.completion_ids) for sample in samples]),
+        "completion_ids": _joined([sample.completion_ids for sample in samples], torch.int64),
+        "rollout_logprobs": _joined([sample.logprobs for sample in samples], torch.float64),
+        "old_logprobs": torch.cat(list(old)),
+        "totals": experience.totals,
+        "group_ids": experience.group_ids,
+        "advantages": experience.advantages,
+    }
+    save_file(tensors, folder / TOKENS_FILE)
+
+
+def read_experience(folder: Path, prompts: Sequence[Prompt]) -> Experience | None:
+    """What `write_experience` wrote; None when the run stood between two generations.
+
+    `prompts` are those of the data. Raises ValueError when one is no longer there.
+    """
+    if not (folder / SAMPLES_FILE).exists():
+        return None
+    rows = [json.loads(line) for line in (folder / SAMPLES_FILE).read_text().splitlines()]
+    tensors = load_file(folder / TOKENS_FILE)
+    by_index = {prompt.index: prompt for prompt in prompts}
+    missing = {row["prompt"] for row in rows} - by_index.keys()
+    if missing:
+        raise ValueError(
+            f"{folder} trains on the rows {sorted(missing)} of the data, which are not there: is "
+            "data.path another file than before?"
+        )
+    bounds = list(pairwise([0, *accumulate(tensors["lengths"].tolist())]))
+    samples = [
+        Sample(
+            prompt=by_index[row["prompt"]],
+            sample_index=row["sample_index"],
+            completion_ids=tuple(tensors["completion_ids"][start:end].tolist()),
+            logprobs=tuple(tensors["rollout_logprobs"][start:end].tolist()),
+            finish_reason=row["finish_reason"],
+            text=row["text"],
+            policy_version=row["policy_version"],
+        )
+        for row, (start, end) in zip(rows, bounds, strict=True)
+    ]
+    return Experience(
+        samples=samples,
+        rewards=[row["rewards"] for row in rows],
+        totals=tensors["totals"],
+        group_ids=tensors["group_ids"],
+        advantages=tensors["advantages"],
+        old_logprobs=[tensors["old_logprobs"][start:end] for start, end in bounds],
+    )
+
+
+def _joined(rows: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:
+    return torch.tensor([value for row in rows for value in row], dtype=dtype)

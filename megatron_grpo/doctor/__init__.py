@@ -1,0 +1,1 @@
+"""`megatron-grpo doctor`: whether this machine, or each host of a job, can train."""

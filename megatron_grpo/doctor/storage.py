@@ -1,0 +1,104 @@
+"""How fast, and how empty, the file system of the run directory is."""
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_grpo.doctor.finding import Finding
+
+SECTION = "file system"
+MIB = 2**20
+MAX_BATCH_BYTES = 32 * MIB
+SECONDS = 1.0
+"""After which no further batch is written; the last one may take twice as long."""
+
+SLOW = 100e6
+"""Bytes per second below which a checkpoint of the smallest models takes minutes."""
+FEW_BYTES_FREE = 20e9
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A file system, in bytes and bytes per second."""
+
+    kind: str
+    free: float
+    written: float
+    read: float
+
+
+def measure_storage(folder: Path, mounts: Path = Path("/proc/mounts")) -> Storage:
+    """Write, sync and read back at most 63 MiB in `folder`, or in its nearest parent that exists.
+
+    Takes some 3 seconds at most, and leaves no file. Raises OSError where nothing can be written.
+    """
+    folder = folder.resolve()
+    while not folder.is_dir():
+        folder = folder.parent
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor_", buffering=0) as file:
+        written = _write(file.fileno())
+        read = _read(file.fileno())
+    kind = file_system(folder, mounts.read_text())
+    return Storage(kind, shutil.disk_usage(folder).free, written, read)
+
+
+def _write(file: int) -> float:
+    """Speed of the largest batch, which ends on the disk: latency counts least there."""
+    size, start = MIB, time.perf_counter()
+    while True:
+        block = os.urandom(MIB)  # file systems that compress must not gain by it
+        begun = time.perf_counter()
+        for _ in range(size // MIB):
+            os.write(file, block)
+        os.fsync(file)
+        now = time.perf_counter()
+        if now - start > SECONDS or size >= MAX_BATCH_BYTES:
+            return size / (now - begun)
+        size *= 2
+
+
+def _read(file: int) -> float:
+    """Speed of reading what was written, past this host's cache where the kernel lets go of it."""
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.lseek(file, 0, os.SEEK_SET)
+    start, size = time.perf_counter(), 0
+    while block := os.read(file, MIB):
+        size += len(block)
+        if time.perf_counter() - start > SECONDS:
+            break
+    return size / (time.perf_counter() - start)
+
+
+def file_system(folder: Path, mounts: str) -> str:
+    """Type (ext4, lustre, nfs4 ...) of the file system that holds `folder`, by /proc/mounts."""
+    rows = [line.split()[1:3] for line in mounts.splitlines()]
+    holding = [(len(point), kind) for point, kind in rows if folder.is_relative_to(point)]
+    # Of several mounted over each other the last is what one sees.
+    return max(enumerate(holding), key=lambda row: (row[1][0], row[0]))[1][1]
+
+
+def judge_storage(storage: Storage) -> Iterator[Finding]:
+    """Speed and space of the run directory; neither keeps training from starting."""
+    slow = storage.written < SLOW
+    yield Finding(
+        SECTION,
+        "run directory",
+        "warning" if slow else "ok",
+        f"{storage.kind}: one file written at {storage.written / 1e6:,.0f} MB/s, "
+        f"read at {storage.read / 1e6:,.0f} MB/s",
+        "set train.run_dir to a faster file system" if slow else "",
+    )
+    full = storage.free < FEW_BYTES_FREE
+    yield Finding(
+        SECTION,
+        "free space",
+        "warning" if full else "ok",
+        f"{storage.free / 1e9:,.0f} GB",
+        "make room, or set train.run_dir; a bfloat16 checkpoint takes 14 bytes per parameter"
+        if full
+        else "",
+    )

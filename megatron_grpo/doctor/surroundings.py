@@ -1,0 +1,62 @@
+"""What this process was started in: Slurm, a container, settings in the environment."""
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from megatron_grpo.doctor.finding import Finding
+
+SECTION = "surroundings"
+
+SETTINGS = (
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_VISIBLE_DEVICES",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_DEBUG",
+    "NCCL_IB_DISABLE",
+    "NCCL_IB_HCA",
+    "NCCL_P2P_DISABLE",
+    "NCCL_SOCKET_IFNAME",
+    "OMP_NUM_THREADS",
+    "PYTORCH_CUDA_ALLOC_CONF",
+)
+"""Shown with their values. Nothing else of the environment is: it holds secrets."""
+
+MARKS = {
+    "run/.containerenv": "podman",
+    ".dockerenv": "docker",
+    ".singularity.d": "apptainer",
+    "etc/enroot/environ": "enroot",
+}
+"""Files that container runtimes leave in the root of a container."""
+
+
+def judge_surroundings(
+    environ: Mapping[str, str], on_gpu: bool, root: Path = Path("/")
+) -> Iterator[Finding]:
+    """Findings from the environment, of which only named variables are read."""
+    yield Finding(SECTION, "Slurm", "ok", _slurm(environ))
+    runtime = next((name for mark, name in MARKS.items() if (root / mark).exists()), "none seen")
+    image = environ.get("NVIDIA_PYTORCH_VERSION")
+    value = f"{runtime}, NVIDIA's PyTorch image {image}" if image else runtime
+    yield Finding(SECTION, "container", "ok", value)
+    given = {name: environ[name] for name in SETTINGS if name in environ}
+    queues = given.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    wrong = on_gpu and queues != "1"
+    yield Finding(
+        SECTION,
+        "environment",
+        "warning" if wrong else "ok",
+        " ".join(f"{name}={value}" for name, value in given.items()) or "nothing set",
+        "unset CUDA_DEVICE_MAX_CONNECTIONS: Megatron's tensor parallelism counts on 1"
+        if wrong
+        else "",
+    )
+
+
+def _slurm(environ: Mapping[str, str]) -> str:
+    if "SLURM_JOB_ID" in environ:
+        return f"in a job of {environ.get('SLURM_JOB_NUM_NODES', '1')} nodes"
+    has_sbatch = shutil.which("sbatch", path=environ.get("PATH", os.defpath)) is not None
+    return "a login node, or a shell outside of jobs" if has_sbatch else "none"

@@ -1,0 +1,100 @@
+"""One rollout engine as a process of this host, with all that it starts."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_grpo import parent_death
+
+NUM_LOG_LINES_SHOWN = 12
+KILL_SECONDS = 5.0
+"""Within which SIGKILL ends a process, unless a device holds it."""
+
+# The last line of a traceback, as Python prints it or behind the prefix of vLLM's log.
+ERROR_LINE = re.compile(r"(\(.*?\) ERROR .*?\] )?[\w.]*(Error|Exception): \S")
+
+
+@dataclass(frozen=True)
+class EngineProcess:
+    """A running engine, the leader of its own process group."""
+
+    url: str
+    command: list[str]
+    environment: Mapping[str, str] = field(repr=False)  # it holds the token
+    log: Path
+    log_start: int
+    """Size of the log when the engine started: earlier lines are another run's."""
+    process: subprocess.Popen[bytes]
+
+    @classmethod
+    def start(
+        cls, command: list[str], environment: Mapping[str, str], url: str, log: Path
+    ) -> "EngineProcess":
+        """Start the engine that `command` is, to be reached at `url`; it appends to `log`.
+
+        Linux kills it when the thread that started it ends: only the main thread may.
+        """
+        assert threading.current_thread() is threading.main_thread()
+        tied_to_us = [sys.executable, "-I", parent_death.__file__, str(os.getpid()), *command]
+        with log.open("ab") as output:
+            log_start = output.tell()
+            process = subprocess.Popen(
+                tied_to_us,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return cls(url, command, environment, log, log_start, process)
+
+    def start_again(self) -> "EngineProcess":
+        """The same engine anew, with the same devices and address."""
+        return self.start(self.command, self.environment, self.url, self.log)
+
+    def end(self, within: float = 0.0) -> str:
+        """How it ended, if it does so within some seconds; else an empty text."""
+        try:
+            code = self.process.wait(within)
+        except subprocess.TimeoutExpired:
+            return ""
+        cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return f"ended with {cause}"
+
+    def last_words(self) -> str:
+        """Where its log is, the first error in it, and its end."""
+        return f"{self.log} ends with\n{log_tail(self.log, self.log_start)}"
+
+    def kill(self) -> None:
+        """End it at once with all that it started, even when it is stopped."""
+        deadline = time.monotonic() + KILL_SECONDS
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.end(within=KILL_SECONDS)
+        self.kill_others(deadline)
+
+    def kill_others(self, deadline: float) -> None:
+        """Wait for the processes that it started, and kill those left at `deadline` (monotonic)."""
+        with suppress(ProcessLookupError):  # raised when the group is empty
+            while time.monotonic() < deadline:
+                os.killpg(self.process.pid, 0)
+                time.sleep(0.05)
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+
+def log_tail(log: Path, start: int) -> str:
+    """The first error in the log from byte `start` on, and its last lines.
+
+    A process that dies takes others down, each with a traceback of its own: the first is the cause.
+    """
+    lines = log.read_bytes()[start:].decode(errors="replace").splitlines()
+    errors = [line for line in lines if ERROR_LINE.match(line)]
+    return "\n".join([*errors[:1], "...", *lines[-NUM_LOG_LINES_SHOWN:]])

@@ -1,0 +1,175 @@
+"""The rollout engines of a run as rank 0 sees them: who serves, who is out, who comes back."""
+
+import sys
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from megatron_grpo.config import RolloutConfig
+from megatron_grpo.rollout.connection import HEALTH_TIMEOUT, is_healthy
+from megatron_grpo.rollout.engine_error import EnginesLost
+from megatron_grpo.rollout.server import EngineServers
+
+MAX_COMEBACKS = 3
+"""Of an engine that serves no whole generation in between: then it is given up."""
+
+
+class State(Enum):
+    """Of one engine."""
+
+    SERVING = auto()
+    """It is well, and a push has been found to have brought it the current weights."""
+    STALE = auto()
+    """It is well, and waits for a push."""
+    DOWN = auto()
+    """It died, hung or broke, and has not answered again yet."""
+    GIVEN_UP = auto()
+    """It was lost too often."""
+
+
+@dataclass
+class Member:
+    """One engine of the fleet."""
+
+    url: str
+    state: State = State.STALE
+    reason: str = "nothing was pushed to it"
+    """Why it does not serve, where it does not."""
+    is_missed: bool = False
+    """Whether it was lost, or left out, since it last served."""
+    num_losses: int = 0
+    """Since it last served a whole generation."""
+    num_starts: int = 0
+    since: float = field(default_factory=time.monotonic)
+    """When it was started or lost last."""
+
+
+class Fleet:
+    """The engines, each in one of four states, and what moves them from one to the next.
+
+    Only a push that succeeds makes an engine serve. One that is lost is killed and started again,
+    where the run has started it; one of `rollout.base_urls` is waited for. Either way it takes no
+    part before it answers and the next push reaches it.
+    """
+
+    def __init__(self, servers: EngineServers, rollout: RolloutConfig) -> None:
+        self.token = servers.token
+        self._servers = servers
+        self._startup_timeout = rollout.startup_timeout
+        self._health_timeout = rollout.health_timeout
+        self._members = {url: Member(url) for url in servers.base_urls}
+
+    @property
+    def serving(self) -> list[str]:
+        """Addresses of the engines that hold the current weights."""
+        return self._in(State.SERVING)
+
+    @property
+    def up(self) -> list[tuple[str, int]]:
+        """Address of each engine that is well, and how often it has come back."""
+        well = self._in(State.SERVING, State.STALE)
+        return [(url, self._members[url].num_starts) for url in well]
+
+    def check_members(self) -> list[str]:
+        """Lose who has died or hangs meanwhile; returns who was lost before and answers now."""
+        asked = self._in(State.SERVING, State.STALE, State.DOWN)
+        with ThreadPoolExecutor(len(asked) or 1) as pool:
+            answers = dict(zip(asked, pool.map(self._answers, asked), strict=True))
+        came_back = []
+        for member in map(self._members.__getitem__, asked):
+            if end := self._servers.end(member.url):
+                self.lose(member.url, end)
+            elif member.state is State.DOWN:
+                if answers[member.url]:
+                    came_back.append(member.url)
+                elif self._servers.are_ours and self._is_late(member):
+                    self.lose(
+                        member.url,
+                        f"did not answer within {self._startup_timeout:g} s of its start "
+                        "(rollout.startup_timeout)",
+                    )
+            elif not answers[member.url]:
+                self.lose(
+                    member.url,
+                    f"did not answer within {self._health_timeout:g} s (rollout.health_timeout)",
+                )
+        return came_back
+
+    def lose(self, url: str, reason: str) -> None:
+        """Take an engine out that is dead, hangs or is broken, and start it again if it is ours.
+
+        Only the main thread may.
+        """
+        member = self._members[url]
+        end = self._servers.kill(url) if self._servers.are_ours else ""
+        reason = (end or reason).removeprefix(f"rollout engine {url} ")
+        member.reason = reason + self._servers.last_words(url)
+        member.num_losses += 1
+        member.num_starts += 1
+        member.is_missed = True
+        member.since = time.monotonic()
+        if member.num_losses > MAX_COMEBACKS:
+            member.state, then = State.GIVEN_UP, f"it came back {MAX_COMEBACKS} times: no more"
+        elif self._servers.are_ours:
+            self._servers.restart(url)
+            member.state, then = State.DOWN, "it is started again"
+        else:
+            member.state, then = State.DOWN, "it is back when it answers, and has new weights"
+        _say(f"rollout engine {url} is lost: {reason}; {then}")
+
+    def leave_out(self, url: str, reason: str) -> None:
+        """Have an engine that is well wait for the next push."""
+        member = self._members[url]
+        member.state, member.is_missed = State.STALE, True
+        member.reason = reason.removeprefix(f"rollout engine {url} ")
+        _say(f"rollout engine {url} is out until the next push: {member.reason}")
+
+    def welcome(self, url: str) -> None:
+        """Have an engine that answers again wait for the next push."""
+        self._members[url].state = State.STALE
+
+    def begin_push(self, urls: Iterable[str]) -> None:
+        """These hold no weights of any version now."""
+        for url in urls:
+            self._members[url].state = State.STALE
+            self._members[url].reason = "a push of weights to it has failed"
+
+    def finish_push(self, urls: Iterable[str]) -> None:
+        """These hold the current weights now."""
+        for url in urls:
+            member = self._members[url]
+            member.state = State.SERVING
+            if member.is_missed:
+                member.is_missed = False
+                _say(f"rollout engine {url} is back")
+
+    def finish_generation(self) -> None:
+        """The engines that serve have proved that they do."""
+        for url in self.serving:
+            self._members[url].num_losses = 0
+
+    def check_hope(self, deadline: float) -> None:
+        """Raise EnginesLost when no engine can come back, or `deadline` (monotonic) is over."""
+        if time.monotonic() > deadline or not self._in(State.STALE, State.DOWN):
+            raise EnginesLost(f"no rollout engine serves any more:\n{self.account()}")
+
+    def account(self) -> str:
+        """Of each engine that does not serve: why."""
+        out = [member for member in self._members.values() if member.state is not State.SERVING]
+        return "\n".join(f"rollout engine {member.url} {member.reason}" for member in out)
+
+    def _in(self, *states: State) -> list[str]:
+        return [member.url for member in self._members.values() if member.state in states]
+
+    def _answers(self, url: str) -> bool:
+        is_down = self._members[url].state is State.DOWN
+        return is_healthy(url, HEALTH_TIMEOUT if is_down else self._health_timeout)
+
+    def _is_late(self, member: Member) -> bool:
+        return time.monotonic() - member.since > self._startup_timeout
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

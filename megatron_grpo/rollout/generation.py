@@ -1,0 +1,77 @@
+"""The requests of one generation, each of which is answered once, whichever engine does it."""
+
+from collections.abc import Sequence
+
+from megatron_grpo.prompts import Prompt
+from megatron_grpo.rollout.engine import Json
+from megatron_grpo.rollout.samples import Sample, first_seed
+
+
+class Generation:
+    """`num_generations` samples of each prompt, as they are asked for, and those that have come.
+
+    One request asks for all samples of a prompt, which then share its prefix; each sample has a
+    seed of its own (`first_seed`), the same whenever and wherever it is asked for.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        num_generations: int,
+        temperature: float,
+        max_completion_length: int,
+        stop_token_ids: Sequence[int],
+        seed: int,
+        step: int,
+        policy_version: int,
+    ) -> None:
+        self.policy_version = policy_version
+        self.engines: set[str] = set()
+        """Addresses of those that have answered."""
+        self._prompts = prompts
+        self._answers: dict[int, Json] = {}
+        sampling: Json = {
+            "n": num_generations,
+            "temperature": temperature,
+            "max_tokens": max_completion_length,
+            "logprobs": 0,  # of the sampled token alone
+            "stop_token_ids": [*stop_token_ids],
+            "ignore_eos": True,  # the tokenizer's one end token; those of the model are above
+        }
+        self.open: dict[int, Json] = {
+            position: {
+                "token_ids": prompt.token_ids,
+                "output_mode": "text",
+                "priority": position,
+                "sampling_params": sampling | {"seed": first_seed(seed, step, position)},
+            }
+            for position, prompt in enumerate(prompts)
+        }
+        """The requests that nobody has answered, by the position of their prompt."""
+
+    def take(self, position: int, answer: Json, url: str) -> None:
+        """Keep the answer of the engine at `url` to an open request."""
+        del self.open[position]
+        self._answers[position] = answer
+        self.engines.add(url)
+
+    def samples(self) -> list[Sample]:
+        """All of them, in the order of the prompts, once no request is open."""
+        assert not self.open, f"{len(self.open)} requests are open"
+        return [
+            self._sample(prompt, choice)
+            for position, prompt in enumerate(self._prompts)
+            for choice in sorted(self._answers[position]["choices"], key=lambda c: c["index"])
+        ]
+
+    def _sample(self, prompt: Prompt, choice: Json) -> Sample:
+        return Sample(
+            prompt=prompt,
+            sample_index=choice["index"],
+            completion_ids=tuple(choice["token_ids"]),
+            logprobs=tuple(token["logprob"] for token in choice["logprobs"]["content"]),
+            finish_reason=choice["finish_reason"],
+            text=choice["text"],
+            policy_version=self.policy_version,
+        )

@@ -1,0 +1,241 @@
+"""What rank 0 knows of all ranks, and what it concludes from it: whether the job must end, and why.
+
+Nothing here waits or reads a clock: events come with the time at which they were noticed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megatron_grpo.watch.limits import START, Limit, Limits
+from megatron_grpo.watch.stacks import odd_ones_out
+
+EXIT_FAILURE = 1
+NUM_RANKS_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds between and until the things that a watch does."""
+
+    beat: float = 1.0
+    """Between two signs of life of a rank, and of the monitor."""
+    silence: float = 20.0
+    """Without one, until a rank counts as stopped."""
+    kill: float = 30.0
+    """Without one, until the kernel ends the process."""
+    settle: float = 0.5
+    """From the first sign of trouble to the verdict: its consequences may be noticed before it."""
+    stacks: float = 2.0
+    """In which ranks must tell their stacks."""
+    unwind: float = 5.0
+    """In which rank 0 may close what it owns before it leaves."""
+
+
+PACE = Pace()
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far the main thread of a rank is."""
+
+    step: int = 0
+    """Optimizer step that it works on, counted from 1; 0 before its first."""
+    phase: str = START
+    num_phases: int = 0
+    num_ticks: int = 0
+
+    def __str__(self) -> str:
+        phase = [f"phase {self.phase}"] if self.phase else []
+        return " of ".join([*phase, f"step {self.step}"] if self.step else phase)
+
+
+@dataclass
+class Member:
+    """A rank that has come to the job."""
+
+    rank: int
+    host: str
+    pid: int
+    heard: float
+    """When it last gave a sign of life."""
+    position: Position = Position()
+    stack: str | None = None
+    """Of its main thread, since it was asked."""
+    dump: list[str] = field(default_factory=list)
+    """What Python has written at a crash, or because no other thread got to run."""
+    has_told: bool = False
+    """Whether it has said that it leaves, or why it failed: its end is no news then."""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host} (pid {self.pid})"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a rank tells of the exception that ended its main thread."""
+
+    text: str
+    """One line for whom can mend it; else the traceback."""
+    is_for_user: bool = False
+    is_consequence: bool = False
+    """Whether it says no more than that another rank or engine could not be reached."""
+
+
+@dataclass(frozen=True)
+class End:
+    """The job is over: every rank leaves with `code`."""
+
+    code: int
+    text: str = ""
+    stacks: str = ""
+    """For a file: the stacks of all ranks."""
+
+
+@dataclass(frozen=True)
+class _Cause:
+    time: float
+    end: End
+    is_consequence: bool = False
+
+
+class Job:
+    """The ranks of a job as rank 0 sees them."""
+
+    def __init__(self, world_size: int, limits: Limits, pace: Pace, now: float) -> None:
+        self.members: dict[int, Member] = {}
+        self._world_size, self._limits, self._pace = world_size, limits, pace
+        self._progress = now
+        self._asked: float | None = None
+        self._causes: list[_Cause] = []
+        self._first_step = 0
+        self._leaving: dict[int, End] = {}
+
+    @property
+    def position(self) -> Position:
+        """Where rank 0 is, for which the others may have to wait long."""
+        return self.members[0].position if 0 in self.members else Position()
+
+    def join(self, rank: int, host: str, pid: int, now: float) -> None:
+        """A rank has come."""
+        self.members[rank] = Member(rank, host, pid, now)
+        self._moved(now)
+
+    def beat(self, rank: int, position: Position, now: float) -> None:
+        """A rank lives, and has come as far as `position`."""
+        member = self.members[rank]
+        member.heard = now
+        if position != member.position:
+            member.position = position
+            self._first_step = self._first_step or self.position.step
+            self._moved(now)
+
+    def failed(self, rank: int, failure: Failure, now: float) -> None:
+        """The main thread of a rank has raised."""
+        member = self.members[rank]
+        member.has_told = True
+        if failure.is_for_user:
+            end = End(2, f"megatron-grpo: {failure.text}")
+        else:
+            place = f"{member} failed in {member.position}"
+            end = End(EXIT_FAILURE, f"megatron-grpo: {place}:\n{failure.text}")
+        self._causes.append(_Cause(now, end, failure.is_consequence))
+
+    def lost(self, rank: int, now: float) -> None:
+        """The connection to a rank is gone, and so is its process."""
+        member = self.members[rank]
+        if member.has_told:
+            return
+        member.has_told = True
+        text = "\n".join([f"megatron-grpo: {member} died in {member.position}", *member.dump])
+        self._causes.append(_Cause(now, End(EXIT_FAILURE, text)))
+
+    def leaves(self, rank: int, end: End, now: float) -> None:
+        """A rank is done, and waits for the others."""
+        self.members[rank].has_told = True
+        self._leaving[rank] = end
+        self._moved(now)
+
+    def over(self, end: End, now: float) -> None:
+        """A rank says that the job is over."""
+        self._causes.append(_Cause(now, end))
+
+    def wants_stacks(self, now: float) -> bool:
+        """Whether all ranks are to tell their stacks now; True once, and again after progress."""
+        limit = self._limit()
+        if self._asked is not None or limit is None or now - self._progress < limit.seconds:
+            return False
+        self._asked = now
+        for member in self.members.values():
+            member.stack = None
+        return True
+
+    def end(self, now: float) -> End | None:
+        """What the job ends with, once that is known."""
+        if self._causes:
+            if now - self._causes[0].time < self._pace.settle:
+                return None
+            return min(self._causes, key=lambda cause: cause.is_consequence).end
+        if len(self._leaving) == self._world_size:
+            return self._leaving[0]
+        if silent := [m for m in self.members.values() if now - m.heard >= self._pace.silence]:
+            return End(EXIT_FAILURE, _silent(silent, self._pace.silence))
+        if self._asked is None:
+            return None
+        answered = all(member.stack is not None for member in self.members.values())
+        return self._hang() if answered or now - self._asked >= self._pace.stacks else None
+
+    def _moved(self, now: float) -> None:
+        self._progress, self._asked = now, None
+
+    def _limit(self) -> Limit | None:
+        position = self.position
+        is_first_step = position.step <= self._first_step
+        return self._limits.of_phase(position.phase, is_first_step=is_first_step)
+
+    def _hang(self) -> End:
+        limit = self._limit()
+        assert limit is not None
+        lines = [
+            f"megatron-grpo: no rank has made progress for {limit.seconds:g} s ({limit.key}); "
+            f"rank 0 is in {self.position}"
+        ]
+        if missing := sorted(set(range(self._world_size)) - self.members.keys()):
+            lines += [f"not come to the job: rank {', '.join(map(str, missing))}"]
+        else:
+            lines += self._suspects()
+        stacks = [f"{m}, {m.position}:\n{m.stack}\n" for m in self._sorted()]
+        return End(EXIT_FAILURE, "\n".join(lines), "\n".join(stacks))
+
+    def _suspects(self) -> list[str]:
+        """Those for whom the others wait, with their stacks; of all alike, rank 0."""
+        told = {m.rank: m.stack for m in self._sorted() if m.stack is not None}
+        odd = [member.rank for member in self._sorted() if member.rank not in told]
+        if not odd:
+            progress = {
+                rank: (member.position.step, member.position.num_ticks)
+                for rank, member in self.members.items()
+            }
+            odd = odd_ones_out(told, progress)
+        if not odd:
+            return [f"all ranks wait alike; {self.members[0]}:", told[0]]
+        lines = [f"{len(odd)} of {self._world_size} ranks are not where the others are:"]
+        for member in (self.members[rank] for rank in odd[:NUM_RANKS_SHOWN]):
+            stack = "it does not tell its stack" if member.stack is None else member.stack
+            lines += [f"{member}, {member.position}:", stack]
+        return lines
+
+    def _sorted(self) -> list[Member]:
+        return [self.members[rank] for rank in sorted(self.members)]
+
+
+def _silent(members: Sequence[Member], seconds: float) -> str:
+    lines = []
+    for member in members[:NUM_RANKS_SHOWN]:
+        lines += [
+            f"{member}, in {member.position}, has not answered for {seconds:g} s: it is stopped, "
+            "or its host is gone",
+            *member.dump,
+        ]
+    if len(members) > NUM_RANKS_SHOWN:
+        lines += [f"and {len(members) - NUM_RANKS_SHOWN} other ranks"]
+    return "\n".join(["megatron-grpo: " + lines[0], *lines[1:]])

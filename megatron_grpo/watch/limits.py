@@ -1,0 +1,70 @@
+"""How long the phases of a step may go without progress."""
+
+from dataclasses import dataclass
+
+from megatron_grpo.config import Config
+from parallel.transport import TIMEOUT
+
+MARGIN_SECONDS = 15.0
+"""What a wait with a time-out of its own gets on top: it then ends with its own message."""
+
+START = "start"
+"""The phase before the first step, when models are built and engines come up."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Seconds, and the config key that sets them."""
+
+    seconds: float
+    key: str
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The longest time, by phase of rank 0, in which no rank of the job makes progress."""
+
+    start: Limit
+    step: Limit
+    generate: Limit
+    push: Limit
+
+    @classmethod
+    def of(cls, cfg: Config) -> "Limits":
+        """Those of a run."""
+        rollout = cfg.rollout
+        # A request to an engine that dies is made again, of another one or a restarted one.
+        generate = 2 * rollout.request_timeout + rollout.startup_timeout
+        # A link that brings nothing for so long is given up; then its engine is waited for before
+        # it counts as lost, and the push is done once more.
+        waits = TIMEOUT.total_seconds() + rollout.stall_timeout
+        push = max(waits + MARGIN_SECONDS, cfg.train.hang_timeout)
+        return cls(
+            start=Limit(rollout.startup_timeout + MARGIN_SECONDS, "rollout.startup_timeout"),
+            step=Limit(cfg.train.hang_timeout, "train.hang_timeout"),
+            generate=Limit(generate + MARGIN_SECONDS, "rollout.request_timeout"),
+            push=Limit(push, "rollout.stall_timeout"),
+        )
+
+    def of_phase(self, phase: str, *, is_first_step: bool) -> Limit | None:
+        """The limit while rank 0 is in `phase`; None where nobody can say how long it takes.
+
+        Files may be slow, and every call of a reward has its own limit. In the first step of a
+        process, kernels are compiled and connections made.
+        """
+        match phase:
+            case "await_engines":
+                return self.start
+            case "score" | "save" | "export" | "close":
+                return None
+            case "generate":
+                return self.generate
+            case "push" | "verify_weights":
+                usual = self.push
+            case _:
+                usual = self.step
+        return max(self.start, usual, key=_seconds) if is_first_step else usual
+
+
+def _seconds(limit: Limit) -> float:
+    return limit.seconds

@@ -1,0 +1,175 @@
+"""The thread on rank 0 that hears from all ranks, and tells them when the job is over."""
+
+import hmac
+import os
+import secrets
+import selectors
+import socket
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.watch.job import End, Failure, Job, Limits, Pace, Position
+from megatron_grpo.watch.wire import LineReader, MonitorAddress, line, new_key, proof
+
+LOOK_SECONDS = 0.05
+"""Between two looks at what has come: a thousand ranks must not wake the thread one by one."""
+LAST_WORDS_SECONDS = 2.0
+"""In which the other ranks should be gone once they have been told."""
+
+
+class _Connection:
+    """One end of a connection; whose, is known once `rank` is no longer None."""
+
+    def __init__(self, accepted: socket.socket) -> None:
+        accepted.setblocking(False)
+        accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket = accepted
+        self.rank: int | None = None
+        self.challenge = secrets.token_hex(16)
+        self.lines = LineReader()
+        self._unsent = b""
+
+    def send(self, data: bytes = b"") -> None:
+        """Send what the kernel takes, and the rest with the next message."""
+        self._unsent += data
+        try:
+            self._unsent = self._unsent[self.socket.send(self._unsent) :]
+        except (BlockingIOError, ConnectionError):
+            return  # stopped, or gone: what that means is judged elsewhere
+
+
+class Monitor:
+    """Listens on exactly `host`; `address` is what the ranks have to know.
+
+    Nobody without the key is heard, and nothing that arrives is more than data.
+    """
+
+    def __init__(
+        self, host: str, world_size: int, limits: Limits, stacks_file: Path, pace: Pace
+    ) -> None:
+        self._listener = socket.create_server((host, 0), backlog=world_size)
+        self._listener.setblocking(False)
+        port = self._listener.getsockname()[1]
+        self.address = MonitorAddress(
+            rank_0=f"rank 0 on {socket.gethostname()} (pid {os.getpid()})",
+            host=host,
+            port=port,
+            key=new_key(),
+        )
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._connections: set[_Connection] = set()
+        self._pace, self._stacks_file = pace, stacks_file
+        # Time counts only while this thread runs: a machine that slept has not been silent.
+        self._now, self._looked = 0.0, time.monotonic()
+        self._job = Job(world_size, limits, pace, self._now)
+        self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait until all ranks have been told that the job is over."""
+        self._thread.join()
+
+    def _run(self) -> None:
+        last_beat, told = self._now, self._job.position
+        while True:
+            self._look()
+            if self._job.wants_stacks(self._now):
+                self._tell(line(tell="stack"))
+            if end := self._job.end(self._now):
+                return self._finish(end)
+            position = self._job.position
+            if position.phase != told.phase or self._now - last_beat >= self._pace.beat:
+                last_beat, told = self._now, position
+                self._tell(line(beat=asdict(position)))
+
+    def _look(self) -> None:
+        """Wait a moment and take the news."""
+        time.sleep(LOOK_SECONDS)
+        looked = time.monotonic()
+        self._now += min(looked - self._looked, self._pace.beat)
+        self._looked = looked
+        for key, _ in self._selector.select(0):
+            if key.fileobj is self._listener:
+                self._accept()
+            else:
+                self._receive(key.data)
+
+    def _accept(self) -> None:
+        with suppress(BlockingIOError, ConnectionAbortedError):  # no more, or gone again
+            while True:
+                accepted, _ = self._listener.accept()
+                connection = _Connection(accepted)
+                self._connections.add(connection)
+                self._selector.register(accepted, selectors.EVENT_READ, connection)
+                connection.send(line(challenge=connection.challenge))
+
+    def _receive(self, connection: _Connection) -> None:
+        try:
+            data = connection.socket.recv(1 << 16)
+            for message in connection.lines.feed(data):
+                self._take(connection, message)
+        except (ConnectionError, ValueError):
+            data = b""
+        if not data:
+            self._drop(connection)
+
+    def _drop(self, connection: _Connection) -> None:
+        self._selector.unregister(connection.socket)
+        connection.socket.close()
+        self._connections.remove(connection)
+        if connection.rank is not None:
+            self._job.lost(connection.rank, self._now)
+
+    def _take(self, connection: _Connection, message: Any) -> None:
+        rank, job, now = connection.rank, self._job, self._now
+        match message:
+            case {"rank": int(claimed), "host": host, "pid": pid, "proof": str(given)}:
+                expected = proof(self.address.key, connection.challenge, claimed)
+                if not hmac.compare_digest(given.encode(), expected.encode()):
+                    raise ConnectionError("no rank of this job")
+                connection.rank = claimed
+                job.join(claimed, host, pid, now)
+            case _ if rank is None:
+                raise ConnectionError("no rank of this job")
+            case {"beat": position}:
+                job.beat(rank, Position(**position), now)
+            case {"failure": failure}:
+                job.failed(rank, Failure(**failure), now)
+            case {"stack": stack}:
+                job.members[rank].stack = stack
+            case {"leaves": end}:
+                job.leaves(rank, End(**end), now)
+            case {"over": end}:
+                job.over(End(**end), now)
+            case {"preempt": True}:
+                self._tell(line(preempt=True))
+            case str(text):  # what Python has written at a crash
+                job.members[rank].dump.append(text)
+
+    def _tell(self, message: bytes) -> None:
+        for connection in self._connections:
+            if connection.rank is not None:
+                connection.send(message)
+
+    def _finish(self, end: End) -> None:
+        """Tell the others first: with rank 0 goes this thread."""
+        if end.stacks:
+            self._stacks_file.parent.mkdir(parents=True, exist_ok=True)
+            self._stacks_file.write_text(end.stacks)
+        message = line(end={"code": end.code, "text": end.text})
+        own = {connection for connection in self._connections if connection.rank == 0}
+        others = self._connections.difference(own)
+        for connection in others:
+            connection.send(message)
+        deadline = time.monotonic() + LAST_WORDS_SECONDS
+        while self._connections.difference(own) and time.monotonic() < deadline:
+            for connection in others & self._connections:
+                connection.send()
+            self._look()
+        for connection in own & self._connections:
+            connection.send(message)

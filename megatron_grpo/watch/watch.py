@@ -1,0 +1,173 @@
+"""The watch over a rank, as its main thread knows it.
+
+Main threads spend their time in collectives, which nobody can interrupt: so a thread beside this
+one (`lifeline.py`) speaks to a monitor on rank 0 (`monitor.py`), which knows how all ranks are
+(`job.py`). When the job is over, that thread ends the process.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import TracebackType
+
+from torch.distributed import DistError, Store
+
+from megatron_grpo.launch import RankPlace
+from megatron_grpo.preemption import EXIT_PREEMPTED, PREEMPTION_SIGNALS, Preempted
+from megatron_grpo.rollout import EnginesLost
+from megatron_grpo.watch.job import EXIT_FAILURE, PACE, End, Failure, Pace, Position
+from megatron_grpo.watch.lifeline import Lifeline
+from megatron_grpo.watch.limits import Limits
+from megatron_grpo.watch.monitor import Monitor
+from megatron_grpo.watch.wire import MonitorAddress, connect
+
+MAX_TEXT = 1 << 15
+AGREED = (Preempted, EnginesLost)
+"""What all ranks raise together, when what is done is saved."""
+NOTHING_TO_SAVE = End(
+    EXIT_PREEMPTED, "megatron-grpo: preempted before the first step; the same command resumes"
+)
+STORE_KEY = "megatron-grpo/watch"
+
+
+class Watch:
+    """One rank's watch; every rank makes one, in the job's own `store`, and enters its context.
+
+    What ends the block on one rank ends all ranks within seconds: an exception, Preempted, a death,
+    a hang, SIGINT. Then the process ends in here, with the job's exit code, and rank 0 has told
+    why. The context is left only when all ranks have come to its end.
+
+    `stacks_file` is where a hang leaves the stacks of all ranks.
+    """
+
+    def __init__(
+        self,
+        place: RankPlace,
+        store: Store,
+        limits: Limits,
+        stacks_file: Path,
+        pace: Pace = PACE,
+    ) -> None:
+        self._place = place
+        self._position = Position()
+        self._is_preempted = False
+        self._callbacks: list[Callable[[], None]] = []
+        self._has_reported = False
+        self._monitor = None
+        host = _monitor_host(place, store)
+        if place.rank == 0:
+            self._monitor = Monitor(host, place.world_size, limits, stacks_file, pace)
+            store.set(STORE_KEY, json.dumps(asdict(self._monitor.address)))
+        address = MonitorAddress(**json.loads(store.get(STORE_KEY)))
+        connection = connect(address, place.rank, socket.gethostname(), os.getpid(), pace.silence)
+        self._lifeline = Lifeline(
+            connection, address.rank_0, place, pace, lambda: self._position, self._preempt
+        )
+
+    def __enter__(self) -> "Watch":
+        for number in PREEMPTION_SIGNALS:
+            signal.signal(number, lambda *_: None)  # the lifeline hears of them
+        os.register_at_fork(after_in_child=self._let_go)
+        self._lifeline.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self._lifeline.say(leaves=asdict(End(0)))
+        elif isinstance(error, AGREED):
+            code = EXIT_PREEMPTED if isinstance(error, Preempted) else EXIT_FAILURE
+            self._lifeline.say(leaves=asdict(End(code, f"megatron-grpo: {error}")))
+        else:
+            self.report(kind, error, trace)
+        self._lifeline.join()  # returns when all is well everywhere; else the process ends in it
+        if self._monitor is not None:
+            self._monitor.join()
+        self._let_go()
+
+    def begin_step(self, step: int) -> None:
+        """The main thread works on optimizer step `step`, counted from 1."""
+        self._position = replace(self._position, step=step, num_ticks=0)
+
+    def enter(self, phase: str) -> None:
+        """It is in the part of the step that is called `phase`."""
+        before = self._position
+        self._position = replace(before, phase=phase, num_phases=before.num_phases + 1)
+        self._lifeline.say(beat=asdict(self._position))
+
+    def tick(self) -> None:
+        """It has come a microbatch further."""
+        self._position = replace(self._position, num_ticks=self._position.num_ticks + 1)
+
+    @property
+    def is_preempted(self) -> bool:
+        """Whether a rank of the job has got SIGTERM or SIGUSR1."""
+        return self._is_preempted
+
+    def on_preempt(self, callback: Callable[[], None]) -> None:
+        """Call `callback`, mostly from another thread, once `is_preempted`; maybe twice."""
+        self._callbacks.append(callback)
+        if self._is_preempted:
+            callback()
+
+    def report(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Tell all ranks at once of the exception that ends the main thread, if it is the first.
+
+        For `ExitStack.push`: what the stack has to close may take seconds.
+        """
+        if error is None or self._has_reported or isinstance(error, (*AGREED, KeyboardInterrupt)):
+            return
+        self._has_reported = True
+        self._lifeline.unwind()
+        self._lifeline.say(beat=asdict(self._position))  # where exactly that was
+        self._lifeline.say(failure=asdict(_failure(error)))
+        if self._place.has_own_log:
+            traceback.print_exception(kind, error, trace, file=sys.stderr)
+
+    def _preempt(self) -> None:
+        if self._is_preempted:
+            return
+        self._is_preempted = True
+        for callback in self._callbacks:
+            callback()
+        if self._place.rank == 0 and self._position.step == 0:
+            self._lifeline.say(over=asdict(NOTHING_TO_SAVE))
+
+    def _let_go(self) -> None:
+        self._lifeline.close()
+        for number in PREEMPTION_SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _monitor_host(place: RankPlace, store: Store) -> str:
+    """The address on which rank 0 listens: loopback on one host, else on the ranks' network."""
+    if place.num_hosts == 1:
+        return "127.0.0.1"
+    # As the last rank sees it: on rank 0's own host its name may stand for loopback.
+    if place.rank == place.world_size - 1:
+        store.set(f"{STORE_KEY}/host", socket.gethostbyname(os.environ["MASTER_ADDR"]))
+    return str(store.get(f"{STORE_KEY}/host").decode())
+
+
+def _failure(error: BaseException) -> Failure:
+    """How an exception is told: in a line to whom can mend it, else with the stack."""
+    if isinstance(error, (ValueError, OSError)):
+        is_consequence = isinstance(error, ConnectionError)
+        return Failure(str(error), is_for_user=True, is_consequence=is_consequence)
+    text = "".join(traceback.format_exception(error)).rstrip()[-MAX_TEXT:]
+    return Failure(text, is_consequence=isinstance(error, DistError) or "gloo" in str(error))

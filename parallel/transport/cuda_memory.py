@@ -1,0 +1,84 @@
+"""Memory of a GPU that two processes share, by the driver's own calls.
+
+torch can share its tensors, too, but keeps count of them in a file that stays behind when a process
+is killed, and shares whatever else lies in the same block of its allocator.
+"""
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel.transport.wire import Wire
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_ubyte * 64),)
+
+
+LAZY_PEER_ACCESS = ctypes.c_uint(1)  # the only flag that the driver knows
+
+
+class CudaMemory:
+    """Memory of a GPU, used by the process that made it and by the one it was sent to.
+
+    It is gone when the process that made it closes it or ends.
+    """
+
+    def __init__(
+        self, address: ctypes.c_uint64, num_bytes: int, device: torch.device, free: str
+    ) -> None:
+        self._address = address
+        self._device = device
+        self._free = free
+        # A tensor over somebody else's memory.
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address.value, False),
+            "version": 3,
+        }
+        self.tensor: Tensor = torch.as_tensor(self, device=device)
+        """uint8 [num_bytes]; not to be used after `close`."""
+
+    @classmethod
+    def allocate(cls, num_bytes: int, device: torch.device) -> "CudaMemory":
+        """New memory; RuntimeError when the GPU has too little."""
+        address = ctypes.c_uint64()
+        _call(device, "cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
+        return cls(address, num_bytes, device, "cuMemFree_v2")
+
+    @classmethod
+    def receive(cls, wire: Wire, num_bytes: int, device: torch.device) -> "CudaMemory":
+        """The memory that the other end of a wire sends."""
+        address, handle = ctypes.c_uint64(), _Handle()
+        wire.receive(memoryview(handle).cast("B"))
+        _call(device, "cuIpcOpenMemHandle_v2", ctypes.byref(address), handle, LAZY_PEER_ACCESS)
+        return cls(address, num_bytes, device, "cuIpcCloseMemHandle")
+
+    def send(self, wire: Wire) -> None:
+        """Share the memory with the other end of a wire."""
+        handle = _Handle()
+        _call(self._device, "cuIpcGetMemHandle", ctypes.byref(handle), self._address)
+        wire.send(memoryview(bytes(handle)))
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        del self.tensor
+        _call(self._device, self._free, self._address)
+
+
+def _call(device: torch.device, name: str, *arguments: Any) -> None:
+    """Call the driver in torch's context on `device`."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()  # there is a context, and nothing runs that uses the memory
+        function: Callable[..., int] = getattr(driver, name)
+        code = function(*arguments)
+    if code:
+        text = ctypes.c_char_p()
+        driver.cuGetErrorString(code, ctypes.byref(text))
+        said = (text.value or b"unknown").decode()
+        raise RuntimeError(f"{name}: {said} (CUDA driver error {code})")

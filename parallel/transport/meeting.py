@@ -1,0 +1,177 @@
+"""Where the two ends of a link find each other: a board on one of the hosts.
+
+Whoever reaches its port can read and change what is on it. So the key of a meeting is never said
+there, and what was not written with the key is not believed.
+"""
+
+import hashlib
+import hmac
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
+
+from parallel.transport.wire import LinkError
+
+POLL_SECONDS = 0.1
+"""Between two looks at a board; the store's own wait cannot end with a refusal."""
+REFUSAL = "refusal"
+"""Under which the first who fails says why."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """The address of a board and the secret with which a set of links is agreed on there.
+
+    One meeting serves one set of links; a retry opens another.
+    """
+
+    host: str
+    port: int
+    key: str
+
+
+class Board:
+    """What the processes of a meeting tell each other, by name.
+
+    Its methods raise LinkError when the store is lost.
+    """
+
+    def __init__(self, store: Store, key: str) -> None:
+        self._key = key.encode()
+        self._store = PrefixStore(hashlib.sha256(self._key).hexdigest(), store)
+
+    def publish(self, name: str, text: str) -> None:
+        """Have all read `text` under `name`."""
+        with _told_when_lost():
+            self._store.set(name, self._seal(name, text) + text)
+
+    def refuse(self, reason: str) -> None:
+        """Have all who wait for anything here know at once why there will be no links."""
+        with _told_when_lost():  # the first reason stays
+            self._store.compare_set(REFUSAL, "", self._seal(REFUSAL, reason) + reason)
+
+    @contextmanager
+    def refusing(self, who: str) -> Iterator[None]:
+        """Have the others know at once of what fails in the block."""
+        try:
+            yield
+        except Exception as error:
+            with suppress(LinkError):  # of the two failures the first says more
+                self.refuse(f"{who}: {error}")
+            raise
+
+    def check_refusal(self) -> None:
+        """Raise LinkError when somebody has refused."""
+        with _told_when_lost():
+            is_refused = self._store.check([REFUSAL])
+        if is_refused:
+            raise LinkError(self._texts([REFUSAL])[0])
+
+    def read(self, names: Mapping[str, str], timeout: timedelta) -> list[str]:
+        """What is published under `names`, in order, once all of it is.
+
+        The values say by whom, for the LinkError when it is not there within `timeout`. Raises
+        LinkError also when somebody has refused, or what is there was written without the key.
+        """
+        deadline = time.monotonic() + timeout.total_seconds()
+        while not self._has([*names]):
+            self.check_refusal()
+            if time.monotonic() > deadline:
+                late = dict.fromkeys(who for name, who in names.items() if not self._has([name]))
+                seconds = timeout.total_seconds()
+                raise LinkError(f"no word of {', '.join(late)} within {seconds:g} s")
+            time.sleep(POLL_SECONDS)
+        return self._texts([*names])
+
+    def _has(self, names: list[str]) -> bool:
+        with _told_when_lost():
+            return self._store.check(names)
+
+    def _texts(self, names: list[str]) -> list[str]:
+        with _told_when_lost():
+            found = self._store.multi_get(names)
+        return [self._unsealed(name, said) for name, said in zip(names, found, strict=True)]
+
+    def _unsealed(self, name: str, said: bytes) -> str:
+        length = 2 * hashlib.sha256().digest_size
+        seal, text = said[:length], said[length:].decode(errors="replace")
+        if not hmac.compare_digest(seal, self._seal(name, text).encode()):
+            raise LinkError(f"{name!r} at the meeting was written by somebody without its key")
+        return text
+
+    def _seal(self, name: str, text: str) -> str:
+        return hmac.new(self._key, f"{name}\0{text}".encode(), hashlib.sha256).hexdigest()
+
+
+@contextmanager
+def _told_when_lost() -> Iterator[None]:
+    try:
+        yield
+    except DistError:
+        raise LinkError("the store of the meeting is lost") from None
+
+
+def open_meeting(address: str) -> tuple[Meeting, Board]:
+    """Open a meeting on a free port of exactly `address`, a name or number of this host.
+
+    Returns it and its board, which ends when the last reference to it goes. Raises OSError where
+    `address` is not this host's.
+    """
+    family, kind, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind)
+    listener.bind(place)
+    host, port = listener.getsockname()[:2]
+    store = TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    meeting = Meeting(host, port, secrets.token_hex(16))
+    return meeting, Board(store, meeting.key)
+
+
+def join(meeting: Meeting, timeout: timedelta) -> Board:
+    """The board of a meeting, each of whose answers is waited for `timeout` at most.
+
+    Raises LinkError when it cannot be reached in that time.
+    """
+    try:
+        store = TCPStore(meeting.host, meeting.port, wait_for_workers=False, timeout=timeout)
+    except DistError as error:
+        raise LinkError(f"no store at {meeting.host} port {meeting.port}: {error}") from None
+    return Board(store, meeting.key)
+
+
+def local_address(meeting: Meeting) -> str:
+    """The address of this host from which it reaches the meeting's; network links listen on it."""
+    family, kind, _, _, place = socket.getaddrinfo(
+        meeting.host, meeting.port, type=socket.SOCK_DGRAM
+    )[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(place)  # sends nothing
+        address: str = probe.getsockname()[0]
+        return address
+
+
+def place(device: torch.device) -> str:
+    """Which memory `device` means: two processes that say the same can share it.
+
+    They are on the same boot of a host and in one network namespace, in which local links find each
+    other; for CUDA, on the same GPU and in one namespace of inter-process communication.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    host = f"{boot} {_namespace('net')}"
+    if device.type == "cpu":
+        return f"{host} cpu"
+    return f"{host} {_namespace('ipc')} {torch.cuda.get_device_properties(device).uuid}"
+
+
+def _namespace(kind: str) -> int:
+    return os.stat(f"/proc/self/ns/{kind}").st_ino

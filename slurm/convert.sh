@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# A conversion on one node, which needs no GPU; the arguments are those of checkpoint-convert:
+#   sbatch slurm/convert.sh import --hf models/Llama-3.3-70B-Instruct --out llama_70b --tp 8 --pp 4
+#SBATCH --job-name=convert
+#SBATCH --nodes=1
+#SBATCH --exclusive
+#SBATCH --time=02:00:00
+#SBATCH --output=%x_%j.log
+source "$SLURM_SUBMIT_DIR/slurm/job.sh"
+cd "$SLURM_SUBMIT_DIR"
+source slurm/env.sh
+step --nodes=1 --ntasks=1 checkpoint-convert "$@"

@@ -1,0 +1,23 @@
+# shellcheck shell=bash disable=SC2034
+# What differs from site to site, in one place. Before a job:   source slurm/env.sh
+# and every job reads it again. What is set in the environment already is left as it is.
+
+# sbatch reads these two by itself.
+# export SBATCH_ACCOUNT=your_account
+# export SBATCH_PARTITION=your_partition
+
+# A virtual environment on a file system that all nodes see ...
+: "${VENV:=$PWD/.venv}"
+# ... or a container, by pyxis and enroot: docs/cluster.md has a recipe. Empty: none.
+: "${CONTAINER_IMAGE:=}"
+: "${CONTAINER_MOUNTS:=$PWD}"
+
+# GPUs of a node; Slurm knows, where it has been told of GPUs.
+: "${GPUS_PER_NODE:=${SLURM_GPUS_ON_NODE:-8}}"
+
+# The interface by which nodes reach each other for what is no bulk data; empty: NCCL and gloo choose.
+: "${NETWORK_INTERFACE:=}"
+
+# Data sets and tokenizers from the hub, seen by all nodes. A compute node without internet wants
+# HF_HUB_OFFLINE=1 and what it needs fetched before.
+export HF_HOME="${HF_HOME:-$PWD/.cache/huggingface}"

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=grpo_32b_long_context
+#SBATCH --nodes=8
+#SBATCH --exclusive
+#SBATCH --gpus-per-node=8
+#SBATCH --time=24:00:00
+#SBATCH --signal=B:USR1@900
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x_%j.log
+source "$SLURM_SUBMIT_DIR/slurm/job.sh"
+run_job "${CONFIG:-configs/grpo_32b_32k.yaml}" "$@"

@@ -1,0 +1,169 @@
+# shellcheck shell=bash
+# What the job scripts in this folder have in common: `run_job CONFIG [key.sub=value ...]`.
+#
+# The engines run as one job step each, and the trainer as one step with a torchrun per node. A
+# signal before the time limit (SIGUSR1) has the trainer save and leave with exit code 75; then the
+# job queues itself again, and goes on from there. So it does after a failure, but not after three
+# restarts in a row that brought no new checkpoint, nor after a mistake that somebody has to mend.
+set -euo pipefail
+
+readonly PREEMPTED=75 FOR_THE_USER=2 MAX_STARTS=4
+
+run_job() {
+    cd "$SLURM_SUBMIT_DIR"
+    # shellcheck source=slurm/env.sh
+    source slurm/env.sh
+    use_network
+    local code=0 was_told="" was_cancelled="" engines=() urls=()
+    TRAINER=""
+    trap 'was_told=yes; forward USR1' USR1
+    trap 'was_told=yes; was_cancelled=yes; forward TERM' TERM
+    place_job "$@"
+    mkdir -p "$LOGS"
+    make_token
+    start_engines "$@"
+    if await_engines; then
+        start_trainer "$@"
+        await_trainer
+    fi
+    end_engines
+    conclude
+}
+
+# Where everything runs: sets RUN_DIR, LOGS, RANKS_PER_NODE, TRAINERS and ENGINES.
+place_job() {
+    mapfile -t NODES < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    local placed
+    placed=$(on_node "${NODES[0]}" megatron-grpo place "$@" --nodes "$(IFS=,; echo "${NODES[*]}")" \
+        --gpus-per-node "$GPUS_PER_NODE") || exit $?
+    RUN_DIR=$(awk '$1 == "run_dir" { print $2 }' <<<"$placed")
+    RANKS_PER_NODE=$(awk '$1 == "ranks_per_node" { print $2 }' <<<"$placed")
+    mapfile -t TRAINERS < <(awk '$1 == "trainer" { print $2 }' <<<"$placed")
+    mapfile -t ENGINES < <(awk '$1 == "engine" { print $2, $3 }' <<<"$placed")
+    LOGS=$RUN_DIR/logs/slurm_${SLURM_JOB_ID}_${SLURM_RESTART_COUNT:-0}
+    # Ports of one job: jobs that share a node differ in their number.
+    FIRST_PORT=$((20000 + SLURM_JOB_ID % 400 * 64))
+}
+
+start_engines() {
+    local number node gpus port address
+    for number in "${!ENGINES[@]}"; do
+        read -r node gpus <<<"${ENGINES[number]}"
+        address=$(address_of "$node")
+        port=$((FIRST_PORT + 1 + number))
+        CUDA_VISIBLE_DEVICES=$gpus on_node "$node" --output="$LOGS/engine_$number.log" \
+            megatron-grpo serve "$@" --host "$address" --port "$port" &
+        engines+=($!)
+        urls+=("http://$address:$port")
+    done
+}
+
+# To the trainer, if it has begun.
+forward() {
+    [[ -z $TRAINER ]] || kill -"$1" "$TRAINER" 2>/dev/null || true
+}
+
+# Whether all answer; else `code` says why not.
+await_engines() {
+    local number
+    for number in "${!urls[@]}"; do
+        until curl --silent --fail --output /dev/null --noproxy '*' "${urls[number]}/health"; do
+            if [[ -n $was_told ]]; then
+                code=$PREEMPTED
+                return 1
+            elif ! kill -0 "${engines[number]}" 2>/dev/null; then
+                wait "${engines[number]}" || code=$?
+                echo "engine $number has ended: see $LOGS/engine_$number.log" >&2
+                return 1
+            fi
+            sleep 1
+        done
+    done
+}
+
+# One torchrun per node; sets TRAINER to the process that stands for the step. Rank 0 writes to the
+# log of its task, every other rank to a file of its own below.
+start_trainer() {
+    local address nodes others
+    address=$(address_of "${TRAINERS[0]}")
+    nodes=${#TRAINERS[@]}
+    others=$(seq -s, -f '%g:3' 1 $((RANKS_PER_NODE - 1)))
+    # shellcheck disable=SC2016  # each task fills in its own number
+    step --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --kill-on-bad-exit=0 \
+        --nodelist="$(IFS=,; echo "${TRAINERS[*]}")" --output="$LOGS/trainer_%t.log" \
+        bash -c 'redirects=3; ((SLURM_PROCID > 0)) || redirects=$1; exec python \
+            -m megatron_grpo.torchrun --rdzv-backend=fabric --rdzv-conf="rank=$SLURM_PROCID" \
+            --redirects="$redirects" "${@:2}"' torchrun "${others:-0}" \
+        --rdzv-endpoint="$address:$FIRST_PORT" --rdzv-id="$SLURM_JOB_ID" --nnodes="$nodes" \
+        --nproc-per-node="$RANKS_PER_NODE" --log-dir="$LOGS" \
+        -m megatron_grpo.cli train "$@" "rollout.base_urls=[$(IFS=,; echo "${urls[*]}")]" &
+    TRAINER=$!
+}
+
+# A signal to this script ends `wait`; the exit code is that of the step's own end.
+await_trainer() {
+    while kill -0 "$TRAINER" 2>/dev/null; do
+        code=0
+        wait "$TRAINER" || code=$?
+    done
+}
+
+end_engines() {
+    kill "${engines[@]}" 2>/dev/null || true
+    wait || true
+}
+
+conclude() {
+    ((code == 0 || code == PREEMPTED)) ||
+        grep --no-filename '^megatron-grpo: ' "$LOGS"/*.log | tail -n 1 >&2 || true
+    ((code != 0 && code != FOR_THE_USER)) || exit "$code"
+    [[ -z $was_cancelled ]] || exit "$code"
+    cat "$RUN_DIR/checkpoints/LATEST" >>"$RUN_DIR/restarts.txt" 2>/dev/null ||
+        echo "no checkpoint" >>"$RUN_DIR/restarts.txt"
+    local last
+    last=$(tail -n "$MAX_STARTS" "$RUN_DIR/restarts.txt")
+    if [[ $(wc -l <<<"$last") == "$MAX_STARTS" && $(sort -u <<<"$last" | wc -l) == 1 ]]; then
+        echo "stopped: $MAX_STARTS starts in a row ended at the same place (${last##*$'\n'})," \
+            "the last with exit code $code: see $LOGS" >&2
+        exit "$code"
+    fi
+    ((code == PREEMPTED)) || echo "exit code $code: queued again, see $LOGS" >&2
+    scontrol requeue "$SLURM_JOB_ID"
+}
+
+# One task on one node: `on_node NODE [--srun-option ...] COMMAND ...`
+on_node() {
+    step --nodes=1 --ntasks=1 --nodelist="$1" "${@:2}"
+}
+
+# Become a job step, in the container or the virtual environment, that shares its nodes' cores and
+# GPUs with other steps. For subshells: their process is srun then, and passes signals on.
+step() {
+    local container=()
+    if [[ -n $CONTAINER_IMAGE ]]; then
+        container=(--container-image="$CONTAINER_IMAGE" --container-mounts="$CONTAINER_MOUNTS"
+            --container-workdir="$PWD")
+    else
+        PATH=$VENV/bin:$PATH
+    fi
+    export SLURM_CPU_BIND=none
+    exec srun --overlap --cpus-per-task="$SLURM_CPUS_ON_NODE" --mem=0 \
+        "${container[@]}" "$@"
+}
+
+address_of() {
+    local name
+    name=$(scontrol show node "$1" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
+    getent ahostsv4 "$name" | awk 'NR == 1 { print $1 }'
+}
+
+use_network() {
+    [[ -n $NETWORK_INTERFACE ]] || return 0
+    export NCCL_SOCKET_IFNAME=$NETWORK_INTERFACE GLOO_SOCKET_IFNAME=$NETWORK_INTERFACE
+}
+
+# The secret that trainer and engines of this start share; the environment alone has it.
+make_token() {
+    MEGATRON_GRPO_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
+    export MEGATRON_GRPO_TOKEN
+}

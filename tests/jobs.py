@@ -1,0 +1,171 @@
+"""Whole jobs of several ranks, started as `srun` starts them, for tests that break them.
+
+The ranks are forked where torch and Megatron-Core are imported already, so that a job starts in a
+second or two. Each is the real `megatron-grpo train`, in a process of its own; a test may change a
+rank before it begins (`sabotage`), or signal it from outside.
+"""
+
+import os
+import signal
+import socket
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distributed import CONTEXT
+from megatron_grpo.job_token import TOKEN_VARIABLE
+from megatron_grpo.launch import LAUNCHER_VARIABLE
+from runs import RUN_MARK, TINY_CONFIG, marked_processes
+
+Sabotage = Callable[[int], None]
+"""Called in every rank with its number, before the rank begins."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A job that ended."""
+
+    exit_codes: list[int]
+    """Of every rank; negative: the signal that ended it."""
+    outputs: list[str]
+    """What every rank wrote to stdout and stderr."""
+    seconds: float
+    """From the call of `end` to the end of the last rank."""
+    survivors: list[str]
+    """Command lines of processes that the job started and that outlived it."""
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.outputs)
+
+
+class Job:
+    """A running job; leave the `with` block, and all its processes are gone."""
+
+    def __init__(
+        self,
+        arguments: Sequence[str | Path],
+        num_ranks: int,
+        log_dir: Path,
+        *,
+        token: str = "",
+        sabotage: Sabotage | None = None,
+    ) -> None:
+        self.mark = uuid.uuid4().hex
+        log_dir.mkdir(parents=True, exist_ok=True)
+        port = free_port()
+        self.logs = [log_dir / f"rank_{rank}_{self.mark[:6]}.log" for rank in range(num_ranks)]
+        self.ranks = []
+        for rank, log in enumerate(self.logs):
+            environment = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(num_ranks),
+                "LOCAL_WORLD_SIZE": str(num_ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "GLOO_SOCKET_IFNAME": "lo",
+                "OMP_NUM_THREADS": "1",
+                RUN_MARK: self.mark,
+                TOKEN_VARIABLE: token,
+            }
+            command = ["train", str(TINY_CONFIG), *map(str, arguments)]
+            process = CONTEXT.Process(
+                target=_be_rank, args=(rank, command, environment, log, sabotage)
+            )
+            process.start()
+            self.ranks.append(process)
+
+    def __enter__(self) -> "Job":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.ranks:
+            process.kill()
+            process.join()
+        for left in marked_processes(self.mark):
+            with suppress(ProcessLookupError):
+                left.kill()
+
+    @property
+    def output(self) -> str:
+        """What the ranks have written so far."""
+        return "\n".join(log.read_text() for log in self.logs if log.exists())
+
+    @property
+    def is_running(self) -> bool:
+        return any(process.is_alive() for process in self.ranks)
+
+    def signal(self, number: signal.Signals, *ranks: int) -> None:
+        """Send a signal to `ranks`, or to all."""
+        for rank in ranks or range(len(self.ranks)):
+            with suppress(ProcessLookupError):
+                os.kill(self.ranks[rank].pid, number)
+
+    def wait_for(self, condition: Callable[[], Any], seconds: float) -> None:
+        """Return once `condition` holds while the job runs."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert self.is_running, f"the job ended too early:\n{self.output}"
+            assert time.monotonic() < deadline, f"waited {seconds} s in vain:\n{self.output}"
+            time.sleep(0.01)
+
+    def end(self, seconds: float) -> Ended:
+        """Wait for the end of all ranks and of what they have started.
+
+        AssertionError when a rank takes more than `seconds`.
+        """
+        start = time.monotonic()
+        for rank, process in enumerate(self.ranks):
+            process.join(max(0.0, start + seconds - time.monotonic()))
+            assert process.exitcode is not None, (
+                f"rank {rank} still runs after {seconds} s:\n{self.output}"
+            )
+        while marked_processes(self.mark) and time.monotonic() < start + seconds:
+            time.sleep(0.05)
+        took = time.monotonic() - start
+        left = [" ".join(process.cmdline()) for process in marked_processes(self.mark)]
+        codes = [process.exitcode for process in self.ranks]
+        return Ended(codes, [log.read_text() for log in self.logs], took, left)
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _be_rank(
+    rank: int,
+    command: list[str],
+    environment: Mapping[str, str],
+    log: Path,
+    sabotage: Sabotage | None,
+) -> None:
+    import sys
+
+    import torch
+
+    os.setsid()
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    # Buffers of a fork are the server's: what a rank says must be in its file when it dies.
+    sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1) for fd in (1, 2))
+    for name in [name for name in os.environ if name.startswith(("WANDB_", "SLURM_"))]:
+        del os.environ[name]
+    os.environ |= dict(environment)
+    os.environ[LAUNCHER_VARIABLE] = str(os.getppid())  # the config is known to be good
+    torch.set_num_threads(1)
+    sys.argv = ["megatron-grpo", *command]
+    from megatron_grpo import cli
+
+    if sabotage is not None:
+        sabotage(rank)
+    cli.main()

@@ -1,0 +1,153 @@
+"""Which checkpoint counts, whatever a killed process has left in the folder."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from megatron_grpo.checkpoints.folders import (
+    candidates,
+    latest_step,
+    publish,
+    remove_leftovers,
+    step_folder,
+)
+
+
+def make(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).mkdir()
+        (folder / name / "made_as").write_text(name)
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_the_newest_is_tried_first_and_then_those_before_it(tmp_path):
+    make(tmp_path, "step_5", "step_10", "step_100", "step_7.partial", "step_9.bak", "step_0")
+    (tmp_path / "LATEST").write_text("step_100\n")
+    assert candidates(tmp_path) == [100, 10, 5]
+    assert latest_step(tmp_path) == 100
+
+
+def test_a_run_that_was_sent_back_does_not_try_what_came_later(tmp_path):
+    make(tmp_path, "step_5", "step_10", "step_100")
+    (tmp_path / "LATEST").write_text("step_10\n")
+    assert candidates(tmp_path) == [10, 5]
+
+
+@pytest.mark.parametrize("pointer", [None, "", "step_7\n", "step_-1\n", "../step_5\n", "\0\xff"])
+def test_without_a_good_pointer_all_are_tried(tmp_path, pointer):
+    make(tmp_path, "step_5", "step_10")
+    if pointer is not None:
+        (tmp_path / "LATEST").write_text(pointer)
+    assert candidates(tmp_path) == [10, 5]
+
+
+def test_a_new_run_has_none(tmp_path):
+    assert latest_step(tmp_path / "not_there") == 0
+
+
+def test_a_complete_folder_becomes_the_newest_and_the_oldest_go(tmp_path):
+    make(tmp_path, "step_5", "step_10", "step_20.partial")
+    publish(tmp_path / "step_20.partial", 20, keep=2)
+    assert names(tmp_path) == {"step_10", "step_20", "LATEST"}
+    assert candidates(tmp_path) == [20, 10]
+
+
+def test_what_a_run_wrote_before_it_went_back_is_dropped_and_not_what_it_writes_now(tmp_path):
+    make(tmp_path, "step_2", "step_20", "step_30", "step_5.partial")
+    publish(tmp_path / "step_5.partial", 5, keep=2)
+    assert names(tmp_path) == {"step_2", "step_5", "LATEST"}
+
+
+def test_a_step_that_is_saved_again_replaces_what_was_there(tmp_path):
+    make(tmp_path, "step_5", "step_5.partial")
+    publish(tmp_path / "step_5.partial", 5, keep=1)
+    assert names(tmp_path) == {"step_5", "LATEST"}
+    assert (tmp_path / "step_5" / "made_as").read_text() == "step_5.partial"
+
+
+def test_a_pointer_without_any_checkpoint_does_not_begin_anew(tmp_path):
+    (tmp_path / "LATEST").write_text("step_7\n")
+    with pytest.raises(ValueError, match="has none: put them back, or remove LATEST"):
+        latest_step(tmp_path)
+
+
+class Killed(BaseException):
+    """Nothing in the program catches it, as nothing catches SIGKILL."""
+
+
+SYSTEM_CALLS = ("rename", "replace", "fsync", "unlink", "rmdir")
+
+
+def killed_at(number: int, patch: pytest.MonkeyPatch) -> None:
+    """Have the call `number` of those that change a folder be the last, and not happen."""
+    calls = 0
+
+    def counted(call):
+        def before(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            if calls > number:
+                raise Killed
+            return call(*args, **kwargs)
+
+        return before
+
+    for name in SYSTEM_CALLS:
+        patch.setattr(os, name, counted(getattr(os, name)))
+
+
+@pytest.mark.parametrize("is_again", [False, True], ids=["a new step", "a step saved again"])
+@pytest.mark.parametrize("number", range(40))
+def test_killed_between_any_two_system_calls_a_complete_checkpoint_is_there(
+    tmp_path, number, is_again
+):
+    make(tmp_path, "step_5", "step_9", "step_20.partial" if not is_again else "step_9.partial")
+    partial = tmp_path / ("step_9.partial" if is_again else "step_20.partial")
+    step = 9 if is_again else 20
+    (tmp_path / "LATEST").write_text("step_5\n" if is_again else "step_9\n")
+    with pytest.MonkeyPatch.context() as patch:
+        killed_at(number, patch)
+        with suppress(Killed):
+            publish(partial, step, keep=1)
+    before = latest_step(tmp_path)  # what is asked before the ranks start
+    has_its_name = partial.name in {f.read_text() for f in tmp_path.glob(f"step_{step}/made_as")}
+    remove_leftovers(tmp_path)
+    newest = candidates(tmp_path)[0]
+    made_as = (step_folder(tmp_path, newest) / "made_as").read_text()
+    is_published = made_as == partial.name
+    assert is_published == has_its_name, "what is complete counts"
+    assert is_published or (newest == before and made_as == f"step_{before}")
+    assert is_published or number < 40 - 1, "it was not killed"
+    assert not list(tmp_path.glob("*.partial")) and not list(tmp_path.glob("*.replaced"))
+
+
+def test_a_checkpoint_that_somebody_still_reads_does_not_end_the_run(tmp_path, monkeypatch):
+    make(tmp_path, "step_5", "step_20.partial")
+    monkeypatch.setattr(os, "rmdir", _busy)
+    publish(tmp_path / "step_20.partial", 20, keep=1)
+    assert candidates(tmp_path) == [20]
+
+
+def _busy(*args, **kwargs) -> None:
+    raise OSError(39, "Directory not empty")
+
+
+KILLED = {
+    "before the rename": (["step_5", "step_9.partial"], {"step_5"}),
+    "with the old one aside": (["step_5.replaced", "step_5.partial"], {"step_5"}),
+    "with both": (["step_5", "step_5.replaced"], {"step_5"}),
+}
+
+
+@pytest.mark.parametrize(("left", "kept"), KILLED.values(), ids=KILLED)
+def test_after_a_kill_a_complete_checkpoint_is_there(tmp_path, left, kept):
+    make(tmp_path, *left)
+    (tmp_path / "LATEST.partial").write_text("st")
+    remove_leftovers(tmp_path)
+    assert names(tmp_path) == kept
+    assert step_folder(tmp_path, 5).is_dir()

@@ -1,0 +1,141 @@
+"""A generation that is being trained on comes back bit for bit, its old log-probabilities too."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from distributed import run_ranks
+from megatron_grpo.batching import BatchSchedule
+from megatron_grpo.checkpoints.trainer_state import read_experience, write_experience
+from megatron_grpo.exchange import collect_old_logprobs, distribute
+from megatron_grpo.experience import Experience, share_out
+from megatron_grpo.prompts import Prompt
+from megatron_grpo.rollout.samples import Sample
+from megatron_grpo.train_step import add_logprobs
+from models import tiny_model
+from parallel import ParallelDims
+from parallel.microbatches import CostModel
+from policies import start_policy, tiny_config
+
+NUM_SAMPLES, NUM_GENERATIONS = 12, 3
+GRPO = (
+    f"grpo.generation_batch_size={NUM_SAMPLES}",
+    f"grpo.num_generations={NUM_GENERATIONS}",
+    "grpo.steps_per_generation=2",
+    "train.max_tokens_per_microbatch=32",
+)
+GENERATION = 3
+
+
+def prompts() -> list[Prompt]:
+    return [
+        Prompt(index=7 * i, token_ids=tuple(range(4, 9 + i)), text=f"prompt {i}", row={"a": i})
+        for i in range(NUM_SAMPLES // NUM_GENERATIONS)
+    ]
+
+
+def generation() -> Experience:
+    """Completions of unequal lengths, in floating-point numbers that have no short decimal form."""
+    generator = torch.Generator().manual_seed(0)
+    samples = [
+        Sample(
+            prompt=prompts()[i // NUM_GENERATIONS],
+            sample_index=i % NUM_GENERATIONS,
+            completion_ids=tuple(torch.randint(4, 250, (1 + i,), generator=generator).tolist()),
+            logprobs=tuple(torch.randn(1 + i, generator=generator).double().div(3).tolist()),
+            finish_reason="stop" if i % 2 else "length",
+            text=f"żółw \u2028 {i}\n",
+            policy_version=GENERATION,
+        )
+        for i in range(NUM_SAMPLES)
+    ]
+    totals = torch.randn(NUM_SAMPLES, dtype=torch.float64, generator=generator)
+    return Experience(
+        samples=samples,
+        rewards=[{"exact": float(total), "format": 0.1} for total in totals],
+        totals=totals,
+        group_ids=torch.arange(NUM_SAMPLES) // NUM_GENERATIONS,
+        advantages=totals / 3,
+    )
+
+
+def old_logprobs_on_rank(
+    rank: int, folder: Path, dims: ParallelDims, out: Path
+) -> list[list[torch.Tensor]]:
+    """Old log-probabilities [T] of this rank's microbatches: computed, and after a resume."""
+    cfg = tiny_config(folder, dims, *GRPO)
+    policy, groups = start_policy(rank, folder, dims, *GRPO)
+    cost, device = CostModel.transformer(64), torch.device("cpu")
+
+    def minibatches(experience: Experience | None) -> list[list]:
+        shares = share_out(experience, GENERATION, cost, cfg) if experience else None
+        received = distribute(shares, groups, device)
+        return [add_logprobs(batches, policy, None, cfg, groups) for batches in received]
+
+    first = minibatches(generation() if rank == 0 else None)
+    collected = collect_old_logprobs(first, groups)
+    assert (collected is None) == (rank != 0)
+    resumed = None
+    if collected is not None:
+        places = BatchSchedule.of(cfg.grpo).minibatches(GENERATION, cfg.train.seed)
+        found = {
+            places[minibatch][i]: logprobs
+            for of_rank in collected
+            for minibatch, sequences in enumerate(of_rank)
+            for i, logprobs in sequences.items()
+        }
+        write_experience(
+            out,
+            replace(generation(), old_logprobs=[found[i] for i in range(NUM_SAMPLES)]),
+        )
+        resumed = read_experience(out, prompts())
+        assert resumed is not None
+    for parameter in policy.parameters().values():
+        parameter.data.zero_()  # the policy that generated is gone
+    second = minibatches(resumed)
+    if not policy.is_last_stage:  # which makes none, and is not asked for any
+        return []
+    return [
+        [batch.old_logprobs for batches in microbatches for batch in batches]
+        for microbatches in (first, second)
+    ]
+
+
+@pytest.mark.parametrize(
+    "dims",
+    [ParallelDims(pipeline=2, data=2), ParallelDims(tensor=2, context=2), ParallelDims(data=3)],
+    ids=str,
+)
+def test_old_logprobs_of_all_ranks_survive_the_policy_that_made_them(tmp_path, dims):
+    folder = tiny_model(tmp_path / "model", "qwen3")
+    results = run_ranks(dims.world_size, old_logprobs_on_rank, folder, dims, tmp_path)
+    with_logprobs = [result for result in results if result]
+    assert len(with_logprobs) == dims.stage_size
+    for computed, resumed in with_logprobs:
+        assert len(computed) >= 2
+        assert any(values.count_nonzero() for values in computed)
+        for before, after in zip(computed, resumed, strict=True):
+            assert torch.equal(before, after)
+
+
+def test_samples_come_back_bit_for_bit(tmp_path):
+    saved = replace(generation(), old_logprobs=[torch.randn(1 + i) for i in range(NUM_SAMPLES)])
+    write_experience(tmp_path, saved)
+    read = read_experience(tmp_path, prompts())
+    assert read is not None and read.samples == saved.samples and read.rewards == saved.rewards
+    for name in ("totals", "group_ids", "advantages"):
+        assert torch.equal(getattr(read, name), getattr(saved, name))
+    for ours, theirs in zip(read.old_logprobs, saved.old_logprobs, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_row_that_the_data_no_longer_has_is_named(tmp_path):
+    write_experience(tmp_path, replace(generation(), old_logprobs=[torch.zeros(0)] * NUM_SAMPLES))
+    with pytest.raises(ValueError, match=r"trains on the rows \[21\] of the data"):
+        read_experience(tmp_path, prompts()[:-1])
+
+
+def test_between_generations_there_is_none(tmp_path):
+    assert read_experience(tmp_path, prompts()) is None

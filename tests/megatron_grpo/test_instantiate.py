@@ -1,0 +1,198 @@
+"""`megatron-grpo plan --instantiate`: every rank of a large job, built in one small process."""
+
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from checkpoint_convert import megatron_layout, read_shape
+from distributed import run_ranks
+from megatron_grpo import built_rank, cli, model
+from megatron_grpo.built_rank import BuiltRank
+from megatron_grpo.config_file import load_config
+from megatron_grpo.instantiate import build_ranks, distinct_ranks, instantiate
+from models import tiny_model
+from parallel import ParallelDims
+from parallel.device import setup_device
+from parallel.groups import init_groups
+from published_models import write_config
+from runs import TINY_CONFIG
+
+ON_512 = {
+    "parallel.tensor_parallel_size": 8,
+    "parallel.pipeline_parallel_size": 16,
+    "parallel.virtual_pipeline_parallel_size": 2,
+    "parallel.data_parallel_size": 4,
+    "rollout.tensor_parallel_size": 16,
+}
+ONE_RANK = {"parallel.tensor_parallel_size": 1, "parallel.pipeline_parallel_size": 1}
+
+
+def config(folder, **values):
+    """The tiny config with the model in `folder`, bfloat16, on one rank but for `values`."""
+    values = {
+        "model.path": folder,
+        "model.dtype": "bfloat16",
+        "parallel.context_parallel_size": 1,
+        **ONE_RANK,
+        **values,
+    }
+    return load_config(TINY_CONFIG, [f"{key}={value}" for key, value in values.items()])
+
+
+def check_alone(elsewhere, cfg) -> str:
+    """The table of a job that has no faults."""
+    found = elsewhere(instantiate, cfg)
+    assert found.faults == []
+    return found.table
+
+
+def test_405b_on_512_ranks_is_as_planned(elsewhere, tmp_path):
+    folder = write_config(tmp_path, "Llama-3.1-405B")
+    table = check_alone(elsewhere, config(folder, **ON_512))
+    assert "llama, 405.85 B parameters in bfloat16, on 512 ranks" in table
+    assert "128 of 512 ranks, all that differ, were built" in table
+    # The first and the last chunk are a layer shorter: they hold the embedding and the head.
+    assert "0-31                 0  3+4 " in table and "480-511             15  4+3 " in table
+
+
+@pytest.mark.slow
+def test_405b_on_1024_ranks_with_context_parallelism_is_as_planned(elsewhere, tmp_path):
+    folder = write_config(tmp_path, "Llama-3.1-405B")
+    values = ON_512 | {"parallel.context_parallel_size": 2}
+    assert "256 of 1024 ranks" in check_alone(elsewhere, config(folder, **values))
+
+
+ODD = [
+    # Fewer key-value heads than tensor ranks, and a vocabulary that they do not divide.
+    ("llama", {"num_key_value_heads": 1}, {"tensor": 4}),
+    ("qwen2", {}, {"tensor": 4, "data": 2}),
+    # An embedding tied over two stages, which are not equally high.
+    ("qwen3", {"tied": True, "num_hidden_layers": 3}, {"tensor": 2, "pipeline": 2}),
+    ("mistral", {"num_hidden_layers": 5}, {"pipeline": 2, "virtual_pipeline": 2, "context": 2}),
+    # Experts over data and context ranks, each split over fewer tensor ranks than attention.
+    (
+        "qwen3_moe",
+        {"tied": True},
+        {"tensor": 4, "context": 2, "data": 2, "expert": 4, "expert_tensor": 2, "pipeline": 2},
+    ),
+    ("mixtral", {}, {"tensor": 2, "data": 2, "expert": 2, "expert_tensor": 1}),
+    ("mixtral", {}, {"data": 4, "expert": 2, "expert_tensor": 2}),
+]
+
+
+@pytest.mark.parametrize(("family", "own", "sizes"), ODD, ids=str)
+def test_odd_layouts_of_every_family_are_as_planned(elsewhere, tmp_path, family, own, sizes):
+    folder = tiny_model(tmp_path, family, **own)
+    values = {f"parallel.{axis}_parallel_size": size for axis, size in sizes.items()}
+    check_alone(elsewhere, config(folder, **values))
+
+
+def real_bytes(rank, cfg):
+    """Bytes of weights, gradients and optimizer of a rank that has its peers and its weights."""
+    setup_device(rank)
+    policy = model.build_policy(cfg, read_shape(cfg.model.path), init_groups(cfg.dims))
+    weights = sum(each.nbytes for each in policy.parameters().values())
+    return weights, built_rank.gradient_bytes(policy), built_rank.optimizer_bytes(policy)
+
+
+def fake_ranks(cfg) -> list[BuiltRank]:
+    return build_ranks(cfg, read_shape(cfg.model.path))
+
+
+def test_bytes_are_those_of_real_ranks_and_of_the_plan(elsewhere, tmp_path):
+    folder = tiny_model(tmp_path, "qwen3", tied=True)
+    values = {"parallel.tensor_parallel_size": 2, "parallel.pipeline_parallel_size": 2}
+    cfg = config(folder, **values)
+    built = elsewhere(fake_ranks, cfg)
+    assert [rank.sender.rank for rank in built] == [0, 1, 2, 3]
+    assert [
+        (rank.weight_bytes, rank.gradient_bytes, rank.optimizer_bytes) for rank in built
+    ] == run_ranks(4, real_bytes, cfg)
+    assert [rank.weight_bytes for rank in built] == [
+        rank.sender.layout.num_elements * torch.bfloat16.itemsize for rank in built
+    ]
+
+
+def test_only_copies_are_left_out():
+    assert distinct_ranks(ParallelDims(tensor=2, data=3, pipeline=2)) == [0, 1, 6, 7]
+    assert distinct_ranks(ParallelDims(tensor=2, context=2, data=3)) == [0, 1, 2, 3]
+    # Experts differ between data ranks 0 and 1, and are copies on 2 and 3.
+    assert distinct_ranks(ParallelDims(data=4, expert=2)) == [0, 1]
+
+
+def neighbours_layout(shape, dims, at, **options):
+    """The layout of the tensor rank next to the right one: all shapes are right."""
+    return megatron_layout(shape, dims, replace(at, tensor=dims.tensor - 1 - at.tensor), **options)
+
+
+def layout_of_a_wider_mlp(shape, dims, at, **options):
+    wider = replace(shape, intermediate_size=shape.intermediate_size + dims.tensor)
+    return megatron_layout(wider, dims, at, **options)
+
+
+def instantiate_with(layout_function, cfg) -> list[str]:
+    with patch.object(model, "megatron_layout", layout_function):
+        return instantiate(cfg).faults
+
+
+def test_parameters_at_another_place_are_told(elsewhere, tmp_path):
+    folder = tiny_model(tmp_path, "qwen3")
+    cfg = config(folder, **{"parallel.tensor_parallel_size": 2})
+    faults = elsewhere(instantiate_with, neighbours_layout, cfg)
+    assert (
+        "rank 1: 0.decoder.layers.1.mlp.linear_fc2.weight holds "
+        "model.layers.1.mlp.down_proj.weight[0:64, 48:96] at [0, 0] as built and "
+        "model.layers.1.mlp.down_proj.weight[0:64, 0:48] at [0, 0] as planned"
+    ) in faults
+    # What is not split is at its place.
+    assert not any("layernorm" in fault for fault in faults)
+
+
+def test_parameters_of_another_shape_are_told(elsewhere, tmp_path):
+    folder = tiny_model(tmp_path, "qwen3")
+    cfg = config(folder, **{"parallel.tensor_parallel_size": 2})
+    faults = elsewhere(instantiate_with, layout_of_a_wider_mlp, cfg)
+    assert (
+        "rank 0: 0.decoder.layers.1.mlp.linear_fc2.weight is [64, 48] bfloat16 as built and "
+        "[64, 49] bfloat16 as planned"
+    ) in faults
+
+
+def instantiate_without_the_last_rank(cfg) -> list[str]:
+    def all_but_one(dims):
+        return distinct_ranks(dims)[:-1]
+
+    with patch("megatron_grpo.instantiate.distinct_ranks", all_but_one):
+        return instantiate(cfg).faults
+
+
+def test_what_no_rank_holds_is_told(elsewhere, tmp_path):
+    cfg = config(tiny_model(tmp_path, "qwen3"), **{"parallel.tensor_parallel_size": 2})
+    (fault,) = elsewhere(instantiate_without_the_last_rank, cfg)
+    assert "model.layers.1.mlp.down_proj.weight: 3072 of 6144 elements are in no piece" in fault
+
+
+def run_plan(layout_function, *arguments):
+    """Exit code, stdout and stderr of `megatron-grpo plan`."""
+    with patch.object(model, "megatron_layout", layout_function):
+        ended = CliRunner().invoke(cli.app, ["plan", str(TINY_CONFIG), "--instantiate", *arguments])
+    return ended.exit_code, ended.stdout, ended.stderr
+
+
+def test_the_command_prints_a_table_and_its_exit_code_tells_faults(elsewhere, tmp_path):
+    path = f"model.path={tiny_model(tmp_path, 'qwen3')}"
+    exit_code, stdout, stderr = elsewhere(run_plan, megatron_layout, path)
+    assert (exit_code, stderr) == (0, "")
+    assert "on 8 ranks: tp(2) * pp(2) * cp(2) * dp(1)" in stdout
+    exit_code, stdout, stderr = elsewhere(run_plan, layout_of_a_wider_mlp, path)
+    assert (exit_code, stdout) == (1, "")
+    assert stderr.startswith("megatron-grpo: 16 times not as planned\nrank 0: 0.decoder.")
+
+
+def test_a_mesh_that_cannot_split_the_model_is_refused_before_anything_is_built(tmp_path):
+    folder = tiny_model(tmp_path, "qwen3")
+    with pytest.raises(ValueError, match=r"tensor\(3\) cannot split the model"):
+        instantiate(config(folder, **{"parallel.tensor_parallel_size": 3}))

@@ -1,0 +1,106 @@
+"""Whole runs that do not come to their end: what befalls one of their processes, as a user sees it.
+
+`test_faults.py` has the other faults, on ranks without a launcher.
+"""
+
+import json
+import signal
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from subprocess import Popen
+
+import psutil
+import pytest
+
+from demo.make_sums import sums as all_sums
+from engines import wait_until
+from runs import finish_run, marked_processes, read_metrics, start_run
+
+
+@pytest.fixture
+def arguments(tied_model: Path, tmp_path: Path) -> list[str]:
+    """Two ranks and an engine of their own."""
+    data = tmp_path / "sums.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in all_sums()))
+    return [
+        f"model.path={tied_model}",
+        f"data.path={data}",
+        f"train.run_dir={tmp_path / 'run'}",
+        "rollout.engine=transformers",
+        "parallel.tensor_parallel_size=2",
+        "parallel.pipeline_parallel_size=1",
+        "parallel.context_parallel_size=1",
+    ]
+
+
+@contextmanager
+def training(arguments: list[str], run_dir: Path) -> Iterator[tuple[Popen[str], str]]:
+    """A run that has ended a step, and the mark of its processes; none is left afterwards."""
+    mark = uuid.uuid4().hex
+    run = start_run(*arguments, "train.num_steps=500", mark=mark)
+    try:
+        metrics = run_dir / "metrics.jsonl"
+        trains = lambda: metrics.exists() and metrics.stat().st_size  # noqa: E731
+        assert wait_until(lambda: run.poll() is not None or trains(), 200) and trains()
+        yield run, mark
+        assert wait_until(lambda: not marked_processes(mark), 5)
+    finally:
+        for process in marked_processes(mark):
+            process.kill()
+        run.communicate()
+
+
+def rank_process(mark: str, rank: int) -> psutil.Process:
+    [found] = [
+        process
+        for process in marked_processes(mark)
+        if process.environ().get("RANK") == str(rank) and "train" in process.cmdline()
+    ]
+    return found
+
+
+def last_line(output: str) -> str:
+    return output.splitlines()[-1]
+
+
+def test_a_run_that_is_told_to_stop_saves_and_the_same_command_goes_on(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    with training(arguments, run_dir) as (run, _):
+        run.send_signal(signal.SIGTERM)
+        run.send_signal(signal.SIGUSR1)
+        output, _ = run.communicate(timeout=30)
+    steps = len(read_metrics(run_dir))
+    assert run.returncode == 75, output
+    assert last_line(output) == (
+        f"megatron-grpo: preempted: step {steps} saved; the same command resumes"
+    )
+    resumed = finish_run(*arguments, f"train.num_steps={steps + 1}")
+    assert resumed.exit_code == 0, resumed.output
+    assert [record["step"] for record in read_metrics(run_dir)] == list(range(1, steps + 2))
+
+
+@pytest.mark.slow
+def test_the_end_of_rank_0_is_told_once_by_the_launcher(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    with training(arguments, tmp_path / "run") as (run, mark):
+        rank_process(mark, 0).kill()
+        output, _ = run.communicate(timeout=10)
+    assert run.returncode == 1
+    assert output.count("megatron-grpo: ") == 1 and "Traceback" not in output
+    line = last_line(output)
+    assert line.startswith("megatron-grpo: rank 0 on ") and line.endswith("(SIGKILL)")
+    assert "died in " in line and "step " in line
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_everything_at_once(arguments: list[str], tmp_path: Path) -> None:
+    with training(arguments, tmp_path / "run") as (run, _):
+        run.send_signal(signal.SIGINT)
+        output, _ = run.communicate(timeout=10)
+    assert run.returncode == 130
+    assert last_line(output) == "megatron-grpo: interrupted" and "Traceback" not in output

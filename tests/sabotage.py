@@ -1,0 +1,145 @@
+"""Ways to break a rank from inside, for `jobs.Job`: what is done, where, and in which rank.
+
+A rank is a fork; what is changed here is changed in that process alone. All of it can be pickled.
+"""
+
+import ctypes
+import importlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_grpo.timing import PhaseTimer
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def leave() -> None:
+    """End without a word, with an exit code as if all were well."""
+    os._exit(0)
+
+
+def crash() -> None:
+    """Read where nothing is."""
+    ctypes.string_at(0)
+
+
+def abort() -> None:
+    os.abort()
+
+
+def fail() -> None:
+    raise RuntimeError("planted failure")
+
+
+def refuse() -> None:
+    raise ValueError("planted refusal")
+
+
+def lack_memory() -> None:
+    raise MemoryError("planted lack of memory")
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+def sleep() -> None:
+    """Hang in C, where Python handles no signal; a signal would end a single call."""
+    while True:
+        ctypes.CDLL(None).sleep(1000)
+
+
+@dataclass(frozen=True)
+class InPhase:
+    """Do `deed` where `rank` enters `phase` of a step for the `nth` time."""
+
+    deed: Callable[[], None]
+    rank: int
+    phase: str
+    nth: int = 2
+
+    def __call__(self, rank: int) -> None:
+        if rank != self.rank:
+            return
+        original, entries = PhaseTimer.phase, 0
+
+        @contextmanager
+        def phase(timer: PhaseTimer, name: str) -> Any:
+            nonlocal entries
+            entries += name == self.phase
+            with original(timer, name):
+                if name == self.phase and entries == self.nth:
+                    self.deed()
+                yield
+
+        PhaseTimer.phase = phase
+
+
+@dataclass(frozen=True)
+class InCall:
+    """Do `deed` where `rank` calls `function` of `module` for the `nth` time, before the call."""
+
+    deed: Callable[[], None]
+    rank: int
+    module: str
+    function: str
+    nth: int = 1
+
+    def __call__(self, rank: int) -> None:
+        if rank != self.rank:
+            return
+        module = importlib.import_module(self.module)
+        original, calls = getattr(module, self.function), 0
+
+        def function(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == self.nth:
+                self.deed()
+            return original(*args, **kwargs)
+
+        setattr(module, self.function, function)
+
+
+def slowly() -> None:
+    """Long enough for a test to send a signal meanwhile."""
+    time.sleep(1.0)
+
+
+@dataclass(frozen=True)
+class SpoilGradient:
+    """Make `rank`'s gradient of an MLP NaN in `steps`, counted from 1 where the process starts."""
+
+    rank: int
+    steps: tuple[int, ...]
+
+    def __call__(self, rank: int) -> None:
+        if rank != self.rank:
+            return
+        train = importlib.import_module("megatron_grpo.train")
+        original, step = train.train_step, 0
+
+        def train_step(policy: Any, *args: Any) -> Any:
+            nonlocal step
+            step += 1
+            if step not in self.steps:
+                return original(policy, *args)
+            parameter = policy.parameters()["0.decoder.layers.0.mlp.linear_fc2.weight"]
+            hook = parameter.register_hook(lambda gradient: gradient * float("nan"))
+            metrics = original(policy, *args)
+            hook.remove()
+            return metrics
+
+        train.train_step = train_step

@@ -1,0 +1,168 @@
+"""The scripts of slurm/ on a real Slurm of two nodes, with the tiny config."""
+
+import json
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from demo.make_sums import sums as all_sums
+from runs import RUN_MARK, TINY_CONFIG, marked_processes, read_json_lines
+from slurm_cluster import PACKAGES, REPOSITORY, Cluster, Job, is_installed, two_nodes
+
+pytestmark = [
+    pytest.mark.skipif(not is_installed(), reason=f"needs Slurm: apt-get install {PACKAGES}"),
+    pytest.mark.timeout(300),
+]
+
+
+KILLS_RANK_0 = """
+import psutil
+def reward(completions, **_):
+    psutil.Process().parents()[1].kill()
+"""
+LONG = "train.num_steps=500"
+REQUEUE_SECONDS = 10
+VENV = Path(sys.executable).parents[1]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with two_nodes(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+class Submitted:
+    """A job of the tiny config over both nodes: two ranks and an engine's share of each."""
+
+    def __init__(self, cluster: Cluster, model: Path, folder: Path, *arguments: str) -> None:
+        data = folder / "sums.jsonl"
+        data.write_text("".join(json.dumps(row) + "\n" for row in all_sums()))
+        self.run_dir, self.mark = folder / "run", uuid.uuid4().hex
+        self.job: Job = cluster.submit(
+            "grpo_70b.sh",
+            folder / "job.log",
+            [
+                f"model.path={model}",
+                f"data.path={data}",
+                f"train.run_dir={self.run_dir}",
+                "train.save_interval=1",
+                "parallel.context_parallel_size=1",
+                *arguments,
+            ],
+            CONFIG=str(TINY_CONFIG),
+            GPUS_PER_NODE="2",
+            NETWORK_INTERFACE="lo",
+            VENV=str(VENV),
+            OMP_NUM_THREADS="1",
+            **{RUN_MARK: self.mark},
+        )
+
+    def steps(self) -> list[int]:
+        metrics = self.run_dir / "metrics.jsonl"
+        return [row["step"] for row in read_json_lines(metrics)] if metrics.exists() else []
+
+    def await_step(self, step: int, seconds: float = 120) -> None:
+        deadline = time.monotonic() + seconds
+        while step not in self.steps():
+            assert self.job.state in ("PENDING", "RUNNING", "COMPLETING"), self.logs()
+            assert time.monotonic() < deadline, self.logs()
+            time.sleep(0.2)
+
+    def logs(self) -> str:
+        files = sorted(self.run_dir.glob("logs/slurm_*/*.log"))
+        return "\n".join([self.job.output(), *(f"{f.name}: {f.read_text()}" for f in files)])
+
+    def await_restart(self, seconds: float = 120) -> None:
+        deadline = time.monotonic() + seconds
+        while self.job.fields()["Restarts"] == "0":
+            assert time.monotonic() < deadline, self.logs()
+            time.sleep(0.2)
+
+    def await_end(self, seconds: float = 180) -> None:
+        """Until it is complete, and nothing of it is left."""
+        ended = self.job.await_state("COMPLETED", "FAILED", "CANCELLED", seconds=seconds)
+        assert ended["JobState"] == "COMPLETED", self.logs()
+        assert self.await_silence() == []
+
+    def await_silence(self, seconds: float = 20) -> list[str]:
+        """What runs of it after that time."""
+        deadline = time.monotonic() + seconds
+        while (left := marked_processes(self.mark)) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return left
+
+
+def test_a_job_over_two_nodes_is_signalled_saves_queues_again_and_ends(
+    cluster, tied_model, tmp_path
+):
+    run = Submitted(cluster, tied_model, tmp_path, "train.num_steps=6")
+    run.await_step(2)
+    run.job.signal("USR1")
+    run.await_end()
+    assert run.job.fields()["Restarts"] == "1", run.logs()
+    assert run.steps() == [1, 2, 3, 4, 5, 6]
+    logs = sorted(path.name for path in run.run_dir.glob("logs/slurm_*_0/*.log"))
+    assert logs == ["engine_0.log", "trainer_0.log", "trainer_1.log"]
+
+
+def test_a_cancelled_job_leaves_nothing_and_does_not_come_back(cluster, tied_model, tmp_path):
+    run = Submitted(cluster, tied_model, tmp_path, "rollout.engine=transformers", LONG)
+    run.await_step(1)
+    run.job.cancel()
+    assert run.job.await_state("CANCELLED", seconds=60)["Restarts"] == "0", run.logs()
+    assert run.await_silence() == []
+    time.sleep(REQUEUE_SECONDS)
+    assert run.job.state == "CANCELLED"
+
+
+def test_a_job_whose_node_is_lost_is_queued_again_and_goes_on(cluster, tied_model, tmp_path):
+    run = Submitted(cluster, tied_model, tmp_path, "rollout.engine=transformers", LONG)
+    run.await_step(2)
+    cluster.kill_daemon("n1")
+    run.await_restart()
+    cluster.start_daemon("n1")
+    last = run.steps()[-1]
+    run.await_step(last + 2)
+    assert run.steps() == list(range(1, run.steps()[-1] + 1)), run.logs()
+    run.job.cancel()
+    run.job.await_state("CANCELLED", seconds=60)
+    assert run.await_silence() == []
+
+
+def test_a_mistake_is_told_and_not_tried_again(cluster, tied_model, tmp_path):
+    arguments = ["rollout.engine=transformers", "reward.functions=[/nowhere.py:reward]"]
+    run = Submitted(cluster, tied_model, tmp_path, *arguments)
+    ended = run.job.await_state("FAILED", seconds=100)
+    assert ended["ExitCode"] == "2:0", run.logs()
+    assert ended["Restarts"] == "0"
+    assert "/nowhere.py" in run.job.output()
+
+
+def test_three_restarts_that_bring_nothing_are_the_end(cluster, tied_model, tmp_path):
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text(KILLS_RANK_0)
+    arguments = ["rollout.engine=transformers", f"reward.functions=[{rewards}:reward]"]
+    run = Submitted(cluster, tied_model, tmp_path, *arguments)
+    ended = run.job.await_state("FAILED", seconds=200)
+    assert ended["Restarts"] == "3", run.logs()
+    assert "4 starts in a row ended at the same place (no checkpoint)" in run.job.output()
+    assert run.await_silence() == []
+
+
+def test_a_conversion_is_a_job(cluster, tied_model, tmp_path):
+    arguments = ["import", "--hf", str(tied_model), "--out", str(tmp_path / "converted")]
+    job = cluster.submit("convert.sh", tmp_path / "job.log", arguments, VENV=str(VENV))
+    job.await_state("COMPLETED", seconds=30)
+    assert (tmp_path / "converted" / ".metadata").exists()
+
+
+def test_all_scripts_are_clean():
+    scripts = sorted(map(str, (REPOSITORY / "slurm").glob("*.sh")))
+    checked = subprocess.run(
+        ["shellcheck", "-x", *scripts], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert checked.returncode == 0, checked.stdout

@@ -1,0 +1,52 @@
+"""What the documents say: links lead somewhere, commands exist, and the arithmetic is right."""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+from checkpoint_convert import megatron_layout, read_shape
+from megatron_grpo.cli import app
+from megatron_grpo.config_file import load_config
+from published_models import write_config
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(f"docs/{f.name}" for f in ROOT.glob("docs/*.md"))]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_and_commands_exist(document):
+    path, text = ROOT / document, (ROOT / document).read_text()
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
+        if "://" not in target:
+            assert (path.parent / target).exists(), target
+    for config in re.findall(r"\bconfigs/\w+\.yaml", text):
+        assert (ROOT / config).exists(), config
+    commands = {command.name or command.callback.__name__ for command in app.registered_commands}
+    assert set(re.findall(r"megatron-grpo (?=[a-z])(\w+)", text)) <= commands
+
+
+@pytest.fixture(scope="module")
+def sizing() -> tuple[dict[str, object], str, str]:
+    """Variables and output of the arithmetic in docs/sizing.md, and the output that it prints."""
+    text = (ROOT / "docs" / "sizing.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (shown,) = re.findall(r"```text\n(.*?)```", text, re.DOTALL)
+    variables, output = {}, io.StringIO()
+    with contextlib.redirect_stdout(output):
+        exec(code, variables)
+    return variables, output.getvalue(), shown
+
+
+def test_the_arithmetic_of_sizing_prints_what_the_page_shows(sizing):
+    _, output, shown = sizing
+    assert output == shown
+
+
+def test_the_formula_for_parameters_counts_what_a_rank_holds(sizing, tmp_path):
+    shape = read_shape(write_config(tmp_path, "Llama-3.3-70B"))
+    dims = load_config(ROOT / "configs" / "grpo_70b.yaml").dims
+    layout = megatron_layout(shape, dims, dims.coordinates(0), transformer_engine=True)
+    assert layout.num_elements == sizing[0]["P"]

@@ -1,0 +1,23 @@
+from math import prod
+
+import pytest
+
+from checkpoint_convert import hf_tensors, read_shape
+from published_models import PUBLISHED_MODELS, write_config
+
+# As the model hub counts them in the weight files.
+NUM_PARAMETERS = {
+    "Llama-3.1-8B": 8_030_261_248,
+    "Llama-3.3-70B": 70_553_706_496,
+    "Llama-3.1-405B": 405_853_388_800,
+    "Qwen2.5-72B": 72_706_203_648,
+    "DeepSeek-R1-Distill-Qwen-32B": 32_763_876_352,
+    "Qwen3-32B": 32_762_123_264,
+    "Qwen3-30B-A3B": 30_532_122_624,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED_MODELS)
+def test_published_models_have_the_published_number_of_parameters(name, tmp_path):
+    shape = read_shape(write_config(tmp_path, name))
+    assert sum(map(prod, hf_tensors(shape).values())) == NUM_PARAMETERS[name]

@@ -1,0 +1,105 @@
+"""A trainer of one rank, in the process of a test: it pushes weights to engines and generates.
+
+The engines are its own, or run elsewhere; what happens to them is up to the test.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from checkpoint_convert import read_shape
+from engines import wait_until
+from megatron_grpo.config import RolloutConfig
+from megatron_grpo.prompts import Prompt
+from megatron_grpo.rollout import EngineServers, Fleet, Generation, RolloutClient, Sample
+from megatron_grpo.timing import PhaseTimer
+from megatron_grpo.weight_sync import WeightSync
+from models import EOS_ID
+from parallel import Layout, ParallelDims, Sender
+from policies import tiny_config
+from pushes import rollout_overrides
+
+
+class Trainer:
+    """What rank 0 has of the engines, and how it pushes the weights in `folder`."""
+
+    def __init__(
+        self, folder: Path, servers: EngineServers, rollout: RolloutConfig, sync: WeightSync
+    ) -> None:
+        self.servers = servers
+        self.fleet = Fleet(servers, rollout)
+        self.client = RolloutClient(self.fleet, rollout)
+        self.version = 0
+        self._weights = load_file(folder / "model.safetensors")
+        self._sync = sync
+
+    def push(self) -> None:
+        """Push the weights, as a new version."""
+        self.version += 1
+        self.push_again()
+
+    def push_again(self) -> None:
+        self._sync.push(self._weights, self.client, self.version, PhaseTimer(lambda name: None))
+
+    def ask(self, prompts: Sequence[Prompt], **overrides: Any) -> Generation:
+        """What is to be generated."""
+        arguments: dict[str, Any] = {
+            "num_generations": 2,
+            "temperature": 1.0,
+            "max_completion_length": 16,
+            "stop_token_ids": (EOS_ID,),
+            "seed": 0,
+            "step": 0,
+            "policy_version": self.version,
+        }
+        return Generation(prompts, **(arguments | overrides))
+
+    def generate(self, prompts: Sequence[Prompt], **overrides: Any) -> list[Sample]:
+        return self.client.generate(self.ask(prompts, **overrides))
+
+    def pid(self, url: str) -> int:
+        return self.servers._engine(url).process.pid
+
+
+@contextmanager
+def trainer(folder: Path, servers: EngineServers, rollout: RolloutConfig) -> Iterator[Trainer]:
+    """A trainer of one rank, which holds the whole weights in `folder`."""
+    weights = load_file(folder / "model.safetensors")
+    layout = Layout.of_whole_tensors({name: tuple(t.shape) for name, t in weights.items()})
+    overrides = rollout_overrides(rollout, servers.base_urls)
+    is_first = not dist.is_initialized()  # a trainer of a whole module may be there
+    if is_first:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        cfg = tiny_config(folder, ParallelDims(), *overrides)
+        sender = Sender(0, layout, dict.fromkeys(weights, range(1)))
+        sync = WeightSync(cfg, read_shape(folder), sender, torch.device("cpu"), 1)
+        with closing(sync):
+            yield Trainer(folder, servers, rollout, sync)
+    finally:
+        if is_first:
+            dist.destroy_process_group()
+
+
+@contextmanager
+def as_soon_as(condition: Callable[[], Any], deed: Callable[[], None]) -> Iterator[None]:
+    """Do `deed` beside the block once `condition()` holds; it must come to hold."""
+    came_true: list[bool] = []
+
+    def wait() -> None:
+        came_true.append(wait_until(condition, seconds=60, poll=0.005))
+        deed()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+    assert came_true == [True]
