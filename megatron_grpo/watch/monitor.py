@@ -67,6 +67,7 @@ class Monitor:
         # Time counts only while this thread runs: a machine that slept has not been silent.
         self._now, self._looked = 0.0, time.monotonic()
         self._job = Job(world_size, limits, pace, self._now)
+        self._is_preempted = False
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
         self._thread.start()
 
@@ -134,6 +135,8 @@ class Monitor:
                     raise ConnectionError("no rank of this job")
                 connection.rank = claimed
                 job.join(claimed, host, pid, now)
+                if self._is_preempted:  # before this rank's proof was read
+                    connection.send(line(preempt=True))
             case _ if rank is None:
                 raise ConnectionError("no rank of this job")
             case {"beat": position}:
@@ -147,6 +150,7 @@ class Monitor:
             case {"over": end}:
                 job.over(End(**end), now)
             case {"preempt": True}:
+                self._is_preempted = True
                 self._tell(line(preempt=True))
             case str(text):  # what Python has written at a crash
                 job.members[rank].dump.append(text)

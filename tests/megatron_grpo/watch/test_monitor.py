@@ -68,3 +68,13 @@ def test_the_key_is_said_to_nobody(monitor):
     assert b"beat" in said and monitor.address.key.encode() not in said
     assert "key" not in json.loads(said.splitlines()[0])
     listener.sendall(line(leaves={"code": 0}))  # its end is no death then
+
+
+def test_a_rank_that_comes_after_a_signal_hears_of_it(monitor):
+    first = connect(monitor.address, 0, "here", 1, timeout=5)
+    first.sendall(line(preempt=True))
+    assert hears(first, "preempt", 5) == {"preempt": True}
+    second = connect(monitor.address, 1, "here", 2, timeout=5)
+    assert hears(second, "preempt", 5) == {"preempt": True}
+    for rank in (first, second):
+        rank.sendall(line(leaves={"code": 0}))  # its end is no death then
