@@ -133,6 +133,24 @@ def plan(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="key.sub=value pairs, as for train")
     ] = None,
+    gpu: Annotated[
+        str, typer.Option("--gpu", help="Kind of the GPUs: a100, h100, h200, b200.")
+    ] = "h100",
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", help="Number of GPUs; default: the least whole nodes.")
+    ] = None,
+    lengths: Annotated[
+        Path | None,
+        typer.Option(
+            "--lengths",
+            help="File with one number per line: tokens of a prompt with its completion. "
+            "Default: all as long as they may be.",
+        ),
+    ] = None,
+    suggest: Annotated[
+        bool, typer.Option("--suggest", help="Which layouts fit, the fastest first.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="All figures, for scripts.")] = False,
     reshard: Annotated[
         bool, typer.Option("--reshard", help="Who sends how much when weights go to the engines.")
     ] = False,
@@ -140,27 +158,35 @@ def plan(
         bool, typer.Option("--instantiate", help="Build every distinct rank, without its memory.")
     ] = False,
 ) -> None:
-    """Say what CONFIG would do, from it and the model's config.json alone; nothing is started.
+    """Say what CONFIG would need, from it and the model's config.json alone; nothing is started.
+
+    Memory of a GPU of each pipeline stage in its worst phase, microbatches, operations, bytes over
+    each link, and the least time that they take. Weights, gradients, optimizer and push are exact,
+    the rest are estimates; docs/sizing.md has the formulas. The exit code is 2 where CONFIG cannot
+    work or does not fit, with what would.
 
     With --instantiate, Megatron-Core's own modules are compared with the plan; the exit code is 1
     where they differ.
 
-    Example: megatron-grpo plan configs/demo_smollm2_135m.yaml --reshard rollout.num_engines=2
+    Example: megatron-grpo plan configs/grpo_70b.yaml --suggest --gpus 64 --gpu h100
     """
     cfg = load_config(config, overrides or [])
     if instantiate:
         _instantiate(cfg)
-        return
-    if not reshard:
-        raise ValueError("plan has two tables so far: add --reshard or --instantiate")
-    from megatron_grpo.plan import reshard_table  # torch: seconds, see above
+    elif reshard:
+        from megatron_grpo.planning.reshard_table import reshard_table  # torch: seconds, see above
 
-    print(reshard_table(cfg))
+        print(reshard_table(cfg))
+    else:
+        from megatron_grpo.planning.command import print_plan, print_suggestions
+
+        show = print_suggestions if suggest else print_plan
+        show(cfg, gpu=gpu, num_gpus=gpus, lengths_file=lengths, as_json=as_json)
 
 
 def _instantiate(cfg: Config) -> None:
     _silence_libraries()
-    from megatron_grpo.instantiate import instantiate  # Megatron: seconds, see above
+    from megatron_grpo.planning.instantiate import instantiate  # Megatron: seconds, see above
 
     job = instantiate(cfg)
     if job.faults:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from checkpoint_convert import read_shape
 from checkpoint_convert.vllm import EngineDims, engine_layouts
-from megatron_grpo.peer_traffic import m2n_elements, nccl_elements
+from megatron_grpo.planning.peer_traffic import m2n_elements, nccl_elements
 
 LLAMA = {
     "model_type": "llama",

@@ -7,10 +7,10 @@ import pytest
 from checkpoint_convert import padded_vocab_size, read_shape
 from checkpoint_convert.megatron import checkpoint_layout
 from megatron_grpo.batching import BatchSchedule
-from megatron_grpo.built_rank import build_rank
 from megatron_grpo.config_file import load_config
-from megatron_grpo.instantiate import instantiate
-from megatron_grpo.plan import reshard_table
+from megatron_grpo.planning.built_rank import build_rank
+from megatron_grpo.planning.instantiate import instantiate
+from megatron_grpo.planning.reshard_table import reshard_table
 from megatron_grpo.rollout import check_engine_arguments
 from parallel.device import setup_device
 from parallel.microbatches import plan_microbatches

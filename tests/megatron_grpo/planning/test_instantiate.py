@@ -9,10 +9,11 @@ from typer.testing import CliRunner
 
 from checkpoint_convert import megatron_layout, read_shape
 from distributed import run_ranks
-from megatron_grpo import built_rank, cli, model
-from megatron_grpo.built_rank import BuiltRank
+from megatron_grpo import cli, model
 from megatron_grpo.config_file import load_config
-from megatron_grpo.instantiate import build_ranks, distinct_ranks, instantiate
+from megatron_grpo.planning import built_rank
+from megatron_grpo.planning.built_rank import BuiltRank
+from megatron_grpo.planning.instantiate import build_ranks, distinct_ranks, instantiate
 from models import tiny_model
 from parallel import ParallelDims
 from parallel.device import setup_device
@@ -165,7 +166,7 @@ def instantiate_without_the_last_rank(cfg) -> list[str]:
     def all_but_one(dims):
         return distinct_ranks(dims)[:-1]
 
-    with patch("megatron_grpo.instantiate.distinct_ranks", all_but_one):
+    with patch("megatron_grpo.planning.instantiate.distinct_ranks", all_but_one):
         return instantiate(cfg).faults
 
 

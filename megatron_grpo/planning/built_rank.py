@@ -66,7 +66,8 @@ def gradient_bytes(policy: Policy) -> int:
 def optimizer_bytes(policy: Policy) -> int:
     """Of this rank's share of master weights and moments.
 
-    Some optimizers make the moments at the first step only; here they count from the start.
+    Some optimizers make the moments at the first step only; here they count from the start. Master
+    copies of float32 weights are the weights themselves, and do not count.
     """
     masters = sum(
         parameter.nbytes
@@ -74,7 +75,8 @@ def optimizer_bytes(policy: Policy) -> int:
         for group in part.optimizer.param_groups
         for parameter in group["params"]
     )
-    return masters * len(OPTIMIZER_STATES)
+    is_copied = any(p.dtype != torch.float32 for p in policy.parameters().values())
+    return masters * (len(OPTIMIZER_STATES) - (not is_copied))
 
 
 def compare(model: Model, saved: Layout, dtype: torch.dtype) -> Iterator[str]:

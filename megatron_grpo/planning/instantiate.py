@@ -19,8 +19,9 @@ from checkpoint_convert import (
     read_shape,
 )
 from checkpoint_convert.megatron import checkpoint_layout
-from megatron_grpo.built_rank import BuiltRank, build_rank
 from megatron_grpo.config import Config
+from megatron_grpo.planning.built_rank import BuiltRank, build_rank
+from megatron_grpo.planning.state import stage_states
 from megatron_grpo.weight_sums import worker_layouts
 from parallel import (
     Layout,
@@ -54,6 +55,7 @@ def instantiate(cfg: Config) -> Instantiation:
     ranks = build_ranks(cfg, shape)
     senders = [built.sender for built in ranks]
     faults = [fault for built in ranks for fault in built.faults]
+    faults += differing_bytes(cfg, shape, ranks)
     if faults:  # what wrong layouts cover together tells nothing more
         return Instantiation(table="", faults=faults)
     try:
@@ -86,6 +88,24 @@ def build_ranks(cfg: Config, shape: ModelShape) -> list[BuiltRank]:
             disable=not console.is_terminal,
         )
     ]
+
+
+def differing_bytes(cfg: Config, shape: ModelShape, ranks: Sequence[BuiltRank]) -> list[str]:
+    """Where the planner's memory of a rank is not that of its modules, buffers and optimizer."""
+    states, faults = stage_states(cfg, shape), []
+    for built in ranks:
+        state = states[cfg.dims.coordinates(built.sender.rank).pipeline]
+        for what, planned, found in (
+            ("weights", state.weights, built.weight_bytes),
+            ("gradients", state.gradients, built.gradient_bytes),
+            ("optimizer", state.optimizer, built.optimizer_bytes),
+        ):
+            if planned != found:
+                faults.append(
+                    f"rank {built.sender.rank}: {what} take {found:,} bytes as built and "
+                    f"{planned:,} as planned"
+                )
+    return faults
 
 
 def distinct_ranks(dims: ParallelDims) -> list[int]:

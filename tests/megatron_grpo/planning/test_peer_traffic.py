@@ -9,7 +9,7 @@ import torch
 from checkpoint_convert import hf_tensors, read_shape
 from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.vllm import EngineDims, engine_layouts
-from megatron_grpo.peer_traffic import m2n_elements, nccl_elements
+from megatron_grpo.planning.peer_traffic import m2n_elements, nccl_elements
 from models import tiny_model
 from shapes import LLAMA_70B, QWEN3_30B
 from vllm_workers import read_in_workers

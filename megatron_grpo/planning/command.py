@@ -1,0 +1,62 @@
+"""`megatron-grpo plan`: a plan, or suggestions, printed for people or for scripts."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from checkpoint_convert import ModelShape, read_shape
+from megatron_grpo.config import Config
+from megatron_grpo.planning.card import Card, card_named
+from megatron_grpo.planning.job_plan import JobPlan, plan_job, share_gpus
+from megatron_grpo.planning.job_table import job_table, suggestion_table
+from megatron_grpo.planning.suggest import suggest
+from megatron_grpo.planning.workload import longest_sequence, read_lengths
+
+
+def print_plan(
+    cfg: Config, *, gpu: str, num_gpus: int | None, lengths_file: Path | None, as_json: bool
+) -> None:
+    """Print what `cfg` needs; ValueError, with a layout that fits, where GPUs have too little."""
+    card, shape = card_named(gpu), read_shape(cfg.model.path)
+    lengths = _lengths(cfg, shape, lengths_file)
+    plan = plan_job(cfg, shape, card, lengths, num_gpus)
+    print(json.dumps(plan.as_json()) if as_json else job_table(cfg, shape, gpu, plan), flush=True)
+    if not plan.fits:
+        raise ValueError(_too_large(cfg, shape, card, lengths, plan))
+
+
+def print_suggestions(
+    cfg: Config, *, gpu: str, num_gpus: int | None, lengths_file: Path | None, as_json: bool
+) -> None:
+    """Print layouts that fit; ValueError where none does."""
+    card, shape = card_named(gpu), read_shape(cfg.model.path)
+    lengths = _lengths(cfg, shape, lengths_file)
+    num_gpus = num_gpus or share_gpus(cfg, card)[0]
+    suggestions = suggest(cfg, shape, card, lengths, num_gpus)
+    if as_json:
+        print(json.dumps([suggestion.as_json() for suggestion in suggestions]))
+    elif suggestions:
+        print(suggestion_table(suggestions, num_gpus, gpu))
+    if not suggestions:
+        raise ValueError(
+            f"no layout fits on {num_gpus} {gpu}: take more GPUs, a smaller "
+            f"train.max_tokens_per_microbatch than {cfg.train.max_tokens_per_microbatch}, or less "
+            "rollout.vllm.gpu_memory_utilization"
+        )
+
+
+def _lengths(cfg: Config, shape: ModelShape, file: Path | None) -> list[int]:
+    return read_lengths(file) if file else [longest_sequence(cfg, shape)]
+
+
+def _too_large(
+    cfg: Config, shape: ModelShape, card: Card, lengths: Sequence[int], plan: JobPlan
+) -> str:
+    stage = plan.fullest
+    text = (
+        f"a GPU of stage {stage.stage} needs {stage.total / 1e9:.1f} GB in phase {stage.worst} and "
+        f"may have {plan.memory_limit / 1e9:.1f}"
+    )
+    for each in suggest(cfg, shape, card, lengths, plan.num_gpus)[:1]:
+        return f"{text}; the fastest layout that fits: {' '.join(each.overrides)}"
+    return f"{text}; no layout fits on {plan.num_gpus}: take more GPUs, or smaller microbatches"

@@ -1,0 +1,120 @@
+"""A whole job on paper: what it computes, sends and holds, and whether that fits its GPUs."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from checkpoint_convert import ModelShape, check_divisible
+from megatron_grpo.config import Config
+from megatron_grpo.planning.card import Card
+from megatron_grpo.planning.memory import (
+    EngineBytes,
+    StageMemory,
+    engine_bytes,
+    fullest_stage,
+    memory_limit,
+    stages_memory,
+)
+from megatron_grpo.planning.state import stage_states
+from megatron_grpo.planning.step_time import LinkUse, StepTime, push_link, step_time
+from megatron_grpo.planning.workload import Workload, workload
+from parallel.packing import round_up
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobPlan:
+    """What a config needs of the GPUs of one kind."""
+
+    num_gpus: int
+    is_shared: bool
+    """Whether trainer and engines have the same GPUs."""
+    memory_limit: int
+    """Bytes of a card that may be used."""
+    work: Workload
+    stages: Sequence[StageMemory]
+    engine: EngineBytes | None
+    """None where rollouts come from no vLLM."""
+    time: StepTime
+    push: LinkUse | None
+
+    @property
+    def fullest(self) -> StageMemory:
+        """The stage that needs most memory."""
+        return fullest_stage(self.stages)
+
+    @property
+    def fits(self) -> bool:
+        """Whether no GPU runs out of memory."""
+        return self.fullest.total <= self.memory_limit
+
+    def as_json(self) -> dict[str, Any]:
+        """All figures, for scripts: bytes, seconds, operations."""
+        return {
+            "num_gpus": self.num_gpus,
+            "is_shared": self.is_shared,
+            "memory_limit": self.memory_limit,
+            "fits": self.fits,
+            "workload": {
+                "sequences": len(self.work.lengths),
+                "tokens": self.work.tokens,
+                "padding": self.work.padding,
+                "microbatches": self.work.microbatches,
+            },
+            "stages": [stage.as_json() for stage in self.stages],
+            "engine": self.engine and asdict(self.engine),
+            "step": asdict(self.time) | {"estimate_seconds": self.time.estimate},
+            "push": self.push and asdict(self.push),
+        }
+
+
+def plan_job(
+    cfg: Config,
+    shape: ModelShape,
+    card: Card,
+    lengths: Sequence[int],
+    num_gpus: int | None = None,
+) -> JobPlan:
+    """Plan `cfg` on so many GPUs; by default, on as few nodes as hold ranks or engines.
+
+    `lengths`, ascending, are tokens of sequences like those of the job. Raises ValueError, with a
+    legal value, for what cannot be split, placed, packed or loaded.
+    """
+    check_divisible(shape, cfg.dims)
+    num_gpus, is_shared = share_gpus(cfg, card, num_gpus)
+    engine = engine_bytes(cfg, shape, card) if cfg.rollout.engine == "vllm" else None
+    beside = engine.total if engine and is_shared else 0
+    work, states = workload(cfg, shape, lengths), stage_states(cfg, shape)
+    return JobPlan(
+        num_gpus=num_gpus,
+        is_shared=is_shared,
+        memory_limit=memory_limit(card),
+        work=work,
+        stages=stages_memory(cfg, shape, states, work.microbatches, beside),
+        engine=engine,
+        time=step_time(cfg, shape, states[0], work, card),
+        push=push_link(engine.weights, card) if engine else None,
+    )
+
+
+def share_gpus(cfg: Config, card: Card, num_gpus: int | None = None) -> tuple[int, bool]:
+    """How many GPUs a job has, and whether ranks and engines share them, as `place` has it.
+
+    Without `num_gpus`, as many as whole nodes hold either; a part of one where that is enough.
+    Raises ValueError where they are too few.
+    """
+    ranks, tensor = cfg.dims.world_size, cfg.rollout.tensor_parallel_size
+    engines = cfg.rollout.num_engines * tensor
+    if tensor > card.per_node:
+        raise ValueError(
+            f"rollout.tensor_parallel_size {tensor} is more than the {card.per_node} GPUs of a "
+            f"node: an engine runs on one node, set it to {card.per_node} or less"
+        )
+    if num_gpus is None:
+        num_gpus = min(ranks + engines, round_up(max(ranks, engines), card.per_node))
+    if max(ranks, engines) > num_gpus:
+        raise ValueError(
+            f"{cfg.dims} has {ranks} ranks, and {cfg.rollout.num_engines} engines of "
+            f"rollout.tensor_parallel_size {tensor} have {engines} GPUs: the job has {num_gpus} in "
+            f"all; take --gpus {max(ranks, engines)} or more"
+        )
+    return num_gpus, ranks + engines > num_gpus

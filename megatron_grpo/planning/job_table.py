@@ -1,0 +1,117 @@
+"""A plan for people."""
+
+from collections.abc import Sequence
+
+from checkpoint_convert import ModelShape
+from megatron_grpo.config import Config
+from megatron_grpo.planning.job_plan import JobPlan
+from megatron_grpo.planning.memory import StageMemory
+from megatron_grpo.planning.suggest import Suggestion
+
+SHOWN_STAGES = 4
+SHOWN_SUGGESTIONS = 8
+
+
+def job_table(cfg: Config, shape: ModelShape, gpu: str, plan: JobPlan) -> str:
+    """Memory of every kind of stage, the work of a step, and what goes over which links."""
+    where = "on the same GPUs" if plan.is_shared else "on GPUs of their own"
+    rollout = cfg.rollout
+    lines = [
+        f"{shape.family} in {cfg.model.dtype} on {plan.num_gpus} {gpu}: trainer {cfg.dims}; "
+        f"{rollout.num_engines} engines of {rollout.tensor_parallel_size}, {where}",
+        "",
+        *_memory_rows(plan),
+        "",
+        *_work_lines(plan),
+        "",
+        *_link_rows(plan),
+    ]
+    return "\n".join(lines)
+
+
+def suggestion_table(suggestions: Sequence[Suggestion], num_gpus: int, gpu: str) -> str:
+    """The fastest layouts, and how to write the first of them."""
+    rows = [
+        f"{'tp':>3}{'pp':>4}{'vp':>4}{'cp':>4}{'dp':>5}{'ep':>4}  {'recompute':<10}"
+        f"{'memory':>9}{'step':>9}{'bubble':>8}{'links':>8}"
+    ]
+    for each in suggestions[:SHOWN_SUGGESTIONS]:
+        dims, waits = each.cfg.dims, sum(link.seconds for link in each.time.links)
+        rows.append(
+            f"{dims.tensor:>3}{dims.pipeline:>4}{dims.virtual_pipeline:>4}{dims.context:>4}"
+            f"{dims.data:>5}{dims.expert:>4}  {'full' if each.recomputes else 'none':<10}"
+            f"{each.memory.total / 1e9:>6.1f} GB{each.time.estimate:>7.1f} s"
+            f"{each.time.bubble:>8.3f}{waits:>6.1f} s"
+        )
+    return "\n".join(
+        [
+            f"{len(suggestions)} layouts fit on {num_gpus} {gpu}, the fastest by estimate first:",
+            "",
+            *rows,
+            "",
+            "the first, to be written behind the config's name:",
+            *(f"  {word} \\" for word in suggestions[0].overrides[:-1]),
+            f"  {suggestions[0].overrides[-1]}",
+        ]
+    )
+
+
+def _memory_rows(plan: JobPlan) -> list[str]:
+    """Of the first stages, the last, and the fullest."""
+    rows = [
+        f"{'stage':>5}{'weights':>9}{'gradients':>11}{'optimizer':>11}{'reference':>11}"
+        f"{'NCCL, CUDA':>12}{'engine':>8}{'at worst':>10}  {'in phase':<18}{'sum':>8}"
+    ]
+    last = plan.stages[-1]
+    shown = [*plan.stages[:SHOWN_STAGES], plan.fullest, last]
+    numbers = sorted({stage.stage for stage in shown})
+    rows += [_memory_row(plan.stages[number]) for number in numbers]
+    limit, most = plan.memory_limit / 1e9, plan.fullest.total / 1e9
+    verdict = f"{limit - most:.1f} GB free" if plan.fits else f"{most - limit:.1f} GB too many"
+    left_out = len(plan.stages) - len(numbers)
+    others = f"; {left_out} stages between need no more" if left_out else ""
+    return [*rows, f"GB of {limit:.1f} that a GPU may have: {verdict}{others}"]
+
+
+def _memory_row(stage: StageMemory) -> str:
+    state = stage.state
+    exact = [state.weights, state.gradients, state.optimizer, state.reference]
+    widths = [9, 11, 11, 11]
+    return (
+        f"{stage.stage:>5}"
+        + "".join(f"{size / 1e9:>{width}.3f}" for size, width in zip(exact, widths, strict=True))
+        + f"{stage.communicators / 1e9:>12.1f}{stage.engine / 1e9:>8.1f}"
+        + f"{stage.phases[stage.worst] / 1e9:>10.2f}  {stage.worst:<18}{stage.total / 1e9:>8.1f}"
+    )
+
+
+def _work_lines(plan: JobPlan) -> list[str]:
+    work, time, lines = plan.work, plan.time, []
+    lines.append(
+        f"an optimizer step: {len(work.lengths):,} sequences, {work.tokens:,} tokens in "
+        f"{work.microbatches} microbatches per model copy, {work.tokens / work.room:.1%} full, "
+        f"{work.padding:,} tokens of padding"
+    )
+    lines.append(
+        f"{time.flops:.3g} operations: at least {time.compute_seconds:.1f} s at the cards' peak; "
+        f"at half of it, with a bubble of {time.bubble:.3f} and all traffic unhidden, "
+        f"{time.estimate:.1f} s"
+    )
+    if plan.engine:
+        lines.append(
+            f"an engine has {plan.engine.weights / 1e9:.2f} GB of weights and "
+            f"{plan.engine.cache / 1e9:.1f} GB for keys and values on each GPU: "
+            f"{plan.engine.cached_tokens:,} tokens at once"
+        )
+    return lines
+
+
+def _link_rows(plan: JobPlan) -> list[str]:
+    uses = [*plan.time.links, *([plan.push] if plan.push else [])]
+    rows = [f"{'per step and GPU':<18}{'bytes':>12}  {'over':<10}{'at least':>10}"]
+    for use in uses:
+        over = "NVLink" if use.in_node else "network"
+        rows.append(
+            f"{use.purpose:<18}{use.num_bytes / 1e9:>9.2f} GB  {over:<10}{use.seconds:>8.2f} s"
+        )
+    return rows

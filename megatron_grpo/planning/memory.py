@@ -1,0 +1,141 @@
+"""Bytes of a GPU of each pipeline stage, at the worst moment of every phase."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from checkpoint_convert import ModelShape
+from megatron_grpo.config import Config
+from megatron_grpo.planning.activations import forward_bytes, head_bytes, stage_activations
+from megatron_grpo.planning.card import Card
+from megatron_grpo.planning.state import ITEMSIZE, StateBytes
+from megatron_grpo.weight_sums import worker_layouts
+
+CONTEXT_BYTES = 600 * 10**6
+"""CUDA context, kernels and workspaces of cuBLAS in a trainer process."""
+COMMUNICATOR_BYTES = 500 * 10**6
+"""NCCL's buffers of one communicator. Published are 7 to 10 GB for idle ones of large jobs."""
+RESERVE = 0.05
+"""Of a card, that a plan leaves free for fragmentation of the allocator."""
+VLLM_UTILIZATION = 0.92
+"""What vLLM takes of a card when it is not told (`gpu_memory_utilization`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineBytes:
+    """What an engine takes of each of its GPUs."""
+
+    weights: int
+    cache: int
+    """Left for keys and values, what it computes with included."""
+    cached_tokens: int
+    """That fit there, over the whole engine."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.cache
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """Of a GPU that runs a trainer rank of one pipeline stage."""
+
+    stage: int
+    state: StateBytes
+    communicators: int
+    """NCCL's buffers and the CUDA context; an estimate."""
+    engine: int
+    """Of an engine on the same GPU, which keeps it all the time."""
+    phases: dict[str, int]
+    """What each phase of a step has beside that, at its worst moment."""
+
+    @property
+    def worst(self) -> str:
+        """The phase that needs most."""
+        return max(self.phases, key=lambda phase: self.phases[phase])
+
+    @property
+    def total(self) -> int:
+        """Bytes in that phase."""
+        return self.state.total + self.communicators + self.engine + self.phases[self.worst]
+
+    def as_json(self) -> dict[str, object]:
+        """For scripts."""
+        return asdict(self) | {"worst_phase": self.worst, "total": self.total}
+
+
+def memory_limit(card: Card) -> int:
+    """Bytes of a card that a plan may use."""
+    return round((1 - RESERVE) * card.memory)
+
+
+def fullest_stage(stages: Sequence[StageMemory]) -> StageMemory:
+    """The stage that needs most memory."""
+    return max(stages, key=lambda stage: stage.total)
+
+
+def engine_bytes(cfg: Config, shape: ModelShape, card: Card) -> EngineBytes:
+    """What an engine of `cfg` takes of each GPU; ValueError where its weights do not fit there."""
+    itemsize = ITEMSIZE[cfg.model.dtype]
+    weights = max(worker.num_elements for worker in worker_layouts(shape, cfg.rollout)) * itemsize
+    options, tensor = cfg.rollout.vllm, cfg.rollout.tensor_parallel_size
+    share = options.get("gpu_memory_utilization", VLLM_UTILIZATION)
+    cache = options.get("kv_cache_memory_bytes") or round(share * card.memory) - weights
+    heads = -(-shape.num_key_value_heads // tensor)
+    per_token = 2 * shape.num_layers * heads * shape.head_dim * itemsize
+    if cache < per_token:
+        raise ValueError(
+            f"an engine of rollout.tensor_parallel_size {tensor} has {weights / 1e9:.1f} GB of "
+            f"weights on each GPU, and rollout.vllm.gpu_memory_utilization {share:g} of "
+            f"{card.memory / 1e9:.0f} GB leaves nothing for keys and values: use more than "
+            f"{(weights + per_token) / card.memory:.2f}, or a larger tensor_parallel_size"
+        )
+    return EngineBytes(weights=weights, cache=cache, cached_tokens=cache // per_token)
+
+
+def stages_memory(
+    cfg: Config,
+    shape: ModelShape,
+    states: Sequence[StateBytes],
+    microbatches: int,
+    engine: int,
+) -> list[StageMemory]:
+    """What a GPU of each stage needs, beside `stage_states` and so many bytes of an engine."""
+    return [
+        StageMemory(
+            stage=stage,
+            state=state,
+            communicators=CONTEXT_BYTES + COMMUNICATOR_BYTES * _communicators(cfg),
+            engine=engine,
+            phases=_phases(cfg, shape, stage, microbatches),
+        )
+        for stage, state in enumerate(states)
+    ]
+
+
+def _phases(cfg: Config, shape: ModelShape, stage: int, microbatches: int) -> dict[str, int]:
+    """Bytes of each phase beside what is always there."""
+    is_last = stage == cfg.dims.pipeline - 1
+    head = head_bytes(cfg, shape, backward=False) if is_last else 0
+    backward_head = head_bytes(cfg, shape, backward=True) if is_last else 0
+    return {
+        "log-probabilities": forward_bytes(cfg, shape) + head,
+        "train": stage_activations(cfg, shape, stage, microbatches) + backward_head,
+        "push": cfg.rollout.update_weights_bucket_megabytes * 10**6,
+    }
+
+
+def _communicators(cfg: Config) -> int:
+    """Groups of more than one rank in which a rank speaks by NCCL, by Megatron-Core's groups."""
+    dims = cfg.dims
+    model, data = dims.tensor * dims.pipeline, dims.data * dims.context
+    sizes = [
+        dims.world_size,
+        dims.tensor,
+        dims.pipeline,
+        dims.context,
+        data,
+        model,
+        dims.expert * dims.expert_tensor if dims.expert > 1 else 1,
+    ]
+    return sum(size > 1 for size in sizes)

@@ -1,0 +1,154 @@
+"""What a step computes and sends, and the least time that the card and its links need for that."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from checkpoint_convert import ModelShape, hf_tensors
+from megatron_grpo.batching import BatchSchedule
+from megatron_grpo.config import Config
+from megatron_grpo.planning.card import Card
+from megatron_grpo.planning.state import GRADIENT_BYTES, ITEMSIZE, StateBytes
+from megatron_grpo.planning.workload import Workload
+
+ATTAINABLE = 0.5
+"""Of the peak, by layers alone: Megatron-LM reaches 0.41 to 0.48 with all that it waits for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkUse:
+    """Bytes that the busiest GPU sends for one purpose in an optimizer step."""
+
+    purpose: str
+    num_bytes: int
+    in_node: bool
+    """Over NVLink; else by the network card."""
+    seconds: float
+    """At the full rate of that link."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Of one optimizer step: training, and its share of the passes for log-probabilities."""
+
+    flops: float
+    """Of all ranks."""
+    compute_seconds: float
+    """At the peak of all cards: no step is faster."""
+    bubble: float
+    """Idle part of the pipeline, as a fraction of the time that it works."""
+    links: Sequence[LinkUse]
+
+    @property
+    def estimate(self) -> float:
+        """Seconds, at `ATTAINABLE` of the peak and with no traffic behind computation."""
+        waits = sum(link.seconds for link in self.links if link.purpose != "push")
+        return self.compute_seconds / ATTAINABLE * (1 + self.bubble) + waits
+
+
+def step_time(
+    cfg: Config, shape: ModelShape, first: StateBytes, work: Workload, card: Card
+) -> StepTime:
+    """What one optimizer step of `cfg` takes at least; `first` is what stage 0 holds."""
+    dims = cfg.dims
+    flops = step_flops(cfg, shape, work.lengths)
+    return StepTime(
+        flops=flops,
+        compute_seconds=flops / dims.world_size / card.flops,
+        bubble=(dims.pipeline - 1) / (work.microbatches * dims.virtual_pipeline),
+        links=_links(cfg, shape, first, work, card),
+    )
+
+
+def step_flops(cfg: Config, shape: ModelShape, lengths: Sequence[int]) -> float:
+    """Multiplications and additions of an optimizer step on sequences of these lengths.
+
+    A backward is two forwards (Kaplan et al., arXiv 2001.08361); recomputed layers run once more.
+    Old log-probabilities are a forward of every generation, those of the reference as well.
+    """
+    layers = forward_flops(shape, lengths)
+    head = 2.0 * shape.hidden_size * shape.vocab_size * sum(lengths)
+    schedule = BatchSchedule.of(cfg.grpo)
+    again = {"full": 1.0}.get(cfg.model.megatron.get("recompute_granularity", ""), 0.0)
+    forwards = ((schedule.updates_per_generation > 1) + (cfg.grpo.beta > 0)) / (
+        schedule.num_iterations
+    )
+    return layers * (3 + again + forwards) + head * (3 + forwards)
+
+
+def forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
+    """Of all layers for one forward: twice the weights per token, and causal attention."""
+    pairs = sum(length * length for length in lengths) / 2
+    attention = 4.0 * shape.num_attention_heads * shape.head_dim * shape.num_layers * pairs
+    return 2.0 * _active_weights(shape) * sum(lengths) + attention
+
+
+def _active_weights(shape: ModelShape) -> float:
+    """Elements of all layers that a token is multiplied with: of experts, those it goes to."""
+    share = shape.moe.experts_per_token / shape.moe.num_experts if shape.moe else 1.0
+    one_layer = hf_tensors(replace(shape, num_layers=1))
+    return shape.num_layers * sum(
+        prod(size) * (share if ".experts." in name else 1.0)
+        for name, size in one_layer.items()
+        if ".layers." in name
+    )
+
+
+def _links(
+    cfg: Config, shape: ModelShape, first: StateBytes, work: Workload, card: Card
+) -> list[LinkUse]:
+    """By purpose: what ranks of an axis send each other, and engines their weights.
+
+    Tensor and context ranks of every stage exchange the activations of all its microbatches;
+    within a node when the axis, and those inside it, fill no more than one.
+    """
+    dims, itemsize = cfg.dims, ITEMSIZE[cfg.model.dtype]
+    tokens = (work.tokens + work.padding) / dims.data / dims.context
+    width = itemsize * shape.hidden_size * tokens
+    layers = shape.num_layers / dims.pipeline
+    passes = 1 + (cfg.model.megatron.get("recompute_granularity") == "full")
+    key = shape.num_key_value_heads * shape.head_dim / dims.tensor * itemsize * tokens
+    shards = dims.data * dims.context
+    gradients = first.weights / itemsize * (GRADIENT_BYTES + itemsize)
+    boundaries = dims.virtual_pipeline - (1 / dims.pipeline)
+    share = 1 / dims.tensor if cfg.parallel.sequence_parallel else 1.0
+    experts = dims.expert * dims.expert_tensor
+    uses = [
+        # Two pairs of all-gather and reduce-scatter per layer, one more of gathers in the backward.
+        ("tensor", dims.tensor, dims.tensor, _of(dims.tensor) * width * layers * (4 * passes + 6)),
+        # Keys and values to all, and their gradients back.
+        (
+            "context",
+            dims.context,
+            dims.tensor * dims.context,
+            (dims.context - 1) * 2 * key * layers * (passes + 2),
+        ),
+        ("pipeline", dims.pipeline, dims.world_size, 2 * width * share * boundaries),
+        ("data", shards, dims.stage_size, _of(shards) * gradients),
+    ]
+    if shape.moe is not None:
+        # To the experts and back, in both directions.
+        sent = _of(experts) * shape.moe.experts_per_token * width * share * layers
+        uses.append(("expert", experts, experts, sent * 2 * (passes + 1)))
+    return [
+        _link(purpose, num_bytes, span <= card.per_node, card)
+        for purpose, size, span, num_bytes in uses
+        if size > 1
+    ]
+
+
+def push_link(num_bytes: int, card: Card) -> LinkUse:
+    """The weights of one engine worker, over the network card of its GPU."""
+    return _link("push", num_bytes, in_node=False, card=card)
+
+
+def _of(size: int) -> float:
+    """The part of a whole that each of `size` ranks sends or gets in a ring."""
+    return (size - 1) / size
+
+
+def _link(purpose: str, num_bytes: float, in_node: bool, card: Card) -> LinkUse:
+    rate = card.node_rate if in_node else card.network_rate
+    return LinkUse(
+        purpose=purpose, num_bytes=round(num_bytes), in_node=in_node, seconds=num_bytes / rate
+    )

@@ -1,0 +1,168 @@
+"""Which layouts of the trainer fit a number of GPUs, the fastest by estimate first."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from checkpoint_convert import ModelShape, check_divisible
+from megatron_grpo.config import Config, ParallelConfig
+from megatron_grpo.planning.card import Card
+from megatron_grpo.planning.job_plan import share_gpus
+from megatron_grpo.planning.memory import (
+    StageMemory,
+    engine_bytes,
+    fullest_stage,
+    memory_limit,
+    stages_memory,
+)
+from megatron_grpo.planning.state import StateBytes, stage_states
+from megatron_grpo.planning.step_time import StepTime, step_time
+from megatron_grpo.planning.workload import workload
+from parallel import divisors
+
+RECOMPUTED = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+VIRTUAL_STAGES = (1, 2, 4, 5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suggestion:
+    """A layout that fits."""
+
+    cfg: Config
+    memory: StageMemory
+    """Of the fullest stage."""
+    time: StepTime
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether layers run their forward again in the backward."""
+        return "recompute_granularity" in self.cfg.model.megatron
+
+    @property
+    def overrides(self) -> list[str]:
+        """What to write behind the config's name on the command line."""
+        given = self.cfg.parallel.model_dump(exclude={"sequence_parallel"})
+        megatron = ", ".join(f"{name}: {value}" for name, value in self.cfg.model.megatron.items())
+        return [
+            *(f"parallel.{name}={value}" for name, value in given.items()),
+            f"rollout.num_engines={self.cfg.rollout.num_engines}",
+            f"'model.megatron={{{megatron}}}'",
+        ]
+
+    def as_json(self) -> dict[str, object]:
+        """For scripts."""
+        return {
+            "overrides": [word.strip("'") for word in self.overrides],
+            "memory": self.memory.as_json(),
+            "step": asdict(self.time) | {"estimate_seconds": self.time.estimate},
+        }
+
+
+def suggest(
+    cfg: Config, shape: ModelShape, card: Card, lengths: Sequence[int], num_gpus: int
+) -> list[Suggestion]:
+    """Layouts of the trainer that fit `num_gpus` with the engines of `cfg`, fastest first.
+
+    Where `cfg` has its engines on GPUs of their own they keep as many, and the trainer gets the
+    others; where they share, both have all. Of the rest only recomputation is changed: the batch
+    and the size of microbatches stay. Ranks of a tensor or expert group stay in a node.
+
+    Raises ValueError where the engines leave no GPU, or do not fit theirs.
+    """
+    cfg, num_ranks = _with_engines(cfg, card, num_gpus)
+    engine = engine_bytes(cfg, shape, card) if cfg.rollout.engine == "vllm" else None
+    beside = engine.total if engine and num_ranks == num_gpus else 0
+    found, states = [], {}
+    for parallel in _layouts(shape, card, num_ranks):
+        candidate = cfg.model_copy(update={"parallel": parallel})
+        dims = candidate.dims
+        try:
+            check_divisible(shape, dims)
+            # Data and context ranks share the optimizer alike.
+            key = replace(dims, context=1, data=dims.data * dims.context)
+            if key not in states:
+                states[key] = stage_states(candidate, shape)
+            found += _fitting(candidate, shape, card, lengths, states[key], beside)
+        except ValueError:  # this layout cannot split or pack the model; another may
+            continue
+    return sorted(found, key=lambda each: each.time.estimate)
+
+
+def _with_engines(cfg: Config, card: Card, num_gpus: int) -> tuple[Config, int]:
+    """`cfg` with the engines of a job of so many GPUs, and how many of them train."""
+    tensor = cfg.rollout.tensor_parallel_size
+    _, is_shared = share_gpus(cfg, card)
+    if is_shared:
+        update = {"num_engines": max(1, num_gpus // tensor), "base_urls": ()}
+        return cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update=update)}), num_gpus
+    engines = cfg.rollout.num_engines * tensor
+    if engines >= num_gpus:
+        raise ValueError(
+            f"the engines of rollout.* take {engines} of {num_gpus} GPUs and leave none for the "
+            f"trainer: take --gpus {engines + 1} or more, or a smaller rollout.num_engines"
+        )
+    return cfg, num_gpus - engines
+
+
+def _fitting(
+    cfg: Config,
+    shape: ModelShape,
+    card: Card,
+    lengths: Sequence[int],
+    states: Sequence[StateBytes],
+    beside: int,
+) -> list[Suggestion]:
+    """`cfg` with the least recomputation with which it fits; none where it does not fit at all."""
+    for settings in _recomputations(cfg):
+        model = cfg.model.model_copy(update={"megatron": settings})
+        cfg = cfg.model_copy(update={"model": model})
+        # Packing takes longest: not for what does not even fit with one microbatch.
+        least = fullest_stage(stages_memory(cfg, shape, states, 1, beside))
+        if least.total > memory_limit(card):
+            continue
+        work = workload(cfg, shape, lengths)
+        stages = stages_memory(cfg, shape, states, work.microbatches, beside)
+        memory = fullest_stage(stages)
+        if memory.total <= memory_limit(card):
+            time = step_time(cfg, shape, states[0], work, card)
+            return [Suggestion(cfg=cfg, memory=memory, time=time)]
+    return []
+
+
+def _recomputations(cfg: Config) -> list[dict[str, object]]:
+    """Nothing, then all."""
+    others = {
+        name: value
+        for name, value in cfg.model.megatron.items()
+        if not name.startswith("recompute_")
+    }
+    return [others, others | RECOMPUTED]
+
+
+def _layouts(shape: ModelShape, card: Card, num_ranks: int) -> Iterator[ParallelConfig]:
+    """Every division of the ranks over the axes."""
+    for tensor in divisors(num_ranks):
+        for pipeline in divisors(num_ranks // tensor):
+            if tensor > card.per_node or pipeline > shape.num_layers:
+                continue
+            for context in divisors(num_ranks // tensor // pipeline):
+                for virtual in VIRTUAL_STAGES if pipeline > 1 else (1,):
+                    for expert in _experts(shape, card, num_ranks // pipeline):
+                        yield ParallelConfig(
+                            tensor_parallel_size=tensor,
+                            pipeline_parallel_size=pipeline,
+                            virtual_pipeline_parallel_size=virtual,
+                            context_parallel_size=context,
+                            data_parallel_size=num_ranks // tensor // pipeline // context,
+                            expert_parallel_size=expert,
+                            expert_tensor_parallel_size=1 if shape.moe else tensor,
+                        )
+
+
+def _experts(shape: ModelShape, card: Card, stage_size: int) -> list[int]:
+    """Over how many ranks of a stage whole experts may be divided; 1 for a dense model."""
+    count = shape.moe.num_experts if shape.moe else 1
+    return [size for size in divisors(stage_size) if size <= card.per_node and count % size == 0]

@@ -1,0 +1,105 @@
+"""The sequences of one optimizer step, as microbatches."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from checkpoint_convert import ModelShape
+from megatron_grpo.batching import BatchSchedule
+from megatron_grpo.config import Config
+from parallel import ParallelDims
+from parallel.microbatches import CostModel, plan_microbatches
+from parallel.packing import Alignment, round_up
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What one optimizer step trains on."""
+
+    lengths: Sequence[int]
+    """Tokens of each prompt with its completion."""
+    microbatches: int
+    """Of each model copy."""
+    padding: int
+    """Tokens that alignment adds, over all copies."""
+    room: int
+    """Tokens that all microbatches of all copies could take."""
+
+    @property
+    def tokens(self) -> int:
+        """All that is trained on."""
+        return sum(self.lengths)
+
+
+def longest_sequence(cfg: Config, shape: ModelShape) -> int:
+    """Tokens of the longest prompt with the longest completion that a config allows."""
+    if cfg.data.max_prompt_length is not None:
+        return cfg.data.max_prompt_length + cfg.rollout.max_completion_length
+    limit = cfg.rollout.vllm.get("max_model_len") or shape.max_position_embeddings
+    return min(int(limit), cfg.train.max_tokens_per_microbatch)
+
+
+def read_lengths(path: Path) -> list[int]:
+    """One number of tokens per line, ascending; ValueError with the line that is none."""
+    lengths = []
+    for number, line in enumerate(path.read_text().split("\n"), start=1):
+        if not line.strip():
+            continue
+        if not line.strip().isdigit() or int(line) == 0:
+            raise ValueError(
+                f"{path}, line {number}: {line.strip()!r} is no length: write the tokens of one "
+                "prompt with its completion in each line, such as 1024"
+            )
+        lengths.append(int(line))
+    if not lengths:
+        raise ValueError(f"{path} has no lengths: write one number of tokens per line")
+    return sorted(lengths)
+
+
+def workload(cfg: Config, shape: ModelShape, lengths: Sequence[int]) -> Workload:
+    """An optimizer step whose sequences are distributed as `lengths` (ascending) are.
+
+    Raises ValueError where the batch arithmetic of `grpo.*` or the longest length does not work.
+    """
+    count = BatchSchedule.of(cfg.grpo).minibatch_size
+    chosen = [lengths[len(lengths) * (2 * i + 1) // (2 * count)] for i in range(count)]
+    chosen[-1] = lengths[-1]  # which decides what must fit
+    dims, limit = cfg.dims, cfg.train.max_tokens_per_microbatch
+    filled = _filled(
+        tuple(chosen),
+        limit,
+        # Of the mesh only these decide which sequences go together.
+        ParallelDims(
+            data=dims.data, pipeline=dims.pipeline, virtual_pipeline=dims.virtual_pipeline
+        ),
+        Alignment.of(dims, cfg.parallel.sequence_parallel),
+        shape.hidden_size,
+    )
+    return Workload(
+        lengths=chosen,
+        microbatches=len(filled) // dims.data,
+        padding=sum(filled) - sum(chosen),
+        room=limit * len(filled),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _filled(
+    lengths: tuple[int, ...],
+    max_tokens: int,
+    dims: ParallelDims,
+    alignment: Alignment,
+    hidden_size: int,
+) -> list[int]:
+    """Tokens of every microbatch of every model copy, alignment included.
+
+    Layouts that are compared often share it, and it takes a tenth of a second.
+    """
+    cost = CostModel.transformer(hidden_size)
+    plan = plan_microbatches(lengths, max_tokens, dims, alignment, cost)
+    return [
+        round_up(sum(round_up(lengths[i], alignment.sequence) for i in members), alignment.total)
+        for rank in plan
+        for members in rank
+    ]

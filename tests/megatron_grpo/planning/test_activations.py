@@ -1,0 +1,123 @@
+"""What the planner says layers keep for their backward, beside what autograd really saves."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from checkpoint_convert import read_shape
+from distributed import run_ranks
+from megatron_grpo.config import Config
+from megatron_grpo.model import build_model, forward
+from megatron_grpo.planning.activations import (
+    final_norm_bytes,
+    in_flight,
+    layer_bytes,
+)
+from models import tiny_model
+from parallel import ParallelDims
+from parallel.device import setup_device
+from parallel.groups import init_groups
+from policies import pack_all, tiny_config
+
+TOKENS = 512
+LENGTHS = [[(64, 192), (32, 96), (32, 96)]]
+WIDE = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3}
+MASK_BYTES = 4 * sum(length // 4 * length * 5 // 4 for length in map(sum, LENGTHS[0]))
+"""Of context rank 1 of 2: its chunks, a quarter of a sequence each, see two and three of four."""
+FULL = ["recompute_granularity: full", "recompute_method: uniform", "recompute_num_layers: 1"]
+
+
+def recomputed(module: str) -> list[str]:
+    return ["recompute_granularity: selective", f"recompute_modules: [{module}]"]
+
+
+@dataclass(frozen=True)
+class Run:
+    family: str = "llama"
+    dims: ParallelDims = field(default_factory=ParallelDims)
+    megatron: Sequence[str] = ()
+    overrides: Sequence[str] = ()
+
+    def config(self, folder: Path) -> Config:
+        return tiny_config(
+            folder,
+            self.dims,
+            "model.dtype=bfloat16",
+            f"train.max_tokens_per_microbatch={TOKENS}",
+            f"model.megatron={{{', '.join(['transformer_impl: local', *self.megatron])}}}",
+            *self.overrides,
+        )
+
+
+RUNS = {
+    "bfloat16": Run(),
+    "float32": Run(overrides=["model.dtype=float32"]),
+    "norms of queries and keys": Run("qwen3"),
+    "experts": Run("qwen3_moe"),
+    "tensor": Run(dims=ParallelDims(tensor=2)),
+    "tensor, whole sequence": Run(
+        dims=ParallelDims(tensor=2), overrides=["parallel.sequence_parallel=false"]
+    ),
+    "context": Run(dims=ParallelDims(context=2)),
+    "experts over tensor": Run("qwen3_moe", ParallelDims(tensor=2)),
+    "experts over data": Run("qwen3_moe", ParallelDims(data=2, expert=2)),
+    "recomputed": Run(megatron=FULL),
+    "attention recomputed": Run(megatron=recomputed("core_attn")),
+    "mlp recomputed": Run(megatron=recomputed("mlp")),
+    "experts recomputed": Run("qwen3_moe", megatron=recomputed("moe")),
+    "fused activation": Run(megatron=["bias_activation_fusion: true"]),
+}
+
+
+def saved_bytes(rank: int, cfg: Config) -> int:
+    """Of all tensors that the forward of a microbatch leaves for the backward, weights apart."""
+    setup_device(rank)
+    groups = init_groups(cfg.dims)
+    model = build_model(cfg, read_shape(cfg.model.path), groups)
+    for parameter in model.parameters().values():
+        parameter.data.uniform_(-0.1, 0.1)  # else all tokens might go to the same experts
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters().values()}
+    [batch] = pack_all(LENGTHS, cfg.dims)
+    assert len(batch.tokens) == TOKENS
+    saved = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            saved[storage.data_ptr()] = storage.nbytes(), tensor  # held: no address comes twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        forward(model.chunks[0], batch, groups)
+    return sum(num_bytes for num_bytes, _ in saved.values())
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_layers_keep_what_autograd_saves(run, tmp_path):
+    cfg = run.config(tiny_model(tmp_path, run.family, **WIDE))
+    shape = read_shape(cfg.model.path)
+    measured = max(run_ranks(run.dims.world_size, saved_bytes, cfg))
+    kept = shape.num_layers * layer_bytes(cfg, shape).kept + final_norm_bytes(cfg, shape)
+    planned = TOKENS / run.dims.context * kept
+    # What the planner leaves out: token ids, a table of RoPE, masks of torch's attention.
+    left_out = 8 * TOKENS / run.dims.context
+    if run.megatron == FULL:
+        left_out += 4 * shape.head_dim * max(map(sum, LENGTHS[0]))
+    if run.dims.tensor == 2:
+        left_out += TOKENS  # which of the vocabulary's rows are this rank's
+    if run.dims.context == 2:
+        left_out += shape.num_layers * MASK_BYTES
+    assert measured == pytest.approx(planned + left_out, rel=0.001)
+
+
+def test_a_pipeline_keeps_as_many_microbatches_as_megatron_runs_ahead():
+    # 1F1B: the last stage turns each around at once.
+    assert [in_flight(stage, 4, 1, 16) for stage in range(4)] == [[4], [3], [2], [1]]
+    assert in_flight(0, 4, 1, 2) == [2]  # no more than there are
+    # Interleaved: on stage 0 of 2, 2 * 1 + 2 forwards and one more, in turns of 2 per chunk.
+    assert in_flight(0, 2, 2, 8) == [3, 2]
+    assert in_flight(1, 2, 2, 8) == [2, 1]
