@@ -21,7 +21,7 @@ from checkpoint_convert import (
 from checkpoint_convert.megatron import checkpoint_layout
 from megatron_grpo.config import Config
 from megatron_grpo.planning.built_rank import BuiltRank, build_rank
-from megatron_grpo.planning.state import stage_states
+from megatron_grpo.planning.state import state_bytes
 from megatron_grpo.weight_sums import worker_layouts
 from parallel import (
     Layout,
@@ -92,9 +92,9 @@ def build_ranks(cfg: Config, shape: ModelShape) -> list[BuiltRank]:
 
 def differing_bytes(cfg: Config, shape: ModelShape, ranks: Sequence[BuiltRank]) -> list[str]:
     """Where the planner's memory of a rank is not that of its modules, buffers and optimizer."""
-    states, faults = stage_states(cfg, shape), []
+    faults = []
     for built in ranks:
-        state = states[cfg.dims.coordinates(built.sender.rank).pipeline]
+        state = state_bytes(cfg, shape, built.sender.rank)
         for what, planned, found in (
             ("weights", state.weights, built.weight_bytes),
             ("gradients", state.gradients, built.gradient_bytes),
