@@ -140,6 +140,7 @@ def set_counters(policy: Policy, saved: Mapping[str, Any]) -> None:
         for group in state["optimizer"]["param_groups"]:
             group["step"] = saved["optimizer_steps"]
         part.load_state_dict(state)
+    policy.scheduler.num_steps = 0  # of a checkpoint that could not be used: Megatron adds to them
     policy.scheduler.load_state_dict(saved["scheduler"])
 
 

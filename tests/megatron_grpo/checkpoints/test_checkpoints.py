@@ -418,3 +418,37 @@ def test_a_flipped_bit_in_any_file_is_named_and_the_checkpoint_before_is_used(mo
     for name, message in said.items():
         if name != "manifest.json":  # there a bit can be part of any name or number
             assert f"step_2 is not used: {name} is damaged" in message.replace("rank 1: ", "")
+
+
+def load_past_one_that_fails_half_way(rank: int, model: Path, run: Path) -> tuple[list, list]:
+    """Counts of steps and learning rates at step 1, and when it is loaded after step 3 has failed."""
+    dims, warm_up = ParallelDims(data=2), ("train.num_steps=200", "optimizer.lr_warmup_steps=100")
+    policy, groups = start_policy(rank, model, dims, *warm_up)
+    step(policy, groups)
+    save_checkpoint(run, 1, policy, model, dims)
+    before = schedule_of(policy)
+    step(policy, groups)
+    step(policy, groups)
+    save_checkpoint(run, 3, policy, model, dims)
+    if rank == 0:  # what the manifest says is there, and it is not enough
+        newest = run / "checkpoints" / "step_3"
+        os.truncate(newest / "__1_0.distcp", 1000)
+        listed = dict(manifest.read_manifest(newest))
+        manifest.write_manifest(newest, manifest.hash_files(newest, listed))
+    dist.barrier()
+    assert checkpoints_of(run, policy, model, dims).load().step == 1
+    return before, schedule_of(policy)
+
+
+def schedule_of(policy: Policy) -> list[tuple[int, float]]:
+    return [
+        (policy.scheduler.num_steps, group["lr"])
+        for part in policy.optimizer.chained_optimizers
+        for group in part.optimizer.param_groups
+    ]
+
+
+def test_the_learning_rate_is_that_of_the_checkpoint_that_is_used(model, tmp_path):
+    for before, after in run_ranks(2, load_past_one_that_fails_half_way, model, tmp_path):
+        assert before[0][0] == 1
+        assert after == before
