@@ -198,7 +198,8 @@ class Checkpoints:
 
     def _make_folder(self, folder: Path) -> None:
         if self._rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)  # of a save that failed in this process
+            if folder.exists():  # of a save that failed
+                folders.remove(folder)
             folder.mkdir(parents=True)
 
     def _check_space(self, weights: Sequence[StatePart]) -> None:
