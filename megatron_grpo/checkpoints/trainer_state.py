@@ -18,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from checkpoint_convert.tensor_io import errors_named
 from megatron_grpo.experience import Experience
 from megatron_grpo.prompts import Prompt
 from megatron_grpo.rollout.samples import Sample
@@ -61,14 +62,19 @@ def write_record(folder: Path, record: Record) -> None:
 
 
 def read_record(folder: Path, step: int) -> Record:
-    """What `trainer.json` of the checkpoint of `step` says; else ValueError."""
+    """What `trainer.json` of the checkpoint of `step` says; else ValueError.
+
+    OSError, which names it, when it cannot be read.
+    """
+    path = folder / STATE_FILE
     try:
-        found = json.loads((folder / STATE_FILE).read_text())
+        with errors_named(path):
+            found = json.loads(path.read_text())
         found.pop("versions")
         state, layout = TrainerState(**found.pop("state")), ParallelDims(**found.pop("layout"))
         record = Record(state=state, layout=layout, **found)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"its {STATE_FILE} cannot be read: {error!r}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"its {STATE_FILE} is damaged: {error!r}") from None
     if record.state.step != step:
         raise ValueError(f"its {STATE_FILE} is of step {record.state.step}")
     return record

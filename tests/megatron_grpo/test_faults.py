@@ -213,11 +213,11 @@ def truncate(path: Path) -> None:
 DAMAGES = {
     "a bit of the weights": (lambda step: flip(weights_file(step)), ".distcp is damaged"),
     "the end of the weights": (lambda step: truncate(weights_file(step)), ".distcp has"),
-    "a file of weights": (lambda step: weights_file(step).unlink(), ".distcp cannot be read"),
+    "a file of weights": (lambda step: weights_file(step).unlink(), ".distcp is missing"),
     "a bit of the index": (lambda step: flip(step / ".metadata"), ".metadata is damaged"),
     "a bit of what is not split": (lambda step: flip(step / "common.pt"), "common.pt is damaged"),
     "a bit of the state": (lambda step: flip(step / "trainer.json"), "trainer.json is damaged"),
-    "the state": (lambda step: (step / "trainer.json").unlink(), "trainer.json cannot be read"),
+    "the state": (lambda step: (step / "trainer.json").unlink(), "trainer.json is missing"),
     "the list of hashes": (lambda step: (step / "manifest.json").unlink(), "no manifest.json"),
     "the end of the list": (lambda step: truncate(step / "manifest.json"), "manifest.json is dama"),
 }

@@ -420,8 +420,32 @@ def test_a_flipped_bit_in_any_file_is_named_and_the_checkpoint_before_is_used(mo
             assert f"step_2 is not used: {name} is damaged" in message.replace("rank 1: ", "")
 
 
+def load_without_descriptors(rank: int, model: Path, run: Path) -> str:
+    """What is said where rank 1 can open no file for a while: an error that passes."""
+    dims = ParallelDims(data=2)
+    policy, _ = start_policy(rank, model, dims)
+    save_checkpoint(run, 1, policy, model, dims)
+    save_checkpoint(run, 2, policy, model, dims)
+    checkpoints = checkpoints_of(run, policy, model, dims)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    with pytest.raises(OSError) as raised:
+        checkpoints.load()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert checkpoints.load().step == 2
+    return str(raised.value)
+
+
+def test_an_intact_checkpoint_that_one_rank_cannot_read_for_now_is_not_passed_over(model, tmp_path):
+    first, second = run_ranks(2, load_without_descriptors, model, tmp_path)
+    assert first == f"rank 1: {second}"
+    assert "step_2 cannot be read: [Errno 24] Too many open files" in second
+    assert "manifest.json'. It may be intact: start the same command again" in second
+
+
 def load_past_one_that_fails_half_way(rank: int, model: Path, run: Path) -> tuple[list, list]:
-    """Counts of steps and learning rates at step 1, and when it is loaded after step 3 has failed."""
+    """Steps and learning rates at step 1, and when it is loaded after step 3 has failed."""
     dims, warm_up = ParallelDims(data=2), ("train.num_steps=200", "optimizer.lr_warmup_steps=100")
     policy, groups = start_policy(rank, model, dims, *warm_up)
     step(policy, groups)
