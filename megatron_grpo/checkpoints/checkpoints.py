@@ -30,7 +30,6 @@ from megatron_grpo.experience import Experience
 from megatron_grpo.failure import raise_first_failure
 from megatron_grpo.model import Policy
 from megatron_grpo.prompts import Prompt
-from megatron_grpo.tracking import COMPLETIONS_FILE, METRICS_FILE
 
 CPU = torch.device("cpu")
 
@@ -187,13 +186,11 @@ class Checkpoints:
         )
 
     def _record(self, state: TrainerState) -> Record:
-        logs = [self._cfg.train.run_dir / name for name in (METRICS_FILE, COMPLETIONS_FILE)]
         return Record(
             state=state,
             layout=self._cfg.dims,
             counters=megatron_state.counters(self._policy),
             cursor=asdict(BatchSchedule.of(self._cfg.grpo).cursor(state.step)),
-            records={log.name: log.stat().st_size for log in logs if log.exists()},
         )
 
     def _make_folder(self, folder: Path) -> None:

@@ -50,8 +50,6 @@ class Record:
     """Of the optimizer and its schedule: the same on all ranks."""
     cursor: dict[str, int]
     """Where the next step stands in the data; a function of the step, for whoever reads this."""
-    records: dict[str, int]
-    """Bytes of the files that steps are logged to, at this step."""
 
 
 def write_record(folder: Path, record: Record) -> None:
