@@ -15,7 +15,7 @@ from checkpoint_convert import read_shape
 from megatron_grpo.ask_engines import ask_engines
 from megatron_grpo.batching import BatchSchedule
 from megatron_grpo.checkpoints.checkpoints import Checkpoints
-from megatron_grpo.checkpoints.folders import latest_step
+from megatron_grpo.checkpoints.newest import steps_done
 from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.config import Config
 from megatron_grpo.exchange import Minibatches, collect_old_logprobs, distribute
@@ -91,9 +91,9 @@ def train(
 
     Raises Preempted, on all ranks, when one of them has been told to stop and all is saved.
     """
-    if (steps_done := latest_step(cfg.train.run_dir / "checkpoints")) >= cfg.train.num_steps:
+    if (done := steps_done(cfg.train.run_dir / "checkpoints")) >= cfg.train.num_steps:
         if groups.rank == 0:
-            print(f"{cfg.train.run_dir} is complete: {steps_done} steps of {cfg.train.num_steps}")
+            print(f"{cfg.train.run_dir} is complete: {done} steps of {cfg.train.num_steps}")
         return
     with ExitStack() as stack:
         training = Training(cfg, groups, device, num_hosts, token, watch, stack)

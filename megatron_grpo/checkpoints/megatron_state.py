@@ -150,8 +150,11 @@ def random_state() -> Tensor:
 
 
 def set_random_state(row: Tensor) -> None:
-    """Put `random_state` back."""
-    cpu, *others = row.split([len(state) for state in _random_states()])
+    """Put `random_state` back, where it is of the same generators: a CPU has fewer than a GPU."""
+    lengths = [len(state) for state in _random_states()]
+    if len(row) != sum(lengths):
+        return
+    cpu, *others = row.split(lengths)
     torch.set_rng_state(cpu.clone())
     if torch.cuda.is_available():
         torch.cuda.set_rng_state(others[0].clone())

@@ -21,6 +21,23 @@ from parallel import ParallelDims
 CPU = torch.device("cpu")
 
 
+def steps_done(folder: Path) -> int:
+    """Optimizer steps of the newest checkpoint of `folder`; 0 when there is none. Collective.
+
+    As rank 0 sees it: what other hosts know of a network file system may be older, and ranks that
+    do not agree would wait for each other. Raises the ValueError of `folders.latest_step`.
+    """
+    done = torch.tensor(0)
+
+    def look() -> None:
+        if dist.get_rank() == 0:
+            done.fill_(folders.latest_step(folder))
+
+    raise_first_failure(look, CPU, ValueError)
+    dist.broadcast(done, src=0)
+    return int(done)
+
+
 def load_newest(folder: Path, dims: ParallelDims, policy: Policy) -> TrainerState:
     """Load the newest good checkpoint of `folder` into `policy`; the state at its step.
 

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from distributed import run_ranks
-from megatron_grpo.checkpoints import folders, manifest
+from megatron_grpo.checkpoints import folders, manifest, megatron_state
+from megatron_grpo.checkpoints.newest import steps_done
 from megatron_grpo.checkpoints.screening import screen_checkpoint
 from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.model import Policy, unwrapped
@@ -442,6 +443,30 @@ def test_an_intact_checkpoint_that_one_rank_cannot_read_for_now_is_not_passed_ov
     assert first == f"rank 1: {second}"
     assert "step_2 cannot be read: [Errno 24] Too many open files" in second
     assert "manifest.json'. It may be intact: start the same command again" in second
+
+
+def ask_for_steps_done(rank: int, views: list[Path]) -> int:
+    return steps_done(views[rank])
+
+
+def test_ranks_agree_on_the_steps_done_where_their_views_of_the_folder_do_not(tmp_path):
+    """As on a network file system, whose attributes each host keeps for a while."""
+    new, old = tmp_path / "new", tmp_path / "old"
+    (new / "step_20").mkdir(parents=True)
+    (old / "step_10").mkdir(parents=True)
+    assert run_ranks(3, ask_for_steps_done, [new, old, tmp_path / "nothing"]) == [20] * 3
+
+
+def test_random_numbers_of_another_kind_of_device_are_left_out():
+    """On a CPU, a row that a GPU has saved: it has the states of more generators."""
+    torch.manual_seed(3)
+    row = torch.cat([megatron_state.random_state(), torch.zeros(48, dtype=torch.uint8)])
+    torch.manual_seed(4)
+    before = torch.get_rng_state()
+    megatron_state.set_random_state(row)
+    assert torch.equal(torch.get_rng_state(), before)
+    megatron_state.set_random_state(row[:-48])
+    assert not torch.equal(torch.get_rng_state(), before)
 
 
 def load_past_one_that_fails_half_way(rank: int, model: Path, run: Path) -> tuple[list, list]:
