@@ -200,6 +200,7 @@ class Training:
             prompts = self.source.prompts.prompts
             self.experience = self.checkpoints.load_experience(step, prompts)
         self.stop_if_preempted(step)
+        self.checkpoints.poll()  # so that what was written in the meantime counts from now on
         shares = None
         if self.experience:
             shares = share_out(self.experience, cursor.generation, self.cost, self.cfg)
@@ -224,7 +225,9 @@ class Training:
         """One optimizer step; its metrics."""
         minibatch = self.minibatches[self.batches.cursor(step).minibatch]
         with self.timer.phase("train"):
-            return train_step(self.policy, minibatch, self.cfg, self.groups, self.skipped)
+            metrics = train_step(self.policy, minibatch, self.cfg, self.groups, self.skipped)
+        self.checkpoints.poll()
+        return metrics
 
     def push(self, policy_version: int) -> None:
         """Have the engines serve the weights as they are now; EnginesLost where there are none."""
@@ -281,7 +284,8 @@ class Training:
             if step > self.checkpoints.newest_step:
                 self.checkpoint(step)
             self.checkpoints.wait()
-        raise Preempted(f"preempted: step {step} saved; the same command resumes")
+        saved = f"step {step} saved" if step else "no step was done, nothing is saved"
+        raise Preempted(f"preempted: {saved}; the same command resumes")
 
     def checkpoint(self, step: int) -> None:
         """Begin to write the checkpoint of `step`."""

@@ -106,9 +106,10 @@ class Checkpoints:
         self._saving = _Saving(state.step, folder, self._submit(folder, write))
 
     def poll(self) -> None:
-        """Bring the save under way on, if all ranks are done with its present part; once per step.
+        """Bring the save under way on, if all ranks are done with its present part.
 
-        The call after the last part has made it a checkpoint.
+        A byte over gloo: for wherever the ranks of a step pass together. The call after the files
+        of all are written has rank 0 make them a checkpoint.
         """
         if self._saving is None:
             return

@@ -17,6 +17,7 @@ from faulty_runs import NUM_RANKS, Runs, assert_resumes, assert_same_run
 from proxies import Proxy
 from runs import read_json_lines
 from sabotage import (
+    Both,
     InCall,
     InPhase,
     abort,
@@ -25,6 +26,7 @@ from sabotage import (
     fail,
     lack_memory,
     leave,
+    preempt,
     refuse,
     sleep,
     slowly,
@@ -182,12 +184,39 @@ def test_a_preempted_job_saves_and_says_that_it_can_go_on(
     assert_resumes(runs, run_dir, undisturbed)
 
 
+def test_a_job_that_is_preempted_in_its_first_step_does_not_say_that_it_saved(
+    runs: Runs, tmp_path: Path
+) -> None:
+    with runs.start(tmp_path / "run", sabotage=InPhase(preempt, 0, "generate", nth=1)) as job:
+        ended = job.end(60)
+    assert ended.exit_codes == [PREEMPTED] * NUM_RANKS, ended.output
+    assert "preempted: no step was done, nothing is saved" in ended.outputs[0], ended.outputs[0]
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+
+
+# A step in which there is time to write what the step before has begun to save; where the step
+# then hangs; and what counts by then.
+POLLS = {
+    "in the generation": (InPhase(slowly, 0, "generate"), InPhase(sleep, 1, "logprobs"), 2),
+    "in the update": (InPhase(slowly, 0, "train"), InPhase(sleep, 1, "verify_weights", 3), 1),
+}
+
+
+@pytest.mark.parametrize(("slow", "end", "saved"), POLLS.values(), ids=POLLS)
+def test_a_checkpoint_that_is_on_the_disk_counts_before_the_next_step_ends(
+    slow: InPhase, end: InPhase, saved: int, runs: Runs, tmp_path: Path
+) -> None:
+    pointer = tmp_path / "run" / "checkpoints" / "LATEST"
+    with runs.start(tmp_path / "run", sabotage=Both(slow, end)) as job:
+        job.wait_for(lambda: pointer.exists() and pointer.read_text() == f"step_{saved}\n", 60)
+
+
 @pytest.fixture(scope="module")
 def half_run(runs: Runs) -> Path:
-    """A run that was killed in its third step, with two checkpoints."""
+    """A run that was killed in its fourth step, with two checkpoints and one in the making."""
     run_dir = runs.folder / "half"
     pointer = run_dir / "checkpoints" / "LATEST"
-    with runs.start(run_dir, sabotage=InPhase(sleep, 1, "push", nth=9)) as job:
+    with runs.start(run_dir, sabotage=InPhase(sleep, 1, "train", nth=4)) as job:
         job.wait_for(lambda: pointer.exists() and pointer.read_text() == "step_2\n", 60)
     return run_dir
 
