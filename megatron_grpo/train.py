@@ -148,7 +148,10 @@ class Training:
         self.weight_sync = stack.enter_context(
             closing(WeightSync(cfg, shape, weight_sender(self.policy, groups), device, num_hosts))
         )
+        self.prompts: str | None = None
         if self.source:
+            self.prompts = self.source.prompts.fingerprint
+            self.state.check_prompts(self.prompts)
             if self.state.wandb_id is not None:
                 (cfg.train.run_dir / WANDB_ID_FILE).write_text(self.state.wandb_id)
             self._log = stack.enter_context(closing(RunLog(cfg, self.first_step)))
@@ -295,6 +298,7 @@ class Training:
             step=step,
             num_skipped_in_a_row=self.skipped.num_in_a_row,
             wandb_id=wandb_id.read_text() if wandb_id.exists() else None,
+            prompts=self.prompts,
         )
         self.checkpoints.save(state, self._with_old_logprobs(step) if inside else None)
 

@@ -38,6 +38,17 @@ class TrainerState:
     num_skipped_in_a_row: int = 0
     """Steps before this one that were skipped, since the last that was not."""
     wandb_id: str | None = None
+    prompts: str | None = None
+    """Fingerprint of the prompts that generations are drawn from."""
+
+    def check_prompts(self, now: str) -> None:
+        """Raise ValueError when the run was saved with prompts of another fingerprint."""
+        if self.prompts not in (None, now):
+            raise ValueError(
+                f"the checkpoint of step {self.step} was made with {self.prompts}, and data.path "
+                f"and the tokenizer now give {now}: put back the file and the tokenizer, or choose "
+                "another train.run_dir"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -303,6 +303,24 @@ def test_with_no_good_checkpoint_left_the_run_does_not_begin_anew(
     assert ended.survivors == []
 
 
+def test_a_run_does_not_go_on_with_other_prompts_in_the_same_file(
+    runs: Runs, tmp_path: Path
+) -> None:
+    data, run_dir = tmp_path / "rows.jsonl", tmp_path / "run"
+    shutil.copy(runs.folder / "sums.jsonl", data)
+    rows = data.read_text()
+    assert runs.finish(run_dir, f"data.path={data}", "train.num_steps=1").exit_codes == [0] * 4
+    data.write_text(rows + rows.splitlines()[0] + "\n")
+    ended = runs.finish(run_dir, f"data.path={data}", "train.num_steps=2")
+    assert ended.exit_codes == [2] * NUM_RANKS, ended.output
+    number = len(rows.splitlines())
+    assert f"of step 1 was made with {number} prompts" in ended.outputs[0], ended.outputs[0]
+    assert f"now give {number + 1} prompts" in ended.outputs[0], ended.outputs[0]
+    data.write_text(rows)
+    ended = runs.finish(run_dir, f"data.path={data}", "train.num_steps=2")
+    assert ended.exit_codes == [0] * NUM_RANKS, ended.output
+
+
 # What the reward function does as long as a file is there, and what is said of it.
 REWARD_FAULTS = {
     "raises": ("raise RuntimeError('planted')", "planted"),
