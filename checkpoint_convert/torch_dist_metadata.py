@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint_convert.safetensors_file import NAMES
+from checkpoint_convert.tensor_io import errors_named
 from checkpoint_convert.torch_pickle import ITEM_SIZES, load, whole_numbers
 from parallel import Box, Shape
 
@@ -42,8 +43,9 @@ def read_metadata(
     Raises ValueError naming the file when it asks for anything but the classes of a checkpoint's
     metadata, is malformed, or names files outside its folder.
     """
+    content = _content(path)
     try:
-        fields = load(path.read_bytes()).state
+        fields = load(content).state
         places = {
             (index.state["fqn"], index.state.get("offset")): info.state
             for index, info in fields["storage_data"].items()
@@ -65,8 +67,9 @@ def read_object_places(path: Path) -> list[tuple[str, int, int]]:
 
     Raises ValueError like `read_metadata`.
     """
+    content = _content(path)
     try:
-        fields = load(path.read_bytes()).state
+        fields = load(content).state
         entries = fields["state_dict_metadata"]
         return [
             _place_in_folder(index.state["fqn"], info.state)
@@ -75,6 +78,11 @@ def read_object_places(path: Path) -> list[tuple[str, int, int]]:
         ]
     except Exception as error:  # a malformed pickle can provoke any
         raise ValueError(f"{path} is not the metadata of a checkpoint: {error!r}") from error
+
+
+def _content(path: Path) -> bytes:
+    with errors_named(path):
+        return path.read_bytes()
 
 
 def _has_dimensions(entry: Any) -> bool:

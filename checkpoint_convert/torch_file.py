@@ -14,6 +14,7 @@ from typing import IO, Any, cast
 from zipfile import ZIP_STORED, ZipFile
 
 from checkpoint_convert.safetensors_file import NAMES, TensorPlace
+from checkpoint_convert.tensor_io import errors_named
 from checkpoint_convert.torch_pickle import ITEM_SIZES, load, whole_numbers
 from parallel import Shape
 
@@ -55,7 +56,9 @@ def screen(descriptor: int, path: Path, offset: int, length: int) -> None:
 
 
 def _load(descriptor: int, path: Path, offset: int, length: int) -> Any:
-    if os.pread(descriptor, len(_ZIP_MAGIC), offset) != _ZIP_MAGIC:
+    with errors_named(path):
+        magic = os.pread(descriptor, len(_ZIP_MAGIC), offset)
+    if magic != _ZIP_MAGIC:
         raise ValueError(
             f"{path} at byte {offset} is nothing that torch.save has written since torch 1.6: load "
             "and save it again with a newer torch, if it can be trusted"
@@ -63,6 +66,9 @@ def _load(descriptor: int, path: Path, offset: int, length: int) -> Any:
     try:
         archive = _Archive(_FilePart(descriptor, offset, length))
         return load(archive.bytes("data.pkl", _MAX_PICKLE_BYTES), archive.storage)
+    except _UnreadableError as error:
+        with errors_named(path):
+            raise error.cause from None
     except Exception as error:  # a malformed file can provoke any
         reason = str(error) or repr(error)
         raise ValueError(f"{path} at byte {offset} is no file of tensors: {reason}") from error
@@ -145,6 +151,14 @@ def _is_contiguous(shape: Shape, strides: Shape) -> bool:
     )
 
 
+class _UnreadableError(Exception):
+    """The file system does not give a file. No OSError: zipfile takes those for malformed files."""
+
+    def __init__(self, cause: OSError) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
 class _Archive:
     """The records of a file of torch.save, which are stored as they are."""
 
@@ -214,6 +228,9 @@ class _FilePart:
     def read(self, size: int = -1) -> bytes:
         room = max(0, self.length - self._position)
         size = room if size < 0 else min(size, room)
-        data = os.pread(self._descriptor, size, self._start + self._position)
+        try:
+            data = os.pread(self._descriptor, size, self._start + self._position)
+        except OSError as error:
+            raise _UnreadableError(error) from error
         self._position += len(data)
         return data

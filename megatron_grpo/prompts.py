@@ -2,9 +2,11 @@
 
 import logging
 import random
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from checkpoint_convert import ModelShape
@@ -50,6 +52,15 @@ class PromptStream:
         self.batch_size = batch_size
         self.seed = seed
         self.shuffle = shuffle
+
+    @property
+    def fingerprint(self) -> str:
+        """Number and digest of the prompts: generations draw others from any other prompts."""
+        digest = sha256()
+        for prompt in self.prompts:
+            numbers = (prompt.index, len(prompt.token_ids), *prompt.token_ids)
+            digest.update(array("q", numbers).tobytes())
+        return f"{len(self.prompts)} prompts of SHA-256 {digest.hexdigest()[:16]}"
 
     def batch(self, generation_index: int) -> list[Prompt]:
         """The `batch_size` different prompts of generation `generation_index` (0, 1, ...).

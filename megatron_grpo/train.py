@@ -15,7 +15,7 @@ from checkpoint_convert import read_shape
 from megatron_grpo.ask_engines import ask_engines
 from megatron_grpo.batching import BatchSchedule
 from megatron_grpo.checkpoints.checkpoints import Checkpoints
-from megatron_grpo.checkpoints.folders import latest_step
+from megatron_grpo.checkpoints.newest import steps_done
 from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.config import Config
 from megatron_grpo.exchange import Minibatches, collect_old_logprobs, distribute
@@ -91,9 +91,9 @@ def train(
 
     Raises Preempted, on all ranks, when one of them has been told to stop and all is saved.
     """
-    if (steps_done := latest_step(cfg.train.run_dir / "checkpoints")) >= cfg.train.num_steps:
+    if (done := steps_done(cfg.train.run_dir / "checkpoints")) >= cfg.train.num_steps:
         if groups.rank == 0:
-            print(f"{cfg.train.run_dir} is complete: {steps_done} steps of {cfg.train.num_steps}")
+            print(f"{cfg.train.run_dir} is complete: {done} steps of {cfg.train.num_steps}")
         return
     with ExitStack() as stack:
         training = Training(cfg, groups, device, num_hosts, token, watch, stack)
@@ -148,7 +148,10 @@ class Training:
         self.weight_sync = stack.enter_context(
             closing(WeightSync(cfg, shape, weight_sender(self.policy, groups), device, num_hosts))
         )
+        self.prompts: str | None = None
         if self.source:
+            self.prompts = self.source.prompts.fingerprint
+            self.state.check_prompts(self.prompts)
             if self.state.wandb_id is not None:
                 (cfg.train.run_dir / WANDB_ID_FILE).write_text(self.state.wandb_id)
             self._log = stack.enter_context(closing(RunLog(cfg, self.first_step)))
@@ -200,6 +203,7 @@ class Training:
             prompts = self.source.prompts.prompts
             self.experience = self.checkpoints.load_experience(step, prompts)
         self.stop_if_preempted(step)
+        self.checkpoints.poll()  # so that what was written in the meantime counts from now on
         shares = None
         if self.experience:
             shares = share_out(self.experience, cursor.generation, self.cost, self.cfg)
@@ -224,7 +228,9 @@ class Training:
         """One optimizer step; its metrics."""
         minibatch = self.minibatches[self.batches.cursor(step).minibatch]
         with self.timer.phase("train"):
-            return train_step(self.policy, minibatch, self.cfg, self.groups, self.skipped)
+            metrics = train_step(self.policy, minibatch, self.cfg, self.groups, self.skipped)
+        self.checkpoints.poll()
+        return metrics
 
     def push(self, policy_version: int) -> None:
         """Have the engines serve the weights as they are now; EnginesLost where there are none."""
@@ -281,7 +287,8 @@ class Training:
             if step > self.checkpoints.newest_step:
                 self.checkpoint(step)
             self.checkpoints.wait()
-        raise Preempted(f"preempted: step {step} saved; the same command resumes")
+        saved = f"step {step} saved" if step else "no step was done, nothing is saved"
+        raise Preempted(f"preempted: {saved}; the same command resumes")
 
     def checkpoint(self, step: int) -> None:
         """Begin to write the checkpoint of `step`."""
@@ -291,6 +298,7 @@ class Training:
             step=step,
             num_skipped_in_a_row=self.skipped.num_in_a_row,
             wandb_id=wandb_id.read_text() if wandb_id.exists() else None,
+            prompts=self.prompts,
         )
         self.checkpoints.save(state, self._with_old_logprobs(step) if inside else None)
 

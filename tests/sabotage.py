@@ -118,6 +118,24 @@ def slowly() -> None:
     time.sleep(1.0)
 
 
+def preempt() -> None:
+    """Tell this rank that its machine is wanted back; long enough that all ranks hear of it."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(1.0)
+
+
+@dataclass(frozen=True)
+class Both:
+    """Two deeds of one job."""
+
+    first: InPhase
+    second: InPhase
+
+    def __call__(self, rank: int) -> None:
+        self.first(rank)
+        self.second(rank)
+
+
 @dataclass(frozen=True)
 class SpoilGradient:
     """Make `rank`'s gradient of an MLP NaN in `steps`, counted from 1 where the process starts."""

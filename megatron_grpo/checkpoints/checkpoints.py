@@ -30,7 +30,6 @@ from megatron_grpo.experience import Experience
 from megatron_grpo.failure import raise_first_failure
 from megatron_grpo.model import Policy
 from megatron_grpo.prompts import Prompt
-from megatron_grpo.tracking import COMPLETIONS_FILE, METRICS_FILE
 
 CPU = torch.device("cpu")
 
@@ -107,9 +106,10 @@ class Checkpoints:
         self._saving = _Saving(state.step, folder, self._submit(folder, write))
 
     def poll(self) -> None:
-        """Bring the save under way on, if all ranks are done with its present part; once per step.
+        """Bring the save under way on, if all ranks are done with its present part.
 
-        The call after the last part has made it a checkpoint.
+        A byte over gloo: for wherever the ranks of a step pass together. The call after the files
+        of all are written has rank 0 make them a checkpoint.
         """
         if self._saving is None:
             return
@@ -187,18 +187,17 @@ class Checkpoints:
         )
 
     def _record(self, state: TrainerState) -> Record:
-        logs = [self._cfg.train.run_dir / name for name in (METRICS_FILE, COMPLETIONS_FILE)]
         return Record(
             state=state,
             layout=self._cfg.dims,
             counters=megatron_state.counters(self._policy),
             cursor=asdict(BatchSchedule.of(self._cfg.grpo).cursor(state.step)),
-            records={log.name: log.stat().st_size for log in logs if log.exists()},
         )
 
     def _make_folder(self, folder: Path) -> None:
         if self._rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)  # of a save that failed in this process
+            if folder.exists():  # of a save that failed
+                folders.remove(folder)
             folder.mkdir(parents=True)
 
     def _check_space(self, weights: Sequence[StatePart]) -> None:

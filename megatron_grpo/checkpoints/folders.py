@@ -7,6 +7,7 @@ disk. No torch here: a config is judged before anything starts.
 import os
 import re
 import shutil
+import tempfile
 from pathlib import Path
 
 POINTER = "LATEST"
@@ -45,15 +46,20 @@ def latest_step(folder: Path) -> int:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Finish what was interrupted when it could no longer fail; remove what is left of the rest."""
+    """Finish what was interrupted when it could no longer fail; remove what is left of the rest.
+
+    What cannot be removed stays under a name that means nothing.
+    """
     pointer = folder / (POINTER + PARTIAL)
     if step_folder(folder, _named_in(pointer)).is_dir():
         os.replace(pointer, folder / POINTER)
+    else:  # at once: below, an old folder may get the name that is in it
+        pointer.unlink(missing_ok=True)
     for replaced in folder.glob(f"step_*{REPLACED}"):
         original = replaced.with_name(replaced.name.removesuffix(REPLACED))
-        shutil.rmtree(replaced) if original.exists() else replaced.rename(original)
+        remove(replaced) if original.exists() else replaced.rename(original)
     for partial in folder.glob(f"*{PARTIAL}"):
-        shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def publish(partial: Path, step: int, keep: int) -> None:
@@ -77,8 +83,19 @@ def publish(partial: Path, step: int, keep: int) -> None:
     os.replace(pointer, folder / POINTER)
     sync(folder)
     if replaced.exists():
-        _drop(replaced)
+        remove(replaced)
     _drop_others(folder, step, keep)
+
+
+def remove(checkpoint: Path) -> None:
+    """Remove a checkpoint, complete or not; half removed it is none, and its name is free.
+
+    Where somebody still reads it, network file systems keep files of it: the next start tries
+    again.
+    """
+    name = tempfile.mkdtemp(PARTIAL, f"{checkpoint.name}.", checkpoint.parent)
+    leftover = checkpoint.rename(name)  # in place of the empty folder
+    shutil.rmtree(leftover, ignore_errors=True)
 
 
 def sync_tree(folder: Path) -> None:
@@ -102,24 +119,16 @@ def _drop_others(folder: Path, step: int, keep: int) -> None:
     kept = [other for other in steps if other <= step][-keep:]
     for other in steps:
         if other not in kept:
-            _drop(step_folder(folder, other))
-
-
-def _drop(checkpoint: Path) -> None:
-    """Remove a checkpoint; half removed it is none.
-
-    Where somebody still reads it, network file systems keep files of it: the next start tries
-    again.
-    """
-    leftover = checkpoint.with_name(checkpoint.name + PARTIAL)
-    checkpoint.rename(leftover)
-    shutil.rmtree(leftover, ignore_errors=True)
+            remove(step_folder(folder, other))
 
 
 def _steps(folder: Path) -> set[int]:
     """Steps of the checkpoints that are there, and of those that were about to be replaced."""
-    found = {_step_of(path.name.removesuffix(REPLACED)) for path in folder.glob("step_*/")}
-    return found - {0}
+    if not folder.exists():
+        return set()
+    # Not by glob, which leaves out what the file system cannot tell of.
+    names = [entry.name for entry in os.scandir(folder) if entry.is_dir()]
+    return {_step_of(name.removesuffix(REPLACED)) for name in names} - {0}
 
 
 def _named_in(pointer: Path) -> int:

@@ -36,7 +36,7 @@ def hash_file(path: Path, tell: Callable[[int], None] = lambda num_bytes: None) 
     `tell` is called with the number of bytes of every block.
     """
     digest, num_bytes, block = sha256(), 0, bytearray(_BLOCK_BYTES)
-    with path.open("rb", buffering=0) as file:
+    with errors_named(path), path.open("rb", buffering=0) as file:
         while size := file.readinto(block):
             digest.update(memoryview(block)[:size])
             num_bytes += size
@@ -71,10 +71,14 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of `folder`; ValueError when there is none, or it is damaged."""
+    """The manifest of `folder`; ValueError when there is none, or it is damaged.
+
+    OSError, which names it, when it is there and cannot be read.
+    """
     path = folder / MANIFEST_FILE
     try:
-        files = json.loads(path.read_text())["files"]
+        with errors_named(path):
+            files = json.loads(path.read_text())["files"]
         manifest = {name: FileHash(**entry) for name, entry in files.items()}
     except FileNotFoundError:
         raise ValueError(f"it has no {MANIFEST_FILE}: its save did not end") from None
@@ -89,16 +93,17 @@ def read_manifest(folder: Path) -> Manifest:
 def verify(
     folder: Path, manifest: Manifest, names: Iterable[str], tell: Callable[[int], None]
 ) -> None:
-    """Read the files `names` again; ValueError that names the first one that differs.
+    """Read the files `names` again; ValueError that names the first one that differs or is missing.
 
+    What is there and cannot be read, for now or for good, may be intact: OSError that names it.
     `tell` is called with the number of bytes of every block.
     """
     for name in names:
         expected = manifest[name]
         try:
             found = hash_file(folder / name, tell)
-        except OSError as error:
-            raise ValueError(f"{name} cannot be read: {error}") from None
+        except FileNotFoundError:
+            raise ValueError(f"{name} is missing") from None
         if found.num_bytes != expected.num_bytes:
             raise ValueError(f"{name} has {found.num_bytes} of {expected.num_bytes} bytes")
         if found != expected:

@@ -140,6 +140,7 @@ def set_counters(policy: Policy, saved: Mapping[str, Any]) -> None:
         for group in state["optimizer"]["param_groups"]:
             group["step"] = saved["optimizer_steps"]
         part.load_state_dict(state)
+    policy.scheduler.num_steps = 0  # of a checkpoint that could not be used: Megatron adds to them
     policy.scheduler.load_state_dict(saved["scheduler"])
 
 
@@ -149,8 +150,11 @@ def random_state() -> Tensor:
 
 
 def set_random_state(row: Tensor) -> None:
-    """Put `random_state` back."""
-    cpu, *others = row.split([len(state) for state in _random_states()])
+    """Put `random_state` back, where it is of the same generators: a CPU has fewer than a GPU."""
+    lengths = [len(state) for state in _random_states()]
+    if len(row) != sum(lengths):
+        return
+    cpu, *others = row.split(lengths)
     torch.set_rng_state(cpu.clone())
     if torch.cuda.is_available():
         torch.cuda.set_rng_state(others[0].clone())

@@ -1,6 +1,7 @@
 """Loading the newest good checkpoint, on all ranks together."""
 
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -20,12 +21,29 @@ from parallel import ParallelDims
 CPU = torch.device("cpu")
 
 
+def steps_done(folder: Path) -> int:
+    """Optimizer steps of the newest checkpoint of `folder`; 0 when there is none. Collective.
+
+    As rank 0 sees it: what other hosts know of a network file system may be older, and ranks that
+    do not agree would wait for each other. Raises the ValueError of `folders.latest_step`.
+    """
+    done = torch.tensor(0)
+
+    def look() -> None:
+        if dist.get_rank() == 0:
+            done.fill_(folders.latest_step(folder))
+
+    raise_first_failure(look, CPU, ValueError)
+    dist.broadcast(done, src=0)
+    return int(done)
+
+
 def load_newest(folder: Path, dims: ParallelDims, policy: Policy) -> TrainerState:
     """Load the newest good checkpoint of `folder` into `policy`; the state at its step.
 
     A checkpoint that is not what its manifest says is named on stderr, and the one before it is
     tried. The state at step 0 when there are none. Raises ValueError on all ranks when there are
-    checkpoints and none is good.
+    checkpoints and none is good; OSError on all ranks when one cannot be read, which may be good.
     """
     steps: list[int] = []
     raise_first_failure(lambda: steps.extend(_find(folder)), CPU, ValueError)
@@ -33,13 +51,11 @@ def load_newest(folder: Path, dims: ParallelDims, policy: Policy) -> TrainerStat
     reasons: list[str] = []
     for step in shared[0]:
         checkpoint = folders.step_folder(folder, step)
-        failure = first_failure(partial(_verify, checkpoint), CPU, ValueError)
-        failure = failure or first_failure(
-            partial(_read, checkpoint, step, dims, policy), CPU, ValueError
-        )
-        if failure is None:
+        damage = _damage(checkpoint, partial(_verify, checkpoint))
+        damage = damage or _damage(checkpoint, partial(_read, checkpoint, step, dims, policy))
+        if damage is None:
             return trainer_state.read_record(checkpoint, step).state
-        reasons.append(f"{checkpoint} is not used: {failure}")
+        reasons.append(f"{checkpoint} is not used: {damage}")
         if dist.get_rank() == 0:
             print(reasons[-1], file=sys.stderr)
     if reasons:
@@ -59,6 +75,36 @@ def _find(folder: Path) -> list[int]:
     return folders.candidates(folder)
 
 
+def _damage(checkpoint: Path, read: Callable[[], None]) -> ValueError | None:
+    """What the first rank that calls `checkpoint` damaged says of it in `read`; on all ranks.
+
+    Damaged is what is not there, or not what it was. A file system that does not answer says
+    nothing of that: with the checkpoint before, the run would leave an intact one behind and drop
+    it. Raises OSError then, on all ranks.
+    """
+    found: list[ValueError] = []
+
+    def attempt() -> None:
+        try:
+            read()
+        except FileNotFoundError as error:
+            found.append(ValueError(f"{error.filename} is missing"))
+        except ValueError as error:
+            found.append(error)
+        except OSError as error:
+            raise OSError(
+                f"{checkpoint} cannot be read: {error}. It may be intact: start the same "
+                "command again when it can be read, or remove it to go on from the one before"
+            ) from error
+
+    def tell() -> None:
+        if found:
+            raise found[0]
+
+    raise_first_failure(attempt, CPU, OSError)
+    return first_failure(tell, CPU, ValueError)
+
+
 def _verify(checkpoint: Path) -> None:
     """Check this rank's share of a checkpoint's bytes."""
     rank = dist.get_rank()
@@ -75,15 +121,12 @@ def _read(checkpoint: Path, step: int, dims: ParallelDims, policy: Policy) -> No
 
     What fails half-way is followed by another checkpoint that puts all of it there, or by the end.
     """
-    try:
-        if dist.get_rank() == 0:
-            screen_checkpoint(checkpoint)
-        record = trainer_state.read_record(checkpoint, step)
-        megatron_state.set_counters(policy, record.counters)
-        weights = megatron_state.weight_parts(policy)
-        read_parts(checkpoint, weights + megatron_state.optimizer_parts(policy))
-        if record.layout == dims:  # they are those of ranks
-            row = trainer_state.read_random_state(checkpoint, dist.get_rank())
-            megatron_state.set_random_state(row)
-    except OSError as error:
-        raise ValueError(f"it cannot be read: {error}") from error
+    if dist.get_rank() == 0:
+        screen_checkpoint(checkpoint)
+    record = trainer_state.read_record(checkpoint, step)
+    megatron_state.set_counters(policy, record.counters)
+    weights = megatron_state.weight_parts(policy)
+    read_parts(checkpoint, weights + megatron_state.optimizer_parts(policy))
+    if record.layout == dims:  # they are those of ranks
+        row = trainer_state.read_random_state(checkpoint, dist.get_rank())
+        megatron_state.set_random_state(row)

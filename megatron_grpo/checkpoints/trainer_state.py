@@ -18,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from checkpoint_convert.tensor_io import errors_named
 from megatron_grpo.experience import Experience
 from megatron_grpo.prompts import Prompt
 from megatron_grpo.rollout.samples import Sample
@@ -37,6 +38,17 @@ class TrainerState:
     num_skipped_in_a_row: int = 0
     """Steps before this one that were skipped, since the last that was not."""
     wandb_id: str | None = None
+    prompts: str | None = None
+    """Fingerprint of the prompts that generations are drawn from."""
+
+    def check_prompts(self, now: str) -> None:
+        """Raise ValueError when the run was saved with prompts of another fingerprint."""
+        if self.prompts not in (None, now):
+            raise ValueError(
+                f"the checkpoint of step {self.step} was made with {self.prompts}, and data.path "
+                f"and the tokenizer now give {now}: put back the file and the tokenizer, or choose "
+                "another train.run_dir"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +61,6 @@ class Record:
     """Of the optimizer and its schedule: the same on all ranks."""
     cursor: dict[str, int]
     """Where the next step stands in the data; a function of the step, for whoever reads this."""
-    records: dict[str, int]
-    """Bytes of the files that steps are logged to, at this step."""
 
 
 def write_record(folder: Path, record: Record) -> None:
@@ -61,14 +71,19 @@ def write_record(folder: Path, record: Record) -> None:
 
 
 def read_record(folder: Path, step: int) -> Record:
-    """What `trainer.json` of the checkpoint of `step` says; else ValueError."""
+    """What `trainer.json` of the checkpoint of `step` says; else ValueError.
+
+    OSError, which names it, when it cannot be read.
+    """
+    path = folder / STATE_FILE
     try:
-        found = json.loads((folder / STATE_FILE).read_text())
+        with errors_named(path):
+            found = json.loads(path.read_text())
         found.pop("versions")
         state, layout = TrainerState(**found.pop("state")), ParallelDims(**found.pop("layout"))
         record = Record(state=state, layout=layout, **found)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"its {STATE_FILE} cannot be read: {error!r}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"its {STATE_FILE} is damaged: {error!r}") from None
     if record.state.step != step:
         raise ValueError(f"its {STATE_FILE} is of step {record.state.step}")
     return record

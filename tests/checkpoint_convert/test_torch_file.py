@@ -1,5 +1,7 @@
 """Files of torch.save: every tensor is found without being loaded, and no code runs."""
 
+import ctypes
+import mmap
 import pickle
 import re
 import time
@@ -76,6 +78,21 @@ def test_a_module_state_dict_is_found_with_its_metadata(path):
     places = read_places(path)
     assert places["0.weight"].shape == (4, 3)
     assert places["1.num_batches_tracked"].dtype == "int64"
+
+
+def test_what_the_disk_does_not_give_is_not_called_malformed(path):
+    """The start of a file in memory, and then nothing: EIO, as from a disk."""
+    torch.save(torch.zeros(5000), path)
+    memory = mmap.mmap(-1, 2 * mmap.PAGESIZE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    memory[: mmap.PAGESIZE] = path.read_bytes()[: mmap.PAGESIZE]
+    memory.resize(mmap.PAGESIZE)
+    name = Path("/proc/self/mem")
+    with name.open("rb", buffering=0) as file:
+        with pytest.raises(OSError, match=f"Input/output error: '{name}'"):
+            read_place(file.fileno(), name, start, 2 * mmap.PAGESIZE)
+        with pytest.raises(OSError, match=f"Input/output error: '{name}'"):
+            read_place(file.fileno(), name, 0, mmap.PAGESIZE)
 
 
 def test_a_tensor_is_found_in_the_middle_of_a_file(path):

@@ -17,6 +17,7 @@ from faulty_runs import NUM_RANKS, Runs, assert_resumes, assert_same_run
 from proxies import Proxy
 from runs import read_json_lines
 from sabotage import (
+    Both,
     InCall,
     InPhase,
     abort,
@@ -25,6 +26,7 @@ from sabotage import (
     fail,
     lack_memory,
     leave,
+    preempt,
     refuse,
     sleep,
     slowly,
@@ -182,12 +184,39 @@ def test_a_preempted_job_saves_and_says_that_it_can_go_on(
     assert_resumes(runs, run_dir, undisturbed)
 
 
+def test_a_job_that_is_preempted_in_its_first_step_does_not_say_that_it_saved(
+    runs: Runs, tmp_path: Path
+) -> None:
+    with runs.start(tmp_path / "run", sabotage=InPhase(preempt, 0, "generate", nth=1)) as job:
+        ended = job.end(60)
+    assert ended.exit_codes == [PREEMPTED] * NUM_RANKS, ended.output
+    assert "preempted: no step was done, nothing is saved" in ended.outputs[0], ended.outputs[0]
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+
+
+# A step in which there is time to write what the step before has begun to save; where the step
+# then hangs; and what counts by then.
+POLLS = {
+    "in the generation": (InPhase(slowly, 0, "generate"), InPhase(sleep, 1, "logprobs"), 2),
+    "in the update": (InPhase(slowly, 0, "train"), InPhase(sleep, 1, "verify_weights", 3), 1),
+}
+
+
+@pytest.mark.parametrize(("slow", "end", "saved"), POLLS.values(), ids=POLLS)
+def test_a_checkpoint_that_is_on_the_disk_counts_before_the_next_step_ends(
+    slow: InPhase, end: InPhase, saved: int, runs: Runs, tmp_path: Path
+) -> None:
+    pointer = tmp_path / "run" / "checkpoints" / "LATEST"
+    with runs.start(tmp_path / "run", sabotage=Both(slow, end)) as job:
+        job.wait_for(lambda: pointer.exists() and pointer.read_text() == f"step_{saved}\n", 60)
+
+
 @pytest.fixture(scope="module")
 def half_run(runs: Runs) -> Path:
-    """A run that was killed in its third step, with two checkpoints."""
+    """A run that was killed in its fourth step, with two checkpoints and one in the making."""
     run_dir = runs.folder / "half"
     pointer = run_dir / "checkpoints" / "LATEST"
-    with runs.start(run_dir, sabotage=InPhase(sleep, 1, "push", nth=9)) as job:
+    with runs.start(run_dir, sabotage=InPhase(sleep, 1, "train", nth=4)) as job:
         job.wait_for(lambda: pointer.exists() and pointer.read_text() == "step_2\n", 60)
     return run_dir
 
@@ -213,11 +242,11 @@ def truncate(path: Path) -> None:
 DAMAGES = {
     "a bit of the weights": (lambda step: flip(weights_file(step)), ".distcp is damaged"),
     "the end of the weights": (lambda step: truncate(weights_file(step)), ".distcp has"),
-    "a file of weights": (lambda step: weights_file(step).unlink(), ".distcp cannot be read"),
+    "a file of weights": (lambda step: weights_file(step).unlink(), ".distcp is missing"),
     "a bit of the index": (lambda step: flip(step / ".metadata"), ".metadata is damaged"),
     "a bit of what is not split": (lambda step: flip(step / "common.pt"), "common.pt is damaged"),
     "a bit of the state": (lambda step: flip(step / "trainer.json"), "trainer.json is damaged"),
-    "the state": (lambda step: (step / "trainer.json").unlink(), "trainer.json cannot be read"),
+    "the state": (lambda step: (step / "trainer.json").unlink(), "trainer.json is missing"),
     "the list of hashes": (lambda step: (step / "manifest.json").unlink(), "no manifest.json"),
     "the end of the list": (lambda step: truncate(step / "manifest.json"), "manifest.json is dama"),
 }
@@ -272,6 +301,24 @@ def test_with_no_good_checkpoint_left_the_run_does_not_begin_anew(
     for step in steps:
         assert f"{step.name} is not used" in ended.outputs[0], ended.outputs[0]
     assert ended.survivors == []
+
+
+def test_a_run_does_not_go_on_with_other_prompts_in_the_same_file(
+    runs: Runs, tmp_path: Path
+) -> None:
+    data, run_dir = tmp_path / "rows.jsonl", tmp_path / "run"
+    shutil.copy(runs.folder / "sums.jsonl", data)
+    rows = data.read_text()
+    assert runs.finish(run_dir, f"data.path={data}", "train.num_steps=1").exit_codes == [0] * 4
+    data.write_text(rows + rows.splitlines()[0] + "\n")
+    ended = runs.finish(run_dir, f"data.path={data}", "train.num_steps=2")
+    assert ended.exit_codes == [2] * NUM_RANKS, ended.output
+    number = len(rows.splitlines())
+    assert f"of step 1 was made with {number} prompts" in ended.outputs[0], ended.outputs[0]
+    assert f"now give {number + 1} prompts" in ended.outputs[0], ended.outputs[0]
+    data.write_text(rows)
+    ended = runs.finish(run_dir, f"data.path={data}", "train.num_steps=2")
+    assert ended.exit_codes == [0] * NUM_RANKS, ended.output
 
 
 # What the reward function does as long as a file is there, and what is said of it.

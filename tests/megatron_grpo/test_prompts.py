@@ -349,6 +349,24 @@ def test_unshuffled_batches_follow_the_rows_and_wrap_around():
     assert batches(stream, 3) == [[0, 1, 2], [3, 4, 0], [1, 2, 3]]
 
 
+def test_only_the_same_prompts_have_the_same_fingerprint(tmp_path):
+    def fingerprint(rows: list, *overrides: str, vocabulary: int = 250) -> str:
+        cfg = config(jsonl(tmp_path, rows), *overrides)
+        found = load_prompts(cfg, character_tokenizer(vocabulary), CONTEXT)
+        return PromptStream(found, 2, seed=1, shuffle=True).fingerprint
+
+    same = fingerprint(ROWS)
+    assert same.startswith("5 prompts of SHA-256 ")
+    assert fingerprint(ROWS) == fingerprint(ROWS, "data.prompt_column=prompt") == same
+    others = [
+        fingerprint([*ROWS, {"prompt": "one more", "answer": "", "level": 5}]),
+        fingerprint(ROWS[::-1]),
+        fingerprint([{**ROWS[0], "prompt": "question x"}, *ROWS[1:]]),
+        fingerprint(ROWS, vocabulary=60),
+    ]
+    assert len({same, *others}) == 5
+
+
 def test_batch_larger_than_the_data_is_refused():
     with pytest.raises(ValueError, match=r"takes 6 different prompts and the data has 5"):
         PromptStream(prompts(5), 6, seed=1, shuffle=True)

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from distributed import run_ranks
-from megatron_grpo.checkpoints import folders, manifest
+from megatron_grpo.checkpoints import folders, manifest, megatron_state
+from megatron_grpo.checkpoints.newest import steps_done
 from megatron_grpo.checkpoints.screening import screen_checkpoint
 from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.model import Policy, unwrapped
@@ -418,3 +419,85 @@ def test_a_flipped_bit_in_any_file_is_named_and_the_checkpoint_before_is_used(mo
     for name, message in said.items():
         if name != "manifest.json":  # there a bit can be part of any name or number
             assert f"step_2 is not used: {name} is damaged" in message.replace("rank 1: ", "")
+
+
+def load_without_descriptors(rank: int, model: Path, run: Path) -> str:
+    """What is said where rank 1 can open no file for a while: an error that passes."""
+    dims = ParallelDims(data=2)
+    policy, _ = start_policy(rank, model, dims)
+    save_checkpoint(run, 1, policy, model, dims)
+    save_checkpoint(run, 2, policy, model, dims)
+    checkpoints = checkpoints_of(run, policy, model, dims)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    with pytest.raises(OSError) as raised:
+        checkpoints.load()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert checkpoints.load().step == 2
+    return str(raised.value)
+
+
+def test_an_intact_checkpoint_that_one_rank_cannot_read_for_now_is_not_passed_over(model, tmp_path):
+    first, second = run_ranks(2, load_without_descriptors, model, tmp_path)
+    assert first == f"rank 1: {second}"
+    assert "step_2 cannot be read: [Errno 24] Too many open files" in second
+    assert "manifest.json'. It may be intact: start the same command again" in second
+
+
+def ask_for_steps_done(rank: int, views: list[Path]) -> int:
+    return steps_done(views[rank])
+
+
+def test_ranks_agree_on_the_steps_done_where_their_views_of_the_folder_do_not(tmp_path):
+    """As on a network file system, whose attributes each host keeps for a while."""
+    new, old = tmp_path / "new", tmp_path / "old"
+    (new / "step_20").mkdir(parents=True)
+    (old / "step_10").mkdir(parents=True)
+    assert run_ranks(3, ask_for_steps_done, [new, old, tmp_path / "nothing"]) == [20] * 3
+
+
+def test_random_numbers_of_another_kind_of_device_are_left_out():
+    """On a CPU, a row that a GPU has saved: it has the states of more generators."""
+    torch.manual_seed(3)
+    row = torch.cat([megatron_state.random_state(), torch.zeros(48, dtype=torch.uint8)])
+    torch.manual_seed(4)
+    before = torch.get_rng_state()
+    megatron_state.set_random_state(row)
+    assert torch.equal(torch.get_rng_state(), before)
+    megatron_state.set_random_state(row[:-48])
+    assert not torch.equal(torch.get_rng_state(), before)
+
+
+def load_past_one_that_fails_half_way(rank: int, model: Path, run: Path) -> tuple[list, list]:
+    """Steps and learning rates at step 1, and when it is loaded after step 3 has failed."""
+    dims, warm_up = ParallelDims(data=2), ("train.num_steps=200", "optimizer.lr_warmup_steps=100")
+    policy, groups = start_policy(rank, model, dims, *warm_up)
+    step(policy, groups)
+    save_checkpoint(run, 1, policy, model, dims)
+    before = schedule_of(policy)
+    step(policy, groups)
+    step(policy, groups)
+    save_checkpoint(run, 3, policy, model, dims)
+    if rank == 0:  # what the manifest says is there, and it is not enough
+        newest = run / "checkpoints" / "step_3"
+        os.truncate(newest / "__1_0.distcp", 1000)
+        listed = dict(manifest.read_manifest(newest))
+        manifest.write_manifest(newest, manifest.hash_files(newest, listed))
+    dist.barrier()
+    assert checkpoints_of(run, policy, model, dims).load().step == 1
+    return before, schedule_of(policy)
+
+
+def schedule_of(policy: Policy) -> list[tuple[int, float]]:
+    return [
+        (policy.scheduler.num_steps, group["lr"])
+        for part in policy.optimizer.chained_optimizers
+        for group in part.optimizer.param_groups
+    ]
+
+
+def test_the_learning_rate_is_that_of_the_checkpoint_that_is_used(model, tmp_path):
+    for before, after in run_ranks(2, load_past_one_that_fails_half_way, model, tmp_path):
+        assert before[0][0] == 1
+        assert after == before

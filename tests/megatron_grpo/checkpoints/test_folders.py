@@ -1,6 +1,7 @@
 """Which checkpoint counts, whatever a killed process has left in the folder."""
 
 import os
+import shutil
 from contextlib import suppress
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from megatron_grpo.checkpoints.folders import (
     candidates,
     latest_step,
     publish,
+    remove,
     remove_leftovers,
     step_folder,
 )
@@ -76,6 +78,14 @@ def test_a_pointer_without_any_checkpoint_does_not_begin_anew(tmp_path):
         latest_step(tmp_path)
 
 
+def test_a_checkpoint_of_which_nothing_can_be_told_is_not_passed_over(tmp_path):
+    make(tmp_path, "step_5")
+    (tmp_path / "step_9").symlink_to("step_9")  # to itself
+    (tmp_path / "LATEST").write_text("step_9\n")
+    with pytest.raises(OSError, match="step_9"):
+        latest_step(tmp_path)
+
+
 class Killed(BaseException):
     """Nothing in the program catches it, as nothing catches SIGKILL."""
 
@@ -116,6 +126,7 @@ def test_killed_between_any_two_system_calls_a_complete_checkpoint_is_there(
             publish(partial, step, keep=1)
     before = latest_step(tmp_path)  # what is asked before the ranks start
     has_its_name = partial.name in {f.read_text() for f in tmp_path.glob(f"step_{step}/made_as")}
+    kill_starts_after(tmp_path)
     remove_leftovers(tmp_path)
     newest = candidates(tmp_path)[0]
     made_as = (step_folder(tmp_path, newest) / "made_as").read_text()
@@ -126,15 +137,54 @@ def test_killed_between_any_two_system_calls_a_complete_checkpoint_is_there(
     assert not list(tmp_path.glob("*.partial")) and not list(tmp_path.glob("*.replaced"))
 
 
+def kill_starts_after(folder: Path) -> None:
+    """Copies of the folder, in which the next start is killed too, come to the same."""
+    whole = folder.parent / f"{folder.name}_whole"
+    shutil.copytree(folder, whole)
+    remove_leftovers(whole)
+    for number in range(8):
+        killed = folder.parent / f"{folder.name}_{number}"
+        shutil.copytree(folder, killed)
+        with pytest.MonkeyPatch.context() as patch:
+            killed_at(number, patch)
+            with suppress(Killed):
+                remove_leftovers(killed)
+        remove_leftovers(killed)
+        assert candidates(killed) == candidates(whole), number
+        assert names(killed) == names(whole), number
+
+
+def unlink_of_nfs(name: str, *, dir_fd: int | None = None) -> None:
+    """Keep a file that is open somewhere under another name, by which its folder is not empty."""
+    if dir_fd is None:
+        raise FileNotFoundError(2, "No such file or directory")
+    if name.startswith(".nfs"):
+        raise OSError(16, "Device or resource busy")
+    os.rename(name, f".nfs{name}", src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+
+
 def test_a_checkpoint_that_somebody_still_reads_does_not_end_the_run(tmp_path, monkeypatch):
     make(tmp_path, "step_5", "step_20.partial")
-    monkeypatch.setattr(os, "rmdir", _busy)
+    monkeypatch.setattr(os, "unlink", unlink_of_nfs)
     publish(tmp_path / "step_20.partial", 20, keep=1)
     assert candidates(tmp_path) == [20]
 
 
-def _busy(*args, **kwargs) -> None:
-    raise OSError(39, "Directory not empty")
+def test_nor_does_what_is_left_of_it_keep_the_next_start_or_save_from_its_name(
+    tmp_path, monkeypatch
+):
+    make(tmp_path, "step_5", "step_5.replaced", "step_9.partial")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", unlink_of_nfs)
+        for _ in range(3):
+            remove_leftovers(tmp_path)
+            assert candidates(tmp_path) == [5]
+            assert (tmp_path / "step_9.partial").exists(), "it could not be removed"
+            remove(tmp_path / "step_9.partial")
+            make(tmp_path, "step_9.partial")
+    publish(tmp_path / "step_9.partial", 9, keep=1)
+    remove_leftovers(tmp_path)
+    assert names(tmp_path) == {"step_9", "LATEST"}
 
 
 KILLED = {

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -56,7 +57,24 @@ def test_a_cut_file_is_named_with_its_sizes(folder):
 
 def test_a_missing_file_is_named(folder):
     (folder / "sub" / "config").unlink()
-    with pytest.raises(ValueError, match="sub/config cannot be read"):
+    with pytest.raises(ValueError, match="sub/config is missing"):
+        check(folder)
+
+
+# At its first byte the kernel has no memory to show: EIO, as from a disk.
+UNREADABLE = Path("/proc/self/mem")
+
+
+def test_a_file_that_the_disk_does_not_give_is_not_called_damaged():
+    listed = {UNREADABLE.name: FileHash(1, "")}
+    with pytest.raises(OSError, match=f"Input/output error: '{UNREADABLE}'"):
+        verify(UNREADABLE.parent, listed, listed, lambda num_bytes: None)
+
+
+def test_nor_is_such_a_manifest(folder):
+    (folder / "manifest.json").unlink()
+    (folder / "manifest.json").symlink_to(UNREADABLE)
+    with pytest.raises(OSError, match=f"Input/output error: '{folder}/manifest.json'"):
         check(folder)
 
 
