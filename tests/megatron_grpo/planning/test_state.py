@@ -1,0 +1,43 @@
+"""Weights, gradients and optimizer of a rank, by the planner; Megatron-Core's own are compared in
+test_instantiate.py."""
+
+import pytest
+
+from checkpoint_convert import megatron_layout, read_shape
+from megatron_grpo.planning.state import stage_states, state_bytes
+from parallel import ParallelDims
+from policies import tiny_config
+from published_models import write_config
+
+
+def test_70b_on_64_ranks_by_hand(tmp_path):
+    folder = write_config(tmp_path, "Llama-3.3-70B")
+    shape, dims = read_shape(folder), ParallelDims(tensor=8, pipeline=4, data=2)
+    cfg = tiny_config(folder, dims, "model.dtype=bfloat16", "grpo.beta=0.04")
+    first = stage_states(cfg, shape)[0]
+    layout = megatron_layout(shape, dims, dims.coordinates(0), transformer_engine=True)
+    # 20 layers of 8192 * (8192 + 2048 + 8192 + 3 * 28672) / 8 and two norms; an eighth of the
+    # embedding.
+    parameters = 20 * (8192 * (18432 + 3 * 28672) // 8 + 2 * 8192) + 8192 * 128256 // 8
+    assert layout.num_elements == parameters
+    assert (first.weights, first.reference) == (2 * parameters, 2 * parameters)
+    assert first.gradients == 4 * parameters
+    assert first.optimizer == 12 * parameters // 2  # shared by two data ranks
+    assert first.total == pytest.approx(27.25e9 + 4.54e9, rel=1e-3)
+
+
+def test_float32_weights_are_their_own_master_copies(tmp_path):
+    folder = write_config(tmp_path, "Llama-3.1-8B")
+    shape, dims = read_shape(folder), ParallelDims()
+    full = state_bytes(tiny_config(folder, dims, "model.dtype=float32"), shape, 0)
+    half = state_bytes(tiny_config(folder, dims, "model.dtype=bfloat16"), shape, 0)
+    assert full.weights == 2 * half.weights
+    assert 3 * full.optimizer == 2 * half.optimizer
+
+
+def test_shards_of_all_ranks_are_the_whole_optimizer(tmp_path):
+    folder = write_config(tmp_path, "Llama-3.1-8B")
+    shape, dims = read_shape(folder), ParallelDims(data=3, context=2)
+    cfg = tiny_config(folder, dims, "model.dtype=bfloat16")
+    shards = [state_bytes(cfg, shape, rank).optimizer for rank in range(6)]
+    assert sum(shards) == 6 * state_bytes(cfg, shape, 0).weights

@@ -1,0 +1,101 @@
+"""Operations and bytes of a step, by hand."""
+
+from math import prod
+
+import pytest
+
+from checkpoint_convert import hf_tensors, read_shape
+from megatron_grpo.planning.card import CARDS
+from megatron_grpo.planning.job_plan import plan_job
+from megatron_grpo.planning.step_time import forward_flops, step_flops
+from parallel import ParallelDims
+from policies import tiny_config
+from published_models import write_config
+
+CARD = CARDS["h100"]
+FULL = (
+    "model.megatron={recompute_granularity: full, recompute_method: uniform, "
+    "recompute_num_layers: 1}"
+)
+
+
+def model(tmp_path, name="Llama-3.1-8B"):
+    folder = write_config(tmp_path, name)
+    return folder, read_shape(folder)
+
+
+def num_parameters(shape):
+    return sum(map(prod, hf_tensors(shape).values()))
+
+
+def test_a_step_is_six_operations_per_parameter_and_token_and_attention(tmp_path):
+    folder, shape = model(tmp_path)
+    cfg = tiny_config(folder, ParallelDims(), "grpo.beta=0.0")
+    embedding = shape.vocab_size * shape.hidden_size  # looked up, not multiplied
+    matrices = num_parameters(shape) - embedding
+    # Causal attention: queries with keys and weights with values, half of all pairs.
+    attention = 2 * 2 * shape.num_layers * 4096 * 1000**2 / 2
+    expected = 3 * (2 * matrices * 1000 + attention)
+    assert step_flops(cfg, shape, [1000]) == pytest.approx(expected, rel=1e-4)
+
+
+def test_recomputation_and_other_passes_are_forwards_more(tmp_path):
+    folder, shape = model(tmp_path)
+
+    def flops(*overrides):
+        return step_flops(tiny_config(folder, ParallelDims(), *overrides), shape, [1000])
+
+    plain, forward = flops("grpo.beta=0.0"), flops("grpo.beta=0.0") / 3
+    assert flops("grpo.beta=0.0", FULL) == plain + forward_flops(shape, [1000])
+    assert flops("grpo.beta=0.04") == plain + forward  # the reference
+    reused = "grpo.beta=0.0", "grpo.num_iterations=2"  # old log-probabilities, for two steps
+    assert flops(*reused) == plain + forward / 2
+
+
+def test_of_a_mixture_only_the_chosen_experts_count(tmp_path):
+    _, shape = model(tmp_path, "Qwen3-30B-A3B")
+    attention = forward_flops(shape, [2]) - 2 * forward_flops(shape, [1])
+    active = (forward_flops(shape, [1]) - attention / 2) / 2
+    # 3.3 B parameters are active, 0.6 B of them in embedding and head.
+    assert active == pytest.approx(2.7e9, rel=0.05)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_traffic_by_hand(tmp_path, recompute):
+    folder, shape = model(tmp_path)
+    dims = ParallelDims(tensor=8, pipeline=2, context=2, data=2)
+    cfg = tiny_config(
+        folder,
+        dims,
+        "model.dtype=bfloat16",
+        "train.max_tokens_per_microbatch=4096",
+        *([FULL] if recompute else []),
+    )
+    plan = plan_job(cfg, shape, CARD, [1024], num_gpus=64)
+    links = {link.purpose: link for link in plan.time.links}
+    # 16 sequences over 2 copies and 2 context ranks; a row has 4096 elements of 2 bytes.
+    width, layers = 16 * 1024 / 4 * 4096 * 2, 16
+    passes = 14 if recompute else 10  # all-gathers and reduce-scatters of a layer
+    assert links["tensor"].num_bytes == pytest.approx(7 / 8 * width * layers * passes)
+    # Keys and values of an eighth of 8 heads of 128, to one neighbour; gradients twice as much.
+    keys = 16 * 1024 / 4 * 2 * 128 * 2
+    assert links["context"].num_bytes == pytest.approx(keys * layers * (4 if recompute else 3))
+    # One boundary of two stages, there and back, on average of both ranks.
+    assert links["pipeline"].num_bytes == pytest.approx(2 * width / 8 / 2)
+    parameters = plan.stages[0].state.weights / 2
+    assert links["data"].num_bytes == pytest.approx(3 / 4 * 6 * parameters)
+    assert [use.purpose for use in plan.time.links if use.in_node] == ["tensor"]
+    assert links["data"].seconds == links["data"].num_bytes / CARD.network_rate
+
+
+def test_the_bubble_shrinks_with_microbatches_and_virtual_stages(tmp_path):
+    folder, shape = model(tmp_path)
+
+    def bubble(virtual, *overrides):
+        dims = ParallelDims(pipeline=4, virtual_pipeline=virtual)
+        cfg = tiny_config(folder, dims, "train.max_tokens_per_microbatch=1024", *overrides)
+        return plan_job(cfg, shape, CARD, [1024], num_gpus=8).time.bubble
+
+    assert bubble(1) == 3 / 16
+    assert bubble(1, "grpo.generation_batch_size=32") == 3 / 32
+    assert bubble(2) == 3 / 32

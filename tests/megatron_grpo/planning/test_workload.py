@@ -1,0 +1,59 @@
+"""The sequences of an optimizer step, from the lengths of others like them."""
+
+import pytest
+
+from checkpoint_convert import read_shape
+from megatron_grpo.planning.workload import longest_sequence, read_lengths, workload
+from parallel import ParallelDims
+from policies import tiny_config
+from published_models import write_config
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_config(tmp_path, "Llama-3.1-8B")
+
+
+def test_a_step_has_lengths_like_those_of_the_file(folder):
+    cfg = tiny_config(folder, ParallelDims(data=2), "train.max_tokens_per_microbatch=100")
+    work = workload(cfg, read_shape(folder), [*range(1, 33), 100])
+    assert len(work.lengths) == 16  # grpo.generation_batch_size
+    assert work.lengths[-1] == 100  # the longest decides what must fit
+    assert sorted(work.lengths) == list(work.lengths)
+    assert (work.microbatches, work.padding) == (2, 0)
+    assert work.room == 2 * 2 * 100
+
+
+def test_padding_is_what_alignment_forces(folder):
+    dims = ParallelDims(context=2, tensor=2)
+    cfg = tiny_config(folder, dims, "train.max_tokens_per_microbatch=64")
+    work = workload(cfg, read_shape(folder), [13])
+    # Each of 16 sequences fills 16 tokens: a multiple of 2 * cp; four of them a microbatch.
+    assert (work.microbatches, work.padding) == (4, 16 * 3)
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers(folder):
+    cfg = tiny_config(folder, ParallelDims(), "train.max_tokens_per_microbatch=64")
+    with pytest.raises(ValueError, match=r"65 tokens.*set it to 65 or more"):
+        workload(cfg, read_shape(folder), [5, 65])
+
+
+def test_the_longest_sequence_is_what_the_config_allows(folder):
+    cfg = tiny_config(folder, ParallelDims(), "data.max_prompt_length=100")
+    assert longest_sequence(cfg, read_shape(folder)) == 112  # and 12 of completion
+    cfg = tiny_config(folder, ParallelDims(), "rollout.vllm.max_model_len=300")
+    assert longest_sequence(cfg, read_shape(folder)) == 300
+    cfg = tiny_config(folder, ParallelDims())
+    assert longest_sequence(cfg, read_shape(folder)) == 512  # train.max_tokens_per_microbatch
+
+
+def test_a_file_of_lengths_is_read_and_a_mistake_in_it_named(tmp_path):
+    file = tmp_path / "lengths.txt"
+    file.write_text("300\n20\n\n7\n")
+    assert read_lengths(file) == [7, 20, 300]
+    file.write_text("300\n-4\n")
+    with pytest.raises(ValueError, match=r"lengths\.txt, line 2: '-4' is no length"):
+        read_lengths(file)
+    file.write_text("\n")
+    with pytest.raises(ValueError, match="has no lengths"):
+        read_lengths(file)
