@@ -33,7 +33,7 @@ from megatron_grpo.skipped_steps import SkippedSteps
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.tracking import WANDB_ID_FILE
 from megatron_grpo.train_step import add_logprobs, train_step
-from megatron_grpo.watch import Limits, Watch
+from megatron_grpo.watch import START, Limits, Watch
 from megatron_grpo.weight_sync import WeightSync
 from parallel.device import communication_backend, setup_device
 from parallel.groups import Groups, destroy_groups, init_groups
@@ -111,7 +111,6 @@ def train(
             if lost:
                 training.save_and_stop(step + 1, lost)
             metrics = {}
-        training.checkpoints.wait()
 
 
 class Training:
@@ -137,12 +136,14 @@ class Training:
         self.source = self._log = None
         if groups.rank == 0:
             self.source = stack.enter_context(closing(ExperienceSource(cfg, shape, token)))
+        watch.enter("load")  # where files may take their time
         self.policy = build_policy(cfg, shape, groups)
         self.reference = build_reference(cfg, shape, groups) if cfg.grpo.beta > 0 else None
         for chunk in [*self.policy.chunks, *(self.reference.chunks if self.reference else [])]:
             chunk.register_forward_pre_hook(lambda *_: watch.tick())
         self.checkpoints = stack.enter_context(closing(Checkpoints(cfg, self.policy)))
         self.state = self.checkpoints.load()
+        watch.enter(START)  # all ranks have loaded
         self.first_step = self.state.step
         self.skipped = SkippedSteps(cfg.train.max_skipped_steps, self.state.num_skipped_in_a_row)
         self.weight_sync = stack.enter_context(
@@ -271,6 +272,8 @@ class Training:
                 self.checkpoint(step)
             else:
                 self.checkpoints.poll()
+            if is_last:
+                self.checkpoints.wait()  # in here, where files may take their time
 
     def stop_if_preempted(self, step: int) -> None:
         """Raise Preempted on all ranks if one was told to stop, when what `step` begins with is

@@ -17,8 +17,10 @@ from faulty_runs import NUM_RANKS, Runs, assert_resumes, assert_same_run
 from proxies import Proxy
 from runs import read_json_lines
 from sabotage import (
+    LIMIT,
     InCall,
     InPhase,
+    WithoutMargin,
     abort,
     crash,
     die,
@@ -27,6 +29,7 @@ from sabotage import (
     leave,
     refuse,
     sleep,
+    slower_than_any_limit,
     slowly,
     spin,
     stop,
@@ -145,6 +148,23 @@ def test_a_rank_that_hangs_is_named_and_the_job_ends(
     assert f"rank {sabotage.rank}" in ended.output
     assert ended.survivors == []
     assert_resumes(runs, tmp_path / "run", undisturbed)
+
+
+SLOW_FILES = {
+    "weights": InCall(slower_than_any_limit, 2, "megatron_grpo.model", "read_weights"),
+    "the last checkpoint": InCall(
+        slower_than_any_limit, 2, "megatron_grpo.checkpoints.manifest", "write_hashed"
+    ),
+}
+
+
+@pytest.mark.parametrize("slow", SLOW_FILES.values(), ids=SLOW_FILES)
+def test_a_slow_file_system_is_no_hang(slow: InCall, runs: Runs, tmp_path: Path) -> None:
+    limits = [f"rollout.startup_timeout={LIMIT}", f"train.hang_timeout={LIMIT}"]
+    once = ["train.num_steps=2", "train.save_interval=100"]
+    with runs.start(tmp_path / "run", *limits, *once, sabotage=WithoutMargin(slow)) as job:
+        ended = job.end(120)
+    assert ended.exit_codes == [0] * NUM_RANKS, ended.output
 
 
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1

@@ -99,9 +99,9 @@ def test_how_long_nothing_may_move_depends_on_where_rank_0_is(step, phase, secon
     assert found.wants_stacks(seconds)
 
 
-@pytest.mark.parametrize("phase", ["score", "save", "export", "close"])
-def test_files_and_rewards_may_take_their_time(phase):
-    beats_until(job(step=2, phase=phase), 10_000)
+@pytest.mark.parametrize(("step", "phase"), [(0, "load"), (2, "score"), (2, "save"), (2, "close")])
+def test_files_and_rewards_may_take_their_time(step, phase):
+    beats_until(job(step=step, phase=phase), 10_000)
 
 
 def test_a_microbatch_on_one_rank_is_progress_of_all():
