@@ -39,8 +39,12 @@ from parallel.device import communication_backend, setup_device
 from parallel.groups import Groups, destroy_groups, init_groups
 from parallel.microbatches import CostModel
 
-MARGIN = timedelta(minutes=30)
-"""What collectives may take beside the longest wait for an engine or a reward."""
+COLLECTIVE_TIMEOUT = timedelta(days=7)
+"""Never the first to fire: the watch finds what hangs, and knows when a wait is none of that.
+
+While rank 0 generates, scores, reads or writes, the others wait for it in a collective, and nobody
+can say for how long. Collectives of a rank that died are ended by the watch as well.
+"""
 
 
 def run_rank(cfg: Config, place: RankPlace, token: str | None) -> None:
@@ -63,18 +67,15 @@ def run_rank(cfg: Config, place: RankPlace, token: str | None) -> None:
 @contextmanager
 def process_groups(cfg: Config, place: RankPlace, store: dist.Store) -> Iterator[Groups]:
     """The mesh over all ranks, who meet in `store`. When training fails, the watch ends them."""
-    # While rank 0 waits for an engine, the others wait for rank 0.
-    longest_wait = cfg.rollout.startup_timeout + cfg.rollout.request_timeout + cfg.reward.timeout
-    timeout = timedelta(seconds=longest_wait) + MARGIN
-    store.set_timeout(timeout)  # NCCL's communicators meet there, too, when first used
+    store.set_timeout(COLLECTIVE_TIMEOUT)  # NCCL's communicators meet there when first used
     dist.init_process_group(
         communication_backend(),
-        timeout=timeout,
+        timeout=COLLECTIVE_TIMEOUT,
         rank=place.rank,
         world_size=place.world_size,
         store=store,
     )
-    yield init_groups(cfg.dims, timeout)
+    yield init_groups(cfg.dims, COLLECTIVE_TIMEOUT)
     destroy_groups()
     dist.destroy_process_group()
 
