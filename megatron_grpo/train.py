@@ -162,7 +162,7 @@ class Training:
         """Bring the weights into the engines; metrics of the probe."""
         if self.source:
             self.source.wait_ready()
-            self.watch.on_preempt(self.source.engines.cancel)
+            self.watch.on_preempt(self.source.cancel)
         self.push(self.first_step)
         experience = ask_engines(
             partial(self.source.probe, self.first_step) if self.source else None,

@@ -32,6 +32,10 @@ class RewardError(ValueError):
     """A reward function failed; the text names the function and the prompt."""
 
 
+class ScoringGivenUp(Exception):
+    """`RewardPool.cancel` was called; nothing has failed."""
+
+
 @dataclass(frozen=True)
 class _Worker:
     supervisor: subprocess.Popen[bytes]
@@ -68,6 +72,7 @@ class RewardPool:
         self._load_deadline = time.monotonic() + cfg.timeout
         self._workers = [_start_worker(cfg) for _ in range(cfg.num_workers)]
         self._loading = list(self._workers)
+        self._given_up, self._give_up = Pipe(duplex=False)
 
     def wait_ready(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Wait until the functions are loaded, and see that the data has what they want.
@@ -93,7 +98,8 @@ class RewardPool:
         """Scores of every sample by function label. Samples of one prompt must be neighbours.
 
         Raises RewardError, and closes the pool, when a call raises, ends late, takes too much
-        memory, kills its process or returns anything but one finite number per completion.
+        memory, kills its process or returns anything but one finite number per completion. Raises
+        ScoringGivenUp once `cancel` was called: the pool is good for nothing then but `close`.
         """
         assert self._workers, "the pool is closed"
         self.wait_ready([sample.prompt.row for sample in samples])
@@ -111,6 +117,10 @@ class RewardPool:
                 idle.append(done.worker)
         return scores
 
+    def cancel(self) -> None:
+        """End a running `score` soon; from any thread."""
+        self._give_up.send_bytes(b"!")
+
     def close(self) -> None:
         """Kill the workers; nothing of them is left when this returns."""
         for worker in self._workers:
@@ -126,7 +136,7 @@ class RewardPool:
 
     def _loaded_columns(self, worker: _Worker) -> list[list[str]]:
         names = ", ".join(function.name for function in self.cfg.functions)
-        if not worker.connection.poll(max(0.0, self._load_deadline - time.monotonic())):
+        if not self._wait([worker.connection], self._load_deadline):
             self.close()
             raise ValueError(f"reward functions {names} not loaded after {self.cfg.timeout} s")
         ok, answer = self._receive(worker)
@@ -150,13 +160,18 @@ class RewardPool:
     def _ended(self, running: Sequence[_Running]) -> list[_Running]:
         """Wait for at least one answer; a missed deadline is an error."""
         first = min(running, key=lambda one: one.deadline)
-        ready = wait(
-            [one.worker.connection for one in running],
-            timeout=max(0.0, first.deadline - time.monotonic()),
-        )
+        ready = self._wait([one.worker.connection for one in running], first.deadline)
         if not ready:
             raise self._failure(first.call, f"no result after {self.cfg.timeout} s: killed")
         return [one for one in running if one.worker.connection in ready]
+
+    def _wait(self, connections: Sequence[Connection], deadline: float) -> list[Any]:
+        """Those of `connections` that have something to read; none when that is late."""
+        timeout = max(0.0, deadline - time.monotonic())
+        ready = wait([self._given_up, *connections], timeout)
+        if self._given_up in ready:
+            raise ScoringGivenUp("the scoring was given up")
+        return ready
 
     def _result(self, ended: _Running) -> list[float]:
         ok, answer = self._receive(ended.worker)

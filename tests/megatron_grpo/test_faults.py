@@ -335,6 +335,19 @@ def test_a_reward_that_fails_stops_the_run_and_is_no_reward(
     assert_same_run(run_dir, undisturbed)
 
 
+def test_a_job_that_scores_for_long_is_preempted_all_the_same(runs: Runs, tmp_path: Path) -> None:
+    scores, run_dir, file = tmp_path / "scores", tmp_path / "run", tmp_path / "reward.py"
+    fault = f"open({str(scores)!r}, 'w'); time.sleep(1000)"
+    file.write_text(REWARD.format(flag=str(tmp_path), fault=fault))
+    overrides = [f"reward.functions=[{file}:share_of_digits]", "reward.timeout=2000"]
+    with runs.start(run_dir, *overrides) as job:
+        job.wait_for(scores.exists, 60)
+        job.signal(TERM, 2)
+        ended = job.end(20)
+    assert ended.exit_codes == [PREEMPTED] * NUM_RANKS, ended.output
+    assert ended.survivors == []
+
+
 def steps_of(run_dir: Path) -> list[int]:
     metrics = run_dir / "metrics.jsonl"
     return [record["step"] for record in read_json_lines(metrics)] if metrics.exists() else []
