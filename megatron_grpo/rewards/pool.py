@@ -4,6 +4,8 @@ import json
 import os
 import reprlib
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -155,6 +157,9 @@ class RewardPool:
             worker.connection.send((call.function, completions, prompts, columns))
         except ConnectionError:
             raise self._failure(call, self._cause_of_death(worker)) from None
+        except BlockingIOError:
+            cause = f"its process did not read the call in {self.cfg.timeout} s: killed"
+            raise self._failure(call, cause) from None
         return _Running(worker, call, deadline=time.monotonic() + self.cfg.timeout)
 
     def _ended(self, running: Sequence[_Running]) -> list[_Running]:
@@ -220,8 +225,20 @@ def _start_worker(cfg: RewardConfig) -> _Worker:
         start_new_session=True,  # Ctrl-C is for the trainer, which then closes the pool
     )
     theirs.close()
+    _limit_sends(connection, cfg.timeout)
     connection.send(cfg.functions)
     return _Worker(process, connection)
+
+
+def _limit_sends(connection: Connection, seconds: float) -> None:
+    """Have the kernel end a send that gets no further for `seconds` with BlockingIOError.
+
+    A call may be larger than what the kernel takes from us while the worker reads nothing.
+    """
+    whole = int(seconds)
+    timeval = struct.pack("ll", whole, int((seconds - whole) * 1e6))
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
 
 
 def _calls(samples: Sequence["Sample"], num_functions: int) -> list[_Call]:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -215,6 +216,20 @@ def test_a_late_reward_is_killed_with_what_it_started_and_named(pool, others):
     assert time.monotonic() - before < 5
     assert children() == others
     assert LONG_SLEEP not in command_lines()
+
+
+def test_a_worker_that_reads_no_call_is_killed_in_time_and_named(pool, others):
+    """The call is larger than what the kernel takes while nobody reads."""
+    opened = pool("length", timeout=2, num_workers=1)
+    opened.wait_ready(ROWS)
+    [supervisor] = [psutil.Process(pid) for pid in children() - others]
+    [worker] = supervisor.children()
+    worker.suspend()
+    before = time.monotonic()
+    with pytest.raises(RewardError, match=r"length on prompt 0 .*: its process did not read the"):
+        opened.score([replace(sample, text="x" * (1 << 23)) for sample in samples(1)])
+    assert time.monotonic() - before < 6
+    assert children() == others
 
 
 @pytest.mark.parametrize("is_loaded", [True, False])
