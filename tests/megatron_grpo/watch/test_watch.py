@@ -1,6 +1,7 @@
 """What befalls one of four real ranks ends them all, soon, and is told once and by its name."""
 
 import ctypes
+import os
 import signal
 import time
 from pathlib import Path
@@ -189,6 +190,17 @@ def test_a_rank_for_which_all_wait_is_named_with_its_stack(ranks, way):
     assert "phase train of step 2" in output and HANGS[way] in output
     assert "rank 3" not in output and world.output(0)
     assert world.stacks.count("in hang") == 4
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["never ends", "fails"])
+def test_a_hang_is_told_where_writing_the_stacks(make, ranks, tmp_path):
+    """To a file system that is what the ranks hang in."""
+    make(tmp_path / "stacks.txt")
+    with ranks(hang, "loop") as world:
+        assert world.exit_codes(20) == [1, 1, 1, 1]
+    output = "\n".join(told(world))
+    assert output.startswith("megatron-grpo: no rank has made progress for 1.5 s (train.hang_time")
+    assert "in loop_forever" in output and world.output(0)
 
 
 def test_a_rank_that_never_lets_go_of_the_interpreter_is_named_with_its_stack(ranks):
