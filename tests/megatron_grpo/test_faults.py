@@ -325,7 +325,7 @@ def test_a_reward_that_fails_stops_the_run_and_is_no_reward(
     flag.touch()
     with runs.start(run_dir, *overrides) as job:
         ended = job.end(60)
-    assert ended.exit_codes == [2] * NUM_RANKS, ended.output
+    assert ended.exit_codes == [1] * NUM_RANKS, ended.output
     assert "reward function share_of_digits" in ended.outputs[0]
     assert cause in ended.outputs[0], ended.outputs[0]
     assert ended.survivors == []
