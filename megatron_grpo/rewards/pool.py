@@ -31,7 +31,7 @@ DEATH_SECONDS = 2.0
 
 
 class RewardError(ValueError):
-    """A reward function failed; the text names the function and the prompt."""
+    """A reward function failed, the text names it and the prompt; or it cannot be used."""
 
 
 class ScoringGivenUp(Exception):
@@ -79,7 +79,7 @@ class RewardPool:
     def wait_ready(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Wait until the functions are loaded, and see that the data has what they want.
 
-        `rows` are those of all prompts that will come. Raises ValueError, and closes the pool, for
+        `rows` are those of all prompts that will come. Raises RewardError, and closes the pool, for
         a function that is not loaded `reward.timeout` seconds after the start or that wants a
         column that some row lacks.
         """
@@ -90,7 +90,7 @@ class RewardPool:
                     lacking = [row for row in rows if name not in row]
                     if lacking:
                         self.close()
-                        raise ValueError(
+                        raise RewardError(
                             f"reward function {function.label} wants {name!r}: not in its "
                             f"arguments {function.arguments}, and no column of {len(lacking)} of "
                             f"{len(rows)} rows; the first of them has {', '.join(lacking[0])}"
@@ -140,11 +140,11 @@ class RewardPool:
         names = ", ".join(function.name for function in self.cfg.functions)
         if not self._wait([worker.connection], self._load_deadline):
             self.close()
-            raise ValueError(f"reward functions {names} not loaded after {self.cfg.timeout} s")
+            raise RewardError(f"reward functions {names} not loaded after {self.cfg.timeout} s")
         ok, answer = self._receive(worker)
         if not ok:
             self.close()
-            raise ValueError(f"reward functions {names} cannot be loaded: {answer}")
+            raise RewardError(f"reward functions {names} cannot be loaded: {answer}")
         columns: list[list[str]] = answer
         return columns
 
