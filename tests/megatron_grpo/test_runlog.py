@@ -10,27 +10,14 @@ from parallel import ParallelDims
 from policies import tiny_config
 
 
-def block_picture(log: RunLog) -> None:
-    (log.run_dir / "curves.png").mkdir()
-
-
-def lose_file(log: RunLog) -> None:
-    os.close(log.tracking._metrics.fileno())
-
-
-FAULTS = {
-    "curves.png could not be drawn: ": block_picture,
-    "the records of the run could not be finished: OSError(9, ": lose_file,
-}
-
-
-@pytest.mark.parametrize(("message", "fault"), FAULTS.items())
 def test_what_fails_in_closing_the_log_is_told_and_does_not_hide_why_the_run_ends(
-    message, fault, tied_model: Path, tmp_path: Path, capfd
+    tied_model: Path, tmp_path: Path, capfd
 ):
     cfg = tiny_config(tied_model, ParallelDims(), f"train.run_dir={tmp_path / 'run'}")
     with pytest.raises(Preempted), closing(RunLog(cfg, 0)) as log:
-        log.tracking.log(1, {"reward": 1.0}, [])
-        fault(log)
+        log.tracking.log(1, {"reward": 1.0}, [])  # too little to draw
+        os.close(log.tracking._metrics.fileno())
         raise Preempted("step 1 saved")
-    assert message in capfd.readouterr().err
+    told = capfd.readouterr().err
+    assert "the records of the run could not be finished: OSError(9, " in told
+    assert "curves.png could not be drawn: " in told
