@@ -26,6 +26,7 @@ from megatron_grpo.rollout.connection import is_healthy
 from megatron_grpo.rollout.fleet import MAX_COMEBACKS
 from megatron_grpo.rollout.server import reserve_port
 from parallel.transport.local_links import LocalOutgoing
+from proxies import Proxy
 from trainers import Trainer, as_soon_as, trainer
 
 PROMPTS = random_prompts(24)
@@ -213,6 +214,30 @@ def test_a_stranger_at_the_address_of_a_lost_engine_ends_nothing(
                 assert ours.fleet.serving == [well]
                 assert len(ours.generate(PROMPTS)) == 2 * len(PROMPTS)
     assert f"{lost} is lost: {reason}" in capfd.readouterr().err
+
+
+def test_an_engine_that_now_has_another_token_is_lost_and_its_requests_go_to_the_other(
+    pair, undisturbed, tied_model, tmp_path, capfd
+):
+    first, second = pair.servers.base_urls
+    way = Proxy(second)
+    rollout = RolloutConfig(
+        engine="transformers", base_urls=(first, way.url), max_completion_length=16
+    )
+    servers = EngineServers(ModelConfig(path=tied_model), rollout, tmp_path, pair.servers.token)
+    with reserve_port() as unheard:
+        port = unheard.getsockname()[1]
+    with trainer(tied_model, servers, rollout) as ours, stranger(port, 401):
+        ours.push()
+        assert ours.fleet.serving == [first, way.url]
+        way.cut()
+        way.lead_to(f"http://127.0.0.1:{port}")
+        way.mend()
+        assert tokens_of(ours.generate(PROMPTS)) == undisturbed
+        assert ours.fleet.serving == [first]
+    way.cut()
+    assert f"{way.url} is lost: refuses the token" in capfd.readouterr().err
+    bring_back(pair)
 
 
 @contextmanager
