@@ -62,8 +62,8 @@ class ExperienceSource:
         """Sample the prompts of `generation` from weights `policy_version`, and score the answers.
 
         The engines must serve that version. Raises EnginesOut when none does any more: called again
-        after a push of the same version, it goes on where it ended. Raises Preempted when
-        `engines.cancel` was called. A failed reward raises.
+        after a push of the same version, it goes on where it ended. Raises Preempted or
+        ScoringGivenUp when `cancel` was called. A failed reward raises.
         """
         cfg = self.cfg
         with timer.phase("generate"):
@@ -101,6 +101,11 @@ class ExperienceSource:
         self.num_engines = len(self._open.engines)
         self._open = None
         return samples
+
+    def cancel(self) -> None:
+        """End a running `collect`, and all that waits for engines, soon; from any thread."""
+        self.engines.cancel()
+        self.rewards.cancel()
 
     def close(self) -> None:
         """End the reward workers and the engines that were started here."""

@@ -1,14 +1,18 @@
 """What a run shows and leaves behind, step by step. Rank 0 only."""
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from megatron_grpo.batching import BatchSchedule
 from megatron_grpo.config import Config
 from megatron_grpo.config_file import dump_config
 from megatron_grpo.experience import Experience
 from megatron_grpo.metrics import completion_metrics, reward_metrics
 from megatron_grpo.progress import ProgressBar
-from megatron_grpo.report import draw_curves
+from megatron_grpo.report import CURVES_FILE, draw_curves
 from megatron_grpo.timing import PhaseTimer
-from megatron_grpo.tracking import Tracking, completion_rows
+from megatron_grpo.tracking import METRICS_FILE, Tracking, completion_rows
 
 
 class RunLog:
@@ -55,8 +59,23 @@ class RunLog:
         self.bar.show(step, metrics)
 
     def close(self) -> None:
-        """Finish the records and draw the curves."""
+        """Finish the records and draw the curves.
+
+        What fails in that is told, and ends nothing: every step is on disk, and the run may be on
+        its way out for a reason that decides about its exit code.
+        """
         self.bar.close()
-        self.tracking.close()
-        if (self.run_dir / "metrics.jsonl").stat().st_size:
-            draw_curves(self.run_dir)
+        with told("the records of the run could not be finished"):
+            self.tracking.close()
+        with told(f"{CURVES_FILE} could not be drawn"):
+            if (self.run_dir / METRICS_FILE).stat().st_size:
+                draw_curves(self.run_dir)
+
+
+@contextmanager
+def told(what: str) -> Iterator[None]:
+    """Print `what` and the error of the block, if it raises one."""
+    try:
+        yield
+    except Exception as error:
+        print(f"{what}: {error!r}", file=sys.stderr)

@@ -33,14 +33,18 @@ from megatron_grpo.skipped_steps import SkippedSteps
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.tracking import WANDB_ID_FILE
 from megatron_grpo.train_step import add_logprobs, train_step
-from megatron_grpo.watch import Limits, Watch
+from megatron_grpo.watch import START, Limits, Watch
 from megatron_grpo.weight_sync import WeightSync
 from parallel.device import communication_backend, setup_device
 from parallel.groups import Groups, destroy_groups, init_groups
 from parallel.microbatches import CostModel
 
-MARGIN = timedelta(minutes=30)
-"""What collectives may take beside the longest wait for an engine or a reward."""
+COLLECTIVE_TIMEOUT = timedelta(days=7)
+"""Never the first to fire: the watch finds what hangs, and knows when a wait is none of that.
+
+While rank 0 generates, scores, reads or writes, the others wait for it in a collective, and nobody
+can say for how long. Collectives of a rank that died are ended by the watch as well.
+"""
 
 
 def run_rank(cfg: Config, place: RankPlace, token: str | None) -> None:
@@ -63,18 +67,15 @@ def run_rank(cfg: Config, place: RankPlace, token: str | None) -> None:
 @contextmanager
 def process_groups(cfg: Config, place: RankPlace, store: dist.Store) -> Iterator[Groups]:
     """The mesh over all ranks, who meet in `store`. When training fails, the watch ends them."""
-    # While rank 0 waits for an engine, the others wait for rank 0.
-    longest_wait = cfg.rollout.startup_timeout + cfg.rollout.request_timeout + cfg.reward.timeout
-    timeout = timedelta(seconds=longest_wait) + MARGIN
-    store.set_timeout(timeout)  # NCCL's communicators meet there, too, when first used
+    store.set_timeout(COLLECTIVE_TIMEOUT)  # NCCL's communicators meet there when first used
     dist.init_process_group(
         communication_backend(),
-        timeout=timeout,
+        timeout=COLLECTIVE_TIMEOUT,
         rank=place.rank,
         world_size=place.world_size,
         store=store,
     )
-    yield init_groups(cfg.dims, timeout)
+    yield init_groups(cfg.dims, COLLECTIVE_TIMEOUT)
     destroy_groups()
     dist.destroy_process_group()
 
@@ -111,7 +112,6 @@ def train(
             if lost:
                 training.save_and_stop(step + 1, lost)
             metrics = {}
-        training.checkpoints.wait()
 
 
 class Training:
@@ -137,12 +137,14 @@ class Training:
         self.source = self._log = None
         if groups.rank == 0:
             self.source = stack.enter_context(closing(ExperienceSource(cfg, shape, token)))
+        watch.enter("load")  # where files may take their time
         self.policy = build_policy(cfg, shape, groups)
         self.reference = build_reference(cfg, shape, groups) if cfg.grpo.beta > 0 else None
         for chunk in [*self.policy.chunks, *(self.reference.chunks if self.reference else [])]:
             chunk.register_forward_pre_hook(lambda *_: watch.tick())
         self.checkpoints = stack.enter_context(closing(Checkpoints(cfg, self.policy)))
         self.state = self.checkpoints.load()
+        watch.enter(START)  # all ranks have loaded
         self.first_step = self.state.step
         self.skipped = SkippedSteps(cfg.train.max_skipped_steps, self.state.num_skipped_in_a_row)
         self.weight_sync = stack.enter_context(
@@ -163,7 +165,7 @@ class Training:
         """Bring the weights into the engines; metrics of the probe."""
         if self.source:
             self.source.wait_ready()
-            self.watch.on_preempt(self.source.engines.cancel)
+            self.watch.on_preempt(self.source.cancel)
         self.push(self.first_step)
         experience = ask_engines(
             partial(self.source.probe, self.first_step) if self.source else None,
@@ -277,6 +279,8 @@ class Training:
                 self.checkpoint(step)
             else:
                 self.checkpoints.poll()
+            if is_last:
+                self.checkpoints.wait()  # in here, where files may take their time
 
     def stop_if_preempted(self, step: int) -> None:
         """Raise Preempted on all ranks if one was told to stop, when what `step` begins with is

@@ -10,13 +10,17 @@ class Proxy:
     """Forwards connections on a port of its own to the server at `url`, until it is cut."""
 
     def __init__(self, url: str) -> None:
-        target = urlsplit(url)
-        self._target = (target.hostname, target.port)
+        self.lead_to(url)
         self._sockets: set[socket.socket] = set()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._port = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self._port}"
         self.mend()
+
+    def lead_to(self, url: str) -> None:
+        """Have new connections go to the server at `url`."""
+        target = urlsplit(url)
+        self._target = (target.hostname, target.port)
 
     def mend(self) -> None:
         """Let connections through, from now on."""

@@ -136,6 +136,25 @@ class Both:
         self.second(rank)
 
 
+def slower_than_any_limit() -> None:
+    """Than those of a test that lowers them to `LIMIT` seconds."""
+    time.sleep(LIMIT + 2.0)
+
+
+LIMIT = 8.0
+
+
+@dataclass(frozen=True)
+class WithoutMargin:
+    """Have waits of `LIMIT` seconds get nothing on top, and do as `then` says."""
+
+    then: InCall
+
+    def __call__(self, rank: int) -> None:
+        importlib.import_module("megatron_grpo.watch.limits").MARGIN_SECONDS = 0.0
+        self.then(rank)
+
+
 @dataclass(frozen=True)
 class SpoilGradient:
     """Make `rank`'s gradient of an MLP NaN in `steps`, counted from 1 where the process starts."""

@@ -14,7 +14,7 @@ The built-in functions run no code that is in a completion. Whoever has a functi
 sandbox.
 """
 
-from megatron_grpo.rewards.pool import RewardError, RewardPool
+from megatron_grpo.rewards.pool import RewardError, RewardPool, ScoringGivenUp
 from megatron_grpo.rewards.total import total_rewards
 
-__all__ = ["RewardError", "RewardPool", "total_rewards"]
+__all__ = ["RewardError", "RewardPool", "ScoringGivenUp", "total_rewards"]

@@ -4,6 +4,8 @@ import json
 import os
 import reprlib
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -29,7 +31,11 @@ DEATH_SECONDS = 2.0
 
 
 class RewardError(ValueError):
-    """A reward function failed; the text names the function and the prompt."""
+    """A reward function failed, the text names it and the prompt; or it cannot be used."""
+
+
+class ScoringGivenUp(Exception):
+    """`RewardPool.cancel` was called; nothing has failed."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +74,12 @@ class RewardPool:
         self._load_deadline = time.monotonic() + cfg.timeout
         self._workers = [_start_worker(cfg) for _ in range(cfg.num_workers)]
         self._loading = list(self._workers)
+        self._given_up, self._give_up = Pipe(duplex=False)
 
     def wait_ready(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Wait until the functions are loaded, and see that the data has what they want.
 
-        `rows` are those of all prompts that will come. Raises ValueError, and closes the pool, for
+        `rows` are those of all prompts that will come. Raises RewardError, and closes the pool, for
         a function that is not loaded `reward.timeout` seconds after the start or that wants a
         column that some row lacks.
         """
@@ -83,7 +90,7 @@ class RewardPool:
                     lacking = [row for row in rows if name not in row]
                     if lacking:
                         self.close()
-                        raise ValueError(
+                        raise RewardError(
                             f"reward function {function.label} wants {name!r}: not in its "
                             f"arguments {function.arguments}, and no column of {len(lacking)} of "
                             f"{len(rows)} rows; the first of them has {', '.join(lacking[0])}"
@@ -93,7 +100,8 @@ class RewardPool:
         """Scores of every sample by function label. Samples of one prompt must be neighbours.
 
         Raises RewardError, and closes the pool, when a call raises, ends late, takes too much
-        memory, kills its process or returns anything but one finite number per completion.
+        memory, kills its process or returns anything but one finite number per completion. Raises
+        ScoringGivenUp once `cancel` was called: the pool is good for nothing then but `close`.
         """
         assert self._workers, "the pool is closed"
         self.wait_ready([sample.prompt.row for sample in samples])
@@ -111,6 +119,10 @@ class RewardPool:
                 idle.append(done.worker)
         return scores
 
+    def cancel(self) -> None:
+        """End a running `score` soon; from any thread."""
+        self._give_up.send_bytes(b"!")
+
     def close(self) -> None:
         """Kill the workers; nothing of them is left when this returns."""
         for worker in self._workers:
@@ -126,13 +138,13 @@ class RewardPool:
 
     def _loaded_columns(self, worker: _Worker) -> list[list[str]]:
         names = ", ".join(function.name for function in self.cfg.functions)
-        if not worker.connection.poll(max(0.0, self._load_deadline - time.monotonic())):
+        if not self._wait([worker.connection], self._load_deadline):
             self.close()
-            raise ValueError(f"reward functions {names} not loaded after {self.cfg.timeout} s")
+            raise RewardError(f"reward functions {names} not loaded after {self.cfg.timeout} s")
         ok, answer = self._receive(worker)
         if not ok:
             self.close()
-            raise ValueError(f"reward functions {names} cannot be loaded: {answer}")
+            raise RewardError(f"reward functions {names} cannot be loaded: {answer}")
         columns: list[list[str]] = answer
         return columns
 
@@ -145,18 +157,26 @@ class RewardPool:
             worker.connection.send((call.function, completions, prompts, columns))
         except ConnectionError:
             raise self._failure(call, self._cause_of_death(worker)) from None
+        except BlockingIOError:
+            cause = f"its process did not read the call in {self.cfg.timeout} s: killed"
+            raise self._failure(call, cause) from None
         return _Running(worker, call, deadline=time.monotonic() + self.cfg.timeout)
 
     def _ended(self, running: Sequence[_Running]) -> list[_Running]:
         """Wait for at least one answer; a missed deadline is an error."""
         first = min(running, key=lambda one: one.deadline)
-        ready = wait(
-            [one.worker.connection for one in running],
-            timeout=max(0.0, first.deadline - time.monotonic()),
-        )
+        ready = self._wait([one.worker.connection for one in running], first.deadline)
         if not ready:
             raise self._failure(first.call, f"no result after {self.cfg.timeout} s: killed")
         return [one for one in running if one.worker.connection in ready]
+
+    def _wait(self, connections: Sequence[Connection], deadline: float) -> list[Any]:
+        """Those of `connections` that have something to read; none when that is late."""
+        timeout = max(0.0, deadline - time.monotonic())
+        ready = wait([self._given_up, *connections], timeout)
+        if self._given_up in ready:
+            raise ScoringGivenUp("the scoring was given up")
+        return ready
 
     def _result(self, ended: _Running) -> list[float]:
         ok, answer = self._receive(ended.worker)
@@ -205,8 +225,20 @@ def _start_worker(cfg: RewardConfig) -> _Worker:
         start_new_session=True,  # Ctrl-C is for the trainer, which then closes the pool
     )
     theirs.close()
+    _limit_sends(connection, cfg.timeout)
     connection.send(cfg.functions)
     return _Worker(process, connection)
+
+
+def _limit_sends(connection: Connection, seconds: float) -> None:
+    """Have the kernel end a send that gets no further for `seconds` with BlockingIOError.
+
+    A call may be larger than what the kernel takes from us while the worker reads nothing.
+    """
+    whole = int(seconds)
+    timeval = struct.pack("ll", whole, int((seconds - whole) * 1e6))
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
 
 
 def _calls(samples: Sequence["Sample"], num_functions: int) -> list[_Call]:

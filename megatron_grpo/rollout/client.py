@@ -13,7 +13,7 @@ from megatron_grpo.config import RolloutConfig
 from megatron_grpo.preemption import Preempted
 from megatron_grpo.rollout.connection import connect
 from megatron_grpo.rollout.engine import Engine, Json, Patience
-from megatron_grpo.rollout.engine_error import EngineDown, EnginesOut, EngineStale
+from megatron_grpo.rollout.engine_error import EngineDown, EngineError, EnginesOut, EngineStale
 from megatron_grpo.rollout.fleet import Fleet
 from megatron_grpo.rollout.generation import Generation
 from megatron_grpo.rollout.push_check import WorkerSums, check_reports
@@ -121,7 +121,7 @@ class RolloutClient:
             try:
                 [workers] = self._on([url], _describe, {})
                 check(workers)
-            except (EngineDown, ValueError) as error:
+            except (EngineError, ValueError) as error:  # whatever answers there now is no use to us
                 self.fleet.lose(url, str(error))
             else:
                 self.fleet.welcome(url)

@@ -43,9 +43,9 @@ class Patience:
 class Engine:
     """An engine that we are connected to, by vLLM's routes.
 
-    EngineDown when it is dead, hangs or fails, EngineStale when it lacks weights; EngineError when
-    its answer is another error or not what was asked for; TimeoutError when it is well and has not
-    answered a request in time. All name it.
+    EngineDown when it is dead, hangs, fails or refuses the token; EngineStale when it lacks
+    weights; EngineError when its answer is another error or not what was asked for; TimeoutError
+    when it is well and has not answered a request in time. All name it.
     """
 
     url: str
@@ -233,7 +233,7 @@ class Engine:
             reason = str(error) or "it hung up"
             raise EngineDown(f"{engine} cannot be reached at {route}: {reason}") from error
         if response.status_code == httpx.codes.UNAUTHORIZED:
-            raise EngineError(
+            raise EngineDown(  # also of one that was started again meanwhile, with another token
                 f"{engine} refuses the token in {TOKEN_VARIABLE}: give the one that the engine was "
                 "started with"
             )

@@ -10,6 +10,7 @@ from megatron_grpo.watch.limits import START, Limit, Limits
 from megatron_grpo.watch.stacks import odd_ones_out
 
 EXIT_FAILURE = 1
+EXIT_FOR_THE_USER = 2
 NUM_RANKS_SHOWN = 3
 
 
@@ -75,8 +76,11 @@ class Failure:
     """What a rank tells of the exception that ended its main thread."""
 
     text: str
-    """One line for whom can mend it; else the traceback."""
+    """One line, where that says all; else the traceback."""
+    trace: str = ""
+    """The traceback that is not in `text`."""
     is_for_user: bool = False
+    """Whether somebody has to mend it first: the same command would fail again."""
     is_consequence: bool = False
     """Whether it says no more than that another rank or engine could not be reached."""
 
@@ -88,7 +92,7 @@ class End:
     code: int
     text: str = ""
     stacks: str = ""
-    """For a file: the stacks of all ranks."""
+    """For a file: the stacks of all ranks, or the one that `text` leaves out."""
 
 
 @dataclass(frozen=True)
@@ -133,11 +137,12 @@ class Job:
         """The main thread of a rank has raised."""
         member = self.members[rank]
         member.has_told = True
-        if failure.is_for_user:
-            end = End(2, f"megatron-grpo: {failure.text}")
+        code = EXIT_FOR_THE_USER if failure.is_for_user else EXIT_FAILURE
+        place = f"{member} failed in {member.position}"
+        if failure.trace:
+            end = End(code, f"megatron-grpo: {failure.text}", f"{place}:\n{failure.trace}\n")
         else:
-            place = f"{member} failed in {member.position}"
-            end = End(EXIT_FAILURE, f"megatron-grpo: {place}:\n{failure.text}")
+            end = End(code, f"megatron-grpo: {place}:\n{failure.text}")
         self._causes.append(_Cause(now, end, failure.is_consequence))
 
     def lost(self, rank: int, now: float) -> None:

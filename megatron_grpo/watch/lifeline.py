@@ -125,13 +125,13 @@ class Lifeline:
             self._send(line(preempt=True))
 
     def _send(self, message: bytes) -> None:
-        with suppress(ConnectionError):  # that rank 0 is gone is heard, too
+        with suppress(OSError):  # that rank 0 is gone is heard, too
             self._socket.sendall(message)
 
     def _hear(self) -> bytes:
         try:
             heard = self._socket.recv(1 << 16)
-        except ConnectionError:
+        except OSError:  # such as ETIMEDOUT, of a host that is gone
             heard = b""
         return heard or self._leave_rank_0("died")
 

@@ -9,7 +9,7 @@ MARGIN_SECONDS = 15.0
 """What a wait with a time-out of its own gets on top: it then ends with its own message."""
 
 START = "start"
-"""The phase before the first step, when models are built and engines come up."""
+"""The phase before the first step, when engines come up. Reading weights is another: `load`."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Limits:
         match phase:
             case "await_engines":
                 return self.start
-            case "score" | "save" | "export" | "close":
+            case "load" | "score" | "save" | "close":
                 return None
             case "generate":
                 return self.generate

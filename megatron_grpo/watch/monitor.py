@@ -18,7 +18,7 @@ from megatron_grpo.watch.wire import LineReader, MonitorAddress, line, new_key, 
 LOOK_SECONDS = 0.05
 """Between two looks at what has come: a thousand ranks must not wake the thread one by one."""
 LAST_WORDS_SECONDS = 2.0
-"""In which the other ranks should be gone once they have been told."""
+"""In which the other ranks should be gone once they have been told, and stacks be written."""
 
 
 class _Connection:
@@ -38,7 +38,7 @@ class _Connection:
         self._unsent += data
         try:
             self._unsent = self._unsent[self.socket.send(self._unsent) :]
-        except (BlockingIOError, ConnectionError):
+        except OSError:
             return  # stopped, or gone: what that means is judged elsewhere
 
 
@@ -114,7 +114,7 @@ class Monitor:
             data = connection.socket.recv(1 << 16)
             for message in connection.lines.feed(data):
                 self._take(connection, message)
-        except (ConnectionError, ValueError):
+        except (OSError, ValueError):  # such as ETIMEDOUT, of a host that is gone
             data = b""
         if not data:
             self._drop(connection)
@@ -161,19 +161,29 @@ class Monitor:
                 connection.send(message)
 
     def _finish(self, end: End) -> None:
-        """Tell the others first: with rank 0 goes this thread."""
-        if end.stacks:
-            self._stacks_file.parent.mkdir(parents=True, exist_ok=True)
-            self._stacks_file.write_text(end.stacks)
+        """Tell the others first: with rank 0 goes this thread.
+
+        Stacks are written beside: the file system may be what the job hangs in.
+        """
         message = line(end={"code": end.code, "text": end.text})
         own = {connection for connection in self._connections if connection.rank == 0}
         others = self._connections.difference(own)
         for connection in others:
             connection.send(message)
         deadline = time.monotonic() + LAST_WORDS_SECONDS
+        writer = threading.Thread(target=self._write, args=[end.stacks], daemon=True)
+        writer.start()
         while self._connections.difference(own) and time.monotonic() < deadline:
             for connection in others & self._connections:
                 connection.send()
             self._look()
+        writer.join(max(0.0, deadline - time.monotonic()))
         for connection in own & self._connections:
             connection.send(message)
+
+    def _write(self, stacks: str) -> None:
+        if not stacks:
+            return
+        with suppress(OSError):  # why the job ends is told all the same
+            self._stacks_file.parent.mkdir(parents=True, exist_ok=True)
+            self._stacks_file.write_text(stacks)

@@ -20,6 +20,7 @@ from torch.distributed import DistError, Store
 
 from megatron_grpo.launch import RankPlace
 from megatron_grpo.preemption import EXIT_PREEMPTED, PREEMPTION_SIGNALS, Preempted
+from megatron_grpo.rewards import RewardError
 from megatron_grpo.rollout import EnginesLost
 from megatron_grpo.watch.job import EXIT_FAILURE, PACE, End, Failure, Pace, Position
 from megatron_grpo.watch.lifeline import Lifeline
@@ -43,7 +44,8 @@ class Watch:
     a hang, SIGINT. Then the process ends in here, with the job's exit code, and rank 0 has told
     why. The context is left only when all ranks have come to its end.
 
-    `stacks_file` is where a hang leaves the stacks of all ranks.
+    `stacks_file` is where a hang leaves the stacks of all ranks, and an error that is told in one
+    line its traceback.
     """
 
     def __init__(
@@ -135,7 +137,7 @@ class Watch:
         self._has_reported = True
         self._lifeline.unwind()
         self._lifeline.say(beat=asdict(self._position))  # where exactly that was
-        self._lifeline.say(failure=asdict(_failure(error)))
+        self._lifeline.say(failure=asdict(_failure(error, self._position.step)))
         if self._place.has_own_log:
             traceback.print_exception(kind, error, trace, file=sys.stderr)
 
@@ -164,10 +166,25 @@ def _monitor_host(place: RankPlace, store: Store) -> str:
     return str(store.get(f"{STORE_KEY}/host").decode())
 
 
-def _failure(error: BaseException) -> Failure:
-    """How an exception is told: in a line to whom can mend it, else with the stack."""
-    if isinstance(error, (ValueError, OSError)):
-        is_consequence = isinstance(error, ConnectionError)
-        return Failure(str(error), is_for_user=True, is_consequence=is_consequence)
-    text = "".join(traceback.format_exception(error)).rstrip()[-MAX_TEXT:]
-    return Failure(text, is_consequence=isinstance(error, DistError) or "gloo" in str(error))
+def _failure(error: BaseException, step: int) -> Failure:
+    """How an exception of optimizer step `step` is told: in a line where that says all.
+
+    Before the first step, what is refused is config, data or files: somebody has to mend them.
+    Later the same command may do, and an unforeseen error is told with its stack.
+    """
+    trace = "".join(traceback.format_exception(error)).rstrip()[-MAX_TEXT:]
+    is_ours = isinstance(error, (ValueError, OSError))
+    is_consequence = (
+        isinstance(error, ConnectionError)
+        if is_ours
+        else isinstance(error, DistError) or "gloo" in trace
+    )
+    is_for_user = is_ours and step == 0
+    if str(error) and (is_for_user or _is_meant_for_people(error)):
+        return Failure(str(error), trace, is_for_user, is_consequence)
+    return Failure(trace, "", is_for_user, is_consequence)
+
+
+def _is_meant_for_people(error: BaseException) -> bool:
+    """Whether the text says what is wrong where: errors of the system do not, and have a number."""
+    return isinstance(error, RewardError) or (isinstance(error, OSError) and error.errno is None)

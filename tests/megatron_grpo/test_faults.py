@@ -17,9 +17,11 @@ from faulty_runs import NUM_RANKS, Runs, assert_resumes, assert_same_run
 from proxies import Proxy
 from runs import read_json_lines
 from sabotage import (
+    LIMIT,
     Both,
     InCall,
     InPhase,
+    WithoutMargin,
     abort,
     crash,
     die,
@@ -29,6 +31,7 @@ from sabotage import (
     preempt,
     refuse,
     sleep,
+    slower_than_any_limit,
     slowly,
     spin,
     stop,
@@ -147,6 +150,23 @@ def test_a_rank_that_hangs_is_named_and_the_job_ends(
     assert f"rank {sabotage.rank}" in ended.output
     assert ended.survivors == []
     assert_resumes(runs, tmp_path / "run", undisturbed)
+
+
+SLOW_FILES = {
+    "weights": InCall(slower_than_any_limit, 2, "megatron_grpo.model", "read_weights"),
+    "the last checkpoint": InCall(
+        slower_than_any_limit, 2, "megatron_grpo.checkpoints.manifest", "write_hashed"
+    ),
+}
+
+
+@pytest.mark.parametrize("slow", SLOW_FILES.values(), ids=SLOW_FILES)
+def test_a_slow_file_system_is_no_hang(slow: InCall, runs: Runs, tmp_path: Path) -> None:
+    limits = [f"rollout.startup_timeout={LIMIT}", f"train.hang_timeout={LIMIT}"]
+    once = ["train.num_steps=2", "train.save_interval=100"]
+    with runs.start(tmp_path / "run", *limits, *once, sabotage=WithoutMargin(slow)) as job:
+        ended = job.end(120)
+    assert ended.exit_codes == [0] * NUM_RANKS, ended.output
 
 
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
@@ -352,7 +372,7 @@ def test_a_reward_that_fails_stops_the_run_and_is_no_reward(
     flag.touch()
     with runs.start(run_dir, *overrides) as job:
         ended = job.end(60)
-    assert ended.exit_codes == [2] * NUM_RANKS, ended.output
+    assert ended.exit_codes == [1] * NUM_RANKS, ended.output
     assert "reward function share_of_digits" in ended.outputs[0]
     assert cause in ended.outputs[0], ended.outputs[0]
     assert ended.survivors == []
@@ -360,6 +380,19 @@ def test_a_reward_that_fails_stops_the_run_and_is_no_reward(
     ended = runs.finish(run_dir, *overrides)
     assert ended.exit_codes == [0] * NUM_RANKS, ended.output
     assert_same_run(run_dir, undisturbed)
+
+
+def test_a_job_that_scores_for_long_is_preempted_all_the_same(runs: Runs, tmp_path: Path) -> None:
+    scores, run_dir, file = tmp_path / "scores", tmp_path / "run", tmp_path / "reward.py"
+    fault = f"open({str(scores)!r}, 'w'); time.sleep(1000)"
+    file.write_text(REWARD.format(flag=str(tmp_path), fault=fault))
+    overrides = [f"reward.functions=[{file}:share_of_digits]", "reward.timeout=2000"]
+    with runs.start(run_dir, *overrides) as job:
+        job.wait_for(scores.exists, 60)
+        job.signal(TERM, 2)
+        ended = job.end(20)
+    assert ended.exit_codes == [PREEMPTED] * NUM_RANKS, ended.output
+    assert ended.survivors == []
 
 
 def steps_of(run_dir: Path) -> list[int]:

@@ -1,3 +1,6 @@
+import errno
+import fcntl
+import os
 import subprocess
 import sys
 
@@ -26,4 +29,19 @@ def test_a_run_directory_is_for_one_process_until_it_ends_however_it_ends(tmp_pa
         holder.kill()
         holder.communicate()
     with run_lock(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
+def test_a_file_system_without_locks_is_named_with_the_option_that_gives_it_some(
+    number, tmp_path, monkeypatch
+):
+    """As Lustre and NFS answer, which no test can mount."""
+
+    def flock(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    expected = f"{tmp_path / 'lock'} cannot be locked .*-o flock .* train.run_dir"
+    with pytest.raises(ValueError, match=expected), run_lock(tmp_path):
         pass

@@ -3,15 +3,23 @@
 import json
 import time
 import uuid
+from concurrent.futures import ProcessPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from demo.make_sums import sums as all_sums
+from distributed import CONTEXT
 from engines import TestEngine, random_prompts, wait_until
 from jobs import Ended, Job
+from megatron_grpo.launch import RankPlace
+from megatron_grpo.train import process_groups
+from parallel import ParallelDims
+from policies import tiny_config
 from runs import finish_run, marked_processes, read_json_lines, read_metrics, start_run
 
 
@@ -197,7 +205,7 @@ def test_what_goes_wrong_inside_the_ranks_is_one_message_too(
         f"reward.functions=[{reward}:broken]",
         f"train.run_dir={tmp_path / 'run'}",
     )
-    assert run.exit_code == 2, run.output
+    assert run.exit_code == 1, run.output
     assert run.output.startswith("megatron-grpo: reward function broken "), run.output
     assert "Traceback" not in run.output and "torch/distributed" not in run.output
     assert run.survivors == []
@@ -224,3 +232,19 @@ def test_nothing_is_left_when_the_launcher_is_killed(arguments: list[str], tmp_p
         process.kill()
         process.communicate()
     assert wait_until(lambda: not marked_processes(mark), seconds=10)
+
+
+def test_no_collective_ends_a_wait_before_the_watch_does(tied_model: Path) -> None:
+    """Rank 0 may score for hours while the others wait for it."""
+    with ProcessPoolExecutor(1, mp_context=CONTEXT) as pool:
+        timeouts = pool.submit(timeouts_of_groups, tied_model).result(timeout=60)
+    assert len(timeouts) > 5 and min(timeouts) >= timedelta(days=1), timeouts
+
+
+def timeouts_of_groups(model: Path) -> list[timedelta]:
+    """Of the groups of a rank, and of all."""
+    cfg = tiny_config(model, ParallelDims(), "rollout.startup_timeout=1", "reward.timeout=1")
+    with process_groups(cfg, RankPlace(0, 0, 1, num_hosts=1), dist.HashStore()) as groups:
+        found = [group for group in vars(groups).values() if isinstance(group, dist.ProcessGroup)]
+        cpu = torch.device("cpu")
+        return [group._get_backend(cpu).options._timeout for group in [*found, dist.group.WORLD]]

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -14,7 +15,7 @@ import pytest
 from engines import wait_until
 from megatron_grpo.config import RewardConfig, RewardFunction
 from megatron_grpo.prompts import Prompt
-from megatron_grpo.rewards import RewardError, RewardPool
+from megatron_grpo.rewards import RewardError, RewardPool, ScoringGivenUp
 from megatron_grpo.rollout.samples import Sample
 
 REPOSITORY = Path(__file__).parents[3]
@@ -213,6 +214,38 @@ def test_a_late_reward_is_killed_with_what_it_started_and_named(pool, others):
     with pytest.raises(RewardError, match=r"hang on prompt 2 \('prompt 2'\): no result after 2"):
         opened.score(samples(4))
     assert time.monotonic() - before < 5
+    assert children() == others
+    assert LONG_SLEEP not in command_lines()
+
+
+def test_a_worker_that_reads_no_call_is_killed_in_time_and_named(pool, others):
+    """The call is larger than what the kernel takes while nobody reads."""
+    opened = pool("length", timeout=2, num_workers=1)
+    opened.wait_ready(ROWS)
+    [supervisor] = [psutil.Process(pid) for pid in children() - others]
+    [worker] = supervisor.children()
+    worker.suspend()
+    before = time.monotonic()
+    with pytest.raises(RewardError, match=r"length on prompt 0 .*: its process did not read the"):
+        opened.score([replace(sample, text="x" * (1 << 23)) for sample in samples(1)])
+    assert time.monotonic() - before < 6
+    assert children() == others
+
+
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_a_scoring_is_given_up_at_once_from_another_thread(is_loaded, pool, others):
+    """Whatever its functions still do, and however many calls are open."""
+    opened = pool("hang", timeout=300)
+    if is_loaded:
+        opened.wait_ready(ROWS)
+    cancelled = []
+    threading.Timer(
+        1.0 if is_loaded else 0.0, lambda: cancelled.append((time.monotonic(), opened.cancel()))
+    ).start()
+    with pytest.raises(ScoringGivenUp):
+        opened.score(samples(50))
+    assert time.monotonic() - cancelled[0][0] < 1
+    opened.close()
     assert children() == others
     assert LONG_SLEEP not in command_lines()
 

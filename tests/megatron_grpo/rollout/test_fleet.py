@@ -7,9 +7,11 @@ disturbed must equal, sample for sample, one that was not.
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import psutil
@@ -24,6 +26,7 @@ from megatron_grpo.rollout.connection import is_healthy
 from megatron_grpo.rollout.fleet import MAX_COMEBACKS
 from megatron_grpo.rollout.server import reserve_port
 from parallel.transport.local_links import LocalOutgoing
+from proxies import Proxy
 from trainers import Trainer, as_soon_as, trainer
 
 PROMPTS = random_prompts(24)
@@ -180,6 +183,80 @@ def test_an_engine_that_does_not_come_back_in_time_stops_the_run(tied_model, tmp
             ),
         ):
             ours.push()
+
+
+REFUSALS = {
+    401: "refuses the token in MEGATRON_GRPO_TOKEN",
+    404: "answered /collective_rpc with 404",
+}
+
+
+@pytest.mark.parametrize(("status", "reason"), REFUSALS.items())
+def test_a_stranger_at_the_address_of_a_lost_engine_ends_nothing(
+    status, reason, transformers_engine, tied_model, tmp_path, capfd
+):
+    """Such as the engine itself, started again with another token, or another server."""
+    [well] = transformers_engine.servers.base_urls
+    with reserve_port() as unheard:
+        port = unheard.getsockname()[1]
+        lost = f"http://127.0.0.1:{port}"
+        rollout = RolloutConfig(
+            engine="transformers", base_urls=(well, lost), max_completion_length=16
+        )
+        token = transformers_engine.servers.token
+        servers = EngineServers(ModelConfig(path=tied_model), rollout, tmp_path, token)
+        with trainer(tied_model, servers, rollout) as ours:
+            ours.push()
+            assert ours.fleet.serving == [well]
+            unheard.close()
+            with stranger(port, status):
+                ours.push()
+                assert ours.fleet.serving == [well]
+                assert len(ours.generate(PROMPTS)) == 2 * len(PROMPTS)
+    assert f"{lost} is lost: {reason}" in capfd.readouterr().err
+
+
+def test_an_engine_that_now_has_another_token_is_lost_and_its_requests_go_to_the_other(
+    pair, undisturbed, tied_model, tmp_path, capfd
+):
+    first, second = pair.servers.base_urls
+    way = Proxy(second)
+    rollout = RolloutConfig(
+        engine="transformers", base_urls=(first, way.url), max_completion_length=16
+    )
+    servers = EngineServers(ModelConfig(path=tied_model), rollout, tmp_path, pair.servers.token)
+    with reserve_port() as unheard:
+        port = unheard.getsockname()[1]
+    with trainer(tied_model, servers, rollout) as ours, stranger(port, 401):
+        ours.push()
+        assert ours.fleet.serving == [first, way.url]
+        way.cut()
+        way.lead_to(f"http://127.0.0.1:{port}")
+        way.mend()
+        assert tokens_of(ours.generate(PROMPTS)) == undisturbed
+        assert ours.fleet.serving == [first]
+    way.cut()
+    assert f"{way.url} is lost: refuses the token" in capfd.readouterr().err
+    bring_back(pair)
+
+
+@contextmanager
+def stranger(port: int, status: int) -> Iterator[None]:
+    """A server that says that it is well and refuses everything else."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200 if self.path == "/health" else status)
+            self.end_headers()
+
+        do_POST = do_GET
+
+    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            yield
+        finally:
+            server.shutdown()
 
 
 def test_a_trainer_that_waits_for_an_engine_can_be_told_to_end(tied_model, tmp_path):

@@ -56,7 +56,7 @@ def test_a_death_is_told_with_rank_host_and_place_after_a_moment():
 def test_what_only_follows_from_another_failure_is_not_the_cause():
     found = job(step=7, phase="train")
     found.failed(0, Failure("gloo: closed by peer", is_consequence=True), 10.0)
-    found.failed(1, Failure("link to rank 3 lost", is_for_user=True, is_consequence=True), 10.1)
+    found.failed(1, Failure("link to rank 3 lost", "Traceback", is_consequence=True), 10.1)
     found.lost(3, 10.3)
     found.failed(2, Failure("KeyError"), 10.4)
     end = found.end(10.5)
@@ -65,9 +65,10 @@ def test_what_only_follows_from_another_failure_is_not_the_cause():
 
 def test_the_end_of_a_rank_that_has_told_why_is_no_death():
     found = job()
-    found.failed(2, Failure("lower it", is_for_user=True), 1.0)
+    found.failed(2, Failure("lower it", "Traceback", is_for_user=True), 1.0)
     found.lost(2, 1.1)
-    assert found.end(2.0) == End(2, "megatron-grpo: lower it")
+    place = "rank 2 on node1 (pid 102) failed in phase start"
+    assert found.end(2.0) == End(2, "megatron-grpo: lower it", f"{place}:\nTraceback\n")
 
 
 def test_all_leave_when_the_last_is_done():
@@ -99,9 +100,9 @@ def test_how_long_nothing_may_move_depends_on_where_rank_0_is(step, phase, secon
     assert found.wants_stacks(seconds)
 
 
-@pytest.mark.parametrize("phase", ["score", "save", "export", "close"])
-def test_files_and_rewards_may_take_their_time(phase):
-    beats_until(job(step=2, phase=phase), 10_000)
+@pytest.mark.parametrize(("step", "phase"), [(0, "load"), (2, "score"), (2, "save"), (2, "close")])
+def test_files_and_rewards_may_take_their_time(step, phase):
+    beats_until(job(step=step, phase=phase), 10_000)
 
 
 def test_a_microbatch_on_one_rank_is_progress_of_all():

@@ -78,3 +78,20 @@ def test_a_rank_that_comes_after_a_signal_hears_of_it(monitor):
     assert hears(second, "preempt", 5) == {"preempt": True}
     for rank in (first, second):
         rank.sendall(line(leaves={"code": 0}))  # its end is no death then
+
+
+def test_a_rank_whose_host_no_longer_answers_is_lost_and_the_others_hear_of_it(tmp_path):
+    """Linux gives up what it sends there, with ETIMEDOUT, which is no ConnectionError."""
+    monitor = Monitor("127.0.0.1", 2, LIMITS, tmp_path / "stacks.txt", PACE)
+    first, second = (connect(monitor.address, rank, "here", 1, timeout=5) for rank in range(2))
+    assert hears(first, "beat", 5) and hears(second, "beat", 5)
+    [lost] = [c.socket for c in monitor._connections.copy() if c.rank == 1]
+    lost.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 300)
+    with suppress(BlockingIOError):  # the kernels take no more while nobody reads
+        while True:
+            lost.send(b"x" * (1 << 20))
+    end = hears(first, "end", 5)
+    assert end is not None and "rank 1 on here (pid 1) died" in end["end"]["text"]
+    for rank in (first, second):
+        rank.close()
+    monitor.join()

@@ -1,6 +1,7 @@
 """What befalls one of four real ranks ends them all, soon, and is told once and by its name."""
 
 import ctypes
+import os
 import signal
 import time
 from pathlib import Path
@@ -10,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_grpo.preemption import Preempted, agree_to_stop
+from megatron_grpo.rewards import RewardError
+from megatron_grpo.rollout.engine_error import EngineError
 from megatron_grpo.watch import Watch
 from watched import World, watched_ranks
 
@@ -96,26 +99,56 @@ def crash(watch: Watch, rank: int, folder: Path) -> None:
     dist.barrier()
 
 
-def test_an_exception_is_told_and_not_what_it_does_to_collectives(ranks):
-    with ranks(raise_in, 2, RuntimeError("no good")) as world:
+UNFORESEEN = {
+    "an error of no kind that is expected": RuntimeError("no good"),
+    "a value that some library does not take": ValueError("no good"),
+    "an error of the system": PermissionError(13, "no good"),
+}
+
+
+@pytest.mark.parametrize("error", UNFORESEEN.values(), ids=UNFORESEEN)
+def test_an_exception_is_told_with_its_stack_and_not_what_it_does_to_collectives(ranks, error):
+    with ranks(raise_in, 7, 2, error) as world:
         assert world.exit_codes(20) == [1, 1, 1, 1]
     lines = told(world)
     assert lines[0].startswith("megatron-grpo: rank 2 on ")
     assert lines[0].endswith("failed in phase train of step 7:")
-    assert lines[1].startswith("Traceback") and lines[-1] == "RuntimeError: no good"
+    assert lines[1].startswith("Traceback")
+    assert lines[-1].startswith(type(error).__name__) and lines[-1].endswith("no good")
     assert "\n".join(lines).count("Traceback") == 1
 
 
-def test_what_a_user_can_mend_is_one_line_wherever_it_shows(ranks):
-    with ranks(raise_in, 3, ValueError("lower it")) as world:
+@pytest.mark.parametrize("error", [ValueError("lower it"), PermissionError(13, "may not")])
+def test_before_the_first_step_a_mistake_is_one_line_wherever_it_shows(ranks, error):
+    with ranks(raise_in, 0, 3, error) as world:
         assert world.exit_codes(20) == [2, 2, 2, 2]
-    assert told(world) == ["megatron-grpo: lower it"]
+    assert told(world) == [f"megatron-grpo: {error}"]
     assert world.output(0)
+    assert "rank 3 on " in world.stacks and "in raise_in" in world.stacks
 
 
-def raise_in(watch: Watch, rank: int, folder: Path, culprit: int, error: Exception) -> None:
-    watch.begin_step(7)
-    watch.enter("train")
+MEANT_FOR_PEOPLE = [
+    RewardError("reward function f on prompt 3: it raised"),
+    EngineError("rollout engine http://a refuses"),
+    TimeoutError("rollout engine http://a did not answer"),
+    OSError("step_3 cannot be written"),
+]
+
+
+@pytest.mark.parametrize("error", MEANT_FOR_PEOPLE)
+def test_in_a_step_it_is_one_line_too_where_that_says_all_and_the_job_may_go_on_later(ranks, error):
+    with ranks(raise_in, 7, 3, error) as world:
+        assert world.exit_codes(20) == [1, 1, 1, 1]
+    assert told(world) == [f"megatron-grpo: {error}"]
+    assert "failed in phase train of step 7" in world.stacks and "in raise_in" in world.stacks
+
+
+def raise_in(
+    watch: Watch, rank: int, folder: Path, step: int, culprit: int, error: Exception
+) -> None:
+    if step:
+        watch.begin_step(step)
+        watch.enter("train")
     if rank == culprit:
         time.sleep(0.3)
         raise error
@@ -189,6 +222,17 @@ def test_a_rank_for_which_all_wait_is_named_with_its_stack(ranks, way):
     assert "phase train of step 2" in output and HANGS[way] in output
     assert "rank 3" not in output and world.output(0)
     assert world.stacks.count("in hang") == 4
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["never ends", "fails"])
+def test_a_hang_is_told_where_writing_the_stacks(make, ranks, tmp_path):
+    """To a file system that is what the ranks hang in."""
+    make(tmp_path / "stacks.txt")
+    with ranks(hang, "loop") as world:
+        assert world.exit_codes(20) == [1, 1, 1, 1]
+    output = "\n".join(told(world))
+    assert output.startswith("megatron-grpo: no rank has made progress for 1.5 s (train.hang_time")
+    assert "in loop_forever" in output and world.output(0)
 
 
 def test_a_rank_that_never_lets_go_of_the_interpreter_is_named_with_its_stack(ranks):
