@@ -51,7 +51,8 @@ start_engines() {
         read -r node gpus <<<"${ENGINES[number]}"
         address=$(address_of "$node")
         port=$((FIRST_PORT + 1 + number))
-        CUDA_VISIBLE_DEVICES=$gpus on_node "$node" --output="$LOGS/engine_$number.log" \
+        # Within the step: Slurm gives every task a CUDA_VISIBLE_DEVICES of its own, all GPUs.
+        on_node "$node" --output="$LOGS/engine_$number.log" env CUDA_VISIBLE_DEVICES="$gpus" \
             megatron-grpo serve "$@" --host "$address" --port "$port" &
         engines+=($!)
         urls+=("http://$address:$port")

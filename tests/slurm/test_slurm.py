@@ -7,6 +7,7 @@ import time
 import uuid
 from pathlib import Path
 
+import psutil
 import pytest
 
 from demo.make_sums import sums as all_sums
@@ -26,6 +27,8 @@ def reward(completions, **_):
 """
 LONG = "train.num_steps=500"
 REQUEUE_SECONDS = 10
+GPUS_PER_NODE = 2
+"""Which the ranks and engines take; Slurm itself has been told of eight."""
 VENV = Path(sys.executable).parents[1]
 
 
@@ -54,7 +57,7 @@ class Submitted:
                 *arguments,
             ],
             CONFIG=str(TINY_CONFIG),
-            GPUS_PER_NODE="2",
+            GPUS_PER_NODE=str(GPUS_PER_NODE),
             NETWORK_INTERFACE="lo",
             VENV=str(VENV),
             OMP_NUM_THREADS="1",
@@ -71,6 +74,19 @@ class Submitted:
             assert self.job.state in ("PENDING", "RUNNING", "COMPLETING"), self.logs()
             assert time.monotonic() < deadline, self.logs()
             time.sleep(0.2)
+
+    def engines(self) -> list[psutil.Process]:
+        """The processes of engines (transformers) that run, by their ports."""
+        module = "megatron_grpo.rollout.transformers_server"
+        engines = [p for p in marked_processes(self.mark) if module in p.cmdline()]
+        return sorted(engines, key=lambda process: process.cmdline()[-1])
+
+    def await_engines(self, number: int, seconds: float = 60) -> list[psutil.Process]:
+        deadline = time.monotonic() + seconds
+        while len(engines := self.engines()) < number:
+            assert time.monotonic() < deadline, self.logs()
+            time.sleep(0.2)
+        return engines
 
     def logs(self) -> str:
         files = sorted(self.run_dir.glob("logs/slurm_*/*.log"))
@@ -107,6 +123,20 @@ def test_a_job_over_two_nodes_is_signalled_saves_queues_again_and_ends(
     assert run.steps() == [1, 2, 3, 4, 5, 6]
     logs = sorted(path.name for path in run.run_dir.glob("logs/slurm_*_0/*.log"))
     assert logs == ["engine_0.log", "trainer_0.log", "trainer_1.log"]
+
+
+def test_engines_see_the_gpus_of_their_place_and_no_others(cluster, tied_model, tmp_path):
+    arguments = ["rollout.engine=transformers", "rollout.num_engines=2", LONG]
+    run = Submitted(
+        cluster, tied_model, tmp_path, *arguments, "parallel.pipeline_parallel_size=1"
+    )
+    # The ranks fill the first node.
+    engines = run.await_engines(2)
+    seen = [engine.environ()["CUDA_VISIBLE_DEVICES"] for engine in engines]
+    nodes = {engine.environ()["SLURMD_NODENAME"] for engine in engines}
+    run.job.cancel()
+    assert (seen, nodes) == (["0", "1"], {"n1"})
+    assert run.await_silence() == []
 
 
 def test_a_cancelled_job_leaves_nothing_and_does_not_come_back(cluster, tied_model, tmp_path):
