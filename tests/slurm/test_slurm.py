@@ -12,7 +12,7 @@ import pytest
 
 from demo.make_sums import sums as all_sums
 from runs import RUN_MARK, TINY_CONFIG, marked_processes, read_json_lines
-from slurm_cluster import PACKAGES, REPOSITORY, Cluster, Job, is_installed, two_nodes
+from slurm_cluster import NODE_MEGABYTES, PACKAGES, REPOSITORY, Cluster, Job, is_installed, two_nodes
 
 pytestmark = [
     pytest.mark.skipif(not is_installed(), reason=f"needs Slurm: apt-get install {PACKAGES}"),
@@ -188,6 +188,17 @@ def test_a_conversion_is_a_job(cluster, tied_model, tmp_path):
     job = cluster.submit("convert.sh", tmp_path / "job.log", arguments, VENV=str(VENV))
     job.await_state("COMPLETED", seconds=30)
     assert (tmp_path / "converted" / ".metadata").exists()
+
+
+@pytest.mark.parametrize(
+    "script", ["grpo_8b.sh", "grpo_70b.sh", "grpo_32b_long_context.sh", "convert.sh"]
+)
+def test_a_job_has_all_memory_of_its_nodes(cluster, script, tmp_path):
+    options = ["--parsable", "--hold", "--nodes=2", f"--output={tmp_path}/job.log"]
+    job = Job(cluster, cluster.run("sbatch", *options, f"slurm/{script}"), tmp_path / "job.log")
+    resources = job.fields()["TRES"]
+    job.cancel()
+    assert f"mem={2 * NODE_MEGABYTES}M" in resources
 
 
 def test_all_scripts_are_clean():
