@@ -14,7 +14,7 @@ run_job() {
     # shellcheck source=slurm/env.sh
     source slurm/env.sh
     use_network
-    local code=0 was_told="" was_cancelled="" engines=() urls=()
+    local code=1 was_told="" was_cancelled="" engines=() urls=()
     TRAINER=""
     trap 'was_told=yes; forward USR1' USR1
     trap 'was_told=yes; was_cancelled=yes; forward TERM' TERM
@@ -30,13 +30,15 @@ run_job() {
     conclude
 }
 
-# Where everything runs: sets RUN_DIR, LOGS, RANKS_PER_NODE, TRAINERS and ENGINES.
+# Where everything runs: sets RUN_DIR, LOGS, STARTUP_TIMEOUT, RANKS_PER_NODE, TRAINERS
+# and ENGINES.
 place_job() {
     mapfile -t NODES < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
     local placed
     placed=$(on_node "${NODES[0]}" megatron-grpo place "$@" --nodes "$(IFS=,; echo "${NODES[*]}")" \
         --gpus-per-node "$GPUS_PER_NODE") || exit $?
     RUN_DIR=$(awk '$1 == "run_dir" { print $2 }' <<<"$placed")
+    STARTUP_TIMEOUT=$(awk '$1 == "startup_timeout" { print $2 }' <<<"$placed")
     RANKS_PER_NODE=$(awk '$1 == "ranks_per_node" { print $2 }' <<<"$placed")
     mapfile -t TRAINERS < <(awk '$1 == "trainer" { print $2 }' <<<"$placed")
     mapfile -t ENGINES < <(awk '$1 == "engine" { print $2, $3 }' <<<"$placed")
@@ -64,21 +66,34 @@ forward() {
     [[ -z $TRAINER ]] || kill -"$1" "$TRAINER" 2>/dev/null || true
 }
 
-# Whether all answer; else `code` says why not.
+# Whether all answer in time; else `code` says why not.
 await_engines() {
-    local number
+    local number end=$((SECONDS + STARTUP_TIMEOUT))
     for number in "${!urls[@]}"; do
-        until curl --silent --fail --output /dev/null --noproxy '*' "${urls[number]}/health"; do
+        until curl --silent --fail --max-time 5 --output /dev/null --noproxy '*' \
+            "${urls[number]}/health"; do
             if [[ -n $was_told ]]; then
                 code=$PREEMPTED
                 return 1
-            elif ! kill -0 "${engines[number]}" 2>/dev/null; then
-                wait "${engines[number]}" || code=$?
-                echo "engine $number has ended: see $LOGS/engine_$number.log" >&2
+            elif ((SECONDS >= end)); then
+                echo "engine $number did not answer within $STARTUP_TIMEOUT s" \
+                    "(rollout.startup_timeout): see $LOGS/engine_$number.log" >&2
                 return 1
             fi
+            all_engines_run || return 1
             sleep 1
         done
+    done
+}
+
+# Each time of all: one that hangs must not hide another's end.
+all_engines_run() {
+    local number
+    for number in "${!engines[@]}"; do
+        kill -0 "${engines[number]}" 2>/dev/null && continue
+        wait "${engines[number]}" || code=$?
+        echo "engine $number has ended: see $LOGS/engine_$number.log" >&2
+        return 1
     done
 }
 
@@ -104,9 +119,10 @@ start_trainer() {
 # A signal to this script ends `wait`; the exit code is that of the step's own end.
 await_trainer() {
     while kill -0 "$TRAINER" 2>/dev/null; do
-        code=0
-        wait "$TRAINER" || code=$?
+        wait "$TRAINER" || true
     done
+    code=0
+    wait "$TRAINER" || code=$?
 }
 
 end_engines() {

@@ -1,6 +1,7 @@
 """A Slurm of two nodes on this host: Debian's daemons, with files, ports and keys of their own."""
 
 import os
+import random
 import shutil
 import signal
 import socket
@@ -137,6 +138,8 @@ def _configuration(folder: Path) -> str:
         "ClusterName=test",
         f"SlurmctldHost={host}(127.0.0.1)",
         f"SlurmctldPort={ports[0]}",
+        # Ports of a job go by its number: two clusters on this host must not both begin with 1.
+        f"FirstJobId={random.randrange(1, 100_000)}",
         "SlurmUser=root",
         "SlurmdUser=root",
         # A job that queues itself again waits for the credentials of its steps to expire.

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -12,7 +13,15 @@ import pytest
 
 from demo.make_sums import sums as all_sums
 from runs import RUN_MARK, TINY_CONFIG, marked_processes, read_json_lines
-from slurm_cluster import NODE_MEGABYTES, PACKAGES, REPOSITORY, Cluster, Job, is_installed, two_nodes
+from slurm_cluster import (
+    NODE_MEGABYTES,
+    PACKAGES,
+    REPOSITORY,
+    Cluster,
+    Job,
+    is_installed,
+    two_nodes,
+)
 
 pytestmark = [
     pytest.mark.skipif(not is_installed(), reason=f"needs Slurm: apt-get install {PACKAGES}"),
@@ -36,6 +45,24 @@ VENV = Path(sys.executable).parents[1]
 def cluster(tmp_path_factory):
     with two_nodes(tmp_path_factory.mktemp("slurm")) as cluster:
         yield cluster
+
+
+@pytest.fixture
+def submit(cluster, tied_model, tmp_path):
+    """Submits a job of the tiny config with more arguments; of none is anything left."""
+    submitted = []
+
+    def submit(*arguments: str) -> Submitted:
+        submitted.append(Submitted(cluster, tied_model, tmp_path, *arguments))
+        return submitted[-1]
+
+    yield submit
+    for run in submitted:
+        if run.job.state in ("PENDING", "RUNNING", "COMPLETING"):
+            run.job.cancel()
+        for process in run.await_silence():
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 class Submitted:
@@ -78,8 +105,13 @@ class Submitted:
     def engines(self) -> list[psutil.Process]:
         """The processes of engines (transformers) that run, by their ports."""
         module = "megatron_grpo.rollout.transformers_server"
-        engines = [p for p in marked_processes(self.mark) if module in p.cmdline()]
-        return sorted(engines, key=lambda process: process.cmdline()[-1])
+        engines = {}
+        for process in marked_processes(self.mark):
+            with suppress(psutil.Error):
+                command = process.cmdline()
+                if module in command:
+                    engines[command[-1]] = process
+        return [engines[port] for port in sorted(engines)]
 
     def await_engines(self, number: int, seconds: float = 60) -> list[psutil.Process]:
         deadline = time.monotonic() + seconds
@@ -87,6 +119,13 @@ class Submitted:
             assert time.monotonic() < deadline, self.logs()
             time.sleep(0.2)
         return engines
+
+    def await_words(self, words: str, seconds: float = 60) -> None:
+        """Of the job's own log."""
+        deadline = time.monotonic() + seconds
+        while words not in self.job.output():
+            assert time.monotonic() < deadline, self.logs()
+            time.sleep(0.2)
 
     def logs(self) -> str:
         files = sorted(self.run_dir.glob("logs/slurm_*/*.log"))
@@ -104,7 +143,7 @@ class Submitted:
         assert ended["JobState"] == "COMPLETED", self.logs()
         assert self.await_silence() == []
 
-    def await_silence(self, seconds: float = 20) -> list[str]:
+    def await_silence(self, seconds: float = 20) -> list[psutil.Process]:
         """What runs of it after that time."""
         deadline = time.monotonic() + seconds
         while (left := marked_processes(self.mark)) and time.monotonic() < deadline:
@@ -112,10 +151,8 @@ class Submitted:
         return left
 
 
-def test_a_job_over_two_nodes_is_signalled_saves_queues_again_and_ends(
-    cluster, tied_model, tmp_path
-):
-    run = Submitted(cluster, tied_model, tmp_path, "train.num_steps=6")
+def test_a_job_over_two_nodes_is_signalled_saves_queues_again_and_ends(submit):
+    run = submit("train.num_steps=6")
     run.await_step(2)
     run.job.signal("USR1")
     run.await_end()
@@ -125,11 +162,9 @@ def test_a_job_over_two_nodes_is_signalled_saves_queues_again_and_ends(
     assert logs == ["engine_0.log", "trainer_0.log", "trainer_1.log"]
 
 
-def test_engines_see_the_gpus_of_their_place_and_no_others(cluster, tied_model, tmp_path):
+def test_engines_see_the_gpus_of_their_place_and_no_others(submit):
     arguments = ["rollout.engine=transformers", "rollout.num_engines=2", LONG]
-    run = Submitted(
-        cluster, tied_model, tmp_path, *arguments, "parallel.pipeline_parallel_size=1"
-    )
+    run = submit(*arguments, "parallel.pipeline_parallel_size=1")
     # The ranks fill the first node.
     engines = run.await_engines(2)
     seen = [engine.environ()["CUDA_VISIBLE_DEVICES"] for engine in engines]
@@ -139,8 +174,30 @@ def test_engines_see_the_gpus_of_their_place_and_no_others(cluster, tied_model, 
     assert run.await_silence() == []
 
 
-def test_a_cancelled_job_leaves_nothing_and_does_not_come_back(cluster, tied_model, tmp_path):
-    run = Submitted(cluster, tied_model, tmp_path, "rollout.engine=transformers", LONG)
+def test_an_engine_that_does_not_answer_in_time_is_named(submit):
+    arguments = ["rollout.engine=transformers", "rollout.startup_timeout=15"]
+    run = submit(*arguments)
+    [engine] = run.await_engines(1)
+    engine.suspend()
+    run.await_words("engine 0 did not answer within 15 s (rollout.startup_timeout): see ")
+    run.await_words("exit code 1: queued again")
+    run.job.cancel()
+    assert run.await_silence() == []
+
+
+def test_an_engine_that_ends_is_told_while_another_hangs(submit):
+    arguments = ["rollout.engine=transformers", "rollout.num_engines=2"]
+    run = submit(*arguments)
+    first, second = run.await_engines(2)
+    first.suspend()
+    second.kill()
+    run.await_words("engine 1 has ended: see ")
+    run.job.cancel()
+    assert run.await_silence() == []
+
+
+def test_a_cancelled_job_leaves_nothing_and_does_not_come_back(submit):
+    run = submit("rollout.engine=transformers", LONG)
     run.await_step(1)
     run.job.cancel()
     assert run.job.await_state("CANCELLED", seconds=60)["Restarts"] == "0", run.logs()
@@ -149,8 +206,8 @@ def test_a_cancelled_job_leaves_nothing_and_does_not_come_back(cluster, tied_mod
     assert run.job.state == "CANCELLED"
 
 
-def test_a_job_whose_node_is_lost_is_queued_again_and_goes_on(cluster, tied_model, tmp_path):
-    run = Submitted(cluster, tied_model, tmp_path, "rollout.engine=transformers", LONG)
+def test_a_job_whose_node_is_lost_is_queued_again_and_goes_on(cluster, submit):
+    run = submit("rollout.engine=transformers", LONG)
     run.await_step(2)
     cluster.kill_daemon("n1")
     run.await_restart()
@@ -163,20 +220,20 @@ def test_a_job_whose_node_is_lost_is_queued_again_and_goes_on(cluster, tied_mode
     assert run.await_silence() == []
 
 
-def test_a_mistake_is_told_and_not_tried_again(cluster, tied_model, tmp_path):
+def test_a_mistake_is_told_and_not_tried_again(submit):
     arguments = ["rollout.engine=transformers", "reward.functions=[/nowhere.py:reward]"]
-    run = Submitted(cluster, tied_model, tmp_path, *arguments)
+    run = submit(*arguments)
     ended = run.job.await_state("FAILED", seconds=100)
     assert ended["ExitCode"] == "2:0", run.logs()
     assert ended["Restarts"] == "0"
     assert "/nowhere.py" in run.job.output()
 
 
-def test_three_restarts_that_bring_nothing_are_the_end(cluster, tied_model, tmp_path):
+def test_three_restarts_that_bring_nothing_are_the_end(tmp_path, submit):
     rewards = tmp_path / "rewards.py"
     rewards.write_text(KILLS_RANK_0)
     arguments = ["rollout.engine=transformers", f"reward.functions=[{rewards}:reward]"]
-    run = Submitted(cluster, tied_model, tmp_path, *arguments)
+    run = submit(*arguments)
     ended = run.job.await_state("FAILED", seconds=200)
     assert ended["Restarts"] == "3", run.logs()
     assert "4 starts in a row ended at the same place (no checkpoint)" in run.job.output()
