@@ -20,6 +20,7 @@ run_job() {
     trap 'was_told=yes; was_cancelled=yes; forward TERM' TERM
     place_job "$@"
     mkdir -p "$LOGS"
+    mount_run_dir
     make_token
     start_engines "$@"
     if await_engines; then
@@ -45,6 +46,15 @@ place_job() {
     LOGS=$RUN_DIR/logs/slurm_${SLURM_JOB_ID}_${SLURM_RESTART_COUNT:-0}
     # Ports of one job: jobs that share a node differ in their number.
     FIRST_PORT=$((20000 + SLURM_JOB_ID % 400 * 64))
+}
+
+# What is written where nothing is mounted is lost with the container. By the name that the config
+# has for it, and by its true one: a link in the checkout leads there.
+mount_run_dir() {
+    local true_name
+    true_name=$(realpath "$RUN_DIR")
+    CONTAINER_MOUNTS+=,$true_name
+    [[ $RUN_DIR != /* || $RUN_DIR == "$true_name" ]] || CONTAINER_MOUNTS+=,$true_name:$RUN_DIR
 }
 
 start_engines() {
@@ -160,6 +170,8 @@ step() {
     if [[ -n $CONTAINER_IMAGE ]]; then
         container=(--container-image="$CONTAINER_IMAGE" --container-mounts="$CONTAINER_MOUNTS"
             --container-workdir="$PWD")
+        # Trainer and engines are both those of the image: `python -m` would take the checkout's.
+        export PYTHONSAFEPATH=1
     else
         PATH=$VENV/bin:$PATH
     fi
