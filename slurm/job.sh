@@ -44,8 +44,7 @@ place_job() {
     mapfile -t TRAINERS < <(awk '$1 == "trainer" { print $2 }' <<<"$placed")
     mapfile -t ENGINES < <(awk '$1 == "engine" { print $2, $3 }' <<<"$placed")
     LOGS=$RUN_DIR/logs/slurm_${SLURM_JOB_ID}_${SLURM_RESTART_COUNT:-0}
-    # Ports of one job: jobs that share a node differ in their number.
-    FIRST_PORT=$((20000 + SLURM_JOB_ID % 400 * 64))
+    FIRST_PORT=$(first_port)
 }
 
 # What is written where nothing is mounted is lost with the container. By the name that the config
@@ -178,6 +177,11 @@ step() {
     export SLURM_CPU_BIND=none
     exec srun --overlap --cpus-per-task="$SLURM_CPUS_ON_NODE" --mem=0 \
         "${container[@]}" "$@"
+}
+
+# Of a job's 64: jobs that share a node differ in their number. Below those that the kernel gives away.
+first_port() {
+    echo $((20000 + SLURM_JOB_ID % 199 * 64))
 }
 
 address_of() {

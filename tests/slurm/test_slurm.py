@@ -1,6 +1,7 @@
 """The scripts of slurm/ on a real Slurm of two nodes, with the tiny config."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -247,8 +248,17 @@ def test_a_conversion_is_a_job(cluster, tied_model, tmp_path):
     assert (tmp_path / "converted" / ".metadata").exists()
 
 
+def test_the_doctor_sees_every_host(cluster, tmp_path):
+    arguments = [str(TINY_CONFIG), f"train.run_dir={tmp_path}"]
+    job = cluster.submit("doctor.sh", tmp_path / "job.log", arguments, VENV=str(VENV))
+    ended = job.await_state("COMPLETED", "FAILED", seconds=60)
+    assert ended["JobState"] == "COMPLETED", job.output()
+    assert re.search(r"clock skew .* between 2 hosts", job.output())
+
+
 @pytest.mark.parametrize(
-    "script", ["grpo_8b.sh", "grpo_70b.sh", "grpo_32b_long_context.sh", "convert.sh"]
+    "script",
+    ["grpo_8b.sh", "grpo_70b.sh", "grpo_32b_long_context.sh", "convert.sh", "doctor.sh"],
 )
 def test_a_job_has_all_memory_of_its_nodes(cluster, script, tmp_path):
     options = ["--parsable", "--hold", "--nodes=2", f"--output={tmp_path}/job.log"]
