@@ -15,29 +15,39 @@ run_job() {
     source slurm/env.sh
     use_network
     local code=1 was_told="" was_cancelled="" engines=() urls=()
-    TRAINER=""
+    TRAINER="" RUN_DIR="" LOGS=""
+    # At which checkpoint each start of this job has ended.
+    ENDS=.cache/slurm_ends_$SLURM_JOB_ID
     trap 'was_told=yes; forward USR1' USR1
     trap 'was_told=yes; was_cancelled=yes; forward TERM' TERM
-    place_job "$@"
-    mkdir -p "$LOGS"
-    mount_run_dir
-    make_token
-    start_engines "$@"
-    if await_engines; then
-        start_trainer "$@"
-        await_trainer
+    if place_job "$@"; then
+        mkdir -p "$LOGS"
+        mount_run_dir
+        make_token
+        start_engines "$@"
+        if await_engines; then
+            start_trainer "$@"
+            # A signal that came before there was anybody to forward it to, or before the shell that
+            # becomes srun had become it: that keeps signals to itself.
+            sleep 1
+            [[ -z $was_told ]] || forward USR1
+            await_trainer
+        fi
+        end_engines
     fi
-    end_engines
     conclude
 }
 
-# Where everything runs: sets RUN_DIR, LOGS, STARTUP_TIMEOUT, RANKS_PER_NODE, TRAINERS
+# Where everything runs; else `code` says why not. Sets RUN_DIR, LOGS, STARTUP_TIMEOUT, RANKS_PER_NODE, TRAINERS
 # and ENGINES.
 place_job() {
     mapfile -t NODES < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
     local placed
     placed=$(on_node "${NODES[0]}" megatron-grpo place "$@" --nodes "$(IFS=,; echo "${NODES[*]}")" \
-        --gpus-per-node "$GPUS_PER_NODE") || exit $?
+        --gpus-per-node "$GPUS_PER_NODE") || {
+        code=$?
+        return 1
+    }
     RUN_DIR=$(awk '$1 == "run_dir" { print $2 }' <<<"$placed")
     STARTUP_TIMEOUT=$(awk '$1 == "startup_timeout" { print $2 }' <<<"$placed")
     RANKS_PER_NODE=$(awk '$1 == "ranks_per_node" { print $2 }' <<<"$placed")
@@ -132,6 +142,8 @@ await_trainer() {
     done
     code=0
     wait "$TRAINER" || code=$?
+    # What the signal has met before it was able to take it has died of it.
+    [[ -z $was_told ]] || ((code != 128 + $(kill -l USR1))) || code=$PREEMPTED
 }
 
 end_engines() {
@@ -140,21 +152,31 @@ end_engines() {
 }
 
 conclude() {
-    ((code == 0 || code == PREEMPTED)) ||
+    ((code == 0 || code == PREEMPTED)) || [[ -z $LOGS ]] ||
         grep --no-filename '^megatron-grpo: ' "$LOGS"/*.log | tail -n 1 >&2 || true
-    ((code != 0 && code != FOR_THE_USER)) || exit "$code"
-    [[ -z $was_cancelled ]] || exit "$code"
-    cat "$RUN_DIR/checkpoints/LATEST" >>"$RUN_DIR/restarts.txt" 2>/dev/null ||
-        echo "no checkpoint" >>"$RUN_DIR/restarts.txt"
-    local last
-    last=$(tail -n "$MAX_STARTS" "$RUN_DIR/restarts.txt")
-    if [[ $(wc -l <<<"$last") == "$MAX_STARTS" && $(sort -u <<<"$last" | wc -l) == 1 ]]; then
-        echo "stopped: $MAX_STARTS starts in a row ended at the same place (${last##*$'\n'})," \
-            "the last with exit code $code: see $LOGS" >&2
+    if ((code != 0 && code != FOR_THE_USER)) && [[ -z $was_cancelled ]] && may_start_again; then
+        ((code == PREEMPTED)) || echo "exit code $code: queued again${LOGS:+, see $LOGS}" >&2
+        scontrol requeue "$SLURM_JOB_ID"
+    else
+        rm -f "$ENDS"
         exit "$code"
     fi
-    ((code == PREEMPTED)) || echo "exit code $code: queued again, see $LOGS" >&2
-    scontrol requeue "$SLURM_JOB_ID"
+}
+
+# Not where the last of so many starts ended where the first did. One that did not get as far as to
+# know the run directory ended where the one before it did.
+may_start_again() {
+    local last same
+    mkdir -p "${ENDS%/*}"
+    [[ ${SLURM_RESTART_COUNT:-0} != 0 ]] || rm -f "$ENDS"
+    last=$(cat "${RUN_DIR:-/nowhere}/checkpoints/LATEST" 2>/dev/null ||
+        tail -n 1 "$ENDS" 2>/dev/null || echo "no checkpoint")
+    echo "$last" >>"$ENDS" || return 1
+    same=$(tail -n "$MAX_STARTS" "$ENDS" | grep --count --line-regexp --fixed-strings -e "$last")
+    ((same == MAX_STARTS)) || return 0
+    echo "stopped: $MAX_STARTS starts in a row ended at the same place ($last)," \
+        "the last with exit code $code${LOGS:+: see $LOGS}" >&2
+    return 1
 }
 
 # One task on one node: `on_node NODE [--srun-option ...] COMMAND ...`

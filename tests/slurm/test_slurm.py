@@ -1,7 +1,9 @@
 """The scripts of slurm/ on a real Slurm of two nodes, with the tiny config."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -53,8 +55,8 @@ def submit(cluster, tied_model, tmp_path):
     """Submits a job of the tiny config with more arguments; of none is anything left."""
     submitted = []
 
-    def submit(*arguments: str) -> Submitted:
-        submitted.append(Submitted(cluster, tied_model, tmp_path, *arguments))
+    def submit(*arguments: str, venv: Path = VENV) -> Submitted:
+        submitted.append(Submitted(cluster, tied_model, tmp_path, *arguments, venv=venv))
         return submitted[-1]
 
     yield submit
@@ -69,7 +71,9 @@ def submit(cluster, tied_model, tmp_path):
 class Submitted:
     """A job of the tiny config over both nodes: two ranks and an engine's share of each."""
 
-    def __init__(self, cluster: Cluster, model: Path, folder: Path, *arguments: str) -> None:
+    def __init__(
+        self, cluster: Cluster, model: Path, folder: Path, *arguments: str, venv: Path
+    ) -> None:
         data = folder / "sums.jsonl"
         data.write_text("".join(json.dumps(row) + "\n" for row in all_sums()))
         self.run_dir, self.mark = folder / "run", uuid.uuid4().hex
@@ -87,7 +91,7 @@ class Submitted:
             CONFIG=str(TINY_CONFIG),
             GPUS_PER_NODE=str(GPUS_PER_NODE),
             NETWORK_INTERFACE="lo",
-            VENV=str(VENV),
+            VENV=str(venv),
             OMP_NUM_THREADS="1",
             **{RUN_MARK: self.mark},
         )
@@ -239,6 +243,61 @@ def test_three_restarts_that_bring_nothing_are_the_end(tmp_path, submit):
     assert ended["Restarts"] == "3", run.logs()
     assert "4 starts in a row ended at the same place (no checkpoint)" in run.job.output()
     assert run.await_silence() == []
+
+
+def test_a_failure_before_anything_is_placed_is_tried_again(tmp_path, submit):
+    fails_once = f"mkdir {tmp_path}/was_tried && exit 7"
+    arguments = ["rollout.engine=transformers", "train.num_steps=1"]
+    run = submit(*arguments, venv=venv_that(fails_once, tmp_path))
+    run.await_end()
+    assert run.job.fields()["Restarts"] == "1"
+    assert "exit code 7: queued again" in run.job.output()
+
+
+def test_another_job_has_its_restarts_before_it(tmp_path, submit):
+    venv = venv_that("exit 7", tmp_path)
+    run = submit(venv=venv)
+    assert run.job.await_state("FAILED", seconds=150)["Restarts"] == "3"
+    assert "4 starts in a row ended at the same place (no checkpoint)" in run.job.output()
+    submit(venv=venv).await_restart()
+
+
+def venv_that(does: str, folder: Path) -> Path:
+    """A virtual environment whose `megatron-grpo` first does something else."""
+    programs = folder / "venv" / "bin"
+    programs.mkdir(parents=True)
+    megatron_grpo = f'#!/bin/sh\n{does}\nexec {VENV}/bin/megatron-grpo "$@"\n'
+    (programs / "megatron-grpo").write_text(megatron_grpo)
+    (programs / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    for program in programs.iterdir():
+        program.chmod(0o755)
+    return programs.parent
+
+
+def test_a_signal_before_the_trainer_is_there_reaches_it(tmp_path):
+    script = """
+        source slurm/job.sh
+        place_job() { RUN_DIR=$1 LOGS=$1/logs STARTUP_TIMEOUT=9; }
+        start_engines() { :; }
+        start_trainer() {
+            kill -USR1 $$
+            (trap 'exit 75' USR1; while :; do sleep 0.1; done) &
+            TRAINER=$!
+        }
+        conclude() { exit "$code"; }
+        run_job "$RUN"
+    """
+    environment = os.environ | {
+        "SLURM_SUBMIT_DIR": str(REPOSITORY),
+        "SLURM_JOB_ID": "7",
+        "RUN": str(tmp_path),
+    }
+    with subprocess.Popen(["bash", "-c", script], env=environment, start_new_session=True) as job:
+        try:
+            assert job.wait(20) == 75
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(job.pid, signal.SIGKILL)
 
 
 def test_a_conversion_is_a_job(cluster, tied_model, tmp_path):
