@@ -124,13 +124,15 @@ start_trainer() {
     nodes=${#TRAINERS[@]}
     others=$(seq -s, -f '%g:3' 1 $((RANKS_PER_NODE - 1)))
     # shellcheck disable=SC2016  # each task fills in its own number
-    step --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --kill-on-bad-exit=0 \
+    MEGATRON_GRPO_OWN_LOGS=1 step --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 \
+        --kill-on-bad-exit=0 \
         --nodelist="$(IFS=,; echo "${TRAINERS[*]}")" --output="$LOGS/trainer_%t.log" \
         bash -c 'redirects=3; ((SLURM_PROCID > 0)) || redirects=$1; exec python \
             -m megatron_grpo.torchrun --rdzv-backend=fabric --rdzv-conf="rank=$SLURM_PROCID" \
-            --redirects="$redirects" "${@:2}"' torchrun "${others:-0}" \
+            --redirects="$redirects" --log-dir="$2/host_$SLURM_PROCID" "${@:3}"' \
+        torchrun "${others:-0}" "$LOGS" \
         --rdzv-endpoint="$address:$FIRST_PORT" --rdzv-id="$SLURM_JOB_ID" --nnodes="$nodes" \
-        --nproc-per-node="$RANKS_PER_NODE" --log-dir="$LOGS" \
+        --nproc-per-node="$RANKS_PER_NODE" \
         -m megatron_grpo.cli train "$@" "rollout.base_urls=[$(IFS=,; echo "${urls[*]}")]" &
     TRAINER=$!
 }
