@@ -74,7 +74,7 @@ start_engines() {
         port=$((FIRST_PORT + 1 + number))
         # Within the step: Slurm gives every task a CUDA_VISIBLE_DEVICES of its own, all GPUs.
         on_node "$node" --output="$LOGS/engine_$number.log" env CUDA_VISIBLE_DEVICES="$gpus" \
-            megatron-grpo serve "$@" --host "$address" --port "$port" &
+            bash slurm/engine.sh "$LOGS" "$@" --host "$address" --port "$port" &
         engines+=($!)
         urls+=("http://$address:$port")
     done

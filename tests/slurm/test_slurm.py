@@ -201,6 +201,22 @@ def test_an_engine_that_ends_is_told_while_another_hangs(submit):
     assert run.await_silence() == []
 
 
+def test_an_engine_that_dies_is_started_again_and_the_run_goes_on_with_it(submit):
+    run = submit("rollout.engine=transformers", LONG)
+    run.await_step(1)
+    [engine] = run.engines()
+    engine.kill()
+    engine.wait(10)
+    last = run.steps()[-1]
+    run.await_step(last + 3)
+    [again] = run.engines()
+    assert again.pid != engine.pid
+    assert run.job.fields()["Restarts"] == "0", run.logs()
+    assert "exit code 137: started again" in run.logs()
+    run.job.cancel()
+    assert run.await_silence() == []
+
+
 def test_a_cancelled_job_leaves_nothing_and_does_not_come_back(submit):
     run = submit("rollout.engine=transformers", LONG)
     run.await_step(1)
