@@ -38,8 +38,8 @@ run_job() {
     conclude
 }
 
-# Where everything runs; else `code` says why not. Sets RUN_DIR, LOGS, STARTUP_TIMEOUT, RANKS_PER_NODE, TRAINERS
-# and ENGINES.
+# Where everything runs; else `code` says why not. Sets RUN_DIR, LOGS, STARTUP_TIMEOUT,
+# RANKS_PER_NODE, TRAINERS and ENGINES.
 place_job() {
     mapfile -t NODES < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
     local placed
@@ -203,7 +203,8 @@ step() {
         "${container[@]}" "$@"
 }
 
-# Of a job's 64: jobs that share a node differ in their number. Below those that the kernel gives away.
+# Of a job's 64: jobs that share a node differ in their number. Below those that the kernel gives
+# away by itself.
 first_port() {
     echo $((20000 + SLURM_JOB_ID % 199 * 64))
 }
