@@ -121,6 +121,7 @@ def place(
     cfg = load_config(config, overrides or [])
     placed = placement.place(cfg, nodes.split(","), gpus_per_node)
     print(f"run_dir {cfg.train.run_dir}\nranks_per_node {placed.ranks_per_node}")
+    print(f"startup_timeout {cfg.rollout.startup_timeout:.0f}")
     for node in placed.trainer_nodes:
         print(f"trainer {node}")
     for engine in placed.engines:

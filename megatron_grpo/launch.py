@@ -14,6 +14,9 @@ from megatron_grpo.parent_death import die_with_parent
 LAUNCHER_VARIABLE = "MEGATRON_GRPO_LAUNCHER"
 """Process id of the `megatron-grpo train` that started the ranks, and did the preflight."""
 
+OWN_LOGS_VARIABLE = "MEGATRON_GRPO_OWN_LOGS"
+"""Set where every rank but 0 writes to a file of its own."""
+
 
 @dataclass(frozen=True)
 class RankPlace:
@@ -30,9 +33,11 @@ class RankPlace:
 def rank_place(environ: Mapping[str, str]) -> RankPlace | None:
     """The place given by torchrun, or else by `srun`; None when this process is no rank.
 
-    A Slurm step of a single task is an allocation in which a person types, not a world of ranks.
+    Images of PyTorch set RANK, WORLD_SIZE and LOCAL_RANK in every task of Slurm, but torchrun alone
+    sets GROUP_WORLD_SIZE. A Slurm step of a single task is an allocation in which a person types,
+    not a world of ranks.
     """
-    if {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= environ.keys():
+    if "GROUP_WORLD_SIZE" in environ:
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE")
     elif int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES")
@@ -45,13 +50,13 @@ def rank_place(environ: Mapping[str, str]) -> RankPlace | None:
             )
     else:
         return None
-    rank, local_rank, world_size, num_hosts = (int(environ.get(name, "1")) for name in names)
+    rank, local_rank, world_size, num_hosts = (int(environ[name]) for name in names)
     return RankPlace(
         rank=rank,
         local_rank=local_rank,
         world_size=world_size,
         num_hosts=num_hosts,
-        has_own_log=rank > 0 and LAUNCHER_VARIABLE in environ,
+        has_own_log=rank > 0 and OWN_LOGS_VARIABLE in environ,
     )
 
 
@@ -86,7 +91,8 @@ def start_ranks(cfg: Config, arguments: list[str], token: str | None) -> NoRetur
         to_files = ",".join(f"{rank}:3" for rank in range(1, num_ranks))
         torchrun += [f"--redirects={to_files}"]
     command = [*torchrun, "-m", "megatron_grpo.cli", *arguments]
-    for_ranks = {LAUNCHER_VARIABLE: str(os.getpid())}  # exec keeps the process id
+    # exec keeps the process id
+    for_ranks = {LAUNCHER_VARIABLE: str(os.getpid()), OWN_LOGS_VARIABLE: "1"}
     if token is not None:
         for_ranks[TOKEN_VARIABLE] = token
     os.execve(sys.executable, command, {**environment, **os.environ, **for_ranks})

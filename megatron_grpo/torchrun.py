@@ -4,7 +4,7 @@ A failure is told in lines and not in pages, and only what the ranks have not to
 watch has ended the job by then. Signals that announce the end of the machine go on to the ranks,
 which save and leave. And the meeting listens on one address, where torch's own listen on all:
 `--rdzv-backend=loopback` for ranks on one host; over several `--rdzv-backend=fabric`, with the
-`--rdzv-endpoint=ADDRESS:PORT` of the first and the `--rdzv-conf=rank=N` of each.
+`--rdzv-endpoint=ADDRESS:PORT` of the first and the `--rdzv-conf=rank=N` and a `--log-dir` of each.
 """
 
 import logging
@@ -116,27 +116,39 @@ def _children() -> list[int]:
 
 
 def _account(failures: Mapping[int, ProcessFailure], log_dir: Path) -> str:
-    """What nobody has told: of rank 0 if it was killed, else of the rank that failed before it."""
+    """What nobody has told: of rank 0 if it was killed, else of the rank that failed before it.
+
+    On a host without rank 0, nothing where the watch has ended the ranks: rank 0 has told of that.
+    """
     first = min(failures, key=lambda rank: failures[rank].timestamp)
+    has_rank_0 = first == failures[first].local_rank
+    logs = {rank: _log(failure, log_dir) for rank, failure in failures.items()}
+    if not has_rank_0 and any(
+        VERDICT.search(log.read_text(errors="replace")) for log in logs.values()
+    ):
+        return ""
     if 0 in failures and failures[0].exitcode > 0:
         return ""  # it has the terminal, and has told
     if first > 0:
-        return _last_words(first, failures[first], log_dir)
+        return _last_words(first, logs[first])
     ended = failures[0].signal_name()
     if others := [rank for rank in failures if rank > 0]:
-        return f"{_last_words(others[0], failures[others[0]], log_dir)} ({ended})"
+        return f"{_last_words(others[0], logs[others[0]])} ({ended})"
     return f"megatron-grpo: rank 0 on {socket.gethostname()} was ended by {ended}"
 
 
-def _last_words(rank: int, failure: ProcessFailure, log_dir: Path) -> str:
-    logs = log_dir.glob(f"*/attempt_0/{failure.local_rank}/stderr.log")
-    log = max(logs, key=lambda path: path.stat().st_mtime)
+def _last_words(rank: int, log: Path) -> str:
     text = log.read_text(errors="replace").rstrip()
     if verdict := VERDICT.search(text):
         return verdict.group()
-    return "\n".join(
-        [f"rank {rank} failed first; {log} ends with", *text.splitlines()[-NUM_LINES_SHOWN:]]
-    )
+    first = f"rank {rank} failed first on {socket.gethostname()}; {log} ends with"
+    return "\n".join([first, *text.splitlines()[-NUM_LINES_SHOWN:]])
+
+
+def _log(failure: ProcessFailure, log_dir: Path) -> Path:
+    """Torchrun puts a folder with a random name between."""
+    logs = log_dir.glob(f"*/attempt_0/{failure.local_rank}")
+    return max(logs, key=lambda path: path.stat().st_mtime) / "stderr.log"
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@
 #SBATCH --job-name=convert
 #SBATCH --nodes=1
 #SBATCH --exclusive
+# All memory of the node, too: --exclusive alone has the default amount.
+#SBATCH --mem=0
 #SBATCH --time=02:00:00
 #SBATCH --output=%x_%j.log
 source "$SLURM_SUBMIT_DIR/slurm/job.sh"

@@ -8,8 +8,11 @@
 
 # A virtual environment on a file system that all nodes see ...
 : "${VENV:=$PWD/.venv}"
-# ... or a container, by pyxis and enroot: docs/cluster.md has a recipe. Empty: none.
+# ... or a container, by pyxis and enroot: docs/cluster.md has a recipe. Empty: none. With its
+# path: pyxis takes a name without a slash for one of a registry.
 : "${CONTAINER_IMAGE:=}"
+# By commas, what the container sees of the file system. The run directory is added. Model, data and
+# HF_HOME are not: where they are elsewhere than here, so must their folders be.
 : "${CONTAINER_MOUNTS:=$PWD}"
 
 # GPUs of a node; Slurm knows, where it has been told of GPUs.

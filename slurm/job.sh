@@ -14,35 +14,56 @@ run_job() {
     # shellcheck source=slurm/env.sh
     source slurm/env.sh
     use_network
-    local code=0 was_told="" was_cancelled="" engines=() urls=()
-    TRAINER=""
+    local code=1 was_told="" was_cancelled="" engines=() urls=()
+    TRAINER="" RUN_DIR="" LOGS=""
+    # At which checkpoint each start of this job has ended.
+    ENDS=.cache/slurm_ends_$SLURM_JOB_ID
     trap 'was_told=yes; forward USR1' USR1
     trap 'was_told=yes; was_cancelled=yes; forward TERM' TERM
-    place_job "$@"
-    mkdir -p "$LOGS"
-    make_token
-    start_engines "$@"
-    if await_engines; then
-        start_trainer "$@"
-        await_trainer
+    if place_job "$@"; then
+        mkdir -p "$LOGS"
+        mount_run_dir
+        make_token
+        start_engines "$@"
+        if await_engines; then
+            start_trainer "$@"
+            # A signal that came before there was anybody to forward it to, or before the shell that
+            # becomes srun had become it: that keeps signals to itself.
+            sleep 1
+            [[ -z $was_told ]] || forward USR1
+            await_trainer
+        fi
+        end_engines
     fi
-    end_engines
     conclude
 }
 
-# Where everything runs: sets RUN_DIR, LOGS, RANKS_PER_NODE, TRAINERS and ENGINES.
+# Where everything runs; else `code` says why not. Sets RUN_DIR, LOGS, STARTUP_TIMEOUT,
+# RANKS_PER_NODE, TRAINERS and ENGINES.
 place_job() {
     mapfile -t NODES < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
     local placed
     placed=$(on_node "${NODES[0]}" megatron-grpo place "$@" --nodes "$(IFS=,; echo "${NODES[*]}")" \
-        --gpus-per-node "$GPUS_PER_NODE") || exit $?
+        --gpus-per-node "$GPUS_PER_NODE") || {
+        code=$?
+        return 1
+    }
     RUN_DIR=$(awk '$1 == "run_dir" { print $2 }' <<<"$placed")
+    STARTUP_TIMEOUT=$(awk '$1 == "startup_timeout" { print $2 }' <<<"$placed")
     RANKS_PER_NODE=$(awk '$1 == "ranks_per_node" { print $2 }' <<<"$placed")
     mapfile -t TRAINERS < <(awk '$1 == "trainer" { print $2 }' <<<"$placed")
     mapfile -t ENGINES < <(awk '$1 == "engine" { print $2, $3 }' <<<"$placed")
     LOGS=$RUN_DIR/logs/slurm_${SLURM_JOB_ID}_${SLURM_RESTART_COUNT:-0}
-    # Ports of one job: jobs that share a node differ in their number.
-    FIRST_PORT=$((20000 + SLURM_JOB_ID % 400 * 64))
+    FIRST_PORT=$(first_port)
+}
+
+# What is written where nothing is mounted is lost with the container. By the name that the config
+# has for it, and by its true one: a link in the checkout leads there.
+mount_run_dir() {
+    local true_name
+    true_name=$(realpath "$RUN_DIR")
+    CONTAINER_MOUNTS+=,$true_name
+    [[ $RUN_DIR != /* || $RUN_DIR == "$true_name" ]] || CONTAINER_MOUNTS+=,$true_name:$RUN_DIR
 }
 
 start_engines() {
@@ -51,8 +72,9 @@ start_engines() {
         read -r node gpus <<<"${ENGINES[number]}"
         address=$(address_of "$node")
         port=$((FIRST_PORT + 1 + number))
-        CUDA_VISIBLE_DEVICES=$gpus on_node "$node" --output="$LOGS/engine_$number.log" \
-            megatron-grpo serve "$@" --host "$address" --port "$port" &
+        # Within the step: Slurm gives every task a CUDA_VISIBLE_DEVICES of its own, all GPUs.
+        on_node "$node" --output="$LOGS/engine_$number.log" env CUDA_VISIBLE_DEVICES="$gpus" \
+            bash slurm/engine.sh "$LOGS" "$@" --host "$address" --port "$port" &
         engines+=($!)
         urls+=("http://$address:$port")
     done
@@ -63,21 +85,34 @@ forward() {
     [[ -z $TRAINER ]] || kill -"$1" "$TRAINER" 2>/dev/null || true
 }
 
-# Whether all answer; else `code` says why not.
+# Whether all answer in time; else `code` says why not.
 await_engines() {
-    local number
+    local number end=$((SECONDS + STARTUP_TIMEOUT))
     for number in "${!urls[@]}"; do
-        until curl --silent --fail --output /dev/null --noproxy '*' "${urls[number]}/health"; do
+        until curl --silent --fail --max-time 5 --output /dev/null --noproxy '*' \
+            "${urls[number]}/health"; do
             if [[ -n $was_told ]]; then
                 code=$PREEMPTED
                 return 1
-            elif ! kill -0 "${engines[number]}" 2>/dev/null; then
-                wait "${engines[number]}" || code=$?
-                echo "engine $number has ended: see $LOGS/engine_$number.log" >&2
+            elif ((SECONDS >= end)); then
+                echo "engine $number did not answer within $STARTUP_TIMEOUT s" \
+                    "(rollout.startup_timeout): see $LOGS/engine_$number.log" >&2
                 return 1
             fi
+            all_engines_run || return 1
             sleep 1
         done
+    done
+}
+
+# Each time of all: one that hangs must not hide another's end.
+all_engines_run() {
+    local number
+    for number in "${!engines[@]}"; do
+        kill -0 "${engines[number]}" 2>/dev/null && continue
+        wait "${engines[number]}" || code=$?
+        echo "engine $number has ended: see $LOGS/engine_$number.log" >&2
+        return 1
     done
 }
 
@@ -89,13 +124,15 @@ start_trainer() {
     nodes=${#TRAINERS[@]}
     others=$(seq -s, -f '%g:3' 1 $((RANKS_PER_NODE - 1)))
     # shellcheck disable=SC2016  # each task fills in its own number
-    step --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --kill-on-bad-exit=0 \
+    MEGATRON_GRPO_OWN_LOGS=1 step --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 \
+        --kill-on-bad-exit=0 \
         --nodelist="$(IFS=,; echo "${TRAINERS[*]}")" --output="$LOGS/trainer_%t.log" \
         bash -c 'redirects=3; ((SLURM_PROCID > 0)) || redirects=$1; exec python \
             -m megatron_grpo.torchrun --rdzv-backend=fabric --rdzv-conf="rank=$SLURM_PROCID" \
-            --redirects="$redirects" "${@:2}"' torchrun "${others:-0}" \
+            --redirects="$redirects" --log-dir="$2/host_$SLURM_PROCID" "${@:3}"' \
+        torchrun "${others:-0}" "$LOGS" \
         --rdzv-endpoint="$address:$FIRST_PORT" --rdzv-id="$SLURM_JOB_ID" --nnodes="$nodes" \
-        --nproc-per-node="$RANKS_PER_NODE" --log-dir="$LOGS" \
+        --nproc-per-node="$RANKS_PER_NODE" \
         -m megatron_grpo.cli train "$@" "rollout.base_urls=[$(IFS=,; echo "${urls[*]}")]" &
     TRAINER=$!
 }
@@ -103,9 +140,12 @@ start_trainer() {
 # A signal to this script ends `wait`; the exit code is that of the step's own end.
 await_trainer() {
     while kill -0 "$TRAINER" 2>/dev/null; do
-        code=0
-        wait "$TRAINER" || code=$?
+        wait "$TRAINER" || true
     done
+    code=0
+    wait "$TRAINER" || code=$?
+    # What the signal has met before it was able to take it has died of it.
+    [[ -z $was_told ]] || ((code != 128 + $(kill -l USR1))) || code=$PREEMPTED
 }
 
 end_engines() {
@@ -114,21 +154,31 @@ end_engines() {
 }
 
 conclude() {
-    ((code == 0 || code == PREEMPTED)) ||
+    ((code == 0 || code == PREEMPTED)) || [[ -z $LOGS ]] ||
         grep --no-filename '^megatron-grpo: ' "$LOGS"/*.log | tail -n 1 >&2 || true
-    ((code != 0 && code != FOR_THE_USER)) || exit "$code"
-    [[ -z $was_cancelled ]] || exit "$code"
-    cat "$RUN_DIR/checkpoints/LATEST" >>"$RUN_DIR/restarts.txt" 2>/dev/null ||
-        echo "no checkpoint" >>"$RUN_DIR/restarts.txt"
-    local last
-    last=$(tail -n "$MAX_STARTS" "$RUN_DIR/restarts.txt")
-    if [[ $(wc -l <<<"$last") == "$MAX_STARTS" && $(sort -u <<<"$last" | wc -l) == 1 ]]; then
-        echo "stopped: $MAX_STARTS starts in a row ended at the same place (${last##*$'\n'})," \
-            "the last with exit code $code: see $LOGS" >&2
+    if ((code != 0 && code != FOR_THE_USER)) && [[ -z $was_cancelled ]] && may_start_again; then
+        ((code == PREEMPTED)) || echo "exit code $code: queued again${LOGS:+, see $LOGS}" >&2
+        scontrol requeue "$SLURM_JOB_ID"
+    else
+        rm -f "$ENDS"
         exit "$code"
     fi
-    ((code == PREEMPTED)) || echo "exit code $code: queued again, see $LOGS" >&2
-    scontrol requeue "$SLURM_JOB_ID"
+}
+
+# Not where the last of so many starts ended where the first did. One that did not get as far as to
+# know the run directory ended where the one before it did.
+may_start_again() {
+    local last same
+    mkdir -p "${ENDS%/*}"
+    [[ ${SLURM_RESTART_COUNT:-0} != 0 ]] || rm -f "$ENDS"
+    last=$(cat "${RUN_DIR:-/nowhere}/checkpoints/LATEST" 2>/dev/null ||
+        tail -n 1 "$ENDS" 2>/dev/null || echo "no checkpoint")
+    echo "$last" >>"$ENDS" || return 1
+    same=$(tail -n "$MAX_STARTS" "$ENDS" | grep --count --line-regexp --fixed-strings -e "$last")
+    ((same == MAX_STARTS)) || return 0
+    echo "stopped: $MAX_STARTS starts in a row ended at the same place ($last)," \
+        "the last with exit code $code${LOGS:+: see $LOGS}" >&2
+    return 1
 }
 
 # One task on one node: `on_node NODE [--srun-option ...] COMMAND ...`
@@ -143,12 +193,20 @@ step() {
     if [[ -n $CONTAINER_IMAGE ]]; then
         container=(--container-image="$CONTAINER_IMAGE" --container-mounts="$CONTAINER_MOUNTS"
             --container-workdir="$PWD")
+        # Trainer and engines are both those of the image: `python -m` would take the checkout's.
+        export PYTHONSAFEPATH=1
     else
         PATH=$VENV/bin:$PATH
     fi
     export SLURM_CPU_BIND=none
     exec srun --overlap --cpus-per-task="$SLURM_CPUS_ON_NODE" --mem=0 \
         "${container[@]}" "$@"
+}
+
+# Of a job's 64: jobs that share a node differ in their number. Below those that the kernel gives
+# away by itself.
+first_port() {
+    echo $((20000 + SLURM_JOB_ID % 199 * 64))
 }
 
 address_of() {

@@ -18,7 +18,7 @@ from typing import Any
 
 from distributed import CONTEXT
 from megatron_grpo.job_token import TOKEN_VARIABLE
-from megatron_grpo.launch import LAUNCHER_VARIABLE
+from megatron_grpo.launch import LAUNCHER_VARIABLE, OWN_LOGS_VARIABLE
 from runs import RUN_MARK, TINY_CONFIG, marked_processes
 
 Sabotage = Callable[[int], None]
@@ -66,6 +66,7 @@ class Job:
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(num_ranks),
                 "LOCAL_WORLD_SIZE": str(num_ranks),
+                "GROUP_WORLD_SIZE": "1",
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
                 "GLOO_SOCKET_IFNAME": "lo",
@@ -161,6 +162,7 @@ def _be_rank(
     for name in [name for name in os.environ if name.startswith(("WANDB_", "SLURM_"))]:
         del os.environ[name]
     os.environ |= dict(environment)
+    os.environ[OWN_LOGS_VARIABLE] = "1"
     os.environ[LAUNCHER_VARIABLE] = str(os.getppid())  # the config is known to be good
     torch.set_num_threads(1)
     sys.argv = ["megatron-grpo", *command]

@@ -1,6 +1,7 @@
 """A Slurm of two nodes on this host: Debian's daemons, with files, ports and keys of their own."""
 
 import os
+import random
 import shutil
 import signal
 import socket
@@ -15,6 +16,7 @@ PACKAGES = "slurmctld slurmd slurm-client munge"
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged")
 REPOSITORY = Path(__file__).parents[1]
 NODES = ("n0", "n1")
+NODE_MEGABYTES = 8000
 
 
 def is_installed() -> bool:
@@ -136,6 +138,8 @@ def _configuration(folder: Path) -> str:
         "ClusterName=test",
         f"SlurmctldHost={host}(127.0.0.1)",
         f"SlurmctldPort={ports[0]}",
+        # Ports of a job go by its number: two clusters on this host must not both begin with 1.
+        f"FirstJobId={random.randrange(1, 100_000)}",
         "SlurmUser=root",
         "SlurmdUser=root",
         # A job that queues itself again waits for the credentials of its steps to expire.
@@ -145,6 +149,8 @@ def _configuration(folder: Path) -> str:
         "JobAcctGatherType=jobacct_gather/none",
         "AccountingStorageType=accounting_storage/none",
         "SelectType=select/cons_tres",
+        "SelectTypeParameters=CR_Core_Memory",
+        "DefMemPerNode=1000",
         "MpiDefault=none",
         "SwitchType=switch/none",
         "GresTypes=gpu",
@@ -161,7 +167,7 @@ def _configuration(folder: Path) -> str:
         f"SlurmdPidFile={folder}/%n.pid",
         *(
             f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=8 "
-            "RealMemory=8000 Gres=gpu:8 State=UNKNOWN"
+            f"RealMemory={NODE_MEGABYTES} Gres=gpu:8 State=UNKNOWN"
             for node, port in zip(NODES, ports[1:], strict=True)
         ),
         "PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP",

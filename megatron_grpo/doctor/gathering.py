@@ -19,7 +19,8 @@ from megatron_grpo.launch import RankPlace
 
 NUM_PINGS = 5
 """The one that came back first tells the difference best."""
-TIMEOUT = timedelta(seconds=60)
+TIMEOUT = timedelta(seconds=600)
+"""On a shared file system the first start of a cold environment takes minutes on every host."""
 
 
 def meet(place: RankPlace) -> Store:

@@ -1,7 +1,7 @@
 """The process between the trainer and a reward worker: where it ends, nothing of that is left.
 
 `python supervisor.py TRAINER_PID FD MEGABYTES` starts `megatron_grpo.rewards.worker FD MEGABYTES`,
-and ends when that ends, or on SIGHUP, or when the trainer dies. A reward function may start
+and ends when that ends, or on SIGUSR2 (`END`), or when the trainer dies. A reward function may start
 processes, in sessions of their own, whose parents have ended: Linux makes them children of this one
 (PR_SET_CHILD_SUBREAPER), which kills its children until it has none.
 """
@@ -18,7 +18,10 @@ from pathlib import Path
 from megatron_grpo.parent_death import die_with_parent
 
 PR_SET_CHILD_SUBREAPER = 36
-SIGNALS = (signal.SIGHUP, signal.SIGCHLD)
+END = signal.SIGUSR2
+"""Not SIGHUP or SIGINT: who is started by `nohup` or behind a script's `&` inherits that they are
+ignored, and they are lost while this interpreter starts."""
+SIGNALS = (END, signal.SIGCHLD)
 SCHEDULERS = (signal.SIGTERM, signal.SIGUSR1)
 """Slurm sends them to every process of a job step; what they mean is for the trainer to say."""
 
@@ -29,7 +32,7 @@ def main() -> None:
     # Blocked, they wait until they are asked for, from before there is anything to kill.
     signal.pthread_sigmask(signal.SIG_BLOCK, (*SIGNALS, *SCHEDULERS))
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    die_with_parent(signal.SIGHUP)
+    die_with_parent(END)
     if os.getppid() != int(trainer):
         sys.exit("the trainer is gone")
     worker = _start_worker(fd, megabytes)

@@ -27,6 +27,12 @@ def test_torchrun_gives_the_place():
     assert rank_place(SLURM | environ) == expected  # torchrun inside a Slurm step
 
 
+def test_what_an_image_sets_in_every_task_of_slurm_is_not_torchrun():
+    of_the_image = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    alone = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+    assert rank_place(alone | of_the_image) is None
+
+
 def test_srun_gives_the_place_when_it_says_where_the_ranks_meet():
     meeting = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
     expected = RankPlace(rank=9, local_rank=1, world_size=16, num_hosts=2)

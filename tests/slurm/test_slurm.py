@@ -1,17 +1,30 @@
 """The scripts of slurm/ on a real Slurm of two nodes, with the tiny config."""
 
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from demo.make_sums import sums as all_sums
 from runs import RUN_MARK, TINY_CONFIG, marked_processes, read_json_lines
-from slurm_cluster import PACKAGES, REPOSITORY, Cluster, Job, is_installed, two_nodes
+from slurm_cluster import (
+    NODE_MEGABYTES,
+    PACKAGES,
+    REPOSITORY,
+    Cluster,
+    Job,
+    is_installed,
+    two_nodes,
+)
 
 pytestmark = [
     pytest.mark.skipif(not is_installed(), reason=f"needs Slurm: apt-get install {PACKAGES}"),
@@ -26,6 +39,8 @@ def reward(completions, **_):
 """
 LONG = "train.num_steps=500"
 REQUEUE_SECONDS = 10
+GPUS_PER_NODE = 2
+"""Which the ranks and engines take; Slurm itself has been told of eight."""
 VENV = Path(sys.executable).parents[1]
 
 
@@ -35,10 +50,30 @@ def cluster(tmp_path_factory):
         yield cluster
 
 
+@pytest.fixture
+def submit(cluster, tied_model, tmp_path):
+    """Submits a job of the tiny config with more arguments; of none is anything left."""
+    submitted = []
+
+    def submit(*arguments: str, venv: Path = VENV) -> Submitted:
+        submitted.append(Submitted(cluster, tied_model, tmp_path, *arguments, venv=venv))
+        return submitted[-1]
+
+    yield submit
+    for run in submitted:
+        if run.job.state in ("PENDING", "RUNNING", "COMPLETING"):
+            run.job.cancel()
+        for process in run.await_silence():
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
 class Submitted:
     """A job of the tiny config over both nodes: two ranks and an engine's share of each."""
 
-    def __init__(self, cluster: Cluster, model: Path, folder: Path, *arguments: str) -> None:
+    def __init__(
+        self, cluster: Cluster, model: Path, folder: Path, *arguments: str, venv: Path
+    ) -> None:
         data = folder / "sums.jsonl"
         data.write_text("".join(json.dumps(row) + "\n" for row in all_sums()))
         self.run_dir, self.mark = folder / "run", uuid.uuid4().hex
@@ -54,9 +89,9 @@ class Submitted:
                 *arguments,
             ],
             CONFIG=str(TINY_CONFIG),
-            GPUS_PER_NODE="2",
+            GPUS_PER_NODE=str(GPUS_PER_NODE),
             NETWORK_INTERFACE="lo",
-            VENV=str(VENV),
+            VENV=str(venv),
             OMP_NUM_THREADS="1",
             **{RUN_MARK: self.mark},
         )
@@ -69,6 +104,31 @@ class Submitted:
         deadline = time.monotonic() + seconds
         while step not in self.steps():
             assert self.job.state in ("PENDING", "RUNNING", "COMPLETING"), self.logs()
+            assert time.monotonic() < deadline, self.logs()
+            time.sleep(0.2)
+
+    def engines(self) -> list[psutil.Process]:
+        """The processes of engines (transformers) that run, by their ports."""
+        module = "megatron_grpo.rollout.transformers_server"
+        engines = {}
+        for process in marked_processes(self.mark):
+            with suppress(psutil.Error):
+                command = process.cmdline()
+                if module in command:
+                    engines[command[-1]] = process
+        return [engines[port] for port in sorted(engines)]
+
+    def await_engines(self, number: int, seconds: float = 60) -> list[psutil.Process]:
+        deadline = time.monotonic() + seconds
+        while len(engines := self.engines()) < number:
+            assert time.monotonic() < deadline, self.logs()
+            time.sleep(0.2)
+        return engines
+
+    def await_words(self, words: str, seconds: float = 60) -> None:
+        """Of the job's own log."""
+        deadline = time.monotonic() + seconds
+        while words not in self.job.output():
             assert time.monotonic() < deadline, self.logs()
             time.sleep(0.2)
 
@@ -88,7 +148,7 @@ class Submitted:
         assert ended["JobState"] == "COMPLETED", self.logs()
         assert self.await_silence() == []
 
-    def await_silence(self, seconds: float = 20) -> list[str]:
+    def await_silence(self, seconds: float = 20) -> list[psutil.Process]:
         """What runs of it after that time."""
         deadline = time.monotonic() + seconds
         while (left := marked_processes(self.mark)) and time.monotonic() < deadline:
@@ -96,10 +156,8 @@ class Submitted:
         return left
 
 
-def test_a_job_over_two_nodes_is_signalled_saves_queues_again_and_ends(
-    cluster, tied_model, tmp_path
-):
-    run = Submitted(cluster, tied_model, tmp_path, "train.num_steps=6")
+def test_a_job_over_two_nodes_is_signalled_saves_queues_again_and_ends(submit):
+    run = submit("train.num_steps=6")
     run.await_step(2)
     run.job.signal("USR1")
     run.await_end()
@@ -109,8 +167,58 @@ def test_a_job_over_two_nodes_is_signalled_saves_queues_again_and_ends(
     assert logs == ["engine_0.log", "trainer_0.log", "trainer_1.log"]
 
 
-def test_a_cancelled_job_leaves_nothing_and_does_not_come_back(cluster, tied_model, tmp_path):
-    run = Submitted(cluster, tied_model, tmp_path, "rollout.engine=transformers", LONG)
+def test_engines_see_the_gpus_of_their_place_and_no_others(submit):
+    arguments = ["rollout.engine=transformers", "rollout.num_engines=2", LONG]
+    run = submit(*arguments, "parallel.pipeline_parallel_size=1")
+    # The ranks fill the first node.
+    engines = run.await_engines(2)
+    seen = [engine.environ()["CUDA_VISIBLE_DEVICES"] for engine in engines]
+    nodes = {engine.environ()["SLURMD_NODENAME"] for engine in engines}
+    run.job.cancel()
+    assert (seen, nodes) == (["0", "1"], {"n1"})
+    assert run.await_silence() == []
+
+
+def test_an_engine_that_does_not_answer_in_time_is_named(submit):
+    arguments = ["rollout.engine=transformers", "rollout.startup_timeout=15"]
+    run = submit(*arguments)
+    [engine] = run.await_engines(1)
+    engine.suspend()
+    run.await_words("engine 0 did not answer within 15 s (rollout.startup_timeout): see ")
+    run.await_words("exit code 1: queued again")
+    run.job.cancel()
+    assert run.await_silence() == []
+
+
+def test_an_engine_that_ends_is_told_while_another_hangs(submit):
+    arguments = ["rollout.engine=transformers", "rollout.num_engines=2"]
+    run = submit(*arguments)
+    first, second = run.await_engines(2)
+    first.suspend()
+    second.kill()
+    run.await_words("engine 1 has ended: see ")
+    run.job.cancel()
+    assert run.await_silence() == []
+
+
+def test_an_engine_that_dies_is_started_again_and_the_run_goes_on_with_it(submit):
+    run = submit("rollout.engine=transformers", LONG)
+    run.await_step(1)
+    [engine] = run.engines()
+    engine.kill()
+    engine.wait(10)
+    last = run.steps()[-1]
+    run.await_step(last + 3)
+    [again] = run.engines()
+    assert again.pid != engine.pid
+    assert run.job.fields()["Restarts"] == "0", run.logs()
+    assert "exit code 137: started again" in run.logs()
+    run.job.cancel()
+    assert run.await_silence() == []
+
+
+def test_a_cancelled_job_leaves_nothing_and_does_not_come_back(submit):
+    run = submit("rollout.engine=transformers", LONG)
     run.await_step(1)
     run.job.cancel()
     assert run.job.await_state("CANCELLED", seconds=60)["Restarts"] == "0", run.logs()
@@ -119,8 +227,8 @@ def test_a_cancelled_job_leaves_nothing_and_does_not_come_back(cluster, tied_mod
     assert run.job.state == "CANCELLED"
 
 
-def test_a_job_whose_node_is_lost_is_queued_again_and_goes_on(cluster, tied_model, tmp_path):
-    run = Submitted(cluster, tied_model, tmp_path, "rollout.engine=transformers", LONG)
+def test_a_job_whose_node_is_lost_is_queued_again_and_goes_on(cluster, submit):
+    run = submit("rollout.engine=transformers", LONG)
     run.await_step(2)
     cluster.kill_daemon("n1")
     run.await_restart()
@@ -133,24 +241,79 @@ def test_a_job_whose_node_is_lost_is_queued_again_and_goes_on(cluster, tied_mode
     assert run.await_silence() == []
 
 
-def test_a_mistake_is_told_and_not_tried_again(cluster, tied_model, tmp_path):
+def test_a_mistake_is_told_and_not_tried_again(submit):
     arguments = ["rollout.engine=transformers", "reward.functions=[/nowhere.py:reward]"]
-    run = Submitted(cluster, tied_model, tmp_path, *arguments)
+    run = submit(*arguments)
     ended = run.job.await_state("FAILED", seconds=100)
     assert ended["ExitCode"] == "2:0", run.logs()
     assert ended["Restarts"] == "0"
     assert "/nowhere.py" in run.job.output()
 
 
-def test_three_restarts_that_bring_nothing_are_the_end(cluster, tied_model, tmp_path):
+def test_three_restarts_that_bring_nothing_are_the_end(tmp_path, submit):
     rewards = tmp_path / "rewards.py"
     rewards.write_text(KILLS_RANK_0)
     arguments = ["rollout.engine=transformers", f"reward.functions=[{rewards}:reward]"]
-    run = Submitted(cluster, tied_model, tmp_path, *arguments)
+    run = submit(*arguments)
     ended = run.job.await_state("FAILED", seconds=200)
     assert ended["Restarts"] == "3", run.logs()
     assert "4 starts in a row ended at the same place (no checkpoint)" in run.job.output()
     assert run.await_silence() == []
+
+
+def test_a_failure_before_anything_is_placed_is_tried_again(tmp_path, submit):
+    fails_once = f"mkdir {tmp_path}/was_tried && exit 7"
+    arguments = ["rollout.engine=transformers", "train.num_steps=1"]
+    run = submit(*arguments, venv=venv_that(fails_once, tmp_path))
+    run.await_end()
+    assert run.job.fields()["Restarts"] == "1"
+    assert "exit code 7: queued again" in run.job.output()
+
+
+def test_another_job_has_its_restarts_before_it(tmp_path, submit):
+    venv = venv_that("exit 7", tmp_path)
+    run = submit(venv=venv)
+    assert run.job.await_state("FAILED", seconds=150)["Restarts"] == "3"
+    assert "4 starts in a row ended at the same place (no checkpoint)" in run.job.output()
+    submit(venv=venv).await_restart()
+
+
+def venv_that(does: str, folder: Path) -> Path:
+    """A virtual environment whose `megatron-grpo` first does something else."""
+    programs = folder / "venv" / "bin"
+    programs.mkdir(parents=True)
+    megatron_grpo = f'#!/bin/sh\n{does}\nexec {VENV}/bin/megatron-grpo "$@"\n'
+    (programs / "megatron-grpo").write_text(megatron_grpo)
+    (programs / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    for program in programs.iterdir():
+        program.chmod(0o755)
+    return programs.parent
+
+
+def test_a_signal_before_the_trainer_is_there_reaches_it(tmp_path):
+    script = """
+        source slurm/job.sh
+        place_job() { RUN_DIR=$1 LOGS=$1/logs STARTUP_TIMEOUT=9; }
+        start_engines() { :; }
+        start_trainer() {
+            kill -USR1 $$
+            (trap 'exit 75' USR1; while :; do sleep 0.1; done) &
+            TRAINER=$!
+        }
+        conclude() { exit "$code"; }
+        run_job "$RUN"
+    """
+    environment = os.environ | {
+        "SLURM_SUBMIT_DIR": str(REPOSITORY),
+        "SLURM_JOB_ID": "7",
+        "RUN": str(tmp_path),
+    }
+    with subprocess.Popen(["bash", "-c", script], env=environment, start_new_session=True) as job:
+        try:
+            assert job.wait(20) == 75
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(job.pid, signal.SIGKILL)
 
 
 def test_a_conversion_is_a_job(cluster, tied_model, tmp_path):
@@ -158,6 +321,26 @@ def test_a_conversion_is_a_job(cluster, tied_model, tmp_path):
     job = cluster.submit("convert.sh", tmp_path / "job.log", arguments, VENV=str(VENV))
     job.await_state("COMPLETED", seconds=30)
     assert (tmp_path / "converted" / ".metadata").exists()
+
+
+def test_the_doctor_sees_every_host(cluster, tmp_path):
+    arguments = [str(TINY_CONFIG), f"train.run_dir={tmp_path}"]
+    job = cluster.submit("doctor.sh", tmp_path / "job.log", arguments, VENV=str(VENV))
+    ended = job.await_state("COMPLETED", "FAILED", seconds=60)
+    assert ended["JobState"] == "COMPLETED", job.output()
+    assert re.search(r"clock skew .* between 2 hosts", job.output())
+
+
+@pytest.mark.parametrize(
+    "script",
+    ["grpo_8b.sh", "grpo_70b.sh", "grpo_32b_long_context.sh", "convert.sh", "doctor.sh"],
+)
+def test_a_job_has_all_memory_of_its_nodes(cluster, script, tmp_path):
+    options = ["--parsable", "--hold", "--nodes=2", f"--output={tmp_path}/job.log"]
+    job = Job(cluster, cluster.run("sbatch", *options, f"slurm/{script}"), tmp_path / "job.log")
+    resources = job.fields()["TRES"]
+    job.cancel()
+    assert f"mem={2 * NODE_MEGABYTES}M" in resources
 
 
 def test_all_scripts_are_clean():

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# The engine of a job step, `engine.sh LOGS ARGUMENTS_OF_SERVE ...`: started again where it dies while
+# the trainer runs. The trainer sends its requests to the others meanwhile, and new weights to this one
+# when it answers again. Job scripts run this; it is not for sbatch.
+set -uo pipefail
+
+readonly FOR_THE_USER=2 MAX_RESTARTS=3
+
+was_told=""
+trap 'was_told=yes; kill "$engine"' TERM
+
+for ((restarts = 0; ; restarts++)); do
+    # A process group of each: what an engine leaves behind ends with it, and frees its GPUs.
+    setsid megatron-grpo serve "${@:2}" &
+    engine=$!
+    wait "$engine"
+    code=$?
+    [[ -z $was_told ]] || wait "$engine"
+    kill -KILL -- "-$engine" 2>/dev/null
+    if [[ -n $was_told || ! -e $1/trainer_0.log ]] ||
+        ((code == FOR_THE_USER || restarts == MAX_RESTARTS)); then
+        exit "$code"
+    fi
+    echo "the engine ended with exit code $code: started again" >&2
+done
