@@ -192,9 +192,10 @@ def _experts(cfg: Config, shape: ModelShape) -> float:
     """Router, permuted tokens and experts, where every expert gets as many tokens."""
     moe, itemsize = shape.moe, ITEMSIZE[cfg.model.dtype]
     assert moe is not None
-    router = 5 * moe.num_experts + 24 * moe.experts_per_token
-    # The ranks of one expert's matrices have the tokens of all of them, and a part of the columns.
-    tokens = itemsize * shape.hidden_size * cfg.dims.expert_tensor
+    router = 5 * moe.num_experts + 20 * moe.experts_per_token
+    # The ranks of one expert's matrices have the tokens of all of them, each with its float32
+    # probability, and a part of the columns.
+    tokens = (itemsize * shape.hidden_size + 4) * cfg.dims.expert_tensor
     columns = (_gated(cfg, itemsize) + itemsize) * moe.intermediate_size
     return (router + moe.experts_per_token * (tokens + columns)) * _token_share(cfg)
 

@@ -126,7 +126,7 @@ class RewardPool:
     def close(self) -> None:
         """Kill the workers; nothing of them is left when this returns."""
         for worker in self._workers:
-            worker.supervisor.send_signal(signal.SIGHUP)
+            worker.supervisor.send_signal(supervisor.END)
         for worker in self._workers:
             try:
                 worker.supervisor.wait(END_SECONDS)

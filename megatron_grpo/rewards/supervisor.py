@@ -1,9 +1,9 @@
 """The process between the trainer and a reward worker: where it ends, nothing of that is left.
 
 `python supervisor.py TRAINER_PID FD MEGABYTES` starts `megatron_grpo.rewards.worker FD MEGABYTES`,
-and ends when that ends, or on SIGUSR2 (`END`), or when the trainer dies. A reward function may start
-processes, in sessions of their own, whose parents have ended: Linux makes them children of this one
-(PR_SET_CHILD_SUBREAPER), which kills its children until it has none.
+and ends when that ends, or on SIGUSR2 (`END`), or when the trainer dies. A reward function may
+start processes, in sessions of their own, whose parents have ended: Linux makes them children of
+this one (PR_SET_CHILD_SUBREAPER), which kills its children until it has none.
 """
 
 import ctypes

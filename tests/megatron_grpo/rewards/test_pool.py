@@ -379,3 +379,14 @@ def until(condition: Callable[[], bool], seconds: float) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_a_pool_that_is_closed_while_it_starts_is_gone_at_once_under_nohup_too(pool):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        start = time.monotonic()
+        for _ in range(3):  # at slightly different moments of the start
+            pool("length").close()
+        assert time.monotonic() - start < 5
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -1,0 +1,105 @@
+"""`megatron-grpo plan`, as people and scripts see it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from checkpoint_convert import read_shape
+from megatron_grpo.config_file import load_config
+from megatron_grpo.planning.card import CARDS
+from megatron_grpo.planning.command import print_plan, print_suggestions
+from megatron_grpo.planning.job_plan import plan_job
+from published_models import write_config
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+DEFAULTS = {"gpu": "h100", "num_gpus": None, "lengths_file": None, "as_json": False}
+NEMO_RL = ("parallel.tensor_parallel_size=4", "parallel.data_parallel_size=4")
+"""Its layout for 70B: beside an engine that keeps its memory, too much."""
+
+
+@pytest.fixture
+def cfg(tmp_path):
+    """The shipped config of the 70B run."""
+    folder = write_config(tmp_path, "Llama-3.3-70B")
+
+    def load(*overrides):
+        return load_config(CONFIGS / "grpo_70b.yaml", [f"model.path={folder}", *overrides])
+
+    return load
+
+
+def test_the_table_has_memory_work_and_links(cfg, capsys):
+    print_plan(cfg(), **DEFAULTS)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(
+        "llama in bfloat16 on 64 h100: trainer tp(8) * pp(4) * cp(1) * dp(2); 8 engines of 8, "
+        "on the same GPUs"
+    )
+    first = next(line for line in lines if line.startswith("    0 "))
+    assert first.split()[:5] == ["0", "4.542", "9.083", "13.625", "0.000"]
+    assert any(line.endswith("GB free") for line in lines)
+    assert any("512 sequences, 2,097,152 tokens in 256 microbatches" in line for line in lines)
+    purposes = [line.split()[0] for line in lines if line.endswith(" s")]
+    assert purposes[-4:] == ["tensor", "pipeline", "data", "push"]
+
+
+def test_scripts_get_every_figure(cfg, capsys):
+    print_plan(cfg(), **DEFAULTS | {"as_json": True})
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["fits"] and figures["is_shared"] and figures["num_gpus"] == 64
+    assert figures["stages"][0]["state"]["weights"] == 4_541_513_728
+    assert set(figures["stages"][0]["phases"]) == {"log-probabilities", "train", "push"}
+    assert figures["push"]["seconds"] == pytest.approx(0.353, abs=0.001)
+
+
+def test_what_does_not_fit_is_refused_with_a_layout_that_does(cfg, capsys):
+    with pytest.raises(ValueError, match=r"needs 8\d\.\d GB in phase train") as refused:
+        print_plan(cfg(*NEMO_RL), **DEFAULTS)
+    assert "GB too many" in capsys.readouterr().out
+    words = str(refused.value).partition("that fits: ")[2]
+    overrides = [word.strip("'") for word in words.split(" ") if "parallel" in word]
+    suggested = cfg(*overrides, "model.megatron={}")
+    plan = plan_job(suggested, read_shape(suggested.model.path), CARDS["h100"], [4096])
+    assert plan.fits
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["parallel.tensor_parallel_size=3"], r"tensor\(3\) cannot split the model"),
+        (["rollout.vllm.gpu_memory_utilization=0.2"], r"leaves nothing.*use more than 0\.22"),
+        (["train.max_tokens_per_microbatch=4000"], r"4096 tokens.*set it to 4096"),
+        (["rollout.tensor_parallel_size=16"], r"16 is more than the 8 GPUs of a node"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_a_legal_value(cfg, overrides, message):
+    with pytest.raises(ValueError, match=message):
+        print_plan(cfg(*overrides), **DEFAULTS)
+
+
+def test_too_few_gpus_and_unknown_ones_are_refused(cfg):
+    with pytest.raises(ValueError, match=r"64 ranks.*has 32 in all; take --gpus 64"):
+        print_plan(cfg(), **DEFAULTS | {"num_gpus": 32})
+    with pytest.raises(ValueError, match=r"no GPU named 'h300'.*a100, h100, h200, b200"):
+        print_plan(cfg(), **DEFAULTS | {"gpu": "h300"})
+
+
+def test_lengths_of_a_file_make_the_microbatches(cfg, capsys, tmp_path):
+    file = tmp_path / "lengths.txt"
+    file.write_text("\n".join(["500"] * 90 + ["3000"] * 10))
+    print_plan(cfg(), **DEFAULTS | {"lengths_file": file})
+    text = capsys.readouterr().out
+    assert "512 sequences, 383,500 tokens in 48 microbatches" in text
+
+
+def test_suggestions_can_be_pasted(cfg, capsys):
+    print_suggestions(cfg(), **DEFAULTS)
+    text = capsys.readouterr().out
+    assert "layouts fit on 64 h100, the fastest by estimate first:" in text
+    assert "\n  parallel.tensor_parallel_size=" in text and "rollout.num_engines=8 \\" in text
+
+
+def test_where_nothing_fits_that_is_said(cfg):
+    with pytest.raises(ValueError, match="no layout fits on 8 h100: take more GPUs"):
+        print_suggestions(cfg(), **DEFAULTS | {"num_gpus": 8})
