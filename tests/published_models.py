@@ -36,6 +36,21 @@ _QWEN_3 = {
     "eos_token_id": 151645,
 }
 PUBLISHED_MODELS: dict[str, dict[str, Any]] = {
+    "SmolLM2-135M": {
+        "model_type": "llama",
+        "vocab_size": 49152,
+        "num_hidden_layers": 30,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 100000,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
     "Llama-3.1-8B": _LLAMA_3
     | {
         "num_hidden_layers": 32,

@@ -7,6 +7,7 @@ from published_models import PUBLISHED_MODELS, write_config
 
 # As the model hub counts them in the weight files.
 NUM_PARAMETERS = {
+    "SmolLM2-135M": 134_515_008,
     "Llama-3.1-8B": 8_030_261_248,
     "Llama-3.3-70B": 70_553_706_496,
     "Llama-3.1-405B": 405_853_388_800,

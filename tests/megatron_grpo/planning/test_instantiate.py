@@ -14,6 +14,7 @@ from megatron_grpo.config_file import load_config
 from megatron_grpo.planning import built_rank
 from megatron_grpo.planning.built_rank import BuiltRank
 from megatron_grpo.planning.instantiate import build_ranks, distinct_ranks, instantiate
+from megatron_grpo.planning.state import state_bytes
 from models import tiny_model
 from parallel import ParallelDims
 from parallel.device import setup_device
@@ -109,9 +110,12 @@ def test_bytes_are_those_of_real_ranks_and_of_the_plan(elsewhere, tmp_path):
     cfg = config(folder, **values)
     built = elsewhere(fake_ranks, cfg)
     assert [rank.sender.rank for rank in built] == [0, 1, 2, 3]
+    real = run_ranks(4, real_bytes, cfg)
     assert [
         (rank.weight_bytes, rank.gradient_bytes, rank.optimizer_bytes) for rank in built
-    ] == run_ranks(4, real_bytes, cfg)
+    ] == real
+    planned = [state_bytes(cfg, read_shape(folder), rank) for rank in range(4)]
+    assert [(each.weights, each.gradients, each.optimizer) for each in planned] == real
     assert [rank.weight_bytes for rank in built] == [
         rank.sender.layout.num_elements * torch.bfloat16.itemsize for rank in built
     ]

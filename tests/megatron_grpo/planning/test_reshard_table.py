@@ -110,7 +110,7 @@ def test_a_server_of_transformers_is_not_compared_with_backends_of_vllm(plan):
 @pytest.mark.parametrize(
     ("arguments", "differing", "message"),
     [
-        ([], {}, "add --reshard or --instantiate"),
+        ([], {"parallel.tensor_parallel_size": 3}, "num_attention_heads(64)"),
         (["--reshard"], {"rollout.tensor_parallel_size": 3}, "legal values are [1, 2, 4, 8, "),
         (["--reshard"], {"parallel.tensor_parallel_size": 3}, "num_attention_heads(64)"),
         # 32 links of two buffers of 64 KiB.
@@ -123,3 +123,11 @@ def test_a_plan_that_cannot_be_is_refused_in_one_line(plan, arguments, differing
     assert finished.stdout == ""
     assert finished.stderr.startswith("megatron-grpo: ") and finished.stderr.count("\n") == 1
     assert message in finished.stderr
+
+
+def test_a_job_that_does_not_fit_is_refused_with_the_table(plan):
+    finished = plan()
+    assert finished.returncode == 2
+    assert "GB too many" in finished.stdout
+    assert finished.stderr.startswith("megatron-grpo: a GPU of stage 0 needs ")
+    assert finished.stderr.count("\n") == 1

@@ -1,0 +1,93 @@
+"""The planner's worst phase beside the memory that real ranks take, and what engines leave."""
+
+import ctypes
+from pathlib import Path
+
+import pytest
+
+from checkpoint_convert import read_shape
+from distributed import run_ranks
+from megatron_grpo.config import Config
+from megatron_grpo.model import add_gradients, add_optimizer, build_model
+from megatron_grpo.planning.card import CARDS
+from megatron_grpo.planning.memory import engine_bytes, stages_memory
+from megatron_grpo.planning.state import stage_states
+from models import tiny_model
+from parallel import ParallelDims
+from parallel.device import setup_device
+from parallel.groups import init_groups
+from policies import Lengths, accumulate, pack_all, tiny_config
+from published_models import write_config
+
+M_MMAP_THRESHOLD = -3
+SHORT, LONG = [[(64, 192), (32, 96), (32, 96)]] * 3, [[(64, 448)] * 16] * 3
+
+
+def resident(key: str) -> int:
+    """Bytes of this process's memory, now (VmRSS) or at most (VmHWM)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(key)).split()[1]) * 1024
+
+
+def measured_activations(rank: int, cfg: Config, lengths: Lengths) -> int:
+    """Most bytes that an optimizer step of this rank's microbatches takes beside its state."""
+    # Every tensor by itself, and given back at once: nothing of what is freed is still resident.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
+    setup_device(rank)
+    groups = init_groups(cfg.dims)
+    model = build_model(cfg, read_shape(cfg.model.path), groups)
+    add_gradients(model)
+    policy = add_optimizer(model, cfg)
+    for parameter in policy.parameters().values():
+        parameter.data.uniform_(-0.02, 0.02)
+    batches = pack_all(lengths, cfg.dims)
+    accumulate(policy, groups, batches)  # the first touches the gradients' memory
+    Path("/proc/self/clear_refs").write_text("5")  # the most begins anew
+    before = resident("VmRSS")
+    accumulate(policy, groups, batches)
+    return resident("VmHWM") - before
+
+
+def planned_and_measured(
+    folder: Path, dims: ParallelDims, lengths: Lengths
+) -> tuple[list[int], list[int]]:
+    """Bytes of every rank, one per stage."""
+    cfg = tiny_config(
+        folder,
+        dims,
+        f"train.max_tokens_per_microbatch={sum(map(sum, lengths[0]))}",
+        "model.megatron.transformer_impl=local",
+    )
+    shape = read_shape(cfg.model.path)
+    stages = stages_memory(cfg, shape, stage_states(cfg, shape), len(lengths), engine=0)
+    measured = run_ranks(dims.world_size, measured_activations, cfg, lengths)
+    return [stage.phases["train"] for stage in stages], measured
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_activations_of_smollm2_are_what_a_process_takes(pipeline, tmp_path):
+    folder = write_config(tmp_path, "SmolLM2-135M")
+    planned, measured = planned_and_measured(folder, ParallelDims(pipeline=pipeline), SHORT)
+    assert measured == pytest.approx(planned, rel=0.05)
+
+
+def test_activations_of_the_tiny_model_are_what_a_process_takes(tmp_path):
+    folder = tiny_model(tmp_path, "qwen3", head_dim=32)
+    planned, measured = planned_and_measured(folder, ParallelDims(), LONG)
+    assert measured == pytest.approx(planned, rel=0.15)
+
+
+def test_an_engine_has_the_rest_of_its_share_for_keys_and_values(tmp_path):
+    folder = write_config(tmp_path, "Llama-3.1-8B")
+    cfg = tiny_config(
+        folder,
+        ParallelDims(),
+        "model.dtype=bfloat16",
+        "rollout.tensor_parallel_size=2",
+        "rollout.vllm.gpu_memory_utilization=0.5",
+    )
+    engine = engine_bytes(cfg, read_shape(folder), CARDS["h100"])
+    assert engine.total == 40 * 10**9
+    assert engine.weights == pytest.approx(8_030_261_248, rel=1e-3)  # half of it, in two bytes
+    # 32 layers, 4 of 8 heads of 128, keys and values of two bytes.
+    assert engine.cached_tokens == engine.cache // (32 * 4 * 128 * 2 * 2)
