@@ -9,8 +9,11 @@ from checkpoint_convert.megatron import checkpoint_layout
 from megatron_grpo.batching import BatchSchedule
 from megatron_grpo.config_file import load_config
 from megatron_grpo.planning.built_rank import build_rank
+from megatron_grpo.planning.card import CARDS
 from megatron_grpo.planning.instantiate import instantiate
+from megatron_grpo.planning.job_plan import plan_job
 from megatron_grpo.planning.reshard_table import reshard_table
+from megatron_grpo.planning.workload import longest_sequence
 from megatron_grpo.rollout import check_engine_arguments
 from parallel.device import setup_device
 from parallel.microbatches import plan_microbatches
@@ -72,6 +75,13 @@ def test_weights_can_be_pushed(name, published, tmp_path):
 def test_every_rank_is_built_as_planned(name, published, tmp_path, elsewhere):
     cfg = run_config(name, published, tmp_path)
     assert elsewhere(instantiate, cfg).faults == []
+
+
+@of_every_run
+def test_the_planner_has_no_objection(name, published, tmp_path):
+    cfg = run_config(name, published, tmp_path)
+    shape = read_shape(cfg.model.path)
+    assert plan_job(cfg, shape, CARDS["h100"], [longest_sequence(cfg, shape)]).fits
 
 
 def first_rank(cfg):
