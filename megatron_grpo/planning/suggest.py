@@ -3,6 +3,9 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
+from rich.console import Console
+from rich.progress import track
+
 from checkpoint_convert import ModelShape, check_divisible
 from megatron_grpo.config import Config, ParallelConfig
 from megatron_grpo.planning.card import Card
@@ -76,7 +79,14 @@ def suggest(
     engine = engine_bytes(cfg, shape, card) if cfg.rollout.engine == "vllm" else None
     beside = engine.total if engine and num_ranks == num_gpus else 0
     found, states = [], {}
-    for parallel in _layouts(shape, card, num_ranks):
+    console = Console(stderr=True)
+    for parallel in track(
+        list(_layouts(shape, card, num_ranks)),
+        "comparing layouts",
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ):
         candidate = cfg.model_copy(update={"parallel": parallel})
         dims = candidate.dims
         try:
