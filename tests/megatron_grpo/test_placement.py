@@ -60,6 +60,7 @@ def test_the_command_says_it_line_by_line():
     assert said.output.splitlines() == [
         "run_dir runs/tiny_cpu",
         "ranks_per_node 4",
+        "startup_timeout 300",
         "trainer a",
         "trainer b",
         "engine a 0",
