@@ -43,8 +43,8 @@ def train(
 
     Alone, it starts every rank of this host with torchrun; under torchrun or srun it joins as one
     rank. The exit code is 0 only when all steps are done and the model is exported; 1 after a
-    failure, 2 where the message says what to mend, 75 after a signal (SIGTERM, SIGUSR1) to save and
-    stop.
+    failure, 2 for a mistake that shows before the first step, 75 after a signal (SIGTERM, SIGUSR1)
+    to save and stop.
 
     Example: megatron-grpo train configs/demo_smollm2_135m.yaml parallel.tensor_parallel_size=3
     """

@@ -11,7 +11,6 @@ class Card:
     """Bytes."""
     flops: float
     """Dense bfloat16."""
-    memory_rate: float
     node_rate: float
     """To the other GPUs of the node (NVLink), in one direction."""
     network_rate: float
@@ -20,18 +19,10 @@ class Card:
 
 
 CARDS = {
-    "a100": Card(
-        memory=80 * 10**9, flops=312e12, memory_rate=2.039e12, node_rate=300e9, network_rate=25e9
-    ),
-    "h100": Card(
-        memory=80 * 10**9, flops=989e12, memory_rate=3.35e12, node_rate=450e9, network_rate=50e9
-    ),
-    "h200": Card(
-        memory=141 * 10**9, flops=989e12, memory_rate=4.8e12, node_rate=450e9, network_rate=50e9
-    ),
-    "b200": Card(
-        memory=180 * 10**9, flops=2250e12, memory_rate=8e12, node_rate=900e9, network_rate=50e9
-    ),
+    "a100": Card(memory=80 * 10**9, flops=312e12, node_rate=300e9, network_rate=25e9),
+    "h100": Card(memory=80 * 10**9, flops=989e12, node_rate=450e9, network_rate=50e9),
+    "h200": Card(memory=141 * 10**9, flops=989e12, node_rate=450e9, network_rate=50e9),
+    "b200": Card(memory=180 * 10**9, flops=2250e12, node_rate=900e9, network_rate=50e9),
 }
 """SXM modules in nodes of NVIDIA's HGX and DGX kind, one network card per GPU."""
 
