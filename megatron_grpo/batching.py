@@ -37,12 +37,12 @@ class BatchSchedule:
     num_iterations: int = 1
 
     def __post_init__(self) -> None:
-        if self.num_generations < 2:
-            raise ValueError(
-                f"grpo.num_generations {self.num_generations}: a completion is judged against the "
-                "others of its prompt, so at least 2"
-            )
-        for name in ("generation_batch_size", "steps_per_generation", "num_iterations"):
+        for name in (
+            "num_generations",
+            "generation_batch_size",
+            "steps_per_generation",
+            "num_iterations",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"grpo.{name} {getattr(self, name)}: at least 1")
         if self.generation_batch_size % self.num_generations:

@@ -11,8 +11,6 @@ from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -22,15 +20,9 @@ from pydantic import (
     model_validator,
 )
 
+from megatron_grpo.config_section import Section
+from megatron_grpo.grpo_config import GRPOConfig
 from parallel import ParallelDims
-
-
-class Section(BaseModel):
-    """A table of the config: frozen, of known keys and exact types."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
 
 
 class ModelConfig(Section):
@@ -40,7 +32,7 @@ class ModelConfig(Section):
     """Hugging Face folder: config.json, safetensors, tokenizer."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the weights in forward and backward; master weights and moments are float32."""
-    megatron: dict[str, Any] = {}
+    megatron: dict[str, Any] = Field(default={})
     """Fields of Megatron-Core's TransformerConfig, passed through."""
 
 
@@ -177,41 +169,6 @@ class ParallelConfig(Section):
         )
 
 
-class GRPOConfig(Section):
-    """Batch arithmetic and loss, by the names that TRL and ms-swift users know."""
-
-    num_generations: PositiveInt = 8
-    """Completions per prompt: the group whose rewards are compared."""
-    generation_batch_size: PositiveInt
-    """Completions of one generation, over all ranks."""
-    steps_per_generation: PositiveInt = 1
-    """Optimizer batches that one generation is cut into."""
-    num_iterations: PositiveInt = 1
-    """Passes over one generation."""
-    loss_type: Literal["grpo", "dapo", "dr_grpo"] = "grpo"
-    """Mean per sequence (grpo), over all tokens (dapo), or by a constant length (dr_grpo)."""
-    scale_rewards: Literal["group", "batch", "none"] = "group"
-    """Which standard deviation divides the advantages."""
-    beta: NonNegativeFloat = 0.04
-    """Weight of the KL divergence to the reference model; 0 loads no reference."""
-    epsilon: float = Field(default=0.2, gt=0, lt=1)
-    """The ratio is clipped below 1 - epsilon."""
-    epsilon_high: PositiveFloat = Field(default_factory=lambda data: data["epsilon"])
-    """The ratio is clipped above 1 + epsilon_high; by default epsilon."""
-    delta: float | None = None
-    """Dual clip: bound of the ratio where the advantage is negative; null: none."""
-
-    @model_validator(mode="after")
-    def _dual_clip_is_outside(self) -> Self:
-        if self.delta is not None and self.delta <= 1 + self.epsilon_high:
-            raise ValueError(
-                f"grpo.delta {self.delta} would also cut ratios of positive advantages, which "
-                f"1 + grpo.epsilon_high = {1 + self.epsilon_high} allows: use a larger one, "
-                "such as 2.0"
-            )
-        return self
-
-
 class RolloutConfig(Section):
     """The engines that generate completions."""
 
@@ -239,7 +196,7 @@ class RolloutConfig(Section):
     """Seconds until an engine must have answered a health probe; else it is lost."""
     stall_timeout: PositiveFloat = 120.0
     """Seconds in which an engine that has requests must generate a token; else it is lost."""
-    vllm: dict[str, Any] = {}
+    vllm: dict[str, Any] = Field(default={})
     """Fields of vLLM's EngineArgs, passed through."""
     update_weights_bucket_megabytes: PositiveInt = 512
     """Most megabytes of buffers in one process while new weights go to the engines."""
@@ -283,7 +240,7 @@ class RewardFunction(Section):
     """`exact`, `math_answer`, `format`, or `file.py:function`."""
     weight: float = 1.0
     """Factor of this function in the total reward."""
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] = Field(default={})
     """Passed to the function by keyword, such as the `pattern` of `format`."""
 
     @property

@@ -1,14 +1,16 @@
 """One generation of scored completions, and how it becomes the microbatches of every rank."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from megatron_grpo.advantages import group_advantages, normalized_sum_advantages
 from megatron_grpo.batching import BatchSchedule
 from megatron_grpo.config import Config
 from megatron_grpo.exchange import Minibatches
 from megatron_grpo.loss import loss_weights
+from megatron_grpo.rewards.total import total_rewards
 from megatron_grpo.rollout.samples import Sample
 from parallel.microbatches import CostModel, plan_microbatches
 from parallel.packing import Alignment, TokenSequence, pack
@@ -21,8 +23,10 @@ class Experience:
     samples: list[Sample]
     rewards: list[dict[str, float]]
     totals: Tensor
+    """[N] float64, NaN for a sample that could not be scored."""
     group_ids: Tensor
     advantages: Tensor
+    """[N] float64; under process supervision those of the first tokens."""
     old_logprobs: list[Tensor] | None = None
     """Of the response tokens under the policy that made them, in a generation that is resumed."""
 
@@ -30,6 +34,36 @@ class Experience:
     def num_tokens(self) -> int:
         """Tokens of all prompts and completions."""
         return sum(len(s.prompt.token_ids) + len(s.completion_ids) for s in self.samples)
+
+
+def compare(samples: list[Sample], rewards: list[dict[str, float]], cfg: Config) -> Experience:
+    """The experience of scored samples; a group is all samples of one prompt."""
+    functions = cfg.reward.functions
+    totals = torch.tensor(total_rewards(rewards, functions), dtype=torch.float64)
+    group_ids = torch.tensor([sample.prompt.index for sample in samples])
+    if cfg.grpo.multi_objective_aggregation == "normalize_then_sum":
+        scores = torch.tensor(
+            [[score[function.label] for function in functions] for score in rewards],
+            dtype=torch.float64,
+        )
+        weights = torch.tensor([function.weight for function in functions], dtype=torch.float64)
+        advantages = normalized_sum_advantages(scores, weights, group_ids)
+    else:
+        advantages = _advantages(totals, group_ids, cfg)
+    return Experience(samples, rewards, totals, group_ids, advantages)
+
+
+def less_kl(experience: Experience, kl: Tensor, beta: float, cfg: Config) -> Experience:
+    """The same with `beta` times the divergence `kl` [N] subtracted from the rewards compared."""
+    totals = experience.totals - beta * kl
+    return replace(experience, advantages=_advantages(totals, experience.group_ids, cfg))
+
+
+def _advantages(totals: Tensor, group_ids: Tensor, cfg: Config) -> Tensor:
+    grpo = cfg.grpo
+    return group_advantages(
+        totals, group_ids, grpo.scale_rewards, estimator=grpo.advantage_estimator
+    )
 
 
 def share_out(
@@ -56,8 +90,9 @@ def share_out(
 
 def _sequences(experience: Experience, indices: list[int], cfg: Config) -> list[TokenSequence]:
     samples = [experience.samples[i] for i in indices]
+    masks = [_response_mask(experience, i, cfg) for i in indices]
     weights = loss_weights(
-        torch.tensor([len(sample.completion_ids) for sample in samples]),
+        torch.stack([mask.sum() for mask in masks]),
         cfg.grpo.loss_type,
         cfg.rollout.max_completion_length,
     )
@@ -69,6 +104,15 @@ def _sequences(experience: Experience, indices: list[int], cfg: Config) -> list[
             loss_weight=float(weight),
             rollout_logprobs=torch.tensor(sample.logprobs),
             old_logprobs=experience.old_logprobs[i] if experience.old_logprobs else None,
+            response_mask=mask,
         )
-        for sample, i, weight in zip(samples, indices, weights, strict=True)
+        for sample, i, mask, weight in zip(samples, indices, masks, weights, strict=True)
     ]
+
+
+def _response_mask(experience: Experience, i: int, cfg: Config) -> Tensor:
+    """Which tokens of completion `i` the loss is taken over: none where nothing is known of it."""
+    sample = experience.samples[i]
+    is_overlong = cfg.grpo.overlong_filter and sample.finish_reason == "length"
+    counts = not is_overlong and not bool(experience.totals[i].isnan())
+    return torch.full((len(sample.completion_ids),), counts)

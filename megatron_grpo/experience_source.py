@@ -1,16 +1,17 @@
 """From prompts to experience: generate, score, compare. Lives on rank 0 only."""
 
+from dataclasses import replace
+
 import torch
 
 from checkpoint_convert import ModelShape
 from checkpoint_convert.tokenizer import load_tokenizer
 from checkpoint_convert.vllm import check_engine
-from megatron_grpo.advantages import group_advantages
 from megatron_grpo.batching import BatchSchedule
 from megatron_grpo.config import Config
-from megatron_grpo.experience import Experience
+from megatron_grpo.experience import Experience, compare
 from megatron_grpo.prompts import PromptStream, end_tokens, load_prompts
-from megatron_grpo.rewards import RewardPool, total_rewards
+from megatron_grpo.rewards import RewardPool
 from megatron_grpo.rollout.client import RolloutClient
 from megatron_grpo.rollout.fleet import Fleet
 from megatron_grpo.rollout.generation import Generation
@@ -72,14 +73,13 @@ class ExperienceSource:
             )
         with timer.phase("score"):
             rewards = self.rewards.score(samples)
-        totals = torch.tensor(total_rewards(rewards, cfg.reward.functions), dtype=torch.float64)
-        group_ids = torch.arange(len(samples)) // cfg.grpo.num_generations
-        advantages = group_advantages(totals, group_ids, cfg.grpo.scale_rewards)
-        return Experience(samples, rewards, totals, group_ids, advantages)
+        return compare(samples, rewards, cfg)
 
     def probe(self, policy_version: int) -> Experience:
         """Short samples of the first prompts, unscored: the same in every run of this config."""
         samples = self._generate(0, policy_version, max_completion_length=PROBE_LENGTH)
+        # Cut short on purpose: no filter is to leave them out.
+        samples = [replace(sample, finish_reason="stop") for sample in samples]
         nothing = torch.zeros(len(samples), dtype=torch.float64)
         return Experience(samples, [], nothing, nothing.long(), nothing)
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from megatron_grpo.config import Config
 from megatron_grpo.exchange import distribute
 from megatron_grpo.experience import Experience, share_out
+from megatron_grpo.logprobs import compute_logprobs
 from megatron_grpo.model import Policy
-from megatron_grpo.train_step import compute_logprobs
 from parallel.groups import Groups
 from parallel.microbatches import CostModel
 
@@ -44,9 +44,9 @@ def probe_logprobs(
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     largest = torch.zeros(1, dtype=torch.float64, device=device)
     for minibatch in distribute(shares, groups, device):
-        computed = compute_logprobs(policy, minibatch, cfg.rollout.temperature, groups)
-        for batch, logprobs in zip(minibatch, computed, strict=True):
-            if logprobs is not None and batch.loss_mask.any():
+        computed = compute_logprobs(policy, minibatch, cfg.rollout.temperature, groups) or []
+        for batch, (logprobs, _) in zip(minibatch, computed, strict=bool(computed)):
+            if batch.loss_mask.any():
                 gaps = (logprobs - batch.rollout_logprobs).abs()[batch.loss_mask].double()
                 sums += torch.stack([gaps.sum(), torch.ones_like(gaps).sum()])
                 largest = torch.maximum(largest, gaps.max())

@@ -1,13 +1,16 @@
 """What a step reports: numbers that do not depend on how its tokens were split over ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_grpo.advantages import RewardGroups
-from megatron_grpo.loss import GRPOLoss, k3
+from megatron_grpo.grpo_config import GRPOConfig
+from megatron_grpo.kl import k3
+from megatron_grpo.loss import GRPOLoss
 from parallel.packing import PackedBatch
 
 AllReduce = Callable[[Tensor, dist.ReduceOp.RedOpType], None]
@@ -24,8 +27,24 @@ _SUMS = (
     "kl",
     "rollout_gap",
     "rollout_kl",
+    "rollout_ratio",
+    "rollout_weight",
+    "off_policy",
+    "high_entropy",
+    "stale_gap",
 )
 _MAXIMA = ("ratio", "rollout_gap")
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What is known of an optimizer step: its metrics, and means over its sequences' tokens."""
+
+    metrics: dict[str, float]
+    entropy: list[float]
+    """Of each sequence of the optimizer batch; NaN for one of which no token counts."""
+    rollout_gap: list[float]
+    """The same of the difference between the log-probabilities of trainer and engine."""
 
 
 class TrainMetrics:
@@ -47,12 +66,14 @@ class TrainMetrics:
     ) -> None:
         """Count the tokens of `mask` [T]: the response tokens that this rank predicted.
 
-        `loss`, `logprobs` [T] and `entropy` [T] are what came of them. The gap between engine and
-        trainer is taken under the policy that generated, where the two ought to agree.
+        `loss`, `logprobs` [T] and `entropy` [T] are what came of them. Log-probabilities of engine
+        and trainer are compared under the policy that generated, where the two ought to agree, and
+        apart from that those of the policy that generated and the present one: `stale_gap`.
         """
         self.losses.append(loss.total.detach())
-        generating = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-        gap = (generating - batch.rollout_logprobs).abs()
+        present = logprobs.detach()
+        generating = present if batch.old_logprobs is None else batch.old_logprobs
+        mismatch = generating - batch.rollout_logprobs
         ratio = loss.log_ratio.exp()
         values = {
             "tokens": torch.ones_like(ratio),
@@ -61,10 +82,15 @@ class TrainMetrics:
             "approx_kl": k3(torch.zeros_like(ratio), loss.log_ratio),
             "clipped_low": loss.clipped_low,
             "clipped_high": loss.clipped_high,
-            "entropy": entropy,
+            "entropy": entropy.detach(),
             "kl": loss.kl,
-            "rollout_gap": gap,
+            "rollout_gap": mismatch.abs(),
             "rollout_kl": k3(batch.rollout_logprobs, generating),
+            "rollout_ratio": mismatch.exp(),
+            "rollout_weight": loss.rollout_weight,
+            "off_policy": loss.off_policy,
+            "high_entropy": mask if batch.high_entropy is None else batch.high_entropy,
+            "stale_gap": (present - generating).abs(),
         }
         columns = torch.stack([values[name].double() for name in _SUMS], dim=1)
         columns = columns.where(mask[:, None], 0.0)
@@ -73,44 +99,70 @@ class TrainMetrics:
         largest = torch.stack([values[name].double().where(mask, 0.0).amax() for name in _MAXIMA])
         self.maxima = torch.maximum(self.maxima, largest)
 
-    def reduce(self, all_reduce: AllReduce, *, with_kl: bool) -> dict[str, float]:
+    def reduce(self, all_reduce: AllReduce, grpo: GRPOConfig) -> StepReport:
         """The metrics of the whole optimizer batch, by their final names; all zero without tokens.
 
         `all_reduce` covers the data, context and pipeline ranks of one tensor coordinate: tensor
-        ranks hold the same numbers. `with_kl` is whether there was a reference.
+        ranks hold the same numbers. What `grpo` has no use for is left out.
         """
         all_reduce(self.sums, dist.ReduceOp.SUM)
         all_reduce(self.maxima, dist.ReduceOp.MAX)
-        by_sequence = dict(zip(_SUMS, self.sums.cpu().T, strict=True))
+        sums = dict(zip(_SUMS, self.sums.cpu().T, strict=True))
         maxima = dict(zip(_MAXIMA, self.maxima.tolist(), strict=True))
-        counted = by_sequence["tokens"] > 0
-        num_tokens = by_sequence["tokens"].sum().clamp(min=1)
-        mean = {name: float(sums.sum() / num_tokens) for name, sums in by_sequence.items()}
-        sequence = {
-            name: sums[counted] / by_sequence["tokens"][counted]
-            if counted.any()
-            else torch.zeros(1)
-            for name, sums in by_sequence.items()
+        mean = {
+            name: float(of.sum() / sums["tokens"].sum().clamp(min=1)) for name, of in sums.items()
         }
+        by_sequence = {name: of / sums["tokens"] for name, of in sums.items()}
+        counted = {name: _or_zero(of[sums["tokens"] > 0]) for name, of in by_sequence.items()}
         metrics = {
-            "loss": float(by_sequence["loss"].sum()),
-            "num_response_tokens": float(by_sequence["tokens"].sum()),
+            "loss": float(sums["loss"].sum()),
+            "num_response_tokens": float(sums["tokens"].sum()),
             "approx_kl": mean["approx_kl"],
             "ratio/mean": mean["ratio"],
             "ratio/max": maxima["ratio"],
             "clip_ratio/region_mean": mean["clipped_low"] + mean["clipped_high"],
             "clip_ratio/low_mean": mean["clipped_low"],
-            "clip_ratio/low_min": float(sequence["clipped_low"].min()),
+            "clip_ratio/low_min": float(counted["clipped_low"].min()),
             "clip_ratio/high_mean": mean["clipped_high"],
-            "clip_ratio/high_max": float(sequence["clipped_high"].max()),
-            "entropy/mean": float(sequence["entropy"].mean()),
-            "entropy/min": float(sequence["entropy"].min()),
-            "entropy/max": float(sequence["entropy"].max()),
-            "rollout/logprob_gap_mean": mean["rollout_gap"],
-            "rollout/logprob_gap_max": maxima["rollout_gap"],
-            "rollout/kl": mean["rollout_kl"],
+            "clip_ratio/high_max": float(counted["clipped_high"].max()),
+            "entropy/mean": float(counted["entropy"].mean()),
+            "entropy/min": float(counted["entropy"].min()),
+            "entropy/max": float(counted["entropy"].max()),
+            **_mismatch_metrics(mean, maxima),
         }
-        return metrics | ({"kl": mean["kl"]} if with_kl else {})
+        if grpo.beta > 0:
+            metrics["kl"] = mean["kl"]
+        if grpo.top_entropy_quantile < 1:
+            metrics["entropy/high_ratio"] = mean["high_entropy"]
+        if grpo.rollout_importance_sampling_mode:
+            metrics["rollout/weight_mean"] = mean["rollout_weight"]
+        if grpo.off_policy_mask_threshold is not None:
+            metrics["off_policy_mask_ratio"] = mean["off_policy"]
+        return StepReport(
+            metrics, by_sequence["entropy"].tolist(), by_sequence["rollout_gap"].tolist()
+        )
+
+
+def _mismatch_metrics(mean: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
+    """How far engine and trainer are apart, its causes told apart.
+
+    `logprob_gap` and `kl` compare the two under the same weights. Numerics leave `ratio_mean`, the
+    mean of trainer over engine, near 1, however large the gap: its expectation is 1 when the tokens
+    were drawn from the probabilities that the engine reports. A sampling transform that the trainer
+    does not know of (temperature, top-p, penalties) moves it. `stale_gap` is what the updates since
+    the generation have changed.
+    """
+    return {
+        "rollout/logprob_gap_mean": mean["rollout_gap"],
+        "rollout/logprob_gap_max": maxima["rollout_gap"],
+        "rollout/kl": mean["rollout_kl"],
+        "rollout/ratio_mean": mean["rollout_ratio"],
+        "rollout/stale_gap_mean": mean["stale_gap"],
+    }
+
+
+def _or_zero(values: Tensor) -> Tensor:
+    return values if len(values) else values.new_zeros(1)
 
 
 def completion_metrics(lengths: Sequence[int], truncated: Sequence[bool]) -> dict[str, float]:
@@ -130,19 +182,24 @@ def reward_metrics(
 
     `rewards` holds for each completion what each reward function said, `totals` [N] the weighted
     sums, `group_ids` [N] and `advantages` [N] are those of `group_advantages`. `reward_std` is the
-    mean over groups of the standard deviation within.
+    mean over groups of the standard deviation within. A score that is NaN has failed: it is
+    counted, and in no mean.
     """
-    groups = RewardGroups(totals, group_ids)
+    scored = ~totals.isnan()
+    groups = RewardGroups(totals[scored], group_ids[scored])
     metrics = {
         "reward": float(groups.rewards.mean()),
         "reward_std": float(groups.std().mean()),
         "frac_reward_zero_std": float((~groups.has_spread).double().mean()),
         "advantages/std": _std(advantages),
+        "rewards/failed": float((~scored).sum()),
     }
     for name in rewards[0]:
         values = torch.tensor([scores[name] for scores in rewards], dtype=torch.float64)
-        metrics[f"reward/{name}/mean"] = float(values.mean())
-        metrics[f"reward/{name}/std"] = _std(values)
+        values = values[~values.isnan()]
+        if len(values):
+            metrics[f"reward/{name}/mean"] = float(values.mean())
+            metrics[f"reward/{name}/std"] = _std(values)
     return metrics
 
 

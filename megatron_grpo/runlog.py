@@ -1,16 +1,17 @@
 """What a run shows and leaves behind, step by step. Rank 0 only."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from megatron_grpo.batching import BatchSchedule
 from megatron_grpo.config import Config
 from megatron_grpo.config_file import dump_config
 from megatron_grpo.experience import Experience
-from megatron_grpo.metrics import completion_metrics, reward_metrics
+from megatron_grpo.metrics import StepReport, completion_metrics, reward_metrics
 from megatron_grpo.progress import ProgressBar
 from megatron_grpo.report import CURVES_FILE, draw_curves
+from megatron_grpo.rollout.samples import Sample
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.tracking import METRICS_FILE, Tracking, completion_rows
 
@@ -20,7 +21,7 @@ class RunLog:
 
     def __init__(self, cfg: Config, first_step: int) -> None:
         self.run_dir = cfg.train.run_dir
-        self.steps_per_generation = BatchSchedule.of(cfg.grpo).steps_per_generation
+        self.batches, self.seed = BatchSchedule.of(cfg.grpo), cfg.train.seed
         self.run_dir.mkdir(parents=True, exist_ok=True)
         (self.run_dir / "config.yaml").write_text(dump_config(cfg))
         self.tracking = Tracking(
@@ -31,17 +32,20 @@ class RunLog:
     def step(
         self,
         step: int,
-        train_metrics: dict[str, float],
+        metrics: dict[str, float],
+        report: StepReport,
         experience: Experience,
         timer: PhaseTimer,
-        *,
-        is_new: bool,
     ) -> None:
-        """Log optimizer step `step`, counted from 1; completions only of a new experience."""
-        samples = experience.samples
+        """Log optimizer step `step`, counted from 1.
+
+        Completions are logged in the step that first trains on them.
+        """
+        samples, cursor = experience.samples, self.batches.cursor(step - 1)
         times = timer.metrics()
         metrics = {
-            **train_metrics,
+            **metrics,
+            **report.metrics,
             **reward_metrics(
                 experience.rewards, experience.totals, experience.group_ids, experience.advantages
             ),
@@ -49,13 +53,17 @@ class RunLog:
                 [len(sample.completion_ids) for sample in samples],
                 [sample.finish_reason == "length" for sample in samples],
             ),
+            "rollout/version_lag_mean": _mean_lag(step - 1, samples),
             "tokens_per_second": (
-                experience.num_tokens / self.steps_per_generation / times["time/step"]
+                experience.num_tokens / self.batches.steps_per_generation / times["time/step"]
             ),
             **times,
         }
-        rows = completion_rows(step, samples, experience.rewards, experience.advantages.tolist())
-        self.tracking.log(step, metrics, rows if is_new else [])
+        rows = []
+        if cursor.iteration == 0:
+            minibatches = self.batches.minibatches(cursor.generation, self.seed)
+            rows = completion_rows(step, experience, minibatches[cursor.minibatch], report)
+        self.tracking.log(step, metrics, rows)
         self.bar.show(step, metrics)
 
     def close(self) -> None:
@@ -70,6 +78,11 @@ class RunLog:
         with told(f"{CURVES_FILE} could not be drawn"):
             if (self.run_dir / METRICS_FILE).stat().st_size:
                 draw_curves(self.run_dir)
+
+
+def _mean_lag(policy_version: int, samples: Sequence[Sample]) -> float:
+    """Optimizer steps between the weights that made a sample and those that are trained."""
+    return sum(policy_version - sample.policy_version for sample in samples) / len(samples)
 
 
 @contextmanager

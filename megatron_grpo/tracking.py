@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.config import WandbConfig
-from megatron_grpo.rollout.samples import Sample
+from megatron_grpo.experience import Experience
+from megatron_grpo.metrics import StepReport
 
 METRICS_FILE = "metrics.jsonl"
 COMPLETIONS_FILE = "completions.jsonl"
@@ -79,24 +80,32 @@ def drop_records_after(path: Path, step: int) -> None:
 
 
 def completion_rows(
-    step: int,
-    samples: Sequence[Sample],
-    rewards: Sequence[Mapping[str, float]],
-    advantages: Sequence[float],
+    step: int, experience: Experience, indices: Sequence[int], report: StepReport
 ) -> list[dict[str, Any]]:
-    """One row per completion; the three sequences are parallel, rewards are by function name."""
+    """One row for each of the completions `indices`, those that `report` is about.
+
+    What is not known is null: the score of a reward that failed, entropy and gap of a completion of
+    which no token counts.
+    """
     return [
         {
             "step": step,
             "prompt": sample.prompt.text,
             "completion": sample.text,
-            "rewards": dict(reward),
-            "advantage": advantage,
+            "rewards": {name: _known(value) for name, value in experience.rewards[i].items()},
+            "advantage": float(experience.advantages[i]),
+            "entropy": _known(entropy),
+            "logprob_gap": _known(gap),
             "finish_reason": sample.finish_reason,
             "policy_version": sample.policy_version,
         }
-        for sample, reward, advantage in zip(samples, rewards, advantages, strict=True)
+        for i, entropy, gap in zip(indices, report.entropy, report.rollout_gap, strict=True)
+        for sample in [experience.samples[i]]
     ]
+
+
+def _known(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 class WandbRun:

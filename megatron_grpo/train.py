@@ -19,12 +19,16 @@ from megatron_grpo.checkpoints.newest import steps_done
 from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.config import Config
 from megatron_grpo.exchange import Minibatches, collect_old_logprobs, distribute
-from megatron_grpo.experience import Experience, share_out
+from megatron_grpo.experience import Experience, less_kl, share_out
 from megatron_grpo.experience_source import ExperienceSource
 from megatron_grpo.export import export_model
+from megatron_grpo.kl import adapted_beta
+from megatron_grpo.kl_reward import sequence_kl, with_advantages
 from megatron_grpo.launch import RankPlace
 from megatron_grpo.logprob_probe import probe_logprobs
+from megatron_grpo.metrics import StepReport
 from megatron_grpo.model import build_policy, build_reference, weight_sender
+from megatron_grpo.old_policy import add_logprobs
 from megatron_grpo.preemption import Preempted, agree_to_stop
 from megatron_grpo.rollout import EnginesLost
 from megatron_grpo.run_lock import run_lock
@@ -32,7 +36,7 @@ from megatron_grpo.runlog import RunLog
 from megatron_grpo.skipped_steps import SkippedSteps
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.tracking import WANDB_ID_FILE
-from megatron_grpo.train_step import add_logprobs, train_step
+from megatron_grpo.train_step import train_step
 from megatron_grpo.watch import START, Limits, Watch
 from megatron_grpo.weight_sync import WeightSync
 from parallel.device import communication_backend, setup_device
@@ -105,9 +109,9 @@ def train(
             watch.begin_step(step + 1)
             training.stop_if_preempted(step)
             training.roll_out(step)
-            metrics |= training.update(step)
+            report = training.update(step)
             lost = training.push_unless_lost(step + 1)
-            training.log(step + 1, metrics)
+            training.log(step + 1, metrics, report)
             training.save(step + 1)
             if lost:
                 training.save_and_stop(step + 1, lost)
@@ -146,6 +150,9 @@ class Training:
         self.state = self.checkpoints.load()
         watch.enter(START)  # all ranks have loaded
         self.first_step = self.state.step
+        self.beta = cfg.grpo.beta
+        if cfg.grpo.kl_target is not None and self.state.beta is not None:
+            self.beta = self.state.beta
         self.skipped = SkippedSteps(cfg.train.max_skipped_steps, self.state.num_skipped_in_a_row)
         self.weight_sync = stack.enter_context(
             closing(WeightSync(cfg, shape, weight_sender(self.policy, groups), device, num_hosts))
@@ -215,6 +222,8 @@ class Training:
                 add_logprobs(minibatch, self.policy, self.reference, self.cfg, self.groups)
                 for minibatch in minibatches
             ]
+        if cursor.starts_generation and self.reference and self.cfg.grpo.kl_in_reward:
+            self._subtract_kl(cursor.generation)
 
     def _collect(self, source: ExperienceSource, generation: int, step: int) -> Experience:
         """Rank 0: the samples of a generation. Preempted, where somebody wants the machine back."""
@@ -226,13 +235,41 @@ class Training:
                 raise Preempted(str(error)) from error
             raise
 
-    def update(self, step: int) -> dict[str, float]:
-        """One optimizer step; its metrics."""
+    def _subtract_kl(self, generation: int) -> None:
+        """Take the divergence from the reference out of the rewards that advantages compare."""
+        found = sequence_kl(
+            self.minibatches,
+            self.batches.minibatch_size,
+            self.cfg.grpo.kl_estimator,
+            self.groups,
+        )
+        indices = self.batches.minibatches(generation, self.cfg.train.seed)
+        kl = torch.zeros(self.batches.generation_batch_size, dtype=torch.float64)
+        for places, sums in zip(indices, found, strict=True):
+            kl[places] = sums.cpu()
+        if self.experience:
+            self.experience = less_kl(self.experience, kl, self.beta, self.cfg)
+            kl = self.experience.advantages
+        advantages = kl.to(self.device)
+        dist.broadcast(advantages, src=0)
+        self.minibatches = with_advantages(
+            self.minibatches, [advantages[places] for places in indices]
+        )
+
+    def update(self, step: int) -> StepReport:
+        """One optimizer step."""
         minibatch = self.minibatches[self.batches.cursor(step).minibatch]
         with self.timer.phase("train"):
-            metrics = train_step(self.policy, minibatch, self.cfg, self.groups, self.skipped)
+            report = train_step(
+                self.policy, minibatch, self.cfg, self.groups, self.skipped, self.beta
+            )
+        if (target := self.cfg.grpo.kl_target) is not None:
+            report.metrics["beta"] = self.beta
+            if "kl" in report.metrics:  # else it was not finite, and the step skipped
+                num, horizon = self.batches.minibatch_size, self.cfg.grpo.kl_horizon
+                self.beta = adapted_beta(self.beta, report.metrics["kl"], target, num, horizon)
         self.checkpoints.poll()
-        return metrics
+        return report
 
     def push(self, policy_version: int) -> None:
         """Have the engines serve the weights as they are now; EnginesLost where there are none."""
@@ -256,13 +293,12 @@ class Training:
             self.checkpoints.wait()
         raise lost
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Log what happened in `step`, counted from 1."""
+    def log(self, step: int, metrics: dict[str, float], report: StepReport) -> None:
+        """Log what happened in `step`, counted from 1: its report, and further metrics."""
         if self._log and self.source and self.experience:
-            is_new = self.batches.cursor(step - 1).starts_generation
-            if is_new:
+            if self.batches.cursor(step - 1).starts_generation:
                 metrics["rollout/num_engines"] = self.source.num_engines
-            self._log.step(step, metrics, self.experience, self.timer, is_new=is_new)
+            self._log.step(step, metrics, report, self.experience, self.timer)
         # What follows is after the log, so that a checkpoint never knows of a step that the log
         # does not; its seconds count in the next step.
         self.timer = PhaseTimer(self.watch.enter)
@@ -303,6 +339,7 @@ class Training:
             num_skipped_in_a_row=self.skipped.num_in_a_row,
             wandb_id=wandb_id.read_text() if wandb_id.exists() else None,
             prompts=self.prompts,
+            beta=self.beta,
         )
         self.checkpoints.save(state, self._with_old_logprobs(step) if inside else None)
 

@@ -16,16 +16,18 @@ from parallel.dims import ParallelDims
 class TokenSequence:
     """One prompt with one completion, and what the loss needs to know of it.
 
-    `loss_weight` is the weight of each response token, final on the global batch: nothing divides
-    the loss later. `rollout_logprobs` are the engine's log-probabilities of the response tokens.
+    `advantage` is that of all response tokens, or of each one. `loss_weight` is the weight of each
+    response token, final on the global batch: nothing divides the loss later. `rollout_logprobs`
+    are the engine's log-probabilities of the response tokens.
     """
 
     tokens: Tensor  # [L] int64
     num_prompt_tokens: int
-    advantage: float
+    advantage: float | Tensor  # [L - num_prompt_tokens]
     loss_weight: float
     rollout_logprobs: Tensor  # [L - num_prompt_tokens]
     old_logprobs: Tensor | None = None  # [L - num_prompt_tokens], where they are known already
+    response_mask: Tensor | None = None  # [L - num_prompt_tokens] bool, what counts; None: all
 
     def __post_init__(self) -> None:
         # The first token of a sequence is predicted by nothing, so it cannot be a response token.
@@ -75,6 +77,8 @@ class PackedBatch:
     rollout_logprobs: Tensor  # [T]
     old_logprobs: Tensor | None = None  # [T], of the generating policy; None: it is this one
     ref_logprobs: Tensor | None = None  # [T]
+    high_entropy: Tensor | None = None  # [T] bool, those the objective is taken over; None: all
+    entropy_weights: Tensor | None = None  # [T], of each entropy in the bonus; None: no bonus
 
     def to(self, device: torch.device | str) -> "PackedBatch":
         """A copy with every tensor on `device`."""
@@ -120,7 +124,8 @@ def pack(
         response = slice(start + sequence.num_prompt_tokens, whole.stop)
         tokens[whole] = sequence.tokens
         sequence_index[whole] = index
-        loss_mask[response] = True
+        mask = sequence.response_mask
+        loss_mask[response] = True if mask is None else mask
         loss_weights[response] = sequence.loss_weight
         advantages[response] = sequence.advantage
         rollout_logprobs[response] = sequence.rollout_logprobs.to(dtype)

@@ -121,23 +121,37 @@ class _ChosenLogprobs(torch.autograd.Function):
         target, sum_exp, sum_x_exp = _all_reduce(sums, dist.ReduceOp.SUM, group)
         log_sum = sum_exp.log()
 
-        ctx.save_for_backward(logits, rows, columns, owned, whole_maximum + log_sum)
-        ctx.temperature, ctx.width, ctx.chunk_size = temperature, width, chunk_size
         entropy = log_sum - sum_x_exp / sum_exp
-        ctx.mark_non_differentiable(entropy)
+        ctx.save_for_backward(logits, rows, columns, owned, whole_maximum + log_sum, entropy)
+        ctx.temperature, ctx.width, ctx.chunk_size = temperature, width, chunk_size
+        ctx.set_materialize_grads(False)
         return target - log_sum, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradient to the logits: (one-hot of the token - softmax) / temperature."""
-        logits, rows, columns, owned, log_normalizer = ctx.saved_tensors
+    def backward(
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """The gradient to the logits, with p = softmax z and H its entropy.
+
+        Of a log-probability (one-hot of the token - p) / temperature, of an entropy
+        - p (log p + H) / temperature. An output that nothing depends on has None: no cost.
+        """
+        logits, rows, columns, owned, log_normalizer, entropy = ctx.saved_tensors
         dtype = log_normalizer.dtype
-        grad_rows = grad_outputs[0] / ctx.temperature
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(log_normalizer)
+        grad_rows = grad_logprobs / ctx.temperature
         grad = torch.zeros_like(logits)
         for start in range(0, len(rows), ctx.chunk_size):
             part = slice(start, start + ctx.chunk_size)
             x = _scaled_rows(logits, rows[part], ctx.width, ctx.temperature, dtype)
-            x.sub_(log_normalizer[part, None]).exp_().mul_(-grad_rows[part, None])
+            x.sub_(log_normalizer[part, None])
+            factor = grad_rows[part, None]
+            if grad_entropy is not None:
+                factor = factor + (x + entropy[part, None]) * (
+                    grad_entropy[part, None] / ctx.temperature
+                )
+            x.exp_().mul_(-factor)
             at_token = (grad_rows[part] * owned[part])[:, None]
             x.scatter_add_(1, columns[part, None], at_token)
             grad[rows[part], : ctx.width] = x.to(grad.dtype)

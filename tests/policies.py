@@ -12,9 +12,9 @@ from megatron_grpo.checkpoints.checkpoints import Checkpoints
 from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.config import Config
 from megatron_grpo.config_file import load_config
+from megatron_grpo.logprobs import response_logprobs
 from megatron_grpo.model import Policy, build_policy
 from megatron_grpo.schedule import run_schedule
-from megatron_grpo.train_step import response_logprobs
 from oracle import oracle_logprobs
 from parallel import Box, ParallelDims
 from parallel.device import setup_device

@@ -17,8 +17,8 @@ from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.hf_export import create_export, write_weights
 from checkpoint_convert.rank_weights import read_weights
 from distributed import run_ranks
+from megatron_grpo.logprobs import compute_logprobs
 from megatron_grpo.model import build_reference
-from megatron_grpo.train_step import compute_logprobs
 from parallel import ParallelDims
 from parallel.device import setup_device
 from parallel.groups import init_groups
@@ -69,7 +69,7 @@ def our_logprobs(rank: int, folder: Path, dims: ParallelDims) -> list[Tensor]:
     values = compute_logprobs(model, batches, 1.0, groups)
     return [
         whole[batch.loss_mask & (batch.sequence_index == index)]
-        for batch, whole in zip(batches, values, strict=True)
+        for batch, (whole, _) in zip(batches, values, strict=True)
         for index in batch.sequence_index[batch.loss_mask].unique()
     ]
 

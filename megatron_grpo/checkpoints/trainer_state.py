@@ -40,6 +40,8 @@ class TrainerState:
     wandb_id: str | None = None
     prompts: str | None = None
     """Fingerprint of the prompts that generations are drawn from."""
+    beta: float | None = None
+    """Weight of the KL penalty in the next step."""
 
     def check_prompts(self, now: str) -> None:
         """Raise ValueError when the run was saved with prompts of another fingerprint."""

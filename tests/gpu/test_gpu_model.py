@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from distributed import run_ranks
-from megatron_grpo.train_step import compute_logprobs
+from megatron_grpo.logprobs import compute_logprobs
 from models import tiny_model
 from parallel import ParallelDims
 from policies import accumulate, pack_all, sequence_logprobs, start_policy
@@ -42,7 +42,7 @@ def logprobs_and_gradient_norm(
     norm = policy.optimizer.step()[1]
     if not policy.is_last_stage:
         return None, norm
-    chosen = [whole[batch.loss_mask] for batch, whole in zip(share, values, strict=True)]
+    chosen = [whole[batch.loss_mask] for batch, (whole, _) in zip(share, values, strict=True)]
     return torch.cat(chosen).cpu(), norm
 
 

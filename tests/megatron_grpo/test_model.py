@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from checkpoint_convert import read_shape
 from distributed import run_ranks
+from megatron_grpo.logprobs import compute_logprobs
 from megatron_grpo.model import build_reference
-from megatron_grpo.train_step import compute_logprobs
 from models import tiny_model
 from parallel import ParallelDims
 from parallel.device import setup_device
@@ -61,7 +61,7 @@ def our_logprobs(
         if model.is_last_stage:
             results[name] = [
                 whole[batch.loss_mask & (batch.sequence_index == index)]
-                for batch, whole in zip(batches, values, strict=True)
+                for batch, (whole, _) in zip(batches, values, strict=True)
                 for index in batch.sequence_index[batch.loss_mask].unique()
             ]
     return results
@@ -126,11 +126,11 @@ def step_beside_a_reference(rank: int, folder: Path) -> tuple[bool, bool]:
     reference = build_reference(tiny_config(folder, dims), policy.shape, groups)
     assert not any(p.requires_grad for p in reference.parameters().values())
     batches = pack_all(LENGTHS, dims)
-    before = compute_logprobs(reference, batches, 1.0, groups)[0]
+    before = compute_logprobs(reference, batches, 1.0, groups)[0][0]
     accumulate(policy, groups, batches)
     policy.optimizer.step()
-    after = compute_logprobs(reference, batches, 1.0, groups)[0]
-    trained = compute_logprobs(policy, batches, 1.0, groups)[0]
+    after = compute_logprobs(reference, batches, 1.0, groups)[0][0]
+    trained = compute_logprobs(policy, batches, 1.0, groups)[0][0]
     return torch.equal(before, after), torch.equal(before, trained)
 
 

@@ -12,8 +12,8 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from checkpoint_convert import read_shape
 from distributed import run_ranks
+from megatron_grpo.logprobs import compute_logprobs
 from megatron_grpo.model import build_policy
-from megatron_grpo.train_step import compute_logprobs
 from models import tiny_model
 from parallel import Box, ParallelDims
 from parallel.device import setup_device
@@ -113,10 +113,9 @@ def numbers_on_rank(
         policy = build_policy(tiny_config(folder, dims, *overrides), read_shape(folder), groups)
         logprobs = {
             int(index): values[batch.loss_mask & (batch.sequence_index == index)]
-            for batch, values in zip(
-                share, compute_logprobs(policy, share, 1.0, groups), strict=True
+            for batch, (values, _) in zip(
+                share, compute_logprobs(policy, share, 1.0, groups) or [], strict=False
             )
-            if values is not None
             for index in batch.sequence_index[batch.loss_mask].unique()
         }
         accumulate(policy, groups, share)

@@ -11,9 +11,9 @@ from megatron_grpo.batching import BatchSchedule
 from megatron_grpo.checkpoints.trainer_state import read_experience, write_experience
 from megatron_grpo.exchange import collect_old_logprobs, distribute
 from megatron_grpo.experience import Experience, share_out
+from megatron_grpo.old_policy import add_logprobs
 from megatron_grpo.prompts import Prompt
 from megatron_grpo.rollout.samples import Sample
-from megatron_grpo.train_step import add_logprobs
 from models import tiny_model
 from parallel import ParallelDims
 from parallel.microbatches import CostModel

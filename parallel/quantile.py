@@ -1,0 +1,62 @@
+"""The exact quantile of numbers that are spread over ranks, without bringing them together."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+BITS = 8
+"""Of each number, per round: a round adds up 256 counts."""
+
+
+def quantile(values: Tensor, q: float, all_reduce: Callable[[Tensor], None]) -> float:
+    """The `q`-quantile of the float32 numbers of all ranks, interpolated as by torch.quantile.
+
+    Args:
+        values: [n] finite numbers of this rank; any n, also 0.
+        q: 0 to 1.
+        all_reduce: sums a tensor in place over the ranks.
+
+    Returns:
+        The quantile; -inf where no rank has a number.
+    """
+    keys = _ordered_bits(values.float())
+    count = torch.tensor(len(keys), device=keys.device)
+    all_reduce(count)
+    if not count:
+        return -math.inf
+    position = q * (int(count) - 1)
+    low = _smallest(keys, math.floor(position), all_reduce)
+    fraction = position - math.floor(position)
+    if not fraction:
+        return low
+    return low + fraction * (_smallest(keys, math.ceil(position), all_reduce) - low)
+
+
+def _smallest(keys: Tensor, place: int, all_reduce: Callable[[Tensor], None]) -> float:
+    """The number that has `place` others before it: found digit by digit, the highest first."""
+    prefix = 0
+    for shift in range(32 - BITS, -1, -BITS):
+        digits = (keys >> shift) & ((1 << BITS) - 1)
+        counts = torch.bincount(digits, minlength=1 << BITS)
+        all_reduce(counts)
+        before = counts.cumsum(0) - counts
+        digit = int((before <= place).logical_and(before + counts > place).nonzero())
+        place -= int(before[digit])
+        keys = keys[digits == digit]
+        prefix = prefix << BITS | digit
+    return _number(prefix)
+
+
+def _ordered_bits(values: Tensor) -> Tensor:
+    """Non-negative int64 that order as the float32 `values` do."""
+    bits = values.view(torch.int32).long() & 0xFFFFFFFF
+    return torch.where(bits >= 1 << 31, 0xFFFFFFFF - bits, bits + (1 << 31))
+
+
+def _number(key: int) -> float:
+    """The inverse of `_ordered_bits`."""
+    bits = key - (1 << 31) if key >= 1 << 31 else 0xFFFFFFFF - key
+    signed = bits - (1 << 32) if bits >= 1 << 31 else bits
+    return float(torch.tensor(signed, dtype=torch.int32).view(torch.float32))
