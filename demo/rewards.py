@@ -20,3 +20,12 @@ def share_of_digits(completions: list[str], **_: Any) -> list[float]:
         sum(character.isdigit() for character in completion) / max(1, len(completion))
         for completion in completions
     ]
+
+
+def share_of_kind(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    """Share of the characters that are digits, or capitals: whichever the answer says."""
+    is_wanted = {"digits": str.isdigit, "capitals": str.isupper}
+    return [
+        sum(map(is_wanted[kind], completion)) / max(1, len(completion))
+        for completion, kind in zip(completions, answer, strict=True)
+    ]

@@ -1,5 +1,6 @@
 """From prompts to experience: generate, score, compare. Lives on rank 0 only."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -9,13 +10,14 @@ from checkpoint_convert.tokenizer import load_tokenizer
 from checkpoint_convert.vllm import check_engine
 from megatron_grpo.batching import BatchSchedule
 from megatron_grpo.config import Config
+from megatron_grpo.dynamic_sampling import ScoredGroup, Search
 from megatron_grpo.experience import Experience, compare
-from megatron_grpo.prompts import PromptStream, end_tokens, load_prompts
-from megatron_grpo.rewards import RewardPool
+from megatron_grpo.prompts import Prompt, PromptStream, end_tokens, load_prompts
+from megatron_grpo.rewards import RewardPool, total_rewards
 from megatron_grpo.rollout.client import RolloutClient
 from megatron_grpo.rollout.fleet import Fleet
 from megatron_grpo.rollout.generation import Generation
-from megatron_grpo.rollout.samples import Sample
+from megatron_grpo.rollout.samples import Sample, first_seed
 from megatron_grpo.rollout.server import EngineServers
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.weight_sums import worker_layouts
@@ -40,7 +42,10 @@ class ExperienceSource:
         self.num_engines = 0
         """How many engines have answered in the last generation."""
         self._end_tokens = end_tokens(shape, tokenizer)
+        self.num_resampled = 0
+        """How many prompts of the last generation were replaced by others."""
         self._open: Generation | None = None
+        self._search: Search | None = None
         # The preflight has warned already.
         prompts = load_prompts(cfg, tokenizer, shape.max_position_embeddings, warns=False)
         num_prompts = BatchSchedule.of(cfg.grpo).num_prompts
@@ -66,34 +71,59 @@ class ExperienceSource:
         after a push of the same version, it goes on where it ended. Raises Preempted or
         ScoringGivenUp when `cancel` was called. A failed reward raises.
         """
-        cfg = self.cfg
-        with timer.phase("generate"):
-            samples = self._generate(
-                generation, policy_version, max_completion_length=cfg.rollout.max_completion_length
-            )
-        with timer.phase("score"):
-            rewards = self.rewards.score(samples)
-        return compare(samples, rewards, cfg)
+        search = self._search = self._search or Search(self.prompts, generation, self.cfg.grpo)
+        while search.prompts:
+            with timer.phase("generate"):
+                samples = self._generate(search.prompts, generation, search.round, policy_version)
+            with timer.phase("score"):
+                rewards = self.rewards.score(samples)
+            search.take(self._groups(samples, rewards))
+        self._search, self.num_resampled = None, search.num_replaced
+        groups = search.groups()
+        return compare(
+            [sample for group in groups for sample in group.samples],
+            [reward for group in groups for reward in group.rewards],
+            self.cfg,
+        )
+
+    def _groups(
+        self, samples: Sequence[Sample], rewards: Sequence[dict[str, float]]
+    ) -> list[ScoredGroup]:
+        totals = total_rewards(rewards, self.cfg.reward.functions)
+        size = self.cfg.grpo.num_generations
+        return [
+            ScoredGroup(samples[i : i + size], rewards[i : i + size], totals[i : i + size])
+            for i in range(0, len(samples), size)
+        ]
 
     def probe(self, policy_version: int) -> Experience:
         """Short samples of the first prompts, unscored: the same in every run of this config."""
-        samples = self._generate(0, policy_version, max_completion_length=PROBE_LENGTH)
+        samples = self._generate(
+            self.prompts.batch(0), 0, 0, policy_version, max_completion_length=PROBE_LENGTH
+        )
         # Cut short on purpose: no filter is to leave them out.
         samples = [replace(sample, finish_reason="stop") for sample in samples]
         nothing = torch.zeros(len(samples), dtype=torch.float64)
         return Experience(samples, [], nothing, nothing.long(), nothing)
 
     def _generate(
-        self, generation: int, policy_version: int, *, max_completion_length: int
+        self,
+        prompts: Sequence[Prompt],
+        generation: int,
+        round_number: int,
+        policy_version: int,
+        *,
+        max_completion_length: int | None = None,
     ) -> list[Sample]:
-        cfg = self.cfg
+        cfg, seed = self.cfg, self.cfg.train.seed
         self._open = self._open or Generation(
-            self.prompts.batch(generation),
+            prompts,
             num_generations=cfg.grpo.num_generations,
             temperature=cfg.rollout.temperature,
-            max_completion_length=max_completion_length,
+            max_completion_length=max_completion_length or cfg.rollout.max_completion_length,
             stop_token_ids=self._end_tokens,
-            seed=cfg.train.seed,
+            # No two rounds of a generation share seeds; no prompt has a position below 0.
+            seed=first_seed(seed, generation, -round_number) if round_number else seed,
             step=generation,
             policy_version=policy_version,
         )

@@ -298,6 +298,8 @@ class Training:
         if self._log and self.source and self.experience:
             if self.batches.cursor(step - 1).starts_generation:
                 metrics["rollout/num_engines"] = self.source.num_engines
+                if self.cfg.grpo.dynamic_sample:
+                    metrics["rollout/num_resampled_prompts"] = self.source.num_resampled
             self._log.step(step, metrics, report, self.experience, self.timer)
         # What follows is after the log, so that a checkpoint never knows of a step that the log
         # does not; its seconds count in the next step.

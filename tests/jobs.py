@@ -52,6 +52,7 @@ class Job:
         num_ranks: int,
         log_dir: Path,
         *,
+        config: Path = TINY_CONFIG,
         token: str = "",
         sabotage: Sabotage | None = None,
     ) -> None:
@@ -74,7 +75,7 @@ class Job:
                 RUN_MARK: self.mark,
                 TOKEN_VARIABLE: token,
             }
-            command = ["train", str(TINY_CONFIG), *map(str, arguments)]
+            command = ["train", str(config), *map(str, arguments)]
             process = CONTEXT.Process(
                 target=_be_rank, args=(rank, command, environment, log, sabotage)
             )

@@ -1,0 +1,29 @@
+"""Write the data of `configs/learn_tiny.yaml`: which kind of characters is wanted, 64 times each.
+
+python -m demo.make_kinds data/kinds.jsonl
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+KINDS = ("digits", "capitals")
+
+
+def rows() -> list[dict[str, str]]:
+    """All rows; numbers make the prompts differ."""
+    return [
+        {"prompt": f"{kind} {number}", "answer": kind} for number in range(64) for kind in KINDS
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path, help="file to write")
+    out = parser.parse_args().out
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text("".join(json.dumps(row) + "\n" for row in rows()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""A random model learns a task from nothing, with every family of losses."""
+
+import json
+
+import pytest
+
+from demo.learning_curves import CONFIG, RECIPES, rewards
+from demo.make_kinds import rows
+from jobs import Job
+
+CHANCE, SOLVED, LAST_STEPS, SECONDS = 0.3, 0.9, 5, 180
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_reward_goes_from_chance_to_nearly_all_in_minutes(
+    recipe, tied_model, vllm_engine, tmp_path
+):
+    data, run_dir = tmp_path / "kinds.jsonl", tmp_path / recipe
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows()))
+    job = Job(
+        [
+            f"model.path={tied_model}",
+            f"data.path={data}",
+            f"train.run_dir={run_dir}",
+            f"rollout.base_urls=[{vllm_engine.servers.base_urls[0]}]",
+            *RECIPES[recipe],
+        ],
+        1,
+        tmp_path / "logs_of_ranks",
+        config=CONFIG,
+        token=vllm_engine.servers.token,
+    )
+    with job:
+        ended = job.end(SECONDS)
+    assert ended.exit_codes == [0], ended.output
+    curve = rewards(run_dir)
+    assert curve[0] < CHANCE
+    assert sum(curve[-LAST_STEPS:]) / LAST_STEPS > SOLVED
