@@ -10,7 +10,7 @@ FAULTS := $(addprefix tests/megatron_grpo/,test_faults.py test_kills.py test_ski
 STAMP := .venv/setup.stamp
 PIP = $(PYTHON) -m pip --python $(BIN)/python --disable-pip-version-check
 
-.PHONY: setup demo demo-data test test-faults test-slurm check bench bench-convert bench-reshard
+.PHONY: setup demo demo-data learning-curves test test-faults test-slurm check bench bench-convert bench-reshard
 
 setup: $(STAMP)
 
@@ -29,6 +29,11 @@ demo-data: setup
 
 demo: demo-data
 	$(BIN)/megatron-grpo train configs/demo_smollm2_135m.yaml train.num_steps=$(STEPS) $(ARGS)
+
+# docs/learning_curves.png: a few minutes.
+learning-curves: setup
+	$(BIN)/python tests/models.py models/tiny_qwen3
+	OMP_NUM_THREADS=1 $(BIN)/python -m demo.learning_curves $(ARGS)
 
 check: setup
 	$(BIN)/ruff format --check .
