@@ -200,6 +200,12 @@ class GRPOConfig(Section):
     """The ratio is clipped above 1 + epsilon_high; by default epsilon."""
     delta: float | None = None
     """Dual clip: bound of the ratio where the advantage is negative; null: none."""
+    sync_ref_model: bool = False
+    """Whether the reference follows the policy; false: it stays what `model.path` is."""
+    ref_model_mixup_alpha: float = Field(default=0.6, gt=0, le=1)
+    """What it takes of the policy each time, alpha of TR-DPO (arXiv 2404.09656); 1: all of it."""
+    ref_model_sync_steps: PositiveInt = 512
+    """Optimizer steps between two times, tau of TR-DPO; for generations that begin afterwards."""
 
     @model_validator(mode="after")
     def _dual_clip_is_outside(self) -> Self:
@@ -208,6 +214,15 @@ class GRPOConfig(Section):
                 f"grpo.delta {self.delta} would also cut ratios of positive advantages, which "
                 f"1 + grpo.epsilon_high = {1 + self.epsilon_high} allows: use a larger one, "
                 "such as 2.0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _what_follows_is_there(self) -> Self:
+        if self.sync_ref_model and self.beta == 0:
+            raise ValueError(
+                "grpo.sync_ref_model true moves the reference model, and grpo.beta 0 loads none: "
+                "use a beta above 0, such as 0.04, or sync_ref_model false"
             )
         return self
 
@@ -356,6 +371,12 @@ class Config(Section):
                 f"use at most {steps - 1}"
             )
         return self
+
+    @property
+    def mixes_in_float32(self) -> bool:
+        """Whether the reference has float32 weights beside its own, which would round them."""
+        is_mixed = self.grpo.sync_ref_model and self.grpo.ref_model_mixup_alpha < 1
+        return is_mixed and self.model.dtype != "float32"
 
     @property
     def dims(self) -> ParallelDims:

@@ -24,8 +24,9 @@ from megatron_grpo.experience_source import ExperienceSource
 from megatron_grpo.export import export_model
 from megatron_grpo.launch import RankPlace
 from megatron_grpo.logprob_probe import probe_logprobs
-from megatron_grpo.model import build_policy, build_reference, weight_sender
+from megatron_grpo.model import build_policy, weight_sender
 from megatron_grpo.preemption import Preempted, agree_to_stop
+from megatron_grpo.reference import build_reference
 from megatron_grpo.rollout import EnginesLost
 from megatron_grpo.run_lock import run_lock
 from megatron_grpo.runlog import RunLog
@@ -142,7 +143,9 @@ class Training:
         self.reference = build_reference(cfg, shape, groups) if cfg.grpo.beta > 0 else None
         for chunk in [*self.policy.chunks, *(self.reference.chunks if self.reference else [])]:
             chunk.register_forward_pre_hook(lambda *_: watch.tick())
-        self.checkpoints = stack.enter_context(closing(Checkpoints(cfg, self.policy)))
+        self.checkpoints = stack.enter_context(
+            closing(Checkpoints(cfg, self.policy, self.reference))
+        )
         self.state = self.checkpoints.load()
         watch.enter(START)  # all ranks have loaded
         self.first_step = self.state.step
@@ -232,6 +235,8 @@ class Training:
         with self.timer.phase("train"):
             metrics = train_step(self.policy, minibatch, self.cfg, self.groups, self.skipped)
         self.checkpoints.poll()
+            if self.reference:
+                self.reference.follow(self.policy, step + 1)
         return metrics
 
     def push(self, policy_version: int) -> None:

@@ -17,7 +17,7 @@ from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.hf_export import create_export, write_weights
 from checkpoint_convert.rank_weights import read_weights
 from distributed import run_ranks
-from megatron_grpo.model import build_reference
+from megatron_grpo.reference import build_reference
 from megatron_grpo.train_step import compute_logprobs
 from parallel import ParallelDims
 from parallel.device import setup_device
