@@ -1,5 +1,7 @@
 """Moving packed microbatches from the rank that rolled out to the ranks that train, and back."""
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -30,17 +32,17 @@ def distribute(
     return [[batch.to(device) for batch in minibatch] for minibatch in received[0]]
 
 
-def collect_old_logprobs(
-    minibatches: Minibatches, groups: Groups
+def collect_logprobs(
+    minibatches: Minibatches, logprobs: Callable[[PackedBatch], Tensor | None], groups: Groups
 ) -> list[list[dict[int, Tensor]]] | None:
-    """Old log-probabilities of all response tokens, on rank 0; None on the others.
+    """The `logprobs` of all response tokens, on rank 0; None on the others.
 
     For every data rank and optimizer step: by the index of the sequence in the optimizer batch, its
     values [response tokens]. Two hops, like `distribute`: from the last pipeline stage, which alone
     knows them, to the first, and from the first rank of every model replica to rank 0.
     """
     stages = dist.get_process_group_ranks(groups.pipeline)
-    mine = [_by_sequence(minibatch, stages[-1], groups) for minibatch in minibatches]
+    mine = [_by_sequence(minibatch, logprobs, stages[-1], groups) for minibatch in minibatches]
     if groups.rank != groups.dims.replica_ranks(groups.coordinates.data)[0]:
         return None
     gathered: list[list[dict[int, Tensor]]] | None = None
@@ -51,15 +53,18 @@ def collect_old_logprobs(
 
 
 def _by_sequence(
-    minibatch: list[PackedBatch], last_stage: int, groups: Groups
+    minibatch: list[PackedBatch],
+    logprobs: Callable[[PackedBatch], Tensor | None],
+    last_stage: int,
+    groups: Groups,
 ) -> dict[int, Tensor]:
     found = {}
     for batch in minibatch:
-        logprobs = batch.old_logprobs
-        if logprobs is None:
-            logprobs = torch.empty_like(batch.rollout_logprobs)
-        dist.broadcast(logprobs, src=last_stage, group=groups.pipeline)
+        values = logprobs(batch)
+        if values is None:
+            values = torch.empty_like(batch.rollout_logprobs)
+        dist.broadcast(values, src=last_stage, group=groups.pipeline)
         for index in batch.sequence_index[batch.loss_mask].unique().tolist():
             of_sequence = (batch.sequence_index == index) & batch.loss_mask
-            found[index] = logprobs[of_sequence].cpu()
+            found[index] = values[of_sequence].cpu()
     return found

@@ -25,6 +25,8 @@ class Experience:
     advantages: Tensor
     old_logprobs: list[Tensor] | None = None
     """Of the response tokens under the policy that made them, in a generation that is resumed."""
+    ref_logprobs: list[Tensor] | None = None
+    """The same under the reference of that time, when there is one."""
 
     @property
     def num_tokens(self) -> int:
@@ -69,6 +71,7 @@ def _sequences(experience: Experience, indices: list[int], cfg: Config) -> list[
             loss_weight=float(weight),
             rollout_logprobs=torch.tensor(sample.logprobs),
             old_logprobs=experience.old_logprobs[i] if experience.old_logprobs else None,
+            ref_logprobs=experience.ref_logprobs[i] if experience.ref_logprobs else None,
         )
         for sample, i, weight in zip(samples, indices, weights, strict=True)
     ]

@@ -1,6 +1,6 @@
 """The training loop, as every rank runs it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -18,7 +18,7 @@ from megatron_grpo.checkpoints.checkpoints import Checkpoints
 from megatron_grpo.checkpoints.newest import steps_done
 from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.config import Config
-from megatron_grpo.exchange import Minibatches, collect_old_logprobs, distribute
+from megatron_grpo.exchange import Minibatches, collect_logprobs, distribute
 from megatron_grpo.experience import Experience, share_out
 from megatron_grpo.experience_source import ExperienceSource
 from megatron_grpo.export import export_model
@@ -39,6 +39,7 @@ from megatron_grpo.weight_sync import WeightSync
 from parallel.device import communication_backend, setup_device
 from parallel.groups import Groups, destroy_groups, init_groups
 from parallel.microbatches import CostModel
+from parallel.packing import PackedBatch
 
 COLLECTIVE_TIMEOUT = timedelta(days=7)
 """Never the first to fire: the watch finds what hangs, and knows when a wait is none of that.
@@ -234,9 +235,9 @@ class Training:
         minibatch = self.minibatches[self.batches.cursor(step).minibatch]
         with self.timer.phase("train"):
             metrics = train_step(self.policy, minibatch, self.cfg, self.groups, self.skipped)
-        self.checkpoints.poll()
             if self.reference:
                 self.reference.follow(self.policy, step + 1)
+        self.checkpoints.poll()
         return metrics
 
     def push(self, policy_version: int) -> None:
@@ -309,19 +310,29 @@ class Training:
             wandb_id=wandb_id.read_text() if wandb_id.exists() else None,
             prompts=self.prompts,
         )
-        self.checkpoints.save(state, self._with_old_logprobs(step) if inside else None)
+        self.checkpoints.save(state, self._with_logprobs(step) if inside else None)
 
-    def _with_old_logprobs(self, step: int) -> Experience | None:
+    def _with_logprobs(self, step: int) -> Experience | None:
         """The generation that is being trained on, with what only the ranks know of it."""
-        collected = collect_old_logprobs(self.minibatches, self.groups)
-        if self.experience is None or collected is None:
+        old = self._collected(step, lambda batch: batch.old_logprobs)
+        ref = self._collected(step, lambda batch: batch.ref_logprobs) if self.reference else None
+        if self.experience is None:
+            return None
+        return replace(self.experience, old_logprobs=old, ref_logprobs=ref)
+
+    def _collected(
+        self, step: int, logprobs: Callable[[PackedBatch], Tensor | None]
+    ) -> list[Tensor] | None:
+        """On rank 0, what `logprobs` gives of every sample of the generation that `step` is in."""
+        collected = collect_logprobs(self.minibatches, logprobs, self.groups)
+        if collected is None:
             return None
         generation = self.batches.cursor(step).generation
         indices = self.batches.minibatches(generation, self.cfg.train.seed)
-        old: dict[int, Tensor] = {
-            indices[minibatch][place]: logprobs
+        found: dict[int, Tensor] = {
+            indices[minibatch][place]: values
             for of_rank in collected
-            for minibatch, found in enumerate(of_rank)
-            for place, logprobs in found.items()
+            for minibatch, sequences in enumerate(of_rank)
+            for place, values in sequences.items()
         }
-        return replace(self.experience, old_logprobs=[old[i] for i in range(len(old))])
+        return [found[i] for i in range(len(found))]

@@ -73,15 +73,16 @@ def add_logprobs(
 
     With one update per generation the old policy is the policy itself, and its pass is left out:
     the ratio is exactly 1, and the loss takes its own log-probabilities, detached. Those that are
-    there already, of a generation that is resumed, stay.
+    there already, of a generation that is resumed, stay: either model may have moved since.
     """
     temperature = cfg.rollout.temperature
     is_reused = BatchSchedule.of(cfg.grpo).updates_per_generation > 1
-    nothing: list[Tensor | None] = [None] * len(batches)
     old = [batch.old_logprobs for batch in batches]
     if is_reused and old[0] is None:
         old = compute_logprobs(policy, batches, temperature, groups)
-    ref = compute_logprobs(reference, batches, temperature, groups) if reference else nothing
+    ref = [batch.ref_logprobs for batch in batches]
+    if reference and ref[0] is None:
+        ref = compute_logprobs(reference, batches, temperature, groups)
     return [
         replace(batch, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
         for batch, old_logprobs, ref_logprobs in zip(batches, old, ref, strict=True)

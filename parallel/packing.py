@@ -26,6 +26,7 @@ class TokenSequence:
     loss_weight: float
     rollout_logprobs: Tensor  # [L - num_prompt_tokens]
     old_logprobs: Tensor | None = None  # [L - num_prompt_tokens], where they are known already
+    ref_logprobs: Tensor | None = None  # [L - num_prompt_tokens], likewise
 
     def __post_init__(self) -> None:
         # The first token of a sequence is predicted by nothing, so it cannot be a response token.
@@ -96,7 +97,7 @@ def pack(
 ) -> PackedBatch:
     """Lay ``sequences[i] for i in indices`` end to end.
 
-    Old log-probabilities are those of all `sequences`, or of none.
+    Old and reference log-probabilities are those of all `sequences`, or of none.
 
     `indices` may be empty: a rank without work joins its peers' collectives with one sequence of
     padding, whose loss is zero. `dtype` is that of weights, advantages and log-probabilities.
@@ -110,10 +111,11 @@ def pack(
     tokens = torch.full((total,), padding_id, dtype=torch.int64)
     sequence_index = torch.full((total,), -1, dtype=torch.int64)
     loss_mask = torch.zeros(total, dtype=torch.bool)
-    loss_weights, advantages, rollout_logprobs, old_logprobs = (
-        torch.zeros(total, dtype=dtype) for _ in range(4)
+    loss_weights, advantages, rollout_logprobs, old_logprobs, ref_logprobs = (
+        torch.zeros(total, dtype=dtype) for _ in range(5)
     )
     with_old = any(sequence.old_logprobs is not None for sequence in sequences)
+    with_ref = any(sequence.ref_logprobs is not None for sequence in sequences)
     for index, end, length in zip(indices, ends, lengths, strict=False):
         sequence, start = sequences[index], end - length
         whole = slice(start, start + len(sequence.tokens))
@@ -126,6 +128,8 @@ def pack(
         rollout_logprobs[response] = sequence.rollout_logprobs.to(dtype)
         if sequence.old_logprobs is not None:
             old_logprobs[response] = sequence.old_logprobs.to(dtype)
+        if sequence.ref_logprobs is not None:
+            ref_logprobs[response] = sequence.ref_logprobs.to(dtype)
     return PackedBatch(
         tokens=tokens,
         position_ids=torch.cat([torch.arange(length) for length in lengths]),
@@ -137,6 +141,7 @@ def pack(
         advantages=advantages,
         rollout_logprobs=rollout_logprobs,
         old_logprobs=old_logprobs if with_old else None,
+        ref_logprobs=ref_logprobs if with_ref else None,
     )
 
 

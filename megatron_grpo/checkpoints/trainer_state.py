@@ -1,8 +1,8 @@
 """What a checkpoint knows beside Megatron's state: where the run stands, what it is training on.
 
 Prompts and sampling seeds are functions of the step. But the generation that is being trained on
-was sampled from a policy that is gone: inside of one, samples and their old log-probabilities are
-saved with the rest.
+was sampled from a policy that is gone: inside of one, samples and their log-probabilities under the
+old policy, and under the reference of that time, are saved with the rest.
 """
 
 import json
@@ -102,7 +102,7 @@ def read_random_state(folder: Path, rank: int) -> Tensor:
 
 
 def write_experience(folder: Path, experience: Experience) -> None:
-    """Write samples, rewards, advantages and old log-probabilities, bit for bit."""
+    """Write samples, rewards, advantages and log-probabilities, bit for bit."""
     samples, old = experience.samples, experience.old_logprobs
     assert old is not None, "the policy that they are of is gone when this is read"
     rows = [
@@ -126,6 +126,8 @@ def write_experience(folder: Path, experience: Experience) -> None:
         "group_ids": experience.group_ids,
         "advantages": experience.advantages,
     }
+    if experience.ref_logprobs is not None:
+        tensors["ref_logprobs"] = torch.cat(list(experience.ref_logprobs))
     save_file(tensors, folder / TOKENS_FILE)
 
 
@@ -165,6 +167,9 @@ def read_experience(folder: Path, prompts: Sequence[Prompt]) -> Experience | Non
         group_ids=tensors["group_ids"],
         advantages=tensors["advantages"],
         old_logprobs=[tensors["old_logprobs"][start:end] for start, end in bounds],
+        ref_logprobs=[tensors["ref_logprobs"][start:end] for start, end in bounds]
+        if "ref_logprobs" in tensors
+        else None,
     )
 
 
