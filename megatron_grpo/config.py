@@ -315,6 +315,12 @@ class Config(Section):
         return self
 
     @property
+    def mixes_in_float32(self) -> bool:
+        """Whether the reference has float32 weights beside its own, which would round them."""
+        is_mixed = self.grpo.sync_ref_model and self.grpo.ref_model_mixup_alpha < 1
+        return is_mixed and self.model.dtype != "float32"
+
+    @property
     def dims(self) -> ParallelDims:
         """The trainer's mesh; raises ValueError when the sizes cannot stand together."""
         return self.parallel.dims

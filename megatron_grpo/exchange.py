@@ -1,5 +1,7 @@
 """Moving packed microbatches from the rank that rolled out to the ranks that train, and back."""
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -30,17 +32,18 @@ def distribute(
     return [[batch.to(device) for batch in minibatch] for minibatch in received[0]]
 
 
-def collect_old_logprobs(
-    minibatches: Minibatches, groups: Groups
+def collect_values(
+    minibatches: Minibatches, values: Callable[[PackedBatch], Tensor | None], groups: Groups
 ) -> list[list[dict[int, Tensor]]] | None:
-    """Old log-probabilities of all response tokens, on rank 0; None on the others.
+    """The `values` [T] of all completion tokens, on rank 0; None on the others.
 
     For every data rank and optimizer step: by the index of the sequence in the optimizer batch, its
-    values [response tokens]. Two hops, like `distribute`: from the last pipeline stage, which alone
-    knows them, to the first, and from the first rank of every model replica to rank 0.
+    values [completion tokens] in float32. Two hops, like `distribute`: from the last pipeline
+    stage, which alone knows them, to the first, and from the first rank of every model replica to
+    rank 0.
     """
     stages = dist.get_process_group_ranks(groups.pipeline)
-    mine = [_by_sequence(minibatch, stages[-1], groups) for minibatch in minibatches]
+    mine = [_by_sequence(minibatch, values, stages[-1], groups) for minibatch in minibatches]
     if groups.rank != groups.dims.replica_ranks(groups.coordinates.data)[0]:
         return None
     gathered: list[list[dict[int, Tensor]]] | None = None
@@ -51,15 +54,19 @@ def collect_old_logprobs(
 
 
 def _by_sequence(
-    minibatch: list[PackedBatch], last_stage: int, groups: Groups
+    minibatch: list[PackedBatch],
+    values: Callable[[PackedBatch], Tensor | None],
+    last_stage: int,
+    groups: Groups,
 ) -> dict[int, Tensor]:
     found = {}
     for batch in minibatch:
-        logprobs = batch.old_logprobs
-        if logprobs is None:
-            logprobs = torch.empty_like(batch.rollout_logprobs)
-        dist.broadcast(logprobs, src=last_stage, group=groups.pipeline)
-        for index in batch.sequence_index[batch.loss_mask].unique().tolist():
-            of_sequence = (batch.sequence_index == index) & batch.loss_mask
-            found[index] = logprobs[of_sequence].cpu()
+        known = values(batch)
+        if known is None:
+            known = torch.empty_like(batch.rollout_logprobs)
+        known = known.to(batch.rollout_logprobs.dtype)
+        dist.broadcast(known, src=last_stage, group=groups.pipeline)
+        for index in batch.sequence_index[batch.completion_mask].unique().tolist():
+            of_sequence = (batch.sequence_index == index) & batch.completion_mask
+            found[index] = known[of_sequence].cpu()
     return found

@@ -13,7 +13,7 @@ from megatron_grpo.loss import loss_weights
 from megatron_grpo.rewards.total import total_rewards
 from megatron_grpo.rollout.samples import Sample
 from parallel.microbatches import CostModel, plan_microbatches
-from parallel.packing import Alignment, TokenSequence, pack
+from parallel.packing import KNOWN, Alignment, TokenSequence, pack
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,11 @@ class Experience:
     group_ids: Tensor
     advantages: Tensor
     """[N] float64; under process supervision those of the first tokens."""
+    # Of all tokens of every completion, in a generation that is resumed, as they were taken when it
+    # began; see `PackedBatch`.
     old_logprobs: list[Tensor] | None = None
-    """Of the response tokens under the policy that made them, in a generation that is resumed."""
+    ref_logprobs: list[Tensor] | None = None
+    high_entropy: list[Tensor] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -90,6 +93,7 @@ def share_out(
 
 def _sequences(experience: Experience, indices: list[int], cfg: Config) -> list[TokenSequence]:
     samples = [experience.samples[i] for i in indices]
+    known = {name: values for name in KNOWN if (values := getattr(experience, name)) is not None}
     masks = [_response_mask(experience, i, cfg) for i in indices]
     weights = loss_weights(
         torch.stack([mask.sum() for mask in masks]),
@@ -103,8 +107,8 @@ def _sequences(experience: Experience, indices: list[int], cfg: Config) -> list[
             advantage=float(experience.advantages[i]),
             loss_weight=float(weight),
             rollout_logprobs=torch.tensor(sample.logprobs),
-            old_logprobs=experience.old_logprobs[i] if experience.old_logprobs else None,
             response_mask=mask,
+            **{name: values[i] for name, values in known.items()},
         )
         for sample, i, mask, weight in zip(samples, indices, masks, weights, strict=True)
     ]

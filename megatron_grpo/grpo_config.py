@@ -83,6 +83,12 @@ class GRPOConfig(Section):
 
     beta: NonNegativeFloat = 0.04
     """Weight of the KL divergence to the reference model; 0 loads no reference."""
+    sync_ref_model: bool = False
+    """Whether the reference follows the policy; false: it stays what `model.path` is."""
+    ref_model_mixup_alpha: float = Field(default=0.6, gt=0, le=1)
+    """What it takes of the policy each time, alpha of TR-DPO (arXiv 2404.09656); 1: all of it."""
+    ref_model_sync_steps: PositiveInt = 512
+    """Optimizer steps between two times, tau of TR-DPO; for generations that begin afterwards."""
     kl_estimator: KLEstimator = "k3"
     """How it is estimated from the tokens."""
     use_bias_correction_kl: bool = False
@@ -184,6 +190,11 @@ class GRPOConfig(Section):
                 f"grpo.rollout_importance_sampling_mode {self.rollout_importance_sampling_mode} "
                 "weighs the trainer's old log-probabilities against those of the engines, and "
                 "grpo.old_logprobs=rollout takes the latter for both: use one of the two"
+            )
+        if self.sync_ref_model and self.beta == 0:
+            raise ValueError(
+                "grpo.sync_ref_model true moves the reference model, and grpo.beta 0 loads none: "
+                "use a beta above 0, such as 0.04, or sync_ref_model false"
             )
         if self.kl_target is not None and self.beta == 0:
             raise ValueError("grpo.kl_target needs a grpo.beta to begin with, such as 0.04")

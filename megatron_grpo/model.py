@@ -1,4 +1,4 @@
-"""The trained model and its frozen reference: Megatron-Core GPTModels, weights from a folder."""
+"""The trained model: Megatron-Core GPTModels, weights from a folder."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -80,15 +80,6 @@ def build_policy(cfg: Config, shape: ModelShape, groups: Groups) -> Policy:
     read_weights(cfg.model.path, shape, model.layout, model.parameters())
     # The float32 master weights are copies of what is loaded: the optimizer comes last.
     return add_optimizer(model, cfg)
-
-
-def build_reference(cfg: Config, shape: ModelShape, groups: Groups) -> Model:
-    """The model of `cfg.model.path` with weights of its own, frozen."""
-    model = build_model(cfg, shape, groups)
-    for chunk in model.chunks:
-        chunk.requires_grad_(False)
-    read_weights(cfg.model.path, shape, model.layout, model.parameters())
-    return model
 
 
 def build_model(cfg: Config, shape: ModelShape, groups: Groups) -> Model:

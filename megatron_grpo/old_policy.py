@@ -6,6 +6,7 @@ is taken over.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,39 +33,58 @@ def add_logprobs(
     `batches` are this rank's of one optimizer batch; on the ranks before the last stage they come
     back as they are. With one update per generation the old policy is the policy itself, and its
     pass is left out unless something else needs it: the ratio is exactly 1, and the loss takes its
-    own log-probabilities, detached. Old log-probabilities that are there already, of a generation
-    that is resumed, stay.
+    own log-probabilities, detached. What is there already, of a generation that is resumed, stays:
+    either model may have moved since.
     """
-    grpo, temperature = cfg.grpo, cfg.rollout.temperature
-    entropies: list[Tensor] | None = None
-    filled = list(batches)
-    if _needs_policy(batches, cfg):
-        found = compute_logprobs(policy, batches, temperature, groups)
-        if found:
-            entropies = [entropy for _, entropy in found]
-            if batches[0].old_logprobs is None and grpo.old_logprobs == "recompute":
-                filled = [
-                    replace(batch, old_logprobs=logprobs)
-                    for batch, (logprobs, _) in zip(filled, found, strict=True)
-                ]
-    if grpo.old_logprobs == "rollout":
-        filled = [replace(batch, old_logprobs=batch.rollout_logprobs) for batch in filled]
-    if reference and (found := compute_logprobs(reference, batches, temperature, groups)):
-        filled = [
-            replace(batch, ref_logprobs=logprobs)
-            for batch, (logprobs, _) in zip(filled, found, strict=True)
-        ]
+    filled, entropies = _with_old_logprobs(batches, policy, cfg, groups)
+    if reference and batches[0].ref_logprobs is None:
+        filled = _filled(
+            filled,
+            "ref_logprobs",
+            [logprobs for logprobs, _ in _computed(reference, batches, cfg, groups)],
+        )
     if not policy.is_last_stage:
         return filled
-    if entropies and grpo.top_entropy_quantile < 1:
-        filled = keep_high_entropy(filled, entropies, grpo.top_entropy_quantile, groups.data)
-    return with_entropy_weights(filled, groups.data) if grpo.entropy_coef else filled
+    if cfg.grpo.top_entropy_quantile < 1 and batches[0].high_entropy is None:
+        share = cfg.grpo.top_entropy_quantile
+        filled = keep_high_entropy(filled, entropies, share, groups.data)
+    return with_entropy_weights(filled, groups.data) if cfg.grpo.entropy_coef else filled
+
+
+def _with_old_logprobs(
+    batches: Sequence[PackedBatch], policy: Policy, cfg: Config, groups: Groups
+) -> tuple[list[PackedBatch], list[Tensor]]:
+    """The batches, and the entropies of the policy where they were computed."""
+    if cfg.grpo.old_logprobs == "rollout":
+        batches = [replace(batch, old_logprobs=batch.rollout_logprobs) for batch in batches]
+    if not _needs_policy(batches, cfg):
+        return list(batches), []
+    computed = _computed(policy, batches, cfg, groups)
+    if batches[0].old_logprobs is None:
+        batches = _filled(batches, "old_logprobs", [logprobs for logprobs, _ in computed])
+    return list(batches), [entropy for _, entropy in computed]
+
+
+def _computed(
+    model: Model, batches: Sequence[PackedBatch], cfg: Config, groups: Groups
+) -> list[tuple[Tensor, Tensor]]:
+    return compute_logprobs(model, batches, cfg.rollout.temperature, groups) or []
+
+
+def _filled(
+    batches: Sequence[PackedBatch], name: str, values: Sequence[Tensor]
+) -> list[PackedBatch]:
+    """The batches with `values` under `name`; before the last stage there are none."""
+    if not values:
+        return list(batches)
+    of_batch: list[dict[str, Any]] = [{name: value} for value in values]
+    return [replace(batch, **new) for batch, new in zip(batches, of_batch, strict=True)]
 
 
 def _needs_policy(batches: Sequence[PackedBatch], cfg: Config) -> bool:
-    if cfg.grpo.top_entropy_quantile < 1:
+    if cfg.grpo.top_entropy_quantile < 1 and batches[0].high_entropy is None:
         return True
-    if batches[0].old_logprobs is not None or cfg.grpo.old_logprobs == "rollout":
+    if batches[0].old_logprobs is not None:
         return False
     return BatchSchedule.of(cfg.grpo).updates_per_generation > 1 or cfg.grpo.needs_old_pass
 

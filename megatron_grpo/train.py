@@ -1,11 +1,12 @@
 """The training loop, as every rank runs it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import NoReturn
+from operator import attrgetter
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from megatron_grpo.checkpoints.checkpoints import Checkpoints
 from megatron_grpo.checkpoints.newest import steps_done
 from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.config import Config
-from megatron_grpo.exchange import Minibatches, collect_old_logprobs, distribute
+from megatron_grpo.exchange import Minibatches, collect_values, distribute
 from megatron_grpo.experience import Experience, less_kl, share_out
 from megatron_grpo.experience_source import ExperienceSource
 from megatron_grpo.export import export_model
@@ -27,9 +28,10 @@ from megatron_grpo.kl_reward import sequence_kl, with_advantages
 from megatron_grpo.launch import RankPlace
 from megatron_grpo.logprob_probe import probe_logprobs
 from megatron_grpo.metrics import StepReport
-from megatron_grpo.model import build_policy, build_reference, weight_sender
+from megatron_grpo.model import build_policy, weight_sender
 from megatron_grpo.old_policy import add_logprobs
 from megatron_grpo.preemption import Preempted, agree_to_stop
+from megatron_grpo.reference import build_reference
 from megatron_grpo.rollout import EnginesLost
 from megatron_grpo.run_lock import run_lock
 from megatron_grpo.runlog import RunLog
@@ -42,6 +44,7 @@ from megatron_grpo.weight_sync import WeightSync
 from parallel.device import communication_backend, setup_device
 from parallel.groups import Groups, destroy_groups, init_groups
 from parallel.microbatches import CostModel
+from parallel.packing import PackedBatch
 
 COLLECTIVE_TIMEOUT = timedelta(days=7)
 """Never the first to fire: the watch finds what hangs, and knows when a wait is none of that.
@@ -146,7 +149,9 @@ class Training:
         self.reference = build_reference(cfg, shape, groups) if cfg.grpo.beta > 0 else None
         for chunk in [*self.policy.chunks, *(self.reference.chunks if self.reference else [])]:
             chunk.register_forward_pre_hook(lambda *_: watch.tick())
-        self.checkpoints = stack.enter_context(closing(Checkpoints(cfg, self.policy)))
+        self.checkpoints = stack.enter_context(
+            closing(Checkpoints(cfg, self.policy, self.reference))
+        )
         self.state = self.checkpoints.load()
         watch.enter(START)  # all ranks have loaded
         self.first_step = self.state.step
@@ -263,6 +268,8 @@ class Training:
             report = train_step(
                 self.policy, minibatch, self.cfg, self.groups, self.skipped, self.beta
             )
+            if self.reference:
+                self.reference.follow(self.policy, step + 1)
         if (target := self.cfg.grpo.kl_target) is not None:
             report.metrics["beta"] = self.beta
             if "kl" in report.metrics:  # else it was not finite, and the step skipped
@@ -343,19 +350,37 @@ class Training:
             prompts=self.prompts,
             beta=self.beta,
         )
-        self.checkpoints.save(state, self._with_old_logprobs(step) if inside else None)
+        self.checkpoints.save(state, self._with_logprobs(step) if inside else None)
 
-    def _with_old_logprobs(self, step: int) -> Experience | None:
+    def _with_logprobs(self, step: int) -> Experience | None:
         """The generation that is being trained on, with what only the ranks know of it."""
-        collected = collect_old_logprobs(self.minibatches, self.groups)
-        if self.experience is None or collected is None:
+        known: dict[str, Any] = {
+            name: self._collected(step, attrgetter(name)) for name in self._known_values()
+        }
+        return replace(self.experience, **known) if self.experience else None
+
+    def _known_values(self) -> list[str]:
+        """What was taken of every token when the generation began, and is not to be taken again."""
+        names = ["old_logprobs"]
+        if self.reference:
+            names.append("ref_logprobs")
+        if self.cfg.grpo.top_entropy_quantile < 1:
+            names.append("high_entropy")
+        return names
+
+    def _collected(
+        self, step: int, values: Callable[[PackedBatch], Tensor | None]
+    ) -> list[Tensor] | None:
+        """On rank 0, what `values` gives of every sample of the generation that `step` is in."""
+        collected = collect_values(self.minibatches, values, self.groups)
+        if collected is None:
             return None
         generation = self.batches.cursor(step).generation
         indices = self.batches.minibatches(generation, self.cfg.train.seed)
-        old: dict[int, Tensor] = {
-            indices[minibatch][place]: logprobs
+        found: dict[int, Tensor] = {
+            indices[minibatch][place]: values
             for of_rank in collected
-            for minibatch, found in enumerate(of_rank)
-            for place, logprobs in found.items()
+            for minibatch, sequences in enumerate(of_rank)
+            for place, values in sequences.items()
         }
-        return replace(self.experience, old_logprobs=[old[i] for i in range(len(old))])
+        return [found[i] for i in range(len(found))]

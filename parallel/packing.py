@@ -26,13 +26,20 @@ class TokenSequence:
     advantage: float | Tensor  # [L - num_prompt_tokens]
     loss_weight: float
     rollout_logprobs: Tensor  # [L - num_prompt_tokens]
-    old_logprobs: Tensor | None = None  # [L - num_prompt_tokens], where they are known already
     response_mask: Tensor | None = None  # [L - num_prompt_tokens] bool, what counts; None: all
+    # [L - num_prompt_tokens] each, where they are known already:
+    old_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    high_entropy: Tensor | None = None
 
     def __post_init__(self) -> None:
         # The first token of a sequence is predicted by nothing, so it cannot be a response token.
         assert 1 <= self.num_prompt_tokens <= len(self.tokens)
         assert len(self.rollout_logprobs) == len(self.tokens) - self.num_prompt_tokens
+
+
+KNOWN = ("old_logprobs", "ref_logprobs", "high_entropy")
+"""What a generation that is resumed brings along of its tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +78,8 @@ class PackedBatch:
     cu_seqlens: Tensor  # [n + 1] int32, padding included
     max_seqlen: int  # longest sequence, padding included
     sequence_index: Tensor  # [T] int64, index of the sequence in the optimizer batch
-    loss_mask: Tensor  # [T] bool, response tokens
+    completion_mask: Tensor  # [T] bool, tokens of completions
+    loss_mask: Tensor  # [T] bool, those of them that count: sampled, and not left out
     loss_weights: Tensor  # [T]
     advantages: Tensor  # [T]
     rollout_logprobs: Tensor  # [T]
@@ -100,7 +108,7 @@ def pack(
 ) -> PackedBatch:
     """Lay ``sequences[i] for i in indices`` end to end.
 
-    Old log-probabilities are those of all `sequences`, or of none.
+    What may be known already is known of all `sequences`, or of none.
 
     `indices` may be empty: a rank without work joins its peers' collectives with one sequence of
     padding, whose loss is zero. `dtype` is that of weights, advantages and log-probabilities.
@@ -113,35 +121,39 @@ def pack(
 
     tokens = torch.full((total,), padding_id, dtype=torch.int64)
     sequence_index = torch.full((total,), -1, dtype=torch.int64)
-    loss_mask = torch.zeros(total, dtype=torch.bool)
-    loss_weights, advantages, rollout_logprobs, old_logprobs = (
-        torch.zeros(total, dtype=dtype) for _ in range(4)
-    )
-    with_old = any(sequence.old_logprobs is not None for sequence in sequences)
+    completion_mask, loss_mask = torch.zeros(2, total, dtype=torch.bool)
+    loss_weights, advantages, rollout_logprobs = torch.zeros(3, total, dtype=dtype)
+    known = {
+        name: torch.zeros(total, dtype=torch.bool if name == "high_entropy" else dtype)
+        for name in KNOWN
+        if any(getattr(sequence, name) is not None for sequence in sequences)
+    }
     for index, end, length in zip(indices, ends, lengths, strict=False):
         sequence, start = sequences[index], end - length
         whole = slice(start, start + len(sequence.tokens))
         response = slice(start + sequence.num_prompt_tokens, whole.stop)
+        mask = sequence.response_mask
         tokens[whole] = sequence.tokens
         sequence_index[whole] = index
-        mask = sequence.response_mask
+        completion_mask[response] = True
         loss_mask[response] = True if mask is None else mask
         loss_weights[response] = sequence.loss_weight
         advantages[response] = sequence.advantage
         rollout_logprobs[response] = sequence.rollout_logprobs.to(dtype)
-        if sequence.old_logprobs is not None:
-            old_logprobs[response] = sequence.old_logprobs.to(dtype)
+        for name, values in known.items():
+            values[response] = getattr(sequence, name).to(values.dtype)
     return PackedBatch(
         tokens=tokens,
         position_ids=torch.cat([torch.arange(length) for length in lengths]),
         cu_seqlens=torch.tensor([0, *ends], dtype=torch.int32),
         max_seqlen=max(lengths),
         sequence_index=sequence_index,
+        completion_mask=completion_mask,
         loss_mask=loss_mask,
         loss_weights=loss_weights,
         advantages=advantages,
         rollout_logprobs=rollout_logprobs,
-        old_logprobs=old_logprobs if with_old else None,
+        **known,
     )
 
 

@@ -14,6 +14,7 @@ from megatron_grpo.config import Config
 from megatron_grpo.config_file import load_config
 from megatron_grpo.logprobs import response_logprobs
 from megatron_grpo.model import Policy, build_policy
+from megatron_grpo.reference import Reference
 from megatron_grpo.schedule import run_schedule
 from oracle import oracle_logprobs
 from parallel import Box, ParallelDims
@@ -120,11 +121,16 @@ def gradient_boxes(policy: Policy) -> list[tuple[str, Box, Tensor]]:
 
 
 def checkpoints_of(
-    run_dir: Path, policy: Policy, folder: Path, dims: ParallelDims, *overrides: str
+    run_dir: Path,
+    policy: Policy,
+    folder: Path,
+    dims: ParallelDims,
+    *overrides: str,
+    reference: Reference | None = None,
 ) -> Checkpoints:
     """The checkpoints of a run in `run_dir` that trains `policy`, of the model in `folder`."""
     cfg = tiny_config(folder, dims, f"train.run_dir={run_dir}", *overrides)
-    return Checkpoints(cfg, policy)
+    return Checkpoints(cfg, policy, reference)
 
 
 def save_checkpoint(

@@ -30,6 +30,7 @@ from megatron_grpo.experience import Experience
 from megatron_grpo.failure import raise_first_failure
 from megatron_grpo.model import Policy
 from megatron_grpo.prompts import Prompt
+from megatron_grpo.reference import Reference
 
 CPU = torch.device("cpu")
 
@@ -52,9 +53,9 @@ class Checkpoints:
     ValueError, when it is made, for a model with state that checkpoints do not hold.
     """
 
-    def __init__(self, cfg: Config, policy: Policy) -> None:
+    def __init__(self, cfg: Config, policy: Policy, reference: Reference | None) -> None:
         self._folder = cfg.train.run_dir / "checkpoints"
-        self._cfg, self._policy = cfg, policy
+        self._cfg, self._policy, self._reference = cfg, policy, reference
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
         self._memory = HostMemory()
@@ -65,14 +66,14 @@ class Checkpoints:
         """Step of the checkpoint that was loaded, or that was begun last."""
 
     def load(self) -> TrainerState:
-        """Load the newest good checkpoint into the policy; the state at its step.
+        """Load the newest good checkpoint into policy and reference; the state at its step.
 
         The state at step 0 when there are none. Raises the ValueError of `load_newest`, and OSError
         on all ranks when there is no room for one more.
         """
-        state = load_newest(self._folder, self._cfg.dims, self._policy)
+        state = load_newest(self._folder, self._cfg.dims, self._policy, self._reference)
         self.newest_step = state.step
-        self._check_space(megatron_state.weight_parts(self._policy))
+        self._check_space()
         return state
 
     def load_experience(self, step: int, prompts: Sequence[Prompt]) -> Experience | None:
@@ -80,17 +81,16 @@ class Checkpoints:
         return trainer_state.read_experience(folders.step_folder(self._folder, step), prompts)
 
     def save(self, state: TrainerState, experience: Experience | None) -> None:
-        """Begin to save the policy as it is now; waits for the end of the save before.
+        """Begin to save both models as they are now; waits for the end of the save before.
 
         `experience`, on rank 0, is what the next steps train on, if they do not begin with a new
         generation. Raises FloatingPointError on all ranks when a tensor is not finite: nothing is
         written then.
         """
         self.wait()
-        weights = megatron_state.weight_parts(self._policy)
-        parts = weights + megatron_state.optimizer_parts(self._policy)
+        parts = megatron_state.parts_saved(self._policy, self._reference)
         raise_first_failure(lambda: _check_finite(parts), CPU, FloatingPointError)
-        self._check_space(weights)
+        self._check_space()
         folder = self._folder / f"step_{state.step}{folders.PARTIAL}"
         raise_first_failure(lambda: self._make_folder(folder), CPU, OSError)
         chunks, tensors = chunks_to_write(parts)
@@ -200,9 +200,9 @@ class Checkpoints:
                 folders.remove(folder)
             folder.mkdir(parents=True)
 
-    def _check_space(self, weights: Sequence[StatePart]) -> None:
+    def _check_space(self) -> None:
         """Raise OSError on all ranks when the disk cannot hold one more checkpoint. Collective."""
-        total = torch.tensor(sum(megatron_state.num_bytes_saved(part) for part in weights))
+        total = torch.tensor(megatron_state.num_bytes_saved(self._policy, self._reference))
         dist.all_reduce(total)
 
         def check() -> None:

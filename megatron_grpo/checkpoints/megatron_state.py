@@ -22,10 +22,13 @@ from torch import Tensor
 
 from megatron_grpo.checkpoints.flat_range import boxes_of_range
 from megatron_grpo.model import Model, Policy, unwrapped
+from megatron_grpo.reference import Reference
 from parallel import Box, Layout, Piece, Shape
 
 OPTIMIZER_STATES = ("param", "exp_avg", "exp_avg_sq")
 """The master weight and its moments, float32, by Megatron's names."""
+REFERENCE = "reference."
+"""Before the keys of a reference that follows the policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +49,31 @@ class StatePart:
 
 def weight_parts(policy: Policy) -> list[StatePart]:
     """The parts of the weights."""
+    return _parts_of(policy, policy.parameters(), "")
+
+
+def reference_parts(reference: Reference | None) -> list[StatePart]:
+    """The parts of the weights of a reference that follows the policy; a frozen one has none."""
+    if reference is None or not reference.mixture:
+        return []
+    return _parts_of(reference, reference.mixture, REFERENCE)
+
+
+def _parts_of(model: Model, tensors: Mapping[str, Tensor], prefix: str) -> list[StatePart]:
+    """The parts of `tensors`, which are as the parameters of the same names."""
+    names = {parameter: name for name, parameter in model.parameters().items()}
     return [
         StatePart(
-            key=part.key,
+            key=prefix + part.key,
             shape=tuple(part.global_shape),
             box=Box(tuple(part.global_offset), _stacked(part, tuple(part.local_shape))),
-            values=_with_stack(part, part.data.detach()),
+            values=_with_stack(part, tensors[names[sharded.data]].detach()[within.slices]),
             is_replica=not is_main_replica(part.replica_id),
             is_padded=part.allow_shape_mismatch,
         )
-        for sharded in _sharded(policy)
+        for sharded in _sharded(model)
         if not isinstance(sharded, ShardedObject)
-        for part, _ in _parts(sharded)
+        for part, within in _parts(sharded)
     ]
 
 
@@ -110,10 +126,21 @@ def object_names(policy: Policy) -> list[str]:
     return [each.unique_key for each in objects if is_main_replica(each.replica_id)]
 
 
-def num_bytes_saved(weight: StatePart) -> int:
-    """Bytes that a checkpoint holds for a part of the weights, its optimizer states included."""
+def parts_saved(policy: Policy, reference: Reference | None) -> list[StatePart]:
+    """All that a checkpoint holds of a rank's tensors."""
+    return weight_parts(policy) + optimizer_parts(policy) + reference_parts(reference)
+
+
+def num_bytes_saved(policy: Policy, reference: Reference | None) -> int:
+    """Bytes of a checkpoint, over all ranks as many as the tensors have: a rank's part of them."""
     states = len(OPTIMIZER_STATES) * torch.float32.itemsize
-    return 0 if weight.is_replica else weight.box.num_elements * (weight.values.itemsize + states)
+    beside = [(part, states) for part in weight_parts(policy)]
+    beside += [(part, 0) for part in reference_parts(reference)]
+    return sum(
+        part.box.num_elements * (part.values.itemsize + num_bytes)
+        for part, num_bytes in beside
+        if not part.is_replica
+    )
 
 
 def first_not_finite(parts: Sequence[StatePart]) -> str | None:

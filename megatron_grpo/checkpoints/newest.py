@@ -16,6 +16,7 @@ from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.checkpoints.verify_bar import VerifyBar
 from megatron_grpo.failure import first_failure, raise_first_failure
 from megatron_grpo.model import Policy
+from megatron_grpo.reference import Reference
 from parallel import ParallelDims
 
 CPU = torch.device("cpu")
@@ -38,8 +39,10 @@ def steps_done(folder: Path) -> int:
     return int(done)
 
 
-def load_newest(folder: Path, dims: ParallelDims, policy: Policy) -> TrainerState:
-    """Load the newest good checkpoint of `folder` into `policy`; the state at its step.
+def load_newest(
+    folder: Path, dims: ParallelDims, policy: Policy, reference: Reference | None
+) -> TrainerState:
+    """Load the newest good checkpoint of `folder` into both models; the state at its step.
 
     A checkpoint that is not what its manifest says is named on stderr, and the one before it is
     tried. The state at step 0 when there are none. Raises ValueError on all ranks when there are
@@ -52,7 +55,9 @@ def load_newest(folder: Path, dims: ParallelDims, policy: Policy) -> TrainerStat
     for step in shared[0]:
         checkpoint = folders.step_folder(folder, step)
         damage = _damage(checkpoint, partial(_verify, checkpoint))
-        damage = damage or _damage(checkpoint, partial(_read, checkpoint, step, dims, policy))
+        damage = damage or _damage(
+            checkpoint, partial(_read, checkpoint, step, dims, policy, reference)
+        )
         if damage is None:
             return trainer_state.read_record(checkpoint, step).state
         reasons.append(f"{checkpoint} is not used: {damage}")
@@ -116,8 +121,10 @@ def _verify(checkpoint: Path) -> None:
         manifest.verify(checkpoint, listed, names, bar.advance if bar else lambda _: None)
 
 
-def _read(checkpoint: Path, step: int, dims: ParallelDims, policy: Policy) -> None:
-    """Put into the policy what is there for it.
+def _read(
+    checkpoint: Path, step: int, dims: ParallelDims, policy: Policy, reference: Reference | None
+) -> None:
+    """Put into the models what is there for them.
 
     What fails half-way is followed by another checkpoint that puts all of it there, or by the end.
     """
@@ -125,8 +132,9 @@ def _read(checkpoint: Path, step: int, dims: ParallelDims, policy: Policy) -> No
         screen_checkpoint(checkpoint)
     record = trainer_state.read_record(checkpoint, step)
     megatron_state.set_counters(policy, record.counters)
-    weights = megatron_state.weight_parts(policy)
-    read_parts(checkpoint, weights + megatron_state.optimizer_parts(policy))
+    read_parts(checkpoint, megatron_state.parts_saved(policy, reference))
+    if reference:
+        reference.take_mixture()
     if record.layout == dims:  # they are those of ranks
         row = trainer_state.read_random_state(checkpoint, dist.get_rank())
         megatron_state.set_random_state(row)

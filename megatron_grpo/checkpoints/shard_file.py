@@ -16,7 +16,7 @@ from checkpoint_convert.assembly import Assembly
 from checkpoint_convert.torch_dist import StoredChunks, read_chunks
 from checkpoint_convert.torch_dist_writer import Chunk
 from checkpoint_convert.torch_words import DTYPE_NAMES, words_of
-from megatron_grpo.checkpoints.megatron_state import StatePart
+from megatron_grpo.checkpoints.megatron_state import REFERENCE, StatePart
 from parallel import Box, Layout, Piece
 
 MAX_CHUNK_BYTES = 1 << 30  # torch.save has another form from 4 GiB on
@@ -62,11 +62,13 @@ def chunks_to_write(parts: Iterable[StatePart]) -> tuple[list[Chunk], list[Tenso
 def read_parts(folder: Path, parts: Sequence[StatePart]) -> None:
     """Fill all parts, in place, from a checkpoint that was saved at whatever layout.
 
-    Raises ValueError naming what is not there, or has another shape.
+    Raises ValueError naming what is not there, or has another shape, or is a reference that is not
+    asked for: the one that the run began with would take its place.
     """
     keys = {part.key for part in parts}
-    stored = read_chunks(folder, keys.__contains__)
+    stored = read_chunks(folder, lambda key: key in keys or key.startswith(REFERENCE))
     with closing(stored.tensors):
+        _check_reference(folder, set(stored.shapes), keys)
         _check_shapes(folder, stored, parts)
         names = [str(number) for number in range(len(parts))]
         pieces = tuple(
@@ -93,6 +95,16 @@ def _fill(
     assembly.fill(name, words_of(staged), DTYPE_NAMES[values.dtype])
     if staged is not values:
         values.copy_(staged)
+
+
+def _check_reference(folder: Path, stored: set[str], wanted: set[str]) -> None:
+    is_stored, is_wanted = (any(key.startswith(REFERENCE) for key in k) for k in (stored, wanted))
+    if is_stored != is_wanted:
+        raise ValueError(
+            f"{folder} holds {'the' if is_stored else 'no'} weights of a reference model that "
+            f"follows the policy, and grpo.sync_ref_model is {str(is_wanted).lower()}: set it to "
+            f"{str(is_stored).lower()}, or choose another train.run_dir"
+        )
 
 
 def _check_shapes(folder: Path, stored: StoredChunks, parts: Sequence[StatePart]) -> None:

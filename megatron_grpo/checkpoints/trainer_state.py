@@ -1,8 +1,8 @@
 """What a checkpoint knows beside Megatron's state: where the run stands, what it is training on.
 
 Prompts and sampling seeds are functions of the step. But the generation that is being trained on
-was sampled from a policy that is gone: inside of one, samples and their old log-probabilities are
-saved with the rest.
+was sampled from a policy that is gone: inside of one, samples and their log-probabilities under the
+old policy, and under the reference of that time, are saved with the rest.
 """
 
 import json
@@ -23,6 +23,7 @@ from megatron_grpo.experience import Experience
 from megatron_grpo.prompts import Prompt
 from megatron_grpo.rollout.samples import Sample
 from parallel import ParallelDims
+from parallel.packing import KNOWN
 
 STATE_FILE = "trainer.json"
 SAMPLES_FILE = "samples.jsonl"
@@ -104,9 +105,11 @@ def read_random_state(folder: Path, rank: int) -> Tensor:
 
 
 def write_experience(folder: Path, experience: Experience) -> None:
-    """Write samples, rewards, advantages and old log-probabilities, bit for bit."""
-    samples, old = experience.samples, experience.old_logprobs
-    assert old is not None, "the policy that they are of is gone when this is read"
+    """Write samples, rewards, advantages and log-probabilities, bit for bit."""
+    samples = experience.samples
+    assert experience.old_logprobs is not None, (
+        "the policy that they are of is gone when this is read"
+    )
     rows = [
         {
             "prompt": sample.prompt.index,
@@ -123,11 +126,13 @@ def write_experience(folder: Path, experience: Experience) -> None:
         "lengths": torch.tensor([len(sample.completion_ids) for sample in samples]),
         "completion_ids": _joined([sample.completion_ids for sample in samples], torch.int64),
         "rollout_logprobs": _joined([sample.logprobs for sample in samples], torch.float64),
-        "old_logprobs": torch.cat(list(old)),
         "totals": experience.totals,
         "group_ids": experience.group_ids,
         "advantages": experience.advantages,
     }
+    for name in KNOWN:
+        if (values := getattr(experience, name)) is not None:
+            tensors[name] = torch.cat(list(values))
     save_file(tensors, folder / TOKENS_FILE)
 
 
@@ -166,7 +171,11 @@ def read_experience(folder: Path, prompts: Sequence[Prompt]) -> Experience | Non
         totals=tensors["totals"],
         group_ids=tensors["group_ids"],
         advantages=tensors["advantages"],
-        old_logprobs=[tensors["old_logprobs"][start:end] for start, end in bounds],
+        **{
+            name: [tensors[name][start:end] for start, end in bounds]
+            for name in KNOWN
+            if name in tensors
+        },
     )
 
 

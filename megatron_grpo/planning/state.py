@@ -26,7 +26,8 @@ class StateBytes:
     optimizer: int
     """The shard of float32 weights (with float32 weights there is no second copy) and moments."""
     reference: int
-    """Weights of the frozen model that `grpo.beta` > 0 compares with."""
+    """Weights of the model that `grpo.beta` > 0 compares with, and the float32 ones beside them
+    that `grpo.sync_ref_model` needs where `model.dtype` would round them."""
 
     @property
     def total(self) -> int:
@@ -43,11 +44,12 @@ def state_bytes(cfg: Config, shape: ModelShape, rank: int) -> StateBytes:
         owned += bucket.owned
     itemsize = ITEMSIZE[cfg.model.dtype]
     copies = MOMENTS + (cfg.model.dtype != "float32")
+    of_reference = itemsize + (ITEMSIZE["float32"] if cfg.mixes_in_float32 else 0)
     return StateBytes(
         weights=weights * itemsize,
         gradients=gradients * GRADIENT_BYTES,
         optimizer=owned * copies * GRADIENT_BYTES,
-        reference=weights * itemsize if cfg.grpo.beta > 0 else 0,
+        reference=weights * of_reference if cfg.grpo.beta > 0 else 0,
     )
 
 

@@ -141,6 +141,8 @@ def test_missing_key_is_named_with_its_meaning(tmp_path):
         (["parallel.sequence_parallel=true"], ["tensor_parallel_size is 1"]),
         (["optimizer.lr_warmup_steps=15"], ["15", "at most 14"]),
         (["optimizer.min_lr=1"], ["1.0", "at most 3e-05"]),
+        (["grpo.sync_ref_model=true"], ["grpo.beta 0 loads none", "beta above 0"]),
+        (["grpo.ref_model_mixup_alpha=0"], ["grpo.ref_model_mixup_alpha", "greater than 0"]),
         (
             ["rollout.base_urls=[http://localhost:1]", "rollout.num_engines=3"],
             ["num_engines 3", "base_urls 1"],

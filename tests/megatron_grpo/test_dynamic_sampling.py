@@ -1,6 +1,7 @@
 """Which prompts take the place of those whose completions all have the same reward."""
 
 import math
+from itertools import pairwise
 
 from megatron_grpo.dynamic_sampling import ScoredGroup, Search
 from megatron_grpo.grpo_config import GRPOConfig
@@ -46,7 +47,7 @@ def test_prompts_without_spread_are_replaced_by_as_many_that_were_not_tried():
     search, rounds = run(lambda prompt: prompt.index % 2 == 0)
     tried = [index for indices in rounds for index in indices]
     assert len(tried) == len(set(tried))
-    for indices, following in zip(rounds, rounds[1:], strict=False):
+    for indices, following in pairwise(rounds):
         useful_so_far = [i for i in tried[: tried.index(indices[-1]) + 1] if i % 2 == 0]
         assert len(following) == BATCH_SIZE - len(useful_so_far)
     assert len(found(search)) == BATCH_SIZE

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from checkpoint_convert import read_shape
 from distributed import run_ranks
 from megatron_grpo.logprobs import compute_logprobs
-from megatron_grpo.model import build_reference
+from megatron_grpo.reference import build_reference
 from models import tiny_model
 from parallel import ParallelDims
 from parallel.device import setup_device

@@ -1,4 +1,4 @@
-"""A generation that is being trained on comes back bit for bit, its old log-probabilities too."""
+"""A generation that is being trained on comes back bit for bit, its log-probabilities too."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +9,11 @@ import torch
 from distributed import run_ranks
 from megatron_grpo.batching import BatchSchedule
 from megatron_grpo.checkpoints.trainer_state import read_experience, write_experience
-from megatron_grpo.exchange import collect_old_logprobs, distribute
+from megatron_grpo.exchange import collect_values, distribute
 from megatron_grpo.experience import Experience, share_out
 from megatron_grpo.old_policy import add_logprobs
 from megatron_grpo.prompts import Prompt
+from megatron_grpo.reference import build_reference
 from megatron_grpo.rollout.samples import Sample
 from models import tiny_model
 from parallel import ParallelDims
@@ -61,44 +62,61 @@ def generation() -> Experience:
     )
 
 
-def old_logprobs_on_rank(
-    rank: int, folder: Path, dims: ParallelDims, out: Path
+def logprobs_on_rank(
+    rank: int, folder: Path, other: Path, dims: ParallelDims, out: Path
 ) -> list[list[torch.Tensor]]:
-    """Old log-probabilities [T] of this rank's microbatches: computed, and after a resume."""
+    """Old and reference log-probabilities [T] of this rank's microbatches: computed, and after a
+    resume. The reference is the model in `other`."""
     cfg = tiny_config(folder, dims, *GRPO)
     policy, groups = start_policy(rank, folder, dims, *GRPO)
+    reference = build_reference(tiny_config(other, dims), policy.shape, groups)
     cost, device = CostModel.transformer(64), torch.device("cpu")
 
     def minibatches(experience: Experience | None) -> list[list]:
         shares = share_out(experience, GENERATION, cost, cfg) if experience else None
         received = distribute(shares, groups, device)
-        return [add_logprobs(batches, policy, None, cfg, groups) for batches in received]
+        return [add_logprobs(batches, policy, reference, cfg, groups) for batches in received]
 
     first = minibatches(generation() if rank == 0 else None)
-    collected = collect_old_logprobs(first, groups)
-    assert (collected is None) == (rank != 0)
+    collected = [
+        collect_values(first, lambda batch: batch.old_logprobs, groups),
+        collect_values(first, lambda batch: batch.ref_logprobs, groups),
+    ]
+    assert [each is None for each in collected] == [rank != 0] * 2
     resumed = None
-    if collected is not None:
+    if rank == 0:
         places = BatchSchedule.of(cfg.grpo).minibatches(GENERATION, cfg.train.seed)
-        found = {
-            places[minibatch][i]: logprobs
-            for of_rank in collected
-            for minibatch, sequences in enumerate(of_rank)
-            for i, logprobs in sequences.items()
-        }
+        old, ref = (
+            {
+                places[minibatch][i]: logprobs
+                for of_rank in each
+                for minibatch, sequences in enumerate(of_rank)
+                for i, logprobs in sequences.items()
+            }
+            for each in collected
+        )
         write_experience(
             out,
-            replace(generation(), old_logprobs=[found[i] for i in range(NUM_SAMPLES)]),
+            replace(
+                generation(),
+                old_logprobs=[old[i] for i in range(NUM_SAMPLES)],
+                ref_logprobs=[ref[i] for i in range(NUM_SAMPLES)],
+            ),
         )
         resumed = read_experience(out, prompts())
         assert resumed is not None
-    for parameter in policy.parameters().values():
-        parameter.data.zero_()  # the policy that generated is gone
+    for parameter in [*policy.parameters().values(), *reference.parameters().values()]:
+        parameter.data.zero_()  # the policy that generated is gone, the reference of that time too
     second = minibatches(resumed)
     if not policy.is_last_stage:  # which makes none, and is not asked for any
         return []
     return [
-        [batch.old_logprobs for batches in microbatches for batch in batches]
+        [
+            logprobs
+            for batches in microbatches
+            for batch in batches
+            for logprobs in (batch.old_logprobs, batch.ref_logprobs)
+        ]
         for microbatches in (first, second)
     ]
 
@@ -108,27 +126,35 @@ def old_logprobs_on_rank(
     [ParallelDims(pipeline=2, data=2), ParallelDims(tensor=2, context=2), ParallelDims(data=3)],
     ids=str,
 )
-def test_old_logprobs_of_all_ranks_survive_the_policy_that_made_them(tmp_path, dims):
-    folder = tiny_model(tmp_path / "model", "qwen3")
-    results = run_ranks(dims.world_size, old_logprobs_on_rank, folder, dims, tmp_path)
+def test_logprobs_of_all_ranks_survive_the_models_that_made_them(tmp_path, dims):
+    folder, other = (tiny_model(tmp_path / f"model_{i}", "qwen3", seed=i) for i in range(2))
+    results = run_ranks(dims.world_size, logprobs_on_rank, folder, other, dims, tmp_path)
     with_logprobs = [result for result in results if result]
     assert len(with_logprobs) == dims.stage_size
     for computed, resumed in with_logprobs:
         assert len(computed) >= 2
-        assert any(values.count_nonzero() for values in computed)
+        for values in (computed[::2], computed[1::2]):
+            assert any(each.count_nonzero() for each in values)
+        assert not torch.equal(computed[0], computed[1])
         for before, after in zip(computed, resumed, strict=True):
             assert torch.equal(before, after)
 
 
 def test_samples_come_back_bit_for_bit(tmp_path):
-    saved = replace(generation(), old_logprobs=[torch.randn(1 + i) for i in range(NUM_SAMPLES)])
+    old, ref = ([torch.randn(1 + i) for i in range(NUM_SAMPLES)] for _ in range(2))
+    saved = replace(generation(), old_logprobs=old, ref_logprobs=ref)
     write_experience(tmp_path, saved)
     read = read_experience(tmp_path, prompts())
     assert read is not None and read.samples == saved.samples and read.rewards == saved.rewards
     for name in ("totals", "group_ids", "advantages"):
         assert torch.equal(getattr(read, name), getattr(saved, name))
-    for ours, theirs in zip(read.old_logprobs, saved.old_logprobs, strict=True):
+    for ours, theirs in zip(read.old_logprobs + read.ref_logprobs, old + ref, strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_without_a_reference_there_are_no_logprobs_of_one(tmp_path):
+    write_experience(tmp_path, replace(generation(), old_logprobs=[torch.zeros(0)] * NUM_SAMPLES))
+    assert read_experience(tmp_path, prompts()).ref_logprobs is None
 
 
 def test_a_row_that_the_data_no_longer_has_is_named(tmp_path):

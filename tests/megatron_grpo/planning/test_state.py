@@ -26,6 +26,22 @@ def test_70b_on_64_ranks_by_hand(tmp_path):
     assert first.total == pytest.approx(27.25e9 + 4.54e9, rel=1e-3)
 
 
+def test_a_reference_that_follows_the_policy_has_its_float32_mixture_beside_it(tmp_path):
+    folder = write_config(tmp_path, "Llama-3.1-8B")
+    shape, dims = read_shape(folder), ParallelDims()
+
+    def bytes_per_weight(dtype: str, *overrides: str) -> float:
+        cfg = tiny_config(folder, dims, f"model.dtype={dtype}", *overrides)
+        state = state_bytes(cfg, shape, 0)
+        return 4 * state.reference / state.gradients
+
+    follows, refresh = "grpo.sync_ref_model=true", "grpo.ref_model_mixup_alpha=1.0"
+    assert bytes_per_weight("bfloat16") == pytest.approx(2)
+    assert bytes_per_weight("bfloat16", follows) == pytest.approx(2 + 4)
+    assert bytes_per_weight("bfloat16", follows, refresh) == pytest.approx(2)
+    assert bytes_per_weight("float32", follows) == pytest.approx(4)
+
+
 def test_float32_weights_are_their_own_master_copies(tmp_path):
     folder = write_config(tmp_path, "Llama-3.1-8B")
     shape, dims = read_shape(folder), ParallelDims()
