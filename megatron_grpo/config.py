@@ -237,7 +237,8 @@ class RewardFunction(Section):
     """One term of the reward."""
 
     name: str
-    """`exact`, `math_answer`, `format`, or `file.py:function`."""
+    """`exact`, `math_answer`, `format`, `cosine`, `repetition`, `soft_overlong`, `judge`, or
+    `file.py:function`."""
     weight: float = 1.0
     """Factor of this function in the total reward."""
     arguments: dict[str, Any] = Field(default={})
@@ -256,6 +257,10 @@ class RewardConfig(Section):
     """Reward functions: a name, or a table with name, weight and arguments."""
     timeout: PositiveFloat = 60.0
     """Seconds in which one function must have scored the completions of one prompt."""
+    max_failed_fraction: float = Field(default=0.1, ge=0, lt=1)
+    """Share of a generation's completions that may have a failed score, and are masked."""
+    max_concurrent_calls: PositiveInt = 64
+    """Calls of asynchronous functions, one prompt each, that run at once."""
     num_workers: PositiveInt = 2
     """Processes that score in parallel."""
     memory_megabytes: PositiveInt = 4096

@@ -69,7 +69,7 @@ class ExperienceSource:
 
         The engines must serve that version. Raises EnginesOut when none does any more: called again
         after a push of the same version, it goes on where it ended. Raises Preempted or
-        ScoringGivenUp when `cancel` was called. A failed reward raises.
+        ScoringGivenUp when `cancel` was called, RewardError when too many rewards failed.
         """
         search = self._search = self._search or Search(self.prompts, generation, self.cfg.grpo)
         while search.prompts:

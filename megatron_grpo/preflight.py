@@ -55,6 +55,8 @@ CHANGEABLE = (
     "rollout.update_weights_bucket_megabytes",
     "rollout.weight_transport",
     "reward.timeout",
+    "reward.max_failed_fraction",
+    "reward.max_concurrent_calls",
     "reward.num_workers",
     "reward.memory_megabytes",
     "wandb.",

@@ -4,17 +4,28 @@ A reward function is called once per prompt with all its completions, by keyword
 
     def my_reward(completions: list[str], prompts: list[str], **columns: list) -> list[float]
 
-`columns` are those of the data row, one value per completion, the reference answer under `answer`.
-A function may name only the parameters that it uses. It must return a list (or an array) of one
-finite number per completion, in time and within its memory: anything else stops the run, and is
-never a zero.
+`columns` are those of the data row, one value per completion, the reference answer under `answer`;
+and of the completions `completion_ids` (lists of token ids, the end token included) and
+`finish_reasons` (`stop`, or `length` where the limit cut it). A function may name only the
+parameters that it uses. One that names `reward_timeout` gets the seconds that it has.
 
-It runs in a process of its own, with the rights of the user who trains: nothing here is a sandbox.
-The built-in functions run no code that is in a completion. Whoever has a function do so sees to the
-sandbox.
+It returns a list (or an array) of one number per completion. A score that is None, NaN, infinite or
+an exception has failed, and so have all scores of a call that raises, ends late, takes too much
+memory or kills its process, which is then replaced. What has failed is NaN to the trainer and never
+a zero: those completions are masked, and more of them than `reward.max_failed_fraction` of a
+generation stop the run. So do at once, since nothing of it can be masked, a list of another length,
+what is no list, and a score that is no number.
+
+An `async def` is awaited: up to `reward.max_concurrent_calls` calls run side by side, in the event
+loop of one process. One that is late is cancelled. Whatever blocks that loop blocks them all.
+
+A function runs in a process of its own, with the rights of the user who trains: nothing here is a
+sandbox. The built-in functions run no code that is in a completion. Whoever has a function do so
+sees to the sandbox.
 """
 
-from megatron_grpo.rewards.pool import RewardError, RewardPool, ScoringGivenUp
+from megatron_grpo.rewards.pool import RewardPool, ScoringGivenUp
+from megatron_grpo.rewards.scoring import RewardError
 from megatron_grpo.rewards.total import total_rewards
 
 __all__ = ["RewardError", "RewardPool", "ScoringGivenUp", "total_rewards"]

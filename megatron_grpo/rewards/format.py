@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 
-def format(completions: list[str], pattern: str, **_: Any) -> list[float]:
+def format(completions: list[str], *, pattern: str, **_: Any) -> list[float]:
     """1 when the regular expression `pattern` matches the whole completion, else 0.
 
     `.` matches line ends too. Give the pattern in the config: `arguments: {pattern: ...}`.

@@ -1,10 +1,12 @@
 """Finding and calling reward functions: built-in by name, or `file.py:function`."""
 
+import asyncio
 import inspect
 import math
+import re
 import reprlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
@@ -13,9 +15,20 @@ from types import ModuleType
 from typing import Any
 
 from megatron_grpo.config import RewardFunction
+from megatron_grpo.rewards.answer import Answer
 
-# Each is a module of this package with a function of the same name.
-BUILT_IN = ("exact", "format", "math_answer")
+# Each is a module of this package with a function of the same name. Its parameters after `*` are
+# arguments of the config, and no columns.
+BUILT_IN = ("cosine", "exact", "format", "judge", "math_answer", "repetition", "soft_overlong")
+
+GIVEN_COLUMNS = ("completions", "prompts", "completion_ids", "finish_reasons")
+"""What every call has beside the columns of the data, and which go before those."""
+GIVEN_TIMEOUT = "reward_timeout"
+"""`reward.timeout`, for a function that names it: no column, and not in `**columns`."""
+
+
+class NoScores(ValueError):
+    """A function returned what are no scores of its completions, so that none can be masked."""
 
 
 @dataclass(frozen=True)
@@ -24,33 +37,51 @@ class LoadedFunction:
 
     function: Callable[..., Any]
     arguments: Mapping[str, Any]
+    settings: frozenset[str] = frozenset()
+    """Parameters that only the config fills, whatever columns the data has."""
+
+    @property
+    def is_async(self) -> bool:
+        """Whether it is `async def`, or an object whose `__call__` is."""
+        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(
+            type(self.function).__call__  # of a function that is no object: a slot of C
+        )
 
     @property
     def wanted_columns(self) -> list[str]:
         """Parameters without a default that neither the call nor the config fills."""
-        given = {"completions", "prompts", *self.arguments}
-        return [
-            name
-            for name, parameter in inspect.signature(self.function).parameters.items()
-            if parameter.default is parameter.empty
-            and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-            and name not in given
-        ]
+        given = {*GIVEN_COLUMNS, GIVEN_TIMEOUT, *self.arguments}
+        return [name for name in _required(self.function) if name not in given]
 
-    def __call__(
-        self, completions: Sequence[str], prompts: Sequence[str], columns: Mapping[str, Any]
-    ) -> list[float]:
-        """One finite float per completion; raises ValueError for anything else."""
+    def __call__(self, columns: Mapping[str, Any], timeout: float) -> Answer:
+        """Score `columns["completions"]`; the other columns are GIVEN_COLUMNS and the data's.
+
+        Raises NoScores for anything but a list of one number per completion, in which None, NaN,
+        an infinity or an exception is a score that failed; and whatever the function raises.
+        """
+        return _answer(self._call(columns, timeout), len(columns["completions"]))
+
+    async def call_async(self, columns: Mapping[str, Any], timeout: float) -> Answer:
+        """The same, of an asynchronous function."""
+        return _answer(await self._call(columns, timeout), len(columns["completions"]))
+
+    def _call(self, columns: Mapping[str, Any], timeout: float) -> Any:
         # What the call and the config give goes before a column of the same name.
-        given = {**columns, **self.arguments, "completions": completions, "prompts": prompts}
+        data = {name: column for name, column in columns.items() if name not in self.settings}
+        given = {**data, **self.arguments, **{name: columns[name] for name in GIVEN_COLUMNS}}
         parameters = inspect.signature(self.function).parameters
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             given = {name: value for name, value in given.items() if name in parameters}
-        return _checked(self.function(**given), len(completions))
+        if GIVEN_TIMEOUT in parameters:
+            given[GIVEN_TIMEOUT] = timeout
+        return self.function(**given)
 
 
 def load_function(spec: RewardFunction) -> LoadedFunction:
-    """Import the function that a config names; raises ValueError when there is none."""
+    """Import the function that a config names; raises ValueError when there is none.
+
+    The same for arguments that it does not take, and of a built-in one for values that it refuses.
+    """
     path, colon, name = spec.name.rpartition(":")
     if not colon and name not in BUILT_IN:
         raise ValueError(
@@ -59,9 +90,43 @@ def load_function(spec: RewardFunction) -> LoadedFunction:
     module = _module_of(Path(path)) if colon else import_module(f"megatron_grpo.rewards.{name}")
     if not callable(getattr(module, name, None)):
         raise ValueError(f"{path} has no function {name!r}")
-    loaded = LoadedFunction(getattr(module, name), spec.arguments)
-    _check_arguments(spec, loaded.function)
+    function = getattr(module, name)
+    _check_arguments(spec, function)
+    return LoadedFunction(function, spec.arguments) if colon else _built_in(spec, function)
+
+
+def _built_in(spec: RewardFunction, function: Callable[..., Any]) -> LoadedFunction:
+    """A built-in function judges its arguments before anything else: it is called with nothing."""
+    parameters = inspect.signature(function).parameters.values()
+    settings = frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+    for name in spec.arguments:
+        if name not in settings:
+            known = ", ".join(sorted(settings - {GIVEN_TIMEOUT})) or "none"
+            raise ValueError(
+                f"reward function {spec.name} has no argument {name!r}: it has {known}"
+            )
+    for name in _required(function):
+        if name in settings - {GIVEN_TIMEOUT, *spec.arguments}:
+            raise ValueError(f"reward function {spec.name} wants {name!r}: give it in `arguments`")
+    loaded = LoadedFunction(function, spec.arguments, settings)
+    nothing: dict[str, list[Any]] = {n: [] for n in (*loaded.wanted_columns, *GIVEN_COLUMNS)}
+    try:
+        if loaded.is_async:
+            asyncio.run(loaded.call_async(nothing, math.inf))
+        else:
+            loaded(nothing, math.inf)
+    except (TypeError, ValueError, re.error) as error:
+        raise ValueError(f"arguments {spec.arguments} of reward {spec.name}: {error}") from None
     return loaded
+
+
+def _required(function: Callable[..., Any]) -> list[str]:
+    return [
+        name
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
 
 
 def _module_of(file: Path) -> ModuleType:
@@ -85,22 +150,35 @@ def _check_arguments(spec: RewardFunction, function: Callable[..., Any]) -> None
         raise ValueError(f"arguments {spec.arguments} of reward {spec.name}: {error}") from None
 
 
-def _checked(scores: Any, num_completions: int) -> list[float]:
+def _answer(scores: Any, num_completions: int) -> Answer:
     if hasattr(scores, "tolist"):  # of numpy or torch
         scores = scores.tolist()
     if not isinstance(scores, list | tuple):
-        raise ValueError(
+        raise NoScores(
             f"returned {type(scores).__name__} and not a list, for {num_completions} completions"
         )
     if len(scores) != num_completions:
-        raise ValueError(f"returned {len(scores)} scores for {num_completions} completions")
-    return [_number(score) for score in scores]
+        raise NoScores(f"returned {len(scores)} scores for {num_completions} completions")
+    numbers = [_number(score) for score in scores]
+    failed = [score for score, number in zip(scores, numbers, strict=True) if math.isnan(number)]
+    return Answer(numbers, _reason(failed[0]) if failed else "")
 
 
 def _number(score: Any) -> float:
+    """The score as a float; NaN for one that failed."""
+    if score is None or isinstance(score, Exception):
+        return math.nan
     try:
-        if not isinstance(score, str) and math.isfinite(score):
-            return float(score)
+        if not isinstance(score, str):
+            return float(score) if math.isfinite(score) else math.nan
     except (TypeError, ValueError, RuntimeError):  # torch, of a tensor of several elements
         pass
-    raise ValueError(f"returned the score {reprlib.repr(score)}: each must be a finite number")
+    raise NoScores(
+        f"returned the score {reprlib.repr(score)}: each must be a number, or None where it failed"
+    )
+
+
+def _reason(failed: Any) -> str:
+    if isinstance(failed, Exception):
+        return f"returned {type(failed).__name__}: {failed}"
+    return f"returned the score {reprlib.repr(failed)}"

@@ -1,64 +1,28 @@
 """Scoring in worker processes, with limits of time and memory."""
 
-import json
-import os
-import reprlib
-import signal
-import socket
-import struct
-import subprocess
-import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
-from multiprocessing.connection import Connection, Pipe, wait
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from multiprocessing.connection import Pipe, wait
 from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.config import RewardConfig
-from megatron_grpo.rewards import supervisor
+from megatron_grpo.rewards.answer import Answer
+from megatron_grpo.rewards.scoring import Call, RewardError, Scoring
+from megatron_grpo.rewards.worker_process import WorkerProcess
 
 if TYPE_CHECKING:
     from megatron_grpo.rollout import Sample
 
-SHORTENED = reprlib.Repr()
-SHORTENED.maxstring = 200
-END_SECONDS = 10.0
-"""A supervisor that takes longer to kill what is below it is itself killed."""
-DEATH_SECONDS = 2.0
-"""How long after a worker's last word its death is waited for."""
-
-
-class RewardError(ValueError):
-    """A reward function failed, the text names it and the prompt; or it cannot be used."""
+CANCEL_SECONDS = 3.0
+"""How long after `reward.timeout` a worker must have cancelled an asynchronous call."""
+RELOAD_SECONDS = 60.0
+"""A process in the place of another has at least this long to load what has loaded before."""
 
 
 class ScoringGivenUp(Exception):
     """`RewardPool.cancel` was called; nothing has failed."""
-
-
-@dataclass(frozen=True)
-class _Worker:
-    supervisor: subprocess.Popen[bytes]
-    """Ends as the worker ends, and with it all that the worker has started."""
-    connection: Connection
-
-
-@dataclass(frozen=True)
-class _Call:
-    """One function on the completions of one prompt; `places` are theirs in the batch."""
-
-    function: int
-    places: Sequence[int]
-    samples: Sequence["Sample"]
-
-
-@dataclass(frozen=True)
-class _Running:
-    worker: _Worker
-    call: _Call
-    deadline: float
 
 
 class RewardPool:
@@ -67,13 +31,20 @@ class RewardPool:
     They start at once and load in the background; they die with this process, however it ends, and
     so does what they have started. A function has the rights of the user who trains: limits of time
     and memory are no sandbox.
+
+    The first process runs all calls of asynchronous functions, `reward.max_concurrent_calls` at
+    once; every process runs other calls one after the other.
     """
 
     def __init__(self, cfg: RewardConfig) -> None:
         self.cfg = cfg
-        self._load_deadline = time.monotonic() + cfg.timeout
-        self._workers = [_start_worker(cfg) for _ in range(cfg.num_workers)]
-        self._loading = list(self._workers)
+        self._workers = [WorkerProcess(cfg, cfg.timeout) for _ in range(cfg.num_workers)]
+        self._wanted: list[list[str]] = []
+        self._is_async: list[bool] = []
+        self._calls: dict[int, Call] = {}
+        """Those that run, by number."""
+        self._numbers = count()
+        self._told: set[int] = set()
         self._given_up, self._give_up = Pipe(duplex=False)
 
     def wait_ready(self, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -83,41 +54,40 @@ class RewardPool:
         a function that is not loaded `reward.timeout` seconds after the start or that wants a
         column that some row lacks.
         """
-        while self._loading:
-            wanted = self._loaded_columns(self._loading.pop())
-            for function, names in zip(self.cfg.functions, wanted, strict=True):
-                for name in names:
-                    lacking = [row for row in rows if name not in row]
-                    if lacking:
-                        self.close()
-                        raise RewardError(
-                            f"reward function {function.label} wants {name!r}: not in its "
-                            f"arguments {function.arguments}, and no column of {len(lacking)} of "
-                            f"{len(rows)} rows; the first of them has {', '.join(lacking[0])}"
-                        )
+        try:
+            while any(worker.is_loading for worker in self._workers):
+                answers = list(self._advance())
+                assert not answers, "calls run"
+            self._check_columns(rows)
+        except RewardError:
+            self.close()
+            raise
 
     def score(self, samples: Sequence["Sample"]) -> list[dict[str, float]]:
-        """Scores of every sample by function label. Samples of one prompt must be neighbours.
+        """Scores of every sample by function label; NaN is one that failed.
 
-        Raises RewardError, and closes the pool, when a call raises, ends late, takes too much
-        memory, kills its process or returns anything but one finite number per completion. Raises
-        ScoringGivenUp once `cancel` was called: the pool is good for nothing then but `close`.
+        Samples of one prompt must be neighbours. Failed are all scores of a call that raises, ends
+        late, takes too much memory or kills its process, and in a list each that is no finite
+        number. Raises RewardError, and closes the pool, when more completions than
+        `reward.max_failed_fraction` allows have such a score, and for a call that returns anything
+        but one score per completion. Raises ScoringGivenUp once `cancel` was called: the pool is
+        good for nothing then but `close`.
         """
         assert self._workers, "the pool is closed"
         self.wait_ready([sample.prompt.row for sample in samples])
-        calls = deque(_calls(samples, len(self.cfg.functions)))
-        scores: list[dict[str, float]] = [{} for _ in samples]
-        idle, running = list(self._workers), list[_Running]()
-        while calls or running:
-            while calls and idle:
-                running.append(self._begin(idle.pop(), calls.popleft()))
-            for done in self._ended(running):
-                label = self.cfg.functions[done.call.function].label
-                for place, score in zip(done.call.places, self._result(done), strict=True):
-                    scores[place][label] = score
-                running.remove(done)
-                idle.append(done.worker)
-        return scores
+        scoring = Scoring(samples, self.cfg, self._told)
+        calls: dict[bool, deque[Call]] = {False: deque(), True: deque()}
+        for call in scoring.calls:
+            calls[self._is_async[call.function]].append(call)
+        try:
+            while self._calls or calls[False] or calls[True]:
+                self._begin(calls)
+                for call, answer in self._advance():
+                    scoring.settle(call, answer)
+        except RewardError:
+            self.close()
+            raise
+        return scoring.scores
 
     def cancel(self) -> None:
         """End a running `score` soon; from any thread."""
@@ -126,125 +96,89 @@ class RewardPool:
     def close(self) -> None:
         """Kill the workers; nothing of them is left when this returns."""
         for worker in self._workers:
-            worker.supervisor.send_signal(supervisor.END)
+            worker.tell_to_end()
         for worker in self._workers:
-            try:
-                worker.supervisor.wait(END_SECONDS)
-            except subprocess.TimeoutExpired:
-                worker.supervisor.kill()
-                worker.supervisor.wait()
-            worker.connection.close()
+            worker.wait_end()
         self._workers.clear()
 
-    def _loaded_columns(self, worker: _Worker) -> list[list[str]]:
-        names = ", ".join(function.name for function in self.cfg.functions)
-        if not self._wait([worker.connection], self._load_deadline):
-            self.close()
-            raise RewardError(f"reward functions {names} not loaded after {self.cfg.timeout} s")
-        ok, answer = self._receive(worker)
-        if not ok:
-            self.close()
-            raise RewardError(f"reward functions {names} cannot be loaded: {answer}")
-        columns: list[list[str]] = answer
-        return columns
+    def _check_columns(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        for function, names in zip(self.cfg.functions, self._wanted, strict=True):
+            for name in names:
+                lacking = [row for row in rows if name not in row]
+                if lacking:
+                    raise RewardError(
+                        f"reward function {function.label} wants {name!r}: not in its "
+                        f"arguments {function.arguments}, and no column of {len(lacking)} of "
+                        f"{len(rows)} rows; the first of them has {', '.join(lacking[0])}"
+                    )
 
-    def _begin(self, worker: _Worker, call: _Call) -> _Running:
-        completions = [call.samples[place].text for place in call.places]
-        prompt = call.samples[call.places[0]].prompt
-        prompts = [prompt.text] * len(completions)
-        columns = {name: [value] * len(completions) for name, value in prompt.row.items()}
-        try:
-            worker.connection.send((call.function, completions, prompts, columns))
-        except ConnectionError:
-            raise self._failure(call, self._cause_of_death(worker)) from None
-        except BlockingIOError:
-            cause = f"its process did not read the call in {self.cfg.timeout} s: killed"
-            raise self._failure(call, cause) from None
-        return _Running(worker, call, deadline=time.monotonic() + self.cfg.timeout)
+    def _begin(self, calls: Mapping[bool, deque[Call]]) -> None:
+        """Give the workers what they can take of the ordinary and of the asynchronous calls."""
+        for worker in self._workers:
+            while worker is self._workers[0] and calls[True] and self._takes(worker, is_async=True):
+                self._send(worker, calls[True].popleft(), self.cfg.timeout + CANCEL_SECONDS)
+            if calls[False] and self._takes(worker, is_async=False):
+                self._send(worker, calls[False].popleft(), self.cfg.timeout)
 
-    def _ended(self, running: Sequence[_Running]) -> list[_Running]:
-        """Wait for at least one answer; a missed deadline is an error."""
-        first = min(running, key=lambda one: one.deadline)
-        ready = self._wait([one.worker.connection for one in running], first.deadline)
-        if not ready:
-            raise self._failure(first.call, f"no result after {self.cfg.timeout} s: killed")
-        return [one for one in running if one.worker.connection in ready]
+    def _takes(self, worker: WorkerProcess, *, is_async: bool) -> bool:
+        most = self.cfg.max_concurrent_calls if is_async else 1
+        is_good = not (worker.is_loading or worker.is_spent or worker.fate)
+        return is_good and len(worker.deadlines) < most
 
-    def _wait(self, connections: Sequence[Connection], deadline: float) -> list[Any]:
-        """Those of `connections` that have something to read; none when that is late."""
-        timeout = max(0.0, deadline - time.monotonic())
-        ready = wait([self._given_up, *connections], timeout)
+    def _send(self, worker: WorkerProcess, call: Call, seconds: float) -> None:
+        number = next(self._numbers)
+        self._calls[number] = call
+        worker.send(number, (call.function, call.columns), seconds)
+
+    def _advance(self) -> Iterator[tuple[Call, Answer]]:
+        """Wait until some worker has loaded, answered or failed; replace those that failed."""
+        busy = [worker for worker in self._workers if worker.is_loading or worker.deadlines]
+        ready = self._wait(busy)
+        for worker in busy:
+            if worker.connection in ready and not worker.fate:
+                yield from self._read(worker)
+            elif worker.next_deadline <= time.monotonic() and not worker.fate:
+                self._expire(worker)
+            if worker.fate or (worker.is_spent and not worker.deadlines):
+                for number in worker.deadlines:
+                    yield self._calls.pop(number), Answer(None, worker.fate)
+                self._replace(worker)
+
+    def _wait(self, workers: Sequence[WorkerProcess]) -> list[Any]:
+        """The connections of `workers` that have something to read before anything is late."""
+        is_over = any(worker.fate for worker in workers)
+        deadline = 0.0 if is_over else min(worker.next_deadline for worker in workers)
+        connections = [worker.connection for worker in workers]
+        ready = wait([self._given_up, *connections], max(0.0, deadline - time.monotonic()))
         if self._given_up in ready:
             raise ScoringGivenUp("the scoring was given up")
         return ready
 
-    def _result(self, ended: _Running) -> list[float]:
-        ok, answer = self._receive(ended.worker)
-        if not ok:
-            raise self._failure(ended.call, answer)
-        scores: list[float] = answer
-        return scores
+    def _read(self, worker: WorkerProcess) -> Iterator[tuple[Call, Answer]]:
+        if not worker.is_loading:
+            if answered := worker.receive_answer():
+                number, answer = answered
+                yield self._calls.pop(number), answer
+            return
+        functions = worker.receive_functions()
+        if isinstance(functions, str):
+            raise RewardError(f"reward functions {self._names} cannot be loaded: {functions}")
+        self._wanted = [wanted for wanted, _ in functions]
+        self._is_async = [is_async for _, is_async in functions]
 
-    def _receive(self, worker: _Worker) -> tuple[bool, Any]:
-        """The worker's next answer: (True, result) or (False, what went wrong)."""
-        try:
-            ok, answer = json.loads(worker.connection.recv_bytes())
-            return ok, answer
-        except (EOFError, ConnectionError):
-            return False, self._cause_of_death(worker)
+    def _expire(self, worker: WorkerProcess) -> None:
+        if worker.is_loading:
+            raise RewardError(
+                f"reward functions {self._names} not loaded after {worker.load_seconds} s"
+            )
+        worker.fate = f"no result after {self.cfg.timeout} s: killed"
 
-    def _cause_of_death(self, worker: _Worker) -> str:
-        try:
-            code = worker.supervisor.wait(DEATH_SECONDS)
-        except subprocess.TimeoutExpired:
-            return "its process has closed the connection to the trainer"
-        if code >= 0:
-            return f"its process died with exit code {code}"
-        return (
-            f"its process died with signal {signal.Signals(-code).name} "
-            f"(reward.memory_megabytes was {self.cfg.memory_megabytes})"
-        )
+    def _replace(self, worker: WorkerProcess) -> None:
+        worker.tell_to_end()
+        worker.wait_end()
+        fresh = WorkerProcess(self.cfg, max(self.cfg.timeout, RELOAD_SECONDS))
+        self._workers[self._workers.index(worker)] = fresh
 
-    def _failure(self, call: _Call, cause: str) -> RewardError:
-        self.close()
-        prompt = call.samples[call.places[0]].prompt
-        return RewardError(
-            f"reward function {self.cfg.functions[call.function].label} on prompt {prompt.index} "
-            f"({SHORTENED.repr(prompt.text)}): {cause}"
-        )
-
-
-def _start_worker(cfg: RewardConfig) -> _Worker:
-    """A fresh interpreter rather than a fork: it holds neither torch nor the trainer's threads."""
-    connection, theirs = Pipe()
-    arguments = [os.getpid(), theirs.fileno(), cfg.memory_megabytes]
-    process = subprocess.Popen(
-        [sys.executable, supervisor.__file__, *map(str, arguments)],
-        pass_fds=[theirs.fileno()],
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C is for the trainer, which then closes the pool
-    )
-    theirs.close()
-    _limit_sends(connection, cfg.timeout)
-    connection.send(cfg.functions)
-    return _Worker(process, connection)
-
-
-def _limit_sends(connection: Connection, seconds: float) -> None:
-    """Have the kernel end a send that gets no further for `seconds` with BlockingIOError.
-
-    A call may be larger than what the kernel takes from us while the worker reads nothing.
-    """
-    whole = int(seconds)
-    timeval = struct.pack("ll", whole, int((seconds - whole) * 1e6))
-    with socket.socket(fileno=os.dup(connection.fileno())) as end:
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
-
-
-def _calls(samples: Sequence["Sample"], num_functions: int) -> list[_Call]:
-    groups = groupby(range(len(samples)), key=lambda place: samples[place].prompt.index)
-    return [
-        _Call(function, places, samples)
-        for places in [list(group) for _, group in groups]
-        for function in range(num_functions)
-    ]
+    @property
+    def _names(self) -> str:
+        return ", ".join(function.name for function in self.cfg.functions)

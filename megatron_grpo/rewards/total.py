@@ -8,7 +8,10 @@ from megatron_grpo.config import RewardFunction
 def total_rewards(
     scores: Sequence[Mapping[str, float]], functions: Sequence[RewardFunction]
 ) -> list[float]:
-    """Weighted sum over the functions, one per completion; `scores` are keyed by function label."""
+    """Weighted sum over the functions, one per completion; `scores` are keyed by function label.
+
+    NaN where any function's score is, whatever its weight: of such a completion nothing is known.
+    """
     return [
         sum(function.weight * score[function.label] for function in functions) for score in scores
     ]

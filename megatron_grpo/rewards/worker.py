@@ -1,65 +1,138 @@
 """The process that runs reward functions: `python -m megatron_grpo.rewards.worker FD MEGABYTES`.
 
-It reads the config's functions from the socket FD, answers with the columns that each one wants,
-then answers every call. An answer is [true, result] or [false, text of the error] in JSON: what a
-worker sends is not unpickled. It ends when the socket closes.
+It reads the config's functions and `reward.timeout` from the socket FD, and answers with what each
+function wants and whether it is asynchronous, or with why they cannot be loaded. Then it answers
+every call, by the call's number. What it sends is JSON: it is not unpickled. It ends when the
+socket closes.
+
+Calls of ordinary functions run one after the other in the main thread, outside of any event loop;
+calls of asynchronous ones side by side in one loop. The trainer sends the one kind only when all
+of the other are answered.
 """
 
+import asyncio
 import json
 import resource
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 from typing import Any
 
-from megatron_grpo.rewards.functions import LoadedFunction, load_function
+from megatron_grpo.rewards.answer import Answer
+from megatron_grpo.rewards.functions import LoadedFunction, NoScores, load_function
 from megatron_grpo.rewards.supervisor import SCHEDULERS
 
 MAX_TEXT = 4000
 """Characters of an error that are told: its end, where a traceback says what happened."""
 
 
-def serve(trainer: Connection, memory_megabytes: int) -> None:
-    """Load the functions and score until the trainer hangs up."""
-    # Heap, stacks of threads and other private memory, but no files that are mapped to be read.
-    resource.setrlimit(resource.RLIMIT_DATA, (memory_megabytes << 20,) * 2)
-    functions: list[LoadedFunction] = []
+class RewardWorker:
+    """Loads the functions and scores until the trainer hangs up."""
 
-    def load(specs: Any) -> list[list[str]]:
-        functions.extend(load_function(spec) for spec in specs)
-        return [function.wanted_columns for function in functions]
+    def __init__(self, trainer: Connection, memory_megabytes: int) -> None:
+        # Heap, stacks of threads and other private memory, but no files that are mapped to be read.
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_megabytes << 20,) * 2)
+        self._trainer = trainer
+        self._memory_megabytes = memory_megabytes
+        self._functions: list[LoadedFunction] = []
+        self._timeout = 0.0
 
-    def score(call: Any) -> list[float]:
-        index, completions, prompts, columns = call
-        return functions[index](completions, prompts, columns)
+    def serve(self) -> None:
+        """Answer until the socket closes."""
+        specs, self._timeout = self._trainer.recv()
+        self._send(self._load(specs))
+        with asyncio.Runner() as runner:
+            call = self._next_call()
+            while call:
+                number, index, columns = call
+                if self._functions[index].is_async:
+                    call = runner.run(self._answer_side_by_side(call)) or self._next_call()
+                else:
+                    self._send([number, asdict(self._score(index, columns))])
+                    call = self._next_call()
 
-    action: Callable[[Any], Any] = load
-    while True:
+    def _load(self, specs: Any) -> list[tuple[list[str], bool]] | str:
         try:
-            request = trainer.recv()
+            self._functions.extend(load_function(spec) for spec in specs)
+        except ValueError as error:
+            return str(error)[-MAX_TEXT:]
+        except BaseException as error:
+            return self._failed(error).error
+        return [(function.wanted_columns, function.is_async) for function in self._functions]
+
+    def _score(self, index: int, columns: Any) -> Answer:
+        try:
+            return self._functions[index](columns, self._timeout)
+        except BaseException as error:  # sys.exit() in a user's function too is told to the trainer
+            return self._failed(error)
+
+    async def _answer_side_by_side(self, first: Any) -> Any:
+        """Run `first` and the asynchronous calls that come meanwhile, until none is left.
+
+        An ordinary call comes when all of them are answered, but maybe not yet done with here: it
+        is given back.
+        """
+        loop = asyncio.get_running_loop()
+        tasks = set[asyncio.Task[None]]()
+        ordinary: list[Any] = []
+        sending = asyncio.Lock()
+
+        def begin(call: Any) -> None:
+            if call is None:
+                sys.exit()
+            _, index, _ = call
+            if self._functions[index].is_async:
+                tasks.add(loop.create_task(self._answer(call, sending)))
+            else:
+                ordinary.append(call)
+                loop.remove_reader(self._trainer.fileno())
+
+        loop.add_reader(self._trainer.fileno(), lambda: begin(self._next_call()))
+        begin(first)
+        while tasks:
+            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            tasks -= ended
+        loop.remove_reader(self._trainer.fileno())
+        return ordinary[0] if ordinary else None
+
+    async def _answer(self, call: Any, sending: asyncio.Lock) -> None:
+        number, index, columns = call
+        answer = await self._score_async(index, columns)
+        # From a thread: a loop that waited until the trainer reads would not read what it sends.
+        async with sending:
+            await asyncio.to_thread(self._send, [number, asdict(answer)])
+
+    async def _score_async(self, index: int, columns: Any) -> Answer:
+        try:
+            async with asyncio.timeout(self._timeout) as limit:
+                return await self._functions[index].call_async(columns, self._timeout)
+        except BaseException as error:
+            if limit.expired():
+                return Answer(None, f"no result after {self._timeout} s: cancelled")
+            return self._failed(error)
+
+    def _failed(self, error: BaseException) -> Answer:
+        if isinstance(error, NoScores):
+            return Answer(None, str(error), is_misuse=True)
+        if isinstance(error, MemoryError):
+            text = f"more memory than reward.memory_megabytes {self._memory_megabytes} allows"
+            return Answer(None, text, is_spent=True)
+        return Answer(None, "".join(traceback.format_exception(error)).rstrip()[-MAX_TEXT:])
+
+    def _next_call(self) -> Any:
+        try:
+            return self._trainer.recv()
         except EOFError:
-            return
-        answer = _attempt(action, request, memory_megabytes)
-        trainer.send_bytes(json.dumps(answer).encode())
-        action = score
+            return None
 
-
-def _attempt(action: Callable[[Any], Any], request: Any, memory_megabytes: int) -> tuple[bool, Any]:
-    try:
-        return True, action(request)
-    except MemoryError:
-        return False, f"more memory than reward.memory_megabytes {memory_megabytes} allows"
-    except ValueError as error:
-        text = str(error)
-    except BaseException as error:  # sys.exit() in a user's function too is told to the trainer
-        text = "".join(traceback.format_exception(error))
-    return False, text[-MAX_TEXT:]
+    def _send(self, message: Any) -> None:
+        self._trainer.send_bytes(json.dumps(message).encode())
 
 
 if __name__ == "__main__":
     for number in SCHEDULERS:  # a handler, which programs that a function starts do not inherit
         signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SCHEDULERS)
-    serve(Connection(int(sys.argv[1])), int(sys.argv[2]))
+    RewardWorker(Connection(int(sys.argv[1])), int(sys.argv[2])).serve()

@@ -156,6 +156,7 @@ def test_missing_key_is_named_with_its_meaning(tmp_path):
         (["reward.functions=[]"], ["reward.functions", "at least 1"]),
         (["reward.functions=exact"], ["reward.functions is a list"]),
         (["reward.functions=[a.py:f, b.py:f]"], ["f 2 times"]),
+        (["reward.max_failed_fraction=1.0"], ["reward.max_failed_fraction", "less than 1"]),
         (["data.apply_chat_template=false", "data.system_prompt=x"], ["apply_chat_template=true"]),
         (["train.num_steps.x=1"], ["'num_steps' is a value"]),
         (["train.num_steps"], ["'train.num_steps' is not of the form key.sub=value"]),

@@ -99,9 +99,20 @@ def test_a_config_that_can_run_passes(config):
         (["data.path=nowhere.jsonl"], ["nowhere.jsonl does not exist"]),
         (["data.prompt_column=question"], ["'question'", "'prompt', 'answer'"]),
         (["data.answer_column=label"], ["'label'", "'prompt', 'answer'"]),
-        (["reward.functions=[exct]"], ["'exct'", "exact, format, math_answer"]),
+        (["reward.functions=[exct]"], ["'exct'", "cosine, exact, format"]),
         (["reward.functions=[demo/rewards.py:none]"], ["demo/rewards.py has no function 'none'"]),
         (["reward.functions=[format]"], ["wants 'pattern'"]),
+        (
+            ["reward.functions=[{name: format, arguments: {pattern: (}}]"],
+            ["unterminated subpattern"],
+        ),
+        (
+            [
+                "reward.functions=[{name: soft_overlong, "
+                "arguments: {soft_max_length: 50, soft_cache_length: 60}}]"
+            ],
+            ["soft_cache_length 60", "below soft_max_length 50", "such as 10"],
+        ),
     ],
 )
 def test_bad_input_is_refused_in_seconds_with_the_numbers(overrides, parts, config):

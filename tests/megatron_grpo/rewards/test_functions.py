@@ -1,4 +1,5 @@
 import ast
+import math
 import re
 import sys
 from contextlib import suppress
@@ -11,15 +12,24 @@ from hypothesis import strategies as st
 
 from megatron_grpo.config import RewardFunction
 from megatron_grpo.rewards import total_rewards
-from megatron_grpo.rewards.functions import load_function
+from megatron_grpo.rewards.functions import NoScores, load_function
 
 REPOSITORY = Path(__file__).parents[3]
 
 
-def score(name, completions, columns=None, **arguments):
+def answer_of(name, completions, columns=None, **arguments):
     function = load_function(RewardFunction(name=name, arguments=arguments))
-    prompts = ["prompt"] * len(completions)
-    return function(completions, prompts, columns or {})
+    given = {
+        "completions": completions,
+        "prompts": ["prompt"] * len(completions),
+        "completion_ids": [list(map(ord, completion)) for completion in completions],
+        "finish_reasons": ["stop"] * len(completions),
+    }
+    return function({**(columns or {}), **given}, timeout=60)
+
+
+def score(name, completions, columns=None, **arguments):
+    return answer_of(name, completions, columns, **arguments).scores
 
 
 def write(folder: Path, code: str) -> str:
@@ -36,6 +46,84 @@ def test_format_wants_the_whole_completion_over_all_its_lines():
     pattern = "<think>.*</think>.*"
     completions = ["<think>\na\n</think>\nb", "so <think>a</think>", "<think>a"]
     assert score("format", completions, pattern=pattern) == [1, 0, 0]
+
+
+def approx(*values: float) -> object:
+    return pytest.approx(list(values), rel=1e-12, abs=1e-12)
+
+
+def test_repetition_is_the_share_of_n_grams_that_were_there_before():
+    completions = [
+        "a b c d e",  # 3 trigrams, all distinct
+        "a b a b a b",  # aba bab aba bab: 2 of 4
+        "No NO no no no",  # 3 of the same, in lower case: 1 of 3 is new
+        "a b",  # no trigram
+        "",
+    ]
+    assert score("repetition", completions) == approx(0, -0.5, -2 / 3, 0, 0)
+    fields = {"repetition_n_grams": 1, "repetition_max_penalty": -2.0}
+    assert score("repetition", ["a a a b"], **fields) == approx(-1)
+
+
+def test_cosine_goes_from_the_value_at_length_0_to_that_at_the_greatest_length():
+    """Right answers fall from 1 to 0.5, wrong ones rise from -0.5 to 0 (defaults of ms-swift)."""
+    right = ["", "77", "7777", "77777777", "7" * 20]
+    columns = {"answer": right}
+    fields = {"cosine_max_len": 8, "accuracy": "exact"}
+    quarter = (1 + math.cos(math.pi / 4)) / 2  # 2 of 8 tokens
+    assert score("cosine", right, columns, **fields) == approx(
+        1, 0.5 + 0.5 * quarter, 0.75, 0.5, 0.5
+    )
+    wrong = {"answer": ["x"] * 5}
+    assert score("cosine", right, wrong, **fields) == approx(-0.5, -0.5 * quarter, -0.25, 0, 0)
+
+
+def test_cosine_asks_math_answer_and_takes_its_values_from_the_config():
+    fields = {
+        "cosine_max_len": 4,
+        "cosine_min_len_value_correct": 2.0,
+        "cosine_max_len_value_correct": 1.0,
+        "cosine_min_len_value_wrong": -10.0,
+        "cosine_max_len_value_wrong": -6.0,
+    }
+    scores = score("cosine", ["0.50", "0.6", "1/2 "], {"answer": ["1/2"] * 3}, **fields)
+    three_quarters = (1 + math.cos(3 * math.pi / 4)) / 2
+    assert scores == approx(1, -6 - 4 * three_quarters, 1)
+
+
+def test_soft_overlong_is_equation_13_of_dapo():
+    completions = ["x" * n for n in (0, 80, 81, 90, 100, 101, 200)]
+    fields = {"soft_max_length": 100, "soft_cache_length": 20}
+    assert score("soft_overlong", completions, **fields) == approx(0, 0, -0.05, -0.5, -1, -1, -1)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "part"),
+    [
+        ("format", {}, "wants 'pattern': give it in `arguments`"),
+        ("format", {"pattern": "("}, "missing ), unterminated subpattern"),
+        ("cosine", {}, "wants 'cosine_max_len'"),
+        ("cosine", {"cosine_max_len": 0}, "cosine_max_len 0 must be at least 1"),
+        ("cosine", {"cosine_max_len": 9, "accuracy": "judge"}, "use exact or math_answer"),
+        ("repetition", {"repetition_n_grams": 0}, "must be at least 1, such as 3"),
+        ("repetition", {"repetition_max_penalty": 1.0}, "use at most 0, such as -1.0"),
+        ("repetition", {"repetition_n_grams": "3"}, "repetition_n_grams"),
+        (
+            "repetition",
+            {"ngram_size": 3},
+            "no argument 'ngram_size': it has repetition_max_penalty, repetition_n_grams",
+        ),
+        ("exact", {"pattern": "a"}, "no argument 'pattern': it has none"),
+        ("soft_overlong", {"soft_max_length": 100}, "wants 'soft_cache_length'"),
+        ("soft_overlong", {"soft_max_length": 100, "soft_cache_length": 100}, "such as 20"),
+    ],
+)
+def test_arguments_that_a_built_in_function_cannot_use_are_refused_when_it_is_loaded(
+    name, arguments, part
+):
+    with pytest.raises(ValueError) as refused:
+        load_function(RewardFunction(name=name, arguments=arguments))
+    assert part in str(refused.value)
 
 
 GSM8K_ANSWER = "48/2 = <<48/2=24>>24 clips.\n48+24 = <<48+24=72>>72 clips.\n#### 72"
@@ -208,19 +296,36 @@ def reward(completions):
         ("[__import__('torch').ones(2)] * 2", "the score tensor([1., 1.])"),
         ("[1.0]", "1 scores for 2 completions"),
         ("[1.0] * 3", "3 scores for 2 completions"),
-        ("[1.0, None]", "the score None"),
-        ("[1.0, float('nan')]", "the score nan"),
-        ("[1.0, float('inf')]", "the score inf"),
         ("[1.0, '1']", "the score '1'"),
         ("[1.0, 1j]", "the score 1j"),
-        ("__import__('torch').tensor([1.0, float('nan')])", "the score nan"),
+        ("[1.0, [None]]", "the score [None]"),
+        ("[1.0, SystemExit()]", "the score SystemExit()"),
     ],
 )
-def test_anything_but_one_finite_number_per_completion_is_an_error(returned, part, tmp_path):
+def test_anything_but_one_number_per_completion_is_an_error(returned, part, tmp_path):
     name = write(tmp_path, f"def reward(completions): return {returned}")
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(NoScores) as refused:
         score(name, ["a", "b"])
     assert part in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("returned", "told"),
+    [
+        ("[1.0, None]", "returned the score None"),
+        ("[1.0, float('nan')]", "returned the score nan"),
+        ("[1.0, float('inf')]", "returned the score inf"),
+        ("[1.0, KeyError('a')]", "returned KeyError: 'a'"),
+        ("numpy.array([1.0, None])", "returned the score None"),
+        ("torch.tensor([1.0, float('nan')])", "returned the score nan"),
+    ],
+)
+def test_a_score_that_failed_is_nan_and_says_why(returned, told, tmp_path):
+    name = write(tmp_path, f"import numpy, torch\ndef reward(completions): return {returned}")
+    answer = answer_of(name, ["a", "b"])
+    assert answer.scores[0] == 1.0
+    assert math.isnan(answer.scores[1])
+    assert answer.error == told
 
 
 @pytest.mark.parametrize(
@@ -244,7 +349,7 @@ def test_numbers_of_any_kind_become_floats(returned, tmp_path):
 @pytest.mark.parametrize(
     ("name", "arguments", "part"),
     [
-        ("exct", {}, "give exact, format, math_answer, or file.py:function"),
+        ("exct", {}, "judge, math_answer, repetition, soft_overlong, or file.py:function"),
         ("no_file.py:reward", {}, "no_file.py does not exist"),
         ("{mine}:nothing", {}, "has no function 'nothing'"),
         ("{mine}:reward", {"colour": 1}, "unexpected keyword argument 'colour'"),
@@ -266,3 +371,9 @@ def test_total_is_the_weighted_sum():
     functions = [RewardFunction(name="exact"), RewardFunction(name="a/b.py:f", weight=0.25)]
     scores = [{"exact": 1.0, "f": 2.0}, {"exact": 0.0, "f": -1.0}]
     assert total_rewards(scores, functions) == [1.5, -0.25]
+
+
+def test_total_of_a_score_that_failed_is_nan_whatever_its_weight():
+    functions = [RewardFunction(name="exact"), RewardFunction(name="format", weight=0.0)]
+    totals = total_rewards([{"exact": 1.0, "format": math.nan}], functions)
+    assert len(totals) == 1 and math.isnan(totals[0])

@@ -1,3 +1,4 @@
+import math
 import os
 import signal
 import subprocess
@@ -15,13 +16,13 @@ import pytest
 from engines import wait_until
 from megatron_grpo.config import RewardConfig, RewardFunction
 from megatron_grpo.prompts import Prompt
-from megatron_grpo.rewards import RewardError, RewardPool, ScoringGivenUp
+from megatron_grpo.rewards import RewardError, RewardPool, ScoringGivenUp, total_rewards
 from megatron_grpo.rollout.samples import Sample
 
 REPOSITORY = Path(__file__).parents[3]
 LONG_SLEEP = str(10_000_000 + os.getpid())  # seconds, so that the process can be recognised
 MINE = """
-import ctypes, os, re, signal, subprocess, sys, time
+import asyncio, ctypes, math, os, re, signal, subprocess, sys, time
 def length(completions, **_): return [len(c) for c in completions]
 def bonus(completions, bonus, **_): return bonus
 def pid(completions, **_): return [os.getpid()] * len(completions)
@@ -67,6 +68,43 @@ def stuck(completions, bonus, **_):
     litter(completions, ["return"])
     with open(bonus[0], "w") as file: file.write(f"{os.getpid()}\\n")
     while True: time.sleep(1)
+def given(completions, completion_ids, finish_reasons, reward_timeout, **columns):
+    assert finish_reasons == ["stop"] * len(completions) and "reward_timeout" not in columns
+    return [sum(ids) + reward_timeout for ids in completion_ids]
+def by_number(completions, bonus, **_): return [eval(bonus[0])[len(c)] for c in completions]
+def one_of_many(completions, prompts, bonus, **_):
+    # Do what `bonus` says about the prompt 2, and score the others.
+    if prompts[0] == "prompt 2": eval(bonus[0])
+    return [os.getpid()] * len(completions)
+def run_a_loop(completions, **_): return asyncio.run(anext_to(completions))
+async def anext_to(completions): return [len(c) for c in completions]
+running = peak = 0
+async def counted(completions, **_):
+    global running, peak
+    running += 1; peak = max(peak, running)
+    await asyncio.sleep(0.3)
+    running -= 1
+    return [peak] * len(completions)
+async def late(completions, prompts, **_):
+    await asyncio.sleep(1000 if prompts[0] == "prompt 2" else 0.1)
+    return [os.getpid()] * len(completions)
+async def blocking(completions, prompts, **_):
+    if prompts[0] == "prompt 2": time.sleep(1000)
+    return [1] * len(completions)
+async def stubborn(completions, prompts, **_):
+    while prompts[0] == "prompt 2":
+        try: await asyncio.sleep(1000)
+        except asyncio.CancelledError: pass
+    return [1] * len(completions)
+async def one_of_many_async(completions, prompts, bonus, **_):
+    await asyncio.sleep(0.5 * (prompts[0] == "prompt 2"))
+    return one_of_many(completions, prompts, bonus)
+async def every_other_raises(completions, prompts, **_):
+    if int(prompts[0].split()[1]) % 2: raise RuntimeError("x" * 4000)
+    return [1] * len(completions)
+class Object:
+    async def __call__(self, completions, **_): return [3] * len(completions)
+an_object = Object()
 """
 
 
@@ -76,14 +114,11 @@ def pool(tmp_path):
     pools = []
 
     def open_pool(
-        *names: str, timeout: float = 20, num_workers: int = 2, memory_megabytes: int = 4096
+        *names: str, timeout: float = 20, max_failed_fraction: float = 0.0, **limits: int
     ) -> RewardPool:
         functions = tuple(RewardFunction(name=f"{tmp_path / 'mine.py'}:{name}") for name in names)
         config = RewardConfig(
-            functions=functions,
-            timeout=timeout,
-            num_workers=num_workers,
-            memory_megabytes=memory_megabytes,
+            functions=functions, timeout=timeout, max_failed_fraction=max_failed_fraction, **limits
         )
         pools.append(RewardPool(config))
         return pools[-1]
@@ -187,7 +222,7 @@ def test_a_signal_of_the_scheduler_to_every_process_of_the_job_changes_no_score(
     [
         ("fail", "ZeroDivisionError: division by zero"),
         ("refuse", "cannot read this"),
-        ("nan", "returned the score nan: each must be a finite number"),
+        ("nan", "returned the score nan"),
         ("die", "its process died with signal SIGKILL"),
         ("leave", "its process died with exit code 3"),
         ("leave_politely", "SystemExit: enough"),
@@ -274,6 +309,206 @@ def test_a_function_that_wants_too_much_memory_is_an_error_that_names_the_limit(
     assert children() == others
 
 
+FATES = {
+    "fail(['a'])": "ZeroDivisionError: division by zero",
+    "die([])": "its process died with signal SIGKILL",
+    "leave([])": "its process died with exit code 3",
+    "allocate([1])": "more memory than reward.memory_megabytes 4096 allows",
+    "time.sleep(1000)": "no result after 4.0 s: killed",
+    "os.kill(os.getpid(), signal.SIGSTOP)": "no result after 4.0 s: killed",
+}
+
+
+@pytest.mark.parametrize(("fate", "cause"), FATES.items())
+def test_a_failed_call_costs_the_scores_of_its_prompt_and_no_others(
+    fate, cause, pool, others, capfd
+):
+    opened = pool("one_of_many", "length", timeout=4, num_workers=1, max_failed_fraction=0.1)
+    for _ in range(2):  # by the same process, or by the one in its place
+        batch = samples(10, bonus=fate)
+        scores = opened.score(batch)
+        failed = [math.isnan(score["one_of_many"]) for score in scores]
+        assert failed == [sample.prompt.index == 2 for sample in batch]
+        assert [score["length"] for score in scores] == [len(sample.text) for sample in batch]
+    told = capfd.readouterr().err
+    assert told.count("reward function one_of_many on prompt 2 ('prompt 2'): ") == 1
+    assert cause in told
+    opened.close()
+    assert children() == others
+
+
+def test_a_process_that_only_raises_is_not_replaced(pool):
+    scores = pool("one_of_many", num_workers=1, max_failed_fraction=0.1).score(
+        samples(10, bonus="fail([1])")
+    )
+    assert len({s["one_of_many"] for s in scores if not math.isnan(s["one_of_many"])}) == 1
+
+
+def test_a_process_at_its_limit_of_memory_is_replaced(pool):
+    scores = pool("one_of_many", num_workers=1, max_failed_fraction=0.1).score(
+        samples(10, bonus="allocate([1])")
+    )
+    assert len({s["one_of_many"] for s in scores if not math.isnan(s["one_of_many"])}) == 2
+
+
+def test_a_worker_that_reads_no_call_costs_that_call_and_is_replaced(pool, others):
+    opened = pool("length", timeout=2, num_workers=1, max_failed_fraction=0.5)
+    opened.wait_ready(ROWS)
+    [supervisor] = [psutil.Process(pid) for pid in children() - others]
+    [worker] = supervisor.children()
+    worker.suspend()
+    batch = [replace(sample, text="x" * (1 << 23)) for sample in samples(2)]
+    lengths = [score["length"] for score in opened.score(batch)]
+    assert list(map(math.isnan, lengths[:2])) == [True] * 2
+    assert lengths[2:] == [1 << 23] * 2
+
+
+@pytest.mark.parametrize(
+    ("score", "told"),
+    [
+        ("None", "returned the score None"),
+        ("math.nan", "returned the score nan"),
+        ("-math.inf", "returned the score -inf"),
+        ("OSError('no such host')", "returned OSError: no such host"),
+    ],
+)
+def test_a_score_that_is_none_or_not_finite_is_nan_and_never_a_zero(score, told, pool, capfd):
+    scores = pool("by_number", max_failed_fraction=0.5).score(samples(1, bonus=f"[0, {score}]"))
+    assert scores[0] == {"by_number": 0.0}
+    assert math.isnan(scores[1]["by_number"])
+    assert told in capfd.readouterr().err
+
+
+def test_failed_scores_up_to_the_limit_are_masked_and_beyond_it_stop_the_run(pool, others):
+    opened = pool("by_number", max_failed_fraction=0.2)
+    of_ten = [samples(1, 10, bonus=f"[None] * {n} + [1] * {10 - n}") for n in (2, 3)]
+    assert sum(math.isnan(score["by_number"]) for score in opened.score(of_ten[0])) == 2
+    with pytest.raises(RewardError) as stopped:
+        opened.score(of_ten[1])
+    assert str(stopped.value) == (
+        "reward function by_number on prompt 0 ('prompt 0'): returned the score None\n"
+        "3 of 10 completions have no score so far: more than reward.max_failed_fraction 0.2 "
+        "allows: mend the function, or set it to 0.3 or more, below 1"
+    )
+    assert children() == others
+
+
+def test_a_completion_with_two_failed_scores_is_one_that_is_masked(pool):
+    opened = pool("by_number", "anext_to", "an_object", max_failed_fraction=0.5)
+    scores = opened.score(samples(1, 2, bonus="[None, 1]"))
+    assert [math.isnan(score["by_number"]) for score in scores] == [True, False]
+    both = RewardConfig(functions=tuple(opened.cfg.functions))
+    totals = total_rewards(scores, both.functions)
+    assert math.isnan(totals[0])
+    assert totals[1] == 1 + 1 + 3
+
+
+def test_a_function_that_fails_on_everything_stops_the_run_before_it_has_seen_it_all(pool):
+    opened = pool("by_number", num_workers=1, max_failed_fraction=0.9)
+    with pytest.raises(RewardError) as stopped:
+        opened.score(samples(20, 1, bonus="[None] * 99"))
+    assert str(stopped.value).endswith(
+        "19 of 20 completions have no score so far: more than reward.max_failed_fraction 0.9 "
+        "allows: mend the function, or set it to 0.95 or more, below 1"
+    )
+    with pytest.raises(RewardError, match=r"1 of 1 completions .* allows: mend the function$"):
+        pool("fail", max_failed_fraction=0.9).score(samples(1, 1))
+
+
+@pytest.mark.parametrize("name", ["generator", "bonus"])
+def test_what_are_no_scores_stops_the_run_whatever_may_fail(name, pool, others):
+    with pytest.raises(RewardError, match=rf"{name} on prompt 0 \('prompt 0'\): returned "):
+        pool(name, max_failed_fraction=0.99).score(samples(1, bonus=[1]))
+    assert children() == others
+
+
+def test_functions_are_given_token_ids_finish_reasons_and_their_time(pool):
+    assert pool("given", timeout=30).score(samples(1)) == [{"given": 31.0}] * 2
+
+
+def test_asynchronous_calls_run_side_by_side_up_to_their_number(pool):
+    opened = pool("counted", num_workers=2, max_concurrent_calls=8)
+    opened.wait_ready(ROWS)
+    start = time.monotonic()
+    scores = opened.score(samples(32))
+    assert time.monotonic() - start < 4  # one after the other they are 9.6 s
+    assert max(score["counted"] for score in scores) == 8
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_functions_of_both_kinds_score_together(num_workers, pool):
+    opened = pool("length", "anext_to", "run_a_loop", "an_object", num_workers=num_workers)
+    batch = samples(9)
+    for _ in range(30):  # an ordinary call may come while the loop ends
+        assert opened.score(batch) == [
+            {"length": n, "anext_to": n, "run_a_loop": n, "an_object": 3}
+            for n in (len(sample.text) for sample in batch)
+        ]
+
+
+def test_an_asynchronous_call_that_is_late_is_cancelled_and_the_others_go_on(pool, capfd):
+    opened = pool("late", timeout=2, max_failed_fraction=0.1)
+    for _ in range(2):
+        pids = [score["late"] for score in opened.score(samples(10))]
+        assert list(map(math.isnan, pids)) == [i // 2 == 2 for i in range(20)]
+    assert len({pid for pid in pids if not math.isnan(pid)}) == 1
+    assert "late on prompt 2 ('prompt 2'): no result after 2.0 s: cancelled" in (
+        capfd.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("name", ["blocking", "stubborn"])
+def test_a_loop_that_does_not_cancel_a_late_call_is_killed_with_its_process(name, pool, others):
+    opened = pool(name, timeout=3, max_failed_fraction=0.9, max_concurrent_calls=1)
+    opened.wait_ready(ROWS)
+    before = time.monotonic()
+    failed = [math.isnan(score[name]) for score in opened.score(samples(5, 1))]
+    assert failed == [False, False, True, False, False]
+    assert time.monotonic() - before < 15
+    opened.close()
+    assert children() == others
+
+
+@pytest.mark.parametrize(
+    ("fate", "cause"),
+    [
+        ("1 / 0", "ZeroDivisionError"),
+        ("sys.exit('enough')", "SystemExit: enough"),
+        ("allocate([1])", "more memory than"),
+        ("die([])", "its process died with signal SIGKILL"),
+    ],
+)
+def test_an_asynchronous_call_that_fails_leaves_a_pool_that_scores(fate, cause, pool, capfd):
+    opened = pool("one_of_many_async", max_failed_fraction=0.1)
+    for _ in range(2):
+        scores = opened.score(samples(10, bonus=fate))
+        assert sum(math.isnan(score["one_of_many_async"]) for score in scores) == 2
+    assert cause in capfd.readouterr().err
+
+
+def test_large_calls_and_large_errors_pass_each_other(pool):
+    """More in either direction than the kernel holds while nobody reads."""
+    opened = pool("every_other_raises", max_failed_fraction=0.5, max_concurrent_calls=500)
+    opened.wait_ready(ROWS)
+    start = time.monotonic()
+    batch = [replace(sample, text="x" * 20_000) for sample in samples(500)]
+    scores = opened.score(batch)
+    assert sum(math.isnan(score["every_other_raises"]) for score in scores) == 500
+    assert time.monotonic() - start < 15  # and not reward.timeout
+
+
+def test_asynchronous_calls_are_given_up_at_once(pool, others):
+    opened = pool("late", timeout=300)
+    opened.wait_ready(ROWS)
+    threading.Timer(1.0, opened.cancel).start()
+    before = time.monotonic()
+    with pytest.raises(ScoringGivenUp):
+        opened.score(samples(50))
+    assert time.monotonic() - before < 2
+    opened.close()
+    assert children() == others
+
+
 @pytest.mark.parametrize("then", ["return", "die", "hang"])
 def test_what_a_function_left_behind_ends_with_the_pool_in_whatever_session_it_is(then, pool):
     opened = pool("litter", timeout=3, num_workers=1)
@@ -346,7 +581,7 @@ sample = Sample(
     text="c", policy_version=0,
 )
 pool = RewardPool(RewardConfig(functions=(RewardFunction(name=name),)))
-print(*(worker.supervisor.pid for worker in pool._workers), flush=True)
+print(*(worker.pid for worker in pool._workers), flush=True)
 pool.score([sample])
 """
 

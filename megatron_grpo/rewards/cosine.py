@@ -1,0 +1,49 @@
+"""Reward `cosine`: correctness, by the length that it took."""
+
+import math
+from typing import Any
+
+from megatron_grpo.rewards.exact import exact
+from megatron_grpo.rewards.math_answer import math_answer
+
+ACCURACY = {"exact": exact, "math_answer": math_answer}
+
+
+def cosine(
+    completions: list[str],
+    completion_ids: list[list[int]],
+    answer: list[Any],
+    *,
+    cosine_max_len: int,
+    cosine_min_len_value_wrong: float = -0.5,
+    cosine_max_len_value_wrong: float = 0.0,
+    cosine_min_len_value_correct: float = 1.0,
+    cosine_max_len_value_correct: float = 0.5,
+    accuracy: str = "math_answer",
+    **_: Any,
+) -> list[float]:
+    """From the value at length 0 to that at `cosine_max_len` tokens, along half a cosine.
+
+    v_L + (v_0 - v_L) * (1 + cos(pi * length / L)) / 2, with values of their own for correct and for
+    wrong completions: CosFn of the cosine length-scaling reward of arXiv 2502.03373, which has
+    right answers short and gives wrong ones room to think. Names and defaults are ms-swift's, as is
+    that the paper's r_e for length L is left out; there `cosine_max_len` is by default what here is
+    `rollout.max_completion_length`. Beyond L the value stays that at L. Correct is what reward
+    `accuracy`, `math_answer` or `exact`, gives 1.
+    """
+    if cosine_max_len < 1:
+        raise ValueError(
+            f"cosine_max_len {cosine_max_len} must be at least 1: use rollout.max_completion_length"
+        )
+    if accuracy not in ACCURACY:
+        raise ValueError(f"accuracy {accuracy!r} is not there: use {' or '.join(ACCURACY)}")
+    wrong = (cosine_min_len_value_wrong, cosine_max_len_value_wrong)
+    correct = (cosine_min_len_value_correct, cosine_max_len_value_correct)
+    return [
+        _half_cosine(min(len(ids) / cosine_max_len, 1.0), *(correct if score >= 1 else wrong))
+        for ids, score in zip(completion_ids, ACCURACY[accuracy](completions, answer), strict=True)
+    ]
+
+
+def _half_cosine(share: float, first: float, last: float) -> float:
+    return last + (first - last) * (1 + math.cos(math.pi * share)) / 2

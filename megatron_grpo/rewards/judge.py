@@ -1,0 +1,153 @@
+"""Reward `judge`: a language model behind an OpenAI-compatible endpoint says the score."""
+
+import asyncio
+import os
+import random
+import re
+import ssl
+import time
+from functools import cache
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+NUMBER = r"((?:(?<![\w.])-)?\d+(?:\.\d+)?)"
+TEMPLATE_FIELD = re.compile(r"\{(prompt|completion|answer)\}")
+DEFAULT_KEY = "OPENAI_API_KEY"
+SHARE_OF_TIME = 0.9
+"""Of `reward.timeout`: who has no answer then is given up, so that the others' scores count."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 8.0
+"""Seconds before a request is sent again; the pause doubles from the one to the other."""
+PASSING = (408, 409, 429)
+"""Like 5xx they may be over in a moment; the same as for OpenAI's own client."""
+MAX_TEXT = 300
+
+
+class JudgeError(Exception):
+    """There is no score of this completion."""
+
+
+async def judge(
+    completions: list[str],
+    prompts: list[str],
+    answer: list[Any] | None = None,
+    *,
+    base_url: str,
+    model: str,
+    prompt: str,
+    reward_timeout: float,
+    pattern: str = NUMBER,
+    max_score: float = 1.0,
+    api_key_env: str = DEFAULT_KEY,
+    extra_body: dict[str, Any] | None = None,
+    **_: Any,
+) -> list[float | JudgeError]:
+    """The number in what `model` answers to `prompt`, divided by `max_score`; a JudgeError if none.
+
+    A generative reward model (arXiv 2306.05685, 2408.15240). `prompt` is a template in which
+    {prompt} (as the model reads it), {completion} and {answer} are filled in; the score is the
+    first group of the last match of the regular expression `pattern`, by default the last number.
+    One that is larger than `max_score`, or below its negative, is none. Each completion is a
+    request of its own, at temperature 0, to `base_url`/chat/completions (`base_url` mostly ends in
+    /v1), with the fields of `extra_body`, such as max_tokens. 429, 5xx and lost connections are
+    tried again for as long as there is time. The key is in the environment variable `api_key_env`,
+    never in the config.
+    """
+    expression = _checked(base_url, prompt, max_score, pattern)
+    if completions and "{answer}" in prompt and answer is None:
+        raise ValueError("the judge's prompt wants {answer}, and the data has no column `answer`")
+    texts = [
+        _fill(prompt, {"prompt": question, "completion": completion, "answer": reference})
+        for question, completion, reference in zip(
+            prompts, completions, answer or [None] * len(prompts), strict=True
+        )
+    ]
+    deadline = time.monotonic() + SHARE_OF_TIME * reward_timeout
+    fields = {"model": model, "temperature": 0} | (extra_body or {})
+    async with httpx.AsyncClient(
+        base_url=base_url,
+        headers=_authorization(api_key_env),
+        verify=_certificates(),
+        limits=httpx.Limits(max_connections=None),
+        timeout=None,  # each request has what is left
+    ) as client:
+
+        async def score(text: str) -> float | JudgeError:
+            body = fields | {"messages": [{"role": "user", "content": text}]}
+            try:
+                return _score(await _ask(client, body, deadline), expression, max_score)
+            except JudgeError as error:
+                return error
+
+        return await asyncio.gather(*map(score, texts))
+
+
+def _checked(base_url: str, prompt: str, max_score: float, pattern: str) -> re.Pattern[str]:
+    """The compiled `pattern`; raises ValueError for arguments that no judge can work with."""
+    url, expression = urlsplit(base_url), re.compile(pattern, re.DOTALL)
+    if url.scheme not in ("http", "https") or not url.hostname:
+        raise ValueError(f"base_url {base_url!r} is no address like http://host:8000/v1")
+    if "{completion}" not in prompt:
+        raise ValueError("prompt has no {completion}: say where the judge reads what it judges")
+    if not max_score > 0:
+        raise ValueError(f"max_score {max_score} must be above 0, such as 10")
+    if not expression.groups:
+        raise ValueError(rf"pattern {pattern!r} has no group: write for example Score: (\d+)")
+    return expression
+
+
+def _fill(template: str, values: dict[str, Any]) -> str:
+    """In one pass: braces in a completion are text, and so are others in the template."""
+    return TEMPLATE_FIELD.sub(lambda field: str(values[field[1]]), template)
+
+
+def _authorization(api_key_env: str) -> dict[str, str]:
+    key = os.environ.get(api_key_env)
+    if key is None and api_key_env != DEFAULT_KEY:
+        raise ValueError(f"api_key_env: the environment has no variable {api_key_env}: set it")
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    """Read once: it takes longer than a request."""
+    return httpx.create_ssl_context()
+
+
+async def _ask(client: httpx.AsyncClient, body: dict[str, Any], deadline: float) -> str:
+    """What the model answers; raises JudgeError where there is none before `deadline`."""
+    pause, last = FIRST_PAUSE, "no answer"
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            async with asyncio.timeout(left):
+                response = await client.post("chat/completions", json=body)
+            if response.is_success:
+                return _content(response)
+            last = f"status {response.status_code}: {response.text[:MAX_TEXT]}"
+            if response.status_code not in PASSING and not response.is_server_error:
+                raise JudgeError(f"{client.base_url} answered {last}")
+        except (httpx.RequestError, TimeoutError) as error:
+            last = repr(error)
+        # Not all of those that were turned away together come back together.
+        await asyncio.sleep(min(pause * random.uniform(0.5, 1), deadline - time.monotonic()))
+        pause = min(2 * pause, LONGEST_PAUSE)
+    raise JudgeError(f"{client.base_url} gave no answer in time, at last {last}")
+
+
+def _content(response: httpx.Response) -> str:
+    try:
+        return str(response.json()["choices"][0]["message"]["content"])
+    except (ValueError, LookupError, TypeError):
+        raise JudgeError(f"no chat completion: {response.text[:MAX_TEXT]}") from None
+
+
+def _score(text: str, expression: re.Pattern[str], max_score: float) -> float:
+    found = [match[1] for match in expression.finditer(text)]
+    try:
+        number = float(found[-1])
+    except (LookupError, TypeError, ValueError):  # no match, or a group that is no number
+        raise JudgeError(f"no score in the judge's answer {text[-MAX_TEXT:]!r}") from None
+    if not abs(number) <= max_score:
+        raise JudgeError(f"the judge's score {number} is beyond max_score {max_score}")
+    return number / max_score

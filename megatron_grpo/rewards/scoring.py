@@ -1,0 +1,111 @@
+"""The scores of one generation, while they come in."""
+
+import reprlib
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import ceil, isnan, nan
+from typing import TYPE_CHECKING, Any
+
+from megatron_grpo.config import RewardConfig
+from megatron_grpo.rewards.answer import Answer
+
+if TYPE_CHECKING:
+    from megatron_grpo.rollout import Sample
+
+SHORTENED = reprlib.Repr()
+SHORTENED.maxstring = 200
+
+
+class RewardError(ValueError):
+    """A reward function failed, the text names it and the prompt; or it cannot be used."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One function on the completions of one prompt; `places` are theirs in the generation."""
+
+    function: int
+    places: Sequence[int]
+    samples: Sequence["Sample"]
+
+    @property
+    def columns(self) -> Mapping[str, Any]:
+        """What the function is given, one value per completion."""
+        group = [self.samples[place] for place in self.places]
+        data = {name: [value] * len(group) for name, value in group[0].prompt.row.items()}
+        return {
+            **data,
+            "completions": [sample.text for sample in group],
+            "prompts": [sample.prompt.text for sample in group],
+            "completion_ids": [list(sample.completion_ids) for sample in group],
+            "finish_reasons": [sample.finish_reason for sample in group],
+        }
+
+
+class Scoring:
+    """What is known of the scores of `samples`; those of one prompt must be neighbours.
+
+    `told` are the functions of which a failure was printed already.
+    """
+
+    def __init__(self, samples: Sequence["Sample"], cfg: RewardConfig, told: set[int]) -> None:
+        self._samples = samples
+        self._cfg = cfg
+        self._told = told
+        self._failed: set[int] = set()
+        self._first_error = ""
+        self.scores: list[dict[str, float]] = [{} for _ in samples]
+        groups = groupby(range(len(samples)), key=lambda place: samples[place].prompt.index)
+        self.calls = [
+            Call(function, places, samples)
+            for places in [list(group) for _, group in groups]
+            for function in range(len(cfg.functions))
+        ]
+
+    def settle(self, call: Call, answer: Answer) -> None:
+        """Take the answer to a call.
+
+        Raises RewardError for what cannot be masked, and as soon as more completions have a failed
+        score than `reward.max_failed_fraction` allows.
+        """
+        label = self._cfg.functions[call.function].label
+        prompt = call.samples[call.places[0]].prompt
+        error = (
+            f"reward function {label} on prompt {prompt.index} "
+            f"({SHORTENED.repr(prompt.text)}): {answer.error}"
+        )
+        if answer.is_misuse:
+            raise RewardError(error)
+        scores = [nan] * len(call.places) if answer.scores is None else answer.scores
+        for place, score in zip(call.places, scores, strict=True):
+            self.scores[place][label] = score
+            if isnan(score):
+                self._failed.add(place)
+        if answer.error:
+            self._first_error = self._first_error or error
+            self._check_failed()
+            self._tell(call.function, error)
+
+    def _check_failed(self) -> None:
+        failed, total = len(self._failed), len(self._samples)
+        limit = self._cfg.max_failed_fraction
+        if failed / total <= limit:
+            return
+        enough = ceil(100 * failed / total) / 100
+        way_out = f", or set it to {enough} or more, below 1" if enough < 1 else ""
+        raise RewardError(
+            f"{self._first_error}\n{failed} of {total} completions have no score so far: more than "
+            f"reward.max_failed_fraction {limit} allows: mend the function{way_out}"
+        )
+
+    def _tell(self, function: int, error: str) -> None:
+        if function not in self._told:
+            self._told.add(function)
+            print(
+                f"megatron-grpo: {error}\nCompletions without a score are masked; of this function "
+                "no other failure is told",
+                file=sys.stderr,
+                flush=True,
+            )

@@ -1,0 +1,137 @@
+"""A reward worker as the trainer sees it: a process with a connection, and calls that it runs."""
+
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+from megatron_grpo.config import RewardConfig
+from megatron_grpo.rewards import supervisor
+from megatron_grpo.rewards.answer import Answer
+
+END_SECONDS = 10.0
+"""A supervisor that takes longer to kill what is below it is itself killed."""
+DEATH_SECONDS = 2.0
+"""How long after a worker's last word its death is waited for."""
+
+
+class WorkerProcess:
+    """One process that runs the config's reward functions; it begins to load them at once.
+
+    It should have loaded them in `load_seconds`.
+    """
+
+    def __init__(self, cfg: RewardConfig, load_seconds: float) -> None:
+        self.cfg = cfg
+        self.is_loading = True
+        self.load_seconds = load_seconds
+        self.load_deadline = time.monotonic() + load_seconds
+        self.deadlines: dict[int, float] = {}
+        """By number the calls that it runs, and when each must have been answered."""
+        self.is_spent = False
+        """It takes no more calls, and is to be replaced when it has answered those it has."""
+        self.fate = ""
+        """Why it can do nothing any more; empty while it can."""
+        self._supervisor, self.connection = _start(cfg)
+
+    @property
+    def pid(self) -> int:
+        """Process id of what ends as the worker ends, and with it all that the worker started."""
+        return self._supervisor.pid
+
+    @property
+    def next_deadline(self) -> float:
+        """When an answer is late; it must load or run something."""
+        return self.load_deadline if self.is_loading else min(self.deadlines.values())
+
+    def send(self, number: int, call: tuple[Any, ...], seconds: float) -> None:
+        """Have it run call `number`, to be answered in `seconds`."""
+        self.deadlines[number] = time.monotonic() + seconds
+        try:
+            self.connection.send((number, *call))
+        except ConnectionError:
+            self.fate = self._cause_of_death()
+        except BlockingIOError:
+            self.fate = f"its process did not read the call in {self.cfg.timeout} s: killed"
+
+    def receive_functions(self) -> list[tuple[list[str], bool]] | str:
+        """What it says of its functions when they are loaded, or why they are not."""
+        self.is_loading = False
+        message = self._receive()
+        return self.fate if message is None else message
+
+    def receive_answer(self) -> tuple[int, Answer] | None:
+        """The answer to a call, by its number; None when it has met its fate instead."""
+        message = self._receive()
+        if message is None:
+            return None
+        number, fields = message
+        answer = Answer(**fields)
+        del self.deadlines[number]
+        self.is_spent |= answer.is_spent
+        return number, answer
+
+    def tell_to_end(self) -> None:
+        """Have it end, with all that it has started."""
+        self._supervisor.send_signal(supervisor.END)
+
+    def wait_end(self) -> None:
+        """Return when nothing of it is left, after `tell_to_end`."""
+        try:
+            self._supervisor.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._supervisor.kill()
+            self._supervisor.wait()
+        self.connection.close()
+
+    def _receive(self) -> Any:
+        try:
+            return json.loads(self.connection.recv_bytes())
+        except (EOFError, ConnectionError):
+            self.fate = self._cause_of_death()
+            return None
+
+    def _cause_of_death(self) -> str:
+        try:
+            code = self._supervisor.wait(DEATH_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "its process has closed the connection to the trainer"
+        if code >= 0:
+            return f"its process died with exit code {code}"
+        return (
+            f"its process died with signal {signal.Signals(-code).name} "
+            f"(reward.memory_megabytes was {self.cfg.memory_megabytes})"
+        )
+
+
+def _start(cfg: RewardConfig) -> tuple[subprocess.Popen[bytes], Connection]:
+    """A fresh interpreter rather than a fork: it holds neither torch nor the trainer's threads."""
+    connection, theirs = Pipe()
+    arguments = [os.getpid(), theirs.fileno(), cfg.memory_megabytes]
+    process = subprocess.Popen(
+        [sys.executable, supervisor.__file__, *map(str, arguments)],
+        pass_fds=[theirs.fileno()],
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C is for the trainer, which then closes the pool
+    )
+    theirs.close()
+    _limit_sends(connection, cfg.timeout)
+    connection.send((cfg.functions, cfg.timeout))
+    return process, connection
+
+
+def _limit_sends(connection: Connection, seconds: float) -> None:
+    """Have the kernel end a send that gets no further for `seconds` with BlockingIOError.
+
+    A call may be larger than what the kernel takes from us while the worker reads nothing.
+    """
+    whole = int(seconds)
+    timeval = struct.pack("ll", whole, int((seconds - whole) * 1e6))
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)

@@ -1,0 +1,263 @@
+"""The judge against real servers: vLLM, and one that misbehaves as it is told to."""
+
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from engines import TestEngine
+from megatron_grpo.config import RewardConfig, RewardFunction
+from megatron_grpo.prompts import Prompt
+from megatron_grpo.rewards import RewardError, RewardPool
+from megatron_grpo.rewards.functions import load_function
+from megatron_grpo.rollout.samples import Sample
+from models import character_tokenizer
+
+TEMPLATE = 'Rate {completion} as {"score": 1}. Asked: {prompt}. Right: {answer}.'
+Reply = Callable[["Server", str, int], tuple[int, Any] | None]
+
+
+class Server(ThreadingHTTPServer):
+    """Answers what `reply` says to a text that is sent to it for the `n`th time; None: nothing."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, reply: Reply) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.reply = reply
+        self.requests: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+        self.at_once = self.most_at_once = 0
+        self.lock = threading.Lock()
+        self.is_over = threading.Event()
+        self.url = f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        server, text = self.server, body["messages"][0]["content"]
+        with server.lock:
+            server.requests.append(body)
+            server.keys.append(self.headers["Authorization"])
+            times = sum(request["messages"] == body["messages"] for request in server.requests)
+            server.at_once += 1
+            server.most_at_once = max(server.most_at_once, server.at_once)
+        try:
+            assert self.path == "/v1/chat/completions"
+            self.answer(server.reply(server, text, times))
+        finally:
+            with server.lock:
+                server.at_once -= 1
+
+    def answer(self, reply: tuple[int, Any] | None) -> None:
+        if reply is None:
+            self.server.is_over.wait()
+            return
+        status, content = reply
+        if status == 0:  # hang up
+            self.close_connection = True
+            return
+        if status == 200 and isinstance(content, str):
+            content = {"choices": [{"message": {"role": "assistant", "content": content}}]}
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Reply], Server]]:
+    servers = []
+
+    def start(reply: Reply) -> Server:
+        servers.append(Server(reply))
+        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.is_over.set()
+        server.shutdown()
+        server.server_close()
+
+
+def judge(server: Server, **arguments: Any) -> RewardFunction:
+    fields = {"base_url": server.url, "model": "m", "prompt": TEMPLATE, "max_score": 10}
+    return RewardFunction(name="judge", arguments=fields | arguments)
+
+
+def samples(completions: list[str], num_prompts: int = 1) -> list[Sample]:
+    return [
+        Sample(
+            prompt=Prompt(
+                index=index,
+                token_ids=(1,),
+                text=f"question {index}",
+                # Columns that are called like arguments of the judge are none of them.
+                row={"answer": index, "prompt": "p", "model": "other", "pattern": "x"},
+            ),
+            sample_index=number,
+            completion_ids=(1,),
+            logprobs=(0.0,),
+            finish_reason="stop",
+            text=completion,
+            policy_version=0,
+        )
+        for index in range(num_prompts)
+        for number, completion in enumerate(completions)
+    ]
+
+
+def scores(function: RewardFunction, batch: list[Sample], timeout: float = 20) -> list[float]:
+    cfg = RewardConfig(functions=(function,), timeout=timeout, max_failed_fraction=0.9)
+    with closing(RewardPool(cfg)) as pool:
+        pool.wait_ready([sample.prompt.row for sample in batch])
+        return [score["judge"] for score in pool.score(batch)]
+
+
+def test_the_score_is_the_last_number_of_what_the_model_says(serve):
+    said = {
+        "a": "7", "b": "10/10? no: 3", "c": "**-2.5**", "d": "between 8-9.", "e": "1\n2\nScore: 0.5"
+    }  # fmt: skip
+    server = serve(lambda _, text, __: (200, said[text[5]]))
+    assert scores(judge(server), samples(list(said))) == [0.7, 0.3, -0.25, 0.9, 0.05]
+    request = server.requests[0]
+    assert request["model"] == "m" and request["temperature"] == 0
+    asked = [request["messages"][0]["content"] for request in server.requests]
+    assert 'Rate a as {"score": 1}. Asked: question 0. Right: 0.' in asked
+
+
+def test_a_pattern_says_where_the_number_is_and_extra_body_what_else_is_sent(serve):
+    server = serve(lambda *_: (200, "Score: 1, I mean Score: 4 of 10"))
+    function = judge(server, pattern=r"Score: (\d+)", extra_body={"max_tokens": 9})
+    assert scores(function, samples(["a"])) == [0.4]
+    assert server.requests[0]["max_tokens"] == 9
+
+
+def test_braces_in_a_completion_are_text(serve):
+    server = serve(lambda *_: (200, "1"))
+    scores(judge(server), samples(["{answer} {0}"]))
+    assert server.requests[0]["messages"][0]["content"].startswith("Rate {answer} {0} as {")
+
+
+def test_the_key_comes_from_the_environment(serve, monkeypatch):
+    server = serve(lambda *_: (200, "1"))
+    monkeypatch.setenv("MY_KEY", "secret")
+    monkeypatch.setenv("OPENAI_API_KEY", "usual")
+    scores(judge(server, api_key_env="MY_KEY"), samples(["a"]))
+    scores(judge(server), samples(["a"]))
+    monkeypatch.delenv("OPENAI_API_KEY")
+    scores(judge(server), samples(["a"]))
+    assert server.keys == ["Bearer secret", "Bearer usual", None]
+
+
+def test_a_request_that_is_turned_away_for_now_is_sent_again(serve):
+    replies = {1: (429, "slow down"), 2: (503, "loading"), 3: (0, None), 4: (200, "5")}
+    server = serve(lambda _, __, times: replies[times])
+    assert scores(judge(server), samples(["a", "b"])) == [0.5, 0.5]
+    assert len(server.requests) == 8
+
+
+@pytest.mark.parametrize(
+    ("reply", "told"),
+    [
+        ((200, "no number"), "no score in the judge's answer 'no number'"),
+        ((200, "I say 11"), "the judge's score 11.0 is beyond max_score 10"),
+        ((200, b"<html>"), "no chat completion: <html>"),
+        ((200, {"choices": []}), "no chat completion"),
+        ((404, {"error": "no model m"}), 'answered status 404: {"error": "no model m"}'),
+        ((429, "slow down"), "gave no answer in time, at last status 429"),
+        (None, "gave no answer in time, at last TimeoutError"),
+    ],
+)
+def test_an_answer_without_a_score_is_masked_and_its_neighbours_count(reply, told, serve, capfd):
+    server = serve(lambda _, text, __: reply if text.startswith("Rate bad") else (200, "5"))
+    judged = scores(judge(server), samples(["good", "bad", "fine"]), timeout=8)
+    assert [judged[0], judged[2]] == [0.5, 0.5]
+    assert math.isnan(judged[1])
+    assert f"returned JudgeError: {told}" in capfd.readouterr().err.replace(f"{server.url}/ ", "")
+
+
+def test_a_judge_that_is_not_there_stops_the_run_and_says_why(serve):
+    server = serve(lambda *_: (401, "wrong key"))
+    with pytest.raises(RewardError, match=r"judge on prompt 0 .* answered status 401") as stopped:
+        cfg = RewardConfig(functions=(judge(server),))
+        with closing(RewardPool(cfg)) as pool:
+            pool.score(samples(["a", "b"]))
+    assert "2 of 2 completions have no score" in str(stopped.value)
+
+
+def test_requests_of_all_prompts_are_open_at_once(serve):
+    def reply(*_: object) -> tuple[int, str]:
+        time.sleep(1)
+        return 200, "5"
+
+    server = serve(reply)
+    start = time.monotonic()
+    assert scores(judge(server), samples(list("abcd"), 16)) == [0.5] * 64
+    assert server.most_at_once > 32
+    assert time.monotonic() - start < 15  # one after the other they are 64 s
+
+
+def test_a_template_with_an_answer_wants_that_column(serve):
+    server = serve(lambda *_: (200, "5"))
+    [sample] = samples(["a"])
+    sample.prompt.row.clear()
+    with pytest.raises(RewardError, match=r"wants \{answer\}, and the data has no column"):
+        scores(judge(server), [sample])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ({}, "wants 'base_url': give it in `arguments`"),
+        ({"base_url": "host:8000"}, "is no address like http://host:8000/v1"),
+        ({"prompt": "Rate it."}, "prompt has no {completion}"),
+        ({"pattern": "[0-9]+"}, "has no group"),
+        ({"pattern": "([0-9]+"}, "missing ), unterminated subpattern"),
+        ({"max_score": 0}, "max_score 0 must be above 0, such as 10"),
+        ({"api_key_env": "NO_SUCH_KEY"}, "the environment has no variable NO_SUCH_KEY"),
+        ({"temprature": 1}, "has no argument 'temprature': it has api_key_env, base_url, "),
+    ],
+)
+def test_arguments_that_no_judge_can_work_with_are_refused_when_it_is_loaded(arguments, part):
+    fields = {"base_url": "http://localhost/v1", "model": "m", "prompt": "{completion}"}
+    with pytest.raises(ValueError) as refused:
+        load_function(RewardFunction(name="judge", arguments=arguments and fields | arguments))
+    assert part in str(refused.value)
+
+
+def test_vllm_is_a_judge(vllm_engine: TestEngine, monkeypatch):
+    """With a token, as engines want one; the tiny model may say nothing but a digit."""
+    monkeypatch.setenv("ENGINE_TOKEN", vllm_engine.servers.token)
+    digits = character_tokenizer(250).convert_tokens_to_ids(list("0123456789"))
+    function = RewardFunction(
+        name="judge",
+        arguments={
+            "base_url": f"{vllm_engine.servers.base_urls[0]}/v1",
+            "model": str(vllm_engine.folder),
+            "prompt": "{prompt}? {completion}",
+            "max_score": 9,
+            "api_key_env": "ENGINE_TOKEN",
+            "extra_body": {"max_tokens": 1, "allowed_token_ids": digits},
+        },
+    )
+    batch = samples(["yes", "no", "yes", "maybe", "a b c"], 4)
+    judged = scores(function, batch, timeout=60)
+    assert {round(9 * score, 9) for score in judged} <= set(range(10))
+    assert judged[0] == judged[2]  # the same text at temperature 0
+    assert judged == scores(function, batch, timeout=60)
