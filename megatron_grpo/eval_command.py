@@ -47,15 +47,15 @@ class FolderEvaluation:
         self._stack = ExitStack()
         with ExitStack() as stack:
             # The engines load while the reward functions do.
-            servers = EngineServers(cfg.model, cfg.rollout, out / "logs", None)
-            stack.enter_context(closing(servers))
-            self._client = RolloutClient(Fleet(servers, cfg.rollout), cfg.rollout)
+            self.servers = EngineServers(cfg.model, cfg.rollout, out / "logs", None)
+            stack.enter_context(closing(self.servers))
+            self._client = RolloutClient(Fleet(self.servers, cfg.rollout), cfg.rollout)
             rewards = stack.enter_context(closing(RewardPool(view.reward)))
             prompts = load_eval_prompts(view, tokenizer, shape.max_position_embeddings, warns=False)
             self._evaluation = Evaluation(
                 view, prompts, end_tokens(shape, tokenizer), self._client, rewards
             )
-            servers.wait_ready(cfg.rollout.startup_timeout)
+            self.servers.wait_ready(cfg.rollout.startup_timeout)
             self._stack = stack.pop_all()
 
     def close(self) -> None:

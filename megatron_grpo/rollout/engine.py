@@ -165,12 +165,12 @@ class Engine:
         EngineStale where a push has touched them since.
         """
         await self.ask("hold_loaded")
-        await self.post("/update_weight_version", {"new_version": str(LOADED_VERSION)})
         if await self._held_push() != LOADED:
             raise EngineStale(
                 f"rollout engine {self.url} no longer holds the weights that it has loaded itself: "
                 "a trainer has pushed others"
             )
+        await self.post("/update_weight_version", {"new_version": str(LOADED_VERSION)})
 
     async def ask(self, method: str, **arguments: str) -> list[Json]:
         """What every worker answers, in the order of ranks, by a method of `PushWorker`.
