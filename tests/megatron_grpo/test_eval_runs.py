@@ -101,7 +101,10 @@ def test_a_run_that_is_told_to_end_in_an_evaluation_makes_it_when_it_is_resumed(
     with runs.start(run_dir, *EVERY_TWO_STEPS) as job:
         ended = job.end(120)
     assert ended.exit_codes == [0] * NUM_RANKS, ended.output
-    assert_same_run(run_dir, evaluated)
+    assert_same_run(
+        without_evaluation_before(run_dir, tmp_path / "ours"),
+        without_evaluation_before(evaluated, tmp_path / "theirs"),
+    )
     assert evaluations(run_dir) == evaluations(evaluated)
     completions = "eval_completions.jsonl"
     assert (run_dir / completions).read_bytes() == (evaluated / completions).read_bytes()
