@@ -1,9 +1,10 @@
-"""Command line: `megatron-grpo train | serve | plan | place | doctor | report`."""
+"""Command line: `megatron-grpo train | eval | serve | plan | place | doctor | report`."""
 
 import logging
 import os
 import sys
 import warnings
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
@@ -77,6 +78,50 @@ def _preflight(cfg: Config, token: str | None) -> None:
     from megatron_grpo.preflight import preflight  # reads the tokenizer: seconds, see above
 
     preflight(cfg, token)
+
+
+@app.command("eval")
+def evaluate(
+    config: Annotated[Path, typer.Argument(help="YAML file of the run, with a section `eval`.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="key.sub=value pairs, such as model.path=runs/math/hf eval.k=[1,8]"),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the results. Default: the folder `eval` in train.run_dir."),
+    ] = None,
+) -> None:
+    """Evaluate the model in model.path on the held-out prompts of the section `eval`.
+
+    Engines load the weights themselves; no trainer is started. Each prompt gets
+    eval.num_generations completions (n), sampled by eval.temperature, top_p, top_k and
+    max_completion_length. One passes when its reward, by eval.reward or else reward, is at least
+    eval.pass_threshold. pass@k is the unbiased estimate of the chance that one of k passes; mean@n
+    the mean reward over n.
+
+    Prints a table, and writes eval.json (metrics and config) and eval_completions.jsonl, in the
+    place of earlier ones. The exit code is 0 when all is evaluated, 1 after a failure, and 2 for a
+    mistake that shows before the first completion.
+
+    Example: megatron-grpo eval CONFIG model.path=runs/math/hf eval.data.path=data/test.jsonl
+    eval.num_generations=8 eval.temperature=0.6 eval.top_p=0.95
+    """
+    cfg = load_config(config, overrides or [])
+    _silence_libraries()
+    from rich.console import Console
+
+    from megatron_grpo.eval_command import FolderEvaluation, result_table  # torch: see above
+    from megatron_grpo.rewards import RewardError
+
+    with closing(FolderEvaluation(cfg, out or cfg.train.run_dir / "eval")) as evaluation:
+        try:
+            metrics = evaluation.run()
+        except (RewardError, OSError) as error:
+            print(f"megatron-grpo: {error}", file=sys.stderr)
+            raise typer.Exit(1) from None
+        Console().print(result_table(metrics))
+        print(evaluation.out)
 
 
 @app.command()

@@ -4,6 +4,7 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 import yaml
@@ -119,7 +120,9 @@ def _apply_override(table: dict[str, Any], override: str) -> None:
 def _known_keys(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Every settable key below `section`, with its description."""
     for name, field in section.model_fields.items():
-        kind = field.annotation
+        kind: Any = field.annotation
+        if isinstance(kind, UnionType):  # Section | None
+            kind = kind.__args__[0]
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             yield from _known_keys(kind, f"{prefix}{name}.")
         else:

@@ -11,6 +11,7 @@ from checkpoint_convert.vllm import check_engine
 from megatron_grpo.batching import BatchSchedule
 from megatron_grpo.config import Config
 from megatron_grpo.dynamic_sampling import ScoredGroup, Search
+from megatron_grpo.evaluation import Evaluation, as_evaluated, load_eval_prompts
 from megatron_grpo.experience import Experience, compare
 from megatron_grpo.prompts import Prompt, PromptStream, end_tokens, load_prompts
 from megatron_grpo.rewards import RewardPool, total_rewards
@@ -37,6 +38,7 @@ class ExperienceSource:
         # The engines load while the trainer builds its model.
         self._servers = EngineServers(cfg.model, cfg.rollout, cfg.train.run_dir / "logs", token)
         self.rewards = RewardPool(cfg.reward)
+        self._pools = {self.rewards}
         tokenizer = load_tokenizer(cfg.model.path)
         self.engines = RolloutClient(Fleet(self._servers, cfg.rollout), cfg.rollout)
         self.num_engines = 0
@@ -50,6 +52,15 @@ class ExperienceSource:
         prompts = load_prompts(cfg, tokenizer, shape.max_position_embeddings, warns=False)
         num_prompts = BatchSchedule.of(cfg.grpo).num_prompts
         self.prompts = PromptStream(prompts, num_prompts, cfg.train.seed, cfg.data.shuffle)
+        self.evaluation: Evaluation | None = None
+        if cfg.eval.data is not None:
+            view = as_evaluated(cfg)
+            held_out = load_eval_prompts(
+                view, tokenizer, shape.max_position_embeddings, warns=False
+            )
+            rewards = self.rewards if view.reward == cfg.reward else RewardPool(view.reward)
+            self._pools.add(rewards)
+            self.evaluation = Evaluation(view, held_out, self._end_tokens, self.engines, rewards)
 
     def wait_ready(self) -> None:
         """Return when every engine answers; raises when one is dead or late.
@@ -133,11 +144,13 @@ class ExperienceSource:
         return samples
 
     def cancel(self) -> None:
-        """End a running `collect`, and all that waits for engines, soon; from any thread."""
+        """End a running `collect` or evaluation, and waits for engines, soon; from any thread."""
         self.engines.cancel()
-        self.rewards.cancel()
+        for pool in self._pools:
+            pool.cancel()
 
     def close(self) -> None:
         """End the reward workers and the engines that were started here."""
-        self.rewards.close()
+        for pool in self._pools:
+            pool.close()
         self._servers.close()

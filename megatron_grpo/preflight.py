@@ -21,6 +21,7 @@ from megatron_grpo.batching import BatchSchedule
 from megatron_grpo.checkpoints.folders import latest_step
 from megatron_grpo.config import Config, RolloutConfig
 from megatron_grpo.config_file import dump_config
+from megatron_grpo.evaluation import as_evaluated, load_eval_prompts
 from megatron_grpo.job_token import TOKEN_VARIABLE, bearer, check_token
 from megatron_grpo.prompts import Prompt, PromptStream, end_tokens, load_prompts
 from megatron_grpo.rewards import RewardPool
@@ -59,6 +60,7 @@ CHANGEABLE = (
     "reward.max_concurrent_calls",
     "reward.num_workers",
     "reward.memory_megabytes",
+    "eval.",
     "wandb.",
 )
 
@@ -83,6 +85,27 @@ def preflight(cfg: Config, token: str | None) -> None:
         PromptStream(prompts, schedule.num_prompts, cfg.train.seed, cfg.data.shuffle)
         _check_vocabulary(shape, prompts)
         _check_token_budget(cfg, prompts)
+        rewards.wait_ready([prompt.row for prompt in prompts])
+    if cfg.eval.data is not None:
+        check_evaluation(cfg, shape)
+
+
+def check_evaluation(cfg: Config, shape: ModelShape) -> None:
+    """Raise ValueError when the prompts of `eval` cannot be used, served or scored."""
+    view = as_evaluated(cfg)
+    tokenizer = load_tokenizer(cfg.model.path)
+    end_tokens(shape, tokenizer)
+    prompts = load_eval_prompts(view, tokenizer, shape.max_position_embeddings)
+    _check_vocabulary(shape, prompts)
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    limit = cfg.rollout.vllm.get("max_model_len")
+    if limit is not None and longest + view.rollout.max_completion_length > limit:
+        raise ValueError(
+            f"eval: a prompt of {longest} tokens and eval.max_completion_length "
+            f"{view.rollout.max_completion_length} are more than rollout.vllm.max_model_len "
+            f"{limit}: raise that, or lower one of them (eval.data.max_prompt_length)"
+        )
+    with closing(RewardPool(view.reward)) as rewards:
         rewards.wait_ready([prompt.row for prompt in prompts])
 
 

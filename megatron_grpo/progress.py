@@ -1,5 +1,6 @@
 """What a person watches while a run trains: one line per step and, on a terminal, a bar below."""
 
+import time
 from collections.abc import Mapping
 
 from rich.console import Console
@@ -7,6 +8,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -16,6 +18,46 @@ from rich.table import Column
 SHOWN_SECONDS = 0.05
 """Phases shorter than this would print as 0.0 and are left out."""
 
+LINE_SECONDS = 30.0
+"""Between lines about an evaluation, where there is no bar."""
+
+
+def progress_bar(console: Console) -> Progress:
+    """A bar per task; none where `console` is no terminal."""
+    return Progress(
+        MofNCompleteColumn(),
+        BarColumn(bar_width=24),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}", style="dim", table_column=Column(ratio=1, no_wrap=True)),
+        console=console,
+        disable=not console.is_terminal,
+        expand=True,
+    )
+
+
+class EvaluationBar:
+    """How far an evaluation is: a task of a bar, or a line now and then where that is no bar."""
+
+    def __init__(self, bar: Progress) -> None:
+        self._bar = bar
+        self._task: TaskID | None = None
+        self._told = 0.0
+
+    def show(self, num_done: int, num_prompts: int) -> None:
+        """So many prompts are done; called with the first 0 and the last."""
+        now = time.monotonic()
+        if self._task is None:
+            self._task, self._told = self._bar.add_task("evaluation", total=num_prompts), now
+        self._bar.update(self._task, completed=num_done)
+        if num_done == num_prompts:
+            self._bar.remove_task(self._task)
+            self._task = None
+        elif self._bar.disable and now - self._told >= LINE_SECONDS:
+            self._told = now
+            self._bar.console.print(f"evaluation: {num_done} of {num_prompts} prompts")
+
 
 class ProgressBar:
     """Rank 0's view of the run. Where stdout is no terminal, plain lines and no bar."""
@@ -23,20 +65,9 @@ class ProgressBar:
     def __init__(self, first_step: int, num_steps: int, console: Console | None = None) -> None:
         self._console = console or Console()
         self._num_steps = num_steps
-        self._bar = Progress(
-            MofNCompleteColumn(),
-            BarColumn(bar_width=24),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            TextColumn(
-                "{task.description}", style="dim", table_column=Column(ratio=1, no_wrap=True)
-            ),
-            console=self._console,
-            disable=not self._console.is_terminal,
-            expand=True,
-        )
+        self._bar = progress_bar(self._console)
         self._task = self._bar.add_task("", total=num_steps, completed=first_step)
+        self.evaluation = EvaluationBar(self._bar)
         self._bar.start()
 
     def show(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -48,6 +79,12 @@ class ProgressBar:
         else:
             # For files and grep: everything in one line, whatever the width.
             self._console.print(f"{line}: {phases}", soft_wrap=True)
+
+    def show_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Print the line of the evaluation after `step`."""
+        width = len(str(self._num_steps))
+        line = f"step {step:>{width}}/{self._num_steps}  {evaluation_line(metrics)}"
+        self._console.print(line, soft_wrap=True)
 
     def close(self) -> None:
         """Leave the bar as it stands and give the terminal back."""
@@ -71,6 +108,24 @@ def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
             f"{metrics['tokens_per_second']:.0f} tokens/s",
             f"{metrics['time/step']:.1f} s",
             *(["skipped"] if metrics["skipped_steps"] else []),
+        ]
+    )
+
+
+def evaluation_line(metrics: Mapping[str, float]) -> str:
+    """pass@k, mean@n and what they are of, by the names of `eval_metrics`."""
+    scores = [
+        f"{name.removeprefix('eval/')} {value:.3f}"
+        for name, value in metrics.items()
+        if "@" in name
+    ]
+    failed = metrics["eval/failed"]
+    return "  ".join(
+        [
+            "evaluation",
+            *scores,
+            f"{metrics['eval/num_prompts']:.0f} prompts",
+            *([f"{failed:.0f} completions without a score"] if failed else []),
         ]
     )
 

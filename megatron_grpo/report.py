@@ -20,7 +20,7 @@ Curve = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 INK, FAINT, GRID = "#22303c", "#8595a5", "#e6ebf0"
 BLUE, RED, GREEN, PURPLE, ORANGE = "#2f6fb5", "#c8483c", "#2e8f6b", "#7a5ab5", "#d98a2b"
-PALETTE = (BLUE, ORANGE, GREEN, PURPLE, RED, "#4fa9c4", "#a8792f", "#6b7a89")
+PALETTE = (BLUE, ORANGE, GREEN, PURPLE, RED, "#4fa9c4", "#a8792f", "#6b7a89", "#c58bb4")
 SMOOTHED_STEPS = 60
 """From this many steps on, a moving average is drawn over the values themselves."""
 
@@ -34,6 +34,8 @@ def draw_curves(run_dir: Path) -> Path:
     records: list[Record] = [json.loads(line) for line in lines]
     if not records:
         raise ValueError(f"{run_dir / METRICS_FILE} has no steps yet: nothing to draw")
+    if not any(record["step"] for record in records):
+        raise ValueError(f"{run_dir / METRICS_FILE} has no steps yet: only what came before them")
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12, wspace=0.03, hspace=0.05)
     figure = Figure(figsize=(13.5, 7.2), layout=layout, facecolor="white")
     FigureCanvasAgg(figure)
@@ -49,7 +51,10 @@ def draw_curves(run_dir: Path) -> Path:
 
 
 def draw_reward(axis: Axes, records: Sequence[Record]) -> None:
-    """Mean reward, each function's where there are several, and the spread that is learned from."""
+    """Mean reward, each function's where there are several, and the spread that is learned from.
+
+    Of held-out prompts pass@k and mean@n, where they are evaluated.
+    """
     _name(axis, "Reward")
     _line(axis, *_curve(records, "reward"), BLUE, "mean")
     _line(axis, *_curve(records, "reward_std"), FAINT, "std within groups")
@@ -58,6 +63,9 @@ def draw_reward(axis: Axes, records: Sequence[Record]) -> None:
         for name, color in zip(names, cycle(PALETTE[1:]), strict=False):
             label = name.removeprefix("reward/").removesuffix("/mean")
             _line(axis, *_curve(records, name), color, label)
+    held_out = dict.fromkeys(n for r in records for n in r if n.startswith("eval/") and "@" in n)
+    for name, color in zip(held_out, cycle(PALETTE[:0:-1]), strict=False):
+        axis.plot(*_curve(records, name), color=color, ls="--", marker="o", ms=3.5, label=name)
     _legend(axis)
 
 
@@ -111,6 +119,7 @@ def draw_grad_norm(axis: Axes, records: Sequence[Record]) -> None:
 def draw_time(axis: Axes, records: Sequence[Record]) -> None:
     """Seconds of each step, stacked by phase in the order in which they run."""
     _name(axis, "Seconds per step")
+    records = [record for record in records if record["step"]]  # before them, an evaluation
     phases = list(dict.fromkeys(n for r in records for n in r if n.startswith("time/")))
     phases.remove("time/step")
     steps = [record["step"] for record in records]
@@ -121,8 +130,9 @@ def draw_time(axis: Axes, records: Sequence[Record]) -> None:
         label = name.removeprefix("time/")
         axis.stairs(above, edges, baseline=below, fill=True, color=color, alpha=0.85, label=label)
         below = above
-    axis.set_ylim(0, 1.25 * below.max())
-    _legend(axis, num_columns=len(phases) // 2 + 1)
+    num_columns = min(3, len(phases) // 2 + 1)  # as wide as the panel
+    axis.set_ylim(0, (1.1 + 0.08 * len(phases) / num_columns) * below.max())
+    _legend(axis, num_columns)
 
 
 def _curve(records: Sequence[Record], name: str) -> tuple[Curve, Curve]:
@@ -170,7 +180,7 @@ def _note(axis: Axes, text: str) -> None:
 
 
 def _title(run_dir: Path, records: Sequence[Record]) -> str:
-    first, last = records[0], records[-1]
+    first, last = next(record for record in records if record["step"]), records[-1]
     return (
         f"{run_dir.resolve().name}   step {last['step']:.0f}   "
         f"reward {first['reward']:.2f} → {last['reward']:.2f}"

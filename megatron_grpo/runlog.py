@@ -5,8 +5,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from megatron_grpo.batching import BatchSchedule
-from megatron_grpo.config import Config
+from megatron_grpo.config import Config, EvalConfig
 from megatron_grpo.config_file import dump_config
+from megatron_grpo.evaluation import Evaluated, eval_metrics, eval_rows
 from megatron_grpo.experience import Experience
 from megatron_grpo.metrics import StepReport, completion_metrics, reward_metrics
 from megatron_grpo.progress import ProgressBar
@@ -55,7 +56,9 @@ class RunLog:
             ),
             "rollout/version_lag_mean": _mean_lag(step - 1, samples),
             "tokens_per_second": (
-                experience.num_tokens / self.batches.steps_per_generation / times["time/step"]
+                experience.num_tokens
+                / self.batches.steps_per_generation
+                / (times["time/step"] - times.get("time/eval", 0.0))
             ),
             **times,
         }
@@ -65,6 +68,26 @@ class RunLog:
             rows = completion_rows(step, experience, minibatches[cursor.minibatch], report)
         self.tracking.log(step, metrics, rows)
         self.bar.show(step, metrics)
+
+    def has_evaluation(self, step: int) -> bool:
+        """Whether the evaluation after `step` is in the log."""
+        return self.tracking.has_evaluation(step)
+
+    def evaluation(self, step: int, evaluated: Evaluated, cfg: EvalConfig) -> dict[str, float]:
+        """Show an evaluation of the weights after `step` and log its completions; its metrics."""
+        metrics = eval_metrics(evaluated, cfg)
+        self.tracking.log_evaluated(step, eval_rows(evaluated, cfg))
+        self.bar.show_evaluation(step, metrics)
+        return metrics
+
+    def tell_unless_evaluated(self, step: int) -> None:
+        """Say so where the run ends without its last evaluation: no resumed run will make it."""
+        if not self.has_evaluation(step):
+            print(
+                f"step {step} was not evaluated, as the run was told to end or lost its engines: "
+                f"`megatron-grpo eval CONFIG model.path={self.run_dir / 'hf'}` does",
+                file=sys.stderr,
+            )
 
     def close(self) -> None:
         """Finish the records and draw the curves.

@@ -24,9 +24,9 @@ class PhaseTimer:
         self._seconds: dict[str, float] = defaultdict(float)
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Add the seconds of the block to phase `name`."""
-        self._enter(name)
+    def phase(self, name: str, part: str = "") -> Iterator[None]:
+        """Add the seconds of the block to phase `name`; a `part` of it is entered by both names."""
+        self._enter(f"{name}_{part}" if part else name)
         start = time.perf_counter()
         try:
             yield

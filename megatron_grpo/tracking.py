@@ -1,4 +1,4 @@
-"""What a run writes down: `metrics.jsonl`, `completions.jsonl` and, where configured, wandb."""
+"""What a run writes down: metrics, completions, evaluated ones and, where configured, wandb."""
 
 import json
 import math
@@ -14,6 +14,7 @@ from megatron_grpo.metrics import StepReport
 
 METRICS_FILE = "metrics.jsonl"
 COMPLETIONS_FILE = "completions.jsonl"
+EVAL_COMPLETIONS_FILE = "eval_completions.jsonl"
 WANDB_ID_FILE = "wandb_id"
 
 
@@ -21,15 +22,16 @@ class Tracking:
     """The records of one run. A resumed run continues them, without the steps that it repeats.
 
     `first_step` is the number of optimizer steps that the loaded checkpoint has seen: records of
-    later steps come from work that was lost, and are dropped.
+    later steps come from work that was lost, and are dropped; without a checkpoint, all are.
     """
 
     def __init__(
         self, run_dir: Path, first_step: int, wandb: WandbConfig, config: dict[str, Any]
     ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
-        for name in (METRICS_FILE, COMPLETIONS_FILE):
-            drop_records_after(run_dir / name, first_step)
+        for name in (METRICS_FILE, COMPLETIONS_FILE, EVAL_COMPLETIONS_FILE):
+            drop_records_after(run_dir / name, first_step or -1)
+        self._run_dir = run_dir
         self._metrics = (run_dir / METRICS_FILE).open("a", encoding="utf-8")
         self._completions = (run_dir / COMPLETIONS_FILE).open("a", encoding="utf-8")
         self._wandb = WandbRun(run_dir, wandb, config) if wandb.project else None
@@ -42,18 +44,43 @@ class Tracking:
         `completions` are rows of `completion_rows`; empty when the step reuses a generation.
         Raises ValueError naming the metrics that are not finite.
         """
-        broken = {name: value for name, value in metrics.items() if not math.isfinite(value)}
-        if broken:
-            raise ValueError(f"step {step}: metrics are not finite: {broken}")
+        _check_finite(step, metrics)
         for row in completions:
             print(json.dumps(row, ensure_ascii=False), file=self._completions)
         self._completions.flush()
-        # Without a reference model there is no KL to report, of a skipped step no gradient norm and
-        # perhaps no loss; scripts still find the keys.
-        record = {"step": step, "kl": None, "loss": None, "grad_norm": None, **metrics}
-        print(json.dumps(record), file=self._metrics, flush=True)
+        print(json.dumps({**_record(step), **metrics}), file=self._metrics, flush=True)
         if self._wandb:
             self._wandb.log(step, metrics, completions)
+
+    def log_evaluated(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Record the completions of the evaluation after `step`, in the place of earlier ones."""
+        path = self._run_dir / EVAL_COMPLETIONS_FILE
+        drop_records_after(path, step - 1)
+        with path.open("a", encoding="utf-8") as file:
+            for row in rows:
+                print(json.dumps({"step": step, **row}, ensure_ascii=False), file=file)
+
+    def has_evaluation(self, step: int) -> bool:
+        """Whether the last record is that of `step`, with an evaluation."""
+        lines = (self._run_dir / METRICS_FILE).read_text(encoding="utf-8").splitlines()
+        last = json.loads(lines[-1]) if lines else {"step": None}
+        return last["step"] == step and any(name.startswith("eval/") for name in last)
+
+    def amend(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add metrics to the last record, if that is of `step`, or else to a new one."""
+        _check_finite(step, metrics)
+        path = self._run_dir / METRICS_FILE
+        lines = path.read_text(encoding="utf-8").splitlines()
+        is_there = bool(lines) and json.loads(lines[-1])["step"] == step
+        record = json.loads(lines.pop()) if is_there else _record(step)
+        lines.append(json.dumps({**record, **metrics}))
+        whole = path.with_suffix(".tmp")  # whoever kills us leaves the one or the other
+        whole.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        whole.replace(path)
+        self._metrics.close()
+        self._metrics = path.open("a", encoding="utf-8")
+        if self._wandb:
+            self._wandb.log(step, metrics, [])
 
     def close(self) -> None:
         """Close the files and finish the wandb run."""
@@ -61,6 +88,18 @@ class Tracking:
         self._completions.close()
         if self._wandb:
             self._wandb.close()
+
+
+def _record(step: int) -> dict[str, Any]:
+    """Without a reference model there is no KL to report, of a skipped step no gradient norm and
+    perhaps no loss; scripts still find the keys."""
+    return {"step": step, "kl": None, "loss": None, "grad_norm": None}
+
+
+def _check_finite(step: int, metrics: Mapping[str, float]) -> None:
+    broken = {name: value for name, value in metrics.items() if not math.isfinite(value)}
+    if broken:
+        raise ValueError(f"step {step}: metrics are not finite: {broken}")
 
 
 def drop_records_after(path: Path, step: int) -> None:

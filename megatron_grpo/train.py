@@ -19,6 +19,7 @@ from megatron_grpo.checkpoints.checkpoints import Checkpoints
 from megatron_grpo.checkpoints.newest import steps_done
 from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.config import Config
+from megatron_grpo.evaluation import Evaluation, is_due
 from megatron_grpo.exchange import Minibatches, collect_values, distribute
 from megatron_grpo.experience import Experience, less_kl, share_out
 from megatron_grpo.experience_source import ExperienceSource
@@ -113,7 +114,7 @@ def train(
             training.stop_if_preempted(step)
             training.roll_out(step)
             report = training.update(step)
-            lost = training.push_unless_lost(step + 1)
+            lost = training.push_unless_lost(step + 1, metrics)
             training.log(step + 1, metrics, report)
             training.save(step + 1)
             if lost:
@@ -174,7 +175,7 @@ class Training:
         self.timer = PhaseTimer(self.watch.enter)
 
     def start(self) -> dict[str, float]:
-        """Bring the weights into the engines; metrics of the probe."""
+        """Bring the weights into the engines, and evaluate them where due; metrics of the probe."""
         if self.source:
             self.source.wait_ready()
             self.watch.on_preempt(self.source.cancel)
@@ -192,7 +193,12 @@ class Training:
             self.groups,
             self.device,
         )
-        # The seconds of the push and of the probe are no step's.
+        # The seconds of the push, of the probe and of an evaluation before the first step, or that
+        # a run which was ended has not made, are no step's.
+        self.timer = PhaseTimer(self.watch.enter)
+        if (metrics := self.evaluate(self.first_step)) and self._log:
+            metrics["time/eval"] = self.timer.metrics()["time/eval"]
+            self._log.tracking.amend(self.first_step, metrics)
         self.timer = PhaseTimer(self.watch.enter)
         return probe
 
@@ -232,8 +238,14 @@ class Training:
 
     def _collect(self, source: ExperienceSource, generation: int, step: int) -> Experience:
         """Rank 0: the samples of a generation. Preempted, where somebody wants the machine back."""
-        try:
+        with self._preempted_instead():
             return source.collect(generation, step, self.timer)
+
+    @contextmanager
+    def _preempted_instead(self) -> Iterator[None]:
+        """Raise Preempted for what fails in the block when somebody wants the machine back."""
+        try:
+            yield
         except Exception as error:
             # Slurm tells engines and what rewards have started to end at the same moment.
             if self.watch.is_preempted:
@@ -283,14 +295,39 @@ class Training:
         engines = self.source.engines if self.source else None
         self.weight_sync.push(self.policy.parameters(), engines, policy_version, self.timer)
 
-    def push_unless_lost(self, policy_version: int) -> EnginesLost | None:
-        """The same after a step, which is to be logged in any case."""
+    def push_unless_lost(
+        self, policy_version: int, metrics: dict[str, float]
+    ) -> EnginesLost | None:
+        """The same after a step, which is to be logged in any case, and its evaluation where due.
+
+        The metrics of that are added to `metrics`.
+        """
         try:
             with suppress(Preempted):  # then all ranks stop before the next step
                 self.push(policy_version)
+                metrics |= self.evaluate(policy_version)
         except EnginesLost as lost:
             return lost
         return None
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Metrics on rank 0 of what the engines serve after `step` optimizer steps, where due.
+
+        None where the log has them. Raises Preempted and EnginesLost, on all ranks.
+        """
+        if not is_due(self.cfg, step):
+            return {}
+        evaluate = None
+        if self.source and self.source.evaluation and self._log:
+            evaluate = partial(self._evaluate, self.source.evaluation, self._log, step)
+        return ask_engines(evaluate, partial(self.push, step), self.device) or {}
+
+    def _evaluate(self, evaluation: Evaluation, log: RunLog, step: int) -> dict[str, float]:
+        if log.has_evaluation(step):
+            return {}
+        with self._preempted_instead():
+            evaluated = evaluation.run(step, self.timer, log.bar.evaluation.show)
+        return log.evaluation(step, evaluated, self.cfg.eval)
 
     def save_and_stop(self, step: int, lost: EnginesLost) -> NoReturn:
         """Raise `lost`, as all ranks do, when what `step` begins with is saved."""
@@ -308,6 +345,8 @@ class Training:
                 if self.cfg.grpo.dynamic_sample:
                     metrics["rollout/num_resampled_prompts"] = self.source.num_resampled
             self._log.step(step, metrics, report, self.experience, self.timer)
+            if self.source.evaluation and step == self.cfg.train.num_steps:
+                self._log.tell_unless_evaluated(step)
         # What follows is after the log, so that a checkpoint never knows of a step that the log
         # does not; its seconds count in the next step.
         self.timer = PhaseTimer(self.watch.enter)

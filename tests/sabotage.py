@@ -76,10 +76,10 @@ class InPhase:
         original, entries = PhaseTimer.phase, 0
 
         @contextmanager
-        def phase(timer: PhaseTimer, name: str) -> Any:
+        def phase(timer: PhaseTimer, name: str, *part: str) -> Any:
             nonlocal entries
             entries += name == self.phase
-            with original(timer, name):
+            with original(timer, name, *part):
                 if name == self.phase and entries == self.nth:
                     self.deed()
                 yield

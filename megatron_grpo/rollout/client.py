@@ -167,6 +167,11 @@ class RolloutClient:
         self._on_all(lambda engine: engine.post("/resume"))
         self.fleet.finish_push(self._urls)
 
+    def serve_loaded(self) -> None:
+        """Have every engine serve, as LOADED_VERSION, what it has loaded itself."""
+        self._on_all(lambda engine: engine.serve_loaded())
+        self.fleet.finish_push(self._urls)
+
     @property
     def _urls(self) -> list[str]:
         return [url for url, _ in self._chain]

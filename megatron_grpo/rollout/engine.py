@@ -14,6 +14,7 @@ import httpx
 
 from megatron_grpo.job_token import TOKEN_VARIABLE
 from megatron_grpo.rollout.engine_error import EngineDown, EngineError, EngineStale
+from megatron_grpo.rollout.push_state import LOADED, LOADED_VERSION
 from megatron_grpo.rollout.tasks import beside, together
 
 POLL_INTERVAL = 0.01
@@ -157,6 +158,19 @@ class Engine:
         """Have the weights be those of `push`, and samples bear `policy_version`."""
         await self.ask("finish_push", push=push)
         await self.post("/update_weight_version", {"new_version": str(policy_version)})
+
+    async def serve_loaded(self) -> None:
+        """Have samples bear LOADED_VERSION, of the weights that it has loaded itself.
+
+        EngineStale where a push has touched them since.
+        """
+        await self.ask("hold_loaded")
+        if await self._held_push() != LOADED:
+            raise EngineStale(
+                f"rollout engine {self.url} no longer holds the weights that it has loaded itself: "
+                "a trainer has pushed others"
+            )
+        await self.post("/update_weight_version", {"new_version": str(LOADED_VERSION)})
 
     async def ask(self, method: str, **arguments: str) -> list[Json]:
         """What every worker answers, in the order of ranks, by a method of `PushWorker`.

@@ -11,7 +11,8 @@ class Generation:
     """`num_generations` samples of each prompt, as they are asked for, and those that have come.
 
     One request asks for all samples of a prompt, which then share its prefix; each sample has a
-    seed of its own (`first_seed`), the same whenever and wherever it is asked for.
+    seed of its own (`first_seed`), the same whenever and wherever it is asked for. Where prompts
+    are generated for part by part, `first_position` is that of the first of them in the whole.
     """
 
     def __init__(
@@ -25,6 +26,9 @@ class Generation:
         seed: int,
         step: int,
         policy_version: int,
+        top_p: float = 1.0,
+        top_k: int = -1,
+        first_position: int = 0,
     ) -> None:
         self.policy_version = policy_version
         self.engines: set[str] = set()
@@ -34,6 +38,8 @@ class Generation:
         sampling: Json = {
             "n": num_generations,
             "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
             "max_tokens": max_completion_length,
             "logprobs": 0,  # of the sampled token alone
             "stop_token_ids": [*stop_token_ids],
@@ -44,7 +50,8 @@ class Generation:
                 "token_ids": prompt.token_ids,
                 "output_mode": "text",
                 "priority": position,
-                "sampling_params": sampling | {"seed": first_seed(seed, step, position)},
+                "sampling_params": sampling
+                | {"seed": first_seed(seed, step, first_position + position)},
             }
             for position, prompt in enumerate(prompts)
         }

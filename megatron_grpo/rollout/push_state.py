@@ -13,6 +13,11 @@ from torch import Tensor
 
 Json = dict[str, Any]
 
+LOADED_VERSION = 0
+"""Of weights that no push has brought."""
+LOADED = f"{LOADED_VERSION}-loaded"
+"""In the place of a push: what the engine has loaded from its own folder when it started."""
+
 
 @dataclass
 class PushState:
@@ -53,6 +58,11 @@ class PushState:
         """The weights are in place already; from here on they are those of the push."""
         if self.is_loaded:
             self.held = self.push
+
+    def hold_loaded(self) -> None:
+        """Serve the weights that the engine has loaded itself, unless a push has touched them."""
+        if not self.links and not self.push:
+            self.held = LOADED
 
     def report(self) -> Json:
         """The state of the push, for `push_check`."""

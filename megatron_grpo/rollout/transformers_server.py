@@ -41,11 +41,13 @@ def sample(
     n: int,
     seed: int,
     temperature: float,
+    top_p: float = 1.0,
+    top_k: int = -1,
     max_tokens: int,
     stop_token_ids: list[int],
     note: Callable[[int], None] = lambda num_tokens: None,
 ) -> list[Completion]:
-    """`n` completions of one prompt; log-probabilities are those after temperature.
+    """`n` completions of one prompt; log-probabilities are those after temperature and cuts.
 
     Completion i draws from its own generator, seeded with `seed` + i; temperature 0 is greedy. A
     completion ends with the first of `stop_token_ids`, which it includes, or after `max_tokens`.
@@ -63,7 +65,7 @@ def sample(
         if len(inputs) < len(running):  # the prompt was computed once for all
             logits = logits.expand(n, -1)
             cache.batch_repeat_interleave(n)
-        logprobs = torch.log_softmax(logits / (temperature or 1.0), dim=-1)
+        logprobs = cut(torch.log_softmax(logits / (temperature or 1.0), dim=-1), top_p, top_k)
         chosen = [
             _draw(row, generators[i]) if temperature else int(row.argmax())
             for i, row in zip(running, logprobs, strict=True)
@@ -81,6 +83,21 @@ def sample(
         cache.batch_select_indices(torch.tensor(keep, dtype=torch.long, device=model.device))
         inputs = torch.tensor([[chosen[row]] for row in keep], device=model.device)
     return completions
+
+
+def cut(logprobs: Tensor, top_p: float, top_k: int) -> Tensor:
+    """`logprobs` [N, vocabulary] of the `top_k` likeliest tokens alone (-1: of all), and of these
+    of the likeliest that make up `top_p`; the others are -inf, as vLLM has it."""
+    if top_k != -1:
+        least = logprobs.topk(min(top_k, logprobs.shape[-1])).values[:, -1:]
+        logprobs = logprobs.masked_fill(logprobs < least, -torch.inf).log_softmax(-1)
+    if top_p < 1:
+        ascending, order = logprobs.sort(dim=-1)
+        is_rest = ascending.exp().cumsum(-1) <= 1 - top_p
+        is_rest[:, -1] = False
+        logprobs = logprobs.masked_fill(is_rest.scatter(-1, order, is_rest), -torch.inf)
+        logprobs = logprobs.log_softmax(-1)
+    return logprobs
 
 
 def _draw(logprobs: Tensor, generator: torch.Generator) -> int:
@@ -169,6 +186,8 @@ class TransformersEngine:
             case "finish_push":
                 if arguments["push"] == self.state.push:
                     self.state.finish()
+            case "hold_loaded":
+                self.state.hold_loaded()
             case "held_push":
                 answer["push"] = self.state.held
             case method:
@@ -227,6 +246,8 @@ class TransformersEngine:
                     n=params["n"],
                     seed=params["seed"],
                     temperature=params["temperature"],
+                    top_p=params["top_p"],
+                    top_k=params["top_k"],
                     max_tokens=params["max_tokens"],
                     stop_token_ids=params["stop_token_ids"],
                     note=note,

@@ -216,6 +216,11 @@ class PushWorker:
             self.weight_transfer_engine.state.finish()
         return {"question": question}
 
+    def hold_loaded(self, question: str) -> Json:
+        """From here on the weights are those that it has loaded itself, if there was no push."""
+        self.weight_transfer_engine.state.hold_loaded()
+        return {"question": question}
+
     def held_push(self, question: str) -> Json:
         """The push whose weights the worker holds; empty while it holds no complete ones."""
         return {"question": question, "push": self.weight_transfer_engine.state.held}

@@ -55,9 +55,9 @@ class Limits:
         match phase:
             case "await_engines":
                 return self.start
-            case "load" | "score" | "save" | "close":
+            case "load" | "score" | "eval_score" | "save" | "close":
                 return None
-            case "generate":
+            case "generate" | "eval_generate":
                 return self.generate
             case "push" | "verify_weights":
                 usual = self.push

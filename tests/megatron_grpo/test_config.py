@@ -76,6 +76,28 @@ def test_defaults_that_follow_other_keys_are_resolved():
     assert load_config(DEMO).parallel.sequence_parallel is False
 
 
+def test_an_evaluation_follows_the_training_in_what_it_does_not_say(tmp_path):
+    overrides = ["data.system_prompt=Add.", "data.path=openai/gsm8k", "reward.timeout=5"]
+    assert load_config(DEMO, overrides).eval.data is None
+    config = load_config(
+        DEMO,
+        [
+            *overrides,
+            "eval.data.split=test",
+            "eval.data.answer_column=null",
+            "eval.reward.functions=[exact]",
+            "eval.num_generations=8",
+        ],
+    )
+    data, reward = config.eval.data, config.eval.reward
+    assert (data.path, data.system_prompt) == ("openai/gsm8k", "Add.")
+    assert (data.split, data.answer_column, data.shuffle) == ("test", None, False)
+    assert ([f.name for f in reward.functions], reward.timeout) == (["exact"], 5.0)
+    assert config.eval.k == (1, 8)
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "config.yaml") == config
+
+
 @pytest.mark.parametrize("text", ["3e-5", "3.0e-5", "0.00003", "3E-05"])
 def test_every_common_way_to_write_a_number_is_a_number(text):
     assert load_config(DEMO, [f"optimizer.lr={text}"]).optimizer.lr == 3e-5
@@ -88,6 +110,7 @@ def test_every_common_way_to_write_a_number_is_a_number(text):
         ("lr", "optimizer.lr"),
         ("trian.num_steps", "train.num_steps"),
         ("grpo.num_generation", "grpo.num_generations"),
+        ("eval.data.splt", "eval.data.split"),
     ],
 )
 def test_unknown_key_is_answered_with_the_nearest_known_one(wrong, nearest):
@@ -153,6 +176,14 @@ def test_missing_key_is_named_with_its_meaning(tmp_path):
             ["rollout.engine=transformers", "rollout.tensor_parallel_size=2"],
             ["tensor_parallel_size 2", "must be 1"],
         ),
+        (["eval.k=[1,4,8]"], ["eval.k 4", "num_generations 1", "to 8"]),
+        (["eval.temperature=0", "eval.num_generations=4"], ["temperature 0", "num_generations 1"]),
+        (["eval.temperature=0.001"], ["0.001", "use 0, or at least 0.01"]),
+        (["eval.temperature=-1"], ["eval.temperature", "greater than or equal to 0"]),
+        (["eval.top_k=0"], ["eval.top_k 0", "-1"]),
+        (["eval.top_p=0"], ["eval.top_p", "greater than 0"]),
+        (["eval.data.shuffle=true"], ["eval.data.shuffle", "leave it out"]),
+        (["eval.data.path=3"], ["eval.data.path", "valid string"]),
         (["reward.functions=[]"], ["reward.functions", "at least 1"]),
         (["reward.functions=exact"], ["reward.functions is a list"]),
         (["reward.functions=[a.py:f, b.py:f]"], ["f 2 times"]),

@@ -1,8 +1,9 @@
 import io
 
+import pytest
 from rich.console import Console
 
-from megatron_grpo.progress import ProgressBar, phase_line, step_line
+from megatron_grpo.progress import ProgressBar, evaluation_line, phase_line, step_line
 
 METRICS = {
     "reward": 0.3125,
@@ -35,6 +36,44 @@ def test_the_line_of_a_step_names_what_it_shows() -> None:
     )
     assert "kl 0.0123" in step_line(3, 15, METRICS | {"kl": 0.01234})
     assert step_line(3, 15, METRICS | {"skipped_steps": 1.0}).endswith("18.4 s  skipped")
+
+
+EVALUATION = {
+    "eval/pass@1": 0.3125,
+    "eval/pass@8": 0.75,
+    "eval/mean@8": 0.4,
+    "eval/reward/exact/mean": 0.4,
+    "eval/failed": 0.0,
+    "eval/num_prompts": 64.0,
+}
+
+
+def test_the_line_of_an_evaluation_says_what_of_how_many_prompts() -> None:
+    line = evaluation_line(EVALUATION)
+    assert line == "evaluation  pass@1 0.312  pass@8 0.750  mean@8 0.400  64 prompts"
+    failed = evaluation_line(EVALUATION | {"eval/failed": 3.0})
+    assert failed.endswith("64 prompts  3 completions without a score")
+
+
+def test_a_long_evaluation_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_grpo.progress.LINE_SECONDS", 0.0)
+    told = {}
+    for terminal in (False, True):
+        console = Console(file=io.StringIO(), force_terminal=terminal, width=60, color_system=None)
+        bar = ProgressBar(2, 15, console)
+        for num_done in (0, 32, 64):
+            bar.evaluation.show(num_done, 64)
+            bar._bar.refresh()
+        bar.show_evaluation(2, EVALUATION)
+        bar.close()
+        assert isinstance(console.file, io.StringIO)
+        told[terminal] = console.file.getvalue()
+    assert told[False].splitlines() == [
+        "evaluation: 0 of 64 prompts",
+        "evaluation: 32 of 64 prompts",
+        f"step  2/15  {evaluation_line(EVALUATION)}",
+    ]
+    assert "32/64 ━━" in told[True] and "64/64" not in told[True].split("\r")[-1]
 
 
 def test_phases_that_took_no_time_are_left_out() -> None:

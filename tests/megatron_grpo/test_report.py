@@ -77,6 +77,27 @@ def test_reward_functions_have_their_own_curves_where_there_are_several() -> Non
     assert {line.get_label() for line in two.get_lines()} >= {"mean", "exact", "format"}
 
 
+def test_evaluations_have_curves_beside_the_reward_from_before_the_first_step(
+    tmp_path: Path,
+) -> None:
+    evaluations = [{f"eval/{name}": value} for name, value in (("pass@4", 0.5), ("mean@4", 0.2))]
+    before = {"step": 0, "kl": None, "loss": None, "grad_norm": None, "time/eval": 2.0}
+    records = [before | evaluations[0], record(1), record(2, **{**evaluations[0], "time/eval": 2})]
+    panel = axis()
+    draw_reward(panel, records)
+    lines = {line.get_label(): line.get_xydata().tolist() for line in panel.get_lines()}
+    assert lines["eval/pass@4"] == [[0, 0.5], [2, 0.5]]
+    assert [step for step, _ in lines["mean"]] == [1, 2]
+    panel = axis()
+    draw_time(panel, records)  # the seconds before the first step are no step's
+    assert [patch.get_data().edges[0] for patch in panel.patches] == [0.5] * len(panel.patches)
+    write_metrics(tmp_path, records)
+    assert draw_curves(tmp_path).exists()
+    write_metrics(tmp_path, records[:1])
+    with pytest.raises(ValueError, match=r"has no steps yet"):
+        draw_curves(tmp_path)
+
+
 def test_phases_are_stacked_up_to_their_sum_and_a_missing_phase_is_zero() -> None:
     panel = axis()
     draw_time(panel, [record(1), record(2, **{"time/save": 3.0})])

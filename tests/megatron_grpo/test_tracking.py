@@ -84,6 +84,64 @@ def test_a_line_that_was_cut_short_is_dropped(tmp_path: Path) -> None:
     assert path.read_text() == '{"step": 1}\n'
 
 
+def eval_rows(value: float) -> list[dict[str, object]]:
+    return [{"completion": "12", "reward": value}] * 2
+
+
+def evaluate(tracking: Tracking, step: int, value: float) -> None:
+    """As a run does before its first step, or where one that was ended had not."""
+    tracking.log_evaluated(step, eval_rows(value))
+    tracking.amend(step, {"eval/pass@1": value})
+
+
+def test_an_evaluation_before_the_first_step_has_a_record_of_its_own(tmp_path: Path) -> None:
+    for value in (0.25, 0.5):  # the first run ends before its first checkpoint
+        tracking = Tracking(tmp_path, 0, OFF, {})
+        assert not tracking.has_evaluation(0)
+        evaluate(tracking, 0, value)
+        assert tracking.has_evaluation(0)
+        tracking.log(1, {"reward": 1.0}, [])
+        tracking.close()
+    first, second = read(tmp_path / "metrics.jsonl")
+    assert first == {"step": 0, "kl": None, "loss": None, "grad_norm": None, "eval/pass@1": 0.5}
+    assert (second["step"], second["reward"]) == (1, 1.0)
+    assert (
+        read(tmp_path / "eval_completions.jsonl")
+        == [{"step": 0, "completion": "12", "reward": 0.5}] * 2
+    )
+
+
+def test_an_evaluation_that_comes_later_joins_the_record_of_its_step(tmp_path: Path) -> None:
+    run(tmp_path, 0, [1, 2])
+    tracking = Tracking(tmp_path, 2, OFF, {})
+    tracking.log_evaluated(2, eval_rows(0.0))  # ... and then the process was killed
+    tracking.close()
+    tracking = Tracking(tmp_path, 2, OFF, {})
+    assert not tracking.has_evaluation(2)
+    evaluate(tracking, 2, 0.5)
+    tracking.log(3, {"reward": 3.0}, [])
+    tracking.close()
+    records = read(tmp_path / "metrics.jsonl")
+    assert [(r["step"], r["reward"], r.get("eval/pass@1")) for r in records] == [
+        (1, 1.0, None),
+        (2, 1.0, 0.5),
+        (3, 3.0, None),
+    ]
+    rewards = [row["reward"] for row in read(tmp_path / "eval_completions.jsonl")]
+    assert rewards == [0.5, 0.5]
+
+
+def test_a_resumed_run_drops_the_evaluations_after_its_checkpoint(tmp_path: Path) -> None:
+    tracking = Tracking(tmp_path, 0, OFF, {})
+    for step in (2, 4):
+        evaluate(tracking, step, 0.5)
+    tracking.close()
+    tracking = Tracking(tmp_path, 3, OFF, {})
+    assert tracking.has_evaluation(2)
+    tracking.close()
+    assert [row["step"] for row in read(tmp_path / "eval_completions.jsonl")] == [2, 2]
+
+
 def test_a_metric_that_is_not_finite_is_refused_by_name(tmp_path: Path) -> None:
     tracking = Tracking(tmp_path, 0, OFF, {})
     with pytest.raises(ValueError, match=r"step 3: metrics are not finite: \{'kl': nan\}"):

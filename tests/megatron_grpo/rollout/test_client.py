@@ -1,5 +1,6 @@
 """Token ids in, samples out, over HTTP: against a real vLLM and the transformers server."""
 
+import math
 import socket
 import time
 
@@ -28,6 +29,38 @@ def engine(request, tied_model):
 def test_logprobs_are_those_of_the_sampled_tokens_after_temperature(engine, temperature):
     samples = engine.generate(random_prompts(6), temperature=temperature)
     assert largest_logprob_error(engine.folder, samples, temperature) < 1e-4
+
+
+def tokens_left(row, top_p, top_k):
+    """Indices of the tokens that a cut leaves of log-probabilities, by its definition."""
+    ranked = sorted(range(len(row)), key=lambda token: -row[token])
+    ranked = ranked[:top_k] if top_k != -1 else ranked
+    mass, total, left = 0.0, sum(math.exp(row[token]) for token in ranked), []
+    for token in ranked:
+        if mass >= top_p * total:
+            break
+        left.append(token)
+        mass += math.exp(row[token])
+    return left
+
+
+@pytest.mark.parametrize(("top_p", "top_k"), [(0.4, -1), (1.0, 3), (0.6, 20)])
+def test_cuts_leave_the_likeliest_tokens_and_their_probabilities_add_up(engine, top_p, top_k):
+    samples = engine.generate(random_prompts(4), temperature=0.8, top_p=top_p, top_k=top_k)
+    model = AutoModelForCausalLM.from_pretrained(engine.folder, dtype=torch.float32)
+    is_cut = False
+    for sample in samples:
+        tokens = torch.tensor([[*sample.prompt.token_ids, *sample.completion_ids]])
+        with torch.inference_mode():
+            logits = model(tokens).logits[0, -len(sample.completion_ids) - 1 : -1]
+        rows = torch.log_softmax(logits.double() / 0.8, -1).tolist()
+        for row, token, logprob in zip(rows, sample.completion_ids, sample.logprobs, strict=True):
+            left = tokens_left(row, top_p, top_k)
+            assert token in left
+            total = sum(math.exp(row[other]) for other in left)
+            assert logprob == pytest.approx(row[token] - math.log(total), abs=1e-3)
+            is_cut |= len(left) < len(row)
+    assert is_cut and len({sample.completion_ids for sample in samples}) > len(samples) / 2
 
 
 def test_samples_come_in_the_order_of_prompts_and_sample_indices(engine):

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from engines import running_engine, wait_until
+from engines import largest_logprob_error, random_prompts, running_engine, wait_until
 from megatron_grpo.config import ModelConfig, RolloutConfig
 from megatron_grpo.rollout import EngineServers
-from megatron_grpo.rollout.engine_error import EngineError
+from megatron_grpo.rollout.engine_error import EngineError, EnginesOut, EngineStale
+from megatron_grpo.rollout.push_state import LOADED_VERSION
 from megatron_grpo.rollout.server import engine_devices, engine_environment, reserve_port
 
 MARK = "MEGATRON_GRPO_TEST_RUN"
@@ -147,6 +148,23 @@ def test_engines_given_by_address_are_used_as_they_are(tied_model, transformers_
         given.servers.check()
     transformers_engine.push(tied_model)  # still there
     assert not none.exists()
+
+
+def test_an_engine_serves_what_it_has_loaded_itself_until_something_is_pushed(tied_model, tmp_path):
+    prompts = random_prompts(2)
+    with running_engine("transformers", tied_model, tmp_path) as engine:
+        with pytest.raises(EnginesOut, match="it was started anew"):
+            engine.generate(prompts, policy_version=LOADED_VERSION)
+        client = engine.client()
+        client.assemble(lambda workers: None)
+        client.serve_loaded()
+        samples = engine.generate(prompts, policy_version=LOADED_VERSION)
+        assert largest_logprob_error(tied_model, samples) < 1e-4
+        engine.push(tied_model)
+        client.assemble(lambda workers: None)
+        with pytest.raises(EngineStale, match="a trainer has pushed others"):
+            client.serve_loaded()
+        assert engine.generate(prompts)  # and what was pushed is still served
 
 
 def test_engines_take_the_gpus_behind_the_trainers():

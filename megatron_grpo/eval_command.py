@@ -1,0 +1,137 @@
+"""`megatron-grpo eval`: the weights of a folder, served by engines that load them themselves."""
+
+import json
+import time
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from checkpoint_convert import ModelShape, check_weights, read_shape
+from checkpoint_convert.tokenizer import load_tokenizer
+from megatron_grpo.config import Config
+from megatron_grpo.evaluation import (
+    Evaluated,
+    Evaluation,
+    as_evaluated,
+    eval_metrics,
+    eval_rows,
+    load_eval_prompts,
+)
+from megatron_grpo.preflight import check_engines, check_evaluation
+from megatron_grpo.progress import EvaluationBar, progress_bar
+from megatron_grpo.prompts import end_tokens
+from megatron_grpo.rewards import RewardPool
+from megatron_grpo.rollout import EngineServers, EnginesOut, Fleet, RolloutClient
+from megatron_grpo.rollout.engine_error import EngineDown
+from megatron_grpo.rollout.push_state import LOADED_VERSION
+from megatron_grpo.timing import PhaseTimer
+from megatron_grpo.tracking import EVAL_COMPLETIONS_FILE
+
+RESULT_FILE = "eval.json"
+DUMMY = "dummy"
+
+
+class FolderEvaluation:
+    """An evaluation of the weights in `model.path`; leave the context, and its engines are gone.
+
+    Raises ValueError or OSError where `cfg` cannot be evaluated.
+    """
+
+    def __init__(self, cfg: Config, out: Path) -> None:
+        self.cfg, self.out = cfg, out
+        view, shape = as_evaluated(cfg), _check(cfg)
+        tokenizer = load_tokenizer(cfg.model.path)
+        self._stack = ExitStack()
+        with ExitStack() as stack:
+            # The engines load while the reward functions do.
+            self.servers = EngineServers(cfg.model, cfg.rollout, out / "logs", None)
+            stack.enter_context(closing(self.servers))
+            self._client = RolloutClient(Fleet(self.servers, cfg.rollout), cfg.rollout)
+            rewards = stack.enter_context(closing(RewardPool(view.reward)))
+            prompts = load_eval_prompts(view, tokenizer, shape.max_position_embeddings, warns=False)
+            self._evaluation = Evaluation(
+                view, prompts, end_tokens(shape, tokenizer), self._client, rewards
+            )
+            self.servers.wait_ready(cfg.rollout.startup_timeout)
+            self._stack = stack.pop_all()
+
+    def close(self) -> None:
+        """End engines and reward workers."""
+        self._stack.close()
+
+    def run(self) -> dict[str, float]:
+        """Evaluate, write what came of it into the folder, and return the metrics.
+
+        Engines that are lost meanwhile are started again, and asked for what is left. Raises
+        EnginesLost when none comes back, and RewardError.
+        """
+        timer = PhaseTimer(lambda phase: None)
+        with progress_bar(Console()) as bar:
+            evaluated = self._evaluate(timer, EvaluationBar(bar))
+        metrics = eval_metrics(evaluated, self.cfg.eval) | {
+            "time/eval": timer.metrics()["time/eval"]
+        }
+        self._write(evaluated, metrics)
+        return metrics
+
+    def _evaluate(self, timer: PhaseTimer, bar: EvaluationBar) -> Evaluated:
+        while True:
+            # Nothing is pushed to them: whatever they hold, they have loaded.
+            self._client.assemble(lambda workers: None)
+            try:
+                self._client.serve_loaded()
+                return self._evaluation.run(LOADED_VERSION, timer, bar.show)
+            except (EnginesOut, EngineDown):
+                continue  # those are lost, and `assemble` waits until one is back
+
+    def _write(self, evaluated: Evaluated, metrics: dict[str, float]) -> None:
+        rows = eval_rows(evaluated, self.cfg.eval)
+        with (self.out / EVAL_COMPLETIONS_FILE).open("w", encoding="utf-8") as file:
+            for row in rows:
+                print(json.dumps(row, ensure_ascii=False), file=file)
+        result: dict[str, Any] = {
+            "model": str(self.cfg.model.path),
+            "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "metrics": metrics,
+            "config": self.cfg.model_dump(mode="json"),
+        }
+        (self.out / RESULT_FILE).write_text(json.dumps(result, indent=1) + "\n")
+
+
+def result_table(metrics: dict[str, float]) -> Table:
+    """The metrics for people."""
+    table = Table("metric", box=None, header_style="dim")
+    table.add_column("value", justify="right")
+    for name, value in metrics.items():
+        is_count = name in ("eval/failed", "eval/num_prompts")
+        table.add_row(name.removeprefix("eval/"), f"{value:.0f}" if is_count else f"{value:.4f}")
+    return table
+
+
+def _check(cfg: Config) -> ModelShape:
+    """Raise ValueError, with a legal value, when `cfg` cannot be evaluated on this machine."""
+    if cfg.eval.data is None:
+        raise ValueError(
+            "eval.data names no held-out prompts: give eval.data.path=FILE, or, where data.path "
+            "has such a split, eval.data.split=test"
+        )
+    if cfg.rollout.base_urls:
+        raise ValueError(
+            "rollout.base_urls: what engines that run already have loaded cannot be told, and eval "
+            "starts its own: set rollout.base_urls=[]"
+        )
+    if cfg.rollout.vllm.get("load_format") == DUMMY:
+        raise ValueError(
+            "rollout.vllm.load_format dummy has engines begin with random weights, which nothing "
+            "replaces in eval: set rollout.vllm.load_format=auto"
+        )
+    if not cfg.model.path.is_dir():
+        raise ValueError(f"model.path {cfg.model.path} is not a folder: give a model's")
+    shape = read_shape(cfg.model.path)
+    check_weights(cfg.model.path, shape)
+    check_engines(cfg.rollout, shape, None)
+    check_evaluation(cfg, shape)
+    return shape

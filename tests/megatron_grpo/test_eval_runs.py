@@ -1,0 +1,232 @@
+"""Evaluation in whole runs, and by `megatron-grpo eval`."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from contextlib import closing, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from faulty_runs import NUM_RANKS, NUM_STEPS, Runs, assert_same_run
+from megatron_grpo.config_file import load_config
+from megatron_grpo.eval_command import FolderEvaluation
+from runs import TINY_CONFIG, Finished, read_json_lines, read_metrics
+from sabotage import InPhase, preempt
+from trainers import as_soon_as
+
+NUM_PROMPTS, NUM_SAMPLES = 6, 8
+SAMPLING = [
+    "eval.data={}",
+    f"eval.max_prompts={NUM_PROMPTS}",
+    f"eval.num_generations={NUM_SAMPLES}",
+    "eval.k=[1,2,4]",
+    "eval.top_p=0.9",
+    "eval.temperature=0.8",
+    "eval.pass_threshold=0.1",
+]
+EVERY_TWO_STEPS = [*SAMPLING, "eval.interval=2"]
+
+
+def evaluations(run_dir: Path) -> dict[int, dict[str, Any]]:
+    """The metrics of the evaluations, by step."""
+    records = [
+        (record["step"], {k: v for k, v in record.items() if k.startswith("eval/")})
+        for record in read_metrics(run_dir)
+    ]
+    assert len({step for step, _ in records}) == len(records)
+    return {step: metrics for step, metrics in records if metrics}
+
+
+@pytest.fixture(scope="module")
+def evaluated(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run directory of a run that is evaluated every two steps."""
+    run_dir = tmp_path_factory.mktemp("evaluated") / "run"
+    ended = runs.finish(run_dir, *EVERY_TWO_STEPS)
+    assert ended.exit_codes == [0] * NUM_RANKS, ended.output
+    assert "step 0/4  evaluation  pass@1 0." in ended.output
+    return run_dir
+
+
+def without_evaluation_before(run_dir: Path, folder: Path) -> Path:
+    """A copy of what `assert_same_run` compares, without the record of step 0."""
+    (folder / "hf").mkdir(parents=True)
+    for name in ("hf/model.safetensors", "completions.jsonl"):
+        (folder / name).write_bytes((run_dir / name).read_bytes())
+    records = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    assert json.loads(records[0])["step"] == 0
+    (folder / "metrics.jsonl").write_text("".join(records[1:]))
+    return folder
+
+
+def test_a_run_that_is_evaluated_is_bit_for_bit_the_run_that_is_not(
+    evaluated: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    assert_same_run(without_evaluation_before(evaluated, tmp_path / "copy"), undisturbed)
+
+
+def test_an_evaluation_is_in_the_record_of_its_step_with_its_completions_beside(
+    evaluated: Path,
+) -> None:
+    found = evaluations(evaluated)
+    assert list(found) == [0, 2, NUM_STEPS]
+    for metrics in found.values():
+        assert metrics.keys() > {"eval/pass@1", "eval/pass@2", "eval/pass@4", "eval/mean@8"}
+        assert metrics["eval/num_prompts"] == NUM_PROMPTS
+    assert all(record["time/eval"] > 0 for record in read_metrics(evaluated)[::2])
+    rows = read_json_lines(evaluated / "eval_completions.jsonl")
+    assert Counter(row["step"] for row in rows) == dict.fromkeys(found, NUM_PROMPTS * NUM_SAMPLES)
+    for step, metrics in found.items():
+        passed = [row["passed"] for row in rows if row["step"] == step]
+        assert metrics["eval/pass@1"] == pytest.approx(sum(passed) / len(passed))
+        rewards = [row["reward"] for row in rows if row["step"] == step]
+        assert metrics["eval/mean@8"] == pytest.approx(sum(rewards) / len(rewards))
+
+
+def test_a_run_that_is_told_to_end_in_an_evaluation_makes_it_when_it_is_resumed(
+    runs: Runs, evaluated: Path, tmp_path: Path
+) -> None:
+    """In that of step 2: in metrics.jsonl it then stands in the record of step 2, once."""
+    run_dir = tmp_path / "run"
+    # The evaluation before the first step takes 3 rounds of generating and scoring.
+    sabotage = InPhase(preempt, 0, "eval", nth=7)
+    with runs.start(run_dir, *EVERY_TWO_STEPS, sabotage=sabotage) as job:
+        ended = job.end(120)
+    assert ended.exit_codes == [75] * NUM_RANKS, ended.output
+    assert [record["step"] for record in read_metrics(run_dir)] == [0, 1, 2]
+    assert list(evaluations(run_dir)) == [0]
+    with runs.start(run_dir, *EVERY_TWO_STEPS) as job:
+        ended = job.end(120)
+    assert ended.exit_codes == [0] * NUM_RANKS, ended.output
+    assert_same_run(
+        without_evaluation_before(run_dir, tmp_path / "ours"),
+        without_evaluation_before(evaluated, tmp_path / "theirs"),
+    )
+    assert evaluations(run_dir) == evaluations(evaluated)
+    completions = "eval_completions.jsonl"
+    assert (run_dir / completions).read_bytes() == (evaluated / completions).read_bytes()
+
+
+def test_a_run_whose_last_evaluation_is_missing_says_so(runs: Runs, tmp_path: Path) -> None:
+    sabotage = InPhase(preempt, 0, "eval", nth=7)
+    arguments = [*SAMPLING, f"eval.interval={NUM_STEPS}"]
+    with runs.start(tmp_path / "run", *arguments, sabotage=sabotage) as job:
+        ended = job.end(120)
+    assert ended.exit_codes == [0] * NUM_RANKS, ended.output
+    assert "step 4 was not evaluated" in ended.output
+    assert f"model.path={tmp_path / 'run' / 'hf'}" in ended.output
+    assert list(evaluations(tmp_path / "run")) == [0]
+
+
+def test_a_finished_run_can_be_evaluated_when_it_is_extended(
+    runs: Runs, undisturbed: Path, tmp_path: Path
+) -> None:
+    """`eval` is no part of what is learnt: a run may get it, or lose it, when it is resumed."""
+    run_dir = tmp_path / "run"
+    ended = runs.finish(run_dir, "train.num_steps=2")
+    assert ended.exit_codes == [0] * NUM_RANKS, ended.output
+    ended = runs.finish(run_dir, *EVERY_TWO_STEPS)
+    assert ended.exit_codes == [0] * NUM_RANKS, ended.output
+    assert_same_run(run_dir, undisturbed)
+    assert list(evaluations(run_dir)) == [2, NUM_STEPS]
+
+
+def evaluate(*arguments: str, timeout: float = 300) -> Finished:
+    """`megatron-grpo eval`, as a user calls it."""
+    command = [sys.executable, "-m", "megatron_grpo.cli", "eval", str(TINY_CONFIG), *arguments]
+    result = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=TINY_CONFIG.parents[1],
+        check=False,
+    )
+    return Finished(result.returncode, result.stdout + result.stderr, 0.0, [])
+
+
+@pytest.fixture(scope="module")
+def arguments(runs: Runs) -> list[str]:
+    """Of an evaluation: those of the runs, without their engine."""
+    return [*runs.arguments[:2], *SAMPLING]
+
+
+@pytest.mark.slow
+def test_the_exported_model_gets_what_the_last_evaluation_of_its_run_got(
+    evaluated: Path, arguments: list[str], tmp_path: Path
+) -> None:
+    """By vLLM with weights that it has loaded itself, in the place of pushed ones."""
+    ended = evaluate(
+        *arguments, f"model.path={evaluated / 'hf'}", f"train.run_dir={tmp_path / 'run'}"
+    )
+    assert ended.exit_code == 0, ended.output
+    out = tmp_path / "run" / "eval"
+    assert f"{out}\n" in ended.output and "pass@4" in ended.output
+    result = json.loads((out / "eval.json").read_text())
+    assert result["model"] == str(evaluated / "hf")
+    assert result["config"]["eval"]["top_p"] == 0.9
+    metrics = {k: v for k, v in result["metrics"].items() if k.startswith("eval/")}
+    assert metrics == evaluations(evaluated)[NUM_STEPS]
+    rows = read_json_lines(evaluated / "eval_completions.jsonl")[-NUM_PROMPTS * NUM_SAMPLES :]
+    assert read_json_lines(out / "eval_completions.jsonl") == [
+        {name: value for name, value in row.items() if name != "step"} for row in rows
+    ]
+
+
+def test_an_engine_that_dies_is_started_again_and_asked_for_the_rest(
+    arguments: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    cfg = load_config(TINY_CONFIG, [*arguments, "rollout.engine=transformers"])
+
+    def metrics(name: str, disturbance: Callable[[FolderEvaluation], Any]) -> dict[str, Any]:
+        with (
+            closing(FolderEvaluation(cfg, tmp_path / name)) as evaluation,
+            disturbance(evaluation),
+        ):
+            metrics = evaluation.run()
+        return {k: v for k, v in metrics.items() if k.startswith("eval/")}
+
+    def killing(evaluation: FolderEvaluation) -> Any:
+        engine = evaluation.servers._engine(evaluation.servers.base_urls[0])
+        return as_soon_as(lambda: evaluation._evaluation._samples, engine.process.kill)
+
+    undisturbed = metrics("undisturbed", lambda _: nullcontext())
+    assert metrics("disturbed", killing) == undisturbed
+    assert "is lost" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["eval.data=null"], ["eval.data.path=FILE", "eval.data.split=test"]),
+        (["rollout.base_urls=[http://127.0.0.1:1]"], ["set rollout.base_urls=[]"]),
+        (["rollout.vllm.load_format=dummy"], ["rollout.vllm.load_format=auto"]),
+        (["eval.data.path=none.jsonl"], ["eval: data.path none.jsonl does not exist"]),
+        (["eval.data.answer_column=reply"], ["eval: data.answer_column 'reply'"]),
+        (["rollout.vllm.max_model_len=60"], ["eval.max_completion_length 12", "max_model_len 60"]),
+        (["eval.reward.functions=[math]"], ["unknown reward function 'math'"]),
+        (["model.path=nowhere"], ["model.path nowhere is not a folder"]),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_what_cannot_be_evaluated_is_refused_before_an_engine_starts(
+    arguments: list[str], overrides: list[str], parts: list[str], tmp_path: Path
+) -> None:
+    cfg = load_config(TINY_CONFIG, [*arguments, *overrides])
+    with pytest.raises(ValueError) as refused:
+        FolderEvaluation(cfg, tmp_path / "out")
+    for part in parts:
+        assert part in str(refused.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_refusal_is_one_line_and_exit_code_2() -> None:
+    ended = evaluate("eval.k=[4]", timeout=60)
+    assert ended.exit_code == 2
+    assert ended.output == (
+        "megatron-grpo: eval.k 4 cannot be drawn of eval.num_generations 1: raise that to 4, or "
+        "lower k\n"
+    )
