@@ -217,7 +217,8 @@ class RewardPool:
 def _start_worker(cfg: RewardConfig) -> _Worker:
     """A fresh interpreter rather than a fork: it holds neither torch nor the trainer's threads."""
     connection, theirs = Pipe()
-    arguments = [os.getpid(), theirs.fileno(), cfg.memory_megabytes]
+    module = "megatron_grpo.rewards.worker"
+    arguments = [os.getpid(), theirs.fileno(), cfg.memory_megabytes, module]
     process = subprocess.Popen(
         [sys.executable, supervisor.__file__, *map(str, arguments)],
         pass_fds=[theirs.fileno()],
