@@ -24,7 +24,7 @@ class Experience:
     group_ids: Tensor
     advantages: Tensor
     old_logprobs: list[Tensor] | None = None
-    """Of the response tokens under the policy that made them, in a generation that is resumed."""
+    """Of the sampled tokens under the policy that made them, in a generation that is resumed."""
 
     @property
     def num_tokens(self) -> int:
@@ -57,7 +57,7 @@ def share_out(
 def _sequences(experience: Experience, indices: list[int], cfg: Config) -> list[TokenSequence]:
     samples = [experience.samples[i] for i in indices]
     weights = loss_weights(
-        torch.tensor([len(sample.completion_ids) for sample in samples]),
+        torch.tensor([sample.num_sampled for sample in samples]),
         cfg.grpo.loss_type,
         cfg.rollout.max_completion_length,
     )
@@ -68,7 +68,16 @@ def _sequences(experience: Experience, indices: list[int], cfg: Config) -> list[
             advantage=float(experience.advantages[i]),
             loss_weight=float(weight),
             rollout_logprobs=torch.tensor(sample.logprobs),
-            old_logprobs=experience.old_logprobs[i] if experience.old_logprobs else None,
+            old_logprobs=_spread(experience.old_logprobs[i], sample)
+            if experience.old_logprobs
+            else None,
+            response_mask=torch.tensor(sample.loss_mask, dtype=torch.bool),
         )
         for sample, i, weight in zip(samples, indices, weights, strict=True)
     ]
+
+
+def _spread(values: Tensor, sample: Sample) -> Tensor:
+    """Values of the sampled tokens, in the places of the completion's tokens."""
+    mask = torch.tensor(sample.loss_mask, dtype=torch.bool)
+    return torch.zeros(len(mask), dtype=values.dtype).masked_scatter(mask, values)

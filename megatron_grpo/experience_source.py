@@ -1,5 +1,8 @@
 """From prompts to experience: generate, score, compare. Lives on rank 0 only."""
 
+import sys
+from typing import Any
+
 import torch
 
 from checkpoint_convert import ModelShape
@@ -7,16 +10,19 @@ from checkpoint_convert.tokenizer import load_tokenizer
 from checkpoint_convert.vllm import check_engine
 from megatron_grpo.advantages import group_advantages
 from megatron_grpo.batching import BatchSchedule
-from megatron_grpo.config import Config
+from megatron_grpo.config import ENVIRONMENT_TERM, Config
+from megatron_grpo.environments import EnvironmentPool
 from megatron_grpo.experience import Experience
 from megatron_grpo.prompts import PromptStream, end_tokens, load_prompts
 from megatron_grpo.rewards import RewardPool, total_rewards
 from megatron_grpo.rollout.client import RolloutClient
+from megatron_grpo.rollout.dialogues import DialogueGeneration
 from megatron_grpo.rollout.fleet import Fleet
 from megatron_grpo.rollout.generation import Generation
 from megatron_grpo.rollout.samples import Sample
 from megatron_grpo.rollout.server import EngineServers
 from megatron_grpo.timing import PhaseTimer
+from megatron_grpo.turns import Turns
 from megatron_grpo.weight_sums import worker_layouts
 
 PROBE_LENGTH = 8
@@ -34,12 +40,14 @@ class ExperienceSource:
         # The engines load while the trainer builds its model.
         self._servers = EngineServers(cfg.model, cfg.rollout, cfg.train.run_dir / "logs", token)
         self.rewards = RewardPool(cfg.reward)
+        self.environments = EnvironmentPool(cfg.environment) if cfg.environment.name else None
         tokenizer = load_tokenizer(cfg.model.path)
         self.engines = RolloutClient(Fleet(self._servers, cfg.rollout), cfg.rollout)
         self.num_engines = 0
         """How many engines have answered in the last generation."""
         self._end_tokens = end_tokens(shape, tokenizer)
-        self._open: Generation | None = None
+        self._tokenizer = tokenizer
+        self._open: Generation | DialogueGeneration | None = None
         # The preflight has warned already.
         prompts = load_prompts(cfg, tokenizer, shape.max_position_embeddings, warns=False)
         num_prompts = BatchSchedule.of(cfg.grpo).num_prompts
@@ -67,39 +75,68 @@ class ExperienceSource:
         """
         cfg = self.cfg
         with timer.phase("generate"):
-            samples = self._generate(
-                generation, policy_version, max_completion_length=cfg.rollout.max_completion_length
-            )
+            self._open = self._open or self._ask(generation, policy_version)
+            samples = self._generate(self._open)
         with timer.phase("score"):
             rewards = self.rewards.score(samples)
-        totals = torch.tensor(total_rewards(rewards, cfg.reward.functions), dtype=torch.float64)
+        if self.environments:
+            for reward, sample in zip(rewards, samples, strict=True):
+                reward[ENVIRONMENT_TERM] = sample.environment_reward
+        totals = torch.tensor(total_rewards(rewards, cfg.reward_terms), dtype=torch.float64)
         group_ids = torch.arange(len(samples)) // cfg.grpo.num_generations
         advantages = group_advantages(totals, group_ids, cfg.grpo.scale_rewards)
         return Experience(samples, rewards, totals, group_ids, advantages)
 
     def probe(self, policy_version: int) -> Experience:
         """Short samples of the first prompts, unscored: the same in every run of this config."""
-        samples = self._generate(0, policy_version, max_completion_length=PROBE_LENGTH)
+        self._open = self._open or Generation(
+            self.prompts.batch(0),
+            max_completion_length=PROBE_LENGTH,
+            **self._sampling(0, policy_version),
+        )
+        samples = self._generate(self._open)
         nothing = torch.zeros(len(samples), dtype=torch.float64)
         return Experience(samples, [], nothing, nothing.long(), nothing)
 
-    def _generate(
-        self, generation: int, policy_version: int, *, max_completion_length: int
-    ) -> list[Sample]:
-        cfg = self.cfg
-        self._open = self._open or Generation(
-            self.prompts.batch(generation),
-            num_generations=cfg.grpo.num_generations,
-            temperature=cfg.rollout.temperature,
-            max_completion_length=max_completion_length,
-            stop_token_ids=self._end_tokens,
-            seed=cfg.train.seed,
-            step=generation,
-            policy_version=policy_version,
+    def _ask(self, generation: int, policy_version: int) -> Generation | DialogueGeneration:
+        """What `generation` has the engines do; environments begin at once."""
+        cfg, prompts = self.cfg, self.prompts.batch(generation)
+        most, sampling = (
+            cfg.rollout.max_completion_length,
+            self._sampling(generation, policy_version),
         )
-        samples = self.engines.generate(self._open)
-        self.num_engines = len(self._open.engines)
+        if self.environments is None:
+            return Generation(prompts, max_completion_length=most, **sampling)
+        self.environments.wait_ready([prompt.row for prompt in self.prompts.prompts])
+        return DialogueGeneration(
+            prompts,
+            max_completion_length=most,
+            environments=self.environments,
+            turns=Turns.of(cfg, self._tokenizer, self._end_tokens),
+            max_turns=cfg.environment.max_turns,
+            **sampling,
+        )
+
+    def _sampling(self, generation: int, policy_version: int) -> dict[str, Any]:
+        return {
+            "num_generations": self.cfg.grpo.num_generations,
+            "temperature": self.cfg.rollout.temperature,
+            "stop_token_ids": self._end_tokens,
+            "seed": self.cfg.train.seed,
+            "step": generation,
+            "policy_version": policy_version,
+        }
+
+    def _generate(self, requests: Generation | DialogueGeneration) -> list[Sample]:
+        samples = self.engines.generate(requests)
+        self.num_engines = len(requests.engines)
         self._open = None
+        if isinstance(requests, DialogueGeneration) and (failures := requests.failures):
+            print(
+                f"the environment failed in {len(failures)} of {len(samples)} samples, the first "
+                f"of them: {failures[0]}",
+                file=sys.stderr,
+            )
         return samples
 
     def cancel(self) -> None:
@@ -108,6 +145,8 @@ class ExperienceSource:
         self.rewards.cancel()
 
     def close(self) -> None:
-        """End the reward workers and the engines that were started here."""
+        """End the reward workers, the environments and the engines that were started here."""
         self.rewards.close()
+        if self.environments:
+            self.environments.close()
         self._servers.close()

@@ -8,7 +8,7 @@ from megatron_grpo.batching import BatchSchedule
 from megatron_grpo.config import Config
 from megatron_grpo.config_file import dump_config
 from megatron_grpo.experience import Experience
-from megatron_grpo.metrics import completion_metrics, reward_metrics
+from megatron_grpo.metrics import completion_metrics, dialogue_metrics, reward_metrics
 from megatron_grpo.progress import ProgressBar
 from megatron_grpo.report import CURVES_FILE, draw_curves
 from megatron_grpo.timing import PhaseTimer
@@ -21,6 +21,7 @@ class RunLog:
     def __init__(self, cfg: Config, first_step: int) -> None:
         self.run_dir = cfg.train.run_dir
         self.steps_per_generation = BatchSchedule.of(cfg.grpo).steps_per_generation
+        self.has_environment = cfg.environment.name is not None
         self.run_dir.mkdir(parents=True, exist_ok=True)
         (self.run_dir / "config.yaml").write_text(dump_config(cfg))
         self.tracking = Tracking(
@@ -46,7 +47,7 @@ class RunLog:
                 experience.rewards, experience.totals, experience.group_ids, experience.advantages
             ),
             **completion_metrics(
-                [len(sample.completion_ids) for sample in samples],
+                [sample.num_sampled for sample in samples],
                 [sample.finish_reason == "length" for sample in samples],
             ),
             "tokens_per_second": (
@@ -54,6 +55,11 @@ class RunLog:
             ),
             **times,
         }
+        if self.has_environment:
+            metrics |= dialogue_metrics(
+                [len(sample.step_rewards) for sample in samples],
+                [sample.finish_reason for sample in samples],
+            )
         rows = completion_rows(step, samples, experience.rewards, experience.advantages.tolist())
         self.tracking.log(step, metrics, rows if is_new else [])
         self.bar.show(step, metrics)

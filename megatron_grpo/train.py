@@ -319,4 +319,8 @@ class Training:
             for minibatch, found in enumerate(of_rank)
             for place, logprobs in found.items()
         }
-        return replace(self.experience, old_logprobs=[old[i] for i in range(len(old))])
+        nothing = torch.zeros(0)  # of a sample without a token that the model is trained on
+        return replace(
+            self.experience,
+            old_logprobs=[old.get(i, nothing) for i in range(len(self.experience.samples))],
+        )

@@ -18,6 +18,7 @@ class TokenSequence:
 
     `loss_weight` is the weight of each response token, final on the global batch: nothing divides
     the loss later. `rollout_logprobs` are the engine's log-probabilities of the response tokens.
+    Tokens off `response_mask`, as what an environment said between turns, are read and not learnt.
     """
 
     tokens: Tensor  # [L] int64
@@ -26,6 +27,7 @@ class TokenSequence:
     loss_weight: float
     rollout_logprobs: Tensor  # [L - num_prompt_tokens]
     old_logprobs: Tensor | None = None  # [L - num_prompt_tokens], where they are known already
+    response_mask: Tensor | None = None  # [L - num_prompt_tokens] bool; None: all are the model's
 
     def __post_init__(self) -> None:
         # The first token of a sequence is predicted by nothing, so it cannot be a response token.
@@ -120,8 +122,8 @@ def pack(
         response = slice(start + sequence.num_prompt_tokens, whole.stop)
         tokens[whole] = sequence.tokens
         sequence_index[whole] = index
-        loss_mask[response] = True
-        loss_weights[response] = sequence.loss_weight
+        loss_mask[response] = True if sequence.response_mask is None else sequence.response_mask
+        loss_weights[response] = sequence.loss_weight * loss_mask[response].to(dtype)
         advantages[response] = sequence.advantage
         rollout_logprobs[response] = sequence.rollout_logprobs.to(dtype)
         if sequence.old_logprobs is not None:
