@@ -26,6 +26,8 @@ from parallel import ParallelDims
 
 LEAST_TEMPERATURE = 0.01
 """vLLM takes anything lower for this, but 0, which is greedy."""
+ENVIRONMENT_TERM = "environment"
+"""The label of an environment's reward, beside those of the reward functions."""
 
 
 class ModelConfig(Section):
@@ -256,7 +258,7 @@ class RewardFunction(Section):
 class RewardConfig(Section):
     """How completions are scored."""
 
-    functions: tuple[RewardFunction, ...] = Field(strict=False)
+    functions: tuple[RewardFunction, ...] = Field(default=(), strict=False)
     """Reward functions: a name, or a table with name, weight and arguments."""
     timeout: PositiveFloat = 60.0
     """Seconds in which one function must have scored the completions of one prompt."""
@@ -274,8 +276,6 @@ class RewardConfig(Section):
     def _names_are_functions(cls, value: Any) -> Any:
         if not isinstance(value, Sequence) or isinstance(value, str):
             raise ValueError("reward.functions is a list: write [exact] or - name: exact")
-        if not value:
-            raise ValueError("reward.functions is empty: name at least 1, such as [exact]")
         return [{"name": item} if isinstance(item, str) else item for item in value]
 
     @model_validator(mode="after")
@@ -288,6 +288,32 @@ class RewardConfig(Section):
                     "by that name: name it once"
                 )
         return self
+
+
+class EnvironmentConfig(Section):
+    """What the model speaks with: code of yours that answers each of its turns."""
+
+    name: str | None = None
+    """`file.py:ClassName`, a class with `reset` and `step`; null: a completion is one turn."""
+    arguments: dict[str, Any] = Field(default={})
+    """Passed to the class by keyword."""
+    weight: float = 1.0
+    """Factor of its rewards, summed over the steps: the term `environment` of the total reward."""
+    max_turns: PositiveInt = 8
+    """Most turns of the model in one completion."""
+    observation_role: Literal["user", "tool"] = "user"
+    """Role of an observation in the chat template."""
+    timeout: PositiveFloat = 60.0
+    """Seconds in which `reset` or `step` must have answered; else that sample has failed."""
+    memory_megabytes: PositiveInt = 4096
+    """Most private memory (RLIMIT_DATA) of the process of each sample, and of what it starts."""
+
+    @field_validator("name")
+    @classmethod
+    def _names_a_class(cls, value: str | None) -> str | None:
+        if value is not None and not all(value.rpartition(":")):
+            raise ValueError(f"environment.name {value!r} is not of the form file.py:ClassName")
+        return value
 
 
 class EvalConfig(Section):
@@ -376,7 +402,8 @@ class Config(Section):
     parallel: ParallelConfig = ParallelConfig()
     grpo: GRPOConfig
     rollout: RolloutConfig
-    reward: RewardConfig
+    reward: RewardConfig = RewardConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     eval: EvalConfig = EvalConfig()
     wandb: WandbConfig = WandbConfig()
 
@@ -402,6 +429,28 @@ class Config(Section):
                 f"use at most {steps - 1}"
             )
         return self
+
+    @model_validator(mode="after")
+    def _something_rewards(self) -> Self:
+        labels = [function.label for function in self.reward.functions]
+        if self.environment.name is None and not labels:
+            raise ValueError(
+                "reward.functions is empty: name at least 1, such as [exact], or an environment"
+            )
+        if self.environment.name is not None and ENVIRONMENT_TERM in labels:
+            raise ValueError(
+                f"reward.functions names {ENVIRONMENT_TERM}, and so is the reward of the "
+                "environment called: rename the function"
+            )
+        return self
+
+    @property
+    def reward_terms(self) -> tuple[RewardFunction, ...]:
+        """What the total reward is the weighted sum of: the functions, and the environment."""
+        if self.environment.name is None:
+            return self.reward.functions
+        environment = RewardFunction(name=ENVIRONMENT_TERM, weight=self.environment.weight)
+        return (*self.reward.functions, environment)
 
     @property
     def mixes_in_float32(self) -> bool:

@@ -13,8 +13,8 @@ from pydantic_core import ErrorDetails
 
 from megatron_grpo.config import Config
 
-# Options of other libraries, handed on: the libraries that own them check their names.
-PASS_THROUGH_KEYS = ("model.megatron", "rollout.vllm")
+# Options of other libraries and of the user's code, which check the names themselves.
+PASS_THROUGH_KEYS = ("model.megatron", "rollout.vllm", "environment.arguments")
 
 # What is wanted where pydantic's own words would name Python types.
 EXPECTED = {

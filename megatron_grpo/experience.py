@@ -119,4 +119,4 @@ def _response_mask(experience: Experience, i: int, cfg: Config) -> Tensor:
     sample = experience.samples[i]
     is_overlong = cfg.grpo.overlong_filter and sample.finish_reason == "length"
     counts = not is_overlong and not bool(experience.totals[i].isnan())
-    return torch.full((len(sample.completion_ids),), counts)
+    return torch.tensor(sample.loss_mask, dtype=torch.bool) & counts

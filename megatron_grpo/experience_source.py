@@ -1,7 +1,9 @@
 """From prompts to experience: generate, score, compare. Lives on rank 0 only."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -9,18 +11,22 @@ from checkpoint_convert import ModelShape
 from checkpoint_convert.tokenizer import load_tokenizer
 from checkpoint_convert.vllm import check_engine
 from megatron_grpo.batching import BatchSchedule
-from megatron_grpo.config import Config
+from megatron_grpo.config import ENVIRONMENT_TERM, Config
 from megatron_grpo.dynamic_sampling import ScoredGroup, Search
+from megatron_grpo.environments import EnvironmentPool
 from megatron_grpo.evaluation import Evaluation, as_evaluated, load_eval_prompts
 from megatron_grpo.experience import Experience, compare
-from megatron_grpo.prompts import Prompt, PromptStream, end_tokens, load_prompts
+from megatron_grpo.open_files import allow_open_files
+from megatron_grpo.prompts import PromptStream, end_tokens, load_prompts
 from megatron_grpo.rewards import RewardPool, total_rewards
 from megatron_grpo.rollout.client import RolloutClient
+from megatron_grpo.rollout.dialogues import DialogueGeneration
 from megatron_grpo.rollout.fleet import Fleet
 from megatron_grpo.rollout.generation import Generation
 from megatron_grpo.rollout.samples import Sample, first_seed
 from megatron_grpo.rollout.server import EngineServers
 from megatron_grpo.timing import PhaseTimer
+from megatron_grpo.turns import Turns
 from megatron_grpo.weight_sums import worker_layouts
 
 PROBE_LENGTH = 8
@@ -39,14 +45,19 @@ class ExperienceSource:
         self._servers = EngineServers(cfg.model, cfg.rollout, cfg.train.run_dir / "logs", token)
         self.rewards = RewardPool(cfg.reward)
         self._pools = {self.rewards}
+        self.environments: EnvironmentPool | None = None
+        if cfg.environment.name is not None:
+            self.environments = EnvironmentPool(cfg.environment)
+            allow_open_files()  # each sample has a connection to its engine
         tokenizer = load_tokenizer(cfg.model.path)
         self.engines = RolloutClient(Fleet(self._servers, cfg.rollout), cfg.rollout)
         self.num_engines = 0
         """How many engines have answered in the last generation."""
         self._end_tokens = end_tokens(shape, tokenizer)
+        self._tokenizer = tokenizer
         self.num_resampled = 0
         """How many prompts of the last generation were replaced by others."""
-        self._open: Generation | None = None
+        self._open: Generation | DialogueGeneration | None = None
         self._search: Search | None = None
         # The preflight has warned already.
         prompts = load_prompts(cfg, tokenizer, shape.max_position_embeddings, warns=False)
@@ -85,9 +96,10 @@ class ExperienceSource:
         search = self._search = self._search or Search(self.prompts, generation, self.cfg.grpo)
         while search.prompts:
             with timer.phase("generate"):
-                samples = self._generate(search.prompts, generation, search.round, policy_version)
+                self._open = self._open or self._ask(search, generation, policy_version)
+                samples = self._generate(self._open)
             with timer.phase("score"):
-                rewards = self.rewards.score(samples)
+                rewards = self._score(samples)
             search.take(self._groups(samples, rewards))
         self._search, self.num_resampled = None, search.num_replaced
         groups = search.groups()
@@ -97,10 +109,17 @@ class ExperienceSource:
             self.cfg,
         )
 
+    def _score(self, samples: Sequence[Sample]) -> list[dict[str, float]]:
+        rewards = self.rewards.score(samples)
+        if self.environments:
+            for reward, sample in zip(rewards, samples, strict=True):
+                reward[ENVIRONMENT_TERM] = sample.environment_reward
+        return rewards
+
     def _groups(
         self, samples: Sequence[Sample], rewards: Sequence[dict[str, float]]
     ) -> list[ScoredGroup]:
-        totals = total_rewards(rewards, self.cfg.reward.functions)
+        totals = total_rewards(rewards, self.cfg.reward_terms)
         size = self.cfg.grpo.num_generations
         return [
             ScoredGroup(samples[i : i + size], rewards[i : i + size], totals[i : i + size])
@@ -109,38 +128,58 @@ class ExperienceSource:
 
     def probe(self, policy_version: int) -> Experience:
         """Short samples of the first prompts, unscored: the same in every run of this config."""
-        samples = self._generate(
-            self.prompts.batch(0), 0, 0, policy_version, max_completion_length=PROBE_LENGTH
+        self._open = self._open or Generation(
+            self.prompts.batch(0),
+            max_completion_length=PROBE_LENGTH,
+            **self._sampling(0, 0, policy_version),
         )
+        samples = self._generate(self._open)
         # Cut short on purpose: no filter is to leave them out.
         samples = [replace(sample, finish_reason="stop") for sample in samples]
         nothing = torch.zeros(len(samples), dtype=torch.float64)
         return Experience(samples, [], nothing, nothing.long(), nothing)
 
-    def _generate(
-        self,
-        prompts: Sequence[Prompt],
-        generation: int,
-        round_number: int,
-        policy_version: int,
-        *,
-        max_completion_length: int | None = None,
-    ) -> list[Sample]:
-        cfg, seed = self.cfg, self.cfg.train.seed
-        self._open = self._open or Generation(
-            prompts,
-            num_generations=cfg.grpo.num_generations,
-            temperature=cfg.rollout.temperature,
-            max_completion_length=max_completion_length or cfg.rollout.max_completion_length,
-            stop_token_ids=self._end_tokens,
-            # No two rounds of a generation share seeds; no prompt has a position below 0.
-            seed=first_seed(seed, generation, -round_number) if round_number else seed,
-            step=generation,
-            policy_version=policy_version,
+    def _ask(
+        self, search: Search, generation: int, policy_version: int
+    ) -> Generation | DialogueGeneration:
+        """What a round of `generation` has the engines do; environments begin at once."""
+        cfg = self.cfg
+        most = cfg.rollout.max_completion_length
+        sampling = self._sampling(generation, search.round, policy_version)
+        if self.environments is None:
+            return Generation(search.prompts, max_completion_length=most, **sampling)
+        self.environments.wait_ready([prompt.row for prompt in self.prompts.prompts])
+        return DialogueGeneration(
+            search.prompts,
+            max_completion_length=most,
+            environments=self.environments,
+            turns=Turns.of(cfg, self._tokenizer, self._end_tokens),
+            max_turns=cfg.environment.max_turns,
+            **sampling,
         )
-        samples = self.engines.generate(self._open)
-        self.num_engines = len(self._open.engines)
+
+    def _sampling(self, generation: int, round_number: int, policy_version: int) -> dict[str, Any]:
+        seed = self.cfg.train.seed
+        return {
+            "num_generations": self.cfg.grpo.num_generations,
+            "temperature": self.cfg.rollout.temperature,
+            "stop_token_ids": self._end_tokens,
+            # No two rounds of a generation share seeds; no prompt has a position below 0.
+            "seed": first_seed(seed, generation, -round_number) if round_number else seed,
+            "step": generation,
+            "policy_version": policy_version,
+        }
+
+    def _generate(self, requests: Generation | DialogueGeneration) -> list[Sample]:
+        samples = self.engines.generate(requests)
+        self.num_engines = len(requests.engines)
         self._open = None
+        if isinstance(requests, DialogueGeneration) and (failures := requests.failures):
+            print(
+                f"the environment failed in {len(failures)} of {len(samples)} samples, the first "
+                f"of them: {failures[0]}",
+                file=sys.stderr,
+            )
         return samples
 
     def cancel(self) -> None:
@@ -150,7 +189,9 @@ class ExperienceSource:
             pool.cancel()
 
     def close(self) -> None:
-        """End the reward workers and the engines that were started here."""
+        """End the reward workers, the environments and the engines that were started here."""
         for pool in self._pools:
             pool.close()
+        if self.environments:
+            self.environments.close()
         self._servers.close()

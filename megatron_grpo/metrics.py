@@ -175,6 +175,17 @@ def completion_metrics(lengths: Sequence[int], truncated: Sequence[bool]) -> dic
     }
 
 
+def dialogue_metrics(num_turns: Sequence[int], finish_reasons: Sequence[str]) -> dict[str, float]:
+    """Turns of the model that environments have answered; the shares of dialogues that met
+    `environment.max_turns`, and whose environment failed."""
+    return {
+        "num_turns/mean": sum(num_turns) / len(num_turns),
+        "num_turns/max": float(max(num_turns)),
+        "num_turns/clipped_ratio": finish_reasons.count("max_turns") / len(finish_reasons),
+        "environment/failed_ratio": finish_reasons.count("failed") / len(finish_reasons),
+    }
+
+
 def reward_metrics(
     rewards: Sequence[Mapping[str, float]], totals: Tensor, group_ids: Tensor, advantages: Tensor
 ) -> dict[str, float]:

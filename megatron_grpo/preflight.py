@@ -2,7 +2,7 @@
 
 import importlib.util
 from collections.abc import Iterator, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import Any
 
 import httpx
@@ -20,13 +20,15 @@ from checkpoint_convert.vllm import check_engine_dims
 from megatron_grpo.batching import BatchSchedule
 from megatron_grpo.checkpoints.folders import latest_step
 from megatron_grpo.config import Config, RolloutConfig
-from megatron_grpo.config_file import dump_config
+from megatron_grpo.config_file import dump_config, load_config
+from megatron_grpo.environments import EnvironmentPool
 from megatron_grpo.evaluation import as_evaluated, load_eval_prompts
 from megatron_grpo.job_token import TOKEN_VARIABLE, bearer, check_token
 from megatron_grpo.prompts import Prompt, PromptStream, end_tokens, load_prompts
 from megatron_grpo.rewards import RewardPool
 from megatron_grpo.rollout import check_engine_arguments
 from megatron_grpo.transformer import transformer_config
+from megatron_grpo.turns import Turns
 from megatron_grpo.weight_sums import engine_dims
 from parallel.microbatches import plan_microbatches
 from parallel.packing import Alignment
@@ -60,6 +62,8 @@ CHANGEABLE = (
     "reward.max_concurrent_calls",
     "reward.num_workers",
     "reward.memory_megabytes",
+    "environment.timeout",
+    "environment.memory_megabytes",
     "eval.",
     "wandb.",
 )
@@ -78,14 +82,21 @@ def preflight(cfg: Config, token: str | None) -> None:
     check_same_run(cfg)
     if cfg.wandb.project and importlib.util.find_spec("wandb") is None:
         raise ValueError("wandb.project needs wandb: install the extra `wandb`, or leave it out")
-    with closing(RewardPool(cfg.reward)) as rewards:
+    with ExitStack() as stack:
+        rewards = stack.enter_context(closing(RewardPool(cfg.reward)))
         tokenizer = load_tokenizer(cfg.model.path)
-        end_tokens(shape, tokenizer)
+        ends = end_tokens(shape, tokenizer)
         prompts = load_prompts(cfg, tokenizer, shape.max_position_embeddings)
         PromptStream(prompts, schedule.num_prompts, cfg.train.seed, cfg.data.shuffle)
         _check_vocabulary(shape, prompts)
         _check_token_budget(cfg, prompts)
-        rewards.wait_ready([prompt.row for prompt in prompts])
+        rows = [prompt.row for prompt in prompts]
+        rewards.wait_ready(rows)
+        if cfg.environment.name is not None:
+            Turns.of(cfg, tokenizer, ends)
+            environments = EnvironmentPool(cfg.environment)
+            stack.callback(environments.close)
+            environments.wait_ready(rows)
     if cfg.eval.data is not None:
         check_evaluation(cfg, shape)
 
@@ -131,7 +142,8 @@ def check_same_run(cfg: Config) -> None:
     saved = cfg.train.run_dir / "config.yaml"
     if latest_step(cfg.train.run_dir / "checkpoints") == 0:
         return  # nothing has been learnt yet that another config could spoil
-    before = dict(_flatten(yaml.safe_load(saved.read_text())))
+    # Read as a config: keys that are newer than the run have their defaults, as they had in effect.
+    before = dict(_flatten(yaml.safe_load(dump_config(load_config(saved)))))
     now = dict(_flatten(yaml.safe_load(dump_config(cfg))))
     differing = [
         f"{key}: {before.get(key, 'not there')} before, {now.get(key, 'not there')} now"

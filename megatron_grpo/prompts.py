@@ -34,6 +34,8 @@ class Prompt:
     """What `token_ids` encode: chat template applied."""
     row: Row
     """The columns of the row; the reference answer also under the name `answer`."""
+    first_observation: str | None = None
+    """What the environment of one sample has appended to it: then it is that sample's alone."""
 
 
 class PromptStream:

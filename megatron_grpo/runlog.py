@@ -9,7 +9,12 @@ from megatron_grpo.config import Config, EvalConfig
 from megatron_grpo.config_file import dump_config
 from megatron_grpo.evaluation import Evaluated, eval_metrics, eval_rows
 from megatron_grpo.experience import Experience
-from megatron_grpo.metrics import StepReport, completion_metrics, reward_metrics
+from megatron_grpo.metrics import (
+    StepReport,
+    completion_metrics,
+    dialogue_metrics,
+    reward_metrics,
+)
 from megatron_grpo.progress import ProgressBar
 from megatron_grpo.report import CURVES_FILE, draw_curves
 from megatron_grpo.rollout.samples import Sample
@@ -23,6 +28,7 @@ class RunLog:
     def __init__(self, cfg: Config, first_step: int) -> None:
         self.run_dir = cfg.train.run_dir
         self.batches, self.seed = BatchSchedule.of(cfg.grpo), cfg.train.seed
+        self.has_environment = cfg.environment.name is not None
         self.run_dir.mkdir(parents=True, exist_ok=True)
         (self.run_dir / "config.yaml").write_text(dump_config(cfg))
         self.tracking = Tracking(
@@ -51,7 +57,7 @@ class RunLog:
                 experience.rewards, experience.totals, experience.group_ids, experience.advantages
             ),
             **completion_metrics(
-                [len(sample.completion_ids) for sample in samples],
+                [sample.num_sampled for sample in samples],
                 [sample.finish_reason == "length" for sample in samples],
             ),
             "rollout/version_lag_mean": _mean_lag(step - 1, samples),
@@ -62,6 +68,11 @@ class RunLog:
             ),
             **times,
         }
+        if self.has_environment:
+            metrics |= dialogue_metrics(
+                [len(sample.step_rewards) for sample in samples],
+                [sample.finish_reason for sample in samples],
+            )
         rows = []
         if cursor.iteration == 0:
             minibatches = self.batches.minibatches(cursor.generation, self.seed)

@@ -18,7 +18,8 @@ class TokenSequence:
 
     `advantage` is that of all response tokens, or of each one. `loss_weight` is the weight of each
     response token, final on the global batch: nothing divides the loss later. `rollout_logprobs`
-    are the engine's log-probabilities of the response tokens.
+    are the engine's log-probabilities of the response tokens. Tokens off `response_mask`, as what
+    an environment said between turns, are read and not learnt.
     """
 
     tokens: Tensor  # [L] int64

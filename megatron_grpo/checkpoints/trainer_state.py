@@ -7,7 +7,7 @@ old policy, and under the reference of that time, are saved with the rest.
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -117,6 +117,8 @@ def write_experience(folder: Path, experience: Experience) -> None:
             "finish_reason": sample.finish_reason,
             "text": sample.text,
             "policy_version": sample.policy_version,
+            "step_rewards": sample.step_rewards,
+            "own_prompt": _own(sample.prompt),
             "rewards": rewards,
         }
         for sample, rewards in zip(samples, experience.rewards, strict=True)
@@ -125,6 +127,7 @@ def write_experience(folder: Path, experience: Experience) -> None:
     tensors = {
         "lengths": torch.tensor([len(sample.completion_ids) for sample in samples]),
         "completion_ids": _joined([sample.completion_ids for sample in samples], torch.int64),
+        "loss_mask": _joined([sample.loss_mask for sample in samples], torch.bool),
         "rollout_logprobs": _joined([sample.logprobs for sample in samples], torch.float64),
         "totals": experience.totals,
         "group_ids": experience.group_ids,
@@ -153,15 +156,19 @@ def read_experience(folder: Path, prompts: Sequence[Prompt]) -> Experience | Non
             "data.path another file than before?"
         )
     bounds = list(pairwise([0, *accumulate(tensors["lengths"].tolist())]))
+    # Checkpoints of earlier versions know of no environments: all tokens were sampled.
+    masks = tensors.get("loss_mask", torch.ones(bounds[-1][1], dtype=torch.bool))
     samples = [
         Sample(
-            prompt=by_index[row["prompt"]],
+            prompt=_prompt(by_index[row["prompt"]], row.get("own_prompt")),
             sample_index=row["sample_index"],
             completion_ids=tuple(tensors["completion_ids"][start:end].tolist()),
             logprobs=tuple(tensors["rollout_logprobs"][start:end].tolist()),
             finish_reason=row["finish_reason"],
             text=row["text"],
             policy_version=row["policy_version"],
+            loss_mask=tuple(masks[start:end].tolist()),
+            step_rewards=tuple((token, reward) for token, reward in row.get("step_rewards", [])),
         )
         for row, (start, end) in zip(rows, bounds, strict=True)
     ]
@@ -177,6 +184,17 @@ def read_experience(folder: Path, prompts: Sequence[Prompt]) -> Experience | Non
             if name in tensors
         },
     )
+
+
+def _own(prompt: Prompt) -> dict[str, Any] | None:
+    """What a prompt is where an environment has made it another than the data's."""
+    if prompt.first_observation is None:
+        return None
+    return {name: getattr(prompt, name) for name in ("token_ids", "text", "first_observation")}
+
+
+def _prompt(prompt: Prompt, own: dict[str, Any] | None) -> Prompt:
+    return replace(prompt, **own | {"token_ids": tuple(own["token_ids"])}) if own else prompt
 
 
 def _joined(rows: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:

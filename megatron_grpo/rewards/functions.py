@@ -5,17 +5,15 @@ import inspect
 import math
 import re
 import reprlib
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from megatron_grpo.config import RewardFunction
 from megatron_grpo.rewards.answer import Answer
+from megatron_grpo.user_file import load_user_file
 
 # Each is a module of this package with a function of the same name. Its parameters after `*` are
 # arguments of the config, and no columns.
@@ -87,7 +85,11 @@ def load_function(spec: RewardFunction) -> LoadedFunction:
         raise ValueError(
             f"unknown reward function {name!r}: give {', '.join(BUILT_IN)}, or file.py:function"
         )
-    module = _module_of(Path(path)) if colon else import_module(f"megatron_grpo.rewards.{name}")
+    module = (
+        load_user_file(Path(path), "file of reward functions")
+        if colon
+        else import_module(f"megatron_grpo.rewards.{name}")
+    )
     if not callable(getattr(module, name, None)):
         raise ValueError(f"{path} has no function {name!r}")
     function = getattr(module, name)
@@ -127,20 +129,6 @@ def _required(function: Callable[..., Any]) -> list[str]:
         if parameter.default is parameter.empty
         and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
-
-
-def _module_of(file: Path) -> ModuleType:
-    if not file.is_file():
-        raise ValueError(f"file of reward functions {file} does not exist")
-    sys.path.insert(0, str(file.parent))  # so that it may import its neighbours
-    # A name of our own: a file called json.py must not become everybody's json.
-    spec = spec_from_file_location(f"reward_file_{file.stem}", file)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"file of reward functions {file} is not a Python file")
-    module = module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look their module up
-    spec.loader.exec_module(module)
-    return module
 
 
 def _check_arguments(spec: RewardFunction, function: Callable[..., Any]) -> None:

@@ -1,7 +1,7 @@
-"""The process between the trainer and a reward worker: where it ends, nothing of that is left.
+"""The process between the trainer and a worker: where it ends, nothing of that is left.
 
-`python supervisor.py TRAINER_PID FD MEGABYTES` starts `megatron_grpo.rewards.worker FD MEGABYTES`,
-and ends when that ends, or on SIGUSR2 (`END`), or when the trainer dies. A reward function may
+`python supervisor.py TRAINER_PID FD MEGABYTES MODULE` starts `python -m MODULE FD MEGABYTES`, and
+ends when that ends, or on SIGUSR2 (`END`), or when the trainer dies. The user's code in it may
 start processes, in sessions of their own, whose parents have ended: Linux makes them children of
 this one (PR_SET_CHILD_SUBREAPER), which kills its children until it has none.
 """
@@ -28,14 +28,14 @@ SCHEDULERS = (signal.SIGTERM, signal.SIGUSR1)
 
 def main() -> None:
     """Run the worker; the exit code, or the signal that ends this process, is the worker's."""
-    trainer, fd, megabytes = sys.argv[1:]
+    trainer, fd, megabytes, module = sys.argv[1:]
     # Blocked, they wait until they are asked for, from before there is anything to kill.
     signal.pthread_sigmask(signal.SIG_BLOCK, (*SIGNALS, *SCHEDULERS))
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     die_with_parent(END)
     if os.getppid() != int(trainer):
         sys.exit("the trainer is gone")
-    worker = _start_worker(fd, megabytes)
+    worker = _start_worker(module, fd, megabytes)
     os.close(int(fd))  # the trainer must see that the worker has closed it
     status = _wait(worker)
     kill_all()
@@ -51,7 +51,7 @@ def kill_all() -> None:
             os.waitpid(pid, 0)
 
 
-def _start_worker(fd: str, megabytes: str) -> int:
+def _start_worker(module: str, fd: str, megabytes: str) -> int:
     supervisor = os.getpid()
 
     def begin() -> None:
@@ -60,7 +60,7 @@ def _start_worker(fd: str, megabytes: str) -> int:
         if os.getppid() != supervisor:
             os._exit(1)
 
-    command = [sys.executable, "-m", "megatron_grpo.rewards.worker", fd, megabytes]
+    command = [sys.executable, "-m", module, fd, megabytes]
     # A session of its own: a function that signals its process group must not end this process.
     return subprocess.Popen(
         command, pass_fds=[int(fd)], start_new_session=True, preexec_fn=begin

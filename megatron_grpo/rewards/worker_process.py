@@ -15,6 +15,7 @@ from megatron_grpo.config import RewardConfig
 from megatron_grpo.rewards import supervisor
 from megatron_grpo.rewards.answer import Answer
 
+WORKER_MODULE = "megatron_grpo.rewards.worker"
 END_SECONDS = 10.0
 """A supervisor that takes longer to kill what is below it is itself killed."""
 DEATH_SECONDS = 2.0
@@ -113,7 +114,7 @@ class WorkerProcess:
 def _start(cfg: RewardConfig) -> tuple[subprocess.Popen[bytes], Connection]:
     """A fresh interpreter rather than a fork: it holds neither torch nor the trainer's threads."""
     connection, theirs = Pipe()
-    arguments = [os.getpid(), theirs.fileno(), cfg.memory_megabytes]
+    arguments = [os.getpid(), theirs.fileno(), cfg.memory_megabytes, WORKER_MODULE]
     process = subprocess.Popen(
         [sys.executable, supervisor.__file__, *map(str, arguments)],
         pass_fds=[theirs.fileno()],

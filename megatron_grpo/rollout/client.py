@@ -15,7 +15,7 @@ from megatron_grpo.rollout.connection import connect
 from megatron_grpo.rollout.engine import Engine, Json, Patience
 from megatron_grpo.rollout.engine_error import EngineDown, EngineError, EnginesOut, EngineStale
 from megatron_grpo.rollout.fleet import Fleet
-from megatron_grpo.rollout.generation import Generation
+from megatron_grpo.rollout.generation import Requests
 from megatron_grpo.rollout.push_check import WorkerSums, check_reports
 from megatron_grpo.rollout.samples import Sample
 from megatron_grpo.rollout.tasks import beside, together
@@ -46,10 +46,11 @@ class RolloutClient:
         self._failed: dict[str, EngineDown] = {}
         self._links = ""
 
-    def generate(self, generation: Generation) -> list[Sample]:
+    def generate(self, generation: Requests) -> list[Sample]:
         """All samples of `generation`, once every request of it is answered.
 
-        Requests are dealt to the engines that serve in contiguous equal shares. What an engine that
+        Requests are dealt to the engines that serve in contiguous equal shares, and what follows a
+        request goes to the engine that has answered it. What an engine that
         is lost has not answered is dealt to those that are left when these are done with their own.
         Raises EnginesOut when none is left: what was answered by then counts when it is called
         again. Raises Preempted once `cancel` was called.
@@ -57,8 +58,10 @@ class RolloutClient:
 
         async def until_answered() -> None:
             async with beside(self._raise_when_cancelled()):
+                await generation.settle()
                 while generation.open:
                     await self._deal(generation)
+                    await generation.settle()
 
         asyncio.run(until_answered())
         self.fleet.finish_generation()
@@ -73,7 +76,7 @@ class RolloutClient:
             await asyncio.sleep(POLL_SECONDS)
         raise Preempted("the generation was given up")
 
-    async def _deal(self, generation: Generation) -> None:
+    async def _deal(self, generation: Requests) -> None:
         """Ask the engines that serve for all that is open."""
         serving = self.fleet.serving
         if not serving:

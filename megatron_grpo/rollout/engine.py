@@ -4,7 +4,7 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -57,25 +57,31 @@ class Engine:
         self,
         requests: Mapping[int, Json],
         policy_version: int,
-        take: Callable[[int, Json, str], None],
+        take: Callable[[int, Json, str], Awaitable[Json | None]],
     ) -> None:
         """Have the engine answer `requests`, which it begins all at once, in the order of priority.
 
-        Each answer goes to `take` as it comes. The engine must hold complete weights of
-        `policy_version` before, and those of the same push afterwards, so that they were there all
-        the time.
+        Each answer goes to `take` as it comes, and the engine is asked for what that returns. While
+        all answers are with `take`, the engine has nothing to get on with. It must hold complete
+        weights of `policy_version` before, and those of the same push afterwards, so that they were
+        there all the time.
         """
-        num_answered = 0
+        num_asked = num_answered = 0
 
-        async def ask(position: int, request: Json) -> None:
-            nonlocal num_answered
-            answer = await self.post("/inference/v1/generate", request)
-            for choice in answer["choices"]:
-                self._check(choice, policy_version)
-            take(position, answer, self.url)
-            num_answered += 1
+        async def ask(position: int, request: Json | None) -> None:
+            nonlocal num_asked, num_answered
+            while request is not None:
+                num_asked += 1
+                answer = await self.post("/inference/v1/generate", request)
+                for choice in answer["choices"]:
+                    self._check(choice, policy_version)
+                num_answered += 1
+                request = await take(position, answer, self.url)
 
-        async with beside(self.watch(lambda: num_answered)):
+        def progress() -> float:
+            return num_answered if num_answered < num_asked else time.monotonic()
+
+        async with beside(self.watch(progress)):
             push = await self._push_of(policy_version)
             await self._at_once([partial(ask, *request) for request in requests.items()])
             if await self._held_push() != push:

@@ -1,10 +1,30 @@
 """The requests of one generation, each of which is answered once, whichever engine does it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from megatron_grpo.prompts import Prompt
 from megatron_grpo.rollout.engine import Json
 from megatron_grpo.rollout.samples import Sample, first_seed
+
+
+class Requests(Protocol):
+    """What a client has engines answer."""
+
+    policy_version: int
+
+    @property
+    def open(self) -> Mapping[int, Json]:
+        """Requests that nobody has answered, by their number."""
+
+    async def settle(self) -> None:
+        """Wait until all that is left to do is in `open`."""
+
+    async def take(self, number: int, answer: Json, url: str) -> Json | None:
+        """Keep the answer of the engine at `url` to an open request; the one that follows it."""
+
+    def samples(self) -> list[Sample]:
+        """All of them, in the order of the prompts, once no request is open."""
 
 
 class Generation:
@@ -57,8 +77,11 @@ class Generation:
         }
         """The requests that nobody has answered, by the position of their prompt."""
 
-    def take(self, position: int, answer: Json, url: str) -> None:
-        """Keep the answer of the engine at `url` to an open request."""
+    async def settle(self) -> None:
+        """Nothing else is waited for."""
+
+    async def take(self, position: int, answer: Json, url: str) -> None:
+        """Keep the answer of the engine at `url` to an open request; none follows it."""
         del self.open[position]
         self._answers[position] = answer
         self.engines.add(url)

@@ -35,6 +35,9 @@ class Limits:
         rollout = cfg.rollout
         # A request to an engine that dies is made again, of another one or a restarted one.
         generate = 2 * rollout.request_timeout + rollout.startup_timeout
+        if cfg.environment.name is not None:  # one such request a turn, and an answer to it
+            turn = rollout.request_timeout + cfg.environment.timeout
+            generate += cfg.environment.max_turns * turn
         # A link that brings nothing for so long is given up; then its engine is waited for before
         # it counts as lost, and the push is done once more.
         waits = TIMEOUT.total_seconds() + rollout.stall_timeout

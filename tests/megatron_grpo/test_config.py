@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -231,3 +232,29 @@ def test_every_key_has_a_description():
         if not field.description
     ]
     assert not undescribed
+
+
+def test_an_environment_is_a_term_of_the_reward_and_may_be_the_only_one():
+    environment = ["environment.name=mine.py:Game", "environment.arguments.size=3"]
+    config = load_config(DEMO, [*environment, "reward.functions=[]", "environment.weight=2.0"])
+    assert config.environment.arguments == {"size": 3}
+    assert [(term.label, term.weight) for term in config.reward_terms] == [("environment", 2.0)]
+    config = load_config(DEMO, [*environment, "reward.functions=[exact]"])
+    assert [term.label for term in config.reward_terms] == ["exact", "environment"]
+    assert load_config(DEMO).reward_terms == load_config(DEMO).reward.functions
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["environment.name=Game"], "'Game' is not of the form file.py:ClassName"),
+        (["environment.name=:Game"], "':Game' is not of the form"),
+        (["reward.functions=[]"], r"reward.functions is empty: name at least 1, such as \[exact\]"),
+        (
+            ["environment.name=mine.py:Game", "reward.functions=[mine.py:environment]"],
+            "so is the reward of the environment called: rename the function",
+        ),
+    ],
+)
+def test_an_environment_that_cannot_be_is_refused(overrides, told):
+    assert re.search(told, refusal(*overrides))

@@ -7,11 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import yaml
 from safetensors.torch import load_file, save_file
 
+from environments import write_environments
 from megatron_grpo.config import Config
 from megatron_grpo.config_file import dump_config, load_config
-from megatron_grpo.preflight import preflight
+from megatron_grpo.preflight import check_same_run, preflight
 from models import character_tokenizer, tiny_model
 
 REPOSITORY = Path(__file__).parents[2]
@@ -272,3 +274,38 @@ def test_run_may_resume_longer_and_on_another_mesh(config, tmp_path):
     started_run(tmp_path / "run", config())
     longer = config("train.num_steps=9", "parallel.tensor_parallel_size=1", "wandb.project=x")
     preflight(longer, None)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["environment.name=nowhere.py:Echo"], "file of an environment nowhere.py does not exist"),
+        (["environment.name=MINE:Rigid"], "missing a required argument: 'size'"),
+        (["environment.name=MINE:Curious"], "wants 'colour': no column of 20 of 20 rows"),
+        (["environment.name=MINE:Halved"], "has no method step"),
+    ],
+)
+def test_an_environment_that_cannot_be_used_is_refused(config, tmp_path, overrides, told):
+    mine = str(write_environments(tmp_path))
+    preflight(config(f"environment.name={mine}:Echo", "reward.functions=[]"), None)
+    assert told in refusal(config(*(o.replace("MINE", mine) for o in overrides)))
+
+
+def test_a_chat_template_that_cannot_be_continued_is_refused(config, model, tmp_path):
+    folder = copy_of(model, tmp_path / "model")
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text().replace("<eos>", ""))
+    name = f"environment.name={write_environments(tmp_path)}:Echo"
+    preflight(config(f"model.path={folder}"), None)
+    assert "does not close the model's turn" in refusal(config(name, f"model.path={folder}"))
+
+
+def test_a_run_of_an_earlier_version_may_lack_keys_that_have_a_default(config, tmp_path):
+    started_run(tmp_path / "run", config())
+    saved = yaml.safe_load(dump_config(config()))
+    del saved["environment"]
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(saved))
+    check_same_run(config())
+    mine = f"environment.name={write_environments(tmp_path)}:Echo"
+    with pytest.raises(ValueError, match=r"environment.name: None before, .*mine.py:Echo now"):
+        check_same_run(config(mine))

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -35,6 +37,15 @@ def test_every_response_token_and_nothing_else_carries_the_values_of_its_sequenc
     batch = pack(sequences, [0, 1], Alignment(sequence=4, total=4))
     assert batch.advantages.tolist() == [0, 0, -1.5, -1.5, -1.5, 0, 0, 0, 0, 2, 2, 0]
     assert batch.loss_weights.tolist() == [0, 0, 0.25, 0.25, 0.25, 0, 0, 0, 0, 0.125, 0.125, 0]
+
+
+def test_tokens_off_the_response_mask_are_read_and_carry_no_weight():
+    mask = torch.tensor([True, False, True])
+    observed = replace(sequence(5, 2, advantage=2.0, loss_weight=0.25), response_mask=mask)
+    batch = pack([observed, sequence(3, 1)], [0, 1], Alignment())
+    assert batch.tokens.tolist() == [100, 101, 102, 103, 104, 100, 101, 102]
+    assert batch.loss_mask.tolist() == [False, False, True, False, True, False, True, True]
+    assert batch.loss_weights.tolist() == [0, 0, 0.25, 0, 0.25, 0, 0.5, 0.5]
 
 
 def test_padding_ends_each_sequence_and_the_last_one_fills_the_microbatch():

@@ -1,14 +1,21 @@
 """A generation that is being trained on comes back bit for bit, its log-probabilities too."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from distributed import run_ranks
 from megatron_grpo.batching import BatchSchedule
-from megatron_grpo.checkpoints.trainer_state import read_experience, write_experience
+from megatron_grpo.checkpoints.trainer_state import (
+    SAMPLES_FILE,
+    TOKENS_FILE,
+    read_experience,
+    write_experience,
+)
 from megatron_grpo.exchange import collect_values, distribute
 from megatron_grpo.experience import Experience, share_out
 from megatron_grpo.old_policy import add_logprobs
@@ -38,7 +45,10 @@ def prompts() -> list[Prompt]:
 
 
 def generation() -> Experience:
-    """Completions of unequal lengths, in floating-point numbers that have no short decimal form."""
+    """Completions of unequal lengths, in floating-point numbers that have no short decimal form.
+
+    The longer ones are dialogues, in which the second and third token were observed.
+    """
     generator = torch.Generator().manual_seed(0)
     samples = [
         Sample(
@@ -49,6 +59,8 @@ def generation() -> Experience:
             finish_reason="stop" if i % 2 else "length",
             text=f"żółw \u2028 {i}\n",
             policy_version=GENERATION,
+            loss_mask=(True, False, False, *[True] * (i - 2)) if i >= 3 else (),
+            step_rewards=((0, 0.1), (i, 1 / 3)) if i >= 3 else (),
         )
         for i in range(NUM_SAMPLES)
     ]
@@ -141,8 +153,11 @@ def test_logprobs_of_all_ranks_survive_the_models_that_made_them(tmp_path, dims)
 
 
 def test_samples_come_back_bit_for_bit(tmp_path):
+    saved = generation()
+    longer = replace(prompts()[3], token_ids=(4, 5, 6), text="x", first_observation="żółw")
+    saved.samples[-1] = replace(saved.samples[-1], prompt=longer)
     old, ref = ([torch.randn(1 + i) for i in range(NUM_SAMPLES)] for _ in range(2))
-    saved = replace(generation(), old_logprobs=old, ref_logprobs=ref)
+    saved = replace(saved, old_logprobs=old, ref_logprobs=ref)
     write_experience(tmp_path, saved)
     read = read_experience(tmp_path, prompts())
     assert read is not None and read.samples == saved.samples and read.rewards == saved.rewards
@@ -155,6 +170,23 @@ def test_samples_come_back_bit_for_bit(tmp_path):
 def test_without_a_reference_there_are_no_logprobs_of_one(tmp_path):
     write_experience(tmp_path, replace(generation(), old_logprobs=[torch.zeros(0)] * NUM_SAMPLES))
     assert read_experience(tmp_path, prompts()).ref_logprobs is None
+
+
+def test_a_checkpoint_that_knows_of_no_environments_is_read(tmp_path):
+    saved = generation()
+    samples = [replace(s, loss_mask=(), step_rewards=()) for s in saved.samples]
+    old = [torch.randn(1 + i) for i in range(NUM_SAMPLES)]
+    write_experience(tmp_path, replace(saved, samples=samples, old_logprobs=old))
+    rows = [json.loads(line) for line in (tmp_path / SAMPLES_FILE).read_text().splitlines()]
+    for row in rows:
+        del row["step_rewards"], row["own_prompt"]
+    (tmp_path / SAMPLES_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tensors = load_file(tmp_path / TOKENS_FILE)
+    del tensors["loss_mask"]
+    save_file(tensors, tmp_path / TOKENS_FILE)
+    read = read_experience(tmp_path, prompts())
+    assert read.samples == samples
+    assert all(map(torch.equal, read.old_logprobs, old))
 
 
 def test_a_row_that_the_data_no_longer_has_is_named(tmp_path):

@@ -1,0 +1,105 @@
+"""The user's class: found, called, and what it returns looked at."""
+
+import inspect
+import math
+import reprlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.user_file import load_user_file
+
+MAX_CHARACTERS = 1 << 20
+"""Of one observation: no model's context holds more."""
+LOAD_KEY = -1
+"""In the place of an instance's, of the answer about the class."""
+
+
+@dataclass(frozen=True)
+class LoadedClass:
+    """An environment's class with the arguments of the config."""
+
+    make: Callable[..., Any]
+    arguments: Mapping[str, Any]
+
+    @classmethod
+    def load(cls, name: str, arguments: Mapping[str, Any]) -> "LoadedClass":
+        """Import `file.py:ClassName`; ValueError when it is no environment."""
+        path, _, class_name = name.rpartition(":")
+        found = getattr(load_user_file(Path(path), "file of an environment"), class_name, None)
+        if not inspect.isclass(found):
+            raise ValueError(f"{path} has no class {class_name!r}")
+        for method in ("reset", "step"):
+            if not callable(getattr(found, method, None)):
+                raise ValueError(f"{name} has no method {method}")
+        try:
+            inspect.signature(found).bind(**arguments)
+        except TypeError as error:
+            raise ValueError(
+                f"environment.arguments {dict(arguments)} of {name}: {error}"
+            ) from None
+        return cls(found, arguments)
+
+    @property
+    def wanted_columns(self) -> list[str]:
+        """Parameters of `reset` without a default that the prompt does not fill."""
+        return [
+            name
+            for name, parameter in self._reset_parameters.items()
+            if parameter.default is parameter.empty
+            and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            and name != "prompt"
+        ]
+
+    def reset(self, prompt: str, columns: Mapping[str, Any]) -> tuple[Any, str | None]:
+        """A new environment, and what it says first."""
+        given = {**columns, "prompt": prompt}
+        parameters = self._reset_parameters
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            given = {name: value for name, value in given.items() if name in parameters}
+        environment = self.make(**self.arguments)
+        observation = environment.reset(**given)
+        return environment, None if observation is None else _text("reset", observation)
+
+    @property
+    def _reset_parameters(self) -> dict[str, inspect.Parameter]:
+        parameters = [*inspect.signature(self.make.reset).parameters.values()]  # type: ignore[attr-defined]
+        return {parameter.name: parameter for parameter in parameters[1:]}  # without self
+
+
+def step(environment: Any, text: str) -> tuple[str, float, bool]:
+    """Observation, reward and done; raises ValueError for anything else."""
+    answer = environment.step(text)
+    if not isinstance(answer, tuple | list) or len(answer) != 3:
+        raise ValueError(
+            f"step returned {reprlib.repr(answer)} and not (observation, reward, done)"
+        )
+    observation, reward, done = answer
+    return _text("step", observation), _number(reward), _flag(done)
+
+
+def _text(method: str, observation: Any) -> str:
+    if not isinstance(observation, str):
+        raise ValueError(f"{method} returned the observation {reprlib.repr(observation)}: no text")
+    if len(observation) > MAX_CHARACTERS:
+        raise ValueError(
+            f"{method} returned an observation of {len(observation)} characters: "
+            f"at most {MAX_CHARACTERS}"
+        )
+    return observation.encode(errors="replace").decode()  # halves of surrogate pairs are no text
+
+
+def _number(reward: Any) -> float:
+    try:
+        if not isinstance(reward, str) and math.isfinite(reward):
+            return float(reward)
+    except (TypeError, ValueError):
+        pass
+    raise ValueError(f"step returned the reward {reprlib.repr(reward)}: no finite number")
+
+
+def _flag(done: Any) -> bool:
+    if not isinstance(done, str) and done in (True, False):
+        return bool(done)
+    raise ValueError(f"step returned done = {reprlib.repr(done)}: neither true nor false")

@@ -1,0 +1,207 @@
+"""The trainer's side of environments: any number of them at once, each call a future."""
+
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import count
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+from megatron_grpo.config import EnvironmentConfig
+from megatron_grpo.environments.loaded_class import LOAD_KEY
+from megatron_grpo.rewards import supervisor
+
+END_SECONDS = 10.0
+"""A supervisor that takes longer to kill what is below it is itself killed."""
+SEND_SECONDS = 10
+"""The worker reads all the time: one that takes longer is broken."""
+
+
+class EnvironmentFailed(Exception):
+    """A call failed or was late; the text says how. That sample has failed, no other."""
+
+
+class EnvironmentsLost(RuntimeError):
+    """The process that environments are forked from is gone, and with it all of them."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What an environment answers to one turn of the model."""
+
+    observation: str
+    reward: float
+    done: bool
+
+
+class EnvironmentPool:
+    """A process that forks one environment per sample; it is there until `close`.
+
+    It starts at once and loads in the background; it dies with this process, however that ends, and
+    so does what it has started.
+    """
+
+    def __init__(self, cfg: EnvironmentConfig) -> None:
+        self.cfg = cfg
+        self._keys = count()
+        self._lock = threading.Lock()
+        self._calls: dict[int, Future[Any]] = {LOAD_KEY: _future()}
+        self._loaded = self._calls[LOAD_KEY]
+        self._end = ""
+        self._connection, theirs = Pipe()
+        self._supervisor = _start(theirs, cfg.memory_megabytes)
+        _limit_sends(self._connection)
+        self._connection.send((cfg.name, cfg.arguments, cfg.timeout))
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def wait_ready(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Wait until the class is loaded, and see that the data has the columns that it wants.
+
+        Raises ValueError, and closes the pool, for a class that cannot be used, or is not loaded
+        `environment.timeout` seconds from now, or wants a column that some row lacks.
+        """
+        try:
+            wanted = self._loaded.result(self.cfg.timeout)
+        except (EnvironmentFailed, EnvironmentsLost) as error:
+            self.close()
+            raise ValueError(f"environment {self.cfg.name} cannot be loaded: {error}") from None
+        except TimeoutError:
+            self.close()
+            raise ValueError(
+                f"environment {self.cfg.name} not loaded after {self.cfg.timeout:g} s "
+                "(environment.timeout)"
+            ) from None
+        for name in wanted:
+            lacking = [row for row in rows if name not in row]
+            if lacking:
+                self.close()
+                raise ValueError(
+                    f"reset of environment {self.cfg.name} wants {name!r}: no column of "
+                    f"{len(lacking)} of {len(rows)} rows; the first of them has "
+                    f"{', '.join(lacking[0])}"
+                )
+
+    def open(self) -> "Instance":
+        """An environment for one sample; nothing runs before it is reset."""
+        return Instance(self, next(self._keys))
+
+    def call(self, action: str, key: int, *what: Any) -> Future[Any]:
+        """Have the worker do something; the future raises EnvironmentFailed, EnvironmentsLost."""
+        future = _future()
+        with self._lock:
+            if self._end:
+                future.set_exception(EnvironmentsLost(self._end))
+                return future
+            assert key not in self._calls, "it is at a call"
+            self._calls[key] = future
+        self.send(action, key, *what)
+        return future
+
+    def send(self, *message: Any) -> None:
+        """Tell the worker something; of its death those hear who wait for an answer."""
+        try:
+            self._connection.send(message)
+        except BlockingIOError:
+            raise EnvironmentsLost(
+                f"the process of the environments took nothing in for {SEND_SECONDS} s"
+            ) from None
+        except ConnectionError:
+            pass
+
+    def close(self) -> None:
+        """Kill the worker and all environments; nothing of them is left when this returns."""
+        if self._supervisor.poll() is None:
+            self._supervisor.send_signal(supervisor.END)
+        try:
+            self._supervisor.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._supervisor.kill()
+            self._supervisor.wait()
+        self._reader.join()
+        self._connection.close()
+
+    def _read(self) -> None:
+        """Give every answer to who waits for it, until the worker ends."""
+        try:
+            while True:
+                key, is_good, result = json.loads(self._connection.recv_bytes())
+                with self._lock:
+                    future = self._calls.pop(key)
+                if is_good:
+                    future.set_result(result)
+                else:
+                    future.set_exception(EnvironmentFailed(result))
+        except (EOFError, ConnectionError):
+            self._give_up(self._cause_of_death())
+
+    def _give_up(self, cause: str) -> None:
+        with self._lock:
+            self._end = cause
+            waiting, self._calls = [*self._calls.values()], {}
+        for future in waiting:
+            future.set_exception(EnvironmentsLost(cause))
+
+    def _cause_of_death(self) -> str:
+        code = self._supervisor.wait()
+        how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+        return f"the process that environments are forked from ended with {how}"
+
+
+@dataclass(frozen=True)
+class Instance:
+    """The environment of one sample."""
+
+    pool: EnvironmentPool
+    key: int
+
+    def reset(self, prompt: str, columns: Mapping[str, Any]) -> Future[str | None]:
+        """Its first observation, if it has one."""
+        return self.pool.call("reset", self.key, prompt, dict(columns))
+
+    def step(self, text: str) -> "Future[list[Any]]":
+        """What it answers to a turn of the model: the fields of a `Step`."""
+        return self.pool.call("step", self.key, text)
+
+    def end(self) -> None:
+        """Kill it, and what it has started in its process group."""
+        self.pool.send("end", self.key)
+
+
+def _future() -> Future[Any]:
+    """A future that nobody can cancel: whoever gives up waiting may come back to it."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
+def _start(theirs: Connection, memory_megabytes: int) -> subprocess.Popen[bytes]:
+    """A fresh interpreter: it holds neither torch nor the trainer's threads, and can be forked."""
+    arguments = [
+        os.getpid(),
+        theirs.fileno(),
+        memory_megabytes,
+        "megatron_grpo.environments.worker",
+    ]
+    process = subprocess.Popen(
+        [sys.executable, supervisor.__file__, *map(str, arguments)],
+        pass_fds=[theirs.fileno()],
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C is for the trainer, which then closes the pool
+    )
+    theirs.close()
+    return process
+
+
+def _limit_sends(connection: Connection) -> None:
+    """Have the kernel end a send that gets no further with BlockingIOError."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_SECONDS, 0))

@@ -1,0 +1,225 @@
+"""The process that environments are forked from: `python -m MODULE FD MEGABYTES`, this module.
+
+It reads the class and its limits from the socket FD, loads it, answers with the columns that
+`reset` wants, and then does as it is told, with any number of calls at once:
+
+    ("reset", key, prompt, columns)    fork a process, make the instance `key` there and reset it
+    ("step", key, text)                have it step
+    ("end", key)                       kill it
+
+Every answer is [key, true, result] or [key, false, text of the error] in JSON: what comes from the
+user's code is not unpickled. An instance that fails or is late is killed. All end when the socket
+closes.
+"""
+
+import gc
+import json
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection, Pipe
+from selectors import EVENT_READ, DefaultSelector
+from typing import Any, NoReturn
+
+from megatron_grpo.environments.loaded_class import LOAD_KEY, LoadedClass, step
+from megatron_grpo.open_files import allow_open_files
+from megatron_grpo.parent_death import die_with_parent
+from megatron_grpo.rewards.supervisor import SCHEDULERS
+
+MAX_TEXT = 4000
+"""Characters of an error that are told: its end, where a traceback says what happened."""
+DEATH_SECONDS = 0.5
+"""How long after an instance's last word its death is waited for."""
+REAP_SECONDS = 0.05
+"""After how long it is looked again whether a killed process is gone."""
+
+
+@dataclass
+class Process:
+    """One instance."""
+
+    pid: int
+    connection: Connection
+    deadline: float | None = None
+    """Of the call that it is at (monotonic)."""
+
+
+class Worker:
+    """All instances, by their keys."""
+
+    def __init__(self, trainer: Connection, memory_megabytes: int) -> None:
+        self.trainer = trainer
+        self.memory_megabytes = memory_megabytes
+        self.processes: dict[int, Process] = {}
+        self.dead: dict[int, str] = {}
+        """Of instances that ended between two calls: how, for who calls next."""
+        self.selector = DefaultSelector()
+        self.selector.register(trainer, EVENT_READ)
+        self.killed: list[int] = []
+        """Processes that are yet to be reaped."""
+
+    def serve(self) -> None:
+        """Load the class and run instances until the trainer hangs up."""
+        name, arguments, self.timeout = self.trainer.recv()
+        resource.setrlimit(resource.RLIMIT_DATA, (self.memory_megabytes << 20,) * 2)
+        allow_open_files()  # one for each instance
+        is_loaded, loaded = self._attempt(lambda: LoadedClass.load(name, arguments))
+        if not is_loaded:
+            self._answer(LOAD_KEY, False, loaded)
+            return
+        self._answer(LOAD_KEY, True, loaded.wanted_columns)
+        self.loaded: LoadedClass = loaded
+        gc.freeze()  # so that the collector of a fork does not copy what it shares with us
+        with suppress(EOFError):
+            while True:
+                self._wait()
+
+    def _wait(self) -> None:
+        """Do what is to be done next."""
+        deadlines = [p.deadline for p in self.processes.values() if p.deadline is not None]
+        if self.killed:
+            deadlines.append(time.monotonic() + REAP_SECONDS)
+        seconds = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+        ready = [key.data for key, _ in self.selector.select(seconds)]
+        for key in ready:
+            if key is not None:
+                self._hand_on(key)
+        now = time.monotonic()
+        for key, process in [*self.processes.items()]:
+            if process.deadline is not None and process.deadline < now:
+                self._fail(key, f"no answer after {self.timeout:g} s (environment.timeout): killed")
+        if None in ready:
+            self._do(*self.trainer.recv())
+        self.killed = [pid for pid in self.killed if os.waitpid(pid, os.WNOHANG) == (0, 0)]
+
+    def _do(self, action: str, key: int, *what: Any) -> None:
+        if action == "reset":
+            try:
+                process = self.processes[key] = self._fork(*what)
+            except OSError as error:
+                self._answer(key, False, f"no process for it: {error}")
+            else:
+                self.selector.register(process.connection, EVENT_READ, key)
+        elif action == "step":
+            self._step(key, *what)
+        else:
+            self.dead.pop(key, None)
+            if key in self.processes:  # else it has failed
+                self._kill(key)
+
+    def _step(self, key: int, text: str) -> None:
+        if key in self.dead:
+            self._answer(key, False, self.dead[key])
+            return
+        process = self.processes[key]
+        process.deadline = time.monotonic() + self.timeout
+        with suppress(ConnectionError):  # its end is read as well
+            process.connection.send(text)
+
+    def _fork(self, prompt: str, columns: Any) -> Process:
+        connection, theirs = Pipe()
+        parent = os.getpid()
+        if (pid := os.fork()) == 0:
+            self._live(theirs, parent, connection, prompt, columns)
+        theirs.close()
+        return Process(pid, connection, time.monotonic() + self.timeout)
+
+    def _live(
+        self, worker: Connection, parent: int, other_end: Connection, prompt: str, columns: Any
+    ) -> NoReturn:
+        """Be an instance, in a process of one's own."""
+        die_with_parent()
+        if os.getppid() != parent:
+            os._exit(1)
+        os.setsid()  # so that what it starts can be ended with it
+        gc.unfreeze()
+        self.selector.close()
+        for unused in (self.trainer, other_end, *(p.connection for p in self.processes.values())):
+            unused.close()
+        environment: Any = None
+
+        def reset() -> str | None:
+            nonlocal environment
+            environment, observation = self.loaded.reset(prompt, columns)
+            return observation
+
+        action: Callable[[], Any] = reset
+        with suppress(EOFError, ConnectionError):
+            while True:
+                worker.send_bytes(json.dumps(self._attempt(action)).encode())
+                action = partial(step, environment, worker.recv())
+        os._exit(0)
+
+    def _attempt(self, action: Callable[[], Any]) -> tuple[bool, Any]:
+        try:
+            return True, action()
+        except MemoryError:
+            return False, (
+                f"more memory than environment.memory_megabytes {self.memory_megabytes} allows"
+            )
+        except ValueError as error:
+            text = str(error)
+        except BaseException as error:  # sys.exit() in a user's method too is told to the trainer
+            text = "".join(traceback.format_exception(error))
+        return False, text[-MAX_TEXT:]
+
+    def _hand_on(self, key: int) -> None:
+        process = self.processes[key]
+        try:
+            is_good, answer = json.loads(process.connection.recv_bytes())
+        except (EOFError, ConnectionError):
+            self._fail(key, self._cause_of_death(process))
+            return
+        if is_good:
+            process.deadline = None
+            self._answer(key, True, answer)
+        else:
+            self._fail(key, answer)
+
+    def _cause_of_death(self, process: Process) -> str:
+        how = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        deadline = time.monotonic() + DEATH_SECONDS
+        while (end := os.waitid(os.P_PID, process.pid, how)) is None:
+            if time.monotonic() > deadline:
+                return "its process has closed the connection to the trainer"
+            time.sleep(0.002)
+        if end.si_code == os.CLD_EXITED:
+            return f"its process died with exit code {end.si_status}"
+        return (
+            f"its process died with signal {signal.Signals(end.si_status).name} "
+            f"(environment.memory_megabytes was {self.memory_megabytes})"
+        )
+
+    def _fail(self, key: int, text: str) -> None:
+        is_at_work = self.processes[key].deadline is not None
+        self._kill(key)
+        if is_at_work:
+            self._answer(key, False, text)
+        else:
+            self.dead[key] = text
+
+    def _kill(self, key: int) -> None:
+        process = self.processes.pop(key)
+        self.selector.unregister(process.connection)
+        process.connection.close()
+        with suppress(ProcessLookupError):  # its own session, if it has come so far
+            os.killpg(process.pid, signal.SIGKILL)
+        os.kill(process.pid, signal.SIGKILL)
+        self.killed.append(process.pid)
+
+    def _answer(self, key: int, is_good: bool, result: Any) -> None:
+        self.trainer.send_bytes(json.dumps([key, is_good, result]).encode())
+
+
+if __name__ == "__main__":
+    for number in SCHEDULERS:  # a handler, which programs that an environment starts do not inherit
+        signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SCHEDULERS)
+    Worker(Connection(int(sys.argv[1])), int(sys.argv[2])).serve()

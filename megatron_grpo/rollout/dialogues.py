@@ -1,0 +1,213 @@
+"""A generation whose samples speak with environments, each at its own pace."""
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_grpo.environments import EnvironmentFailed, EnvironmentPool, Instance, Step
+from megatron_grpo.prompts import Prompt
+from megatron_grpo.rollout.engine import Json
+from megatron_grpo.rollout.samples import Sample, turn_seed
+from megatron_grpo.rollout.tasks import together
+from megatron_grpo.turns import Turns
+
+
+@dataclass
+class Dialogue:
+    """One sample in the making: turns of the model, and between them observations."""
+
+    prompt: Prompt
+    sample_index: int
+    instance: Instance
+    pending: Future[Any] | None
+    """What the environment is asked and has not answered, or nobody has looked at the answer."""
+    room: int
+    """How many tokens may still follow."""
+    completion_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    loss_mask: list[bool] = field(default_factory=list)
+    text: str = ""
+    step_rewards: list[tuple[int, float]] = field(default_factory=list)
+    finish_reason: str = ""
+    """Empty until it has ended."""
+    failure: str = ""
+    """How the environment failed, if it did."""
+    _is_cut: bool = False
+    """Whether the last turn has no end token."""
+
+    def take_turn(self, choice: Json) -> None:
+        """Append a turn of the model, and have the environment answer it."""
+        tokens = choice["token_ids"]
+        self._append(tokens, [token["logprob"] for token in choice["logprobs"]["content"]], True)
+        self.text += choice["text"]
+        self._is_cut = choice["finish_reason"] == "length"
+        self.pending = self.instance.step(choice["text"])
+
+    def take_first(self, observation: str | None, turns: Turns) -> None:
+        """Begin, with what the environment has said to the prompt."""
+        if observation is None:
+            return
+        longer = turns.first(self.prompt, observation)
+        self.room -= len(longer.token_ids) - len(self.prompt.token_ids)
+        self.prompt = longer
+        if self.room < 1:
+            raise EnvironmentFailed(
+                f"its first observation is {1 - self.room} tokens too long: they count against "
+                "rollout.max_completion_length"
+            )
+
+    def take_step(self, step: Step, turns: Turns, max_turns: int) -> None:
+        """Go on after an answer of the environment, or end."""
+        self.step_rewards.append((len(self.completion_ids) - 1, step.reward))
+        if self._is_cut:
+            self.finish_reason = "length"
+        elif step.done:
+            self.finish_reason = "stop"
+        elif len(self.step_rewards) == max_turns:
+            self.finish_reason = "max_turns"
+        else:
+            tokens, text = turns.between(step.observation)
+            if len(tokens) >= self.room:
+                self.finish_reason = "length"
+            else:
+                self._append(tokens, [0.0] * len(tokens), False)
+                self.text += text
+
+    def fail(self, failure: str) -> None:
+        """End without a reward."""
+        self.finish_reason, self.failure = "failed", failure
+
+    def _append(self, tokens: Sequence[int], logprobs: Sequence[float], is_sampled: bool) -> None:
+        self.completion_ids += tokens
+        self.logprobs += logprobs
+        self.loss_mask += [is_sampled] * len(tokens)
+        self.room -= len(tokens)
+
+
+class DialogueGeneration:
+    """`num_generations` dialogues about each prompt; otherwise like a `Generation`.
+
+    Each turn is a request of its own, with all tokens so far, whose prefix the engine has cached.
+    A dialogue whose engine is lost goes on at another with the same request: what the environment
+    has been asked it is not asked again. Seeds depend on no moment; but where vLLM forms batches of
+    what has arrived, sums round differently from run to run, and some token may be another.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        num_generations: int,
+        temperature: float,
+        max_completion_length: int,
+        stop_token_ids: Sequence[int],
+        seed: int,
+        step: int,
+        policy_version: int,
+        environments: EnvironmentPool,
+        turns: Turns,
+        max_turns: int,
+    ) -> None:
+        self.policy_version = policy_version
+        self.engines: set[str] = set()
+        """Addresses of those that have answered."""
+        self._num_generations = num_generations
+        self._sampling: Json = {
+            "n": 1,
+            "temperature": temperature,
+            "logprobs": 0,  # of the sampled token alone
+            "stop_token_ids": [*stop_token_ids],
+            "ignore_eos": True,  # the tokenizer's one end token; those of the model are above
+        }
+        self._seed, self._step = seed, step
+        self._turns, self._max_turns = turns, max_turns
+        self.dialogues = [
+            Dialogue(prompt, index, instance, instance.reset(prompt.text, prompt.row), room)
+            for prompt in prompts
+            for index in range(num_generations)
+            for instance, room in [(environments.open(), max_completion_length)]
+        ]
+
+    @property
+    def open(self) -> dict[int, Json]:
+        """The next request of every dialogue that has not ended, by its number.
+
+        None waits for its environment: those are to `settle` first.
+        """
+        return {
+            number: self._request(number, dialogue)
+            for number, dialogue in enumerate(self.dialogues)
+            if not dialogue.finish_reason
+        }
+
+    @property
+    def failures(self) -> list[str]:
+        """How environments failed, by prompt and sample."""
+        return [
+            f"prompt {dialogue.prompt.index}, sample {dialogue.sample_index}, turn "
+            f"{len(dialogue.step_rewards) + 1}: {dialogue.failure}"
+            for dialogue in self.dialogues
+            if dialogue.failure
+        ]
+
+    async def settle(self) -> None:
+        """Wait for all that environments have been asked."""
+        await together(map(self._settle, self.dialogues))
+
+    async def take(self, number: int, answer: Json, url: str) -> Json | None:
+        """Take a turn from the engine at `url`; the next request, unless the dialogue has ended."""
+        dialogue = self.dialogues[number]
+        dialogue.take_turn(answer["choices"][0])
+        self.engines.add(url)
+        await self._settle(dialogue)
+        return None if dialogue.finish_reason else self._request(number, dialogue)
+
+    def samples(self) -> list[Sample]:
+        """All of them, in the order of the prompts, once every dialogue has ended."""
+        assert all(dialogue.finish_reason for dialogue in self.dialogues)
+        return [
+            Sample(
+                prompt=dialogue.prompt,
+                sample_index=dialogue.sample_index,
+                completion_ids=tuple(dialogue.completion_ids),
+                logprobs=tuple(dialogue.logprobs),
+                finish_reason=dialogue.finish_reason,
+                text=dialogue.text,
+                policy_version=self.policy_version,
+                loss_mask=tuple(dialogue.loss_mask),
+                step_rewards=tuple(dialogue.step_rewards),
+            )
+            for dialogue in self.dialogues
+        ]
+
+    async def _settle(self, dialogue: Dialogue) -> None:
+        """Have the answer of its environment, and go on by it.
+
+        Who is cancelled here leaves the question open: somebody else may wait for its answer.
+        """
+        if dialogue.pending is None:
+            return
+        try:
+            answer = await asyncio.wrap_future(dialogue.pending)
+            if dialogue.completion_ids:
+                dialogue.take_step(Step(*answer), self._turns, self._max_turns)
+            else:
+                dialogue.take_first(answer, self._turns)
+        except EnvironmentFailed as failure:
+            dialogue.fail(str(failure))
+        dialogue.pending = None
+        if dialogue.finish_reason:
+            dialogue.instance.end()
+
+    def _request(self, number: int, dialogue: Dialogue) -> Json:
+        position, sample_index = divmod(number, self._num_generations)
+        turn = len(dialogue.step_rewards)
+        seed = turn_seed(self._seed, self._step, position, sample_index, turn)
+        return {
+            "token_ids": [*dialogue.prompt.token_ids, *dialogue.completion_ids],
+            "output_mode": "text",
+            "priority": number,
+            "sampling_params": self._sampling | {"seed": seed, "max_tokens": dialogue.room},
+        }

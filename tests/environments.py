@@ -1,0 +1,110 @@
+"""Environments for tests, good and bad, in a file as a user has it."""
+
+import os
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.config import EnvironmentConfig
+from megatron_grpo.environments import EnvironmentPool
+
+LONG_SLEEP = str(20_000_000 + os.getpid())  # seconds, so that the process can be recognised
+MINE = """
+import ctypes, os, signal, subprocess, sys, time
+
+class Echo:
+    '''Says back what it has heard, and rewards its length.'''
+    def __init__(self, last=100): self.last = last
+    def reset(self, prompt, **columns):
+        self.heard, self.first = [], columns.get("first")
+        return self.first
+    def step(self, text):
+        self.heard.append(text)
+        return f"{len(self.heard)}: {text}", len(text), len(self.heard) == self.last
+
+class Odd(Echo):
+    '''The same, but what a row says happens in the turn that it says.'''
+    def reset(self, prompt, deed, turn):
+        super().reset(prompt)
+        self.deed, self.turn = deed, turn
+        if turn == 0: getattr(self, deed)()
+    def step(self, text):
+        answer = super().step(text)
+        if len(self.heard) == self.turn:
+            answer = getattr(self, self.deed)()
+        return answer
+    def go_on(self): return "go on", 0.0, False
+    def fail(self): return 1 / 0
+    def refuse(self): raise ValueError("cannot do this")
+    def hang(self): subprocess.run(["sleep", "LONG_SLEEP"])
+    def spin(self):
+        while True: pass
+    def die(self): os.kill(os.getpid(), signal.SIGKILL)
+    def crash(self): ctypes.string_at(0)
+    def leave(self): os._exit(3)
+    def leave_politely(self): sys.exit("enough")
+    def hang_up(self):
+        os.closerange(3, 100)
+        while True: time.sleep(1)
+    def allocate(self): return bytearray(1 << 40)
+    def nothing(self): return None
+    def number(self): return 7, 0.0, False
+    def nan(self): return "", float("nan"), False
+    def infinite(self): return "", float("inf"), False
+    def word(self): return "", "good", False
+    def unsure(self): return "", 0.0, None
+    def endless(self): return "x" * (1 << 21), 0.0, False
+    def die_later(self):
+        if os.fork() == 0:
+            time.sleep(0.1)
+            os.kill(os.getppid(), signal.SIGKILL)
+            os._exit(0)
+        return "soon", 0.0, False
+    def litter(self):
+        subprocess.Popen(["sleep", "LONG_SLEEP"])
+        return "done", 1.0, True
+    def gossip(self):
+        print("x" * (1 << 22))
+        return "heard?", 1.0, True
+
+class Slow(Echo):
+    def step(self, text):
+        time.sleep(0.5)
+        return super().step(text)
+
+class Curious:
+    def reset(self, prompt, colour): pass
+    def step(self, text): return "", 0.0, True
+
+class Rigid(Curious):
+    def __init__(self, size): pass
+
+class Halved:
+    def reset(self, prompt, **_): pass
+
+class Counting:
+    '''Leaves a line for each step in a file, and is slow.'''
+    def __init__(self, file): self.file = file
+    def reset(self, prompt, **columns): self.turn = 0
+    def step(self, text):
+        with open(self.file, "a") as file: file.write(f"{os.getpid()} {self.turn}\\n")
+        self.turn += 1
+        time.sleep(0.05)
+        return "go on", 1.0, False
+"""
+
+
+def write_environments(folder: Path) -> Path:
+    """The file of the classes above."""
+    path = folder / "mine.py"
+    path.write_text(MINE.replace("LONG_SLEEP", LONG_SLEEP))
+    return path
+
+
+@contextmanager
+def environment_pool(folder: Path, name: str, **config: Any) -> Iterator[EnvironmentPool]:
+    """A pool of the class `name` of that file."""
+    cfg = EnvironmentConfig(name=f"{write_environments(folder)}:{name}", **config)
+    with closing(EnvironmentPool(cfg)) as pool:
+        yield pool

@@ -1,0 +1,174 @@
+"""Environments in real processes: many at once, and what becomes of those that go wrong."""
+
+import os
+import signal
+import time
+
+import psutil
+import pytest
+
+from engines import wait_until
+from environments import LONG_SLEEP, environment_pool
+from megatron_grpo.config import EnvironmentConfig
+from megatron_grpo.environments import EnvironmentFailed, EnvironmentPool, EnvironmentsLost
+
+SECONDS = 20
+
+
+def sleepers() -> list[psutil.Process]:
+    return [
+        p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", LONG_SLEEP]
+    ]
+
+
+def processes_of(pool) -> list[psutil.Process]:
+    return psutil.Process(pool._supervisor.pid).children(recursive=True)
+
+
+def odd(pool, deed: str, turn: int = 1):
+    """An instance that does `deed` in `turn`, reset."""
+    instance = pool.open()
+    instance.reset("prompt", {"deed": deed, "turn": turn}).result(SECONDS)
+    return instance
+
+
+def test_every_instance_has_a_state_of_its_own_and_columns_by_name(tmp_path):
+    with environment_pool(tmp_path, "Echo", arguments={"last": 2}) as pool:
+        first, second = pool.open(), pool.open()
+        assert first.reset("prompt", {"first": "hello", "other": 1}).result(SECONDS) == "hello"
+        assert second.reset("prompt", {"prompt": "a column"}).result(SECONDS) is None
+        assert first.step("abc").result(SECONDS) == ["1: abc", 3.0, False]
+        assert first.step("ąbc\n").result(SECONDS) == ["2: ąbc\n", 4.0, True]
+        assert second.step("").result(SECONDS) == ["1: ", 0.0, False]
+
+
+def test_hundreds_step_at_once_and_are_gone_when_they_end(tmp_path):
+    with environment_pool(tmp_path, "Slow") as pool:
+        instances = [pool.open() for _ in range(200)]
+        for future in [instance.reset("prompt", {}) for instance in instances]:
+            future.result(SECONDS)
+        start = time.monotonic()
+        for future in [instance.step("x") for instance in instances]:
+            assert future.result(SECONDS) == ["1: x", 1.0, False]
+        assert time.monotonic() - start < 200 * 0.5 / 10
+        assert len(processes_of(pool)) == 201
+        for instance in instances:
+            instance.end()
+        assert wait_until(lambda: len(processes_of(pool)) == 1, SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("deed", "told"),
+    [
+        ("fail", "ZeroDivisionError"),
+        ("refuse", "^cannot do this$"),
+        ("die", "signal SIGKILL"),
+        ("crash", "signal SIGSEGV"),
+        ("leave", "exit code 3"),
+        ("leave_politely", "SystemExit: enough"),
+        ("hang_up", "closed the connection"),
+        ("allocate", "more memory than environment.memory_megabytes 512"),
+        ("nothing", "step returned None and not"),
+        ("number", "the observation 7: no text"),
+        ("nan", "the reward nan: no finite number"),
+        ("infinite", "the reward inf: no finite number"),
+        ("word", "the reward 'good': no finite number"),
+        ("unsure", "done = None: neither true nor false"),
+        ("endless", "2097152 characters: at most 1048576"),
+    ],
+)
+def test_an_instance_that_fails_is_told_and_the_others_go_on(tmp_path, deed, told):
+    with environment_pool(tmp_path, "Odd", memory_megabytes=512) as pool:
+        other, bad = odd(pool, "go_on"), odd(pool, deed)
+        with pytest.raises(EnvironmentFailed, match=told):
+            bad.step("x").result(SECONDS)
+        assert other.step("x").result(SECONDS) == ["go on", 0.0, False]
+        assert wait_until(lambda: len(processes_of(pool)) == 2, SECONDS)
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+@pytest.mark.parametrize("deed", ["hang", "spin"])
+def test_one_that_hangs_is_cut_by_the_timeout_with_what_it_has_started(tmp_path, deed, turn):
+    with environment_pool(tmp_path, "Odd", timeout=1.0) as pool:
+        other, bad = odd(pool, "go_on"), pool.open()
+        calls = [bad.reset("prompt", {"deed": deed, "turn": turn})]
+        if turn:
+            calls[0].result(SECONDS)
+            calls.append(bad.step("x"))
+        start = time.monotonic()
+        assert other.step("x").result(0.9) == ["go on", 0.0, False]
+        with pytest.raises(EnvironmentFailed, match=r"no answer after 1 s \(environment.timeout\)"):
+            calls[-1].result(SECONDS)
+        assert time.monotonic() - start < 3
+        assert wait_until(lambda: not sleepers(), SECONDS)
+
+
+def test_one_that_dies_between_two_calls_is_told_to_the_next(tmp_path):
+    with environment_pool(tmp_path, "Odd") as pool:
+        instance = odd(pool, "die_later")
+        assert instance.step("x").result(SECONDS) == ["soon", 0.0, False]
+        assert wait_until(lambda: len(processes_of(pool)) == 1, SECONDS)
+        with pytest.raises(EnvironmentFailed, match="signal SIGKILL"):
+            instance.step("x").result(SECONDS)
+
+
+def test_what_an_instance_has_started_ends_with_it(tmp_path):
+    with environment_pool(tmp_path, "Odd") as pool:
+        instance = odd(pool, "litter")
+        assert instance.step("x").result(SECONDS)[2]
+        assert sleepers()
+        instance.end()
+        assert wait_until(lambda: not sleepers(), SECONDS)
+
+
+def test_what_an_instance_prints_is_no_answer(tmp_path, capfd):
+    with environment_pool(tmp_path, "Odd") as pool:
+        assert odd(pool, "gossip").step("x").result(SECONDS) == ["heard?", 1.0, True]
+    assert "xxx" in capfd.readouterr().out
+
+
+def test_nothing_is_left_when_the_pool_is_closed(tmp_path):
+    with environment_pool(tmp_path, "Odd") as pool:
+        hanging = odd(pool, "hang").step("x")
+        assert wait_until(sleepers, SECONDS)
+        left = processes_of(pool)
+    with pytest.raises(EnvironmentsLost, match="ended with exit code 0"):
+        hanging.result(SECONDS)
+    assert not sleepers()
+    assert not any(p.is_running() for p in left)
+
+
+def test_the_death_of_the_process_that_forks_them_is_told_to_all(tmp_path):
+    with environment_pool(tmp_path, "Odd") as pool:
+        other, call = odd(pool, "go_on"), odd(pool, "hang").step("x")
+        [worker] = psutil.Process(pool._supervisor.pid).children()
+        os.kill(worker.pid, signal.SIGKILL)
+        for waiting in (call, other.step("y")):
+            with pytest.raises(EnvironmentsLost, match="ended with signal SIGKILL"):
+                waiting.result(SECONDS)
+        assert not sleepers()
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "told"),
+    [
+        ("Missing", {}, "has no class 'Missing'"),
+        ("Halved", {}, "has no method step"),
+        ("Rigid", {}, "environment.arguments {} of .*: missing a required argument: 'size'"),
+        ("Curious", {}, "wants 'colour': no column of 1 of 2 rows; the first of them has prompt"),
+    ],
+)
+def test_a_class_that_cannot_be_used_is_refused_at_the_start(tmp_path, name, config, told):
+    with (
+        environment_pool(tmp_path, name, **config) as pool,
+        pytest.raises(ValueError, match=told),
+    ):
+        pool.wait_ready([{"prompt": "a", "colour": "red"}, {"prompt": "b"}])
+
+
+def test_a_file_that_hangs_while_it_is_loaded_is_cut(tmp_path):
+    file = tmp_path / "stuck.py"
+    file.write_text("import time\ntime.sleep(1000)\n")
+    pool = EnvironmentPool(EnvironmentConfig(name=f"{file}:Any", timeout=1.0))
+    with pytest.raises(ValueError, match="not loaded after 1 s"):
+        pool.wait_ready([])

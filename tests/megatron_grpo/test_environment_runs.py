@@ -1,0 +1,110 @@
+"""Whole runs whose completions are dialogues, with a real vLLM engine."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from jobs import Ended, Job
+from runs import read_json_lines, read_metrics
+
+NUMBERS = """
+import random, re
+
+class Digits:
+    '''Wants digits, and says how many it has seen; some rows make it fail.'''
+    def __init__(self, num_turns): self.num_turns = num_turns
+    def reset(self, prompt, answer): self.turn, self.answer = 0, answer
+    def step(self, text):
+        self.turn += 1
+        seen = sum(character.isdigit() for character in text)
+        return f"{seen} digits", seen / max(1, len(text)), self.turn == self.num_turns
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tied_model: Path, tmp_path_factory) -> Path:
+    """The engine's model, with so many end tokens that a random turn is short."""
+    folder = tmp_path_factory.mktemp("talkative") / "model"
+    shutil.copytree(tied_model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["eos_token_id"] = [1, *range(20, 100)]
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+def arguments(model: Path, tmp_path: Path) -> list[str]:
+    data, file = tmp_path / "data.jsonl", tmp_path / "digits.py"
+    data.write_text("".join(f'{{"prompt": "{i} + 1", "answer": "{i + 1}"}}\n' for i in range(8)))
+    file.write_text(NUMBERS)
+    return [
+        f"model.path={model}",
+        f"data.path={data}",
+        f"environment.name={file}:Digits",
+        "environment.arguments={num_turns: 4}",
+        "environment.max_turns=3",
+        "rollout.max_completion_length=200",
+        "reward.functions=[]",
+        f"train.run_dir={tmp_path / 'run'}",
+    ]
+
+
+def finish(engine, folder: Path, num_ranks: int, *arguments: str) -> Ended:
+    """A run on forked data-parallel ranks, with an engine that is there already."""
+    layout = [f"parallel.{axis}_parallel_size=1" for axis in ("tensor", "pipeline", "context")]
+    url = f"rollout.base_urls=[{engine.servers.base_urls[0]}]"
+    data = f"parallel.data_parallel_size={num_ranks}"
+    job = Job(
+        [*arguments, *layout, data, url], num_ranks, folder / "logs", token=engine.servers.token
+    )
+    with job:
+        return job.end(150)
+
+
+def test_a_run_with_an_environment_trains_resumes_and_shows_its_dialogues(
+    vllm_engine, arguments, tmp_path
+):
+    for num_steps in (1, 2):
+        ended = finish(vllm_engine, tmp_path, 2, *arguments, f"train.num_steps={num_steps}")
+        assert ended.exit_codes == [0, 0], ended.output
+        assert ended.survivors == []
+    records = read_metrics(tmp_path / "run")
+    assert [record["step"] for record in records] == [1, 2]
+    rows = read_json_lines(tmp_path / "run" / "completions.jsonl")
+    assert len(rows) == 32
+    for record, of_step in zip(records, (rows[:16], rows[16:]), strict=True):
+        assert record["grad_norm"] > 0
+        assert 1 < record["num_turns/mean"] <= record["num_turns/max"] <= 3
+        share = sum(row["finish_reason"] == "max_turns" for row in of_step) / 16
+        assert record["num_turns/clipped_ratio"] == share
+        assert record["environment/failed_ratio"] == 0
+        assert record["reward"] == pytest.approx(
+            sum(row["rewards"]["environment"] for row in of_step) / 16
+        )
+        assert record["reward/environment/mean"] == record["reward"]
+        # The engine's log-probabilities are of the very tokens that are trained on.
+        assert record["rollout/logprob_gap_max"] < 1e-4
+    dialogue = next(row for row in rows if row["finish_reason"] == "max_turns")["completion"]
+    assert dialogue.count(" digits<eos>\n<start>assistant\n") == 2
+
+
+def test_a_generation_of_dialogues_is_gone_on_with_after_a_restart(
+    vllm_engine, arguments, tmp_path
+):
+    several = ["grpo.steps_per_generation=2", "reward.functions=[demo/rewards.py:share_of_digits]"]
+    whole = [a for a in arguments if not a.startswith("train.run_dir")]
+    ended = finish(
+        vllm_engine, tmp_path, 1, *whole, *several, f"train.run_dir={tmp_path / 'whole'}"
+    )
+    assert ended.exit_codes == [0], ended.output
+    for num_steps in (1, 2):
+        ended = finish(
+            vllm_engine, tmp_path, 1, *arguments, *several, f"train.num_steps={num_steps}"
+        )
+        assert ended.exit_codes == [0], ended.output
+    assert len(read_json_lines(tmp_path / "run" / "completions.jsonl")) == 16
+    [_, resumed] = read_metrics(tmp_path / "run")
+    assert resumed["reward/environment/mean"] > 0 and resumed["reward/share_of_digits/mean"] > 0
+    assert resumed["num_turns/mean"] > 1 and resumed["rollout/logprob_gap_max"] < 1e-4
