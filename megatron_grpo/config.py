@@ -431,6 +431,20 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _environment_fits(self) -> Self:
+        if self.grpo.supervision == "process" and self.environment.name is None:
+            raise ValueError(
+                "grpo.supervision process compares the rewards of steps, which an environment "
+                "gives: name one in environment.name, or use outcome"
+            )
+        if self.eval.data is not None and self.environment.name is not None:
+            raise ValueError(
+                "eval.data: an evaluation has completions of one turn, and environment.name "
+                f"{self.environment.name} makes dialogues: leave out one of the two"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _something_rewards(self) -> Self:
         labels = [function.label for function in self.reward.functions]
         if self.environment.name is None and not labels:

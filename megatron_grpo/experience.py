@@ -1,11 +1,16 @@
 """One generation of scored completions, and how it becomes the microbatches of every rank."""
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from megatron_grpo.advantages import group_advantages, normalized_sum_advantages
+from megatron_grpo.advantages import (
+    group_advantages,
+    normalized_sum_advantages,
+    process_advantages,
+)
 from megatron_grpo.batching import BatchSchedule
 from megatron_grpo.config import Config
 from megatron_grpo.exchange import Minibatches
@@ -27,6 +32,8 @@ class Experience:
     group_ids: Tensor
     advantages: Tensor
     """[N] float64; under process supervision those of the first tokens."""
+    token_advantages: list[Tensor] | None = None
+    """[completion tokens] each, under process supervision."""
     # Of all tokens of every completion, in a generation that is resumed, as they were taken when it
     # began; see `PackedBatch`.
     old_logprobs: list[Tensor] | None = None
@@ -41,19 +48,42 @@ class Experience:
 
 def compare(samples: list[Sample], rewards: list[dict[str, float]], cfg: Config) -> Experience:
     """The experience of scored samples; a group is all samples of one prompt."""
-    functions = cfg.reward.functions
-    totals = torch.tensor(total_rewards(rewards, functions), dtype=torch.float64)
+    terms = cfg.reward_terms
+    totals = torch.tensor(total_rewards(rewards, terms), dtype=torch.float64)
     group_ids = torch.tensor([sample.prompt.index for sample in samples])
     if cfg.grpo.multi_objective_aggregation == "normalize_then_sum":
         scores = torch.tensor(
-            [[score[function.label] for function in functions] for score in rewards],
-            dtype=torch.float64,
+            [[score[term.label] for term in terms] for score in rewards], dtype=torch.float64
         )
-        weights = torch.tensor([function.weight for function in functions], dtype=torch.float64)
+        weights = torch.tensor([term.weight for term in terms], dtype=torch.float64)
         advantages = normalized_sum_advantages(scores, weights, group_ids)
+    elif cfg.grpo.supervision == "process":
+        return _compare_steps(samples, rewards, totals, group_ids, cfg)
     else:
         advantages = _advantages(totals, group_ids, cfg)
     return Experience(samples, rewards, totals, group_ids, advantages)
+
+
+def _compare_steps(
+    samples: list[Sample],
+    rewards: list[dict[str, float]],
+    totals: Tensor,
+    group_ids: Tensor,
+    cfg: Config,
+) -> Experience:
+    """Steps are those of the environment, and what reward functions say is one at the end."""
+    outcomes = total_rewards(rewards, cfg.reward.functions)
+    steps = []
+    for sample, outcome, total in zip(samples, outcomes, totals.tolist(), strict=True):
+        found = [(token, cfg.environment.weight * r) for token, r in sample.step_rewards]
+        if cfg.reward.functions:
+            found.append((len(sample.completion_ids) - 1, outcome))
+        # Of a sample that failed nothing is compared.
+        steps.append([] if math.isnan(total) else found)
+    lengths = [len(sample.completion_ids) for sample in samples]
+    by_token = process_advantages(steps, lengths, group_ids)
+    advantages = torch.stack([values[0] for values in by_token])
+    return Experience(samples, rewards, totals, group_ids, advantages, token_advantages=by_token)
 
 
 def less_kl(experience: Experience, kl: Tensor, beta: float, cfg: Config) -> Experience:
@@ -104,7 +134,9 @@ def _sequences(experience: Experience, indices: list[int], cfg: Config) -> list[
         TokenSequence(
             tokens=torch.tensor([*sample.prompt.token_ids, *sample.completion_ids]),
             num_prompt_tokens=len(sample.prompt.token_ids),
-            advantage=float(experience.advantages[i]),
+            advantage=experience.token_advantages[i]
+            if experience.token_advantages
+            else float(experience.advantages[i]),
             loss_weight=float(weight),
             rollout_logprobs=torch.tensor(sample.logprobs),
             response_mask=mask,

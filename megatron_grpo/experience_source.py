@@ -18,7 +18,7 @@ from megatron_grpo.evaluation import Evaluation, as_evaluated, load_eval_prompts
 from megatron_grpo.experience import Experience, compare
 from megatron_grpo.open_files import allow_open_files
 from megatron_grpo.prompts import PromptStream, end_tokens, load_prompts
-from megatron_grpo.rewards import RewardPool, total_rewards
+from megatron_grpo.rewards import RewardError, RewardPool, total_rewards
 from megatron_grpo.rollout.client import RolloutClient
 from megatron_grpo.rollout.dialogues import DialogueGeneration
 from megatron_grpo.rollout.fleet import Fleet
@@ -110,7 +110,9 @@ class ExperienceSource:
         )
 
     def _score(self, samples: Sequence[Sample]) -> list[dict[str, float]]:
-        rewards = self.rewards.score(samples)
+        # Of a round that only replaces prompts, failures are still a share of a generation.
+        size = self.cfg.grpo.generation_batch_size
+        rewards = self.rewards.score(samples, num_completions=size)
         if self.environments:
             for reward, sample in zip(rewards, samples, strict=True):
                 reward[ENVIRONMENT_TERM] = sample.environment_reward
@@ -175,12 +177,21 @@ class ExperienceSource:
         self.num_engines = len(requests.engines)
         self._open = None
         if isinstance(requests, DialogueGeneration) and (failures := requests.failures):
-            print(
-                f"the environment failed in {len(failures)} of {len(samples)} samples, the first "
-                f"of them: {failures[0]}",
-                file=sys.stderr,
-            )
+            self._tell_failed(failures)
         return samples
+
+    def _tell_failed(self, failures: Sequence[str]) -> None:
+        """Print that environments failed; RewardError when they are too many."""
+        size, limit = self.cfg.grpo.generation_batch_size, self.cfg.reward.max_failed_fraction
+        told = (
+            f"the environment failed in {len(failures)} samples, the first of them: {failures[0]}"
+        )
+        if len(failures) > limit * size:
+            raise RewardError(
+                f"{told}\nThese are more of the {size} samples of a generation than "
+                f"reward.max_failed_fraction {limit} allows: mend the environment"
+            )
+        print(told, file=sys.stderr)
 
     def cancel(self) -> None:
         """End a running `collect` or evaluation, and waits for engines, soon; from any thread."""

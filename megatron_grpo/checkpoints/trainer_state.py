@@ -29,6 +29,8 @@ STATE_FILE = "trainer.json"
 SAMPLES_FILE = "samples.jsonl"
 TOKENS_FILE = "samples.safetensors"
 RANDOM_FILE = "random_states.safetensors"
+BY_TOKEN = (*KNOWN, "token_advantages")
+"""What an experience has for all tokens of each completion, or not at all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +135,7 @@ def write_experience(folder: Path, experience: Experience) -> None:
         "group_ids": experience.group_ids,
         "advantages": experience.advantages,
     }
-    for name in KNOWN:
+    for name in BY_TOKEN:
         if (values := getattr(experience, name)) is not None:
             tensors[name] = torch.cat(list(values))
     save_file(tensors, folder / TOKENS_FILE)
@@ -180,7 +182,7 @@ def read_experience(folder: Path, prompts: Sequence[Prompt]) -> Experience | Non
         advantages=tensors["advantages"],
         **{
             name: [tensors[name][start:end] for start, end in bounds]
-            for name in KNOWN
+            for name in BY_TOKEN
             if name in tensors
         },
     )

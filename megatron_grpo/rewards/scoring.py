@@ -47,11 +47,18 @@ class Call:
 class Scoring:
     """What is known of the scores of `samples`; those of one prompt must be neighbours.
 
-    `told` are the functions of which a failure was printed already.
+    `told` are the functions of which a failure was printed already, `num_completions` those that
+    the limit of failures is a share of.
     """
 
-    def __init__(self, samples: Sequence["Sample"], cfg: RewardConfig, told: set[int]) -> None:
-        self._samples = samples
+    def __init__(
+        self,
+        samples: Sequence["Sample"],
+        cfg: RewardConfig,
+        told: set[int],
+        num_completions: int,
+    ) -> None:
+        self._num_completions = num_completions
         self._cfg = cfg
         self._told = told
         self._failed: set[int] = set()
@@ -89,7 +96,7 @@ class Scoring:
             self._tell(call.function, error)
 
     def _check_failed(self) -> None:
-        failed, total = len(self._failed), len(self._samples)
+        failed, total = len(self._failed), self._num_completions
         limit = self._cfg.max_failed_fraction
         if failed / total <= limit:
             return
