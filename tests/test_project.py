@@ -1,4 +1,4 @@
-"""What is written twice must agree: the README's table of keys, the lock, the shipped configs."""
+"""What is written twice must agree: the docs' table of keys, the lock, the shipped configs."""
 
 import json
 import re
@@ -34,9 +34,9 @@ def default_of(key: FieldInfo) -> str:
     return f"`{json.dumps(key.default)}`"
 
 
-def test_the_readme_explains_every_config_key() -> None:
-    readme = (ROOT / "README.md").read_text()
-    assert key_table() in readme, f"put this table into README.md:\n{key_table()}"
+def test_the_docs_explain_every_config_key() -> None:
+    docs = (ROOT / "docs" / "config.md").read_text()
+    assert key_table() in docs, f"put this table into docs/config.md:\n{key_table()}"
 
 
 def test_the_lock_holds_every_dependency_at_an_allowed_version() -> None:
