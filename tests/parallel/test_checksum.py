@@ -4,9 +4,17 @@ import itertools
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from parallel import Box
-from parallel.checksum import CPU_BLOCK_BYTES, checksum, whole_checksum
+from parallel.checksum import (
+    CPU_BLOCK_BYTES,
+    checksum,
+    checksum_by_torch,
+    copy_and_sum,
+    whole_checksum,
+)
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
@@ -72,6 +80,71 @@ def test_a_tensor_larger_than_a_block_and_its_transposed_copy():
     assert whole_checksum(tensor.T) != whole_checksum(tensor)
 
 
+@st.composite
+def boxes(draw, max_extent: int = 21) -> tuple[Box, tuple[int, ...]]:
+    """A box of a tensor, and the shape of the tensor."""
+    shape = draw(st.lists(st.integers(1, max_extent), min_size=1, max_size=4))
+    start = [draw(st.integers(0, extent - 1)) for extent in shape]
+    size = [draw(st.integers(1, n - a)) for a, n in zip(start, shape, strict=True)]
+    return Box(tuple(start), tuple(size)), tuple(shape)
+
+
+def somewhere(data: st.DataObject, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Random values of `size` at any place in memory, with gaps, in any order of the dimensions."""
+    order = data.draw(st.permutations(range(len(size))))
+    before = [data.draw(st.integers(0, 3)) for _ in size]
+    after = [data.draw(st.integers(0, 3)) for _ in size]
+    outer = [a + n + b for a, n, b in zip(before, size, after, strict=True)]
+    tensor = random_tensor(*(outer[dim] for dim in order), dtype=dtype, seed=len(size))
+    tensor = tensor.permute([order.index(dim) for dim in range(len(size))])
+    return tensor[tuple(slice(a, a + n) for a, n in zip(before, size, strict=True))]
+
+
+@settings(max_examples=200, deadline=None)
+@given(boxes(), st.sampled_from([*DTYPES, torch.int8]), st.data())
+def test_a_box_counts_as_in_a_tensor_of_zeros_wherever_it_lies_in_memory(place, dtype, data):
+    box, shape = place
+    values = somewhere(data, box.size, dtype)
+    whole = torch.zeros(shape, dtype=dtype)
+    whole[box.slices] = values
+    expected = written_out(whole)
+    assert int(checksum(values, box, shape)) == expected
+    assert int(checksum_by_torch(values, box, shape)) == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(boxes(), st.sampled_from([*DTYPES, torch.int8]), st.sampled_from(DTYPES), st.data())
+def test_a_copy_is_the_one_of_torch_and_is_summed_as_it_arrived(place, dtype, own_dtype, data):
+    box, shape = place
+    source = somewhere(data, box.size, own_dtype)
+    target = somewhere(data, box.size, dtype)
+    memory = torch.empty(0, dtype=dtype).set_(target.untyped_storage())
+    around = memory.clone()
+    around.as_strided(target.shape, target.stride(), target.storage_offset()).copy_(source)
+    added = copy_and_sum(source, target, box, shape)
+    assert torch.equal(memory, around)  # and nothing but the box was written
+    assert added == checksum_by_torch(target, box, shape)
+
+
+@pytest.mark.parametrize("start, end", [(0, 40_000), (1, 39_998), (4, 32_772), (3, 32_773)])
+@pytest.mark.parametrize("num_rows", [1, 5])
+def test_rows_longer_than_a_tile_of_the_kernel(num_rows, start, end):
+    whole = random_tensor(num_rows, 40_000)
+    box, shape = Box((0, start), (num_rows, end - start)), (num_rows, 40_000)
+    source, target = whole[:, start:end], torch.zeros(shape, dtype=whole.dtype)
+    added = copy_and_sum(source, target[box.slices], box, shape)
+    assert torch.equal(target[box.slices], source)
+    assert added == whole_checksum(target) == checksum_by_torch(source, box, shape)
+    assert int(added) == written_out(target)
+
+
+def test_a_parameter_that_is_trained_can_be_summed():
+    tensor = random_tensor(6, 8)
+    parameter = torch.nn.Parameter(tensor.clone())
+    assert whole_checksum(parameter) == whole_checksum(tensor)
+    assert whole_checksum(parameter.T) == whole_checksum(tensor.T)
+
+
 def test_zeros_add_nothing():
     tensor = random_tensor(6, 8)
     padded = torch.nn.functional.pad(tensor, (0, 0, 0, 3))
@@ -113,3 +186,6 @@ def test_what_goes_to_a_wrong_place_shows(change):
 def test_a_gpu_gets_the_same_number():
     tensor = random_tensor(300, 129)
     assert int(whole_checksum(tensor.cuda())) == int(whole_checksum(tensor))
+    box, target = Box((0, 0), (300, 129)), torch.zeros(300, 129, dtype=tensor.dtype, device="cuda")
+    assert int(copy_and_sum(tensor.cuda(), target, box, (300, 129))) == written_out(tensor)
+    assert torch.equal(target.cpu(), tensor)
