@@ -192,7 +192,7 @@ class RolloutConfig(Section):
     top_k: int = -1
     """Only -1: the trainer cannot reproduce a cut distribution."""
     max_completion_length: PositiveInt
-    """Most tokens per completion, the end token included."""
+    """Most tokens per completion, end token and observations included."""
     startup_timeout: PositiveFloat = 300.0
     """Seconds until a started engine must answer."""
     request_timeout: PositiveFloat = 600.0

@@ -11,7 +11,8 @@ from megatron_grpo.environments import EnvironmentPool
 
 LONG_SLEEP = str(20_000_000 + os.getpid())  # seconds, so that the process can be recognised
 MINE = """
-import ctypes, os, signal, subprocess, sys, time
+import ctypes, os, random, signal, subprocess, sys, time
+import numpy
 
 class Echo:
     '''Says back what it has heard, and rewards its length.'''
@@ -73,6 +74,12 @@ class Slow(Echo):
         time.sleep(0.5)
         return super().step(text)
 
+class Dice:
+    '''Says what it has thrown.'''
+    def reset(self, prompt, **columns): return self.throw()
+    def step(self, text): return self.throw(), 0.0, False
+    def throw(self): return f"{random.random()} {numpy.random.random()}"
+
 class Curious:
     def reset(self, prompt, colour): pass
     def step(self, text): return "", 0.0, True
@@ -90,7 +97,7 @@ class Counting:
     def step(self, text):
         with open(self.file, "a") as file: file.write(f"{os.getpid()} {self.turn}\\n")
         self.turn += 1
-        time.sleep(0.05)
+        time.sleep(0.3)
         return "go on", 1.0, False
 """
 

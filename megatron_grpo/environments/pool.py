@@ -163,9 +163,9 @@ class Instance:
     pool: EnvironmentPool
     key: int
 
-    def reset(self, prompt: str, columns: Mapping[str, Any]) -> Future[str | None]:
-        """Its first observation, if it has one."""
-        return self.pool.call("reset", self.key, prompt, dict(columns))
+    def reset(self, prompt: str, columns: Mapping[str, Any], seed: int) -> Future[str | None]:
+        """Its first observation, if it has one. `seed` is for the random numbers of its process."""
+        return self.pool.call("reset", self.key, seed, prompt, dict(columns))
 
     def step(self, text: str) -> "Future[list[Any]]":
         """What it answers to a turn of the model: the fields of a `Step`."""

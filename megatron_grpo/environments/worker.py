@@ -3,9 +3,9 @@
 It reads the class and its limits from the socket FD, loads it, answers with the columns that
 `reset` wants, and then does as it is told, with any number of calls at once:
 
-    ("reset", key, prompt, columns)    fork a process, make the instance `key` there and reset it
-    ("step", key, text)                have it step
-    ("end", key)                       kill it
+    ("reset", key, seed, prompt, columns)    fork a process, make the instance `key` in it, reset it
+    ("step", key, text)    have it step
+    ("end", key)           kill it
 
 Every answer is [key, true, result] or [key, false, text of the error] in JSON: what comes from the
 user's code is not unpickled. An instance that fails or is late is killed. All end when the socket
@@ -15,6 +15,7 @@ closes.
 import gc
 import json
 import os
+import random
 import resource
 import signal
 import sys
@@ -123,38 +124,41 @@ class Worker:
         with suppress(ConnectionError):  # its end is read as well
             process.connection.send(text)
 
-    def _fork(self, prompt: str, columns: Any) -> Process:
+    def _fork(self, seed: int, prompt: str, columns: Any) -> Process:
         connection, theirs = Pipe()
         parent = os.getpid()
         if (pid := os.fork()) == 0:
-            self._live(theirs, parent, connection, prompt, columns)
+            self._live(theirs, parent, connection, partial(self._reset, seed, prompt, columns))
         theirs.close()
         return Process(pid, connection, time.monotonic() + self.timeout)
 
+    def _reset(self, seed: int, prompt: str, columns: Any) -> str | None:
+        """What the environment of this process says first."""
+        random.seed(seed)
+        if "numpy" in sys.modules:  # whose state all forks would share
+            sys.modules["numpy"].random.seed(seed % 2**32)
+        self.environment, observation = self.loaded.reset(prompt, columns)
+        return observation
+
     def _live(
-        self, worker: Connection, parent: int, other_end: Connection, prompt: str, columns: Any
+        self,
+        worker: Connection,
+        parent: int,
+        other_end: Connection,
+        action: Callable[[], Any],
     ) -> NoReturn:
         """Be an instance, in a process of one's own."""
         die_with_parent()
         if os.getppid() != parent:
             os._exit(1)
         os.setsid()  # so that what it starts can be ended with it
-        gc.unfreeze()
         self.selector.close()
         for unused in (self.trainer, other_end, *(p.connection for p in self.processes.values())):
             unused.close()
-        environment: Any = None
-
-        def reset() -> str | None:
-            nonlocal environment
-            environment, observation = self.loaded.reset(prompt, columns)
-            return observation
-
-        action: Callable[[], Any] = reset
         with suppress(EOFError, ConnectionError):
             while True:
                 worker.send_bytes(json.dumps(self._attempt(action)).encode())
-                action = partial(step, environment, worker.recv())
+                action = partial(step, self.environment, worker.recv())
         os._exit(0)
 
     def _attempt(self, action: Callable[[], Any]) -> tuple[bool, Any]:

@@ -123,12 +123,14 @@ class DialogueGeneration:
         }
         self._seed, self._step = seed, step
         self._turns, self._max_turns = turns, max_turns
-        self.dialogues = [
-            Dialogue(prompt, index, instance, instance.reset(prompt.text, prompt.row), room)
-            for prompt in prompts
-            for index in range(num_generations)
-            for instance, room in [(environments.open(), max_completion_length)]
-        ]
+        self.dialogues = []
+        for position, prompt in enumerate(prompts):
+            for index in range(num_generations):
+                instance = environments.open()
+                own_seed = turn_seed(seed, step, position, index, turn=-1)
+                first = instance.reset(prompt.text, prompt.row, own_seed)
+                dialogue = Dialogue(prompt, index, instance, first, max_completion_length)
+                self.dialogues.append(dialogue)
 
     @property
     def open(self) -> dict[int, Json]:

@@ -66,7 +66,10 @@ def first_seed(seed: int, step: int, position: int) -> int:
 
 
 def turn_seed(seed: int, step: int, position: int, sample_index: int, turn: int) -> int:
-    """Seed of turn `turn` (0, 1, ...) of a sample: as `first_seed`, and of no moment either."""
+    """Seed of turn `turn` (0, 1, ...) of a sample, and of its environment (-1).
+
+    As `first_seed`, a pure function; the moment at which a turn begins has no part in it.
+    """
     return _hash(seed, step, position, sample_index, turn)
 
 

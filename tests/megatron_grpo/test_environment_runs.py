@@ -28,9 +28,10 @@ def model(tied_model: Path, tmp_path_factory) -> Path:
     """The engine's model, with so many end tokens that a random turn is short."""
     folder = tmp_path_factory.mktemp("talkative") / "model"
     shutil.copytree(tied_model, folder)
-    config = json.loads((folder / "config.json").read_text())
-    config["eos_token_id"] = [1, *range(20, 100)]
-    (folder / "config.json").write_text(json.dumps(config))
+    for name in ("config.json", "generation_config.json"):
+        config = json.loads((folder / name).read_text())
+        config["eos_token_id"] = [1, *range(40, 100)]
+        (folder / name).write_text(json.dumps(config))
     return folder
 
 

@@ -13,6 +13,7 @@ from megatron_grpo.config import EnvironmentConfig
 from megatron_grpo.environments import EnvironmentFailed, EnvironmentPool, EnvironmentsLost
 
 SECONDS = 20
+SEED = 7
 
 
 def sleepers() -> list[psutil.Process]:
@@ -28,15 +29,17 @@ def processes_of(pool) -> list[psutil.Process]:
 def odd(pool, deed: str, turn: int = 1):
     """An instance that does `deed` in `turn`, reset."""
     instance = pool.open()
-    instance.reset("prompt", {"deed": deed, "turn": turn}).result(SECONDS)
+    instance.reset("prompt", {"deed": deed, "turn": turn}, SEED).result(SECONDS)
     return instance
 
 
 def test_every_instance_has_a_state_of_its_own_and_columns_by_name(tmp_path):
     with environment_pool(tmp_path, "Echo", arguments={"last": 2}) as pool:
         first, second = pool.open(), pool.open()
-        assert first.reset("prompt", {"first": "hello", "other": 1}).result(SECONDS) == "hello"
-        assert second.reset("prompt", {"prompt": "a column"}).result(SECONDS) is None
+        assert (
+            first.reset("prompt", {"first": "hello", "other": 1}, SEED).result(SECONDS) == "hello"
+        )
+        assert second.reset("prompt", {"prompt": "a column"}, SEED).result(SECONDS) is None
         assert first.step("abc").result(SECONDS) == ["1: abc", 3.0, False]
         assert first.step("ąbc\n").result(SECONDS) == ["2: ąbc\n", 4.0, True]
         assert second.step("").result(SECONDS) == ["1: ", 0.0, False]
@@ -45,7 +48,7 @@ def test_every_instance_has_a_state_of_its_own_and_columns_by_name(tmp_path):
 def test_hundreds_step_at_once_and_are_gone_when_they_end(tmp_path):
     with environment_pool(tmp_path, "Slow") as pool:
         instances = [pool.open() for _ in range(200)]
-        for future in [instance.reset("prompt", {}) for instance in instances]:
+        for future in [instance.reset("prompt", {}, SEED) for instance in instances]:
             future.result(SECONDS)
         start = time.monotonic()
         for future in [instance.step("x") for instance in instances]:
@@ -55,6 +58,20 @@ def test_hundreds_step_at_once_and_are_gone_when_they_end(tmp_path):
         for instance in instances:
             instance.end()
         assert wait_until(lambda: len(processes_of(pool)) == 1, SECONDS)
+
+
+def test_random_numbers_are_those_of_the_seed(tmp_path):
+    with environment_pool(tmp_path, "Dice") as pool:
+
+        def throws(seed: int) -> list[str]:
+            instance = pool.open()
+            first = instance.reset("prompt", {}, seed).result(SECONDS)
+            return [first, instance.step("x").result(SECONDS)[0]]
+
+        assert throws(1) == throws(1)
+        assert (
+            len({word for seed in range(5) for line in throws(seed) for word in line.split()}) == 20
+        )
 
 
 @pytest.mark.parametrize(
@@ -91,7 +108,7 @@ def test_an_instance_that_fails_is_told_and_the_others_go_on(tmp_path, deed, tol
 def test_one_that_hangs_is_cut_by_the_timeout_with_what_it_has_started(tmp_path, deed, turn):
     with environment_pool(tmp_path, "Odd", timeout=1.0) as pool:
         other, bad = odd(pool, "go_on"), pool.open()
-        calls = [bad.reset("prompt", {"deed": deed, "turn": turn})]
+        calls = [bad.reset("prompt", {"deed": deed, "turn": turn}, SEED)]
         if turn:
             calls[0].result(SECONDS)
             calls.append(bad.step("x"))
