@@ -31,7 +31,7 @@ def result(values, weights, mask, group):
     values = values.clone().requires_grad_()
     sequences = SequenceMeans(CU_SEQLENS, mask, group)
     sums, means = sequences.sum(values), sequences.mean(values)
-    loss = (weights * (means.exp() + sums**2 * values))[mask].sum()
+    loss = (weights * (means.exp() + sums**2 * values.where(mask, 0.0)))[mask].sum()
     (gradient,) = torch.autograd.grad(loss, values)
     return sums.detach(), means.detach(), loss.detach(), gradient
 
