@@ -79,7 +79,8 @@ def _centered(groups: "RewardGroups", estimator: AdvantageEstimator) -> Tensor:
         ~groups.has_spread[groups.index], 0.0
     )
     if estimator == "rloo":
-        centered = centered * (groups.count / (groups.count - 1).clamp(min=1))[groups.index]
+        n = groups.count.double()
+        centered = centered * (n / (n - 1).clamp(min=1))[groups.index]
     return centered
 
 

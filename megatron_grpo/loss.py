@@ -99,23 +99,21 @@ def grpo_loss(
     assert (batch.ref_logprobs is None) == (cfg.beta == 0.0), (
         "a reference is for the KL penalty, and only that"
     )
+    # Off the mask all is 0: means over sequences carry gradients to tokens from their neighbours.
     logprobs = logprobs.where(mask, 0.0)
+    advantages = batch.advantages.where(mask, 0.0)
     rollout = batch.rollout_logprobs.where(mask, 0.0).to(logprobs)
     old = logprobs.detach()
     if batch.old_logprobs is not None:
         old = batch.old_logprobs.where(mask, 0.0)
     log_ratio = logprobs - old
     weights = rollout_weights(old - rollout, sequences, cfg)
-    found = objective(logprobs, log_ratio, batch.advantages, weights, sequences, cfg)
+    found = objective(logprobs, log_ratio, advantages, weights, sequences, cfg)
     per_token = found.loss
     on_policy = torch.ones_like(mask)
     if cfg.off_policy_mask_threshold is not None:
         on_policy = on_policy_mask(
-            logprobs.detach(),
-            rollout,
-            batch.advantages,
-            sequences,
-            cfg.off_policy_mask_threshold,
+            logprobs.detach(), rollout, advantages, sequences, cfg.off_policy_mask_threshold
         )
         per_token = per_token.where(on_policy, 0.0)
     if batch.high_entropy is not None:
@@ -126,10 +124,10 @@ def grpo_loss(
         kl = kl_estimate(logprobs, batch.ref_logprobs.where(mask, 0.0), cfg.kl_estimator)
         if not cfg.kl_in_reward:
             per_token = per_token + beta * _corrected(kl, logprobs, log_ratio, sequences, cfg)
-    per_token = batch.loss_weights * per_token
+    per_token = batch.loss_weights.where(mask, 0.0) * per_token
     if batch.entropy_weights is not None:
-        per_token = per_token - cfg.entropy_coef * batch.entropy_weights * entropy
-    per_token = per_token.where(mask, 0.0)
+        bonus = batch.entropy_weights.where(mask, 0.0) * entropy.where(mask, 0.0)
+        per_token = per_token - cfg.entropy_coef * bonus
     return GRPOLoss(
         total=per_token.sum(),
         per_token=per_token.detach(),

@@ -158,8 +158,9 @@ def vespo(
         log_weight = log_weight + sequences.sum(rollout_weights.log().clamp(LOG_LEAST, LOG_BOUND))
     log_weight = log_weight.clamp(LOG_LEAST, LOG_BOUND)
     positive = advantages >= 0
-    k = torch.where(positive, cfg.vespo_k_pos, cfg.vespo_k_neg).to(log_weight)
-    tilt = torch.where(positive, cfg.vespo_lambda_pos, cfg.vespo_lambda_neg).to(log_weight)
+    k = torch.full_like(log_weight, cfg.vespo_k_neg).masked_fill(positive, cfg.vespo_k_pos)
+    tilt = torch.full_like(log_weight, cfg.vespo_lambda_neg)
+    tilt = tilt.masked_fill(positive, cfg.vespo_lambda_pos)
     phi = (tilt + k * log_weight - tilt * log_weight.exp()).exp()
     never = torch.zeros_like(positive)
     return Objective(loss=-phi * advantages * logprobs, clipped_low=never, clipped_high=never)

@@ -105,7 +105,7 @@ def keep_high_entropy(
         torch.cat(masked), 1 - share, lambda counts: dist.all_reduce(counts, group=data_group)
     )
     return [
-        replace(batch, high_entropy=(entropy >= threshold) & batch.loss_mask)
+        replace(batch, high_entropy=(entropy.float() >= threshold) & batch.loss_mask)
         for batch, entropy in zip(batches, entropies, strict=True)
     ]
 

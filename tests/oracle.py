@@ -1,15 +1,21 @@
 """GRPO written down once more, as plainly as possible: what the real code is measured against.
 
 Loops over sequences and tokens, padded batches, one process, float64; nothing shared with the code
-under test.
+under test. Formulas are written as the papers have them: products of ratios where those have
+products, cases by the sign of the advantage where those have a sign.
 """
 
 import math
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+Group = list[float]
+"""Rewards of the completions of one prompt; NaN for one that could not be scored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,67 +23,356 @@ class OracleLoss:
     """Hyperparameters of the loss."""
 
     loss_type: str = "grpo"
+    importance_sampling_level: str = "token"
     max_completion_length: int = 16
     epsilon: float = 0.2
     epsilon_high: float = 0.2
     delta: float | None = None
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+    top_entropy_quantile: float = 1.0
+    entropy_coef: float = 0.0
     beta: float = 0.0
+    kl_estimator: str = "k3"
+    use_bias_correction_kl: bool = False
+    kl_in_reward: bool = False
+    rollout_importance_sampling_mode: str | None = None
+    rollout_importance_sampling_threshold: float = 2.0
+    rollout_importance_sampling_min: float = 0.0
+    off_policy_mask_threshold: float | None = None
     temperature: float = 1.0
 
 
+# --- advantages ---------------------------------------------------------------------------------
+
+
 def oracle_advantages(
-    rewards: list[list[float]], *, correction: int, epsilon: float
+    rewards: list[Group],
+    *,
+    estimator: str = "grpo",
+    scale: str = "group",
+    correction: int = 1,
+    epsilon: float = 1e-4,
 ) -> list[float]:
-    """(r - mean) / (std + epsilon), group by group; one list per group, one flat list back."""
-    advantages = []
-    for group in rewards:
-        mean = math.fsum(group) / len(group)
-        std = math.sqrt(math.fsum((r - mean) ** 2 for r in group) / (len(group) - correction))
-        advantages += [(r - mean) / (std + epsilon) for r in group]
-    return advantages
+    """Advantages of the completions of each group, one flat list; 0 where there is no reward.
+
+    `statistics` computes means and deviations exactly and rounds once.
+    """
+    groups = [[r for r in group if not math.isnan(r)] for group in rewards]
+    everything = [r for group in groups for r in group]
+
+    def baseline(r: float, group: Group) -> float:
+        if estimator == "reinforce_plus_plus":  # arXiv 2501.03262: the batch is the baseline
+            return statistics.mean(everything)
+        if estimator == "rloo":  # arXiv 2402.14740: the mean of the other completions
+            others = list(group)
+            others.remove(r)
+            return statistics.mean(others) if others else r
+        return statistics.mean(group)  # arXiv 2402.03300, section 4.1.2
+
+    unscaled = [
+        [0.0 if math.isnan(r) else r - baseline(r, group) for r in with_failed]
+        for with_failed, group in zip(rewards, groups, strict=True)
+    ]
+    valid = [
+        a
+        for with_failed, of_group in zip(rewards, unscaled, strict=True)
+        for r, a in zip(with_failed, of_group, strict=True)
+        if not math.isnan(r)
+    ]
+    result = []
+    for with_failed, group, of_group in zip(rewards, groups, unscaled, strict=True):
+        for r, a in zip(with_failed, of_group, strict=True):
+            if math.isnan(r) or scale == "none":
+                result.append(a)
+            elif scale == "group":
+                result.append(a / (_std(group, correction) + epsilon))
+            elif estimator.startswith("reinforce"):  # normalized over the batch
+                result.append(a / (_std(valid, correction) + epsilon))
+            else:
+                result.append(a / (_std(everything, correction) + epsilon))
+    return result
+
+
+def oracle_gdpo_advantages(
+    scores: list[list[list[float]]], weights: list[float], *, epsilon: float = 1e-4
+) -> list[float]:
+    """Each reward normalized within its group, then their sum over the batch: arXiv 2601.05242.
+
+    `scores[g][i][f]` is what reward function f said of completion i of group g.
+    """
+    sums = []
+    for group in scores:
+        for completion in group:
+            total = 0.0
+            for f, weight in enumerate(weights):
+                column = [other[f] for other in group]
+                z = (completion[f] - statistics.mean(column)) / (_std(column, 1) + epsilon)
+                total += weight * z
+            sums.append(total)
+    return [(s - statistics.mean(sums)) / (_std(sums, 1) + epsilon) for s in sums]
+
+
+def oracle_process_advantages(
+    groups: list[list[list[tuple[int, float]]]],
+    lengths: list[list[int]],
+    *,
+    correction: int = 1,
+    epsilon: float = 1e-4,
+) -> list[list[float]]:
+    """Of every token of every completion: DeepSeekMath, arXiv 2402.03300, section 4.1.3.
+
+    `groups[g][i]` are the (index of the last token, reward) of the steps of completion i.
+    """
+    result = []
+    for group, of_group in zip(groups, lengths, strict=True):
+        rewards = [reward for steps in group for _, reward in steps]
+        for steps, length in zip(group, of_group, strict=True):
+            advantages = [0.0] * length
+            for t in range(length):
+                for end, reward in steps:
+                    if end >= t:
+                        std = _std(rewards, correction)
+                        advantages[t] += (reward - statistics.mean(rewards)) / (std + epsilon)
+            result.append(advantages)
+    return result
+
+
+def _std(values: Sequence[float], correction: int) -> float:
+    if len(values) < 2:
+        return 0.0
+    return statistics.stdev(values) if correction else statistics.pstdev(values)
+
+
+# --- the loss -----------------------------------------------------------------------------------
 
 
 def oracle_loss(
     logprobs: list[Tensor],
-    advantages: list[float],
+    advantages: Sequence[float | Sequence[float]],
     cfg: OracleLoss,
     old_logprobs: list[Tensor] | None = None,
     ref_logprobs: list[Tensor] | None = None,
+    rollout_logprobs: list[Tensor] | None = None,
+    entropies: list[Tensor] | None = None,
+    beta: float | None = None,
 ) -> Tensor:
-    """The loss, from one tensor of response log-probabilities per sequence."""
-    per_sequence = []
+    """The loss, from one tensor of response log-probabilities per sequence.
+
+    An advantage is that of a sequence, or those of its tokens. Without old log-probabilities the
+    policy that generated is the present one. `beta` is the weight of the KL where it has changed.
+    """
+    beta = cfg.beta if beta is None else beta
+    threshold = _entropy_threshold(entropies, cfg)
+    per_sequence, bonus, num_chosen = [], torch.zeros((), dtype=torch.float64), 0
     for i, sequence in enumerate(logprobs):
+        of_sequence = advantages[i]
+        s = _Sequence(
+            cfg=cfg,
+            new=list(sequence),
+            old=list(sequence.detach() if old_logprobs is None else old_logprobs[i]),
+            rollout=None if rollout_logprobs is None else list(rollout_logprobs[i]),
+            advantages=[of_sequence] * len(sequence)
+            if isinstance(of_sequence, int | float)
+            else list(of_sequence),
+        )
         terms = []
         for t in range(len(sequence)):
-            new, advantage = sequence[t], advantages[i]
-            old = new.detach() if old_logprobs is None else old_logprobs[i][t]
-            ratio = torch.exp(new - old)
-            clipped = ratio.clamp(1 - cfg.epsilon, 1 + cfg.epsilon_high)
-            if cfg.delta is not None and ratio > cfg.delta:
-                ratio = torch.tensor(cfg.delta, dtype=ratio.dtype)
-            objective = torch.min(ratio * advantage, clipped * advantage)
-            if cfg.beta:
-                log_quotient = ref_logprobs[i][t] - new
-                objective = objective - cfg.beta * (torch.exp(log_quotient) - log_quotient - 1)
+            objective = s.objective(t) * s.stays(t)
+            if threshold is not None and entropies[i][t] < threshold:
+                objective = objective * 0  # arXiv 2506.01939: the forking tokens alone
+            else:
+                num_chosen += 1
+                if cfg.entropy_coef:
+                    bonus = bonus + entropies[i][t]
+            if beta and not cfg.kl_in_reward:
+                kl = divergence(s.new[t], ref_logprobs[i][t], cfg.kl_estimator)
+                if cfg.use_bias_correction_kl:
+                    kl = kl * s.ratio(t)
+                objective = objective - beta * kl
             terms.append(-objective)
         per_sequence.append(terms)
+    loss = _averaged(per_sequence, cfg)
+    return loss - cfg.entropy_coef * bonus / max(num_chosen, 1)
 
+
+def _averaged(per_sequence: list[list[Tensor]], cfg: OracleLoss) -> Tensor:
     everything = [term for terms in per_sequence for term in terms]
     if not everything:
         return torch.zeros((), dtype=torch.float64)
-    if cfg.loss_type == "grpo":
-        means = [sum(terms) / len(terms) for terms in per_sequence if terms]
-        return sum(means) / len(per_sequence)
-    if cfg.loss_type == "dapo":
+    if cfg.loss_type in ("grpo", "sapo", "gmpo"):  # mean over sequences of the mean over tokens
+        return sum(sum(terms) / len(terms) for terms in per_sequence if terms) / len(per_sequence)
+    if cfg.loss_type in ("dapo", "bnpo", "cispo", "vespo"):  # mean over all tokens
         return sum(everything) / len(everything)
+    if cfg.loss_type == "luspo":  # mean over sequences of the mean times the length
+        return sum(everything) / len(per_sequence)
     assert cfg.loss_type == "dr_grpo"
     return sum(everything) / (len(per_sequence) * cfg.max_completion_length)
+
+
+def divergence(new: Tensor, ref: Tensor, estimator: str) -> Tensor:
+    """Schulman (2020) of a token that was drawn from `new`, with r = ref / new."""
+    r = torch.exp(ref) / torch.exp(new)
+    if estimator == "k1":
+        return -torch.log(r)
+    if estimator == "k2":
+        return torch.log(r) ** 2 / 2
+    return r - 1 - torch.log(r)
+
+
+def oracle_sequence_kl(
+    old_logprobs: list[Tensor], ref_logprobs: list[Tensor], estimator: str
+) -> list[float]:
+    """Of each completion, what is taken from its reward, before beta: the sum over its tokens."""
+    return [
+        math.fsum(float(divergence(o, r, estimator)) for o, r in zip(old, ref, strict=True))
+        for old, ref in zip(old_logprobs, ref_logprobs, strict=True)
+    ]
+
+
+def _entropy_threshold(entropies: list[Tensor] | None, cfg: OracleLoss) -> float | None:
+    """The lowest entropy that is among the highest `top_entropy_quantile` of all tokens."""
+    if cfg.top_entropy_quantile == 1:
+        return None
+    ordered = sorted(h.item() for of_sequence in entropies for h in of_sequence)
+    place = (1 - cfg.top_entropy_quantile) * (len(ordered) - 1)
+    below, above = ordered[math.floor(place)], ordered[math.ceil(place)]
+    return below + (place - math.floor(place)) * (above - below)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sequence:
+    """One completion: scalars for each of its tokens."""
+
+    cfg: OracleLoss
+    new: list[Tensor]
+    old: list[Tensor]
+    rollout: list[Tensor] | None
+    advantages: list[float]
+
+    def objective(self, t: int) -> Tensor:
+        """What is maximized at token t, with the weight of trainer over engine in it."""
+        cfg, a = self.cfg, self.advantages[t]
+        if cfg.loss_type == "vespo":
+            return self.vespo(t)
+        if cfg.loss_type == "gmpo":
+            found = self.geometric_mean(a) * a
+        elif cfg.loss_type == "cispo":  # arXiv 2506.13585, eq. 4; without the lower bound
+            weight = min(self.ratio(t).item(), cfg.epsilon_high)
+            found = weight * a * self.new[t]
+        elif cfg.loss_type == "sapo":  # arXiv 2511.20347: sigmoid(tau (r - 1)) 4 / tau
+            tau = cfg.sapo_temperature_pos if a > 0 else cfg.sapo_temperature_neg
+            found = 4 / (tau * (1 + torch.exp(-tau * (self.ratio(t) - 1)))) * a
+        else:
+            found = self.clipped(self.ratio(t), a)
+        return found * self.rollout_weight(t)
+
+    def token_ratio(self, t: int) -> Tensor:
+        return torch.exp(self.new[t]) / torch.exp(self.old[t])
+
+    def ratio(self, t: int) -> Tensor:
+        if self.cfg.importance_sampling_level == "token":
+            return self.token_ratio(t)
+        # GSPO, arXiv 2507.18071, eq. 7: (p_new(sequence) / p_old(sequence)) ** (1 / length)
+        ratio = _product([self.token_ratio(u) for u in range(len(self.new))])
+        ratio = ratio ** (1 / len(self.new))
+        if self.cfg.importance_sampling_level == "sequence":
+            return ratio
+        # Eq. 14: sg[s] p_new(token) / sg[p_new(token)]
+        p = torch.exp(self.new[t])
+        return ratio.detach() * p / p.detach()
+
+    def clipped(self, ratio: Tensor, a: float) -> Tensor:
+        """PPO's surrogate, case by case: where the objective would improve beyond the clip, it is
+        flat. With the dual clip it is also flat where it would worsen beyond delta."""
+        if a >= 0:
+            return a * torch.clamp(ratio, max=1 + self.cfg.epsilon_high)
+        bounded = torch.clamp(ratio, min=1 - self.cfg.epsilon)
+        if self.cfg.delta is not None:
+            bounded = torch.clamp(bounded, max=self.cfg.delta)
+        return a * bounded
+
+    def geometric_mean(self, a: float) -> Tensor:
+        """GMPO, arXiv 2507.20673: product of ratios to the 1 / length, each clipped on the side
+        where the objective would improve."""
+        ratios = [self.token_ratio(t) for t in range(len(self.new))]
+        if a >= 0:
+            kept = [torch.clamp(r, max=math.exp(self.cfg.epsilon_high)) for r in ratios]
+        else:
+            kept = [torch.clamp(r, min=math.exp(-self.cfg.epsilon)) for r in ratios]
+        return _product(kept) ** (1 / len(kept))
+
+    def vespo(self, t: int) -> Tensor:
+        """REINFORCE weighted with w**k exp(lambda (1 - w)), w of the sequence: arXiv 2602.10693.
+
+        The authors' code keeps each ratio within exp(+-20), and w within 1e-8 and exp(20).
+        """
+        cfg, a = self.cfg, self.advantages[t]
+        w = 1.0
+        for u in range(len(self.new)):
+            w *= min(max(self.token_ratio(u).item(), math.exp(-20)), math.exp(20))
+            w *= min(max(self.rollout_weight(u), 1e-8), math.exp(20))
+        w = min(max(w, 1e-8), math.exp(20))
+        k, lam = (
+            (cfg.vespo_k_pos, cfg.vespo_lambda_pos)
+            if a >= 0
+            else (cfg.vespo_k_neg, cfg.vespo_lambda_neg)
+        )
+        return w**k * math.exp(lam * (1 - w)) * a * self.new[t]
+
+    def rollout_weight(self, t: int) -> float:
+        """Trainer over engine, under the weights that generated."""
+        cfg = self.cfg
+        if cfg.rollout_importance_sampling_mode is None:
+            return 1.0
+        ratios = [
+            math.exp(old) / math.exp(rollout)
+            for old, rollout in zip(self.old, self.rollout, strict=True)
+        ]
+        level, kind = cfg.rollout_importance_sampling_mode.split("_")
+        weight = {
+            "token": ratios[t],
+            "sequence": math.prod(ratios),
+            "geometric": math.prod(ratios) ** (1 / len(ratios)),
+        }[level]
+        low, high = cfg.rollout_importance_sampling_min, cfg.rollout_importance_sampling_threshold
+        if kind == "truncate":
+            return min(max(weight, low), high)
+        return weight if low <= weight <= high else 0.0
+
+    def stays(self, t: int) -> float:
+        """DeepSeek-V3.2, arXiv 2512.02556: 0 for a bad sequence that the policy has left."""
+        if self.cfg.off_policy_mask_threshold is None or self.advantages[t] >= 0:
+            return 1.0
+        gaps = [(b - a).item() for a, b in zip(self.new, self.rollout, strict=True)]
+        return float(statistics.mean(gaps) <= self.cfg.off_policy_mask_threshold)
+
+
+def _product(factors: list[Tensor]) -> Tensor:
+    result = factors[0]
+    for factor in factors[1:]:
+        result = result * factor
+    return result
+
+
+# --- on a model of transformers -----------------------------------------------------------------
 
 
 def oracle_logprobs(
     model: Any, prompts: list[list[int]], completions: list[list[int]], temperature: float = 1.0
 ) -> list[Tensor]:
-    """Response log-probabilities of each sequence under a `transformers` causal language model.
+    """Response log-probabilities of each sequence under a `transformers` causal language model."""
+    return oracle_logprobs_and_entropies(model, prompts, completions, temperature)[0]
+
+
+def oracle_logprobs_and_entropies(
+    model: Any, prompts: list[list[int]], completions: list[list[int]], temperature: float = 1.0
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Log-probability of each response token, and entropy of the distribution that it is from.
 
     One right-padded batch. The weights decide the precision (call `model.double()` first), up to
     the norms and rotary embeddings, which transformers computes in float32 whatever the weights.
@@ -90,26 +385,33 @@ def oracle_logprobs(
     attention_mask = torch.tensor([[1] * len(s) + [0] * (longest - len(s)) for s in sequences])
     logits = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
     everything = torch.log_softmax(logits / temperature, dim=-1)
-    result = []
+    logprobs, entropies = [], []
     for i, (prompt, sequence) in enumerate(zip(prompts, sequences, strict=True)):
-        chosen = [everything[i, t - 1, sequence[t]] for t in range(len(prompt), len(sequence))]
-        result.append(torch.stack(chosen) if chosen else everything.new_zeros(0))
-    return result
+        rows = everything[i, len(prompt) - 1 : len(sequence) - 1]
+        chosen = [row[token] for row, token in zip(rows, sequence[len(prompt) :], strict=True)]
+        logprobs.append(torch.stack(chosen) if chosen else everything.new_zeros(0))
+        entropies.append(-(rows.exp() * rows).sum(dim=1))
+    return logprobs, entropies
 
 
 def oracle_model_loss(
     model: Any,
     prompts: list[list[int]],
     completions: list[list[int]],
-    advantages: list[float],
+    advantages: Sequence[float | Sequence[float]],
     cfg: OracleLoss,
     old_logprobs: list[Tensor] | None = None,
     ref_logprobs: list[Tensor] | None = None,
+    rollout_logprobs: list[Tensor] | None = None,
 ) -> tuple[float, dict[str, Tensor]]:
     """Loss of a `transformers` model on a padded batch, and every parameter's gradient by name."""
     model.zero_grad(set_to_none=True)
-    logprobs = oracle_logprobs(model, prompts, completions, cfg.temperature)
-    loss = oracle_loss(logprobs, advantages, cfg, old_logprobs, ref_logprobs)
+    logprobs, entropies = oracle_logprobs_and_entropies(
+        model, prompts, completions, cfg.temperature
+    )
+    loss = oracle_loss(
+        logprobs, advantages, cfg, old_logprobs, ref_logprobs, rollout_logprobs, entropies
+    )
     loss.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return loss.item(), gradients

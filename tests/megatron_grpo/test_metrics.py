@@ -5,9 +5,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_grpo.grpo_config import GRPOConfig
 from megatron_grpo.loss import grpo_loss, loss_weights
 from megatron_grpo.metrics import TrainMetrics, completion_metrics, reward_metrics
 from parallel.packing import Alignment, TokenSequence, pack
+from parallel.sequences import SequenceMeans
 
 # Four sequences of one prompt token: [new, old, ref, rollout, entropy] of each response token.
 TOKENS = [
@@ -24,55 +26,59 @@ def no_peers(tensor, op):
     pass
 
 
-def count(members, *, beta=0.1):
+def grpo_config(**options):
+    return GRPOConfig(**({"generation_batch_size": 8, "beta": 0.1} | options))
+
+
+def count(members, cfg, tokens=TOKENS):
     """Metrics of one microbatch with these sequences, and the total of its loss."""
-    weights = loss_weights(torch.tensor([len(tokens) for tokens in TOKENS]), "grpo", 8)
+    weights = loss_weights(torch.tensor([len(own) for own in tokens]), "grpo", 8)
     sequences = [
         TokenSequence(
-            tokens=torch.zeros(1 + len(tokens), dtype=torch.int64),
+            tokens=torch.zeros(1 + len(own), dtype=torch.int64),
             num_prompt_tokens=1,
             advantage=ADVANTAGES[i],
             loss_weight=float(weights[i]),
-            rollout_logprobs=torch.tensor([token[3] for token in tokens]),
+            rollout_logprobs=torch.tensor([token[3] for token in own]),
         )
-        for i, tokens in enumerate(TOKENS)
+        for i, own in enumerate(tokens)
     ]
     batch = pack(sequences, members, Alignment(sequence=4, total=4), dtype=torch.float64)
 
     def per_token(column):
         values = torch.zeros(len(batch.tokens), dtype=torch.float64)
-        chosen = [token[column] for i in members for token in TOKENS[i]]
+        chosen = [token[column] for i in members for token in tokens[i]]
         return values.masked_scatter(batch.loss_mask, torch.tensor(chosen, dtype=torch.float64))
 
     logprobs, entropy = per_token(0), per_token(4)
-    batch = replace(batch, old_logprobs=per_token(1), ref_logprobs=per_token(2) if beta else None)
-    loss = grpo_loss(
-        logprobs,
-        batch.old_logprobs,
-        batch.ref_logprobs,
-        batch.advantages,
-        batch.loss_weights,
-        batch.loss_mask,
-        epsilon=0.2,
-        epsilon_high=0.2,
-        delta=None,
-        beta=beta,
+    batch = replace(
+        batch,
+        old_logprobs=per_token(1),
+        ref_logprobs=per_token(2) if cfg.beta else None,
+        high_entropy=entropy >= 0.7 if cfg.top_entropy_quantile < 1 else None,
     )
-    metrics = TrainMetrics(len(TOKENS))
+    sequences = SequenceMeans(batch.cu_seqlens, batch.loss_mask, None)
+    loss = grpo_loss(logprobs, entropy, batch, batch.loss_mask, sequences, cfg, cfg.beta)
+    metrics = TrainMetrics(len(tokens))
     metrics.add(batch, batch.loss_mask, loss, logprobs, entropy)
     return metrics, loss.total.item()
 
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_metrics_do_not_depend_on_the_split_over_ranks(split):
-    parts = [count(members) for members in split]
+    cfg = grpo_config(
+        top_entropy_quantile=0.5,
+        rollout_importance_sampling_mode="token_truncate",
+        off_policy_mask_threshold=0.1,
+    )
+    parts = [count(members, cfg) for members in split]
 
     def all_reduce(tensor, op):
         name = {dist.ReduceOp.SUM: "sums", dist.ReduceOp.MAX: "maxima"}[op]
         stacked = torch.stack([getattr(metrics, name) for metrics, _ in parts])
         tensor.copy_(stacked.sum(0) if name == "sums" else stacked.amax(0))
 
-    result = parts[0][0].reduce(all_reduce, with_kl=True)
+    report = parts[0][0].reduce(all_reduce, cfg)
 
     every = [token for tokens in TOKENS for token in tokens]
 
@@ -103,19 +109,40 @@ def test_metrics_do_not_depend_on_the_split_over_ranks(split):
         "rollout/logprob_gap_mean": (0.05 + 0.01) / 7,
         "rollout/logprob_gap_max": 0.05,
         "rollout/kl": mean(k3(rollout, old) for _, old, _, rollout, _ in every),
+        "rollout/ratio_mean": mean(math.exp(old - rollout) for _, old, _, rollout, _ in every),
+        "rollout/weight_mean": mean(math.exp(old - rollout) for _, old, _, rollout, _ in every),
+        "rollout/stale_gap_mean": mean(abs(new - old) for new, old, _, _, _ in every),
+        "entropy/high_ratio": 4 / 7,  # 0.7, 1.5, 2.5 and 0.9
+        # Of negative advantage is the second alone: the engine is ahead by 0.5 and by -0.5.
+        "off_policy_mask_ratio": 0.0,
     }
-    assert result == pytest.approx(expected, rel=1e-6)
-    assert set(result) == set(expected)
+    assert report.metrics == pytest.approx(expected, rel=1e-6)
+    assert set(report.metrics) == set(expected)
+    assert report.entropy == pytest.approx([0.6, 2.0, 0.4, math.nan], nan_ok=True)
+    assert report.rollout_gap == pytest.approx([0.025, 0.0, 0.01 / 3, math.nan], nan_ok=True)
 
 
-def test_without_a_reference_there_is_no_kl():
-    metrics, _ = count([0, 1], beta=0.0)
-    assert "kl" not in metrics.reduce(no_peers, with_kl=False)
+def test_what_the_config_has_no_use_for_is_not_reported():
+    cfg = grpo_config(beta=0.0)
+    metrics = count([0, 1], cfg)[0].reduce(no_peers, cfg).metrics
+    assert not metrics.keys() & {
+        "kl",
+        "entropy/high_ratio",
+        "rollout/weight_mean",
+        "off_policy_mask_ratio",
+    }
+
+
+def test_tokens_of_a_bad_sequence_that_the_policy_has_left_are_counted():
+    cfg = grpo_config(off_policy_mask_threshold=0.1)
+    # The second sequence has advantage -2; now it is behind the engine by 0.25 per token.
+    moved = [TOKENS[0], [(-2.5, *TOKENS[1][0][1:]), TOKENS[1][1]], *TOKENS[2:]]
+    metrics = count([0, 1], cfg, moved)[0].reduce(no_peers, cfg).metrics
+    assert metrics["off_policy_mask_ratio"] == 0.5
 
 
 def test_the_gap_is_to_the_policy_itself_while_no_old_logprobs_are_kept():
-    weights = torch.ones(2)
-    mask = torch.tensor([False, True])
+    cfg = grpo_config(beta=0.0)
     batch = pack(
         [
             TokenSequence(
@@ -130,28 +157,19 @@ def test_the_gap_is_to_the_policy_itself_while_no_old_logprobs_are_kept():
         Alignment(),
     )
     logprobs = torch.tensor([0.0, -1.0], requires_grad=True)
-    loss = grpo_loss(
-        logprobs,
-        None,
-        None,
-        weights,
-        weights,
-        mask,
-        epsilon=0.2,
-        epsilon_high=0.2,
-        delta=None,
-        beta=0.0,
-    )
+    sequences = SequenceMeans(batch.cu_seqlens, batch.loss_mask, None)
+    loss = grpo_loss(logprobs, torch.zeros(2), batch, batch.loss_mask, sequences, cfg, 0.0)
     metrics = TrainMetrics(1)
-    metrics.add(batch, mask, loss, logprobs, torch.zeros(2))
-    result = metrics.reduce(no_peers, with_kl=False)
+    metrics.add(batch, batch.loss_mask, loss, logprobs, torch.zeros(2))
+    result = metrics.reduce(no_peers, cfg).metrics
     assert result["rollout/logprob_gap_mean"] == pytest.approx(0.5)
     assert result["approx_kl"] == 0
 
 
 def test_a_batch_without_a_single_token_reports_zeros():
-    metrics, _ = count([3])
-    assert set(metrics.reduce(no_peers, with_kl=True).values()) == {0.0}
+    report = count([3], grpo_config())[0].reduce(no_peers, grpo_config())
+    assert set(report.metrics.values()) == {0.0}
+    assert all(map(math.isnan, report.entropy + report.rollout_gap))
 
 
 def test_completion_metrics():
@@ -174,10 +192,34 @@ def test_reward_metrics():
             "reward_std": (0.5**0.5 + 0) / 2,
             "frac_reward_zero_std": 0.5,
             "advantages/std": (0.98 / 3) ** 0.5,
+            "rewards/failed": 0.0,
             "reward/exact/mean": 0.75,
             "reward/exact/std": 0.5,
             "reward/format/mean": 0.25,
             "reward/format/std": (0.25 / 3) ** 0.5,
         },
         rel=1e-6,
+    )
+
+
+def test_a_score_that_is_nan_is_counted_and_in_no_mean():
+    nan = math.nan
+    metrics = reward_metrics(
+        [{"exact": 1.0, "judge": nan}, {"exact": 0.0, "judge": nan}, {"exact": 1.0, "judge": 0.5}],
+        torch.tensor([nan, 0.0, 1.5]),
+        torch.tensor([0, 0, 0]),
+        torch.zeros(3),
+    )
+    assert metrics == pytest.approx(
+        {
+            "reward": 0.75,
+            "reward_std": 1.5 * 0.5**0.5,
+            "frac_reward_zero_std": 0.0,
+            "advantages/std": 0.0,
+            "rewards/failed": 1.0,
+            "reward/exact/mean": 2 / 3,
+            "reward/exact/std": 3**-0.5,
+            "reward/judge/mean": 0.5,
+            "reward/judge/std": 0.0,
+        }
     )

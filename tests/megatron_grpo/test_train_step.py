@@ -1,10 +1,10 @@
 """The gradient of one optimizer step does not depend on how the work was laid out.
 
-Loss and every parameter's gradient are compared, over layouts, microbatch budgets and loss types,
-with a padded, single-process computation in float64 on the `transformers` model.
+Loss and every parameter's gradient are compared, over layouts, microbatch budgets and recipes, with
+a padded, single-process computation in float64 on the `transformers` model.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,23 +17,107 @@ from transformers import AutoModelForCausalLM
 from checkpoint_convert import read_shape
 from distributed import run_ranks
 from megatron_grpo.config import Config
-from megatron_grpo.experience import Experience, share_out
-from megatron_grpo.model import build_policy
+from megatron_grpo.experience import Experience, less_kl, share_out
+from megatron_grpo.kl_reward import sequence_kl, with_advantages
+from megatron_grpo.model import Policy, build_policy
+from megatron_grpo.old_policy import add_logprobs
 from megatron_grpo.prompts import Prompt
 from megatron_grpo.rollout.samples import Sample
 from megatron_grpo.train_step import accumulate_gradient
-from models import tiny_model
-from oracle import OracleLoss, oracle_logprobs, oracle_model_loss
+from models import PAD_ID, tiny_model
+from oracle import (
+    OracleLoss,
+    oracle_advantages,
+    oracle_logprobs,
+    oracle_model_loss,
+    oracle_sequence_kl,
+)
 from parallel import ParallelDims
 from parallel.device import setup_device
-from parallel.groups import init_groups
+from parallel.groups import Groups, init_groups
 from parallel.microbatches import CostModel
+from parallel.packing import PackedBatch
 from policies import gradient_boxes, tiny_config
 
 NUM_SEQUENCES, MAX_COMPLETION_LENGTH = 12, 24
-TEMPERATURE, BETA, EPSILON, EPSILON_HIGH, DELTA = 0.8, 0.05, 0.2, 0.3, 1.5
-LOSS_TYPES = ("grpo", "dapo", "dr_grpo")
+EMPTY, ONLY_EOS, FAILED = 3, 5, 8
+"""Samples without a token, of the end of the sequence alone, and without a reward."""
+TEMPERATURE, BETA = 0.8, 0.05
+CLIPS = {"epsilon": 0.2, "epsilon_high": 0.3}
+NARROW = {"epsilon": 0.03, "epsilon_high": 0.04}
 BUDGETS = (64, 4096)  # tokens per microbatch: many small ones, and all in one
+Recipe = dict[str, Any]
+PLAIN: dict[str, Recipe] = {
+    loss_type: {"loss_type": loss_type, **CLIPS, "delta": 1.5}
+    for loss_type in ("grpo", "dapo", "dr_grpo")
+}
+RECIPES: dict[str, Recipe] = PLAIN | {
+    "gspo": {
+        **NARROW,
+        "importance_sampling_level": "sequence",
+        "use_bias_correction_kl": True,
+        "off_policy_mask_threshold": 0.02,
+    },
+    "gspo-token, forking tokens": {
+        **NARROW,
+        "loss_type": "bnpo",
+        "importance_sampling_level": "sequence_token",
+        "kl_estimator": "k2",
+        "use_bias_correction_kl": True,
+        "top_entropy_quantile": 0.3,
+    },
+    "cispo, entropy bonus": {
+        "loss_type": "cispo",
+        "epsilon_high": 1.3,
+        "top_entropy_quantile": 0.6,
+        "entropy_coef": 0.3,
+        "rollout_importance_sampling_mode": "sequence_mask",
+        "rollout_importance_sampling_threshold": 1.15,
+        "rollout_importance_sampling_min": 0.8,
+    },
+    "gmpo": {
+        "loss_type": "gmpo",
+        **CLIPS,
+        "kl_estimator": "k1",
+        "rollout_importance_sampling_mode": "geometric_mask",
+        "rollout_importance_sampling_threshold": 1.04,
+        "rollout_importance_sampling_min": 0.98,
+    },
+    "sapo": {
+        "loss_type": "sapo",
+        "importance_sampling_level": "sequence",
+        "sapo_temperature_pos": 2.0,
+        "entropy_coef": 0.1,
+        "rollout_importance_sampling_mode": "token_mask",
+        "rollout_importance_sampling_threshold": 1.1,
+        "rollout_importance_sampling_min": 0.9,
+    },
+    "luspo": {
+        **NARROW,
+        "loss_type": "luspo",
+        "importance_sampling_level": "sequence",
+        "rollout_importance_sampling_mode": "sequence_truncate",
+        "rollout_importance_sampling_threshold": 1.15,
+        "rollout_importance_sampling_min": 0.8,
+    },
+    "vespo": {
+        "loss_type": "vespo",
+        "vespo_k_neg": 1.5,
+        "rollout_importance_sampling_mode": "token_truncate",
+        "rollout_importance_sampling_threshold": 1.1,
+    },
+    "divergence in the rewards": {
+        **CLIPS,
+        "loss_type": "dapo",
+        "advantage_estimator": "reinforce_plus_plus_baseline",
+        "scale_rewards": "batch",
+        "kl_in_reward": True,
+        "rollout_importance_sampling_mode": "geometric_truncate",
+        "rollout_importance_sampling_threshold": 1.04,
+        "rollout_importance_sampling_min": 0.98,
+    },
+}
+FAMILIES = {"llama tied": RECIPES, "qwen3 untied": PLAIN}
 LAYOUTS = [
     ParallelDims(),
     ParallelDims(tensor=2),
@@ -42,81 +126,123 @@ LAYOUTS = [
     ParallelDims(context=2),
     ParallelDims(data=2),
     ParallelDims(pipeline=3),
+    ParallelDims(context=3),
     ParallelDims(tensor=2, context=2),
     ParallelDims(pipeline=2, data=2),
+    ParallelDims(context=2, data=2),
+    ParallelDims(tensor=2, pipeline=2, virtual_pipeline=2),
     ParallelDims(tensor=2, context=2, pipeline=2),
 ]
 
 Gradients = dict[str, torch.Tensor]
 
 
-@pytest.fixture(scope="module", params=["llama tied", "qwen3 untied"])
+@pytest.fixture(scope="module", params=FAMILIES)
 def case(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator["Case"]:
     family, tied = request.param.split()
-    folder = tmp_path_factory.mktemp(family)
-    yield Case(tiny_model(folder, family, tied=tied == "tied", num_hidden_layers=4))
+    folder = tiny_model(
+        tmp_path_factory.mktemp(family), family, tied=tied == "tied", num_hidden_layers=4
+    )
+    yield Case(folder, FAMILIES[request.param])
 
 
 class Case:
     """A model, a batch of completions of unequal lengths, and the oracle's answers."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    def __init__(self, folder: Path, recipes: dict[str, Recipe]) -> None:
+        self.folder, self.recipes = folder, recipes
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
         generator = torch.Generator().manual_seed(1)
 
         def draw(low: int, high: int, size: int) -> list[int]:
             return torch.randint(low, high, (size,), generator=generator).tolist()
 
+        def near(logprobs: torch.Tensor, scale: float) -> torch.Tensor:
+            noise = scale * torch.randn(logprobs.shape, generator=generator)
+            return (logprobs + noise).float().double()
+
         self.prompts = [draw(4, 250, n) for n in draw(1, 20, NUM_SEQUENCES)]
         self.completions = [
             draw(4, 250, n) for n in draw(1, MAX_COMPLETION_LENGTH + 1, NUM_SEQUENCES)
         ]
+        self.completions[EMPTY] = []
+        self.completions[ONLY_EOS] = [PAD_ID]  # of a tokenizer that pads with it
         self.advantages = torch.randn(NUM_SEQUENCES, generator=generator).tolist()
+        self.rewards = torch.randn(NUM_SEQUENCES, generator=generator).tolist()
+        self.rewards[FAILED] = torch.nan
         with torch.no_grad():
-            exact = oracle_logprobs(model, self.prompts, self.completions, TEMPERATURE)
+            exact = oracle_logprobs(self.model, self.prompts, self.completions, TEMPERATURE)
         # Off by enough for the clips on both sides, and the dual clip, to bind on some tokens.
-        self.old_logprobs = [
-            (lp + 0.4 * torch.randn(lp.shape, generator=generator)).float().double() for lp in exact
-        ]
-        self.answers = {loss_type: self.answer(model, loss_type) for loss_type in LOSS_TYPES}
+        self.old_logprobs = [near(logprobs, 0.4) for logprobs in exact]
+        self.rollout_logprobs = [near(logprobs, 0.1) for logprobs in self.old_logprobs]
+        self.answers = {
+            name: self.answer(recipe, range(NUM_SEQUENCES)) for name, recipe in recipes.items()
+        }
 
-    def answer(self, model: Any, loss_type: str) -> tuple[float, Gradients]:
+    def answer(self, recipe: Recipe, scored: Sequence[int]) -> tuple[float, Gradients]:
+        """The oracle's loss and gradients, when no other than the `scored` samples have a reward.
+
+        Of a sample without one no token counts, and so it is to the oracle as an empty one.
+        """
+
+        def counted(values: list[Any]) -> list[Any]:
+            return [
+                of_sample if i in scored and i != FAILED else of_sample[:0]
+                for i, of_sample in enumerate(values)
+            ]
+
+        old_logprobs = counted(self.old_logprobs)
+        ref_logprobs = [_reference(logprobs) for logprobs in old_logprobs]
+        advantages, options = self.advantages, dict(recipe)
+        if recipe.get("kl_in_reward"):
+            kl = oracle_sequence_kl(old_logprobs, ref_logprobs, "k3")
+            rewards = [reward - BETA * of for reward, of in zip(self.rewards, kl, strict=True)]
+            advantages = oracle_advantages(
+                [rewards[i : i + 2] for i in range(0, NUM_SEQUENCES, 2)],
+                estimator=options.pop("advantage_estimator"),
+                scale=options.pop("scale_rewards"),
+            )
         return oracle_model_loss(
-            model,
+            self.model,
             self.prompts,
-            self.completions,
-            self.advantages,
+            counted(self.completions),
+            advantages,
             OracleLoss(
-                loss_type=loss_type,
                 max_completion_length=MAX_COMPLETION_LENGTH,
-                epsilon=EPSILON,
-                epsilon_high=EPSILON_HIGH,
-                delta=DELTA,
                 beta=BETA,
                 temperature=TEMPERATURE,
+                **options,
             ),
-            old_logprobs=self.old_logprobs,
-            ref_logprobs=[_reference(lp) for lp in self.old_logprobs],
+            old_logprobs=old_logprobs,
+            ref_logprobs=ref_logprobs,
+            rollout_logprobs=counted(self.rollout_logprobs),
         )
 
-    def experience(self) -> Experience:
+    def experience(self, scored: Sequence[int] = range(NUM_SEQUENCES)) -> Experience:
         samples = [
             Sample(
                 prompt=Prompt(index=i, token_ids=tuple(prompt), text="", row={}),
                 sample_index=0,
                 completion_ids=tuple(completion),
-                logprobs=tuple(old.tolist()),
+                logprobs=tuple(logprobs.tolist()),
                 finish_reason="stop",
                 text="",
                 policy_version=0,
             )
-            for i, (prompt, completion, old) in enumerate(
-                zip(self.prompts, self.completions, self.old_logprobs, strict=True)
+            for i, (prompt, completion, logprobs) in enumerate(
+                zip(self.prompts, self.completions, self.rollout_logprobs, strict=True)
             )
         ]
-        nothing = torch.zeros(NUM_SEQUENCES)
-        return Experience(samples, [], nothing, nothing, torch.tensor(self.advantages))
+        totals = torch.full((NUM_SEQUENCES,), torch.nan, dtype=torch.float64)
+        totals[list(scored)] = torch.tensor(self.rewards, dtype=torch.float64)[list(scored)]
+        return Experience(
+            samples,
+            [],
+            totals,
+            torch.arange(NUM_SEQUENCES) // 2,
+            torch.tensor(self.advantages, dtype=torch.float64),
+            [old.float() for old in self.old_logprobs],
+        )
 
 
 def _reference(old_logprobs: torch.Tensor) -> torch.Tensor:
@@ -124,71 +250,110 @@ def _reference(old_logprobs: torch.Tensor) -> torch.Tensor:
     return 0.95 * old_logprobs
 
 
-def _config(folder: Path, dims: ParallelDims, loss_type: str, budget: int) -> Config:
+def _config(folder: Path, dims: ParallelDims, recipe: Recipe, budget: int) -> Config:
     return tiny_config(
         folder,
         dims,
         f"train.max_tokens_per_microbatch={budget}",
         f"grpo.generation_batch_size={NUM_SEQUENCES}",
         "grpo.num_generations=2",
-        f"grpo.loss_type={loss_type}",
         f"grpo.beta={BETA}",
-        f"grpo.epsilon={EPSILON}",
-        f"grpo.epsilon_high={EPSILON_HIGH}",
-        f"grpo.delta={DELTA}",
+        *(f"grpo.{name}={value}" for name, value in recipe.items()),
         f"rollout.temperature={TEMPERATURE}",
         f"rollout.max_completion_length={MAX_COMPLETION_LENGTH}",
     )
 
 
+def _batches(
+    policy: Policy, experience: Experience, cfg: Config, groups: Groups
+) -> list[PackedBatch]:
+    """This rank's microbatches, as the trainer prepares them; the reference alone is made up."""
+    share = share_out(experience, 0, CostModel.transformer(64), cfg)[groups.coordinates.data]
+    batches = add_logprobs(share[0], policy, None, cfg, groups)
+    if policy.is_last_stage:
+        batches = [replace(batch, ref_logprobs=_reference(batch.old_logprobs)) for batch in batches]
+    if cfg.grpo.kl_in_reward:
+        kl = sequence_kl([batches], NUM_SEQUENCES, cfg.grpo.kl_estimator, groups)
+        compared = less_kl(experience, kl[0], BETA, cfg)
+        [batches] = with_advantages([batches], [compared.advantages])
+    return batches
+
+
+Result = tuple[float, list[Any]]
+
+
 def gradients_on_rank(
-    rank: int, dims: ParallelDims, folder: Path, experience: Experience
-) -> dict[tuple[str, int], tuple[float, list[Any]]]:
-    """For each loss type and budget: the loss, and this rank's boxes of the whole gradient."""
+    rank: int,
+    dims: ParallelDims,
+    folder: Path,
+    experience: Experience,
+    recipes: dict[str, Recipe],
+) -> dict[tuple[str, int], Result]:
+    """For each recipe and budget: the loss, and this rank's boxes of the whole gradient."""
     setup_device(rank)
     groups = init_groups(dims)
-    policy = build_policy(_config(folder, dims, "grpo", 4096), read_shape(folder), groups)
+    policy = build_policy(_config(folder, dims, {}, 4096), read_shape(folder), groups)
     results = {}
-    for loss_type in LOSS_TYPES:
+    for name, recipe in recipes.items():
         for budget in BUDGETS:
-            cfg = _config(folder, dims, loss_type, budget)
-            share = share_out(experience, 0, CostModel.transformer(64), cfg)[
-                groups.coordinates.data
-            ]
-            batches = [
-                replace(
-                    batch,
-                    old_logprobs=batch.rollout_logprobs,
-                    ref_logprobs=_reference(batch.rollout_logprobs),
-                )
-                for batch in share[0]
-            ]
-            metrics = accumulate_gradient(policy, batches, cfg, groups)
+            cfg = _config(folder, dims, recipe, budget)
+            batches = _batches(policy, experience, cfg, groups)
+            metrics = accumulate_gradient(policy, batches, cfg, groups, BETA)
             sums = metrics.sums.sum(dim=0)
             dist.all_reduce(sums, group=groups.data_context)
             dist.all_reduce(sums, group=groups.pipeline)
-            results[loss_type, budget] = (float(sums[1]), gradient_boxes(policy))
+            results[name, budget] = (float(sums[1]), gradient_boxes(policy))
     return results
 
 
-def _cut(tensor: torch.Tensor, box: Any) -> torch.Tensor:
-    return tensor[tuple(slice(s, s + n) for s, n in zip(box.start, box.size, strict=True))]
+def _assert_equal(
+    ranks: list[dict[tuple[str, int], Result]],
+    answers: dict[str, tuple[float, Gradients]],
+    tolerance: float = 1e-5,
+) -> None:
+    for name, (expected_loss, expected) in answers.items():
+        for budget in BUDGETS:
+            for result in ranks:
+                assert result[name, budget][0] == pytest.approx(expected_loss, rel=tolerance)
+            boxes = [box for result in ranks for box in result[name, budget][1]]
+            actual = {tensor: torch.full_like(g, torch.nan) for tensor, g in expected.items()}
+            for tensor, box, values in boxes:
+                actual[tensor][box.slices].copy_(values)
+            for tensor, gradient in expected.items():
+                error = (actual[tensor] - gradient).norm() / gradient.norm()
+                assert error < tolerance, f"{tensor}: {error:.1e} for {name}, budget {budget}"
 
 
 @pytest.mark.parametrize("dims", LAYOUTS, ids=lambda d: f"{d} vpp({d.virtual_pipeline})")
 def test_loss_and_every_gradient_equal_the_float64_oracle(case: Case, dims: ParallelDims) -> None:
     ranks = run_ranks(
-        dims.world_size, gradients_on_rank, dims, case.folder, case.experience(), timeout=240
+        dims.world_size,
+        gradients_on_rank,
+        dims,
+        case.folder,
+        case.experience(),
+        case.recipes,
+        timeout=240,
     )
-    for loss_type in LOSS_TYPES:
-        expected_loss, expected = case.answers[loss_type]
-        for budget in BUDGETS:
-            for result in ranks:
-                assert result[loss_type, budget][0] == pytest.approx(expected_loss, rel=1e-5)
-            boxes = [box for result in ranks for box in result[loss_type, budget][1]]
-            actual = {name: torch.full_like(g, torch.nan) for name, g in expected.items()}
-            for name, box, values in boxes:
-                _cut(actual[name], box).copy_(values)
-            for name, gradient in expected.items():
-                error = (actual[name] - gradient).norm() / gradient.norm()
-                assert error < 1e-5, f"{name}: {error:.1e} for {loss_type}, budget {budget}"
+    _assert_equal(ranks, case.answers)
+
+
+def test_a_rank_whose_samples_all_failed_takes_part_with_nothing(case: Case) -> None:
+    dims, scored = ParallelDims(context=2, data=2), [6]
+    names = [name for name in ("gspo", "cispo, entropy bonus", "dapo") if name in case.recipes]
+    recipes = {name: case.recipes[name] for name in names}
+    ranks = run_ranks(
+        4, gradients_on_rank, dims, case.folder, case.experience(scored), recipes, timeout=240
+    )
+    _assert_equal(ranks, {name: case.answer(recipe, scored) for name, recipe in recipes.items()})
+
+
+def test_when_all_samples_failed_loss_and_gradient_are_zero(case: Case) -> None:
+    dims = ParallelDims(context=2, data=2)
+    ranks = run_ranks(
+        4, gradients_on_rank, dims, case.folder, case.experience([]), case.recipes, timeout=240
+    )
+    for result in ranks:
+        for loss, boxes in result.values():
+            assert loss == 0
+            assert not any(values.any() for _, _, values in boxes)

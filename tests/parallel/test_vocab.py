@@ -35,6 +35,15 @@ def dense(logits, tokens, select, temperature, vocab_size):
     return logprobs, entropy
 
 
+def gradients(logprobs, entropy, weights, other_weights, logits):
+    """To the logits: of weighted log-probabilities, of weighted entropies, and of both at once."""
+    first, second = (logprobs * weights).sum(), (entropy * other_weights).sum()
+    return [
+        torch.autograd.grad(loss, logits, retain_graph=True)[0]
+        for loss in (first, second, first + second)
+    ]
+
+
 def test_targets_are_the_next_token_and_nothing_at_the_end_of_a_sequence():
     targets = prediction_targets(torch.tensor([0, 3, 5], dtype=torch.int32), torch.arange(5))
     assert targets.tolist() == [1, 2, -1, 4, -1]
@@ -66,7 +75,8 @@ def test_one_rank_equals_the_dense_definition(chunk_size, temperature, vocab_siz
     logits, tokens, select, weights = random_case(vocab_size, 16)
     logits.requires_grad_()
     expected, expected_entropy = dense(logits, tokens, select, temperature, vocab_size)
-    (expected_grad,) = torch.autograd.grad((expected * weights).sum(), logits)
+    other = weights.flip(0)
+    expected_grads = gradients(expected, expected_entropy, weights, other, logits)
 
     logprobs, entropy = chosen_logprobs(
         logits,
@@ -78,11 +88,10 @@ def test_one_rank_equals_the_dense_definition(chunk_size, temperature, vocab_siz
         tensor_group=None,
         chunk_size=chunk_size,
     )
-    (grad,) = torch.autograd.grad((logprobs * weights).sum(), logits)
+    grads = gradients(logprobs, entropy, weights, other, logits)
     torch.testing.assert_close(logprobs, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(entropy, expected_entropy, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(grad, expected_grad, rtol=1e-12, atol=1e-12)
-    assert not entropy.requires_grad
+    torch.testing.assert_close(grads, expected_grads, rtol=1e-12, atol=1e-12)
 
 
 def test_rows_that_predict_nothing_wanted_are_never_read():
@@ -95,7 +104,7 @@ def test_rows_that_predict_nothing_wanted_are_never_read():
     logprobs, entropy = chosen_logprobs(
         logits, tokens, targets, select, temperature=1.0, vocab_size=16, tensor_group=None
     )
-    (grad,) = torch.autograd.grad(logprobs.sum(), logits)
+    (grad,) = torch.autograd.grad((logprobs + entropy).sum(), logits)
     assert logprobs.isfinite().all()
     assert entropy.isfinite().all()
     assert grad.isfinite().all()
@@ -114,7 +123,7 @@ def test_nothing_selected_gives_zeros_and_a_zero_gradient():
         vocab_size=16,
         tensor_group=None,
     )
-    (grad,) = torch.autograd.grad(logprobs.sum(), logits)
+    (grad,) = torch.autograd.grad((logprobs + entropy).sum(), logits)
     assert not logprobs.any()
     assert not entropy.any()
     assert not grad.any()
@@ -140,12 +149,13 @@ def test_bfloat16_logits_are_summed_in_float32_and_get_a_bfloat16_gradient():
     logits, tokens, select, weights = random_case(250, 250, torch.bfloat16)
     wide = logits.double().requires_grad_()
     expected, expected_entropy = dense(wide, tokens, select, 0.9, 250)
-    (expected_grad,) = torch.autograd.grad((expected * weights).sum(), wide)
+    both = (expected + 0.5 * expected_entropy) * weights
+    (expected_grad,) = torch.autograd.grad(both.sum(), wide)
     logits.requires_grad_()
     logprobs, entropy = chosen_logprobs(
         logits, tokens, whole_targets(), select, temperature=0.9, vocab_size=250, tensor_group=None
     )
-    (grad,) = torch.autograd.grad((logprobs * weights).sum(), logits)
+    (grad,) = torch.autograd.grad(((logprobs + 0.5 * entropy) * weights).sum(), logits)
     assert (logprobs.dtype, entropy.dtype, grad.dtype) == (
         torch.float32,
         torch.float32,
@@ -153,7 +163,7 @@ def test_bfloat16_logits_are_summed_in_float32_and_get_a_bfloat16_gradient():
     )
     torch.testing.assert_close(logprobs.double(), expected.detach(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropy.double(), expected_entropy.detach(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(grad.double(), expected_grad, rtol=2**-8, atol=1e-9)
+    torch.testing.assert_close(grad.double(), expected_grad, rtol=2**-8, atol=1e-7)
 
 
 def test_a_vocabulary_that_the_ranks_do_not_split_is_refused_with_the_least_legal_width():
@@ -186,8 +196,8 @@ def tensor_parallel_rank(rank, world_size, vocab_size, dtype, chunk_size):
         tensor_group=dist.group.WORLD,
         chunk_size=chunk_size,
     )
-    (grad,) = torch.autograd.grad((logprobs * weights).sum(), local)
-    return logprobs.detach(), entropy, grad
+    grads = gradients(logprobs, entropy, weights, weights.flip(0), local)
+    return logprobs.detach(), entropy.detach(), grads
 
 
 @pytest.mark.parametrize("world_size, vocab_size", [(2, 13), (4, 13), (4, 16)])
@@ -199,14 +209,14 @@ def test_tensor_parallel_ranks_all_get_the_dense_values_and_their_part_of_the_gr
     logits, tokens, select, weights = random_case(vocab_size, padded)
     logits.requires_grad_()
     expected, expected_entropy = dense(logits, tokens, select, 0.8, vocab_size)
-    (expected_grad,) = torch.autograd.grad((expected * weights).sum(), logits)
+    expected_grads = gradients(expected, expected_entropy, weights, weights.flip(0), logits)
     for logprobs, entropy, _ in results:
         torch.testing.assert_close(logprobs, expected.detach(), rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(entropy, expected_entropy.detach(), rtol=1e-12, atol=1e-12)
         assert torch.equal(logprobs, results[0][0])
         assert torch.equal(entropy, results[0][1])
-    grad = torch.cat([grad for _, _, grad in results], dim=1)
-    torch.testing.assert_close(grad, expected_grad, rtol=1e-12, atol=1e-12)
+    whole = [torch.cat(parts, dim=1) for parts in zip(*(g for _, _, g in results), strict=True)]
+    torch.testing.assert_close(whole, expected_grads, rtol=1e-12, atol=1e-12)
 
 
 def context_and_tensor_parallel_rank(rank):
@@ -226,8 +236,8 @@ def context_and_tensor_parallel_rank(rank):
         vocab_size=13,
         tensor_group=tensor_groups[context_rank],
     )
-    (grad,) = torch.autograd.grad((logprobs * weights).sum(), local)
-    whole = torch.stack([logprobs.detach(), entropy])
+    (grad,) = torch.autograd.grad(((logprobs + 0.5 * entropy) * weights).sum(), local)
+    whole = torch.stack([logprobs.detach(), entropy.detach()])
     dist.all_reduce(whole, group=context_groups[tensor_rank])
     return whole, indices, grad
 
@@ -237,7 +247,8 @@ def test_the_sum_over_context_ranks_is_the_whole_and_each_has_the_gradient_of_it
     logits, tokens, select, weights = random_case(13, 14)
     logits.requires_grad_()
     expected, expected_entropy = dense(logits, tokens, select, 0.8, 13)
-    (expected_grad,) = torch.autograd.grad((expected * weights).sum(), logits)
+    both = (expected + 0.5 * expected_entropy) * weights
+    (expected_grad,) = torch.autograd.grad(both.sum(), logits)
     for rank, (whole, indices, grad) in enumerate(results):
         torch.testing.assert_close(whole[0], expected.detach(), rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(whole[1], expected_entropy.detach(), rtol=1e-12, atol=1e-12)

@@ -1,0 +1,87 @@
+import pytest
+import torch
+import torch.distributed as dist
+
+from distributed import run_ranks
+from parallel.sequences import SequenceMeans
+
+CU_SEQLENS = torch.tensor([0, 5, 6, 12, 16], dtype=torch.int32)
+NUM_TOKENS = 16
+# The second sequence counts nowhere, and the last tokens are padding.
+COUNTED = [0, 1, 3, 4, 6, 7, 8, 10, 11, 12]
+
+
+def case():
+    generator = torch.Generator().manual_seed(0)
+    values, weights = torch.randn(2, NUM_TOKENS, generator=generator, dtype=torch.float64)
+    mask = torch.zeros(NUM_TOKENS, dtype=torch.bool)
+    mask[COUNTED] = True
+    return values, weights, mask
+
+
+def owner(world_size):
+    """Which rank counts each token: unevenly, and none of the last sequence is rank 0's."""
+    ranks = torch.arange(NUM_TOKENS) * 7 % world_size
+    ranks[12:] = world_size - 1
+    return ranks
+
+
+def result(values, weights, mask, group):
+    """Sums and means, and the gradient of a loss that is not linear in either."""
+    values = values.clone().requires_grad_()
+    sequences = SequenceMeans(CU_SEQLENS, mask, group)
+    sums, means = sequences.sum(values), sequences.mean(values)
+    loss = (weights * (means.exp() + sums**2 * values.where(mask, 0.0)))[mask].sum()
+    (gradient,) = torch.autograd.grad(loss, values)
+    return sums.detach(), means.detach(), loss.detach(), gradient
+
+
+def test_one_rank_equals_the_definition():
+    values, weights, mask = case()
+    sums, means, loss, gradient = result(values, weights, mask, None)
+    leaf, expected = values.clone().requires_grad_(), 0.0
+    for start, end in zip(CU_SEQLENS[:-1].tolist(), CU_SEQLENS[1:].tolist(), strict=True):
+        tokens = [t for t in COUNTED if start <= t < end]
+        total = sum((leaf[t] for t in tokens), torch.zeros((), dtype=torch.float64))
+        mean = total / max(len(tokens), 1)
+        assert sums[start:end].tolist() == pytest.approx([total.item()] * (end - start))
+        assert means[start:end].tolist() == pytest.approx([mean.item()] * (end - start))
+        for t in tokens:
+            expected = expected + weights[t] * (mean.exp() + total**2 * leaf[t])
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-13)
+    (expected_gradient,) = torch.autograd.grad(expected, leaf)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-14)
+
+
+def test_what_does_not_count_has_no_influence():
+    values, weights, mask = case()
+    expected = result(values, weights, mask, None)
+    found = result(values.masked_fill(~mask, float("nan")), weights, mask, None)
+    assert torch.equal(found[1], expected[1])
+    assert torch.equal(found[3][mask], expected[3][mask])
+
+
+def test_a_sequence_of_which_nothing_counts_has_mean_zero():
+    values, _, mask = case()
+    assert SequenceMeans(CU_SEQLENS, mask, None).mean(values)[5].item() == 0.0
+
+
+def sequence_rank(rank, world_size):
+    values, weights, mask = case()
+    mine = mask & (owner(world_size) == rank)
+    return result(values, weights, mine, dist.group.WORLD)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_over_context_ranks_every_one_has_the_whole_and_the_gradient_of_its_tokens(world_size):
+    values, weights, mask = case()
+    sums, means, loss, gradient = result(values, weights, mask, None)
+    ranks = run_ranks(world_size, sequence_rank, world_size)
+    for found_sums, found_means, _, _ in ranks:
+        torch.testing.assert_close(found_sums, sums, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(found_means, means, rtol=1e-12, atol=1e-14)
+    assert sum(found.item() for _, _, found, _ in ranks) == pytest.approx(loss.item(), rel=1e-12)
+    for rank, (_, _, _, found) in enumerate(ranks):
+        mine = mask & (owner(world_size) == rank)
+        torch.testing.assert_close(found[mine], gradient[mine], rtol=1e-12, atol=1e-14)
+        assert not found[~mine].any()
