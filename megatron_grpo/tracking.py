@@ -6,11 +6,13 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.config import WandbConfig
-from megatron_grpo.experience import Experience
-from megatron_grpo.metrics import StepReport
+
+if TYPE_CHECKING:
+    from megatron_grpo.experience import Experience
+    from megatron_grpo.metrics import StepReport
 
 METRICS_FILE = "metrics.jsonl"
 COMPLETIONS_FILE = "completions.jsonl"
@@ -119,7 +121,7 @@ def drop_records_after(path: Path, step: int) -> None:
 
 
 def completion_rows(
-    step: int, experience: Experience, indices: Sequence[int], report: StepReport
+    step: int, experience: "Experience", indices: Sequence[int], report: "StepReport"
 ) -> list[dict[str, Any]]:
     """One row for each of the completions `indices`, those that `report` is about.
 

@@ -138,7 +138,7 @@ def pack(
         sequence_index[whole] = index
         completion_mask[response] = True
         loss_mask[response] = True if mask is None else mask
-        loss_weights[response] = sequence.loss_weight
+        loss_weights[response] = sequence.loss_weight * loss_mask[response].to(dtype)
         advantages[response] = sequence.advantage
         rollout_logprobs[response] = sequence.rollout_logprobs.to(dtype)
         for name, values in known.items():

@@ -62,7 +62,7 @@ def test_shares_depend_on_seed_and_generation_and_on_nothing_else():
             {"num_generations": 8, "generation_batch_size": 64, "steps_per_generation": 3},
             r"64 does not cut into grpo.steps_per_generation 3 .*: use 2 or 4 steps",
         ),
-        ({"num_generations": 1, "generation_batch_size": 4}, r"num_generations 1.* at least 2"),
+        ({"num_generations": 0, "generation_batch_size": 4}, r"num_generations 0: at least 1"),
         (
             {"num_generations": 2, "generation_batch_size": 4, "num_iterations": 0},
             "num_iterations 0: at least 1",

@@ -135,7 +135,7 @@ def test_unknown_keys_of_the_file_are_told_all_at_once(tmp_path):
         ("train.num_steps=1.5", ["train.num_steps", "1.5", "valid integer"]),
         ("train.num_steps=0", ["train.num_steps", "0", "greater than 0"]),
         ("data.shuffle=1", ["data.shuffle", "1", "boolean"]),
-        ("grpo.loss_type=ppo", ["grpo.loss_type", "'ppo'", "'grpo', 'dapo' or 'dr_grpo'"]),
+        ("grpo.loss_type=ppo", ["grpo.loss_type", "'ppo'", "'luspo' or 'vespo'"]),
         ("model.path=3", ["model.path", "3", "expected a path"]),
         ("train=3", ["train", "3", "expected a table of keys"]),
         ("rollout.base_urls=http://x", ["rollout.base_urls", "expected a list"]),

@@ -58,6 +58,7 @@ def one_sequence(old=None, *, advantages, weights=None, ref=None, mask=None, rol
         cu_seqlens=torch.tensor([0, n], dtype=torch.int32),
         max_seqlen=n,
         sequence_index=torch.zeros(n, dtype=torch.int64),
+        completion_mask=torch.ones(n, dtype=torch.bool),
         loss_mask=torch.ones(n, dtype=torch.bool) if mask is None else mask,
         loss_weights=torch.ones_like(advantages) if weights is None else weights,
         advantages=advantages,

@@ -1,11 +1,15 @@
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_grpo.config import WandbConfig
+from megatron_grpo.experience import Experience
+from megatron_grpo.metrics import StepReport
 from megatron_grpo.prompts import Prompt
 from megatron_grpo.rollout.samples import Sample
 from megatron_grpo.tracking import Tracking, completion_rows, drop_records_after
@@ -17,9 +21,10 @@ def read(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def samples(count: int) -> list[Sample]:
+def rows_of(step: int, rewards: list[float]) -> list[dict[str, object]]:
+    """Rows of completions with these rewards, whose advantages are twice the rewards less 1."""
     prompt = Prompt(index=0, token_ids=(1, 2), text="What is 7 + 5?", row={})
-    return [
+    samples = [
         Sample(
             prompt=prompt,
             sample_index=i,
@@ -29,15 +34,25 @@ def samples(count: int) -> list[Sample]:
             text="żółw 12",
             policy_version=6,
         )
-        for i in range(count)
+        for i in range(len(rewards))
     ]
+    totals = torch.tensor(rewards, dtype=torch.float64)
+    experience = Experience(
+        samples,
+        [{"exact": r} for r in rewards],
+        totals,
+        torch.zeros(len(rewards)),
+        (2 * totals - 1).nan_to_num(),
+    )
+    entropy = [0.5 + i if i else math.nan for i in range(len(rewards))]
+    report = StepReport({}, entropy, [0.01] * len(rewards))
+    return completion_rows(step, experience, range(len(rewards)), report)
 
 
 def run(run_dir: Path, first_step: int, steps: list[int], value: float = 1.0) -> None:
     tracking = Tracking(run_dir, first_step, OFF, {})
     for step in steps:
-        rows = completion_rows(step, samples(2), [{"exact": 1.0}, {"exact": 0.0}], [1.0, -1.0])
-        tracking.log(step, {"reward": value}, rows)
+        tracking.log(step, {"reward": value}, rows_of(step, [1.0, math.nan, 0.0]))
     tracking.close()
 
 
@@ -48,22 +63,25 @@ def test_a_step_is_one_metrics_line_and_one_line_per_completion(tmp_path: Path) 
     assert read(tmp_path / "metrics.jsonl") == [
         {"step": 1, "kl": None, "loss": None, "grad_norm": None, "reward": 1.0}
     ]
-    first, second = read(tmp_path / "completions.jsonl")
+    first, failed, last = read(tmp_path / "completions.jsonl")
     assert first == {
         "step": 1,
         "prompt": "What is 7 + 5?",
         "completion": "żółw 12",
         "rewards": {"exact": 1.0},
         "advantage": 1.0,
+        "entropy": None,  # no token of it counts
+        "logprob_gap": 0.01,
         "finish_reason": "stop",
         "policy_version": 6,
     }
-    assert second["advantage"] == -1.0
+    assert failed["rewards"] == {"exact": None}
+    assert (last["advantage"], last["entropy"]) == (-1.0, 2.5)
 
 
 def test_lines_are_on_disk_when_the_step_ends_not_when_the_run_does(tmp_path: Path) -> None:
     tracking = Tracking(tmp_path, 0, OFF, {})
-    tracking.log(1, {"reward": 0.5}, completion_rows(1, samples(1), [{"exact": 1.0}], [0.0]))
+    tracking.log(1, {"reward": 0.5}, rows_of(1, [1.0]))
     assert len(read(tmp_path / "metrics.jsonl")) == len(read(tmp_path / "completions.jsonl")) == 1
     tracking.close()
 
@@ -74,7 +92,7 @@ def test_a_resumed_run_replaces_the_steps_after_its_checkpoint(tmp_path: Path) -
     metrics = read(tmp_path / "metrics.jsonl")
     assert [(m["step"], m["reward"]) for m in metrics] == [(1, 1), (2, 1), (3, 2), (4, 2), (5, 2)]
     steps = [row["step"] for row in read(tmp_path / "completions.jsonl")]
-    assert steps == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    assert steps == [step for step in (1, 2, 3, 4, 5) for _ in range(3)]
 
 
 def test_a_line_that_was_cut_short_is_dropped(tmp_path: Path) -> None:
@@ -162,8 +180,7 @@ def test_wandb_runs_offline_in_the_run_directory_and_keeps_its_id(
     monkeypatch.delenv("WANDB_MODE", raising=False)
     for first_step in (0, 1):
         tracking = Tracking(tmp_path, first_step, WandbConfig(project="adds"), {"seed": 42})
-        rows = completion_rows(first_step + 1, samples(1), [{"exact": 1.0}], [0.5])
-        tracking.log(first_step + 1, {"reward": 0.5}, rows)
+        tracking.log(first_step + 1, {"reward": 0.5}, rows_of(first_step + 1, [1.0]))
         tracking.close()
     wandb_id = (tmp_path / "wandb_id").read_text()
     files = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))

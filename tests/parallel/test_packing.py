@@ -88,7 +88,7 @@ def test_to_moves_every_tensor():
     batch = pack([sequence(3, 1)], [0], Alignment()).to("meta")
     assert batch.old_logprobs is None
     tensors = [value for value in vars(batch).values() if isinstance(value, torch.Tensor)]
-    assert len(tensors) == 8
+    assert len(tensors) == 9
     assert all(tensor.device.type == "meta" for tensor in tensors)
 
 
