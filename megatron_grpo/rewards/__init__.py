@@ -14,7 +14,8 @@ an exception has failed, and so have all scores of a call that raises, ends late
 memory or kills its process, which is then replaced. What has failed is NaN to the trainer and never
 a zero: those completions are masked, and more of them than `reward.max_failed_fraction` of a
 generation stop the run. So do at once, since nothing of it can be masked, a list of another length,
-what is no list, and a score that is no number.
+what is no list, and a score that is no number. (None does not mean, as to TRL, that a function does
+not apply to a completion: it says so with a 0 of its own.)
 
 An `async def` is awaited: up to `reward.max_concurrent_calls` calls run side by side, in the event
 loop of one process. One that is late is cancelled. Whatever blocks that loop blocks them all.

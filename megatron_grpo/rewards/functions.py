@@ -24,6 +24,9 @@ GIVEN_COLUMNS = ("completions", "prompts", "completion_ids", "finish_reasons")
 GIVEN_TIMEOUT = "reward_timeout"
 """`reward.timeout`, for a function that names it: no column, and not in `**columns`."""
 
+MAX_REASON = 1000
+"""Characters of what an exception says that is returned as a score."""
+
 
 class NoScores(ValueError):
     """A function returned what are no scores of its completions, so that none can be masked."""
@@ -168,5 +171,5 @@ def _number(score: Any) -> float:
 
 def _reason(failed: Any) -> str:
     if isinstance(failed, Exception):
-        return f"returned {type(failed).__name__}: {failed}"
+        return f"returned {type(failed).__name__}: {failed}"[:MAX_REASON]
     return f"returned the score {reprlib.repr(failed)}"

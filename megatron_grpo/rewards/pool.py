@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 CANCEL_SECONDS = 3.0
 """How long after `reward.timeout` a worker must have cancelled an asynchronous call."""
-RELOAD_SECONDS = 60.0
-"""A process in the place of another has at least this long to load what has loaded before."""
 
 
 class ScoringGivenUp(Exception):
@@ -38,7 +36,7 @@ class RewardPool:
 
     def __init__(self, cfg: RewardConfig) -> None:
         self.cfg = cfg
-        self._workers = [WorkerProcess(cfg, cfg.timeout) for _ in range(cfg.num_workers)]
+        self._workers = [WorkerProcess(cfg) for _ in range(cfg.num_workers)]
         self._wanted: list[list[str]] = []
         self._is_async: list[bool] = []
         self._calls: dict[int, Call] = {}
@@ -51,8 +49,7 @@ class RewardPool:
         """Wait until the functions are loaded, and see that the data has what they want.
 
         `rows` are those of all prompts that will come. Raises RewardError, and closes the pool, for
-        a function that is not loaded `reward.timeout` seconds after the start or that wants a
-        column that some row lacks.
+        a function that is not loaded in time or that wants a column that some row lacks.
         """
         try:
             while any(worker.is_loading for worker in self._workers):
@@ -178,8 +175,7 @@ class RewardPool:
     def _replace(self, worker: WorkerProcess) -> None:
         worker.tell_to_end()
         worker.wait_end()
-        fresh = WorkerProcess(self.cfg, max(self.cfg.timeout, RELOAD_SECONDS))
-        self._workers[self._workers.index(worker)] = fresh
+        self._workers[self._workers.index(worker)] = WorkerProcess(self.cfg)
 
     @property
     def _names(self) -> str:

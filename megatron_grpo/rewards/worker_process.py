@@ -16,6 +16,8 @@ from megatron_grpo.rewards import supervisor
 from megatron_grpo.rewards.answer import Answer
 
 WORKER_MODULE = "megatron_grpo.rewards.worker"
+LOAD_SECONDS = 60.0
+"""Loading may take this long, or `reward.timeout`: on a busy host Python's own imports are slow."""
 END_SECONDS = 10.0
 """A supervisor that takes longer to kill what is below it is itself killed."""
 DEATH_SECONDS = 2.0
@@ -23,16 +25,13 @@ DEATH_SECONDS = 2.0
 
 
 class WorkerProcess:
-    """One process that runs the config's reward functions; it begins to load them at once.
+    """One process that runs the config's reward functions; it begins to load them at once."""
 
-    It should have loaded them in `load_seconds`.
-    """
-
-    def __init__(self, cfg: RewardConfig, load_seconds: float) -> None:
+    def __init__(self, cfg: RewardConfig) -> None:
         self.cfg = cfg
         self.is_loading = True
-        self.load_seconds = load_seconds
-        self.load_deadline = time.monotonic() + load_seconds
+        self.load_seconds = max(cfg.timeout, LOAD_SECONDS)
+        self.load_deadline = time.monotonic() + self.load_seconds
         self.deadlines: dict[int, float] = {}
         """By number the calls that it runs, and when each must have been answered."""
         self.is_spent = False

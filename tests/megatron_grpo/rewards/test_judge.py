@@ -186,7 +186,7 @@ def test_a_request_that_is_turned_away_for_now_is_sent_again(serve):
 )
 def test_an_answer_without_a_score_is_masked_and_its_neighbours_count(reply, told, serve, capfd):
     server = serve(lambda _, text, __: reply if text.startswith("Rate bad") else (200, "5"))
-    judged = scores(judge(server), samples(["good", "bad", "fine"]), timeout=8)
+    judged = scores(judge(server), samples(["good", "bad", "fine"]), timeout=4)
     assert [judged[0], judged[2]] == [0.5, 0.5]
     assert math.isnan(judged[1])
     assert f"returned JudgeError: {told}" in capfd.readouterr().err.replace(f"{server.url}/ ", "")
