@@ -3,6 +3,7 @@
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
+import torch.distributed as dist
 
 from distributed import CONTEXT
 from engines import running_engine, served_model
@@ -14,6 +15,14 @@ def elsewhere():
     """Calls a function in a process of its own, in which the CPU may stand for CUDA for good."""
     with ProcessPoolExecutor(1, mp_context=CONTEXT) as pool:
         yield lambda function, *args: pool.submit(function, *args).result(timeout=200)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """The process group of a single rank, this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -3,9 +3,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+from bigram import TEMPERATURE, BigramModel
 from megatron_grpo.advantages import (
     group_advantages,
     normalized_sum_advantages,
@@ -29,7 +29,7 @@ from parallel import ParallelDims
 from parallel.microbatches import plan_microbatches
 from parallel.packing import Alignment, PackedBatch, TokenSequence, pack
 from parallel.sequences import SequenceMeans
-from parallel.vocab import chosen_logprobs, local_mask, prediction_targets
+from parallel.vocab import chosen_logprobs, prediction_targets
 
 LOSS_TYPES = ["grpo", "bnpo", "dapo", "dr_grpo", "cispo", "gmpo", "sapo", "luspo", "vespo"]
 FITTING = {"cispo": {"epsilon_high": 5.0}, "luspo": {"importance_sampling_level": "sequence"}}
@@ -266,39 +266,7 @@ def test_every_estimate_of_the_divergence_and_its_gradient_are_those_of_the_orac
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-15)
 
 
-class BigramModel:
-    """The least language model there is: the last token chooses the logits from a table."""
-
-    vocab_size = 11
-
-    def __init__(self, seed):
-        generator = torch.Generator().manual_seed(seed)
-        table = torch.randn(11, 11, generator=generator, dtype=torch.float64)
-        self.table = table.requires_grad_()
-
-    def of_response(self, tokens, num_prompt_tokens):
-        """Log-probabilities and entropies of the response tokens."""
-        everything = torch.log_softmax(self.table / TEMPERATURE, dim=1)
-        rows = everything[tokens[num_prompt_tokens - 1 : -1]]
-        logprobs = rows[torch.arange(len(rows)), tokens[num_prompt_tokens:]]
-        return logprobs, -(rows.exp() * rows).sum(dim=1)
-
-    def of_packed(self, batch):
-        """The same, packed, by the code that the trainer uses."""
-        targets = prediction_targets(batch.cu_seqlens, torch.arange(len(batch.tokens)))
-        return chosen_logprobs(
-            self.table[batch.tokens],
-            batch.tokens,
-            targets,
-            local_mask(targets, len(batch.tokens)) & batch.loss_mask,
-            temperature=TEMPERATURE,
-            vocab_size=self.vocab_size,
-            tensor_group=None,
-            chunk_size=3,
-        )
-
-
-TEMPERATURE, MAX_COMPLETION_LENGTH = 0.7, 9
+MAX_COMPLETION_LENGTH = 9
 PROMPT_LENGTHS = [2, 6, 1, 4, 3, 5, 1]
 COMPLETION_LENGTHS = [5, 1, 9, 0, 3, 7, 2]  # one empty
 GROUP_IDS = torch.tensor([4, 4, 4, 0, 0, 7, 7])
@@ -351,14 +319,6 @@ ADVANTAGES = {
         ),
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def alone():
-    """The process group of a single data rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 def random_tokens():
@@ -551,6 +511,34 @@ def test_every_option_of_the_loss_equals_the_padded_oracle(name, off_policy, alo
         "beta": 0.3,
     } | OPTIONS[name]
     assert_equals_oracle(options, REWARDS, REWARDS, PACKINGS, alone, off_policy)
+
+
+@pytest.mark.parametrize("completion", [[], [3], [3, 3], [7, 3]])
+def test_a_token_that_is_also_the_padding_counts_where_it_was_sampled(completion):
+    # With padding 3, and 3 as the end of a sequence: after it, before it, and as all there is.
+    policy, prompts = BigramModel(1), [[5, 3], [3], [8]]
+    completions = [[4, 3], completion, [6]]
+    sequences = [
+        TokenSequence(
+            tokens=torch.tensor(prompt + own),
+            num_prompt_tokens=len(prompt),
+            advantage=1.0,
+            loss_weight=1.0,
+            rollout_logprobs=torch.zeros(len(own)),
+        )
+        for prompt, own in zip(prompts, completions, strict=True)
+    ]
+    alignment = Alignment(sequence=8, total=8)
+    batch = pack(sequences, [0, 1, 2], alignment, padding_id=3, dtype=torch.float64)
+    logprobs, entropy = policy.of_packed(batch)
+    cfg = grpo_config(loss_type="cispo", epsilon_high=5.0)  # whose loss is -logprob here
+    loss = loss_of(logprobs, batch, cfg, entropy)
+    expected = [
+        policy.of_response(sequence.tokens, sequence.num_prompt_tokens)[0].sum().item()
+        for sequence in sequences
+    ]
+    assert batch.loss_mask.sum() == sum(map(len, completions))
+    assert loss.total.item() == pytest.approx(-sum(expected), rel=1e-12)
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])

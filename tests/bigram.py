@@ -1,0 +1,41 @@
+"""The least language model there is, on which losses are compared in float64."""
+
+import torch
+from torch import Tensor
+
+from parallel.packing import PackedBatch
+from parallel.vocab import chosen_logprobs, local_mask, prediction_targets
+
+TEMPERATURE = 0.7
+
+
+class BigramModel:
+    """The last token chooses the logits from a table."""
+
+    vocab_size = 11
+
+    def __init__(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        table = torch.randn(11, 11, generator=generator, dtype=torch.float64)
+        self.table = table.requires_grad_()
+
+    def of_response(self, tokens: Tensor, num_prompt_tokens: int) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies of the response tokens."""
+        everything = torch.log_softmax(self.table / TEMPERATURE, dim=1)
+        rows = everything[tokens[num_prompt_tokens - 1 : -1]]
+        logprobs = rows[torch.arange(len(rows)), tokens[num_prompt_tokens:]]
+        return logprobs, -(rows.exp() * rows).sum(dim=1)
+
+    def of_packed(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        """The same, packed, by the code that the trainer uses."""
+        targets = prediction_targets(batch.cu_seqlens, torch.arange(len(batch.tokens)))
+        return chosen_logprobs(
+            self.table[batch.tokens],
+            batch.tokens,
+            targets,
+            local_mask(targets, len(batch.tokens)) & batch.loss_mask,
+            temperature=TEMPERATURE,
+            vocab_size=self.vocab_size,
+            tensor_group=None,
+            chunk_size=3,
+        )
