@@ -1,0 +1,131 @@
+"""Whole runs with options of the table `grpo` that reach beyond one step, or beyond the loss."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from demo.make_sums import sums
+from engines import TestEngine
+from jobs import Job
+from runs import read_json_lines, read_metrics
+
+REWARD = """
+def mostly(completions, **_):
+    '''Share of digits; nothing is known of the last completion of every prompt.'''
+    shares = [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
+    return [*shares[:-1], None]
+"""
+RECIPE = [
+    "grpo.steps_per_generation=2",
+    "grpo.num_iterations=2",
+    "grpo.advantage_estimator=rloo",  # and so the divergence is a part of the reward
+    "grpo.importance_sampling_level=sequence",
+    "grpo.top_entropy_quantile=0.5",
+    "grpo.entropy_coef=0.01",
+    "grpo.kl_target=0.01",
+    "grpo.kl_horizon=100",
+    "grpo.rollout_importance_sampling_mode=sequence_mask",
+    "grpo.off_policy_mask_threshold=0.5",
+]
+NO_RESULTS = ("time/", "tokens_per_second", "probe/")
+
+
+class Runs:
+    """Starts runs of two ranks on a warm engine, and reads what they leave."""
+
+    def __init__(self, folder: Path, model: Path, engine: TestEngine) -> None:
+        self.folder, self.model, self.engine = folder, model, engine
+        (folder / "reward.py").write_text(REWARD)
+        (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums()))
+
+    def finish(self, name: str, axis: str, *arguments: str) -> Path:
+        run_dir = self.folder / name
+        layout = [
+            f"parallel.{each}_parallel_size={2 if each == axis else 1}"
+            for each in ("tensor", "pipeline", "context", "data")
+        ]
+        common = [
+            f"model.path={self.model}",
+            f"data.path={self.folder / 'sums.jsonl'}",
+            f"train.run_dir={run_dir}",
+            f"rollout.base_urls=[{self.engine.servers.base_urls[0]}]",
+            f"reward.functions=[{self.folder / 'reward.py'}:mostly]",
+            "reward.max_failed_fraction=0.25",
+        ]
+        job = Job(
+            [*common, *layout, *arguments],
+            2,
+            self.folder / f"logs_{name}",
+            token=self.engine.servers.token,
+        )
+        with job:
+            ended = job.end(180)
+        assert ended.exit_codes == [0, 0], ended.output
+        return run_dir
+
+
+def results(run_dir: Path) -> list[dict[str, float]]:
+    """The metrics of every step that are no measurements of time."""
+    return [
+        {name: value for name, value in record.items() if not name.startswith(NO_RESULTS)}
+        for record in read_metrics(run_dir)
+    ]
+
+
+@pytest.fixture(scope="module")
+def recipe_runs(
+    tmp_path_factory: pytest.TempPathFactory, tied_model: Path, vllm_engine: TestEngine
+) -> Runs:
+    return Runs(tmp_path_factory.mktemp("recipes"), tied_model, vllm_engine)
+
+
+@pytest.fixture(scope="module")
+def whole(recipe_runs: Runs) -> Path:
+    """The recipe's run of four steps on one generation, and one of the next."""
+    return recipe_runs.finish("whole", "data", *RECIPE, "train.num_steps=5")
+
+
+def test_a_completion_without_a_score_is_masked_and_counted(whole: Path) -> None:
+    record, rows = read_metrics(whole)[0], read_json_lines(whole / "completions.jsonl")
+    assert record["rewards/failed"] == 4  # one of each prompt
+    failed = [row for row in rows[:16] if row["rewards"]["mostly"] is None]
+    assert len(failed) == 4
+    for row in failed:
+        assert (row["advantage"], row["entropy"], row["logprob_gap"]) == (0.0, None, None)
+    tokens = [r["num_response_tokens"] for r in read_metrics(whole)[:2]]
+    assert sum(tokens) == pytest.approx(12 * record["completions/mean_length"], rel=0.2)
+
+
+def test_every_completion_is_logged_in_the_step_that_first_trains_on_it(whole: Path) -> None:
+    rows = read_json_lines(whole / "completions.jsonl")
+    assert [row["step"] for row in rows] == [1] * 8 + [2] * 8 + [5] * 8
+
+
+def test_metrics_say_what_each_option_did(whole: Path) -> None:
+    records = read_metrics(whole)
+    for record in records:
+        assert record["entropy/high_ratio"] == pytest.approx(0.5, abs=0.05)
+        assert record["rollout/weight_mean"] == pytest.approx(1, abs=1e-3)
+        assert record["rollout/ratio_mean"] == pytest.approx(1, abs=1e-3)
+        assert 0 <= record["off_policy_mask_ratio"] <= 1
+    assert [record["rollout/version_lag_mean"] for record in records] == [0, 1, 2, 3, 0]
+    assert records[0]["rollout/stale_gap_mean"] < 1e-4 < records[3]["rollout/stale_gap_mean"]
+    betas = [record["beta"] for record in records]
+    assert betas[0] == 0.04
+    assert len(set(betas)) == len(betas)
+
+
+def test_a_run_that_ended_inside_a_generation_goes_on_bit_for_bit(
+    recipe_runs: Runs, whole: Path
+) -> None:
+    for num_steps in (3, 5):
+        resumed = recipe_runs.finish("resumed", "data", *RECIPE, f"train.num_steps={num_steps}")
+    assert results(resumed) == results(whole)
+
+
+def test_another_layout_takes_the_same_steps(recipe_runs: Runs, whole: Path) -> None:
+    other = recipe_runs.finish("other", "context", *RECIPE, "train.num_steps=2")
+    for ours, theirs in zip(results(other), results(whole), strict=False):
+        for name in ("loss", "grad_norm", "kl", "beta", "entropy/high_ratio", "advantages/std"):
+            assert ours[name] == pytest.approx(theirs[name], rel=2e-4, abs=1e-7), name
