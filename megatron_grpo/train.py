@@ -412,7 +412,7 @@ class Training:
     ) -> list[Tensor] | None:
         """On rank 0, what `values` gives of every sample of the generation that `step` is in."""
         collected = collect_values(self.minibatches, values, self.groups)
-        if collected is None:
+        if collected is None or self.experience is None:
             return None
         generation = self.batches.cursor(step).generation
         indices = self.batches.minibatches(generation, self.cfg.train.seed)
@@ -422,4 +422,5 @@ class Training:
             for minibatch, sequences in enumerate(of_rank)
             for place, values in sequences.items()
         }
-        return [found[i] for i in range(len(found))]
+        nothing = torch.zeros(0)  # of a completion without a token
+        return [found.get(i, nothing) for i in range(len(self.experience.samples))]

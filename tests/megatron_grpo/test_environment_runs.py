@@ -13,9 +13,12 @@ NUMBERS = """
 import random, re
 
 class Digits:
-    '''Wants digits, and says how many it has seen; some rows make it fail.'''
-    def __init__(self, num_turns): self.num_turns = num_turns
-    def reset(self, prompt, answer): self.turn, self.answer = 0, answer
+    '''Wants digits, and says how many it has seen; one row may make it fail.'''
+    def __init__(self, num_turns, fails_at=None):
+        self.num_turns, self.fails_at = num_turns, fails_at
+    def reset(self, prompt, answer):
+        self.turn = 0
+        if answer == self.fails_at: raise RuntimeError("out of order")
     def step(self, text):
         self.turn += 1
         seen = sum(character.isdigit() for character in text)
@@ -109,3 +112,25 @@ def test_a_generation_of_dialogues_is_gone_on_with_after_a_restart(
     [_, resumed] = read_metrics(tmp_path / "run")
     assert resumed["reward/environment/mean"] > 0 and resumed["reward/share_of_digits/mean"] > 0
     assert resumed["num_turns/mean"] > 1 and resumed["rollout/logprob_gap_max"] < 1e-4
+
+
+def test_samples_whose_environment_fails_are_masked_up_to_a_limit(vllm_engine, arguments, tmp_path):
+    """They fail before their first turn, so that there is not a token of them."""
+    fails = ["environment.arguments={num_turns: 4, fails_at: '3'}", "grpo.steps_per_generation=2"]
+    outputs = ""
+    for num_steps in (1, 3, 4):  # twice the run ends inside of a generation
+        steps = [f"train.num_steps={num_steps}", "reward.max_failed_fraction=0.5"]
+        ended = finish(vllm_engine, tmp_path, 1, *arguments, *fails, *steps)
+        assert ended.exit_codes == [0], ended.output
+        outputs += ended.output
+    # Each of the eight prompts comes once in two generations, with four samples of sixteen.
+    records = read_metrics(tmp_path / "run")
+    assert sorted(record["environment/failed_ratio"] for record in records) == [0, 0, 0.25, 0.25]
+    assert all(record["grad_norm"] > 0 for record in records)
+    assert "the environment failed in 4 samples, the first of them: prompt 2," in outputs
+    assert "RuntimeError: out of order" in outputs
+    limit = ["train.num_steps=4", "reward.max_failed_fraction=0.1"]
+    other = f"train.run_dir={tmp_path / 'other'}"
+    ended = finish(vllm_engine, tmp_path, 1, *arguments, *fails, *limit, other)
+    assert ended.exit_codes == [1]
+    assert "than reward.max_failed_fraction 0.1 allows: mend the environment" in ended.output
