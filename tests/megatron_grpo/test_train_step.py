@@ -56,7 +56,6 @@ RECIPES: dict[str, Recipe] = PLAIN | {
         **NARROW,
         "importance_sampling_level": "sequence",
         "use_bias_correction_kl": True,
-        "off_policy_mask_threshold": 0.02,
     },
     "gspo-token, forking tokens": {
         **NARROW,
@@ -88,6 +87,8 @@ RECIPES: dict[str, Recipe] = PLAIN | {
         "importance_sampling_level": "sequence",
         "sapo_temperature_pos": 2.0,
         "entropy_coef": 0.1,
+        # Here, since no clip takes the gradient of what has been left anyway.
+        "off_policy_mask_threshold": 0.02,
         "rollout_importance_sampling_mode": "token_mask",
         "rollout_importance_sampling_threshold": 1.1,
         "rollout_importance_sampling_min": 0.9,
