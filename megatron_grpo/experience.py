@@ -82,7 +82,7 @@ def _compare_steps(
         steps.append([] if math.isnan(total) else found)
     lengths = [len(sample.completion_ids) for sample in samples]
     by_token = process_advantages(steps, lengths, group_ids)
-    advantages = torch.stack([values[0] for values in by_token])
+    advantages = torch.stack([values[:1].sum() for values in by_token])  # one may have no token
     return Experience(samples, rewards, totals, group_ids, advantages, token_advantages=by_token)
 
 

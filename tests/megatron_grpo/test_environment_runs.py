@@ -97,7 +97,11 @@ def test_a_run_with_an_environment_trains_resumes_and_shows_its_dialogues(
 def test_a_generation_of_dialogues_is_gone_on_with_after_a_restart(
     vllm_engine, arguments, tmp_path
 ):
-    several = ["grpo.steps_per_generation=2", "reward.functions=[demo/rewards.py:share_of_digits]"]
+    several = [
+        "grpo.steps_per_generation=2",
+        "grpo.supervision=process",  # of the turns, and of the function at the end
+        "reward.functions=[demo/rewards.py:share_of_digits]",
+    ]
     whole = [a for a in arguments if not a.startswith("train.run_dir")]
     ended = finish(
         vllm_engine, tmp_path, 1, *whole, *several, f"train.run_dir={tmp_path / 'whole'}"
@@ -116,7 +120,11 @@ def test_a_generation_of_dialogues_is_gone_on_with_after_a_restart(
 
 def test_samples_whose_environment_fails_are_masked_up_to_a_limit(vllm_engine, arguments, tmp_path):
     """They fail before their first turn, so that there is not a token of them."""
-    fails = ["environment.arguments={num_turns: 4, fails_at: '3'}", "grpo.steps_per_generation=2"]
+    fails = [
+        "environment.arguments={num_turns: 4, fails_at: '3'}",
+        "grpo.steps_per_generation=2",
+        "grpo.supervision=process",
+    ]
     outputs = ""
     for num_steps in (1, 3, 4):  # twice the run ends inside of a generation
         steps = [f"train.num_steps={num_steps}", "reward.max_failed_fraction=0.5"]
