@@ -118,6 +118,9 @@ RECIPES: dict[str, Recipe] = PLAIN | {
         "rollout_importance_sampling_min": 0.98,
     },
 }
+PROCESS = "gspo-token, process supervision"
+"""Has other advantages at each token: elsewhere GSPO-token has the gradient of GSPO."""
+RECIPES[PROCESS] = {**NARROW, "importance_sampling_level": "sequence_token"}
 FAMILIES = {"llama tied": RECIPES, "qwen3 untied": PLAIN}
 LAYOUTS = [
     ParallelDims(),
@@ -169,6 +172,10 @@ class Case:
         self.completions[EMPTY] = []
         self.completions[ONLY_EOS] = [PAD_ID]  # of a tokenizer that pads with it
         self.advantages = torch.randn(NUM_SEQUENCES, generator=generator).tolist()
+        self.token_advantages = [
+            torch.randn(len(completion), generator=generator, dtype=torch.float64)
+            for completion in self.completions
+        ]
         self.rewards = torch.randn(NUM_SEQUENCES, generator=generator).tolist()
         self.rewards[FAILED] = torch.nan
         with torch.no_grad():
@@ -177,10 +184,13 @@ class Case:
         self.old_logprobs = [near(logprobs, 0.4) for logprobs in exact]
         self.rollout_logprobs = [near(logprobs, 0.1) for logprobs in self.old_logprobs]
         self.answers = {
-            name: self.answer(recipe, range(NUM_SEQUENCES)) for name, recipe in recipes.items()
+            name: self.answer(recipe, range(NUM_SEQUENCES), name == PROCESS)
+            for name, recipe in recipes.items()
         }
 
-    def answer(self, recipe: Recipe, scored: Sequence[int]) -> tuple[float, Gradients]:
+    def answer(
+        self, recipe: Recipe, scored: Sequence[int], by_token: bool = False
+    ) -> tuple[float, Gradients]:
         """The oracle's loss and gradients, when no other than the `scored` samples have a reward.
 
         Of a sample without one no token counts, and so it is to the oracle as an empty one.
@@ -195,6 +205,8 @@ class Case:
         old_logprobs = counted(self.old_logprobs)
         ref_logprobs = [_reference(logprobs) for logprobs in old_logprobs]
         advantages, options = self.advantages, dict(recipe)
+        if by_token:
+            advantages = [of_tokens.tolist() for of_tokens in counted(self.token_advantages)]
         if recipe.get("kl_in_reward"):
             kl = oracle_sequence_kl(old_logprobs, ref_logprobs, "k3")
             rewards = [reward - BETA * of for reward, of in zip(self.rewards, kl, strict=True)]
@@ -242,7 +254,8 @@ class Case:
             totals,
             torch.arange(NUM_SEQUENCES) // 2,
             torch.tensor(self.advantages, dtype=torch.float64),
-            [old.float() for old in self.old_logprobs],
+            token_advantages=self.token_advantages,
+            old_logprobs=[old.float() for old in self.old_logprobs],
         )
 
 
@@ -298,7 +311,9 @@ def gradients_on_rank(
     for name, recipe in recipes.items():
         for budget in BUDGETS:
             cfg = _config(folder, dims, recipe, budget)
-            batches = _batches(policy, experience, cfg, groups)
+            by_token = experience.token_advantages if name == PROCESS else None
+            own = replace(experience, token_advantages=by_token)
+            batches = _batches(policy, own, cfg, groups)
             metrics = accumulate_gradient(policy, batches, cfg, groups, BETA)
             sums = metrics.sums.sum(dim=0)
             dist.all_reduce(sums, group=groups.data_context)
