@@ -76,7 +76,7 @@ def _compare_steps(
     steps = []
     for sample, outcome, total in zip(samples, outcomes, totals.tolist(), strict=True):
         found = [(token, cfg.environment.weight * r) for token, r in sample.step_rewards]
-        if cfg.reward.functions:
+        if cfg.reward.functions and sample.completion_ids:
             found.append((len(sample.completion_ids) - 1, outcome))
         # Of a sample that failed nothing is compared.
         steps.append([] if math.isnan(total) else found)

@@ -191,6 +191,11 @@ class GRPOConfig(Section):
                 "weighs the trainer's old log-probabilities against those of the engines, and "
                 "grpo.old_logprobs=rollout takes the latter for both: use one of the two"
             )
+        if self.use_bias_correction_kl and self.kl_in_reward:
+            raise ValueError(
+                "grpo.use_bias_correction_kl true is for the divergence in the loss, and "
+                "grpo.kl_in_reward puts it into the reward: set one of them to false"
+            )
         if self.sync_ref_model and self.beta == 0:
             raise ValueError(
                 "grpo.sync_ref_model true moves the reference model, and grpo.beta 0 loads none: "
