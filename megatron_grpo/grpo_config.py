@@ -166,9 +166,15 @@ class GRPOConfig(Section):
                 f"grpo.scale_rewards {self.scale_rewards}: {self.advantage_estimator} is whitened "
                 "over the batch, use batch"
             )
+        if self.dynamic_sample and self.num_generations < 2:
+            raise ValueError(
+                "grpo.dynamic_sample looks for groups of different rewards, and a group of "
+                "grpo.num_generations 1 never is one: use false, or at least 2"
+            )
         if self.multi_objective_aggregation == "normalize_then_sum":
             self._only(
                 "multi_objective_aggregation normalize_then_sum",
+                dynamic_sample=False,  # equal sums may be of different rewards
                 advantage_estimator="grpo",
                 scale_rewards="group",
                 supervision="outcome",
@@ -177,6 +183,7 @@ class GRPOConfig(Section):
         if self.supervision == "process":
             self._only(
                 "supervision process",
+                dynamic_sample=False,
                 advantage_estimator="grpo",
                 scale_rewards="group",
                 kl_in_reward=False,
@@ -191,10 +198,17 @@ class GRPOConfig(Section):
                 "weighs the trainer's old log-probabilities against those of the engines, and "
                 "grpo.old_logprobs=rollout takes the latter for both: use one of the two"
             )
-        if self.use_bias_correction_kl and self.kl_in_reward:
+        if self.use_bias_correction_kl and (self.kl_in_reward or self.beta == 0):
             raise ValueError(
-                "grpo.use_bias_correction_kl true is for the divergence in the loss, and "
-                "grpo.kl_in_reward puts it into the reward: set one of them to false"
+                "grpo.use_bias_correction_kl true is for the divergence in the loss, and there is "
+                f"none with grpo.kl_in_reward {str(self.kl_in_reward).lower()} and grpo.beta "
+                f"{self.beta}: leave it out, or use kl_in_reward false and a beta above 0"
+            )
+        if self.overlong_filter and self.kl_in_reward and self.beta > 0:
+            raise ValueError(
+                "grpo.overlong_filter leaves no divergence to subtract from the rewards of what it "
+                "leaves out, and grpo.kl_in_reward would compare these with the others: set one of "
+                "them to false"
             )
         if self.sync_ref_model and self.beta == 0:
             raise ValueError(

@@ -39,7 +39,7 @@ def adapted_beta(
     """The weight of the KL penalty after a step that found `kl`: a proportional controller.
 
     Ziegler et al., arXiv 1909.08593, section 2.2:
-    ``beta * (1 + clip(kl / target - 1, -0.2, 0.2) * num_completions / horizon)``
+    ``beta * (1 + clip(kl / target - 1, -0.2, 0.2) * min(1, num_completions / horizon))``
 
     Args:
         beta: weight in the step.
@@ -49,4 +49,4 @@ def adapted_beta(
         horizon: completions over which beta changes by 20% at most.
     """
     error = min(max(kl / target - 1, -MAX_ERROR), MAX_ERROR)
-    return beta * (1 + error * num_completions / horizon)
+    return beta * (1 + error * min(1.0, num_completions / horizon))

@@ -50,7 +50,7 @@ def compute_logprobs(
         logprobs, entropy, _ = response_logprobs(model, logits, batch, temperature, groups)
         both = torch.stack([logprobs, entropy])
         dist.all_reduce(both, group=groups.context)
-        return logprobs.sum(), (both[0], both[1])
+        return logprobs.sum(), (both[0].clone(), both[1].clone())
 
     outputs = run_schedule(model, groups, batches, collect, forward_only=True)
     return list(outputs) if model.is_last_stage else None

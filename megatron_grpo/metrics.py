@@ -55,9 +55,16 @@ class TrainMetrics:
     and two maxima. A rank that adds nothing (an earlier pipeline stage) leaves the result as it is.
     """
 
-    def __init__(self, num_sequences: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        num_sequences: int,
+        device: torch.device | str = "cpu",
+        *,
+        old_is_rollout: bool = False,
+    ) -> None:
         self.sums = torch.zeros(num_sequences, len(_SUMS), dtype=torch.float64, device=device)
         self.maxima = torch.zeros(len(_MAXIMA), dtype=torch.float64, device=device)
+        self._old_is_rollout = old_is_rollout
         self.losses: list[Tensor] = []
         """This rank's part of the loss of each microbatch; none before the last stage."""
 
@@ -68,24 +75,28 @@ class TrainMetrics:
 
         `loss`, `logprobs` [T] and `entropy` [T] are what came of them. Log-probabilities of engine
         and trainer are compared under the policy that generated, where the two ought to agree, and
-        apart from that those of the policy that generated and the present one: `stale_gap`.
+        apart from that those of the policy that generated and the present one: `stale_gap`. Where
+        the old log-probabilities are the engine's own, the present policy stands for both.
         """
         self.losses.append(loss.total.detach())
-        present = logprobs.detach()
-        generating = present if batch.old_logprobs is None else batch.old_logprobs
-        mismatch = generating - batch.rollout_logprobs
-        ratio = loss.log_ratio.exp()
+        # In float64, in which no ratio overflows.
+        present, log_ratio = logprobs.detach().double(), loss.log_ratio.double()
+        rollout, generating = batch.rollout_logprobs.double(), present
+        if batch.old_logprobs is not None and not self._old_is_rollout:
+            generating = batch.old_logprobs.double()
+        mismatch = generating - rollout
+        ratio = log_ratio.exp()
         values = {
             "tokens": torch.ones_like(ratio),
             "loss": loss.per_token,
             "ratio": ratio,
-            "approx_kl": k3(torch.zeros_like(ratio), loss.log_ratio),
+            "approx_kl": k3(torch.zeros_like(ratio), log_ratio),
             "clipped_low": loss.clipped_low,
             "clipped_high": loss.clipped_high,
             "entropy": entropy.detach(),
             "kl": loss.kl,
             "rollout_gap": mismatch.abs(),
-            "rollout_kl": k3(batch.rollout_logprobs, generating),
+            "rollout_kl": k3(rollout, generating),
             "rollout_ratio": mismatch.exp(),
             "rollout_weight": loss.rollout_weight,
             "off_policy": loss.off_policy,
@@ -197,14 +208,14 @@ def reward_metrics(
     counted, and in no mean.
     """
     scored = ~totals.isnan()
-    groups = RewardGroups(totals[scored], group_ids[scored])
-    metrics = {
-        "reward": float(groups.rewards.mean()),
-        "reward_std": float(groups.std().mean()),
-        "frac_reward_zero_std": float((~groups.has_spread).double().mean()),
-        "advantages/std": _std(advantages),
-        "rewards/failed": float((~scored).sum()),
-    }
+    metrics = {"advantages/std": _std(advantages), "rewards/failed": float((~scored).sum())}
+    if scored.any():
+        groups = RewardGroups(totals[scored], group_ids[scored])
+        metrics |= {
+            "reward": float(groups.rewards.mean()),
+            "reward_std": float(groups.std().mean()),
+            "frac_reward_zero_std": float((~groups.has_spread).double().mean()),
+        }
     for name in rewards[0]:
         values = torch.tensor([scores[name] for scores in rewards], dtype=torch.float64)
         values = values[~values.isnan()]

@@ -284,7 +284,8 @@ class Training:
                 self.reference.follow(self.policy, step + 1)
         if (target := self.cfg.grpo.kl_target) is not None:
             report.metrics["beta"] = self.beta
-            if "kl" in report.metrics:  # else it was not finite, and the step skipped
+            # Else it was not finite, and the step skipped, or it is a mean of nothing.
+            if "kl" in report.metrics and report.metrics.get("num_response_tokens"):
                 num, horizon = self.batches.minibatch_size, self.cfg.grpo.kl_horizon
                 self.beta = adapted_beta(self.beta, report.metrics["kl"], target, num, horizon)
         self.checkpoints.poll()

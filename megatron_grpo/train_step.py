@@ -83,7 +83,11 @@ def accumulate_gradient(
     Returns this rank's part of the metrics.
     """
     num_sequences = BatchSchedule.of(cfg.grpo).minibatch_size
-    metrics = TrainMetrics(num_sequences, batches[0].tokens.device)
+    metrics = TrainMetrics(
+        num_sequences,
+        batches[0].tokens.device,
+        old_is_rollout=cfg.grpo.old_logprobs == "rollout",
+    )
 
     def loss_of(logits: Tensor, batch: PackedBatch) -> tuple[Tensor, None]:
         logprobs, entropy, mine = response_logprobs(

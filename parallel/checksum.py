@@ -205,6 +205,8 @@ def _factors(shape: Shape, per_word: int, device: torch.device) -> tuple[Tensor,
     num_rows, num_columns = prod(shape[:-1]), -(-shape[-1] // per_word)
     rows = _random(2 * torch.arange(num_rows, device=device)) | 1
     columns = _random(2 * torch.arange(num_columns, device=device) + 1) & ~1
+    if device.type == "cuda":  # what is kept here is used on other streams as well
+        torch.cuda.current_stream(device).synchronize()
     return rows.view(shape[:-1]), columns
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 BITS = 8
 """Of each number, per round: a round adds up 256 counts."""
+DIGIT = (1 << BITS) - 1
 
 
 def quantile(values: Tensor, q: float, all_reduce: Callable[[Tensor], None]) -> float:
@@ -38,25 +39,26 @@ def _smallest(keys: Tensor, place: int, all_reduce: Callable[[Tensor], None]) ->
     """The number that has `place` others before it: found digit by digit, the highest first."""
     prefix = 0
     for shift in range(32 - BITS, -1, -BITS):
-        digits = (keys >> shift) & ((1 << BITS) - 1)
-        counts = torch.bincount(digits, minlength=1 << BITS)
+        digits = (keys >> shift) & DIGIT
+        if shift == 32 - BITS:  # that of the sign: negative numbers come first
+            digits ^= (DIGIT + 1) // 2
+        counts = torch.bincount(digits, minlength=DIGIT + 1)
         all_reduce(counts)
         before = counts.cumsum(0) - counts
         digit = int((before <= place).logical_and(before + counts > place).nonzero())
         place -= int(before[digit])
         keys = keys[digits == digit]
         prefix = prefix << BITS | digit
-    return _number(prefix)
+    return _number(prefix - (1 << 31))
 
 
 def _ordered_bits(values: Tensor) -> Tensor:
-    """Non-negative int64 that order as the float32 `values` do."""
-    bits = values.view(torch.int32).long() & 0xFFFFFFFF
-    return torch.where(bits >= 1 << 31, 0xFFFFFFFF - bits, bits + (1 << 31))
+    """int32 that order as the float32 `values` do."""
+    bits = values.view(torch.int32)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 def _number(key: int) -> float:
-    """The inverse of `_ordered_bits`."""
-    bits = key - (1 << 31) if key >= 1 << 31 else 0xFFFFFFFF - key
-    signed = bits - (1 << 32) if bits >= 1 << 31 else bits
-    return float(torch.tensor(signed, dtype=torch.int32).view(torch.float32))
+    """The inverse of `_ordered_bits`, which is its own."""
+    bits = _ordered_bits(torch.tensor(key, dtype=torch.int32).view(torch.float32))
+    return float(bits.view(torch.float32))

@@ -21,7 +21,7 @@ class SequenceMeans:
         count: over the ranks of `context_group` (None for one rank) each token once."""
         positions = torch.arange(len(mask), device=mask.device)
         self._sequence = torch.bucketize(positions, cu_seqlens[1:], right=True)
-        self._num_sequences = len(cu_seqlens) - 1
+        self._lengths = cu_seqlens.diff().long()
         self._mask, self._group = mask, context_group
         # At least 1: the mean over no token is 0, and nothing reads it.
         self._counts = self._over_sequences(mask.double()).clamp(min=1)
@@ -39,8 +39,11 @@ class SequenceMeans:
         return (totals / self._counts.to(totals.dtype))[self._sequence]
 
     def _over_sequences(self, values: Tensor) -> Tensor:
-        empty = values.new_zeros(self._num_sequences)
-        totals = empty.index_add(0, self._sequence, values.where(self._mask, 0.0))
+        # Not index_add, which on a GPU adds in another order every time: ranks that hold the same
+        # tokens must agree on which sequence is clipped.
+        counted = values.where(self._mask, 0.0).double()
+        totals = torch.segment_reduce(counted, "sum", lengths=self._lengths, unsafe=True)
+        totals = totals.to(values.dtype)
         if self._group is None or dist.get_world_size(self._group) == 1:
             return totals
         summed: Tensor = _SumOverRanks.apply(totals, self._group)

@@ -65,7 +65,7 @@ def chosen_logprobs(
     Returns:
         logprobs [T], entropy [T]: float32 (float64 for float64 logits), zero where this context
         rank predicts nothing wanted: the sum over the context group is the whole. Equal on every
-        tensor rank. `logprobs` differentiates to `logits`; entropy is detached.
+        tensor rank. Both differentiate to `logits`.
     """
     wanted = (targets >= 0) & select[targets]
     rows = wanted.nonzero().squeeze(1)
