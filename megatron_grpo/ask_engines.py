@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_grpo.preemption import Preempted
-from megatron_grpo.rollout import EnginesOut
+from megatron_grpo.rollout import EnginesLost, EnginesOut
 
 T = TypeVar("T")
 
-ANSWERED, OUT, PREEMPTED = range(3)
+ANSWERED, OUT, PREEMPTED, LOST = range(4)
 
 
 def ask_engines(
@@ -23,20 +23,25 @@ def ask_engines(
     engine serves any more, all ranks `push` the current weights, which waits for an engine to come
     back, and rank 0 asks again.
 
-    Raises on all ranks: Preempted, where rank 0 was told to end, and what `push` raises.
+    Raises on all ranks: Preempted, where rank 0 was told to end, and EnginesLost, where `ask` or
+    `push` raises it.
     """
     while True:
-        answer, outcome = None, ANSWERED
+        answer, outcome, lost = None, ANSWERED, EnginesLost("rank 0 has lost them")
         try:
             answer = ask() if ask else None
         except EnginesOut:
             outcome = OUT
         except Preempted:
             outcome = PREEMPTED
+        except EnginesLost as error:
+            outcome, lost = LOST, error
         told = torch.tensor([outcome], device=device)
         dist.broadcast(told, src=0)
         if told == PREEMPTED:
             raise Preempted("the generation was given up")
+        if told == LOST:
+            raise lost
         if told == ANSWERED:
             return answer
         push()

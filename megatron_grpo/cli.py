@@ -107,6 +107,7 @@ def evaluate(
     Example: megatron-grpo eval CONFIG model.path=runs/math/hf eval.data.path=data/test.jsonl
     eval.num_generations=8 eval.temperature=0.6 eval.top_p=0.95
     """
+    take_token(os.environ)  # nothing that is started here has any use for it
     cfg = load_config(config, overrides or [])
     _silence_libraries()
     from rich.console import Console

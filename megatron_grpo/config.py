@@ -445,6 +445,12 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _something_judges(self) -> Self:
+        if self.eval.reward is not None and not self.eval.reward.functions:
+            raise ValueError("eval.reward.functions is empty: name at least 1, such as [exact]")
+        return self
+
+    @model_validator(mode="after")
     def _something_rewards(self) -> Self:
         labels = [function.label for function in self.reward.functions]
         if self.environment.name is None and not labels:

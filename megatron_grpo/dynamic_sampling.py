@@ -5,6 +5,7 @@ replaced by another one, up to ``grpo.max_resample_times`` times; what then is m
 equal rewards after all, so that a generation always has its size.
 """
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,6 +46,8 @@ class Search:
         """How many times prompts were replaced."""
         self.prompts: Sequence[Prompt] = stream.batch(generation)
         """Of this round; none when all is found."""
+        self.num_failed = 0
+        """Samples so far that could not be scored, of prompts that were replaced as well."""
         self._stream, self._generation, self._cfg = stream, generation, cfg
         self._found: list[ScoredGroup] = []
         self._equal: list[ScoredGroup] = []
@@ -58,6 +61,7 @@ class Search:
     def take(self, groups: Sequence[ScoredGroup]) -> None:
         """Go on to the next round with the groups of all `prompts` of this one."""
         for group in groups:
+            self.num_failed += sum(map(math.isnan, group.totals))
             keeps = group.has_spread or not self._cfg.dynamic_sample
             (self._found if keeps else self._equal).append(group)
         missing = self._stream.batch_size - len(self._found)

@@ -111,12 +111,13 @@ class Evaluation:
         on where it ended.
         """
         num_samples = self._view.eval.num_generations
+        size = len(self.prompts) * num_samples
         show(len(self._samples) // num_samples, len(self.prompts))
-        while len(self._samples) < len(self.prompts) * num_samples:
+        while len(self._samples) < size:
             with timer.phase("eval", "generate"):
                 samples = self._generate(policy_version)
             with timer.phase("eval", "score"):
-                self._scores += self.rewards.score(samples)
+                self._scores += self.rewards.score(samples, num_completions=size)
             self._samples += samples
             show(len(self._samples) // num_samples, len(self.prompts))
         totals = total_rewards(self._scores, self._view.reward.functions)

@@ -41,6 +41,8 @@ class ExperienceSource:
 
     def __init__(self, cfg: Config, shape: ModelShape, token: str | None) -> None:
         self.cfg, self.shape = cfg, shape
+        if cfg.environment.name is not None:
+            allow_open_files()  # each sample has a connection to its engine
         # The engines load while the trainer builds its model.
         self._servers = EngineServers(cfg.model, cfg.rollout, cfg.train.run_dir / "logs", token)
         self.rewards = RewardPool(cfg.reward)
@@ -48,13 +50,14 @@ class ExperienceSource:
         self.environments: EnvironmentPool | None = None
         if cfg.environment.name is not None:
             self.environments = EnvironmentPool(cfg.environment)
-            allow_open_files()  # each sample has a connection to its engine
         tokenizer = load_tokenizer(cfg.model.path)
         self.engines = RolloutClient(Fleet(self._servers, cfg.rollout), cfg.rollout)
         self.num_engines = 0
         """How many engines have answered in the last generation."""
         self._end_tokens = end_tokens(shape, tokenizer)
         self._tokenizer = tokenizer
+        self.num_failed = 0
+        """Samples of the last generation that could not be scored, replaced ones as well."""
         self.num_resampled = 0
         """How many prompts of the last generation were replaced by others."""
         self._open: Generation | DialogueGeneration | None = None
@@ -101,13 +104,25 @@ class ExperienceSource:
             with timer.phase("score"):
                 rewards = self._score(samples)
             search.take(self._groups(samples, rewards))
+            self._check_failed(search.num_failed)
         self._search, self.num_resampled = None, search.num_replaced
+        self.num_failed = search.num_failed
         groups = search.groups()
         return compare(
             [sample for group in groups for sample in group.samples],
             [reward for group in groups for reward in group.rewards],
             self.cfg,
         )
+
+    def _check_failed(self, num_failed: int) -> None:
+        """Raise RewardError when functions, environment and rounds together fail too often."""
+        size, limit = self.cfg.grpo.generation_batch_size, self.cfg.reward.max_failed_fraction
+        if num_failed > limit * size:
+            raise RewardError(
+                f"{num_failed} samples of a generation of {size} could not be scored, which is "
+                f"more than reward.max_failed_fraction {limit} allows: mend what is told above, or "
+                "set it to more, below 1"
+            )
 
     def _score(self, samples: Sequence[Sample]) -> list[dict[str, float]]:
         # Of a round that only replaces prompts, failures are still a share of a generation.

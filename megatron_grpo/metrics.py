@@ -204,11 +204,11 @@ def reward_metrics(
 
     `rewards` holds for each completion what each reward function said, `totals` [N] the weighted
     sums, `group_ids` [N] and `advantages` [N] are those of `group_advantages`. `reward_std` is the
-    mean over groups of the standard deviation within. A score that is NaN has failed: it is
-    counted, and in no mean.
+    mean over groups of the standard deviation within. A score that is NaN has failed:
+    it is in no mean.
     """
     scored = ~totals.isnan()
-    metrics = {"advantages/std": _std(advantages), "rewards/failed": float((~scored).sum())}
+    metrics = {"advantages/std": _std(advantages)}
     if scored.any():
         groups = RewardGroups(totals[scored], group_ids[scored])
         metrics |= {

@@ -33,6 +33,7 @@ from megatron_grpo.model import build_policy, weight_sender
 from megatron_grpo.old_policy import add_logprobs
 from megatron_grpo.preemption import Preempted, agree_to_stop
 from megatron_grpo.reference import build_reference
+from megatron_grpo.rewards import RewardError
 from megatron_grpo.rollout import EnginesLost
 from megatron_grpo.run_lock import run_lock
 from megatron_grpo.runlog import RunLog
@@ -326,8 +327,13 @@ class Training:
     def _evaluate(self, evaluation: Evaluation, log: RunLog, step: int) -> dict[str, float]:
         if log.has_evaluation(step):
             return {}
-        with self._preempted_instead():
-            evaluated = evaluation.run(step, self.timer, log.bar.evaluation.show)
+        try:
+            with self._preempted_instead():
+                evaluated = evaluation.run(step, self.timer, log.bar.evaluation.show)
+        except (RewardError, TimeoutError) as error:
+            # The step that was taken is to be logged and saved before the run ends, as when the
+            # engines are lost.
+            raise EnginesLost(f"the evaluation after step {step} failed: {error}") from error
         return log.evaluation(step, evaluated, self.cfg.eval)
 
     def save_and_stop(self, step: int, lost: EnginesLost) -> NoReturn:
@@ -343,6 +349,7 @@ class Training:
         if self._log and self.source and self.experience:
             if self.batches.cursor(step - 1).starts_generation:
                 metrics["rollout/num_engines"] = self.source.num_engines
+                metrics["rewards/failed"] = self.source.num_failed
                 if self.cfg.grpo.dynamic_sample:
                     metrics["rollout/num_resampled_prompts"] = self.source.num_resampled
             self._log.step(step, metrics, report, self.experience, self.timer)

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # Contents that no template has of its own, without blanks that it might cut off.
-ASKED, SAID, OBSERVED = "qxjvzk0", "qxjvzk1", "qxjvzk2"
+ASKED, SAID = "qxjvzk0", "qxjvzk1"
+# With what a template that writes it as JSON or HTML would change.
+OBSERVED = 'qxjvzk2 "\\\n<é&> qxjvzk3'
 
 
 @dataclass(frozen=True)

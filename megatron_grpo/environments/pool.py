@@ -19,6 +19,8 @@ from megatron_grpo.config import EnvironmentConfig
 from megatron_grpo.environments.loaded_class import LOAD_KEY
 from megatron_grpo.rewards import supervisor
 
+LOAD_SECONDS = 60.0
+"""Loading may take this long, or `environment.timeout`: imports are slow on a busy host."""
 END_SECONDS = 10.0
 """A supervisor that takes longer to kill what is below it is itself killed."""
 SEND_SECONDS = 10
@@ -67,18 +69,19 @@ class EnvironmentPool:
         """Wait until the class is loaded, and see that the data has the columns that it wants.
 
         Raises ValueError, and closes the pool, for a class that cannot be used, or is not loaded
-        `environment.timeout` seconds from now, or wants a column that some row lacks.
+        `LOAD_SECONDS` or `environment.timeout` seconds from now, or wants a column that some row
+        lacks.
         """
+        patience = max(LOAD_SECONDS, self.cfg.timeout)
         try:
-            wanted = self._loaded.result(self.cfg.timeout)
+            wanted = self._loaded.result(patience)
         except (EnvironmentFailed, EnvironmentsLost) as error:
             self.close()
             raise ValueError(f"environment {self.cfg.name} cannot be loaded: {error}") from None
         except TimeoutError:
             self.close()
             raise ValueError(
-                f"environment {self.cfg.name} not loaded after {self.cfg.timeout:g} s "
-                "(environment.timeout)"
+                f"environment {self.cfg.name} not loaded after {patience:g} s"
             ) from None
         for name in wanted:
             lacking = [row for row in rows if name not in row]
@@ -142,6 +145,8 @@ class EnvironmentPool:
                     future.set_exception(EnvironmentFailed(result))
         except (EOFError, ConnectionError):
             self._give_up(self._cause_of_death())
+        except Exception as error:  # an answer that nobody asked for: whoever waits is to know
+            self._give_up(f"its answers make no sense: {error!r}")
 
     def _give_up(self, cause: str) -> None:
         with self._lock:

@@ -162,6 +162,7 @@ class Worker:
         os._exit(0)
 
     def _attempt(self, action: Callable[[], Any]) -> tuple[bool, Any]:
+        pid = os.getpid()
         try:
             return True, action()
         except MemoryError:
@@ -171,6 +172,8 @@ class Worker:
         except ValueError as error:
             text = str(error)
         except BaseException as error:  # sys.exit() in a user's method too is told to the trainer
+            if os.getpid() != pid:  # of a process that the method has forked: it has no say here
+                os._exit(1)
             text = "".join(traceback.format_exception(error))
         return False, text[-MAX_TEXT:]
 

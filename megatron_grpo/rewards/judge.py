@@ -13,6 +13,8 @@ from urllib.parse import urlsplit
 import httpx
 
 NUMBER = r"((?:(?<![\w.])-)?\d+(?:\.\d+)?)"
+LAST_NUMBER = NUMBER + r"(?:\W*(?:/|\bout of\b|\bof\b|\bto\b)\W*\d+(?:\.\d+)?)?"
+"""Of "8/10", "8 out of 10" and "8 (of 10)" the 8."""
 TEMPLATE_FIELD = re.compile(r"\{(prompt|completion|answer)\}")
 DEFAULT_KEY = "OPENAI_API_KEY"
 SHARE_OF_TIME = 0.9
@@ -37,7 +39,7 @@ async def judge(
     model: str,
     prompt: str,
     reward_timeout: float,
-    pattern: str = NUMBER,
+    pattern: str = LAST_NUMBER,
     max_score: float = 1.0,
     api_key_env: str = DEFAULT_KEY,
     extra_body: dict[str, Any] | None = None,
@@ -47,7 +49,8 @@ async def judge(
 
     A generative reward model (arXiv 2306.05685, 2408.15240). `prompt` is a template in which
     {prompt} (as the model reads it), {completion} and {answer} are filled in; the score is the
-    first group of the last match of the regular expression `pattern`, by default the last number.
+    first group of the last match of the regular expression `pattern`, by default the last number
+    (8 in "8/10" and "8 out of 10").
     One that is larger than `max_score`, or below its negative, is none. Each completion is a
     request of its own, at temperature 0, to `base_url`/chat/completions (`base_url` mostly ends in
     /v1), with the fields of `extra_body`, such as max_tokens. 429, 5xx and lost connections are

@@ -12,6 +12,7 @@ of the other are answered.
 
 import asyncio
 import json
+import os
 import resource
 import signal
 import sys
@@ -63,9 +64,12 @@ class RewardWorker:
         return [(function.wanted_columns, function.is_async) for function in self._functions]
 
     def _score(self, index: int, columns: Any) -> Answer:
+        pid = os.getpid()
         try:
             return self._functions[index](columns, self._timeout)
         except BaseException as error:  # sys.exit() in a user's function too is told to the trainer
+            if os.getpid() != pid:  # of a process that the function has forked: it has no say here
+                os._exit(1)
             return self._failed(error)
 
     async def _answer_side_by_side(self, first: Any) -> Any:

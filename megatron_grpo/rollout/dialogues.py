@@ -117,6 +117,8 @@ class DialogueGeneration:
         self._sampling: Json = {
             "n": 1,
             "temperature": temperature,
+            "top_p": 1.0,
+            "top_k": -1,
             "logprobs": 0,  # of the sampled token alone
             "stop_token_ids": [*stop_token_ids],
             "ignore_eos": True,  # the tokenizer's one end token; those of the model are above

@@ -88,3 +88,13 @@ def test_samples_that_could_not_be_scored_are_no_spread():
     assert not ScoredGroup([], [], [nan, nan]).has_spread
     assert ScoredGroup([], [], [nan, 0.5, 0.4]).has_spread
     assert search.round == 0
+
+
+def test_failures_of_prompts_that_were_replaced_count_as_well():
+    search = Search(stream(), 0, config())
+    groups = scored(search.prompts, lambda prompt: True)
+    search.take([ScoredGroup(groups[0].samples, [{}], [math.nan, math.nan]), *groups[1:]])
+    assert len(search.prompts) == 1
+    search.take(scored(search.prompts, lambda prompt: True))
+    assert search.num_failed == 2
+    assert len(search.groups()) == BATCH_SIZE

@@ -186,11 +186,11 @@ def test_with_no_engine_left_it_goes_on_where_it_ended(engine) -> None:
         url, fleet = engine.servers.base_urls[0], broken.client.fleet
         original, calls = broken.pool.score, []
 
-        def score(samples):
+        def score(samples, **limit):
             calls.append(len(samples))
             if len(calls) == 1:
                 fleet.leave_out(url, "planted")
-            return original(samples)
+            return original(samples, **limit)
 
         broken.pool.score = score
         with pytest.raises(EnginesOut):

@@ -192,7 +192,6 @@ def test_reward_metrics():
             "reward_std": (0.5**0.5 + 0) / 2,
             "frac_reward_zero_std": 0.5,
             "advantages/std": (0.98 / 3) ** 0.5,
-            "rewards/failed": 0.0,
             "reward/exact/mean": 0.75,
             "reward/exact/std": 0.5,
             "reward/format/mean": 0.25,
@@ -202,7 +201,7 @@ def test_reward_metrics():
     )
 
 
-def test_a_score_that_is_nan_is_counted_and_in_no_mean():
+def test_a_score_that_is_nan_is_in_no_mean():
     nan = math.nan
     metrics = reward_metrics(
         [{"exact": 1.0, "judge": nan}, {"exact": 0.0, "judge": nan}, {"exact": 1.0, "judge": 0.5}],
@@ -216,7 +215,6 @@ def test_a_score_that_is_nan_is_counted_and_in_no_mean():
             "reward_std": 1.5 * 0.5**0.5,
             "frac_reward_zero_std": 0.0,
             "advantages/std": 0.0,
-            "rewards/failed": 1.0,
             "reward/exact/mean": 2 / 3,
             "reward/exact/std": 3**-0.5,
             "reward/judge/mean": 0.5,

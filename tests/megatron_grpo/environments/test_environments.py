@@ -183,7 +183,8 @@ def test_a_class_that_cannot_be_used_is_refused_at_the_start(tmp_path, name, con
         pool.wait_ready([{"prompt": "a", "colour": "red"}, {"prompt": "b"}])
 
 
-def test_a_file_that_hangs_while_it_is_loaded_is_cut(tmp_path):
+def test_a_file_that_hangs_while_it_is_loaded_is_cut(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron_grpo.environments.pool.LOAD_SECONDS", 1.0)
     file = tmp_path / "stuck.py"
     file.write_text("import time\ntime.sleep(1000)\n")
     pool = EnvironmentPool(EnvironmentConfig(name=f"{file}:Any", timeout=1.0))

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from megatron_grpo.config import RewardConfig, RewardFunction
 from megatron_grpo.prompts import Prompt
 from megatron_grpo.rewards import RewardError, RewardPool
 from megatron_grpo.rewards.functions import load_function
+from megatron_grpo.rewards.judge import LAST_NUMBER
 from megatron_grpo.rollout.samples import Sample
 from models import character_tokenizer
 
@@ -261,3 +263,18 @@ def test_vllm_is_a_judge(vllm_engine: TestEngine, monkeypatch):
     assert {round(9 * score, 9) for score in judged} <= set(range(10))
     assert judged[0] == judged[2]  # the same text at temperature 0
     assert judged == scores(function, batch, timeout=60)
+
+
+@pytest.mark.parametrize(
+    "said, score",
+    [
+        ("Rating: 8/10", "8"),
+        ("I give it 3 out of 10.", "3"),
+        ("**2**/10", "2"),
+        ("7", "7"),
+        ("1. clear 2. right: 6.5", "6.5"),
+        ("Score: -3", "-3"),
+    ],
+)
+def test_the_default_pattern_finds_the_score_and_not_what_it_is_of(said, score):
+    assert re.findall(LAST_NUMBER, said)[-1] == score
