@@ -33,10 +33,10 @@ def group_advantages(
     over all N, an advantage is, before it is scaled:
 
     - grpo: ``r - m`` (arXiv 2402.03300, section 4.1.2);
-    - rloo: r less the mean of the others, ``n / (n - 1) (r - m)`` (arXiv 2402.14740, eq. 8);
-    - reinforce_plus_plus: ``r - M`` (arXiv 2501.03262, eq. 8), for which one completion of each
+    - rloo: r less the mean of the others, ``n / (n - 1) (r - m)`` (arXiv 2402.14740);
+    - reinforce_plus_plus: ``r - M`` (arXiv 2501.03262), for which one completion of each
       prompt is enough;
-    - reinforce_plus_plus_baseline: ``r - m`` (the same paper, eq. 9); ms-swift calls it
+    - reinforce_plus_plus_baseline: ``r - m`` (the same paper); ms-swift calls it
       reinforce_plus_plus.
 
     It is divided, `epsilon` added, by s for "group", by the standard deviation over the batch for

@@ -82,8 +82,8 @@ def grpo_loss(
 
     The objective has the weight of trainer over engine in it. KL (`kl.py`) is that to the
     reference, times the ratio with `use_bias_correction_kl`: the unbiased gradient of the
-    divergence, DeepSeek-V3.2 (arXiv 2512.02556, eq. 7). It is only reported where it was subtracted
-    from the rewards. m_entropy leaves the tokens of the highest entropy (arXiv 2506.01939, eq. 6).
+    divergence, DeepSeek-V3.2 (arXiv 2512.02556). It is only reported where it was subtracted
+    from the rewards. m_entropy leaves the tokens of the highest entropy (arXiv 2506.01939).
 
     Args:
         logprobs: [T], of the policy that is trained, in the index space of the packed tokens.

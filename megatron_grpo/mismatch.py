@@ -21,7 +21,7 @@ def rollout_weights(
     - w of a token is exp(d) (TIS, "Your efficient RL framework secretly brings you off-policy RL
       training", Yao et al. 2025); of a sequence, exp of the sum of d (MIS, Liu et al. 2025); or
       geometric, exp of its mean, which does not grow with the length;
-    - truncate: w cut to the bounds; mask: 0 beyond them (IcePop, arXiv 2510.18855, eq. 4).
+    - truncate: w cut to the bounds; mask: 0 beyond them (IcePop, arXiv 2510.18855).
     """
     mode = cfg.rollout_importance_sampling_mode
     if mode is None:

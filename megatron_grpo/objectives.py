@@ -97,7 +97,7 @@ def clipped(ratio: Tensor, advantages: Tensor, cfg: GRPOConfig) -> Objective:
 def cispo(logprobs: Tensor, ratio: Tensor, advantages: Tensor, cfg: GRPOConfig) -> Objective:
     """REINFORCE with a cut weight, by which no token loses its gradient.
 
-    MiniMax-M1, arXiv 2506.13585, eq. 4, with the upper bound alone as in ScaleRL (arXiv
+    MiniMax-M1, arXiv 2506.13585, with the upper bound alone as in ScaleRL (arXiv
     2510.13786):
     ``-min(r, epsilon_high).detach() A logprob``
     """
@@ -110,7 +110,7 @@ def cispo(logprobs: Tensor, ratio: Tensor, advantages: Tensor, cfg: GRPOConfig) 
 
 
 def sapo(ratio: Tensor, advantages: Tensor, cfg: GRPOConfig) -> Objective:
-    """A soft gate in the place of the clip: SAPO, arXiv 2511.20347, eq. 6.
+    """A soft gate in the place of the clip: SAPO, arXiv 2511.20347.
 
     ``-4 / tau sigmoid(tau (r - 1)) A``, with tau by the sign of A.
     """
@@ -124,7 +124,7 @@ def sapo(ratio: Tensor, advantages: Tensor, cfg: GRPOConfig) -> Objective:
 def gmpo(
     log_ratio: Tensor, advantages: Tensor, sequences: SequenceMeans, cfg: GRPOConfig
 ) -> Objective:
-    """The geometric mean of clipped token ratios: GMPO, arXiv 2507.20673, eq. 4.
+    """The geometric mean of clipped token ratios: GMPO, arXiv 2507.20673.
 
     ``-A exp(mean over the sequence of s min(s log r, s clip(log r, -epsilon, epsilon_high)))``
     with s the sign of A: the clips are of log r, and 0.4 each in the paper.

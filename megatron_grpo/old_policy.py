@@ -97,7 +97,7 @@ def keep_high_entropy(
 ) -> list[PackedBatch]:
     """Mark the tokens whose entropy is at least the (1 - `share`) quantile of all response tokens.
 
-    arXiv 2506.01939, eq. 6; exact over the whole optimizer batch: `entropies` [T] are those of this
+    arXiv 2506.01939; exact over the whole optimizer batch: `entropies` [T] are those of this
     rank's `batches`, and the ranks of `data_group` hold the others.
     """
     masked = [entropy[batch.loss_mask] for batch, entropy in zip(batches, entropies, strict=True)]
