@@ -165,6 +165,49 @@ def test_missing_key_is_named_with_its_meaning(tmp_path):
         (["parallel.sequence_parallel=true"], ["tensor_parallel_size is 1"]),
         (["optimizer.lr_warmup_steps=15"], ["15", "at most 14"]),
         (["optimizer.min_lr=1"], ["1.0", "at most 3e-05"]),
+        (["grpo.num_generations=1"], ["num_generations 1", "at least 2", "reinforce_plus_plus"]),
+        (["grpo.loss_type=cispo"], ["epsilon_high 0.2", "cispo", "at least 1, such as 5.0"]),
+        (["grpo.loss_type=gmpo", "grpo.delta=2.0"], ["grpo.delta 2.0", "gmpo", "null"]),
+        (["grpo.loss_type=luspo"], ["luspo", "importance_sampling_level=sequence", "not token"]),
+        (
+            ["grpo.loss_type=vespo", "grpo.rollout_importance_sampling_mode=sequence_mask"],
+            ["sequence_mask", "token_truncate or token_mask"],
+        ),
+        (
+            ["grpo.advantage_estimator=reinforce_plus_plus", "grpo.scale_rewards=group"],
+            ["scale_rewards group", "use batch"],
+        ),
+        (
+            [
+                "grpo.advantage_estimator=reinforce_plus_plus",
+                "grpo.num_generations=1",
+                "grpo.dynamic_sample=true",
+            ],
+            ["dynamic_sample", "num_generations 1", "at least 2"],
+        ),
+        (
+            [
+                "grpo.multi_objective_aggregation=normalize_then_sum",
+                "grpo.advantage_estimator=rloo",
+            ],
+            ["normalize_then_sum", "advantage_estimator=grpo", "not rloo"],
+        ),
+        (["grpo.supervision=process"], ["supervision process", "environment.name", "outcome"]),
+        (
+            ["grpo.old_logprobs=rollout", "grpo.rollout_importance_sampling_mode=token_mask"],
+            ["token_mask", "old_logprobs=rollout", "one of the two"],
+        ),
+        (["grpo.kl_target=0.1"], ["kl_target", "grpo.beta", "0.04"]),
+        (["grpo.use_bias_correction_kl=true"], ["use_bias_correction_kl", "grpo.beta 0"]),
+        (
+            [
+                "grpo.beta=0.1",
+                "grpo.advantage_estimator=rloo",
+                "grpo.overlong_filter=true",
+            ],
+            ["overlong_filter", "kl_in_reward"],
+        ),
+        (["eval.data.path=x", "eval.reward.functions=[]"], ["eval.reward.functions is empty"]),
         (["grpo.sync_ref_model=true"], ["grpo.beta 0 loads none", "beta above 0"]),
         (["grpo.ref_model_mixup_alpha=0"], ["grpo.ref_model_mixup_alpha", "greater than 0"]),
         (

@@ -298,7 +298,6 @@ def test_a_dialogue_goes_on_at_another_engine_and_no_step_is_taken_twice(pair, t
             if num_lost == 2:
                 with pytest.raises(EnginesOut):
                     pair.client.generate(generation)
-                assert any(dialogue.pending for dialogue in generation.dialogues)
             else:
                 samples = pair.client.generate(generation)
         if num_lost == 2:
