@@ -56,7 +56,9 @@ class Steps:
         self.skipped = SkippedSteps(self.cfg.train.max_skipped_steps)
 
     def step(self, batches: list[PackedBatch] | None = None) -> dict[str, float]:
-        return train_step(self.policy, batches or self.batches, self.cfg, self.groups, self.skipped)
+        batches, beta = batches or self.batches, self.cfg.grpo.beta
+        report = train_step(self.policy, batches, self.cfg, self.groups, self.skipped, beta)
+        return report.metrics
 
     def bad_step(self, plant: Plant) -> dict[str, float]:
         if self.rank != plant.rank:
