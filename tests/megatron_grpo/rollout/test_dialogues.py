@@ -276,6 +276,7 @@ def steps_taken(file: Path) -> list[str]:
     return file.read_text().splitlines() if file.exists() else []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_lost", [1, 2])
 def test_a_dialogue_goes_on_at_another_engine_and_no_step_is_taken_twice(pair, tmp_path, num_lost):
     prompts = prompts_with(12)
