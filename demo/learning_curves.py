@@ -12,17 +12,12 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from demo.make_kinds import rows
+from demo.make_kinds import write
 
 CONFIG = Path(__file__).parents[1] / "configs" / "learn_tiny.yaml"
 RECIPES = {
     "grpo": ["grpo.loss_type=grpo"],
-    "dapo": [
-        "grpo.loss_type=dapo",
-        "grpo.epsilon_high=0.28",
-        "grpo.dynamic_sample=true",
-        "grpo.overlong_filter=false",
-    ],
+    "dapo": ["grpo.loss_type=dapo", "grpo.epsilon_high=0.28", "grpo.dynamic_sample=true"],
     "gspo": [
         "grpo.importance_sampling_level=sequence",
         "grpo.epsilon=0.003",
@@ -59,9 +54,8 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/learning"))
     parser.add_argument("--out", type=Path, default=Path("docs/learning_curves.png"))
     arguments = parser.parse_args()
-    arguments.runs.mkdir(parents=True, exist_ok=True)
     data = arguments.runs / "kinds.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows()))
+    write(data)
     for name, recipe in RECIPES.items():
         common = [f"model.path={arguments.model}", f"data.path={data}"]
         run_dir = f"train.run_dir={arguments.runs / name}"

@@ -17,12 +17,16 @@ def rows() -> list[dict[str, str]]:
     ]
 
 
+def write(out: Path) -> None:
+    """The rows as JSON lines."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text("".join(json.dumps(row) + "\n" for row in rows()))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, help="file to write")
-    out = parser.parse_args().out
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text("".join(json.dumps(row) + "\n" for row in rows()))
+    write(parser.parse_args().out)
 
 
 if __name__ == "__main__":

@@ -1,28 +1,21 @@
 """The trainer's side of environments: any number of them at once, each call a future."""
 
 import json
-import os
 import signal
-import socket
-import struct
-import subprocess
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import count
-from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 from megatron_grpo.config import EnvironmentConfig
 from megatron_grpo.environments.loaded_class import LOAD_KEY
-from megatron_grpo.rewards import supervisor
+from megatron_grpo.supervised import start_supervised, tell_to_end, wait_end
 
+WORKER_MODULE = "megatron_grpo.environments.worker"
 LOAD_SECONDS = 60.0
 """Loading may take this long, or `environment.timeout`: imports are slow on a busy host."""
-END_SECONDS = 10.0
-"""A supervisor that takes longer to kill what is below it is itself killed."""
 SEND_SECONDS = 10
 """The worker reads all the time: one that takes longer is broken."""
 
@@ -58,9 +51,9 @@ class EnvironmentPool:
         self._calls: dict[int, Future[Any]] = {LOAD_KEY: _future()}
         self._loaded = self._calls[LOAD_KEY]
         self._end = ""
-        self._connection, theirs = Pipe()
-        self._supervisor = _start(theirs, cfg.memory_megabytes)
-        _limit_sends(self._connection)
+        self._supervisor, self._connection = start_supervised(
+            WORKER_MODULE, cfg.memory_megabytes, SEND_SECONDS
+        )
         self._connection.send((cfg.name, cfg.arguments, cfg.timeout))
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -122,13 +115,8 @@ class EnvironmentPool:
 
     def close(self) -> None:
         """Kill the worker and all environments; nothing of them is left when this returns."""
-        if self._supervisor.poll() is None:
-            self._supervisor.send_signal(supervisor.END)
-        try:
-            self._supervisor.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._supervisor.kill()
-            self._supervisor.wait()
+        tell_to_end(self._supervisor)
+        wait_end(self._supervisor)
         self._reader.join()
         self._connection.close()
 
@@ -186,27 +174,3 @@ def _future() -> Future[Any]:
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
-
-
-def _start(theirs: Connection, memory_megabytes: int) -> subprocess.Popen[bytes]:
-    """A fresh interpreter: it holds neither torch nor the trainer's threads, and can be forked."""
-    arguments = [
-        os.getpid(),
-        theirs.fileno(),
-        memory_megabytes,
-        "megatron_grpo.environments.worker",
-    ]
-    process = subprocess.Popen(
-        [sys.executable, supervisor.__file__, *map(str, arguments)],
-        pass_fds=[theirs.fileno()],
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C is for the trainer, which then closes the pool
-    )
-    theirs.close()
-    return process
-
-
-def _limit_sends(connection: Connection) -> None:
-    """Have the kernel end a send that gets no further with BlockingIOError."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as end:
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_SECONDS, 0))

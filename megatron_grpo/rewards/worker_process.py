@@ -1,25 +1,18 @@
 """A reward worker as the trainer sees it: a process with a connection, and calls that it runs."""
 
 import json
-import os
 import signal
-import socket
-import struct
 import subprocess
-import sys
 import time
-from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 from megatron_grpo.config import RewardConfig
-from megatron_grpo.rewards import supervisor
 from megatron_grpo.rewards.answer import Answer
+from megatron_grpo.supervised import start_supervised, tell_to_end, wait_end
 
 WORKER_MODULE = "megatron_grpo.rewards.worker"
 LOAD_SECONDS = 60.0
 """Loading may take this long, or `reward.timeout`: on a busy host Python's own imports are slow."""
-END_SECONDS = 10.0
-"""A supervisor that takes longer to kill what is below it is itself killed."""
 DEATH_SECONDS = 2.0
 """How long after a worker's last word its death is waited for."""
 
@@ -38,7 +31,10 @@ class WorkerProcess:
         """It takes no more calls, and is to be replaced when it has answered those it has."""
         self.fate = ""
         """Why it can do nothing any more; empty while it can."""
-        self._supervisor, self.connection = _start(cfg)
+        self._supervisor, self.connection = start_supervised(
+            WORKER_MODULE, cfg.memory_megabytes, cfg.timeout
+        )
+        self.connection.send((cfg.functions, cfg.timeout))
 
     @property
     def pid(self) -> int:
@@ -79,15 +75,11 @@ class WorkerProcess:
 
     def tell_to_end(self) -> None:
         """Have it end, with all that it has started."""
-        self._supervisor.send_signal(supervisor.END)
+        tell_to_end(self._supervisor)
 
     def wait_end(self) -> None:
         """Return when nothing of it is left, after `tell_to_end`."""
-        try:
-            self._supervisor.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._supervisor.kill()
-            self._supervisor.wait()
+        wait_end(self._supervisor)
         self.connection.close()
 
     def _receive(self) -> Any:
@@ -108,30 +100,3 @@ class WorkerProcess:
             f"its process died with signal {signal.Signals(-code).name} "
             f"(reward.memory_megabytes was {self.cfg.memory_megabytes})"
         )
-
-
-def _start(cfg: RewardConfig) -> tuple[subprocess.Popen[bytes], Connection]:
-    """A fresh interpreter rather than a fork: it holds neither torch nor the trainer's threads."""
-    connection, theirs = Pipe()
-    arguments = [os.getpid(), theirs.fileno(), cfg.memory_megabytes, WORKER_MODULE]
-    process = subprocess.Popen(
-        [sys.executable, supervisor.__file__, *map(str, arguments)],
-        pass_fds=[theirs.fileno()],
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C is for the trainer, which then closes the pool
-    )
-    theirs.close()
-    _limit_sends(connection, cfg.timeout)
-    connection.send((cfg.functions, cfg.timeout))
-    return process, connection
-
-
-def _limit_sends(connection: Connection, seconds: float) -> None:
-    """Have the kernel end a send that gets no further for `seconds` with BlockingIOError.
-
-    A call may be larger than what the kernel takes from us while the worker reads nothing.
-    """
-    whole = int(seconds)
-    timeval = struct.pack("ll", whole, int((seconds - whole) * 1e6))
-    with socket.socket(fileno=os.dup(connection.fileno())) as end:
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)

@@ -1,11 +1,9 @@
 """A random model learns a task from nothing, with every family of losses."""
 
-import json
-
 import pytest
 
 from demo.learning_curves import CONFIG, RECIPES, rewards
-from demo.make_kinds import rows
+from demo.make_kinds import write
 from jobs import Job
 
 CHANCE, SOLVED, LAST_STEPS, SECONDS = 0.3, 0.9, 5, 180
@@ -16,7 +14,7 @@ def test_the_reward_goes_from_chance_to_nearly_all_in_minutes(
     recipe, tied_model, vllm_engine, tmp_path
 ):
     data, run_dir = tmp_path / "kinds.jsonl", tmp_path / recipe
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows()))
+    write(data)
     job = Job(
         [
             f"model.path={tied_model}",
