@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from parallel.checksum import NamedSum, copy_and_sum
+from parallel.cpu_checksum import BoxCopy, PreparedCopies
 from parallel.layout import Box, Copy, Shape
 from parallel.transport.buckets import Bucket, bucketed
 from parallel.transport.links import Incoming, Link, Outgoing, own_stream
@@ -35,6 +36,31 @@ class Packing:
             yield number, data.view(self._dtype).view(box.size)
 
 
+class PreparedBuckets:
+    """What a stream on a CPU does with each bucket, prepared when it first does it.
+
+    To find the places in memory takes as long as to copy a hundred KB.
+    """
+
+    def __init__(self) -> None:
+        self._places: list[tuple[int, tuple[int, ...]]] = []
+        self._prepared: dict[tuple[int, int], PreparedCopies] = {}
+
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """Forget all where `tensors` are not in the places where they were."""
+        places = [(tensor.data_ptr(), tensor.stride()) for tensor in tensors.values()]
+        if places != self._places:
+            self._places = places
+            self._prepared.clear()
+
+    def make(self, bucket: Bucket, buffer: Tensor, copies: Iterator[BoxCopy]) -> list[NamedSum]:
+        """Make the `copies` of a bucket in `buffer`, the same each time; their sums by tensor."""
+        key = bucket.first, buffer.data_ptr()
+        if key not in self._prepared:
+            self._prepared[key] = PreparedCopies([*copies])
+        return self._prepared[key].make()
+
+
 class OutStream:
     """What a trainer rank sends over one link: `packing` has the destinations of `copies`.
 
@@ -54,6 +80,7 @@ class OutStream:
         self._shapes = shapes
         self._packing = packing
         self._device = device
+        self._prepared = PreparedBuckets()
 
     @property
     def num_bytes(self) -> int:
@@ -66,17 +93,30 @@ class OutStream:
         Returns what each is to add to the checksum of its parameter: in the engines' dtype, taken
         before the buffer is handed over.
         """
-        sums = []
+        sums: list[NamedSum] = []
+        if self._device.type == "cpu":
+            self._prepared.check(tensors)
         with own_stream(self._device), torch.inference_mode():
             for bucket in self._packing.buckets:
-                for number, target in self._packing.views(bucket, self.link.next_buffer()):
-                    copy = self._copies[number]
-                    name, box = copy.destination, copy.destination_box
-                    values = _payload(copy, tensors)
-                    sums.append((name, copy_and_sum(values, target, box, self._shapes[name])))
+                buffer = self.link.next_buffer()
+                copies = self._box_copies(bucket, buffer, tensors)
+                if self._device.type == "cpu":
+                    sums += self._prepared.make(bucket, buffer, copies)
+                else:
+                    for each in copies:
+                        added = copy_and_sum(each.source, each.target, each.box, each.shape)
+                        sums.append((each.name, added))
                 self.link.hand_over(bucket.num_bytes)
             self.link.flush()
         return sums
+
+    def _box_copies(
+        self, bucket: Bucket, buffer: Tensor, tensors: Mapping[str, Tensor]
+    ) -> Iterator[BoxCopy]:
+        for number, target in self._packing.views(bucket, buffer):
+            copy = self._copies[number]
+            name, box = copy.destination, copy.destination_box
+            yield BoxCopy(name, _payload(copy, tensors), target, box, self._shapes[name])
 
 
 def _payload(copy: Copy, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -104,9 +144,7 @@ class InStream:
         self._arrivals = arrivals
         self._packing = packing
         self._device = device
-        # A GPU reads its memory faster than any link fills it, and kernels for each box take longer
-        # than those of one pass for each parameter.
-        self._is_summed = device.type == "cpu"
+        self._prepared = PreparedBuckets()
 
     @property
     def links(self) -> list[Link]:
@@ -123,9 +161,11 @@ class InStream:
 
         On a CPU returns what each box, as its parameter holds it now, adds to the checksum.
         """
-        sums = []
+        sums: list[NamedSum] = []
         buckets = self._packing.buckets
         arrivals = self._link.arrivals([bucket.num_bytes for bucket in buckets])
+        if self._device.type == "cpu":
+            self._prepared.check(parameters)
         # The parameters may be inference tensors, which are written to in inference mode only, or
         # views of what requires gradients, which autograd refuses to read once it knows of a change
         # (`.data` hides it).
@@ -134,14 +174,22 @@ class InStream:
                 if self._onward is not None:
                     self._onward.next_buffer()[: bucket.num_bytes].copy_(buffer)
                     self._onward.hand_over(bucket.num_bytes)
-                for number, values in self._packing.views(bucket, buffer):
-                    name, box = self._arrivals[number]
-                    parameter = parameters[name].data
-                    target, shape = parameter[box.slices], tuple(parameter.shape)
-                    if self._is_summed:
-                        sums.append((name, copy_and_sum(values, target, box, shape)))
-                    else:
-                        target.copy_(values)
+                copies = self._box_copies(bucket, buffer, parameters)
+                if self._device.type == "cpu":
+                    sums += self._prepared.make(bucket, buffer, copies)
+                else:
+                    # Not summed: a GPU reads its memory faster than any link fills it, and kernels
+                    # for each box take longer than those of one pass for each parameter.
+                    for copy in copies:
+                        copy.target.copy_(copy.source)
             if self._onward is not None:
                 self._onward.flush()
         return sums
+
+    def _box_copies(
+        self, bucket: Bucket, buffer: Tensor, parameters: Mapping[str, Tensor]
+    ) -> Iterator[BoxCopy]:
+        for number, values in self._packing.views(bucket, buffer):
+            name, box = self._arrivals[number]
+            parameter = parameters[name].data
+            yield BoxCopy(name, values, parameter[box.slices], box, tuple(parameter.shape))

@@ -8,13 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel import Box
-from parallel.checksum import (
-    CPU_BLOCK_BYTES,
-    checksum,
-    checksum_by_torch,
-    copy_and_sum,
-    whole_checksum,
-)
+from parallel.checksum import checksum, checksum_by_torch, copy_and_sum, whole_checksum
+from parallel.cpu_checksum import BLOCK_BYTES, BoxCopy, PreparedCopies
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
@@ -70,7 +65,7 @@ def test_boxes_add_up_to_the_whole_wherever_it_is_cut(shape, dtype):
 
 def test_a_tensor_larger_than_a_block_and_its_transposed_copy():
     tensor = random_tensor(1024, 1536)
-    assert tensor.nbytes > 2 * CPU_BLOCK_BYTES
+    assert tensor.nbytes > 2 * BLOCK_BYTES
     top, bottom = tensor.split([1000, 24])
     parts = checksum(top, Box((0, 0), (1000, 1536)), (1024, 1536)) + checksum(
         bottom, Box((1000, 0), (24, 1536)), (1024, 1536)
@@ -136,6 +131,28 @@ def test_rows_longer_than_a_tile_of_the_kernel(num_rows, start, end):
     assert torch.equal(target[box.slices], source)
     assert added == whole_checksum(target) == checksum_by_torch(source, box, shape)
     assert int(added) == written_out(target)
+
+
+def test_prepared_copies_are_made_of_what_is_there_each_time():
+    first, second = random_tensor(6, 8), random_tensor(3, 5, seed=1).float()
+    targets = torch.zeros(6, 8, dtype=torch.bfloat16), torch.zeros(3, 5, dtype=torch.bfloat16)
+    top, bottom = Box((0, 0), (2, 8)), Box((2, 0), (4, 8))
+    prepared = PreparedCopies(
+        [
+            BoxCopy("a", first[:2], targets[0][:2], top, (6, 8)),
+            BoxCopy("b", second, targets[1], Box.whole((3, 5)), (3, 5)),  # of another dtype
+            BoxCopy("a", first[2:], targets[0][2:], bottom, (6, 8)),
+        ]
+    )
+    for seed in range(2):
+        first.copy_(random_tensor(6, 8, seed=seed))
+        second.copy_(random_tensor(3, 5, seed=seed + 2))
+        sums = dict(prepared.make())
+        assert torch.equal(targets[0], first) and torch.equal(targets[1], second.bfloat16())
+        assert {name: int(value) for name, value in sums.items()} == {
+            "a": written_out(first),
+            "b": written_out(second.bfloat16()),
+        }
 
 
 def test_a_parameter_that_is_trained_can_be_summed():

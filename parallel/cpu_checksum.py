@@ -1,0 +1,151 @@
+"""Checksums on a CPU: checksum_kernel.c sums rows while it copies them."""
+
+import ctypes
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from parallel.checksum_factors import WORD_BYTES, factors_of
+from parallel.layout import Box, Shape
+from parallel.views import blocks_of, matrices_of
+
+BLOCK_BYTES = 1 << 19
+"""Written and then read: in the cache of the core."""
+
+
+@dataclass(frozen=True, slots=True)
+class BoxCopy:
+    """`source` is to be copied to `target`, `box` of tensor `name` of `shape`, and that summed.
+
+    Where `source` is `target` itself there is nothing to copy.
+    """
+
+    name: str
+    source: Tensor
+    target: Tensor
+    box: Box
+    shape: Shape
+
+
+class PreparedCopies:
+    """Copies that are made again and again between the same places in memory.
+
+    The tensors may go; their memory must be there whenever the copies are made.
+    """
+
+    def __init__(self, copies: Sequence[BoxCopy]) -> None:
+        self._names = {name: number for number, name in enumerate({c.name: None for c in copies})}
+        self._totals = np.zeros(len(self._names), dtype=np.int64)
+        self._factors: list[tuple[Tensor, Tensor]] = []  # the kernel has addresses in them
+        self._others = [copy for copy in copies if not _is_rows(copy)]
+        self._pieces = _as_pieces(
+            piece
+            for copy in copies
+            if _is_rows(copy)
+            for piece in self._pieces_of(copy, _passes(copy))
+        )
+
+    def make(self) -> list[tuple[str, Tensor]]:
+        """Copy, and sum what each target holds then: of each tensor, by name, its boxes together.
+
+        The sums are int64 scalars.
+        """
+        self._totals[:] = 0
+        _add(self._pieces)
+        for copy in self._others:
+            for block in _copied_blocks(copy):
+                _add(_as_pieces(self._pieces_of(copy, [block])))
+        return list(zip(self._names, torch.from_numpy(self._totals.copy()).unbind(), strict=True))
+
+    def _pieces_of(
+        self, copy: BoxCopy, passes: Iterable[tuple[int, Tensor, Tensor | None]]
+    ) -> Iterator[tuple[int, ...]]:
+        """What the kernel is told of some rows; see `struct piece`."""
+        item_bytes = copy.target.element_size()
+        assert tuple(copy.target.shape) == copy.box.size and item_bytes in (1, 2, 4, 8)
+        factors = factors_of(copy.shape, WORD_BYTES // item_bytes, copy.target.device)
+        self._factors.append(factors)
+        rows, columns = (each.data_ptr() for each in factors)
+        first_word, offset = divmod(copy.box.start[-1] * item_bytes, WORD_BYTES)
+        for first_row, values, target in passes:
+            yield (
+                values.data_ptr(),
+                0 if target is None else target.data_ptr(),
+                values.shape[0],
+                values.shape[1] * item_bytes,
+                values.stride(0) * item_bytes,
+                0 if target is None else target.stride(0) * item_bytes,
+                offset,
+                rows + first_row * WORD_BYTES,
+                columns + first_word * WORD_BYTES,
+                self._totals.ctypes.data + self._names[copy.name] * WORD_BYTES,
+            )
+
+
+def _is_rows(copy: BoxCopy) -> bool:
+    """Whether the kernel can make the copy: rows of one dtype without gaps."""
+    source, target = copy.source, copy.target
+    return source.dtype == target.dtype and source.stride(-1) == target.stride(-1) == 1
+
+
+def _passes(copy: BoxCopy) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+    """Rows to be summed, with the number of the first, and where to copy them at the same time."""
+    first_rows = _first_rows(copy.box, copy.shape)
+    if copy.source is copy.target:
+        return zip(first_rows, matrices_of(copy.target), repeat(None), strict=False)
+    return zip(first_rows, matrices_of(copy.source), matrices_of(copy.target), strict=True)
+
+
+def _copied_blocks(copy: BoxCopy) -> Iterator[tuple[int, Tensor, None]]:
+    """What is not rows of one dtype, copied here: each block is still in the cache afterwards."""
+    matrices = zip(
+        _first_rows(copy.box, copy.shape),
+        matrices_of(copy.source),
+        matrices_of(copy.target),
+        strict=True,
+    )
+    for row, values, targets in matrices:
+        blocks = zip(blocks_of(values, BLOCK_BYTES), blocks_of(targets, BLOCK_BYTES), strict=True)
+        for block, target in blocks:
+            if copy.source is not copy.target:
+                target.copy_(block)
+            yield row, target.contiguous(), None
+            row += len(target)
+
+
+def _first_rows(box: Box, shape: Shape) -> list[int]:
+    """The numbers of the rows at which the matrices of a box begin, in their order."""
+    if len(shape) <= 2:
+        return [box.start[0] if len(shape) == 2 else 0]
+    matrices = torch.arange(prod(shape[:-2])).view(shape[:-2])[box.slices[:-2]].flatten()
+    return (matrices * shape[-2] + box.start[-2]).tolist()
+
+
+def _as_pieces(pieces: Iterable[tuple[int, ...]]) -> np.ndarray:
+    """An array of `struct piece`."""
+    return np.array(list(pieces), dtype=np.int64)
+
+
+def _add(pieces: np.ndarray) -> None:
+    _KERNEL.add_pieces(pieces.ctypes.data, len(pieces))
+
+
+def _load_kernel() -> ctypes.CDLL:
+    """checksum_kernel.c, as it was compiled when this package was installed."""
+    path = Path(__file__).with_name("checksum_kernel" + sysconfig.get_config_var("EXT_SUFFIX"))
+    if not path.exists():
+        raise ImportError(f"{path} is missing: `make setup` builds it")
+    kernel = ctypes.CDLL(str(path))  # other threads may use Python while it runs
+    kernel.add_pieces.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    kernel.add_pieces.restype = None
+    return kernel
+
+
+_KERNEL = _load_kernel()
