@@ -7,10 +7,9 @@ from torch import Tensor
 
 from megatron_grpo.grpo_config import GRPOConfig, LossType
 from megatron_grpo.kl import kl_estimate
+from megatron_grpo.loss_tokens import LossTokens
 from megatron_grpo.mismatch import on_policy_mask, rollout_weights
 from megatron_grpo.objectives import importance_ratio, objective
-from parallel.packing import PackedBatch
-from parallel.sequences import SequenceMeans
 
 
 def loss_weights(lengths: Tensor, loss_type: LossType, max_completion_length: int) -> Tensor:
@@ -52,27 +51,19 @@ def loss_weights(lengths: Tensor, loss_type: LossType, max_completion_length: in
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOLoss:
-    """A loss to differentiate, and what its tokens were like: [T], detached, zero off the mask."""
+    """A loss to differentiate, and what its K tokens were like: [K], detached."""
 
     total: Tensor  # scalar: this microbatch's part of the loss of the whole batch
     per_token: Tensor  # weighted; sums to `total`
     log_ratio: Tensor  # log of new policy over old
     clipped_low: Tensor  # bool: the clip below took the gradient away
     clipped_high: Tensor  # bool: the clip above did, or bounded the weight
-    kl: Tensor  # estimate of KL(policy || reference); zeros without a reference
-    rollout_weight: Tensor  # of trainer over engine; ones without a correction
-    off_policy: Tensor  # bool: left out, as a token of a sequence that the policy has left
+    kl: Tensor | None  # estimate of KL(policy || reference); None without a reference
+    rollout_weight: Tensor | None  # of trainer over engine; None without a correction
+    off_policy: Tensor | None  # bool: left out, as of a sequence that the policy has left
 
 
-def grpo_loss(
-    logprobs: Tensor,
-    entropy: Tensor,
-    batch: PackedBatch,
-    mask: Tensor,
-    sequences: SequenceMeans,
-    cfg: GRPOConfig,
-    beta: float,
-) -> GRPOLoss:
+def grpo_loss(tokens: LossTokens, cfg: GRPOConfig, beta: float) -> GRPOLoss:
     """The loss of one microbatch's tokens: each one's objective (`objectives.py`), KL and entropy.
 
     For each token, with weights w from `loss_weights`, and factors m of 0 or 1, which are 1 unless
@@ -83,66 +74,56 @@ def grpo_loss(
     The objective has the weight of trainer over engine in it. KL (`kl.py`) is that to the
     reference, times the ratio with `use_bias_correction_kl`: the unbiased gradient of the
     divergence, DeepSeek-V3.2 (arXiv 2512.02556). It is only reported where it was subtracted
-    from the rewards. m_entropy leaves the tokens of the highest entropy (arXiv 2506.01939).
+    from the rewards. m_entropy leaves the tokens of the highest entropy (arXiv 2506.01939). Without
+    old log-probabilities the policy that generated is the present one: the ratio is then exactly 1,
+    and the gradient that of the policy gradient.
 
     Args:
-        logprobs: [T], of the policy that is trained, in the index space of the packed tokens.
-        entropy: [T], H of the distribution that each token was drawn from, with gradient.
-        batch: the microbatch. Without `old_logprobs` the policy that generated is the present one:
-            the ratio is then exactly 1, and the gradient that of the policy gradient.
-        mask: [T] bool, the response tokens whose logprobs this rank computed. What other places
-            hold has no influence.
-        sequences: those of the batch, over `mask`.
+        tokens: those that this rank computed.
         cfg: the options.
         beta: weight of the KL penalty in this step.
     """
-    assert (batch.ref_logprobs is None) == (cfg.beta == 0.0), (
+    assert (tokens.ref_logprobs is None) == (cfg.beta == 0.0), (
         "a reference is for the KL penalty, and only that"
     )
-    # Off the mask all is 0: means over sequences carry gradients to tokens from their neighbours.
-    logprobs = logprobs.where(mask, 0.0)
-    advantages = batch.advantages.where(mask, 0.0)
-    rollout = batch.rollout_logprobs.where(mask, 0.0).to(logprobs)
-    old = logprobs.detach()
-    if batch.old_logprobs is not None:
-        old = batch.old_logprobs.where(mask, 0.0)
+    logprobs, advantages, sequences = tokens.logprobs, tokens.advantages, tokens.sequences
+    old = logprobs.detach() if tokens.old_logprobs is None else tokens.old_logprobs
     log_ratio = logprobs - old
-    weights = rollout_weights(old - rollout, sequences, cfg)
+    weights = rollout_weights(old - tokens.rollout_logprobs, sequences, cfg)
     found = objective(logprobs, log_ratio, advantages, weights, sequences, cfg)
-    per_token = found.loss
-    on_policy = torch.ones_like(mask)
+    per_token, off_policy, kl = found.loss, None, None
     if cfg.off_policy_mask_threshold is not None:
-        on_policy = on_policy_mask(
-            logprobs.detach(), rollout, advantages, sequences, cfg.off_policy_mask_threshold
+        off_policy = ~on_policy_mask(
+            logprobs.detach(),
+            tokens.rollout_logprobs,
+            advantages,
+            sequences,
+            cfg.off_policy_mask_threshold,
         )
-        per_token = per_token.where(on_policy, 0.0)
-    if batch.high_entropy is not None:
-        per_token = per_token.where(batch.high_entropy, 0.0)
-
-    kl = torch.zeros_like(logprobs)
-    if batch.ref_logprobs is not None:
-        kl = kl_estimate(logprobs, batch.ref_logprobs.where(mask, 0.0), cfg.kl_estimator)
+        per_token = per_token.masked_fill(off_policy, 0.0)
+    if tokens.high_entropy is not None:
+        per_token = per_token.masked_fill(~tokens.high_entropy, 0.0)
+    if tokens.ref_logprobs is not None:
+        kl = kl_estimate(logprobs, tokens.ref_logprobs, cfg.kl_estimator)
         if not cfg.kl_in_reward:
-            per_token = per_token + beta * _corrected(kl, logprobs, log_ratio, sequences, cfg)
-    per_token = batch.loss_weights.where(mask, 0.0) * per_token
-    if batch.entropy_weights is not None:
-        bonus = batch.entropy_weights.where(mask, 0.0) * entropy.where(mask, 0.0)
-        per_token = per_token - cfg.entropy_coef * bonus
+            per_token = per_token + beta * _corrected(kl, tokens, log_ratio, cfg)
+    per_token = tokens.weights * per_token
+    if tokens.entropy_weights is not None:
+        per_token = per_token - cfg.entropy_coef * tokens.entropy_weights * tokens.entropy
     return GRPOLoss(
         total=per_token.sum(),
         per_token=per_token.detach(),
         log_ratio=log_ratio.detach(),
-        clipped_low=mask & found.clipped_low,
-        clipped_high=mask & found.clipped_high,
-        kl=kl.detach(),
-        rollout_weight=torch.ones_like(old) if weights is None else weights,
-        off_policy=mask & ~on_policy,
+        clipped_low=found.clipped_low,
+        clipped_high=found.clipped_high,
+        kl=None if kl is None else kl.detach(),
+        rollout_weight=weights,
+        off_policy=off_policy,
     )
 
 
-def _corrected(
-    kl: Tensor, logprobs: Tensor, log_ratio: Tensor, sequences: SequenceMeans, cfg: GRPOConfig
-) -> Tensor:
+def _corrected(kl: Tensor, tokens: LossTokens, log_ratio: Tensor, cfg: GRPOConfig) -> Tensor:
     if not cfg.use_bias_correction_kl:
         return kl
-    return kl * importance_ratio(logprobs, log_ratio, sequences, cfg.importance_sampling_level)
+    level = cfg.importance_sampling_level
+    return kl * importance_ratio(tokens.logprobs, log_ratio, tokens.sequences, level)

@@ -9,23 +9,18 @@ from torch import Tensor
 
 from megatron_grpo.advantages import RewardGroups
 from megatron_grpo.grpo_config import GRPOConfig
-from megatron_grpo.kl import k3
 from megatron_grpo.loss import GRPOLoss
-from parallel.packing import PackedBatch
+from megatron_grpo.loss_tokens import LossTokens
 
 AllReduce = Callable[[Tensor, dist.ReduceOp.RedOpType], None]
 """Reduces a tensor in place over the ranks that hold different tokens."""
 
-_SUMS = (
-    "tokens",
+_BY_SEQUENCE = ("tokens", "clipped_low", "clipped_high", "entropy", "rollout_gap")
+_TOTALS = (
     "loss",
     "ratio",
     "approx_kl",
-    "clipped_low",
-    "clipped_high",
-    "entropy",
     "kl",
-    "rollout_gap",
     "rollout_kl",
     "rollout_ratio",
     "rollout_weight",
@@ -50,9 +45,9 @@ class StepReport:
 class TrainMetrics:
     """Token statistics of one optimizer batch, gathered microbatch by microbatch.
 
-    Kept per sequence, because the least and largest are over sequences and context parallelism
-    splits one over ranks: sums [num_sequences, quantities] that add up over microbatches and ranks,
-    and two maxima. A rank that adds nothing (an earlier pipeline stage) leaves the result as it is.
+    Sums that add up over microbatches and ranks, and two maxima. What the least and largest are
+    wanted of is kept per sequence, since context parallelism splits one over ranks. A rank that
+    adds nothing (an earlier pipeline stage) leaves the result as it is.
     """
 
     def __init__(
@@ -62,53 +57,59 @@ class TrainMetrics:
         *,
         old_is_rollout: bool = False,
     ) -> None:
-        self.sums = torch.zeros(num_sequences, len(_SUMS), dtype=torch.float64, device=device)
+        size = num_sequences * len(_BY_SEQUENCE)
+        self.sums = torch.zeros(size + len(_TOTALS), dtype=torch.float64, device=device)
         self.maxima = torch.zeros(len(_MAXIMA), dtype=torch.float64, device=device)
+        self._by_sequence = self.sums[:size].view(num_sequences, len(_BY_SEQUENCE))
+        self._totals = self.sums[size:]
         self._old_is_rollout = old_is_rollout
         self.losses: list[Tensor] = []
         """This rank's part of the loss of each microbatch; none before the last stage."""
 
-    def add(
-        self, batch: PackedBatch, mask: Tensor, loss: GRPOLoss, logprobs: Tensor, entropy: Tensor
-    ) -> None:
-        """Count the tokens of `mask` [T]: the response tokens that this rank predicted.
+    def add(self, tokens: LossTokens, loss: GRPOLoss) -> None:
+        """Count the response tokens that this rank predicted, and what came of them.
 
-        `loss`, `logprobs` [T] and `entropy` [T] are what came of them. Log-probabilities of engine
-        and trainer are compared under the policy that generated, where the two ought to agree, and
-        apart from that those of the policy that generated and the present one: `stale_gap`. Where
-        the old log-probabilities are the engine's own, the present policy stands for both.
+        Log-probabilities of engine and trainer are compared under the policy that generated, where
+        the two ought to agree, and apart from that those of the policy that generated and the
+        present one: `stale_gap`. Where the old log-probabilities are the engine's own, the present
+        policy stands for both.
         """
         self.losses.append(loss.total.detach())
-        # In float64, in which no ratio overflows.
-        present, log_ratio = logprobs.detach().double(), loss.log_ratio.double()
-        rollout, generating = batch.rollout_logprobs.double(), present
-        if batch.old_logprobs is not None and not self._old_is_rollout:
-            generating = batch.old_logprobs.double()
+        if not len(tokens.logprobs):
+            return
+        # In float64, in which no ratio overflows, and exp(x) - x - 1 is exact enough.
+        present, log_ratio = tokens.logprobs.detach().double(), loss.log_ratio.double()
+        rollout, generating = tokens.rollout_logprobs.double(), present
+        if tokens.old_logprobs is not None and not self._old_is_rollout:
+            generating = tokens.old_logprobs.double()
         mismatch = generating - rollout
-        ratio = log_ratio.exp()
-        values = {
-            "tokens": torch.ones_like(ratio),
-            "loss": loss.per_token,
-            "ratio": ratio,
-            "approx_kl": k3(torch.zeros_like(ratio), log_ratio),
+        gap, ratio, rollout_ratio = mismatch.abs(), log_ratio.exp(), mismatch.exp()
+        zero, num = present.new_zeros(()), present.new_full((), len(present))
+        totals = {
+            "loss": loss.per_token.sum(dtype=torch.float64),
+            "ratio": ratio.sum(),
+            "approx_kl": (ratio - 1 - log_ratio).sum(),
+            "kl": _total(loss.kl, zero),
+            "rollout_kl": (rollout_ratio - 1 - mismatch).sum(),
+            "rollout_ratio": rollout_ratio.sum(),
+            "rollout_weight": _total(loss.rollout_weight, num),
+            "off_policy": _total(loss.off_policy, zero),
+            "high_entropy": _total(tokens.high_entropy, num),
+            "stale_gap": (present - generating).abs().sum(),
+        }
+        self._totals += torch.stack([totals[name] for name in _TOTALS])
+        by_sequence = {
+            "tokens": torch.ones_like(present),
             "clipped_low": loss.clipped_low,
             "clipped_high": loss.clipped_high,
-            "entropy": entropy.detach(),
-            "kl": loss.kl,
-            "rollout_gap": mismatch.abs(),
-            "rollout_kl": k3(rollout, generating),
-            "rollout_ratio": mismatch.exp(),
-            "rollout_weight": loss.rollout_weight,
-            "off_policy": loss.off_policy,
-            "high_entropy": mask if batch.high_entropy is None else batch.high_entropy,
-            "stale_gap": (present - generating).abs(),
+            "entropy": tokens.entropy.detach(),
+            "rollout_gap": gap,
         }
-        columns = torch.stack([values[name].double() for name in _SUMS], dim=1)
-        columns = columns.where(mask[:, None], 0.0)
-        # Padding has index -1 and only zeros by now: any row may take them.
-        self.sums.index_add_(0, batch.sequence_index.clamp(min=0), columns)
-        largest = torch.stack([values[name].double().where(mask, 0.0).amax() for name in _MAXIMA])
-        self.maxima = torch.maximum(self.maxima, largest)
+        sums = [tokens.sequences.local_sums(by_sequence[name].double()) for name in _BY_SEQUENCE]
+        # Padding has index -1 and only zeros: any row may take them.
+        rows = tokens.sequence_index.clamp(min=0)
+        self._by_sequence.index_add_(0, rows, torch.stack(sums, dim=1))
+        self.maxima = torch.maximum(self.maxima, torch.stack([ratio.amax(), gap.amax()]))
 
     def reduce(self, all_reduce: AllReduce, grpo: GRPOConfig) -> StepReport:
         """The metrics of the whole optimizer batch, by their final names; all zero without tokens.
@@ -118,16 +119,17 @@ class TrainMetrics:
         """
         all_reduce(self.sums, dist.ReduceOp.SUM)
         all_reduce(self.maxima, dist.ReduceOp.MAX)
-        sums = dict(zip(_SUMS, self.sums.cpu().T, strict=True))
+        sums = dict(zip(_BY_SEQUENCE, self._by_sequence.cpu().T, strict=True))
         maxima = dict(zip(_MAXIMA, self.maxima.tolist(), strict=True))
-        mean = {
-            name: float(of.sum() / sums["tokens"].sum().clamp(min=1)) for name, of in sums.items()
-        }
+        num = float(sums["tokens"].sum().clamp(min=1))
+        totals = dict(zip(_TOTALS, self._totals.tolist(), strict=True))
+        totals |= {name: float(of.sum()) for name, of in sums.items()}
+        mean = {name: total / num for name, total in totals.items()}
         by_sequence = {name: of / sums["tokens"] for name, of in sums.items()}
         counted = {name: _or_zero(of[sums["tokens"] > 0]) for name, of in by_sequence.items()}
         metrics = {
-            "loss": float(sums["loss"].sum()),
-            "num_response_tokens": float(sums["tokens"].sum()),
+            "loss": totals["loss"],
+            "num_response_tokens": totals["tokens"],
             "approx_kl": mean["approx_kl"],
             "ratio/mean": mean["ratio"],
             "ratio/max": maxima["ratio"],
@@ -170,6 +172,11 @@ def _mismatch_metrics(mean: Mapping[str, float], maxima: Mapping[str, float]) ->
         "rollout/ratio_mean": mean["rollout_ratio"],
         "rollout/stale_gap_mean": mean["stale_gap"],
     }
+
+
+def _total(values: Tensor | None, absent: Tensor) -> Tensor:
+    """The sum in float64, or what it is known to be."""
+    return absent if values is None else values.sum(dtype=torch.float64)
 
 
 def _or_zero(values: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from megatron_grpo.batching import BatchSchedule
 from megatron_grpo.config import Config
 from megatron_grpo.logprobs import response_logprobs
 from megatron_grpo.loss import grpo_loss
+from megatron_grpo.loss_tokens import LossTokens
 from megatron_grpo.metrics import AllReduce, StepReport, TrainMetrics
 from megatron_grpo.model import Policy
 from megatron_grpo.nonfinite import is_so_on_all_ranks, name_nonfinite
@@ -21,7 +22,6 @@ from megatron_grpo.schedule import run_schedule
 from megatron_grpo.skipped_steps import SkippedSteps
 from parallel.groups import Groups
 from parallel.packing import PackedBatch
-from parallel.sequences import SequenceMeans
 
 
 def train_step(
@@ -93,9 +93,9 @@ def accumulate_gradient(
         logprobs, entropy, mine = response_logprobs(
             policy, logits, batch, cfg.rollout.temperature, groups
         )
-        sequences = SequenceMeans(batch.cu_seqlens, mine, groups.context)
-        loss = grpo_loss(logprobs, entropy, batch, mine, sequences, cfg.grpo, beta)
-        metrics.add(batch, mine, loss, logprobs, entropy)
+        tokens = LossTokens.of(batch, logprobs, entropy, mine, groups.context)
+        loss = grpo_loss(tokens, cfg.grpo, beta)
+        metrics.add(tokens, loss)
         return loss.total, None
 
     policy.zero_grad()

@@ -1,5 +1,6 @@
 """Means over whole sequences whose tokens are packed, and split over context-parallel ranks."""
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -7,43 +8,52 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+def counted_lengths(cu_seqlens: Tensor, mask: Tensor) -> Tensor:
+    """How many tokens of each packed sequence are in `mask` [T]: [n] from [n + 1] boundaries."""
+    before = torch.nn.functional.pad(mask.cumsum(0), (1, 0))  # each place, and the end
+    return before[cu_seqlens.long()].diff()
+
+
 class SequenceMeans:
-    """The sequences of one packed microbatch, each as the tokens of it that count.
+    """The sequences of one packed microbatch, each as the tokens of it that count, end to end.
 
     Packing never cuts a sequence, so all of it is in this microbatch; under context parallelism its
     tokens are spread over the ranks of a group, which all make the same calls in the same order.
     """
 
-    def __init__(
-        self, cu_seqlens: Tensor, mask: Tensor, context_group: dist.ProcessGroup | None
-    ) -> None:
-        """`cu_seqlens` [n + 1] are the packed boundaries, `mask` [T] the tokens of this rank that
-        count: over the ranks of `context_group` (None for one rank) each token once."""
-        positions = torch.arange(len(mask), device=mask.device)
-        self._sequence = torch.bucketize(positions, cu_seqlens[1:], right=True)
-        self._lengths = cu_seqlens.diff().long()
-        self._mask, self._group = mask, context_group
-        # At least 1: the mean over no token is 0, and nothing reads it.
-        self._counts = self._over_sequences(mask.double()).clamp(min=1)
+    def __init__(self, lengths: Tensor, context_group: dist.ProcessGroup | None) -> None:
+        """`lengths` [n] are how many tokens of each sequence count on this rank, K in all; over the
+        ranks of `context_group` (None for one rank) each token once."""
+        self._lengths, self._group = lengths, context_group
 
     def sum(self, values: Tensor) -> Tensor:
-        """For each token [T] the sum of `values` [T] over the counted tokens of its sequence.
+        """For each token [K] the sum of `values` [K] over the counted tokens of its sequence.
 
         Differentiable: the gradient crosses the context ranks as the sum does.
         """
-        return self._over_sequences(values)[self._sequence]
+        return self._at_tokens(self._over_ranks(self.local_sums(values)))
 
     def mean(self, values: Tensor) -> Tensor:
         """The same for the mean."""
-        totals = self._over_sequences(values)
-        return (totals / self._counts.to(totals.dtype))[self._sequence]
+        totals = self._over_ranks(self.local_sums(values))
+        return self._at_tokens(totals / self._counts.to(totals.dtype))
 
-    def _over_sequences(self, values: Tensor) -> Tensor:
+    def local_sums(self, values: Tensor) -> Tensor:
+        """The sums [n] of `values` [K] over this rank's tokens of each sequence."""
         # Not index_add, which on a GPU adds in another order every time: ranks that hold the same
         # tokens must agree on which sequence is clipped.
-        counted = values.where(self._mask, 0.0).double()
-        totals = torch.segment_reduce(counted, "sum", lengths=self._lengths, unsafe=True)
-        totals = totals.to(values.dtype)
+        totals = torch.segment_reduce(values.double(), "sum", lengths=self._lengths, unsafe=True)
+        return totals.to(values.dtype)
+
+    @cached_property
+    def _counts(self) -> Tensor:
+        """[n], at least 1: the mean over no token is read by nothing."""
+        return self._over_ranks(self._lengths.double()).clamp(min=1)
+
+    def _at_tokens(self, totals: Tensor) -> Tensor:
+        return totals.repeat_interleave(self._lengths)
+
+    def _over_ranks(self, totals: Tensor) -> Tensor:
         if self._group is None or dist.get_world_size(self._group) == 1:
             return totals
         summed: Tensor = _SumOverRanks.apply(totals, self._group)

@@ -7,9 +7,9 @@ import torch.distributed as dist
 
 from megatron_grpo.grpo_config import GRPOConfig
 from megatron_grpo.loss import grpo_loss, loss_weights
+from megatron_grpo.loss_tokens import LossTokens
 from megatron_grpo.metrics import TrainMetrics, completion_metrics, reward_metrics
 from parallel.packing import Alignment, TokenSequence, pack
-from parallel.sequences import SequenceMeans
 
 # Four sequences of one prompt token: [new, old, ref, rollout, entropy] of each response token.
 TOKENS = [
@@ -57,10 +57,10 @@ def count(members, cfg, tokens=TOKENS):
         ref_logprobs=per_token(2) if cfg.beta else None,
         high_entropy=entropy >= 0.7 if cfg.top_entropy_quantile < 1 else None,
     )
-    sequences = SequenceMeans(batch.cu_seqlens, batch.loss_mask, None)
-    loss = grpo_loss(logprobs, entropy, batch, batch.loss_mask, sequences, cfg, cfg.beta)
+    chosen = LossTokens.of(batch, logprobs, entropy, batch.loss_mask)
+    loss = grpo_loss(chosen, cfg, cfg.beta)
     metrics = TrainMetrics(len(tokens))
-    metrics.add(batch, batch.loss_mask, loss, logprobs, entropy)
+    metrics.add(chosen, loss)
     return metrics, loss.total.item()
 
 
@@ -157,10 +157,9 @@ def test_the_gap_is_to_the_policy_itself_while_no_old_logprobs_are_kept():
         Alignment(),
     )
     logprobs = torch.tensor([0.0, -1.0], requires_grad=True)
-    sequences = SequenceMeans(batch.cu_seqlens, batch.loss_mask, None)
-    loss = grpo_loss(logprobs, torch.zeros(2), batch, batch.loss_mask, sequences, cfg, 0.0)
+    tokens = LossTokens.of(batch, logprobs, torch.zeros(2), batch.loss_mask)
     metrics = TrainMetrics(1)
-    metrics.add(batch, batch.loss_mask, loss, logprobs, torch.zeros(2))
+    metrics.add(tokens, grpo_loss(tokens, cfg, 0.0))
     result = metrics.reduce(no_peers, cfg).metrics
     assert result["rollout/logprob_gap_mean"] == pytest.approx(0.5)
     assert result["approx_kl"] == 0

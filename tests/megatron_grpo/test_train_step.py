@@ -315,10 +315,10 @@ def gradients_on_rank(
             own = replace(experience, token_advantages=by_token)
             batches = _batches(policy, own, cfg, groups)
             metrics = accumulate_gradient(policy, batches, cfg, groups, BETA)
-            sums = metrics.sums.sum(dim=0)
-            dist.all_reduce(sums, group=groups.data_context)
-            dist.all_reduce(sums, group=groups.pipeline)
-            results[name, budget] = (float(sums[1]), gradient_boxes(policy))
+            loss = torch.tensor(sum(map(float, metrics.losses)), dtype=torch.float64)
+            dist.all_reduce(loss, group=groups.data_context)
+            dist.all_reduce(loss, group=groups.pipeline)
+            results[name, budget] = (float(loss), gradient_boxes(policy))
     return results
 
 

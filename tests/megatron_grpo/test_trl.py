@@ -27,9 +27,9 @@ from bigram import BigramModel
 from megatron_grpo.advantages import group_advantages, normalized_sum_advantages
 from megatron_grpo.grpo_config import GRPOConfig
 from megatron_grpo.loss import grpo_loss, loss_weights
+from megatron_grpo.loss_tokens import LossTokens
 from megatron_grpo.old_policy import keep_high_entropy, with_entropy_weights
 from parallel.packing import Alignment, TokenSequence, pack
-from parallel.sequences import SequenceMeans
 
 PROMPT_LENGTHS = [2, 6, 1, 4, 3, 5, 1, 2]
 COMPLETION_LENGTHS = [5, 1, 9, 4, 3, 7, 2, 1]
@@ -200,8 +200,7 @@ def of_ours(case, options, alone):
         [batch] = keep_high_entropy([batch], [entropy.detach()], cfg.top_entropy_quantile, alone)
     if cfg.entropy_coef:
         [batch] = with_entropy_weights([batch], alone)
-    means = SequenceMeans(batch.cu_seqlens, batch.loss_mask, None)
-    loss = grpo_loss(logprobs, entropy, batch, batch.loss_mask, means, cfg, cfg.beta)
+    loss = grpo_loss(LossTokens.of(batch, logprobs, entropy, batch.loss_mask), cfg, cfg.beta)
     (gradient,) = torch.autograd.grad(loss.total, case.policy.table)
     return advantages, loss.total.detach(), gradient
 

@@ -1,0 +1,67 @@
+"""The tokens that a loss is taken over, without prompts and padding."""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel.packing import PackedBatch
+from parallel.sequences import SequenceMeans, counted_lengths
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossTokens:
+    """The K tokens of a packed microbatch that count on this rank, in their order; [K] each."""
+
+    logprobs: Tensor
+    """Of the policy that is trained, with gradient."""
+    entropy: Tensor
+    """Of the distribution that the token was drawn from, with gradient."""
+    weights: Tensor
+    advantages: Tensor
+    rollout_logprobs: Tensor
+    old_logprobs: Tensor | None
+    """Of the policy that generated; None: it is the present one."""
+    ref_logprobs: Tensor | None
+    high_entropy: Tensor | None
+    """bool: those the objective is taken over; None: all."""
+    entropy_weights: Tensor | None
+    """Of each entropy in the bonus; None: no bonus."""
+    sequences: SequenceMeans
+    """Those of the microbatch, n of them."""
+    sequence_index: Tensor
+    """[n] of each in the optimizer batch; -1 for one that is padding."""
+
+    @classmethod
+    def of(
+        cls,
+        batch: PackedBatch,
+        logprobs: Tensor,
+        entropy: Tensor,
+        mask: Tensor,
+        context_group: dist.ProcessGroup | None = None,
+    ) -> "LossTokens":
+        """Of `batch`, those of `mask` [T], which is on one rank of `context_group` for each token.
+
+        `logprobs` [T] and `entropy` [T] are in the index space of the packed tokens. What they hold
+        off the mask, and `batch`, has no influence, be it NaN.
+        """
+        places = mask.nonzero().squeeze(1)
+
+        def at(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values[places]
+
+        starts = batch.cu_seqlens[:-1].long()
+        return cls(
+            logprobs=logprobs[places],
+            entropy=entropy[places],
+            weights=batch.loss_weights[places],
+            advantages=batch.advantages[places],
+            rollout_logprobs=batch.rollout_logprobs[places].to(logprobs),
+            old_logprobs=at(batch.old_logprobs),
+            ref_logprobs=at(batch.ref_logprobs),
+            high_entropy=at(batch.high_entropy),
+            entropy_weights=at(batch.entropy_weights),
+            sequences=SequenceMeans(counted_lengths(batch.cu_seqlens, mask), context_group),
+            sequence_index=batch.sequence_index[starts],
+        )

@@ -1,0 +1,187 @@
+"""The hot paths beside those of other projects: `make bench-peers`.
+
+    python tests/benchmarks/bench_peers.py [NAME ...] [--rounds 5] [--threads 2]
+
+Each module of `peers/` is one comparison: see its docstring. Every side of it runs in a fresh
+process with the same number of threads, in turns, forwards and then backwards, so that what the
+machine does in the meantime falls on all alike. First what a side has computed must agree with
+ours: else nothing is said of it. Counts (bytes, FLOPs, simulated time) are exact and carry over to
+other machines; seconds do not, and only ratios within a round are formed of them. No ratio of
+seconds is given where other processes took more than half a core during a round, where the load was
+above 1.5 before the first, or where the seconds of that side differ by more than 1.5 times.
+
+The other projects are installed from the package index into .peers/, without their dependencies.
+Results go to `results/peers.json`, and from there into docs/peers.md.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from datetime import date
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from ceilings import measure_ceilings
+from peers_page import PAGE, RESULTS, render
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+NAMES = sorted(path.stem for path in (HERE / "peers").glob("*.py"))
+OURS = "ours"
+TIMEOUT = 1800
+"""Seconds for one side in one round."""
+
+
+def main() -> None:
+    """Measure the comparisons that are named, and write the page of all that were ever measured."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}")
+    parser.add_argument("--rounds", type=int, default=5, help="of every side once")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each process")
+    parser.add_argument("--run", nargs=3, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.run:
+        run_side(*arguments.run)
+        return
+    if unknown := set(arguments.names) - set(NAMES):
+        parser.error(f"no comparison is called {', '.join(unknown)}: there are {', '.join(NAMES)}")
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    load = os.getloadavg()[0]
+    ceilings = measure_ceilings(arguments.threads)
+    for name in arguments.names or NAMES:
+        measured = compare_all(name, arguments.rounds, arguments.threads)
+        machine = {
+            "load": load,
+            "threads": arguments.threads,
+            "ceilings": ceilings,
+        } | this_machine()
+        results[name] = machine | measured
+        RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+        PAGE.write_text(render(results))
+    print(f"written: {PAGE.relative_to(ROOT)}")
+
+
+def this_machine() -> dict[str, Any]:
+    """Where and when this was."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.split(":")[1].strip() for line in lines if "model name" in line), "")
+    return {
+        "date": date.today().isoformat(),
+        "processor": f"{os.cpu_count()} x {model or platform.machine()}",
+        "python": platform.python_version(),
+        "torch": version("torch"),
+    }
+
+
+def compare_all(name: str, num_rounds: int, num_threads: int) -> dict[str, Any]:
+    """Every side of a comparison in every round, and whether outputs agree in the first."""
+    module = importlib.import_module(f"peers.{name}")
+    packages = {side: installed(lines) for side, lines in module.REQUIREMENTS.items()}
+    figures: dict[str, list[dict[str, float]]] = defaultdict(list)
+    others: list[float] = []
+    agreement: dict[str, str] = {}
+    sides = [*module.SIDES]
+    for number in range(num_rounds):
+        with TemporaryDirectory(prefix="peers-") as folder:
+            folders = {side: Path(folder) / side for side in sides}
+            for side in sides if number % 2 == 0 else reversed(sides):
+                print(f"{name}: {side}, round {number + 1} of {num_rounds}", flush=True)
+                found, busy = timed_side(name, side, folders[side], packages.get(side), num_threads)
+                figures[side].append(found)
+                others.append(busy)
+            if number == 0:
+                for side in sides[1:]:
+                    agreement[side] = agreement_of(module, folders[sides[0]], folders[side])
+    return {
+        "title": module.TITLE,
+        "settings": module.SETTINGS,
+        "requirements": module.REQUIREMENTS,
+        "goals": module.GOALS,
+        "work": getattr(module, "WORK", None),
+        "figures": figures,
+        "others": max(others),
+        "agreement": agreement,
+    }
+
+
+def agreement_of(module: Any, ours: Path, peer: Path) -> str:
+    """In words how far the outputs agree; beginning with "differs" where they do not."""
+    try:
+        return str(module.compare(ours, peer))
+    except AssertionError as error:
+        return f"differs: {error}"
+
+
+def installed(requirements: Sequence[str]) -> Path | None:
+    """The folder of packages that are there, or are installed now, without dependencies."""
+    if not requirements:
+        return None
+    digest = sha256("\n".join(requirements).encode()).hexdigest()[:12]
+    folder = ROOT / ".peers" / digest
+    if not folder.exists():
+        part = folder.with_suffix(".part")
+        shutil.rmtree(part, ignore_errors=True)
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+        subprocess.run([*command, "--target", str(part), *requirements], check=True)
+        part.rename(folder)
+    return folder
+
+
+def timed_side(
+    name: str, side: str, folder: Path, packages: Path | None, num_threads: int
+) -> tuple[dict[str, float], float]:
+    """The figures of a side in a fresh process, and how many cores other processes took."""
+    folder.mkdir()
+    path = [str(HERE), str(ROOT), str(ROOT / "tests"), *([str(packages)] if packages else [])]
+    environ = os.environ | {
+        "PYTHONPATH": os.pathsep.join(path),
+        "OMP_NUM_THREADS": str(num_threads),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    before, busy_before = own_cpu_seconds(), busy_cpu_seconds()
+    start = time.perf_counter()
+    command = [sys.executable, str(Path(__file__)), "--run", name, side, str(folder)]
+    subprocess.run(command, env=environ, check=True, timeout=TIMEOUT)
+    seconds = time.perf_counter() - start
+    others = (busy_cpu_seconds() - busy_before) - (own_cpu_seconds() - before)
+    return json.loads((folder / "figures.json").read_text()), max(0.0, others / seconds)
+
+
+def run_side(name: str, side: str, folder: str) -> None:
+    """In the fresh process: measure, and leave the figures in the folder of outputs."""
+    figures: Mapping[str, float] = importlib.import_module(f"peers.{name}").SIDES[side](
+        Path(folder)
+    )
+    (Path(folder) / "figures.json").write_text(json.dumps(figures))
+
+
+def own_cpu_seconds() -> float:
+    """Of this process and of those that it has waited for."""
+    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
+
+
+def busy_cpu_seconds() -> float:
+    """Of all processes of the machine."""
+    fields = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+    user, nice, system, _, _, irq, softirq = fields[:7]
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
+if __name__ == "__main__":
+    main()
