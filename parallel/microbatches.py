@@ -110,6 +110,8 @@ FEW = 600
 """Units that a slower way to fill microbatches is tried for."""
 EVEN = 0.002
 """Difference between the most and the least work of data ranks, of their mean, that is let be."""
+MOST_FILLED = 10
+"""Of targets that units are dealt out to, the promising ones."""
 PLACEMENTS = 20_000
 """Units that are put into microbatches, over all that is tried: planning takes no longer."""
 
@@ -291,7 +293,7 @@ def _promising(units: Units, fewest: int, step: int, dims: ParallelDims) -> list
             shape_of.append(i)
     times = np.full(len(shapes), np.inf)
     np.minimum.at(times, shape_of, makespan(np.array(rows), *_stages(dims)))
-    num = max(PLACEMENTS // max(len(units.costs), 1), 1)
+    num = min(max(PLACEMENTS // max(len(units.costs), 1), 1), MOST_FILLED)
     targets = []
     for i in np.argsort(times, kind="stable")[:num].tolist():
         count = shapes[i][0]
