@@ -3,7 +3,7 @@
 import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -105,7 +105,13 @@ Found on a grid of them with `makespan`; the last is for interleaved stages.
 CENTRES = (0.0, 0.3, 0.5, 0.7, 1.0)
 """Around which place, of all, the costliest of equally high microbatches are put."""
 NUM_COUNTS = 12
-"""Of numbers of microbatches that are tried."""
+"""Of numbers of microbatches that are tried, at most."""
+OPERATIONS = 20_000
+"""Of the schedules with these numbers of microbatches: what is large is tried with fewer numbers.
+"""
+SMALL_BUBBLE = 0.02
+"""As a part of the work: below it the schedule is not looked at, and microbatches are as without a
+pipeline."""
 FEW = 600
 """Units that a slower way to fill microbatches is tried for."""
 EVEN = 0.002
@@ -162,6 +168,8 @@ def plan_units(
     step = dims.pipeline if dims.virtual_pipeline > 1 else 1
     used = int(bins.max(initial=-1)) + 1
     fewest = max(round_up(math.ceil(used / dims.data), step), step)
+    if (dims.pipeline - 1) / dims.virtual_pipeline < SMALL_BUBBLE * fewest:
+        dims = replace(dims, pipeline=1, virtual_pipeline=1)
 
     found = [_arranged(bins, _dealt(bins, (dims.data, fewest), units), units, dims)]
     if len(units.costs) <= FEW:
@@ -314,7 +322,9 @@ def _counts(units: Units, fewest: int, step: int, dims: ParallelDims) -> list[in
     if units.overhead > 0:
         most = min(most, math.ceil(math.sqrt(work * fill_and_drain / units.overhead)))
     most = max(most // step * step, fewest)
-    spread = np.geomspace(fewest, most, min(NUM_COUNTS, (most - fewest) // step + 1))
+    operations = 2 * fewest * dims.pipeline * dims.virtual_pipeline
+    num = min(NUM_COUNTS, max(OPERATIONS // operations, 1), (most - fewest) // step + 1)
+    spread = np.geomspace(fewest, most, num)
     return sorted({int(count) for count in np.round(spread / step) * step})
 
 
