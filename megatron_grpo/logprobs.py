@@ -15,19 +15,20 @@ from parallel.vocab import chosen_logprobs, local_mask, prediction_targets
 
 
 def response_logprobs(
-    model: Model, logits: Tensor, batch: PackedBatch, temperature: float, groups: Groups
+    model: Model, hidden: Tensor, batch: PackedBatch, temperature: float, groups: Groups
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities and entropies [T] of the response tokens, and which of them are ours [T].
 
-    `logits` [T / cp, padded vocabulary / tp] are this rank's. Under context parallelism each rank
-    predicts its part of the tokens; elsewhere the values are 0, so that a sum over the context
-    group is the whole.
+    `hidden` are the last stage's final hidden states (`forward`); only those before response tokens
+    reach the head. Under context parallelism each rank predicts its part of the tokens; elsewhere
+    the values are 0, so that a sum over the context group is the whole.
     """
     local = context_indices(batch.cu_seqlens, groups.coordinates.context, groups.dims.context)
     targets = prediction_targets(batch.cu_seqlens, local)
     mine = local_mask(targets, len(batch.tokens)) & batch.loss_mask
     logprobs, entropy = chosen_logprobs(
-        logits,
+        hidden,
+        model.head_weight,
         batch.tokens,
         targets,
         mine,
@@ -46,8 +47,8 @@ def compute_logprobs(
     Whole on every context and tensor rank of the last stage; None before it.
     """
 
-    def collect(logits: Tensor, batch: PackedBatch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        logprobs, entropy, _ = response_logprobs(model, logits, batch, temperature, groups)
+    def collect(hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        logprobs, entropy, _ = response_logprobs(model, hidden, batch, temperature, groups)
         both = torch.stack([logprobs, entropy])
         dist.all_reduce(both, group=groups.context)
         return logprobs.sum(), (both[0].clone(), both[1].clone())

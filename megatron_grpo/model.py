@@ -34,8 +34,18 @@ class Model:
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether the last chunk makes logits."""
+        """Whether the last chunk ends with the model's final hidden states."""
         return unwrapped(self.chunks[-1]).post_process
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[padded vocabulary / tp, H], of the last stage: the embedding where that is tied."""
+        chunk = unwrapped(self.chunks[-1])
+        if chunk.share_embeddings_and_output_weights:
+            shared: Tensor = chunk.shared_embedding_or_output_weight()
+            return shared
+        own: Tensor = chunk.output_layer.weight
+        return own
 
     def parameters(self) -> dict[str, Tensor]:
         """Parameters by the local names of `layout`: ``{chunk}.{Megatron's name}``."""
@@ -111,8 +121,9 @@ def add_optimizer(model: Model, cfg: Config) -> Policy:
 def forward(chunk: Any, batch: PackedBatch, groups: Groups) -> Tensor:
     """Run one model chunk on this context rank's part of a packed microbatch.
 
-    Returns logits [T / cp, padded vocabulary / tp], in the order of `context_indices`, on the last
-    chunk of the model, and hidden states for the next chunk on the others.
+    Returns hidden states: of the last chunk those that the head takes, [T / cp, H] in the order of
+    `context_indices`, or the tensor rank's slice of them under sequence parallelism; of the others
+    what Megatron-Core sends to the next.
     """
     local = context_indices(batch.cu_seqlens, groups.coordinates.context, groups.dims.context)
     output: Tensor = chunk(
@@ -166,7 +177,14 @@ def _build_chunks(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTMod
     ]
     for chunk in chunks:
         _mark_experts(chunk)
+        if chunk.post_process:
+            chunk.output_layer.forward = _pass_hidden_states
     return chunks
+
+
+def _pass_hidden_states(hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
+    """Instead of logits, which parallel/vocab.py makes of the head's weight as it needs them."""
+    return hidden, None
 
 
 def _mark_experts(chunk: GPTModel) -> None:

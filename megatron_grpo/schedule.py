@@ -27,8 +27,8 @@ def run_schedule(
 ) -> list[T]:
     """Forward, and unless `forward_only` backward, over all microbatches of this rank.
 
-    `loss_fn(logits [T / cp, padded vocabulary / tp], batch)` is called on the last pipeline stage,
-    in the order of `batches`, and returns this rank's part of the loss and anything else, which is
+    `loss_fn(hidden, batch)` is called with the final hidden states on the last pipeline stage, in
+    the order of `batches`, and returns this rank's part of the loss and anything else, which is
     collected. Losses are globally weighted: gradients are added up over microbatches, context and
     data ranks, and nothing is divided. Returns the collected values; empty on other stages.
 
@@ -84,8 +84,8 @@ def _per_token_loss(
     loss_fn: Callable[[Tensor, PackedBatch], tuple[Tensor, T]],
     batch: PackedBatch,
     loss_scale: float,
-    logits: Tensor,
+    hidden: Tensor,
 ) -> tuple[Tensor, Tensor, T]:
     """The triple that Megatron's schedule leaves undivided; its token count is never used."""
-    loss, collected = loss_fn(logits, batch)
+    loss, collected = loss_fn(hidden, batch)
     return loss * loss_scale, torch.zeros((), dtype=torch.int), collected

@@ -89,9 +89,9 @@ def accumulate_gradient(
         old_is_rollout=cfg.grpo.old_logprobs == "rollout",
     )
 
-    def loss_of(logits: Tensor, batch: PackedBatch) -> tuple[Tensor, None]:
+    def loss_of(hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, None]:
         logprobs, entropy, mine = response_logprobs(
-            policy, logits, batch, cfg.rollout.temperature, groups
+            policy, hidden, batch, cfg.rollout.temperature, groups
         )
         tokens = LossTokens.of(batch, logprobs, entropy, mine, groups.context)
         loss = grpo_loss(tokens, cfg.grpo, beta)

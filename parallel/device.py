@@ -47,6 +47,23 @@ def attention_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if torch.cuda.is_available() else torch.promote_types(dtype, torch.float32)
 
 
+def product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Type to multiply large matrices in when the model's is `dtype`.
+
+    float32 on a CPU that emulates bfloat16: its products take a seventh of the time, and are not
+    rounded.
+    """
+    if torch.cuda.is_available() or _multiplies_bfloat16():
+        return dtype
+    return torch.promote_types(dtype, torch.float32)
+
+
+@cache
+def _multiplies_bfloat16() -> bool:
+    known = torch.cpu.get_capabilities()
+    return any(known.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
 # Experts receive as many tokens as the router likes. What gloo lacks for that, next to NCCL:
 
 

@@ -1,4 +1,4 @@
-"""Log-probability and entropy of chosen tokens under a vocabulary split over tensor-parallel ranks.
+"""Log-probability and entropy of chosen tokens, from hidden states and a split vocabulary.
 
 The only place that knows that ``tokens[t]`` is predicted at position t - 1 of its sequence. What
 leaves this file is in the index space of `tokens`.
@@ -10,12 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CHUNK_SIZE = 64
-"""Rows of logits that are worked on at a time: the working copies are [CHUNK_SIZE, V / tp].
-
-Few enough for a CPU's cache (with 49,152 columns in bfloat16, 64 rows take half the time of 256)
-and still about a million elements per GPU kernel at a 128k vocabulary over 8 ranks.
-"""
+from parallel.logit_tiles import LogitTiles, SoftmaxSums
 
 
 def prediction_targets(cu_seqlens: Tensor, context_indices: Tensor) -> Tensor:
@@ -36,7 +31,8 @@ def local_mask(targets: Tensor, num_tokens: int) -> Tensor:
 
 
 def chosen_logprobs(
-    logits: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
     tokens: Tensor,
     targets: Tensor,
     select: Tensor,
@@ -44,125 +40,155 @@ def chosen_logprobs(
     temperature: float,
     vocab_size: int,
     tensor_group: dist.ProcessGroup | None,
-    chunk_size: int = CHUNK_SIZE,
+    tile_columns: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of the selected tokens, and entropy of the distribution each was drawn from.
 
-    With z = logits / temperature over the whole vocabulary:
-    ``logprob = z[token] - log sum exp z`` and ``entropy = - sum p log p``.
+    With z = hidden weight^T / temperature over the whole vocabulary:
+    ``logprob = z[token] - log sum exp z`` and ``entropy = - sum p log p``. There are never more
+    logits than a tile's (parallel/logit_tiles.py).
 
     Args:
-        logits: [T / cp, V_padded / tp], any float type; tensor rank r holds the r-th slice.
+        hidden: [T / cp, H], any float type, the same on all tensor ranks; or, under sequence
+            parallelism, the r-th slice of it, [T / cp / tp, H], on tensor rank r.
+        weight: [V_padded / tp, H] of the same type; tensor rank r holds the r-th slice.
         tokens: [T] int64, packed tokens.
         targets: [T / cp] from `prediction_targets`.
-        select: [T] bool, the tokens that are wanted. Rows that predict none cost nothing.
+        select: [T] bool, the tokens that are wanted. Rows that predict none cost nothing: they are
+            neither sent nor multiplied.
         temperature: positive; the sampler's.
         vocab_size: columns from here on are padding and outside the softmax.
         tensor_group: ranks that share the vocabulary; None when one rank holds it all.
-        chunk_size: rows per step of the computation. Peak extra memory is about three float32
-            tensors [chunk_size, V_padded / tp], in the backward besides the gradient itself.
+        tile_columns: columns of the vocabulary at a time; None for as many as suit the device.
 
     Returns:
-        logprobs [T], entropy [T]: float32 (float64 for float64 logits), zero where this context
+        logprobs [T], entropy [T]: float32 (float64 for float64 weights), zero where this context
         rank predicts nothing wanted: the sum over the context group is the whole. Equal on every
-        tensor rank. Both differentiate to `logits`.
+        tensor rank. Both differentiate to `weight` and to `hidden`, there summed over tensor ranks.
     """
     wanted = (targets >= 0) & select[targets]
     rows = wanted.nonzero().squeeze(1)
     positions = targets[rows]
+    counts = _rows_of_ranks(rows, len(hidden), len(targets))
+    if counts:
+        rank = dist.get_rank(tensor_group)
+        rows = rows.split(counts)[rank] - rank * len(hidden)
     logprobs, entropy = _ChosenLogprobs.apply(
-        logits, rows, tokens[positions], temperature, vocab_size, tensor_group, chunk_size
+        hidden[rows],
+        weight,
+        tokens[positions],
+        temperature,
+        vocab_size,
+        tensor_group,
+        counts,
+        tile_columns,
     )
-    whole = torch.zeros(len(tokens), dtype=logprobs.dtype, device=logits.device)
+    whole = torch.zeros(len(tokens), dtype=logprobs.dtype, device=hidden.device)
     return whole.index_copy(0, positions, logprobs), whole.index_copy(0, positions, entropy)
 
 
+def _rows_of_ranks(rows: Tensor, num_here: int, num_all: int) -> list[int]:
+    """How many of `rows`, in their order, each tensor rank holds; empty where each holds all."""
+    if num_here == num_all:
+        return []
+    counts: list[int] = torch.bincount(rows // num_here, minlength=num_all // num_here).tolist()
+    return counts
+
+
 class _ChosenLogprobs(torch.autograd.Function):
-    """One pass over the logits per direction; two collectives forward (1 + 3 scalars per row)."""
+    """Two all-reduces forward, of 1 + 3 scalars per row, and one backward, of rows.
+
+    Under sequence parallelism the latter is a reduce-scatter, and rows are gathered before either.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
-        logits: Tensor,
-        rows: Tensor,
+        hidden: Tensor,
+        weight: Tensor,
         labels: Tensor,
         temperature: float,
         vocab_size: int,
         group: dist.ProcessGroup | None,
-        chunk_size: int,
+        counts: list[int],
+        tile_columns: int | None,
     ) -> tuple[Tensor, Tensor]:
-        first, width = _real_columns(logits.shape[1], vocab_size, group)
-        columns = (labels - first).clamp(0, width - 1)
-        owned = (labels >= first) & (labels < first + width)
-        dtype = _accumulation_dtype(logits)
-        # For each row, with x = z - max z over this rank's columns:
-        maximum = torch.empty(len(rows), dtype=dtype, device=logits.device)  # max z
-        target, sum_exp, sum_x_exp = torch.empty(3, len(rows), dtype=dtype, device=logits.device)
-        for start in range(0, len(rows), chunk_size):
-            part = slice(start, start + chunk_size)
-            x = _scaled_rows(logits, rows[part], width, temperature, dtype)
-            maximum[part] = x.amax(dim=1)
-            x -= maximum[part, None]
-            target[part] = x.gather(1, columns[part, None]).squeeze(1)
-            exp = x.exp()
-            sum_exp[part] = exp.sum(dim=1)
-            sum_x_exp[part] = exp.mul_(x).sum(dim=1)
-
-        whole_maximum = _all_reduce(maximum.clone(), dist.ReduceOp.MAX, group)
-        shift = maximum - whole_maximum
-        scale = shift.exp()
-        sums = torch.stack(
-            [
-                (target + shift) * owned,
-                sum_exp * scale,
-                (sum_x_exp + shift * sum_exp) * scale,
-            ]
+        first, width = _real_columns(len(weight), vocab_size, group)
+        tiles = LogitTiles(
+            hidden=_gathered(hidden, counts, group),
+            weight=weight,
+            width=width,
+            columns=labels - first,
+            temperature=temperature,
+            tile_columns=tile_columns,
         )
-        target, sum_exp, sum_x_exp = _all_reduce(sums, dist.ReduceOp.SUM, group)
+        maximum, target, sum_exp, sum_x_exp = _over_ranks(tiles.sums(), group)
         log_sum = sum_exp.log()
-
         entropy = log_sum - sum_x_exp / sum_exp
-        ctx.save_for_backward(logits, rows, columns, owned, whole_maximum + log_sum, entropy)
-        ctx.temperature, ctx.width, ctx.chunk_size = temperature, width, chunk_size
+        ctx.save_for_backward(hidden, weight, tiles.columns, maximum + log_sum, entropy)
+        ctx.group, ctx.counts, ctx.width = group, counts, width
+        ctx.temperature, ctx.tile_columns = temperature, tile_columns
         ctx.set_materialize_grads(False)
-        return target - log_sum, entropy
+        return (target - maximum) - log_sum, entropy
 
     @staticmethod
     def backward(
-        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+        ctx: Any, of_logprobs: Tensor | None, of_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """The gradient to the logits, with p = softmax z and H its entropy.
-
-        Of a log-probability (one-hot of the token - p) / temperature, of an entropy
-        - p (log p + H) / temperature. An output that nothing depends on has None: no cost.
-        """
-        logits, rows, columns, owned, log_normalizer, entropy = ctx.saved_tensors
-        dtype = log_normalizer.dtype
-        if grad_logprobs is None:
-            grad_logprobs = torch.zeros_like(log_normalizer)
-        grad_rows = grad_logprobs / ctx.temperature
-        grad = torch.zeros_like(logits)
-        for start in range(0, len(rows), ctx.chunk_size):
-            part = slice(start, start + ctx.chunk_size)
-            x = _scaled_rows(logits, rows[part], ctx.width, ctx.temperature, dtype)
-            x.sub_(log_normalizer[part, None])
-            factor = grad_rows[part, None]
-            if grad_entropy is not None:
-                factor = factor + (x + entropy[part, None]) * (
-                    grad_entropy[part, None] / ctx.temperature
-                )
-            x.exp_().mul_(-factor)
-            at_token = (grad_rows[part] * owned[part])[:, None]
-            x.scatter_add_(1, columns[part, None], at_token)
-            grad[rows[part], : ctx.width] = x.to(grad.dtype)
-        return grad, None, None, None, None, None, None
+        """An output that nothing depends on has None: it costs nothing."""
+        hidden, weight, columns, log_normalizer, entropy = ctx.saved_tensors
+        if of_logprobs is None:
+            of_logprobs = torch.zeros_like(log_normalizer)
+        tiles = LogitTiles(
+            hidden=_gathered(hidden, ctx.counts, ctx.group),
+            weight=weight,
+            width=ctx.width,
+            columns=columns,
+            temperature=ctx.temperature,
+            tile_columns=ctx.tile_columns,
+        )
+        of_hidden, of_weight = tiles.gradients(
+            log_normalizer, entropy, of_logprobs, of_entropy, ctx.needs_input_grad[:2]
+        )
+        if of_hidden is not None:
+            of_hidden = _summed(of_hidden.to(hidden.dtype), ctx.counts, ctx.group)
+        return of_hidden, of_weight, None, None, None, None, None, None
 
 
-def _scaled_rows(
-    logits: Tensor, rows: Tensor, width: int, temperature: float, dtype: torch.dtype
-) -> Tensor:
-    """A fresh copy [len(rows), width] of ``logits[rows] / temperature`` in `dtype`."""
-    return logits[rows, :width].to(dtype).div_(temperature)
+def _over_ranks(sums: SoftmaxSums, group: dist.ProcessGroup | None) -> SoftmaxSums:
+    """Over the columns of all tensor ranks."""
+    maximum = _all_reduce(sums.maximum.clone(), dist.ReduceOp.MAX, group)
+    shift = sums.maximum - maximum
+    scale = shift.exp()
+    rescaled = [
+        sums.target,
+        sums.sum_exp * scale,
+        (sums.sum_x_exp + shift * sums.sum_exp) * scale,
+    ]
+    return SoftmaxSums(maximum, *_all_reduce(torch.stack(rescaled), dist.ReduceOp.SUM, group))
+
+
+def _gathered(own: Tensor, counts: list[int], group: dist.ProcessGroup | None) -> Tensor:
+    """The rows of all tensor ranks; rank r has ``counts[r]`` of them."""
+    if not counts:
+        return own
+    padded = own.new_zeros(1, max(counts), own.shape[1])  # a collective sends as much to each
+    padded[0, : len(own)] = own
+    whole = own.new_empty(len(counts), *padded.shape[1:])
+    dist.all_gather_single(whole, padded, group=group)
+    return torch.cat([part[:count] for part, count in zip(whole, counts, strict=True)])
+
+
+def _summed(partial: Tensor, counts: list[int], group: dist.ProcessGroup | None) -> Tensor:
+    """The sum over tensor ranks of all rows, or of those that were gathered from this rank."""
+    if not counts:
+        return _all_reduce(partial, dist.ReduceOp.SUM, group)
+    padded = partial.new_zeros(len(counts), max(counts), partial.shape[1])
+    for part, rows in zip(padded, partial.split(counts), strict=True):
+        part[: len(rows)] = rows
+    total = torch.empty_like(padded[:1])
+    dist.reduce_scatter_single(total, padded, group=group)
+    return total[0, : counts[dist.get_rank(group)]]
 
 
 def _real_columns(
@@ -178,10 +204,6 @@ def _real_columns(
         )
     first = rank * local_width
     return first, min(local_width, vocab_size - first)
-
-
-def _accumulation_dtype(logits: Tensor) -> torch.dtype:
-    return torch.promote_types(logits.dtype, torch.float32)
 
 
 def _all_reduce(value: Tensor, op: Any, group: dist.ProcessGroup | None) -> Tensor:

@@ -30,12 +30,13 @@ class BigramModel:
         """The same, packed, by the code that the trainer uses."""
         targets = prediction_targets(batch.cu_seqlens, torch.arange(len(batch.tokens)))
         return chosen_logprobs(
-            self.table[batch.tokens],
+            torch.nn.functional.one_hot(batch.tokens, self.vocab_size).to(self.table),
+            self.table.t(),
             batch.tokens,
             targets,
             local_mask(targets, len(batch.tokens)) & batch.loss_mask,
             temperature=TEMPERATURE,
             vocab_size=self.vocab_size,
             tensor_group=None,
-            chunk_size=3,
+            tile_columns=3,
         )

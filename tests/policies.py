@@ -96,8 +96,8 @@ def start_policy(
 def accumulate(policy: Policy, groups: Groups, batches: list[PackedBatch]) -> None:
     """Put the gradient of the weighted negative log-likelihood into the policy."""
 
-    def loss_fn(logits: Tensor, batch: PackedBatch) -> tuple[Tensor, None]:
-        logprobs, _, _ = response_logprobs(policy, logits, batch, 1.0, groups)
+    def loss_fn(hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, None]:
+        logprobs, _, _ = response_logprobs(policy, hidden, batch, 1.0, groups)
         return -(logprobs * batch.loss_weights).sum(), None
 
     policy.zero_grad()

@@ -14,8 +14,9 @@ from parallel import pipeline_layers
 
 DEFAULT_MODULES = ("core_attn",)
 """What Megatron-Core recomputes by `recompute_granularity: selective` alone."""
-LOSS_ROWS = 64
-"""Rows of logits that the log-probabilities work on at a time, in three float32 copies."""
+TILE_ELEMENTS = {"gpu": 1 << 25, "cpu": 1 << 21}
+"""Of logits that exist at a time, in three float32 copies, as in parallel/logit_tiles.py."""
+MIN_TILE_COLUMNS = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,7 @@ def uses_transformer_engine(cfg: Config) -> bool:
 
 
 def stage_activations(cfg: Config, shape: ModelShape, stage: int, microbatches: int) -> int:
-    """Most bytes that a rank of a stage holds for backwards at once, logits apart.
+    """Most bytes that a rank of a stage holds for backwards at once, the head apart.
 
     A microbatch has `train.max_tokens_per_microbatch`, and the stage as many of them as its
     schedule has under way (`in_flight`).
@@ -85,21 +86,31 @@ def forward_bytes(cfg: Config, shape: ModelShape) -> int:
 
 
 def head_bytes(cfg: Config, shape: ModelShape, *, backward: bool) -> int:
-    """Logits of a microbatch, their gradient, the last norm and what log-probabilities work with.
+    """What log-probabilities work with on the last stage, as if every token were of a response.
 
-    Of the last stage; the backward also has a gradient as large as the logits.
+    Hidden states, a copy of a rank's own and those of all tensor ranks, and tiles of logits; in the
+    backward also what the norm before keeps, and both gradients: that to the hidden states in
+    float32 and rounded.
     """
-    dims, itemsize = cfg.dims, ITEMSIZE[cfg.model.dtype]
+    dims, itemsize, width = cfg.dims, ITEMSIZE[cfg.model.dtype], shape.hidden_size
     tokens = cfg.train.max_tokens_per_microbatch / dims.context
     columns = -(-shape.vocab_size // dims.tensor)
-    logits = itemsize * columns * (2 if backward else 1)
-    norm = final_norm_bytes(cfg, shape) if backward else 0.0
-    return round(tokens * (logits + norm)) + 3 * LOSS_ROWS * 4 * columns
+    elements = TILE_ELEMENTS["gpu" if uses_transformer_engine(cfg) else "cpu"]
+    tile = min(columns, max(MIN_TILE_COLUMNS, elements / max(tokens, width)))
+    share = _token_share(cfg)
+    rows = itemsize * width * (share if share == 1 else share + 1)
+    forward = tokens * (rows + 3 * 4 * tile)
+    if not backward:
+        return round(forward)
+    to_hidden = tokens * (4 + itemsize) * width
+    to_weight = itemsize * columns * width
+    return round(forward + to_hidden + to_weight + tokens * final_norm_bytes(cfg, shape))
 
 
 def final_norm_bytes(cfg: Config, shape: ModelShape) -> float:
-    """What the norm before the logits keeps, per token of a context rank."""
-    return _norm(cfg, shape.hidden_size) * _token_share(cfg)
+    """What the norm before the head keeps, per token of a context rank; its output is not kept."""
+    output = ITEMSIZE[cfg.model.dtype] * shape.hidden_size
+    return (_norm(cfg, shape.hidden_size) - output) * _token_share(cfg)
 
 
 def in_flight(stage: int, pipeline: int, virtual: int, microbatches: int) -> Sequence[int]:

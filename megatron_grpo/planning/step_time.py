@@ -63,7 +63,8 @@ def step_time(
 def step_flops(cfg: Config, shape: ModelShape, lengths: Sequence[int]) -> float:
     """Multiplications and additions of an optimizer step on sequences of these lengths.
 
-    A backward is two forwards (Kaplan et al., arXiv 2001.08361); recomputed layers run once more.
+    A backward is two forwards (Kaplan et al., arXiv 2001.08361); recomputed layers run once more,
+    and so does the head, which counts as if every token were of a response.
     Old log-probabilities are a forward of every generation, those of the reference as well.
     """
     layers = forward_flops(shape, lengths)
@@ -73,7 +74,7 @@ def step_flops(cfg: Config, shape: ModelShape, lengths: Sequence[int]) -> float:
     forwards = ((schedule.updates_per_generation > 1) + (cfg.grpo.beta > 0)) / (
         schedule.num_iterations
     )
-    return layers * (3 + again + forwards) + head * (3 + forwards)
+    return layers * (3 + again + forwards) + head * (4 + forwards)
 
 
 def forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:

@@ -563,10 +563,11 @@ def test_a_real_model_on_packed_sequences_has_the_loss_and_gradients_of_the_padd
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
     ]
     batch = pack(sequences, [2, 0, 1], Alignment(), dtype=torch.float64)
-    logits = [model(sequences[i].tokens[None], use_cache=False).logits[0] for i in (2, 0, 1)]
+    hidden = [model.model(sequences[i].tokens[None], use_cache=False)[0][0] for i in (2, 0, 1)]
     targets = prediction_targets(batch.cu_seqlens, torch.arange(len(batch.tokens)))
     logprobs, _ = chosen_logprobs(
-        torch.cat(logits),
+        torch.cat(hidden),
+        model.lm_head.weight,
         batch.tokens,
         targets,
         batch.loss_mask,

@@ -1,47 +1,73 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from distributed import run_ranks
 from parallel.context import context_indices
+from parallel.device import product_dtype
 from parallel.vocab import chosen_logprobs, local_mask, prediction_targets
 
 CU_SEQLENS = torch.tensor([0, 8, 12, 24], dtype=torch.int32)
-NUM_TOKENS = 24
+NUM_TOKENS, HIDDEN_SIZE = 24, 6
+TIGHT = {"rtol": 1e-12, "atol": 1e-12}
 
 
 def whole_targets():
     return prediction_targets(CU_SEQLENS, torch.arange(NUM_TOKENS))
 
 
-def random_case(vocab_size, padded_size, dtype=torch.float64, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    logits = 4 * torch.randn(NUM_TOKENS, padded_size, generator=generator, dtype=torch.float64)
-    tokens = torch.randint(vocab_size, (NUM_TOKENS,), generator=generator)
-    select = torch.rand(NUM_TOKENS, generator=generator) < 0.6
-    weights = torch.randn(NUM_TOKENS, generator=generator, dtype=torch.float64)
-    return logits.to(dtype), tokens, select, weights
+class Case:
+    """Hidden states, a padded head, tokens of which some are wanted, and gradients to bring in."""
 
+    def __init__(self, vocab_size, padded_size, dtype=torch.float64, seed=0):
+        generator = torch.Generator().manual_seed(seed)
 
-def dense(logits, tokens, select, temperature, vocab_size):
-    """The definition: full log-softmax, token by token."""
-    logprobs, entropy = (torch.zeros(NUM_TOKENS, dtype=logits.dtype) for _ in range(2))
-    starts = set(CU_SEQLENS.tolist())
-    for t in range(NUM_TOKENS):
-        if t not in starts and select[t]:
-            everything = torch.log_softmax(logits[t - 1, :vocab_size] / temperature, dim=0)
-            logprobs[t] = everything[tokens[t]]
-            entropy[t] = -(everything.exp() * everything).sum()
-    return logprobs, entropy
+        def normal(*size):
+            return torch.randn(*size, generator=generator, dtype=torch.float64)
 
+        self.vocab_size = vocab_size
+        self.hidden = normal(NUM_TOKENS, HIDDEN_SIZE).to(dtype).requires_grad_()
+        self.weight = (2 * normal(padded_size, HIDDEN_SIZE)).to(dtype).requires_grad_()
+        self.tokens = torch.randint(vocab_size, (NUM_TOKENS,), generator=generator)
+        self.select = torch.rand(NUM_TOKENS, generator=generator) < 0.6
+        self.of_logprobs, self.of_entropy = normal(2, NUM_TOKENS)
 
-def gradients(logprobs, entropy, weights, other_weights, logits):
-    """To the logits: of weighted log-probabilities, of weighted entropies, and of both at once."""
-    first, second = (logprobs * weights).sum(), (entropy * other_weights).sum()
-    return [
-        torch.autograd.grad(loss, logits, retain_graph=True)[0]
-        for loss in (first, second, first + second)
-    ]
+    def dense(self, temperature):
+        """The definition: full log-softmax, token by token."""
+        logprobs, entropy = (torch.zeros(NUM_TOKENS, dtype=torch.float64) for _ in range(2))
+        hidden, weight = self.hidden.double(), self.weight.double()[: self.vocab_size]
+        starts = set(CU_SEQLENS.tolist())
+        for t in range(NUM_TOKENS):
+            if t not in starts and self.select[t]:
+                everything = torch.log_softmax(weight @ hidden[t - 1] / temperature, dim=0)
+                logprobs[t] = everything[self.tokens[t]]
+                entropy[t] = -(everything.exp() * everything).sum()
+        return logprobs, entropy
+
+    def ours(self, hidden=None, weight=None, targets=None, tensor_group=None, **options):
+        return chosen_logprobs(
+            self.hidden if hidden is None else hidden,
+            self.weight if weight is None else weight,
+            self.tokens,
+            whole_targets() if targets is None else targets,
+            self.select,
+            vocab_size=self.vocab_size,
+            tensor_group=tensor_group,
+            **{"temperature": 1.0} | options,
+        )
+
+    def gradients(self, logprobs, entropy, hidden=None, weight=None):
+        """To hidden states and head: of weighted log-probabilities, entropies, both at once."""
+        inputs = [
+            self.hidden if hidden is None else hidden,
+            self.weight if weight is None else weight,
+        ]
+        first, second = (logprobs * self.of_logprobs).sum(), (entropy * self.of_entropy).sum()
+        return [
+            torch.autograd.grad(loss, inputs, retain_graph=True)
+            for loss in (first, second, first + second)
+        ]
 
 
 def test_targets_are_the_next_token_and_nothing_at_the_end_of_a_sequence():
@@ -68,155 +94,167 @@ def test_every_token_but_the_first_of_a_sequence_is_predicted_on_exactly_one_con
     assert count.tolist() == [0 if t in (0, 8, 12) else 1 for t in range(NUM_TOKENS)]
 
 
-@pytest.mark.parametrize("chunk_size", [1, 5, 100])
+@pytest.mark.parametrize("tile_columns", [1, 5, 100])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("vocab_size", [16, 13])
-def test_one_rank_equals_the_dense_definition(chunk_size, temperature, vocab_size):
-    logits, tokens, select, weights = random_case(vocab_size, 16)
-    logits.requires_grad_()
-    expected, expected_entropy = dense(logits, tokens, select, temperature, vocab_size)
-    other = weights.flip(0)
-    expected_grads = gradients(expected, expected_entropy, weights, other, logits)
-
-    logprobs, entropy = chosen_logprobs(
-        logits,
-        tokens,
-        whole_targets(),
-        select,
-        temperature=temperature,
-        vocab_size=vocab_size,
-        tensor_group=None,
-        chunk_size=chunk_size,
-    )
-    grads = gradients(logprobs, entropy, weights, other, logits)
-    torch.testing.assert_close(logprobs, expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(entropy, expected_entropy, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(grads, expected_grads, rtol=1e-12, atol=1e-12)
+def test_one_rank_equals_the_dense_definition(tile_columns, temperature, vocab_size):
+    case = Case(vocab_size, 16)
+    expected = case.dense(temperature)
+    got = case.ours(temperature=temperature, tile_columns=tile_columns)
+    torch.testing.assert_close(got, expected, **TIGHT)
+    torch.testing.assert_close(case.gradients(*got), case.gradients(*expected), **TIGHT)
 
 
 def test_rows_that_predict_nothing_wanted_are_never_read():
-    logits, tokens, select, _ = random_case(16, 16)
-    targets = whole_targets()
-    unused = (targets < 0) | ~select[targets]
+    case, targets = Case(16, 16), whole_targets()
+    unused = (targets < 0) | ~case.select[targets]
     assert unused.any()
-    logits[unused] = float("nan")
-    logits.requires_grad_()
-    logprobs, entropy = chosen_logprobs(
-        logits, tokens, targets, select, temperature=1.0, vocab_size=16, tensor_group=None
-    )
-    (grad,) = torch.autograd.grad((logprobs + entropy).sum(), logits)
-    assert logprobs.isfinite().all()
-    assert entropy.isfinite().all()
-    assert grad.isfinite().all()
-    assert not grad[unused].any()
+    with torch.no_grad():
+        case.hidden[unused] = float("nan")
+    logprobs, entropy = case.ours()
+    gradients = torch.autograd.grad((logprobs + entropy).sum(), [case.hidden, case.weight])
+    for values in (logprobs, entropy, *gradients):
+        assert values.isfinite().all()
+    assert not gradients[0][unused].any()
 
 
 def test_nothing_selected_gives_zeros_and_a_zero_gradient():
-    logits, tokens, select, _ = random_case(16, 16)
-    logits.requires_grad_()
-    logprobs, entropy = chosen_logprobs(
-        logits,
-        tokens,
-        whole_targets(),
-        torch.zeros_like(select),
-        temperature=1.0,
-        vocab_size=16,
-        tensor_group=None,
-    )
-    (grad,) = torch.autograd.grad((logprobs + entropy).sum(), logits)
-    assert not logprobs.any()
-    assert not entropy.any()
-    assert not grad.any()
+    case = Case(16, 16)
+    case.select[:] = False
+    logprobs, entropy = case.ours()
+    gradients = torch.autograd.grad((logprobs + entropy).sum(), [case.hidden, case.weight])
+    for values in (logprobs, entropy, *gradients):
+        assert not values.any()
+
+
+@pytest.mark.parametrize("trained", ["hidden", "weight"])
+def test_of_two_gradients_either_alone_is_the_same(trained):
+    both, one = Case(13, 16), Case(13, 16)
+    expected = torch.autograd.grad(sum(both.ours()).sum(), getattr(both, trained))
+    for name in {"hidden", "weight"} - {trained}:
+        getattr(one, name).requires_grad_(False)
+    got = torch.autograd.grad(sum(one.ours()).sum(), getattr(one, trained))
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
 def test_logits_far_from_zero_do_not_overflow():
-    logits, tokens, select, _ = random_case(16, 16, torch.float32)
-    near, _ = dense(logits.double(), tokens, select, 1.0, 16)
-    logprobs, entropy = chosen_logprobs(
-        logits + 1000,
-        tokens,
-        whole_targets(),
-        select,
-        temperature=1.0,
-        vocab_size=16,
-        tensor_group=None,
-    )
-    torch.testing.assert_close(logprobs.double(), near, rtol=0, atol=1e-3)  # 1000 has ulp 6e-5
-    assert entropy.isfinite().all()
+    case = Case(16, 16, torch.float32)
+    with torch.no_grad():
+        case.weight *= 250
+    logits = (case.hidden @ case.weight.t()).abs().amax(dim=1)
+    assert logits.max() > 3000
+    logprobs, entropy = case.ours(tile_columns=5)
+    expected, expected_entropy = case.dense(1.0)
+    torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=2e-3)
+    torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-5, atol=2e-3)
 
 
-def test_bfloat16_logits_are_summed_in_float32_and_get_a_bfloat16_gradient():
-    logits, tokens, select, weights = random_case(250, 250, torch.bfloat16)
-    wide = logits.double().requires_grad_()
-    expected, expected_entropy = dense(wide, tokens, select, 0.9, 250)
-    both = (expected + 0.5 * expected_entropy) * weights
-    (expected_grad,) = torch.autograd.grad(both.sum(), wide)
-    logits.requires_grad_()
-    logprobs, entropy = chosen_logprobs(
-        logits, tokens, whole_targets(), select, temperature=0.9, vocab_size=250, tensor_group=None
-    )
-    (grad,) = torch.autograd.grad(((logprobs + 0.5 * entropy) * weights).sum(), logits)
-    assert (logprobs.dtype, entropy.dtype, grad.dtype) == (
-        torch.float32,
-        torch.float32,
-        torch.bfloat16,
-    )
-    torch.testing.assert_close(logprobs.double(), expected.detach(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(entropy.double(), expected_entropy.detach(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(grad.double(), expected_grad, rtol=2**-8, atol=1e-7)
+@pytest.mark.skipif(
+    product_dtype(torch.bfloat16) == torch.bfloat16, reason="multiplies bfloat16 as it is"
+)
+def test_bfloat16_is_multiplied_and_summed_in_float32_where_the_cpu_only_emulates_it():
+    case = Case(250, 250, torch.bfloat16)
+    expected, expected_entropy = case.dense(0.9)
+    logprobs, entropy = case.ours(temperature=0.9, tile_columns=30)
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-5, atol=1e-5)
+    expected_gradients = case.gradients(expected, expected_entropy)
+    for got, want in zip(case.gradients(logprobs, entropy), expected_gradients, strict=True):
+        for one, other in zip(got, want, strict=True):
+            assert one.dtype == torch.bfloat16
+            torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-5)
+
+
+def test_bfloat16_products_give_what_rounded_logits_give(monkeypatch):
+    """As on a CPU with bfloat16 instructions; an emulated product has the same rounding."""
+    monkeypatch.setattr("parallel.logit_tiles.product_dtype", lambda dtype: dtype)
+    case = Case(250, 250, torch.bfloat16)
+    rounded = (case.hidden @ case.weight.t()).double()
+    expected = torch.log_softmax(rounded, dim=1)
+    logprobs, entropy = case.ours(tile_columns=30)
+    rows = whole_targets()
+    wanted = (rows >= 0) & case.select[rows]
+    chosen = expected[wanted].gather(1, case.tokens[rows[wanted]][:, None]).squeeze(1)
+    torch.testing.assert_close(logprobs[rows[wanted]].double(), chosen, rtol=1e-5, atol=1e-5)
+    exact = case.gradients(*case.dense(1.0))
+    for got, want in zip(case.gradients(logprobs, entropy), exact, strict=True):
+        for one, other in zip(got, want, strict=True):
+            assert (one - other).norm() < 0.02 * other.norm()
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that any operation gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        for value in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(value, torch.Tensor):
+                self.num_elements = max(self.num_elements, value.numel())
+        return result
+
+
+def test_no_tensor_has_more_elements_than_a_tile_or_the_inputs():
+    case = Case(1000, 1000)
+    with LargestTensor() as largest:
+        case.gradients(*case.ours(tile_columns=50))
+    assert largest.num_elements == case.weight.numel()  # 6 columns; a whole row of logits has 1000
 
 
 def test_a_vocabulary_that_the_ranks_do_not_split_is_refused_with_the_least_legal_width():
-    logits, tokens, select, _ = random_case(13, 16)
+    case = Case(13, 16)
+    case.vocab_size = 17
     with pytest.raises(
         ValueError, match=r"16 columns each do not split a vocabulary of 17.* 17 col"
     ):
-        chosen_logprobs(
-            logits,
-            tokens,
-            whole_targets(),
-            select,
-            temperature=1.0,
-            vocab_size=17,
-            tensor_group=None,
-        )
+        case.ours()
 
 
-def tensor_parallel_rank(rank, world_size, vocab_size, dtype, chunk_size):
+def tensor_parallel_rank(rank, world_size, vocab_size, sequence_parallel, num_selected):
     padded = -(-vocab_size // world_size) * world_size
-    logits, tokens, select, weights = random_case(vocab_size, padded, dtype)
-    local = logits.chunk(world_size, dim=1)[rank].clone().requires_grad_()
-    logprobs, entropy = chosen_logprobs(
-        local,
-        tokens,
-        whole_targets(),
-        select,
-        temperature=0.8,
-        vocab_size=vocab_size,
-        tensor_group=dist.group.WORLD,
-        chunk_size=chunk_size,
-    )
-    grads = gradients(logprobs, entropy, weights, weights.flip(0), local)
-    return logprobs.detach(), entropy.detach(), grads
+    case = Case(vocab_size, padded)
+    case.select &= torch.arange(NUM_TOKENS) < num_selected
+    hidden = case.hidden.chunk(world_size)[rank] if sequence_parallel else case.hidden
+    hidden = hidden.detach().clone().requires_grad_()
+    weight = case.weight.chunk(world_size)[rank].detach().clone().requires_grad_()
+    group = dist.group.WORLD
+    got = case.ours(hidden, weight, tensor_group=group, temperature=0.8, tile_columns=3)
+    return [values.detach() for values in got], case.gradients(*got, hidden, weight)
 
 
-@pytest.mark.parametrize("world_size, vocab_size", [(2, 13), (4, 13), (4, 16)])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(
+    "world_size, vocab_size, num_selected",
+    [(2, 13, NUM_TOKENS), (4, 13, NUM_TOKENS), (4, 16, NUM_TOKENS), (2, 13, 9), (2, 13, 0)],
+)
 def test_tensor_parallel_ranks_all_get_the_dense_values_and_their_part_of_the_gradient(
-    world_size, vocab_size
+    world_size, vocab_size, num_selected, sequence_parallel
 ):
-    results = run_ranks(world_size, tensor_parallel_rank, world_size, vocab_size, torch.float64, 7)
-    padded = -(-vocab_size // world_size) * world_size
-    logits, tokens, select, weights = random_case(vocab_size, padded)
-    logits.requires_grad_()
-    expected, expected_entropy = dense(logits, tokens, select, 0.8, vocab_size)
-    expected_grads = gradients(expected, expected_entropy, weights, weights.flip(0), logits)
-    for logprobs, entropy, _ in results:
-        torch.testing.assert_close(logprobs, expected.detach(), rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(entropy, expected_entropy.detach(), rtol=1e-12, atol=1e-12)
-        assert torch.equal(logprobs, results[0][0])
-        assert torch.equal(entropy, results[0][1])
-    whole = [torch.cat(parts, dim=1) for parts in zip(*(g for _, _, g in results), strict=True)]
-    torch.testing.assert_close(whole, expected_grads, rtol=1e-12, atol=1e-12)
+    """With 9 tokens only the first rank's slice has wanted rows, with 0 none."""
+    results = run_ranks(
+        world_size, tensor_parallel_rank, world_size, vocab_size, sequence_parallel, num_selected
+    )
+    case = Case(vocab_size, -(-vocab_size // world_size) * world_size)
+    case.select &= torch.arange(NUM_TOKENS) < num_selected
+    expected = case.dense(0.8)
+    if num_selected == 0:
+        expected_gradients = [[torch.zeros_like(x) for x in (case.hidden, case.weight)]] * 3
+    else:
+        expected_gradients = case.gradients(*expected)
+    for values, _ in results:
+        torch.testing.assert_close(tuple(values), tuple(x.detach() for x in expected), **TIGHT)
+        assert all(map(torch.equal, values, results[0][0]))
+    for kind, (of_hidden, of_weight) in enumerate(expected_gradients):
+        hidden = [gradients[kind][0] for _, gradients in results]
+        weight = [gradients[kind][1] for _, gradients in results]
+        torch.testing.assert_close(torch.cat(weight), of_weight, **TIGHT)
+        whole = [torch.cat(hidden)] if sequence_parallel else hidden
+        for got in whole:
+            torch.testing.assert_close(got, of_hidden, **TIGHT)
 
 
 def context_and_tensor_parallel_rank(rank):
@@ -224,33 +262,30 @@ def context_and_tensor_parallel_rank(rank):
     tensor_groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     context_groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     context_rank, tensor_rank = divmod(rank, 2)
-    logits, tokens, select, weights = random_case(13, 14)
-    indices = context_indices(CU_SEQLENS, context_rank, 2)
-    local = logits[indices].chunk(2, dim=1)[tensor_rank].clone().requires_grad_()
-    logprobs, entropy = chosen_logprobs(
-        local,
-        tokens,
+    case, indices = Case(13, 14), context_indices(CU_SEQLENS, context_rank, 2)
+    hidden = case.hidden[indices].chunk(2)[tensor_rank].detach().requires_grad_()
+    weight = case.weight.chunk(2)[tensor_rank].detach().requires_grad_()
+    got = case.ours(
+        hidden,
+        weight,
         prediction_targets(CU_SEQLENS, indices),
-        select,
+        tensor_groups[context_rank],
         temperature=0.8,
-        vocab_size=13,
-        tensor_group=tensor_groups[context_rank],
     )
-    (grad,) = torch.autograd.grad(((logprobs + 0.5 * entropy) * weights).sum(), local)
-    whole = torch.stack([logprobs.detach(), entropy.detach()])
-    dist.all_reduce(whole, group=context_groups[tensor_rank])
-    return whole, indices, grad
+    of_hidden, of_weight = case.gradients(*got, hidden, weight)[-1]
+    whole = torch.stack(got).detach()
+    for values in (whole, of_weight):
+        dist.all_reduce(values, group=context_groups[tensor_rank])
+    return whole, indices.chunk(2)[tensor_rank], of_hidden, of_weight
 
 
 def test_the_sum_over_context_ranks_is_the_whole_and_each_has_the_gradient_of_its_rows():
+    """Under sequence parallelism."""
     results = run_ranks(4, context_and_tensor_parallel_rank)
-    logits, tokens, select, weights = random_case(13, 14)
-    logits.requires_grad_()
-    expected, expected_entropy = dense(logits, tokens, select, 0.8, 13)
-    both = (expected + 0.5 * expected_entropy) * weights
-    (expected_grad,) = torch.autograd.grad(both.sum(), logits)
-    for rank, (whole, indices, grad) in enumerate(results):
-        torch.testing.assert_close(whole[0], expected.detach(), rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(whole[1], expected_entropy.detach(), rtol=1e-12, atol=1e-12)
-        columns = slice(7 * (rank % 2), 7 * (rank % 2) + 7)
-        torch.testing.assert_close(grad, expected_grad[indices, columns], rtol=1e-12, atol=1e-12)
+    case = Case(13, 14)
+    expected = case.dense(0.8)
+    expected_hidden, expected_weight = case.gradients(*expected)[-1]
+    for rank, (whole, indices, of_hidden, of_weight) in enumerate(results):
+        torch.testing.assert_close(whole, torch.stack(expected).detach(), **TIGHT)
+        torch.testing.assert_close(of_hidden, expected_hidden[indices], **TIGHT)
+        torch.testing.assert_close(of_weight, expected_weight.chunk(2)[rank % 2], **TIGHT)

@@ -13,12 +13,14 @@ from distributed import run_ranks
 from megatron_grpo.config import Config
 from megatron_grpo.model import build_model, forward
 from megatron_grpo.planning.activations import (
+    MIN_TILE_COLUMNS,
+    TILE_ELEMENTS,
     final_norm_bytes,
     in_flight,
     layer_bytes,
 )
 from models import tiny_model
-from parallel import ParallelDims
+from parallel import ParallelDims, logit_tiles
 from parallel.device import setup_device
 from parallel.groups import init_groups
 from policies import pack_all, tiny_config
@@ -112,6 +114,12 @@ def test_layers_keep_what_autograd_saves(run, tmp_path):
     if run.dims.context == 2:
         left_out += shape.num_layers * MASK_BYTES
     assert measured == pytest.approx(planned + left_out, rel=0.001)
+
+
+def test_a_tile_of_logits_is_as_large_as_the_head_makes_it():
+    assert TILE_ELEMENTS["gpu"] == logit_tiles.TILE_ELEMENTS["cuda"]
+    assert TILE_ELEMENTS["cpu"] == logit_tiles.TILE_ELEMENTS["cpu"]
+    assert MIN_TILE_COLUMNS == logit_tiles.MIN_COLUMNS
 
 
 def test_a_pipeline_keeps_as_many_microbatches_as_megatron_runs_ahead():

@@ -28,14 +28,16 @@ def num_parameters(shape):
     return sum(map(prod, hf_tensors(shape).values()))
 
 
-def test_a_step_is_six_operations_per_parameter_and_token_and_attention(tmp_path):
+def test_a_step_is_six_operations_per_parameter_and_token_attention_and_the_head_once_more(
+    tmp_path,
+):
     folder, shape = model(tmp_path)
     cfg = tiny_config(folder, ParallelDims(), "grpo.beta=0.0")
     embedding = shape.vocab_size * shape.hidden_size  # looked up, not multiplied
     matrices = num_parameters(shape) - embedding
     # Causal attention: queries with keys and weights with values, half of all pairs.
     attention = 2 * 2 * shape.num_layers * 4096 * 1000**2 / 2
-    expected = 3 * (2 * matrices * 1000 + attention)
+    expected = 3 * (2 * matrices * 1000 + attention) + 2 * embedding * 1000
     assert step_flops(cfg, shape, [1000]) == pytest.approx(expected, rel=1e-4)
 
 
@@ -45,7 +47,8 @@ def test_recomputation_and_other_passes_are_forwards_more(tmp_path):
     def flops(*overrides):
         return step_flops(tiny_config(folder, ParallelDims(), *overrides), shape, [1000])
 
-    plain, forward = flops("grpo.beta=0.0"), flops("grpo.beta=0.0") / 3
+    plain = flops("grpo.beta=0.0")
+    forward = forward_flops(shape, [1000]) + 2 * shape.vocab_size * shape.hidden_size * 1000
     assert flops("grpo.beta=0.0", FULL) == plain + forward_flops(shape, [1000])
     assert flops("grpo.beta=0.04") == plain + forward  # the reference
     reused = "grpo.beta=0.0", "grpo.num_iterations=2"  # old log-probabilities, for two steps

@@ -1,0 +1,191 @@
+"""Softmax over a vocabulary from hidden states, a tile of logits at a time; also backward.
+
+A tile is all rows by a few columns: the gradient of those columns' weights is then one product,
+and only the gradient of the rows is added up over tiles, in float32. The backward multiplies every
+tile again, four products in all instead of three: what it would have kept is [rows, vocabulary].
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from parallel.device import product_dtype
+
+TILE_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 25}
+"""Logits of a tile, and elements of its weights, at most. As float32 the former is what a CPU's
+cache holds. A GPU adds every tile's product to the gradient of the rows: 16 bytes of traffic for
+each 2 * columns operations, which should be few beside them.
+"""
+MIN_COLUMNS = 512
+"""Of a tile, however many rows there are: narrower products are slow."""
+
+
+class SoftmaxSums(NamedTuple):
+    """Of each row, [n] each, over some of the vocabulary's columns."""
+
+    maximum: Tensor
+    """Of z."""
+    target: Tensor
+    """z of the row's own token; 0 where it is not among these columns."""
+    sum_exp: Tensor
+    """Of exp x, where x = z - maximum."""
+    sum_x_exp: Tensor
+    """Of x exp x."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitTiles:
+    """z = hidden weight^T / temperature."""
+
+    hidden: Tensor
+    """[n, H]"""
+    weight: Tensor
+    """[V, H] of the same type: the columns of the vocabulary that are here."""
+    width: int
+    """How many of them are not padding: those behind are outside the softmax."""
+    columns: Tensor
+    """[n] int64: where each row's token is, seen from the first of them; anywhere outside if not
+    among them."""
+    temperature: float
+    tile_columns: int | None
+    """None for as many as suit the device."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of logits, and of whatever is added up."""
+        return torch.promote_types(self.weight.dtype, torch.float32)
+
+    def sums(self) -> SoftmaxSums:
+        """Over all columns."""
+        add_tile = _for_device(_with_tile, self.weight.device.type)
+        zero = torch.zeros(len(self.hidden), dtype=self.dtype, device=self.hidden.device)
+        sums = SoftmaxSums(zero + torch.finfo(self.dtype).min, zero, zero, zero)
+        rows = self._rows()
+        for part, table in self._tiles():
+            logits = _product(rows, table.t(), self.dtype)
+            sums = add_tile(sums, logits, self.columns - part.start, 1 / self.temperature)
+        return sums
+
+    def gradients(
+        self,
+        log_normalizer: Tensor,
+        entropy: Tensor,
+        of_logprob: Tensor,
+        of_entropy: Tensor | None,
+        needed: tuple[bool, bool],
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """To `hidden`, as wide as `dtype`, and to `weight`; None where it is not `needed`.
+
+        Of these columns alone: that to `hidden` is a part of a sum over tensor ranks. Of each row,
+        [n]: log sum exp z and entropy over the whole vocabulary, and the gradients that come in.
+        """
+        gradient_of_tile = _for_device(_gradient_of_tile, self.weight.device.type)
+        rows = self._rows()
+        of_hidden = torch.zeros_like(self.hidden, dtype=self.dtype) if needed[0] else None
+        of_weight = torch.zeros_like(self.weight) if needed[1] else None
+        for part, table in self._tiles():
+            gradient = gradient_of_tile(
+                _product(rows, table.t(), self.dtype),
+                self.columns - part.start,
+                1 / self.temperature,
+                log_normalizer,
+                entropy,
+                of_logprob,
+                of_entropy,
+                rows.dtype,
+            )
+            if of_hidden is not None:
+                _add_product(of_hidden, gradient, table)
+            if of_weight is not None:
+                of_weight[part] = gradient.t() @ rows
+        return of_hidden, of_weight
+
+    def _rows(self) -> Tensor:
+        return self.hidden.to(product_dtype(self.hidden.dtype))
+
+    def _tiles(self) -> Iterator[tuple[slice, Tensor]]:
+        """Columns of each tile, and their weights; no tile where there are no rows."""
+        if len(self.hidden) == 0:
+            return
+        fitting = TILE_ELEMENTS[self.weight.device.type] // max(self.hidden.shape)
+        columns = self.tile_columns or max(MIN_COLUMNS, fitting)
+        columns = -(-self.width // -(-self.width // columns))  # of one width, as nearly as it goes
+        for start in range(0, self.width, columns):
+            part = slice(start, min(start + columns, self.width))
+            yield part, self.weight[part].to(product_dtype(self.weight.dtype))
+
+
+def _with_tile(sums: SoftmaxSums, logits: Tensor, columns: Tensor, scale: float) -> SoftmaxSums:
+    """`sums` with the columns of a tile; z = scale * logits (online softmax, arXiv 1805.02867)."""
+    maximum = torch.maximum(sums.maximum, logits.amax(dim=1) * scale)
+    shift = sums.maximum - maximum
+    old = shift.exp()
+    at, is_here = _within(columns, logits)
+    token = logits.gather(1, at).squeeze(1) * scale * is_here
+    x = torch.add(-maximum[:, None], logits, alpha=scale)
+    exp = x.exp()
+    sum_exp = exp.sum(dim=1)
+    sum_x_exp = exp.mul_(x).sum(dim=1)
+    return SoftmaxSums(
+        maximum,
+        sums.target + token,
+        sums.sum_exp * old + sum_exp,
+        (sums.sum_x_exp + shift * sums.sum_exp) * old + sum_x_exp,
+    )
+
+
+def _gradient_of_tile(
+    logits: Tensor,
+    columns: Tensor,
+    scale: float,
+    log_normalizer: Tensor,
+    entropy: Tensor,
+    of_logprob: Tensor,
+    of_entropy: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """To the logits of a tile, with p = softmax z of the whole vocabulary and H its entropy.
+
+    Of a log-probability (one-hot of the token - p) scale, of an entropy - p (log p + H) scale.
+    """
+    of_logprob = of_logprob * scale
+    log_p = torch.add(-log_normalizer[:, None], logits, alpha=scale)
+    factor = -of_logprob[:, None]
+    if of_entropy is not None:
+        of_entropy = of_entropy * -scale
+        factor = torch.addcmul(factor + (entropy * of_entropy)[:, None], log_p, of_entropy[:, None])
+    gradient = log_p.exp_().mul_(factor)
+    at, is_here = _within(columns, logits)
+    return gradient.scatter_add_(1, at, (of_logprob * is_here)[:, None]).to(dtype)
+
+
+def _within(columns: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """A legal column [n, 1] for each row, and whether it is the one of its token."""
+    last = logits.shape[1] - 1
+    return columns.clamp(0, last)[:, None], (columns >= 0) & (columns <= last)
+
+
+def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """The matrix product in `dtype`, which a GPU does not round to the factors' type before."""
+    if a.dtype == dtype:
+        return a @ b
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=dtype)
+    return (a @ b).to(dtype)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        total += _product(a, b, total.dtype)
+
+
+@cache
+def _for_device(function: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    """`function` fused into as few kernels as go on a GPU, whatever the number of rows."""
+    return torch.compile(function, dynamic=True) if kind == "cuda" else function

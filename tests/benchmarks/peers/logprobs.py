@@ -1,0 +1,195 @@
+"""Log-probabilities of 2,048 tokens from hidden states, and both gradients, at Qwen2.5's vocabulary.
+
+From hidden states [N, H] and a head [V, H] in bfloat16 to log-probabilities of the tokens, and the
+gradients of a weighted sum of them to both, on one rank. Ours and verl's give entropies as well.
+Peak memory is what the process has beside its inputs; every block of 64 KiB and more is given back
+to the system when it is freed, which costs each side page faults.
+
+LOGPROBS_SHAPE, as 2048x151936x1024, is another N, V and H.
+"""
+
+import ctypes
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+NUM_TOKENS, VOCAB_SIZE, HIDDEN_SIZE = map(
+    int, os.environ.get("LOGPROBS_SHAPE", "2048x151936x1024").split("x")
+)
+WARM_TOKENS = 64
+M_MMAP_THRESHOLD = -3
+WITHIN = 0.1
+"""Of a log-probability: TRL takes the softmax in bfloat16."""
+
+TITLE = (
+    "Log-probabilities without logits, forward and backward, "
+    f"{NUM_TOKENS:,} x {VOCAB_SIZE:,} x {HIDDEN_SIZE:,} bfloat16"
+)
+REQUIREMENTS = {
+    "megatron-core": [],
+    "trl": [],
+    "liger": ["liger-kernel==0.8.5"],
+    "verl": [
+        "verl==0.9.1",
+        *("ray==2.60.0", "tensordict==0.15.3", "orjson==3.13.0", "omegaconf==2.4.0"),
+        *("antlr4-python3-runtime==4.9.3", "hydra-core==1.3.8", "pyvers==0.2.3"),
+        *("cloudpickle==3.1.2", "msgpack==1.2.4", "importlib_metadata==10.2.0"),
+        "codetiming==1.4.0",
+    ],
+}
+SETTINGS = {
+    "megatron-core": "0.16.1: vocab_parallel_cross_entropy behind the matrix product; no entropy",
+    "trl": "1.16.0: selective_log_softmax behind the matrix product, on bfloat16 logits; no entropy",
+    "liger": "the chunked selective log-probability of its GRPO loss, vocabulary in chunks of 4096; "
+    "no entropy",
+    "verl": "FusedLinearForPPO, impl_backend torch, chunk_size 512",
+}
+GOALS = [
+    ("seconds", "megatron-core", 1 / 1.2),
+    ("peak_bytes", "megatron-core", 4.0),
+    ("peak_bytes", "best", 1.0),
+]
+
+Logprobs = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Of tokens [n], from hidden states [n, H] and head [V, H]."""
+
+
+def measured(logprobs_of: Logprobs, folder: Path) -> dict[str, float]:
+    """One forward and backward, after a short one that warms up."""
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(NUM_TOKENS, HIDDEN_SIZE, generator=generator).bfloat16()
+    head = torch.empty(VOCAB_SIZE, HIDDEN_SIZE, dtype=torch.bfloat16)
+    for rows in head.split(1024):  # no float32 copy of it all
+        rows.copy_(torch.randn(rows.shape, generator=generator) / HIDDEN_SIZE**0.5)
+    tokens = torch.randint(VOCAB_SIZE, (NUM_TOKENS,), generator=generator)
+    weights = torch.randn(NUM_TOKENS, generator=generator)
+
+    def run(num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        own = hidden[:num_tokens].detach().requires_grad_()
+        logprobs = logprobs_of(own, head.requires_grad_(), tokens[:num_tokens])
+        loss = (logprobs.float() * weights[:num_tokens]).sum()
+        return logprobs.detach(), *torch.autograd.grad(loss, [own, head])
+
+    run(WARM_TOKENS)
+    Path("/proc/self/clear_refs").write_text("5")  # the most begins anew
+    before, start = resident("VmRSS"), time.perf_counter()
+    logprobs, of_hidden, of_head = run(NUM_TOKENS)
+    seconds = time.perf_counter() - start
+    peak = resident("VmHWM") - before
+    every = max(1, VOCAB_SIZE // 1000)
+    torch.save([logprobs.float(), of_hidden, of_head[::every].clone()], folder / "results.pt")
+    return {"seconds": seconds, "peak_bytes": float(peak)}
+
+
+def resident(key: str) -> int:
+    """Bytes of this process's memory, now (VmRSS) or at most (VmHWM)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(key)).split()[1]) * 1024
+
+
+def ours(folder: Path) -> dict[str, float]:
+    """With entropies."""
+    from parallel.vocab import chosen_logprobs
+
+    def logprobs_of(hidden: Tensor, head: Tensor, tokens: Tensor) -> Tensor:
+        # Position t predicts token t + 1; the first token is of the prompt.
+        following = torch.cat([tokens[:1], tokens])
+        select = torch.ones(len(following), dtype=torch.bool)
+        targets = torch.arange(1, len(following))
+        logprobs, _ = chosen_logprobs(
+            hidden,
+            head,
+            following,
+            targets,
+            select,
+            temperature=1.0,
+            vocab_size=len(head),
+            tensor_group=None,
+        )
+        return logprobs[1:]
+
+    return measured(logprobs_of, folder)
+
+
+def megatron_core(folder: Path) -> dict[str, float]:
+    """One tensor rank."""
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    from parallel import ParallelDims
+    from parallel.device import setup_device
+    from parallel.groups import init_groups
+
+    setup_device(0)
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    init_groups(ParallelDims())
+
+    def logprobs_of(hidden: Tensor, head: Tensor, tokens: Tensor) -> Tensor:
+        logits = torch.nn.functional.linear(hidden, head)
+        return -vocab_parallel_cross_entropy(logits[:, None], tokens[:, None])[:, 0]
+
+    return measured(logprobs_of, folder)
+
+
+def trl(folder: Path) -> dict[str, float]:
+    """Whole logits."""
+    from trl.trainer.utils import selective_log_softmax
+
+    def logprobs_of(hidden: Tensor, head: Tensor, tokens: Tensor) -> Tensor:
+        logits = torch.nn.functional.linear(hidden, head)
+        logprobs: Tensor = selective_log_softmax(logits[None], tokens[None])[0]
+        return logprobs
+
+    return measured(logprobs_of, folder)
+
+
+def liger(folder: Path) -> dict[str, float]:
+    """What LigerFusedLinearGRPOLoss makes log-probabilities by."""
+    from liger_kernel.chunked_loss import fused_linear_ppo
+
+    def logprobs_of(hidden: Tensor, head: Tensor, tokens: Tensor) -> Tensor:
+        logprobs: Tensor = fused_linear_ppo._ChunkedSelectiveLogProbFunction.apply(
+            hidden, head, tokens, None, 1.0, fused_linear_ppo._SELECTIVE_LOGPROB_VOCAB_CHUNK_SIZE
+        )
+        return logprobs
+
+    return measured(logprobs_of, folder)
+
+
+def verl(folder: Path) -> dict[str, float]:
+    """With entropies."""
+    from verl.utils.experimental.torch_functional import FusedLinearForPPO
+
+    fused = FusedLinearForPPO(chunk_size=512)
+
+    def logprobs_of(hidden: Tensor, head: Tensor, tokens: Tensor) -> Tensor:
+        logprobs: Tensor = fused(hidden[None], head, tokens[None], temperature=1.0)[0][0]
+        return logprobs
+
+    return measured(logprobs_of, folder)
+
+
+SIDES = {"ours": ours, "megatron-core": megatron_core, "trl": trl, "liger": liger, "verl": verl}
+
+
+def compare(ours: Path, peer: Path) -> str:
+    """Log-probabilities at most `WITHIN` apart, and gradients 2%, by norm."""
+    (logprobs, *gradients), (others, *theirs) = (
+        torch.load(folder / "results.pt") for folder in (ours, peer)
+    )
+    gap = float((logprobs - others).abs().max())
+    errors = [
+        float((a.float() - b.float()).norm() / a.float().norm())
+        for a, b in zip(gradients, theirs, strict=True)
+    ]
+    assert gap < WITHIN, gap
+    assert max(errors) < 0.02, errors
+    return (
+        f"log-probabilities within {gap:.1e}; gradients to hidden states {errors[0]:.1e}, "
+        f"to the head {errors[1]:.1e}, by norm"
+    )
