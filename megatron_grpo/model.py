@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 
@@ -15,6 +14,7 @@ from checkpoint_convert.megatron import megatron_sender
 from checkpoint_convert.rank_weights import read_weights
 from megatron_grpo.config import Config
 from megatron_grpo.optimizer import make_optimizer, make_scheduler
+from megatron_grpo.packed_params import PackedRotary, packed_params
 from megatron_grpo.transformer import block_spec, transformer_config, uses_transformer_engine
 from parallel import Layout, Sender, pipeline_layers
 from parallel.context import context_indices
@@ -114,23 +114,13 @@ def forward(chunk: Any, batch: PackedBatch, groups: Groups) -> Tensor:
     Returns logits [T / cp, padded vocabulary / tp], in the order of `context_indices`, on the last
     chunk of the model, and hidden states for the next chunk on the others.
     """
-    local = context_indices(batch.cu_seqlens, groups.coordinates.context, groups.dims.context)
+    rank, size = groups.coordinates.context, groups.dims.context
+    local = context_indices(batch.cu_seqlens, rank, size)
     output: Tensor = chunk(
         input_ids=batch.tokens[local].unsqueeze(0),
         position_ids=batch.position_ids[local].unsqueeze(0),
         attention_mask=None,
-        packed_seq_params=PackedSeqParams(
-            qkv_format="thd",
-            # Alignment padding counts as part of its sequence: it comes last, where causal
-            # attention lets no other token see it.
-            cu_seqlens_q=batch.cu_seqlens,
-            cu_seqlens_kv=batch.cu_seqlens,
-            cu_seqlens_q_padded=batch.cu_seqlens,
-            cu_seqlens_kv_padded=batch.cu_seqlens,
-            # Also the length of the RoPE table, which every sequence reads from its start.
-            max_seqlen_q=batch.max_seqlen,
-            max_seqlen_kv=batch.max_seqlen,
-        ),
+        packed_seq_params=packed_params(batch, local, rank, size),
     )
     return output.squeeze(0) if unwrapped(chunk).post_process else output
 
@@ -149,7 +139,7 @@ def _build_chunks(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTMod
     chunks = [
         GPTModel(
             config=config,
-            transformer_layer_spec=block_spec(config, len(layers)),
+            transformer_layer_spec=block_spec(config, len(layers), cfg.grpo.shared_prompts),
             vocab_size=padded_vocab_size(shape, dims),
             max_sequence_length=shape.max_position_embeddings,
             pre_process=layers.start == 0,
@@ -166,6 +156,8 @@ def _build_chunks(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTMod
     ]
     for chunk in chunks:
         _mark_experts(chunk)
+        if cfg.grpo.shared_prompts:
+            chunk.rotary_pos_emb = PackedRotary(chunk.rotary_pos_emb)
     return chunks
 
 

@@ -79,7 +79,7 @@ def context_parallel_attention(rank: int, ranks_per_group: int) -> list[Tensor]:
     *tensors, cu_seqlens = random_pack()
     local = context_indices(cu_seqlens, group.rank(), group.size())
     query, key, value = (tensor.detach()[local].requires_grad_() for tensor in tensors)
-    params = SimpleNamespace(cu_seqlens_q=cu_seqlens)
+    params = SimpleNamespace(cu_seqlens_q=cu_seqlens, prefixes=None, block_mask=None)
     output = attention(query, key, value, None, packed_seq_params=params)
     probe = torch.linspace(-1, 1, tensors[0].numel(), dtype=output.dtype)
     loss = (output * probe.reshape(tensors[0].shape)[local]).sum()
@@ -102,9 +102,8 @@ def bfloat16_attention(rank: int) -> tuple[Tensor, Tensor]:
         pg_collection=SimpleNamespace(cp=torch.distributed.group.WORLD),
     )
     query, key, value, cu_seqlens = random_pack(torch.bfloat16)
-    output = attention(
-        query, key, value, None, packed_seq_params=SimpleNamespace(cu_seqlens_q=cu_seqlens)
-    )
+    params = SimpleNamespace(cu_seqlens_q=cu_seqlens, prefixes=None, block_mask=None)
+    output = attention(query, key, value, None, packed_seq_params=params)
     (gradient,) = torch.autograd.grad(output.float().sum(), key)
     return output.detach(), gradient
 
