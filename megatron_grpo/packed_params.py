@@ -14,7 +14,7 @@ from parallel.packing import PackedBatch
 
 
 @dataclass
-class PackedParams(PackedSeqParams):  # type: ignore[misc]
+class PackedParams(PackedSeqParams):
     """Megatron's, and what it passes on to our own modules."""
 
     prefixes: Tensor | None = None

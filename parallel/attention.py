@@ -1,10 +1,10 @@
 """Causal attention over packed sequences (THD) with context parallelism, in plain torch.
 
 Megatron-Core's own torch attention refuses packed sequences and context parallelism; this one
-stands in its place where Transformer Engine is not installed, and in the place of Transformer
-Engine's where completions share their prompt, which that knows nothing of. Keys and values of the other context
-ranks are all-gathered (Llama 3, arXiv:2407.21783, section 3.3.2), so every rank computes its own
-queries exactly and nothing depends on the number of ranks but the order of sums.
+stands in its place where Transformer Engine is not installed. It does so as well for Transformer
+Engine's where completions share their prompt, of which that knows nothing. Keys and values of the
+other context ranks are all-gathered (Llama 3, arXiv:2407.21783, section 3.3.2), so every rank
+computes its own queries exactly and nothing depends on the number of ranks but the order of sums.
 """
 
 from itertools import pairwise

@@ -48,9 +48,7 @@ def block_mask(cu_seqlens: Tensor, prefixes: Tensor, queries: Tensor) -> BlockMa
     )
 
 
-def flex(
-    query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None
-) -> Tensor:
+def flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None) -> Tensor:
     """Attention of `query` [t, heads, d] to `key` and `value` [T, kv heads, d] under `mask`."""
     attend = _compiled() if query.is_cuda else flex_attention
     output: Tensor = attend(
@@ -66,7 +64,7 @@ def flex(
 
 @cache
 def _compiled() -> Any:
-    """One kernel for all lengths: every microbatch has another. Uncompiled, all pairs are stored."""
+    """One kernel for all lengths: every microbatch has another."""
     return torch.compile(flex_attention, dynamic=True)
 
 
@@ -81,7 +79,7 @@ def _cover(first: Tensor, end: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
 
 
 def _by_block(rows: Tensor) -> Tensor:
-    """[t, blocks of keys] as [blocks of queries, BLOCK, blocks of keys]; beyond the end is False."""
+    """[t, blocks of keys] as [blocks of queries, BLOCK, blocks of keys]; False beyond the end."""
     missing = -len(rows) % BLOCK
     return torch.nn.functional.pad(rows, (0, 0, 0, missing)).unflatten(0, (-1, BLOCK))
 

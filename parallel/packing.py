@@ -210,7 +210,9 @@ def _segments(
         position, prefix = num_prompt_tokens - 1, len(segments)
         segments.append(_Segment(tokens=sequences[group[0]].tokens[:position]))
         segments += [
-            _Segment(tokens=sequences[i].tokens[position:], position=position, index=i, prefix=prefix)
+            _Segment(
+                tokens=sequences[i].tokens[position:], position=position, index=i, prefix=prefix
+            )
             for i in group
         ]
     return segments

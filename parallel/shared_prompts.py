@@ -18,9 +18,7 @@ class PromptGroup:
 
     def length(self, members: Sequence[int], multiple: int) -> int:
         """Tokens of these of its completions in one microbatch, alignment included."""
-        return unit_length(
-            self.num_prompt_tokens, [self.responses[i] for i in members], multiple
-        )
+        return unit_length(self.num_prompt_tokens, [self.responses[i] for i in members], multiple)
 
     def cost(self, members: Sequence[int], multiple: int, cost: CostModel) -> float:
         """Compute cost of the same: a shared prompt attends to itself once."""
@@ -41,9 +39,9 @@ def plan_shared_prompts(
     """Which sequences form which microbatch of which data-parallel rank; see `plan_microbatches`.
 
     What is dealt are units: some completions of a prompt, of at most `max_tokens` with it. Large
-    ones repeat the prompt least, and small ones can be dealt evenly. So units of at most 1, 2, 4 ...
-    completions are planned, and the plan whose slowest rank is done first is taken; of 1, it is
-    the plan without sharing, which no other may exceed.
+    ones repeat the prompt least, and small ones can be dealt evenly. So units of at most 1, 2, 4
+    and so on completions are planned, and the plan whose slowest rank is done first is taken. Units
+    of 1 are the plan without sharing, so that none is slower than that.
 
     Raises ValueError when one sequence does not fit.
     """

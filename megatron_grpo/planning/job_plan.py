@@ -57,6 +57,7 @@ class JobPlan:
             "workload": {
                 "sequences": len(self.work.lengths),
                 "tokens": self.work.tokens,
+                "shared_tokens": self.work.shared_tokens,
                 "padding": self.work.padding,
                 "microbatches": self.work.microbatches,
             },

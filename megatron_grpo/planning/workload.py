@@ -25,6 +25,9 @@ class Workload:
     """Tokens that alignment adds, over all copies."""
     room: int
     """Tokens that all microbatches of all copies could take."""
+    shared_tokens: int | None
+    """What would be trained on, of `tokens`, if every prompt were computed once and had
+    `data.max_prompt_length`; None without that."""
 
     @property
     def tokens(self) -> int:
@@ -81,7 +84,16 @@ def workload(cfg: Config, shape: ModelShape, lengths: Sequence[int]) -> Workload
         microbatches=len(filled) // dims.data,
         padding=sum(filled) - sum(chosen),
         room=limit * len(filled),
+        shared_tokens=_shared_tokens(cfg, chosen),
     )
+
+
+def _shared_tokens(cfg: Config, lengths: Sequence[int]) -> int | None:
+    """All but the last token of a prompt is computed once for its group, in place of each time."""
+    if cfg.data.max_prompt_length is None:
+        return None
+    prompt, group = min(cfg.data.max_prompt_length, *lengths), cfg.grpo.num_generations
+    return sum(lengths) - len(lengths) // group * (group - 1) * (prompt - 1)
 
 
 @lru_cache(maxsize=1024)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 
 from checkpoint_convert import read_shape
 from distributed import run_ranks
@@ -92,7 +93,7 @@ class Case:
             exact = oracle_logprobs(model, self.prompts, self.completions, TEMPERATURE)
         self.old_logprobs = [near(logprobs, 0.4) for logprobs in exact]
         self.rollout_logprobs = [near(logprobs, 0.1) for logprobs in self.old_logprobs]
-        self.answers = {
+        answers = {
             name: oracle_model_loss(
                 model,
                 self.prompts,
@@ -110,13 +111,15 @@ class Case:
             )
             for name, recipe in RECIPES.items()
         }
+        self.answers = {  # by the names of the weight files, where each expert has its own
+            name: (loss, revert_weight_conversion(model, gradients))
+            for name, (loss, gradients) in answers.items()
+        }
 
     def experience(self) -> Experience:
         samples = [
             Sample(
-                prompt=Prompt(
-                    index=i // NUM_GENERATIONS, token_ids=tuple(prompt), text="", row={}
-                ),
+                prompt=Prompt(index=i // NUM_GENERATIONS, token_ids=tuple(prompt), text="", row={}),
                 sample_index=i % NUM_GENERATIONS,
                 completion_ids=tuple(completion),
                 logprobs=tuple(logprobs.tolist()),

@@ -44,6 +44,14 @@ def test_the_table_has_memory_work_and_links(cfg, capsys):
     assert purposes[-4:] == ["tensor", "pipeline", "data", "push"]
 
 
+def test_the_table_says_what_shared_prompts_would_save(cfg, capsys):
+    print_plan(cfg("data.max_prompt_length=2048"), **DEFAULTS)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "shared_prompts" in line]
+    assert "times fewer, where prompts have data.max_prompt_length 2,048 tokens" in line
+    print_plan(cfg(), **DEFAULTS)
+    assert "shared_prompts" not in capsys.readouterr().out
+
+
 def test_scripts_get_every_figure(cfg, capsys):
     print_plan(cfg(), **DEFAULTS | {"as_json": True})
     figures = json.loads(capsys.readouterr().out)

@@ -32,6 +32,23 @@ def test_padding_is_what_alignment_forces(folder):
     assert (work.microbatches, work.padding) == (4, 16 * 3)
 
 
+def test_shared_prompts_are_counted_once_for_each_group(folder):
+    options = ["grpo.generation_batch_size=32", "grpo.num_generations=16"]
+    cfg = tiny_config(
+        folder,
+        ParallelDims(),
+        *options,
+        "train.max_tokens_per_microbatch=4096",
+        "data.max_prompt_length=2048",
+    )
+    work = workload(cfg, read_shape(folder), [2048 + 1024])
+    # Per group: all of the prompt but its last token, and that with each completion.
+    assert work.shared_tokens == 2 * (2047 + 16 * 1025)
+    assert work.tokens / work.shared_tokens == pytest.approx(2.67, abs=0.01)
+    cfg = tiny_config(folder, ParallelDims(), *options)
+    assert workload(cfg, read_shape(folder), [100]).shared_tokens is None
+
+
 def test_what_does_not_fit_is_refused_with_the_numbers(folder):
     cfg = tiny_config(folder, ParallelDims(), "train.max_tokens_per_microbatch=64")
     with pytest.raises(ValueError, match=r"65 tokens.*set it to 65 or more"):
