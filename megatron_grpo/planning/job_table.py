@@ -92,11 +92,11 @@ def _work_lines(cfg: Config, plan: JobPlan) -> list[str]:
         f"{work.microbatches} microbatches per model copy, {work.tokens / work.room:.1%} full, "
         f"{work.padding:,} tokens of padding"
     )
-    if work.shared_tokens is not None:
+    if plan.shared_tokens is not None:
         lines.append(
-            f"grpo.shared_prompts=true computes {work.shared_tokens:,} tokens of these, "
-            f"{work.tokens / work.shared_tokens:.2f} times fewer, where prompts have "
-            f"data.max_prompt_length {cfg.data.max_prompt_length:,} tokens; the figures are without"
+            f"grpo.shared_prompts=true makes that {plan.shared_tokens:,} tokens, "
+            f"{(work.tokens + work.padding) / plan.shared_tokens:.2f} times fewer, where prompts "
+            f"have data.max_prompt_length {cfg.data.max_prompt_length:,}; all else here is without"
         )
     lines.append(
         f"{time.flops:.3g} operations: at least {time.compute_seconds:.1f} s at the cards' peak; "

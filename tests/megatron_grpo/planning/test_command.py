@@ -45,11 +45,14 @@ def test_the_table_has_memory_work_and_links(cfg, capsys):
 
 
 def test_the_table_says_what_shared_prompts_would_save(cfg, capsys):
-    print_plan(cfg("data.max_prompt_length=2048"), **DEFAULTS)
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "shared_prompts" in line]
-    assert "times fewer, where prompts have data.max_prompt_length 2,048 tokens" in line
-    print_plan(cfg(), **DEFAULTS)
-    assert "shared_prompts" not in capsys.readouterr().out
+    def line(*overrides: str) -> str:
+        print_plan(cfg(*overrides), **DEFAULTS)
+        lines = capsys.readouterr().out.splitlines()
+        return next((line for line in lines if line.startswith("grpo.shared_prompts")), "")
+
+    assert "2,097,152 tokens, 1.00 times fewer" in line()  # one completion in each microbatch
+    assert "1.31 times fewer" in line("train.max_tokens_per_microbatch=65536")
+    assert not line("data.max_prompt_length=null")
 
 
 def test_scripts_get_every_figure(cfg, capsys):
