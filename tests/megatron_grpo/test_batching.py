@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_grpo.batching import BatchSchedule
+from megatron_grpo.config import GRPOConfig
 
 
 def test_the_example_of_512_completions_in_groups_of_64_and_two_updates():
@@ -78,8 +79,13 @@ def test_sizes_that_do_not_fit_are_refused_with_the_numbers_and_a_legal_value(si
 
 
 def test_groups_are_dealt_whole_where_minibatches_hold_them():
-    batches = BatchSchedule(
-        num_generations=4, generation_batch_size=48, steps_per_generation=3, deals_groups=True
+    batches = BatchSchedule.of(
+        GRPOConfig(
+            num_generations=4,
+            generation_batch_size=48,
+            steps_per_generation=3,
+            shared_prompts=True,
+        )
     )
     shares = batches.minibatches(generation=5, seed=1)
     assert sorted(i for share in shares for i in share) == list(range(48))
