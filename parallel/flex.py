@@ -23,7 +23,8 @@ def block_mask(cu_seqlens: Tensor, prefixes: Tensor, queries: Tensor) -> BlockMa
     """
     segment = torch.bucketize(queries, cu_seqlens[1:], right=True)
     first = cu_seqlens[:-1].long()[segment]
-    prefix_first, prefix_end = prefixes[segment].unbind(1)
+    # Two tensors: views of one the compiler does not take.
+    prefix_first, prefix_end = prefixes[:, 0][segment], prefixes[:, 1][segment]
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         is_own = (key >= first[query]) & (key <= queries[query])

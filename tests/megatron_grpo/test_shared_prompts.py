@@ -55,12 +55,12 @@ DENSE = [
     ParallelDims(pipeline=2, virtual_pipeline=2),
     ParallelDims(context=2),
     ParallelDims(data=2),
-    ParallelDims(tensor=2, context=2),
 ]
 CASES = [
     *(("llama", dims) for dims in DENSE),
     ("qwen3", ParallelDims(context=2)),
-    ("qwen3", ParallelDims(tensor=2, pipeline=2)),
+    pytest.param("qwen3", ParallelDims(tensor=2, context=2), marks=pytest.mark.slow),
+    pytest.param("qwen3", ParallelDims(tensor=2, pipeline=2), marks=pytest.mark.slow),
     ("qwen3_moe", ParallelDims()),
     ("qwen3_moe", ParallelDims(expert=2, data=2)),
 ]
