@@ -35,6 +35,8 @@ class BatchSchedule:
     generation_batch_size: int
     steps_per_generation: int = 1
     num_iterations: int = 1
+    deals_groups: bool = False
+    """Whether the completions of a prompt stay together in a minibatch, as far as they fit."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -72,6 +74,7 @@ class BatchSchedule:
             generation_batch_size=grpo.generation_batch_size,
             steps_per_generation=grpo.steps_per_generation,
             num_iterations=grpo.num_iterations,
+            deals_groups=grpo.shared_prompts,
         )
 
     @property
@@ -99,10 +102,13 @@ class BatchSchedule:
         """Completions of each minibatch: ascending indices into the generation, each once.
 
         Completions are dealt at random, as TRL does, so that a minibatch is not a few prompts only;
-        every pass over the generation meets the same minibatches. A function of its arguments.
+        with `deals_groups`, prompts are. Every pass over the generation meets the same minibatches.
+        A function of its arguments.
         """
-        order = list(range(self.generation_batch_size))
-        random.Random(f"minibatches {seed} {generation}").shuffle(order)
+        together = self.num_generations if self.deals_groups else 1
+        dealt = list(range(self.generation_batch_size // together))
+        random.Random(f"minibatches {seed} {generation}").shuffle(dealt)
+        order = [first * together + i for first in dealt for i in range(together)]
         size = self.minibatch_size
         return [sorted(order[i : i + size]) for i in range(0, len(order), size)]
 

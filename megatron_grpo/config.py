@@ -431,6 +431,19 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _shared_prompts_have_attention(self) -> Self:
+        """They are computed by our own attention, which is plain."""
+        refused = {"window_size", "softmax_type", "fp8_dot_product_attention"}
+        for name in sorted(
+            refused & self.model.megatron.keys() if self.grpo.shared_prompts else ()
+        ):
+            raise ValueError(
+                f"model.megatron.{name} is not known to the attention of grpo.shared_prompts=true: "
+                "leave out one of the two"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _environment_fits(self) -> Self:
         if self.grpo.supervision == "process" and self.environment.name is None:
             raise ValueError(

@@ -17,8 +17,9 @@ from megatron_grpo.exchange import Minibatches
 from megatron_grpo.loss import loss_weights
 from megatron_grpo.rewards.total import total_rewards
 from megatron_grpo.rollout.samples import Sample
-from parallel.microbatches import CostModel, plan_microbatches
-from parallel.packing import KNOWN, Alignment, TokenSequence, pack
+from parallel.microbatches import CostModel, Plan, plan_microbatches
+from parallel.packing import KNOWN, Alignment, TokenSequence, by_prompt, pack
+from parallel.shared_prompts import PromptGroup, plan_shared_prompts
 
 
 @dataclass(frozen=True)
@@ -112,13 +113,32 @@ def share_out(
     shares: list[Minibatches] = [[] for _ in range(dims.data)]
     for indices in batches.minibatches(generation, cfg.train.seed):
         sequences = _sequences(experience, indices, cfg)
-        lengths = [len(sequence.tokens) for sequence in sequences]
-        plan = plan_microbatches(
-            lengths, cfg.train.max_tokens_per_microbatch, dims, alignment, cost
-        )
+        plan = _plan(sequences, alignment, cost, cfg)
         for share, microbatches in zip(shares, plan, strict=True):
-            share.append([pack(sequences, chosen, alignment) for chosen in microbatches])
+            share.append(
+                [
+                    pack(sequences, chosen, alignment, share_prompts=cfg.grpo.shared_prompts)
+                    for chosen in microbatches
+                ]
+            )
     return shares
+
+
+def _plan(
+    sequences: list[TokenSequence], alignment: Alignment, cost: CostModel, cfg: Config
+) -> Plan:
+    max_tokens = cfg.train.max_tokens_per_microbatch
+    if not cfg.grpo.shared_prompts:
+        lengths = [len(sequence.tokens) for sequence in sequences]
+        return plan_microbatches(lengths, max_tokens, cfg.dims, alignment, cost)
+    groups = [
+        PromptGroup(
+            num_prompt_tokens=sequences[members[0]].num_prompt_tokens,
+            responses={i: len(sequences[i].rollout_logprobs) for i in members},
+        )
+        for members in by_prompt(sequences)
+    ]
+    return plan_shared_prompts(groups, max_tokens, cfg.dims, alignment, cost)
 
 
 def _sequences(experience: Experience, indices: list[int], cfg: Config) -> list[TokenSequence]:

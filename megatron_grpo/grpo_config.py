@@ -35,6 +35,8 @@ class GRPOConfig(Section):
     """Optimizer batches that one generation is cut into."""
     num_iterations: PositiveInt = 1
     """Passes over one generation."""
+    shared_prompts: bool = False
+    """Compute the prompt of a group once per microbatch; minibatches are then of whole groups."""
 
     dynamic_sample: bool = False
     """Replace prompts whose completions all have the same reward by others (DAPO)."""

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 
@@ -15,6 +14,7 @@ from checkpoint_convert.megatron import megatron_sender
 from checkpoint_convert.rank_weights import read_weights
 from megatron_grpo.config import Config
 from megatron_grpo.optimizer import make_optimizer, make_scheduler
+from megatron_grpo.packed_params import PackedRotary, packed_params
 from megatron_grpo.transformer import block_spec, transformer_config, uses_transformer_engine
 from parallel import Layout, Sender, pipeline_layers
 from parallel.context import context_indices
@@ -125,23 +125,13 @@ def forward(chunk: Any, batch: PackedBatch, groups: Groups) -> Tensor:
     `context_indices`, or the tensor rank's slice of them under sequence parallelism; of the others
     what Megatron-Core sends to the next.
     """
-    local = context_indices(batch.cu_seqlens, groups.coordinates.context, groups.dims.context)
+    rank, size = groups.coordinates.context, groups.dims.context
+    local = context_indices(batch.cu_seqlens, rank, size)
     output: Tensor = chunk(
         input_ids=batch.tokens[local].unsqueeze(0),
         position_ids=batch.position_ids[local].unsqueeze(0),
         attention_mask=None,
-        packed_seq_params=PackedSeqParams(
-            qkv_format="thd",
-            # Alignment padding counts as part of its sequence: it comes last, where causal
-            # attention lets no other token see it.
-            cu_seqlens_q=batch.cu_seqlens,
-            cu_seqlens_kv=batch.cu_seqlens,
-            cu_seqlens_q_padded=batch.cu_seqlens,
-            cu_seqlens_kv_padded=batch.cu_seqlens,
-            # Also the length of the RoPE table, which every sequence reads from its start.
-            max_seqlen_q=batch.max_seqlen,
-            max_seqlen_kv=batch.max_seqlen,
-        ),
+        packed_seq_params=packed_params(batch, local, rank, size),
     )
     return output.squeeze(0) if unwrapped(chunk).post_process else output
 
@@ -160,7 +150,7 @@ def _build_chunks(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTMod
     chunks = [
         GPTModel(
             config=config,
-            transformer_layer_spec=block_spec(config, len(layers)),
+            transformer_layer_spec=block_spec(config, len(layers), cfg.grpo.shared_prompts),
             vocab_size=padded_vocab_size(shape, dims),
             max_sequence_length=shape.max_position_embeddings,
             pre_process=layers.start == 0,
@@ -179,6 +169,8 @@ def _build_chunks(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTMod
         _mark_experts(chunk)
         if chunk.post_process:
             chunk.output_layer.forward = _pass_hidden_states
+        if cfg.grpo.shared_prompts:
+            chunk.rotary_pos_emb = PackedRotary(chunk.rotary_pos_emb)
     return chunks
 
 

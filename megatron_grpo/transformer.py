@@ -80,14 +80,17 @@ def balances_experts(config: TransformerConfig) -> bool:
     return config.num_moe_experts is not None and bool(any(coefficients) or config.moe_z_loss_coeff)
 
 
-def block_spec(config: TransformerConfig, num_layers: int) -> Any:
+def block_spec(config: TransformerConfig, num_layers: int, shared_prompts: bool) -> Any:
     """Modules of a model chunk of `num_layers` layers."""
     if uses_transformer_engine(config):
-        return get_gpt_layer_with_transformer_engine_spec(
+        fused = get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts,
             moe_grouped_gemm=config.moe_grouped_gemm,
             qk_layernorm=config.qk_layernorm,
         )
+        if shared_prompts:
+            fused.submodules.self_attention.submodules.core_attention = PackedAttention
+        return fused
     layer = torch_layer_spec(config)
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
 

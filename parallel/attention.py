@@ -1,9 +1,10 @@
 """Causal attention over packed sequences (THD) with context parallelism, in plain torch.
 
 Megatron-Core's own torch attention refuses packed sequences and context parallelism; this one
-stands in its place where Transformer Engine is not installed. Keys and values of the other context
-ranks are all-gathered (Llama 3, arXiv:2407.21783, section 3.3.2), so every rank computes its own
-queries exactly and nothing depends on the number of ranks but the order of sums.
+stands in its place where Transformer Engine is not installed. It does so as well for Transformer
+Engine's where completions share their prompt, of which that knows nothing. Keys and values of the
+other context ranks are all-gathered (Llama 3, arXiv:2407.21783, section 3.3.2), so every rank
+computes its own queries exactly and nothing depends on the number of ranks but the order of sums.
 """
 
 from itertools import pairwise
@@ -12,16 +13,22 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import scaled_dot_product_attention
 
 from parallel.context import context_inverse, context_order
 from parallel.device import attention_dtype
+from parallel.flex import flex
 
 
 class PackedSequences(Protocol):
-    """What the attention reads of Megatron-Core's ``PackedSeqParams``."""
+    """What the attention reads of the params that Megatron-Core hands through its layers."""
 
     cu_seqlens_q: Tensor
+    prefixes: Tensor | None
+    """As in `PackedBatch`."""
+    block_mask: BlockMask | None
+    """The same for flex attention, which then is taken."""
 
 
 def packed_attention(
@@ -30,29 +37,38 @@ def packed_attention(
     value: Tensor,
     cu_seqlens: Tensor,
     *,
+    prefixes: Tensor | None = None,
     rank: int = 0,
     size: int = 1,
     scale: float | None = None,
 ) -> Tensor:
-    """Causal self-attention inside each sequence, for the queries of one context-parallel rank.
+    """Causal self-attention inside each segment, for the queries of one context-parallel rank.
 
     `query` [T / size, heads, head_dim] in the order of `context_indices`; `key` and `value`
-    [T, key-value heads, head_dim] whole, in packed order; grouped heads are contiguous. `scale`
-    defaults to ``head_dim ** -0.5``. Returns the shape of `query`.
+    [T, key-value heads, head_dim] whole, in packed order; grouped heads are contiguous. The
+    segments also attend to all of `prefixes` [n, 2], as in `PackedBatch`. `scale` defaults to
+    ``head_dim ** -0.5``. Returns the shape of `query`.
     """
     bounds = [int(bound) for bound in cu_seqlens.tolist()]
     lengths = [end - start for start, end in pairwise(bounds)]
     # Split once: slicing inside the loop would make the backward write T zeros per sequence.
     queries = query.split([length // size for length in lengths])
     keys, values = key.split(lengths), value.split(lengths)
+    shared = [(0, 0)] * len(lengths) if prefixes is None else prefixes.tolist()
     outputs = []
-    for q, k, v in zip(queries, keys, values, strict=True):
+    for q, k, v, (start, end) in zip(queries, keys, values, shared, strict=True):
+        if end > start:
+            prefix = bounds.index(start)
+            k = torch.cat([keys[prefix][: end - start], k])
+            v = torch.cat([values[prefix][: end - start], v])
         if size == 1:
             outputs.append(_attend(q, k, v, scale))
             continue
         chunk = len(q) // 2
         early, late = q.split(chunk)
-        early_end, late_end = (rank + 1) * chunk, (2 * size - rank) * chunk
+        early_end, late_end = (
+            end - start + chunks * chunk for chunks in (rank + 1, 2 * size - rank)
+        )
         outputs.append(_attend(early, k[:early_end], v[:early_end], scale))
         outputs.append(_attend(late, k[:late_end], v[:late_end], scale))
     return torch.cat(outputs)
@@ -124,19 +140,22 @@ class PackedAttention(torch.nn.Module):
         **_: Any,
     ) -> Tensor:
         """Local slices in (`query` [t, heads, d], `key`, `value` [t, kv heads, d]) and out."""
-        assert attention_mask is None, "sequences are told apart by cu_seqlens, not by a mask"
+        assert attention_mask is None, "segments are told apart by cu_seqlens, not by a mask"
         cu_seqlens = packed_seq_params.cu_seqlens_q
         size = self.group.size()
         if size > 1:
             order, inverse = context_order(cu_seqlens, size), context_inverse(cu_seqlens, size)
             both = _GatherPacked.apply(torch.stack([key, value], dim=1), order, inverse, self.group)
             key, value = both.unbind(dim=1)
+        if packed_seq_params.block_mask is not None:
+            return flex(query, key, value, packed_seq_params.block_mask, self.scale)
         dtype = attention_dtype(query.dtype)
         output = packed_attention(
             query.to(dtype),
             key.to(dtype),
             value.to(dtype),
             cu_seqlens,
+            prefixes=packed_seq_params.prefixes,
             rank=self.group.rank(),
             size=size,
             scale=self.scale,

@@ -67,7 +67,11 @@ class Alignment:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedBatch:
-    """One microbatch: n sequences end to end, T tokens with alignment padding after each sequence.
+    """One microbatch: n segments end to end, T tokens with alignment padding after each segment.
+
+    A segment is a sequence, a prompt that several completions share, or one of these: all of the
+    prompt but its last token, and that token with the completion. So each token is predicted at the
+    place before it in its own segment, which only attention leaves.
 
     Every tensor lives in the index space of `tokens`: position t speaks of ``tokens[t]``. Every
     rank of a model replica holds the whole of it; parallel/context.py and parallel/vocab.py take
@@ -75,10 +79,10 @@ class PackedBatch:
     """
 
     tokens: Tensor  # [T] int64
-    position_ids: Tensor  # [T] int64, from 0 in each sequence
-    cu_seqlens: Tensor  # [n + 1] int32, padding included
-    max_seqlen: int  # longest sequence, padding included
-    sequence_index: Tensor  # [T] int64, index of the sequence in the optimizer batch
+    position_ids: Tensor  # [T] int64, in the sequence; in padding they go on
+    cu_seqlens: Tensor  # [n + 1] int32, of segments, padding included
+    max_seqlen: int  # longest sequence, padding and shared prompt included
+    sequence_index: Tensor  # [T] int64, of the sequence in the optimizer batch; -1: of several
     completion_mask: Tensor  # [T] bool, tokens of completions
     loss_mask: Tensor  # [T] bool, those of them that count: sampled, and not left out
     loss_weights: Tensor  # [T]
@@ -88,6 +92,9 @@ class PackedBatch:
     ref_logprobs: Tensor | None = None  # [T]
     high_entropy: Tensor | None = None  # [T] bool, those the objective is taken over; None: all
     entropy_weights: Tensor | None = None  # [T], of each entropy in the bonus; None: no bonus
+    # [n, 2] int64, first packed position and end of what each segment attends to beside itself: a
+    # shared prompt without its padding, or nothing (0, 0). None: no prompt is ever shared.
+    prefixes: Tensor | None = None
 
     def to(self, device: torch.device | str) -> "PackedBatch":
         """A copy with every tensor on `device`."""
@@ -104,38 +111,49 @@ def pack(
     indices: Sequence[int],
     alignment: Alignment,
     *,
+    share_prompts: bool = False,
     padding_id: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> PackedBatch:
     """Lay ``sequences[i] for i in indices`` end to end.
 
-    What may be known already is known of all `sequences`, or of none.
+    What may be known already is known of all `sequences`, or of none. With `share_prompts` those of
+    equal prompts have one copy of it, where that saves tokens.
 
     `indices` may be empty: a rank without work joins its peers' collectives with one sequence of
     padding, whose loss is zero. `dtype` is that of weights, advantages and log-probabilities.
     """
-    lengths = [round_up(len(sequences[i].tokens), alignment.sequence) for i in indices]
+    segments = _segments(sequences, indices, alignment, share_prompts)
+    lengths = [round_up(len(segment.tokens), alignment.sequence) for segment in segments]
     lengths = lengths or [alignment.total]
     lengths[-1] += -sum(lengths) % alignment.total
     ends = list(accumulate(lengths))
     total = ends[-1]
+    firsts = [segment.position for segment in segments] or [0]
 
     tokens = torch.full((total,), padding_id, dtype=torch.int64)
     sequence_index = torch.full((total,), -1, dtype=torch.int64)
     completion_mask, loss_mask = torch.zeros(2, total, dtype=torch.bool)
     loss_weights, advantages, rollout_logprobs = torch.zeros(3, total, dtype=dtype)
+    prefixes = torch.zeros(len(lengths), 2, dtype=torch.int64)
     known = {
         name: torch.zeros(total, dtype=torch.bool if name == "high_entropy" else dtype)
         for name in KNOWN
         if any(getattr(sequence, name) is not None for sequence in sequences)
     }
-    for index, end, length in zip(indices, ends, lengths, strict=False):
-        sequence, start = sequences[index], end - length
-        whole = slice(start, start + len(sequence.tokens))
-        response = slice(start + sequence.num_prompt_tokens, whole.stop)
+    for number, (segment, end, length) in enumerate(zip(segments, ends, lengths, strict=False)):
+        start = end - length
+        whole = slice(start, start + len(segment.tokens))
+        tokens[whole] = segment.tokens
+        if segment.index is None:
+            continue
+        if segment.prefix is not None:
+            prefix_start = ends[segment.prefix] - lengths[segment.prefix]
+            prefixes[number] = torch.tensor([prefix_start, prefix_start + segment.position])
+        sequence = sequences[segment.index]
+        response = slice(start + sequence.num_prompt_tokens - segment.position, whole.stop)
         mask = sequence.response_mask
-        tokens[whole] = sequence.tokens
-        sequence_index[whole] = index
+        sequence_index[whole] = segment.index
         completion_mask[response] = True
         loss_mask[response] = True if mask is None else mask
         loss_weights[response] = sequence.loss_weight * loss_mask[response].to(dtype)
@@ -145,17 +163,90 @@ def pack(
             values[response] = getattr(sequence, name).to(values.dtype)
     return PackedBatch(
         tokens=tokens,
-        position_ids=torch.cat([torch.arange(length) for length in lengths]),
+        position_ids=torch.cat(
+            [torch.arange(first, first + n) for first, n in zip(firsts, lengths, strict=True)]
+        ),
         cu_seqlens=torch.tensor([0, *ends], dtype=torch.int32),
-        max_seqlen=max(lengths),
+        max_seqlen=max(first + n for first, n in zip(firsts, lengths, strict=True)),
         sequence_index=sequence_index,
         completion_mask=completion_mask,
         loss_mask=loss_mask,
         loss_weights=loss_weights,
         advantages=advantages,
         rollout_logprobs=rollout_logprobs,
+        prefixes=prefixes if share_prompts else None,
         **known,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Segment:
+    """A part of a microbatch within which tokens are predicted."""
+
+    tokens: Tensor
+    position: int = 0  # of its first token in the sequence
+    index: int | None = None  # of the sequence; None: of all that share this prompt
+    prefix: int | None = None  # number of the segment that it continues
+
+
+def _segments(
+    sequences: Sequence[TokenSequence],
+    indices: Sequence[int],
+    alignment: Alignment,
+    share_prompts: bool,
+) -> list[_Segment]:
+    groups = [[index] for index in indices]
+    if share_prompts:
+        groups = [
+            [indices[i] for i in group] for group in by_prompt([sequences[i] for i in indices])
+        ]
+    segments: list[_Segment] = []
+    for group in groups:
+        num_prompt_tokens = sequences[group[0]].num_prompt_tokens
+        responses = [len(sequences[i].rollout_logprobs) for i in group]
+        if not is_shared(num_prompt_tokens, responses, alignment.sequence):
+            segments += [_Segment(tokens=sequences[i].tokens, index=i) for i in group]
+            continue
+        position, prefix = num_prompt_tokens - 1, len(segments)
+        segments.append(_Segment(tokens=sequences[group[0]].tokens[:position]))
+        segments += [
+            _Segment(
+                tokens=sequences[i].tokens[position:], position=position, index=i, prefix=prefix
+            )
+            for i in group
+        ]
+    return segments
+
+
+def by_prompt(sequences: Sequence[TokenSequence]) -> list[list[int]]:
+    """Indices of the sequences of each prompt, ascending, prompts as they first occur."""
+    groups: dict[bytes, list[int]] = {}
+    for i, sequence in enumerate(sequences):
+        prompt = sequence.tokens[: sequence.num_prompt_tokens]
+        groups.setdefault(prompt.numpy().tobytes(), []).append(i)
+    return list(groups.values())
+
+
+def is_shared(num_prompt_tokens: int, responses: Sequence[int], multiple: int) -> bool:
+    """Whether completions of these lengths, in one microbatch, have one copy of their prompt.
+
+    Not where that would take as many tokens: each begins with the last token of the prompt, and is
+    aligned on its own.
+    """
+    alone = sum(round_up(num_prompt_tokens + response, multiple) for response in responses)
+    return _shared_length(num_prompt_tokens, responses, multiple) < alone
+
+
+def unit_length(num_prompt_tokens: int, responses: Sequence[int], multiple: int) -> int:
+    """Tokens of completions of one prompt in one microbatch, alignment included."""
+    if is_shared(num_prompt_tokens, responses, multiple):
+        return _shared_length(num_prompt_tokens, responses, multiple)
+    return sum(round_up(num_prompt_tokens + response, multiple) for response in responses)
+
+
+def _shared_length(num_prompt_tokens: int, responses: Sequence[int], multiple: int) -> int:
+    own = sum(round_up(1 + response, multiple) for response in responses)
+    return round_up(num_prompt_tokens - 1, multiple) + own
 
 
 def round_up(n: int, multiple: int) -> int:

@@ -17,7 +17,7 @@ from megatron_grpo.planning.memory import (
 )
 from megatron_grpo.planning.state import stage_states
 from megatron_grpo.planning.step_time import LinkUse, StepTime, push_link, step_time
-from megatron_grpo.planning.workload import Workload, workload
+from megatron_grpo.planning.workload import Workload, shared_tokens, workload
 from parallel.packing import round_up
 
 
@@ -36,6 +36,8 @@ class JobPlan:
     """None where rollouts come from no vLLM."""
     time: StepTime
     push: LinkUse | None
+    shared_tokens: int | None
+    """Of an optimizer step with `grpo.shared_prompts`; None where prompts have no known length."""
 
     @property
     def fullest(self) -> StageMemory:
@@ -57,6 +59,7 @@ class JobPlan:
             "workload": {
                 "sequences": len(self.work.lengths),
                 "tokens": self.work.tokens,
+                "shared_tokens": self.shared_tokens,
                 "padding": self.work.padding,
                 "microbatches": self.work.microbatches,
             },
@@ -93,6 +96,7 @@ def plan_job(
         engine=engine,
         time=step_time(cfg, shape, states[0], work, card),
         push=push_link(engine.weights, card) if engine else None,
+        shared_tokens=shared_tokens(cfg, shape, work.lengths),
     )
 
 

@@ -22,7 +22,7 @@ def job_table(cfg: Config, shape: ModelShape, gpu: str, plan: JobPlan) -> str:
         "",
         *_memory_rows(plan),
         "",
-        *_work_lines(plan),
+        *_work_lines(cfg, plan),
         "",
         *_link_rows(plan),
     ]
@@ -85,13 +85,19 @@ def _memory_row(stage: StageMemory) -> str:
     )
 
 
-def _work_lines(plan: JobPlan) -> list[str]:
+def _work_lines(cfg: Config, plan: JobPlan) -> list[str]:
     work, time, lines = plan.work, plan.time, []
     lines.append(
         f"an optimizer step: {len(work.lengths):,} sequences, {work.tokens:,} tokens in "
         f"{work.microbatches} microbatches per model copy, {work.tokens / work.room:.1%} full, "
         f"{work.padding:,} tokens of padding"
     )
+    if plan.shared_tokens is not None:
+        lines.append(
+            f"grpo.shared_prompts=true makes that {plan.shared_tokens:,} tokens, "
+            f"{(work.tokens + work.padding) / plan.shared_tokens:.2f} times fewer, where prompts "
+            f"have data.max_prompt_length {cfg.data.max_prompt_length:,}; all else here is without"
+        )
     lines.append(
         f"{time.flops:.3g} operations: at least {time.compute_seconds:.1f} s at the cards' peak; "
         f"at half of it, with a bubble of {time.bubble:.3f} and all traffic unhidden, "

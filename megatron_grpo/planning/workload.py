@@ -11,6 +11,7 @@ from megatron_grpo.config import Config
 from parallel import ParallelDims
 from parallel.microbatches import CostModel, plan_microbatches
 from parallel.packing import Alignment, round_up
+from parallel.shared_prompts import PromptGroup, plan_shared_prompts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +82,39 @@ def workload(cfg: Config, shape: ModelShape, lengths: Sequence[int]) -> Workload
         microbatches=len(filled) // dims.data,
         padding=sum(filled) - sum(chosen),
         room=limit * len(filled),
+    )
+
+
+def shared_tokens(cfg: Config, shape: ModelShape, lengths: Sequence[int]) -> int | None:
+    """Tokens, alignment included, that a step computes of these with `grpo.shared_prompts`.
+
+    Of prompts of `data.max_prompt_length`; None without that. `lengths` are those of a `Workload`.
+    """
+    if cfg.data.max_prompt_length is None:
+        return None
+    prompt = min(cfg.data.max_prompt_length, *lengths)
+    num_groups = -(-len(lengths) // cfg.grpo.num_generations)
+    groups = [
+        PromptGroup(
+            num_prompt_tokens=prompt,
+            responses={i: lengths[i] - prompt for i in range(first, len(lengths), num_groups)},
+        )
+        for first in range(num_groups)
+    ]
+    alignment = Alignment.of(cfg.dims, cfg.parallel.sequence_parallel)
+    plan = plan_shared_prompts(
+        groups,
+        cfg.train.max_tokens_per_microbatch,
+        cfg.dims,
+        alignment,
+        CostModel.transformer(shape.hidden_size),
+    )
+    return sum(
+        group.length(members, alignment.sequence)
+        for rank in plan
+        for microbatch in rank
+        for group in groups
+        if (members := [i for i in microbatch if i in group.responses])
     )
 
 

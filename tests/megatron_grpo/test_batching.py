@@ -1,6 +1,9 @@
+from dataclasses import replace
+
 import pytest
 
 from megatron_grpo.batching import BatchSchedule
+from megatron_grpo.config import GRPOConfig
 
 
 def test_the_example_of_512_completions_in_groups_of_64_and_two_updates():
@@ -73,3 +76,24 @@ def test_shares_depend_on_seed_and_generation_and_on_nothing_else():
 def test_sizes_that_do_not_fit_are_refused_with_the_numbers_and_a_legal_value(sizes, message):
     with pytest.raises(ValueError, match=message):
         BatchSchedule(**sizes)
+
+
+def test_groups_are_dealt_whole_where_minibatches_hold_them():
+    batches = BatchSchedule.of(
+        GRPOConfig(
+            num_generations=4,
+            generation_batch_size=48,
+            steps_per_generation=3,
+            shared_prompts=True,
+        )
+    )
+    shares = batches.minibatches(generation=5, seed=1)
+    assert sorted(i for share in shares for i in share) == list(range(48))
+    for share in shares:
+        assert len(share) == 16
+        assert len({i // 4 for i in share}) == 4
+    assert shares != batches.minibatches(generation=6, seed=1)
+    # Six completions hold one group and a half.
+    small = replace(batches, generation_batch_size=24, steps_per_generation=4)
+    for share in small.minibatches(generation=0, seed=1):
+        assert len({i // 4 for i in share}) == 2

@@ -301,3 +301,10 @@ def test_an_environment_is_a_term_of_the_reward_and_may_be_the_only_one():
 )
 def test_an_environment_that_cannot_be_is_refused(overrides, told):
     assert re.search(told, refusal(*overrides))
+
+
+def test_shared_prompts_refuse_what_their_attention_does_not_know():
+    message = refusal("grpo.shared_prompts=true", "model.megatron.window_size=[128, 0]")
+    assert "model.megatron.window_size is not known to the attention of grpo.shared_prompts" in (
+        message
+    )

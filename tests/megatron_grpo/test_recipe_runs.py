@@ -1,6 +1,7 @@
 """Whole runs with options of the table `grpo` that reach beyond one step, or beyond the loss."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -129,3 +130,14 @@ def test_another_layout_takes_the_same_steps(recipe_runs: Runs, whole: Path) -> 
     for ours, theirs in zip(results(other), results(whole), strict=False):
         for name in ("loss", "grad_norm", "kl", "beta", "entropy/high_ratio", "advantages/std"):
             assert ours[name] == pytest.approx(theirs[name], rel=2e-4, abs=1e-7), name
+
+
+@pytest.mark.slow
+def test_a_run_with_shared_prompts_has_the_metrics_of_one_without(recipe_runs: Runs) -> None:
+    options = ["train.num_steps=2", "grpo.loss_type=dapo"]
+    alone = results(recipe_runs.finish("alone", "context", *options))
+    shared = results(recipe_runs.finish("shared", "context", *options, "grpo.shared_prompts=true"))
+    assert alone[0].keys() == shared[0].keys()
+    for name, value in alone[0].items():
+        assert shared[0][name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+    assert all(math.isfinite(value) for value in shared[1].values())

@@ -3,10 +3,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 
 from distributed import run_ranks
 from parallel.attention import PackedAttention, packed_attention
 from parallel.context import context_indices
+from parallel.flex import BLOCK, block_mask, flex
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 LENGTHS = [16, 8, 24]
@@ -79,7 +81,7 @@ def context_parallel_attention(rank: int, ranks_per_group: int) -> list[Tensor]:
     *tensors, cu_seqlens = random_pack()
     local = context_indices(cu_seqlens, group.rank(), group.size())
     query, key, value = (tensor.detach()[local].requires_grad_() for tensor in tensors)
-    params = SimpleNamespace(cu_seqlens_q=cu_seqlens)
+    params = SimpleNamespace(cu_seqlens_q=cu_seqlens, prefixes=None, block_mask=None)
     output = attention(query, key, value, None, packed_seq_params=params)
     probe = torch.linspace(-1, 1, tensors[0].numel(), dtype=output.dtype)
     loss = (output * probe.reshape(tensors[0].shape)[local]).sum()
@@ -102,9 +104,8 @@ def bfloat16_attention(rank: int) -> tuple[Tensor, Tensor]:
         pg_collection=SimpleNamespace(cp=torch.distributed.group.WORLD),
     )
     query, key, value, cu_seqlens = random_pack(torch.bfloat16)
-    output = attention(
-        query, key, value, None, packed_seq_params=SimpleNamespace(cu_seqlens_q=cu_seqlens)
-    )
+    params = SimpleNamespace(cu_seqlens_q=cu_seqlens, prefixes=None, block_mask=None)
+    output = attention(query, key, value, None, packed_seq_params=params)
     (gradient,) = torch.autograd.grad(output.float().sum(), key)
     return output.detach(), gradient
 
@@ -115,3 +116,109 @@ def test_output_and_gradients_keep_the_type_of_the_model():
     want = naive_attention(query, key, value, LENGTHS)
     assert output.dtype == gradient.dtype == torch.bfloat16
     torch.testing.assert_close(output.double(), want.detach(), atol=2e-2, rtol=2e-2)
+
+
+# A prompt of 11 tokens and 5 of padding, two completions of it, a sequence of its own, a prompt of
+# 8 and a completion of that.
+SEGMENTS = [16, 8, 24, 16, 8, 16]
+PREFIXES = [(0, 0), (0, 11), (0, 11), (0, 0), (0, 0), (64, 72)]
+
+
+def shared_pack() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(
+            sum(SEGMENTS), heads, HEAD_DIM, generator=generator, dtype=torch.float64
+        ).requires_grad_()
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    cu_seqlens = torch.tensor([0, *SEGMENTS]).cumsum(0).int()
+    return query, key, value, cu_seqlens, torch.tensor(PREFIXES)
+
+
+def seen_keys(segments: list[int], prefixes: list[tuple[int, int]]) -> Tensor:
+    """[T, T] bool, pair by pair: whether a packed position sees another."""
+    total, start = sum(segments), 0
+    seen = torch.zeros(total, total, dtype=torch.bool)
+    for length, (first, end) in zip(segments, prefixes, strict=True):
+        for query in range(start, start + length):
+            seen[query, start : query + 1] = True
+            seen[query, first:end] = True
+        start += length
+    return seen
+
+
+def dense_attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+    """Pair by pair, with a matrix of all pairs."""
+    group = HEADS // KV_HEADS
+    keys, values = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", query, keys) / query.shape[-1] ** 0.5
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, values)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_completions_attend_to_the_prompt_they_share_and_to_nothing_else(size):
+    query, key, value, cu_seqlens, prefixes = shared_pack()
+    seen = seen_keys(SEGMENTS, PREFIXES)
+    for rank in range(size):
+        local = context_indices(cu_seqlens, rank, size)
+        part = packed_attention(
+            query[local], key, value, cu_seqlens, prefixes=prefixes, rank=rank, size=size
+        )
+        whole = dense_attention(query[local], key, value, seen[local])
+        got = output_and_gradients(part, query, key, value)
+        for a, b in zip(got, output_and_gradients(whole, query, key, value), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_flex_attention_sees_the_same_keys(size):
+    """Without a backward, which flex attention has on GPUs only: tests/gpu."""
+    *tensors, cu_seqlens, prefixes = shared_pack()
+    query, key, value = (tensor.detach() for tensor in tensors)
+    seen = seen_keys(SEGMENTS, PREFIXES)
+    for rank in range(size):
+        local = context_indices(cu_seqlens, rank, size)
+        part = flex(query[local], key, value, block_mask(cu_seqlens, prefixes, local), None)
+        torch.testing.assert_close(part, dense_attention(query[local], key, value, seen[local]))
+
+
+@pytest.mark.slow
+def test_flex_attention_is_compiled_once_for_all_lengths():
+    attend = torch.compile(flex_attention, dynamic=True)
+    for count, segments in enumerate([[640, 256, 384, 124], [128, 64, 64, 4], [1000, 40, 8, 9]]):
+        prefixes = [(0, 0), (0, segments[0] - 3), (0, segments[0] - 3), (0, 0)]
+        cu_seqlens, total = torch.tensor([0, *segments]).cumsum(0).int(), sum(segments)
+        mask = block_mask(cu_seqlens, torch.tensor(prefixes), torch.arange(total))
+        query, key, value = (torch.randn(total, h, 64) for h in (HEADS, KV_HEADS, KV_HEADS))
+        with torch._dynamo.config.patch(error_on_recompile=count > 0), torch.no_grad():
+            got = attend(
+                *(tensor.transpose(0, 1)[None] for tensor in (query, key, value)),
+                block_mask=mask,
+                enable_gqa=True,
+            )
+        want = dense_attention(query, key, value, seen_keys(segments, prefixes))
+        torch.testing.assert_close(got[0].transpose(0, 1), want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_block_mask_skips_blocks_that_are_not_seen_and_asks_nothing_of_whole_ones(size):
+    segments = [640, 256, 384, 124]
+    prefixes = [(0, 0), (0, 637), (0, 637), (0, 0)]
+    cu_seqlens = torch.tensor([0, *segments]).cumsum(0).int()
+    seen = seen_keys(segments, prefixes)
+    for rank in range(size):
+        local = context_indices(cu_seqlens, rank, size)
+        mask = block_mask(cu_seqlens, torch.tensor(prefixes), local)
+        rows = torch.zeros(-(-len(local) // BLOCK) * BLOCK, -(-sum(segments) // BLOCK) * BLOCK)
+        rows[: len(local), : sum(segments)] = seen[local].float()
+        blocks = rows.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).mean(dim=(1, 3))
+        whole = torch.zeros_like(blocks)
+        for row, (count, keys) in enumerate(
+            zip(mask.full_kv_num_blocks[0, 0], mask.full_kv_indices[0, 0], strict=True)
+        ):
+            whole[row, keys[:count].long()] = 1
+        assert torch.equal(mask.to_dense()[0, 0].bool(), blocks > 0)
+        assert torch.equal(whole, (blocks == 1).float())
+        assert whole.any()

@@ -108,3 +108,44 @@ def test_alignment_is_the_least_that_gives_every_rank_an_equal_part(
 ):
     alignment = Alignment.of(ParallelDims(tensor=tensor, context=context), sequence_parallel)
     assert (alignment.sequence, alignment.total) == expected
+
+
+def of_prompt(prompt: list[int], *response: int) -> TokenSequence:
+    return TokenSequence(
+        tokens=torch.tensor([*prompt, *response]),
+        num_prompt_tokens=len(prompt),
+        advantage=2.0,
+        loss_weight=0.5,
+        rollout_logprobs=-torch.arange(1.0, len(response) + 1),
+    )
+
+
+def test_a_shared_prompt_is_packed_once_and_each_completion_begins_with_its_last_token():
+    a, b = [1, 2, 3, 4], [1, 2, 3, 5]
+    sequences = [of_prompt(a, 10, 11), of_prompt(b, 20), of_prompt(a, 30), of_prompt(a)]
+    batch = pack(sequences, range(4), Alignment(), share_prompts=True)
+    assert batch.tokens.tolist() == [1, 2, 3, 4, 10, 11, 4, 30, 4, 1, 2, 3, 5, 20]
+    assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 3, 4, 3, 0, 1, 2, 3, 4]
+    assert batch.cu_seqlens.tolist() == [0, 3, 6, 8, 9, 14]
+    assert batch.prefixes.tolist() == [[0, 0], [0, 3], [0, 3], [0, 3], [0, 0]]
+    assert batch.sequence_index.tolist() == [-1] * 3 + [0] * 3 + [2] * 2 + [3] + [1] * 5
+    assert batch.completion_mask.nonzero().flatten().tolist() == [4, 5, 7, 13]
+    assert batch.rollout_logprobs[4:8].tolist() == [-1, -2, 0, -1]
+    assert batch.max_seqlen == 6  # positions 0 to 5
+
+
+def test_a_shared_prompt_ends_before_its_padding():
+    sequences = [of_prompt(list(range(1, 8)), 10), of_prompt(list(range(1, 8)), 20, 21)]
+    batch = pack(sequences, [0, 1], Alignment(sequence=4, total=16), share_prompts=True)
+    assert batch.cu_seqlens.tolist() == [0, 8, 12, 16]
+    assert batch.prefixes.tolist() == [[0, 0], [0, 6], [0, 6]]
+    assert batch.position_ids.tolist() == [*range(8), *range(6, 10), *range(6, 10)]
+
+
+@pytest.mark.parametrize("prompt", [[1], [1, 2], [1, 2, 3]])
+def test_what_saves_no_token_is_not_shared(prompt):
+    sequences = [of_prompt(prompt, 10), of_prompt(prompt, 20)]
+    alone = pack(sequences, [0, 1], Alignment(sequence=4, total=4))
+    batch = pack(sequences, [0, 1], Alignment(sequence=4, total=4), share_prompts=True)
+    assert torch.equal(batch.tokens, alone.tokens)
+    assert not batch.prefixes.any()

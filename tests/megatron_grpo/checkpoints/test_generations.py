@@ -75,13 +75,14 @@ def generation() -> Experience:
 
 
 def logprobs_on_rank(
-    rank: int, folder: Path, other: Path, dims: ParallelDims, out: Path
+    rank: int, folder: Path, other: Path, dims: ParallelDims, out: Path, *overrides: str
 ) -> list[list[torch.Tensor]]:
     """Old and reference log-probabilities [T] of this rank's microbatches: computed, and after a
     resume. The reference is the model in `other`."""
-    cfg = tiny_config(folder, dims, *GRPO)
-    policy, groups = start_policy(rank, folder, dims, *GRPO)
-    reference = build_reference(tiny_config(other, dims), policy.shape, groups)
+    options = (*GRPO, *overrides)
+    cfg = tiny_config(folder, dims, *options)
+    policy, groups = start_policy(rank, folder, dims, *options)
+    reference = build_reference(tiny_config(other, dims, *options), policy.shape, groups)
     cost, device = CostModel.transformer(64), torch.device("cpu")
 
     def minibatches(experience: Experience | None) -> list[list]:
@@ -134,13 +135,20 @@ def logprobs_on_rank(
 
 
 @pytest.mark.parametrize(
-    "dims",
-    [ParallelDims(pipeline=2, data=2), ParallelDims(tensor=2, context=2), ParallelDims(data=3)],
+    ("dims", "overrides"),
+    [
+        (ParallelDims(pipeline=2, data=2), []),
+        (ParallelDims(tensor=2, context=2), []),
+        (ParallelDims(data=3), []),
+        (ParallelDims(context=2), ["grpo.shared_prompts=true"]),
+    ],
     ids=str,
 )
-def test_logprobs_of_all_ranks_survive_the_models_that_made_them(tmp_path, dims):
+def test_logprobs_of_all_ranks_survive_the_models_that_made_them(tmp_path, dims, overrides):
     folder, other = (tiny_model(tmp_path / f"model_{i}", "qwen3", seed=i) for i in range(2))
-    results = run_ranks(dims.world_size, logprobs_on_rank, folder, other, dims, tmp_path)
+    results = run_ranks(
+        dims.world_size, logprobs_on_rank, folder, other, dims, tmp_path, *overrides
+    )
     with_logprobs = [result for result in results if result]
     assert len(with_logprobs) == dims.stage_size
     for computed, resumed in with_logprobs:

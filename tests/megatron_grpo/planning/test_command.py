@@ -44,6 +44,17 @@ def test_the_table_has_memory_work_and_links(cfg, capsys):
     assert purposes[-4:] == ["tensor", "pipeline", "data", "push"]
 
 
+def test_the_table_says_what_shared_prompts_would_save(cfg, capsys):
+    def line(*overrides: str) -> str:
+        print_plan(cfg(*overrides), **DEFAULTS)
+        lines = capsys.readouterr().out.splitlines()
+        return next((line for line in lines if line.startswith("grpo.shared_prompts")), "")
+
+    assert "2,097,152 tokens, 1.00 times fewer" in line()  # one completion in each microbatch
+    assert "1.23 times fewer" in line("train.max_tokens_per_microbatch=16384")
+    assert not line("data.max_prompt_length=null")
+
+
 def test_scripts_get_every_figure(cfg, capsys):
     print_plan(cfg(), **DEFAULTS | {"as_json": True})
     figures = json.loads(capsys.readouterr().out)

@@ -3,7 +3,7 @@
 import pytest
 
 from checkpoint_convert import read_shape
-from megatron_grpo.planning.workload import longest_sequence, read_lengths, workload
+from megatron_grpo.planning.workload import longest_sequence, read_lengths, shared_tokens, workload
 from parallel import ParallelDims
 from policies import tiny_config
 from published_models import write_config
@@ -30,6 +30,23 @@ def test_padding_is_what_alignment_forces(folder):
     work = workload(cfg, read_shape(folder), [13])
     # Each of 16 sequences fills 16 tokens: a multiple of 2 * cp; four of them a microbatch.
     assert (work.microbatches, work.padding) == (4, 16 * 3)
+
+
+def test_shared_prompts_are_counted_once_for_each_part_of_a_group_that_fits(folder):
+    shape, lengths = read_shape(folder), [2048 + 1024] * 32
+    options = ["grpo.generation_batch_size=32", "grpo.num_generations=16"]
+
+    def counted(room: int, *others: str) -> int | None:
+        room_option = f"train.max_tokens_per_microbatch={room}"
+        cfg = tiny_config(folder, ParallelDims(), *options, room_option, *others)
+        return shared_tokens(cfg, shape, lengths)
+
+    length = "data.max_prompt_length=2048"
+    # All of the prompt but its last token, and that with each completion.
+    assert counted(20_000, length) == 2 * (2047 + 16 * 1025)
+    assert counted(11_000, length) == 2 * (2 * 2047 + 16 * 1025)
+    assert counted(3072, length) == sum(lengths)
+    assert counted(20_000) is None
 
 
 def test_what_does_not_fit_is_refused_with_the_numbers(folder):

@@ -1,0 +1,71 @@
+"""What Megatron-Core's layers are told of a packed microbatch, shared prompts among it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from parallel.context import context_indices
+from parallel.flex import block_mask
+from parallel.packing import PackedBatch
+
+
+@dataclass
+class PackedParams(PackedSeqParams):
+    """Megatron's, and what it passes on to our own modules."""
+
+    prefixes: Tensor | None = None
+    block_mask: BlockMask | None = None
+    rope_positions: Tensor | None = None
+    """[T], the position of each token in its sequence, for `PackedRotary`."""
+
+
+def packed_params(batch: PackedBatch, local: Tensor, rank: int, size: int) -> PackedParams:
+    """The params of a microbatch for context rank `rank` of `size`, which holds `local`."""
+    params = PackedParams(
+        qkv_format="thd",
+        # Alignment padding counts as part of its segment: it comes last, where causal attention
+        # lets no other token see it.
+        cu_seqlens_q=batch.cu_seqlens,
+        cu_seqlens_kv=batch.cu_seqlens,
+        cu_seqlens_q_padded=batch.cu_seqlens,
+        cu_seqlens_kv_padded=batch.cu_seqlens,
+        # Also the length of the RoPE table, which every sequence reads from its start.
+        max_seqlen_q=batch.max_seqlen,
+        max_seqlen_kv=batch.max_seqlen,
+    )
+    if batch.prefixes is None:
+        return params
+    # Completions do not begin at position 0, where Megatron's RoPE begins every sequence. To it,
+    # and it alone reads the padded lengths then, the microbatch is one sequence, with a row of its
+    # table for each token. Of that sequence, too, a context rank reads an early and a late part.
+    whole = batch.cu_seqlens[[0, -1]]
+    params.cu_seqlens_q_padded = params.cu_seqlens_kv_padded = whole
+    params.rope_positions = torch.zeros_like(batch.position_ids)
+    params.rope_positions[context_indices(whole, rank, size)] = batch.position_ids[local]
+    params.prefixes = batch.prefixes
+    if batch.tokens.is_cuda:
+        params.block_mask = block_mask(batch.cu_seqlens, batch.prefixes, local)
+    return params
+
+
+class PackedRotary(torch.nn.Module):
+    """In the place of a GPTModel's rotary embedding: rows by position, not from 0 on."""
+
+    def __init__(self, rotary: torch.nn.Module) -> None:
+        super().__init__()
+        self.rotary = rotary
+
+    def get_rotary_seq_len(
+        self, context: Any, decoder: Any, hidden: Any, config: Any, params: PackedParams
+    ) -> PackedParams:
+        """What `forward` is called with next: not a length, but all there is."""
+        return params
+
+    def forward(self, params: PackedParams, **options: Any) -> Tensor:
+        """The table, [T, 1, 1, head_dim]."""
+        table: Tensor = self.rotary(params.max_seqlen_q, **options)
+        return table[params.rope_positions]

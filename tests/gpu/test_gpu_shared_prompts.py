@@ -1,0 +1,99 @@
+"""Shared prompts on CUDA: compiled flex attention in layers of torch and Transformer Engine."""
+
+import pytest
+import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from torch import Tensor
+
+from distributed import run_ranks
+from megatron_grpo.logprobs import compute_logprobs
+from models import tiny_model
+from parallel import ParallelDims
+from parallel.attention import packed_attention
+from parallel.context import context_indices
+from parallel.flex import block_mask, flex
+from parallel.packing import Alignment, TokenSequence, pack
+from policies import accumulate, start_policy
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+]
+SHAPE = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("segments", [[640, 256, 384, 124], [128, 64, 64, 4], [1000, 40, 8, 900]])
+def test_output_and_gradients_are_those_of_the_loops(segments, size):
+    """Lengths change from one microbatch to the next, and the kernel is the same."""
+    prefix = segments[0] - 3
+    prefixes = torch.tensor([(0, 0), (0, prefix), (0, prefix), (0, 0)], device="cuda")
+    cu_seqlens = torch.tensor([0, *segments], device="cuda").cumsum(0).int()
+    query, key, value = (
+        torch.randn(sum(segments), heads, 64, device="cuda").requires_grad_() for heads in (8, 2, 2)
+    )
+    for rank in range(size):
+        local = context_indices(cu_seqlens, rank, size)
+        mask = block_mask(cu_seqlens, prefixes, local)
+        got = flex(query[local], key, value, mask, None)
+        want = packed_attention(
+            query[local], key, value, cu_seqlens, prefixes=prefixes, rank=rank, size=size
+        )
+        probe = torch.randn_like(want)
+        for a, b in zip(
+            (got, *torch.autograd.grad((got * probe).sum(), (query, key, value))),
+            (want, *torch.autograd.grad((want * probe).sum(), (query, key, value))),
+            strict=True,
+        ):
+            torch.testing.assert_close(a, b, atol=5e-3, rtol=5e-3)
+
+
+def group() -> list[TokenSequence]:
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(4, 250, (150,), generator=generator)
+    return [
+        TokenSequence(
+            tokens=torch.cat([prompt, torch.randint(4, 250, (n,), generator=generator)]),
+            num_prompt_tokens=len(prompt),
+            advantage=1.0,
+            loss_weight=0.01,
+            rollout_logprobs=torch.zeros(n),
+        )
+        for n in (30, 77, 1, 200)
+    ]
+
+
+def logprobs_and_norm(
+    rank: int, folder: str, dims: ParallelDims, shared: bool, implementation: str
+) -> tuple[Tensor, float]:
+    """Log-probabilities of the completions, one behind another, and the norm of the gradient."""
+    policy, groups = start_policy(
+        rank,
+        folder,
+        dims,
+        "model.dtype=bfloat16",
+        f"model.megatron.transformer_impl={implementation}",
+        f"grpo.shared_prompts={str(shared).lower()}",
+    )
+    sequences, alignment = group(), Alignment.of(dims, False)
+    batch = pack(sequences, range(len(sequences)), alignment, share_prompts=shared)
+    batch = batch.to(f"cuda:{torch.cuda.current_device()}")
+    ((whole, _),) = compute_logprobs(policy, [batch], 1.0, groups)
+    accumulate(policy, groups, [batch])
+    return whole[batch.loss_mask].cpu(), policy.optimizer.step()[1]
+
+
+@pytest.mark.parametrize("dims", [ParallelDims(), ParallelDims(context=2)], ids=str)
+@pytest.mark.parametrize("implementation", ["local", *(["transformer_engine"] if HAVE_TE else [])])
+def test_a_policy_has_the_same_numbers_with_shared_prompts(tmp_path, dims, implementation):
+    if torch.cuda.device_count() < dims.world_size:
+        pytest.skip(f"needs {dims.world_size} GPUs")
+    folder = tiny_model(tmp_path, "llama", **SHAPE)
+    (shared, norm), (alone, expected) = (
+        run_ranks(
+            dims.world_size, logprobs_and_norm, folder, dims, is_shared, implementation, cuda=True
+        )[0]
+        for is_shared in (True, False)
+    )
+    torch.testing.assert_close(shared, alone, atol=0.1, rtol=0)
+    assert norm == pytest.approx(expected, rel=0.02)
