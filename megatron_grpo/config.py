@@ -193,6 +193,8 @@ class RolloutConfig(Section):
     """Only -1: the trainer cannot reproduce a cut distribution."""
     max_completion_length: PositiveInt
     """Most tokens per completion, end token and observations included."""
+    async_generate: bool = False
+    """Generate a batch while the one before is trained on: samples are a generation older."""
     startup_timeout: PositiveFloat = 300.0
     """Seconds until a started engine must answer."""
     request_timeout: PositiveFloat = 600.0
@@ -427,6 +429,18 @@ class Config(Section):
             raise ValueError(
                 f"optimizer.lr_warmup_steps {warmup} leaves none of the {steps} train.num_steps: "
                 f"use at most {steps - 1}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _staleness_is_corrected(self) -> Self:
+        mode, old = self.grpo.rollout_importance_sampling_mode, self.grpo.old_logprobs
+        if self.rollout.async_generate and old != "rollout" and mode is None:
+            raise ValueError(
+                "rollout.async_generate true trains on samples of older weights, and "
+                f"grpo.old_logprobs {old} with grpo.rollout_importance_sampling_mode null takes "
+                "them for samples of the present ones: use grpo.old_logprobs=rollout, or a mode "
+                "such as token_truncate"
             )
         return self
 
