@@ -146,35 +146,80 @@ def test_a_generation_is_made_while_the_one_before_is_trained_on(whole: Path) ->
         first, last = min(e["ts"] for e in made), max(e["ts"] + e["dur"] for e in made)
         assert first < train["ts"] and train["ts"] + train["dur"] < last + 1e6
         assert first < train["ts"] + train["dur"] and train["ts"] < last
-    # No weights move while engines generate.
-    pushes = [e for e in found if e["name"] == "push"]
-    for push in pushes:
-        for made in (e for e in found if e["name"] == "generate" and e["tid"] == 1):
-            assert push["ts"] + push["dur"] <= made["ts"] or made["ts"] + made["dur"] <= push["ts"]
+    assert_alone(found)
+
+
+def assert_alone(found: list[dict[str, Any]]) -> None:
+    """No weights move, and nothing is evaluated, while engines are at a generation."""
+    made = [e for e in found if e["name"] == "generate" and e["tid"] == 1]
+    others = [e for e in found if e["name"] in ("push", "eval_generate")]
+    assert made and others
+    for other in others:
+        for each in made:
+            before, after = sorted([other, each], key=lambda e: e["ts"])
+            assert before["ts"] + before["dur"] <= after["ts"]
+
+
+CUT = [
+    "grpo.steps_per_generation=2",
+    "grpo.dynamic_sample=true",
+    "train.num_steps=6",
+    "train.save_interval=3",
+    "eval.data.max_prompt_length=64",
+    "eval.max_prompts=4",
+    "eval.interval=3",
+]
 
 
 @pytest.fixture(scope="module")
 def cut(async_runs: Runs) -> Path:
-    """Three generations of two steps each, with a checkpoint after every step."""
+    """Three generations of two steps each, with an evaluation and a checkpoint inside of one."""
     return async_runs.finish("cut", *ASYNC, *CUT)
-
-
-CUT = ["grpo.steps_per_generation=2", "train.num_steps=6", "train.save_interval=1"]
 
 
 def test_inside_a_generation_the_engines_keep_their_weights(cut: Path) -> None:
     assert versions(cut) == [0, 0, 0, 0, 2, 2]
-    records = read_metrics(cut)
+    records = read_metrics(cut)[1:]  # the first is of the evaluation before all
     assert [r["rollout/version_lag_mean"] for r in records] == [0, 1, 2, 3, 2, 3]
 
 
-@pytest.mark.parametrize("step", [*(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3)), 4])
-def test_a_run_that_is_killed_goes_on_bit_for_bit(async_runs: Runs, cut: Path, step: int) -> None:
-    """Inside a generation and between two: the next one is in the checkpoint, or can be asked for
-    from the weights that are."""
-    name, arguments = f"killed_{step}", [*ASYNC, *CUT]
+def test_engines_are_at_one_thing_only(cut: Path) -> None:
+    found = events(cut)
+    assert_alone(found)
+    pushes = {e["args"]["step"] for e in found if e["name"] == "push"}
+    assert pushes == {0, 2, 3, 4, 5, 6}  # after the first step they are at the second generation
+    assert [record["step"] for record in read_metrics(cut) if "eval/num_prompts" in record] == [
+        0,
+        3,
+        6,
+    ]
+
+
+# Optimizer steps between checkpoints, in which step the run is killed, and what it goes on from.
+KILLS = {
+    "inside a generation": (3, 5, 3),
+    "between two": (2, 4, 2),
+    "without a checkpoint": (3, 2, None),
+}
+
+
+@pytest.mark.parametrize(
+    ("interval", "step", "saved"),
+    [
+        pytest.param(*case, id=name, marks=[] if name.startswith("i") else [pytest.mark.slow])
+        for name, case in KILLS.items()
+    ],
+)
+def test_a_run_that_is_killed_goes_on_bit_for_bit(
+    async_runs: Runs, cut: Path, interval: int, step: int, saved: int | None
+) -> None:
+    """The next generation is in the checkpoint, or can be asked for from the weights that are."""
+    name = f"killed_{step}"
+    arguments = [*ASYNC, *CUT, f"train.save_interval={interval}"]
     with async_runs.start(name, *arguments, sabotage=InPhase(die, 1, "train", step)) as job:
         job.end(60)
+    latest = async_runs.folder / name / "checkpoints" / "LATEST"
+    assert (latest.read_text() if latest.exists() else None) == (saved and f"step_{saved}\n")
     assert_same(async_runs.finish(name, *arguments), cut)
 
 
