@@ -1,12 +1,12 @@
 """Makes generations, in the thread that wants them or beside it. Rank 0 only."""
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from megatron_grpo.experience_source import Collected, ExperienceSource
 from megatron_grpo.preemption import preempted_instead
+from megatron_grpo.timeline import ROLLOUT, Timeline
 from megatron_grpo.timing import BETWEEN, WAIT, PhaseTimer
 from megatron_grpo.watch import Watch
 
@@ -18,10 +18,6 @@ class Asked:
     generation: int
     policy_version: int
     """Of the weights that they serve meanwhile."""
-
-
-Record = Callable[[str, float, float, Asked], None]
-"""Told of a phase of what is made beside the steps: name, begin, seconds, and of which."""
 
 
 class Collector:
@@ -36,9 +32,10 @@ class Collector:
         source: ExperienceSource,
         thread: ThreadPoolExecutor | None,
         watch: Watch,
-        record: Record,
+        timeline: Timeline,
     ) -> None:
-        self._source, self._thread, self._watch, self._record = source, thread, watch, record
+        self._source, self._thread = source, thread
+        self._watch, self._timeline = watch, timeline
         self._asked: Asked | None = None
         self._making: Future[Collected] | None = None
         self._changed = threading.Condition()
@@ -86,7 +83,7 @@ class Collector:
         """In the thread: what is asked for, with the seconds that it took."""
 
         def record(name: str, began: float, seconds: float) -> None:
-            self._record(name, began, seconds, asked)
+            self._timeline.add(name, began, seconds, ROLLOUT, **asdict(asked))
 
         timer = PhaseTimer(self._enter, record)
         try:

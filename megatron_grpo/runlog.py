@@ -36,6 +36,7 @@ class RunLog:
             self.run_dir, first_step, cfg.wandb, config=cfg.model_dump(mode="json")
         )
         self.timeline = Timeline(self.run_dir / TIMELINE_FILE)
+        self.timeline.step = first_step
         self.bar = ProgressBar(first_step, cfg.train.num_steps)
 
     def step(

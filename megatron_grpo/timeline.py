@@ -24,6 +24,8 @@ class Timeline:
     """
 
     def __init__(self, path: Path) -> None:
+        self.step = 0
+        """That the trainer is at, counted from 1; before the first, those that are done."""
         self._lock = threading.Lock()
         is_new = not path.exists() or _cut(path) == 0
         self._file = path.open("a", encoding="utf-8")
@@ -37,6 +39,10 @@ class Timeline:
         self._write(
             name=name, ph="X", ts=round(start * 1e6), dur=round(seconds * 1e6), tid=row, args=about
         )
+
+    def add_step(self, phase: str, start: float, seconds: float) -> None:
+        """A phase of the present step."""
+        self.add(phase, start, seconds, TRAINER, step=self.step)
 
     def close(self) -> None:
         """Close the file."""

@@ -1,17 +1,14 @@
 """The training loop, as every rank runs it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
-from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
-from operator import attrgetter
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from checkpoint_convert import read_shape
 from megatron_grpo.ask_engines import ask_engines
@@ -19,13 +16,14 @@ from megatron_grpo.batching import BatchSchedule
 from megatron_grpo.checkpoints.checkpoints import Checkpoints
 from megatron_grpo.checkpoints.newest import steps_done
 from megatron_grpo.checkpoints.trainer_state import TrainerState
-from megatron_grpo.collector import Asked, Collector
+from megatron_grpo.collector import Collector
 from megatron_grpo.config import Config
 from megatron_grpo.evaluation import Evaluation, is_due
-from megatron_grpo.exchange import Minibatches, collect_values, distribute
+from megatron_grpo.exchange import Minibatches, distribute
 from megatron_grpo.experience import Experience, less_kl, share_out
 from megatron_grpo.experience_source import Collected, ExperienceSource
 from megatron_grpo.export import export_model
+from megatron_grpo.kept_values import with_kept_values
 from megatron_grpo.kl import adapted_beta
 from megatron_grpo.kl_reward import sequence_kl, with_advantages
 from megatron_grpo.launch import RankPlace
@@ -42,7 +40,6 @@ from megatron_grpo.rollout_pipeline import RolloutPipeline
 from megatron_grpo.run_lock import run_lock
 from megatron_grpo.runlog import RunLog
 from megatron_grpo.skipped_steps import SkippedSteps
-from megatron_grpo.timeline import ROLLOUT, TRAINER
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.tracking import WANDB_ID_FILE
 from megatron_grpo.train_step import train_step
@@ -51,7 +48,6 @@ from megatron_grpo.weight_sync import WeightSync
 from parallel.device import communication_backend, setup_device
 from parallel.groups import Groups, destroy_groups, init_groups
 from parallel.microbatches import CostModel
-from parallel.packing import PackedBatch
 
 COLLECTIVE_TIMEOUT = timedelta(days=7)
 """Never the first to fire: the watch finds what hangs, and knows when a wait is none of that.
@@ -148,15 +144,11 @@ class Training:
         shape = read_shape(cfg.model.path)
         self.batches = BatchSchedule.of(cfg.grpo)
         self.cost = CostModel.transformer(shape.hidden_size)
-        self.source = self._log = collector = None
+        self.source = self._log = thread = collector = None
         if groups.rank == 0:
-            thread = None
             if cfg.rollout.async_generate:  # it ends behind the source: engines may be its children
                 thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix=COLLECTOR))
             self.source = stack.enter_context(closing(ExperienceSource(cfg, shape, token)))
-            collector = Collector(self.source, thread, self.watch, self._record_beside)
-            stack.enter_context(closing(collector))
-        self.rollouts = RolloutPipeline(cfg, collector, self.push, device)
         watch.enter("load")  # where files may take their time
         self.policy = build_policy(cfg, shape, groups)
         self.reference = build_reference(cfg, shape, groups) if cfg.grpo.beta > 0 else None
@@ -182,27 +174,22 @@ class Training:
             if self.state.wandb_id is not None:
                 (cfg.train.run_dir / WANDB_ID_FILE).write_text(self.state.wandb_id)
             self._log = stack.enter_context(closing(RunLog(cfg, self.first_step)))
+            collector = Collector(self.source, thread, watch, self._log.timeline)
+            stack.enter_context(closing(collector))
+        self.rollouts = RolloutPipeline(cfg, collector, self.push, device)
         self.experience: Experience | None = None
         self.news: dict[str, float] = {}
         self.minibatches: Minibatches = []
-        self._step = self.first_step
         self.timer = self._new_timer()
 
     def _new_timer(self) -> PhaseTimer:
-        return PhaseTimer(self.watch.enter, self._record if self._log else None)
-
-    def _record(self, phase: str, began: float, seconds: float) -> None:
-        if self._log:
-            self._log.timeline.add(phase, began, seconds, TRAINER, step=self._step)
-
-    def _record_beside(self, phase: str, began: float, seconds: float, asked: Asked) -> None:
-        if self._log:
-            self._log.timeline.add(phase, began, seconds, ROLLOUT, **asdict(asked))
+        return PhaseTimer(self.watch.enter, self._log.timeline.add_step if self._log else None)
 
     def begin_step(self, step: int) -> None:
         """What follows belongs to optimizer step `step`, counted from 1."""
-        self._step = step
         self.watch.begin_step(step)
+        if self._log:
+            self._log.timeline.step = step
 
     def start(self) -> dict[str, float]:
         """Bring the weights into the engines, and evaluate them where due; metrics of the probe."""
@@ -444,39 +431,11 @@ class Training:
             beta=self.beta,
             ready=ready.metrics if ready else None,
         )
-        present = self._with_logprobs(step) if inside else None
+        present = None
+        if inside:
+            generation = self.batches.cursor(step).generation
+            indices = self.batches.minibatches(generation, self.cfg.train.seed)
+            present = with_kept_values(
+                self.experience, self.minibatches, indices, self.cfg, self.groups
+            )
         self.checkpoints.save(state, present, ready.experience if ready else None)
-
-    def _with_logprobs(self, step: int) -> Experience | None:
-        """The generation that is being trained on, with what only the ranks know of it."""
-        known: dict[str, Any] = {
-            name: self._collected(step, attrgetter(name)) for name in self._known_values()
-        }
-        return replace(self.experience, **known) if self.experience else None
-
-    def _known_values(self) -> list[str]:
-        """What was taken of every token when the generation began, and is not to be taken again."""
-        names = ["old_logprobs"]
-        if self.reference:
-            names.append("ref_logprobs")
-        if self.cfg.grpo.top_entropy_quantile < 1:
-            names.append("high_entropy")
-        return names
-
-    def _collected(
-        self, step: int, values: Callable[[PackedBatch], Tensor | None]
-    ) -> list[Tensor] | None:
-        """On rank 0, what `values` gives of every sample of the generation that `step` is in."""
-        collected = collect_values(self.minibatches, values, self.groups)
-        if collected is None or self.experience is None:
-            return None
-        generation = self.batches.cursor(step).generation
-        indices = self.batches.minibatches(generation, self.cfg.train.seed)
-        found: dict[int, Tensor] = {
-            indices[minibatch][place]: values
-            for of_rank in collected
-            for minibatch, sequences in enumerate(of_rank)
-            for place, values in sequences.items()
-        }
-        nothing = torch.zeros(0)  # of a completion without a token
-        return [found.get(i, nothing) for i in range(len(self.experience.samples))]
