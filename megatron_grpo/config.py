@@ -193,6 +193,8 @@ class RolloutConfig(Section):
     """Only -1: the trainer cannot reproduce a cut distribution."""
     max_completion_length: PositiveInt
     """Most tokens per completion, end token and observations included."""
+    async_generate: bool = False
+    """Generate a batch while the one before is trained on: samples are a generation older."""
     startup_timeout: PositiveFloat = 300.0
     """Seconds until a started engine must answer."""
     request_timeout: PositiveFloat = 600.0
@@ -440,6 +442,18 @@ class Config(Section):
             raise ValueError(
                 f"model.megatron.{name} is not known to the attention of grpo.shared_prompts=true: "
                 "leave out one of the two"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _staleness_is_corrected(self) -> Self:
+        mode, old = self.grpo.rollout_importance_sampling_mode, self.grpo.old_logprobs
+        if self.rollout.async_generate and old != "rollout" and mode is None:
+            raise ValueError(
+                "rollout.async_generate true trains on samples of older weights, and "
+                f"grpo.old_logprobs {old} with grpo.rollout_importance_sampling_mode null takes "
+                "them for samples of the present ones: use grpo.old_logprobs=rollout, or a mode "
+                "such as token_truncate"
             )
         return self
 

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,15 @@ PROBE_LENGTH = 8
 """Most tokens per sample of the probe."""
 
 
+@dataclass(frozen=True)
+class Collected:
+    """A generation as it came from engines and rewards."""
+
+    experience: Experience
+    metrics: dict[str, float]
+    """What there is to say of how it was made, for the step that first trains on it."""
+
+
 class ExperienceSource:
     """The rollout engines, the prompts and the rewards, as one thing that yields `Experience`.
 
@@ -52,16 +61,12 @@ class ExperienceSource:
             self.environments = EnvironmentPool(cfg.environment)
         tokenizer = load_tokenizer(cfg.model.path)
         self.engines = RolloutClient(Fleet(self._servers, cfg.rollout), cfg.rollout)
-        self.num_engines = 0
-        """How many engines have answered in the last generation."""
         self._end_tokens = end_tokens(shape, tokenizer)
         self._tokenizer = tokenizer
-        self.num_failed = 0
-        """Samples of the last generation that could not be scored, replaced ones as well."""
-        self.num_resampled = 0
-        """How many prompts of the last generation were replaced by others."""
         self._open: Generation | DialogueGeneration | None = None
         self._search: Search | None = None
+        self._policy_version = 0
+        """That the search asks for."""
         # The preflight has warned already.
         prompts = load_prompts(cfg, tokenizer, shape.max_position_embeddings, warns=False)
         num_prompts = BatchSchedule.of(cfg.grpo).num_prompts
@@ -89,30 +94,47 @@ class ExperienceSource:
             except ValueError as error:
                 raise ValueError(f"rollout engine {url}: {error}") from None
 
-    def collect(self, generation: int, policy_version: int, timer: PhaseTimer) -> Experience:
+    def collect(self, generation: int, policy_version: int, timer: PhaseTimer) -> Collected:
         """Sample the prompts of `generation` from weights `policy_version`, and score the answers.
 
         The engines must serve that version. Raises EnginesOut when none does any more: called again
-        after a push of the same version, it goes on where it ended. Raises Preempted or
-        ScoringGivenUp when `cancel` was called, RewardError when too many rewards failed.
+        after a push of the same version, it goes on where it ended; of another one, it begins anew.
+        Raises Preempted or ScoringGivenUp when `cancel` was called, RewardError when too many
+        rewards failed. From one thread at a time.
         """
+        if policy_version != self._policy_version:
+            self._begin_anew()
+            self._policy_version = policy_version
         search = self._search = self._search or Search(self.prompts, generation, self.cfg.grpo)
+        num_engines = 0
         while search.prompts:
             with timer.phase("generate"):
                 self._open = self._open or self._ask(search, generation, policy_version)
-                samples = self._generate(self._open)
+                samples, num_engines = self._generate(self._open)
             with timer.phase("score"):
                 rewards = self._score(samples)
             search.take(self._groups(samples, rewards))
             self._check_failed(search.num_failed)
-        self._search, self.num_resampled = None, search.num_replaced
-        self.num_failed = search.num_failed
+        self._search = None
         groups = search.groups()
-        return compare(
+        experience = compare(
             [sample for group in groups for sample in group.samples],
             [reward for group in groups for reward in group.rewards],
             self.cfg,
         )
+        metrics: dict[str, float] = {
+            "rollout/num_engines": num_engines,  # that have answered, in the last round
+            "rewards/failed": search.num_failed,  # replaced ones as well
+        }
+        if self.cfg.grpo.dynamic_sample:
+            metrics["rollout/num_resampled_prompts"] = search.num_replaced
+        return Collected(experience, metrics)
+
+    def _begin_anew(self) -> None:
+        """Leave what is open of a generation from weights that are gone."""
+        if isinstance(self._open, DialogueGeneration):
+            self._open.abandon()
+        self._open = self._search = None
 
     def _check_failed(self, num_failed: int) -> None:
         """Raise RewardError when functions, environment and rounds together fail too often."""
@@ -150,7 +172,7 @@ class ExperienceSource:
             max_completion_length=PROBE_LENGTH,
             **self._sampling(0, 0, policy_version),
         )
-        samples = self._generate(self._open)
+        samples, _ = self._generate(self._open)
         # Cut short on purpose: no filter is to leave them out.
         samples = [replace(sample, finish_reason="stop") for sample in samples]
         nothing = torch.zeros(len(samples), dtype=torch.float64)
@@ -187,13 +209,13 @@ class ExperienceSource:
             "policy_version": policy_version,
         }
 
-    def _generate(self, requests: Generation | DialogueGeneration) -> list[Sample]:
+    def _generate(self, requests: Generation | DialogueGeneration) -> tuple[list[Sample], int]:
+        """The samples, and how many engines have made them."""
         samples = self.engines.generate(requests)
-        self.num_engines = len(requests.engines)
         self._open = None
         if isinstance(requests, DialogueGeneration) and (failures := requests.failures):
             self._tell_failed(failures)
-        return samples
+        return samples, len(requests.engines)
 
     def _tell_failed(self, failures: Sequence[str]) -> None:
         """Print that environments failed; RewardError when they are too many."""

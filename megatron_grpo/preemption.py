@@ -1,6 +1,8 @@
 """Giving the machine back: all ranks stop at the same step, save, and leave with exit code 75."""
 
 import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -24,3 +26,15 @@ def agree_to_stop(is_preempted: bool, device: torch.device) -> bool:
     told = torch.tensor(int(is_preempted), device=device)
     dist.all_reduce(told, dist.ReduceOp.MAX)
     return bool(told)
+
+
+@contextmanager
+def preempted_instead(is_preempted: Callable[[], bool]) -> Iterator[None]:
+    """Raise Preempted for what fails in the block when somebody wants the machine back."""
+    try:
+        yield
+    except Exception as error:
+        # Slurm tells engines and what rewards have started to end at the same moment.
+        if is_preempted():
+            raise Preempted(str(error)) from error
+        raise

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import LogLocator, MaxNLocator, StrMethodFormatter
 
+from megatron_grpo.timing import WAIT
 from megatron_grpo.tracking import METRICS_FILE
 
 CURVES_FILE = "curves.png"
@@ -117,11 +118,16 @@ def draw_grad_norm(axis: Axes, records: Sequence[Record]) -> None:
 
 
 def draw_time(axis: Axes, records: Sequence[Record]) -> None:
-    """Seconds of each step, stacked by phase in the order in which they run."""
+    """Seconds of each step, stacked by phase in the order in which they run.
+
+    Where a generation is made beside the training, what the step has waited for it.
+    """
     _name(axis, "Seconds per step")
     records = [record for record in records if record["step"]]  # before them, an evaluation
     phases = list(dict.fromkeys(n for r in records for n in r if n.startswith("time/")))
     phases.remove("time/step")
+    if f"time/{WAIT}" in phases:
+        phases = [name for name in phases if name not in ("time/generate", "time/score")]
     steps = [record["step"] for record in records]
     edges = [steps[0] - 0.5, *(step + 0.5 for step in steps)]
     below = np.zeros(len(records))

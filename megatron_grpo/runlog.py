@@ -18,12 +18,13 @@ from megatron_grpo.metrics import (
 from megatron_grpo.progress import ProgressBar
 from megatron_grpo.report import CURVES_FILE, draw_curves
 from megatron_grpo.rollout.samples import Sample
+from megatron_grpo.timeline import TIMELINE_FILE, Timeline
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.tracking import METRICS_FILE, Tracking, completion_rows
 
 
 class RunLog:
-    """Config, metrics, completions and curves in the run directory, and the progress bar."""
+    """Config, metrics, completions, curves and timeline of a run, and the progress bar."""
 
     def __init__(self, cfg: Config, first_step: int) -> None:
         self.run_dir = cfg.train.run_dir
@@ -34,6 +35,8 @@ class RunLog:
         self.tracking = Tracking(
             self.run_dir, first_step, cfg.wandb, config=cfg.model_dump(mode="json")
         )
+        self.timeline = Timeline(self.run_dir / TIMELINE_FILE)
+        self.timeline.step = first_step
         self.bar = ProgressBar(first_step, cfg.train.num_steps)
 
     def step(
@@ -107,6 +110,7 @@ class RunLog:
         its way out for a reason that decides about its exit code.
         """
         self.bar.close()
+        self.timeline.close()
         with told("the records of the run could not be finished"):
             self.tracking.close()
         with told(f"{CURVES_FILE} could not be drawn"):

@@ -1,16 +1,14 @@
 """The training loop, as every rank runs it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from operator import attrgetter
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from checkpoint_convert import read_shape
 from megatron_grpo.ask_engines import ask_engines
@@ -18,12 +16,14 @@ from megatron_grpo.batching import BatchSchedule
 from megatron_grpo.checkpoints.checkpoints import Checkpoints
 from megatron_grpo.checkpoints.newest import steps_done
 from megatron_grpo.checkpoints.trainer_state import TrainerState
+from megatron_grpo.collector import Collector
 from megatron_grpo.config import Config
 from megatron_grpo.evaluation import Evaluation, is_due
-from megatron_grpo.exchange import Minibatches, collect_values, distribute
+from megatron_grpo.exchange import Minibatches, distribute
 from megatron_grpo.experience import Experience, less_kl, share_out
-from megatron_grpo.experience_source import ExperienceSource
+from megatron_grpo.experience_source import Collected, ExperienceSource
 from megatron_grpo.export import export_model
+from megatron_grpo.kept_values import with_kept_values
 from megatron_grpo.kl import adapted_beta
 from megatron_grpo.kl_reward import sequence_kl, with_advantages
 from megatron_grpo.launch import RankPlace
@@ -31,10 +31,12 @@ from megatron_grpo.logprob_probe import probe_logprobs
 from megatron_grpo.metrics import StepReport
 from megatron_grpo.model import build_policy, weight_sender
 from megatron_grpo.old_policy import add_logprobs
-from megatron_grpo.preemption import Preempted, agree_to_stop
+from megatron_grpo.preemption import Preempted, agree_to_stop, preempted_instead
 from megatron_grpo.reference import build_reference
 from megatron_grpo.rewards import RewardError
 from megatron_grpo.rollout import EnginesLost
+from megatron_grpo.rollout.engine_process import COLLECTOR
+from megatron_grpo.rollout_pipeline import RolloutPipeline
 from megatron_grpo.run_lock import run_lock
 from megatron_grpo.runlog import RunLog
 from megatron_grpo.skipped_steps import SkippedSteps
@@ -46,7 +48,6 @@ from megatron_grpo.weight_sync import WeightSync
 from parallel.device import communication_backend, setup_device
 from parallel.groups import Groups, destroy_groups, init_groups
 from parallel.microbatches import CostModel
-from parallel.packing import PackedBatch
 
 COLLECTIVE_TIMEOUT = timedelta(days=7)
 """Never the first to fire: the watch finds what hangs, and knows when a wait is none of that.
@@ -111,7 +112,7 @@ def train(
         stack.callback(watch.enter, "close")
         stack.push(watch.report)  # before the stack ends the engines, which takes seconds
         for step in range(training.first_step, cfg.train.num_steps):
-            watch.begin_step(step + 1)
+            training.begin_step(step + 1)
             training.stop_if_preempted(step)
             training.roll_out(step)
             report = training.update(step)
@@ -143,8 +144,10 @@ class Training:
         shape = read_shape(cfg.model.path)
         self.batches = BatchSchedule.of(cfg.grpo)
         self.cost = CostModel.transformer(shape.hidden_size)
-        self.source = self._log = None
+        self.source = self._log = thread = collector = None
         if groups.rank == 0:
+            if cfg.rollout.async_generate:  # it ends behind the source: engines may be its children
+                thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix=COLLECTOR))
             self.source = stack.enter_context(closing(ExperienceSource(cfg, shape, token)))
         watch.enter("load")  # where files may take their time
         self.policy = build_policy(cfg, shape, groups)
@@ -171,9 +174,22 @@ class Training:
             if self.state.wandb_id is not None:
                 (cfg.train.run_dir / WANDB_ID_FILE).write_text(self.state.wandb_id)
             self._log = stack.enter_context(closing(RunLog(cfg, self.first_step)))
+            collector = Collector(self.source, thread, watch, self._log.timeline)
+            stack.enter_context(closing(collector))
+        self.rollouts = RolloutPipeline(cfg, collector, self.push, device)
         self.experience: Experience | None = None
+        self.news: dict[str, float] = {}
         self.minibatches: Minibatches = []
-        self.timer = PhaseTimer(self.watch.enter)
+        self.timer = self._new_timer()
+
+    def _new_timer(self) -> PhaseTimer:
+        return PhaseTimer(self.watch.enter, self._log.timeline.add_step if self._log else None)
+
+    def begin_step(self, step: int) -> None:
+        """What follows belongs to optimizer step `step`, counted from 1."""
+        self.watch.begin_step(step)
+        if self._log:
+            self._log.timeline.step = step
 
     def start(self) -> dict[str, float]:
         """Bring the weights into the engines, and evaluate them where due; metrics of the probe."""
@@ -196,12 +212,25 @@ class Training:
         )
         # The seconds of the push, of the probe and of an evaluation before the first step, or that
         # a run which was ended has not made, are no step's.
-        self.timer = PhaseTimer(self.watch.enter)
+        self.timer = self._new_timer()
         if (metrics := self.evaluate(self.first_step)) and self._log:
             metrics["time/eval"] = self.timer.metrics()["time/eval"]
             self._log.tracking.amend(self.first_step, metrics)
-        self.timer = PhaseTimer(self.watch.enter)
+        self.timer = self._new_timer()
+        self._restore_ready()
         return probe
+
+    def _restore_ready(self) -> None:
+        """Take up the generation that the checkpoint has beside the one that is trained on."""
+        metrics = self.state.ready
+        if metrics is None or not self.cfg.rollout.async_generate:
+            return
+        cursor, collected = self.batches.cursor(self.first_step), None
+        if self.source:
+            prompts = self.source.prompts.prompts
+            experience = self.checkpoints.load_ready(self.first_step, prompts)
+            collected = Collected(experience, metrics)
+        self.rollouts.restore(cursor.generation + (not cursor.starts_generation), collected)
 
     def roll_out(self, step: int) -> None:
         """Have what optimizer step `step`, counted from 0, trains on.
@@ -212,18 +241,20 @@ class Training:
         if not cursor.starts_generation and step != self.first_step:
             return
         if cursor.starts_generation:
-            collect = None
-            if self.source:
-                collect = partial(self._collect, self.source, cursor.generation, step)
             try:
                 with suppress(Preempted):  # then all ranks stop below
-                    self.experience = ask_engines(collect, partial(self.push, step), self.device)
+                    if self.rollouts.ready != cursor.generation:
+                        self.rollouts.ask(cursor.generation, step)
+                        self.rollouts.settle(step, self.timer)
             except EnginesLost as lost:
                 self.save_and_stop(step, lost)
         elif self.source:
             prompts = self.source.prompts.prompts
             self.experience = self.checkpoints.load_experience(step, prompts)
         self.stop_if_preempted(step)
+        if cursor.starts_generation and (collected := self.rollouts.take()):
+            self.experience, self.news = collected.experience, collected.metrics
+        self.rollouts.ask_ahead(step)
         self.checkpoints.poll()  # so that what was written in the meantime counts from now on
         shares = None
         if self.experience:
@@ -236,22 +267,6 @@ class Training:
             ]
         if cursor.starts_generation and self.reference and self.cfg.grpo.kl_in_reward:
             self._subtract_kl(cursor.generation)
-
-    def _collect(self, source: ExperienceSource, generation: int, step: int) -> Experience:
-        """Rank 0: the samples of a generation. Preempted, where somebody wants the machine back."""
-        with self._preempted_instead():
-            return source.collect(generation, step, self.timer)
-
-    @contextmanager
-    def _preempted_instead(self) -> Iterator[None]:
-        """Raise Preempted for what fails in the block when somebody wants the machine back."""
-        try:
-            yield
-        except Exception as error:
-            # Slurm tells engines and what rewards have started to end at the same moment.
-            if self.watch.is_preempted:
-                raise Preempted(str(error)) from error
-            raise
 
     def _subtract_kl(self, generation: int) -> None:
         """Take the divergence from the reference out of the rewards that advantages compare."""
@@ -302,12 +317,19 @@ class Training:
     ) -> EnginesLost | None:
         """The same after a step, which is to be logged in any case, and its evaluation where due.
 
-        The metrics of that are added to `metrics`.
+        The metrics of that are added to `metrics`. Engines that are at the next generation, in the
+        middle of this one, keep the weights that they have begun with.
         """
+        starts_generation = self.batches.cursor(policy_version).starts_generation
+        if self.rollouts.pending and not (starts_generation or is_due(self.cfg, policy_version)):
+            return None
         try:
             with suppress(Preempted):  # then all ranks stop before the next step
+                self.rollouts.settle(policy_version, self.timer)
                 self.push(policy_version)
                 metrics |= self.evaluate(policy_version)
+                if policy_version < self.cfg.train.num_steps:
+                    self.rollouts.ask_ahead(policy_version)
         except EnginesLost as lost:
             return lost
         return None
@@ -328,7 +350,7 @@ class Training:
         if log.has_evaluation(step):
             return {}
         try:
-            with self._preempted_instead():
+            with preempted_instead(lambda: self.watch.is_preempted):
                 evaluated = evaluation.run(step, self.timer, log.bar.evaluation.show)
         except (RewardError, TimeoutError) as error:
             # The step that was taken is to be logged and saved before the run ends, as when the
@@ -348,26 +370,26 @@ class Training:
         """Log what happened in `step`, counted from 1: its report, and further metrics."""
         if self._log and self.source and self.experience:
             if self.batches.cursor(step - 1).starts_generation:
-                metrics["rollout/num_engines"] = self.source.num_engines
-                metrics["rewards/failed"] = self.source.num_failed
-                if self.cfg.grpo.dynamic_sample:
-                    metrics["rollout/num_resampled_prompts"] = self.source.num_resampled
+                metrics |= self.news
             self._log.step(step, metrics, report, self.experience, self.timer)
             if self.source.evaluation and step == self.cfg.train.num_steps:
                 self._log.tell_unless_evaluated(step)
         # What follows is after the log, so that a checkpoint never knows of a step that the log
         # does not; its seconds count in the next step.
-        self.timer = PhaseTimer(self.watch.enter)
+        self.timer = self._new_timer()
 
     def save(self, step: int) -> None:
         """Export and checkpoint after `step` optimizer steps, where due; always after the last."""
         train = self.cfg.train
         is_last = step == train.num_steps
+        is_due = is_last or step % train.save_interval == 0
+        if is_due:
+            self._settle_to_save(step)
         with self.timer.phase("save"):
             # The export comes first: a checkpoint of the last step says that the run is complete.
             if is_last or (train.export_interval and step % train.export_interval == 0):
                 export_model(train.run_dir / "hf", self.policy, self.cfg, self.groups)
-            if is_last or step % train.save_interval == 0:
+            if is_due:
                 self.checkpoint(step)
             else:
                 self.checkpoints.poll()
@@ -379,6 +401,8 @@ class Training:
         saved."""
         if not agree_to_stop(self.watch.is_preempted, self.device):
             return
+        if step > self.checkpoints.newest_step:
+            self._settle_to_save(step)
         with self.timer.phase("save"):
             if step > self.checkpoints.newest_step:
                 self.checkpoint(step)
@@ -386,9 +410,18 @@ class Training:
         saved = f"step {step} saved" if step else "no step was done, nothing is saved"
         raise Preempted(f"preempted: {saved}; the same command resumes")
 
+    def _settle_to_save(self, step: int) -> None:
+        """Wait for the generation that a run which is resumed after `step` could not ask for."""
+        try:
+            with suppress(Preempted):  # it is given up, and all ranks stop before the next step
+                self.rollouts.settle_to_save(step, self.timer)
+        except EnginesLost as lost:
+            self.save_and_stop(step, lost)
+
     def checkpoint(self, step: int) -> None:
         """Begin to write the checkpoint of `step`."""
         inside = not self.batches.cursor(step).starts_generation
+        ready = self.rollouts.collected if self.cfg.rollout.async_generate else None
         wandb_id = self.cfg.train.run_dir / WANDB_ID_FILE
         state = TrainerState(
             step=step,
@@ -396,39 +429,13 @@ class Training:
             wandb_id=wandb_id.read_text() if wandb_id.exists() else None,
             prompts=self.prompts,
             beta=self.beta,
+            ready=ready.metrics if ready else None,
         )
-        self.checkpoints.save(state, self._with_logprobs(step) if inside else None)
-
-    def _with_logprobs(self, step: int) -> Experience | None:
-        """The generation that is being trained on, with what only the ranks know of it."""
-        known: dict[str, Any] = {
-            name: self._collected(step, attrgetter(name)) for name in self._known_values()
-        }
-        return replace(self.experience, **known) if self.experience else None
-
-    def _known_values(self) -> list[str]:
-        """What was taken of every token when the generation began, and is not to be taken again."""
-        names = ["old_logprobs"]
-        if self.reference:
-            names.append("ref_logprobs")
-        if self.cfg.grpo.top_entropy_quantile < 1:
-            names.append("high_entropy")
-        return names
-
-    def _collected(
-        self, step: int, values: Callable[[PackedBatch], Tensor | None]
-    ) -> list[Tensor] | None:
-        """On rank 0, what `values` gives of every sample of the generation that `step` is in."""
-        collected = collect_values(self.minibatches, values, self.groups)
-        if collected is None or self.experience is None:
-            return None
-        generation = self.batches.cursor(step).generation
-        indices = self.batches.minibatches(generation, self.cfg.train.seed)
-        found: dict[int, Tensor] = {
-            indices[minibatch][place]: values
-            for of_rank in collected
-            for minibatch, sequences in enumerate(of_rank)
-            for place, values in sequences.items()
-        }
-        nothing = torch.zeros(0)  # of a completion without a token
-        return [found.get(i, nothing) for i in range(len(self.experience.samples))]
+        present = None
+        if inside:
+            generation = self.batches.cursor(step).generation
+            indices = self.batches.minibatches(generation, self.cfg.train.seed)
+            present = with_kept_values(
+                self.experience, self.minibatches, indices, self.cfg, self.groups
+            )
+        self.checkpoints.save(state, present, ready.experience if ready else None)

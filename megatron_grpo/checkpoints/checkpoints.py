@@ -80,12 +80,24 @@ class Checkpoints:
         """The generation that the checkpoint of `step` was training on, if it was inside of one."""
         return trainer_state.read_experience(folders.step_folder(self._folder, step), prompts)
 
-    def save(self, state: TrainerState, experience: Experience | None) -> None:
+    def load_ready(self, step: int, prompts: Sequence[Prompt]) -> Experience:
+        """The generation that nobody had begun to train on, where `TrainerState.ready` is there."""
+        folder = folders.step_folder(self._folder, step)
+        ready = trainer_state.read_experience(folder, prompts, trainer_state.READY)
+        assert ready is not None, f"the manifest of {folder} is right"
+        return ready
+
+    def save(
+        self,
+        state: TrainerState,
+        experience: Experience | None,
+        ready: Experience | None = None,
+    ) -> None:
         """Begin to save both models as they are now; waits for the end of the save before.
 
         `experience`, on rank 0, is what the next steps train on, if they do not begin with a new
-        generation. Raises FloatingPointError on all ranks when a tensor is not finite: nothing is
-        written then.
+        generation; `ready`, what is there of a generation behind that. Raises FloatingPointError on
+        all ranks when a tensor is not finite: nothing is written then.
         """
         self.wait()
         parts = megatron_state.parts_saved(self._policy, self._reference)
@@ -96,7 +108,7 @@ class Checkpoints:
         chunks, tensors = chunks_to_write(parts)
         values = self._memory.copy(tensors)
         file = folder / f"__{self._rank}_0.distcp"
-        shared = self._shared_files(chunks, file, state, experience)
+        shared = self._shared_files(chunks, file, state, experience, ready)
 
         def write() -> dict[str, FileHash]:
             own = {file.name: manifest.write_hashed(file, file_parts(chunks, values))}
@@ -165,6 +177,7 @@ class Checkpoints:
         file: Path,
         state: TrainerState,
         experience: Experience | None,
+        ready: Experience | None,
     ) -> SharedFiles | None:
         """What rank 0 writes for all; None on the others. Collective."""
         random = megatron_state.random_state()
@@ -181,6 +194,7 @@ class Checkpoints:
             cfg=self._cfg,
             record=self._record(state),
             experience=experience,
+            ready=ready,
             chunks=self._everyones,
             objects=self._objects,
             random_states=torch.stack(rows),

@@ -11,6 +11,7 @@ from checkpoint_convert.safetensors_file import NAMES
 from checkpoint_convert.torch_dist_writer import CreatedChunk, finish_checkpoint
 from megatron_grpo.checkpoints.manifest import FileHash, hash_files
 from megatron_grpo.checkpoints.trainer_state import (
+    READY,
     Record,
     write_experience,
     write_random_states,
@@ -29,6 +30,8 @@ class SharedFiles:
     record: Record
     experience: Experience | None
     """That the next steps train on, if they do not begin with a new generation."""
+    ready: Experience | None
+    """That nobody has begun to train on."""
     chunks: Sequence[CreatedChunk]
     """Of all ranks' files."""
     objects: Sequence[str]
@@ -45,6 +48,8 @@ class SharedFiles:
         write_random_states(folder, self.random_states)
         if self.experience is not None:
             write_experience(folder, self.experience)
+        if self.ready is not None:
+            write_experience(folder, self.ready, READY)
         finish_checkpoint(folder, self.chunks, self.objects)
         of_ranks = {each.file for each in self.chunks}
         names = (str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())

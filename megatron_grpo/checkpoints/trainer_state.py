@@ -2,7 +2,8 @@
 
 Prompts and sampling seeds are functions of the step. But the generation that is being trained on
 was sampled from a policy that is gone: inside of one, samples and their log-probabilities under the
-old policy, and under the reference of that time, are saved with the rest.
+old policy, and under the reference of that time, are saved with the rest. So is, where generations
+are made beside the training, the next one: nobody has log-probabilities of that yet.
 """
 
 import json
@@ -28,6 +29,8 @@ from parallel.packing import KNOWN
 STATE_FILE = "trainer.json"
 SAMPLES_FILE = "samples.jsonl"
 TOKENS_FILE = "samples.safetensors"
+READY = "ready_"
+"""Before both names: of the generation that nobody has begun to train on."""
 RANDOM_FILE = "random_states.safetensors"
 BY_TOKEN = (*KNOWN, "token_advantages")
 """What an experience has for all tokens of each completion, or not at all."""
@@ -45,6 +48,8 @@ class TrainerState:
     """Fingerprint of the prompts that generations are drawn from."""
     beta: float | None = None
     """Weight of the KL penalty in the next step."""
+    ready: dict[str, float] | None = None
+    """Metrics of a generation that is there and that nobody has begun to train on."""
 
     def check_prompts(self, now: str) -> None:
         """Raise ValueError when the run was saved with prompts of another fingerprint."""
@@ -106,10 +111,13 @@ def read_random_state(folder: Path, rank: int) -> Tensor:
     return row
 
 
-def write_experience(folder: Path, experience: Experience) -> None:
-    """Write samples, rewards, advantages and log-probabilities, bit for bit."""
+def write_experience(folder: Path, experience: Experience, prefix: str = "") -> None:
+    """Write samples, rewards, advantages and log-probabilities, bit for bit.
+
+    `prefix` is READY for a generation that nobody has begun to train on.
+    """
     samples = experience.samples
-    assert experience.old_logprobs is not None, (
+    assert prefix or experience.old_logprobs is not None, (
         "the policy that they are of is gone when this is read"
     )
     rows = [
@@ -125,7 +133,7 @@ def write_experience(folder: Path, experience: Experience) -> None:
         }
         for sample, rewards in zip(samples, experience.rewards, strict=True)
     ]
-    (folder / SAMPLES_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / f"{prefix}{SAMPLES_FILE}").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tensors = {
         "lengths": torch.tensor([len(sample.completion_ids) for sample in samples]),
         "completion_ids": _joined([sample.completion_ids for sample in samples], torch.int64),
@@ -138,18 +146,19 @@ def write_experience(folder: Path, experience: Experience) -> None:
     for name in BY_TOKEN:
         if (values := getattr(experience, name)) is not None:
             tensors[name] = torch.cat(list(values))
-    save_file(tensors, folder / TOKENS_FILE)
+    save_file(tensors, folder / f"{prefix}{TOKENS_FILE}")
 
 
-def read_experience(folder: Path, prompts: Sequence[Prompt]) -> Experience | None:
+def read_experience(folder: Path, prompts: Sequence[Prompt], prefix: str = "") -> Experience | None:
     """What `write_experience` wrote; None when the run stood between two generations.
 
     `prompts` are those of the data. Raises ValueError when one is no longer there.
     """
-    if not (folder / SAMPLES_FILE).exists():
+    samples_file = folder / f"{prefix}{SAMPLES_FILE}"
+    if not samples_file.exists():
         return None
-    rows = [json.loads(line) for line in (folder / SAMPLES_FILE).read_text().splitlines()]
-    tensors = load_file(folder / TOKENS_FILE)
+    rows = [json.loads(line) for line in samples_file.read_text().splitlines()]
+    tensors = load_file(folder / f"{prefix}{TOKENS_FILE}")
     by_index = {prompt.index: prompt for prompt in prompts}
     missing = {row["prompt"] for row in rows} - by_index.keys()
     if missing:

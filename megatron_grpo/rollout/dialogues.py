@@ -186,6 +186,12 @@ class DialogueGeneration:
             for dialogue in self.dialogues
         ]
 
+    def abandon(self) -> None:
+        """End the environments of all dialogues that have not ended, whatever they are at."""
+        for dialogue in self.dialogues:
+            if not dialogue.finish_reason:
+                dialogue.instance.end()
+
     async def _settle(self, dialogue: Dialogue) -> None:
         """Have the answer of its environment, and go on by it.
 

@@ -14,6 +14,8 @@ from pathlib import Path
 
 from megatron_grpo import parent_death
 
+COLLECTOR = "collector"
+"""How the name of the thread begins that collects generations beside the main thread."""
 NUM_LOG_LINES_SHOWN = 12
 KILL_SECONDS = 5.0
 """Within which SIGKILL ends a process, unless a device holds it."""
@@ -40,9 +42,13 @@ class EngineProcess:
     ) -> "EngineProcess":
         """Start the engine that `command` is, to be reached at `url`; it appends to `log`.
 
-        Linux kills it when the thread that started it ends: only the main thread may.
+        Linux kills it when the thread that started it ends: only one that lasts as long as the run
+        may, which is the main thread or the `COLLECTOR`.
         """
-        assert threading.current_thread() is threading.main_thread()
+        assert (
+            threading.current_thread() is threading.main_thread()
+            or threading.current_thread().name.startswith(COLLECTOR)
+        )
         tied_to_us = [sys.executable, "-I", parent_death.__file__, str(os.getpid()), *command]
         with log.open("ab") as output:
             log_start = output.tell()

@@ -100,7 +100,7 @@ class Fleet:
     def lose(self, url: str, reason: str) -> None:
         """Take an engine out that is dead, hangs or is broken, and start it again if it is ours.
 
-        Only the main thread may.
+        Only a thread that lasts as long as the run may; and one at a time.
         """
         member = self._members[url]
         end = self._servers.kill(url) if self._servers.are_ours else ""

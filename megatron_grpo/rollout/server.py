@@ -45,7 +45,7 @@ class EngineServers:
     and listen on the loopback interface.
 
     No process survives this one: Linux kills an engine when the thread that started it ends, which
-    is why engines are started from the main thread only.
+    is why engines are started from threads only that last as long as the run.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class EngineServers:
         return end
 
     def restart(self, url: str) -> None:
-        """Start an engine of ours that was killed, at the same address; only the main thread may.
+        """Start an engine of ours that was killed, at the same address; from a lasting thread.
 
         Returns at once: whether it answers is for the caller to ask.
         """

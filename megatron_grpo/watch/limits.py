@@ -58,9 +58,9 @@ class Limits:
         match phase:
             case "await_engines":
                 return self.start
-            case "load" | "score" | "eval_score" | "save" | "close":
+            case "load" | "score" | "eval_score" | "wait_rollout_score" | "save" | "close":
                 return None
-            case "generate" | "eval_generate":
+            case "generate" | "eval_generate" | "wait_rollout_generate":
                 return self.generate
             case "push" | "verify_weights":
                 usual = self.push

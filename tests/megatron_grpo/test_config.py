@@ -214,6 +214,10 @@ def test_missing_key_is_named_with_its_meaning(tmp_path):
             ["rollout.base_urls=[http://localhost:1]", "rollout.num_engines=3"],
             ["num_engines 3", "base_urls 1"],
         ),
+        (
+            ["rollout.async_generate=true"],
+            ["async_generate true", "recompute", "grpo.old_logprobs=rollout", "token_truncate"],
+        ),
         (["rollout.sync_dir=/tmp"], ["rollout.sync_dir"]),
         (["rollout.base_urls=[node7]"], ["'node7'", "http://host:8000"]),
         (

@@ -5,9 +5,10 @@ from parallel import ParallelDims
 from policies import tiny_config
 
 
-def test_an_evaluation_may_take_as_long_as_the_rollouts_and_rewards_that_it_is_made_of() -> None:
+def test_evaluations_and_waits_may_take_as_long_as_the_rollouts_and_rewards_they_are_of() -> None:
     limits = Limits.of(tiny_config(Path("unused"), ParallelDims()))
-    for evaluation, training in (("eval_generate", "generate"), ("eval_score", "score")):
-        limit = limits.of_phase(evaluation, is_first_step=False)
-        assert limit == limits.of_phase(training, is_first_step=False)
+    for phase in ("generate", "score"):
+        for whole in ("eval", "wait_rollout"):
+            limit = limits.of_phase(f"{whole}_{phase}", is_first_step=False)
+            assert limit == limits.of_phase(phase, is_first_step=False)
     assert limits.of_phase("eval_generate", is_first_step=False) == limits.generate

@@ -1,0 +1,289 @@
+"""Whole runs that generate beside the training: versions, overlap, and what may disturb them."""
+
+import json
+import os
+import shutil
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from demo.make_sums import sums
+from engines import TestEngine
+from jobs import Job, Sabotage
+from runs import read_json_lines, read_metrics
+from sabotage import InPhase, die
+
+NUM_RANKS = 2
+NUM_STEPS = 5
+REWARD = """
+import os, time
+
+def digits(completions, **_):
+    '''Share of digits, after a moment in which a rank can train; `hold` is there: after hours.'''
+    time.sleep(1000 if os.path.exists({hold!r}) else 0.2)
+    return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
+"""
+ASYNC = ["rollout.async_generate=true", "grpo.rollout_importance_sampling_mode=token_truncate"]
+NO_RESULTS = ("time/", "tokens_per_second", "probe/")
+
+
+@dataclass(frozen=True)
+class Runs:
+    folder: Path
+    common: list[str]
+    engine: TestEngine
+
+    def start(self, name: str, *arguments: str, sabotage: Sabotage | None = None) -> Job:
+        url = f"rollout.base_urls=[{self.engine.servers.base_urls[0]}]"
+        where = [] if any(a.startswith("rollout.num_engines") for a in arguments) else [url]
+        return Job(
+            [*self.common, *where, *arguments, f"train.run_dir={self.folder / name}"],
+            NUM_RANKS,
+            self.folder / f"logs_{name}",
+            token=self.engine.servers.token,
+            sabotage=sabotage,
+        )
+
+    def finish(self, name: str, *arguments: str, sabotage: Sabotage | None = None) -> Path:
+        with self.start(name, *arguments, sabotage=sabotage) as job:
+            ended = job.end(120)
+        assert ended.exit_codes == [0] * NUM_RANKS, ended.output
+        return self.folder / name
+
+
+@pytest.fixture(scope="module")
+def async_runs(
+    tmp_path_factory: pytest.TempPathFactory, tied_model: Path, transformers_engine: TestEngine
+) -> Runs:
+    folder = tmp_path_factory.mktemp("async")
+    (folder / "reward.py").write_text(REWARD.format(hold=str(folder / "hold")))
+    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums()))
+    common = [
+        f"model.path={tied_model}",
+        f"data.path={folder / 'sums.jsonl'}",
+        f"reward.functions=[{folder / 'reward.py'}:digits]",
+        "reward.timeout=2000",
+        "rollout.engine=transformers",
+        f"train.num_steps={NUM_STEPS}",
+        *[f"parallel.{axis}_parallel_size=1" for axis in ("tensor", "pipeline", "context")],
+        "parallel.data_parallel_size=2",
+    ]
+    return Runs(folder, common, transformers_engine)
+
+
+@pytest.fixture(scope="module")
+def whole(async_runs: Runs) -> Path:
+    """An asynchronous run of five generations."""
+    return async_runs.finish("whole", *ASYNC)
+
+
+def versions(run_dir: Path) -> list[int]:
+    """Of the samples of each step; all of a step have the same."""
+    found: dict[int, set[int]] = {}
+    for row in read_json_lines(run_dir / "completions.jsonl"):
+        found.setdefault(row["step"], set()).add(row["policy_version"])
+    assert all(len(of_step) == 1 for of_step in found.values())
+    return [version for step in sorted(found) for version in found[step]]
+
+
+def results(run_dir: Path) -> list[dict[str, float]]:
+    return [
+        {name: value for name, value in record.items() if not name.startswith(NO_RESULTS)}
+        for record in read_metrics(run_dir)
+    ]
+
+
+def assert_same(run_dir: Path, whole: Path) -> None:
+    assert results(run_dir) == results(whole)
+    assert_same_but_for_engines(run_dir, whole)
+
+
+def assert_same_but_for_engines(run_dir: Path, whole: Path) -> None:
+    """The same samples, and the same model in the end."""
+    for name in ("completions.jsonl", "hf/model.safetensors"):
+        assert (run_dir / name).read_bytes() == (whole / name).read_bytes(), name
+
+
+def events(run_dir: Path) -> list[dict[str, Any]]:
+    """The timeline, as a viewer reads it that forgives the missing bracket."""
+    text = (run_dir / "timeline.json").read_text()
+    return json.loads(text.rstrip().rstrip(",") + "]")
+
+
+def test_every_generation_is_one_update_old_but_the_first(whole: Path) -> None:
+    assert versions(whole) == [0, 0, 1, 2, 3]
+    records = read_metrics(whole)
+    assert [record["rollout/version_lag_mean"] for record in records] == [0, 1, 1, 1, 1]
+    for record in records:
+        assert record["time/generate"] > 0 and record["time/score"] > 0.4  # in their own thread
+    for record in records[:-1]:  # behind the last step nothing is generated
+        assert 0 < record["time/wait_rollout"] < record["time/step"]
+    # The correction has something to correct from the third on: the second is of step 0 as well.
+    assert records[0]["rollout/logprob_gap_mean"] < 1e-5
+    assert min(record["rollout/logprob_gap_mean"] for record in records[1:]) > 1e-4
+
+
+def test_the_first_generation_and_its_step_are_those_of_a_synchronous_run(
+    async_runs: Runs, whole: Path
+) -> None:
+    sync = async_runs.finish("sync", *ASYNC, "rollout.async_generate=false", "train.num_steps=2")
+    assert results(sync)[0] == results(whole)[0]
+    assert versions(sync) == [0, 1]
+    rows = [read_json_lines(d / "completions.jsonl") for d in (sync, whole)]
+    assert rows[0][:16] == rows[1][:16] and rows[0][16:32] != rows[1][16:32]
+
+
+def test_a_generation_is_made_while_the_one_before_is_trained_on(whole: Path) -> None:
+    found = events(whole)
+    for generation in range(1, NUM_STEPS):
+        made = [e for e in found if e["args"].get("generation") == generation]
+        assert {e["name"] for e in made} == {"generate", "score"}
+        [train] = [e for e in found if e["name"] == "train" and e["args"]["step"] == generation]
+        first, last = min(e["ts"] for e in made), max(e["ts"] + e["dur"] for e in made)
+        assert first < train["ts"] and train["ts"] + train["dur"] < last + 1e6
+        assert first < train["ts"] + train["dur"] and train["ts"] < last
+    assert_alone(found)
+
+
+def assert_alone(found: list[dict[str, Any]]) -> None:
+    """No weights move, and nothing is evaluated, while engines are at a generation."""
+    made = [e for e in found if e["name"] == "generate" and e["tid"] == 1]
+    others = [e for e in found if e["name"] in ("push", "eval_generate")]
+    assert made and others
+    for other in others:
+        for each in made:
+            before, after = sorted([other, each], key=lambda e: e["ts"])
+            assert before["ts"] + before["dur"] <= after["ts"]
+
+
+CUT = [
+    "grpo.steps_per_generation=2",
+    "grpo.dynamic_sample=true",
+    "train.num_steps=6",
+    "train.save_interval=3",
+    "eval.data.max_prompt_length=64",
+    "eval.max_prompts=4",
+    "eval.interval=3",
+]
+
+
+@pytest.fixture(scope="module")
+def cut(async_runs: Runs) -> Path:
+    """Three generations of two steps each, with an evaluation and a checkpoint inside of one."""
+    return async_runs.finish("cut", *ASYNC, *CUT)
+
+
+def test_inside_a_generation_the_engines_keep_their_weights(cut: Path) -> None:
+    assert versions(cut) == [0, 0, 0, 0, 2, 2]
+    records = read_metrics(cut)[1:]  # the first is of the evaluation before all
+    assert [r["rollout/version_lag_mean"] for r in records] == [0, 1, 2, 3, 2, 3]
+
+
+def test_engines_are_at_one_thing_only(cut: Path) -> None:
+    found = events(cut)
+    assert_alone(found)
+    pushes = {e["args"]["step"] for e in found if e["name"] == "push"}
+    assert pushes == {0, 2, 3, 4, 5, 6}  # after the first step they are at the second generation
+    assert [record["step"] for record in read_metrics(cut) if "eval/num_prompts" in record] == [
+        0,
+        3,
+        6,
+    ]
+
+
+# Optimizer steps between checkpoints, in which step the run is killed, what it goes on from.
+KILLS = {
+    "inside a generation": (1, 3, 1),
+    "inside, where it was evaluated": (3, 5, 3),
+    "between two": (2, 4, 2),
+    "without a checkpoint": (3, 2, 0),
+}
+
+
+@pytest.mark.parametrize(
+    ("interval", "step", "saved"),
+    [
+        pytest.param(
+            *case, id=name, marks=[] if name == "inside a generation" else [pytest.mark.slow]
+        )
+        for name, case in KILLS.items()
+    ],
+)
+def test_a_run_that_is_killed_goes_on_bit_for_bit(
+    async_runs: Runs, cut: Path, interval: int, step: int, saved: int
+) -> None:
+    """The next generation is in the checkpoint, or can be asked for from the weights that are."""
+    name = f"killed_{step}"
+    arguments = [*ASYNC, *CUT, f"train.save_interval={interval}"]
+    with async_runs.start(name, *arguments, sabotage=InPhase(die, 1, "train", step)) as job:
+        job.end(60)
+    checkpoints = async_runs.folder / name / "checkpoints"
+    if saved < step - 1:  # one that may be there by now, or not
+        shutil.rmtree(checkpoints / f"step_{step - 1}", ignore_errors=True)
+    assert [each.name for each in checkpoints.glob("step_?")] == [f"step_{saved}"] * bool(saved)
+    assert_same(async_runs.finish(name, *arguments), cut)
+
+
+def test_a_preempted_run_gives_up_what_it_generates_and_goes_on(async_runs: Runs) -> None:
+    run_dir, hold = async_runs.folder / "preempted", async_runs.folder / "hold"
+    with async_runs.start("preempted", *ASYNC) as job:
+        job.wait_for(lambda: len(steps_of(run_dir)) == 2, 60)
+        hold.touch()
+        time.sleep(3.0)  # in which the ranks come to wait for what is held
+        job.signal(signal.SIGTERM, 1)
+        ended = job.end(20)
+    hold.unlink()
+    assert ended.exit_codes == [75] * NUM_RANKS, ended.output
+    assert ended.survivors == []
+    done = len(steps_of(run_dir))
+    assert f"preempted: step {done} saved" in ended.output
+    async_runs.finish("preempted", *ASYNC)
+    lags = [step - version for step, version in enumerate(versions(run_dir))]
+    assert lags == [0, *[0 if step == done else 1 for step in range(1, NUM_STEPS)]]
+
+
+def kill_an_engine() -> None:
+    """In the thread of rank 0 that generates, one engine is killed once that has begun."""
+    children = psutil.Process().children(recursive=True)
+    engines = [c for c in children if any("transformers_server" in a for a in c.cmdline())]
+    os.kill(engines[0].pid, signal.SIGKILL)
+
+
+OWN = ["rollout.base_urls=[]", "rollout.startup_timeout=60"]
+
+
+@pytest.mark.slow
+def test_an_engine_that_dies_beside_the_training_is_replaced_and_comes_back(
+    async_runs: Runs, whole: Path
+) -> None:
+    """It is started again by the thread that collects, and must not end with any generation."""
+    dies = InPhase(kill_an_engine, 0, "generate", 3)
+    with async_runs.start("dies", *ASYNC, *OWN, "rollout.num_engines=2", sabotage=dies) as job:
+        ended = job.end(120)
+    assert ended.exit_codes == [0] * NUM_RANKS, ended.output
+    assert ended.survivors == []
+    assert ended.output.count("is lost: ended with signal SIGKILL") == 1
+    assert versions(async_runs.folder / "dies") == versions(whole)
+    assert_same_but_for_engines(async_runs.folder / "dies", whole)
+
+
+@pytest.mark.slow
+def test_a_generation_whose_last_engine_is_lost_is_asked_for_again_from_what_is_pushed(
+    async_runs: Runs,
+) -> None:
+    dies = InPhase(kill_an_engine, 0, "generate", 3)
+    with async_runs.start("alone", *ASYNC, *OWN, "rollout.num_engines=1", sabotage=dies) as job:
+        ended = job.end(120)
+    assert ended.exit_codes == [0] * NUM_RANKS, ended.output
+    assert ended.survivors == []
+    assert versions(async_runs.folder / "alone") == [0, 0, 2, 2, 3]
+
+
+def steps_of(run_dir: Path) -> list[int]:
+    metrics = run_dir / "metrics.jsonl"
+    return [record["step"] for record in read_json_lines(metrics)] if metrics.exists() else []
