@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from parallel.packing import Alignment
 from parallel.pipeline_schedule import makespan
 
 TITLE = "Microbatches of packed sequences: simulated 1F1B of 4 stages, lognormal lengths"
-REQUIREMENTS = {"verl": ["verl==0.9.1"], "areal": ["areal==1.0.4"], "slime": [], "nemo_rl": []}
+REQUIREMENTS = {"verl": ["verl==0.9.1"], "areal": ["areal==1.0.4"]}
 SETTINGS = {
     "verl": "balance_batch and use_dynamic_bsz, small microbatches at both ends (its defaults); "
     "packages verl and verl.utils without their __init__, with stubs of verl.protocol, "
