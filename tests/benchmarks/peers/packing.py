@@ -30,8 +30,8 @@ SETTINGS = {
     "verl": "balance_batch and use_dynamic_bsz, small microbatches at both ends (its defaults); "
     "packages verl and verl.utils without their __init__, with stubs of verl.protocol, "
     "verl.utils.tensordict_utils and verl.utils.device, of which the planner uses nothing",
-    "areal": "packing_algorithm kk, which its documentation recommends for balance (ffd, the "
-    "default, was worse), 2 * pp microbatches or more as its Megatron engine asks for; packages "
+    "areal": "packing_algorithm ffd (kk, which its documentation recommends for balance, was "
+    "no better), 2 * pp microbatches or more as its Megatron engine asks for; packages "
     "areal and areal.utils without their __init__, with a stub of areal.utils.logging",
     "slime (rule)": "use_dynamic_batch_size and balance_data: first fit, the largest split until "
     "ranks have equally many, Karmarkar-Karp over ranks",
@@ -182,7 +182,7 @@ def areal(lengths: list[int], max_tokens: int, data: int) -> tuple[Plan, float]:
     return plan, controller + seconds
 
 
-AREAL_ALGORITHM = "kk"
+AREAL_ALGORITHM = "ffd"
 
 
 def in_step(
