@@ -139,7 +139,7 @@ def plan_microbatches(
 
     Raises ValueError when one sequence does not fit.
     """
-    aligned = round_up(np.array(lengths, dtype=int), alignment.sequence)
+    aligned = -(-np.array(lengths, dtype=int) // alignment.sequence) * alignment.sequence
     room = max_tokens // alignment.total * alignment.total
     _check_fit(lengths, aligned, max_tokens, room, alignment)
     cost = cost or CostModel()

@@ -142,6 +142,6 @@ def _waves(microbatches: int, pipeline: int, virtual_pipeline: int) -> tuple[lis
             if queue and queue[-1][2] in done:
                 queue.pop()
         done.update(operation for operation, *_ in ready)
-        columns = [np.array(column) for column in zip(*ready, strict=True)]
-        waves.append(_Wave(*columns[:-1], columns[-1][:, None]))
+        operation, before, source, i, factor = np.array(ready).T
+        waves.append(_Wave(operation, before, source, i, factor[:, None]))
     return waves, total

@@ -24,7 +24,7 @@ def event_by_event(costs, pipeline, virtual):
                 source = part + 1 if is_backward else part - 1
                 if is_backward and part == last:  # from its own forward
                     assert (False, part, i) in ends
-                elif 0 <= source and (is_backward, source, i) not in ends:
+                elif source >= 0 and (is_backward, source, i) not in ends:
                     break
                 ready = max(clock[stage], ends.get((is_backward, source, i), 0.0))
                 clock[stage] = ready + costs[i] / virtual * (2 if is_backward else 1)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import numpy as np
 
@@ -25,13 +25,13 @@ from parallel.packing import Alignment
 from parallel.pipeline_schedule import makespan
 
 TITLE = "Microbatches of packed sequences: simulated 1F1B of 4 stages, lognormal lengths"
-REQUIREMENTS = {"verl": ["verl==0.9.1"], "areal": ["areal==1.0.4"], "slime": [], "nemo_rl": []}
+REQUIREMENTS = {"verl": ["verl==0.9.1"], "areal": ["areal==1.0.4"]}
 SETTINGS = {
     "verl": "balance_batch and use_dynamic_bsz, small microbatches at both ends (its defaults); "
     "packages verl and verl.utils without their __init__, with stubs of verl.protocol, "
     "verl.utils.tensordict_utils and verl.utils.device, of which the planner uses nothing",
-    "areal": "packing_algorithm kk, which its documentation recommends for balance (ffd, the "
-    "default, was worse), 2 * pp microbatches or more as its Megatron engine asks for; packages "
+    "areal": "packing_algorithm ffd (kk, which its documentation recommends for balance, was "
+    "no better), 2 * pp microbatches or more as its Megatron engine asks for; packages "
     "areal and areal.utils without their __init__, with a stub of areal.utils.logging",
     "slime (rule)": "use_dynamic_batch_size and balance_data: first fit, the largest split until "
     "ranks have equally many, Karmarkar-Karp over ranks",
@@ -182,7 +182,7 @@ def areal(lengths: list[int], max_tokens: int, data: int) -> tuple[Plan, float]:
     return plan, controller + seconds
 
 
-AREAL_ALGORITHM = "kk"
+AREAL_ALGORITHM = "ffd"
 
 
 def in_step(
