@@ -1,9 +1,9 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from distributed import run_ranks
+from largest_tensor import LargestTensor
 from parallel.context import context_indices
 from parallel.device import product_dtype
 from parallel.vocab import chosen_logprobs, local_mask, prediction_targets
@@ -181,21 +181,6 @@ def test_bfloat16_products_give_what_rounded_logits_give(monkeypatch):
     for got, want in zip(case.gradients(logprobs, entropy), exact, strict=True):
         for one, other in zip(got, want, strict=True):
             assert (one - other).norm() < 0.02 * other.norm()
-
-
-class LargestTensor(TorchDispatchMode):
-    """Elements of the largest tensor that any operation gives."""
-
-    def __init__(self):
-        super().__init__()
-        self.num_elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **kwargs or {})
-        for value in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(value, torch.Tensor):
-                self.num_elements = max(self.num_elements, value.numel())
-        return result
 
 
 def test_no_tensor_has_more_elements_than_a_tile_or_the_inputs():

@@ -1,4 +1,4 @@
-"""Log-probabilities of 2,048 tokens from hidden states, and both gradients, at Qwen2.5's vocabulary.
+"""Log-probabilities of 2,048 tokens from hidden states, and both gradients; Qwen2.5's vocabulary.
 
 From hidden states [N, H] and a head [V, H] in bfloat16 to log-probabilities of the tokens, and the
 gradients of a weighted sum of them to both, on one rank. Ours and verl's give entropies as well.
@@ -43,9 +43,8 @@ REQUIREMENTS = {
 }
 SETTINGS = {
     "megatron-core": "0.16.1: vocab_parallel_cross_entropy behind the matrix product; no entropy",
-    "trl": "1.16.0: selective_log_softmax behind the matrix product, on bfloat16 logits; no entropy",
-    "liger": "the chunked selective log-probability of its GRPO loss, vocabulary in chunks of 4096; "
-    "no entropy",
+    "trl": "1.16.0: selective_log_softmax of bfloat16 logits, behind the product; no entropy",
+    "liger": "the chunked selective log-probability of its GRPO loss, in its chunks; no entropy",
     "verl": "FusedLinearForPPO, impl_backend torch, chunk_size 512",
 }
 GOALS = [

@@ -1,0 +1,52 @@
+"""Log-probabilities on CUDA, where tiles of logits go through fused kernels, beside the CPU's."""
+
+import pytest
+import torch
+
+from parallel.vocab import chosen_logprobs, prediction_targets
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+]
+NUM_TOKENS, VOCAB_SIZE, HIDDEN_SIZE = 300, 5003, 64
+
+
+def values_and_gradients(dtype, device, tile_columns, num_tokens=NUM_TOKENS):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(num_tokens, HIDDEN_SIZE, generator=generator).bfloat16()
+    weight = torch.randn(5008, HIDDEN_SIZE, generator=generator).bfloat16()
+    tokens = torch.randint(VOCAB_SIZE, (num_tokens,), generator=generator).to(device)
+    inputs = [each.to(device, dtype).requires_grad_() for each in (hidden, weight)]
+    ends = torch.tensor([0, num_tokens], device=device)
+    logprobs, entropy = chosen_logprobs(
+        *inputs,
+        tokens,
+        prediction_targets(ends, torch.arange(num_tokens, device=device)),
+        torch.ones_like(tokens, dtype=torch.bool),
+        temperature=0.8,
+        vocab_size=VOCAB_SIZE,
+        tensor_group=None,
+        tile_columns=tile_columns,
+    )
+    only_logprobs = torch.autograd.grad(logprobs.sum(), inputs, retain_graph=True)
+    both = torch.autograd.grad((logprobs + entropy).sum(), inputs)
+    return [x.detach().cpu().double() for x in (logprobs, entropy, *only_logprobs, *both)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tile_columns", [None, 512])
+def test_fused_tiles_are_the_definition(dtype, tile_columns):
+    exact = values_and_gradients(torch.float64, "cpu", 512)
+    got = values_and_gradients(dtype, "cuda", tile_columns)
+    for number, (one, other) in enumerate(zip(got, exact, strict=True)):
+        # Logits are not rounded to bfloat16; gradients are, and the factors of their products.
+        tolerance = 2e-2 if number > 1 and dtype == torch.bfloat16 else 1e-4
+        assert (one - other).norm() < tolerance * other.norm(), number
+
+
+def test_microbatches_of_other_lengths_take_the_same_kernels():
+    for num_tokens in (2, 17, 129, 200):
+        exact = values_and_gradients(torch.float64, "cpu", 512, num_tokens)
+        got = values_and_gradients(torch.bfloat16, "cuda", None, num_tokens)
+        assert (got[0] - exact[0]).norm() < 1e-4 * exact[0].norm()
