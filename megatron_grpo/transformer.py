@@ -199,7 +199,9 @@ def _mesh(
         # Packed microbatches differ in length; Megatron wants this dispatcher then, experts or not.
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
-        "deallocate_pipeline_outputs": True,
+        # With overlap a stage's output is let go of while it is still being sent. NCCL keeps the
+        # memory until then; gloo sends whatever has been put there in the meantime.
+        "deallocate_pipeline_outputs": dims.virtual_pipeline == 1 or torch.cuda.is_available(),
     }
 
 
