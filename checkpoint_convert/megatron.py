@@ -35,8 +35,14 @@ def megatron_layout(
     Data and context ranks above 0 hold replicas only, but for experts, which are split over them.
     `transformer_engine`: norms and experts are named and grouped as its modules do.
     """
+    return _layout(
+        _chunks(shape, dims, coordinates, transformer_engine=transformer_engine), dims, coordinates
+    )
+
+
+def _layout(chunks: list[list[Parameter]], dims: ParallelDims, coordinates: Coordinates) -> Layout:
+    """Of the rank at `coordinates`, from the unsplit parameters of its model chunks."""
     shapes, pieces, zeros = {}, [], []
-    chunks = _chunks(shape, dims, coordinates, transformer_engine=transformer_engine)
     for number, chunk in enumerate(chunks):
         for parameter in chunk:
             rank, size, is_replica = _place(parameter, dims, coordinates)
@@ -64,8 +70,7 @@ def megatron_sender(
         for number, chunk in enumerate(chunks)
         for parameter in chunk
     }
-    layout = megatron_layout(shape, dims, coordinates, transformer_engine=transformer_engine)
-    return Sender(dims.rank(coordinates), layout, holders)
+    return Sender(dims.rank(coordinates), _layout(chunks, dims, coordinates), holders)
 
 
 def first_senders(shape: ModelShape, dims: ParallelDims) -> Iterator[Sender]:

@@ -6,6 +6,7 @@ vLLM is not imported: what is said here is compared with what a running engine r
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from checkpoint_convert.families import decoder
 from checkpoint_convert.families.description import Parameter, Shard
@@ -89,29 +90,52 @@ def _experts(shape: ModelShape, dims: EngineDims, rank: int) -> range:
 
 def _shard(parameter: Parameter, name: str, rank: int, size: int) -> Shard:
     """Worker `rank`'s share of every source, one after the other; then its zero rows."""
-    pieces, zeros = [], []
+    sources = tuple([(source.shape, source.num_heads) for source in parameter.sources])
+    parts, zeros, whole = _cut(sources, parameter.split, parameter.zero_rows, rank, size)
+    pieces = [
+        Piece(name, local, parameter.sources[number].name, stored, is_replica)
+        for number, local, stored, is_replica in parts
+    ]
+    return Shard(whole, tuple(pieces), zeros)
+
+
+@cache
+def _cut(
+    sources: tuple[tuple[Shape, int | None], ...],
+    split: int | None,
+    zero_rows: int,
+    rank: int,
+    size: int,
+) -> tuple[tuple[tuple[int, Box, Box, bool], ...], tuple[Box, ...], Shape]:
+    """The parts of a worker's parameter, its boxes of zeros, and its shape.
+
+    Of each part: the number of its source, its box in the parameter and in the source, and whether
+    a worker of lower rank holds it too. Kept, and without names, because layers are all alike: one
+    of a kind is worked out.
+    """
+    parts, zeros = [], []
     row = 0
-    for source in parameter.sources:
-        box = Box.whole((source.shape[0] + parameter.zero_rows, *source.shape[1:]))
+    for number, (shape, num_heads) in enumerate(sources):
+        box = Box.whole((shape[0] + zero_rows, *shape[1:]))
         is_replica = rank > 0
-        if parameter.split is not None:
+        if split is not None:
             # With fewer key-value heads than workers, neighbours hold the same head.
-            num_parts = min(size, source.num_heads or size)
+            num_parts = min(size, num_heads or size)
             part, copy = divmod(rank, size // num_parts)
-            extent = box.size[parameter.split] // num_parts
-            box = box.narrowed(parameter.split, part * extent, extent)
+            extent = box.size[split] // num_parts
+            box = box.narrowed(split, part * extent, extent)
             is_replica = copy > 0
-        num_stored = min(max(source.shape[0] - box.start[0], 0), box.size[0])
-        local = Box((row, *(0 for _ in source.shape[1:])), box.size)
+        num_stored = min(max(shape[0] - box.start[0], 0), box.size[0])
+        local = Box((row, *(0 for _ in shape[1:])), box.size)
         if num_stored < box.size[0]:
             zeros.append(local.narrowed(0, num_stored, box.size[0] - num_stored))
             local, stored = local.narrowed(0, 0, num_stored), box.narrowed(0, 0, num_stored)
         else:
             stored = box
         if num_stored:
-            pieces.append(Piece(name, local, source.name, stored, is_replica))
+            parts.append((number, local, stored, is_replica))
         row += box.size[0]
-    return Shard((row, *local.size[1:]), tuple(pieces), tuple(zeros))
+    return tuple(parts), tuple(zeros), (row, *local.size[1:])
 
 
 def _in_stack(piece: Piece, index: int) -> Piece:

@@ -29,7 +29,7 @@ from megatron_grpo.preemption import Preempted
 from megatron_grpo.rollout import EnginesLost, RolloutClient, WorkerSums
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.weight_sums import sums_of_all_ranks, worker_layouts
-from parallel import Sender, plan_sends
+from parallel import Sender, cut_shares, plan_shares
 from parallel.transport import TIMEOUT, Invitation, Outbox, bucket_bytes_for, refuse_all
 from parallel.transport.meeting import Board, Meeting, join, local_address, open_meeting
 
@@ -54,14 +54,15 @@ class WeightSync:
         self._address = broadcast_text(address, device, source=dist.get_world_size() - 1)
         self._dtype = getattr(torch, cfg.model.dtype)
         self._workers = worker_layouts(shape, cfg.rollout)
-        self._senders = self._all_senders()
+        shares = plan_shares(sender, self._workers)
+        self._senders = self._all_senders({worker for worker, *_ in shares})
         limit = cfg.rollout.update_weights_bucket_megabytes * 1_000_000
         shard_bytes = max(worker.num_elements for worker in self._workers) * self._dtype.itemsize
         self._bucket_bytes = bucket_bytes_for(
             limit, self._senders, cfg.rollout.num_engines, shard_bytes
         )
         max_elements = self._bucket_bytes // self._dtype.itemsize
-        self._sends = plan_sends(sender, self._workers, max_elements)
+        self._sends = cut_shares(shares, max_elements)
         self._check_engine = partial(check_engine, self._workers, dtype=cfg.model.dtype)
         self._num_engines, self._chain = 0, 0
         self._outbox: Outbox | None = None
@@ -215,11 +216,10 @@ class WeightSync:
     def _first_failure(self, action: Callable[[], None]) -> ConnectionError | None:
         return first_failure(action, self._device, ConnectionError)
 
-    def _all_senders(self) -> list[list[int]]:
-        """Of each worker: the ranks that send to it; collective over all ranks."""
-        sends = plan_sends(self._sender, self._workers, max_elements=sys.maxsize)
+    def _all_senders(self, own: set[int]) -> list[list[int]]:
+        """Of each worker: the ranks that send to it; `own` are this rank's. Collective."""
         mine = torch.zeros(len(self._workers), dtype=torch.uint8, device=self._device)
-        mine[list(sends)] = 1
+        mine[list(own)] = 1
         by_rank = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(by_rank, mine)
         return [column.nonzero().flatten().tolist() for column in torch.stack(by_rank, dim=1)]

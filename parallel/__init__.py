@@ -11,7 +11,9 @@ from parallel.reshard import (
     Traffic,
     check_arrivals,
     check_push,
+    cut_shares,
     plan_sends,
+    plan_shares,
     senders_by_worker,
     traffic,
 )
@@ -31,10 +33,12 @@ __all__ = [
     "check_arrivals",
     "check_push",
     "cover_exactly",
+    "cut_shares",
     "divisors",
     "intersect",
     "pipeline_layers",
     "plan_sends",
+    "plan_shares",
     "senders_by_worker",
     "traffic",
 ]

@@ -223,17 +223,28 @@ class Copy:
 def intersect(source: Layout, destination: Layout) -> list[Copy]:
     """Every copy that `destination` can take from what `source` owns (replicas own nothing)."""
     owned = (piece for piece in source.pieces if not piece.is_replica)
-    return [Copy.of(*shared) for shared in overlaps(owned, destination.pieces)]
+    return [
+        Copy.of(have, want, box) for _, have, want, box in overlaps(owned, [destination.pieces])
+    ]
 
 
 def overlaps(
-    source: Iterable[Piece], destination: Iterable[Piece]
-) -> Iterator[tuple[Piece, Piece, Box]]:
-    """All pairs of pieces that share a box of a whole tensor, with that box."""
+    source: Iterable[Piece], destinations: Sequence[Iterable[Piece]]
+) -> Iterator[tuple[int, Piece, Piece, Box]]:
+    """All pairs of pieces that share a box of a whole tensor, with that box.
+
+    First comes the number of the destination; one tensor goes after the other.
+    """
     owned = _grouped((piece.tensor, (piece.box, piece)) for piece in source)
-    wanted = _grouped((p.tensor, (p.box, p)) for p in destination if p.tensor in owned)
+    wanted = _grouped(
+        (piece.tensor, (piece.box, (number, piece)))
+        for number, pieces in enumerate(destinations)
+        for piece in pieces
+        if piece.tensor in owned
+    )
     for name, boxes in wanted.items():
-        yield from _overlaps(owned[name], boxes)
+        for have, (number, want), box in _overlaps(owned[name], boxes):
+            yield number, have, want, box
 
 
 K = TypeVar("K", bound=Hashable)

@@ -9,6 +9,7 @@ be sent of it, and each takes its equal share of that list, without a word betwe
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from parallel.layout import Box, Copy, Layout, Piece, overlaps
 
@@ -35,12 +36,24 @@ def plan_sends(
 
     `workers` are the layouts of the engine's workers; no copy has more than `max_elements`.
     """
+    return cut_shares(plan_shares(sender, workers), max_elements)
+
+
+def plan_shares(sender: Sender, workers: Sequence[Layout]) -> list[Shared]:
+    """What a trainer rank sends, before it is cut to a size that depends on who sends to whom."""
+    return [
+        share
+        for holders, shared in _by_holders(sender, workers).items()
+        for share in _share(shared, holders.index(sender.rank), len(holders))
+    ]
+
+
+def cut_shares(shares: Iterable[Shared], max_elements: int) -> dict[int, list[Copy]]:
+    """By worker, the copies of what a rank sends, none of more than `max_elements`."""
     sends: dict[int, list[Copy]] = {}
-    for holders, shared in _by_holders(sender, workers).items():
-        index = holders.index(sender.rank)
-        for worker, have, want, box in _share(shared, index, len(holders)):
-            copies = [Copy.of(have, want, part) for part in box.cut(max_elements)]
-            sends.setdefault(worker, []).extend(copies)
+    for worker, have, want, box in shares:
+        copies = [Copy.of(have, want, part) for part in box.cut(max_elements)]
+        sends.setdefault(worker, []).extend(copies)
     return sends
 
 
@@ -52,9 +65,9 @@ def _by_holders(sender: Sender, workers: Sequence[Layout]) -> dict[range, list[S
     groups: dict[range, list[Shared]] = {holders: [] for holders in sender.holders.values()}
     groups.pop(range(0), None)
     pieces = [piece for piece in sender.layout.pieces if sender.holders[piece.local]]
-    for number, worker in enumerate(workers):
-        for have, want, box in overlaps(pieces, worker.pieces):
-            groups[sender.holders[have.local]].append((number, have, want, box))
+    found = overlaps(pieces, [worker.pieces for worker in workers])
+    for shared in sorted(found, key=itemgetter(0)):
+        groups[sender.holders[shared[1].local]].append(shared)
     return groups
 
 
