@@ -1,0 +1,242 @@
+"""A push of a Llama of 1.5B (bf16, 3.0 GB) from two trainer ranks, TP2, into one process, TP1.
+
+Three processes on one machine, by loopback; the third holds what Megatron's only rank would, so
+that both do the same job. Megatron-Core's `swap_model_weights` goes over gloo, ours over its
+network links, with 64 MB of buffers in a process; checksums of what was sent and of what is held
+are compared, and that counts. The first push, which plans and makes links, is counted apart.
+
+Memory is the most that a process held beyond the weights, from before the plan until after the last
+push. PUSH_LAYERS=4 makes the model smaller.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from hashlib import sha256
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from checkpoint_convert import ModelShape
+from checkpoint_convert.megatron import megatron_layout, megatron_sender
+from distributed import run_ranks
+from parallel import Layout, ParallelDims, Shape
+from shapes import DENSE
+
+LLAMA = ModelShape(
+    num_layers=int(os.environ.get("PUSH_LAYERS", 16)),
+    hidden_size=2048,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=64,
+    intermediate_size=8192,
+    vocab_size=128256,  # is padded to the same number of rows at TP1 and TP2
+    **DENSE,
+)
+TRAINER, ENGINE = ParallelDims(tensor=2), ParallelDims()
+RECEIVER = TRAINER.world_size
+"""The rank that is no trainer."""
+BUFFER_BYTES = 64_000_000
+PUSHES = 3
+TIMEOUT = timedelta(seconds=120)
+
+TITLE = f"Push of {LLAMA.num_layers} layers of Llama-3.2-1B, untied, bf16, TP2 to TP1 by loopback"
+REQUIREMENTS: dict[str, list[str]] = {"megatron-core": []}  # ours needs it, too
+SETTINGS = {
+    "megatron-core": "0.16.1, swap_model_weights with GlooCopyService and its cached plan; models "
+    "are bare parameters with Megatron's attributes, none where a process has no part in one; "
+    "torch.cuda.Stream is stubbed to None"
+}
+GOALS = [("seconds", "megatron-core", 8.0), ("peak_extra_bytes", "megatron-core", 40.0)]
+
+Push = Callable[[], None]
+
+
+def ours(folder: Path) -> dict[str, float]:
+    """Outbox and Inbox."""
+    return measured(folder, our_rank)
+
+
+def megatron(folder: Path) -> dict[str, float]:
+    """Megatron-Core's resharding."""
+    return measured(folder, megatron_rank)
+
+
+def measured(folder: Path, rank_of: Callable[..., dict[str, Any]]) -> dict[str, float]:
+    """The figures of all processes, and the digest of what has arrived."""
+    found = run_ranks(RECEIVER + 1, rank_of, timeout=900)
+    (folder / "digest.json").write_text(json.dumps(found[RECEIVER]["digest"]))
+    held = layout_of(ENGINE, 0).num_elements * 2
+    extra = max(each["extra"] for each in found)
+    return {
+        "seconds": max(each["seconds"] for each in found),
+        "first_seconds": max(each["first"] for each in found),
+        "peak_extra_bytes": extra,
+        "extra_of_model": extra / held,
+    }
+
+
+def layout_of(dims: ParallelDims, rank: int) -> Layout:
+    """What Megatron's rank holds."""
+    return megatron_layout(LLAMA, dims, dims.coordinates(rank), transformer_engine=False)
+
+
+def weights_of(rank: int) -> dict[str, Tensor]:
+    """Any bits on the trainer's ranks, the same on both in norms; anything on the receiver."""
+    whole = layout_of(ENGINE, 0).shapes
+    if rank == RECEIVER:
+        return {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in whole.items()}
+    shapes = layout_of(TRAINER, rank).shapes
+    return {
+        name: bits(shape, crc32(name.encode()) + (rank if shape != whole[name] else 0))
+        for name, shape in shapes.items()
+    }
+
+
+def bits(shape: Shape, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.empty(shape, dtype=torch.int16).random_(-(1 << 15), 1 << 15, generator=generator)
+    return drawn.view(torch.bfloat16)
+
+
+def our_rank(rank: int) -> dict[str, Any]:
+    """One process of ours."""
+    from megatron_grpo.weight_sums import sums_of_all_ranks
+    from parallel import plan_sends
+    from parallel.transport import Inbox, Invitation, Outbox, bucket_bytes_for
+    from parallel.transport.meeting import Meeting, join, open_meeting
+
+    weights = weights_of(rank)
+    device, dtype = torch.device("cpu"), torch.bfloat16
+    worker = layout_of(ENGINE, 0)
+    ends: list[Any] = []
+
+    def links() -> Outbox | Inbox:
+        trainers = [*range(RECEIVER)]
+        size = bucket_bytes_for(BUFFER_BYTES, [trainers], 1, worker.num_elements * 2)
+        said: list[Any] = [None]
+        if rank == 0:
+            meeting, board = open_meeting("127.0.0.1")
+            ends.append(board)
+            said = [(meeting.host, meeting.port, meeting.key)]
+        dist.broadcast_object_list(said, src=0)
+        invitation = Invitation(Meeting(*said[0]), size, 1, True, [trainers], [[]])
+        if rank == RECEIVER:
+            return Inbox.open(invitation, 0, 0, weights, device, TIMEOUT)
+        place = TRAINER.coordinates(rank)
+        sender = megatron_sender(LLAMA, TRAINER, place, transformer_engine=False)
+        sends = plan_sends(sender, [worker], size // dtype.itemsize)
+        board = join(invitation.meeting, TIMEOUT)
+        shapes = [worker.shapes]
+        return Outbox.open(invitation, board, rank, sends, shapes, dtype, device, TIMEOUT)
+
+    def push() -> None:
+        if not ends or not isinstance(ends[-1], Outbox | Inbox):
+            ends.append(links())
+        end = ends[-1]
+        sent = end.send(weights) if isinstance(end, Outbox) else {}
+        held = end.receive(weights) if isinstance(end, Inbox) else None
+        [expected] = sums_of_all_ranks(sent, [worker], device)
+        assert held is None or held == expected
+
+    found = run(rank, weights, push)
+    ends[-1].close()
+    return found
+
+
+def megatron_rank(rank: int) -> dict[str, Any]:
+    """One process of Megatron-Core's; of the two models it has one, and the other is empty."""
+    from megatron.core.resharding.copy_services.gloo_copy_service import GlooCopyService
+    from megatron.core.resharding.refit import swap_model_weights
+
+    weights = weights_of(rank)
+    torch.cuda.Stream = lambda: None  # type: ignore
+    groups = [dist.new_group([other]) for other in range(RECEIVER + 1)]
+    trainers = dist.new_group([*range(RECEIVER)])
+    whole = layout_of(ENGINE, 0).shapes
+    is_receiver = rank == RECEIVER
+    source = Bare({} if is_receiver else weights, whole, groups[rank], trainers)
+    target = Bare(weights if is_receiver else {}, whole, groups[rank], groups[rank])
+    service = GlooCopyService()
+    return run(rank, weights, lambda: swap_model_weights(source, target, service))
+
+
+class Bare(torch.nn.Module):
+    """Parameters under Megatron's names, with the attributes that its layers give them."""
+
+    def __init__(
+        self, weights: Mapping[str, Tensor], whole: Mapping[str, Shape], data: Any, tensor: Any
+    ) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(num_moe_experts=None)
+        self.pg_collection = SimpleNamespace(tp=tensor, dp=data, pp=None, ep=None)
+        self._named = []
+        for name, values in weights.items():
+            parameter: Any = torch.nn.Parameter(values, requires_grad=False)
+            if len(whole[name]) > 1:
+                parameter.tensor_model_parallel = True
+                parameter.partition_dim = int("linear_proj" in name or "linear_fc2" in name)
+                parameter.partition_stride = 2 if "linear_fc1" in name else 1
+            self._named.append((name, parameter))
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        """Names have dots in them, which modules of torch would not have."""
+        return iter(self._named)
+
+
+def run(rank: int, weights: Mapping[str, Tensor], push: Push) -> dict[str, Any]:
+    """What a process measures of a first push and of others, and the digest of what it holds."""
+    seconds = []
+    before = watch_peak()
+    for _ in range(1 + PUSHES):
+        if rank == RECEIVER:
+            for values in weights.values():
+                values.zero_()  # what has arrived before does not count
+        dist.barrier()
+        start = time.perf_counter()
+        push()
+        dist.barrier()
+        seconds.append(time.perf_counter() - start)
+    return {
+        "first": seconds[0],
+        "seconds": sorted(seconds[1:])[PUSHES // 2],
+        "extra": resident("VmHWM") - before,
+        "digest": digest(weights) if rank == RECEIVER else "",
+    }
+
+
+def watch_peak() -> int:
+    """Have the peak of this process's memory begin now; its present bytes."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident("VmRSS")
+
+
+def resident(field: str) -> int:
+    """Bytes by /proc."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
+
+
+def digest(weights: Mapping[str, Tensor]) -> str:
+    """Of all bits, in the order of names."""
+    found = sha256()
+    for name in sorted(weights):
+        found.update(weights[name].view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
+SIDES = {"ours": ours, "megatron-core": megatron}
+
+
+def compare(ours: Path, peer: Path) -> str:
+    """Bit for bit."""
+    own, other = (json.loads((folder / "digest.json").read_text()) for folder in (ours, peer))
+    assert own == other, (own, other)
+    return "what has arrived is the same bit for bit"
