@@ -124,7 +124,11 @@ def draw_time(axis: Axes, records: Sequence[Record]) -> None:
     """
     _name(axis, "Seconds per step")
     records = [record for record in records if record["step"]]  # before them, an evaluation
-    phases = list(dict.fromkeys(n for r in records for n in r if n.startswith("time/")))
+    phases = list(
+        dict.fromkeys(
+            n for r in records for n in r if n.startswith("time/") and not is_beside(n, r)
+        )
+    )
     phases.remove("time/step")
     steps = [record["step"] for record in records]
     edges = [steps[0] - 0.5, *(step + 0.5 for step in steps)]

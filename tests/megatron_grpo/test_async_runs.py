@@ -63,7 +63,9 @@ def async_runs(
     tmp_path_factory: pytest.TempPathFactory, tied_model: Path, transformers_engine: TestEngine
 ) -> Runs:
     folder = tmp_path_factory.mktemp("async")
-    (folder / "reward.py").write_text(REWARD.format(hold=str(folder / "hold"), fail=str(folder / "fail")))
+    (folder / "reward.py").write_text(
+        REWARD.format(hold=str(folder / "hold"), fail=str(folder / "fail"))
+    )
     (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums()))
     common = [
         f"model.path={tied_model}",
