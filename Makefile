@@ -10,7 +10,7 @@ FAULTS := $(addprefix tests/megatron_grpo/,test_faults.py test_kills.py test_ski
 STAMP := .venv/setup.stamp
 PIP = $(PYTHON) -m pip --python $(BIN)/python --disable-pip-version-check
 
-.PHONY: setup demo demo-data learning-curves test test-faults test-slurm check bench bench-convert bench-reshard
+.PHONY: setup demo demo-data learning-curves test test-faults test-slurm check bench bench-convert bench-reshard bench-peers
 
 setup: $(STAMP)
 
@@ -64,3 +64,8 @@ bench-convert: setup
 # One thread per process, as torchrun has it.
 bench-reshard: setup
 	OMP_NUM_THREADS=1 PYTHONPATH=.:tests $(BIN)/python tests/benchmarks/bench_reshard.py $(ARGS)
+
+# Beside other projects, which it installs from the package index; writes docs/peers.md. An hour or two
+# on a machine that does nothing else; ARGS names some of the comparisons.
+bench-peers: setup
+	PYTHONPATH=.:tests $(BIN)/python tests/benchmarks/bench_peers.py $(ARGS)

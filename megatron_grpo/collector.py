@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, replace
 
 from megatron_grpo.experience_source import Collected, ExperienceSource
 from megatron_grpo.preemption import preempted_instead
+from megatron_grpo.rewards import RewardError
+from megatron_grpo.rollout import EngineError, EnginesLost, EnginesOut
 from megatron_grpo.timeline import ROLLOUT, Timeline
 from megatron_grpo.timing import BETWEEN, WAIT, PhaseTimer
 from megatron_grpo.watch import Watch
@@ -52,7 +54,9 @@ class Collector:
         """What has come of it.
 
         Raises what `ExperienceSource.collect` raises, and Preempted instead where somebody wants
-        the machine back. The watch is told what is waited for, which has limits of its own.
+        the machine back. What fails beside the training is raised as EnginesLost, unless engines
+        may come back: the step that was taken meanwhile is to be logged and saved before the run
+        ends. The watch is told what is waited for, which has limits of its own.
         """
         with preempted_instead(lambda: self._watch.is_preempted):
             return self._wait(timer)
@@ -70,7 +74,13 @@ class Collector:
                 while self._phase == phase and not self._is_over:
                     self._changed.wait()
                 is_over = self._is_over
-        return self._making.result()
+        try:
+            return self._making.result()
+        except (EnginesOut, EnginesLost):
+            raise
+        except (RewardError, TimeoutError, EngineError) as error:
+            number = self._asked.generation
+            raise EnginesLost(f"generation {number} failed: {error}") from error
 
     def close(self) -> None:
         """End what is being made: what it works with is about to be closed."""

@@ -106,7 +106,7 @@ class TrainMetrics:
             "rollout_gap": gap,
         }
         sums = [tokens.sequences.local_sums(by_sequence[name].double()) for name in _BY_SEQUENCE]
-        # Padding has index -1 and only zeros: any row may take them.
+        # Padding and shared prompts have index -1 and only zeros: any row may take them.
         rows = tokens.sequence_index.clamp(min=0)
         self._by_sequence.index_add_(0, rows, torch.stack(sums, dim=1))
         self.maxima = torch.maximum(self.maxima, torch.stack([ratio.amax(), gap.amax()]))

@@ -13,9 +13,9 @@ from parallel.sequences import SequenceMeans
 def rollout_weights(
     log_mismatch: Tensor, sequences: SequenceMeans, cfg: GRPOConfig
 ) -> Tensor | None:
-    """Importance weight [T] of each token, of the trainer's policy over the engine's; None: 1.
+    """Importance weight [K] of each token, of the trainer's policy over the engine's; None: 1.
 
-    With d = `log_mismatch` [T], the trainer's log-probability of the token less the engine's, and
+    With d = `log_mismatch` [K], the trainer's log-probability of the token less the engine's, and
     the bounds ``rollout_importance_sampling_min`` <= w <= ``.._threshold``:
 
     - w of a token is exp(d) (TIS, "Your efficient RL framework secretly brings you off-policy RL
@@ -45,10 +45,10 @@ def on_policy_mask(
     sequences: SequenceMeans,
     threshold: float,
 ) -> Tensor:
-    """Which tokens [T] stay: all but those of negative advantage in sequences left behind.
+    """Which tokens [K] stay: all but those of negative advantage in sequences left behind.
 
     A sequence is left behind where the mean over its tokens of ``sampling_logprobs - logprobs`` is
-    above `threshold`: DeepSeek-V3.2, arXiv 2512.02556, eq. 9. `sampling_logprobs` [T] are the
+    above `threshold`: DeepSeek-V3.2, arXiv 2512.02556, eq. 9. `sampling_logprobs` [K] are the
     engine's.
     """
     divergence = sequences.mean(sampling_logprobs - logprobs)

@@ -1,7 +1,7 @@
 """What each loss type maximizes: the objective of every token, before weights add them up.
 
 All are functions of a ratio r of the present policy over the one that generated, and of the
-advantage A, both [T]; they return what is to be minimized.
+advantage A, both [K]; they return what is to be minimized.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ LOG_LEAST = -18.420680743952367  # of 1e-8
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """Losses of tokens, and which of them a clip held back: [T] each."""
+    """Losses of tokens, and which of them a clip held back: [K] each."""
 
     loss: Tensor
     clipped_low: Tensor
@@ -34,9 +34,9 @@ def objective(
     sequences: SequenceMeans,
     cfg: GRPOConfig,
 ) -> Objective:
-    """The objective of ``cfg.loss_type``; `rollout_weights` [T], if any, are in it.
+    """The objective of ``cfg.loss_type``; `rollout_weights` [K], if any, are in it.
 
-    `log_ratio` [T] is `logprobs` less the old ones; both are 0 off the mask of `sequences`.
+    `log_ratio` [K] is `logprobs` less the old ones; `sequences` says whose the tokens are.
     """
     if cfg.loss_type == "vespo":
         return vespo(logprobs, log_ratio, advantages, rollout_weights, sequences, cfg)
@@ -62,7 +62,7 @@ def objective(
 def importance_ratio(
     logprobs: Tensor, log_ratio: Tensor, sequences: SequenceMeans, level: ImportanceLevel
 ) -> Tensor:
-    """The ratio of each token [T]; at the level of the sequence the same for all of it.
+    """The ratio of each token [K]; at the level of the sequence the same for all of it.
 
     - token: exp(log_ratio), as in PPO;
     - sequence: exp of the mean of log_ratio over the sequence, GSPO (arXiv 2507.18071, eq. 7);

@@ -15,6 +15,8 @@ from rich.progress import (
 )
 from rich.table import Column
 
+from megatron_grpo.timing import is_beside
+
 SHOWN_SECONDS = 0.05
 """Phases shorter than this would print as 0.0 and are left out."""
 
@@ -131,9 +133,10 @@ def evaluation_line(metrics: Mapping[str, float]) -> str:
 
 
 def phase_line(metrics: Mapping[str, float]) -> str:
-    """Seconds by phase, in the order in which they ran."""
+    """Seconds by phase, in the order in which they ran; not of what was made beside the step."""
     return ", ".join(
         f"{name.removeprefix('time/')} {seconds:.1f}"
         for name, seconds in metrics.items()
         if name.startswith("time/") and name != "time/step" and seconds >= SHOWN_SECONDS
+        if not is_beside(name, metrics)
     )

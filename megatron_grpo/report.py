@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import LogLocator, MaxNLocator, StrMethodFormatter
 
-from megatron_grpo.timing import WAIT
+from megatron_grpo.timing import is_beside
 from megatron_grpo.tracking import METRICS_FILE
 
 CURVES_FILE = "curves.png"
@@ -124,15 +124,19 @@ def draw_time(axis: Axes, records: Sequence[Record]) -> None:
     """
     _name(axis, "Seconds per step")
     records = [record for record in records if record["step"]]  # before them, an evaluation
-    phases = list(dict.fromkeys(n for r in records for n in r if n.startswith("time/")))
+    phases = list(
+        dict.fromkeys(
+            n for r in records for n in r if n.startswith("time/") and not is_beside(n, r)
+        )
+    )
     phases.remove("time/step")
-    if f"time/{WAIT}" in phases:
-        phases = [name for name in phases if name not in ("time/generate", "time/score")]
     steps = [record["step"] for record in records]
     edges = [steps[0] - 0.5, *(step + 0.5 for step in steps)]
     below = np.zeros(len(records))
     for name, color in zip(phases, cycle(PALETTE), strict=False):
-        above = below + [record.get(name, 0.0) for record in records]
+        above = below + [
+            0.0 if is_beside(name, record) else record.get(name, 0.0) for record in records
+        ]
         label = name.removeprefix("time/")
         axis.stairs(above, edges, baseline=below, fill=True, color=color, alpha=0.85, label=label)
         below = above

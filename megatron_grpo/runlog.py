@@ -110,7 +110,8 @@ class RunLog:
         its way out for a reason that decides about its exit code.
         """
         self.bar.close()
-        self.timeline.close()
+        with told(f"{TIMELINE_FILE} could not be finished"):
+            self.timeline.close()
         with told("the records of the run could not be finished"):
             self.tracking.close()
         with told(f"{CURVES_FILE} could not be drawn"):

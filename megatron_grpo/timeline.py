@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ class Timeline:
     def __init__(self, path: Path) -> None:
         self.step = 0
         """That the trainer is at, counted from 1; before the first, those that are done."""
-        self._lock = threading.Lock()
+        self._lock, self._is_broken = threading.Lock(), False
         is_new = not path.exists() or _cut(path) == 0
         self._file = path.open("a", encoding="utf-8")
         if is_new:
@@ -50,8 +51,14 @@ class Timeline:
 
     def _write(self, **event: Any) -> None:
         with self._lock:
-            self._file.write(json.dumps({**event, "pid": 0}) + ",\n")
-            self._file.flush()
+            if self._is_broken:
+                return
+            try:
+                self._file.write(json.dumps({**event, "pid": 0}) + ",\n")
+                self._file.flush()
+            except OSError as error:  # a run does not end for its timeline
+                self._is_broken = True
+                print(f"{TIMELINE_FILE} goes no further: {error}", file=sys.stderr)
 
 
 def _cut(path: Path) -> int:

@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 BETWEEN = ""
@@ -47,3 +47,8 @@ class PhaseTimer:
         """Seconds so far, by metric name, in the order in which the phases began."""
         total = time.perf_counter() - self._start
         return {**{f"time/{name}": s for name, s in self._seconds.items()}, "time/step": total}
+
+
+def is_beside(name: str, metrics: Mapping[str, object]) -> bool:
+    """Whether a metric is of a phase that ran beside the step, which then waited for it."""
+    return name in ("time/generate", "time/score") and f"time/{WAIT}" in metrics

@@ -1,5 +1,6 @@
 """The training loop, as every rank runs it."""
 
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
@@ -15,7 +16,7 @@ from megatron_grpo.ask_engines import ask_engines
 from megatron_grpo.batching import BatchSchedule
 from megatron_grpo.checkpoints.checkpoints import Checkpoints
 from megatron_grpo.checkpoints.newest import steps_done
-from megatron_grpo.checkpoints.trainer_state import TrainerState
+from megatron_grpo.checkpoints.trainer_state import Ready, TrainerState
 from megatron_grpo.collector import Collector
 from megatron_grpo.config import Config
 from megatron_grpo.evaluation import Evaluation, is_due
@@ -222,15 +223,27 @@ class Training:
 
     def _restore_ready(self) -> None:
         """Take up the generation that the checkpoint has beside the one that is trained on."""
-        metrics = self.state.ready
-        if metrics is None or not self.cfg.rollout.async_generate:
+        ready = self.state.ready
+        if ready is None or not self.cfg.rollout.async_generate:
             return
-        cursor, collected = self.batches.cursor(self.first_step), None
+        cursor = self.batches.cursor(self.first_step)
+        following = cursor.generation if cursor.starts_generation else cursor.generation + 1
+        wanted = (following, self.batches.generation_batch_size)
+        if wanted != (ready.generation, ready.num_samples):
+            if self.source:
+                print(
+                    f"generation {ready.generation} of {ready.num_samples} samples, which was made "
+                    f"before the run ended, is not used: the config now wants number {following} "
+                    f"of {wanted[1]}",
+                    file=sys.stderr,
+                )
+            return
+        collected = None
         if self.source:
             prompts = self.source.prompts.prompts
             experience = self.checkpoints.load_ready(self.first_step, prompts)
-            collected = Collected(experience, metrics)
-        self.rollouts.restore(cursor.generation + (not cursor.starts_generation), collected)
+            collected = Collected(experience, ready.metrics)
+        self.rollouts.restore(following, collected)
 
     def roll_out(self, step: int) -> None:
         """Have what optimizer step `step`, counted from 0, trains on.
@@ -382,14 +395,14 @@ class Training:
         """Export and checkpoint after `step` optimizer steps, where due; always after the last."""
         train = self.cfg.train
         is_last = step == train.num_steps
-        is_due = is_last or step % train.save_interval == 0
-        if is_due:
+        saves = is_last or step % train.save_interval == 0
+        if saves:
             self._settle_to_save(step)
         with self.timer.phase("save"):
             # The export comes first: a checkpoint of the last step says that the run is complete.
             if is_last or (train.export_interval and step % train.export_interval == 0):
                 export_model(train.run_dir / "hf", self.policy, self.cfg, self.groups)
-            if is_due:
+            if saves:
                 self.checkpoint(step)
             else:
                 self.checkpoints.poll()
@@ -421,7 +434,12 @@ class Training:
     def checkpoint(self, step: int) -> None:
         """Begin to write the checkpoint of `step`."""
         inside = not self.batches.cursor(step).starts_generation
-        ready = self.rollouts.collected if self.cfg.rollout.async_generate else None
+        ready, collected = None, self.rollouts.collected
+        if self.cfg.rollout.async_generate and self.rollouts.ready is not None and collected:
+            num_samples = len(collected.experience.samples)
+            ready = Ready(
+                generation=self.rollouts.ready, num_samples=num_samples, metrics=collected.metrics
+            )
         wandb_id = self.cfg.train.run_dir / WANDB_ID_FILE
         state = TrainerState(
             step=step,
@@ -429,7 +447,7 @@ class Training:
             wandb_id=wandb_id.read_text() if wandb_id.exists() else None,
             prompts=self.prompts,
             beta=self.beta,
-            ready=ready.metrics if ready else None,
+            ready=ready,
         )
         present = None
         if inside:
@@ -438,4 +456,4 @@ class Training:
             present = with_kept_values(
                 self.experience, self.minibatches, indices, self.cfg, self.groups
             )
-        self.checkpoints.save(state, present, ready.experience if ready else None)
+        self.checkpoints.save(state, present, collected.experience if ready and collected else None)

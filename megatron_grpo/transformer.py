@@ -227,6 +227,10 @@ def _plain_sums() -> dict[str, Any]:
         "calculate_per_token_loss": True,
         # ... nor by the number of tokens, which is what the switch above is meant for.
         "finalize_model_grads_func": _finalize_without_division,
+        # The head is not Megatron's: there is nothing of it to defer, and no further tokens that it
+        # would predict.
+        "defer_embedding_wgrad_compute": False,
+        "mtp_num_layers": None,
     }
 
 

@@ -55,10 +55,11 @@ def packed_attention(
     queries = query.split([length // size for length in lengths])
     keys, values = key.split(lengths), value.split(lengths)
     shared = [(0, 0)] * len(lengths) if prefixes is None else prefixes.tolist()
+    segments = {start: number for number, start in enumerate(bounds)}
     outputs = []
     for q, k, v, (start, end) in zip(queries, keys, values, shared, strict=True):
         if end > start:
-            prefix = bounds.index(start)
+            prefix = segments[start]
             k = torch.cat([keys[prefix][: end - start], k])
             v = torch.cat([values[prefix][: end - start], v])
         if size == 1:

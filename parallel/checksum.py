@@ -24,7 +24,7 @@ from torch import Tensor
 from parallel.checksum_factors import WORD_BYTES, factors_of
 from parallel.cpu_checksum import BoxCopy, PreparedCopies
 from parallel.layout import Box, Shape
-from parallel.views import blocks_of, matrices_of
+from parallel.views import matrices_of
 
 BLOCK_BYTES = 1 << 28
 """Bounds the copy of values that are not laid out row by row, on a GPU."""
@@ -89,9 +89,9 @@ def checksum_by_torch(values: Tensor, box: Box, shape: Shape) -> Tensor:
     row_factors = row_factors[box.slices[:-1]].flatten()
     column_factors = column_factors[first // per_word : -(-last // per_word)]
     row_sums, column_sums = [row_factors[:0]], torch.zeros_like(column_factors)
-    for block in chain.from_iterable(
-        blocks_of(matrix, BLOCK_BYTES) for matrix in matrices_of(values)
-    ):
+    row_bytes = values.shape[-1] * values.element_size()
+    blocks = (matrix.split(max(1, BLOCK_BYTES // row_bytes)) for matrix in matrices_of(values))
+    for block in chain.from_iterable(blocks):
         if any(padding):
             block = torch.nn.functional.pad(block, padding)
         flat = block.contiguous().view(-1)

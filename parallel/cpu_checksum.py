@@ -14,7 +14,7 @@ from torch import Tensor
 
 from parallel.checksum_factors import WORD_BYTES, factors_of
 from parallel.layout import Box, Shape
-from parallel.views import blocks_of, matrices_of
+from parallel.views import matrices_of
 
 BLOCK_BYTES = 1 << 19
 """Written and then read: in the cache of the core."""
@@ -37,7 +37,7 @@ class BoxCopy:
 class PreparedCopies:
     """Copies that are made again and again between the same places in memory.
 
-    The tensors may go; their memory must be there whenever the copies are made.
+    Their memory must be there whenever they are made, whether tensors still speak for it or not.
     """
 
     def __init__(self, copies: Sequence[BoxCopy]) -> None:
@@ -59,9 +59,11 @@ class PreparedCopies:
         """
         self._totals[:] = 0
         _add(self._pieces)
+        num_kept = len(self._factors)
         for copy in self._others:
             for block in _copied_blocks(copy):
                 _add(_as_pieces(self._pieces_of(copy, [block])))
+        del self._factors[num_kept:]
         return list(zip(self._names, torch.from_numpy(self._totals.copy()).unbind(), strict=True))
 
     def _pieces_of(
@@ -112,12 +114,17 @@ def _copied_blocks(copy: BoxCopy) -> Iterator[tuple[int, Tensor, None]]:
         strict=True,
     )
     for row, values, targets in matrices:
-        blocks = zip(blocks_of(values, BLOCK_BYTES), blocks_of(targets, BLOCK_BYTES), strict=True)
-        for block, target in blocks:
+        # As many rows of both at a time, whatever their dtypes.
+        rows = max(1, BLOCK_BYTES // max(_row_bytes(values), _row_bytes(targets)))
+        for block, target in zip(values.split(rows), targets.split(rows), strict=True):
             if copy.source is not copy.target:
                 target.copy_(block)
             yield row, target.contiguous(), None
             row += len(target)
+
+
+def _row_bytes(matrix: Tensor) -> int:
+    return matrix.shape[1] * matrix.element_size()
 
 
 def _first_rows(box: Box, shape: Shape) -> list[int]:

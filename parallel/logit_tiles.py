@@ -63,7 +63,8 @@ class LogitTiles:
         """Over all columns."""
         add_tile = _for_device(_with_tile, self.weight.device.type)
         zero = torch.zeros(len(self.hidden), dtype=self.dtype, device=self.hidden.device)
-        sums = SoftmaxSums(zero + torch.finfo(self.dtype).min, zero, zero, zero)
+        # Tensors of their own: to torch.compile one in three places is another case.
+        sums = SoftmaxSums(zero + torch.finfo(self.dtype).min, zero, zero.clone(), zero.clone())
         rows = self._rows()
         for part, table in self._tiles():
             logits = _product(rows, table.t(), self.dtype)

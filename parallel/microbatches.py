@@ -140,8 +140,7 @@ def plan_microbatches(
     Raises ValueError when one sequence does not fit.
     """
     aligned = -(-np.array(lengths, dtype=int) // alignment.sequence) * alignment.sequence
-    room = max_tokens // alignment.total * alignment.total
-    _check_fit(lengths, aligned, max_tokens, room, alignment)
+    room = room_for(lengths, max_tokens, alignment)
     cost = cost or CostModel()
     costs = cost.linear * aligned + cost.quadratic * aligned.astype(float) ** 2
     return plan_units(aligned, costs, room, dims, overhead=cost.linear * cost.overhead)
@@ -193,17 +192,18 @@ def plan_units(
     return [[by_slot[starts[slot] : starts[slot + 1]] for slot in rank] for rank in places.tolist()]
 
 
-def _check_fit(
-    lengths: Sequence[int], aligned: np.ndarray, max_tokens: int, room: int, alignment: Alignment
-) -> None:
-    longest = int(aligned.argmax()) if len(aligned) else -1
-    needed = round_up(int(aligned[longest]), alignment.total) if lengths else alignment.total
+def room_for(lengths: Sequence[int], max_tokens: int, alignment: Alignment) -> int:
+    """Tokens that a microbatch may have; ValueError where the longest sequence does not fit."""
+    room = max_tokens // alignment.total * alignment.total
+    longest = max(range(len(lengths)), key=lambda i: lengths[i], default=-1)
+    needed = round_up(lengths[longest], alignment.total) if lengths else alignment.total
     if needed > room:
         what = f"sequence {longest} has {lengths[longest]} tokens" if lengths else "no sequence"
         raise ValueError(
             f"{what}, {needed} after alignment to a multiple of {alignment.total}, and a "
             f"microbatch takes max_tokens_per_microbatch = {max_tokens}: set it to {needed} or more"
         )
+    return room
 
 
 def _best_fit(units: Units) -> np.ndarray:
@@ -411,6 +411,11 @@ def _arranged(slots: np.ndarray, places: np.ndarray, units: Units, dims: Paralle
     return Arranged(float(time), slots, places[:, order])
 
 
+def _some(candidates: np.ndarray) -> np.ndarray:
+    """Some hundreds of them: exchanges are looked for among all pairs."""
+    return candidates[:: len(candidates) // 512 + 1]
+
+
 def _evened(plan: Arranged, units: Units) -> np.ndarray:
     """Slots after the rank with most work has exchanged units with the one with least, often."""
     slots, num_ranks = plan.slots.copy(), len(plan.places)
@@ -421,8 +426,8 @@ def _evened(plan: Arranged, units: Units) -> np.ndarray:
         gap = load.max() - load.min()
         if gap <= EVEN * load.mean():
             break
-        mine = np.flatnonzero(rank_of[slots] == load.argmax())
-        others = np.flatnonzero(rank_of[slots] == load.argmin())
+        mine = _some(np.flatnonzero(rank_of[slots] == load.argmax()))
+        others = _some(np.flatnonzero(rank_of[slots] == load.argmin()))
         free = units.room - np.bincount(slots, units.tokens, plan.places.size)
         more = units.tokens[mine][:, None] - units.tokens[others]
         possible = (more <= free[slots[others]]) & (-more <= free[slots[mine]][:, None])

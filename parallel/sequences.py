@@ -40,10 +40,7 @@ class SequenceMeans:
 
     def local_sums(self, values: Tensor) -> Tensor:
         """The sums [n] of `values` [K] over this rank's tokens of each sequence."""
-        # Not index_add, which on a GPU adds in another order every time: ranks that hold the same
-        # tokens must agree on which sequence is clipped.
-        totals = torch.segment_reduce(values.double(), "sum", lengths=self._lengths, unsafe=True)
-        return totals.to(values.dtype)
+        return _sums(values, self._lengths)
 
     @cached_property
     def _counts(self) -> Tensor:
@@ -51,13 +48,35 @@ class SequenceMeans:
         return self._over_ranks(self._lengths.double()).clamp(min=1)
 
     def _at_tokens(self, totals: Tensor) -> Tensor:
-        return totals.repeat_interleave(self._lengths)
+        repeated: Tensor = _Repeat.apply(totals, self._lengths)
+        return repeated
 
     def _over_ranks(self, totals: Tensor) -> Tensor:
         if self._group is None or dist.get_world_size(self._group) == 1:
             return totals
         summed: Tensor = _SumOverRanks.apply(totals, self._group)
         return summed
+
+
+def _sums(values: Tensor, lengths: Tensor) -> Tensor:
+    """Of each sequence; differentiable."""
+    # Not index_add, which on a GPU adds in another order every time: ranks that hold the same
+    # tokens must agree on which sequence is clipped.
+    totals = torch.segment_reduce(values.double(), "sum", lengths=lengths, unsafe=True)
+    return totals.to(values.dtype)
+
+
+class _Repeat(torch.autograd.Function):
+    """Each value as often as its sequence has tokens; torch's own backward is an index_add."""
+
+    @staticmethod
+    def forward(ctx: Any, totals: Tensor, lengths: Tensor) -> Tensor:
+        ctx.lengths = lengths
+        return totals.repeat_interleave(lengths)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _sums(gradients[0].contiguous(), ctx.lengths), None
 
 
 class _SumOverRanks(torch.autograd.Function):

@@ -3,9 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from parallel.dims import ParallelDims
-from parallel.microbatches import CostModel, Plan, plan_microbatches
+from parallel.microbatches import CostModel, Plan, plan_units, room_for
 from parallel.packing import Alignment, is_shared, unit_length
+from parallel.pipeline_schedule import makespan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,16 +48,18 @@ def plan_shared_prompts(
 
     Raises ValueError when one sequence does not fit.
     """
-    room = max_tokens // alignment.total * alignment.total
-    multiple = alignment.sequence
+    lengths = {i: g.num_prompt_tokens + n for g in groups for i, n in g.responses.items()}
+    room = room_for([lengths[i] for i in sorted(lengths)], max_tokens, alignment)
+    multiple, overhead = alignment.sequence, cost.linear * cost.overhead
     largest = max((len(group.responses) for group in groups), default=1)
     plans = []
     for most in [*(1 << k for k in range((largest - 1).bit_length())), largest]:
         units = _units(groups, most, room, multiple)
-        lengths = [groups[number].length(members, multiple) for number, members in units]
+        tokens = [groups[number].length(members, multiple) for number, members in units]
+        costs = [groups[number].cost(members, multiple, cost) for number, members in units]
         dealt = [
             [_merged([units[i] for i in microbatch]) for microbatch in rank]
-            for rank in plan_microbatches(lengths, max_tokens, dims, alignment, cost)
+            for rank in plan_units(np.array(tokens), np.array(costs), room, dims, overhead)
         ]
         plans.append((_time(dealt, groups, multiple, dims, cost), dealt))
     _, fastest = min(plans, key=lambda timed: timed[0])
@@ -106,13 +111,17 @@ def _time(
     dims: ParallelDims,
     cost: CostModel,
 ) -> float:
-    """Of the slowest rank: its microbatches, and its costliest one in all other stages."""
-    bubble = (dims.pipeline - 1) / dims.virtual_pipeline
-    costs = [
+    """Of the slowest rank, over its microbatches in the schedule of its stages."""
+    costs = np.array(
         [
-            sum(groups[number].cost(members, multiple, cost) for number, members in of.items())
-            for of in rank
+            [
+                cost.linear * cost.overhead
+                + sum(
+                    groups[number].cost(members, multiple, cost) for number, members in of.items()
+                )
+                for of in rank
+            ]
+            for rank in dealt
         ]
-        for rank in dealt
-    ]
-    return max(sum(rank) + bubble * max(rank) for rank in costs)
+    )
+    return float(makespan(costs, dims.pipeline, dims.virtual_pipeline).max())

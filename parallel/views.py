@@ -1,6 +1,5 @@
 """Views of boxes: with the dimensions of the whole tensor and back (`Piece.axes`), as matrices."""
 
-from collections.abc import Sequence
 from itertools import chain
 
 from torch import Tensor
@@ -32,8 +31,3 @@ def matrices_of(values: Tensor) -> list[Tensor]:
     if values.dim() > 2:
         return [*chain.from_iterable(map(matrices_of, values))]
     return [values if values.dim() == 2 else values.unsqueeze(0)]
-
-
-def blocks_of(rows: Tensor, block_bytes: int) -> Sequence[Tensor]:
-    """The rows of a matrix, as many at a time as are at most `block_bytes`, or one."""
-    return rows.split(max(1, block_bytes // (rows.shape[1] * rows.element_size())))

@@ -37,6 +37,15 @@ BY_TOKEN = (*KNOWN, "token_advantages")
 
 
 @dataclass(frozen=True, kw_only=True)
+class Ready:
+    """A generation that is there and that nobody has begun to train on."""
+
+    generation: int
+    num_samples: int
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainerState:
     """Where a run stands after `step` optimizer steps."""
 
@@ -48,8 +57,7 @@ class TrainerState:
     """Fingerprint of the prompts that generations are drawn from."""
     beta: float | None = None
     """Weight of the KL penalty in the next step."""
-    ready: dict[str, float] | None = None
-    """Metrics of a generation that is there and that nobody has begun to train on."""
+    ready: Ready | None = None
 
     def check_prompts(self, now: str) -> None:
         """Raise ValueError when the run was saved with prompts of another fingerprint."""
@@ -90,7 +98,9 @@ def read_record(folder: Path, step: int) -> Record:
         with errors_named(path):
             found = json.loads(path.read_text())
         found.pop("versions")
-        state, layout = TrainerState(**found.pop("state")), ParallelDims(**found.pop("layout"))
+        said, layout = found.pop("state"), ParallelDims(**found.pop("layout"))
+        ready = said.pop("ready", None)
+        state = TrainerState(**said, ready=Ready(**ready) if ready else None)
         record = Record(state=state, layout=layout, **found)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"its {STATE_FILE} is damaged: {error!r}") from None

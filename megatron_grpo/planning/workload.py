@@ -70,9 +70,12 @@ def workload(cfg: Config, shape: ModelShape, lengths: Sequence[int]) -> Workload
     filled = _filled(
         tuple(chosen),
         limit,
-        # Of the mesh only these decide which sequences go together.
+        # Of the mesh only these decide which sequences go together; of expert, that there is one.
         ParallelDims(
-            data=dims.data, pipeline=dims.pipeline, virtual_pipeline=dims.virtual_pipeline
+            data=dims.data,
+            pipeline=dims.pipeline,
+            virtual_pipeline=dims.virtual_pipeline,
+            expert=dims.data if dims.expert > 1 else 1,
         ),
         Alignment.of(dims, cfg.parallel.sequence_parallel),
         shape.hidden_size,

@@ -1,7 +1,7 @@
 """Rollouts: engines as processes of their own, and the client that speaks to them."""
 
 from megatron_grpo.rollout.client import RolloutClient
-from megatron_grpo.rollout.engine_error import EnginesLost, EnginesOut
+from megatron_grpo.rollout.engine_error import EngineError, EnginesLost, EnginesOut
 from megatron_grpo.rollout.fleet import Fleet
 from megatron_grpo.rollout.generation import Generation
 from megatron_grpo.rollout.push_check import WorkerSums
@@ -10,6 +10,7 @@ from megatron_grpo.rollout.server import EngineServers
 from megatron_grpo.rollout.vllm_command import check_engine_arguments
 
 __all__ = [
+    "EngineError",
     "EngineServers",
     "EnginesLost",
     "EnginesOut",

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from megatron_grpo.config import Config
+from megatron_grpo.timing import WAIT
 from parallel.transport import TIMEOUT
 
 MARGIN_SECONDS = 15.0
@@ -55,12 +56,12 @@ class Limits:
         Files may be slow, and every call of a reward has its own limit. In the first step of a
         process, kernels are compiled and connections made.
         """
-        match phase:
+        match phase.removeprefix(f"{WAIT}_"):
             case "await_engines":
                 return self.start
-            case "load" | "score" | "eval_score" | "wait_rollout_score" | "save" | "close":
+            case "load" | "score" | "eval_score" | "save" | "close":
                 return None
-            case "generate" | "eval_generate" | "wait_rollout_generate":
+            case "generate" | "eval_generate":
                 return self.generate
             case "push" | "verify_weights":
                 usual = self.push

@@ -43,12 +43,15 @@ class PreparedBuckets:
     """
 
     def __init__(self) -> None:
-        self._places: list[tuple[int, tuple[int, ...]]] = []
+        self._places: list[tuple[object, ...]] = []
         self._prepared: dict[tuple[int, int], PreparedCopies] = {}
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
         """Forget all where `tensors` are not in the places where they were."""
-        places = [(tensor.data_ptr(), tensor.stride()) for tensor in tensors.values()]
+        places: list[tuple[object, ...]] = [
+            (name, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+            for name, tensor in tensors.items()
+        ]
         if places != self._places:
             self._places = places
             self._prepared.clear()

@@ -108,9 +108,9 @@ def test_phases_are_stacked_up_to_their_sum_and_a_missing_phase_is_zero() -> Non
 def test_what_is_made_beside_the_steps_is_not_stacked_on_them() -> None:
     panel = axis()
     beside = {"time/score": 1.0, "time/wait_rollout": 0.5}
-    draw_time(panel, [record(1, **beside), record(2)])
+    draw_time(panel, [record(1, **beside), record(2)])  # the second not, in a run resumed so
     tops = {patch.get_label(): patch.get_data().values.tolist() for patch in panel.patches}
-    assert tops == {"train": [8, 9], "wait_rollout": [8.5, 9]}
+    assert tops == {"train": [8, 9], "wait_rollout": [8.5, 9], "generate": [8.5, 14]}
 
 
 def test_skipped_steps_are_marked_where_the_gradient_norm_is_missing(tmp_path: Path) -> None:

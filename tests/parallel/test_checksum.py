@@ -133,6 +133,19 @@ def test_rows_longer_than_a_tile_of_the_kernel(num_rows, start, end):
     assert int(added) == written_out(target)
 
 
+@pytest.mark.parametrize("shape", [(300, 1000), (3, 100_000)])
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
+)
+def test_a_copy_larger_than_a_block_changes_the_dtype_row_by_row(shape, dtypes):
+    source = random_tensor(*shape, dtype=dtypes[0])
+    target = torch.zeros(shape, dtype=dtypes[1])
+    assert target.nbytes > BLOCK_BYTES
+    added = copy_and_sum(source, target, Box.whole(shape), shape)
+    assert torch.equal(target, source.to(dtypes[1]))
+    assert added == checksum_by_torch(target, Box.whole(shape), shape)
+
+
 def test_prepared_copies_are_made_of_what_is_there_each_time():
     first, second = random_tensor(6, 8), random_tensor(3, 5, seed=1).float()
     targets = torch.zeros(6, 8, dtype=torch.bfloat16), torch.zeros(3, 5, dtype=torch.bfloat16)

@@ -1,0 +1,187 @@
+"""Tokens per second and memory of an optimizer step on one GPU, beside prime-rl's on an H100.
+
+    python tests/gpu/bench_step.py [--tokens 16384 65536] [--steps 5]
+
+A random model of Qwen3-0.6B's shape (bf16 weights, float32 gradients, masters and moments) trains
+on one packed microbatch of one sequence per step, which but for a prompt of 512 tokens is a
+completion: forward, GRPO loss, backward, clipping, Adam. Time is that of CUDA events around the
+step, the median after two that warm up; memory is the most that torch had allocated, and that it
+had reserved. Layers are recomputed in the backward pass. One JSON line for each length, with date,
+card and versions. prime-rl's figures are those of its benchmarks/results/BENCHMARKS.md, full
+fine-tuning with RL.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from checkpoint_convert import hf_tensors, read_shape
+from distributed import run_ranks
+from megatron_grpo.config import Config
+from megatron_grpo.model import build_policy
+from megatron_grpo.skipped_steps import SkippedSteps
+from megatron_grpo.train_step import train_step
+from parallel import ParallelDims
+from parallel.device import setup_device
+from parallel.groups import init_groups
+from parallel.packing import Alignment, PackedBatch, TokenSequence, pack
+from policies import tiny_config
+
+SHAPES = {
+    "qwen3-0.6b": {
+        "num_hidden_layers": 28,
+        "hidden_size": 1024,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 3072,
+        "vocab_size": 151936,
+    },
+    "tiny": {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 96,
+        "vocab_size": 1000,
+    },
+}
+PRIME_RL = {16384: (11_900.0, 12.5), 65536: (10_150.0, 19.6)}
+"""Tokens per second and GiB on an H100, by the length of a sequence."""
+PROMPT, WARM_UP = 512, 2
+RECOMPUTE = ["granularity=full", "method=uniform", "num_layers=1"]
+
+
+def main() -> None:
+    """Print a line for each length."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", choices=SHAPES, default="qwen3-0.6b")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[*PRIME_RL])
+    parser.add_argument("--steps", type=int, default=5, help="counted ones")
+    arguments = parser.parse_args()
+    for num_tokens in arguments.tokens:
+        with tempfile.TemporaryDirectory() as name:
+            folder = write_model(Path(name), SHAPES[arguments.model])
+            [found] = run_ranks(
+                1,
+                measure,
+                folder,
+                num_tokens,
+                arguments.steps,
+                cuda=torch.cuda.is_available(),
+                timeout=1800,
+            )
+        told = {"model": arguments.model, "tokens": num_tokens, **this_machine(), **found}
+        if arguments.model == "qwen3-0.6b" and num_tokens in PRIME_RL:
+            rate, memory = PRIME_RL[num_tokens]
+            told["tokens_per_second_over_prime_rl_h100"] = found["tokens_per_second"] / rate
+            told["memory_over_prime_rl_h100"] = found["reserved_gib"] / memory
+        print(json.dumps(told), flush=True)
+
+
+def write_model(folder: Path, shape: dict[str, Any]) -> Path:
+    """A random Qwen3 of a shape."""
+    config = {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+        "rope_theta": 1e6,
+        "dtype": "bfloat16",
+    } | shape
+    (folder / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        name: torch.empty(size, dtype=torch.bfloat16).normal_(std=0.02, generator=generator)
+        for name, size in hf_tensors(read_shape(folder)).items()
+    }
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def measure(rank: int, folder: Path, num_tokens: int, num_steps: int) -> dict[str, float]:
+    """Speed and memory of a step; in a process of its own."""
+    device = setup_device(rank)
+    cfg = tiny_config(
+        folder,
+        ParallelDims(),
+        "model.dtype=bfloat16",
+        "grpo.beta=0",
+        f"train.max_tokens_per_microbatch={num_tokens}",
+        *(f"model.megatron.recompute_{option}" for option in RECOMPUTE),
+    )
+    groups = init_groups(cfg.dims)
+    policy = build_policy(cfg, read_shape(folder), groups)
+    batch = one_sequence(num_tokens, policy.shape.vocab_size, cfg).to(device)
+    skipped = SkippedSteps(cfg.train.max_skipped_steps, 0)
+
+    def step() -> None:
+        report = train_step(policy, [batch], cfg, groups, skipped, 0.0)
+        assert not report.metrics["skipped_steps"], report.metrics
+
+    seconds = [timed(step, device) for _ in range(WARM_UP + num_steps)][WARM_UP:]
+    memory = {}
+    if device.type == "cuda":
+        memory = {
+            "allocated_gib": torch.cuda.max_memory_allocated(device) / 2**30,
+            "reserved_gib": torch.cuda.max_memory_reserved(device) / 2**30,
+        }
+    return {
+        "seconds": median(seconds),
+        "least_seconds": min(seconds),
+        "most_seconds": max(seconds),
+        "tokens_per_second": num_tokens / median(seconds),
+        **memory,
+    }
+
+
+def one_sequence(num_tokens: int, vocab_size: int, cfg: Config) -> PackedBatch:
+    """A microbatch that is one sequence."""
+    generator = torch.Generator().manual_seed(0)
+    prompt = min(PROMPT, num_tokens // 4)
+    sequence = TokenSequence(
+        tokens=torch.randint(vocab_size, (num_tokens,), generator=generator),
+        num_prompt_tokens=prompt,
+        advantage=1.0,
+        loss_weight=1 / (num_tokens - prompt),
+        rollout_logprobs=torch.full((num_tokens - prompt,), -10.0),
+    )
+    return pack([sequence], [0], Alignment.of(cfg.dims, cfg.parallel.sequence_parallel))
+
+
+def timed(work: Callable[[], None], device: torch.device) -> float:
+    """Seconds of `work`: between CUDA events, or on a CPU of the clock."""
+    if device.type == "cpu":
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    work()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1000
+
+
+def this_machine() -> dict[str, str]:
+    """What the figures are of."""
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    names = ["torch", "megatron-core"]
+    return {"date": date.today().isoformat(), "card": card} | {n: version(n) for n in names}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""docs/peers.md: generated, and silent where a number would mislead."""
+
+import json
+
+import pytest
+
+from peers_page import PAGE, RESULTS, factors_of, render
+
+
+def result(**changes):
+    """One comparison, in which the other side takes twice the time and four times the memory."""
+    return {
+        "title": "Sums",
+        "settings": {"other": "its default"},
+        "requirements": {"other": ["other==1.0"]},
+        "goals": [["seconds", "other", 1.5], ["peak_bytes", "best", 5.0]],
+        "work": ["memcpy", 4e9],
+        "figures": {
+            "ours": [{"seconds": 1.0, "peak_bytes": 10}, {"seconds": 1.2, "peak_bytes": 10}],
+            "other": [{"seconds": 2.0, "peak_bytes": 40}, {"seconds": 2.4, "peak_bytes": 40}],
+        },
+        "others": 0.1,
+        "agreement": {"other": "bit for bit"},
+        "load": 0.2,
+        "threads": 2,
+        "ceilings": {"memcpy": 8.0},
+        "date": "2026-01-01",
+        "processor": "2 x CPU",
+        "python": "3.11",
+        "torch": "2.13",
+    } | changes
+
+
+def test_the_page_is_that_of_the_results():
+    assert PAGE.read_text() == render(json.loads(RESULTS.read_text()))
+
+
+def test_factors_are_formed_round_by_round_and_goals_are_judged():
+    page = render({"sums": result()})
+    assert "| Sums | seconds | other | 2.00 | 1.5: met |" in page
+    assert "| Sums | peak_bytes | the best of 1 | 4.00 | 5: **not met** |" in page
+    assert "other==1.0; its default; bit for bit." in page
+    assert "By memcpy alone the work takes 0.5 s." in page
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"load": 1.6}, "load 1.6"),
+        ({"others": 0.7}, "other processes took 0.7 cores"),
+        (
+            {
+                "figures": {
+                    "ours": [{"seconds": 1.0, "peak_bytes": 10}] * 2,
+                    "other": [{"seconds": s, "peak_bytes": 40} for s in (2.0, 3.2)],
+                }
+            },
+            "spread 1.6x",
+        ),
+    ],
+)
+def test_seconds_that_say_nothing_give_no_factor_and_counts_still_do(changes, reason):
+    page = render({"sums": result(**changes)})
+    assert f"**no number: {reason}**" in page
+    assert "| Sums | seconds | other | no number | 1.5 |" in page
+    assert factors_of(result(**changes), "other", "peak_bytes") == [4.0, 4.0]
+
+
+def test_where_the_outputs_differ_there_is_no_number_at_all():
+    differing = result(agreement={"other": "differs: 3 of 4 tensors"})
+    assert factors_of(differing, "other", "peak_bytes") is None
+    assert "differs: 3 of 4 tensors" in render({"sums": differing})
