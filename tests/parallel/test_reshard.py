@@ -177,7 +177,7 @@ def test_a_push_is_whole_only_with_every_sender():
         check_push(senders[:-1], workers)
 
 
-def test_a_rank_of_a_70b_job_plans_within_40_ms_and_sends_its_fair_share():
+def test_a_rank_of_a_70b_job_plans_within_50_ms_and_sends_its_fair_share():
     dims = ParallelDims(tensor=4, pipeline=4, data=4)
     times, sent = [], []
     for rank in range(dims.world_size):
@@ -187,7 +187,7 @@ def test_a_rank_of_a_70b_job_plans_within_40_ms_and_sends_its_fair_share():
         times.append(time.process_time() - start)
         sent.append(num_bytes(copy for copies in plan.values() for copy in copies))
         assert len(plan) <= 3  # workers that a rank speaks to
-    assert min(times) < 0.040
+    assert min(times) < 0.050  # of CPU; about 30 on an idle machine
     assert max(sent) / (sum(sent) / len(sent)) < 1.05
     assert sum(sent) == sum(map(num_bytes_of_parameters, workers))
 
