@@ -83,7 +83,7 @@ TITLE = (
 REQUIREMENTS = {
     "megatron-bridge": [
         "megatron-bridge==0.3.1",
-        *("omegaconf==2.3.0", "antlr4-python3-runtime==4.9.3", "hydra-core==1.3.2"),
+        *("omegaconf==2.3.0", "antlr4-python3-runtime==4.9.3"),
         "triton==3.9.0",
     ],
     "mbridge": ["mbridge==0.15.1"],
