@@ -93,8 +93,8 @@ SETTINGS = {
     "progress bars where it can do without; a stub of transformer_engine, made after megatron.core "
     "was imported; slices of columns are made contiguous before it scatters them: gloo would send "
     "other values; torch.cuda's calls answered for the CPU as for ours",
-    "mbridge": "load_weights, export_weights, save_weights, memory_efficient off (the default, and "
-    "faster); its table has the norms of Transformer Engine's layers only, those of local layers "
+    "mbridge": "load_weights, export_weights, save_weights, memory_efficient off, its default; "
+    "its table has the norms of Transformer Engine's layers only, those of local layers "
     "were added; torch.cuda's calls answered for the CPU as for ours",
 }
 WORK = ("memcpy", NUM_BYTES)
