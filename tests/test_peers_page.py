@@ -70,3 +70,10 @@ def test_where_the_outputs_differ_there_is_no_number_at_all():
     differing = result(agreement={"other": "differs: 3 of 4 tensors"})
     assert factors_of(differing, "other", "peak_bytes") is None
     assert "differs: 3 of 4 tensors" in render({"sums": differing})
+
+
+def test_nothing_is_divided_by_a_count_of_ours_that_is_0():
+    ours, other = ([{"seconds": 1.0, "peak_bytes": count}] * 2 for count in (0, 40))
+    found = result(figures={"ours": ours, "other": other})
+    assert factors_of(found, "other", "peak_bytes") is None
+    assert "| peak_bytes | 0 | 40; **ours is 0** |" in render({"sums": found})

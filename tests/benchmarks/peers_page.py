@@ -54,7 +54,9 @@ def factors_of(result: Mapping[str, Any], side: str, figure: str) -> list[float]
     """Of each round, the figure of `side` over ours; None where it may not be told."""
     theirs = [found.get(figure) for found in result["figures"][side]]
     ours = [found.get(figure) for found in result["figures"][OURS]]
-    if None in theirs or None in ours or result["agreement"][side].startswith("differs"):
+    if None in theirs or None in ours or 0 in ours:
+        return None
+    if result["agreement"][side].startswith("differs"):
         return None
     if is_time(figure) and (reason_for_silence(result, theirs) or reason_for_silence(result, ours)):
         return None
@@ -107,6 +109,8 @@ def _factor(result: Mapping[str, Any], side: str, figure: str, values: Sequence[
     ours = [found[figure] for found in result["figures"][OURS]]
     if result["agreement"][side].startswith("differs"):
         return "no number"
+    if 0 in ours:
+        return "ours is 0"
     reason = reason_for_silence(result, values) or reason_for_silence(result, ours)
     return f"no number: {reason}"
 
