@@ -70,8 +70,9 @@ HANG_SECONDS = 60
 PREEMPTED = 75
 
 
-# All ranks ask the engines together: once for the probe, and then for every rollout.
-WHILE_RANK_0_GENERATES = ("ask_engines", 3)
+def while_rank_0_generates(deed: Callable[[], None], rank: int) -> InCall:
+    """In the second rollout, for which all ranks ask the engines together."""
+    return InCall(deed, rank, "megatron_grpo.rollout_pipeline", "ask_engines", 2)
 
 
 def in_step(deed: Callable[[], None], rank: int, function: str, nth: int = 2) -> InCall:
@@ -84,7 +85,7 @@ DEATHS = {
     "rank 0 is killed while it pushes": (InPhase(die, 0, "push"), "rank 0"),
     "rank 0 is killed while it saves": (InPhase(die, 0, "save"), "rank 0"),
     "a rank is killed while it builds the model": (in_step(die, 2, "build_policy", 1), "rank 2"),
-    "a rank is killed while rank 0 generates": (in_step(die, 3, *WHILE_RANK_0_GENERATES), "rank 3"),
+    "a rank is killed while rank 0 generates": (while_rank_0_generates(die, 3), "rank 3"),
     "a rank is killed before it computes log-probabilities": (
         InPhase(die, 1, "logprobs"),
         "rank 1",
@@ -100,7 +101,7 @@ DEATHS = {
     "a rank fails in a push": (InPhase(fail, 3, "push"), "planted failure"),
     "a rank fails in a save": (InPhase(fail, 2, "save"), "planted failure"),
     "a rank fails while rank 0 generates": (
-        in_step(fail, 1, *WHILE_RANK_0_GENERATES),
+        while_rank_0_generates(fail, 1),
         "planted failure",
     ),
     "a rank has no memory left": (InPhase(lack_memory, 1, "logprobs"), "planted lack of memory"),
@@ -128,7 +129,7 @@ def test_a_rank_that_ends_is_named_and_the_job_is_gone_in_seconds(
 HANGS = {
     "a rank is stopped in training": InPhase(stop, 3, "train"),
     "a rank is stopped while it pushes": InPhase(stop, 1, "push"),
-    "a rank is stopped while rank 0 generates": in_step(stop, 2, *WHILE_RANK_0_GENERATES),
+    "a rank is stopped while rank 0 generates": while_rank_0_generates(stop, 2),
     "rank 0 is stopped": InPhase(stop, 0, "train"),
     "a rank spins": InPhase(spin, 2, "train"),
     "a rank hangs in C": InPhase(sleep, 1, "train"),
