@@ -186,7 +186,7 @@ def gradients_on_rank(
             assert all(len(batch.tokens) <= budget for batch in mine)
             batches = add_logprobs(mine, policy, None, cfg, groups)
             metrics = accumulate_gradient(policy, batches, cfg, groups, BETA)
-            loss = metrics.sums.sum(dim=0)[1]
+            loss = torch.tensor(sum(map(float, metrics.losses)), dtype=torch.float64)
             dist.all_reduce(loss, group=groups.data_context)
             dist.all_reduce(loss, group=groups.pipeline)
             results[name, budget] = (tokens, float(loss), gradient_boxes(policy))
