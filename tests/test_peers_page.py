@@ -37,8 +37,8 @@ def test_the_page_is_that_of_the_results():
 
 def test_factors_are_formed_round_by_round_and_goals_are_judged():
     page = render({"sums": result()})
-    assert "| Sums | seconds | other | 2.00 | 1.5: met |" in page
-    assert "| Sums | peak_bytes | the best of 1 | 4.00 | 5: **not met** |" in page
+    assert "| Sums | seconds | other | 2 | 1.5: met |" in page
+    assert "| Sums | peak_bytes | the best of 1 | 4 | 5: **not met** |" in page
     assert "other==1.0; its default; bit for bit." in page
     assert "By memcpy alone the work takes 0.5 s." in page
 

@@ -41,11 +41,11 @@ def _summary(results: Mapping[str, Mapping[str, Any]]) -> str:
             factors = [found for s in sides if (found := factors_of(result, s, figure))]
             name = side if side != "best" else f"the best of {len(factors)}"
             if not factors:
-                lines.append(f"| {result['title']} | {figure} | {name} | no number | {goal:g} |")
+                lines.append(f"| {result['title']} | {figure} | {name} | no number | {goal:.3g} |")
                 continue
             least = min(factors, key=median)
             met = "met" if median(least) >= goal else "**not met**"
-            row = f"| {result['title']} | {figure} | {name} | {spread(least)} | {goal:g}: {met} |"
+            row = f"| {result['title']} | {figure} | {name} | {spread(least)} | {goal:.3g}: {met} |"
             lines.append(row)
     return "\n".join(lines) + "\n"
 
@@ -140,8 +140,8 @@ def _machine(result: Mapping[str, Any]) -> str:
 
 def spread(values: Sequence[float]) -> str:
     """Median, least and largest; one number where all are the same."""
-    low, high = (f"{bound(values):.2f}" for bound in (min, max))
-    return f"{median(values):.2f}" + ("" if low == high else f" ({low} to {high})")
+    low, middle, high = (f"{each:.3g}" for each in (min(values), median(values), max(values)))
+    return middle + ("" if low == high else f" ({low} to {high})")
 
 
 def _figure(values: Sequence[float]) -> str:
