@@ -360,17 +360,18 @@ def test_a_sender_whose_receiver_can_no_longer_come_is_told_at_once(network_only
             opening.result(timeout=SOON)
 
 
-@pytest.fixture
+@contextmanager
 def little_shared_memory():
-    """This process can make no more than 64 KiB of it at once."""
+    """In the block this process can make no more than 64 KiB of it at once; nor of a log."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
     yield
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_a_sender_without_memory_for_its_buffers_leaves_nobody_waiting(little_shared_memory):
-    failures = open_all({"w": torch.zeros(4, 4)}, bucket_bytes=1 << 16)
+def test_a_sender_without_memory_for_its_buffers_leaves_nobody_waiting():
+    with little_shared_memory():
+        failures = open_all({"w": torch.zeros(4, 4)}, bucket_bytes=1 << 16)
     assert any("File too large" in str(failure) for failure in failures)
     assert all(isinstance(failure, OSError) for failure in failures)
 
