@@ -8,19 +8,15 @@ in front of a text.
 """
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from sentencepiece import SentencePieceProcessor
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
-from transformers import (
-    AutoTokenizer,
-    PreTrainedTokenizer,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
+from transformers import PreTrainedTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 JSON_FILE = "tokenizer.json"
 SENTENCEPIECE_FILE = "tokenizer.model"
@@ -38,28 +34,32 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
     """
     source = Path(source)
     if source.is_file():
-        return _load(SentencePieceTokenizer, source, source)
+        return _loaded(lambda: SentencePieceTokenizer(str(source)), source)
     for name, tokenizer_class in {
-        JSON_FILE: PreTrainedTokenizerFast,
-        SENTENCEPIECE_FILE: SentencePieceTokenizer,
-        _VOCABULARY_FILE: AutoTokenizer,
+        JSON_FILE: lambda: PreTrainedTokenizerFast,
+        SENTENCEPIECE_FILE: lambda: SentencePieceTokenizer,
+        _VOCABULARY_FILE: _auto_tokenizer,
     }.items():
         if (source / name).is_file():
-            return _load(tokenizer_class, source, source / name)
+            # Without False, `AutoTokenizer` asks on the terminal whether to run the folder's code.
+            options = {"local_files_only": True, "trust_remote_code": False}
+            load = partial(tokenizer_class().from_pretrained, source, **options)
+            return _loaded(load, source / name)
     raise ValueError(
         f"{source} has no tokenizer: neither {JSON_FILE}, nor {SENTENCEPIECE_FILE}, nor "
         f"{_VOCABULARY_FILE} is there"
     )
 
 
-def _load(tokenizer_class: Any, source: Path, file: Path) -> PreTrainedTokenizerBase:
+def _auto_tokenizer() -> Any:
+    from transformers import AutoTokenizer  # takes five seconds, with torch and much else
+
+    return AutoTokenizer
+
+
+def _loaded(load: Callable[[], PreTrainedTokenizerBase], file: Path) -> PreTrainedTokenizerBase:
     try:
-        if source == file:
-            return tokenizer_class(vocab_file=str(file))
-        # Without False, `AutoTokenizer` asks on the terminal whether to run code of the folder.
-        return tokenizer_class.from_pretrained(
-            source, local_files_only=True, trust_remote_code=False
-        )
+        return load()
     except Exception as error:  # the tokenizers library raises nothing narrower
         raise ValueError(f"{file} is not a tokenizer that loads: {error}") from error
 

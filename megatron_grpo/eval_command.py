@@ -20,8 +20,9 @@ from megatron_grpo.evaluation import (
     eval_rows,
     load_eval_prompts,
 )
-from megatron_grpo.preflight import check_engines, check_evaluation
+from megatron_grpo.preflight import check_engines
 from megatron_grpo.progress import EvaluationBar, progress_bar
+from megatron_grpo.prompt_checks import check_evaluation
 from megatron_grpo.prompts import end_tokens
 from megatron_grpo.rewards import RewardPool
 from megatron_grpo.rollout import EngineServers, EnginesOut, Fleet, RolloutClient

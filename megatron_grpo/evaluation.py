@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from megatron_grpo.completion_metrics import completion_metrics
 from megatron_grpo.config import Config, EvalConfig
-from megatron_grpo.metrics import completion_metrics
 from megatron_grpo.pass_at_k import pass_at_k
 from megatron_grpo.prompts import Prompt, load_prompts
 from megatron_grpo.rewards import RewardPool, total_rewards

@@ -27,7 +27,7 @@ from megatron_grpo.rollout.samples import Sample, first_seed
 from megatron_grpo.rollout.server import EngineServers
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.turns import Turns
-from megatron_grpo.weight_sums import worker_layouts
+from megatron_grpo.worker_layouts import worker_layouts
 
 PROBE_LENGTH = 8
 """Most tokens per sample of the probe."""

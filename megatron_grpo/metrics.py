@@ -77,39 +77,40 @@ class TrainMetrics:
         self.losses.append(loss.total.detach())
         if not len(tokens.logprobs):
             return
-        # In float64, in which no ratio overflows, and exp(x) - x - 1 is exact enough.
-        present, log_ratio = tokens.logprobs.detach().double(), loss.log_ratio.double()
-        rollout, generating = tokens.rollout_logprobs.double(), present
+        generating = tokens.logprobs.detach()
         if tokens.old_logprobs is not None and not self._old_is_rollout:
-            generating = tokens.old_logprobs.double()
-        mismatch = generating - rollout
-        gap, ratio, rollout_ratio = mismatch.abs(), log_ratio.exp(), mismatch.exp()
-        zero, num = present.new_zeros(()), present.new_full((), len(present))
+            generating = tokens.old_logprobs
+        # In float64 no ratio overflows, and of sums exp(x) - x - 1 is exact enough.
+        log_ratio = loss.log_ratio.double()
+        mismatch = (generating - tokens.rollout_logprobs).double()
+        gap, ratio, rollout_ratio = mismatch.abs(), log_ratio.exp().sum(), mismatch.exp().sum()
+        zero, num = ratio.new_zeros(()), ratio.new_full((), len(generating))
         totals = {
             "loss": loss.per_token.sum(dtype=torch.float64),
-            "ratio": ratio.sum(),
-            "approx_kl": (ratio - 1 - log_ratio).sum(),
+            "ratio": ratio,
+            "approx_kl": ratio - num - log_ratio.sum(),
             "kl": _total(loss.kl, zero),
-            "rollout_kl": (rollout_ratio - 1 - mismatch).sum(),
-            "rollout_ratio": rollout_ratio.sum(),
+            "rollout_kl": rollout_ratio - num - mismatch.sum(),
+            "rollout_ratio": rollout_ratio,
             "rollout_weight": _total(loss.rollout_weight, num),
             "off_policy": _total(loss.off_policy, zero),
             "high_entropy": _total(tokens.high_entropy, num),
-            "stale_gap": (present - generating).abs().sum(),
+            "stale_gap": zero if self._old_is_rollout else log_ratio.abs().sum(),
         }
         self._totals += torch.stack([totals[name] for name in _TOTALS])
-        by_sequence = {
-            "tokens": torch.ones_like(present),
-            "clipped_low": loss.clipped_low,
-            "clipped_high": loss.clipped_high,
-            "entropy": tokens.entropy.detach(),
-            "rollout_gap": gap,
+        sums = {
+            "tokens": tokens.sequences.lengths.double(),
+            "clipped_low": tokens.sequences.local_sums(loss.clipped_low.double()),
+            "clipped_high": tokens.sequences.local_sums(loss.clipped_high.double()),
+            "entropy": tokens.sequences.local_sums(tokens.entropy.detach().double()),
+            "rollout_gap": tokens.sequences.local_sums(gap),
         }
-        sums = [tokens.sequences.local_sums(by_sequence[name].double()) for name in _BY_SEQUENCE]
         # Padding and shared prompts have index -1 and only zeros: any row may take them.
         rows = tokens.sequence_index.clamp(min=0)
-        self._by_sequence.index_add_(0, rows, torch.stack(sums, dim=1))
-        self.maxima = torch.maximum(self.maxima, torch.stack([ratio.amax(), gap.amax()]))
+        found = torch.stack([sums[name] for name in _BY_SEQUENCE], dim=1)
+        self._by_sequence.index_add_(0, rows, found)
+        largest = torch.stack([log_ratio.amax().exp(), gap.amax()])
+        self.maxima = torch.maximum(self.maxima, largest)
 
     def reduce(self, all_reduce: AllReduce, grpo: GRPOConfig) -> StepReport:
         """The metrics of the whole optimizer batch, by their final names; all zero without tokens.
@@ -181,27 +182,6 @@ def _total(values: Tensor | None, absent: Tensor) -> Tensor:
 
 def _or_zero(values: Tensor) -> Tensor:
     return values if len(values) else values.new_zeros(1)
-
-
-def completion_metrics(lengths: Sequence[int], truncated: Sequence[bool]) -> dict[str, float]:
-    """Lengths of the completions in tokens, and the share that met the length limit."""
-    return {
-        "completions/mean_length": sum(lengths) / len(lengths),
-        "completions/min_length": float(min(lengths)),
-        "completions/max_length": float(max(lengths)),
-        "completions/clipped_ratio": sum(truncated) / len(truncated),
-    }
-
-
-def dialogue_metrics(num_turns: Sequence[int], finish_reasons: Sequence[str]) -> dict[str, float]:
-    """Turns of the model that environments have answered; the shares of dialogues that met
-    `environment.max_turns`, and whose environment failed."""
-    return {
-        "num_turns/mean": sum(num_turns) / len(num_turns),
-        "num_turns/max": float(max(num_turns)),
-        "num_turns/clipped_ratio": finish_reasons.count("max_turns") / len(finish_reasons),
-        "environment/failed_ratio": finish_reasons.count("failed") / len(finish_reasons),
-    }
 
 
 def reward_metrics(

@@ -4,6 +4,7 @@ All are functions of a ratio r of the present policy over the one that generated
 advantage A, both [K]; they return what is to be minimized.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -85,12 +86,17 @@ def clipped(ratio: Tensor, advantages: Tensor, cfg: GRPOConfig) -> Objective:
     defines it, from INTELLECT-2 (arXiv 2505.07291): it bounds the ratio where the advantage is
     negative, which the plain clip leaves unbounded, and wants to be above 1 + epsilon_high.
     """
-    bounded = ratio if cfg.delta is None else ratio.clamp(max=cfg.delta)
-    cut = ratio.clamp(1 - cfg.epsilon, 1 + cfg.epsilon_high)
+    least, most = 1 - cfg.epsilon, 1 + cfg.epsilon_high
+    bound = math.inf if cfg.delta is None else max(cfg.delta, most)
+    # By the sign of A the minimum is that of one bound or the other.
+    negative = advantages < 0
+    # Not of numbers, which `where` would take for float32.
+    low = torch.where(negative, ratio.new_full((), least), ratio.new_full((), -math.inf))
+    high = torch.where(negative, ratio.new_full((), bound), ratio.new_full((), most))
     return Objective(
-        loss=-torch.minimum(bounded * advantages, cut * advantages),
-        clipped_low=(ratio < 1 - cfg.epsilon) & (advantages < 0),
-        clipped_high=(ratio > 1 + cfg.epsilon_high) & (advantages > 0),
+        loss=-advantages * ratio.clamp(low, high),
+        clipped_low=ratio < low,
+        clipped_high=(ratio > most) & (advantages > 0),
     )
 
 

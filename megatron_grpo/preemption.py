@@ -4,9 +4,6 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import torch
-import torch.distributed as dist
-
 EXIT_PREEMPTED = 75
 """EX_TEMPFAIL: nothing has failed, and the same command goes on."""
 
@@ -16,16 +13,6 @@ PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 class Preempted(Exception):
     """Somebody wants the machine back; the text says what is saved."""
-
-
-def agree_to_stop(is_preempted: bool, device: torch.device) -> bool:
-    """Whether `is_preempted` on any rank; collective over the default group.
-
-    Ranks hear of a signal at different moments: without this, one would stop a step before another.
-    """
-    told = torch.tensor(int(is_preempted), device=device)
-    dist.all_reduce(told, dist.ReduceOp.MAX)
-    return bool(told)
 
 
 @contextmanager

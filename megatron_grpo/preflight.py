@@ -2,36 +2,20 @@
 
 import importlib.util
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing
 from typing import Any
 
 import httpx
-import torch
 import yaml
 
-from checkpoint_convert import (
-    ModelShape,
-    check_divisible,
-    check_weights,
-    read_shape,
-)
-from checkpoint_convert.tokenizer import load_tokenizer
+from checkpoint_convert import ModelShape, check_divisible, check_weights, read_shape
 from checkpoint_convert.vllm import check_engine_dims
 from megatron_grpo.batching import BatchSchedule
 from megatron_grpo.checkpoints.folders import latest_step
 from megatron_grpo.config import Config, RolloutConfig
 from megatron_grpo.config_file import dump_config, load_config
-from megatron_grpo.environments import EnvironmentPool
-from megatron_grpo.evaluation import as_evaluated, load_eval_prompts
 from megatron_grpo.job_token import TOKEN_VARIABLE, bearer, check_token
-from megatron_grpo.prompts import Prompt, PromptStream, end_tokens, load_prompts
-from megatron_grpo.rewards import RewardPool
-from megatron_grpo.rollout import check_engine_arguments
-from megatron_grpo.transformer import transformer_config
-from megatron_grpo.turns import Turns
-from megatron_grpo.weight_sums import engine_dims
-from parallel.microbatches import plan_microbatches
-from parallel.packing import Alignment
+from megatron_grpo.rollout.vllm_command import check_engine_arguments
+from megatron_grpo.worker_layouts import engine_dims
 
 HEALTH_TIMEOUT_SECONDS = 5.0
 
@@ -76,48 +60,19 @@ def preflight(cfg: Config, token: str | None) -> None:
     their own process, and asks the engines that were given by address for their health, and whether
     they take `token`.
     """
-    schedule = BatchSchedule.of(cfg.grpo)
+    BatchSchedule.of(cfg.grpo)
     shape = _check_model(cfg)
     check_engines(cfg.rollout, shape, token)
     check_same_run(cfg)
     if cfg.wandb.project and importlib.util.find_spec("wandb") is None:
         raise ValueError("wandb.project needs wandb: install the extra `wandb`, or leave it out")
-    with ExitStack() as stack:
-        rewards = stack.enter_context(closing(RewardPool(cfg.reward)))
-        tokenizer = load_tokenizer(cfg.model.path)
-        ends = end_tokens(shape, tokenizer)
-        prompts = load_prompts(cfg, tokenizer, shape.max_position_embeddings)
-        PromptStream(prompts, schedule.num_prompts, cfg.train.seed, cfg.data.shuffle)
-        _check_vocabulary(shape, prompts)
-        _check_token_budget(cfg, prompts)
-        rows = [prompt.row for prompt in prompts]
-        rewards.wait_ready(rows)
-        if cfg.environment.name is not None:
-            Turns.of(cfg, tokenizer, ends)
-            environments = EnvironmentPool(cfg.environment)
-            stack.callback(environments.close)
-            environments.wait_ready(rows)
+    # Behind all others, since their imports take seconds: transformers, and then Megatron-Core.
+    from megatron_grpo.prompt_checks import check_evaluation, check_prompts
+
+    check_prompts(cfg, shape)
     if cfg.eval.data is not None:
         check_evaluation(cfg, shape)
-
-
-def check_evaluation(cfg: Config, shape: ModelShape) -> None:
-    """Raise ValueError when the prompts of `eval` cannot be used, served or scored."""
-    view = as_evaluated(cfg)
-    tokenizer = load_tokenizer(cfg.model.path)
-    end_tokens(shape, tokenizer)
-    prompts = load_eval_prompts(view, tokenizer, shape.max_position_embeddings)
-    _check_vocabulary(shape, prompts)
-    longest = max(len(prompt.token_ids) for prompt in prompts)
-    limit = cfg.rollout.vllm.get("max_model_len")
-    if limit is not None and longest + view.rollout.max_completion_length > limit:
-        raise ValueError(
-            f"eval: a prompt of {longest} tokens and eval.max_completion_length "
-            f"{view.rollout.max_completion_length} are more than rollout.vllm.max_model_len "
-            f"{limit}: raise that, or lower one of them (eval.data.max_prompt_length)"
-        )
-    with closing(RewardPool(view.reward)) as rewards:
-        rewards.wait_ready([prompt.row for prompt in prompts])
+    _check_transformer(cfg, shape)
 
 
 def check_engines(rollout: RolloutConfig, shape: ModelShape, token: str | None) -> None:
@@ -164,6 +119,14 @@ def _check_model(cfg: Config) -> ModelShape:
     shape = read_shape(folder)
     check_divisible(shape, cfg.dims)
     check_weights(folder, shape)
+    return shape
+
+
+def _check_transformer(cfg: Config, shape: ModelShape) -> None:
+    import torch
+
+    from megatron_grpo.transformer import transformer_config
+
     transformer_config(
         shape,
         cfg.dims,
@@ -171,31 +134,6 @@ def _check_model(cfg: Config) -> ModelShape:
         sequence_parallel=cfg.parallel.sequence_parallel,
         overrides=cfg.model.megatron,
     )
-    return shape
-
-
-def _check_vocabulary(shape: ModelShape, prompts: list[Prompt]) -> None:
-    """A tokenizer of another model would index past the embedding."""
-    for prompt in prompts:
-        if max(prompt.token_ids) >= shape.vocab_size:
-            raise ValueError(
-                f"prompt {prompt.index} has the token id {max(prompt.token_ids)}, and the model's "
-                f"vocabulary ends at {shape.vocab_size - 1}: the tokenizer is another model's"
-            )
-
-
-def _check_token_budget(cfg: Config, prompts: list[Prompt]) -> None:
-    """The longest prompt with the longest completion must fit into one microbatch."""
-    longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
-    length = len(longest.token_ids) + cfg.rollout.max_completion_length
-    alignment = Alignment.of(cfg.dims, cfg.parallel.sequence_parallel)
-    try:
-        plan_microbatches([length], cfg.train.max_tokens_per_microbatch, cfg.dims, alignment)
-    except ValueError as error:
-        raise ValueError(
-            f"prompt {longest.index} has {len(longest.token_ids)} tokens and its completion up to "
-            f"rollout.max_completion_length {cfg.rollout.max_completion_length}: {error}"
-        ) from None
 
 
 def _check_answers(url: str, token: str) -> None:

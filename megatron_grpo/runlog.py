@@ -5,16 +5,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from megatron_grpo.batching import BatchSchedule
+from megatron_grpo.completion_metrics import completion_metrics, dialogue_metrics
 from megatron_grpo.config import Config, EvalConfig
 from megatron_grpo.config_file import dump_config
 from megatron_grpo.evaluation import Evaluated, eval_metrics, eval_rows
 from megatron_grpo.experience import Experience
-from megatron_grpo.metrics import (
-    StepReport,
-    completion_metrics,
-    dialogue_metrics,
-    reward_metrics,
-)
+from megatron_grpo.metrics import StepReport, reward_metrics
 from megatron_grpo.progress import ProgressBar
 from megatron_grpo.report import CURVES_FILE, draw_curves
 from megatron_grpo.rollout.samples import Sample

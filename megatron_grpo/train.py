@@ -32,7 +32,7 @@ from megatron_grpo.logprob_probe import probe_logprobs
 from megatron_grpo.metrics import StepReport
 from megatron_grpo.model import build_policy, weight_sender
 from megatron_grpo.old_policy import add_logprobs
-from megatron_grpo.preemption import Preempted, agree_to_stop, preempted_instead
+from megatron_grpo.preemption import Preempted, preempted_instead
 from megatron_grpo.reference import build_reference
 from megatron_grpo.rewards import RewardError
 from megatron_grpo.rollout import EnginesLost
@@ -45,6 +45,7 @@ from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.tracking import WANDB_ID_FILE
 from megatron_grpo.train_step import train_step
 from megatron_grpo.watch import START, Limits, Watch
+from megatron_grpo.watch.agreement import agree_to_stop
 from megatron_grpo.weight_sync import WeightSync
 from parallel.device import communication_backend, setup_device
 from parallel.groups import Groups, destroy_groups, init_groups

@@ -28,7 +28,8 @@ from megatron_grpo.failure import broadcast_text, first_failure
 from megatron_grpo.preemption import Preempted
 from megatron_grpo.rollout import EnginesLost, RolloutClient, WorkerSums
 from megatron_grpo.timing import PhaseTimer
-from megatron_grpo.weight_sums import sums_of_all_ranks, worker_layouts
+from megatron_grpo.weight_sums import sums_of_all_ranks
+from megatron_grpo.worker_layouts import worker_layouts
 from parallel import Sender, cut_shares, plan_shares
 from parallel.transport import TIMEOUT, Invitation, Outbox, bucket_bytes_for, refuse_all
 from parallel.transport.meeting import Board, Meeting, join, local_address, open_meeting

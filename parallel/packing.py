@@ -131,52 +131,41 @@ def pack(
     total = ends[-1]
     firsts = [segment.position for segment in segments] or [0]
 
-    tokens = torch.full((total,), padding_id, dtype=torch.int64)
-    sequence_index = torch.full((total,), -1, dtype=torch.int64)
-    completion_mask, loss_mask = torch.zeros(2, total, dtype=torch.bool)
-    loss_weights, advantages, rollout_logprobs = torch.zeros(3, total, dtype=dtype)
+    def zeros(of: torch.dtype = dtype) -> Tensor:
+        return torch.zeros(total, dtype=of)
+
     prefixes = torch.zeros(len(lengths), 2, dtype=torch.int64)
-    known = {
-        name: torch.zeros(total, dtype=torch.bool if name == "high_entropy" else dtype)
-        for name in KNOWN
-        if any(getattr(sequence, name) is not None for sequence in sequences)
-    }
-    for number, (segment, end, length) in enumerate(zip(segments, ends, lengths, strict=False)):
-        start = end - length
-        whole = slice(start, start + len(segment.tokens))
-        tokens[whole] = segment.tokens
-        if segment.index is None:
-            continue
-        if segment.prefix is not None:
-            prefix_start = ends[segment.prefix] - lengths[segment.prefix]
-            prefixes[number] = torch.tensor([prefix_start, prefix_start + segment.position])
-        sequence = sequences[segment.index]
-        response = slice(start + sequence.num_prompt_tokens - segment.position, whole.stop)
-        mask = sequence.response_mask
-        sequence_index[whole] = segment.index
-        completion_mask[response] = True
-        loss_mask[response] = True if mask is None else mask
-        loss_weights[response] = sequence.loss_weight * loss_mask[response].to(dtype)
-        advantages[response] = sequence.advantage
-        rollout_logprobs[response] = sequence.rollout_logprobs.to(dtype)
-        for name, values in known.items():
-            values[response] = getattr(sequence, name).to(values.dtype)
-    return PackedBatch(
-        tokens=tokens,
+    batch = PackedBatch(
+        tokens=torch.full((total,), padding_id, dtype=torch.int64),
         position_ids=torch.cat(
             [torch.arange(first, first + n) for first, n in zip(firsts, lengths, strict=True)]
         ),
         cu_seqlens=torch.tensor([0, *ends], dtype=torch.int32),
         max_seqlen=max(first + n for first, n in zip(firsts, lengths, strict=True)),
-        sequence_index=sequence_index,
-        completion_mask=completion_mask,
-        loss_mask=loss_mask,
-        loss_weights=loss_weights,
-        advantages=advantages,
-        rollout_logprobs=rollout_logprobs,
+        sequence_index=torch.full((total,), -1, dtype=torch.int64),
+        completion_mask=zeros(torch.bool),
+        loss_mask=zeros(torch.bool),
+        loss_weights=zeros(),
+        advantages=zeros(),
+        rollout_logprobs=zeros(),
         prefixes=prefixes if share_prompts else None,
-        **known,
+        **{
+            name: zeros(torch.bool if name == "high_entropy" else dtype)
+            for name in KNOWN
+            if any(getattr(sequence, name) is not None for sequence in sequences)
+        },
     )
+    for number, (segment, end, length) in enumerate(zip(segments, ends, lengths, strict=False)):
+        start = end - length
+        whole = slice(start, start + len(segment.tokens))
+        batch.tokens[whole] = segment.tokens
+        if segment.index is not None:
+            batch.sequence_index[whole] = segment.index
+            _lay_response(batch, segment, sequences[segment.index], start)
+        if segment.prefix is not None:
+            prefix_start = ends[segment.prefix] - lengths[segment.prefix]
+            prefixes[number] = torch.tensor([prefix_start, prefix_start + segment.position])
+    return batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +205,24 @@ def _segments(
             for i in group
         ]
     return segments
+
+
+def _lay_response(
+    batch: PackedBatch, segment: _Segment, sequence: TokenSequence, start: int
+) -> None:
+    """Write what the loss needs to know of a segment's tokens, the first of which is at `start`."""
+    end = start + len(segment.tokens)
+    response = slice(start + sequence.num_prompt_tokens - segment.position, end)
+    mask = sequence.response_mask
+    batch.completion_mask[response] = True
+    batch.loss_mask[response] = True if mask is None else mask
+    counts = batch.loss_mask[response].to(batch.loss_weights.dtype)
+    batch.loss_weights[response] = sequence.loss_weight * counts
+    batch.advantages[response] = sequence.advantage
+    batch.rollout_logprobs[response] = sequence.rollout_logprobs.to(batch.rollout_logprobs.dtype)
+    for name in KNOWN:
+        if (known := getattr(batch, name)) is not None:
+            known[response] = getattr(sequence, name).to(known.dtype)
 
 
 def by_prompt(sequences: Sequence[TokenSequence]) -> list[list[int]]:

@@ -24,7 +24,7 @@ class SequenceMeans:
     def __init__(self, lengths: Tensor, context_group: dist.ProcessGroup | None) -> None:
         """`lengths` [n] are how many tokens of each sequence count on this rank, K in all; over the
         ranks of `context_group` (None for one rank) each token once."""
-        self._lengths, self._group = lengths, context_group
+        self.lengths, self._group = lengths, context_group
 
     def sum(self, values: Tensor) -> Tensor:
         """For each token [K] the sum of `values` [K] over the counted tokens of its sequence.
@@ -40,15 +40,15 @@ class SequenceMeans:
 
     def local_sums(self, values: Tensor) -> Tensor:
         """The sums [n] of `values` [K] over this rank's tokens of each sequence."""
-        return _sums(values, self._lengths)
+        return _sums(values, self.lengths)
 
     @cached_property
     def _counts(self) -> Tensor:
         """[n], at least 1: the mean over no token is read by nothing."""
-        return self._over_ranks(self._lengths.double()).clamp(min=1)
+        return self._over_ranks(self.lengths.double()).clamp(min=1)
 
     def _at_tokens(self, totals: Tensor) -> Tensor:
-        repeated: Tensor = _Repeat.apply(totals, self._lengths)
+        repeated: Tensor = _Repeat.apply(totals, self.lengths)
         return repeated
 
     def _over_ranks(self, totals: Tensor) -> Tensor:

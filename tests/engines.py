@@ -13,7 +13,7 @@ from checkpoint_convert import read_shape
 from megatron_grpo.config import ModelConfig, RolloutConfig
 from megatron_grpo.prompts import Prompt
 from megatron_grpo.rollout import EngineServers, Generation, RolloutClient, Sample, WorkerSums
-from megatron_grpo.weight_sums import worker_layouts
+from megatron_grpo.worker_layouts import worker_layouts
 from models import EOS_ID, tiny_model
 from parallel import Layout, intersect
 from parallel.checksum import whole_checksum

@@ -2,9 +2,9 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
-import time
 import uuid
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,7 +25,8 @@ class Finished:
 
     exit_code: int
     output: str
-    seconds: float
+    cpu_seconds: float
+    """Of it and what it has started: how long it takes where nothing else runs."""
     survivors: list[str]
     """Command lines of processes that it started and that outlived it."""
 
@@ -54,7 +55,7 @@ def finish_run(
     *arguments: str | Path, config: Path = TINY_CONFIG, timeout: float = 240, token: str = ""
 ) -> Finished:
     """Start a run and wait for its end; kills it and all it started after `timeout` seconds."""
-    start, mark = time.monotonic(), uuid.uuid4().hex
+    before, mark = _cpu_seconds_of_children(), uuid.uuid4().hex
     process = start_run(*arguments, config=config, mark=mark, token=token)
     try:
         output, _ = process.communicate(timeout=timeout)
@@ -63,9 +64,15 @@ def finish_run(
             marked.kill()
         output, _ = process.communicate()
         raise AssertionError(f"the run took more than {timeout} s:\n{output}") from None
-    seconds = time.monotonic() - start
+    cpu_seconds = _cpu_seconds_of_children() - before
     survivors = [" ".join(marked.cmdline()) for marked in marked_processes(mark)]
-    return Finished(process.returncode, output, seconds, survivors)
+    return Finished(process.returncode, output, cpu_seconds, survivors)
+
+
+def _cpu_seconds_of_children() -> float:
+    """Of those that have ended, and of theirs."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def marked_processes(mark: str) -> list[psutil.Process]:

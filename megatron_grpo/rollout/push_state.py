@@ -7,9 +7,10 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Json = dict[str, Any]
 
@@ -84,7 +85,7 @@ class PushState:
             self.error = str(error) or repr(error)
 
 
-def parameter_table(parameters: Mapping[str, Tensor]) -> dict[str, tuple[list[int], str]]:
+def parameter_table(parameters: Mapping[str, "Tensor"]) -> dict[str, tuple[list[int], str]]:
     """Shape and dtype (``bfloat16``) of every parameter, by name."""
     return {
         name: (list(parameter.shape), str(parameter.dtype).removeprefix("torch."))

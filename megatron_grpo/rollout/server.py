@@ -11,8 +11,6 @@ from pathlib import Path
 from subprocess import TimeoutExpired
 from typing import NoReturn
 
-import torch
-
 from megatron_grpo.config import ModelConfig, RolloutConfig
 from megatron_grpo.job_token import TOKEN_VARIABLE, check_token, new_token
 from megatron_grpo.rollout.access import check_host
@@ -60,7 +58,7 @@ class EngineServers:
         if rollout.engine == "vllm":
             check_engine_arguments(rollout.vllm)
         log_dir.mkdir(parents=True, exist_ok=True)
-        devices = engine_devices(rollout, torch.cuda.device_count(), os.environ)
+        devices = engine_devices(rollout, _num_devices(), os.environ)
         self._ports = [reserve_port() for _ in range(rollout.num_engines)]
         for index, reserved in enumerate(self._ports):
             port = reserved.getsockname()[1]
@@ -144,9 +142,15 @@ def serve_forever(
     if rollout.engine == "vllm":
         check_engine_arguments(rollout.vllm)
     one_engine = rollout.model_copy(update={"num_engines": 1})
-    [devices] = engine_devices(one_engine, torch.cuda.device_count(), os.environ)
+    [devices] = engine_devices(one_engine, _num_devices(), os.environ)
     command, environment = engine_command(model, rollout, host, port, devices, token)
     os.execve(command[0], command, environment)
+
+
+def _num_devices() -> int:
+    import torch  # takes seconds, and config and addresses are checked without
+
+    return torch.cuda.device_count()
 
 
 def engine_devices(

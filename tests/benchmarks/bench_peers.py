@@ -33,6 +33,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import psutil
+
 from ceilings import measure_ceilings
 from peers_page import PAGE, RESULTS, render
 
@@ -158,8 +160,10 @@ def timed_side(
     command = [sys.executable, str(Path(__file__)), "--run", name, side, str(folder)]
     subprocess.run(command, env=environ, check=True, timeout=TIMEOUT)
     seconds = time.perf_counter() - start
-    others = (busy_cpu_seconds() - busy_before) - (own_cpu_seconds() - before)
-    return json.loads((folder / "figures.json").read_text()), max(0.0, others / seconds)
+    found = json.loads((folder / "figures.json").read_text())
+    own = own_cpu_seconds() - before + found["left_cpu_seconds"]
+    others = (busy_cpu_seconds() - busy_before) - own
+    return found["figures"], max(0.0, others / seconds)
 
 
 def run_side(name: str, side: str, folder: str) -> None:
@@ -167,7 +171,10 @@ def run_side(name: str, side: str, folder: str) -> None:
     figures: Mapping[str, float] = importlib.import_module(f"peers.{name}").SIDES[side](
         Path(folder)
     )
-    (Path(folder) / "figures.json").write_text(json.dumps(figures))
+    # Of processes that nobody will wait for, as a fork server: to the frame they are not its own.
+    left = sum(sum(child.cpu_times()[:4]) for child in psutil.Process().children(recursive=True))
+    found = {"figures": figures, "left_cpu_seconds": left}
+    (Path(folder) / "figures.json").write_text(json.dumps(found))
 
 
 def own_cpu_seconds() -> float:

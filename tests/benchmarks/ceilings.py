@@ -5,12 +5,13 @@ import mmap
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+
+from best_time import best_time
 
 COPY_BYTES = 1 << 28
 DISK_BYTES = 1 << 28
@@ -29,25 +30,15 @@ def measure_ceilings(num_threads: int) -> dict[str, float]:
 def main() -> None:
     """Print all as JSON."""
     found = {
-        "memcpy": COPY_BYTES / _best(_copy()),
-        "GEMM float32": _flops() / _best(_product(torch.float32)),
-        "GEMM bfloat16": _flops() / _best(_product(torch.bfloat16)),
+        "memcpy": COPY_BYTES / best_time(_copy()),
+        "GEMM float32": _flops() / best_time(_product(torch.float32)),
+        "GEMM bfloat16": _flops() / best_time(_product(torch.bfloat16)),
     }
     with TemporaryDirectory(dir=Path.cwd(), prefix=".ceiling-") as folder:
         file = Path(folder) / "file"
-        found["disk write"] = DISK_BYTES / _best(lambda: _write(file), 3)
-        found["disk read"] = DISK_BYTES / _best(lambda: _read(file), 3)
+        found["disk write"] = DISK_BYTES / best_time(lambda: _write(file), 3)
+        found["disk read"] = DISK_BYTES / best_time(lambda: _read(file), 3)
     print(json.dumps({name: rate / 1e9 for name, rate in found.items()}))
-
-
-def _best(work: Callable[[], object], num_times: int = 5) -> float:
-    """Seconds of the fastest of some times, after one that warms up."""
-    seconds = []
-    for _ in range(num_times + 1):
-        start = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds[1:])
 
 
 def _copy() -> Callable[[], object]:

@@ -57,7 +57,7 @@ def test_a_mistake_ends_in_seconds_with_one_message_and_leaves_nothing(
     assert message in run.output
     assert run.output.startswith("megatron-grpo: "), "nothing but the message"
     assert "Traceback" not in run.output
-    assert run.seconds < SECONDS
+    assert run.cpu_seconds < SECONDS
     assert run.survivors == []
 
 
@@ -71,7 +71,7 @@ def test_rows_that_make_no_prompt_end_in_seconds_with_one_list(
     assert run.output.startswith(f"megatron-grpo: 2 of 10 rows of {data} cannot be used")
     assert f"{data} line 9: 'prompt' is null" in run.output
     assert f"{data} line 10: not UTF-8: byte 0xff at column 13" in run.output
-    assert run.seconds < SECONDS
+    assert run.cpu_seconds < SECONDS
     assert run.survivors == []
 
 

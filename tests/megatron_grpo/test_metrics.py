@@ -5,10 +5,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_grpo.completion_metrics import completion_metrics
 from megatron_grpo.grpo_config import GRPOConfig
 from megatron_grpo.loss import grpo_loss, loss_weights
 from megatron_grpo.loss_tokens import LossTokens
-from megatron_grpo.metrics import TrainMetrics, completion_metrics, reward_metrics
+from megatron_grpo.metrics import TrainMetrics, reward_metrics
 from parallel.packing import Alignment, TokenSequence, pack
 
 # Four sequences of one prompt token: [new, old, ref, rollout, entropy] of each response token.

@@ -31,7 +31,8 @@ def test_what_is_executed_is_what_every_sequence_needs_by_itself(measured, ours)
     figures, folder = ours
     alone, folder_alone = measured("limit")
     assert alone[step_flops.EXCESS] == pytest.approx(1, abs=1e-4)  # transformers also turns: RoPE
-    assert 1 <= figures[step_flops.EXCESS] <= 1.02
+    # Not 1: the head, which keeps no logits, runs its product once more in the backward.
+    assert 1.001 <= figures[step_flops.EXCESS] <= 1.02
     assert "every gradient within" in step_flops.compare(folder, folder_alone)
 
 

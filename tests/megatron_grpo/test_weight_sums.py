@@ -13,7 +13,8 @@ from engines import worker_sums
 from megatron_grpo.config import RolloutConfig
 from megatron_grpo.model import Policy, weight_sender
 from megatron_grpo.rollout import WorkerSums
-from megatron_grpo.weight_sums import sums_of_all_ranks, worker_layouts
+from megatron_grpo.weight_sums import sums_of_all_ranks
+from megatron_grpo.worker_layouts import worker_layouts
 from models import tiny_model
 from parallel import Layout, ParallelDims, plan_sends
 from parallel.checksum import added_up, checksums

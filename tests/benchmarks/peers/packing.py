@@ -3,7 +3,8 @@
 Lengths are synthetic: lognormals, clipped. A plan's cost is the time of its slowest data rank,
 overhead of microbatches included, over the time of all sequences divided by the ranks: 1 is a
 schedule without bubble, overhead or imbalance. The schedule is 1F1B, simulated exactly, for all.
-Nobody is charged for padding.
+Nobody is charged for padding. Seconds are the best of five plans of 8,192 sequences for 32 data
+ranks; what we want of ours is 0.05.
 """
 
 import heapq
@@ -42,14 +43,13 @@ GOALS = [
     ("cost_4k", "best", 1.0),
     ("cost_20k", "best", 1.08),
     ("cost_128k", "best", 1.0),
-    ("seconds", "verl", 50.0),
-    ("seconds", "areal", 10.0),
-    ("seconds", "slime (rule)", 3.0),
+    ("seconds", "best", 1.0),
 ]
 
 PIPELINE = 4
 HIDDEN_SIZE = 8192  # of a 70B model
 SEEDS = range(3)
+NUM_TIMES = 5
 Plan = list[list[list[int]]]
 
 
@@ -91,8 +91,8 @@ def measured(plan: Callable[[list[int], int, int], tuple[Plan, float]], out: Pat
         figures[f"cost_{name}"] = float(np.mean(costs))
         figures[f"imbalance_{name}"] = float(np.mean(loads))
     lengths = TIMED.sample(0)
-    plan(lengths, TIMED.longest, TIMED.data)
-    plans["timed/0"], figures["seconds"] = plan(lengths, TIMED.longest, TIMED.data)
+    timed = [plan(lengths, TIMED.longest, TIMED.data) for _ in range(NUM_TIMES)]
+    plans["timed/0"], figures["seconds"] = min(timed, key=lambda found: found[1])
     out.joinpath("plans.json").write_text(json.dumps(plans))
     return figures
 

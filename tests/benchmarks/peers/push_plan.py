@@ -12,7 +12,6 @@ MLPs from shard to shard and all else whole, slime gathers tensors and broadcast
 """
 
 import json
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +19,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from best_time import best_time
 from checkpoint_convert import hf_tensors
 from checkpoint_convert.megatron import first_senders, megatron_sender
 from checkpoint_convert.vllm import EngineDims, engine_layouts
@@ -67,7 +67,7 @@ def ours(folder: Path) -> dict[str, float]:
         sender = megatron_sender(LLAMA_70B, dims, place, transformer_engine=True)
         cut_shares(plan_shares(sender, workers), BUCKET_ELEMENTS)
 
-    seconds = {count: median_of(partial(plan, dims)) for count, dims in RANKS.items()}
+    seconds = {count: best_time(partial(plan, dims)) for count, dims in RANKS.items()}
     found = traffic(
         first_senders(LLAMA_70B, RANKS[64]),
         engine_layouts(LLAMA_70B, ENGINE),
@@ -91,7 +91,7 @@ def awex(folder: Path) -> dict[str, float]:
         builder = TransferPlanBuilder(count, count, num_infer_engines=count // ENGINE.tensor)
         metadata = awex_metadata(ParallelDims(tensor=ENGINE.tensor)), awex_metadata(dims)
         plan = partial(builder.build_local_transfer_plan, *metadata, count + RANK)
-        seconds[count] = median_of(plan)
+        seconds[count] = best_time(plan)
         if count > 64:
             continue
         for operation in builder.build_weights_mapping_operations(*metadata):
@@ -213,16 +213,6 @@ def figures(
         "received_gigabytes": max(received) / 1e9,
         "trainer_sent_gigabytes": max(sent) / 1e9,
     }
-
-
-def median_of(work: Callable[[], object]) -> float:
-    """Seconds of the third fastest of five."""
-    seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - start)
-    return sorted(seconds)[2]
 
 
 SIDES = {

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from distributed import run_ranks
+from flops import counted_flops
 from megatron_grpo.experience import Experience, share_out
 from megatron_grpo.prompts import Prompt
 from megatron_grpo.rollout.samples import Sample
@@ -92,8 +91,7 @@ def _on_rank(
     cfg = tiny_config(model, ParallelDims(), *options)
     policy, groups = start_policy(rank, model, ParallelDims(), *options)
     ((batches,),) = share_out(_experience(), 0, CostModel.transformer(HIDDEN), cfg)
-    # MATH: of the others on the CPU the counter sees nothing.
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+    with counted_flops() as counter:
         accumulate_gradient(policy, batches, cfg, groups, 0.0)
     gradients = {name: p.main_grad.clone() for name, p in policy.parameters().items()}
     start = time.perf_counter()

@@ -24,10 +24,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
+from flops import counted_flops
 from megatron_grpo.experience import compare as experience_of
 from megatron_grpo.experience import share_out
 from megatron_grpo.old_policy import add_logprobs
@@ -256,8 +255,7 @@ def compare(ours: Path, peer: Path) -> str:
 
 def count(step: Callable[[], float]) -> tuple[float, int]:
     """What the step returns, and the operations of all its matrix products."""
-    counter = FlopCounterMode(display=False)
-    with sdpa_kernel(SDPBackend.MATH), counter:
+    with counted_flops() as counter:
         returned = step()
     return returned, counter.get_total_flops()
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_grpo.preemption import Preempted, agree_to_stop
+from megatron_grpo.preemption import Preempted
 from megatron_grpo.rewards import RewardError
 from megatron_grpo.rollout.engine_error import EngineError
 from megatron_grpo.watch import Watch
+from megatron_grpo.watch.agreement import agree_to_stop
 from watched import World, watched_ranks
 
 

@@ -1,0 +1,78 @@
+"""What can be refused of data, rewards and environments before a rank starts."""
+
+from contextlib import ExitStack, closing
+
+from checkpoint_convert import ModelShape
+from checkpoint_convert.tokenizer import load_tokenizer
+from megatron_grpo.batching import BatchSchedule
+from megatron_grpo.config import Config
+from megatron_grpo.environments import EnvironmentPool
+from megatron_grpo.evaluation import as_evaluated, load_eval_prompts
+from megatron_grpo.prompts import Prompt, PromptStream, end_tokens, load_prompts
+from megatron_grpo.rewards import RewardPool
+from megatron_grpo.turns import Turns
+from parallel.microbatches import plan_microbatches
+from parallel.packing import Alignment
+
+
+def check_prompts(cfg: Config, shape: ModelShape) -> None:
+    """Raise ValueError when the prompts of `data` cannot be used, trained on, played or scored."""
+    with ExitStack() as stack:
+        rewards = stack.enter_context(closing(RewardPool(cfg.reward)))
+        tokenizer = load_tokenizer(cfg.model.path)
+        ends = end_tokens(shape, tokenizer)
+        prompts = load_prompts(cfg, tokenizer, shape.max_position_embeddings)
+        num_prompts = BatchSchedule.of(cfg.grpo).num_prompts
+        PromptStream(prompts, num_prompts, cfg.train.seed, cfg.data.shuffle)
+        _check_vocabulary(shape, prompts)
+        _check_token_budget(cfg, prompts)
+        rows = [prompt.row for prompt in prompts]
+        rewards.wait_ready(rows)
+        if cfg.environment.name is not None:
+            Turns.of(cfg, tokenizer, ends)
+            environments = EnvironmentPool(cfg.environment)
+            stack.callback(environments.close)
+            environments.wait_ready(rows)
+
+
+def check_evaluation(cfg: Config, shape: ModelShape) -> None:
+    """Raise ValueError when the prompts of `eval` cannot be used, served or scored."""
+    view = as_evaluated(cfg)
+    tokenizer = load_tokenizer(cfg.model.path)
+    end_tokens(shape, tokenizer)
+    prompts = load_eval_prompts(view, tokenizer, shape.max_position_embeddings)
+    _check_vocabulary(shape, prompts)
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    limit = cfg.rollout.vllm.get("max_model_len")
+    if limit is not None and longest + view.rollout.max_completion_length > limit:
+        raise ValueError(
+            f"eval: a prompt of {longest} tokens and eval.max_completion_length "
+            f"{view.rollout.max_completion_length} are more than rollout.vllm.max_model_len "
+            f"{limit}: raise that, or lower one of them (eval.data.max_prompt_length)"
+        )
+    with closing(RewardPool(view.reward)) as rewards:
+        rewards.wait_ready([prompt.row for prompt in prompts])
+
+
+def _check_vocabulary(shape: ModelShape, prompts: list[Prompt]) -> None:
+    """A tokenizer of another model would index past the embedding."""
+    for prompt in prompts:
+        if max(prompt.token_ids) >= shape.vocab_size:
+            raise ValueError(
+                f"prompt {prompt.index} has the token id {max(prompt.token_ids)}, and the model's "
+                f"vocabulary ends at {shape.vocab_size - 1}: the tokenizer is another model's"
+            )
+
+
+def _check_token_budget(cfg: Config, prompts: list[Prompt]) -> None:
+    """The longest prompt with the longest completion must fit into one microbatch."""
+    longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
+    length = len(longest.token_ids) + cfg.rollout.max_completion_length
+    alignment = Alignment.of(cfg.dims, cfg.parallel.sequence_parallel)
+    try:
+        plan_microbatches([length], cfg.train.max_tokens_per_microbatch, cfg.dims, alignment)
+    except ValueError as error:
+        raise ValueError(
+            f"prompt {longest.index} has {len(longest.token_ids)} tokens and its completion up to "
+            f"rollout.max_completion_length {cfg.rollout.max_completion_length}: {error}"
+        ) from None
