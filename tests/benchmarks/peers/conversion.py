@@ -1,7 +1,8 @@
 """A Hugging Face folder to the parameters of two tensor ranks, and back, all in memory.
 
 Two processes over gloo, a thread each; the folders are in /dev/shm, so that no disk is in it. Every
-side fills and writes the same parameters, those of the trainer's model.
+side fills and writes the same parameters, those of the trainer's model. Before each step memory is
+warmed (`warm_memory.py`), as much as the model and a fifth more.
 
 - load: into parameters that are zero. It runs twice, and the second counts.
 - export: ours writes the whole folder; of the others only what makes whole tensors counts, all of
@@ -20,6 +21,7 @@ import gc
 import hashlib
 import json
 import os
+import shutil
 import socket
 import stat
 import struct
@@ -44,6 +46,7 @@ from torch import Tensor
 from checkpoint_convert import hf_tensors, read_shape
 from parallel import ParallelDims
 from peers.logprobs import resident
+from warm_memory import IN_MEMORY, warm_memory
 
 NUM_LAYERS, HIDDEN_SIZE, INTERMEDIATE_SIZE, VOCAB_SIZE = map(
     int, os.environ.get("CONVERSION_SHAPE", "28x1536x8960x151936").split("x")
@@ -71,7 +74,6 @@ DIMS = ParallelDims(tensor=2)
 FILE_BYTES = 10**9
 RANDOM = 10_000_019
 """So many random values, again and again: a prime, so that tensors do not begin alike."""
-IN_MEMORY = "/dev/shm"
 KIB = 1024
 BYTES_RECEIVED = 128
 """Where tcp_info has tcpi_bytes_received."""
@@ -233,6 +235,8 @@ def measure_rank(rank: int, side: str, source: Path, folder: Path) -> None:
                 parameter.zero_()
             figures = measured("load", steps.load)
         figures |= measured("export", lambda: steps.export(folder / "exported"))
+        if rank == 0:
+            shutil.rmtree(folder / "exported", ignore_errors=True)  # only ours has made it
         figures |= measured("save", lambda: steps.save(folder / "saved"))
     digests = {name: digest(each.detach()) for name, each in parameters.items()}
     (folder / f"rank{rank}.json").write_text(json.dumps([figures, digests]))
@@ -243,6 +247,8 @@ def measure_rank(rank: int, side: str, source: Path, folder: Path) -> None:
 def measured(name: str, step: Callable[[], object]) -> dict[str, float]:
     """Seconds, memory and bytes of one step, which all ranks begin together."""
     gc.collect()
+    if dist.get_rank() == 0:
+        warm_memory(NUM_BYTES * 6 // 5)
     Path("/proc/self/clear_refs").write_text("5")  # the most begins anew
     memory = resident("VmRSS")
     dist.barrier()

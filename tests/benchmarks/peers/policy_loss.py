@@ -2,9 +2,9 @@
 
 Loss: forward and backward of PPO's clipped surrogate with dual clip, mean over all tokens, with the
 metrics that each side always computes: verl three, ours all fifteen of `TrainMetrics`, by sequence
-where wanted. verl has rows of 8,192 places, all 2,048 or 8 at a time; ours are packed microbatches
-of up to 65,536 tokens, each completion behind a prompt of 256. Advantages: of groups of 16, brought
-to every token.
+where wanted; one side of ours has verl's alone. verl has rows of 8,192 places, all 2,048 or 8 at a
+time; ours are packed microbatches of up to 65,536 tokens, each completion behind a prompt of 256.
+Advantages: of groups of 16, brought to every token.
 """
 
 from collections.abc import Callable
@@ -29,6 +29,7 @@ VERL = [
 TITLE = "Advantages and clipped loss, 2,048 x 8,192 with 62% padding"
 REQUIREMENTS = {"verl": VERL, "verl, 8 rows at a time": VERL}
 SETTINGS = {
+    "ours, metrics as verl": "its clip fractions and mean log-ratio in the place of ours",
     "verl": "compute_policy_loss_vanilla on all rows at once, token-mean; "
     "compute_grpo_vectorized_outcome_advantage",
     "verl, 8 rows at a time": "the same with ppo_micro_batch_size_per_gpu 8",
@@ -36,7 +37,8 @@ SETTINGS = {
 GOALS = [
     ("loss_seconds", "verl", 7.0),
     ("loss_seconds", "verl, 8 rows at a time", 7.0),
-    ("advantage_seconds", "best", 3.0),
+    ("advantage_seconds", "verl", 3.0),
+    ("advantage_seconds", "verl, 8 rows at a time", 3.0),
 ]
 
 
@@ -61,7 +63,7 @@ def case() -> SimpleNamespace:
     )
 
 
-def ours(folder: Path) -> dict[str, float]:
+def ours(folder: Path, verls_metrics: bool = False) -> dict[str, float]:
     """Packed."""
     from megatron_grpo.advantages import group_advantages
     from megatron_grpo.grpo_config import GRPOConfig
@@ -114,13 +116,19 @@ def ours(folder: Path) -> dict[str, float]:
     entropies = [torch.ones_like(values) for values in logprobs]
 
     def loss() -> float:
-        metrics = TrainMetrics(NUM_SEQUENCES)
+        metrics, sums = TrainMetrics(NUM_SEQUENCES), []
         for batch, values, entropy in zip(batches, logprobs, entropies, strict=True):
             values.grad = None
             tokens = LossTokens.of(batch, values, entropy, batch.loss_mask)
             found = grpo_loss(tokens, cfg, 0.0)
-            metrics.add(tokens, found)
+            if verls_metrics:
+                kept = (found.per_token, found.log_ratio, found.clipped_low, found.clipped_high)
+                sums.append(torch.stack([each.sum() for each in kept]))
+            else:
+                metrics.add(tokens, found)
             found.total.backward()
+        if verls_metrics:
+            return torch.stack(sums).sum(dim=0).tolist()[0]
         return metrics.reduce(lambda tensor, op: None, cfg).metrics["loss"]
 
     loss()
@@ -221,6 +229,7 @@ def measured(
 
 SIDES = {
     "ours": ours,
+    "ours, metrics as verl": lambda folder: ours(folder, verls_metrics=True),
     "verl": verl,
     "verl, 8 rows at a time": lambda folder: verl(folder, 8),
 }

@@ -1,12 +1,13 @@
 """A push of a Llama of 1.5B (bf16, 3.0 GB) from two trainer ranks, TP2, into one process, TP1.
 
-Three processes on one machine, by loopback; the third holds what Megatron's only rank would, so
-that both do the same job. Megatron-Core's `swap_model_weights` goes over gloo, ours over its
-network links, with 64 MB of buffers in a process; checksums of what was sent and of what is held
-are compared, and that counts. The first push, which plans and makes links, is counted apart.
+Three processes on one machine; the third holds what Megatron's only rank would, so that both do the
+same job. Megatron-Core's `swap_model_weights` goes over gloo, which is loopback; ours as a trainer
+and an engine of one machine do, over memory that they share, and once more over its network links,
+here loopback, too. It has 64 MB of buffers in a process; checksums of what was sent and of what is
+held are compared, and that counts. The first push, which plans and makes links, is counted apart.
 
 Memory is the most that a process held beyond the weights, from before the plan until after the last
-push. PUSH_LAYERS=4 makes the model smaller.
+push. Before each push 8 GB are warmed (`warm_memory.py`). PUSH_LAYERS=4 makes the model smaller.
 """
 
 import json
@@ -29,6 +30,7 @@ from checkpoint_convert.megatron import megatron_layout, megatron_sender
 from distributed import run_ranks
 from parallel import Layout, ParallelDims, Shape
 from shapes import DENSE
+from warm_memory import warm_memory
 
 LLAMA = ModelShape(
     num_layers=int(os.environ.get("PUSH_LAYERS", 16)),
@@ -46,13 +48,18 @@ RECEIVER = TRAINER.world_size
 BUFFER_BYTES = 64_000_000
 PUSHES = 3
 TIMEOUT = timedelta(seconds=120)
+WARM_BYTES = 8 * 10**9
+"""Megatron-Core's processes take about that."""
 
-TITLE = f"Push of {LLAMA.num_layers} layers of Llama-3.2-1B, untied, bf16, TP2 to TP1 by loopback"
+TITLE = (
+    f"Push of {LLAMA.num_layers} layers of Llama-3.2-1B, untied, bf16, TP2 to TP1 on one machine"
+)
 REQUIREMENTS: dict[str, list[str]] = {"megatron-core": []}  # ours needs it, too
 SETTINGS = {
+    "ours, by network": "rollout.weight_transport=network",
     "megatron-core": "0.16.1, swap_model_weights with GlooCopyService and its cached plan; models "
     "are bare parameters with Megatron's attributes, none where a process has no part in one; "
-    "torch.cuda.Stream is stubbed to None"
+    "torch.cuda.Stream is stubbed to None",
 }
 GOALS = [("seconds", "megatron-core", 8.0), ("peak_extra_bytes", "megatron-core", 40.0)]
 
@@ -61,7 +68,12 @@ Push = Callable[[], None]
 
 def ours(folder: Path) -> dict[str, float]:
     """Outbox and Inbox."""
-    return measured(folder, our_rank)
+    return measured(folder, our_rank, False)
+
+
+def ours_by_network(folder: Path) -> dict[str, float]:
+    """As between two machines."""
+    return measured(folder, our_rank, True)
 
 
 def megatron(folder: Path) -> dict[str, float]:
@@ -69,9 +81,11 @@ def megatron(folder: Path) -> dict[str, float]:
     return measured(folder, megatron_rank)
 
 
-def measured(folder: Path, rank_of: Callable[..., dict[str, Any]]) -> dict[str, float]:
+def measured(
+    folder: Path, rank_of: Callable[..., dict[str, Any]], *options: bool
+) -> dict[str, float]:
     """The figures of all processes, and the digest of what has arrived."""
-    found = run_ranks(RECEIVER + 1, rank_of, timeout=900)
+    found = run_ranks(RECEIVER + 1, rank_of, *options, timeout=900)
     (folder / "digest.json").write_text(json.dumps(found[RECEIVER]["digest"]))
     held = layout_of(ENGINE, 0).num_elements * 2
     extra = max(each["extra"] for each in found)
@@ -106,7 +120,7 @@ def bits(shape: Shape, seed: int) -> Tensor:
     return drawn.view(torch.bfloat16)
 
 
-def our_rank(rank: int) -> dict[str, Any]:
+def our_rank(rank: int, network_only: bool) -> dict[str, Any]:
     """One process of ours."""
     from megatron_grpo.weight_sums import sums_of_all_ranks
     from parallel import plan_sends
@@ -127,7 +141,7 @@ def our_rank(rank: int) -> dict[str, Any]:
             ends.append(board)
             said = [(meeting.host, meeting.port, meeting.key)]
         dist.broadcast_object_list(said, src=0)
-        invitation = Invitation(Meeting(*said[0]), size, 1, True, [trainers], [[]])
+        invitation = Invitation(Meeting(*said[0]), size, 1, network_only, [trainers], [[]])
         if rank == RECEIVER:
             return Inbox.open(invitation, 0, 0, weights, device, TIMEOUT)
         place = TRAINER.coordinates(rank)
@@ -199,6 +213,7 @@ def run(rank: int, weights: Mapping[str, Tensor], push: Push) -> dict[str, Any]:
         if rank == RECEIVER:
             for values in weights.values():
                 values.zero_()  # what has arrived before does not count
+            warm_memory(WARM_BYTES)
         dist.barrier()
         start = time.perf_counter()
         push()
@@ -232,7 +247,7 @@ def digest(weights: Mapping[str, Tensor]) -> str:
     return found.hexdigest()
 
 
-SIDES = {"ours": ours, "megatron-core": megatron}
+SIDES = {"ours": ours, "ours, by network": ours_by_network, "megatron-core": megatron}
 
 
 def compare(ours: Path, peer: Path) -> str:
