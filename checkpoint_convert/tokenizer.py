@@ -35,7 +35,7 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
     source = Path(source)
     if source.is_file():
         return _loaded(lambda: SentencePieceTokenizer(str(source)), source)
-    for name, tokenizer_class in {
+    for name, get_class in {
         JSON_FILE: lambda: PreTrainedTokenizerFast,
         SENTENCEPIECE_FILE: lambda: SentencePieceTokenizer,
         _VOCABULARY_FILE: _auto_tokenizer,
@@ -43,7 +43,7 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
         if (source / name).is_file():
             # Without False, `AutoTokenizer` asks on the terminal whether to run the folder's code.
             options = {"local_files_only": True, "trust_remote_code": False}
-            load = partial(tokenizer_class().from_pretrained, source, **options)
+            load = partial(get_class().from_pretrained, source, **options)
             return _loaded(load, source / name)
     raise ValueError(
         f"{source} has no tokenizer: neither {JSON_FILE}, nor {SENTENCEPIECE_FILE}, nor "

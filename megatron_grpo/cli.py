@@ -75,7 +75,7 @@ def _silence_libraries() -> None:
 
 def _preflight(cfg: Config, token: str | None) -> None:
     _silence_libraries()
-    from megatron_grpo.preflight import preflight  # reads the tokenizer: seconds, see above
+    from megatron_grpo.preflight import preflight  # httpx and more: not for `--help`
 
     preflight(cfg, token)
 
@@ -146,7 +146,7 @@ def serve(
     """
     token = check_token(take_token(os.environ))
     cfg = load_config(config, overrides or [])
-    from megatron_grpo.rollout.server import serve_forever  # torch: seconds, see above
+    from megatron_grpo.rollout.server import serve_forever  # not for `--help`
 
     serve_forever(cfg.model, cfg.rollout, host, port, token)
 

@@ -17,8 +17,9 @@ from megatron_grpo.exchange import Minibatches
 from megatron_grpo.loss import loss_weights
 from megatron_grpo.rewards.total import total_rewards
 from megatron_grpo.rollout.samples import Sample
+from parallel.alignment import Alignment
 from parallel.microbatches import CostModel, Plan, plan_microbatches
-from parallel.packing import KNOWN, Alignment, TokenSequence, by_prompt, pack
+from parallel.packing import KNOWN, TokenSequence, by_prompt, pack
 from parallel.shared_prompts import PromptGroup, plan_shared_prompts
 
 

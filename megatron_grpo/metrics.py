@@ -80,18 +80,19 @@ class TrainMetrics:
         generating = tokens.logprobs.detach()
         if tokens.old_logprobs is not None and not self._old_is_rollout:
             generating = tokens.old_logprobs
-        # In float64 no ratio overflows, and of sums exp(x) - x - 1 is exact enough.
+        # In float64 exp holds up to 709, and of sums exp(x) - x - 1 is exact to 1e-16 per token.
         log_ratio = loss.log_ratio.double()
         mismatch = (generating - tokens.rollout_logprobs).double()
-        gap, ratio, rollout_ratio = mismatch.abs(), log_ratio.exp().sum(), mismatch.exp().sum()
-        zero, num = ratio.new_zeros(()), ratio.new_full((), len(generating))
+        gap = mismatch.abs()
+        ratios, rollout_ratios = log_ratio.exp().sum(), mismatch.exp().sum()
+        zero, num = ratios.new_zeros(()), ratios.new_full((), len(generating))
         totals = {
             "loss": loss.per_token.sum(dtype=torch.float64),
-            "ratio": ratio,
-            "approx_kl": ratio - num - log_ratio.sum(),
+            "ratio": ratios,
+            "approx_kl": ratios - num - log_ratio.sum(),
             "kl": _total(loss.kl, zero),
-            "rollout_kl": rollout_ratio - num - mismatch.sum(),
-            "rollout_ratio": rollout_ratio,
+            "rollout_kl": rollout_ratios - num - mismatch.sum(),
+            "rollout_ratio": rollout_ratios,
             "rollout_weight": _total(loss.rollout_weight, num),
             "off_policy": _total(loss.off_policy, zero),
             "high_entropy": _total(tokens.high_entropy, num),

@@ -87,10 +87,10 @@ def clipped(ratio: Tensor, advantages: Tensor, cfg: GRPOConfig) -> Objective:
     negative, which the plain clip leaves unbounded, and wants to be above 1 + epsilon_high.
     """
     least, most = 1 - cfg.epsilon, 1 + cfg.epsilon_high
-    bound = math.inf if cfg.delta is None else max(cfg.delta, most)
-    # By the sign of A the minimum is that of one bound or the other.
+    bound = math.inf if cfg.delta is None else cfg.delta  # above `most`: the config sees to it
+    # For A < 0 the minimum is A clamp(r, least, delta), else A min(r, most).
     negative = advantages < 0
-    # Not of numbers, which `where` would take for float32.
+    # `where` of two Python numbers would be float32, whatever the ratio is.
     low = torch.where(negative, ratio.new_full((), least), ratio.new_full((), -math.inf))
     high = torch.where(negative, ratio.new_full((), bound), ratio.new_full((), most))
     return Objective(

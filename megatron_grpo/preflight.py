@@ -1,4 +1,4 @@
-"""Everything that can be refused before a rank starts: sizes, weights, data, rewards, engines."""
+"""What can be refused before a rank starts: sizes, weights, engines; data in `prompt_checks.py`."""
 
 import importlib.util
 from collections.abc import Iterator, Mapping
@@ -66,13 +66,13 @@ def preflight(cfg: Config, token: str | None) -> None:
     check_same_run(cfg)
     if cfg.wandb.project and importlib.util.find_spec("wandb") is None:
         raise ValueError("wandb.project needs wandb: install the extra `wandb`, or leave it out")
-    # Behind all others, since their imports take seconds: transformers, and then Megatron-Core.
+    # Behind all others: to import Megatron-Core takes seconds, and to encode a data set minutes.
+    _check_transformer(cfg, shape)
     from megatron_grpo.prompt_checks import check_evaluation, check_prompts
 
     check_prompts(cfg, shape)
     if cfg.eval.data is not None:
         check_evaluation(cfg, shape)
-    _check_transformer(cfg, shape)
 
 
 def check_engines(rollout: RolloutConfig, shape: ModelShape, token: str | None) -> None:

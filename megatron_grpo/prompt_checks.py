@@ -11,8 +11,8 @@ from megatron_grpo.evaluation import as_evaluated, load_eval_prompts
 from megatron_grpo.prompts import Prompt, PromptStream, end_tokens, load_prompts
 from megatron_grpo.rewards import RewardPool
 from megatron_grpo.turns import Turns
+from parallel.alignment import Alignment
 from parallel.microbatches import plan_microbatches
-from parallel.packing import Alignment
 
 
 def check_prompts(cfg: Config, shape: ModelShape) -> None:

@@ -141,6 +141,9 @@ class _CudaMeansCpu(TorchFunctionMode):
 class _Stream:
     """The one queue of a CPU: whatever is put in has been done when the call returns."""
 
+    def __init__(self, device: object = None) -> None:
+        """A class, as torch's own is: libraries write `torch.cuda.Stream | None`."""
+
     def record_event(self) -> "_Stream":
         """An event that lies behind."""
         return self
@@ -157,7 +160,7 @@ def _install_cpu_runtime() -> None:
         "current_device": lambda: "cpu",
         "synchronize": lambda device=None: None,
         "current_stream": lambda device=None: stream,
-        "Stream": lambda device=None: stream,
+        "Stream": _Stream,
         "stream": nullcontext,
         "manual_seed": torch.default_generator.manual_seed,
         "get_rng_state": lambda device="cuda": torch.get_rng_state(),

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from parallel.alignment import Alignment, round_up
 from parallel.dims import ParallelDims
-from parallel.packing import Alignment, round_up
 from parallel.pipeline_schedule import ABSENT, makespan
 
 Plan = list[list[list[int]]]

@@ -1,6 +1,5 @@
 """Padding-free batches: sequences laid end to end, with no padding but what parallelism forces."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
@@ -9,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.dims import ParallelDims
+from parallel.alignment import Alignment, round_up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,28 +40,6 @@ class TokenSequence:
 
 KNOWN = ("old_logprobs", "ref_logprobs", "high_entropy")
 """What a generation that is resumed brings along of its tokens."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Alignment:
-    """Multiples that context and sequence parallelism force on packed lengths, in tokens.
-
-    Zigzag context parallelism cuts each sequence into 2 * cp equal chunks; sequence parallelism
-    cuts what one context rank holds into tp equal parts. Nothing else pads.
-    """
-
-    sequence: int = 1  # every packed sequence is a multiple of this
-    total: int = 1  # every microbatch is a multiple of this, itself a multiple of `sequence`
-
-    def __post_init__(self) -> None:
-        assert self.total % self.sequence == 0
-
-    @classmethod
-    def of(cls, dims: ParallelDims, sequence_parallel: bool) -> "Alignment":
-        """The least alignment with which every rank of `dims` gets an equal part."""
-        sequence = 2 * dims.context if dims.context > 1 else 1
-        ranks = dims.context * (dims.tensor if sequence_parallel else 1)
-        return cls(sequence=sequence, total=math.lcm(sequence, ranks))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,8 +231,3 @@ def unit_length(num_prompt_tokens: int, responses: Sequence[int], multiple: int)
 def _shared_length(num_prompt_tokens: int, responses: Sequence[int], multiple: int) -> int:
     own = sum(round_up(1 + response, multiple) for response in responses)
     return round_up(num_prompt_tokens - 1, multiple) + own
-
-
-def round_up(n: int, multiple: int) -> int:
-    """The least multiple of `multiple` that is at least `n`."""
-    return -(-n // multiple) * multiple

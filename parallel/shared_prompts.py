@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from parallel.alignment import Alignment
 from parallel.dims import ParallelDims
 from parallel.microbatches import CostModel, Plan, plan_units, room_for
-from parallel.packing import Alignment, is_shared, unit_length
+from parallel.packing import is_shared, unit_length
 from parallel.pipeline_schedule import makespan
 
 

@@ -18,9 +18,10 @@ from megatron_grpo.reference import Reference
 from megatron_grpo.schedule import run_schedule
 from oracle import oracle_logprobs
 from parallel import Box, ParallelDims
+from parallel.alignment import Alignment
 from parallel.device import setup_device
 from parallel.groups import Groups, init_groups
-from parallel.packing import Alignment, PackedBatch, TokenSequence, pack
+from parallel.packing import PackedBatch, TokenSequence, pack
 
 Lengths = list[list[tuple[int, int]]]
 """(prompt, completion) lengths of the sequences of each packed microbatch."""

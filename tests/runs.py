@@ -5,6 +5,7 @@ import os
 import resource
 import subprocess
 import sys
+import time
 import uuid
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,8 +26,9 @@ class Finished:
 
     exit_code: int
     output: str
+    seconds: float
     cpu_seconds: float
-    """Of it and what it has started: how long it takes where nothing else runs."""
+    """Of it and of what was waited for; other programs of the machine do not lengthen these."""
     survivors: list[str]
     """Command lines of processes that it started and that outlived it."""
 
@@ -55,7 +57,7 @@ def finish_run(
     *arguments: str | Path, config: Path = TINY_CONFIG, timeout: float = 240, token: str = ""
 ) -> Finished:
     """Start a run and wait for its end; kills it and all it started after `timeout` seconds."""
-    before, mark = _cpu_seconds_of_children(), uuid.uuid4().hex
+    start, before, mark = time.monotonic(), _cpu_seconds_of_children(), uuid.uuid4().hex
     process = start_run(*arguments, config=config, mark=mark, token=token)
     try:
         output, _ = process.communicate(timeout=timeout)
@@ -64,9 +66,9 @@ def finish_run(
             marked.kill()
         output, _ = process.communicate()
         raise AssertionError(f"the run took more than {timeout} s:\n{output}") from None
-    cpu_seconds = _cpu_seconds_of_children() - before
+    seconds, cpu_seconds = time.monotonic() - start, _cpu_seconds_of_children() - before
     survivors = [" ".join(marked.cmdline()) for marked in marked_processes(mark)]
-    return Finished(process.returncode, output, cpu_seconds, survivors)
+    return Finished(process.returncode, output, seconds, cpu_seconds, survivors)
 
 
 def _cpu_seconds_of_children() -> float:

@@ -90,7 +90,7 @@ def head_bytes(cfg: Config, shape: ModelShape, *, backward: bool) -> int:
 
     Hidden states, a copy of a rank's own and those of all tensor ranks, and tiles of logits; in the
     backward also what the norm before keeps, and both gradients: that to the hidden states in
-    float32, beside the product of a tile that is added to it.
+    float32, beside the product of a tile that is added to it where its factors are narrower.
     """
     dims, itemsize, width = cfg.dims, ITEMSIZE[cfg.model.dtype], shape.hidden_size
     tokens = cfg.train.max_tokens_per_microbatch / dims.context
@@ -102,7 +102,7 @@ def head_bytes(cfg: Config, shape: ModelShape, *, backward: bool) -> int:
     forward = tokens * (rows + 3 * 4 * tile)
     if not backward:
         return round(forward)
-    to_hidden = tokens * 2 * 4 * width
+    to_hidden = tokens * (4 if itemsize == 4 else 2 * 4) * width
     to_weight = itemsize * columns * width
     return round(forward + to_hidden + to_weight + tokens * final_norm_bytes(cfg, shape))
 

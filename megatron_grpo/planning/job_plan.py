@@ -18,7 +18,7 @@ from megatron_grpo.planning.memory import (
 from megatron_grpo.planning.state import stage_states
 from megatron_grpo.planning.step_time import LinkUse, StepTime, push_link, step_time
 from megatron_grpo.planning.workload import Workload, shared_tokens, workload
-from parallel.packing import round_up
+from parallel.alignment import round_up
 
 
 @dataclass(frozen=True, kw_only=True)

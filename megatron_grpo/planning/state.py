@@ -7,7 +7,7 @@ from math import lcm, prod
 from checkpoint_convert import ModelShape, megatron_layout
 from megatron_grpo.config import Config
 from parallel import Coordinates, ParallelDims, pipeline_layers
-from parallel.packing import round_up
+from parallel.alignment import round_up
 
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
 GRADIENT_BYTES = 4

@@ -9,8 +9,8 @@ from checkpoint_convert import ModelShape
 from megatron_grpo.batching import BatchSchedule
 from megatron_grpo.config import Config
 from parallel import ParallelDims
+from parallel.alignment import Alignment, round_up
 from parallel.microbatches import CostModel, plan_microbatches
-from parallel.packing import Alignment, round_up
 from parallel.shared_prompts import PromptGroup, plan_shared_prompts
 
 

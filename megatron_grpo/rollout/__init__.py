@@ -7,7 +7,6 @@ from megatron_grpo.rollout.generation import Generation
 from megatron_grpo.rollout.push_check import WorkerSums
 from megatron_grpo.rollout.samples import Sample
 from megatron_grpo.rollout.server import EngineServers
-from megatron_grpo.rollout.vllm_command import check_engine_arguments
 
 __all__ = [
     "EngineError",
@@ -19,5 +18,4 @@ __all__ = [
     "RolloutClient",
     "Sample",
     "WorkerSums",
-    "check_engine_arguments",
 ]

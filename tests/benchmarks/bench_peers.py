@@ -171,7 +171,7 @@ def run_side(name: str, side: str, folder: str) -> None:
     figures: Mapping[str, float] = importlib.import_module(f"peers.{name}").SIDES[side](
         Path(folder)
     )
-    # Of processes that nobody will wait for, as a fork server: to the frame they are not its own.
+    # The frame counts what was waited for, and nobody waits for a fork server and its children.
     left = sum(sum(child.cpu_times()[:4]) for child in psutil.Process().children(recursive=True))
     found = {"figures": figures, "left_cpu_seconds": left}
     (Path(folder) / "figures.json").write_text(json.dumps(found))

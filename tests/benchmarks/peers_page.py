@@ -37,7 +37,11 @@ def _summary(results: Mapping[str, Mapping[str, Any]]) -> str:
     lines = ["| comparison | figure | beside | factor | goal |", "|---|---|---|---|---|"]
     for _, result in sorted(results.items()):
         for figure, side, goal in result["goals"]:
-            sides = [side] if side != "best" else [s for s in result["figures"] if s != OURS]
+            sides = (
+                [side]
+                if side != "best"
+                else [s for s in result["figures"] if not s.startswith(OURS)]
+            )
             factors = [found for s in sides if (found := factors_of(result, s, figure))]
             name = side if side != "best" else f"the best of {len(factors)}"
             if not factors:

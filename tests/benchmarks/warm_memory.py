@@ -3,6 +3,8 @@
 A virtual machine gives pages that it does not use back to its host, and where it wants them again
 each waits for the host: 5 s for a GB on the machine of docs/peers.md, thirty times what writing
 takes. That is no side's doing, and without this the side that takes most memory would pay for it.
+All sides of a comparison have as much warmed, which is what the greediest takes in all processes
+and files; /dev/shm must have room for it.
 """
 
 from tempfile import NamedTemporaryFile

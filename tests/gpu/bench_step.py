@@ -32,9 +32,10 @@ from megatron_grpo.model import build_policy
 from megatron_grpo.skipped_steps import SkippedSteps
 from megatron_grpo.train_step import train_step
 from parallel import ParallelDims
+from parallel.alignment import Alignment
 from parallel.device import setup_device
 from parallel.groups import init_groups
-from parallel.packing import Alignment, PackedBatch, TokenSequence, pack
+from parallel.packing import PackedBatch, TokenSequence, pack
 from policies import tiny_config
 
 SHAPES = {

@@ -9,10 +9,11 @@ from distributed import run_ranks
 from megatron_grpo.logprobs import compute_logprobs
 from models import tiny_model
 from parallel import ParallelDims
+from parallel.alignment import Alignment
 from parallel.attention import packed_attention
 from parallel.context import context_indices
 from parallel.flex import block_mask, flex
-from parallel.packing import Alignment, TokenSequence, pack
+from parallel.packing import TokenSequence, pack
 from policies import accumulate, start_policy
 
 pytestmark = [

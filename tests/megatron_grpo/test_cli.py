@@ -19,7 +19,9 @@ from pushes import client_of, push_folder
 from runs import TINY_CONFIG, finish_run
 
 TOKEN = "0123456789abcdef"
-SECONDS = 10  # within which a mistake must be told
+CPU_SECONDS, SECONDS = 15, 40
+"""Within which a mistake must be told: most of the former are imports, of Megatron-Core where it is
+the data that cannot be used. The latter are for a machine that has other things to do."""
 
 
 @pytest.fixture
@@ -57,7 +59,7 @@ def test_a_mistake_ends_in_seconds_with_one_message_and_leaves_nothing(
     assert message in run.output
     assert run.output.startswith("megatron-grpo: "), "nothing but the message"
     assert "Traceback" not in run.output
-    assert run.cpu_seconds < SECONDS
+    assert run.cpu_seconds < CPU_SECONDS and run.seconds < SECONDS
     assert run.survivors == []
 
 
@@ -71,7 +73,7 @@ def test_rows_that_make_no_prompt_end_in_seconds_with_one_list(
     assert run.output.startswith(f"megatron-grpo: 2 of 10 rows of {data} cannot be used")
     assert f"{data} line 9: 'prompt' is null" in run.output
     assert f"{data} line 10: not UTF-8: byte 0xff at column 13" in run.output
-    assert run.cpu_seconds < SECONDS
+    assert run.cpu_seconds < CPU_SECONDS and run.seconds < SECONDS
     assert run.survivors == []
 
 
@@ -91,6 +93,16 @@ def test_an_empty_data_set_and_a_missing_weight_are_refused(
     weights.write_bytes(weights.read_bytes().replace(b"q_norm", b"q_morn"))
     run = finish_run(f"model.path={broken}", f"data.path={sums}", timeout=60)
     assert run.exit_code == 2 and "model.layers.0.self_attn.q_norm.weight" in run.output
+
+
+def test_sizes_and_addresses_are_checked_without_torch() -> None:
+    code = (
+        "import sys, megatron_grpo.preflight, megatron_grpo.rollout.server;"
+        "print({'torch', 'transformers', 'megatron'} & sys.modules.keys())"
+    )
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout == "set()\n"
 
 
 def test_help_names_every_command_with_an_example() -> None:

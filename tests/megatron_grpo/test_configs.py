@@ -14,10 +14,10 @@ from megatron_grpo.planning.instantiate import instantiate
 from megatron_grpo.planning.job_plan import plan_job
 from megatron_grpo.planning.reshard_table import reshard_table
 from megatron_grpo.planning.workload import longest_sequence
-from megatron_grpo.rollout import check_engine_arguments
+from megatron_grpo.rollout.vllm_command import check_engine_arguments
+from parallel.alignment import Alignment
 from parallel.device import setup_device
 from parallel.microbatches import plan_microbatches
-from parallel.packing import Alignment
 from published_models import write_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"

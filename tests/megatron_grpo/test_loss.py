@@ -27,8 +27,9 @@ from oracle import (
     oracle_process_advantages,
 )
 from parallel import ParallelDims
+from parallel.alignment import Alignment
 from parallel.microbatches import plan_microbatches
-from parallel.packing import Alignment, PackedBatch, TokenSequence, pack
+from parallel.packing import PackedBatch, TokenSequence, pack
 from parallel.vocab import chosen_logprobs, prediction_targets
 
 LOSS_TYPES = ["grpo", "bnpo", "dapo", "dr_grpo", "cispo", "gmpo", "sapo", "luspo", "vespo"]

@@ -10,7 +10,8 @@ from megatron_grpo.grpo_config import GRPOConfig
 from megatron_grpo.loss import grpo_loss, loss_weights
 from megatron_grpo.loss_tokens import LossTokens
 from megatron_grpo.metrics import TrainMetrics, reward_metrics
-from parallel.packing import Alignment, TokenSequence, pack
+from parallel.alignment import Alignment
+from parallel.packing import TokenSequence, pack
 
 # Four sequences of one prompt token: [new, old, ref, rollout, entropy] of each response token.
 TOKENS = [

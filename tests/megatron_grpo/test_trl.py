@@ -29,7 +29,8 @@ from megatron_grpo.grpo_config import GRPOConfig
 from megatron_grpo.loss import grpo_loss, loss_weights
 from megatron_grpo.loss_tokens import LossTokens
 from megatron_grpo.old_policy import keep_high_entropy, with_entropy_weights
-from parallel.packing import Alignment, TokenSequence, pack
+from parallel.alignment import Alignment
+from parallel.packing import TokenSequence, pack
 
 PROMPT_LENGTHS = [2, 6, 1, 4, 3, 5, 1, 2]
 COMPLETION_LENGTHS = [5, 1, 9, 4, 3, 7, 2, 1]

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel import ParallelDims
+from parallel.alignment import Alignment
 from parallel.microbatches import CostModel, plan_microbatches
-from parallel.packing import Alignment, TokenSequence, pack
+from parallel.packing import TokenSequence, pack
 from parallel.pipeline_schedule import makespan
 
 ALL_DIMS = st.builds(

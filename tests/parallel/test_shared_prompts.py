@@ -3,8 +3,9 @@
 import pytest
 
 from parallel import ParallelDims
+from parallel.alignment import Alignment, round_up
 from parallel.microbatches import CostModel
-from parallel.packing import Alignment, round_up, unit_length
+from parallel.packing import unit_length
 from parallel.shared_prompts import PromptGroup, plan_shared_prompts
 
 COST = CostModel.transformer(4096)

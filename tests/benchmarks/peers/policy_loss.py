@@ -7,6 +7,7 @@ time; ours are packed microbatches of up to 65,536 tokens, each completion behin
 Advantages: of groups of 16, brought to every token.
 """
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,7 +71,8 @@ def ours(folder: Path, verls_metrics: bool = False) -> dict[str, float]:
     from megatron_grpo.loss import grpo_loss
     from megatron_grpo.loss_tokens import LossTokens
     from megatron_grpo.metrics import TrainMetrics
-    from parallel.packing import Alignment, TokenSequence, pack
+    from parallel.alignment import Alignment
+    from parallel.packing import TokenSequence, pack
 
     given = case()
     cfg = GRPOConfig(
@@ -122,13 +124,15 @@ def ours(folder: Path, verls_metrics: bool = False) -> dict[str, float]:
             tokens = LossTokens.of(batch, values, entropy, batch.loss_mask)
             found = grpo_loss(tokens, cfg, 0.0)
             if verls_metrics:
-                kept = (found.per_token, found.log_ratio, found.clipped_low, found.clipped_high)
-                sums.append(torch.stack([each.sum() for each in kept]))
+                is_cut = found.clipped_low | found.clipped_high
+                is_bounded = (found.log_ratio > math.log(DELTA)) & (tokens.advantages < 0)
+                kept = (found.per_token, found.log_ratio, is_cut, is_bounded)
+                sums.append([each.sum().item() for each in kept])
             else:
                 metrics.add(tokens, found)
             found.total.backward()
         if verls_metrics:
-            return torch.stack(sums).sum(dim=0).tolist()[0]
+            return sum(each[0] for each in sums)
         return metrics.reduce(lambda tensor, op: None, cfg).metrics["loss"]
 
     loss()

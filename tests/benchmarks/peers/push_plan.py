@@ -22,7 +22,7 @@ from typing import Any
 from best_time import best_time
 from checkpoint_convert import hf_tensors
 from checkpoint_convert.megatron import first_senders, megatron_sender
-from checkpoint_convert.vllm import EngineDims, engine_layouts
+from checkpoint_convert.vllm import EngineDims, _cut, engine_layouts
 from megatron_grpo.planning.peer_traffic import m2n_elements, nccl_elements
 from parallel import Layout, ParallelDims, cut_shares, plan_shares, traffic
 from shapes import LLAMA_70B
@@ -62,6 +62,7 @@ def ours(folder: Path) -> dict[str, float]:
     """What `WeightSync` works out, without communication."""
 
     def plan(dims: ParallelDims) -> None:
+        _cut.cache_clear()  # a process plans once
         workers = engine_layouts(LLAMA_70B, ENGINE)
         place = dims.coordinates(RANK)
         sender = megatron_sender(LLAMA_70B, dims, place, transformer_engine=True)

@@ -5,8 +5,12 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.config import ModelConfig, RolloutConfig
-from megatron_grpo.rollout import check_engine_arguments
-from megatron_grpo.rollout.vllm_command import RESERVED, engine_argument_names, vllm_command
+from megatron_grpo.rollout.vllm_command import (
+    RESERVED,
+    check_engine_arguments,
+    engine_argument_names,
+    vllm_command,
+)
 
 MODEL = ModelConfig(path=Path("/models/tiny"), dtype="float32")
 

@@ -1,0 +1,33 @@
+"""What parallelism forces on the lengths of packed sequences. No torch."""
+
+import math
+from dataclasses import dataclass
+
+from parallel.dims import ParallelDims
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alignment:
+    """Multiples that context and sequence parallelism force on packed lengths, in tokens.
+
+    Zigzag context parallelism cuts each sequence into 2 * cp equal chunks; sequence parallelism
+    cuts what one context rank holds into tp equal parts. Nothing else pads.
+    """
+
+    sequence: int = 1  # every packed sequence is a multiple of this
+    total: int = 1  # every microbatch is a multiple of this, itself a multiple of `sequence`
+
+    def __post_init__(self) -> None:
+        assert self.total % self.sequence == 0
+
+    @classmethod
+    def of(cls, dims: ParallelDims, sequence_parallel: bool) -> "Alignment":
+        """The least alignment with which every rank of `dims` gets an equal part."""
+        sequence = 2 * dims.context if dims.context > 1 else 1
+        ranks = dims.context * (dims.tensor if sequence_parallel else 1)
+        return cls(sequence=sequence, total=math.lcm(sequence, ranks))
+
+
+def round_up(n: int, multiple: int) -> int:
+    """The least multiple of `multiple` that is at least `n`."""
+    return -(-n // multiple) * multiple
