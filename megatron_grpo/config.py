@@ -1,8 +1,8 @@
 """The configuration of a run: every key, its type, its default and what it means.
 
 Checked here is what the config alone can judge; `preflight.py` asks the model, the engines and, by
-`prompt_checks.py`, the data. Nothing here imports torch, so that a mistake is told at once. `config_file.py` reads and
-writes configs as YAML.
+`prompt_checks.py`, the data. Nothing here imports torch, so that a mistake is told at once.
+`config_file.py` reads and writes configs as YAML.
 """
 
 from collections.abc import Sequence

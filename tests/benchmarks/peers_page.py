@@ -37,13 +37,10 @@ def _summary(results: Mapping[str, Mapping[str, Any]]) -> str:
     lines = ["| comparison | figure | beside | factor | goal |", "|---|---|---|---|---|"]
     for _, result in sorted(results.items()):
         for figure, side, goal in result["goals"]:
-            sides = (
-                [side]
-                if side != "best"
-                else [s for s in result["figures"] if not s.startswith(OURS)]
-            )
+            others = [each for each in result["figures"] if not each.startswith(OURS)]
+            sides = others if side == "best" else [side]
             factors = [found for s in sides if (found := factors_of(result, s, figure))]
-            name = side if side != "best" else f"the best of {len(factors)}"
+            name = f"the best of {len(factors) or len(others)}" if side == "best" else side
             if not factors:
                 lines.append(f"| {result['title']} | {figure} | {name} | no number | {goal:.3g} |")
                 continue
