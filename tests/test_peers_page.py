@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from peers_page import PAGE, RESULTS, factors_of, render
+from peers_page import CHANGED, PAGE, RESULTS, factors_of, method_of, render
 
 
 def result(**changes):
@@ -28,6 +28,7 @@ def result(**changes):
         "processor": "2 x CPU",
         "python": "3.11",
         "torch": "2.13",
+        "method": method_of("packing"),
     } | changes
 
 
@@ -36,11 +37,16 @@ def test_the_page_is_that_of_the_results():
 
 
 def test_factors_are_formed_round_by_round_and_goals_are_judged():
-    page = render({"sums": result()})
+    page = render({"packing": result()})
     assert "| Sums | seconds | other | 2 | 1.5: met |" in page
     assert "| Sums | peak_bytes | the best of 1 | 4 | 5: **not met** |" in page
     assert "other==1.0; its default; bit for bit." in page
     assert "By memcpy alone the work takes 0.5 s." in page
+
+
+def test_what_was_measured_by_another_method_is_marked():
+    assert CHANGED not in render({"packing": result()})
+    assert CHANGED in render({"packing": result(method="of old")})
 
 
 @pytest.mark.parametrize(
@@ -60,7 +66,7 @@ def test_factors_are_formed_round_by_round_and_goals_are_judged():
     ],
 )
 def test_seconds_that_say_nothing_give_no_factor_and_counts_still_do(changes, reason):
-    page = render({"sums": result(**changes)})
+    page = render({"packing": result(**changes)})
     assert f"**no number: {reason}**" in page
     assert "| Sums | seconds | other | no number | 1.5 |" in page
     assert factors_of(result(**changes), "other", "peak_bytes") == [4.0, 4.0]
@@ -69,11 +75,11 @@ def test_seconds_that_say_nothing_give_no_factor_and_counts_still_do(changes, re
 def test_where_the_outputs_differ_there_is_no_number_at_all():
     differing = result(agreement={"other": "differs: 3 of 4 tensors"})
     assert factors_of(differing, "other", "peak_bytes") is None
-    assert "differs: 3 of 4 tensors" in render({"sums": differing})
+    assert "differs: 3 of 4 tensors" in render({"packing": differing})
 
 
 def test_nothing_is_divided_by_a_count_of_ours_that_is_0():
     ours, other = ([{"seconds": 1.0, "peak_bytes": count}] * 2 for count in (0, 40))
     found = result(figures={"ours": ours, "other": other})
     assert factors_of(found, "other", "peak_bytes") is None
-    assert "| peak_bytes | 0 | 40; **ours is 0** |" in render({"sums": found})
+    assert "| peak_bytes | 0 | 40; **ours is 0** |" in render({"packing": found})

@@ -36,7 +36,7 @@ from typing import Any
 import psutil
 
 from ceilings import measure_ceilings
-from peers_page import PAGE, RESULTS, render
+from peers_page import PAGE, RESULTS, method_of, render
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -118,6 +118,7 @@ def compare_all(name: str, num_rounds: int, num_threads: int) -> dict[str, Any]:
         "figures": figures,
         "others": max(others),
         "agreement": agreement,
+        "method": method_of(name),
     }
 
 

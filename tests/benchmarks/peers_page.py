@@ -1,6 +1,7 @@
 """docs/peers.md, from what `bench_peers.py` has measured."""
 
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -9,6 +10,10 @@ OURS = "ours"
 MOST_LOAD, MOST_OTHERS, MOST_SPREAD = 1.5, 0.5, 1.5
 RESULTS = Path(__file__).parent / "results" / "peers.json"
 PAGE = Path(__file__).parent.parent.parent / "docs" / "peers.md"
+COMPARISONS = Path(__file__).parent / "peers"
+CHANGED = (
+    "**Measured before the comparison was changed:** its docstring speaks of what will be next.\n"
+)
 
 INTRODUCTION = """# Beside other projects
 
@@ -28,9 +33,16 @@ more than 1.5 times.
 def render(results: Mapping[str, Mapping[str, Any]]) -> str:
     """The page: one table of factors, then one section for each comparison."""
     parts = [INTRODUCTION, _summary(results)]
-    for _, result in sorted(results.items()):
+    for name, result in sorted(results.items()):
         parts.append(_section(result))
+        if result["method"] != method_of(name):
+            parts.append(CHANGED)
     return "\n".join(parts)
+
+
+def method_of(name: str) -> str:
+    """Tells whether a comparison is still the one that was measured."""
+    return sha256((COMPARISONS / f"{name}.py").read_bytes()).hexdigest()[:12]
 
 
 def _summary(results: Mapping[str, Mapping[str, Any]]) -> str:
