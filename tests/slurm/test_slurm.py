@@ -244,7 +244,7 @@ def test_a_job_whose_node_is_lost_is_queued_again_and_goes_on(cluster, submit):
 def test_a_mistake_is_told_and_not_tried_again(submit):
     arguments = ["rollout.engine=transformers", "reward.functions=[/nowhere.py:reward]"]
     run = submit(*arguments)
-    ended = run.job.await_state("FAILED", seconds=100)
+    ended = run.job.await_state("FAILED", seconds=200)
     assert ended["ExitCode"] == "2:0", run.logs()
     assert ended["Restarts"] == "0"
     assert "/nowhere.py" in run.job.output()
