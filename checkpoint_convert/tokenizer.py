@@ -8,15 +8,15 @@ in front of a text.
 """
 
 import shutil
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import transformers
 from sentencepiece import SentencePieceProcessor
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
-from transformers import PreTrainedTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizer, PreTrainedTokenizerBase
 
 JSON_FILE = "tokenizer.json"
 SENTENCEPIECE_FILE = "tokenizer.model"
@@ -34,32 +34,33 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
     """
     source = Path(source)
     if source.is_file():
-        return _loaded(lambda: SentencePieceTokenizer(str(source)), source)
-    for name, get_class in {
-        JSON_FILE: lambda: PreTrainedTokenizerFast,
-        SENTENCEPIECE_FILE: lambda: SentencePieceTokenizer,
-        _VOCABULARY_FILE: _auto_tokenizer,
-    }.items():
+        return _load(SentencePieceTokenizer, source, source)
+    for name in (JSON_FILE, SENTENCEPIECE_FILE, _VOCABULARY_FILE):
         if (source / name).is_file():
-            # Without False, `AutoTokenizer` asks on the terminal whether to run the folder's code.
-            options = {"local_files_only": True, "trust_remote_code": False}
-            load = partial(get_class().from_pretrained, source, **options)
-            return _loaded(load, source / name)
+            return _load(_class_for(name), source, source / name)
     raise ValueError(
         f"{source} has no tokenizer: neither {JSON_FILE}, nor {SENTENCEPIECE_FILE}, nor "
         f"{_VOCABULARY_FILE} is there"
     )
 
 
-def _auto_tokenizer() -> Any:
-    from transformers import AutoTokenizer  # takes five seconds, with torch and much else
+def _class_for(name: str) -> Any:
+    if name == JSON_FILE:
+        return transformers.PreTrainedTokenizerFast
+    if name == SENTENCEPIECE_FILE:
+        return SentencePieceTokenizer
+    # Imported where it is named, and not above: five seconds, with torch and all of generation.
+    return transformers.AutoTokenizer
 
-    return AutoTokenizer
 
-
-def _loaded(load: Callable[[], PreTrainedTokenizerBase], file: Path) -> PreTrainedTokenizerBase:
+def _load(tokenizer_class: Any, source: Path, file: Path) -> PreTrainedTokenizerBase:
     try:
-        return load()
+        if source == file:
+            return tokenizer_class(vocab_file=str(file))
+        # Without False, `AutoTokenizer` asks on the terminal whether to run code of the folder.
+        return tokenizer_class.from_pretrained(
+            source, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # the tokenizers library raises nothing narrower
         raise ValueError(f"{file} is not a tokenizer that loads: {error}") from error
 

@@ -73,7 +73,7 @@ def main() -> None:
         } | this_machine()
         results[name] = machine | measured
         RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
         PAGE.write_text(render(json.loads(RESULTS.read_text())))
     print(f"written: {PAGE.relative_to(ROOT)}")
 

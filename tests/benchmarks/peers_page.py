@@ -93,7 +93,7 @@ def reason_for_silence(result: Mapping[str, Any], values: Sequence[float]) -> st
 
 
 def _section(result: Mapping[str, Any]) -> str:
-    figures = result["figures"]
+    figures = {OURS: result["figures"][OURS]} | result["figures"]
     lines = [
         f"## {result['title']}\n",
         f"| | {' | '.join(figures)} |",

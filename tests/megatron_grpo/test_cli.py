@@ -19,7 +19,7 @@ from pushes import client_of, push_folder
 from runs import TINY_CONFIG, finish_run
 
 TOKEN = "0123456789abcdef"
-CPU_SECONDS, SECONDS = 15, 40
+CPU_SECONDS, SECONDS = 20, 40
 """Within which a mistake must be told: most of the former are imports, of Megatron-Core where it is
 the data that cannot be used. The latter are for a machine that has other things to do."""
 

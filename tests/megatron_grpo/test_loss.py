@@ -15,6 +15,7 @@ from megatron_grpo.grpo_config import GRPOConfig
 from megatron_grpo.kl import k3, kl_estimate
 from megatron_grpo.loss import grpo_loss, loss_weights
 from megatron_grpo.loss_tokens import LossTokens
+from megatron_grpo.objectives import clipped
 from megatron_grpo.old_policy import keep_high_entropy, with_entropy_weights
 from models import tiny_model
 from oracle import (
@@ -199,6 +200,22 @@ def test_dual_clip_bounds_the_ratio_of_negative_advantages():
     assert grad[0] == 0
     assert grad[1] == pytest.approx(2.0)
     assert token_losses([math.log(5.0)], 1.0, delta=3.0)[0].total.item() == pytest.approx(-1.2)
+
+
+@pytest.mark.parametrize("delta", [None, 1.5])
+def test_the_clipped_surrogate_is_the_minimum_of_the_paper_and_so_is_its_gradient(delta):
+    ratio = torch.linspace(0.05, 3, 60, dtype=torch.float64).repeat(3)
+    advantages = torch.tensor([-2.0, 0.0, 0.7], dtype=torch.float64).repeat_interleave(60)
+    ours, paper = ratio.clone().requires_grad_(), ratio.clone().requires_grad_()
+    cfg = grpo_config(epsilon=0.2, epsilon_high=0.3, delta=delta)
+    found = clipped(ours, advantages, cfg).loss
+    bounded = paper if delta is None else paper.clamp(max=delta)
+    expected = -torch.minimum(bounded * advantages, paper.clamp(0.8, 1.3) * advantages)
+    assert torch.equal(found, expected)
+    (gradient,), (of_paper,) = (
+        torch.autograd.grad(loss.sum(), at) for loss, at in [(found, ours), (expected, paper)]
+    )
+    assert torch.equal(gradient, of_paper)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "sequence_token"])
