@@ -139,16 +139,26 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 class _Stream:
-    """The one queue of a CPU: whatever is put in has been done when the call returns."""
+    """The one queue of a CPU: whatever is put in has been done when the call returns.
+
+    A class, as torch's own is: libraries write `torch.cuda.Stream | None`. All are equal: a tensor
+    is never on another stream than the current one.
+    """
 
     def __init__(self, device: object = None) -> None:
-        """A class, as torch's own is: libraries write `torch.cuda.Stream | None`."""
+        """Of any device."""
 
-    def record_event(self) -> "_Stream":
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream)
+
+    def __hash__(self) -> int:
+        return hash(_Stream)
+
+    def record_event(self) -> torch.cpu.Event:
         """An event that lies behind."""
-        return self
+        return torch.cpu.Event()
 
-    def synchronize(self) -> None:
+    def wait_stream(self, stream: object) -> None:
         """Wait for nothing."""
 
 

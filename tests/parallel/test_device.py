@@ -29,6 +29,8 @@ def cuda_requests(rank: int) -> dict[str, object]:
         "repeatable": drawn == torch.rand(1).item(),
         "event": torch.cuda.Stream().record_event().synchronize(),
         "same stream": torch.cuda.Stream() == torch.cuda.current_stream(),
+        "waited": torch.cuda.Stream(device="cuda").wait_stream(torch.cuda.current_stream()),
+        "optional": isinstance(None, torch.cuda.Stream | None),
         "num_modes": len(torch.overrides._get_current_function_mode_stack()),
         "cuda": torch.cuda.is_available(),
     }
@@ -50,6 +52,8 @@ def test_cuda_requests_are_answered_by_the_cpu():
         "repeatable": True,
         "event": None,
         "same stream": True,
+        "waited": None,
+        "optional": True,
         "num_modes": 1,
         "cuda": False,
     }
