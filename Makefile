@@ -5,7 +5,7 @@ STEPS ?= 15
 ARGS ?=
 
 BIN := .venv/bin
-FAULTS := $(addprefix tests/megatron_grpo/,test_faults.py test_kills.py test_skipped_steps.py test_number_faults.py test_train_ends.py test_async_runs.py \
+FAULTS := $(addprefix tests/megatron_grpo/,test_faults.py test_kills.py policy/test_skipped_steps.py test_number_faults.py test_train_ends.py test_async_runs.py \
 	checkpoints watch rewards environments rollout/test_fleet.py rollout/test_dialogues.py)
 STAMP := .venv/setup.stamp
 PIP = $(PYTHON) -m pip --python $(BIN)/python --disable-pip-version-check

@@ -10,11 +10,11 @@ from typing import Annotated
 
 import typer
 
-from megatron_grpo import placement
-from megatron_grpo.config import Config
-from megatron_grpo.config_file import load_config
-from megatron_grpo.job_token import check_token, take_token
-from megatron_grpo.launch import LAUNCHER_VARIABLE, rank_place, start_ranks, tie_to_launcher
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.config_file import load_config
+from megatron_grpo.launch import placement
+from megatron_grpo.launch.job_token import check_token, take_token
+from megatron_grpo.launch.launch import LAUNCHER_VARIABLE, rank_place, start_ranks, tie_to_launcher
 
 SHOWN_FAULTS = 20
 """More would be the same one on other ranks and layers."""
@@ -278,7 +278,7 @@ def report(
     run_dir: Annotated[Path, typer.Argument(help="Run directory with a metrics.jsonl.")],
 ) -> None:
     """Draw RUN_DIR/curves.png from its metrics: reward, KL, lengths, log-probability gap."""
-    from megatron_grpo.report import draw_curves  # matplotlib: seconds, see above
+    from megatron_grpo.reporting.report import draw_curves  # matplotlib: seconds, see above
 
     print(draw_curves(run_dir))
 

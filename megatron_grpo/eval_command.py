@@ -11,8 +11,9 @@ from rich.table import Table
 
 from checkpoint_convert import ModelShape, check_weights, read_shape
 from checkpoint_convert.tokenizer import load_tokenizer
-from megatron_grpo.config import Config
-from megatron_grpo.evaluation import (
+from megatron_grpo.config.config import Config
+from megatron_grpo.data.prompts import end_tokens
+from megatron_grpo.evaluation.evaluation import (
     Evaluated,
     Evaluation,
     as_evaluated,
@@ -21,15 +22,14 @@ from megatron_grpo.evaluation import (
     load_eval_prompts,
 )
 from megatron_grpo.preflight import check_engines
-from megatron_grpo.progress import EvaluationBar, progress_bar
 from megatron_grpo.prompt_checks import check_evaluation
-from megatron_grpo.prompts import end_tokens
+from megatron_grpo.reporting.progress import EvaluationBar, progress_bar
+from megatron_grpo.reporting.tracking import EVAL_COMPLETIONS_FILE
 from megatron_grpo.rewards import RewardPool
 from megatron_grpo.rollout import EngineServers, EnginesOut, Fleet, RolloutClient
 from megatron_grpo.rollout.engine_error import EngineDown
 from megatron_grpo.rollout.push_state import LOADED_VERSION
 from megatron_grpo.timing import PhaseTimer
-from megatron_grpo.tracking import EVAL_COMPLETIONS_FILE
 
 RESULT_FILE = "eval.json"
 DUMMY = "dummy"

@@ -9,13 +9,13 @@ import yaml
 
 from checkpoint_convert import ModelShape, check_divisible, check_weights, read_shape
 from checkpoint_convert.vllm import check_engine_dims
-from megatron_grpo.batching import BatchSchedule
 from megatron_grpo.checkpoints.folders import latest_step
-from megatron_grpo.config import Config, RolloutConfig
-from megatron_grpo.config_file import dump_config, load_config
-from megatron_grpo.job_token import TOKEN_VARIABLE, bearer, check_token
+from megatron_grpo.config.config import Config, RolloutConfig
+from megatron_grpo.config.config_file import dump_config, load_config
+from megatron_grpo.experience.batching import BatchSchedule
+from megatron_grpo.launch.job_token import TOKEN_VARIABLE, bearer, check_token
 from megatron_grpo.rollout.vllm_command import check_engine_arguments
-from megatron_grpo.worker_layouts import engine_dims
+from megatron_grpo.weights.worker_layouts import engine_dims
 
 HEALTH_TIMEOUT_SECONDS = 5.0
 
@@ -125,7 +125,7 @@ def _check_model(cfg: Config) -> ModelShape:
 def _check_transformer(cfg: Config, shape: ModelShape) -> None:
     import torch
 
-    from megatron_grpo.transformer import transformer_config
+    from megatron_grpo.policy.transformer import transformer_config
 
     transformer_config(
         shape,

@@ -4,13 +4,13 @@ from contextlib import ExitStack, closing
 
 from checkpoint_convert import ModelShape
 from checkpoint_convert.tokenizer import load_tokenizer
-from megatron_grpo.batching import BatchSchedule
-from megatron_grpo.config import Config
+from megatron_grpo.config.config import Config
+from megatron_grpo.data.prompts import Prompt, PromptStream, end_tokens, load_prompts
 from megatron_grpo.environments import EnvironmentPool
-from megatron_grpo.evaluation import as_evaluated, load_eval_prompts
-from megatron_grpo.prompts import Prompt, PromptStream, end_tokens, load_prompts
+from megatron_grpo.evaluation.evaluation import as_evaluated, load_eval_prompts
+from megatron_grpo.experience.batching import BatchSchedule
 from megatron_grpo.rewards import RewardPool
-from megatron_grpo.turns import Turns
+from megatron_grpo.rollout.turns import Turns
 from parallel.alignment import Alignment
 from parallel.microbatches import plan_microbatches
 

@@ -12,41 +12,41 @@ import torch
 import torch.distributed as dist
 
 from checkpoint_convert import read_shape
-from megatron_grpo.ask_engines import ask_engines
-from megatron_grpo.batching import BatchSchedule
+from megatron_grpo.algorithm.kl import adapted_beta
 from megatron_grpo.checkpoints.checkpoints import Checkpoints
 from megatron_grpo.checkpoints.newest import steps_done
 from megatron_grpo.checkpoints.trainer_state import Ready, TrainerState
-from megatron_grpo.collector import Collector
-from megatron_grpo.config import Config
-from megatron_grpo.evaluation import Evaluation, is_due
-from megatron_grpo.exchange import Minibatches, distribute
-from megatron_grpo.experience import Experience, less_kl, share_out
-from megatron_grpo.experience_source import Collected, ExperienceSource
-from megatron_grpo.export import export_model
-from megatron_grpo.kept_values import with_kept_values
-from megatron_grpo.kl import adapted_beta
-from megatron_grpo.kl_reward import sequence_kl, with_advantages
-from megatron_grpo.launch import RankPlace
-from megatron_grpo.logprob_probe import probe_logprobs
-from megatron_grpo.metrics import StepReport
-from megatron_grpo.model import build_policy, weight_sender
-from megatron_grpo.old_policy import add_logprobs
-from megatron_grpo.preemption import Preempted, preempted_instead
-from megatron_grpo.reference import build_reference
+from megatron_grpo.config.config import Config
+from megatron_grpo.evaluation.evaluation import Evaluation, is_due
+from megatron_grpo.experience.batching import BatchSchedule
+from megatron_grpo.experience.collector import Collector
+from megatron_grpo.experience.exchange import Minibatches, distribute
+from megatron_grpo.experience.experience import Experience, less_kl, share_out
+from megatron_grpo.experience.experience_source import Collected, ExperienceSource
+from megatron_grpo.experience.kept_values import with_kept_values
+from megatron_grpo.experience.kl_reward import sequence_kl, with_advantages
+from megatron_grpo.experience.logprob_probe import probe_logprobs
+from megatron_grpo.experience.old_policy import add_logprobs
+from megatron_grpo.experience.rollout_pipeline import RolloutPipeline
+from megatron_grpo.launch.launch import RankPlace
+from megatron_grpo.launch.preemption import Preempted, preempted_instead
+from megatron_grpo.launch.run_lock import run_lock
+from megatron_grpo.policy.export import export_model
+from megatron_grpo.policy.model import build_policy, weight_sender
+from megatron_grpo.policy.reference import build_reference
+from megatron_grpo.policy.skipped_steps import SkippedSteps
+from megatron_grpo.reporting.metrics import StepReport
+from megatron_grpo.reporting.runlog import RunLog
+from megatron_grpo.reporting.tracking import WANDB_ID_FILE
 from megatron_grpo.rewards import RewardError
 from megatron_grpo.rollout import EnginesLost
+from megatron_grpo.rollout.ask_engines import ask_engines
 from megatron_grpo.rollout.engine_process import COLLECTOR
-from megatron_grpo.rollout_pipeline import RolloutPipeline
-from megatron_grpo.run_lock import run_lock
-from megatron_grpo.runlog import RunLog
-from megatron_grpo.skipped_steps import SkippedSteps
 from megatron_grpo.timing import PhaseTimer
-from megatron_grpo.tracking import WANDB_ID_FILE
 from megatron_grpo.train_step import train_step
 from megatron_grpo.watch import START, Limits, Watch
 from megatron_grpo.watch.agreement import agree_to_stop
-from megatron_grpo.weight_sync import WeightSync
+from megatron_grpo.weights.weight_sync import WeightSync
 from parallel.device import communication_backend, setup_device
 from parallel.groups import Groups, destroy_groups, init_groups
 from parallel.microbatches import CostModel

@@ -128,7 +128,7 @@ start_trainer() {
         --kill-on-bad-exit=0 \
         --nodelist="$(IFS=,; echo "${TRAINERS[*]}")" --output="$LOGS/trainer_%t.log" \
         bash -c 'redirects=3; ((SLURM_PROCID > 0)) || redirects=$1; exec python \
-            -m megatron_grpo.torchrun --rdzv-backend=fabric --rdzv-conf="rank=$SLURM_PROCID" \
+            -m megatron_grpo.launch.torchrun --rdzv-backend=fabric --rdzv-conf="rank=$SLURM_PROCID" \
             --redirects="$redirects" --log-dir="$2/host_$SLURM_PROCID" "${@:3}"' \
         torchrun "${others:-0}" "$LOGS" \
         --rdzv-endpoint="$address:$FIRST_PORT" --rdzv-id="$SLURM_JOB_ID" --nnodes="$nodes" \

@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from checkpoint_convert import read_shape
-from megatron_grpo.config import ModelConfig, RolloutConfig
-from megatron_grpo.prompts import Prompt
+from megatron_grpo.config.config import ModelConfig, RolloutConfig
+from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.rollout import EngineServers, Generation, RolloutClient, Sample, WorkerSums
-from megatron_grpo.worker_layouts import worker_layouts
+from megatron_grpo.weights.worker_layouts import worker_layouts
 from models import EOS_ID, tiny_model
 from parallel import Layout, intersect
 from parallel.checksum import whole_checksum

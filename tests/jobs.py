@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from distributed import CONTEXT
-from megatron_grpo.job_token import TOKEN_VARIABLE
-from megatron_grpo.launch import LAUNCHER_VARIABLE, OWN_LOGS_VARIABLE
+from megatron_grpo.launch.job_token import TOKEN_VARIABLE
+from megatron_grpo.launch.launch import LAUNCHER_VARIABLE, OWN_LOGS_VARIABLE
 from runs import RUN_MARK, TINY_CONFIG, marked_processes
 
 Sabotage = Callable[[int], None]

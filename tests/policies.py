@@ -10,12 +10,12 @@ from transformers import AutoModelForCausalLM
 from checkpoint_convert import read_shape
 from megatron_grpo.checkpoints.checkpoints import Checkpoints
 from megatron_grpo.checkpoints.trainer_state import TrainerState
-from megatron_grpo.config import Config
-from megatron_grpo.config_file import load_config
-from megatron_grpo.logprobs import response_logprobs
-from megatron_grpo.model import Policy, build_policy
-from megatron_grpo.reference import Reference
-from megatron_grpo.schedule import run_schedule
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.config_file import load_config
+from megatron_grpo.policy.logprobs import response_logprobs
+from megatron_grpo.policy.model import Policy, build_policy
+from megatron_grpo.policy.reference import Reference
+from megatron_grpo.policy.schedule import run_schedule
 from oracle import oracle_logprobs
 from parallel import Box, ParallelDims
 from parallel.alignment import Alignment

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from checkpoint_convert import read_shape
 from distributed import run_ranks
-from megatron_grpo.config import ModelConfig, RolloutConfig
-from megatron_grpo.model import weight_sender
+from megatron_grpo.config.config import ModelConfig, RolloutConfig
+from megatron_grpo.policy.model import weight_sender
 from megatron_grpo.rollout import EngineServers, Fleet, RolloutClient
 from megatron_grpo.rollout.engine_error import EngineError
 from megatron_grpo.timing import PhaseTimer
-from megatron_grpo.weight_sync import WeightSync
+from megatron_grpo.weights.weight_sync import WeightSync
 from parallel import Layout, ParallelDims, Sender
 from parallel.transport.local_links import LocalOutgoing
 from parallel.transport.network_links import NetworkOutgoing

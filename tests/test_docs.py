@@ -9,7 +9,7 @@ import pytest
 
 from checkpoint_convert import megatron_layout, read_shape
 from megatron_grpo.cli import app
-from megatron_grpo.config_file import load_config
+from megatron_grpo.config.config_file import load_config
 from published_models import write_config
 
 ROOT = Path(__file__).parents[1]

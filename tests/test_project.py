@@ -10,7 +10,7 @@ from packaging.utils import canonicalize_name
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from megatron_grpo.config import Config
+from megatron_grpo.config.config import Config
 
 ROOT = Path(__file__).parents[1]
 

@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 
 from checkpoint_convert import read_shape
 from engines import wait_until
-from megatron_grpo.config import RolloutConfig
-from megatron_grpo.prompts import Prompt
+from megatron_grpo.config.config import RolloutConfig
+from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.rollout import EngineServers, Fleet, Generation, RolloutClient, Sample
 from megatron_grpo.timing import PhaseTimer
-from megatron_grpo.weight_sync import WeightSync
+from megatron_grpo.weights.weight_sync import WeightSync
 from models import EOS_ID
 from parallel import Layout, ParallelDims, Sender
 from policies import tiny_config

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed import CONTEXT
-from megatron_grpo.launch import RankPlace
+from megatron_grpo.launch.launch import RankPlace
 from megatron_grpo.watch.job import Pace
 from megatron_grpo.watch.limits import Limit, Limits
 

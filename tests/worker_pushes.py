@@ -17,10 +17,10 @@ from torch import Tensor
 from checkpoint_convert import read_shape
 from checkpoint_convert.vllm import EngineDims
 from conversions import bytes_of
-from megatron_grpo.export import export_model
-from megatron_grpo.model import Policy, build_policy, weight_sender
+from megatron_grpo.policy.export import export_model
+from megatron_grpo.policy.model import Policy, build_policy, weight_sender
 from megatron_grpo.timing import PhaseTimer
-from megatron_grpo.weight_sync import WeightSync
+from megatron_grpo.weights.weight_sync import WeightSync
 from parallel import ParallelDims
 from parallel.device import setup_device
 from parallel.groups import Groups, init_groups

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from checkpoint_convert.torch_dist_writer import Chunk, CreatedChunk, file_parts, place_chunks
-from megatron_grpo.batching import BatchSchedule
 from megatron_grpo.checkpoints import folders, manifest, megatron_state, trainer_state
 from megatron_grpo.checkpoints.manifest import FileHash
 from megatron_grpo.checkpoints.megatron_state import StatePart
@@ -25,12 +24,13 @@ from megatron_grpo.checkpoints.newest import load_newest
 from megatron_grpo.checkpoints.shard_file import HostMemory, chunks_to_write
 from megatron_grpo.checkpoints.shared_files import SharedFiles
 from megatron_grpo.checkpoints.trainer_state import Record, TrainerState
-from megatron_grpo.config import Config
-from megatron_grpo.experience import Experience
-from megatron_grpo.failure import raise_first_failure
-from megatron_grpo.model import Policy
-from megatron_grpo.prompts import Prompt
-from megatron_grpo.reference import Reference
+from megatron_grpo.config.config import Config
+from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.experience.batching import BatchSchedule
+from megatron_grpo.experience.experience import Experience
+from megatron_grpo.policy.model import Policy
+from megatron_grpo.policy.reference import Reference
+from parallel.failure import raise_first_failure
 
 CPU = torch.device("cpu")
 

@@ -21,8 +21,8 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
 from megatron_grpo.checkpoints.flat_range import boxes_of_range
-from megatron_grpo.model import Model, Policy, unwrapped
-from megatron_grpo.reference import Reference
+from megatron_grpo.policy.model import Model, Policy, unwrapped
+from megatron_grpo.policy.reference import Reference
 from parallel import Box, Layout, Piece, Shape
 
 OPTIMIZER_STATES = ("param", "exp_avg", "exp_avg_sq")

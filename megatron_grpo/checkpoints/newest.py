@@ -14,10 +14,10 @@ from megatron_grpo.checkpoints.screening import screen_checkpoint
 from megatron_grpo.checkpoints.shard_file import read_parts
 from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.checkpoints.verify_bar import VerifyBar
-from megatron_grpo.failure import first_failure, raise_first_failure
-from megatron_grpo.model import Policy
-from megatron_grpo.reference import Reference
+from megatron_grpo.policy.model import Policy
+from megatron_grpo.policy.reference import Reference
 from parallel import ParallelDims
+from parallel.failure import first_failure, raise_first_failure
 
 CPU = torch.device("cpu")
 

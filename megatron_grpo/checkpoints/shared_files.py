@@ -17,9 +17,9 @@ from megatron_grpo.checkpoints.trainer_state import (
     write_random_states,
     write_record,
 )
-from megatron_grpo.config import Config
-from megatron_grpo.config_file import dump_config
-from megatron_grpo.experience import Experience
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.config_file import dump_config
+from megatron_grpo.experience.experience import Experience
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from checkpoint_convert.tensor_io import errors_named
-from megatron_grpo.experience import Experience
-from megatron_grpo.prompts import Prompt
+from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.experience.experience import Experience
 from megatron_grpo.rollout.samples import Sample
 from parallel import ParallelDims
 from parallel.packing import KNOWN

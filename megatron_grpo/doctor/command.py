@@ -3,13 +3,13 @@
 import os
 from pathlib import Path
 
-from megatron_grpo.config import Config
+from megatron_grpo.config.config import Config
 from megatron_grpo.doctor.examination import examine
 from megatron_grpo.doctor.finding import can_train
 from megatron_grpo.doctor.hosts import HostReport, differing, judge_clocks
 from megatron_grpo.doctor.packages import Wanted
 from megatron_grpo.doctor.report import show
-from megatron_grpo.launch import RankPlace
+from megatron_grpo.launch.launch import RankPlace
 
 
 def diagnose(cfg: Config | None, place: RankPlace | None) -> bool:

@@ -15,7 +15,7 @@ from torch.distributed import DistError, Store, rendezvous
 
 from megatron_grpo.doctor.finding import Finding
 from megatron_grpo.doctor.hosts import HostReport
-from megatron_grpo.launch import RankPlace
+from megatron_grpo.launch.launch import RankPlace
 
 NUM_PINGS = 5
 """The one that came back first tells the difference best."""

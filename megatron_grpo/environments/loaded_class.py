@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.user_file import load_user_file
+from megatron_grpo.user_code.user_file import load_user_file
 
 MAX_CHARACTERS = 1 << 20
 """Of one observation: no model's context holds more."""

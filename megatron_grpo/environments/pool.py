@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from megatron_grpo.config import EnvironmentConfig
+from megatron_grpo.config.config import EnvironmentConfig
 from megatron_grpo.environments.loaded_class import LOAD_KEY
-from megatron_grpo.supervised import start_supervised, tell_to_end, wait_end
+from megatron_grpo.user_code.supervised import start_supervised, tell_to_end, wait_end
 
 WORKER_MODULE = "megatron_grpo.environments.worker"
 LOAD_SECONDS = 60.0

@@ -30,9 +30,9 @@ from selectors import EVENT_READ, DefaultSelector
 from typing import Any, NoReturn
 
 from megatron_grpo.environments.loaded_class import LOAD_KEY, LoadedClass, step
-from megatron_grpo.open_files import allow_open_files
-from megatron_grpo.parent_death import die_with_parent
-from megatron_grpo.supervisor import SCHEDULERS
+from megatron_grpo.launch.open_files import allow_open_files
+from megatron_grpo.launch.parent_death import die_with_parent
+from megatron_grpo.user_code.supervisor import SCHEDULERS
 
 MAX_TEXT = 4000
 """Characters of an error that are told: its end, where a traceback says what happened."""

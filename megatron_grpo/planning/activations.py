@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from checkpoint_convert import ModelShape
-from megatron_grpo.config import Config
+from megatron_grpo.config.config import Config
 from megatron_grpo.planning.state import ITEMSIZE
 from parallel import pipeline_layers
 

@@ -8,8 +8,8 @@ import torch
 
 from checkpoint_convert import ModelShape
 from megatron_grpo.checkpoints.megatron_state import OPTIMIZER_STATES, weight_layout
-from megatron_grpo.config import Config
-from megatron_grpo.model import (
+from megatron_grpo.config.config import Config
+from megatron_grpo.policy.model import (
     Model,
     Policy,
     add_gradients,

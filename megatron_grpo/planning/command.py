@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from checkpoint_convert import ModelShape, read_shape
-from megatron_grpo.config import Config
+from megatron_grpo.config.config import Config
 from megatron_grpo.planning.card import Card, card_named
 from megatron_grpo.planning.job_plan import JobPlan, plan_job, share_gpus
 from megatron_grpo.planning.job_table import job_table, suggestion_table

@@ -19,10 +19,10 @@ from checkpoint_convert import (
     read_shape,
 )
 from checkpoint_convert.megatron import checkpoint_layout
-from megatron_grpo.config import Config
+from megatron_grpo.config.config import Config
 from megatron_grpo.planning.built_rank import BuiltRank, build_rank
 from megatron_grpo.planning.state import state_bytes
-from megatron_grpo.worker_layouts import worker_layouts
+from megatron_grpo.weights.worker_layouts import worker_layouts
 from parallel import (
     Layout,
     ParallelDims,

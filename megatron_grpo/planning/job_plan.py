@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from checkpoint_convert import ModelShape, check_divisible
-from megatron_grpo.config import Config
+from megatron_grpo.config.config import Config
 from megatron_grpo.planning.card import Card
 from megatron_grpo.planning.memory import (
     EngineBytes,

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from checkpoint_convert import ModelShape
-from megatron_grpo.config import Config
+from megatron_grpo.config.config import Config
 from megatron_grpo.planning.job_plan import JobPlan
 from megatron_grpo.planning.memory import StageMemory
 from megatron_grpo.planning.suggest import Suggestion

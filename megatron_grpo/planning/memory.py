@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from checkpoint_convert import ModelShape
-from megatron_grpo.config import Config
+from megatron_grpo.config.config import Config
 from megatron_grpo.planning.activations import forward_bytes, head_bytes, stage_activations
 from megatron_grpo.planning.card import Card
 from megatron_grpo.planning.state import ITEMSIZE, StateBytes
-from megatron_grpo.worker_layouts import worker_layouts
+from megatron_grpo.weights.worker_layouts import worker_layouts
 
 CONTEXT_BYTES = 600 * 10**6
 """CUDA context, kernels and workspaces of cuBLAS in a trainer process."""

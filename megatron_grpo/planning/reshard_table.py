@@ -8,9 +8,9 @@ import torch
 
 from checkpoint_convert import ModelShape, check_divisible, hf_tensors, read_shape
 from checkpoint_convert.megatron import first_senders
-from megatron_grpo.config import Config
+from megatron_grpo.config.config import Config
 from megatron_grpo.planning.peer_traffic import m2n_elements, nccl_elements
-from megatron_grpo.worker_layouts import worker_layouts
+from megatron_grpo.weights.worker_layouts import worker_layouts
 from parallel import Layout, Traffic, senders_by_worker, traffic
 from parallel.transport import bucket_bytes_for
 

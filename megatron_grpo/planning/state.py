@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from math import lcm, prod
 
 from checkpoint_convert import ModelShape, megatron_layout
-from megatron_grpo.config import Config
+from megatron_grpo.config.config import Config
 from parallel import Coordinates, ParallelDims, pipeline_layers
 from parallel.alignment import round_up
 

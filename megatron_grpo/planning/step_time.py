@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from checkpoint_convert import ModelShape, hf_tensors
-from megatron_grpo.batching import BatchSchedule
-from megatron_grpo.config import Config
+from megatron_grpo.config.config import Config
+from megatron_grpo.experience.batching import BatchSchedule
 from megatron_grpo.planning.card import Card
 from megatron_grpo.planning.state import GRADIENT_BYTES, ITEMSIZE, StateBytes
 from megatron_grpo.planning.workload import Workload

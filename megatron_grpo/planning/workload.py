@@ -6,8 +6,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from checkpoint_convert import ModelShape
-from megatron_grpo.batching import BatchSchedule
-from megatron_grpo.config import Config
+from megatron_grpo.config.config import Config
+from megatron_grpo.experience.batching import BatchSchedule
 from parallel import ParallelDims
 from parallel.alignment import Alignment, round_up
 from parallel.microbatches import CostModel, plan_microbatches

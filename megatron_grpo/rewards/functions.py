@@ -11,9 +11,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.config import RewardFunction
+from megatron_grpo.config.config import RewardFunction
 from megatron_grpo.rewards.answer import Answer
-from megatron_grpo.user_file import load_user_file
+from megatron_grpo.user_code.user_file import load_user_file
 
 # Each is a module of this package with a function of the same name. Its parameters after `*` are
 # arguments of the config, and no columns.

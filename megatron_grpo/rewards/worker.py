@@ -23,7 +23,7 @@ from typing import Any
 
 from megatron_grpo.rewards.answer import Answer
 from megatron_grpo.rewards.functions import LoadedFunction, NoScores, load_function
-from megatron_grpo.supervisor import SCHEDULERS
+from megatron_grpo.user_code.supervisor import SCHEDULERS
 
 MAX_TEXT = 4000
 """Characters of an error that are told: its end, where a traceback says what happened."""

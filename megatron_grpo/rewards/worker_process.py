@@ -6,9 +6,9 @@ import subprocess
 import time
 from typing import Any
 
-from megatron_grpo.config import RewardConfig
+from megatron_grpo.config.config import RewardConfig
 from megatron_grpo.rewards.answer import Answer
-from megatron_grpo.supervised import start_supervised, tell_to_end, wait_end
+from megatron_grpo.user_code.supervised import start_supervised, tell_to_end, wait_end
 
 WORKER_MODULE = "megatron_grpo.rewards.worker"
 LOAD_SECONDS = 60.0

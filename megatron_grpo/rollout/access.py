@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from ipaddress import IPv6Address, ip_address
 from typing import Any
 
-from megatron_grpo.job_token import TOKEN_VARIABLE, bearer
+from megatron_grpo.launch.job_token import TOKEN_VARIABLE, bearer
 
 REFUSAL = json.dumps(
     {

@@ -9,8 +9,8 @@ from itertools import pairwise
 from typing import Any, NoReturn, TypeVar
 
 from checkpoint_convert.vllm import EngineReport
-from megatron_grpo.config import RolloutConfig
-from megatron_grpo.preemption import Preempted
+from megatron_grpo.config.config import RolloutConfig
+from megatron_grpo.launch.preemption import Preempted
 from megatron_grpo.rollout.connection import connect
 from megatron_grpo.rollout.engine import Engine, Json, Patience
 from megatron_grpo.rollout.engine_error import EngineDown, EngineError, EnginesOut, EngineStale

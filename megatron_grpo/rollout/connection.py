@@ -5,7 +5,7 @@ from functools import cache
 
 import httpx
 
-from megatron_grpo.job_token import bearer
+from megatron_grpo.launch.job_token import bearer
 
 HEALTH_TIMEOUT = 2.0
 

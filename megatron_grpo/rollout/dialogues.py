@@ -6,12 +6,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.environments import EnvironmentFailed, EnvironmentPool, Instance, Step
-from megatron_grpo.prompts import Prompt
 from megatron_grpo.rollout.engine import Json
 from megatron_grpo.rollout.samples import Sample, turn_seed
 from megatron_grpo.rollout.tasks import together
-from megatron_grpo.turns import Turns
+from megatron_grpo.rollout.turns import Turns
 
 
 @dataclass

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import httpx
 
-from megatron_grpo.job_token import TOKEN_VARIABLE
+from megatron_grpo.launch.job_token import TOKEN_VARIABLE
 from megatron_grpo.rollout.engine_error import EngineDown, EngineError, EngineStale
 from megatron_grpo.rollout.push_state import LOADED, LOADED_VERSION
 from megatron_grpo.rollout.tasks import beside, together

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_grpo import parent_death
+from megatron_grpo.launch import parent_death
 
 COLLECTOR = "collector"
 """How the name of the thread begins that collects generations beside the main thread."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from megatron_grpo.prompts import Prompt
+from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.rollout.engine import Json
 from megatron_grpo.rollout.samples import Sample, first_seed
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_grpo.prompts import Prompt
+    from megatron_grpo.data.prompts import Prompt
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,8 @@ from pathlib import Path
 from subprocess import TimeoutExpired
 from typing import NoReturn
 
-from megatron_grpo.config import ModelConfig, RolloutConfig
-from megatron_grpo.job_token import TOKEN_VARIABLE, check_token, new_token
+from megatron_grpo.config.config import ModelConfig, RolloutConfig
+from megatron_grpo.launch.job_token import TOKEN_VARIABLE, check_token, new_token
 from megatron_grpo.rollout.access import check_host
 from megatron_grpo.rollout.connection import is_healthy
 from megatron_grpo.rollout.engine_error import EngineError

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from checkpoint_convert.tokenizer import load_tokenizer
-from megatron_grpo.job_token import check_token, take_token
+from megatron_grpo.launch.job_token import check_token, take_token
 from megatron_grpo.rollout.access import REFUSAL, is_allowed
 from megatron_grpo.rollout.push_state import Json, PushState, parameter_table
 from parallel.checksum import checksums

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.config import ModelConfig, RolloutConfig
+from megatron_grpo.config.config import ModelConfig, RolloutConfig
 
 BACKEND = "megatron_grpo"
 """Name of our transfer in vLLM's registry of weight-transfer backends."""

@@ -25,7 +25,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 from vllm.platforms import current_platform
 
-from megatron_grpo.parent_death import die_with_parent
+from megatron_grpo.launch.parent_death import die_with_parent
 from megatron_grpo.rollout.push_state import Json, PushState, parameter_table
 from megatron_grpo.rollout.vllm_command import BACKEND, ENGINE_VARIABLE
 from parallel.transport import Inbox, Invitation

@@ -14,8 +14,8 @@ from dataclasses import asdict
 from queue import SimpleQueue
 from typing import Any, NoReturn
 
-from megatron_grpo.launch import RankPlace
-from megatron_grpo.preemption import PREEMPTION_SIGNALS
+from megatron_grpo.launch.launch import RankPlace
+from megatron_grpo.launch.preemption import PREEMPTION_SIGNALS
 from megatron_grpo.watch.job import EXIT_FAILURE, End, Pace, Position
 from megatron_grpo.watch.kill_timer import KillTimer
 from megatron_grpo.watch.stacks import main_stack

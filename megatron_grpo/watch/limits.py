@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron_grpo.config import Config
+from megatron_grpo.config.config import Config
 from megatron_grpo.timing import WAIT
 from parallel.transport import TIMEOUT
 

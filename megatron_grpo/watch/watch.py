@@ -18,8 +18,8 @@ from types import TracebackType
 
 from torch.distributed import DistError, Store
 
-from megatron_grpo.launch import RankPlace
-from megatron_grpo.preemption import EXIT_PREEMPTED, PREEMPTION_SIGNALS, Preempted
+from megatron_grpo.launch.launch import RankPlace
+from megatron_grpo.launch.preemption import EXIT_PREEMPTED, PREEMPTION_SIGNALS, Preempted
 from megatron_grpo.rewards import RewardError
 from megatron_grpo.rollout import EnginesLost
 from megatron_grpo.watch.job import EXIT_FAILURE, PACE, End, Failure, Pace, Position

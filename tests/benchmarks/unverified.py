@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-from megatron_grpo import weight_sync
+from megatron_grpo.weights import weight_sync
 from parallel import cpu_checksum
 from worker_engines import WorkerEngines, WorkerProcess
 

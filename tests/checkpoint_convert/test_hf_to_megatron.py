@@ -68,8 +68,8 @@ def load_imports(rank, models, imported, dims):
     """
     from megatron.core import dist_checkpointing
 
-    from megatron_grpo.model import unwrapped
-    from megatron_grpo.reference import build_reference
+    from megatron_grpo.policy.model import unwrapped
+    from megatron_grpo.policy.reference import build_reference
     from parallel.device import setup_device
     from parallel.groups import init_groups
     from policies import tiny_config

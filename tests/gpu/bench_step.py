@@ -27,9 +27,9 @@ from safetensors.torch import save_file
 
 from checkpoint_convert import hf_tensors, read_shape
 from distributed import run_ranks
-from megatron_grpo.config import Config
-from megatron_grpo.model import build_policy
-from megatron_grpo.skipped_steps import SkippedSteps
+from megatron_grpo.config.config import Config
+from megatron_grpo.policy.model import build_policy
+from megatron_grpo.policy.skipped_steps import SkippedSteps
 from megatron_grpo.train_step import train_step
 from parallel import ParallelDims
 from parallel.alignment import Alignment

@@ -6,7 +6,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from torch import Tensor
 
 from distributed import run_ranks
-from megatron_grpo.logprobs import compute_logprobs
+from megatron_grpo.policy.logprobs import compute_logprobs
 from models import tiny_model
 from parallel import ParallelDims
 from parallel.alignment import Alignment

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from engines import random_prompts, wait_until
-from megatron_grpo.config import RolloutConfig
-from megatron_grpo.job_token import TOKEN_VARIABLE
+from megatron_grpo.config.config import RolloutConfig
+from megatron_grpo.launch.job_token import TOKEN_VARIABLE
 from megatron_grpo.rollout import Generation
 from megatron_grpo.rollout.connection import is_healthy
 from models import EOS_ID

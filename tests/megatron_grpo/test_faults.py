@@ -72,7 +72,7 @@ PREEMPTED = 75
 
 def while_rank_0_generates(deed: Callable[[], None], rank: int) -> InCall:
     """In the second rollout, for which all ranks ask the engines together."""
-    return InCall(deed, rank, "megatron_grpo.rollout_pipeline", "ask_engines", 2)
+    return InCall(deed, rank, "megatron_grpo.experience.rollout_pipeline", "ask_engines", 2)
 
 
 def in_step(deed: Callable[[], None], rank: int, function: str, nth: int = 2) -> InCall:
@@ -154,7 +154,7 @@ def test_a_rank_that_hangs_is_named_and_the_job_ends(
 
 
 SLOW_FILES = {
-    "weights": InCall(slower_than_any_limit, 2, "megatron_grpo.model", "read_weights"),
+    "weights": InCall(slower_than_any_limit, 2, "megatron_grpo.policy.model", "read_weights"),
     "the last checkpoint": InCall(
         slower_than_any_limit, 2, "megatron_grpo.checkpoints.manifest", "write_hashed"
     ),

@@ -11,8 +11,8 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from environments import write_environments
-from megatron_grpo.config import Config
-from megatron_grpo.config_file import dump_config, load_config
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.config_file import dump_config, load_config
 from megatron_grpo.preflight import check_same_run, preflight
 from models import character_tokenizer, tiny_model
 

@@ -15,11 +15,11 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from checkpoint_convert import read_shape
 from distributed import run_ranks
-from megatron_grpo.config import Config
-from megatron_grpo.experience import Experience, share_out
-from megatron_grpo.model import build_policy
-from megatron_grpo.old_policy import add_logprobs
-from megatron_grpo.prompts import Prompt
+from megatron_grpo.config.config import Config
+from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.experience.experience import Experience, share_out
+from megatron_grpo.experience.old_policy import add_logprobs
+from megatron_grpo.policy.model import build_policy
 from megatron_grpo.rollout.samples import Sample
 from megatron_grpo.train_step import accumulate_gradient
 from models import tiny_model

@@ -16,7 +16,7 @@ from demo.make_sums import sums as all_sums
 from distributed import CONTEXT
 from engines import TestEngine, random_prompts, wait_until
 from jobs import Ended, Job
-from megatron_grpo.launch import RankPlace
+from megatron_grpo.launch.launch import RankPlace
 from megatron_grpo.train import process_groups
 from parallel import ParallelDims
 from policies import tiny_config

@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM
 
 from checkpoint_convert import read_shape
 from distributed import run_ranks
-from megatron_grpo.config import Config
-from megatron_grpo.experience import Experience, less_kl, share_out
-from megatron_grpo.kl_reward import sequence_kl, with_advantages
-from megatron_grpo.model import Policy, build_policy
-from megatron_grpo.old_policy import add_logprobs
-from megatron_grpo.prompts import Prompt
+from megatron_grpo.config.config import Config
+from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.experience.experience import Experience, less_kl, share_out
+from megatron_grpo.experience.kl_reward import sequence_kl, with_advantages
+from megatron_grpo.experience.old_policy import add_logprobs
+from megatron_grpo.policy.model import Policy, build_policy
 from megatron_grpo.rollout.samples import Sample
 from megatron_grpo.train_step import accumulate_gradient
 from models import PAD_ID, tiny_model

@@ -126,7 +126,7 @@ MakeSteps = Callable[[Any, Any, Any], Steps]
 def ours() -> MakeSteps:
     """As the trainer does it."""
     from checkpoint_convert.rank_weights import read_weights
-    from megatron_grpo.export import export_model
+    from megatron_grpo.policy.export import export_model
 
     def make(cfg: Any, model: Any, groups: Any) -> Steps:
         def load() -> None:
@@ -216,7 +216,7 @@ def exhaust(tensors: Any) -> None:
 
 def measure_rank(rank: int, side: str, source: Path, folder: Path) -> None:
     """Leave the figures of this rank, and the digests of its parameters."""
-    from megatron_grpo.model import build_model
+    from megatron_grpo.policy.model import build_model
     from parallel.device import setup_device
     from parallel.groups import init_groups
     from policies import tiny_config

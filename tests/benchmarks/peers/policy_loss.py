@@ -66,11 +66,11 @@ def case() -> SimpleNamespace:
 
 def ours(folder: Path, verls_metrics: bool = False) -> dict[str, float]:
     """Packed."""
-    from megatron_grpo.advantages import group_advantages
-    from megatron_grpo.grpo_config import GRPOConfig
-    from megatron_grpo.loss import grpo_loss
-    from megatron_grpo.loss_tokens import LossTokens
-    from megatron_grpo.metrics import TrainMetrics
+    from megatron_grpo.algorithm.advantages import group_advantages
+    from megatron_grpo.algorithm.loss import grpo_loss
+    from megatron_grpo.algorithm.loss_tokens import LossTokens
+    from megatron_grpo.config.grpo_config import GRPOConfig
+    from megatron_grpo.reporting.metrics import TrainMetrics
     from parallel.alignment import Alignment
     from parallel.packing import TokenSequence, pack
 

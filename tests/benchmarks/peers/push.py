@@ -122,7 +122,7 @@ def bits(shape: Shape, seed: int) -> Tensor:
 
 def our_rank(rank: int, network_only: bool) -> dict[str, Any]:
     """One process of ours."""
-    from megatron_grpo.weight_sums import sums_of_all_ranks
+    from megatron_grpo.weights.weight_sums import sums_of_all_ranks
     from parallel import plan_sends
     from parallel.transport import Inbox, Invitation, Outbox, bucket_bytes_for
     from parallel.transport.meeting import Meeting, join, open_meeting

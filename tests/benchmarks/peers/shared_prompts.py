@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from distributed import run_ranks
 from flops import counted_flops
-from megatron_grpo.experience import Experience, share_out
-from megatron_grpo.prompts import Prompt
+from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.experience.experience import Experience, share_out
 from megatron_grpo.rollout.samples import Sample
 from megatron_grpo.train_step import accumulate_gradient
 from models import tiny_model

@@ -22,7 +22,7 @@ from megatron_grpo.checkpoints import folders, manifest, megatron_state
 from megatron_grpo.checkpoints.newest import steps_done
 from megatron_grpo.checkpoints.screening import screen_checkpoint
 from megatron_grpo.checkpoints.trainer_state import TrainerState
-from megatron_grpo.model import Policy, unwrapped
+from megatron_grpo.policy.model import Policy, unwrapped
 from models import tiny_model
 from parallel import ParallelDims
 from parallel.groups import Groups

@@ -9,18 +9,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from distributed import run_ranks
-from megatron_grpo.batching import BatchSchedule
 from megatron_grpo.checkpoints.trainer_state import (
     SAMPLES_FILE,
     TOKENS_FILE,
     read_experience,
     write_experience,
 )
-from megatron_grpo.exchange import collect_values, distribute
-from megatron_grpo.experience import Experience, share_out
-from megatron_grpo.old_policy import add_logprobs
-from megatron_grpo.prompts import Prompt
-from megatron_grpo.reference import build_reference
+from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.experience.batching import BatchSchedule
+from megatron_grpo.experience.exchange import collect_values, distribute
+from megatron_grpo.experience.experience import Experience, share_out
+from megatron_grpo.experience.old_policy import add_logprobs
+from megatron_grpo.policy.reference import build_reference
 from megatron_grpo.rollout.samples import Sample
 from models import tiny_model
 from parallel import ParallelDims

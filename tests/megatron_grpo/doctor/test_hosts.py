@@ -10,7 +10,7 @@ from distributed import run_ranks
 from megatron_grpo.doctor.finding import Finding
 from megatron_grpo.doctor.gathering import gather
 from megatron_grpo.doctor.hosts import HostReport, differing, judge_clocks
-from megatron_grpo.launch import RankPlace
+from megatron_grpo.launch.launch import RankPlace
 
 TORCH = Finding("packages", "torch", "ok", "2.13.0")
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from checkpoint_convert import read_shape
 from distributed import run_ranks
-from megatron_grpo.config import Config
-from megatron_grpo.model import build_model, forward
+from megatron_grpo.config.config import Config
 from megatron_grpo.planning.activations import (
     MIN_TILE_COLUMNS,
     TILE_ELEMENTS,
@@ -19,6 +18,7 @@ from megatron_grpo.planning.activations import (
     in_flight,
     layer_bytes,
 )
+from megatron_grpo.policy.model import build_model, forward
 from models import tiny_model
 from parallel import ParallelDims, logit_tiles
 from parallel.device import setup_device

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from checkpoint_convert import read_shape
-from megatron_grpo.config_file import load_config
+from megatron_grpo.config.config_file import load_config
 from megatron_grpo.planning.card import CARDS
 from megatron_grpo.planning.command import print_plan, print_suggestions
 from megatron_grpo.planning.job_plan import plan_job

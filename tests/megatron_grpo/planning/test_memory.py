@@ -7,11 +7,11 @@ import pytest
 
 from checkpoint_convert import read_shape
 from distributed import run_ranks
-from megatron_grpo.config import Config
-from megatron_grpo.model import add_gradients, add_optimizer, build_model
+from megatron_grpo.config.config import Config
 from megatron_grpo.planning.card import CARDS
 from megatron_grpo.planning.memory import engine_bytes, stages_memory
 from megatron_grpo.planning.state import stage_states
+from megatron_grpo.policy.model import add_gradients, add_optimizer, build_model
 from models import tiny_model
 from parallel import ParallelDims
 from parallel.device import setup_device

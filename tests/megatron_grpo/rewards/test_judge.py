@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from engines import TestEngine
-from megatron_grpo.config import RewardConfig, RewardFunction
-from megatron_grpo.prompts import Prompt
+from megatron_grpo.config.config import RewardConfig, RewardFunction
+from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.rewards import RewardError, RewardPool
 from megatron_grpo.rewards.functions import load_function
 from megatron_grpo.rewards.judge import LAST_NUMBER

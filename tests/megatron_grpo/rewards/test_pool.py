@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from engines import wait_until
-from megatron_grpo.config import RewardConfig, RewardFunction
-from megatron_grpo.prompts import Prompt
+from megatron_grpo.config.config import RewardConfig, RewardFunction
+from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.rewards import (
     RewardError,
     RewardPool,
@@ -579,8 +579,8 @@ def test_math_answer_keeps_its_own_time_limit_inside_a_worker():
 
 TRAINER = """
 import sys
-from megatron_grpo.config import RewardConfig, RewardFunction
-from megatron_grpo.prompts import Prompt
+from megatron_grpo.config.config import RewardConfig, RewardFunction
+from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.rewards import RewardPool
 from megatron_grpo.rollout.samples import Sample
 

@@ -13,7 +13,7 @@ import pytest
 
 from demo.make_sums import sums
 from engines import random_prompts
-from megatron_grpo.job_token import TOKEN_VARIABLE, bearer
+from megatron_grpo.launch.job_token import TOKEN_VARIABLE, bearer
 from megatron_grpo.rollout.access import TokenGuard, check_host, is_allowed
 from megatron_grpo.rollout.engine_error import EngineError
 from megatron_grpo.rollout.transformers_server import ROUTES

@@ -12,14 +12,14 @@ import torch
 
 from engines import random_prompts, reference_logprobs, running_engine, wait_until
 from environments import environment_pool
-from megatron_grpo.config_file import load_config
-from megatron_grpo.preemption import Preempted
-from megatron_grpo.prompts import Prompt
+from megatron_grpo.config.config_file import load_config
+from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.launch.preemption import Preempted
 from megatron_grpo.rollout import EnginesOut, Sample
 from megatron_grpo.rollout.connection import is_healthy
 from megatron_grpo.rollout.dialogues import DialogueGeneration
 from megatron_grpo.rollout.samples import turn_seed
-from megatron_grpo.turns import Turns
+from megatron_grpo.rollout.turns import Turns
 from models import EOS_ID, character_tokenizer
 from runs import TINY_CONFIG
 from trainers import as_soon_as, trainer

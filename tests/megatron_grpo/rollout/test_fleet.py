@@ -18,9 +18,9 @@ import psutil
 import pytest
 
 from engines import largest_logprob_error, random_prompts, running_engine, wait_until
-from megatron_grpo.config import ModelConfig, RolloutConfig
-from megatron_grpo.job_token import bearer, new_token
-from megatron_grpo.preemption import Preempted
+from megatron_grpo.config.config import ModelConfig, RolloutConfig
+from megatron_grpo.launch.job_token import bearer, new_token
+from megatron_grpo.launch.preemption import Preempted
 from megatron_grpo.rollout import EngineServers, EnginesLost, EnginesOut
 from megatron_grpo.rollout.connection import is_healthy
 from megatron_grpo.rollout.fleet import MAX_COMEBACKS

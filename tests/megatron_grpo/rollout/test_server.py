@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from engines import largest_logprob_error, random_prompts, running_engine, wait_until
-from megatron_grpo.config import ModelConfig, RolloutConfig
+from megatron_grpo.config.config import ModelConfig, RolloutConfig
 from megatron_grpo.rollout import EngineServers
 from megatron_grpo.rollout.engine_error import EngineError, EnginesOut, EngineStale
 from megatron_grpo.rollout.push_state import LOADED_VERSION
@@ -24,7 +24,7 @@ MARK = "MEGATRON_GRPO_TEST_RUN"
 TRAINER = """
 import sys
 from pathlib import Path
-from megatron_grpo.config import ModelConfig, RolloutConfig
+from megatron_grpo.config.config import ModelConfig, RolloutConfig
 from megatron_grpo.rollout import EngineServers
 model, engine, size, logs = sys.argv[1:]
 rollout = RolloutConfig(engine=engine, tensor_parallel_size=int(size), max_completion_length=8)

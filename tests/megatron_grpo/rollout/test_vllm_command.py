@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.config import ModelConfig, RolloutConfig
+from megatron_grpo.config.config import ModelConfig, RolloutConfig
 from megatron_grpo.rollout.vllm_command import (
     RESERVED,
     check_engine_arguments,

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_grpo.preemption import Preempted
+from megatron_grpo.launch.preemption import Preempted
 from megatron_grpo.rewards import RewardError
 from megatron_grpo.rollout.engine_error import EngineError
 from megatron_grpo.watch import Watch

@@ -1,0 +1,1 @@
+"""GRPO and its kin: pure functions of tensors."""

@@ -1,0 +1,129 @@
+"""The GRPO loss of one microbatch, and the weights with which microbatches add up."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_grpo.algorithm.kl import kl_estimate
+from megatron_grpo.algorithm.loss_tokens import LossTokens
+from megatron_grpo.algorithm.mismatch import on_policy_mask, rollout_weights
+from megatron_grpo.algorithm.objectives import importance_ratio, objective
+from megatron_grpo.config.grpo_config import GRPOConfig, LossType
+
+
+def loss_weights(lengths: Tensor, loss_type: LossType, max_completion_length: int) -> Tensor:
+    """Weight of each response token, for each of the N sequences of the whole optimizer batch.
+
+    With L_i response tokens in sequence i:
+
+    - "grpo", "sapo", "gmpo": 1 / (N L_i), the mean over sequences of each one's mean (arXiv
+      2402.03300, eq. 3);
+    - "dapo", "bnpo", "cispo", "vespo": 1 / sum L, the mean over all tokens (arXiv 2503.14476, eq.
+      8). bnpo is elsewhere the mean over the tokens of one device: here that would be a loss that
+      depends on the layout, so it is dapo;
+    - "dr_grpo": 1 / (N max_completion_length), a constant, which removes the preference of the
+      first for short right and long wrong answers (arXiv 2503.20783);
+    - "luspo": 1 / N, the sum over tokens (arXiv 2602.05261).
+
+    The weights are global: the loss is a plain sum of weighted tokens over microbatches, context
+    and data ranks, and nothing is divided later.
+
+    Args:
+        lengths: [N] response tokens that count; 0 for a sequence that is masked whole.
+        loss_type: one of those above.
+        max_completion_length: longest completion the sampler may produce.
+
+    Returns:
+        [N] float64. Finite always: where nothing counts, the weight multiplies nothing.
+    """
+    tokens, num_sequences = lengths.double(), len(lengths)
+    if loss_type in ("grpo", "sapo", "gmpo"):
+        denominators = num_sequences * tokens
+    elif loss_type == "dr_grpo":
+        denominators = torch.full_like(tokens, num_sequences * max_completion_length)
+    elif loss_type == "luspo":
+        denominators = torch.full_like(tokens, num_sequences)
+    else:
+        denominators = tokens.sum().expand_as(tokens)
+    return 1 / denominators.clamp(min=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOLoss:
+    """A loss to differentiate, and what its K tokens were like: [K], detached."""
+
+    total: Tensor  # scalar: this microbatch's part of the loss of the whole batch
+    per_token: Tensor  # weighted; sums to `total`
+    log_ratio: Tensor  # log of new policy over old
+    clipped_low: Tensor  # bool: the clip below took the gradient away
+    clipped_high: Tensor  # bool: the clip above did, or bounded the weight
+    kl: Tensor | None  # estimate of KL(policy || reference); None without a reference
+    rollout_weight: Tensor | None  # of trainer over engine; None without a correction
+    off_policy: Tensor | None  # bool: left out, as of a sequence that the policy has left
+
+
+def grpo_loss(tokens: LossTokens, cfg: GRPOConfig, beta: float) -> GRPOLoss:
+    """The loss of one microbatch's tokens: each one's objective (`objectives.py`), KL and entropy.
+
+    For each token, with weights w from `loss_weights`, and factors m of 0 or 1, which are 1 unless
+    the config says otherwise::
+
+        loss = w (m_entropy m_off_policy objective + beta KL) - entropy_coef H / num_tokens
+
+    The objective has the weight of trainer over engine in it. KL (`kl.py`) is that to the
+    reference, times the ratio with `use_bias_correction_kl`: the unbiased gradient of the
+    divergence, DeepSeek-V3.2 (arXiv 2512.02556). It is only reported where it was subtracted
+    from the rewards. m_entropy leaves the tokens of the highest entropy (arXiv 2506.01939). Without
+    old log-probabilities the policy that generated is the present one: the ratio is then exactly 1,
+    and the gradient that of the policy gradient.
+
+    Args:
+        tokens: those that this rank computed.
+        cfg: the options.
+        beta: weight of the KL penalty in this step.
+    """
+    assert (tokens.ref_logprobs is None) == (cfg.beta == 0.0), (
+        "a reference is for the KL penalty, and only that"
+    )
+    logprobs, advantages, sequences = tokens.logprobs, tokens.advantages, tokens.sequences
+    old = logprobs.detach() if tokens.old_logprobs is None else tokens.old_logprobs
+    log_ratio = logprobs - old
+    weights = rollout_weights(old - tokens.rollout_logprobs, sequences, cfg)
+    found = objective(logprobs, log_ratio, advantages, weights, sequences, cfg)
+    per_token, off_policy, kl = found.loss, None, None
+    if cfg.off_policy_mask_threshold is not None:
+        off_policy = ~on_policy_mask(
+            logprobs.detach(),
+            tokens.rollout_logprobs,
+            advantages,
+            sequences,
+            cfg.off_policy_mask_threshold,
+        )
+        per_token = per_token.masked_fill(off_policy, 0.0)
+    if tokens.high_entropy is not None:
+        per_token = per_token.masked_fill(~tokens.high_entropy, 0.0)
+    if tokens.ref_logprobs is not None:
+        kl = kl_estimate(logprobs, tokens.ref_logprobs, cfg.kl_estimator)
+        if not cfg.kl_in_reward:
+            per_token = per_token + beta * _corrected(kl, tokens, log_ratio, cfg)
+    per_token = tokens.weights * per_token
+    if tokens.entropy_weights is not None:
+        per_token = per_token - cfg.entropy_coef * tokens.entropy_weights * tokens.entropy
+    return GRPOLoss(
+        total=per_token.sum(),
+        per_token=per_token.detach(),
+        log_ratio=log_ratio.detach(),
+        clipped_low=found.clipped_low,
+        clipped_high=found.clipped_high,
+        kl=None if kl is None else kl.detach(),
+        rollout_weight=weights,
+        off_policy=off_policy,
+    )
+
+
+def _corrected(kl: Tensor, tokens: LossTokens, log_ratio: Tensor, cfg: GRPOConfig) -> Tensor:
+    if not cfg.use_bias_correction_kl:
+        return kl
+    level = cfg.importance_sampling_level
+    return kl * importance_ratio(tokens.logprobs, log_ratio, tokens.sequences, level)

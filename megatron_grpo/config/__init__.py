@@ -1,0 +1,1 @@
+"""Every key of a config, typed and strictly checked."""

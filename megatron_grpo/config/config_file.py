@@ -1,0 +1,163 @@
+"""Configs as YAML: a file plus `key.sub=value` overrides, checked strictly; and back."""
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from megatron_grpo.config.config import Config
+
+# Options of other libraries and of the user's code, which check the names themselves.
+PASS_THROUGH_KEYS = ("model.megatron", "rollout.vllm", "environment.arguments")
+
+# What is wanted where pydantic's own words would name Python types.
+EXPECTED = {
+    "model_type": "expected a table of keys",
+    "dict_type": "expected a table of keys",
+    "tuple_type": "expected a list",
+    "path_type": "expected a path",
+}
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 with two repairs: `3e-5` is a number, and a key given twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {key!r} is given twice", node.start_mark
+                )
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML config and apply overrides such as `optimizer.lr=1e-6` (values are YAML).
+
+    Relative paths inside are relative to the current directory. Raises ValueError, one line per
+    mistake, for unknown keys (with the nearest known one), wrong types and sizes that conflict.
+    """
+    if not path.is_file():
+        raise ValueError(f"config file {path} does not exist")
+    table = _parse_yaml(path.read_text(), str(path))
+    if not isinstance(table, dict):
+        raise ValueError(f"{path} holds {type(table).__name__}, not a table of sections")
+    for override in overrides:
+        _apply_override(table, override)
+    return parse_config(table)
+
+
+def parse_config(table: dict[str, Any]) -> Config:
+    """Check a nested table of config values; errors as in `load_config`."""
+    known = [key for key, _ in _known_keys(Config)]
+    unknown = [key for key in _leaves(table) if not _is_known(key, known)]
+    if unknown:
+        raise ValueError(
+            "\n".join(
+                f"unknown config key {key!r}: did you mean {nearest_key(key, known)!r}?"
+                for key in unknown
+            )
+        )
+    try:
+        return Config.model_validate(table)
+    except ValidationError as error:
+        raise ValueError("\n".join(_mistakes(error))) from None
+
+
+def dump_config(config: Config) -> str:
+    """The resolved config as YAML: `load_config` reads an equal config back."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def nearest_key(key: str, known: Sequence[str]) -> str:
+    """The known key most like `key`, by the whole and by its last word (`lr` -> `optimizer.lr`)."""
+
+    def likeness(candidate: str) -> float:
+        last, candidate_last = key.rpartition(".")[2], candidate.rpartition(".")[2]
+        return _ratio(key, candidate) + _ratio(last, candidate_last)
+
+    return max(known, key=likeness)
+
+
+def _ratio(a: str, b: str) -> float:
+    return difflib.SequenceMatcher(None, a, b).ratio()
+
+
+def _parse_yaml(text: str, source: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{source} is not valid YAML: {error}") from None
+
+
+def _apply_override(table: dict[str, Any], override: str) -> None:
+    """Set one `key.sub=value` in the nested table, making sections on the way."""
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ValueError(f"override {override!r} is not of the form key.sub=value")
+    *sections, last = key.split(".")
+    for section in sections:
+        table = table.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise ValueError(f"override {override!r}: {section!r} is a value, not a section")
+    table[last] = _parse_yaml(text, f"override {override!r}")
+
+
+def _known_keys(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Every settable key below `section`, with its description."""
+    for name, field in section.model_fields.items():
+        kind: Any = field.annotation
+        if isinstance(kind, UnionType):  # Section | None
+            kind = kind.__args__[0]
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from _known_keys(kind, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field.description or ""
+
+
+def _leaves(table: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
+    """Dotted names of the values in nested tables; an empty table is a value."""
+    for key, value in table.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+def _is_known(key: str, known: Sequence[str]) -> bool:
+    """Whether `key` is a known key, a whole section, or lies in a pass-through table."""
+    is_section = any(name.startswith(f"{key}.") for name in known)
+    return key in known or is_section or key.startswith(tuple(f"{p}." for p in PASS_THROUGH_KEYS))
+
+
+def _mistakes(error: ValidationError) -> Iterator[str]:
+    """One line per mistake: the key, what was given and what is expected."""
+    descriptions = dict(_known_keys(Config))
+    for detail in error.errors():
+        # A default that depends on another field cannot be made when that one is wrong: not news.
+        if detail["type"] != "default_factory_not_called":
+            yield _describe(detail, descriptions)
+
+
+def _describe(detail: ErrorDetails, descriptions: Mapping[str, str]) -> str:
+    key = ".".join(str(part) for part in detail["loc"])
+    if detail["type"] == "missing":
+        return f"config key {key} is missing. {descriptions.get(key, '')}".rstrip()
+    if detail["type"] == "value_error":
+        return str(detail["ctx"]["error"])
+    message = EXPECTED.get(detail["type"], detail["msg"][0].lower() + detail["msg"][1:])
+    return f"config key {key} = {detail['input']!r}: {message}"

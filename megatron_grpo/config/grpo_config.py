@@ -1,0 +1,230 @@
+"""The table `grpo` of the config: batch arithmetic, advantages, loss."""
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+
+from megatron_grpo.config.config_section import Section
+
+LossType = Literal["grpo", "bnpo", "dapo", "dr_grpo", "cispo", "gmpo", "sapo", "luspo", "vespo"]
+AdvantageEstimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+ScaleRewards = Literal["group", "batch", "none"]
+Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
+ImportanceLevel = Literal["token", "sequence", "sequence_token"]
+KLEstimator = Literal["k1", "k2", "k3"]
+MismatchMode = Literal[
+    "token_truncate",
+    "token_mask",
+    "sequence_truncate",
+    "sequence_mask",
+    "geometric_truncate",
+    "geometric_mask",
+]
+
+_SCALE_OF: dict[str, ScaleRewards] = {"grpo": "group", "rloo": "none"}
+
+
+class GRPOConfig(Section):
+    """Batch arithmetic and loss, by the names that TRL and ms-swift users know."""
+
+    num_generations: PositiveInt = 8
+    """Completions per prompt: the group whose rewards are compared."""
+    generation_batch_size: PositiveInt
+    """Completions of one generation, over all ranks."""
+    steps_per_generation: PositiveInt = 1
+    """Optimizer batches that one generation is cut into."""
+    num_iterations: PositiveInt = 1
+    """Passes over one generation."""
+    shared_prompts: bool = False
+    """Compute the prompt of a group once per microbatch; minibatches are then of whole groups."""
+
+    dynamic_sample: bool = False
+    """Replace prompts whose completions all have the same reward by others (DAPO)."""
+    max_resample_times: PositiveInt = 3
+    """With dynamic_sample: how many times others are drawn; then what there is is trained on."""
+    overlong_filter: bool = False
+    """Leave completions that met the length limit out of the loss."""
+
+    advantage_estimator: AdvantageEstimator = "grpo"
+    """What a reward is compared with: its group's mean, the mean of the others, or the batch."""
+    scale_rewards: ScaleRewards = Field(
+        default_factory=lambda data: _SCALE_OF.get(data["advantage_estimator"], "batch")
+    )
+    """Which standard deviation divides the advantages; default: group, for rloo none."""
+    multi_objective_aggregation: Aggregation = "sum_then_normalize"
+    """Whether rewards are added up first, or normalized each for itself first (GDPO)."""
+    supervision: Literal["outcome", "process"] = "outcome"
+    """One reward for each completion, or one for each step of an environment (DeepSeekMath)."""
+
+    loss_type: LossType = "grpo"
+    """The objective, and how its tokens are averaged."""
+    importance_sampling_level: ImportanceLevel = "token"
+    """The ratio of each token, or of the whole sequence: sequence is GSPO."""
+    epsilon: float = Field(default=0.2, gt=0, lt=1)
+    """The ratio is clipped below 1 - epsilon; gmpo: below exp(-epsilon)."""
+    epsilon_high: PositiveFloat = Field(default_factory=lambda data: data["epsilon"])
+    """The ratio is clipped above 1 + epsilon_high, for cispo epsilon_high; by default epsilon."""
+    delta: float | None = None
+    """Dual clip: bound of the ratio where the advantage is negative; null: none."""
+    sapo_temperature_pos: PositiveFloat = 1.0
+    """sapo: temperature of the gate where the advantage is positive."""
+    sapo_temperature_neg: PositiveFloat = 1.05
+    """sapo: temperature of the gate elsewhere."""
+    vespo_k_pos: PositiveFloat = 2.0
+    """vespo: k where the advantage is not negative."""
+    vespo_lambda_pos: PositiveFloat = 3.0
+    """vespo: lambda where the advantage is not negative."""
+    vespo_k_neg: PositiveFloat = 3.0
+    """vespo: k where the advantage is negative."""
+    vespo_lambda_neg: PositiveFloat = 2.0
+    """vespo: lambda where the advantage is negative."""
+    top_entropy_quantile: float = Field(default=1.0, ge=0, le=1)
+    """Share of the tokens, those of the highest entropy, that the objective is taken over."""
+    entropy_coef: NonNegativeFloat = 0.0
+    """Weight of the mean entropy of the tokens, which is added to the objective."""
+
+    beta: NonNegativeFloat = 0.04
+    """Weight of the KL divergence to the reference model; 0 loads no reference."""
+    sync_ref_model: bool = False
+    """Whether the reference follows the policy; false: it stays what `model.path` is."""
+    ref_model_mixup_alpha: float = Field(default=0.6, gt=0, le=1)
+    """What it takes of the policy each time, alpha of TR-DPO (arXiv 2404.09656); 1: all of it."""
+    ref_model_sync_steps: PositiveInt = 512
+    """Optimizer steps between two times, tau of TR-DPO; for generations that begin afterwards."""
+    kl_estimator: KLEstimator = "k3"
+    """How it is estimated from the tokens."""
+    use_bias_correction_kl: bool = False
+    """Multiply the estimate in the loss by the ratio, which makes its gradient unbiased."""
+    kl_in_reward: bool = Field(default_factory=lambda data: data["advantage_estimator"] != "grpo")
+    """Subtract the divergence from the rewards, not add it to the loss; default: not for grpo."""
+    kl_target: PositiveFloat | None = None
+    """Divergence per token that beta is adapted to after every step; null: beta stays."""
+    kl_horizon: PositiveInt = 10000
+    """Completions over which beta changes by at most 20%."""
+
+    old_logprobs: Literal["recompute", "rollout"] = "recompute"
+    """Old log-probabilities: of the trainer's own forward, or those of the engines."""
+    rollout_importance_sampling_mode: MismatchMode | None = None
+    """Weight of trainer over engine, by token or sequence, cut or 0 beyond the bounds; null: 1."""
+    rollout_importance_sampling_threshold: float = Field(default=2.0, gt=1)
+    """Upper bound of these weights."""
+    rollout_importance_sampling_min: float = Field(default=0.0, ge=0, lt=1)
+    """Lower bound of these weights."""
+    off_policy_mask_threshold: PositiveFloat | None = None
+    """Leave out completions of negative advantage that the policy has left by more, per token."""
+
+    @property
+    def needs_old_pass(self) -> bool:
+        """Whether old log-probabilities or entropies are taken before the step, in any schedule."""
+        is_kl_reward = self.beta > 0 and self.kl_in_reward
+        return self.top_entropy_quantile < 1 or (is_kl_reward and self.old_logprobs == "recompute")
+
+    @model_validator(mode="after")
+    def _clips_fit(self) -> Self:
+        if self.loss_type == "cispo" and self.epsilon_high < 1:
+            raise ValueError(
+                f"grpo.epsilon_high {self.epsilon_high} is for cispo the bound of the ratio itself "
+                "and would cut ratios of 1: use at least 1, such as 5.0"
+            )
+        if self.delta is None:
+            return self
+        if self.loss_type in ("cispo", "gmpo", "sapo", "vespo"):
+            raise ValueError(
+                f"grpo.delta {self.delta}: {self.loss_type} has no dual clip, use null"
+            )
+        if self.delta <= 1 + self.epsilon_high:
+            raise ValueError(
+                f"grpo.delta {self.delta} would also cut ratios of positive advantages, which "
+                f"1 + grpo.epsilon_high = {1 + self.epsilon_high} allows: use a larger one, "
+                "such as 2.0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _levels_fit(self) -> Self:
+        wanted = {"luspo": "sequence", "gmpo": "token", "vespo": "token"}.get(self.loss_type)
+        if wanted and self.importance_sampling_level != wanted:
+            raise ValueError(
+                f"grpo.loss_type {self.loss_type} has a ratio of its own: set "
+                f"grpo.importance_sampling_level={wanted}, not {self.importance_sampling_level}"
+            )
+        mode = self.rollout_importance_sampling_mode
+        if self.loss_type == "vespo" and mode and not mode.startswith("token"):
+            raise ValueError(
+                f"grpo.rollout_importance_sampling_mode {mode}: vespo takes weights of tokens into "
+                "its own of the sequence, use token_truncate or token_mask"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _advantages_fit(self) -> Self:
+        if self.num_generations < 2 and self.advantage_estimator != "reinforce_plus_plus":
+            raise ValueError(
+                f"grpo.num_generations {self.num_generations}: a completion is judged against the "
+                "others of its prompt, so at least 2 (reinforce_plus_plus takes 1 as well)"
+            )
+        if self.advantage_estimator.startswith("reinforce") and self.scale_rewards != "batch":
+            raise ValueError(
+                f"grpo.scale_rewards {self.scale_rewards}: {self.advantage_estimator} is whitened "
+                "over the batch, use batch"
+            )
+        if self.dynamic_sample and self.num_generations < 2:
+            raise ValueError(
+                "grpo.dynamic_sample looks for groups of different rewards, and a group of "
+                "grpo.num_generations 1 never is one: use false, or at least 2"
+            )
+        if self.multi_objective_aggregation == "normalize_then_sum":
+            self._only(
+                "multi_objective_aggregation normalize_then_sum",
+                dynamic_sample=False,  # equal sums may be of different rewards
+                advantage_estimator="grpo",
+                scale_rewards="group",
+                supervision="outcome",
+                kl_in_reward=False,
+            )
+        if self.supervision == "process":
+            self._only(
+                "supervision process",
+                dynamic_sample=False,
+                advantage_estimator="grpo",
+                scale_rewards="group",
+                kl_in_reward=False,
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _old_policy_fits(self) -> Self:
+        if self.old_logprobs == "rollout" and self.rollout_importance_sampling_mode:
+            raise ValueError(
+                f"grpo.rollout_importance_sampling_mode {self.rollout_importance_sampling_mode} "
+                "weighs the trainer's old log-probabilities against those of the engines, and "
+                "grpo.old_logprobs=rollout takes the latter for both: use one of the two"
+            )
+        if self.use_bias_correction_kl and (self.kl_in_reward or self.beta == 0):
+            raise ValueError(
+                "grpo.use_bias_correction_kl true is for the divergence in the loss, and there is "
+                f"none with grpo.kl_in_reward {str(self.kl_in_reward).lower()} and grpo.beta "
+                f"{self.beta}: leave it out, or use kl_in_reward false and a beta above 0"
+            )
+        if self.overlong_filter and self.kl_in_reward and self.beta > 0:
+            raise ValueError(
+                "grpo.overlong_filter leaves no divergence to subtract from the rewards of what it "
+                "leaves out, and grpo.kl_in_reward would compare these with the others: set one of "
+                "them to false"
+            )
+        if self.sync_ref_model and self.beta == 0:
+            raise ValueError(
+                "grpo.sync_ref_model true moves the reference model, and grpo.beta 0 loads none: "
+                "use a beta above 0, such as 0.04, or sync_ref_model false"
+            )
+        if self.kl_target is not None and self.beta == 0:
+            raise ValueError("grpo.kl_target needs a grpo.beta to begin with, such as 0.04")
+        return self
+
+    def _only(self, what: str, **legal: Any) -> None:
+        for name, value in legal.items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"grpo.{what} goes with grpo.{name}={str(value).lower()} only, "
+                    f"not {getattr(self, name)}"
+                )

@@ -1,0 +1,1 @@
+"""Prompts, from files or a hub to tokens."""

@@ -1,0 +1,147 @@
+"""From a row of the data to the text and the tokens that an engine gets."""
+
+import reprlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from jinja2 import TemplateError
+
+from megatron_grpo.config.config import DataConfig
+from megatron_grpo.data.invalid_rows import Fault
+from megatron_grpo.data.rows import Row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Chat = str | list[dict[str, str]]
+"""A text that goes in as it is, or messages for the chat template."""
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A prompt as text, chat template applied, and as tokens."""
+
+    text: str
+    token_ids: tuple[int, ...]
+
+
+def encode_rows(
+    data: DataConfig, tokenizer: "PreTrainedTokenizerBase", rows: Sequence[Row]
+) -> list[Encoded | Fault]:
+    """The prompt of every row, or why it has none.
+
+    Raises ValueError where the tokenizer can make none of any row.
+    """
+    chats = [_chat(data, row) for row in rows]
+    if not data.apply_chat_template:
+        return _of_valid(chats, lambda texts: _tokenize(data, tokenizer, texts))
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            "the model's tokenizer has no chat template: set data.apply_chat_template=false to "
+            "send prompts as they are"
+        )
+    texts = _of_valid(chats, lambda messages: _render(tokenizer, messages))
+    return _of_valid(texts, lambda texts: _tokenize(data, tokenizer, texts))
+
+
+def _of_valid(
+    items: Sequence[T | Fault], function: Callable[[list[T]], Sequence[U | Fault]]
+) -> list[U | Fault]:
+    """What `function` makes of the valid items all at once; faults stay in their places."""
+    valid = [item for item in items if not isinstance(item, Fault)]
+    results = iter(function(valid) if valid else [])
+    return [item if isinstance(item, Fault) else next(results) for item in items]
+
+
+def _chat(data: DataConfig, row: Row) -> Chat | Fault:
+    for column in (data.prompt_column, data.answer_column):
+        if column is not None and (fault := _fault_of(column, row)):
+            return fault
+    prompt = row[data.prompt_column]
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not _is_chat(messages):
+        kind = f"{data.prompt_column!r} is neither a text nor messages with role and content"
+        return Fault(kind, reprlib.repr(prompt))
+    if not any(message["content"].strip() for message in messages):
+        return Fault(f"{data.prompt_column!r} is empty")
+    if not all(_is_unicode(message["content"]) for message in messages):
+        return Fault(f"{data.prompt_column!r} is no valid Unicode")
+    if not data.apply_chat_template:
+        if isinstance(prompt, str):
+            return prompt
+        return Fault("chat messages, which need data.apply_chat_template=true")
+    if data.system_prompt is None:
+        return messages
+    if messages[0]["role"] == "system":
+        return Fault("its own system message beside data.system_prompt")
+    return [{"role": "system", "content": data.system_prompt}, *messages]
+
+
+def _fault_of(column: str, row: Row) -> Fault | None:
+    """What is wrong with a column, whatever it is for."""
+    if column not in row:
+        return Fault(f"no column {column!r}")
+    value = row[column]
+    if value is None or value != value:  # NaN is how tables of numbers say null
+        return Fault(f"{column!r} is null")
+    if isinstance(value, str) and not _is_unicode(value):
+        return Fault(f"{column!r} is no valid Unicode")
+    return None
+
+
+def _is_chat(messages: Any) -> bool:
+    return isinstance(messages, list) and all(
+        isinstance(message, dict)
+        and isinstance(message.get("role"), str)
+        and isinstance(message.get("content"), str)
+        for message in messages
+    )
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether it can be written as UTF-8: JSON may hold halves of surrogate pairs."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _render(tokenizer: "PreTrainedTokenizerBase", chats: list[Any]) -> Sequence[str | Fault]:
+    """Texts of chats, all at once; one by one when the template refuses some."""
+
+    def render(chats: Any) -> Any:
+        return tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
+
+    def render_one(chat: Any) -> str | Fault:
+        try:
+            text: str = render(chat)
+        except TemplateError as error:
+            return Fault("refused by the chat template", str(error))
+        return text
+
+    try:
+        texts: list[str] = render(chats)
+    except TemplateError:
+        return [render_one(chat) for chat in chats]
+    return texts
+
+
+def _tokenize(
+    data: DataConfig, tokenizer: "PreTrainedTokenizerBase", texts: list[Any]
+) -> list[Encoded | Fault]:
+    """All at once: fast tokenizers use all cores."""
+    # The template has written the special tokens already.
+    token_ids = tokenizer(texts, add_special_tokens=not data.apply_chat_template)["input_ids"]
+    if not any(token_ids):
+        raise ValueError(
+            f"the model's tokenizer makes no tokens of {data.path}: are its files "
+            "(tokenizer.json) in model.path?"
+        )
+    return [
+        Encoded(text, tuple(ids)) if ids else Fault("no tokens")
+        for text, ids in zip(texts, token_ids, strict=True)
+    ]

@@ -1,0 +1,209 @@
+"""Rows of data -> prompts of token ids -> the batch of every generation."""
+
+import logging
+import random
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import sha256
+from typing import TYPE_CHECKING
+
+from checkpoint_convert import ModelShape
+from megatron_grpo.config.config import Config, DataConfig
+from megatron_grpo.data.encoding import Encoded, encode_rows
+from megatron_grpo.data.invalid_rows import Fault, InvalidRows
+from megatron_grpo.data.rows import Record, Row, read_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+TOO_LONG = "too long for the model's context"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row of the data, ready for the engine."""
+
+    index: int
+    """Number of the row in the data, from 0."""
+    token_ids: tuple[int, ...]
+    text: str
+    """What `token_ids` encode: chat template applied."""
+    row: Row
+    """The columns of the row; the reference answer also under the name `answer`."""
+    first_observation: str | None = None
+    """What the environment of one sample has appended to it: then it is that sample's alone."""
+
+
+class PromptStream:
+    """The prompts of a generation are a pure function of its number: resuming needs no state."""
+
+    def __init__(
+        self, prompts: Sequence[Prompt], batch_size: int, seed: int, shuffle: bool
+    ) -> None:
+        if batch_size > len(prompts):
+            raise ValueError(
+                f"one generation takes {batch_size} different prompts and the data has "
+                f"{len(prompts)}: lower grpo.generation_batch_size to at most "
+                f"{len(prompts)} * grpo.num_generations"
+            )
+        self.prompts = prompts
+        self.batch_size = batch_size
+        self.seed = seed
+        self.shuffle = shuffle
+
+    @property
+    def fingerprint(self) -> str:
+        """Number and digest of the prompts: generations draw others from any other prompts."""
+        digest = sha256()
+        for prompt in self.prompts:
+            numbers = (prompt.index, len(prompt.token_ids), *prompt.token_ids)
+            digest.update(array("q", numbers).tobytes())
+        return f"{len(self.prompts)} prompts of SHA-256 {digest.hexdigest()[:16]}"
+
+    def batch(self, generation_index: int) -> list[Prompt]:
+        """The `batch_size` different prompts of generation `generation_index` (0, 1, ...).
+
+        Shuffled, every epoch has its own order and leaves out the rows that fill no whole batch,
+        other ones each time. Otherwise rows follow in order, the first after the last.
+        """
+        num_prompts, size = len(self.prompts), self.batch_size
+        if not self.shuffle:
+            start = generation_index * size
+            return [self.prompts[i % num_prompts] for i in range(start, start + size)]
+        epoch, batch = divmod(generation_index, num_prompts // size)
+        order = _epoch_order(num_prompts, self.seed, epoch)
+        return [self.prompts[i] for i in order[batch * size : (batch + 1) * size]]
+
+
+@lru_cache(maxsize=1)
+def _epoch_order(num_prompts: int, seed: int, epoch: int) -> list[int]:
+    order = list(range(num_prompts))
+    # A string seeds by its SHA-512, the same in every Python and process.
+    random.Random(f"prompts of epoch {epoch}, seed {seed}").shuffle(order)
+    return order
+
+
+def end_tokens(shape: ModelShape, tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
+    """Tokens that end a completion: the model's own and the tokenizer's.
+
+    Raises ValueError when there is none, since every sample would then run to the length limit.
+    """
+    tokens = {*shape.eos_token_ids, tokenizer.eos_token_id} - {None}
+    if not tokens:
+        raise ValueError(
+            "neither the model's config.json nor its tokenizer has an end token: give config.json "
+            "an eos_token_id"
+        )
+    return tuple(sorted(tokens))
+
+
+def load_prompts(
+    cfg: Config,
+    tokenizer: "PreTrainedTokenizerBase",
+    max_position_embeddings: int,
+    *,
+    warns: bool = True,
+) -> list[Prompt]:
+    """Read the data of `cfg.data` and encode every prompt as the engine will get it.
+
+    The model's context of `max_position_embeddings` tokens must hold the prompt and
+    `rollout.max_completion_length` more. The data is looked at whole: rows that cannot be used
+    raise one ValueError that lists them, or are left out when `data.on_invalid` is skip. `warns`:
+    say how many rows are left out, for that or for `data.max_prompt_length`.
+    """
+    data, invalid = cfg.data, InvalidRows()
+    longest = _longest_prompt(cfg, max_position_embeddings)
+    records = read_rows(data, invalid)
+    num_rows = len(records) + len(invalid)
+    _check_columns(data, records)
+    prompts = []
+    for record, encoded in zip(
+        records, encode_rows(data, tokenizer, [record.row for record in records]), strict=True
+    ):
+        if isinstance(encoded, Encoded):
+            encoded = _fitting(data, encoded, longest)
+        if isinstance(encoded, Fault):
+            invalid.add(record.index, record.place, encoded)
+        else:
+            prompts.append(_prompt(data, record, encoded))
+    if invalid:
+        _settle(data, invalid, num_rows, longest, warns=warns)
+    return _short_ones(data, prompts, longest, warns=warns)
+
+
+def _prompt(data: DataConfig, record: Record, encoded: Encoded) -> Prompt:
+    row = record.row
+    if data.answer_column is not None:
+        row = {**row, "answer": row[data.answer_column]}
+    return Prompt(index=record.index, token_ids=encoded.token_ids, text=encoded.text, row=row)
+
+
+def _check_columns(data: DataConfig, records: Sequence[Record]) -> None:
+    """A column that no row has is a mistake in the config."""
+    wanted = {"data.prompt_column": data.prompt_column, "data.answer_column": data.answer_column}
+    for key, column in wanted.items():
+        if column and records and not any(column in record.row for record in records):
+            raise ValueError(
+                f"{key} {column!r} is not a column of {data.path}: {records[0].place} has "
+                f"{', '.join(map(repr, records[0].row))}"
+            )
+
+
+def _longest_prompt(cfg: Config, max_position_embeddings: int) -> int:
+    longest = max_position_embeddings - cfg.rollout.max_completion_length
+    if longest < 1:
+        raise ValueError(
+            f"rollout.max_completion_length {cfg.rollout.max_completion_length} leaves no room for "
+            f"a prompt in the model's context of {max_position_embeddings} tokens: "
+            f"use at most {max_position_embeddings - 1}"
+        )
+    return longest
+
+
+def _fitting(data: DataConfig, encoded: Encoded, longest: int) -> Encoded | Fault:
+    if data.max_prompt_length is not None or len(encoded.token_ids) <= longest:
+        return encoded
+    return Fault(TOO_LONG, f"{len(encoded.token_ids)} tokens of at most {longest}")
+
+
+def _settle(
+    data: DataConfig, invalid: InvalidRows, num_rows: int, longest: int, *, warns: bool
+) -> None:
+    found = f"{len(invalid)} of {num_rows} rows of {data.path}"
+    if data.on_invalid == "skip" and len(invalid) < num_rows:
+        if warns:
+            logger.warning("%s cannot be used and are left out: %s", found, invalid.summary)
+        return
+    shorter = (
+        f"; data.max_prompt_length={longest} leaves out only those that are {TOO_LONG}"
+        if TOO_LONG in invalid.kinds
+        else ""
+    )
+    raise ValueError(
+        f"{found} cannot be used ({invalid.summary}):{invalid.listing}\nCorrect them, or leave "
+        f"them out with data.on_invalid=skip, if others remain{shorter}"
+    )
+
+
+def _short_ones(
+    data: DataConfig, prompts: list[Prompt], longest: int, *, warns: bool
+) -> list[Prompt]:
+    """Prompts of at most `data.max_prompt_length` tokens that fit into the model's context."""
+    most = min(data.max_prompt_length or longest, longest)
+    lengths = [len(prompt.token_ids) for prompt in prompts]
+    short = [prompt for prompt in prompts if len(prompt.token_ids) <= most]
+    if not short:
+        raise ValueError(
+            f"data.max_prompt_length {data.max_prompt_length} leaves out all {len(prompts)} "
+            f"prompts: the shortest has {min(lengths)} tokens"
+        )
+    if warns and len(short) < len(prompts):
+        logger.warning(
+            "%d of %d prompts have more than %d tokens and are left out",
+            *(len(prompts) - len(short), len(prompts), most),
+        )
+    return short

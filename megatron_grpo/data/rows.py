@@ -1,0 +1,127 @@
+"""Reading the rows of a data set: JSONL, Parquet, or a name on the Hugging Face hub."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+
+from megatron_grpo.config.config import DataConfig
+from megatron_grpo.data.invalid_rows import Fault, InvalidRows
+
+FILE_SUFFIXES = (".jsonl", ".parquet")
+HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+
+Row = dict[str, Any]
+"""One example: its columns by name."""
+Numbered = tuple[int, Row | Fault]
+"""A row with its number in its file: lines count from 1, rows of a table from 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A row, and where it stands."""
+
+    index: int
+    """Number of the row in the data, from 0. Rows that cannot be read count, blank lines do not."""
+    source: str
+    number: int
+    row: Row
+
+    @property
+    def place(self) -> str:
+        """File and line, or table and row."""
+        return f"{self.source} {self.number}"
+
+
+def read_rows(data: DataConfig, invalid: InvalidRows) -> list[Record]:
+    """The rows of a .jsonl or .parquet file, of a folder of them, or of a Hugging Face data set.
+
+    Rows that cannot be read go to `invalid`. Raises ValueError when there are no rows at all.
+    """
+    records, index = [], 0
+    for source, rows in _sources(data):
+        for number, row in rows:
+            if isinstance(row, Fault):
+                invalid.add(index, f"{source} {number}", row)
+            else:
+                records.append(Record(index, source, number, row))
+            index += 1
+    if index == 0:
+        raise ValueError(f"data.path {data.path} has no rows")
+    return records
+
+
+def _sources(data: DataConfig) -> Iterator[tuple[str, Iterator[Numbered]]]:
+    """What a row's number is counted in, and the rows."""
+    path = Path(data.path)
+    if not path.exists():
+        yield f"{data.path} row", enumerate(_load_from_hub(data))
+        return
+    files = [path]
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.suffix in FILE_SUFFIXES)
+        if not files:
+            raise ValueError(f"data.path {path} has no {' or '.join(FILE_SUFFIXES)} file in it")
+    for file in files:
+        if file.suffix == ".jsonl":
+            yield f"{file} line", _read_jsonl(file)
+        elif file.suffix == ".parquet":
+            yield f"{file} row", enumerate(_read_parquet(file))
+        else:
+            raise ValueError(f"data.path {file} is neither {' nor '.join(FILE_SUFFIXES)}")
+
+
+def _read_jsonl(file: Path) -> Iterator[Numbered]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield number, _parse(line)
+
+
+def _parse(line: bytes) -> Row | Fault:
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        return Fault("not UTF-8", f"byte {line[error.start]:#x} at column {error.start + 1}")
+    except (ValueError, RecursionError) as error:
+        return Fault("not JSON", str(error))
+    return row if isinstance(row, dict) else Fault("no JSON object", type(row).__name__)
+
+
+def _read_parquet(file: Path) -> Iterator[Row | Fault]:
+    try:
+        for batch in pyarrow.parquet.ParquetFile(file).iter_batches():
+            yield from _rows(batch)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{file} cannot be read as Parquet: {error}") from None
+
+
+def _rows(batch: pyarrow.RecordBatch) -> Iterator[Row | Fault]:
+    try:
+        yield from batch.to_pylist()
+    except UnicodeDecodeError:
+        if len(batch) == 1:
+            yield Fault("not UTF-8")
+            return
+        for number in range(len(batch)):
+            yield from _rows(batch.slice(number, 1))
+
+
+def _load_from_hub(data: DataConfig) -> Iterator[Row]:
+    if data.path.endswith(FILE_SUFFIXES) or not HUB_NAME.fullmatch(data.path):
+        raise ValueError(f"data.path {data.path} does not exist")
+    # Imported here because it takes a second, which local files need not wait for.
+    import datasets  # noqa: PLC0415
+
+    try:
+        yield from datasets.load_dataset(data.path, data.subset, split=data.split)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise ValueError(
+            f"data.path {data.path} is no file or folder here, and the Hugging Face data set of "
+            f"that name (subset {data.subset}, split {data.split}) cannot be loaded: {error}"
+        ) from error

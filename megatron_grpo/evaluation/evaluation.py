@@ -1,0 +1,214 @@
+"""Evaluation: held-out prompts, sampled with settings of their own, scored and summed up."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from megatron_grpo.config.config import Config, EvalConfig
+from megatron_grpo.data.prompts import Prompt, load_prompts
+from megatron_grpo.evaluation.pass_at_k import pass_at_k
+from megatron_grpo.rewards import RewardPool, total_rewards
+from megatron_grpo.rollout.client import RolloutClient
+from megatron_grpo.rollout.completion_metrics import completion_metrics
+from megatron_grpo.rollout.generation import Generation
+from megatron_grpo.rollout.samples import Sample
+from megatron_grpo.timing import PhaseTimer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SEEDS_OF_EVALUATION = -1
+"""In the place of the number of a generation: every evaluation of a run has the same seeds, which
+are none of the training's."""
+ROUNDING = 1e-9
+"""A sum of weighted rewards may miss `eval.pass_threshold` by so much, as 0.7 + 0.2 + 0.1 does."""
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What came of one evaluation; lists are parallel, the samples of a prompt neighbours.
+
+    A score that could not be had is NaN, and so is the total then.
+    """
+
+    samples: list[Sample]
+    rewards: list[dict[str, float]]
+    totals: list[float]
+
+
+def as_evaluated(cfg: Config) -> Config:
+    """`cfg` with data, rewards and sampling of its evaluation in the place of the training's."""
+    own, rollout = cfg.eval, cfg.rollout
+    sampling: dict[str, Any] = {"top_p": own.top_p, "top_k": own.top_k}
+    if own.temperature is not None:
+        sampling["temperature"] = own.temperature
+    if own.max_completion_length is not None:
+        sampling["max_completion_length"] = own.max_completion_length
+    return cfg.model_copy(
+        update={
+            "data": own.data,
+            "reward": own.reward or cfg.reward,
+            "rollout": rollout.model_copy(update=sampling),
+        }
+    )
+
+
+def load_eval_prompts(
+    view: Config,
+    tokenizer: "PreTrainedTokenizerBase",
+    max_position_embeddings: int,
+    *,
+    warns: bool = True,
+) -> list[Prompt]:
+    """The prompts of an evaluation, `view` being what `as_evaluated` made of the run's config."""
+    try:
+        prompts = load_prompts(view, tokenizer, max_position_embeddings, warns=warns)
+    except ValueError as error:
+        raise ValueError(f"eval: {error}") from None
+    return prompts[: view.eval.max_prompts]
+
+
+def is_due(cfg: Config, step: int) -> bool:
+    """Whether the weights after `step` optimizer steps are evaluated in training."""
+    if cfg.eval.data is None:
+        return False
+    return step % cfg.eval.interval == 0 or step == cfg.train.num_steps
+
+
+class Evaluation:
+    """The held-out prompts, evaluated as often as asked; `view` is what `as_evaluated` made.
+
+    Engines are asked for as many completions at once as in a generation of the training, which is
+    what limits of time and memory were chosen for.
+    """
+
+    def __init__(
+        self,
+        view: Config,
+        prompts: Sequence[Prompt],
+        end_tokens: Sequence[int],
+        engines: RolloutClient,
+        rewards: RewardPool,
+    ) -> None:
+        self.prompts = prompts
+        self.rewards = rewards
+        self._view, self._end_tokens, self._engines = view, end_tokens, engines
+        at_once = view.grpo.generation_batch_size // view.eval.num_generations
+        self._num_prompts_at_once = max(1, at_once)
+        self._samples: list[Sample] = []
+        self._scores: list[dict[str, float]] = []
+        self._open: Generation | None = None
+
+    def run(
+        self, policy_version: int, timer: PhaseTimer, show: Callable[[int, int], None]
+    ) -> Evaluated:
+        """Sample all prompts from weights `policy_version`, which the engines serve, and score.
+
+        `show` is told how many of how many prompts are done. Raises what `RolloutClient.generate`
+        and `RewardPool.score` raise; after EnginesOut, called again for the same version, it goes
+        on where it ended.
+        """
+        num_samples = self._view.eval.num_generations
+        size = len(self.prompts) * num_samples
+        show(len(self._samples) // num_samples, len(self.prompts))
+        while len(self._samples) < size:
+            with timer.phase("eval", "generate"):
+                samples = self._generate(policy_version)
+            with timer.phase("eval", "score"):
+                self._scores += self.rewards.score(samples, num_completions=size)
+            self._samples += samples
+            show(len(self._samples) // num_samples, len(self.prompts))
+        totals = total_rewards(self._scores, self._view.reward.functions)
+        evaluated = Evaluated(self._samples, self._scores, totals)
+        self._samples, self._scores = [], []
+        return evaluated
+
+    def _generate(self, policy_version: int) -> list[Sample]:
+        """The samples of the next prompts."""
+        rollout, own = self._view.rollout, self._view.eval
+        start = len(self._samples) // own.num_generations
+        self._open = self._open or Generation(
+            self.prompts[start : start + self._num_prompts_at_once],
+            num_generations=own.num_generations,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            max_completion_length=rollout.max_completion_length,
+            stop_token_ids=self._end_tokens,
+            seed=self._view.train.seed,
+            step=SEEDS_OF_EVALUATION,
+            first_position=start,
+            policy_version=policy_version,
+        )
+        samples = self._engines.generate(self._open)
+        self._open = None
+        return samples
+
+
+def eval_metrics(evaluated: Evaluated, cfg: EvalConfig) -> dict[str, float]:
+    """pass@k and mean@n over prompts, rewards and lengths over completions.
+
+    A completion without a score counts in none of the first three, and in `eval/failed`: its prompt
+    then has fewer than n samples, and is left out of pass@k where it has fewer than k. What nothing
+    is left for has no metric.
+    """
+    n, totals = cfg.num_generations, evaluated.totals
+    groups = [
+        [total for total in totals[start : start + n] if not math.isnan(total)]
+        for start in range(0, len(totals), n)
+    ]
+    of_prompts = {
+        f"pass@{k}": [
+            pass_at_k(len(group), sum(passes(total, cfg) for total in group), k)
+            for group in groups
+            if len(group) >= k
+        ]
+        for k in cfg.k
+    }
+    of_prompts[f"mean@{n}"] = [fmean(group) for group in groups if group]
+    of_completions = {
+        f"reward/{name}/mean": [
+            scores[name] for scores in evaluated.rewards if not math.isnan(scores[name])
+        ]
+        for name in evaluated.rewards[0]
+    }
+    means = {
+        name: fmean(values) for name, values in (of_prompts | of_completions).items() if values
+    }
+    lengths = completion_metrics(
+        [len(sample.completion_ids) for sample in evaluated.samples],
+        [sample.finish_reason == "length" for sample in evaluated.samples],
+    )
+    counts = {
+        "failed": float(sum(map(math.isnan, totals))),
+        "num_prompts": float(len(groups)),
+    }
+    return {f"eval/{name}": value for name, value in (means | lengths | counts).items()}
+
+
+def eval_rows(evaluated: Evaluated, cfg: EvalConfig) -> list[dict[str, Any]]:
+    """One row per completion, for JSON: null stands for a score that could not be had."""
+    return [
+        {
+            "prompt": sample.prompt.text,
+            "completion": sample.text,
+            "rewards": {name: _or_none(score) for name, score in scores.items()},
+            "reward": _or_none(total),
+            "passed": None if math.isnan(total) else passes(total, cfg),
+            "finish_reason": sample.finish_reason,
+        }
+        for sample, scores, total in zip(
+            evaluated.samples, evaluated.rewards, evaluated.totals, strict=True
+        )
+    ]
+
+
+def passes(total: float, cfg: EvalConfig) -> bool:
+    """Whether a completion of that total reward passes."""
+    return total >= cfg.pass_threshold - ROUNDING
+
+
+def _or_none(score: float) -> float | None:
+    return None if math.isnan(score) else score

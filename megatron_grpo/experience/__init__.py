@@ -1,0 +1,1 @@
+"""Prompts to completions, rewards and advantages, and these to the ranks."""

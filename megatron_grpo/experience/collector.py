@@ -1,0 +1,112 @@
+"""Makes generations, in the thread that wants them or beside it. Rank 0 only."""
+
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+
+from megatron_grpo.experience.experience_source import Collected, ExperienceSource
+from megatron_grpo.launch.preemption import preempted_instead
+from megatron_grpo.rewards import RewardError
+from megatron_grpo.rollout import EngineError, EnginesLost, EnginesOut
+from megatron_grpo.timeline import ROLLOUT, Timeline
+from megatron_grpo.timing import BETWEEN, WAIT, PhaseTimer
+from megatron_grpo.watch import Watch
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A generation that the engines are asked for."""
+
+    generation: int
+    policy_version: int
+    """Of the weights that they serve meanwhile."""
+
+
+class Collector:
+    """Has the `source` make one generation at a time.
+
+    With a `thread` it is made there while the caller does something else. That thread must last as
+    long as the source does: Linux ends what it has started, such as an engine, when it ends.
+    """
+
+    def __init__(
+        self,
+        source: ExperienceSource,
+        thread: ThreadPoolExecutor | None,
+        watch: Watch,
+        timeline: Timeline,
+    ) -> None:
+        self._source, self._thread = source, thread
+        self._watch, self._timeline = watch, timeline
+        self._asked: Asked | None = None
+        self._making: Future[Collected] | None = None
+        self._changed = threading.Condition()
+        self._phase, self._is_over = BETWEEN, True
+
+    def begin(self, asked: Asked) -> None:
+        """Begin with it, where there is a thread."""
+        self._asked = asked
+        if self._thread:
+            self._phase, self._is_over = BETWEEN, False
+            self._making = self._thread.submit(self._make, asked)
+
+    def wait(self, timer: PhaseTimer) -> Collected:
+        """What has come of it.
+
+        Raises what `ExperienceSource.collect` raises, and Preempted instead where somebody wants
+        the machine back. What fails beside the training is raised as EnginesLost, unless engines
+        may come back: the step that was taken meanwhile is to be logged and saved before the run
+        ends. The watch is told what is waited for, which has limits of its own.
+        """
+        with preempted_instead(lambda: self._watch.is_preempted):
+            return self._wait(timer)
+
+    def _wait(self, timer: PhaseTimer) -> Collected:
+        assert self._asked is not None
+        if self._making is None:
+            asked = self._asked
+            return self._source.collect(asked.generation, asked.policy_version, timer)
+        is_over = False
+        while not is_over:
+            with self._changed:
+                phase = self._phase
+            with timer.phase(WAIT, phase), self._changed:
+                while self._phase == phase and not self._is_over:
+                    self._changed.wait()
+                is_over = self._is_over
+        try:
+            return self._making.result()
+        except (EnginesOut, EnginesLost):
+            raise
+        except (RewardError, TimeoutError, EngineError) as error:
+            number = self._asked.generation
+            raise EnginesLost(f"generation {number} failed: {error}") from error
+
+    def close(self) -> None:
+        """End what is being made: what it works with is about to be closed."""
+        if not self._is_over:
+            self._source.cancel()
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_over)
+
+    def _make(self, asked: Asked) -> Collected:
+        """In the thread: what is asked for, with the seconds that it took."""
+
+        def record(name: str, began: float, seconds: float) -> None:
+            self._timeline.add(name, began, seconds, ROLLOUT, **asdict(asked))
+
+        timer = PhaseTimer(self._enter, record)
+        try:
+            made = self._source.collect(asked.generation, asked.policy_version, timer)
+            seconds = timer.metrics()
+            del seconds["time/step"]
+            return replace(made, metrics={**made.metrics, **seconds})
+        finally:
+            with self._changed:
+                self._is_over = True
+                self._changed.notify_all()
+
+    def _enter(self, phase: str) -> None:
+        with self._changed:
+            self._phase = phase
+            self._changed.notify_all()

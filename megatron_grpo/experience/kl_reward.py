@@ -1,0 +1,52 @@
+"""The divergence from the reference as a part of the reward, in the place of a term of the loss."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_grpo.algorithm.kl import kl_estimate
+from megatron_grpo.config.grpo_config import KLEstimator
+from megatron_grpo.experience.exchange import Minibatches
+from parallel.groups import Groups
+
+
+def sequence_kl(
+    minibatches: Minibatches, num_sequences: int, estimator: KLEstimator, groups: Groups
+) -> list[Tensor]:
+    """Sum over the response tokens of KL(old policy || reference), [num_sequences] per minibatch.
+
+    The same on all ranks, who call it together; `num_sequences` is that of an optimizer batch.
+    """
+    found = []
+    for batches in minibatches:
+        sums = torch.zeros(num_sequences, dtype=torch.float64, device=batches[0].tokens.device)
+        for batch in batches:
+            if batch.old_logprobs is None or batch.ref_logprobs is None:
+                continue  # before the last stage nobody knows them
+            kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, estimator)
+            kl = kl.double().where(batch.loss_mask, 0.0)
+            sums.index_add_(0, batch.sequence_index.clamp(min=0), kl)
+        # Tensor and context ranks hold the same tokens.
+        for group in (groups.data, groups.pipeline):
+            dist.all_reduce(sums, group=group)
+        found.append(sums)
+    return found
+
+
+def with_advantages(minibatches: Minibatches, advantages: Sequence[Tensor]) -> Minibatches:
+    """The minibatches with other advantages: [sequences of the optimizer batch] for each."""
+    return [
+        [
+            replace(
+                batch,
+                advantages=new[batch.sequence_index.clamp(min=0)]
+                .to(batch.advantages)
+                .where(batch.loss_mask, 0.0),
+            )
+            for batch in batches
+        ]
+        for batches, new in zip(minibatches, advantages, strict=True)
+    ]

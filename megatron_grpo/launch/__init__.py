@@ -1,0 +1,1 @@
+"""How a run starts and ends: its processes, and that nothing is left behind."""

@@ -1,0 +1,98 @@
+"""Where this process runs: as a rank under torchrun or Slurm, or alone, to start the ranks."""
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from megatron_grpo.config.config import Config
+from megatron_grpo.launch.job_token import TOKEN_VARIABLE
+from megatron_grpo.launch.parent_death import die_with_parent
+
+LAUNCHER_VARIABLE = "MEGATRON_GRPO_LAUNCHER"
+"""Process id of the `megatron-grpo train` that started the ranks, and did the preflight."""
+
+OWN_LOGS_VARIABLE = "MEGATRON_GRPO_OWN_LOGS"
+"""Set where every rank but 0 writes to a file of its own."""
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """This process's place among the trainer's ranks."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    num_hosts: int
+    has_own_log: bool = False
+    """Whether its stderr is a file of its own, and not the terminal of all."""
+
+
+def rank_place(environ: Mapping[str, str]) -> RankPlace | None:
+    """The place given by torchrun, or else by `srun`; None when this process is no rank.
+
+    Images of PyTorch set RANK, WORLD_SIZE and LOCAL_RANK in every task of Slurm, but torchrun alone
+    sets GROUP_WORLD_SIZE. A Slurm step of a single task is an allocation in which a person types,
+    not a world of ranks.
+    """
+    if "GROUP_WORLD_SIZE" in environ:
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE")
+    elif int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES")
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
+        if missing:
+            raise ValueError(
+                f"{' and '.join(missing)} not set in this Slurm step of "
+                f"{environ['SLURM_STEP_NUM_TASKS']} tasks: export the first node's name and a free "
+                "port, or start one torchrun per node"
+            )
+    else:
+        return None
+    rank, local_rank, world_size, num_hosts = (int(environ[name]) for name in names)
+    return RankPlace(
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        num_hosts=num_hosts,
+        has_own_log=rank > 0 and OWN_LOGS_VARIABLE in environ,
+    )
+
+
+def tie_to_launcher(environ: Mapping[str, str]) -> None:
+    """Have this rank die with torchrun or srun, which may itself be killed."""
+    die_with_parent()
+    launcher = environ.get(LAUNCHER_VARIABLE)
+    if launcher is not None and os.getppid() != int(launcher):
+        sys.exit("the launcher is gone")
+
+
+def start_ranks(cfg: Config, arguments: list[str], token: str | None) -> NoReturn:
+    """Become a torchrun that runs `megatron-grpo ARGUMENTS` on every rank of this host.
+
+    The process is replaced: signals go to torchrun, and the exit code is its own. Rank 0 keeps the
+    terminal, the others write to `logs/` of the run directory. Each takes `token` out of its
+    environment again.
+    """
+    num_ranks = cfg.dims.world_size
+    logs = Path(cfg.train.run_dir) / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    threads = max(1, (os.cpu_count() or 1) // num_ranks)
+    environment = {
+        "OMP_NUM_THREADS": str(threads),
+        # All ranks are on this host: gloo must not choose an address of the outside world.
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    torchrun = [sys.executable, "-m", "megatron_grpo.launch.torchrun"]
+    torchrun += ["--rdzv-backend=loopback", "--rdzv-id=ranks"]
+    torchrun += [f"--nproc-per-node={num_ranks}", f"--log-dir={logs}"]
+    if num_ranks > 1:
+        to_files = ",".join(f"{rank}:3" for rank in range(1, num_ranks))
+        torchrun += [f"--redirects={to_files}"]
+    command = [*torchrun, "-m", "megatron_grpo.cli", *arguments]
+    # exec keeps the process id
+    for_ranks = {LAUNCHER_VARIABLE: str(os.getpid()), OWN_LOGS_VARIABLE: "1"}
+    if token is not None:
+        for_ranks[TOKEN_VARIABLE] = token
+    os.execve(sys.executable, command, {**environment, **os.environ, **for_ranks})

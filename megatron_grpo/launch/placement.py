@@ -1,0 +1,73 @@
+"""Which node of a Slurm job runs which ranks and which engines. No torch: a batch script asks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_grpo.config.config import Config
+
+
+@dataclass(frozen=True)
+class EnginePlace:
+    """Where one engine runs."""
+
+    node: str
+    gpus: range
+    """Their numbers on the node."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where everything of a job runs."""
+
+    trainer_nodes: Sequence[str]
+    ranks_per_node: int
+    engines: Sequence[EnginePlace]
+
+
+def place(cfg: Config, nodes: Sequence[str], gpus_per_node: int) -> Placement:
+    """Ranks on the first nodes; engines on GPUs that these leave, or on the same where none are.
+
+    Raises ValueError where a node cannot hold what belongs on one, or all nodes are too few.
+    """
+    num_ranks, tensor = cfg.dims.world_size, cfg.rollout.tensor_parallel_size
+    ranks_per_node = min(num_ranks, gpus_per_node)
+    if num_ranks % ranks_per_node:
+        raise ValueError(
+            f"{num_ranks} ranks do not fill nodes of {gpus_per_node} GPUs: take a multiple, such "
+            f"as {-(-num_ranks // gpus_per_node) * gpus_per_node}, by parallel.data_parallel_size"
+        )
+    num_trainers = num_ranks // ranks_per_node
+    if num_trainers > len(nodes):
+        raise ValueError(
+            f"{num_ranks} ranks need {num_trainers} nodes of {gpus_per_node} GPUs, and the job has "
+            f"{len(nodes)}: sbatch --nodes={num_trainers}"
+        )
+    if tensor > gpus_per_node:
+        raise ValueError(
+            f"rollout.tensor_parallel_size {tensor} is more than the {gpus_per_node} GPUs of a "
+            f"node: an engine runs on one node, set it to {gpus_per_node} or less"
+        )
+    free = [
+        EnginePlace(node, range(first, first + tensor))
+        for number, node in enumerate(nodes)
+        for first in _blocks(ranks_per_node if number < num_trainers else 0, gpus_per_node, tensor)
+    ]
+    shared = [
+        EnginePlace(node, range(first, first + tensor))
+        for first in _blocks(0, gpus_per_node, tensor)
+        for node in nodes
+    ]
+    num_engines = cfg.rollout.num_engines
+    places = free if num_engines <= len(free) else shared
+    if num_engines > len(places):
+        raise ValueError(
+            f"rollout.num_engines {num_engines} of {tensor} GPUs each do not fit on {len(nodes)} "
+            f"nodes of {gpus_per_node}: set it to {len(places)} or less, or take more nodes"
+        )
+    return Placement(nodes[:num_trainers], ranks_per_node, places[:num_engines])
+
+
+def _blocks(first: int, end: int, size: int) -> range:
+    """Where blocks of `size` GPUs begin that fit between two GPUs."""
+    start = -(-first // size) * size
+    return range(start, end - size + 1, size)

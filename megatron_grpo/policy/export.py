@@ -1,0 +1,28 @@
+"""The policy's weights as a Hugging Face folder, for users."""
+
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from checkpoint_convert.hf_export import create_export, finish_export, write_weights
+from megatron_grpo.config.config import Config
+from megatron_grpo.policy.model import Policy
+from parallel.groups import Groups
+
+
+def export_model(folder: Path, policy: Policy, cfg: Config, groups: Groups) -> None:
+    """Write the policy as Hugging Face folder `folder`, replacing an older one when complete.
+
+    Every rank writes its own boxes at their offsets in one set of files; nobody gathers anything.
+    """
+    partial = folder.with_name(folder.name + ".partial")
+    if groups.rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        create_export(partial, cfg.model.path, policy.shape, getattr(torch, cfg.model.dtype))
+    dist.barrier()
+    write_weights(partial, policy.layout, policy.parameters())
+    dist.barrier()
+    if groups.rank == 0:
+        finish_export(partial, folder)

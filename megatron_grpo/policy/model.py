@@ -1,0 +1,239 @@
+"""The trained model: Megatron-Core GPTModels, weights from a folder."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from torch import Tensor
+
+from checkpoint_convert import ModelShape, megatron_layout, padded_vocab_size
+from checkpoint_convert.megatron import megatron_sender
+from checkpoint_convert.rank_weights import read_weights
+from megatron_grpo.config.config import Config
+from megatron_grpo.policy.optimizer import make_optimizer, make_scheduler
+from megatron_grpo.policy.packed_params import PackedRotary, packed_params
+from megatron_grpo.policy.transformer import block_spec, transformer_config, uses_transformer_engine
+from parallel import Layout, Sender, pipeline_layers
+from parallel.context import context_indices
+from parallel.groups import Groups
+from parallel.packing import PackedBatch
+
+
+@dataclass(kw_only=True)
+class Model:
+    """This rank's part of a model: one chunk per virtual pipeline stage."""
+
+    shape: ModelShape
+    layout: Layout
+    """Which boxes of the Hugging Face tensors this rank's parameters are."""
+    chunks: list[Any]
+    """GPTModels, wrapped in Megatron's DistributedDataParallel where they have gradients."""
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether the last chunk ends with the model's final hidden states."""
+        return unwrapped(self.chunks[-1]).post_process
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[padded vocabulary / tp, H], of the last stage: the embedding where that is tied."""
+        chunk = unwrapped(self.chunks[-1])
+        if chunk.share_embeddings_and_output_weights:
+            shared: Tensor = chunk.shared_embedding_or_output_weight()
+            return shared
+        own: Tensor = chunk.output_layer.weight
+        return own
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Parameters by the local names of `layout`: ``{chunk}.{Megatron's name}``."""
+        return {
+            f"{number}.{name}": parameter
+            for number, chunk in enumerate(self.chunks)
+            for name, parameter in unwrapped(chunk).named_parameters()
+        }
+
+
+@dataclass(kw_only=True)
+class Policy(Model):
+    """The model that is trained."""
+
+    optimizer: Any
+    """Megatron's distributed optimizer."""
+    scheduler: Any
+    """Sets the optimizer's learning rate; stepped once per optimizer step."""
+
+    def zero_grad(self) -> None:
+        """Forget all gradients, before the first microbatch of an optimizer step."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def zero_summed_gradient(self) -> None:
+        """Zero what this rank holds of the gradient summed over data and context ranks.
+
+        Left in its buffers is what it gave to the shards of the others.
+        """
+        for chunk in self.chunks:
+            for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+                group = buffer.data_parallel_group
+                for bucket in buffer.buckets:
+                    bucket.grad_data.chunk(group.size())[group.rank()].zero_()
+
+
+def build_policy(cfg: Config, shape: ModelShape, groups: Groups) -> Policy:
+    """The model of `cfg.model.path` with its optimizer; collective over all ranks."""
+    model = build_model(cfg, shape, groups)
+    add_gradients(model)
+    read_weights(cfg.model.path, shape, model.layout, model.parameters())
+    # The float32 master weights are copies of what is loaded: the optimizer comes last.
+    return add_optimizer(model, cfg)
+
+
+def build_model(cfg: Config, shape: ModelShape, groups: Groups) -> Model:
+    """This rank's part of the model, with weights as allocated."""
+    chunks = _build_chunks(cfg, shape, groups)
+    layout = megatron_layout(
+        shape,
+        groups.dims,
+        groups.coordinates,
+        transformer_engine=uses_transformer_engine(chunks[0].config),
+    )
+    return Model(shape=shape, layout=layout, chunks=chunks)
+
+
+def add_gradients(model: Model) -> None:
+    """Give the chunks of a model gradients, which are summed over data and context ranks."""
+    model.chunks = [
+        _with_gradients(chunk, is_first=number == 0) for number, chunk in enumerate(model.chunks)
+    ]
+
+
+def add_optimizer(model: Model, cfg: Config) -> Policy:
+    """Make a model with gradients the one that is trained; collective over all ranks."""
+    optimizer = make_optimizer(model.chunks, cfg.optimizer)
+    scheduler = make_scheduler(optimizer, cfg.optimizer, cfg.train.num_steps)
+    return Policy(**vars(model), optimizer=optimizer, scheduler=scheduler)
+
+
+def forward(chunk: Any, batch: PackedBatch, groups: Groups) -> Tensor:
+    """Run one model chunk on this context rank's part of a packed microbatch.
+
+    Returns hidden states: of the last chunk those that the head takes, [T / cp, H] in the order of
+    `context_indices`, or the tensor rank's slice of them under sequence parallelism; of the others
+    what Megatron-Core sends to the next.
+    """
+    rank, size = groups.coordinates.context, groups.dims.context
+    local = context_indices(batch.cu_seqlens, rank, size)
+    output: Tensor = chunk(
+        input_ids=batch.tokens[local].unsqueeze(0),
+        position_ids=batch.position_ids[local].unsqueeze(0),
+        attention_mask=None,
+        packed_seq_params=packed_params(batch, local, rank, size),
+    )
+    return output.squeeze(0) if unwrapped(chunk).post_process else output
+
+
+def _build_chunks(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTModel]:
+    dims = groups.dims
+    config = transformer_config(
+        shape,
+        dims,
+        dtype=getattr(torch, cfg.model.dtype),
+        sequence_parallel=cfg.parallel.sequence_parallel,
+        overrides=cfg.model.megatron,
+    )
+    # Nothing random is drawn (no dropout, no initialization), but Megatron wants its states set.
+    model_parallel_cuda_manual_seed(0)
+    chunks = [
+        GPTModel(
+            config=config,
+            transformer_layer_spec=block_spec(config, len(layers), cfg.grpo.shared_prompts),
+            vocab_size=padded_vocab_size(shape, dims),
+            max_sequence_length=shape.max_position_embeddings,
+            pre_process=layers.start == 0,
+            post_process=layers.stop == shape.num_layers,
+            share_embeddings_and_output_weights=shape.tie_word_embeddings,
+            vp_stage=virtual_stage if dims.virtual_pipeline > 1 else None,
+            position_embedding_type="rope",
+            rotary_base=shape.rope_theta,
+            **_rope_scaling(shape),
+        )
+        for virtual_stage, layers in enumerate(
+            pipeline_layers(shape.num_layers, dims)[groups.coordinates.pipeline]
+        )
+    ]
+    for chunk in chunks:
+        _mark_experts(chunk)
+        if chunk.post_process:
+            chunk.output_layer.forward = _pass_hidden_states
+        if cfg.grpo.shared_prompts:
+            chunk.rotary_pos_emb = PackedRotary(chunk.rotary_pos_emb)
+    return chunks
+
+
+def _pass_hidden_states(hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
+    """Instead of logits, which parallel/vocab.py makes of the head's weight as it needs them."""
+    return hidden, None
+
+
+def _mark_experts(chunk: GPTModel) -> None:
+    """Have the gradients of experts summed over their own data ranks, at every layout.
+
+    Megatron marks them only where expert > 1. Without it they would be summed over the data ranks
+    of the other weights, which are too few where expert_tensor is less than tensor; and the
+    optimizer of experts would come and go with the layout, and a checkpoint with it.
+    """
+    for name, parameter in chunk.named_parameters():
+        if ".experts." in name:
+            parameter.allreduce = False
+
+
+def _rope_scaling(shape: ModelShape) -> dict[str, Any]:
+    if shape.rope_scaling is None:
+        return {}
+    factor = shape.rope_scaling["factor"]
+    if shape.rope_scaling["rope_type"] == "linear":
+        return {"seq_len_interpolation_factor": factor}
+    assert shape.rope_scaling["rope_type"] == "llama3", "read_shape refuses other kinds"
+    return {"rope_scaling": True, "rope_scaling_factor": factor}
+
+
+def _with_gradients(chunk: GPTModel, *, is_first: bool) -> DistributedDataParallel:
+    """Give a chunk its float32 gradient buffer, which is summed over data and context ranks."""
+    wrapped = DistributedDataParallel(
+        chunk.config,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=True,
+            # It would stop the run by an assert on one rank; `train_step` has all skip the step.
+            check_for_nan_in_grad=False,
+        ),
+        chunk,
+        disable_bucketing=not is_first,
+    )
+    # Up to 0.19 Megatron leaves the padding between gradient buckets out of a saved optimizer, but
+    # looks parameters up as if it were there. An embedding tied over two stages has a bucket of its
+    # own, and what lies behind was saved shifted. Padding that counts as content is kept.
+    for buffer in wrapped.buffers + wrapped.expert_parallel_buffers:
+        buffer.numel_unpadded = buffer.numel
+        for bucket in buffer.buckets:
+            bucket.numel_unpadded = bucket.grad_data.numel()
+    return wrapped
+
+
+def weight_sender(model: Model, groups: Groups) -> Sender:
+    """What this rank can send of a model's weights."""
+    return megatron_sender(
+        model.shape,
+        groups.dims,
+        groups.coordinates,
+        transformer_engine=uses_transformer_engine(unwrapped(model.chunks[0]).config),
+    )
+
+
+def unwrapped(chunk: Any) -> GPTModel:
+    """The GPTModel inside a chunk."""
+    return chunk.module if isinstance(chunk, DistributedDataParallel) else chunk

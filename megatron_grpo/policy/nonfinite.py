@@ -1,0 +1,70 @@
+"""Which number of an optimizer step is NaN or infinite, and on which rank.
+
+Asked only when some number is: then everything is looked at, tensor by tensor.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from checkpoint_convert import hf_tensors
+from megatron_grpo.policy.model import Policy
+from parallel.failure import broadcast_text
+
+LARGEST_VALUE = 1e12
+"""The norm of a gradient overflows float32 only where some value is larger than this."""
+
+
+def is_so_on_all_ranks(is_so: bool, device: torch.device) -> bool:
+    """Whether `is_so` on every rank; collective over the default group."""
+    differs = torch.tensor(int(not is_so), device=device)
+    dist.all_reduce(differs, dist.ReduceOp.MAX)
+    return not differs
+
+
+def name_nonfinite(policy: Policy, losses: Sequence[Tensor], device: torch.device) -> str:
+    """The loss or gradient with which it began, in words; collective over the default group.
+
+    `losses` are those of this rank's microbatches. A loss goes before gradients, and these are
+    taken in the order of the backward, where one spoils the next: from the last layer to the first.
+    Spoils the gradient that is there.
+    """
+    urgency, text = _found_here(policy, losses)
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    # The most urgent, and of several the one on the lowest rank.
+    first = torch.tensor((urgency + 1) * num_ranks - 1 - rank, device=device)
+    dist.all_reduce(first, dist.ReduceOp.MAX)
+    source = num_ranks - 1 - int(first) % num_ranks
+    return f"{broadcast_text(text, device, source)} on rank {source}"
+
+
+def _found_here(policy: Policy, losses: Sequence[Tensor]) -> tuple[int, str]:
+    """What is not finite on this rank, and how much it says about where it all began."""
+    place = {name: number for number, name in enumerate(hf_tensors(policy.shape))}
+    found = [(-1, "nothing")]
+    for number, loss in enumerate(losses):
+        if not loss.isfinite():
+            found.append((2 * len(place), f"the loss of microbatch {number} is {float(loss)}"))
+            break
+    found += [(2 * place[name], text) for name, text in _broken_gradients(policy)]
+    # Another rank may have spoilt the sum over data ranks. What went into it is evidence.
+    policy.zero_summed_gradient()
+    found += [(2 * place[name] + 1, text) for name, text in _broken_gradients(policy)]
+    return max(found, key=lambda one: one[0])
+
+
+def _broken_gradients(policy: Policy) -> Iterator[tuple[str, str]]:
+    """Hugging Face name, and what is wrong, of the gradients on this rank."""
+    parameters = policy.parameters()
+    for piece in policy.layout.pieces:
+        gradient: Tensor = parameters[piece.local].main_grad  # type: ignore[attr-defined]
+        values = gradient[piece.local_box.slices]
+        broken = values[~(values.abs() <= LARGEST_VALUE)]
+        if len(broken):
+            yield (
+                piece.tensor,
+                f"the gradient of {piece.tensor} has {len(broken)} of {values.numel()} values that "
+                f"are NaN, infinite or beyond {LARGEST_VALUE:.0e}, the first {broken[0]:.1e},",
+            )

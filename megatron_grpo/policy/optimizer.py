@@ -1,0 +1,124 @@
+"""AdamW on float32 master weights, sharded over data-parallel ranks, and its learning rate."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron_grpo.config.config import OptimizerConfig
+
+
+def make_optimizer(chunks: Sequence[Any], cfg: OptimizerConfig) -> Any:
+    """Megatron's distributed optimizer for DDP-wrapped model chunks with their weights loaded.
+
+    Norms and biases have no weight decay. A step is `gradient_norm`, then `apply_gradient`: its own
+    ``step()`` is both, and leaves no time to look at the norm.
+    """
+    model = chunks[0].config
+    optimizer = get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=cfg.lr,
+            min_lr=cfg.min_lr,
+            adam_beta1=cfg.adam_beta1,
+            adam_beta2=cfg.adam_beta2,
+            adam_eps=cfg.adam_eps,
+            weight_decay=cfg.weight_decay,
+            clip_grad=cfg.max_grad_norm,
+            bf16=model.bf16,
+            params_dtype=model.params_dtype,
+            use_distributed_optimizer=True,
+        ),
+        list(chunks),
+    )
+    for part in optimizer.chained_optimizers:
+        # Only torch's: the fused Adam of Transformer Engine and Apex keeps what Megatron expects.
+        if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
+            _make_loadable(part)
+    return optimizer
+
+
+def gradient_norm(optimizer: Any) -> float:
+    """Norm of the whole gradient, before clipping; equal on all ranks, which call it together.
+
+    NaN or infinite when a value is, on whatever rank, apart from those of `copies_are_finite`.
+    """
+    optimizer.prepare_grads()
+    return float(optimizer.get_grad_norm())
+
+
+def copies_are_finite(optimizer: Any) -> bool:
+    """Whether the gradients that this rank leaves out of the norm are: others count the same.
+
+    Those are norms and routers on tensor ranks above 0, and a tied embedding on the last stage.
+    Call it between `gradient_norm` and `apply_gradient`.
+    """
+    copies = []
+    for part in optimizer.chained_optimizers:
+        counted = {id(gradient) for gradient in part.get_main_grads_for_grad_norm()}
+        gradients = [parameter.grad for parameter in part.get_parameters()]
+        copies += [g for g in gradients if g is not None and id(g) not in counted]
+    return math.isfinite(torch.nn.utils.get_total_norm(copies))
+
+
+def apply_gradient(optimizer: Any, norm: float) -> None:
+    """Update the weights by the gradient of this `norm`, clipped to `max_grad_norm`."""
+    for part in optimizer.chained_optimizers:
+        if parameters := part.get_parameters():
+            clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm)
+    optimizer.step_with_ready_grads()
+
+
+def _make_loadable(distributed: Any) -> None:
+    """Mend three things that keep Megatron from loading a checkpoint into torch's Adam."""
+    # The state exists only after a first step, and loading asks for it before.
+    for group in distributed.optimizer.param_groups:
+        for parameter in group["params"]:
+            distributed.optimizer.state[parameter] = {
+                "step": torch.tensor(0.0),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+    # Moments are copied into it by name, and the step, which is loaded apart, is not among them.
+    copy_states = distributed._set_main_param_and_optimizer_states
+
+    def copy_all_but_step(model_parameter: Any, tensors: dict[str, Any]) -> None:
+        loaded = distributed._get_main_param_and_optimizer_states(model_parameter)
+        copy_states(model_parameter, {"step": loaded["step"], **tensors})
+
+    distributed._set_main_param_and_optimizer_states = copy_all_but_step
+    distributed.optimizer.register_load_state_dict_post_hook(_separate_steps)
+
+
+def _separate_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Megatron loads one count into all states, and every parameter's update would raise it."""
+    for state in optimizer.state.values():
+        state["step"] = state["step"].clone()
+
+
+def make_scheduler(optimizer: Any, cfg: OptimizerConfig, num_steps: int) -> OptimizerParamScheduler:
+    """Warm-up from 0 to `lr`, then decay to `min_lr` at `num_steps`.
+
+    ``step(increment=1)`` moves it by one optimizer step.
+    """
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=cfg.lr,
+        min_lr=cfg.min_lr,
+        lr_warmup_steps=cfg.lr_warmup_steps,
+        lr_decay_steps=num_steps,
+        lr_decay_style=cfg.lr_decay_style,
+        start_wd=cfg.weight_decay,
+        end_wd=cfg.weight_decay,
+        wd_incr_steps=num_steps,
+        wd_incr_style="constant",
+        # A resumed run may have more steps than the one that saved the schedule: the config rules.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )

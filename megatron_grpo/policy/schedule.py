@@ -1,0 +1,91 @@
+"""Running packed microbatches through the pipeline with Megatron-Core's schedules."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megatron_grpo.policy.model import Model, forward, unwrapped
+from megatron_grpo.policy.transformer import balances_experts
+from parallel.groups import Groups
+from parallel.packing import PackedBatch
+
+T = TypeVar("T")
+
+
+def run_schedule(
+    model: Model,
+    groups: Groups,
+    batches: Sequence[PackedBatch],
+    loss_fn: Callable[[Tensor, PackedBatch], tuple[Tensor, T]],
+    *,
+    forward_only: bool,
+) -> list[T]:
+    """Forward, and unless `forward_only` backward, over all microbatches of this rank.
+
+    `loss_fn(hidden, batch)` is called with the final hidden states on the last pipeline stage, in
+    the order of `batches`, and returns this rank's part of the loss and anything else, which is
+    collected. Losses are globally weighted: gradients are added up over microbatches, context and
+    data ranks, and nothing is divided. Returns the collected values; empty on other stages.
+
+    Every rank must pass as many microbatches; with interleaved stages, a multiple of the pipeline
+    size.
+    """
+    dims = groups.dims
+    assert dims.virtual_pipeline == 1 or len(batches) % dims.pipeline == 0, (
+        f"interleaving needs a multiple of {dims.pipeline} microbatches, not {len(batches)}"
+    )
+
+    loss_scale = 1.0 if forward_only else _weigh_router_losses(model, groups, batches)
+
+    def forward_step(
+        iterator: Any, chunk: Any
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, T]]]:
+        batch = next(iterator)
+        return forward(chunk, batch, groups), partial(_per_token_loss, loss_fn, batch, loss_scale)
+
+    with torch.set_grad_enabled(not forward_only):
+        collected: list[T] = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=[iter(batches) for _ in model.chunks],
+            model=model.chunks,
+            num_microbatches=len(batches),
+            seq_length=len(batches[0].tokens),  # not read: each message tells its own shape
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+    return collected
+
+
+def _weigh_router_losses(model: Model, groups: Groups, batches: Sequence[PackedBatch]) -> float:
+    """Have the losses that routers may add weighted by tokens; returns the factor of the main loss.
+
+    Megatron multiplies a router's loss, which is a mean over the tokens of a microbatch, by the
+    number of them on this rank, and leaves it to the division of all gradients to make that a mean
+    over the optimizer batch. Here gradients are not divided. What is at hand is the factor that
+    Megatron scales every loss with before the backward: from the main loss it is taken out again.
+    """
+    config = unwrapped(model.chunks[0]).config
+    if not balances_experts(config):
+        return 1.0
+    tokens = torch.tensor(sum(len(b.tokens) for b in batches), device=batches[0].tokens.device)
+    dist.all_reduce(tokens, group=groups.data)
+    # Context and sequence parallelism share out the tokens of a microbatch.
+    tokens_per_rank = float(tokens) / (groups.dims.tensor * groups.dims.context)
+    config.grad_scale_func = lambda loss: loss / tokens_per_rank
+    return tokens_per_rank
+
+
+def _per_token_loss(
+    loss_fn: Callable[[Tensor, PackedBatch], tuple[Tensor, T]],
+    batch: PackedBatch,
+    loss_scale: float,
+    hidden: Tensor,
+) -> tuple[Tensor, Tensor, T]:
+    """The triple that Megatron's schedule leaves undivided; its token count is never used."""
+    loss, collected = loss_fn(hidden, batch)
+    return loss * loss_scale, torch.zeros((), dtype=torch.int), collected

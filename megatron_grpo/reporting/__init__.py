@@ -1,0 +1,1 @@
+"""What a run tells: metrics, files, pictures, the terminal."""

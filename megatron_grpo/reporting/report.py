@@ -1,0 +1,197 @@
+"""The picture of a run: `curves.png`, drawn from `metrics.jsonl`."""
+
+import json
+from collections.abc import Sequence
+from itertools import cycle
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import LogLocator, MaxNLocator, StrMethodFormatter
+
+from megatron_grpo.reporting.tracking import METRICS_FILE
+from megatron_grpo.timing import is_beside
+
+CURVES_FILE = "curves.png"
+Record = dict[str, float]
+Curve = np.ndarray[tuple[int], np.dtype[np.float64]]
+
+INK, FAINT, GRID = "#22303c", "#8595a5", "#e6ebf0"
+BLUE, RED, GREEN, PURPLE, ORANGE = "#2f6fb5", "#c8483c", "#2e8f6b", "#7a5ab5", "#d98a2b"
+PALETTE = (BLUE, ORANGE, GREEN, PURPLE, RED, "#4fa9c4", "#a8792f", "#6b7a89", "#c58bb4")
+SMOOTHED_STEPS = 60
+"""From this many steps on, a moving average is drawn over the values themselves."""
+
+
+def draw_curves(run_dir: Path) -> Path:
+    """Draw reward, KL, lengths, log-probability gap, gradient norm and time; returns the PNG.
+
+    Raises FileNotFoundError without a `metrics.jsonl` and ValueError when it has no step yet.
+    """
+    lines = (run_dir / METRICS_FILE).read_text(encoding="utf-8").splitlines()
+    records: list[Record] = [json.loads(line) for line in lines]
+    if not records:
+        raise ValueError(f"{run_dir / METRICS_FILE} has no steps yet: nothing to draw")
+    if not any(record["step"] for record in records):
+        raise ValueError(f"{run_dir / METRICS_FILE} has no steps yet: only what came before them")
+    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12, wspace=0.03, hspace=0.05)
+    figure = Figure(figsize=(13.5, 7.2), layout=layout, facecolor="white")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(2, 3)
+    panels = (draw_reward, draw_kl, draw_lengths, draw_gap, draw_grad_norm, draw_time)
+    for axis, draw in zip(axes.flat, panels, strict=True):
+        _dress(axis, records)
+        draw(axis, records)
+    figure.suptitle(_title(run_dir, records), x=0.012, ha="left", fontsize=14, color=INK)
+    path = run_dir / CURVES_FILE
+    figure.savefig(path, dpi=130)
+    return path
+
+
+def draw_reward(axis: Axes, records: Sequence[Record]) -> None:
+    """Mean reward, each function's where there are several, and the spread that is learned from.
+
+    Of held-out prompts pass@k and mean@n, where they are evaluated.
+    """
+    _name(axis, "Reward")
+    _line(axis, *_curve(records, "reward"), BLUE, "mean")
+    _line(axis, *_curve(records, "reward_std"), FAINT, "std within groups")
+    names = [n for n in records[-1] if n.startswith("reward/") and n.endswith("/mean")]
+    if len(names) > 1:
+        for name, color in zip(names, cycle(PALETTE[1:]), strict=False):
+            label = name.removeprefix("reward/").removesuffix("/mean")
+            _line(axis, *_curve(records, name), color, label)
+    held_out = dict.fromkeys(n for r in records for n in r if n.startswith("eval/") and "@" in n)
+    for name, color in zip(held_out, cycle(PALETTE[:0:-1]), strict=False):
+        axis.plot(*_curve(records, name), color=color, ls="--", marker="o", ms=3.5, label=name)
+    _legend(axis)
+
+
+def draw_kl(axis: Axes, records: Sequence[Record]) -> None:
+    """The k3 estimate of the divergence from the reference, per response token."""
+    _name(axis, "KL to the reference (nats per token)")
+    steps, kl = _curve(records, "kl")
+    if not len(kl):
+        _note(axis, "grpo.beta is 0: no reference model")
+        return
+    _line(axis, steps, kl, PURPLE)
+    axis.set_ylim(bottom=0)
+
+
+def draw_lengths(axis: Axes, records: Sequence[Record]) -> None:
+    """Completion lengths: mean, shortest to longest."""
+    _name(axis, "Completion length (tokens)")
+    steps, shortest = _curve(records, "completions/min_length")
+    longest = _curve(records, "completions/max_length")[1]
+    axis.fill_between(steps, shortest, longest, color=GREEN, alpha=0.13, lw=0)
+    _line(axis, *_curve(records, "completions/mean_length"), GREEN, "mean, shortest to longest")
+    axis.set_ylim(bottom=0)
+    _legend(axis)
+
+
+def draw_gap(axis: Axes, records: Sequence[Record]) -> None:
+    """|log-probability of the engine - of the trainer| of the sampled tokens."""
+    _name(axis, "Log-probability gap, engine to trainer")
+    steps, largest = _curve(records, "rollout/logprob_gap_max")
+    if len(steps):
+        _line(axis, steps, largest, FAINT, "largest")
+    _line(axis, *_curve(records, "rollout/logprob_gap_mean"), RED, "mean")
+    axis.set_yscale("log")
+    axis.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+    axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.yaxis.set_minor_formatter(StrMethodFormatter("{x:g}"))
+    _legend(axis)
+
+
+def draw_grad_norm(axis: Axes, records: Sequence[Record]) -> None:
+    """Norm of the whole gradient before clipping, and the steps that were skipped without one."""
+    _name(axis, "Gradient norm before clipping")
+    _line(axis, *_curve(records, "grad_norm"), ORANGE)
+    axis.set_ylim(bottom=0)
+    skipped = [record["step"] for record in records if record.get("skipped_steps")]
+    if skipped:
+        axis.plot(skipped, [0.0] * len(skipped), "x", color=RED, clip_on=False, label="skipped")
+        _legend(axis)
+
+
+def draw_time(axis: Axes, records: Sequence[Record]) -> None:
+    """Seconds of each step, stacked by phase in the order in which they run.
+
+    Where a generation is made beside the training, what the step has waited for it.
+    """
+    _name(axis, "Seconds per step")
+    records = [record for record in records if record["step"]]  # before them, an evaluation
+    phases = list(
+        dict.fromkeys(
+            n for r in records for n in r if n.startswith("time/") and not is_beside(n, r)
+        )
+    )
+    phases.remove("time/step")
+    steps = [record["step"] for record in records]
+    edges = [steps[0] - 0.5, *(step + 0.5 for step in steps)]
+    below = np.zeros(len(records))
+    for name, color in zip(phases, cycle(PALETTE), strict=False):
+        above = below + [
+            0.0 if is_beside(name, record) else record.get(name, 0.0) for record in records
+        ]
+        label = name.removeprefix("time/")
+        axis.stairs(above, edges, baseline=below, fill=True, color=color, alpha=0.85, label=label)
+        below = above
+    num_columns = min(3, len(phases) // 2 + 1)  # as wide as the panel
+    axis.set_ylim(0, (1.1 + 0.08 * len(phases) / num_columns) * below.max())
+    _legend(axis, num_columns)
+
+
+def _curve(records: Sequence[Record], name: str) -> tuple[Curve, Curve]:
+    """Steps and values of a metric, from the records that have it."""
+    points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
+    steps, values = np.array(points, dtype=np.float64).reshape(-1, 2).T
+    return steps, values
+
+
+def _line(axis: Axes, steps: Curve, values: Curve, color: str, label: str | None = None) -> None:
+    if len(values) < SMOOTHED_STEPS:
+        axis.plot(steps, values, color=color, lw=2, marker="o", ms=3.5, label=label)
+        return
+    axis.plot(steps, values, color=color, lw=0.8, alpha=0.35)
+    width = len(values) // 20
+    smooth = np.convolve(values, np.ones(width) / width, mode="valid")
+    middle = steps[width // 2 :][: len(smooth)]
+    axis.plot(middle, smooth, color=color, lw=2, label=label)
+
+
+def _dress(axis: Axes, records: Sequence[Record]) -> None:
+    first, last = records[0]["step"], records[-1]["step"]
+    axis.set_xlim(first - 0.5, last + 0.5)
+    axis.set_xlabel("step", color=FAINT)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axis.grid(color=GRID, lw=0.8, which="both")
+    axis.set_axisbelow(True)
+    axis.tick_params(which="both", colors=FAINT, length=0, labelsize=9)
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    axis.spines["bottom"].set_color(FAINT)
+
+
+def _name(axis: Axes, name: str) -> None:
+    axis.set_title(name, loc="left", color=INK, fontsize=11, fontweight="bold")
+
+
+def _legend(axis: Axes, num_columns: int = 1) -> None:
+    axis.legend(frameon=False, fontsize=8.5, labelcolor=INK, ncols=num_columns)
+
+
+def _note(axis: Axes, text: str) -> None:
+    axis.text(0.5, 0.5, text, transform=axis.transAxes, ha="center", va="center", color=FAINT)
+    axis.set_yticks([])
+    axis.grid(visible=False, which="both")
+
+
+def _title(run_dir: Path, records: Sequence[Record]) -> str:
+    first, last = next(record for record in records if record["step"]), records[-1]
+    return (
+        f"{run_dir.resolve().name}   step {last['step']:.0f}   "
+        f"reward {first['reward']:.2f} → {last['reward']:.2f}"
+    )

@@ -1,0 +1,129 @@
+"""What a run shows and leaves behind, step by step. Rank 0 only."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from megatron_grpo.config.config import Config, EvalConfig
+from megatron_grpo.config.config_file import dump_config
+from megatron_grpo.evaluation.evaluation import Evaluated, eval_metrics, eval_rows
+from megatron_grpo.experience.batching import BatchSchedule
+from megatron_grpo.experience.experience import Experience
+from megatron_grpo.reporting.metrics import StepReport, reward_metrics
+from megatron_grpo.reporting.progress import ProgressBar
+from megatron_grpo.reporting.report import CURVES_FILE, draw_curves
+from megatron_grpo.reporting.tracking import METRICS_FILE, Tracking, completion_rows
+from megatron_grpo.rollout.completion_metrics import completion_metrics, dialogue_metrics
+from megatron_grpo.rollout.samples import Sample
+from megatron_grpo.timeline import TIMELINE_FILE, Timeline
+from megatron_grpo.timing import PhaseTimer
+
+
+class RunLog:
+    """Config, metrics, completions, curves and timeline of a run, and the progress bar."""
+
+    def __init__(self, cfg: Config, first_step: int) -> None:
+        self.run_dir = cfg.train.run_dir
+        self.batches, self.seed = BatchSchedule.of(cfg.grpo), cfg.train.seed
+        self.has_environment = cfg.environment.name is not None
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        (self.run_dir / "config.yaml").write_text(dump_config(cfg))
+        self.tracking = Tracking(
+            self.run_dir, first_step, cfg.wandb, config=cfg.model_dump(mode="json")
+        )
+        self.timeline = Timeline(self.run_dir / TIMELINE_FILE)
+        self.timeline.step = first_step
+        self.bar = ProgressBar(first_step, cfg.train.num_steps)
+
+    def step(
+        self,
+        step: int,
+        metrics: dict[str, float],
+        report: StepReport,
+        experience: Experience,
+        timer: PhaseTimer,
+    ) -> None:
+        """Log optimizer step `step`, counted from 1.
+
+        Completions are logged in the step that first trains on them.
+        """
+        samples, cursor = experience.samples, self.batches.cursor(step - 1)
+        times = timer.metrics()
+        metrics = {
+            **metrics,
+            **report.metrics,
+            **reward_metrics(
+                experience.rewards, experience.totals, experience.group_ids, experience.advantages
+            ),
+            **completion_metrics(
+                [sample.num_sampled for sample in samples],
+                [sample.finish_reason == "length" for sample in samples],
+            ),
+            "rollout/version_lag_mean": _mean_lag(step - 1, samples),
+            "tokens_per_second": (
+                experience.num_tokens
+                / self.batches.steps_per_generation
+                / (times["time/step"] - times.get("time/eval", 0.0))
+            ),
+            **times,
+        }
+        if self.has_environment:
+            metrics |= dialogue_metrics(
+                [len(sample.step_rewards) for sample in samples],
+                [sample.finish_reason for sample in samples],
+            )
+        rows = []
+        if cursor.iteration == 0:
+            minibatches = self.batches.minibatches(cursor.generation, self.seed)
+            rows = completion_rows(step, experience, minibatches[cursor.minibatch], report)
+        self.tracking.log(step, metrics, rows)
+        self.bar.show(step, metrics)
+
+    def has_evaluation(self, step: int) -> bool:
+        """Whether the evaluation after `step` is in the log."""
+        return self.tracking.has_evaluation(step)
+
+    def evaluation(self, step: int, evaluated: Evaluated, cfg: EvalConfig) -> dict[str, float]:
+        """Show an evaluation of the weights after `step` and log its completions; its metrics."""
+        metrics = eval_metrics(evaluated, cfg)
+        self.tracking.log_evaluated(step, eval_rows(evaluated, cfg))
+        self.bar.show_evaluation(step, metrics)
+        return metrics
+
+    def tell_unless_evaluated(self, step: int) -> None:
+        """Say so where the run ends without its last evaluation: no resumed run will make it."""
+        if not self.has_evaluation(step):
+            print(
+                f"step {step} was not evaluated, as the run was told to end or lost its engines: "
+                f"`megatron-grpo eval CONFIG model.path={self.run_dir / 'hf'}` does",
+                file=sys.stderr,
+            )
+
+    def close(self) -> None:
+        """Finish the records and draw the curves.
+
+        What fails in that is told, and ends nothing: every step is on disk, and the run may be on
+        its way out for a reason that decides about its exit code.
+        """
+        self.bar.close()
+        with told(f"{TIMELINE_FILE} could not be finished"):
+            self.timeline.close()
+        with told("the records of the run could not be finished"):
+            self.tracking.close()
+        with told(f"{CURVES_FILE} could not be drawn"):
+            if (self.run_dir / METRICS_FILE).stat().st_size:
+                draw_curves(self.run_dir)
+
+
+def _mean_lag(policy_version: int, samples: Sequence[Sample]) -> float:
+    """Optimizer steps between the weights that made a sample and those that are trained."""
+    return sum(policy_version - sample.policy_version for sample in samples) / len(samples)
+
+
+@contextmanager
+def told(what: str) -> Iterator[None]:
+    """Print `what` and the error of the block, if it raises one."""
+    try:
+        yield
+    except Exception as error:
+        print(f"{what}: {error!r}", file=sys.stderr)

@@ -1,0 +1,199 @@
+"""What a run writes down: metrics, completions, evaluated ones and, where configured, wandb."""
+
+import json
+import math
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_grpo.config.config import WandbConfig
+
+if TYPE_CHECKING:
+    from megatron_grpo.experience.experience import Experience
+    from megatron_grpo.reporting.metrics import StepReport
+
+METRICS_FILE = "metrics.jsonl"
+COMPLETIONS_FILE = "completions.jsonl"
+EVAL_COMPLETIONS_FILE = "eval_completions.jsonl"
+WANDB_ID_FILE = "wandb_id"
+
+
+class Tracking:
+    """The records of one run. A resumed run continues them, without the steps that it repeats.
+
+    `first_step` is the number of optimizer steps that the loaded checkpoint has seen: records of
+    later steps come from work that was lost, and are dropped; without a checkpoint, all are.
+    """
+
+    def __init__(
+        self, run_dir: Path, first_step: int, wandb: WandbConfig, config: dict[str, Any]
+    ) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        for name in (METRICS_FILE, COMPLETIONS_FILE, EVAL_COMPLETIONS_FILE):
+            drop_records_after(run_dir / name, first_step or -1)
+        self._run_dir = run_dir
+        self._metrics = (run_dir / METRICS_FILE).open("a", encoding="utf-8")
+        self._completions = (run_dir / COMPLETIONS_FILE).open("a", encoding="utf-8")
+        self._wandb = WandbRun(run_dir, wandb, config) if wandb.project else None
+
+    def log(
+        self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Record a finished optimizer step (counted from 1) and the completions it learned from.
+
+        `completions` are rows of `completion_rows`; empty when the step reuses a generation.
+        Raises ValueError naming the metrics that are not finite.
+        """
+        _check_finite(step, metrics)
+        for row in completions:
+            print(json.dumps(row, ensure_ascii=False), file=self._completions)
+        self._completions.flush()
+        print(json.dumps({**_record(step), **metrics}), file=self._metrics, flush=True)
+        if self._wandb:
+            self._wandb.log(step, metrics, completions)
+
+    def log_evaluated(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Record the completions of the evaluation after `step`, in the place of earlier ones."""
+        path = self._run_dir / EVAL_COMPLETIONS_FILE
+        drop_records_after(path, step - 1)
+        with path.open("a", encoding="utf-8") as file:
+            for row in rows:
+                print(json.dumps({"step": step, **row}, ensure_ascii=False), file=file)
+
+    def has_evaluation(self, step: int) -> bool:
+        """Whether the last record is that of `step`, with an evaluation."""
+        lines = (self._run_dir / METRICS_FILE).read_text(encoding="utf-8").splitlines()
+        last = json.loads(lines[-1]) if lines else {"step": None}
+        return last["step"] == step and any(name.startswith("eval/") for name in last)
+
+    def amend(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add metrics to the last record, if that is of `step`, or else to a new one."""
+        _check_finite(step, metrics)
+        path = self._run_dir / METRICS_FILE
+        lines = path.read_text(encoding="utf-8").splitlines()
+        is_there = bool(lines) and json.loads(lines[-1])["step"] == step
+        record = json.loads(lines.pop()) if is_there else _record(step)
+        lines.append(json.dumps({**record, **metrics}))
+        whole = path.with_suffix(".tmp")  # whoever kills us leaves the one or the other
+        whole.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        whole.replace(path)
+        self._metrics.close()
+        self._metrics = path.open("a", encoding="utf-8")
+        if self._wandb:
+            self._wandb.log(step, metrics, [])
+
+    def close(self) -> None:
+        """Close the files and finish the wandb run."""
+        self._metrics.close()
+        self._completions.close()
+        if self._wandb:
+            self._wandb.close()
+
+
+def _record(step: int) -> dict[str, Any]:
+    """Without a reference model there is no KL to report, of a skipped step no gradient norm and
+    perhaps no loss; scripts still find the keys."""
+    return {"step": step, "kl": None, "loss": None, "grad_norm": None}
+
+
+def _check_finite(step: int, metrics: Mapping[str, float]) -> None:
+    broken = {name: value for name, value in metrics.items() if not math.isfinite(value)}
+    if broken:
+        raise ValueError(f"step {step}: metrics are not finite: {broken}")
+
+
+def drop_records_after(path: Path, step: int) -> None:
+    """Cut a JSON-lines file, whose steps ascend, behind the last whole record of `step`.
+
+    A last line without its newline was being written when the run died: it goes too.
+    """
+    if not path.exists():
+        return
+    num_bytes = 0
+    with path.open("rb") as lines:
+        for line in lines:
+            if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                break
+            num_bytes += len(line)
+    os.truncate(path, num_bytes)
+
+
+def completion_rows(
+    step: int, experience: "Experience", indices: Sequence[int], report: "StepReport"
+) -> list[dict[str, Any]]:
+    """One row for each of the completions `indices`, those that `report` is about.
+
+    What is not known is null: the score of a reward that failed, entropy and gap of a completion of
+    which no token counts.
+    """
+    return [
+        {
+            "step": step,
+            "prompt": sample.prompt.text,
+            "completion": sample.text,
+            "rewards": {name: _known(value) for name, value in experience.rewards[i].items()},
+            "advantage": float(experience.advantages[i]),
+            "entropy": _known(entropy),
+            "logprob_gap": _known(gap),
+            "finish_reason": sample.finish_reason,
+            "policy_version": sample.policy_version,
+        }
+        for i, entropy, gap in zip(indices, report.entropy, report.rollout_gap, strict=True)
+        for sample in [experience.samples[i]]
+    ]
+
+
+def _known(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+class WandbRun:
+    """A wandb run in the run directory: offline without an API key, continued by its id on resume.
+
+    Curves are drawn over our own `step` and not over wandb's counter, which only rises and would
+    refuse the steps that a resumed run repeats.
+    """
+
+    def __init__(self, run_dir: Path, cfg: WandbConfig, config: dict[str, Any]) -> None:
+        import wandb  # noqa: PLC0415 - an extra that only runs with wandb.project need
+
+        self._wandb = wandb
+        id_file = run_dir / WANDB_ID_FILE
+        if not id_file.exists():
+            id_file.write_text(secrets.token_hex(4))
+        mode_is_chosen = "WANDB_API_KEY" in os.environ or "WANDB_MODE" in os.environ
+        self._run = wandb.init(
+            project=cfg.project,
+            name=cfg.name,
+            id=id_file.read_text(),
+            resume="allow",
+            dir=run_dir,
+            config=config,
+            mode=None if mode_is_chosen else "offline",
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        self._run.define_metric("*", step_metric="step")
+
+    def log(
+        self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Send one step: its metrics, and its completions as a table."""
+        record: dict[str, Any] = {"step": step, **metrics}
+        if completions:
+            flat = [_flat(row) for row in completions]
+            record["completions"] = self._wandb.Table(
+                columns=list(flat[0]), data=[list(row.values()) for row in flat]
+            )
+        self._run.log(record)
+
+    def close(self) -> None:
+        """Flush and end the run."""
+        self._run.finish()
+
+
+def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row with one column per reward function instead of a nested table."""
+    rewards = {f"reward/{name}": value for name, value in row["rewards"].items()}
+    return {name: value for name, value in row.items() if name != "rewards"} | rewards

@@ -1,0 +1,134 @@
+"""Observations of an environment as the tokens that stand between two turns of the model."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+
+from megatron_grpo.config.config import Config, DataConfig
+from megatron_grpo.data.encoding import Encoded, encode_rows
+from megatron_grpo.data.prompts import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Contents that no template has of its own, without blanks that it might cut off.
+ASKED, SAID = "qxjvzk0", "qxjvzk1"
+# With what a template that writes it as JSON or HTML would change.
+OBSERVED = 'qxjvzk2 "\\\n<é&> qxjvzk3'
+
+
+@dataclass(frozen=True)
+class Turns:
+    """How a tokenizer writes an observation, so that what was sampled is never encoded again.
+
+    A turn ends with the end token that was sampled. What follows it is encoded by itself: the rest
+    of the assistant's turn, the observation as a message, and the begin of the next turn, all as
+    the chat template writes them. As in prompts, names of special tokens in an observation are
+    these tokens.
+    """
+
+    data: DataConfig
+    tokenizer: "PreTrainedTokenizerBase"
+    before: str = ""
+    """From the end token of the model's turn to the observation."""
+    after: str = ""
+    """From the observation to the model's next turn."""
+
+    @classmethod
+    def of(
+        cls, cfg: Config, tokenizer: "PreTrainedTokenizerBase", end_tokens: Sequence[int]
+    ) -> "Turns":
+        """Those of the chat template, or none around the bare text without one.
+
+        Raises ValueError for a template by which a dialogue cannot be continued token by token.
+        """
+        if not cfg.data.apply_chat_template:
+            return cls(cfg.data, tokenizer)
+        role = cfg.environment.observation_role
+        whole = _render(tokenizer, role)
+        before, after = _between(whole)
+        turns = cls(cfg.data, tokenizer, before, after)
+        turns._check(whole, end_tokens)
+        return turns
+
+    def between(self, observation: str) -> tuple[tuple[int, ...], str]:
+        """What follows the end token of a turn up to the next one, and its text."""
+        if not self.data.apply_chat_template:
+            ids = self.tokenizer(observation, add_special_tokens=False)["input_ids"]
+            return tuple(ids), observation
+        ids = self._encode(f"{self.before}{observation}{self.after}")[1:]
+        return tuple(ids), self._without_end(f"{self.before}{observation}{self.after}")
+
+    def first(self, prompt: Prompt, observation: str) -> Prompt:
+        """The prompt with `observation` appended to its last message; nothing of it is sampled."""
+        column = self.data.prompt_column
+        row = {**prompt.row, column: _appended(prompt.row[column], observation)}
+        [encoded] = encode_rows(self.data, self.tokenizer, [row])
+        assert isinstance(encoded, Encoded), "it was none without the observation"
+        return replace(
+            prompt, token_ids=encoded.token_ids, text=encoded.text, first_observation=observation
+        )
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _without_end(self, text: str) -> str:
+        return text[len(self.tokenizer.decode(self._encode(text)[:1])) :]
+
+    def _check(self, whole: str, end_tokens: Sequence[int]) -> None:
+        """Refuse a template of which the pieces do not make the whole."""
+        pieces = self._encode(f"{self.before}{OBSERVED}{self.after}")
+        end = pieces[0] if pieces else None
+        if end not in end_tokens:
+            raise ValueError(
+                "the chat template does not close the model's turn with a token that ends it: "
+                f"{self.before!r} begins with token {end}, and a completion ends with "
+                f"{', '.join(map(str, end_tokens))}: add it to eos_token_id in config.json, or use "
+                "data.apply_chat_template=false"
+            )
+        if self._encode(whole)[-len(pieces) :] != pieces:
+            raise ValueError(
+                "the chat template cannot be continued token by token: of the dialogue\n"
+                f"{whole!r}\nthe end from the model's turn on has other tokens than by itself, "
+                f"{pieces}: use data.apply_chat_template=false"
+            )
+
+
+def _render(tokenizer: "PreTrainedTokenizerBase", role: str) -> str:
+    messages: list[Any] = [
+        {"role": "user", "content": ASKED},
+        {"role": "assistant", "content": SAID},
+        {"role": role, "content": OBSERVED},
+    ]
+    try:
+        text: str = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+    except TemplateError as error:
+        raise ValueError(
+            f"the chat template refuses an observation of environment.observation_role {role!r} "
+            f"after the model's turn: {error}"
+        ) from None
+    return text
+
+
+def _between(whole: str) -> tuple[str, str]:
+    """What stands between the model's turn and the observation, and after that."""
+    if any(whole.count(text) != 1 for text in (ASKED, SAID, OBSERVED)):
+        raise ValueError(
+            "the chat template does not show each message of a dialogue once:\n"
+            f"{whole!r}\nuse another template, or data.apply_chat_template=false"
+        )
+    _, _, rest = whole.partition(SAID)
+    before, _, after = rest.partition(OBSERVED)
+    return before, after
+
+
+def _appended(prompt: Any, observation: str) -> Any:
+    if isinstance(prompt, str):
+        return prompt + observation
+    *others, last = prompt
+    return [*others, {**last, "content": last["content"] + observation}]

@@ -1,0 +1,1 @@
+"""Files of the user's that a config names, and their processes."""

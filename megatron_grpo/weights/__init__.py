@@ -1,0 +1,1 @@
+"""New weights, to the engines."""

@@ -1,0 +1,261 @@
+"""A push of weights: from the trainer's shards over links of their own into the engines' workers.
+
+A transaction. After each part of it all ranks know whether it went well everywhere; until every
+worker has been found to hold what the ranks hold, no engine serves anything.
+"""
+
+import json
+import os
+import socket
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from checkpoint_convert import ModelShape
+from checkpoint_convert.vllm import check_engine
+from megatron_grpo.config.config import Config
+from megatron_grpo.launch.preemption import Preempted
+from megatron_grpo.rollout import EnginesLost, RolloutClient, WorkerSums
+from megatron_grpo.timing import PhaseTimer
+from megatron_grpo.weights.weight_sums import sums_of_all_ranks
+from megatron_grpo.weights.worker_layouts import worker_layouts
+from parallel import Sender, cut_shares, plan_shares
+from parallel.failure import broadcast_text, first_failure
+from parallel.transport import TIMEOUT, Invitation, Outbox, bucket_bytes_for, refuse_all
+from parallel.transport.meeting import Board, Meeting, join, local_address, open_meeting
+
+PREEMPTED = -1
+"""In the place of the number of engines."""
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class WeightSync:
+    """Pushes weights to the engines; every rank makes one, and calls `push` together.
+
+    `sender` says what this rank can send, by the local names of its parameters.
+    """
+
+    def __init__(
+        self, cfg: Config, shape: ModelShape, sender: Sender, device: torch.device, num_hosts: int
+    ) -> None:
+        self._sender, self._device = sender, device
+        self._network_only = cfg.rollout.weight_transport == "network"
+        # As the last rank sees it: on rank 0's own host its name may stand for loopback.
+        address = meeting_address(cfg.rollout.base_urls, num_hosts, os.environ)
+        self._address = broadcast_text(address, device, source=dist.get_world_size() - 1)
+        self._dtype = getattr(torch, cfg.model.dtype)
+        self._workers = worker_layouts(shape, cfg.rollout)
+        shares = plan_shares(sender, self._workers)
+        self._senders = self._all_senders({worker for worker, *_ in shares})
+        limit = cfg.rollout.update_weights_bucket_megabytes * 1_000_000
+        shard_bytes = max(worker.num_elements for worker in self._workers) * self._dtype.itemsize
+        self._bucket_bytes = bucket_bytes_for(
+            limit, self._senders, cfg.rollout.num_engines, shard_bytes
+        )
+        max_elements = self._bucket_bytes // self._dtype.itemsize
+        self._sends = cut_shares(shares, max_elements)
+        self._check_engine = partial(check_engine, self._workers, dtype=cfg.model.dtype)
+        self._num_engines, self._chain = 0, 0
+        self._outbox: Outbox | None = None
+        self._board: Board | None = None
+
+    def push(
+        self,
+        parameters: Mapping[str, Tensor],
+        engines: RolloutClient | None,
+        policy_version: int,
+        timer: PhaseTimer,
+    ) -> None:
+        """Have every engine that is well serve `parameters`, this rank's share, as that version.
+
+        Rank 0 holds `engines`. When it returns, every worker of every engine that serves has been
+        found to hold what the ranks hold, and the engines have dropped what they had cached. A push
+        that fails is done once more from the start, over new links; when it is an engine that has
+        failed, to the others.
+
+        Raises on all ranks: EnginesLost, whose text on rank 0 names engine, worker and parameters,
+        when it fails twice at the same engines, or none came back in `rollout.startup_timeout`; no
+        engine serves weights of which not all were right. Preempted, when rank 0 was waiting for an
+        engine and is to end.
+        """
+        with timer.phase("await_engines"):
+            self._assemble(engines)
+        is_repeated = False
+        while failure := self._try_push(parameters, engines, policy_version, timer):
+            self.close()
+            with timer.phase("await_engines"):
+                are_others = self._assemble(engines)
+            if is_repeated and not are_others:
+                raise EnginesLost(str(failure))
+            is_repeated = not are_others
+            if engines is not None:
+                print(f"a push of weights is tried once more: {failure}", file=sys.stderr)
+
+    def close(self) -> None:
+        """Close this rank's links."""
+        if self._outbox is not None:
+            self._outbox.close()
+        self._outbox = None
+
+    def _assemble(self, engines: RolloutClient | None) -> bool:
+        """Have all ranks know how many engines the push is for; whether they are new ones.
+
+        Links to earlier ones are closed then.
+        """
+        found = torch.zeros(2, dtype=torch.int64, device=self._device)
+
+        def assemble() -> None:
+            if engines is not None:
+                try:
+                    found.copy_(torch.tensor(engines.assemble(self._check_engine)))
+                except Preempted:
+                    found.fill_(PREEMPTED)
+
+        failure = self._first_failure(assemble)
+        if failure is not None:
+            raise EnginesLost(str(failure))
+        dist.broadcast(found, src=0)
+        num_engines, chain = found.tolist()
+        if num_engines == PREEMPTED:
+            raise Preempted("the wait for an engine was given up")
+        are_others, self._num_engines, self._chain = chain != self._chain, num_engines, chain
+        if are_others:
+            self.close()
+        return are_others
+
+    def _try_push(
+        self,
+        parameters: Mapping[str, Tensor],
+        engines: RolloutClient | None,
+        policy_version: int,
+        timer: PhaseTimer,
+    ) -> ConnectionError | None:
+        """What the first rank that failed has raised, on all ranks; None when none has."""
+        push = f"{policy_version}-{uuid.uuid4().hex[:12]}"
+        with timer.phase("push"):
+            failure = self._first_failure(lambda: self._begin(engines, push))
+            self._board = None  # all that met there have their links, or have failed
+            if failure is not None:
+                return failure
+            sent: dict[int, WorkerSums] = {}
+            broken = self._first_failure(
+                lambda: sent.update(self._transfer(parameters, engines, push))
+            )
+        # The engines are asked in any case: why a link broke may be known at its other end alone.
+        with timer.phase("verify_weights"):
+            expected = None if broken else sums_of_all_ranks(sent, self._workers, self._device)
+            failure = self._first_failure(
+                lambda: engines.check_push(push, expected) if engines else None
+            )
+        if failure is None and broken is None:
+            with timer.phase("push"):
+                failure = self._first_failure(
+                    lambda: engines.finish_push(push, policy_version) if engines else None
+                )
+        return failure or broken
+
+    def _begin(self, engines: RolloutClient | None, push: str) -> None:
+        if self._outbox is None:
+            self._outbox = self._connect(engines)
+        if engines is not None:
+            engines.begin_push(push)
+
+    def _connect(self, engines: RolloutClient | None) -> Outbox:
+        """Meet the workers of the engines; collective over all ranks."""
+        meeting = None
+        if engines is not None:
+            meeting, self._board = open_meeting(self._address)
+        words = broadcast_text(json.dumps(asdict(meeting)) if meeting else "", self._device)
+        invitation = Invitation(
+            meeting=Meeting(**json.loads(words)),
+            bucket_bytes=self._bucket_bytes,
+            num_engines=self._num_engines,
+            network_only=self._network_only,
+            senders=self._senders,
+            zeros=[
+                [(name, [*box.start], [*box.size]) for name, box in worker.zeros]
+                for worker in self._workers
+            ],
+        )
+
+        def connect(engines: RolloutClient, is_sending: Callable[[], bool]) -> None:
+            try:
+                engines.connect(invitation.to_json(), is_sending)
+            except OSError as error:
+                refuse_all(invitation, str(error))
+                raise
+
+        with meanwhile(engines, connect):
+            return Outbox.open(
+                invitation,
+                self._board or join(invitation.meeting, TIMEOUT),
+                rank=self._sender.rank,
+                sends=self._sends,
+                shapes=[worker.shapes for worker in self._workers],
+                dtype=self._dtype,
+                device=self._device,
+            )
+
+    def _transfer(
+        self, parameters: Mapping[str, Tensor], engines: RolloutClient | None, push: str
+    ) -> Mapping[int, WorkerSums]:
+        """Returns the checksums of what this rank has sent, by worker."""
+        assert self._outbox is not None
+        with meanwhile(engines, lambda e, is_sending: e.receive_push(push, is_sending)):
+            return self._outbox.send(parameters)
+
+    def _first_failure(self, action: Callable[[], None]) -> ConnectionError | None:
+        return first_failure(action, self._device, ConnectionError)
+
+    def _all_senders(self, own: set[int]) -> list[list[int]]:
+        """Of each worker: the ranks that send to it; `own` are this rank's. Collective."""
+        mine = torch.zeros(len(self._workers), dtype=torch.uint8, device=self._device)
+        mine[list(own)] = 1
+        by_rank = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(by_rank, mine)
+        return [column.nonzero().flatten().tolist() for column in torch.stack(by_rank, dim=1)]
+
+
+@contextmanager
+def meanwhile(
+    engines: RolloutClient | None, action: Callable[[RolloutClient, Callable[[], bool]], None]
+) -> Iterator[None]:
+    """Have the engines do `action` beside the block, on rank 0, which holds `engines`.
+
+    `action` is told how to learn whether the block still runs. What it raises goes before what the
+    block raises: a rank sees of a dead engine a broken link.
+    """
+    if engines is None:
+        yield
+        return
+    is_over = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(action, engines, lambda: not is_over.is_set())
+        try:
+            yield
+        finally:
+            is_over.set()
+            done.result()
+
+
+def meeting_address(base_urls: Sequence[str], num_hosts: int, environ: Mapping[str, str]) -> str:
+    """The address of rank 0's host at which ranks and workers meet: loopback where that will do.
+
+    Else that of MASTER_ADDR, by which the ranks have met already, or, where they are on one host,
+    the one from which an engine on another is reached.
+    """
+    if num_hosts > 1:
+        return socket.gethostbyname(environ["MASTER_ADDR"])
+    hosts = [urlsplit(url).hostname or "" for url in base_urls]
+    remote = [host for host in hosts if host not in LOOPBACK]
+    return local_address(Meeting(remote[0], port=1, key="")) if remote else "127.0.0.1"

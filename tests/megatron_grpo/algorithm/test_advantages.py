@@ -1,0 +1,230 @@
+import math
+
+import pytest
+import torch
+
+from megatron_grpo.algorithm.advantages import (
+    group_advantages,
+    normalized_sum_advantages,
+    process_advantages,
+)
+from oracle import oracle_advantages, oracle_gdpo_advantages, oracle_process_advantages
+
+NAN = math.nan
+ESTIMATORS = [
+    ("grpo", "group"),
+    ("grpo", "batch"),
+    ("grpo", "none"),
+    ("rloo", "group"),
+    ("rloo", "batch"),
+    ("rloo", "none"),
+    ("reinforce_plus_plus", "batch"),
+    ("reinforce_plus_plus_baseline", "batch"),
+]
+
+REWARDS = torch.tensor([0.9, 0.3, -0.1, 0.7])
+ONE_GROUP = torch.zeros(4, dtype=torch.int64)
+
+
+def test_the_worked_example_with_the_population_standard_deviation():
+    advantages = group_advantages(REWARDS, ONE_GROUP, correction=0, epsilon=0.0)
+    assert [f"{a:+.3f}" for a in advantages.tolist()] == ["+1.172", "-0.391", "-1.432", "+0.651"]
+    assert f"{REWARDS.mean():.2f}" == "0.45"
+    spread = (REWARDS[0] - REWARDS.mean()) / advantages[0]
+    assert f"{spread:.3f}" == "0.384"
+
+
+def test_by_default_the_sample_standard_deviation_and_its_epsilon_divide():
+    expected = oracle_advantages([REWARDS.double().tolist()], correction=1, epsilon=1e-4)
+    torch.testing.assert_close(
+        group_advantages(REWARDS, ONE_GROUP), torch.tensor(expected, dtype=torch.float64)
+    )
+
+
+def test_each_completion_is_judged_within_its_group_whatever_the_order():
+    groups = [[0.0, 1.0, 1.0], [5.0, 7.0, 6.0]]
+    expected = oracle_advantages(groups, correction=1, epsilon=1e-4)
+    order = [4, 0, 3, 1, 5, 2]
+    advantages = group_advantages(
+        torch.tensor(groups, dtype=torch.float64).flatten()[order],
+        torch.tensor([9, 9, 9, 2, 2, 2])[order],
+    )
+    assert advantages.tolist() == pytest.approx([expected[i] for i in order], abs=1e-15)
+
+
+def test_batch_scaling_divides_by_the_spread_of_all_rewards():
+    rewards = torch.tensor([0.0, 1.0, 10.0, 30.0], dtype=torch.float64)
+    advantages = group_advantages(rewards, torch.tensor([0, 0, 1, 1]), "batch")
+    scale = rewards.std().item() + 1e-4
+    assert advantages.tolist() == pytest.approx(
+        [-0.5 / scale, 0.5 / scale, -10 / scale, 10 / scale]
+    )
+
+
+def test_no_scaling_leaves_the_difference_to_the_mean():
+    rewards = torch.tensor([0.0, 1.0, 10.0, 30.0])
+    assert group_advantages(rewards, torch.tensor([0, 0, 1, 1]), "none").tolist() == [
+        -0.5,
+        0.5,
+        -10,
+        10,
+    ]
+
+
+@pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
+@pytest.mark.parametrize("reward", [0.1, 1 / 3, 1e8 + 0.1])
+def test_a_group_with_equal_rewards_has_advantage_exactly_zero(scale_rewards, reward):
+    # Seven times 0.1 has a mean that is not 0.1: spread cannot be judged by what is left over.
+    rewards = torch.tensor([reward] * 7 + [0.0, 1.0], dtype=torch.float64)
+    advantages = group_advantages(rewards, torch.tensor([0] * 7 + [1] * 2), scale_rewards)
+    assert advantages[:7].tolist() == [0.0] * 7
+    assert advantages[7] < 0 < advantages[8]
+
+
+def test_a_tiny_true_difference_still_counts():
+    advantages = group_advantages(
+        torch.tensor([0.5, 0.5 + 1e-6], dtype=torch.float64), torch.tensor([0, 0]), epsilon=0.0
+    )
+    assert advantages.tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5])
+
+
+@pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
+def test_a_single_completion_has_advantage_zero(scale_rewards):
+    assert group_advantages(torch.tensor([3.0]), torch.tensor([0]), scale_rewards).tolist() == [0.0]
+
+
+@pytest.mark.parametrize("estimator, scale", ESTIMATORS)
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [[0.9, 0.3, -0.1, 0.7]],
+        [[0.0, 1.0, 1.0], [5.0, 7.0, 6.0]],
+        [[1.0], [0.2, 0.9], [0.5, 0.5, 0.5], [0.1, 0.7, 0.4, 0.3, -2.0]],  # of any sizes
+        [[NAN, 1.0, 0.0], [2.0, NAN, NAN], [NAN, NAN], [0.3, 0.6, 0.7]],
+    ],
+    ids=["one group", "two groups", "unequal groups", "failed rewards"],
+)
+def test_every_estimator_equals_the_oracle(estimator, scale, groups):
+    ids = [g for g, group in enumerate(groups) for _ in group]
+    rewards = torch.tensor([r for group in groups for r in group], dtype=torch.float64)
+    advantages = group_advantages(rewards, torch.tensor(ids), scale, estimator=estimator)
+    expected = oracle_advantages(groups, estimator=estimator, scale=scale)
+    assert advantages.tolist() == pytest.approx(expected, rel=1e-12, abs=1e-14)
+
+
+@pytest.mark.parametrize("estimator, scale", ESTIMATORS)
+@pytest.mark.parametrize("size", [7, 8])
+def test_a_batch_of_equal_rewards_has_advantage_exactly_zero(estimator, scale, size):
+    ids = torch.arange(2 * size) // size
+    rewards = torch.tensor([0.1] * (2 * size), dtype=torch.float64)
+    assert group_advantages(rewards, ids, scale, estimator=estimator).tolist() == [0.0] * 2 * size
+    assert normalized_sum_advantages(
+        torch.stack([rewards, 3 * rewards], dim=1), torch.tensor([0.3, 0.7]), ids
+    ).tolist() == [0.0] * (2 * size)
+
+
+@pytest.mark.parametrize("estimator, scale", ESTIMATORS)
+def test_a_failed_reward_has_advantage_zero_and_changes_no_other(estimator, scale):
+    rewards, ids = torch.tensor([0.9, 0.3, -0.1, 0.7, 0.2]), torch.tensor([0, 0, 0, 1, 1])
+    without = group_advantages(rewards, ids, scale, estimator=estimator)
+    # One fails in the first group, and the third group as a whole.
+    place = torch.tensor([0, 2, 3, 4, 6])
+    more = torch.full((8,), NAN).index_copy(0, place, rewards)
+    all_ids = torch.tensor([0, 0, 0, 0, 1, 2, 1, 2])
+    advantages = group_advantages(more, all_ids, scale, estimator=estimator)
+    assert advantages[place].tolist() == without.tolist()
+    assert advantages[more.isnan()].tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("estimator, scale", ESTIMATORS)
+def test_when_every_reward_failed_all_advantages_are_zero(estimator, scale):
+    failed = torch.full((4,), NAN)
+    ids = torch.tensor([0, 0, 1, 1])
+    assert group_advantages(failed, ids, scale, estimator=estimator).tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("estimator, scale", ESTIMATORS)
+def test_a_group_that_resampling_has_split_is_one_group(estimator, scale):
+    rewards = torch.tensor([0.9, 5.0, 0.3, 7.0, 6.0, -0.1], dtype=torch.float64)
+    ids = torch.tensor([3, 8, 3, 8, 8, 3])
+    order = ids.argsort(stable=True)
+    together = group_advantages(rewards[order], ids[order], scale, estimator=estimator)
+    scattered = group_advantages(rewards, ids, scale, estimator=estimator)
+    assert scattered[order].tolist() == pytest.approx(together.tolist(), rel=1e-14)
+
+
+@pytest.mark.parametrize("estimator, scale", ESTIMATORS)
+def test_one_completion_for_each_prompt_is_compared_with_the_batch_or_with_nothing(
+    estimator, scale
+):
+    rewards = torch.tensor([1.0, 3.0, 8.0], dtype=torch.float64)
+    advantages = group_advantages(rewards, torch.arange(3), scale, estimator=estimator).tolist()
+    if estimator == "reinforce_plus_plus":
+        assert advantages == pytest.approx([(r - 4) / (13**0.5 + 1e-4) for r in (1, 3, 8)])
+    else:
+        assert advantages == [0.0, 0.0, 0.0]
+
+
+def test_leave_one_out_by_hand():
+    advantages = group_advantages(
+        torch.tensor([1.0, 0.0, 0.5]), torch.zeros(3), "none", estimator="rloo"
+    )
+    assert advantages.tolist() == pytest.approx([1 - 0.25, 0 - 0.75, 0.5 - 0.5])
+
+
+SCORES = [[[1.0, 10.0], [0.0, 30.0], [1.0, 20.0]], [[0.0, 5.0], [0.0, 7.0]]]
+
+
+def test_rewards_that_are_normalized_each_for_itself_equal_the_oracle():
+    scores = torch.tensor([row for group in SCORES for row in group], dtype=torch.float64)
+    advantages = normalized_sum_advantages(
+        scores, torch.tensor([1.0, 0.5]), torch.tensor([0, 0, 0, 1, 1])
+    )
+    expected = oracle_gdpo_advantages(SCORES, [1.0, 0.5])
+    assert advantages.tolist() == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_completion_of_which_one_score_failed_is_left_out_whole():
+    scores = torch.tensor([row for group in SCORES for row in group], dtype=torch.float64)
+    weights, ids = torch.tensor([1.0, 0.5]), torch.tensor([0, 0, 0, 1, 1])
+    failed = torch.cat([scores[:2], torch.tensor([[NAN, 4.0]]), scores[2:]])
+    advantages = normalized_sum_advantages(failed, weights, torch.tensor([0, 0, 0, 0, 1, 1]))
+    without = normalized_sum_advantages(scores, weights, ids).tolist()
+    assert advantages.tolist() == [*without[:2], 0.0, *without[2:]]
+
+
+def test_process_supervision_by_hand():
+    # Rewards 1, 0 and 0.5 of three steps: mean 0.5, population deviation 0.408.
+    found = process_advantages(
+        [[(1, 1.0), (3, 0.0)], [(0, 0.5)]],
+        [5, 2],
+        torch.tensor([7, 7]),
+        correction=0,
+        epsilon=0.0,
+    )
+    z = 0.5 / (1 / 6) ** 0.5
+    # The first step has both rewards ahead of it, the second the last; nothing follows the fifth.
+    assert found[0].tolist() == pytest.approx([0.0, 0.0, -z, -z, 0.0])
+    assert found[1].tolist() == pytest.approx([0.0, 0.0])
+
+
+def test_process_supervision_equals_the_oracle():
+    steps = [[(0, 1.0), (4, 0.2)], [], [(2, -0.5), (2, 0.25)], [(1, 3.0)], [(0, 1.0), (1, 0.0)]]
+    lengths = [5, 3, 4, 2, 2]
+    ids = torch.tensor([0, 0, 0, 1, 1])
+    found = process_advantages(steps, lengths, ids)
+    expected = oracle_process_advantages(
+        [steps[:3], steps[3:]], [lengths[:3], lengths[3:]], correction=1
+    )
+    for tensor, values in zip(found, expected, strict=True):
+        assert tensor.tolist() == pytest.approx(values, rel=1e-12, abs=1e-15)
+
+
+def test_process_supervision_of_completions_without_a_step_is_zero():
+    found = process_advantages([[], []], [3, 0], torch.tensor([0, 0]))
+    assert [a.tolist() for a in found] == [[0.0, 0.0, 0.0], []]
+
+
+def test_a_reward_that_is_infinite_is_a_bug():
+    with pytest.raises(AssertionError, match="infinite"):
+        group_advantages(torch.tensor([1.0, float("inf")]), torch.tensor([0, 0]))

@@ -1,0 +1,603 @@
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from bigram import TEMPERATURE, BigramModel
+from megatron_grpo.algorithm.advantages import (
+    group_advantages,
+    normalized_sum_advantages,
+    process_advantages,
+)
+from megatron_grpo.algorithm.kl import k3, kl_estimate
+from megatron_grpo.algorithm.loss import grpo_loss, loss_weights
+from megatron_grpo.algorithm.loss_tokens import LossTokens
+from megatron_grpo.algorithm.objectives import clipped
+from megatron_grpo.config.grpo_config import GRPOConfig
+from megatron_grpo.experience.old_policy import keep_high_entropy, with_entropy_weights
+from models import tiny_model
+from oracle import (
+    OracleLoss,
+    divergence,
+    oracle_advantages,
+    oracle_gdpo_advantages,
+    oracle_loss,
+    oracle_model_loss,
+    oracle_process_advantages,
+)
+from parallel import ParallelDims
+from parallel.alignment import Alignment
+from parallel.microbatches import plan_microbatches
+from parallel.packing import PackedBatch, TokenSequence, pack
+from parallel.vocab import chosen_logprobs, prediction_targets
+
+LOSS_TYPES = ["grpo", "bnpo", "dapo", "dr_grpo", "cispo", "gmpo", "sapo", "luspo", "vespo"]
+FITTING = {"cispo": {"epsilon_high": 5.0}, "luspo": {"importance_sampling_level": "sequence"}}
+"""What the config demands of a loss type."""
+
+
+def grpo_config(**options):
+    """The options of the loss; the sizes of the batch have no influence on it."""
+    return GRPOConfig(**({"generation_batch_size": 8, "beta": 0.0} | options))
+
+
+def loss_of(logprobs, batch, cfg, entropy=None, mask=None):
+    """`grpo_loss` on one rank."""
+    mask = batch.loss_mask if mask is None else mask
+    entropy = torch.zeros_like(logprobs) if entropy is None else entropy
+    return grpo_loss(LossTokens.of(batch, logprobs, entropy, mask), cfg, cfg.beta)
+
+
+def one_sequence(old=None, *, advantages, weights=None, ref=None, mask=None, rollout=None):
+    """A packed batch of one sequence that has these values at its tokens; all of them count."""
+    n = len(advantages)
+    return PackedBatch(
+        tokens=torch.zeros(n, dtype=torch.int64),
+        position_ids=torch.arange(n),
+        cu_seqlens=torch.tensor([0, n], dtype=torch.int32),
+        max_seqlen=n,
+        sequence_index=torch.zeros(n, dtype=torch.int64),
+        completion_mask=torch.ones(n, dtype=torch.bool),
+        loss_mask=torch.ones(n, dtype=torch.bool) if mask is None else mask,
+        loss_weights=torch.ones_like(advantages) if weights is None else weights,
+        advantages=advantages,
+        rollout_logprobs=torch.zeros_like(advantages) if rollout is None else rollout,
+        old_logprobs=old,
+        ref_logprobs=ref,
+    )
+
+
+def token_losses(log_ratio, advantage, **options):
+    """Loss of tokens with these log ratios and weight 1, and its gradient to their logprobs."""
+    old = torch.full((len(log_ratio),), -1.0, dtype=torch.float64)
+    logprobs = (old + torch.tensor(log_ratio, dtype=torch.float64)).requires_grad_()
+    batch = one_sequence(old, advantages=advantage * torch.ones_like(old))
+    loss = loss_of(logprobs, batch, grpo_config(**options))
+    (grad,) = torch.autograd.grad(loss.total, logprobs)
+    return loss, grad.tolist()
+
+
+def test_the_worked_example_of_ratios_clips_and_their_mean():
+    loss, grad = token_losses([0.25, -0.30], -1.432)
+    assert [f"{r:.3f}" for r in loss.log_ratio.exp().tolist()] == ["1.284", "0.741"]
+    objective = -loss.per_token
+    # The published -1.838 is the product of the rounded ratio and advantage, 1.284 * -1.432 =
+    # -1.8387, cut short.
+    assert objective[0] == pytest.approx(-1.838, abs=1e-3)
+    assert f"{objective[1]:.3f}" == "-1.146"
+    assert f"{1.2 * -1.432:.3f}" == "-1.718"
+    assert f"{math.exp(-0.30) * -1.432:.3f}" == "-1.061"
+    assert f"{objective.mean():.3f}" == "-1.492"
+    assert loss.clipped_low.tolist() == [False, True]
+    assert grad[0] == pytest.approx(1.432 * math.exp(0.25))
+    assert grad[1] == 0
+
+
+def test_the_worked_example_of_k3():
+    value = k3(torch.tensor(-0.476, dtype=torch.float64), torch.tensor(-0.600, dtype=torch.float64))
+    assert f"{value:.4f}" == "0.0074"
+
+
+def test_k3_of_equal_policies_is_exactly_zero_and_otherwise_positive():
+    p = torch.tensor([-1.0, -2.0])
+    assert k3(p, p).tolist() == [0, 0]
+    assert (k3(p, p + torch.tensor([1e-3, -1e-3])) > 0).all()
+
+
+ACTIONS = [[0, 2, 1], [1, 0], [2, 2], [0, 1]]
+OLD = [[-0.50, -0.61, -0.92], [-1.20, -0.41], [-0.81, -0.69], [-0.51, -1.10]]
+REF = [[-0.60, -0.71, -0.82], [-1.10, -0.51], [-0.91, -0.79], [-0.41, -1.00]]
+LOGITS = [
+    [[1.10, -0.20, 0.30], [-0.40, 0.80, 1.60], [0.10, 1.40, 0.20]],
+    [[-0.20, 1.10, 0.40], [0.90, -0.30, 0.10]],
+    [[0.10, 0.20, 1.30], [-0.10, 0.40, 1.50]],
+    [[1.20, -0.40, 0.10], [-0.30, 1.50, 0.20]],
+]
+
+
+def test_the_full_toy_of_four_responses():
+    advantages = oracle_advantages([[0.9, 0.3, -0.1, 0.7]], correction=0, epsilon=0.0)
+    # Once by hand, with nothing but the formulas.
+    means = []
+    for actions, olds, refs, rows, advantage in zip(
+        ACTIONS, OLD, REF, LOGITS, advantages, strict=True
+    ):
+        terms = []
+        for action, old, ref, row in zip(actions, olds, refs, rows, strict=True):
+            new = row[action] - math.log(sum(map(math.exp, row)))
+            ratio = math.exp(new - old)
+            clipped = min(max(ratio, 0.8), 1.2)
+            kl = math.exp(ref - new) - (ref - new) - 1
+            terms.append(min(ratio * advantage, clipped * advantage) - 0.04 * kl)
+        means.append(sum(terms) / len(terms))
+    by_hand = -sum(means) / len(means)
+
+    def flat(values):
+        return torch.tensor([v for row in values for v in row], dtype=torch.float64)
+
+    lengths = torch.tensor([len(actions) for actions in ACTIONS])
+    rows = torch.tensor([row for rows in LOGITS for row in rows], dtype=torch.float64)
+    actions = torch.tensor([a for row in ACTIONS for a in row])
+    batch = one_sequence(
+        flat(OLD),
+        ref=flat(REF),
+        advantages=torch.tensor(advantages, dtype=torch.float64).repeat_interleave(lengths),
+        weights=loss_weights(lengths, "grpo", 3).repeat_interleave(lengths),
+    )
+    logprobs = torch.log_softmax(rows, dim=1)[torch.arange(len(rows)), actions]
+    loss = loss_of(logprobs, batch, grpo_config(beta=0.04))
+    assert loss.total.item() == pytest.approx(by_hand, rel=1e-12)
+
+
+def test_loss_weights_of_every_loss_type():
+    lengths = torch.tensor([1, 3, 4])
+    for loss_type in ("grpo", "sapo", "gmpo"):
+        assert loss_weights(lengths, loss_type, 10).tolist() == pytest.approx(
+            [1 / 3, 1 / 9, 1 / 12]
+        )
+    for loss_type in ("dapo", "bnpo", "cispo", "vespo"):
+        assert loss_weights(lengths, loss_type, 10).tolist() == pytest.approx([1 / 8] * 3)
+    assert loss_weights(lengths, "dr_grpo", 10).tolist() == pytest.approx([1 / 30] * 3)
+    assert loss_weights(lengths, "luspo", 10).tolist() == pytest.approx([1 / 3] * 3)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_loss_weights_are_finite_when_nothing_counts(loss_type):
+    assert loss_weights(torch.zeros(2), loss_type, 10).isfinite().all()
+    assert loss_weights(torch.zeros(0), loss_type, 10).tolist() == []
+
+
+def test_with_the_generating_policy_itself_the_ratio_is_one_and_the_gradient_the_advantage():
+    logprobs = torch.tensor([-1.0, -2.5], requires_grad=True)
+    advantages = torch.tensor([0.7, -1.3])
+    loss = loss_of(logprobs, one_sequence(advantages=advantages), grpo_config())
+    loss.total.backward()
+    assert loss.log_ratio.tolist() == [0.0, 0.0]
+    assert loss.total.item() == pytest.approx(0.6)
+    assert torch.equal(logprobs.grad, -advantages)
+
+
+@pytest.mark.parametrize(
+    "advantage, ratio, moves",
+    [
+        (1.0, 1.25, True),
+        (1.0, 1.35, False),
+        (1.0, 0.5, True),
+        (-1.0, 0.85, True),
+        (-1.0, 0.7, False),
+    ],
+)
+def test_clip_higher_widens_the_upper_side_only(advantage, ratio, moves):
+    _, grad = token_losses([math.log(ratio)], advantage, epsilon=0.2, epsilon_high=0.3)
+    assert (grad[0] != 0) == moves
+
+
+def test_dual_clip_bounds_the_ratio_of_negative_advantages():
+    loss, grad = token_losses([math.log(5.0), math.log(2.0)], -1.0, delta=3.0)
+    assert loss.per_token.tolist() == pytest.approx([3.0, 2.0])
+    assert grad[0] == 0
+    assert grad[1] == pytest.approx(2.0)
+    assert token_losses([math.log(5.0)], 1.0, delta=3.0)[0].total.item() == pytest.approx(-1.2)
+
+
+@pytest.mark.parametrize("delta", [None, 1.5])
+def test_the_clipped_surrogate_is_the_minimum_of_the_paper_and_so_is_its_gradient(delta):
+    ratio = torch.linspace(0.05, 3, 60, dtype=torch.float64).repeat(3)
+    advantages = torch.tensor([-2.0, 0.0, 0.7], dtype=torch.float64).repeat_interleave(60)
+    ours, paper = ratio.clone().requires_grad_(), ratio.clone().requires_grad_()
+    cfg = grpo_config(epsilon=0.2, epsilon_high=0.3, delta=delta)
+    found = clipped(ours, advantages, cfg).loss
+    bounded = paper if delta is None else paper.clamp(max=delta)
+    expected = -torch.minimum(bounded * advantages, paper.clamp(0.8, 1.3) * advantages)
+    assert torch.equal(found, expected)
+    (gradient,), (of_paper,) = (
+        torch.autograd.grad(loss.sum(), at) for loss, at in [(found, ours), (expected, paper)]
+    )
+    assert torch.equal(gradient, of_paper)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "sequence_token"])
+@pytest.mark.parametrize("loss_type", ["grpo", "cispo", "sapo"])
+def test_what_stands_off_the_mask_has_no_influence(loss_type, level):
+    nan, inf = float("nan"), float("inf")
+    mask = torch.tensor([True, False, False, True])
+    logprobs = torch.tensor([-1.0, nan, -inf, -2.0], requires_grad=True)
+    entropy = torch.tensor([0.5, nan, inf, 0.7], requires_grad=True)
+    other = torch.tensor([-1.1, nan, inf, -1.5])
+    batch = one_sequence(
+        other,
+        ref=other,
+        rollout=other,
+        advantages=torch.tensor([1.0, nan, 1.0, 1.0]),
+        weights=torch.tensor([0.5, nan, 1.0, 0.5]),
+        mask=mask,
+    )
+    batch = replace(batch, entropy_weights=torch.tensor([0.5, nan, 1.0, 0.5]))
+    cfg = grpo_config(
+        loss_type=loss_type,
+        importance_sampling_level=level,
+        epsilon_high=1.5,
+        beta=0.1,
+        use_bias_correction_kl=True,
+        entropy_coef=0.1,
+        rollout_importance_sampling_mode="sequence_truncate",
+        off_policy_mask_threshold=1.0,
+    )
+    loss = loss_of(logprobs, batch, cfg, entropy)
+    loss.total.backward()
+    assert loss.total.isfinite()
+    assert len(loss.kl) == 2 and loss.kl.isfinite().all()
+    for gradient in (logprobs.grad, entropy.grad):
+        assert gradient[[0, 3]].isfinite().all()
+        assert (gradient[[0, 3]] != 0).all()
+        assert gradient.tolist()[1:3] == [0, 0]
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_all_masked_is_a_zero_loss_with_a_zero_gradient(loss_type):
+    logprobs = torch.zeros(3, requires_grad=True)
+    zeros = torch.zeros(3)
+    batch = one_sequence(zeros, ref=zeros, advantages=zeros, weights=zeros, mask=zeros.bool())
+    cfg = grpo_config(loss_type=loss_type, beta=0.1, **FITTING.get(loss_type, {}))
+    loss = loss_of(logprobs, batch, cfg)
+    loss.total.backward()
+    assert loss.total.item() == 0
+    assert logprobs.grad.tolist() == [0, 0, 0]
+
+
+def test_a_reference_without_beta_is_a_bug():
+    zeros = torch.zeros(1)
+    with pytest.raises(AssertionError, match="reference"):
+        loss_of(zeros, one_sequence(zeros, ref=zeros, advantages=zeros), grpo_config())
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_every_estimate_of_the_divergence_and_its_gradient_are_those_of_the_oracle(estimator):
+    new = torch.tensor([-0.3, -2.0, -1.0], dtype=torch.float64, requires_grad=True)
+    ref = torch.tensor([-0.7, -1.1, -1.0], dtype=torch.float64)
+    found, expected = kl_estimate(new, ref, estimator), divergence(new, ref, estimator)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
+    gradients = [torch.autograd.grad(value.sum(), new)[0] for value in (found, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-15)
+
+
+MAX_COMPLETION_LENGTH = 9
+PROMPT_LENGTHS = [2, 6, 1, 4, 3, 5, 1]
+COMPLETION_LENGTHS = [5, 1, 9, 0, 3, 7, 2]  # one empty
+GROUP_IDS = torch.tensor([4, 4, 4, 0, 0, 7, 7])
+GROUPS = [slice(0, 3), slice(3, 5), slice(5, 7)]
+REWARDS = [0.3, -1.2, 0.9, 2.0, -0.4, 0.0, -2.1]
+SCORES = [[r, s] for r, s in zip(REWARDS, [1.0, 1.0, 0.0, 0.5, 0.5, 0.2, 0.9], strict=True)]
+STEPS = [[(1, 0.5), (4, 1.0)], [(0, -1.0)], [(2, 0.1), (8, 0.7)], [], [(1, 1.0)], [(6, 0.3)], []]
+
+PACKINGS = [  # layout, tokens per microbatch
+    (ParallelDims(), 1000),
+    (ParallelDims(), 16),
+    (ParallelDims(data=3), 40),
+    (ParallelDims(context=2, tensor=2, data=2), 16),
+]
+LEVELS = {"luspo": ["sequence"], "gmpo": ["token"], "vespo": ["token"]}
+RECIPES = [
+    (loss_type, level)
+    for loss_type in LOSS_TYPES
+    for level in LEVELS.get(loss_type, ["token", "sequence", "sequence_token"])
+]
+NO_DUAL_CLIP = ("cispo", "gmpo", "sapo", "vespo")
+
+IN_GROUPS = [REWARDS[group] for group in GROUPS]
+FLAT = torch.tensor(REWARDS, dtype=torch.float64)
+ADVANTAGES = {
+    f"{estimator}, {scale}": (
+        lambda e=estimator, s=scale: group_advantages(FLAT, GROUP_IDS, s, estimator=e).tolist(),
+        lambda e=estimator, s=scale: oracle_advantages(IN_GROUPS, estimator=e, scale=s),
+    )
+    for estimator, scales in {
+        "grpo": ["group", "batch", "none"],
+        "rloo": ["none", "group", "batch"],
+        "reinforce_plus_plus": ["batch"],
+        "reinforce_plus_plus_baseline": ["batch"],
+    }.items()
+    for scale in scales
+} | {
+    "gdpo": (
+        lambda: normalized_sum_advantages(
+            torch.tensor(SCORES, dtype=torch.float64),
+            torch.tensor([1.0, 0.5], dtype=torch.float64),
+            GROUP_IDS,
+        ).tolist(),
+        lambda: oracle_gdpo_advantages([SCORES[group] for group in GROUPS], [1.0, 0.5]),
+    ),
+    "process": (
+        lambda: [a.tolist() for a in process_advantages(STEPS, COMPLETION_LENGTHS, GROUP_IDS)],
+        lambda: oracle_process_advantages(
+            [STEPS[group] for group in GROUPS], [COMPLETION_LENGTHS[group] for group in GROUPS]
+        ),
+    ),
+}
+
+
+def random_tokens():
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randint(11, (p + c,), generator=generator)
+        for p, c in zip(PROMPT_LENGTHS, COMPLETION_LENGTHS, strict=True)
+    ]
+
+
+def packed_batches(options, advantages, rollout, packing):
+    """Every microbatch of all data ranks."""
+    dims, max_tokens = packing
+    tokens = random_tokens()
+    lengths = torch.tensor(COMPLETION_LENGTHS)
+    weights = loss_weights(lengths, options["loss_type"], MAX_COMPLETION_LENGTH)
+    sequences = [
+        TokenSequence(
+            tokens=tokens[i],
+            num_prompt_tokens=PROMPT_LENGTHS[i],
+            advantage=torch.tensor(advantages[i], dtype=torch.float64),
+            loss_weight=float(weights[i]),
+            rollout_logprobs=rollout[i],
+        )
+        for i in range(len(tokens))
+    ]
+    alignment = Alignment.of(dims, sequence_parallel=True)
+    plan = plan_microbatches([len(t) for t in tokens], max_tokens, dims, alignment)
+    return [
+        pack(sequences, members, alignment, dtype=torch.float64)
+        for rank in plan
+        for members in rank
+    ]
+
+
+def assert_equals_oracle(options, advantages, expected_advantages, packings, alone, off_policy):
+    """Loss and gradient of the bigram model with `options` are the oracle's, however packed."""
+    policy, old, reference = BigramModel(1), BigramModel(2 if off_policy else 1), BigramModel(3)
+    engine = BigramModel(4)
+    with torch.no_grad():  # an engine that is off by a little from the policy that generated
+        engine.table.copy_(old.table + 0.1 * engine.table)
+    tokens = random_tokens()
+    (new, entropies), (olds, _), (refs, _), (rollout, _) = (
+        zip(*map(model.of_response, tokens, PROMPT_LENGTHS), strict=True)
+        for model in (policy, old, reference, engine)
+    )
+    cfg = OracleLoss(
+        max_completion_length=MAX_COMPLETION_LENGTH, temperature=TEMPERATURE, **options
+    )
+    expected = oracle_loss(
+        new,
+        expected_advantages,
+        cfg,
+        [logprobs.detach() for logprobs in olds] if off_policy else None,
+        [logprobs.detach() for logprobs in refs],
+        [logprobs.detach() for logprobs in rollout],
+        entropies,
+    )
+    (expected_grad,) = torch.autograd.grad(expected, policy.table)
+
+    config = grpo_config(**{"kl_in_reward": False} | options)
+    for packing in packings:
+        batches = packed_batches(options, advantages, [r.detach() for r in rollout], packing)
+        with torch.no_grad():
+            batches = [
+                replace(
+                    batch,
+                    old_logprobs=old.of_packed(batch)[0] if off_policy else None,
+                    ref_logprobs=reference.of_packed(batch)[0] if config.beta else None,
+                )
+                for batch in batches
+            ]
+            if config.top_entropy_quantile < 1:
+                found = [policy.of_packed(batch)[1] for batch in batches]
+                batches = keep_high_entropy(batches, found, config.top_entropy_quantile, alone)
+            if config.entropy_coef:
+                batches = with_entropy_weights(batches, alone)
+        policy.table.grad, total = None, 0.0
+        for batch in batches:
+            logprobs, entropy = policy.of_packed(batch)
+            loss = loss_of(logprobs, batch, config, entropy)
+            loss.total.backward()
+            total += loss.total.item()
+        assert total == pytest.approx(expected.item(), rel=1e-10, abs=1e-14)
+        torch.testing.assert_close(policy.table.grad, expected_grad, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("estimator", ADVANTAGES)
+@pytest.mark.parametrize("loss_type, level", RECIPES)
+def test_loss_and_gradient_of_any_packing_equal_the_padded_oracle(
+    loss_type, level, estimator, alone
+):
+    advantages, expected_advantages = (compute() for compute in ADVANTAGES[estimator])
+    options = {
+        "loss_type": loss_type,
+        "importance_sampling_level": level,
+        "epsilon": 0.1,
+        "epsilon_high": 1.15 if loss_type == "cispo" else 0.15,
+        "delta": None if loss_type in NO_DUAL_CLIP else 1.5,
+        "beta": 0.3,
+    }
+    assert_equals_oracle(options, advantages, expected_advantages, PACKINGS[1::2], alone, True)
+
+
+OPTIONS = {
+    "on policy": {},
+    "no dual clip": {"delta": None},
+    "k1": {"kl_estimator": "k1"},
+    "k2": {"kl_estimator": "k2"},
+    "kl in the reward": {"kl_in_reward": True},
+    "unbiased kl": {"use_bias_correction_kl": True},
+    "unbiased kl of sequences": {
+        "use_bias_correction_kl": True,
+        "importance_sampling_level": "sequence",
+    },
+    "top entropy": {"top_entropy_quantile": 0.3},
+    "top entropy of sequences": {
+        "top_entropy_quantile": 0.5,
+        "importance_sampling_level": "sequence",
+    },
+    "top entropy, none": {"top_entropy_quantile": 0.0},
+    "entropy bonus": {"entropy_coef": 0.2},
+    "entropy bonus of the top": {"entropy_coef": 0.2, "top_entropy_quantile": 0.3},
+    "entropy bonus of gmpo": {"entropy_coef": 0.2, "loss_type": "gmpo"},
+    "off-policy mask": {"off_policy_mask_threshold": 0.05},
+    "off-policy mask of luspo": {
+        "off_policy_mask_threshold": 0.3,
+        "loss_type": "luspo",
+        "importance_sampling_level": "sequence",
+    },
+    "other temperatures": {
+        "loss_type": "sapo",
+        "sapo_temperature_pos": 2.0,
+        "sapo_temperature_neg": 0.7,
+    },
+    "other gammas": {
+        "loss_type": "vespo",
+        "vespo_k_pos": 1.0,
+        "vespo_lambda_pos": 0.5,
+        "vespo_k_neg": 0.3,
+        "vespo_lambda_neg": 0.8,
+    },
+    **{
+        mode: {
+            "rollout_importance_sampling_mode": mode,
+            "rollout_importance_sampling_threshold": 1.2,
+            "rollout_importance_sampling_min": 0.8,
+        }
+        for mode in (
+            "token_truncate",
+            "token_mask",
+            "sequence_truncate",
+            "sequence_mask",
+            "geometric_truncate",
+            "geometric_mask",
+        )
+    },
+    "weights of vespo": {
+        "loss_type": "vespo",
+        "rollout_importance_sampling_mode": "token_truncate",
+        "rollout_importance_sampling_threshold": 1.2,
+    },
+    "masked weights of vespo": {
+        "loss_type": "vespo",
+        "rollout_importance_sampling_mode": "token_mask",
+        "rollout_importance_sampling_threshold": 1.1,
+    },
+    "everything": {
+        "loss_type": "dapo",
+        "importance_sampling_level": "sequence_token",
+        "kl_estimator": "k2",
+        "use_bias_correction_kl": True,
+        "top_entropy_quantile": 0.7,
+        "entropy_coef": 0.1,
+        "off_policy_mask_threshold": 0.2,
+        "rollout_importance_sampling_mode": "geometric_truncate",
+        "rollout_importance_sampling_threshold": 1.1,
+    },
+}
+
+
+@pytest.mark.parametrize("off_policy", [False, True])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_of_the_loss_equals_the_padded_oracle(name, off_policy, alone):
+    options = {
+        "loss_type": "grpo",
+        "epsilon": 0.1,
+        "epsilon_high": 0.15,
+        "delta": None if OPTIONS[name].get("loss_type") in NO_DUAL_CLIP else 1.5,
+        "beta": 0.3,
+    } | OPTIONS[name]
+    assert_equals_oracle(options, REWARDS, REWARDS, PACKINGS, alone, off_policy)
+
+
+@pytest.mark.parametrize("completion", [[], [3], [3, 3], [7, 3]])
+def test_a_token_that_is_also_the_padding_counts_where_it_was_sampled(completion):
+    # With padding 3, and 3 as the end of a sequence: after it, before it, and as all there is.
+    policy, prompts = BigramModel(1), [[5, 3], [3], [8]]
+    completions = [[4, 3], completion, [6]]
+    sequences = [
+        TokenSequence(
+            tokens=torch.tensor(prompt + own),
+            num_prompt_tokens=len(prompt),
+            advantage=1.0,
+            loss_weight=1.0,
+            rollout_logprobs=torch.zeros(len(own)),
+        )
+        for prompt, own in zip(prompts, completions, strict=True)
+    ]
+    alignment = Alignment(sequence=8, total=8)
+    batch = pack(sequences, [0, 1, 2], alignment, padding_id=3, dtype=torch.float64)
+    logprobs, entropy = policy.of_packed(batch)
+    cfg = grpo_config(loss_type="cispo", epsilon_high=5.0)  # whose loss is -logprob here
+    loss = loss_of(logprobs, batch, cfg, entropy)
+    expected = [
+        policy.of_response(sequence.tokens, sequence.num_prompt_tokens)[0].sum().item()
+        for sequence in sequences
+    ]
+    assert batch.loss_mask.sum() == sum(map(len, completions))
+    assert loss.total.item() == pytest.approx(-sum(expected), rel=1e-12)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
+def test_a_real_model_on_packed_sequences_has_the_loss_and_gradients_of_the_padded_oracle(
+    tmp_path, loss_type
+):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path, "qwen3", tied=True)).double()
+    cfg = OracleLoss(loss_type=loss_type, max_completion_length=6, temperature=0.8)
+    prompts = [[5, 6, 7], [8], [9, 10, 11, 12]]
+    completions = [[13, 14], [15, 16, 17, 18, 19, 1], [20]]
+    advantages = [1.0, -0.5, 0.25]
+    expected, expected_grads = oracle_model_loss(model, prompts, completions, advantages, cfg)
+
+    weights = loss_weights(torch.tensor([2, 6, 1]), loss_type, cfg.max_completion_length)
+    sequences = [
+        TokenSequence(
+            tokens=torch.tensor(prompt + completion),
+            num_prompt_tokens=len(prompt),
+            advantage=advantages[i],
+            loss_weight=float(weights[i]),
+            rollout_logprobs=torch.zeros(len(completion)),
+        )
+        for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
+    ]
+    batch = pack(sequences, [2, 0, 1], Alignment(), dtype=torch.float64)
+    hidden = [model.model(sequences[i].tokens[None], use_cache=False)[0][0] for i in (2, 0, 1)]
+    targets = prediction_targets(batch.cu_seqlens, torch.arange(len(batch.tokens)))
+    logprobs, _ = chosen_logprobs(
+        torch.cat(hidden),
+        model.lm_head.weight,
+        batch.tokens,
+        targets,
+        batch.loss_mask,
+        temperature=cfg.temperature,
+        vocab_size=model.config.vocab_size,
+        tensor_group=None,
+    )
+    loss = loss_of(logprobs, batch, grpo_config(loss_type=loss_type))
+    model.zero_grad()
+    loss.total.backward()
+    assert loss.total.item() == pytest.approx(expected, rel=1e-6)
+    for name, parameter in model.named_parameters():
+        # 1e-6 and not 1e-9: transformers computes norms and rotations in float32 in any model.
+        difference = (parameter.grad - expected_grads[name]).norm() / expected_grads[name].norm()
+        assert difference < 1e-6, name

@@ -1,0 +1,315 @@
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.config_file import dump_config, load_config
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+DEMO = CONFIGS / "demo_smollm2_135m.yaml"
+
+
+def refusal(*overrides: str, path: Path = DEMO) -> str:
+    """The message with which the demo's config plus `overrides` is refused."""
+    with pytest.raises(ValueError) as refused:
+        load_config(path, overrides)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_config_loads_and_its_dump_loads_back_equal(path, tmp_path):
+    config = load_config(path)
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "config.yaml") == config
+
+
+def test_demo_is_the_run_that_the_readme_promises():
+    config = load_config(DEMO)
+    assert config.dims.pipeline == config.dims.world_size == 2
+    assert (config.grpo.generation_batch_size, config.grpo.num_generations) == (64, 8)
+    assert (config.optimizer.lr, config.train.num_steps, config.grpo.beta) == (3e-5, 15, 0.0)
+
+
+def test_reading_a_config_imports_no_torch():
+    code = (
+        "import sys; from pathlib import Path; "
+        "from megatron_grpo.config.config_file import load_config; "
+        f"load_config(Path({str(DEMO)!r})); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30, cwd=CONFIGS.parent)
+
+
+def test_overrides_are_yaml_values_and_reach_nested_pass_through_tables():
+    config = load_config(
+        DEMO,
+        [
+            "optimizer.lr=1e-6",
+            "data.answer_column=null",
+            "data.system_prompt=a = b",
+            "rollout.vllm.compilation_config.level=3",
+            "reward.functions=[exact, {name: format, weight: 0.5, arguments: {pattern: a+}}]",
+        ],
+    )
+    assert config.optimizer.lr == 1e-6
+    assert config.data.answer_column is None
+    assert config.data.system_prompt == "a = b"
+    assert config.rollout.vllm == {"compilation_config": {"level": 3}}
+    assert [(f.name, f.weight) for f in config.reward.functions] == [
+        ("exact", 1.0),
+        ("format", 0.5),
+    ]
+
+
+def test_defaults_that_follow_other_keys_are_resolved():
+    config = load_config(
+        CONFIGS / "gsm8k_smollm2_135m.yaml",
+        [
+            "parallel.tensor_parallel_size=3",
+            "rollout.base_urls=[http://localhost:1, http://localhost:2]",
+        ],
+    )
+    assert load_config(DEMO, ["grpo.epsilon=0.1"]).grpo.epsilon_high == 0.1
+    assert config.parallel.sequence_parallel is True
+    assert config.rollout.num_engines == 2
+    assert load_config(DEMO).parallel.sequence_parallel is False
+
+
+def test_an_evaluation_follows_the_training_in_what_it_does_not_say(tmp_path):
+    overrides = ["data.system_prompt=Add.", "data.path=openai/gsm8k", "reward.timeout=5"]
+    assert load_config(DEMO, overrides).eval.data is None
+    config = load_config(
+        DEMO,
+        [
+            *overrides,
+            "eval.data.split=test",
+            "eval.data.answer_column=null",
+            "eval.reward.functions=[exact]",
+            "eval.num_generations=8",
+        ],
+    )
+    data, reward = config.eval.data, config.eval.reward
+    assert (data.path, data.system_prompt) == ("openai/gsm8k", "Add.")
+    assert (data.split, data.answer_column, data.shuffle) == ("test", None, False)
+    assert ([f.name for f in reward.functions], reward.timeout) == (["exact"], 5.0)
+    assert config.eval.k == (1, 8)
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "config.yaml") == config
+
+
+@pytest.mark.parametrize("text", ["3e-5", "3.0e-5", "0.00003", "3E-05"])
+def test_every_common_way_to_write_a_number_is_a_number(text):
+    assert load_config(DEMO, [f"optimizer.lr={text}"]).optimizer.lr == 3e-5
+
+
+@pytest.mark.parametrize(
+    ("wrong", "nearest"),
+    [
+        ("optimiser.lr", "optimizer.lr"),
+        ("lr", "optimizer.lr"),
+        ("trian.num_steps", "train.num_steps"),
+        ("grpo.num_generation", "grpo.num_generations"),
+        ("eval.data.splt", "eval.data.split"),
+    ],
+)
+def test_unknown_key_is_answered_with_the_nearest_known_one(wrong, nearest):
+    message = refusal(f"{wrong}=1")
+    assert f"{wrong!r}" in message
+    assert nearest in message
+    assert "\n" not in message
+
+
+def test_unknown_keys_of_the_file_are_told_all_at_once(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(DEMO.read_text() + "wandbb:\n  project: x\nseeed: 1\n")
+    assert "'wandbb.project'" in refusal(path=path)
+    assert "did you mean 'train.seed'" in refusal(path=path)
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("optimizer.lr=fast", ["optimizer.lr", "'fast'", "valid number"]),
+        ("train.num_steps=1.5", ["train.num_steps", "1.5", "valid integer"]),
+        ("train.num_steps=0", ["train.num_steps", "0", "greater than 0"]),
+        ("data.shuffle=1", ["data.shuffle", "1", "boolean"]),
+        ("grpo.loss_type=ppo", ["grpo.loss_type", "'ppo'", "'luspo' or 'vespo'"]),
+        ("model.path=3", ["model.path", "3", "expected a path"]),
+        ("train=3", ["train", "3", "expected a table of keys"]),
+        ("rollout.base_urls=http://x", ["rollout.base_urls", "expected a list"]),
+        ("optimizer.lr=.nan", ["optimizer.lr", "finite"]),
+        ("reward.functions=[{name: exact, wieght: 2}]", ["reward.functions.0.wieght"]),
+    ],
+)
+def test_wrong_value_is_one_line_with_key_value_and_what_is_expected(override, parts):
+    message = refusal(override)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+
+
+def test_missing_key_is_named_with_its_meaning(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(DEMO.read_text().replace("  num_steps: 15\n", ""))
+    assert refusal(path=path) == "config key train.num_steps is missing. Optimizer steps."
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["rollout.top_p=0.9"], ["top_p 0.9", "cannot reproduce", "top_p 1.0"]),
+        (["rollout.top_k=50"], ["top_k 50", "cannot reproduce", "top_k -1"]),
+        (["rollout.temperature=0"], ["rollout.temperature", "greater than or equal to 0.01"]),
+        (["parallel.sequence_parallel=true"], ["tensor_parallel_size is 1"]),
+        (["optimizer.lr_warmup_steps=15"], ["15", "at most 14"]),
+        (["optimizer.min_lr=1"], ["1.0", "at most 3e-05"]),
+        (["grpo.num_generations=1"], ["num_generations 1", "at least 2", "reinforce_plus_plus"]),
+        (["grpo.loss_type=cispo"], ["epsilon_high 0.2", "cispo", "at least 1, such as 5.0"]),
+        (["grpo.loss_type=gmpo", "grpo.delta=2.0"], ["grpo.delta 2.0", "gmpo", "null"]),
+        (["grpo.loss_type=luspo"], ["luspo", "importance_sampling_level=sequence", "not token"]),
+        (
+            ["grpo.loss_type=vespo", "grpo.rollout_importance_sampling_mode=sequence_mask"],
+            ["sequence_mask", "token_truncate or token_mask"],
+        ),
+        (
+            ["grpo.advantage_estimator=reinforce_plus_plus", "grpo.scale_rewards=group"],
+            ["scale_rewards group", "use batch"],
+        ),
+        (
+            [
+                "grpo.advantage_estimator=reinforce_plus_plus",
+                "grpo.num_generations=1",
+                "grpo.dynamic_sample=true",
+            ],
+            ["dynamic_sample", "num_generations 1", "at least 2"],
+        ),
+        (
+            [
+                "grpo.multi_objective_aggregation=normalize_then_sum",
+                "grpo.advantage_estimator=rloo",
+            ],
+            ["normalize_then_sum", "advantage_estimator=grpo", "not rloo"],
+        ),
+        (["grpo.supervision=process"], ["supervision process", "environment.name", "outcome"]),
+        (
+            ["grpo.old_logprobs=rollout", "grpo.rollout_importance_sampling_mode=token_mask"],
+            ["token_mask", "old_logprobs=rollout", "one of the two"],
+        ),
+        (["grpo.kl_target=0.1"], ["kl_target", "grpo.beta", "0.04"]),
+        (["grpo.use_bias_correction_kl=true"], ["use_bias_correction_kl", "grpo.beta 0"]),
+        (
+            [
+                "grpo.beta=0.1",
+                "grpo.advantage_estimator=rloo",
+                "grpo.overlong_filter=true",
+            ],
+            ["overlong_filter", "kl_in_reward"],
+        ),
+        (["eval.data.path=x", "eval.reward.functions=[]"], ["eval.reward.functions is empty"]),
+        (["grpo.sync_ref_model=true"], ["grpo.beta 0 loads none", "beta above 0"]),
+        (["grpo.ref_model_mixup_alpha=0"], ["grpo.ref_model_mixup_alpha", "greater than 0"]),
+        (
+            ["rollout.base_urls=[http://localhost:1]", "rollout.num_engines=3"],
+            ["num_engines 3", "base_urls 1"],
+        ),
+        (
+            ["rollout.async_generate=true"],
+            ["async_generate true", "recompute", "grpo.old_logprobs=rollout", "token_truncate"],
+        ),
+        (["rollout.sync_dir=/tmp"], ["rollout.sync_dir"]),
+        (["rollout.base_urls=[node7]"], ["'node7'", "http://host:8000"]),
+        (
+            ["rollout.engine=transformers", "rollout.tensor_parallel_size=2"],
+            ["tensor_parallel_size 2", "must be 1"],
+        ),
+        (["eval.k=[1,4,8]"], ["eval.k 4", "num_generations 1", "to 8"]),
+        (["eval.temperature=0", "eval.num_generations=4"], ["temperature 0", "num_generations 1"]),
+        (["eval.temperature=0.001"], ["0.001", "use 0, or at least 0.01"]),
+        (["eval.temperature=-1"], ["eval.temperature", "greater than or equal to 0"]),
+        (["eval.top_k=0"], ["eval.top_k 0", "-1"]),
+        (["eval.top_p=0"], ["eval.top_p", "greater than 0"]),
+        (["eval.data.shuffle=true"], ["eval.data.shuffle", "leave it out"]),
+        (["eval.data.path=3"], ["eval.data.path", "valid string"]),
+        (["reward.functions=[]"], ["reward.functions", "at least 1"]),
+        (["reward.functions=exact"], ["reward.functions is a list"]),
+        (["reward.functions=[a.py:f, b.py:f]"], ["f 2 times"]),
+        (["reward.max_failed_fraction=1.0"], ["reward.max_failed_fraction", "less than 1"]),
+        (["data.apply_chat_template=false", "data.system_prompt=x"], ["apply_chat_template=true"]),
+        (["train.num_steps.x=1"], ["'num_steps' is a value"]),
+        (["train.num_steps"], ["'train.num_steps' is not of the form key.sub=value"]),
+        (["train.seed=[1"], ["not valid YAML"]),
+    ],
+)
+def test_values_that_cannot_stand_are_refused_with_the_numbers(overrides, parts):
+    message = refusal(*overrides)
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [("model: [1", "not valid YAML"), ("- 1", "holds list"), ("a: 1\na: 2", "'a' is given twice")],
+)
+def test_broken_files_are_refused(text, part, tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    assert part in refusal(path=path)
+
+
+def test_missing_file_is_refused(tmp_path):
+    assert "does not exist" in refusal(path=tmp_path / "none.yaml")
+
+
+def test_config_cannot_be_changed():
+    config = load_config(DEMO)
+    with pytest.raises(ValidationError):
+        config.train = config.train
+    with pytest.raises(ValidationError):
+        config.train.seed = 1
+
+
+def test_every_key_has_a_description():
+    sections = [Config.model_fields[name].annotation for name in Config.model_fields]
+    undescribed = [
+        f"{section.__name__}.{name}"
+        for section in sections
+        for name, field in section.model_fields.items()
+        if not field.description
+    ]
+    assert not undescribed
+
+
+def test_an_environment_is_a_term_of_the_reward_and_may_be_the_only_one():
+    environment = ["environment.name=mine.py:Game", "environment.arguments.size=3"]
+    config = load_config(DEMO, [*environment, "reward.functions=[]", "environment.weight=2.0"])
+    assert config.environment.arguments == {"size": 3}
+    assert [(term.label, term.weight) for term in config.reward_terms] == [("environment", 2.0)]
+    config = load_config(DEMO, [*environment, "reward.functions=[exact]"])
+    assert [term.label for term in config.reward_terms] == ["exact", "environment"]
+    assert load_config(DEMO).reward_terms == load_config(DEMO).reward.functions
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["environment.name=Game"], "'Game' is not of the form file.py:ClassName"),
+        (["environment.name=:Game"], "':Game' is not of the form"),
+        (["reward.functions=[]"], r"reward.functions is empty: name at least 1, such as \[exact\]"),
+        (
+            ["environment.name=mine.py:Game", "reward.functions=[mine.py:environment]"],
+            "so is the reward of the environment called: rename the function",
+        ),
+    ],
+)
+def test_an_environment_that_cannot_be_is_refused(overrides, told):
+    assert re.search(told, refusal(*overrides))
+
+
+def test_shared_prompts_refuse_what_their_attention_does_not_know():
+    message = refusal("grpo.shared_prompts=true", "model.megatron.window_size=[128, 0]")
+    assert "model.megatron.window_size is not known to the attention of grpo.shared_prompts" in (
+        message
+    )

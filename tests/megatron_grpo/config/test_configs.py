@@ -1,0 +1,104 @@
+"""The shipped configs of large runs: each must fit its model, its GPUs and its own numbers."""
+
+from pathlib import Path
+
+import pytest
+
+from checkpoint_convert import padded_vocab_size, read_shape
+from checkpoint_convert.megatron import checkpoint_layout
+from megatron_grpo.config.config_file import load_config
+from megatron_grpo.experience.batching import BatchSchedule
+from megatron_grpo.planning.built_rank import build_rank
+from megatron_grpo.planning.card import CARDS
+from megatron_grpo.planning.instantiate import instantiate
+from megatron_grpo.planning.job_plan import plan_job
+from megatron_grpo.planning.reshard_table import reshard_table
+from megatron_grpo.planning.workload import longest_sequence
+from megatron_grpo.rollout.vllm_command import check_engine_arguments
+from parallel.alignment import Alignment
+from parallel.device import setup_device
+from parallel.microbatches import plan_microbatches
+from published_models import write_config
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+H100_BYTES = 80e9
+GPUS_PER_NODE = 8
+RUNS = [
+    ("grpo_8b", "Llama-3.1-8B"),
+    ("grpo_70b", "Llama-3.3-70B"),
+    ("grpo_70b", "Qwen2.5-72B"),
+    ("grpo_32b_32k", "Qwen3-32B"),
+    ("grpo_32b_64k", "DeepSeek-R1-Distill-Qwen-32B"),
+    ("grpo_30b_a3b", "Qwen3-30B-A3B"),
+]
+of_every_run = pytest.mark.parametrize(("name", "published"), RUNS)
+
+
+def run_config(name, published, folder):
+    """The shipped config, with the config.json of a published model and no weights."""
+    return load_config(CONFIGS / f"{name}.yaml", [f"model.path={write_config(folder, published)}"])
+
+
+@of_every_run
+def test_batches_and_lengths_go_together(name, published, tmp_path):
+    cfg = run_config(name, published, tmp_path)
+    schedule = BatchSchedule.of(cfg.grpo)
+    assert schedule.minibatch_size % cfg.dims.data == 0
+    longest = cfg.data.max_prompt_length + cfg.rollout.max_completion_length
+    assert longest == cfg.rollout.vllm["max_model_len"]
+    assert longest <= read_shape(cfg.model.path).max_position_embeddings
+    alignment = Alignment.of(cfg.dims, cfg.parallel.sequence_parallel)
+    plan_microbatches([longest], cfg.train.max_tokens_per_microbatch, cfg.dims, alignment)
+    check_engine_arguments(cfg.rollout.vllm)
+
+
+@of_every_run
+def test_groups_stay_in_a_node_and_every_node_is_full(name, published, tmp_path):
+    cfg = run_config(name, published, tmp_path)
+    dims = cfg.dims
+    in_node = max(dims.tensor, dims.expert * dims.expert_tensor, cfg.rollout.tensor_parallel_size)
+    assert in_node <= GPUS_PER_NODE
+    engine_gpus = cfg.rollout.num_engines * cfg.rollout.tensor_parallel_size
+    if "gpu_memory_utilization" in cfg.rollout.vllm:  # trainer and engines share GPUs
+        assert engine_gpus == dims.world_size
+        assert engine_gpus % GPUS_PER_NODE == 0
+    else:
+        assert engine_gpus + dims.world_size == GPUS_PER_NODE
+
+
+@of_every_run
+def test_weights_can_be_pushed(name, published, tmp_path):
+    assert "sum" in reshard_table(run_config(name, published, tmp_path))
+
+
+@of_every_run
+def test_every_rank_is_built_as_planned(name, published, tmp_path, elsewhere):
+    cfg = run_config(name, published, tmp_path)
+    assert elsewhere(instantiate, cfg).faults == []
+
+
+@of_every_run
+def test_the_planner_has_no_objection(name, published, tmp_path):
+    cfg = run_config(name, published, tmp_path)
+    shape = read_shape(cfg.model.path)
+    assert plan_job(cfg, shape, CARDS["h100"], [longest_sequence(cfg, shape)]).fits
+
+
+def first_rank(cfg):
+    setup_device(0)
+    shape = read_shape(cfg.model.path)
+    return build_rank(cfg, shape, 0, checkpoint_layout(shape, padded_vocab_size(shape, cfg.dims)))
+
+
+@of_every_run
+def test_trainer_and_engine_fit_on_an_h100(name, published, tmp_path, elsewhere):
+    cfg = run_config(name, published, tmp_path)
+    first = elsewhere(first_rank, cfg)
+    trainer = [first.weight_bytes, first.gradient_bytes, first.optimizer_bytes]
+    engine = cfg.rollout.vllm.get("gpu_memory_utilization", 0) * H100_BYTES
+    # What is left is for activations, logits and buffers of the communication.
+    assert sum(trainer) + engine < 0.87 * H100_BYTES
+    # The config's reader is told the same.
+    said = " + ".join(str(round(num_bytes / 1e9)) for num_bytes in trainer)
+    text = " ".join((CONFIGS / f"{name}.yaml").read_text().replace("#", "").split())
+    assert f"float32 gradients, master weights and moments of a rank: {said} GB" in text

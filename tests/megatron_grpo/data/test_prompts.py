@@ -1,0 +1,372 @@
+import json
+import re
+import tempfile
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
+
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.config_file import load_config
+from megatron_grpo.data.prompts import Prompt, PromptStream, load_prompts
+from models import character_tokenizer
+
+CONTEXT = 512
+TINY = Path(__file__).parents[3] / "configs" / "tiny_cpu.yaml"
+ROWS = [{"prompt": f"question {i}", "answer": str(i), "level": i} for i in range(5)]
+
+
+def config(path: Path | str, *overrides: str) -> Config:
+    return load_config(TINY, [f"data.path={path}", "rollout.max_completion_length=12", *overrides])
+
+
+def jsonl(folder: Path, rows: list, name: str = "rows.jsonl") -> Path:
+    path = folder / name
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def load(cfg: Config) -> list[Prompt]:
+    return load_prompts(cfg, character_tokenizer(250), CONTEXT)
+
+
+def refusal(cfg: Config) -> str:
+    with pytest.raises(ValueError) as refused:
+        load(cfg)
+    return str(refused.value)
+
+
+def test_chat_template_gives_the_token_ids_that_the_tokenizer_itself_gives(tmp_path):
+    cfg = config(jsonl(tmp_path, ROWS), "data.system_prompt=Be brief")
+    prompt = load(cfg)[3]
+    messages = [
+        {"role": "system", "content": "Be brief"},
+        {"role": "user", "content": "question 3"},
+    ]
+    wanted = character_tokenizer(250).apply_chat_template(messages, add_generation_prompt=True)
+    assert list(prompt.token_ids) == wanted["input_ids"]
+    assert prompt.text == (
+        "<start>system\nBe brief<eos>\n<start>user\nquestion 3<eos>\n<start>assistant\n"
+    )
+    assert prompt.index == 3
+
+
+def test_chat_messages_in_the_prompt_column_are_taken_as_they_are(tmp_path):
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    cfg = config(jsonl(tmp_path, [{"prompt": chat, "answer": "1"}]))
+    assert (
+        load(cfg)[0].text == "<start>user\nhi<eos>\n<start>assistant\nho<eos>\n<start>assistant\n"
+    )
+
+
+def test_raw_prompts_are_the_text_alone(tmp_path):
+    prompt = load(config(jsonl(tmp_path, ROWS), "data.apply_chat_template=false"))[0]
+    assert prompt.text == "question 0"
+    assert list(prompt.token_ids) == character_tokenizer(250)("question 0")["input_ids"]
+
+
+def test_special_tokens_come_from_the_template_or_else_from_the_tokenizer(tmp_path):
+    tokenizer = character_tokenizer(250)
+    start = tokenizer.convert_tokens_to_ids("<start>")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<start> $A", special_tokens=[("<start>", start)]
+    )
+    path = jsonl(tmp_path, [{"prompt": "ab", "answer": ""}])
+    (chat,) = load_prompts(config(path), tokenizer, CONTEXT)
+    (raw,) = load_prompts(config(path, "data.apply_chat_template=false"), tokenizer, CONTEXT)
+    assert chat.token_ids.count(start) == chat.text.count("<start>") == 2
+    assert raw.token_ids == (start, *tokenizer.convert_tokens_to_ids(["a", "b"]))
+
+
+def test_rewards_see_every_column_and_the_mapped_answer(tmp_path):
+    rows = [{"q": "one", "solution": "1", "level": 7}]
+    cfg = config(jsonl(tmp_path, rows), "data.prompt_column=q", "data.answer_column=solution")
+    assert load(cfg)[0].row == {"q": "one", "solution": "1", "level": 7, "answer": "1"}
+    cfg = config(jsonl(tmp_path, rows), "data.prompt_column=q", "data.answer_column=null")
+    assert load(cfg)[0].row == rows[0]
+
+
+def test_jsonl_parquet_and_folders_of_them_hold_the_same_rows(tmp_path):
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS[3:]), tmp_path / "b.parquet")
+    jsonl(tmp_path, ROWS[:3], "a.jsonl")
+    (tmp_path / "README.md").write_text("no data")
+    from_files = load(config(tmp_path / "a.jsonl")) + load(config(tmp_path / "b.parquet"))
+    from_folder = load(config(tmp_path))
+    assert [prompt.row for prompt in from_folder] == ROWS == [prompt.row for prompt in from_files]
+    assert [prompt.index for prompt in from_folder] == [0, 1, 2, 3, 4]
+
+
+def test_missing_column_is_answered_with_those_present(tmp_path):
+    message = refusal(config(jsonl(tmp_path, ROWS), "data.prompt_column=question"))
+    assert "data.prompt_column 'question'" in message
+    assert "'prompt', 'answer', 'level'" in message
+
+
+def test_empty_data_is_refused(tmp_path):
+    assert "has no rows" in refusal(config(jsonl(tmp_path, [])))
+
+
+# A line that makes no prompt, and what is said of it.
+BAD_LINES = [
+    (b'{"prompt": ', "not JSON: Expecting value"),
+    (b'{"prompt": "a", "answer": "1"} {}', "not JSON: Extra data"),
+    (b"[" * 100_000, "not JSON: maximum recursion depth"),
+    (b'["prompt"]', "no JSON object: list"),
+    (b'{"prompt": "caf\xe9", "answer": "1"}', "not UTF-8: byte 0xe9 at column 16"),
+    (b'{"answer": "1"}', "no column 'prompt'"),
+    (b'{"prompt": "a"}', "no column 'answer'"),
+    (b'{"prompt": null, "answer": "1"}', "'prompt' is null"),
+    (b'{"prompt": "a", "answer": null}', "'answer' is null"),
+    (b'{"prompt": "a", "answer": NaN}', "'answer' is null"),
+    (b'{"prompt": "", "answer": "1"}', "'prompt' is empty"),
+    (b'{"prompt": " \\n", "answer": "1"}', "'prompt' is empty"),
+    (b'{"prompt": [], "answer": "1"}', "'prompt' is empty"),
+    (b'{"prompt": 3, "answer": "1"}', "'prompt' is neither a text nor messages"),
+    (b'{"prompt": ["hi"], "answer": "1"}', "'prompt' is neither a text nor messages"),
+    (b'{"prompt": [{"role": "user"}], "answer": "1"}', "'prompt' is neither a text nor messages"),
+    (
+        b'{"prompt": [{"role": "user", "content": null}], "answer": "1"}',
+        "messages with role and content: [{'content': None, 'role': 'user'}]",
+    ),
+    (b'{"prompt": "\\ud800", "answer": "1"}', "'prompt' is no valid Unicode"),
+    (b'{"prompt": "a", "answer": "\\udfff"}', "'answer' is no valid Unicode"),
+    (b'{"prompt": "' + b"x" * 600 + b'", "answer": "1"}', "619 tokens of at most 500"),
+]
+
+
+def with_bad_lines(folder: Path) -> Path:
+    """A good row, a blank line, and then every bad line with a good row behind."""
+    good = json.dumps(ROWS[0]).encode()
+    path = folder / "rows.jsonl"
+    path.write_bytes(
+        good + b"\r\n \n" + b"".join(line + b"\n" + good + b"\n" for line, _ in BAD_LINES)
+    )
+    return path
+
+
+def test_every_row_that_makes_no_prompt_is_listed_with_its_line(tmp_path):
+    path = with_bad_lines(tmp_path)
+    message = refusal(config(path))
+    first, *listed, last = message.splitlines()
+    assert first.startswith(f"20 of 41 rows of {path} cannot be used (4 'prompt' is neither")
+    for number, (line, (_, said)) in enumerate(zip(listed, BAD_LINES, strict=True)):
+        assert line.startswith(f"  {path} line {3 + 2 * number}: "), line
+        assert said in line
+    assert "data.on_invalid=skip" in last
+    assert "data.max_prompt_length=500 leaves out only those that are too long" in last
+
+
+def test_rows_that_make_no_prompt_are_left_out_where_the_config_says_so(tmp_path, caplog):
+    path = with_bad_lines(tmp_path)
+    prompts = load(config(path, "data.on_invalid=skip"))
+    # Rows keep their numbers: only the blank line has none.
+    assert [prompt.index for prompt in prompts] == list(range(0, 41, 2))
+    assert {prompt.row["prompt"] for prompt in prompts} == {"question 0"}
+    (warning,) = caplog.messages
+    assert warning.startswith(f"20 of 41 rows of {path} cannot be used and are left out: ")
+    assert "3 not JSON" in warning
+    assert "1 no column 'answer'" in warning
+
+
+def test_with_nothing_left_the_rows_are_listed_even_so(tmp_path):
+    path = jsonl(tmp_path, [{"prompt": "", "answer": "1"}] * 25)
+    message = refusal(config(path, "data.on_invalid=skip"))
+    assert message.startswith(f"25 of 25 rows of {path} cannot be used (25 'prompt' is empty):")
+    assert message.count(" line ") == 20
+    assert "\n  and 5 more\n" in message
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(
+        st.one_of(
+            st.text().map(lambda text: {"prompt": f"ok {text}"[:50], "answer": "1"}),
+            st.binary().filter(lambda line: b"\n" not in line and line.strip() != b""),
+            st.dictionaries(st.sampled_from(["prompt", "answer"]), st.none() | st.integers()),
+        ),
+        max_size=8,
+    )
+)
+def test_whatever_the_other_lines_hold_good_ones_are_used_and_bad_ones_listed(lines):
+    rows = {i: line for i, line in enumerate(lines) if isinstance(line, dict) and "ok" in str(line)}
+    encoded = [json.dumps(line).encode() if isinstance(line, dict) else line for line in lines]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.jsonl"
+        path.write_bytes(b"\n".join([*encoded, json.dumps(ROWS[0]).encode()]))
+        prompts = load(config(path, "data.on_invalid=skip"))
+        assert {p.index: p.row for p in prompts[:-1]} == rows
+        assert prompts[-1].row == ROWS[0]
+        bad = [f"{path} line {i + 1}: " for i in range(len(lines)) if i not in rows]
+        if bad:
+            listed = re.findall(
+                rf"^  ({re.escape(str(path))} line \d+: )", refusal(config(path)), re.M
+            )
+            assert listed == bad
+
+
+def test_chats_that_the_template_refuses_are_listed(tmp_path):
+    tokenizer = character_tokenizer(250)
+    tokenizer.chat_template = (
+        "{% if messages[0]['role'] != 'user' %}{{ raise_exception('begin with the user') }}"
+        "{% endif %}" + tokenizer.chat_template
+    )
+    chat = [{"role": "assistant", "content": "hi"}, {"role": "user", "content": "ho"}]
+    path = jsonl(tmp_path, [*ROWS, {"prompt": chat, "answer": "1"}])
+    with pytest.raises(ValueError) as refused:
+        load_prompts(config(path), tokenizer, CONTEXT)
+    assert f"{path} line 6: refused by the chat template: begin with the user" in str(refused.value)
+    skipped = load_prompts(config(path, "data.on_invalid=skip"), tokenizer, CONTEXT)
+    assert [prompt.row for prompt in skipped] == ROWS
+
+
+def test_chats_without_a_template_are_listed(tmp_path):
+    chat = [{"role": "user", "content": "hi"}]
+    path = jsonl(tmp_path, [*ROWS, {"prompt": chat, "answer": "1"}])
+    message = refusal(config(path, "data.apply_chat_template=false"))
+    assert f"{path} line 6: chat messages, which need data.apply_chat_template=true" in message
+
+
+def test_rows_of_a_table_go_by_their_number(tmp_path):
+    table = pyarrow.table({"prompt": ["a", None, "c", "d"], "answer": ["1", "2", None, "4"]})
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(table, path)
+    message = refusal(config(path))
+    assert f"{path} row 1: 'prompt' is null\n" in message
+    assert f"{path} row 2: 'answer' is null\n" in message
+    assert [p.index for p in load(config(path, "data.on_invalid=skip"))] == [0, 3]
+
+
+def test_a_table_with_bad_utf8_has_its_rows_named(tmp_path):
+    values = pyarrow.array([b"a", b"\xff", b"c"]).cast(pyarrow.string(), safe=False)
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": values, "answer": ["1"] * 3}), path)
+    assert f"1 of 3 rows of {path} cannot be used (1 not UTF-8)" in refusal(config(path))
+    assert f"{path} row 1: not UTF-8\n" in refusal(config(path))
+    assert [p.index for p in load(config(path, "data.on_invalid=skip"))] == [0, 2]
+
+
+def test_a_file_that_is_no_table_is_named(tmp_path):
+    path = tmp_path / "rows.parquet"
+    path.write_bytes(b"PAR1 and nothing else")
+    assert f"{path} cannot be read as Parquet: " in refusal(config(path))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    path.write_bytes(path.read_bytes()[:-20])
+    assert f"{path} cannot be read as Parquet: " in refusal(config(path))
+
+
+def test_a_byte_order_mark_is_no_fault(tmp_path):
+    path = jsonl(tmp_path, ROWS)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert [prompt.row for prompt in load(config(path))] == ROWS
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "no/such/folder", "/nowhere", "."])
+def test_missing_data_is_refused_at_once(name, tmp_path):
+    message = refusal(config(tmp_path / name if name == "." else name))
+    assert "does not exist" in message or "has no .jsonl or .parquet file" in message
+
+
+def test_name_of_a_data_set_that_no_hub_serves_is_refused(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    message = refusal(config("nobody/no-such-data-set", "data.subset=main"))
+    assert "nobody/no-such-data-set is no file or folder here" in message
+    assert "subset main, split train" in message
+
+
+def test_prompts_longer_than_the_context_are_listed_with_their_lengths(tmp_path):
+    # The template adds 19 tokens, and 512 - 12 leaves 500: 481 characters are the most.
+    rows = [{"prompt": "x" * (480 + i), "answer": ""} for i in range(4)]
+    path = jsonl(tmp_path, rows)
+    message = refusal(config(path))
+    assert "2 of 4 rows" in message
+    assert f"{path} line 3: too long for the model's context: 501 tokens of at most 500" in message
+    assert f"{path} line 4: too long for the model's context: 502 tokens of at most 500" in message
+    assert "data.max_prompt_length=500 leaves out" in message
+    for left_out in ("data.max_prompt_length=500", "data.on_invalid=skip"):
+        assert [len(p.token_ids) for p in load(config(path, left_out))] == [499, 500]
+
+
+def test_max_prompt_length_leaves_longer_rows_out_and_says_so(tmp_path, caplog):
+    rows = [ROWS[0], {"prompt": "x" * 100, "answer": ""}, ROWS[2]]
+    prompts = load(config(jsonl(tmp_path, rows), "data.max_prompt_length=60"))
+    assert [prompt.index for prompt in prompts] == [0, 2]
+    assert "1 of 3 prompts have more than 60 tokens and are left out" in caplog.text
+    message = refusal(config(jsonl(tmp_path, rows), "data.max_prompt_length=5"))
+    assert "data.max_prompt_length 5 leaves out all 3" in message
+
+
+def test_completion_length_that_fills_the_context_is_refused(tmp_path):
+    message = refusal(config(jsonl(tmp_path, ROWS), "rollout.max_completion_length=512"))
+    assert "max_completion_length 512" in message
+    assert "use at most 511" in message
+
+
+def test_tokenizer_without_chat_template_is_refused(tmp_path):
+    tokenizer = character_tokenizer(250)
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="apply_chat_template=false"):
+        load_prompts(config(jsonl(tmp_path, ROWS)), tokenizer, CONTEXT)
+
+
+def test_system_prompt_does_not_hide_the_rows_own(tmp_path):
+    chat = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+    path = jsonl(tmp_path, [{"prompt": chat, "answer": "1"}])
+    assert "its own system message" in refusal(config(path, "data.system_prompt=x"))
+
+
+def prompts(count: int) -> list[Prompt]:
+    return [Prompt(index=i, token_ids=(i,), text=str(i), row={}) for i in range(count)]
+
+
+def batches(stream: PromptStream, count: int) -> list[list[int]]:
+    return [[prompt.index for prompt in stream.batch(i)] for i in range(count)]
+
+
+def test_batches_are_a_function_of_their_number_and_the_seed():
+    first = batches(PromptStream(prompts(50), 8, seed=1, shuffle=True), 20)
+    again = PromptStream(prompts(50), 8, seed=1, shuffle=True)
+    assert [prompt.index for prompt in again.batch(19)] == first[19]
+    assert batches(PromptStream(prompts(50), 8, seed=2, shuffle=True), 20) != first
+
+
+def test_an_epoch_meets_every_prompt_at_most_once_and_batches_repeat_none():
+    epoch_length = 50 // 8
+    all_batches = batches(PromptStream(prompts(50), 8, seed=1, shuffle=True), 4 * epoch_length)
+    order = [index for batch in all_batches for index in batch]
+    epochs = [order[i : i + 48] for i in range(0, 4 * 48, 48)]
+    assert all(len(set(epoch)) == len(epoch) == 48 for epoch in epochs)
+    assert set().union(*epochs) == set(range(50))
+    assert epochs[0] != epochs[1]
+
+
+def test_unshuffled_batches_follow_the_rows_and_wrap_around():
+    stream = PromptStream(prompts(5), 3, seed=1, shuffle=False)
+    assert batches(stream, 3) == [[0, 1, 2], [3, 4, 0], [1, 2, 3]]
+
+
+def test_only_the_same_prompts_have_the_same_fingerprint(tmp_path):
+    def fingerprint(rows: list, *overrides: str, vocabulary: int = 250) -> str:
+        cfg = config(jsonl(tmp_path, rows), *overrides)
+        found = load_prompts(cfg, character_tokenizer(vocabulary), CONTEXT)
+        return PromptStream(found, 2, seed=1, shuffle=True).fingerprint
+
+    same = fingerprint(ROWS)
+    assert same.startswith("5 prompts of SHA-256 ")
+    assert fingerprint(ROWS) == fingerprint(ROWS, "data.prompt_column=prompt") == same
+    others = [
+        fingerprint([*ROWS, {"prompt": "one more", "answer": "", "level": 5}]),
+        fingerprint(ROWS[::-1]),
+        fingerprint([{**ROWS[0], "prompt": "question x"}, *ROWS[1:]]),
+        fingerprint(ROWS, vocabulary=60),
+    ]
+    assert len({same, *others}) == 5
+
+
+def test_batch_larger_than_the_data_is_refused():
+    with pytest.raises(ValueError, match=r"takes 6 different prompts and the data has 5"):
+        PromptStream(prompts(5), 6, seed=1, shuffle=True)

@@ -1,0 +1,200 @@
+"""Evaluations: their numbers, and the samples of a real engine that they are of."""
+
+import math
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from engines import random_prompts
+from megatron_grpo.config.config import EvalConfig
+from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.evaluation.evaluation import (
+    SEEDS_OF_EVALUATION,
+    Evaluated,
+    Evaluation,
+    as_evaluated,
+    eval_metrics,
+    eval_rows,
+    is_due,
+)
+from megatron_grpo.rewards import RewardPool
+from megatron_grpo.rollout.engine_error import EnginesOut
+from megatron_grpo.rollout.samples import Sample
+from megatron_grpo.timing import PhaseTimer
+from models import EOS_ID
+from parallel import ParallelDims
+from policies import tiny_config
+
+NAN = math.nan
+
+
+def evaluated(*groups: list[float]) -> Evaluated:
+    """One function's scores of the samples of each prompt; the first sample of each is cut."""
+    samples = [
+        Sample(
+            prompt=Prompt(index=index, token_ids=(5,), text=f"prompt {index}", row={}),
+            sample_index=i,
+            completion_ids=(4,) * (i + 1),
+            logprobs=(-1.0,) * (i + 1),
+            finish_reason="stop" if i else "length",
+            text=f"completion {i}",
+            policy_version=0,
+        )
+        for index, group in enumerate(groups)
+        for i in range(len(group))
+    ]
+    scores = [score for group in groups for score in group]
+    return Evaluated(samples, [{"exact": score} for score in scores], scores)
+
+
+def test_metrics_are_means_over_prompts() -> None:
+    cfg = EvalConfig(num_generations=4, k=(1, 2, 4))
+    metrics = eval_metrics(evaluated([1, 0, 0, 0], [1, 1, 0, 0.5]), cfg)
+    assert metrics == {
+        "eval/pass@1": pytest.approx((1 / 4 + 2 / 4) / 2),
+        "eval/pass@2": pytest.approx((3 / 6 + 5 / 6) / 2),
+        "eval/pass@4": 1.0,
+        "eval/mean@4": pytest.approx((0.25 + 0.625) / 2),
+        "eval/reward/exact/mean": pytest.approx(3.5 / 8),
+        "eval/completions/mean_length": 2.5,
+        "eval/completions/min_length": 1.0,
+        "eval/completions/max_length": 4.0,
+        "eval/completions/clipped_ratio": 0.25,
+        "eval/failed": 0.0,
+        "eval/num_prompts": 2.0,
+    }
+
+
+def test_a_failed_score_is_left_out_and_counted_and_never_a_zero() -> None:
+    """The second prompt has one sample left of two, the third none."""
+    cfg = EvalConfig(num_generations=2, k=(1, 2))
+    metrics = eval_metrics(evaluated([1, 0], [NAN, 1], [NAN, NAN]), cfg)
+    assert metrics["eval/failed"] == 3
+    assert metrics["eval/pass@1"] == pytest.approx((1 / 2 + 1) / 2)
+    assert metrics["eval/pass@2"] == 1.0  # of the first prompt alone
+    assert metrics["eval/mean@2"] == pytest.approx((1 / 2 + 1) / 2)
+    assert metrics["eval/reward/exact/mean"] == pytest.approx(2 / 3)
+    assert metrics["eval/num_prompts"] == 3
+
+
+def test_where_every_score_failed_there_is_no_metric_of_them() -> None:
+    metrics = eval_metrics(evaluated([NAN, NAN]), EvalConfig(num_generations=2))
+    assert not any("@" in name or "reward" in name for name in metrics)
+    assert metrics["eval/failed"] == 2
+    assert all(map(math.isfinite, metrics.values()))
+
+
+def test_a_row_says_whether_it_passed_and_null_where_nobody_knows() -> None:
+    cfg = EvalConfig(num_generations=3, pass_threshold=0.5)
+    rows = eval_rows(evaluated([0.5, 0.4, NAN]), cfg)
+    assert [row["passed"] for row in rows] == [True, False, None]
+    assert [row["reward"] for row in rows] == [0.5, 0.4, None]
+    assert rows[2]["rewards"] == {"exact": None}
+    assert rows[0] == {
+        "prompt": "prompt 0",
+        "completion": "completion 0",
+        "rewards": {"exact": 0.5},
+        "reward": 0.5,
+        "passed": True,
+        "finish_reason": "length",
+    }
+
+
+def test_weights_that_add_up_to_the_threshold_but_for_rounding_pass() -> None:
+    assert 0.7 + 0.2 + 0.1 < 1.0
+    assert eval_metrics(evaluated([0.7 + 0.2 + 0.1]), EvalConfig())["eval/pass@1"] == 1.0
+
+
+def test_an_evaluation_is_due_before_the_first_step_and_after_the_last(tied_model: Path) -> None:
+    arguments = ["train.num_steps=5", "eval.interval=2"]
+    cfg = tiny_config(tied_model, ParallelDims(), *arguments, "eval.data={}")
+    assert [step for step in range(6) if is_due(cfg, step)] == [0, 2, 4, 5]
+    assert not is_due(tiny_config(tied_model, ParallelDims(), *arguments), 0)
+
+
+def test_what_is_not_given_is_as_in_training(tied_model: Path) -> None:
+    def view(*overrides: str):
+        return as_evaluated(tiny_config(tied_model, ParallelDims(), "eval.data={}", *overrides))
+
+    rollout = view("rollout.temperature=0.7").rollout
+    assert (rollout.temperature, rollout.max_completion_length) == (0.7, 12)
+    own = ["eval.temperature=0", "eval.max_completion_length=40", "eval.top_k=3", "eval.top_p=0.9"]
+    rollout = view(*own).rollout
+    assert (rollout.temperature, rollout.max_completion_length) == (0.0, 40)
+    assert (rollout.top_k, rollout.top_p) == (3, 0.9)
+    assert [f.name for f in view("eval.reward.functions=[exact]").reward.functions] == ["exact"]
+
+
+@pytest.fixture(scope="module")
+def engine(transformers_engine, tied_model):
+    transformers_engine.push(tied_model)
+    return transformers_engine
+
+
+class EvaluationOfEngine:
+    """Evaluations of five random prompts by one engine."""
+
+    def __init__(self, engine, *overrides: str) -> None:
+        arguments = ["eval.data={}", "eval.num_generations=3", "eval.top_k=50", *overrides]
+        self.view = as_evaluated(tiny_config(engine.folder, ParallelDims(), *arguments))
+        self.pool = RewardPool(self.view.reward)
+        self.client = engine.client()
+        self.phases: list[str] = []
+        self.shown: list[tuple[int, int]] = []
+        self.evaluation = Evaluation(
+            self.view, random_prompts(5), (EOS_ID,), self.client, self.pool
+        )
+
+    def run(self, version: int) -> Evaluated:
+        timer = PhaseTimer(self.phases.append)
+        result = self.evaluation.run(version, timer, lambda *done: self.shown.append(done))
+        assert set(timer.metrics()) == {"time/eval", "time/step"}
+        return result
+
+    def close(self) -> None:
+        self.pool.close()
+
+
+def completions(result: Evaluated) -> list[tuple[int, ...]]:
+    return [sample.completion_ids for sample in result.samples]
+
+
+def test_samples_do_not_depend_on_how_many_are_asked_for_at_once(engine) -> None:
+    with closing(EvaluationOfEngine(engine, "grpo.generation_batch_size=8")) as parts:
+        in_parts, again = parts.run(engine.version), parts.run(engine.version)
+    assert parts.shown[:4] == [(0, 5), (2, 5), (4, 5), (5, 5)]
+    assert parts.phases[:3] == ["eval_generate", "", "eval_score"]
+    at_once = engine.generate(
+        random_prompts(5),
+        num_generations=3,
+        max_completion_length=12,
+        top_k=50,
+        seed=parts.view.train.seed,
+        step=SEEDS_OF_EVALUATION,
+    )
+    assert completions(in_parts) == [sample.completion_ids for sample in at_once]
+    assert completions(again) == completions(in_parts)
+    assert [s.prompt.index for s in in_parts.samples] == [i for i in range(5) for _ in range(3)]
+    assert len(in_parts.totals) == len(in_parts.rewards) == 15
+
+
+def test_with_no_engine_left_it_goes_on_where_it_ended(engine) -> None:
+    with closing(EvaluationOfEngine(engine, "grpo.generation_batch_size=8")) as whole:
+        expected = completions(whole.run(engine.version))
+    with closing(EvaluationOfEngine(engine, "grpo.generation_batch_size=8")) as broken:
+        url, fleet = engine.servers.base_urls[0], broken.client.fleet
+        original, calls = broken.pool.score, []
+
+        def score(samples, **limit):
+            calls.append(len(samples))
+            if len(calls) == 1:
+                fleet.leave_out(url, "planted")
+            return original(samples, **limit)
+
+        broken.pool.score = score
+        with pytest.raises(EnginesOut):
+            broken.run(engine.version)
+        fleet.finish_push([url])
+        assert completions(broken.run(engine.version)) == expected
+    assert calls == [6, 6, 3]

@@ -1,0 +1,42 @@
+from fractions import Fraction
+from itertools import combinations
+from math import comb
+
+import pytest
+
+from megatron_grpo.evaluation.pass_at_k import pass_at_k
+
+
+def share_of_subsets_with_a_pass(num_samples: int, num_passed: int, k: int) -> Fraction:
+    """What pass@k is, by drawing every k of the samples once; the first ones have passed."""
+    draws = list(combinations(range(num_samples), k))
+    return Fraction(sum(any(i < num_passed for i in draw) for draw in draws), len(draws))
+
+
+@pytest.mark.parametrize("n", range(1, 9))
+def test_it_is_the_share_of_the_subsets_in_which_one_has_passed(n: int) -> None:
+    for c in range(n + 1):
+        for k in range(1, n + 1):
+            exact = share_of_subsets_with_a_pass(n, c, k)
+            assert pass_at_k(n, c, k) == pytest.approx(float(exact), abs=1e-15), (n, c, k)
+
+
+@pytest.mark.parametrize(
+    ("n", "c", "k"),
+    [(200, 1, 100), (2000, 7, 900), (2000, 900, 7), (100_000, 3, 1), (100_000, 99_999, 2)],
+)
+def test_many_samples_overflow_nothing(n: int, c: int, k: int) -> None:
+    exact = 1 - Fraction(comb(n - c, k), comb(n, k))
+    assert pass_at_k(n, c, k) == pytest.approx(float(exact), rel=1e-10)
+
+
+def test_none_and_all_passed_are_exactly_0_and_1() -> None:
+    assert pass_at_k(64, 0, 8) == 0.0
+    assert pass_at_k(64, 64, 1) == 1.0
+    assert pass_at_k(64, 57, 8) == 1.0  # no 8 of the 7 that failed
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(4, 5, 1), (4, -1, 1), (4, 2, 0), (4, 2, 5)])
+def test_what_cannot_be_drawn_is_refused(n: int, c: int, k: int) -> None:
+    with pytest.raises(AssertionError):
+        pass_at_k(n, c, k)

@@ -1,0 +1,98 @@
+"""Which prompts take the place of those whose completions all have the same reward."""
+
+import math
+from itertools import pairwise
+
+from megatron_grpo.config.grpo_config import GRPOConfig
+from megatron_grpo.data.prompts import Prompt, PromptStream
+from megatron_grpo.experience.dynamic_sampling import ScoredGroup, Search
+
+NUM_PROMPTS, BATCH_SIZE = 40, 8
+
+
+def stream(num_prompts: int = NUM_PROMPTS) -> PromptStream:
+    prompts = [Prompt(index=i, token_ids=(i,), text="", row={}) for i in range(num_prompts)]
+    return PromptStream(prompts, BATCH_SIZE, seed=1, shuffle=True)
+
+
+def config(**options) -> GRPOConfig:
+    options = {"dynamic_sample": True} | options
+    return GRPOConfig(num_generations=2, generation_batch_size=2 * BATCH_SIZE, **options)
+
+
+def scored(prompts, is_useful) -> list[ScoredGroup]:
+    """Groups with and without spread; the samples stand for themselves by their prompt."""
+    return [ScoredGroup([p], [{}], [0.1, 0.9 if is_useful(p) else 0.1]) for p in prompts]
+
+
+def found(search: Search) -> list[int]:
+    return [group.samples[0].index for group in search.groups()]
+
+
+def run(is_useful, num_prompts: int = NUM_PROMPTS, **options) -> tuple[Search, list[list[int]]]:
+    search, rounds = Search(stream(num_prompts), 3, config(**options)), []
+    while search.prompts:
+        rounds.append([prompt.index for prompt in search.prompts])
+        search.take(scored(search.prompts, is_useful))
+    return search, rounds
+
+
+def test_without_dynamic_sampling_there_is_one_round_and_every_group_stays():
+    search, rounds = run(lambda prompt: False, dynamic_sample=False)
+    assert rounds == [[prompt.index for prompt in stream().batch(3)]]
+    assert found(search) == rounds[0]
+
+
+def test_prompts_without_spread_are_replaced_by_as_many_that_were_not_tried():
+    search, rounds = run(lambda prompt: prompt.index % 2 == 0)
+    tried = [index for indices in rounds for index in indices]
+    assert len(tried) == len(set(tried))
+    for indices, following in pairwise(rounds):
+        useful_so_far = [i for i in tried[: tried.index(indices[-1]) + 1] if i % 2 == 0]
+        assert len(following) == BATCH_SIZE - len(useful_so_far)
+    assert len(found(search)) == BATCH_SIZE
+    assert search.num_replaced == len(tried) - BATCH_SIZE
+
+
+def test_after_the_last_round_groups_of_equal_rewards_fill_the_generation():
+    search, rounds = run(lambda prompt: False, max_resample_times=2)
+    assert len(rounds) == 3
+    assert found(search) == rounds[0]
+
+
+def test_a_useful_group_goes_before_those_of_equal_rewards():
+    search, rounds = run(lambda prompt: prompt.index == rounds_last(), max_resample_times=1)
+    assert found(search)[0] == rounds_last()
+    assert len(found(search)) == BATCH_SIZE == len(rounds[0])
+
+
+def rounds_last() -> int:
+    """The last prompt that the second round tries when the first found nothing."""
+    _, rounds = run(lambda prompt: False, max_resample_times=1)
+    return rounds[1][-1]
+
+
+def test_data_that_has_no_more_prompts_ends_the_search():
+    _, rounds = run(lambda prompt: False, num_prompts=BATCH_SIZE + 3, max_resample_times=9)
+    assert [len(indices) for indices in rounds] == [BATCH_SIZE, 3]
+
+
+def test_the_same_generation_tries_the_same_prompts_again():
+    assert run(lambda prompt: False)[1] == run(lambda prompt: False)[1]
+
+
+def test_samples_that_could_not_be_scored_are_no_spread():
+    nan = math.nan
+    assert not ScoredGroup([], [], [nan, 0.5, 0.5]).has_spread
+    assert not ScoredGroup([], [], [nan, nan]).has_spread
+    assert ScoredGroup([], [], [nan, 0.5, 0.4]).has_spread
+
+
+def test_failures_of_prompts_that_were_replaced_count_as_well():
+    search = Search(stream(), 0, config())
+    groups = scored(search.prompts, lambda prompt: True)
+    search.take([ScoredGroup(groups[0].samples, [{}], [math.nan, math.nan]), *groups[1:]])
+    assert len(search.prompts) == 1
+    search.take(scored(search.prompts, lambda prompt: True))
+    assert search.num_failed == 2
+    assert len(search.groups()) == BATCH_SIZE

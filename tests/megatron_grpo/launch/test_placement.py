@@ -1,0 +1,67 @@
+"""Which node of a job runs which ranks and engines."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_grpo import cli
+from megatron_grpo.launch.placement import EnginePlace, place
+from parallel import ParallelDims
+from policies import tiny_config
+from runs import TINY_CONFIG
+
+NODES = ["a", "b", "c", "d"]
+
+
+def job(ranks: int, engines: int, tensor: int = 1):
+    return tiny_config(
+        Path("model"),
+        ParallelDims(data=ranks),
+        f"grpo.generation_batch_size={4 * ranks}",
+        f"rollout.num_engines={engines}",
+        f"rollout.tensor_parallel_size={tensor}",
+    )
+
+
+def test_engines_get_nodes_of_their_own_where_there_are_enough():
+    placed = place(job(16, 2, tensor=8), NODES, 8)
+    assert (placed.trainer_nodes, placed.ranks_per_node) == (["a", "b"], 8)
+    assert placed.engines == [EnginePlace("c", range(8)), EnginePlace("d", range(8))]
+
+
+def test_engines_get_the_gpus_of_a_node_that_its_ranks_leave():
+    placed = place(job(3, 2, tensor=2), ["a"], 8)
+    assert placed.engines == [EnginePlace("a", range(4, 6)), EnginePlace("a", range(6, 8))]
+
+
+def test_engines_share_the_ranks_gpus_where_no_others_are_left_one_per_node_first():
+    placed = place(job(16, 3, tensor=4), ["a", "b"], 8)
+    assert [(at.node, at.gpus.start) for at in placed.engines] == [("a", 0), ("b", 0), ("a", 4)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "engines", "tensor", "message"),
+    [
+        (12, 1, 1, "12 ranks do not fill nodes of 8 GPUs: take a multiple, such as 16"),
+        (40, 1, 1, "40 ranks need 5 nodes of 8 GPUs, and the job has 4"),
+        (8, 1, 16, "rollout.tensor_parallel_size 16 is more than the 8 GPUs of a node"),
+        (32, 9, 4, "set it to 8 or less"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_numbers(ranks, engines, tensor, message):
+    with pytest.raises(ValueError, match=message):
+        place(job(ranks, engines, tensor), NODES, 8)
+
+
+def test_the_command_says_it_line_by_line():
+    arguments = ["place", str(TINY_CONFIG), "--nodes", "a,b", "--gpus-per-node", "4"]
+    said = CliRunner().invoke(cli.app, arguments)
+    assert said.output.splitlines() == [
+        "run_dir runs/tiny_cpu",
+        "ranks_per_node 4",
+        "startup_timeout 300",
+        "trainer a",
+        "trainer b",
+        "engine a 0",
+    ]

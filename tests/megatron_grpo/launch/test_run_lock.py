@@ -1,0 +1,47 @@
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+
+import pytest
+
+from megatron_grpo.launch.run_lock import run_lock
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from megatron_grpo.launch.run_lock import run_lock
+with run_lock(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_run_directory_is_for_one_process_until_it_ends_however_it_ends(tmp_path):
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(ValueError, match="another process trains in"), run_lock(tmp_path):
+            pass
+    finally:
+        holder.kill()
+        holder.communicate()
+    with run_lock(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
+def test_a_file_system_without_locks_is_named_with_the_option_that_gives_it_some(
+    number, tmp_path, monkeypatch
+):
+    """As Lustre and NFS answer, which no test can mount."""
+
+    def flock(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    expected = f"{tmp_path / 'lock'} cannot be locked .*-o flock .* train.run_dir"
+    with pytest.raises(ValueError, match=expected), run_lock(tmp_path):
+        pass

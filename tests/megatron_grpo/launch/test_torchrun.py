@@ -1,0 +1,125 @@
+"""What our torchrun does that torch's does not; its ranks are shell scripts."""
+
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from engines import wait_until
+from jobs import free_port
+
+PATIENT = """
+trap 'echo saved > saved_$RANK; exit 75' TERM USR1
+touch ready_$RANK
+while :; do sleep 0.05; done
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path):
+    """Starts torchrun with options and a script as ranks, and kills what is left of them."""
+    started = []
+
+    def start(script: str, *options: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "megatron_grpo.launch.torchrun", *options]
+        command += ["--no-python", "sh", "-c", script]
+        process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        for child in psutil.Process(process.pid).children() if process.poll() is None else []:
+            child.kill()
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def torchrun(start, tmp_path):
+    """Starts a script as two ranks."""
+    options = ["--rdzv-backend=loopback", "--nproc-per-node=2", "--redirects=1:3"]
+    return lambda script: start(script, *options, f"--log-dir={tmp_path}")
+
+
+@pytest.fixture
+def two_hosts(start, tmp_path):
+    """Starts a script as a rank on each of two hosts."""
+
+    def two_hosts(script: str) -> list[subprocess.Popen[str]]:
+        options = ["--rdzv-backend=fabric", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
+        options += ["--nnodes=2", "--nproc-per-node=1", "--redirects=3"]
+        of_hosts = [[f"--rdzv-conf=rank={host}", f"--log-dir={tmp_path}/{host}"] for host in (0, 1)]
+        return [start(script, *options, *of_host) for of_host in of_hosts]
+
+    return two_hosts
+
+
+def wait_ready(folder: Path) -> None:
+    assert wait_until(lambda: all((folder / f"ready_{rank}").exists() for rank in range(2)), 60)
+
+
+def test_ranks_get_the_signal_and_take_their_time(torchrun, tmp_path):
+    run = torchrun(PATIENT)
+    wait_ready(tmp_path)
+    listening = [
+        connection.laddr.ip
+        for connection in psutil.Process(run.pid).net_connections()
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert set(listening) == {"127.0.0.1"}
+    run.send_signal(signal.SIGUSR1)
+    _, told = run.communicate(timeout=20)
+    assert run.returncode == 75 and told == ""
+    assert (tmp_path / "saved_0").exists() and (tmp_path / "saved_1").exists()
+
+
+def test_ranks_that_cannot_take_the_signal_yet_are_preempted_too(torchrun, tmp_path):
+    run = torchrun("touch ready_$RANK; exec sleep 100")
+    wait_ready(tmp_path)
+    run.send_signal(signal.SIGTERM)
+    _, told = run.communicate(timeout=20)
+    assert run.returncode == 75 and told == ""
+
+
+def test_what_rank_0_has_told_is_not_told_again(torchrun):
+    run = torchrun("echo told >&2; exit 2")
+    _, told = run.communicate(timeout=60)
+    assert run.returncode == 2 and told.replace("told\n", "") == ""
+
+
+def test_a_rank_that_fails_before_its_watch_begins_is_told_by_the_end_of_its_log(torchrun):
+    run = torchrun("[ $RANK = 0 ] && exec sleep 100; echo no such module >&2; exit 1")
+    _, told = run.communicate(timeout=60)
+    assert run.returncode == 1
+    assert told.startswith(f"rank 1 failed first on {socket.gethostname()}; ") and told.endswith(
+        "no such module\n"
+    )
+
+
+def test_the_killing_of_rank_0_is_told_with_what_the_others_know(torchrun):
+    verdict = "megatron-grpo: rank 0 died in phase train of step 3"
+    # torchrun makes $ of $$.
+    run = torchrun(f"[ $RANK = 0 ] && sleep 0.5 && kill -9 $$$$; echo {verdict} >&2; exec sleep 9")
+    _, told = run.communicate(timeout=60)
+    assert run.returncode == 1
+    assert told == f"{verdict} (SIGKILL)\n"
+
+
+def test_a_host_without_rank_0_says_nothing_of_ranks_that_the_watch_has_ended(two_hosts):
+    _, run = two_hosts(
+        "[ $RANK = 0 ] && exec sleep 100;"
+        "echo megatron-grpo: rank 0 died in phase train of step 3 >&2; exit 1"
+    )
+    _, told = run.communicate(timeout=60)
+    assert run.returncode == 1 and told == ""
+
+
+def test_a_host_without_rank_0_shows_what_no_watch_can_tell(two_hosts):
+    _, run = two_hosts("[ $RANK = 0 ] && exec sleep 100; echo no such module >&2; exit 1")
+    _, told = run.communicate(timeout=60)
+    assert told.startswith("rank 1 failed first on ") and told.endswith("no such module\n")

@@ -1,0 +1,271 @@
+"""Mixtures of experts: the numbers of `transformers`, however the experts are laid out."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+
+from checkpoint_convert import read_shape
+from distributed import run_ranks
+from megatron_grpo.policy.logprobs import compute_logprobs
+from megatron_grpo.policy.model import build_policy
+from models import tiny_model
+from parallel import Box, ParallelDims
+from parallel.device import setup_device
+from parallel.groups import init_groups
+from policies import (
+    LENGTHS,
+    LOSS_WEIGHT,
+    Lengths,
+    accumulate,
+    checkpoints_of,
+    gradient_boxes,
+    pack_all,
+    random_sequences,
+    save_checkpoint,
+    sequence_logprobs,
+    start_policy,
+    tiny_config,
+)
+
+MODELS = {
+    "mixtral": ("mixtral", {}),
+    "qwen3_moe": ("qwen3_moe", {"num_experts": 8}),
+    # The weights of a token's experts do not sum to 1.
+    "qwen3_moe, plain weights": ("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 3}),
+}
+LAYOUTS = [
+    ParallelDims(),
+    ParallelDims(data=2),
+    ParallelDims(data=2, expert=2),
+    ParallelDims(tensor=2),
+    ParallelDims(tensor=2, expert_tensor=1),  # twice as many copies of experts as of the rest
+    ParallelDims(tensor=2, expert_tensor=1, expert=2),
+    ParallelDims(tensor=2, data=2, expert=2),
+    ParallelDims(pipeline=2),
+    ParallelDims(context=2),
+    ParallelDims(context=2, expert=2),
+    ParallelDims(pipeline=2, virtual_pipeline=2, data=2, expert=2),
+]
+
+
+def layout_name(dims: ParallelDims) -> str:
+    virtual = f" vpp({dims.virtual_pipeline})" if dims.virtual_pipeline > 1 else ""
+    return f"{dims}{virtual} ep({dims.expert}) etp({dims.expert_tensor})"
+
+
+@dataclass
+class Case:
+    """A model, and what `transformers` makes of it in float64."""
+
+    folder: Path
+    logprobs: list[Tensor]
+    gradients: dict[str, Tensor]
+
+    @property
+    def gradient_norm(self) -> float:
+        return float(torch.cat([g.flatten() for g in self.gradients.values()]).norm())
+
+
+def load_oracle(folder: Path) -> AutoModelForCausalLM:
+    # Its other ways to compute experts know no float64.
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, experts_implementation="eager"
+    )
+
+
+def gradients_of(model: AutoModelForCausalLM, loss: Tensor) -> dict[str, Tensor]:
+    """By the names of the weight files, where each matrix of each expert has its own."""
+    loss.backward()
+    return revert_weight_conversion(model, {n: p.grad for n, p in model.named_parameters()})
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory):
+    cases = {}
+    for name, (family, overrides) in MODELS.items():
+        folder = tmp_path_factory.mktemp("moe")
+        tiny_model(folder, family, num_hidden_layers=4, **overrides)
+        model = load_oracle(folder)
+        logprobs = sequence_logprobs(model, LENGTHS)
+        gradients = gradients_of(model, -LOSS_WEIGHT * torch.cat(logprobs).sum())
+        cases[name] = Case(folder, [lp.detach() for lp in logprobs], gradients)
+    return cases
+
+
+Numbers = tuple[dict[int, Tensor], list[tuple[str, Box, Tensor]], float]
+
+
+def numbers_on_rank(
+    rank: int, folders: dict[str, Path], dims: ParallelDims, lengths: Lengths, *overrides: str
+) -> dict[str, Numbers]:
+    """Of every model: log-probabilities by sequence, boxes of the gradient, and its norm."""
+    setup_device(rank)
+    groups = init_groups(dims)
+    share = pack_all(lengths, dims)[groups.coordinates.data :: dims.data]
+    results = {}
+    for name, folder in folders.items():
+        policy = build_policy(tiny_config(folder, dims, *overrides), read_shape(folder), groups)
+        logprobs = {
+            int(index): values[batch.loss_mask & (batch.sequence_index == index)]
+            for batch, (values, _) in zip(
+                share, compute_logprobs(policy, share, 1.0, groups) or [], strict=False
+            )
+            for index in batch.sequence_index[batch.loss_mask].unique()
+        }
+        accumulate(policy, groups, share)
+        boxes = gradient_boxes(policy)
+        results[name] = logprobs, boxes, policy.optimizer.step()[1]
+    return results
+
+
+def check_gradients(ranks: list[Numbers], expected: dict[str, Tensor], norm: float) -> None:
+    actual = {name: torch.full_like(g, torch.nan) for name, g in expected.items()}
+    for _, boxes, rank_norm in ranks:
+        assert rank_norm == pytest.approx(norm, rel=1e-5)
+        for name, box, values in boxes:
+            actual[name][box.slices] = values.double()
+    for name, gradient in expected.items():
+        error = (actual[name] - gradient).norm() / gradient.norm()
+        assert error < 1e-5, f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize("dims", LAYOUTS, ids=layout_name)
+def test_logprobs_and_gradients_equal_transformers(cases, dims):
+    folders = {name: case.folder for name, case in cases.items()}
+    ranks = run_ranks(dims.world_size, numbers_on_rank, folders, dims, LENGTHS)
+    for name, case in cases.items():
+        seen = [item for rank in ranks for item in rank[name][0].items()]
+        assert {index for index, _ in seen} == set(range(len(case.logprobs)))
+        for index, values in seen:
+            torch.testing.assert_close(values.double(), case.logprobs[index], atol=1e-5, rtol=0)
+        check_gradients([rank[name] for rank in ranks], case.gradients, case.gradient_norm)
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        ["granularity=full", "method=uniform", "num_layers=1"],
+        ["granularity=selective", "modules=[moe]"],
+    ],
+    ids=lambda options: options[0],
+)
+def test_recomputed_activations_have_the_same_gradient(cases, recompute):
+    case, dims = cases["mixtral"], ParallelDims(tensor=2, data=2, expert=2)
+    overrides = [f"model.megatron.recompute_{option}" for option in recompute]
+    ranks = run_ranks(
+        dims.world_size, numbers_on_rank, {"": case.folder}, dims, LENGTHS, *overrides
+    )
+    check_gradients([rank[""] for rank in ranks], case.gradients, case.gradient_norm)
+
+
+# Nothing here is padded, at any of the layouts: routers' losses count padding as tokens.
+WHOLE_LENGTHS: Lengths = [[(8, 32), (4, 8), (20, 44)], [(8, 40)], [(9, 7), (9, 7)], [(4, 8)]]
+BALANCE, Z_LOSS = 0.1, 0.01
+
+
+def router_losses(model: AutoModelForCausalLM, lengths: Lengths) -> Tensor:
+    """Both losses of every router and microbatch, averaged over the tokens of all microbatches.
+
+    Balance: Switch Transformer (arXiv:2101.03961), equations 4 to 6; z: ST-MoE (arXiv:2202.08906),
+    equation 5.
+    """
+    sequences = iter(random_sequences(lengths))
+    topk, total, num_tokens = model.config.num_experts_per_tok, torch.zeros(()), 0
+    for microbatch in lengths:
+        outputs = [
+            model(input_ids=next(sequences).tokens[None], output_router_logits=True).router_logits
+            for _ in microbatch
+        ]
+        for layer in zip(*outputs, strict=True):
+            logits = torch.cat(layer)
+            probabilities = logits.softmax(dim=-1)
+            chosen = torch.zeros_like(logits).scatter(1, logits.topk(topk).indices, 1.0)
+            balance = (
+                logits.shape[1] * (chosen.mean(dim=0) / topk * probabilities.mean(dim=0)).sum()
+            )
+            z_loss = (logits.logsumexp(dim=-1) ** 2).mean()
+            total = total + len(logits) * (BALANCE * balance + Z_LOSS * z_loss)
+        num_tokens += len(logits)
+    return total / num_tokens
+
+
+@pytest.mark.parametrize(
+    "dims",
+    [
+        ParallelDims(pipeline=2),
+        ParallelDims(data=2, expert=2),
+        ParallelDims(tensor=2, context=2, expert=2),
+    ],
+    ids=layout_name,
+)
+def test_losses_of_routers_are_weighted_by_tokens(cases, dims):
+    folder = cases["qwen3_moe"].folder
+    model = load_oracle(folder)
+    logprobs = torch.cat(sequence_logprobs(model, WHOLE_LENGTHS)).sum()
+    expected = gradients_of(model, router_losses(model, WHOLE_LENGTHS) - LOSS_WEIGHT * logprobs)
+    norm = float(torch.cat([g.flatten() for g in expected.values()]).norm())
+    overrides = [
+        f"model.megatron.moe_aux_loss_coeff={BALANCE}",
+        f"model.megatron.moe_z_loss_coeff={Z_LOSS}",
+    ]
+    ranks = run_ranks(
+        dims.world_size, numbers_on_rank, {"": folder}, dims, WHOLE_LENGTHS, *overrides
+    )
+    check_gradients([rank[""] for rank in ranks], expected, norm)
+
+
+def train_and_save(rank: int, folder: Path, dims: ParallelDims, run: Path) -> None:
+    policy, groups = start_policy(rank, folder, dims)
+    for _ in range(2):
+        accumulate(policy, groups, pack_all(LENGTHS, dims)[groups.coordinates.data :: dims.data])
+        policy.optimizer.step()
+        policy.scheduler.step(increment=1)
+    save_checkpoint(run, 2, policy, folder, dims)
+
+
+def load_and_save(rank: int, folder: Path, dims: ParallelDims, run: Path, again: Path) -> None:
+    policy, _ = start_policy(rank, folder, dims)
+    state = checkpoints_of(run, policy, folder, dims).load()
+    save_checkpoint(again, state.step, policy, folder, dims)
+
+
+def stored_tensors(run: Path) -> dict[str, Tensor]:
+    folder = run / "checkpoints" / "step_2"
+    entries = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(entry.size) for name, entry in entries.items() if hasattr(entry, "size")
+    }
+    dcp.load(tensors, checkpoint_id=folder, no_dist=True)
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("saved_at", "loaded_at"),
+    [
+        (ParallelDims(data=2, expert=2), ParallelDims(tensor=2, expert_tensor=1)),
+        (ParallelDims(tensor=2), ParallelDims(data=2, expert=2)),
+    ],
+    ids=layout_name,
+)
+def test_a_checkpoint_loads_at_another_expert_layout_bit_by_bit(
+    cases, tmp_path, saved_at, loaded_at
+):
+    folder, run, again = cases["qwen3_moe"].folder, tmp_path / "run", tmp_path / "again"
+    run_ranks(saved_at.world_size, train_and_save, folder, saved_at, run)
+    run_ranks(loaded_at.world_size, load_and_save, folder, loaded_at, run, again)
+    before, after = stored_tensors(run), stored_tensors(again)
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name]), name
+    # The names and shapes that Megatron-Core has of Transformer Engine's layers.
+    for prefix in ("", "optimizer.state.exp_avg."):
+        assert before[f"{prefix}decoder.layers.pre_mlp_layernorm.weight"].shape == (4, 64)
+        experts = f"{prefix}decoder.layers.mlp.experts.experts."
+        assert before[f"{experts}linear_fc1.weight"].shape == (4, 8, 2 * 48, 64)
+        assert before[f"{experts}linear_fc2.weight"].shape == (4, 8, 64, 48)

@@ -1,0 +1,327 @@
+"""The reference that follows the policy: what it is, in checkpoints too, and when it is used."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from checkpoint_convert import read_shape
+from checkpoint_convert.rank_weights import read_weights
+from conversions import read_checkpoint
+from distributed import run_ranks
+from faulty_runs import NUM_RANKS, Runs, assert_same_run
+from megatron_grpo.checkpoints.megatron_state import REFERENCE, num_bytes_saved
+from megatron_grpo.checkpoints.trainer_state import TrainerState
+from megatron_grpo.policy.model import Model, Policy
+from megatron_grpo.policy.reference import Reference, build_reference
+from models import tiny_model
+from parallel import Box, ParallelDims
+from policies import checkpoints_of, start_policy, tiny_config
+from runs import read_metrics
+from sabotage import SpoilGradient
+
+NUM_STEPS = 4
+MOVES = ("grpo.sync_ref_model=true", "grpo.ref_model_sync_steps=2")
+
+
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe"])
+def folders(request, tmp_path_factory) -> list[Path]:
+    """The model that a run begins with, and what the policy is after each of its steps."""
+    at = tmp_path_factory.mktemp(request.param)
+    tied = request.param == "qwen3"
+    return [
+        tiny_model(at / str(seed), request.param, tied=tied, seed=seed)
+        for seed in range(NUM_STEPS + 1)
+    ]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory) -> list[Path]:
+    """A model to begin with, and another for a policy to become."""
+    at = tmp_path_factory.mktemp("two")
+    return [tiny_model(at / str(seed), "qwen3", seed=seed) for seed in range(2)]
+
+
+def start_both(
+    rank: int, folder: Path, dims: ParallelDims, *overrides: str
+) -> tuple[Policy, Reference]:
+    policy, groups = start_policy(rank, folder, dims, *overrides)
+    cfg = tiny_config(folder, dims, *overrides)
+    return policy, build_reference(cfg, read_shape(folder), groups)
+
+
+def become(policy: Policy, folder: Path) -> None:
+    """As if steps had led there."""
+    read_weights(folder, policy.shape, policy.layout, policy.parameters())
+
+
+def weights_of(model: Model) -> dict[str, Tensor]:
+    return {name: values.detach().clone() for name, values in model.parameters().items()}
+
+
+# What it is.
+
+
+def boxes_after_steps(
+    rank: int, folders: list[Path], dims: ParallelDims
+) -> list[tuple[str, Box, Tensor]]:
+    """(Hugging Face name, box, values) of what this rank has of the reference."""
+    policy, reference = start_both(rank, folders[0], dims, *MOVES, "grpo.ref_model_mixup_alpha=0.3")
+    for step, folder in enumerate(folders[1:], start=1):
+        become(policy, folder)
+        reference.follow(policy, step)
+    values = weights_of(reference)
+    return [
+        (piece.tensor, piece.box, values[piece.local][piece.local_box.slices])
+        for piece in reference.layout.pieces
+    ]
+
+
+@pytest.mark.parametrize(
+    "dims",
+    [
+        ParallelDims(),
+        ParallelDims(tensor=2),
+        ParallelDims(pipeline=2),
+        ParallelDims(data=2),
+        ParallelDims(tensor=2, context=2),
+    ],
+    ids=str,
+)
+def test_it_is_the_same_mixture_at_every_layout(folders, dims):
+    """Every second of four steps, at which the policy is the model of another seed."""
+    expected: dict[str, Tensor] = {}
+    for step, folder in enumerate(folders):
+        for name, policy in load_file(folder / "model.safetensors").items():
+            if step == 0:
+                expected[name] = policy.double()
+            elif step % 2 == 0:
+                expected[name] = 0.3 * policy.double() + 0.7 * expected[name]
+    for boxes in run_ranks(dims.world_size, boxes_after_steps, folders, dims):
+        for name, box, values in boxes:
+            want = expected[name][box.slices].float().reshape(values.shape)
+            torch.testing.assert_close(values, want, rtol=1e-6, atol=1e-7)
+
+
+def follow_in_small_parts(rank: int, two: list[Path]) -> list[dict[str, Tensor]]:
+    policy, reference = start_both(
+        rank,
+        two[0],
+        ParallelDims(),
+        "model.dtype=bfloat16",
+        "grpo.sync_ref_model=true",
+        "grpo.ref_model_sync_steps=1",
+        "grpo.ref_model_mixup_alpha=0.01",
+    )
+    begin = weights_of(reference)
+    for name, values in policy.parameters().items():  # a policy that has moved a little
+        values.data.copy_(begin[name] * 1.02)
+    for step in range(1, 201):
+        reference.follow(policy, step)
+    return [begin, weights_of(policy), weights_of(reference)]
+
+
+def test_a_small_alpha_is_not_lost_in_bfloat16(two):
+    """To bfloat16 alone a hundredth of two hundredths is nothing, however often it is added."""
+    ((begin, policy, reference),) = run_ranks(1, follow_in_small_parts, two)
+    for name, got in reference.items():
+        assert got.dtype == torch.bfloat16
+        there, rest = policy[name].double(), 0.99**200 * (begin[name] - policy[name]).double()
+        torch.testing.assert_close(got.double(), there + rest, rtol=2**-8, atol=0)
+        alone = 0.99 * begin[name].float() + 0.01 * policy[name].float()
+        assert torch.equal(alone.bfloat16(), begin[name])
+
+
+def refresh(rank: int, two: list[Path], dtype: str) -> list[bool]:
+    policy, reference = start_both(
+        rank,
+        two[0],
+        ParallelDims(),
+        f"model.dtype={dtype}",
+        *MOVES,
+        "grpo.ref_model_mixup_alpha=1.0",
+    )
+    begin = weights_of(reference)
+    become(policy, two[1])
+    moved = weights_of(policy)
+    reference.follow(policy, 1)
+    stays = weights_of(reference)
+    reference.follow(policy, 2)
+    for values in policy.parameters().values():
+        values.data.zero_()
+    after = weights_of(reference)
+    return [
+        all(torch.equal(stays[name], begin[name]) for name in begin),
+        all(torch.equal(after[name], moved[name]) for name in begin),
+        any(values.requires_grad for values in reference.parameters().values()),
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_refresh_is_a_copy_and_no_part_of_the_policy(two, dtype):
+    assert run_ranks(1, refresh, two, dtype) == [[True, True, False]]
+
+
+def follow_frozen(rank: int, two: list[Path]) -> bool:
+    policy, reference = start_both(rank, two[0], ParallelDims())
+    begin = weights_of(reference)
+    become(policy, two[1])
+    for step in range(1, 1025):
+        reference.follow(policy, step)
+    return all(torch.equal(values, begin[name]) for name, values in weights_of(reference).items())
+
+
+def test_a_frozen_one_stays(two):
+    assert run_ranks(1, follow_frozen, two) == [True]
+
+
+# In checkpoints.
+
+MIXED = ("model.dtype=bfloat16", *MOVES, "grpo.ref_model_mixup_alpha=0.3")
+
+
+def save_moved(rank: int, two: list[Path], run: Path, dims: ParallelDims) -> int:
+    """How many bytes of it are said to be this rank's."""
+    policy, reference = start_both(rank, two[0], dims, *MIXED)
+    become(policy, two[1])
+    reference.follow(policy, 2)
+    save(run, policy, reference, two[0], dims)
+    return num_bytes_saved(policy, reference)
+
+
+def save(run: Path, policy: Policy, reference: Reference, folder: Path, dims: ParallelDims) -> None:
+    checkpoints = checkpoints_of(run, policy, folder, dims, *MIXED, reference=reference)
+    checkpoints.save(TrainerState(step=2), None)
+    checkpoints.wait()
+
+
+def load_and_save(
+    rank: int, two: list[Path], run: Path, dims: ParallelDims, again: Path
+) -> tuple[bool, bool]:
+    """Whether the reference is the rounding of what was loaded, and is still mixed into."""
+    policy, reference = start_both(rank, two[0], dims, *MIXED)
+    checkpoints_of(run, policy, two[0], dims, *MIXED, reference=reference).load()
+    loaded = weights_of(reference)
+    rounded = {name: values.bfloat16() for name, values in reference.mixture.items()}
+    save(again, policy, reference, two[0], dims)
+    reference.follow(policy, 4)
+    moved = weights_of(reference)
+    return (
+        all(torch.equal(values, rounded[name]) for name, values in loaded.items()),
+        not any(torch.equal(values, moved[name]) for name, values in loaded.items()),
+    )
+
+
+def reference_in(run: Path) -> dict[str, Tensor]:
+    """The weights, whole. Every element is there once: `read_checkpoint` demands it."""
+    found = read_checkpoint(run / "checkpoints" / "step_2", lambda key: key.startswith(REFERENCE))
+    # The vocabulary of 250 has padding by layout.
+    return {k: v[:250] if "embedding" in k or "output" in k else v for k, v in found.items()}
+
+
+def test_it_comes_back_from_a_checkpoint_at_another_layout_bit_for_bit(two, tmp_path):
+    dims = ParallelDims(tensor=2, data=2)
+    told = run_ranks(4, save_moved, two, tmp_path / "run", dims)
+    everything = read_checkpoint(tmp_path / "run" / "checkpoints" / "step_2")
+    assert sum(told) == sum(values.nbytes for values in everything.values())
+    other = ParallelDims(pipeline=2)
+    results = run_ranks(2, load_and_save, two, tmp_path / "run", other, tmp_path / "again")
+    assert results == [(True, True)] * 2
+    before, after = reference_in(tmp_path / "run"), reference_in(tmp_path / "again")
+    assert before.keys() == after.keys()
+    assert all(values.dtype == torch.float32 for values in before.values())
+    assert all(torch.equal(after[key], values) for key, values in before.items())
+
+
+def save_and_load_otherwise(
+    rank: int, two: list[Path], run: Path, saves: tuple[str, ...], loads: tuple[str, ...]
+) -> str:
+    dims = ParallelDims(data=2)
+    policy, groups = start_policy(rank, two[0], dims)
+    before, after = (
+        checkpoints_of(
+            run,
+            policy,
+            two[0],
+            dims,
+            reference=build_reference(tiny_config(two[0], dims, *moves), policy.shape, groups),
+        )
+        for moves in (saves, loads)
+    )
+    before.save(TrainerState(step=1), None)
+    before.wait()
+    with pytest.raises(ValueError) as raised:
+        after.load()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("saves", "loads", "told"),
+    [
+        ((), MOVES, "holds no weights of a reference.*sync_ref_model is true: set it to false"),
+        (MOVES, (), "holds the weights of a reference.*sync_ref_model is false: set it to true"),
+    ],
+    ids=["wanted", "not wanted"],
+)
+def test_a_checkpoint_that_holds_another_kind_of_reference_is_told(
+    two, tmp_path, saves, loads, told
+):
+    for message in run_ranks(2, save_and_load_otherwise, two, tmp_path, saves, loads):
+        assert re.search(told, message), message
+
+
+# In whole runs.
+
+EVERY_STEP = (
+    "grpo.sync_ref_model=true",
+    "grpo.ref_model_sync_steps=1",
+    "grpo.ref_model_mixup_alpha=0.5",
+)
+
+
+@pytest.fixture(scope="module")
+def whole(runs: Runs) -> Path:
+    """A run of two generations of two steps, whose reference moves after each step."""
+    run_dir = runs.folder / "whole"
+    ended = runs.finish(run_dir, *EVERY_STEP)
+    assert ended.exit_codes == [0] * NUM_RANKS, ended.output
+    return run_dir
+
+
+def test_it_is_used_from_the_next_generation_on(whole: Path, undisturbed: Path) -> None:
+    """The other run has a frozen one."""
+    ours, frozen = ([each["kl"] for each in read_metrics(run)] for run in (whole, undisturbed))
+    assert ours[:2] == frozen[:2]
+    assert 0 < ours[2] < frozen[2] / 2
+
+
+def test_a_run_resumed_inside_and_between_generations_is_the_one_that_was_not_interrupted(
+    runs: Runs, whole: Path, tmp_path: Path
+) -> None:
+    """When it is resumed inside of one, the reference is no longer what that began with."""
+    for num_steps in (1, 2, 4):
+        ended = runs.finish(tmp_path / "parts", *EVERY_STEP, f"train.num_steps={num_steps}")
+        assert ended.exit_codes == [0] * NUM_RANKS, ended.output
+    assert_same_run(tmp_path / "parts", whole)
+    for rank in range(NUM_RANKS):
+        ours, theirs = (
+            (run / "checkpoints" / "step_4" / f"__{rank}_0.distcp").read_bytes()
+            for run in (tmp_path / "parts", whole)
+        )
+        assert ours == theirs
+
+
+def test_a_skipped_step_counts_as_one(runs: Runs, tmp_path: Path) -> None:
+    overrides = ("train.num_steps=2", *MOVES, "grpo.ref_model_mixup_alpha=1.0")
+    with runs.start(tmp_path / "run", *overrides, sabotage=SpoilGradient(3, steps=(2,))) as job:
+        ended = job.end(120)
+    assert ended.exit_codes == [0] * NUM_RANKS, ended.output
+    assert "optimizer step skipped" in ended.output
+    tensors = read_checkpoint(tmp_path / "run" / "checkpoints" / "step_2")
+    reference = {k: v for k, v in tensors.items() if k.startswith(REFERENCE)}
+    assert reference
+    for key, values in reference.items():
+        assert torch.equal(values, tensors[key.removeprefix(REFERENCE)])

@@ -1,0 +1,82 @@
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoint_convert import ModelShape
+from megatron_grpo.policy.transformer import transformer_config
+from parallel import ParallelDims
+
+SHAPE = ModelShape(
+    family="qwen3",
+    num_layers=5,
+    hidden_size=64,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    intermediate_size=96,
+    vocab_size=250,
+    tie_word_embeddings=False,
+    attention_bias=False,
+    qk_norm=True,
+    rope_theta=10_000.0,
+    rope_scaling=None,
+    rms_norm_eps=1e-6,
+    max_position_embeddings=512,
+    eos_token_ids=(1,),
+)
+
+
+def configure(dims: ParallelDims | None = None, **overrides: Any) -> Any:
+    return transformer_config(
+        SHAPE,
+        dims or ParallelDims(),
+        dtype=torch.bfloat16,
+        sequence_parallel=False,
+        overrides=overrides,
+    )
+
+
+def test_overrides_reach_megatron():
+    config = configure(recompute_granularity="selective")
+    assert config.recompute_granularity == "selective"
+    assert config.num_layers == 5
+    assert config.params_dtype == torch.bfloat16
+
+
+def test_an_unknown_override_is_refused_with_the_nearest_name():
+    with pytest.raises(ValueError, match=r"recompute_granularty .*did you mean recompute_granular"):
+        configure(recompute_granularty="full")
+
+
+def test_a_layer_implementation_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match="transformer_impl is 'inference_optimized'; possible"):
+        configure(transformer_impl="inference_optimized")
+
+
+@pytest.mark.parametrize(
+    "name", ["num_layers", "hidden_dropout", "calculate_per_token_loss", "context_parallel_size"]
+)
+def test_what_the_model_the_mesh_or_the_loss_decides_is_not_free(name):
+    with pytest.raises(ValueError, match=f"model.megatron.{name} is not free"):
+        configure(**{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("dims", "stages"),
+    [
+        (ParallelDims(pipeline=2), [["embedding", 3], [2, "loss"]]),
+        (ParallelDims(pipeline=3), [["embedding", 2], [2], [1, "loss"]]),
+        (ParallelDims(pipeline=2, virtual_pipeline=2), [["embedding", 1, 1], [2, 1, "loss"]]),
+    ],
+    ids=str,
+)
+def test_uneven_pipelines_have_all_layers_and_both_ends(dims, stages):
+    layout = configure(dims).pipeline_model_parallel_layout.layout
+    assert [
+        [layer.name if layer.name != "decoder" else 1 for chunk in chunks for layer in chunk]
+        for chunks in layout
+    ] == [
+        [one for item in stage for one in ([item] if isinstance(item, str) else [1] * item)]
+        for stage in stages
+    ]

@@ -1,0 +1,224 @@
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_grpo.algorithm.loss import grpo_loss, loss_weights
+from megatron_grpo.algorithm.loss_tokens import LossTokens
+from megatron_grpo.config.grpo_config import GRPOConfig
+from megatron_grpo.reporting.metrics import TrainMetrics, reward_metrics
+from megatron_grpo.rollout.completion_metrics import completion_metrics
+from parallel.alignment import Alignment
+from parallel.packing import TokenSequence, pack
+
+# Four sequences of one prompt token: [new, old, ref, rollout, entropy] of each response token.
+TOKENS = [
+    [(-1.0, -1.3, -1.1, -1.25, 0.5), (-0.7, -0.7, -0.9, -0.7, 0.7)],
+    [(-2.0, -1.5, -1.9, -1.5, 1.5), (-0.5, -1.0, -0.6, -1.0, 2.5)],
+    [(-0.2, -0.3, -0.2, -0.31, 0.1), (-0.9, -0.4, -0.4, -0.4, 0.2), (-1.0, -2.0, -1.0, -2.0, 0.9)],
+    [],
+]
+ADVANTAGES = [1.0, -2.0, 0.5, 3.0]
+SPLITS = [[[0, 1, 2, 3]], [[2, 0], [3, 1]], [[0], [], [3], [1], [2]]]
+
+
+def no_peers(tensor, op):
+    pass
+
+
+def grpo_config(**options):
+    return GRPOConfig(**({"generation_batch_size": 8, "beta": 0.1} | options))
+
+
+def count(members, cfg, tokens=TOKENS):
+    """Metrics of one microbatch with these sequences, and the total of its loss."""
+    weights = loss_weights(torch.tensor([len(own) for own in tokens]), "grpo", 8)
+    sequences = [
+        TokenSequence(
+            tokens=torch.zeros(1 + len(own), dtype=torch.int64),
+            num_prompt_tokens=1,
+            advantage=ADVANTAGES[i],
+            loss_weight=float(weights[i]),
+            rollout_logprobs=torch.tensor([token[3] for token in own]),
+        )
+        for i, own in enumerate(tokens)
+    ]
+    batch = pack(sequences, members, Alignment(sequence=4, total=4), dtype=torch.float64)
+
+    def per_token(column):
+        values = torch.zeros(len(batch.tokens), dtype=torch.float64)
+        chosen = [token[column] for i in members for token in tokens[i]]
+        return values.masked_scatter(batch.loss_mask, torch.tensor(chosen, dtype=torch.float64))
+
+    logprobs, entropy = per_token(0), per_token(4)
+    batch = replace(
+        batch,
+        old_logprobs=per_token(1),
+        ref_logprobs=per_token(2) if cfg.beta else None,
+        high_entropy=entropy >= 0.7 if cfg.top_entropy_quantile < 1 else None,
+    )
+    chosen = LossTokens.of(batch, logprobs, entropy, batch.loss_mask)
+    loss = grpo_loss(chosen, cfg, cfg.beta)
+    metrics = TrainMetrics(len(tokens))
+    metrics.add(chosen, loss)
+    return metrics, loss.total.item()
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_metrics_do_not_depend_on_the_split_over_ranks(split):
+    cfg = grpo_config(
+        top_entropy_quantile=0.5,
+        rollout_importance_sampling_mode="token_truncate",
+        off_policy_mask_threshold=0.1,
+    )
+    parts = [count(members, cfg) for members in split]
+
+    def all_reduce(tensor, op):
+        name = {dist.ReduceOp.SUM: "sums", dist.ReduceOp.MAX: "maxima"}[op]
+        stacked = torch.stack([getattr(metrics, name) for metrics, _ in parts])
+        tensor.copy_(stacked.sum(0) if name == "sums" else stacked.amax(0))
+
+    report = parts[0][0].reduce(all_reduce, cfg)
+
+    every = [token for tokens in TOKENS for token in tokens]
+
+    def mean(values):
+        values = list(values)
+        return sum(values) / len(values)
+
+    def k3(log_p, log_q):
+        return math.exp(log_q - log_p) - (log_q - log_p) - 1
+
+    expected = {
+        "loss": sum(total for _, total in parts),
+        "num_response_tokens": 7,
+        "kl": mean(k3(new, ref) for new, _, ref, _, _ in every),
+        "approx_kl": mean(k3(old, new) for new, old, _, _, _ in every),
+        "ratio/mean": mean(math.exp(new - old) for new, old, _, _, _ in every),
+        "ratio/max": math.exp(1.0),
+        # Clipped: e^0.3, not 1 with A = 1; e^-0.5, not e^0.5 with A = -2; of e^0.1, e^-0.5, e^1
+        # with A = 0.5 the last.
+        "clip_ratio/region_mean": 3 / 7,
+        "clip_ratio/low_mean": 1 / 7,
+        "clip_ratio/low_min": 0.0,
+        "clip_ratio/high_mean": 2 / 7,
+        "clip_ratio/high_max": 1 / 2,
+        "entropy/mean": mean([0.6, 2.0, 0.4]),
+        "entropy/min": 0.4,
+        "entropy/max": 2.0,
+        "rollout/logprob_gap_mean": (0.05 + 0.01) / 7,
+        "rollout/logprob_gap_max": 0.05,
+        "rollout/kl": mean(k3(rollout, old) for _, old, _, rollout, _ in every),
+        "rollout/ratio_mean": mean(math.exp(old - rollout) for _, old, _, rollout, _ in every),
+        "rollout/weight_mean": mean(math.exp(old - rollout) for _, old, _, rollout, _ in every),
+        "rollout/stale_gap_mean": mean(abs(new - old) for new, old, _, _, _ in every),
+        "entropy/high_ratio": 4 / 7,  # 0.7, 1.5, 2.5 and 0.9
+        # Of negative advantage is the second alone: the engine is ahead by 0.5 and by -0.5.
+        "off_policy_mask_ratio": 0.0,
+    }
+    assert report.metrics == pytest.approx(expected, rel=1e-6)
+    assert set(report.metrics) == set(expected)
+    assert report.entropy == pytest.approx([0.6, 2.0, 0.4, math.nan], nan_ok=True)
+    assert report.rollout_gap == pytest.approx([0.025, 0.0, 0.01 / 3, math.nan], nan_ok=True)
+
+
+def test_what_the_config_has_no_use_for_is_not_reported():
+    cfg = grpo_config(beta=0.0)
+    metrics = count([0, 1], cfg)[0].reduce(no_peers, cfg).metrics
+    assert not metrics.keys() & {
+        "kl",
+        "entropy/high_ratio",
+        "rollout/weight_mean",
+        "off_policy_mask_ratio",
+    }
+
+
+def test_tokens_of_a_bad_sequence_that_the_policy_has_left_are_counted():
+    cfg = grpo_config(off_policy_mask_threshold=0.1)
+    # The second sequence has advantage -2; now it is behind the engine by 0.25 per token.
+    moved = [TOKENS[0], [(-2.5, *TOKENS[1][0][1:]), TOKENS[1][1]], *TOKENS[2:]]
+    metrics = count([0, 1], cfg, moved)[0].reduce(no_peers, cfg).metrics
+    assert metrics["off_policy_mask_ratio"] == 0.5
+
+
+def test_the_gap_is_to_the_policy_itself_while_no_old_logprobs_are_kept():
+    cfg = grpo_config(beta=0.0)
+    batch = pack(
+        [
+            TokenSequence(
+                tokens=torch.zeros(2, dtype=torch.int64),
+                num_prompt_tokens=1,
+                advantage=1.0,
+                loss_weight=1.0,
+                rollout_logprobs=torch.tensor([-1.5]),
+            )
+        ],
+        [0],
+        Alignment(),
+    )
+    logprobs = torch.tensor([0.0, -1.0], requires_grad=True)
+    tokens = LossTokens.of(batch, logprobs, torch.zeros(2), batch.loss_mask)
+    metrics = TrainMetrics(1)
+    metrics.add(tokens, grpo_loss(tokens, cfg, 0.0))
+    result = metrics.reduce(no_peers, cfg).metrics
+    assert result["rollout/logprob_gap_mean"] == pytest.approx(0.5)
+    assert result["approx_kl"] == 0
+
+
+def test_a_batch_without_a_single_token_reports_zeros():
+    report = count([3], grpo_config())[0].reduce(no_peers, grpo_config())
+    assert set(report.metrics.values()) == {0.0}
+    assert all(map(math.isnan, report.entropy + report.rollout_gap))
+
+
+def test_completion_metrics():
+    assert completion_metrics([3, 8, 4, 5], [False, True, False, False]) == {
+        "completions/mean_length": 5.0,
+        "completions/min_length": 3.0,
+        "completions/max_length": 8.0,
+        "completions/clipped_ratio": 0.25,
+    }
+
+
+def test_reward_metrics():
+    rewards = [{"exact": e, "format": f} for e, f in [(1, 0.5), (0, 0.5), (1, 0.0), (1, 0.0)]]
+    totals = torch.tensor([1.5, 0.5, 1.0, 1.0])
+    advantages = torch.tensor([0.7, -0.7, 0.0, 0.0])
+    metrics = reward_metrics(rewards, totals, torch.tensor([0, 0, 1, 1]), advantages)
+    assert metrics == pytest.approx(
+        {
+            "reward": 1.0,
+            "reward_std": (0.5**0.5 + 0) / 2,
+            "frac_reward_zero_std": 0.5,
+            "advantages/std": (0.98 / 3) ** 0.5,
+            "reward/exact/mean": 0.75,
+            "reward/exact/std": 0.5,
+            "reward/format/mean": 0.25,
+            "reward/format/std": (0.25 / 3) ** 0.5,
+        },
+        rel=1e-6,
+    )
+
+
+def test_a_score_that_is_nan_is_in_no_mean():
+    nan = math.nan
+    metrics = reward_metrics(
+        [{"exact": 1.0, "judge": nan}, {"exact": 0.0, "judge": nan}, {"exact": 1.0, "judge": 0.5}],
+        torch.tensor([nan, 0.0, 1.5]),
+        torch.tensor([0, 0, 0]),
+        torch.zeros(3),
+    )
+    assert metrics == pytest.approx(
+        {
+            "reward": 0.75,
+            "reward_std": 1.5 * 0.5**0.5,
+            "frac_reward_zero_std": 0.0,
+            "advantages/std": 0.0,
+            "reward/exact/mean": 2 / 3,
+            "reward/exact/std": 3**-0.5,
+            "reward/judge/mean": 0.5,
+            "reward/judge/std": 0.0,
+        }
+    )

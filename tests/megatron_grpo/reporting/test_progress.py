@@ -1,0 +1,93 @@
+import io
+
+import pytest
+from rich.console import Console
+
+from megatron_grpo.reporting.progress import ProgressBar, evaluation_line, phase_line, step_line
+
+METRICS = {
+    "reward": 0.3125,
+    "reward_std": 0.21,
+    "completions/mean_length": 12.3,
+    "completions/min_length": 4.0,
+    "completions/max_length": 16.0,
+    "tokens_per_second": 1312.4,
+    "time/generate": 9.21,
+    "time/score": 0.01,
+    "time/train": 8.1,
+    "time/step": 18.4,
+    "skipped_steps": 0.0,
+}
+
+
+def shown(*, terminal: bool) -> str:
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=60, color_system=None)
+    bar = ProgressBar(2, 15, console)
+    bar.show(3, METRICS)
+    bar.show(4, METRICS)
+    bar.close()
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_the_line_of_a_step_names_what_it_shows() -> None:
+    assert step_line(3, 15, METRICS) == (
+        "step  3/15  reward 0.312 ± 0.210  length 12.3 (4-16)  1312 tokens/s  18.4 s"
+    )
+    assert "kl 0.0123" in step_line(3, 15, METRICS | {"kl": 0.01234})
+    assert step_line(3, 15, METRICS | {"skipped_steps": 1.0}).endswith("18.4 s  skipped")
+
+
+EVALUATION = {
+    "eval/pass@1": 0.3125,
+    "eval/pass@8": 0.75,
+    "eval/mean@8": 0.4,
+    "eval/reward/exact/mean": 0.4,
+    "eval/failed": 0.0,
+    "eval/num_prompts": 64.0,
+}
+
+
+def test_the_line_of_an_evaluation_says_what_of_how_many_prompts() -> None:
+    line = evaluation_line(EVALUATION)
+    assert line == "evaluation  pass@1 0.312  pass@8 0.750  mean@8 0.400  64 prompts"
+    failed = evaluation_line(EVALUATION | {"eval/failed": 3.0})
+    assert failed.endswith("64 prompts  3 completions without a score")
+
+
+def test_a_long_evaluation_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_grpo.reporting.progress.LINE_SECONDS", 0.0)
+    told = {}
+    for terminal in (False, True):
+        console = Console(file=io.StringIO(), force_terminal=terminal, width=60, color_system=None)
+        bar = ProgressBar(2, 15, console)
+        for num_done in (0, 32, 64):
+            bar.evaluation.show(num_done, 64)
+            bar._bar.refresh()
+        bar.show_evaluation(2, EVALUATION)
+        bar.close()
+        assert isinstance(console.file, io.StringIO)
+        told[terminal] = console.file.getvalue()
+    assert told[False].splitlines() == [
+        "evaluation: 0 of 64 prompts",
+        "evaluation: 32 of 64 prompts",
+        f"step  2/15  {evaluation_line(EVALUATION)}",
+    ]
+    assert "32/64 ━━" in told[True] and "64/64" not in told[True].split("\r")[-1]
+
+
+def test_phases_that_took_no_time_are_left_out() -> None:
+    assert phase_line(METRICS) == "generate 9.2, train 8.1"
+
+
+def test_without_a_terminal_every_step_is_one_plain_line_however_narrow() -> None:
+    lines = shown(terminal=False).splitlines()
+    assert [line.split("  reward")[0] for line in lines] == ["step  3/15", "step  4/15"]
+    assert lines[0].endswith("18.4 s: generate 9.2, train 8.1")
+    assert "\x1b" not in "".join(lines)
+
+
+def test_on_a_terminal_a_bar_stands_at_the_last_step() -> None:
+    bar = shown(terminal=True).split("\r")[-1]
+    assert " 4/15 ━━" in bar
+    assert "…" in bar  # the phases are cut to the width, the counters are not

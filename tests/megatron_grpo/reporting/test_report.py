@@ -1,0 +1,131 @@
+import json
+from pathlib import Path
+
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+
+from megatron_grpo.reporting.report import (
+    draw_curves,
+    draw_grad_norm,
+    draw_kl,
+    draw_reward,
+    draw_time,
+)
+
+
+def record(step: int, **more: float | None) -> dict[str, float | None]:
+    return {
+        "step": step,
+        "kl": None,
+        "loss": 0.01,
+        "grad_norm": 1.5,
+        "reward": 0.1 * step,
+        "reward_std": 0.3,
+        "reward/exact/mean": 0.1 * step,
+        "completions/mean_length": 8.0,
+        "completions/min_length": 2.0,
+        "completions/max_length": 16.0,
+        "rollout/logprob_gap_mean": 0.01 + 0.001 * step,
+        "time/generate": 5.0,
+        "time/train": 7.0 + step,
+        "time/step": 12.5 + step,
+        **more,
+    }
+
+
+def write_metrics(run_dir: Path, records: list[dict[str, float | None]]) -> None:
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+
+
+def axis() -> Axes:
+    return Figure().subplots()
+
+
+@pytest.mark.parametrize("num_steps", [1, 3, 200])
+def test_curves_are_a_picture_of_a_run_of_any_length(tmp_path: Path, num_steps: int) -> None:
+    write_metrics(tmp_path, [record(step, kl=0.01) for step in range(1, num_steps + 1)])
+    path = draw_curves(tmp_path)
+    assert path == tmp_path / "curves.png"
+    picture = imread(path)
+    assert picture.shape == (936, 1755, 4)
+    assert picture[..., :3].std() > 0.05  # something is drawn
+
+
+def test_a_run_without_steps_is_refused_by_the_name_of_its_file(tmp_path: Path) -> None:
+    write_metrics(tmp_path, [])
+    with pytest.raises(ValueError, match=r"metrics\.jsonl has no steps yet"):
+        draw_curves(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        draw_curves(tmp_path / "elsewhere")
+
+
+def test_the_curve_of_kl_has_the_values_of_the_metrics() -> None:
+    panel = axis()
+    draw_kl(panel, [record(5, kl=0.02), record(6, kl=0.03)])
+    (line,) = panel.get_lines()
+    assert line.get_xydata().tolist() == [[5, 0.02], [6, 0.03]]
+
+
+def test_a_run_without_reference_says_so_in_place_of_the_curve() -> None:
+    panel = axis()
+    draw_kl(panel, [record(1)])
+    assert not panel.get_lines()
+    assert "beta is 0" in panel.texts[0].get_text()
+
+
+def test_reward_functions_have_their_own_curves_where_there_are_several() -> None:
+    one, two = axis(), axis()
+    draw_reward(one, [record(1)])
+    draw_reward(two, [record(1, **{"reward/format/mean": 0.5})])
+    assert [line.get_label() for line in one.get_lines()] == ["mean", "std within groups"]
+    assert {line.get_label() for line in two.get_lines()} >= {"mean", "exact", "format"}
+
+
+def test_evaluations_have_curves_beside_the_reward_from_before_the_first_step(
+    tmp_path: Path,
+) -> None:
+    evaluations = [{f"eval/{name}": value} for name, value in (("pass@4", 0.5), ("mean@4", 0.2))]
+    before = {"step": 0, "kl": None, "loss": None, "grad_norm": None, "time/eval": 2.0}
+    records = [before | evaluations[0], record(1), record(2, **{**evaluations[0], "time/eval": 2})]
+    panel = axis()
+    draw_reward(panel, records)
+    lines = {line.get_label(): line.get_xydata().tolist() for line in panel.get_lines()}
+    assert lines["eval/pass@4"] == [[0, 0.5], [2, 0.5]]
+    assert [step for step, _ in lines["mean"]] == [1, 2]
+    panel = axis()
+    draw_time(panel, records)  # the seconds before the first step are no step's
+    assert [patch.get_data().edges[0] for patch in panel.patches] == [0.5] * len(panel.patches)
+    write_metrics(tmp_path, records)
+    assert draw_curves(tmp_path).exists()
+    write_metrics(tmp_path, records[:1])
+    with pytest.raises(ValueError, match=r"has no steps yet"):
+        draw_curves(tmp_path)
+
+
+def test_phases_are_stacked_up_to_their_sum_and_a_missing_phase_is_zero() -> None:
+    panel = axis()
+    draw_time(panel, [record(1), record(2, **{"time/save": 3.0})])
+    tops = {patch.get_label(): patch.get_data().values.tolist() for patch in panel.patches}
+    assert tops == {"generate": [5, 5], "train": [13, 14], "save": [13, 17]}
+
+
+def test_what_is_made_beside_the_steps_is_not_stacked_on_them() -> None:
+    panel = axis()
+    beside = {"time/score": 1.0, "time/wait_rollout": 0.5}
+    draw_time(panel, [record(1, **beside), record(2)])  # the second not, in a run resumed so
+    tops = {patch.get_label(): patch.get_data().values.tolist() for patch in panel.patches}
+    assert tops == {"train": [8, 9], "wait_rollout": [8.5, 9], "generate": [8.5, 14]}
+
+
+def test_skipped_steps_are_marked_where_the_gradient_norm_is_missing(tmp_path: Path) -> None:
+    broken = {"skipped_steps": 1.0, "grad_norm": None, "loss": None}
+    records = [record(1, skipped_steps=0.0), record(2, **broken), record(3, skipped_steps=0.0)]
+    panel = axis()
+    draw_grad_norm(panel, records)
+    norms, marks = panel.get_lines()
+    assert norms.get_xydata().tolist() == [[1, 1.5], [3, 1.5]]
+    assert marks.get_xydata().tolist() == [[2, 0]]
+    write_metrics(tmp_path, [record(1, **broken)])  # a run of nothing else
+    assert draw_curves(tmp_path).exists()

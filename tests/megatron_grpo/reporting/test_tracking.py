@@ -1,0 +1,188 @@
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_grpo.config.config import WandbConfig
+from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.experience.experience import Experience
+from megatron_grpo.reporting.metrics import StepReport
+from megatron_grpo.reporting.tracking import Tracking, completion_rows, drop_records_after
+from megatron_grpo.rollout.samples import Sample
+
+OFF = WandbConfig()
+
+
+def read(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def rows_of(step: int, rewards: list[float]) -> list[dict[str, object]]:
+    """Rows of completions with these rewards, whose advantages are twice the rewards less 1."""
+    prompt = Prompt(index=0, token_ids=(1, 2), text="What is 7 + 5?", row={})
+    samples = [
+        Sample(
+            prompt=prompt,
+            sample_index=i,
+            completion_ids=(3, 4),
+            logprobs=(-0.5, -0.1),
+            finish_reason="stop",
+            text="żółw 12",
+            policy_version=6,
+        )
+        for i in range(len(rewards))
+    ]
+    totals = torch.tensor(rewards, dtype=torch.float64)
+    experience = Experience(
+        samples,
+        [{"exact": r} for r in rewards],
+        totals,
+        torch.zeros(len(rewards)),
+        (2 * totals - 1).nan_to_num(),
+    )
+    entropy = [0.5 + i if i else math.nan for i in range(len(rewards))]
+    report = StepReport({}, entropy, [0.01] * len(rewards))
+    return completion_rows(step, experience, range(len(rewards)), report)
+
+
+def run(run_dir: Path, first_step: int, steps: list[int], value: float = 1.0) -> None:
+    tracking = Tracking(run_dir, first_step, OFF, {})
+    for step in steps:
+        tracking.log(step, {"reward": value}, rows_of(step, [1.0, math.nan, 0.0]))
+    tracking.close()
+
+
+def test_a_step_is_one_metrics_line_and_one_line_per_completion(tmp_path: Path) -> None:
+    run(tmp_path, 0, [1])
+    # Without a reference the loss has no KL, a skipped step no gradient norm and perhaps no loss;
+    # scripts still find the keys.
+    assert read(tmp_path / "metrics.jsonl") == [
+        {"step": 1, "kl": None, "loss": None, "grad_norm": None, "reward": 1.0}
+    ]
+    first, failed, last = read(tmp_path / "completions.jsonl")
+    assert first == {
+        "step": 1,
+        "prompt": "What is 7 + 5?",
+        "completion": "żółw 12",
+        "rewards": {"exact": 1.0},
+        "advantage": 1.0,
+        "entropy": None,  # no token of it counts
+        "logprob_gap": 0.01,
+        "finish_reason": "stop",
+        "policy_version": 6,
+    }
+    assert failed["rewards"] == {"exact": None}
+    assert (last["advantage"], last["entropy"]) == (-1.0, 2.5)
+
+
+def test_lines_are_on_disk_when_the_step_ends_not_when_the_run_does(tmp_path: Path) -> None:
+    tracking = Tracking(tmp_path, 0, OFF, {})
+    tracking.log(1, {"reward": 0.5}, rows_of(1, [1.0]))
+    assert len(read(tmp_path / "metrics.jsonl")) == len(read(tmp_path / "completions.jsonl")) == 1
+    tracking.close()
+
+
+def test_a_resumed_run_replaces_the_steps_after_its_checkpoint(tmp_path: Path) -> None:
+    run(tmp_path, 0, [1, 2, 3, 4], value=1.0)
+    run(tmp_path, 2, [3, 4, 5], value=2.0)
+    metrics = read(tmp_path / "metrics.jsonl")
+    assert [(m["step"], m["reward"]) for m in metrics] == [(1, 1), (2, 1), (3, 2), (4, 2), (5, 2)]
+    steps = [row["step"] for row in read(tmp_path / "completions.jsonl")]
+    assert steps == [step for step in (1, 2, 3, 4, 5) for _ in range(3)]
+
+
+def test_a_line_that_was_cut_short_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "rew')
+    drop_records_after(path, 2)
+    assert path.read_text() == '{"step": 1}\n'
+
+
+def eval_rows(value: float) -> list[dict[str, object]]:
+    return [{"completion": "12", "reward": value}] * 2
+
+
+def evaluate(tracking: Tracking, step: int, value: float) -> None:
+    """As a run does before its first step, or where one that was ended had not."""
+    tracking.log_evaluated(step, eval_rows(value))
+    tracking.amend(step, {"eval/pass@1": value})
+
+
+def test_an_evaluation_before_the_first_step_has_a_record_of_its_own(tmp_path: Path) -> None:
+    for value in (0.25, 0.5):  # the first run ends before its first checkpoint
+        tracking = Tracking(tmp_path, 0, OFF, {})
+        assert not tracking.has_evaluation(0)
+        evaluate(tracking, 0, value)
+        assert tracking.has_evaluation(0)
+        tracking.log(1, {"reward": 1.0}, [])
+        tracking.close()
+    first, second = read(tmp_path / "metrics.jsonl")
+    assert first == {"step": 0, "kl": None, "loss": None, "grad_norm": None, "eval/pass@1": 0.5}
+    assert (second["step"], second["reward"]) == (1, 1.0)
+    assert (
+        read(tmp_path / "eval_completions.jsonl")
+        == [{"step": 0, "completion": "12", "reward": 0.5}] * 2
+    )
+
+
+def test_an_evaluation_that_comes_later_joins_the_record_of_its_step(tmp_path: Path) -> None:
+    run(tmp_path, 0, [1, 2])
+    tracking = Tracking(tmp_path, 2, OFF, {})
+    tracking.log_evaluated(2, eval_rows(0.0))  # ... and then the process was killed
+    tracking.close()
+    tracking = Tracking(tmp_path, 2, OFF, {})
+    assert not tracking.has_evaluation(2)
+    evaluate(tracking, 2, 0.5)
+    tracking.log(3, {"reward": 3.0}, [])
+    tracking.close()
+    records = read(tmp_path / "metrics.jsonl")
+    assert [(r["step"], r["reward"], r.get("eval/pass@1")) for r in records] == [
+        (1, 1.0, None),
+        (2, 1.0, 0.5),
+        (3, 3.0, None),
+    ]
+    rewards = [row["reward"] for row in read(tmp_path / "eval_completions.jsonl")]
+    assert rewards == [0.5, 0.5]
+
+
+def test_a_resumed_run_drops_the_evaluations_after_its_checkpoint(tmp_path: Path) -> None:
+    tracking = Tracking(tmp_path, 0, OFF, {})
+    for step in (2, 4):
+        evaluate(tracking, step, 0.5)
+    tracking.close()
+    tracking = Tracking(tmp_path, 3, OFF, {})
+    assert tracking.has_evaluation(2)
+    tracking.close()
+    assert [row["step"] for row in read(tmp_path / "eval_completions.jsonl")] == [2, 2]
+
+
+def test_a_metric_that_is_not_finite_is_refused_by_name(tmp_path: Path) -> None:
+    tracking = Tracking(tmp_path, 0, OFF, {})
+    with pytest.raises(ValueError, match=r"step 3: metrics are not finite: \{'kl': nan\}"):
+        tracking.log(3, {"reward": 0.5, "kl": float("nan")}, [])
+    tracking.close()
+    assert read(tmp_path / "metrics.jsonl") == []
+
+
+def test_wandb_is_not_imported_unless_a_project_is_named() -> None:
+    code = "import megatron_grpo.reporting.tracking, sys; sys.exit('wandb' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_wandb_runs_offline_in_the_run_directory_and_keeps_its_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    for first_step in (0, 1):
+        tracking = Tracking(tmp_path, first_step, WandbConfig(project="adds"), {"seed": 42})
+        tracking.log(first_step + 1, {"reward": 0.5}, rows_of(first_step + 1, [1.0]))
+        tracking.close()
+    wandb_id = (tmp_path / "wandb_id").read_text()
+    files = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert {file.name for file in files} == {f"run-{wandb_id}.wandb"}
+    assert list((tmp_path / "wandb").glob("**/completions*.table.json"))

@@ -1,0 +1,117 @@
+"""Observations as tokens: what follows a turn is what the chat template would have written."""
+
+import pytest
+
+from megatron_grpo.config.config_file import load_config
+from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.rollout.turns import Turns
+from models import CHAT_TEMPLATE, EOS_ID, character_tokenizer
+from runs import TINY_CONFIG
+
+LLAMA_3 = (
+    "{% for m in messages %}<start>{{ m.role }}<start>\n\n{{ m.content | trim }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<start>assistant<start>\n\n{% endif %}"
+)
+MISTRAL = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content }}<eos>{% endif %}{% endfor %}"
+)
+# The thoughts of earlier turns are dropped, tools speak as users.
+QWEN_3 = (
+    "{% for m in messages %}<start>{{ 'user' if m.role == 'tool' else m.role }}\n"
+    "{% if m.role == 'assistant' %}{{ m.content.split('</think>')[-1] }}"
+    "{% elif m.role == 'tool' %}<tool_response>\n{{ m.content }}\n</tool_response>"
+    "{% else %}{{ m.content }}{% endif %}<eos>\n{% endfor %}"
+    "{% if add_generation_prompt %}<start>assistant\n<think>\n{% endif %}"
+)
+
+
+def turns_of(template: str, *overrides: str, end_tokens: tuple = (EOS_ID,)) -> Turns:
+    tokenizer = character_tokenizer(250)
+    tokenizer.chat_template = template
+    return Turns.of(load_config(TINY_CONFIG, overrides), tokenizer, end_tokens)
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, LLAMA_3, MISTRAL, QWEN_3])
+def test_a_dialogue_continued_by_tokens_is_the_dialogue_that_the_template_writes(template):
+    turns = turns_of(template)
+    messages = [{"role": "user", "content": "ask"}]
+
+    def rendered() -> list[int]:
+        text = turns.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        return turns.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    prompt = rendered()
+    said = turns.tokenizer("x = 1" if template is not MISTRAL else " x = 1")["input_ids"]
+    observed, text = turns.between("no\nmore")
+    messages += [{"role": "assistant", "content": "x = 1"}, {"role": "user", "content": "no\nmore"}]
+    whole = [*prompt, *said, EOS_ID, *observed]
+    if template is QWEN_3:  # where the template begins a turn with thoughts, these are sampled
+        assert rendered()[-len(observed) :] == [*observed]
+    else:
+        assert rendered() == whole
+    assert turns.tokenizer.decode([EOS_ID, *observed]) == f"<eos>{text}"
+
+
+def test_a_tool_speaks_as_the_template_has_it():
+    turns = turns_of(QWEN_3, "environment.observation_role=tool")
+    _, text = turns.between("42")
+    assert text == (
+        "\n<start>user\n<tool_response>\n42\n</tool_response><eos>\n<start>assistant\n<think>\n"
+    )
+
+
+def test_without_a_template_the_observation_stands_alone():
+    turns = turns_of(CHAT_TEMPLATE, "data.apply_chat_template=false")
+    tokens, text = turns.between("42")
+    assert text == "42" and turns.tokenizer.decode(tokens) == "42"
+
+
+@pytest.mark.parametrize(
+    ("template", "overrides", "told"),
+    [
+        (MISTRAL, ["environment.observation_role=tool"], "refuses an observation .*'tool'.*altern"),
+        (CHAT_TEMPLATE.replace("<eos>", ""), [], "does not close the model's turn with a token"),
+        ("{{ messages[-1].content }}<eos>", [], "does not show each message of a dialogue once"),
+    ],
+)
+def test_a_template_that_cannot_be_continued_is_refused(template, overrides, told):
+    with pytest.raises(ValueError, match=told):
+        turns_of(template, *overrides)
+
+
+def test_an_end_of_turn_that_ends_no_completion_is_refused():
+    with pytest.raises(ValueError, match=r"begins with token 1, and a completion ends with 7: add"):
+        turns_of(CHAT_TEMPLATE, end_tokens=(7,))
+
+
+def test_pieces_with_other_tokens_than_the_whole_are_refused():
+    turns = turns_of(CHAT_TEMPLATE)
+
+    class Merging(type(turns.tokenizer)):
+        """Makes one token of the last turn of a dialogue, but not of its end alone."""
+
+        def __call__(self, text, **kwargs):
+            encoded = super().__call__(text, **kwargs)
+            if text.startswith("<start>"):
+                encoded["input_ids"][-3:] = [249]
+            return encoded
+
+    merging = Merging(tokenizer_object=turns.tokenizer.backend_tokenizer, eos_token="<eos>")
+    merging.chat_template = CHAT_TEMPLATE
+    with pytest.raises(ValueError, match="cannot be continued token by token"):
+        Turns.of(load_config(TINY_CONFIG), merging, (EOS_ID,))
+
+
+def test_a_first_observation_is_the_end_of_the_last_message():
+    turns = turns_of(CHAT_TEMPLATE)
+    for asked in ("ask", [{"role": "user", "content": "ask"}]):
+        prompt = turns.first(Prompt(3, (4, 5), "x", {"prompt": asked, "answer": "1"}), " this")
+        assert prompt.text == "<start>user\nask this<eos>\n<start>assistant\n"
+        assert prompt.token_ids == tuple(turns.tokenizer(prompt.text)["input_ids"])
+        assert (prompt.index, prompt.first_observation) == (3, " this")
+        assert prompt.row["prompt"] == asked

@@ -1,0 +1,106 @@
+"""What the ranks say that an engine must hold, against the same cut out of the weight files."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from checkpoint_convert import hf_tensors
+from distributed import run_ranks
+from engines import worker_sums
+from megatron_grpo.config.config import RolloutConfig
+from megatron_grpo.policy.model import Policy, weight_sender
+from megatron_grpo.rollout import WorkerSums
+from megatron_grpo.weights.weight_sums import sums_of_all_ranks
+from megatron_grpo.weights.worker_layouts import worker_layouts
+from models import tiny_model
+from parallel import Layout, ParallelDims, plan_sends
+from parallel.checksum import added_up, checksums
+from parallel.groups import Groups
+from parallel.transport.streams import OutStream, Packing
+from policies import start_policy
+
+CPU = torch.device("cpu")
+BUCKET_BYTES = 1 << 14  # several for each worker
+
+ENGINES = [
+    {"engine": "vllm"},
+    {"engine": "vllm", "tensor_parallel_size": 2},
+    {"engine": "vllm", "tensor_parallel_size": 4},  # two workers share a key-value head
+    {"engine": "vllm", "tensor_parallel_size": 2, "vllm": {"enable_expert_parallel": True}},
+    {"engine": "transformers"},
+]
+
+
+def rollouts() -> list[RolloutConfig]:
+    return [RolloutConfig(max_completion_length=16, **engine) for engine in ENGINES]
+
+
+class Nowhere:
+    """A link whose buffers nobody takes."""
+
+    def next_buffer(self) -> torch.Tensor:
+        return torch.empty(BUCKET_BYTES, dtype=torch.uint8)
+
+    def hand_over(self, num_bytes: int) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+
+def sums_of_push(
+    policy: Policy, groups: Groups, workers: Sequence[Layout], dtype: torch.dtype
+) -> Sequence[WorkerSums]:
+    """What the ranks say that the workers must hold after a push of the policy."""
+    sent = {}
+    sends = plan_sends(weight_sender(policy, groups), workers, BUCKET_BYTES // dtype.itemsize)
+    for worker, copies in sends.items():
+        packing = Packing([copy.destination_box for copy in copies], dtype, BUCKET_BYTES)
+        stream = OutStream(Nowhere(), copies, workers[worker].shapes, packing, CPU)
+        sent[worker] = added_up(stream.send(policy.parameters()))
+    return sums_of_all_ranks(sent, workers, CPU)
+
+
+def sums_of_ranks(rank: int, folder: Path, dims: ParallelDims) -> list[Sequence[WorkerSums]]:
+    policy, groups = start_policy(rank, folder, dims, "model.dtype=float32")
+    return [
+        sums_of_push(policy, groups, worker_layouts(policy.shape, rollout), torch.float32)
+        for rollout in rollouts()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "dims"),
+    [
+        ("qwen3", True, ParallelDims()),
+        ("qwen3", True, ParallelDims(tensor=2, pipeline=2)),
+        ("qwen2", False, ParallelDims(pipeline=2, virtual_pipeline=2)),
+        ("llama", False, ParallelDims(tensor=2, context=2)),
+        ("llama", True, ParallelDims(data=2)),
+        ("qwen3_moe", False, ParallelDims(data=2, expert=2)),
+        ("qwen3_moe", False, ParallelDims(tensor=2)),
+    ],
+    ids=str,
+)
+def test_every_parameter_of_every_worker_has_one_sum_at_every_layout(tmp_path, family, tied, dims):
+    folder = tiny_model(tmp_path, family, tied=tied, num_hidden_layers=4)
+    expected = [worker_sums(folder, rollout) for rollout in rollouts()]
+    for sums in run_ranks(dims.world_size, sums_of_ranks, folder, dims):
+        assert sums == expected
+
+
+def test_sums_are_of_what_is_left_in_the_engines_dtype(tmp_path):
+    folder = tiny_model(tmp_path, "qwen3")
+    [sums] = run_ranks(1, bfloat16_sums, folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    assert sums == checksums(dict(model.named_parameters()))
+
+
+def bfloat16_sums(rank: int, folder: Path) -> WorkerSums:
+    policy, groups = start_policy(rank, folder, ParallelDims(), "model.dtype=float32")
+    workers = [Layout.of_whole_tensors(hf_tensors(policy.shape))]
+    [sums] = sums_of_push(policy, groups, workers, torch.bfloat16)
+    return sums

@@ -1,0 +1,61 @@
+"""A push as the ranks do it: from their shards into a real vLLM, and once more when it failed."""
+
+from pathlib import Path
+
+import pytest
+
+from distributed import run_ranks
+from engines import TestEngine, largest_logprob_error, random_prompts
+from megatron_grpo.rollout.engine_error import EngineError
+from megatron_grpo.weights.weight_sync import meeting_address
+from parallel import ParallelDims
+from pushes import push_policy, push_whole, rollout_overrides
+
+TP2_PP2 = ParallelDims(tensor=2, pipeline=2)
+
+
+@pytest.mark.parametrize("transport", ["auto", "network"])
+@pytest.mark.parametrize(
+    ("dims", "num_flips"),
+    [(ParallelDims(data=2), 0), (TP2_PP2, 1)],
+    ids=["at once", "at the second attempt"],
+)
+def test_a_push_brings_the_shards_to_the_engine(
+    vllm_engine: TestEngine, tied_model: Path, dims, num_flips, transport
+) -> None:
+    vllm_engine.version += 1
+    overrides = [
+        *rollout_overrides(vllm_engine.rollout, vllm_engine.servers.base_urls),
+        f"rollout.weight_transport={transport}",
+    ]
+    token = vllm_engine.servers.token
+    arguments = (tied_model, dims, token, overrides, vllm_engine.version, num_flips)
+    results = run_ranks(dims.world_size, push_policy, *arguments)
+    assert {error for error, _ in results} == {""}
+    phases = ["time/await_engines", "time/push", "time/verify_weights", "time/step"]
+    assert results[0][1] == phases
+    samples = vllm_engine.generate(random_prompts(2))
+    assert largest_logprob_error(tied_model, samples) < 1e-4
+
+
+def test_after_two_failures_the_push_raises_and_the_engine_serves_nothing(
+    vllm_engine: TestEngine, tied_model: Path
+) -> None:
+    vllm_engine.version += 1
+    [url] = vllm_engine.servers.base_urls
+    overrides = rollout_overrides(vllm_engine.rollout, [url])
+    arguments = (tied_model, vllm_engine.servers.token, overrides, vllm_engine.version, 2)
+    [(error, _)] = run_ranks(1, push_whole, *arguments)
+    assert f"rollout engine {url} worker 0: 1 of 18 parameters hold other values" in error
+    with pytest.raises(EngineError, match="holds no complete weights"):
+        vllm_engine.generate(random_prompts(1))
+    vllm_engine.push(tied_model)
+
+
+def test_ranks_and_workers_meet_on_loopback_where_that_will_do() -> None:
+    environ = {"MASTER_ADDR": "127.0.0.9"}
+    assert meeting_address(["http://localhost:1", "http://127.0.0.1:2"], 1, environ) == "127.0.0.1"
+    assert meeting_address([], 1, {}) == "127.0.0.1"
+    assert meeting_address([], 2, environ) == "127.0.0.9"
+    # The address from which this host reaches the engine's: here its own, as it is the same host.
+    assert meeting_address(["http://127.0.0.7:1"], 1, environ).startswith("127.")
