@@ -4,8 +4,8 @@ Here is what needs no torch. What moves the tensors of a rank is `checkpoint_con
 and `checkpoint_convert.hf_export`.
 """
 
+from checkpoint_convert.formats.hf_folder import check_weights
 from checkpoint_convert.hf_config import read_shape
-from checkpoint_convert.hf_folder import check_weights
 from checkpoint_convert.megatron import check_megatron_layouts, hf_tensors, megatron_layout
 from checkpoint_convert.shape import ModelShape, MoeShape, check_divisible, padded_vocab_size
 

@@ -2,8 +2,8 @@
 
 from collections import defaultdict
 
-from checkpoint_convert.torch_dist import StoredChunks
-from checkpoint_convert.values import Words, converted
+from checkpoint_convert.formats.torch_dist import StoredChunks
+from checkpoint_convert.formats.values import Words, converted
 from checkpoint_convert.weights import Weights
 from parallel import Box, Copy, Layout, Shape, intersect
 

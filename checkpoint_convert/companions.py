@@ -10,11 +10,11 @@ from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from checkpoint_convert.gguf_file import find_gguf
+from checkpoint_convert.formats.gguf_file import find_gguf
+from checkpoint_convert.formats.safetensors_file import TORCH_NAMES
+from checkpoint_convert.formats.torch_dist import is_torch_dist
 from checkpoint_convert.hf_config import read_json, read_shape
-from checkpoint_convert.safetensors_file import TORCH_NAMES
 from checkpoint_convert.shape import differing_fields
-from checkpoint_convert.torch_dist import is_torch_dist
 from parallel import Shape
 
 # Folder of the companions inside a Megatron checkpoint.
@@ -54,7 +54,7 @@ def model_config(path: Path, hf_config: Path | None = None) -> Iterator[Path]:
         yield path / CHECKPOINT_FOLDER
     elif (gguf := find_gguf(path)) is not None:
         # Its libraries of tokenizers take as long to be imported as all the rest.
-        from checkpoint_convert.gguf_config import write_hf_config  # noqa: PLC0415
+        from checkpoint_convert.formats.gguf_config import write_hf_config  # noqa: PLC0415
 
         with TemporaryDirectory() as folder:
             write_hf_config(gguf, Path(folder))

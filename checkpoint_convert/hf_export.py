@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint_convert.hf_folder import INDEX_FILE, locate_tensors
+from checkpoint_convert.formats.hf_folder import INDEX_FILE, locate_tensors
+from checkpoint_convert.formats.tensor_io import errors_named, write_box
+from checkpoint_convert.formats.torch_words import DTYPE_NAMES, DTYPES, words_of
 from checkpoint_convert.hf_writer import MAX_SHARD_BYTES, create_folder
 from checkpoint_convert.megatron import hf_tensors
 from checkpoint_convert.shape import ModelShape
-from checkpoint_convert.tensor_io import errors_named, write_box
-from checkpoint_convert.torch_words import DTYPE_NAMES, DTYPES, words_of
 from parallel import Copy, Layout, intersect
 from parallel.views import as_whole
 

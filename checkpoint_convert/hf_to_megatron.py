@@ -9,11 +9,11 @@ from checkpoint_convert.companions import (
     main_dtype,
     model_config,
 )
+from checkpoint_convert.formats.torch_dist_writer import create_chunks, finish_checkpoint
 from checkpoint_convert.hf_config import read_shape
 from checkpoint_convert.megatron import extra_states, hf_tensors
 from checkpoint_convert.new_folder import new_folder
 from checkpoint_convert.plan import plan_import
-from checkpoint_convert.torch_dist_writer import create_chunks, finish_checkpoint
 from checkpoint_convert.transfer import Progress, transfer
 from checkpoint_convert.weights import open_weights
 from parallel import ParallelDims

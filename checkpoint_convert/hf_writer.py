@@ -6,10 +6,10 @@ from math import prod
 from pathlib import Path
 
 from checkpoint_convert.companions import copy_companions, main_dtype
-from checkpoint_convert.hf_folder import INDEX_FILE, SINGLE_FILE
+from checkpoint_convert.formats.hf_folder import INDEX_FILE, SINGLE_FILE
+from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, create_file
 from checkpoint_convert.megatron import hf_tensors
 from checkpoint_convert.new_folder import check_space
-from checkpoint_convert.safetensors_file import ITEM_SIZES, create_file
 from checkpoint_convert.shape import ModelShape
 
 MAX_SHARD_BYTES = 5 * 10**9

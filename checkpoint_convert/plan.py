@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from checkpoint_convert.formats.safetensors_file import ITEM_SIZES
+from checkpoint_convert.formats.torch_dist_writer import Chunk
 from checkpoint_convert.megatron import checkpoint_boxes, checkpoint_layout, hf_tensors
-from checkpoint_convert.safetensors_file import ITEM_SIZES
 from checkpoint_convert.shape import ModelShape, check_divisible, padded_vocab_size
-from checkpoint_convert.torch_dist_writer import Chunk
 from parallel import Box, Layout, ParallelDims, Piece, cover_exactly
 
 # Whoever loads a checkpoint reads chunks whole, so they should not be large.

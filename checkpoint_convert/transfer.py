@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 
 from checkpoint_convert.assembly import Assembly
-from checkpoint_convert.safetensors_file import ITEM_SIZES, TensorPlace
-from checkpoint_convert.tensor_io import errors_named, start_syncing, write_box
-from checkpoint_convert.values import LARGEST, WORDS, Words, floats
+from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TensorPlace
+from checkpoint_convert.formats.tensor_io import errors_named, start_syncing, write_box
+from checkpoint_convert.formats.values import LARGEST, WORDS, Words, floats
 from checkpoint_convert.weights import Weights
 from checkpoint_convert.whole_rows import WholeRows
 from checkpoint_convert.workers import add_bytes, run_tasks

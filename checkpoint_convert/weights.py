@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoint_convert.gguf_file import GgufTensors, find_gguf
-from checkpoint_convert.hf_folder import check_weights
+from checkpoint_convert.formats.gguf_file import GgufTensors, find_gguf
+from checkpoint_convert.formats.hf_folder import check_weights
+from checkpoint_convert.formats.tensor_io import StoredTensors, TensorSource
+from checkpoint_convert.formats.torch_dist import is_torch_dist, read_chunks
 from checkpoint_convert.megatron import checkpoint_layout, hf_tensors
 from checkpoint_convert.shape import ModelShape
-from checkpoint_convert.tensor_io import StoredTensors, TensorSource
-from checkpoint_convert.torch_dist import is_torch_dist, read_chunks
 from parallel import Layout, cover_exactly
 
 _EMBEDDING = "embedding.word_embeddings.weight"

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from checkpoint_convert.tensor_io import TensorSource
-from checkpoint_convert.values import WORDS, Words
+from checkpoint_convert.formats.tensor_io import TensorSource
+from checkpoint_convert.formats.values import WORDS, Words
 from checkpoint_convert.weights import Weights
 from parallel import Box
 

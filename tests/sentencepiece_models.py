@@ -7,7 +7,7 @@ import sentencepiece
 
 CORPUS = [
     line
-    for file in sorted(Path(__file__).parents[1].joinpath("checkpoint_convert").glob("*.py"))
+    for file in sorted(Path(__file__).parents[1].joinpath("checkpoint_convert").rglob("*.py"))
     for line in file.read_text().splitlines()
     if line
 ]

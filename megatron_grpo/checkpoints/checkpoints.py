@@ -16,7 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpoint_convert.torch_dist_writer import Chunk, CreatedChunk, file_parts, place_chunks
+from checkpoint_convert.formats.torch_dist_writer import (
+    Chunk,
+    CreatedChunk,
+    file_parts,
+    place_chunks,
+)
 from megatron_grpo.checkpoints import folders, manifest, megatron_state, trainer_state
 from megatron_grpo.checkpoints.manifest import FileHash
 from megatron_grpo.checkpoints.megatron_state import StatePart

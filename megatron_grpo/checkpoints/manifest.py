@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from checkpoint_convert.tensor_io import errors_named
+from checkpoint_convert.formats.tensor_io import errors_named
 
 MANIFEST_FILE = "manifest.json"
 _BLOCK_BYTES = 1 << 20  # hashed while it is in the cache of a core

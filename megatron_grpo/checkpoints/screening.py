@@ -8,8 +8,8 @@ files as pickles without asking what is in them, and a checkpoint that would har
 import os
 from pathlib import Path
 
-from checkpoint_convert.torch_dist_metadata import read_object_places
-from checkpoint_convert.torch_file import screen
+from checkpoint_convert.formats.torch_dist_metadata import read_object_places
+from checkpoint_convert.formats.torch_file import screen
 
 
 def screen_checkpoint(folder: Path) -> None:

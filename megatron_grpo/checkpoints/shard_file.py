@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from checkpoint_convert.assembly import Assembly
-from checkpoint_convert.torch_dist import StoredChunks, read_chunks
-from checkpoint_convert.torch_dist_writer import Chunk
-from checkpoint_convert.torch_words import DTYPE_NAMES, words_of
+from checkpoint_convert.formats.torch_dist import StoredChunks, read_chunks
+from checkpoint_convert.formats.torch_dist_writer import Chunk
+from checkpoint_convert.formats.torch_words import DTYPE_NAMES, words_of
 from megatron_grpo.checkpoints.megatron_state import REFERENCE, StatePart
 from parallel import Box, Layout, Piece
 

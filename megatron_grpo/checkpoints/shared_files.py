@@ -7,8 +7,8 @@ from pathlib import Path
 from torch import Tensor
 
 from checkpoint_convert.companions import CHECKPOINT_FOLDER, copy_companions
-from checkpoint_convert.safetensors_file import NAMES
-from checkpoint_convert.torch_dist_writer import CreatedChunk, finish_checkpoint
+from checkpoint_convert.formats.safetensors_file import NAMES
+from checkpoint_convert.formats.torch_dist_writer import CreatedChunk, finish_checkpoint
 from megatron_grpo.checkpoints.manifest import FileHash, hash_files
 from megatron_grpo.checkpoints.trainer_state import (
     READY,

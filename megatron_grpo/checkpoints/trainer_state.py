@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from checkpoint_convert.tensor_io import errors_named
+from checkpoint_convert.formats.tensor_io import errors_named
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.experience.experience import Experience
 from megatron_grpo.rollout.samples import Sample

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoint_convert import hf_tensors, megatron_layout, read_shape
+from checkpoint_convert.formats.safetensors_file import create_file
 from checkpoint_convert.rank_weights import read_weights
-from checkpoint_convert.safetensors_file import create_file
 from models import tiny_model
 from parallel import ParallelDims
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from checkpoint_convert import hf_tensors, read_shape
-from checkpoint_convert.safetensors_file import create_file
+from checkpoint_convert.formats.safetensors_file import create_file
 from conversions import Touch, run_cli, variant, weights_of
 from models import tiny_model
 

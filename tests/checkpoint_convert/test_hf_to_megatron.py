@@ -9,12 +9,12 @@ import torch
 from transformers import AutoTokenizer
 
 from checkpoint_convert import read_shape
+from checkpoint_convert.formats.torch_dist import read_chunks
+from checkpoint_convert.formats.torch_file import read_places
+from checkpoint_convert.formats.torch_words import DTYPE_NAMES
 from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.megatron import megatron_layout
 from checkpoint_convert.plan import plan_import
-from checkpoint_convert.torch_dist import read_chunks
-from checkpoint_convert.torch_file import read_places
-from checkpoint_convert.torch_words import DTYPE_NAMES
 from conversions import assert_same, read_checkpoint, variant, weights_of
 from distributed import run_ranks
 from gguf_models import BF16, F16, F32, Q8_0, write_gguf

@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from checkpoint_convert import check_weights, read_shape
 from checkpoint_convert.companions import CHECKPOINT_FOLDER, copy_companions
+from checkpoint_convert.formats.torch_words import DTYPE_NAMES
 from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.megatron_to_hf import export_checkpoint
-from checkpoint_convert.torch_words import DTYPE_NAMES
 from conversions import assert_same, random_weights, variant, weights_of
 from distributed import run_ranks
 from models import CONFIGS

@@ -6,8 +6,8 @@ import shutil
 import pytest
 import torch
 
+from checkpoint_convert.formats.torch_words import DTYPE_NAMES, words_of
 from checkpoint_convert.hf_to_megatron import import_checkpoint
-from checkpoint_convert.torch_words import DTYPE_NAMES, words_of
 from checkpoint_convert.verify import compare, verify_weights
 from conversions import run_cli, variant, weights_of
 from gguf_models import write_gguf

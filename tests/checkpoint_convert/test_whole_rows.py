@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from checkpoint_convert import read_shape
-from checkpoint_convert.tensor_io import TensorSource
+from checkpoint_convert.formats.tensor_io import TensorSource
 from checkpoint_convert.weights import open_weights
 from checkpoint_convert.whole_rows import WholeRows
 from models import tiny_model

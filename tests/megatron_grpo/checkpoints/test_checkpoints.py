@@ -350,7 +350,7 @@ def test_a_pickle_that_would_run_code_is_refused_and_not_run(saved, tmp_path, na
 def test_an_object_among_the_tensors_is_looked_at_too(saved, tmp_path):
     folder, made = tmp_path / "step_2", tmp_path / "made"
     os.system(f"cp -r {saved[0]}/checkpoints/step_2 {folder}")
-    from checkpoint_convert.torch_dist_metadata import read_object_places
+    from checkpoint_convert.formats.torch_dist_metadata import read_object_places
 
     places = read_object_places(folder / ".metadata")
     assert places, "there are objects"

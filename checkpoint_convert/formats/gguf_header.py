@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from checkpoint_convert.safetensors_file import ITEM_SIZES, TensorPlace
+from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TensorPlace
 from parallel import Shape
 
 # `general.architecture` of a file -> the families that llama.cpp converts to it.

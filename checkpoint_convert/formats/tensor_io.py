@@ -16,8 +16,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from checkpoint_convert.safetensors_file import TensorPlace
-from checkpoint_convert.values import WORDS, Words
+from checkpoint_convert.formats.safetensors_file import TensorPlace
+from checkpoint_convert.formats.values import WORDS, Words
 from parallel import Box, Shape
 
 # Linux takes one call for one large piece of page cache; to find 1 MiB of it in a row can cost

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import IO, Any, cast
 from zipfile import ZIP_STORED, ZipFile
 
-from checkpoint_convert.safetensors_file import NAMES, TensorPlace
-from checkpoint_convert.tensor_io import errors_named
-from checkpoint_convert.torch_pickle import ITEM_SIZES, load, whole_numbers
+from checkpoint_convert.formats.safetensors_file import NAMES, TensorPlace
+from checkpoint_convert.formats.tensor_io import errors_named
+from checkpoint_convert.formats.torch_pickle import ITEM_SIZES, load, whole_numbers
 from parallel import Shape
 
 _ZIP_MAGIC = b"PK\x03\x04"

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from checkpoint_convert.gguf_file import ROPE_FACTORS, rope_factors
-from checkpoint_convert.gguf_header import GgufHeader
-from checkpoint_convert.gguf_tokenizer import write_tokenizer
-from checkpoint_convert.safetensors_file import TORCH_NAMES
+from checkpoint_convert.formats.gguf_file import ROPE_FACTORS, rope_factors
+from checkpoint_convert.formats.gguf_header import GgufHeader
+from checkpoint_convert.formats.gguf_tokenizer import write_tokenizer
+from checkpoint_convert.formats.safetensors_file import TORCH_NAMES
 
 _CLASSES = {
     "llama": "LlamaForCausalLM",

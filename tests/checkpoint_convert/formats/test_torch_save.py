@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from checkpoint_convert.torch_dist_writer import Chunk, create_chunks, finish_checkpoint
-from checkpoint_convert.torch_pickle import ITEM_SIZES, STORAGES
-from checkpoint_convert.torch_save import saved_object, saved_tensor
-from checkpoint_convert.torch_words import DTYPES
+from checkpoint_convert.formats.torch_dist_writer import Chunk, create_chunks, finish_checkpoint
+from checkpoint_convert.formats.torch_pickle import ITEM_SIZES, STORAGES
+from checkpoint_convert.formats.torch_save import saved_object, saved_tensor
+from checkpoint_convert.formats.torch_words import DTYPES
 from parallel import Box
 
 

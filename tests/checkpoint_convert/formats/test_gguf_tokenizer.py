@@ -8,8 +8,8 @@ from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers, trainers
 from tokenizers.models import BPE
 from transformers import AutoTokenizer
 
-from checkpoint_convert.gguf_header import GgufHeader
-from checkpoint_convert.gguf_tokenizer import write_tokenizer
+from checkpoint_convert.formats.gguf_header import GgufHeader
+from checkpoint_convert.formats.gguf_tokenizer import write_tokenizer
 from checkpoint_convert.tokenizer import load_tokenizer
 from gguf_models import write_gguf
 from models import tiny_model

@@ -16,8 +16,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama import LlamaConfig
 
 from checkpoint_convert import hf_tensors, read_shape
-from checkpoint_convert.gguf_config import write_hf_config
-from checkpoint_convert.gguf_file import GgufTensors, find_gguf, llama3_rope_factors
+from checkpoint_convert.formats.gguf_config import write_hf_config
+from checkpoint_convert.formats.gguf_file import GgufTensors, find_gguf, llama3_rope_factors
 from checkpoint_convert.tokenizer import load_tokenizer
 from conversions import read_tensor
 from demo.model import download_gguf

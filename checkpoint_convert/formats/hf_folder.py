@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TensorPlace, read_header
+from checkpoint_convert.formats.torch_file import read_places
 from checkpoint_convert.hf_config import check_folder, read_json
 from checkpoint_convert.megatron import hf_tensors
-from checkpoint_convert.safetensors_file import ITEM_SIZES, TensorPlace, read_header
 from checkpoint_convert.shape import ModelShape
-from checkpoint_convert.torch_file import read_places
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from checkpoint_convert.safetensors_file import NAMES
-from checkpoint_convert.tensor_io import errors_named
-from checkpoint_convert.torch_pickle import ITEM_SIZES, load, whole_numbers
+from checkpoint_convert.formats.safetensors_file import NAMES
+from checkpoint_convert.formats.tensor_io import errors_named
+from checkpoint_convert.formats.torch_pickle import ITEM_SIZES, load, whole_numbers
 from parallel import Box, Shape
 
 

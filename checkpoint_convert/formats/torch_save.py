@@ -12,8 +12,8 @@ from math import prod
 from typing import Any
 from zlib import crc32
 
-from checkpoint_convert.safetensors_file import ITEM_SIZES, TORCH_NAMES
-from checkpoint_convert.torch_pickle import STORAGES, Call, Name, Persistent, dump
+from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TORCH_NAMES
+from checkpoint_convert.formats.torch_pickle import STORAGES, Call, Name, Persistent, dump
 from parallel import Shape
 
 _ALIGNMENT = 64  # of the records' content

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from checkpoint_convert.safetensors_file import TORCH_NAMES
-from checkpoint_convert.values import WORDS, Words
+from checkpoint_convert.formats.safetensors_file import TORCH_NAMES
+from checkpoint_convert.formats.values import WORDS, Words
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, torch_name) for name, torch_name in TORCH_NAMES.items()

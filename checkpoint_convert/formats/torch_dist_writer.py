@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from checkpoint_convert.safetensors_file import ITEM_SIZES, TORCH_NAMES, TensorPlace
-from checkpoint_convert.torch_dist import BACKENDS_FILE, METADATA_FILE, chunk_name
-from checkpoint_convert.torch_pickle import Call, Instance, Name, dump
-from checkpoint_convert.torch_save import saved_object, saved_tensor
+from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TORCH_NAMES, TensorPlace
+from checkpoint_convert.formats.torch_dist import BACKENDS_FILE, METADATA_FILE, chunk_name
+from checkpoint_convert.formats.torch_pickle import Call, Instance, Name, dump
+from checkpoint_convert.formats.torch_save import saved_object, saved_tensor
 from parallel import Box, Layout, Piece, Shape, cover_exactly
 
 _COMMON_FILE = "common.pt"

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TensorPlace
+from checkpoint_convert.formats.tensor_io import StoredTensors
+from checkpoint_convert.formats.torch_dist_metadata import StoredChunk, StoredTensor, read_metadata
+from checkpoint_convert.formats.torch_file import read_place
 from checkpoint_convert.hf_config import read_json
-from checkpoint_convert.safetensors_file import ITEM_SIZES, TensorPlace
-from checkpoint_convert.tensor_io import StoredTensors
-from checkpoint_convert.torch_dist_metadata import StoredChunk, StoredTensor, read_metadata
-from checkpoint_convert.torch_file import read_place
 from parallel import Box, Layout, Piece, Shape
 
 METADATA_FILE = ".metadata"

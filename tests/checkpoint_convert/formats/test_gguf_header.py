@@ -6,7 +6,7 @@ import struct
 import gguf
 import pytest
 
-from checkpoint_convert.gguf_header import GgufHeader
+from checkpoint_convert.formats.gguf_header import GgufHeader
 from gguf_models import ARCHITECTURES, F16, Q8_0, write_gguf
 from models import tiny_model
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from checkpoint_convert.safetensors_file import create_file, read_header
-from checkpoint_convert.tensor_io import StoredTensors, read_box, write_box
-from checkpoint_convert.torch_words import DTYPES, words_of
-from checkpoint_convert.values import WORDS
+from checkpoint_convert.formats.safetensors_file import create_file, read_header
+from checkpoint_convert.formats.tensor_io import StoredTensors, read_box, write_box
+from checkpoint_convert.formats.torch_words import DTYPES, words_of
+from checkpoint_convert.formats.values import WORDS
 from conversions import read_tensor, tensor_of
 from parallel import Box
 
@@ -57,7 +57,7 @@ def test_a_box_is_written_and_read_where_slicing_puts_it(shape_and_box, dtype):
 
 
 def test_more_files_are_read_than_may_be_open(tmp_path, monkeypatch):
-    monkeypatch.setattr("checkpoint_convert.tensor_io._MAX_OPEN_FILES", 2)
+    monkeypatch.setattr("checkpoint_convert.formats.tensor_io._MAX_OPEN_FILES", 2)
     values = {f"x{i}": torch.randn(3, 4) for i in range(5)}
     places = {}
     for name, value in values.items():

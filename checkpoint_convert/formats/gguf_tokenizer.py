@@ -13,7 +13,7 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
-from checkpoint_convert.gguf_header import GgufHeader
+from checkpoint_convert.formats.gguf_header import GgufHeader
 
 # `tokenizer.ggml.token_type`, the same numbers as in SentencePiece.
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5

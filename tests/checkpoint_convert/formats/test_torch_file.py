@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint_convert.tensor_io import StoredTensors
-from checkpoint_convert.torch_file import read_place, read_places
-from checkpoint_convert.torch_pickle import Call, Name, Persistent, dump
+from checkpoint_convert.formats.tensor_io import StoredTensors
+from checkpoint_convert.formats.torch_file import read_place, read_places
+from checkpoint_convert.formats.torch_pickle import Call, Name, Persistent, dump
 from conversions import Touch, read_tensor
 from parallel import Box
 

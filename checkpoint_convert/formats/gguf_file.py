@@ -17,17 +17,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from checkpoint_convert.gguf_header import (
+from checkpoint_convert.formats.gguf_header import (
     ARCHITECTURES,
     BYTES,
     GgufHeader,
     GgufTensor,
     gguf_library,
 )
+from checkpoint_convert.formats.tensor_io import StoredTensors, TensorSource
+from checkpoint_convert.formats.values import WORDS, Words, floats
 from checkpoint_convert.megatron import hf_tensors
 from checkpoint_convert.shape import ModelShape
-from checkpoint_convert.tensor_io import StoredTensors, TensorSource
-from checkpoint_convert.values import WORDS, Words, floats
 from parallel import Box
 
 ROPE_FACTORS = "rope_freqs.weight"

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from checkpoint_convert.torch_dist import is_torch_dist, read_chunks
-from checkpoint_convert.torch_dist_writer import Chunk, create_chunks, finish_checkpoint
+from checkpoint_convert.formats.torch_dist import is_torch_dist, read_chunks
+from checkpoint_convert.formats.torch_dist_writer import Chunk, create_chunks, finish_checkpoint
 from conversions import assert_same, file_size_limit, read_checkpoint, write_checkpoint
 from parallel import Box
 

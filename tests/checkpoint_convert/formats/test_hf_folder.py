@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoint_convert import check_weights, hf_tensors, read_shape
+from checkpoint_convert.formats.safetensors_file import read_header
+from checkpoint_convert.formats.tensor_io import StoredTensors
 from checkpoint_convert.hf_export import create_export
-from checkpoint_convert.safetensors_file import read_header
-from checkpoint_convert.tensor_io import StoredTensors
 from conversions import read_tensor
 from models import tiny_model
 from parallel import Box

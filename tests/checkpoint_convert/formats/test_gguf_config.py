@@ -6,8 +6,8 @@ import json
 import pytest
 
 from checkpoint_convert import read_shape
-from checkpoint_convert.gguf_config import write_hf_config
-from checkpoint_convert.gguf_file import GgufTensors, llama3_rope_factors
+from checkpoint_convert.formats.gguf_config import write_hf_config
+from checkpoint_convert.formats.gguf_file import GgufTensors, llama3_rope_factors
 from gguf_models import ARCHITECTURES, F16, F32, Q8_0, write_gguf
 from models import tiny_model
 

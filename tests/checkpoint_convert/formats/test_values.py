@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from checkpoint_convert.torch_words import DTYPES, words_of
-from checkpoint_convert.values import LARGEST, converted, floats
+from checkpoint_convert.formats.torch_words import DTYPES, words_of
+from checkpoint_convert.formats.values import LARGEST, converted, floats
 from conversions import tensor_of
 
 NO_NUMBERS = [torch.inf, -torch.inf, torch.nan]
