@@ -49,7 +49,7 @@ class LossTokens:
         places = mask.nonzero().squeeze(1)
 
         def at(values: Tensor) -> Tensor:
-            return values.gather(0, places)  # half the time of indexing, backward included
+            return values.index_select(0, places)  # half the time of indexing, backward included
 
         def at_if(values: Tensor | None) -> Tensor | None:
             return None if values is None else at(values)
