@@ -1,6 +1,6 @@
 /* The sums of checksum.py on a CPU, taken while rows are copied: what is read once is stored, added
-   to the sum of its row and to that of its column. A copy waits for memory, and the sums fit into
-   that. Words are those of a little-endian machine. */
+   to the sum of its row and to that of its column. A copy waits for memory, and most of the sums
+   fit into that. Words are those of a little-endian machine. */
 
 #include <stddef.h>
 #include <stdint.h>
@@ -82,8 +82,7 @@ row_sse2(const word *restrict from, word *restrict to, size_t num_words,
     return sum + row(from + c, to + c, num_words - c, column_sums + c);
 }
 
-/* With half the instructions, it is as fast as a copy alone: more of what is read is on its way at
-   once. */
+/* With half the instructions: more of what is read is on its way at once. */
 __attribute__((target("avx2"))) INLINE uint64_t
 row_avx2(const word *restrict from, word *restrict to, size_t num_words,
          uint64_t *restrict column_sums)

@@ -49,7 +49,7 @@ class LossTokens:
         places = mask.nonzero().squeeze(1)
 
         def at(values: Tensor) -> Tensor:
-            return values.index_select(0, places)  # half the time of indexing, backward included
+            return values.index_select(0, places)  # two thirds of the time of indexing
 
         def at_if(values: Tensor | None) -> Tensor | None:
             return None if values is None else at(values)
