@@ -8,10 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def counted_lengths(cu_seqlens: Tensor, mask: Tensor) -> Tensor:
-    """How many tokens of each packed sequence are in `mask` [T]: [n] from [n + 1] boundaries."""
-    before = torch.nn.functional.pad(mask.cumsum(0), (1, 0))  # each place, and the end
-    return before[cu_seqlens.long()].diff()
+def counted_lengths(cu_seqlens: Tensor, positions: Tensor) -> Tensor:
+    """How many of the ascending `positions` [K] are in each packed sequence: [n] of [n + 1]."""
+    return torch.searchsorted(positions, cu_seqlens.to(positions)).diff()
 
 
 class SequenceMeans:

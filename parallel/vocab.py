@@ -4,6 +4,7 @@ The only place that knows that ``tokens[t]`` is predicted at position t - 1 of i
 leaves this file is in the index space of `tokens`.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,11 +24,21 @@ def prediction_targets(cu_seqlens: Tensor, context_indices: Tensor) -> Tensor:
     return following.masked_fill(torch.isin(following, cu_seqlens[1:].to(following)), -1)
 
 
-def local_mask(targets: Tensor, num_tokens: int) -> Tensor:
-    """Which packed tokens this context rank predicts, [T] bool; disjoint over the context ranks."""
-    mask = torch.zeros(num_tokens + 1, dtype=torch.bool, device=targets.device)
-    mask[targets] = True  # -1 falls on the spare last place
-    return mask[:-1]
+@dataclass(frozen=True, kw_only=True)
+class ChosenTokens:
+    """The K packed tokens that were wanted and that this context rank predicts: [K] each."""
+
+    positions: Tensor
+    """int64, ascending, in the index space of `tokens`; disjoint over the context ranks."""
+    logprobs: Tensor
+    entropy: Tensor
+    """Of the distribution that the token was drawn from."""
+
+    def whole(self, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies [T], zero elsewhere: over context ranks they add up."""
+        zeros = self.logprobs.new_zeros(num_tokens)
+        logprobs = zeros.index_copy(0, self.positions, self.logprobs)
+        return logprobs, zeros.index_copy(0, self.positions, self.entropy)
 
 
 def chosen_logprobs(
@@ -41,7 +52,7 @@ def chosen_logprobs(
     vocab_size: int,
     tensor_group: dist.ProcessGroup | None,
     tile_columns: int | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> ChosenTokens:
     """Log-probability of the selected tokens, and entropy of the distribution each was drawn from.
 
     With z = hidden weight^T / temperature over the whole vocabulary:
@@ -62,9 +73,9 @@ def chosen_logprobs(
         tile_columns: columns of the vocabulary at a time; None for as many as suit the device.
 
     Returns:
-        logprobs [T], entropy [T]: float32 (float64 for float64 weights), zero where this context
-        rank predicts nothing wanted: the sum over the context group is the whole. Equal on every
-        tensor rank. Both differentiate to `weight` and to `hidden`, there summed over tensor ranks.
+        Those of the selected tokens that `targets` name, float32 (float64 for float64 weights),
+        equal on every tensor rank. Log-probabilities and entropies differentiate to `weight` and to
+        `hidden`, there summed over tensor ranks.
     """
     wanted = (targets >= 0) & select[targets]
     rows = wanted.nonzero().squeeze(1)
@@ -83,8 +94,7 @@ def chosen_logprobs(
         counts,
         tile_columns,
     )
-    whole = torch.zeros(len(tokens), dtype=logprobs.dtype, device=hidden.device)
-    return whole.index_copy(0, positions, logprobs), whole.index_copy(0, positions, entropy)
+    return ChosenTokens(positions=positions, logprobs=logprobs, entropy=entropy)
 
 
 def _rows_of_ranks(rows: Tensor, num_here: int, num_all: int) -> list[int]:

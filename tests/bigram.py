@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from parallel.packing import PackedBatch
-from parallel.vocab import chosen_logprobs, local_mask, prediction_targets
+from parallel.vocab import chosen_logprobs, prediction_targets
 
 TEMPERATURE = 0.7
 
@@ -27,16 +27,16 @@ class BigramModel:
         return logprobs, -(rows.exp() * rows).sum(dim=1)
 
     def of_packed(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """The same, packed, by the code that the trainer uses."""
-        targets = prediction_targets(batch.cu_seqlens, torch.arange(len(batch.tokens)))
-        return chosen_logprobs(
+        """The same [T], packed, by the code that the trainer uses."""
+        chosen = chosen_logprobs(
             torch.nn.functional.one_hot(batch.tokens, self.vocab_size).to(self.table),
             self.table.t(),
             batch.tokens,
-            targets,
-            local_mask(targets, len(batch.tokens)) & batch.loss_mask,
+            prediction_targets(batch.cu_seqlens, torch.arange(len(batch.tokens))),
+            batch.loss_mask,
             temperature=TEMPERATURE,
             vocab_size=self.vocab_size,
             tensor_group=None,
             tile_columns=3,
         )
+        return chosen.whole(len(batch.tokens))

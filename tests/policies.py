@@ -98,8 +98,8 @@ def accumulate(policy: Policy, groups: Groups, batches: list[PackedBatch]) -> No
     """Put the gradient of the weighted negative log-likelihood into the policy."""
 
     def loss_fn(hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, None]:
-        logprobs, _, _ = response_logprobs(policy, hidden, batch, 1.0, groups)
-        return -(logprobs * batch.loss_weights).sum(), None
+        chosen = response_logprobs(policy, hidden, batch, 1.0, groups)
+        return -(chosen.logprobs * batch.loss_weights[chosen.positions]).sum(), None
 
     policy.zero_grad()
     run_schedule(policy, groups, batches, loss_fn, forward_only=False)

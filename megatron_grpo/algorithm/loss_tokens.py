@@ -7,6 +7,7 @@ from torch import Tensor
 
 from parallel.packing import PackedBatch
 from parallel.sequences import SequenceMeans, counted_lengths
+from parallel.vocab import ChosenTokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,35 +37,33 @@ class LossTokens:
     def of(
         cls,
         batch: PackedBatch,
-        logprobs: Tensor,
-        entropy: Tensor,
-        mask: Tensor,
+        chosen: ChosenTokens,
         context_group: dist.ProcessGroup | None = None,
     ) -> "LossTokens":
-        """Of `batch`, those of `mask` [T], which is on one rank of `context_group` for each token.
+        """The `chosen` ones of `batch`, each of them chosen on one rank of `context_group`.
 
-        `logprobs` [T] and `entropy` [T] are in the index space of the packed tokens. What they hold
-        off the mask, and `batch`, has no influence, be it NaN.
+        What `batch` holds of other tokens has no influence, be it NaN.
         """
-        places = mask.nonzero().squeeze(1)
 
         def at(values: Tensor) -> Tensor:
-            return values.index_select(0, places)  # two thirds of the time of indexing
+            return values.index_select(0, chosen.positions)  # two thirds of the time of indexing
 
         def at_if(values: Tensor | None) -> Tensor | None:
             return None if values is None else at(values)
 
         starts = batch.cu_seqlens[:-1].long()
         return cls(
-            logprobs=at(logprobs),
-            entropy=at(entropy),
+            logprobs=chosen.logprobs,
+            entropy=chosen.entropy,
             weights=at(batch.loss_weights),
             advantages=at(batch.advantages),
-            rollout_logprobs=at(batch.rollout_logprobs).to(logprobs),
+            rollout_logprobs=at(batch.rollout_logprobs).to(chosen.logprobs),
             old_logprobs=at_if(batch.old_logprobs),
             ref_logprobs=at_if(batch.ref_logprobs),
             high_entropy=at_if(batch.high_entropy),
             entropy_weights=at_if(batch.entropy_weights),
-            sequences=SequenceMeans(counted_lengths(batch.cu_seqlens, mask), context_group),
+            sequences=SequenceMeans(
+                counted_lengths(batch.cu_seqlens, chosen.positions), context_group
+            ),
             sequence_index=batch.sequence_index[starts],
         )

@@ -19,7 +19,7 @@ def values_and_gradients(dtype, device, tile_columns, num_tokens=NUM_TOKENS):
     tokens = torch.randint(VOCAB_SIZE, (num_tokens,), generator=generator).to(device)
     inputs = [each.to(device, dtype).requires_grad_() for each in (hidden, weight)]
     ends = torch.tensor([0, num_tokens], device=device)
-    logprobs, entropy = chosen_logprobs(
+    chosen = chosen_logprobs(
         *inputs,
         tokens,
         prediction_targets(ends, torch.arange(num_tokens, device=device)),
@@ -29,6 +29,7 @@ def values_and_gradients(dtype, device, tile_columns, num_tokens=NUM_TOKENS):
         tensor_group=None,
         tile_columns=tile_columns,
     )
+    logprobs, entropy = chosen.whole(num_tokens)
     only_logprobs = torch.autograd.grad(logprobs.sum(), inputs, retain_graph=True)
     both = torch.autograd.grad((logprobs + entropy).sum(), inputs)
     return [x.detach().cpu().double() for x in (logprobs, entropy, *only_logprobs, *both)]

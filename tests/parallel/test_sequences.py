@@ -29,7 +29,7 @@ def owner(world_size):
 def result(values, weights, mask, group):
     """Sums and means, and the gradient of a loss that is not linear in either, at `mask`."""
     own, factors = values[mask].requires_grad_(), weights[mask]
-    sequences = SequenceMeans(counted_lengths(CU_SEQLENS, mask), group)
+    sequences = SequenceMeans(counted_lengths(CU_SEQLENS, mask.nonzero().squeeze(1)), group)
     sums, means = sequences.sum(own), sequences.mean(own)
     loss = (factors * (means.exp() + sums**2 * own)).sum()
     (gradient,) = torch.autograd.grad(loss, own)

@@ -100,7 +100,7 @@ def ours(folder: Path) -> dict[str, float]:
         following = torch.cat([tokens[:1], tokens])
         select = torch.ones(len(following), dtype=torch.bool)
         targets = torch.arange(1, len(following))
-        logprobs, _ = chosen_logprobs(
+        chosen = chosen_logprobs(
             hidden,
             head,
             following,
@@ -110,7 +110,7 @@ def ours(folder: Path) -> dict[str, float]:
             vocab_size=len(head),
             tensor_group=None,
         )
-        return logprobs[1:]
+        return chosen.logprobs
 
     return measured(logprobs_of, folder)
 

@@ -1,9 +1,10 @@
 """Advantages and clipped loss of 2,048 completions of up to 8,192 tokens, 62% of them padding.
 
-Loss: forward and backward of PPO's clipped surrogate with dual clip, mean over all tokens, with the
-metrics that each side always computes: verl three, ours all fifteen of `TrainMetrics`, by sequence
-where wanted; one side of ours has verl's alone. verl has rows of 8,192 places, all 2,048 or 8 at a
-time; ours are packed microbatches of up to 65,536 tokens, each completion behind a prompt of 256.
+Loss: forward and backward of PPO's clipped surrogate with dual clip, mean over all tokens, to the
+log-probabilities as a model's head leaves them, with verl's three metrics; one side of ours has all
+fifteen of `TrainMetrics` in their place, by sequence where wanted. verl has rows of 8,192 places,
+all 2,048 or 8 at a time; ours are packed microbatches of up to 65,536 tokens, each completion
+behind a prompt of 256.
 Advantages: of groups of 16, brought to every token.
 """
 
@@ -30,7 +31,7 @@ VERL = [
 TITLE = "Advantages and clipped loss, 2,048 x 8,192 with 62% padding"
 REQUIREMENTS = {"verl": VERL, "verl, 8 rows at a time": VERL}
 SETTINGS = {
-    "ours, metrics as verl": "its clip fractions and mean log-ratio in the place of ours",
+    "ours, all metrics": "what the trainer reports in the place of those of verl",
     "verl": "compute_policy_loss_vanilla on all rows at once, token-mean; "
     "compute_grpo_vectorized_outcome_advantage",
     "verl, 8 rows at a time": "the same with ppo_micro_batch_size_per_gpu 8",
@@ -64,7 +65,7 @@ def case() -> SimpleNamespace:
     )
 
 
-def ours(folder: Path, verls_metrics: bool = False) -> dict[str, float]:
+def ours(folder: Path, all_metrics: bool = False) -> dict[str, float]:
     """Packed."""
     from megatron_grpo.algorithm.advantages import group_advantages
     from megatron_grpo.algorithm.loss import grpo_loss
@@ -73,6 +74,7 @@ def ours(folder: Path, verls_metrics: bool = False) -> dict[str, float]:
     from megatron_grpo.reporting.metrics import TrainMetrics
     from parallel.alignment import Alignment
     from parallel.packing import TokenSequence, pack
+    from parallel.vocab import ChosenTokens
 
     given = case()
     cfg = GRPOConfig(
@@ -108,39 +110,36 @@ def ours(folder: Path, verls_metrics: bool = False) -> dict[str, float]:
             given.old.split(given.lengths.tolist()), advantages().tolist(), strict=True
         )
     ]
-    batches, logprobs = [], []
+    batches, heads = [], []
     for members in microbatches(given.lengths):
         batch = pack(sequences, members, Alignment())
         of_batch = [given.new.split(given.lengths.tolist())[i] for i in members]
-        values = torch.zeros(len(batch.tokens)).masked_scatter(batch.loss_mask, torch.cat(of_batch))
+        values = torch.cat(of_batch).requires_grad_()
+        positions = batch.loss_mask.nonzero().squeeze(1)
+        entropy = torch.ones(len(values))
         batches.append(batch)
-        logprobs.append(values.requires_grad_())
-    entropies = [torch.ones_like(values) for values in logprobs]
+        heads.append(ChosenTokens(positions=positions, logprobs=values, entropy=entropy))
 
     def loss() -> float:
         metrics, sums = TrainMetrics(NUM_SEQUENCES), []
-        for batch, values, entropy in zip(batches, logprobs, entropies, strict=True):
-            values.grad = None
-            tokens = LossTokens.of(batch, values, entropy, batch.loss_mask)
+        for batch, chosen in zip(batches, heads, strict=True):
+            chosen.logprobs.grad = None
+            tokens = LossTokens.of(batch, chosen)
             found = grpo_loss(tokens, cfg, 0.0)
-            if verls_metrics:
+            if all_metrics:
+                metrics.add(tokens, found)
+            else:
                 is_cut = found.clipped_low | found.clipped_high
                 is_bounded = (found.log_ratio > math.log(DELTA)) & (tokens.advantages < 0)
                 kept = (found.per_token, found.log_ratio, is_cut, is_bounded)
                 sums.append([each.sum().item() for each in kept])
-            else:
-                metrics.add(tokens, found)
             found.total.backward()
-        if verls_metrics:
-            return sum(each[0] for each in sums)
-        return metrics.reduce(lambda tensor, op: None, cfg).metrics["loss"]
+        if all_metrics:
+            return metrics.reduce(lambda tensor, op: None, cfg).metrics["loss"]
+        return sum(each[0] for each in sums)
 
     loss()
-    gradients = [
-        values.grad[batch.loss_mask]
-        for batch, values in zip(batches, logprobs, strict=True)
-        if values.grad is not None
-    ]
+    gradients = [head.logprobs.grad for head in heads if head.logprobs.grad is not None]
     return measured(folder, loss, of_tokens, torch.cat(gradients))
 
 
@@ -233,7 +232,7 @@ def measured(
 
 SIDES = {
     "ours": ours,
-    "ours, metrics as verl": lambda folder: ours(folder, verls_metrics=True),
+    "ours, all metrics": lambda folder: ours(folder, all_metrics=True),
     "verl": verl,
     "verl, 8 rows at a time": lambda folder: verl(folder, 8),
 }

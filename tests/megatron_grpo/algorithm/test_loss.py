@@ -6,6 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bigram import TEMPERATURE, BigramModel
+from chosen import chosen_tokens
 from megatron_grpo.algorithm.advantages import (
     group_advantages,
     normalized_sum_advantages,
@@ -47,7 +48,8 @@ def loss_of(logprobs, batch, cfg, entropy=None, mask=None):
     """`grpo_loss` on one rank."""
     mask = batch.loss_mask if mask is None else mask
     entropy = torch.zeros_like(logprobs) if entropy is None else entropy
-    return grpo_loss(LossTokens.of(batch, logprobs, entropy, mask), cfg, cfg.beta)
+    chosen = chosen_tokens(mask, logprobs, entropy)
+    return grpo_loss(LossTokens.of(batch, chosen), cfg, cfg.beta)
 
 
 def one_sequence(old=None, *, advantages, weights=None, ref=None, mask=None, rollout=None):
@@ -583,7 +585,7 @@ def test_a_real_model_on_packed_sequences_has_the_loss_and_gradients_of_the_padd
     batch = pack(sequences, [2, 0, 1], Alignment(), dtype=torch.float64)
     hidden = [model.model(sequences[i].tokens[None], use_cache=False)[0][0] for i in (2, 0, 1)]
     targets = prediction_targets(batch.cu_seqlens, torch.arange(len(batch.tokens)))
-    logprobs, _ = chosen_logprobs(
+    chosen = chosen_logprobs(
         torch.cat(hidden),
         model.lm_head.weight,
         batch.tokens,
@@ -593,7 +595,8 @@ def test_a_real_model_on_packed_sequences_has_the_loss_and_gradients_of_the_padd
         vocab_size=model.config.vocab_size,
         tensor_group=None,
     )
-    loss = loss_of(logprobs, batch, grpo_config(loss_type=loss_type))
+    cfg_of_loss = grpo_config(loss_type=loss_type)
+    loss = grpo_loss(LossTokens.of(batch, chosen), cfg_of_loss, cfg_of_loss.beta)
     model.zero_grad()
     loss.total.backward()
     assert loss.total.item() == pytest.approx(expected, rel=1e-6)

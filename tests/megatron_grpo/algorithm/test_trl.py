@@ -24,6 +24,7 @@ from trl import GRPOConfig as TRLConfig
 from trl import GRPOTrainer
 
 from bigram import BigramModel
+from chosen import chosen_tokens
 from megatron_grpo.algorithm.advantages import group_advantages, normalized_sum_advantages
 from megatron_grpo.algorithm.loss import grpo_loss, loss_weights
 from megatron_grpo.algorithm.loss_tokens import LossTokens
@@ -201,7 +202,8 @@ def of_ours(case, options, alone):
         [batch] = keep_high_entropy([batch], [entropy.detach()], cfg.top_entropy_quantile, alone)
     if cfg.entropy_coef:
         [batch] = with_entropy_weights([batch], alone)
-    loss = grpo_loss(LossTokens.of(batch, logprobs, entropy, batch.loss_mask), cfg, cfg.beta)
+    chosen = chosen_tokens(batch.loss_mask, logprobs, entropy)
+    loss = grpo_loss(LossTokens.of(batch, chosen), cfg, cfg.beta)
     (gradient,) = torch.autograd.grad(loss.total, case.policy.table)
     return advantages, loss.total.detach(), gradient
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from chosen import chosen_tokens
 from megatron_grpo.algorithm.loss import grpo_loss, loss_weights
 from megatron_grpo.algorithm.loss_tokens import LossTokens
 from megatron_grpo.config.grpo_config import GRPOConfig
@@ -59,10 +60,10 @@ def count(members, cfg, tokens=TOKENS):
         ref_logprobs=per_token(2) if cfg.beta else None,
         high_entropy=entropy >= 0.7 if cfg.top_entropy_quantile < 1 else None,
     )
-    chosen = LossTokens.of(batch, logprobs, entropy, batch.loss_mask)
-    loss = grpo_loss(chosen, cfg, cfg.beta)
+    tokens_of_batch = LossTokens.of(batch, chosen_tokens(batch.loss_mask, logprobs, entropy))
+    loss = grpo_loss(tokens_of_batch, cfg, cfg.beta)
     metrics = TrainMetrics(len(tokens))
-    metrics.add(chosen, loss)
+    metrics.add(tokens_of_batch, loss)
     return metrics, loss.total.item()
 
 
@@ -159,7 +160,7 @@ def test_the_gap_is_to_the_policy_itself_while_no_old_logprobs_are_kept():
         Alignment(),
     )
     logprobs = torch.tensor([0.0, -1.0], requires_grad=True)
-    tokens = LossTokens.of(batch, logprobs, torch.zeros(2), batch.loss_mask)
+    tokens = LossTokens.of(batch, chosen_tokens(batch.loss_mask, logprobs, torch.zeros(2)))
     metrics = TrainMetrics(1)
     metrics.add(tokens, grpo_loss(tokens, cfg, 0.0))
     result = metrics.reduce(no_peers, cfg).metrics

@@ -1,0 +1,13 @@
+"""What a trainer's head gives to a loss, of values that a test has made up."""
+
+from torch import Tensor
+
+from parallel.vocab import ChosenTokens
+
+
+def chosen_tokens(mask: Tensor, logprobs: Tensor, entropy: Tensor) -> ChosenTokens:
+    """The tokens of `mask` [T] with these log-probabilities and entropies [T]."""
+    positions = mask.nonzero().squeeze(1)
+    return ChosenTokens(
+        positions=positions, logprobs=logprobs[positions], entropy=entropy[positions]
+    )
