@@ -41,9 +41,10 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# One thread per process: the tests start many processes at once.
+# Two files at a time, of which one often waits: for Slurm, an engine, a timeout. One thread per process, as
+# the tests start many processes at once.
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Every fault that docs/faults.md lists, and 50 kills at random moments: a quarter of an hour.
 test-faults: setup

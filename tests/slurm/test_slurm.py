@@ -255,7 +255,7 @@ def test_three_restarts_that_bring_nothing_are_the_end(tmp_path, submit):
     rewards.write_text(KILLS_RANK_0)
     arguments = ["rollout.engine=transformers", f"reward.functions=[{rewards}:reward]"]
     run = submit(*arguments)
-    ended = run.job.await_state("FAILED", seconds=200)
+    ended = run.job.await_state("FAILED", seconds=280)
     assert ended["Restarts"] == "3", run.logs()
     assert "4 starts in a row ended at the same place (no checkpoint)" in run.job.output()
     assert run.await_silence() == []
