@@ -41,8 +41,8 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Two files at a time, of which one often waits: for Slurm, an engine, a timeout. One thread per process, as
-# the tests start many processes at once.
+# Two files at a time, of which one often waits: for Slurm, an engine, a timeout. One thread per process,
+# as the tests start many processes at once.
 test: check
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 

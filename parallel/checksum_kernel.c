@@ -42,7 +42,7 @@ struct piece {
 };
 
 /* Adds the words of one row to the sums of their columns, copies them unless `to` is NULL, and
-   returns their sum. `next` is the row after it. */
+   returns their sum. `next` is the row after it, of the last row that row itself. */
 typedef uint64_t row_function(const word *from, const word *next, word *to, size_t num_words,
                               uint64_t *column_sums);
 
@@ -63,7 +63,7 @@ row(const word *restrict from, const word *next, word *restrict to, size_t num_w
 }
 
 #ifdef X86_64
-/* Asks for what is read AHEAD_WORDS after column `c` of a row, or in the next one. */
+/* Asks for what is read AHEAD_WORDS after column `c` of a row, or a row after it if that is less. */
 INLINE void
 read_ahead(const word *from, const word *next, size_t c, size_t num_words)
 {
@@ -139,11 +139,11 @@ tile(const struct piece *piece, size_t start, size_t num_words, const uint64_t *
     memset(column_sums, 0, num_words * WORD_BYTES);
     for (size_t r = 0; r < piece->num_rows; r++) {
         const char *from = piece->source + (ptrdiff_t)r * piece->source_stride + start;
+        const char *next = r + 1 < piece->num_rows ? from + piece->source_stride : from;
         char *to = piece->target;
         if (to)
             to += (ptrdiff_t)r * piece->target_stride + start;
-        total += piece->row_factors[r] * add_row((const word *)from,
-                                                 (const word *)(from + piece->source_stride),
+        total += piece->row_factors[r] * add_row((const word *)from, (const word *)next,
                                                  (word *)to, num_words, column_sums);
     }
     for (size_t c = 0; c < num_words; c++)

@@ -1,7 +1,7 @@
 """Log-probability and entropy of chosen tokens, from hidden states and a split vocabulary.
 
 The only place that knows that ``tokens[t]`` is predicted at position t - 1 of its sequence. What
-leaves this file is in the index space of `tokens`.
+leaves this file speaks of t.
 """
 
 from dataclasses import dataclass

@@ -250,6 +250,7 @@ def test_a_mistake_is_told_and_not_tried_again(submit):
     assert "/nowhere.py" in run.job.output()
 
 
+@pytest.mark.timeout(400)
 def test_three_restarts_that_bring_nothing_are_the_end(tmp_path, submit):
     rewards = tmp_path / "rewards.py"
     rewards.write_text(KILLS_RANK_0)

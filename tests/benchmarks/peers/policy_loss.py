@@ -222,7 +222,7 @@ def measured(
     gradient: Tensor,
     advantages: Callable[[], Tensor] | None = None,
 ) -> dict[str, float]:
-    """The best of ten losses and of fifty advantages, and the outputs: in the order of the completions."""
+    """The best of ten losses and of fifty advantages; and the outputs, by completion."""
     torch.save((loss(), of_tokens(), gradient), folder / "outputs.pt")
     return {
         "loss_seconds": best_time(loss, 10),
