@@ -41,10 +41,9 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Two files at a time, of which one often waits: for Slurm, an engine, a timeout. One thread per process,
-# as the tests start many processes at once.
+# One thread per process: the tests start many processes at once.
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/pytest
 
 # Every fault that docs/faults.md lists, and 50 kills at random moments: a quarter of an hour.
 test-faults: setup

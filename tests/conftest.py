@@ -10,11 +10,6 @@ from engines import running_engine, served_model
 from faulty_runs import NUM_RANKS, make_runs
 
 
-def pytest_collection_modifyitems(items):
-    """Slurm's jobs first: they mostly wait, and `pytest -n 2` has something to do beside them."""
-    items.sort(key=lambda item: item.path.parent.name != "slurm")
-
-
 @pytest.fixture(scope="session")
 def elsewhere():
     """Calls a function in a process of its own, in which the CPU may stand for CUDA for good."""

@@ -9,7 +9,10 @@ from jobs import Job
 CHANCE, SOLVED, LAST_STEPS, SECONDS = 0.3, 0.9, 5, 180
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe",
+    ["grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in RECIPES if name != "grpo")],
+)
 def test_the_reward_goes_from_chance_to_nearly_all_in_minutes(
     recipe, tied_model, vllm_engine, tmp_path
 ):

@@ -64,7 +64,7 @@ def planned_and_measured(
     return [stage.phases["train"] for stage in stages], measured
 
 
-@pytest.mark.parametrize("pipeline", [1, 2])
+@pytest.mark.parametrize("pipeline", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_activations_of_smollm2_are_what_a_process_takes(pipeline, tmp_path):
     folder = write_config(tmp_path, "SmolLM2-135M")
     planned, measured = planned_and_measured(folder, ParallelDims(pipeline=pipeline), SHORT)

@@ -61,8 +61,16 @@ def config(folder: Path, *overrides: str) -> Config:
     return load_config(CONFIGS / "grpo_70b.yaml", [*arguments, *ENGINES_ELSEWHERE, *overrides])
 
 
+def name(published: Published) -> str:
+    return f"{published.source}, {published.model} on {published.num_gpus}"
+
+
 @pytest.mark.parametrize(
-    "published", PUBLISHED, ids=lambda p: f"{p.source}, {p.model} on {p.num_gpus}"
+    "published",
+    [
+        pytest.param(each, id=name(each), marks=pytest.mark.slow if each.num_gpus > 64 else ())
+        for each in PUBLISHED
+    ],
 )
 def test_no_published_layout_that_fits_is_faster_than_the_suggestion(published, tmp_path):
     folder = write_config(tmp_path, published.model)
