@@ -250,13 +250,12 @@ def test_a_mistake_is_told_and_not_tried_again(submit):
     assert "/nowhere.py" in run.job.output()
 
 
-@pytest.mark.timeout(400)
 def test_three_restarts_that_bring_nothing_are_the_end(tmp_path, submit):
     rewards = tmp_path / "rewards.py"
     rewards.write_text(KILLS_RANK_0)
     arguments = ["rollout.engine=transformers", f"reward.functions=[{rewards}:reward]"]
     run = submit(*arguments)
-    ended = run.job.await_state("FAILED", seconds=280)
+    ended = run.job.await_state("FAILED", seconds=200)
     assert ended["Restarts"] == "3", run.logs()
     assert "4 starts in a row ended at the same place (no checkpoint)" in run.job.output()
     assert run.await_silence() == []
