@@ -14,7 +14,7 @@ PIP = $(PYTHON) -m pip --python $(BIN)/python --disable-pip-version-check
 
 setup: $(STAMP)
 
-$(STAMP): requirements/torch.txt requirements/lock.txt pyproject.toml parallel/checksum_kernel.c
+$(STAMP): requirements/torch.txt requirements/lock.txt pyproject.toml $(wildcard parallel/*.c)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "make setup needs Python 3.11 or later, but $(PYTHON) is %d.%d: name another, as in make PYTHON=python3.12" % sys.version_info[:2])'
 	test -x $(BIN)/python || $(PYTHON) -m venv --without-pip .venv
 	@echo 'Installing into .venv: some 3 GB on disk, a few minutes.'

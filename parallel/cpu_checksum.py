@@ -1,18 +1,17 @@
 """Checksums on a CPU: checksum_kernel.c sums rows while it copies them."""
 
 import ctypes
-import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from math import prod
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from parallel.checksum_factors import WORD_BYTES, factors_of
+from parallel.kernels import load_kernel
 from parallel.layout import Box, Shape
 from parallel.views import matrices_of
 
@@ -145,11 +144,7 @@ def _add(pieces: np.ndarray) -> None:
 
 
 def _load_kernel() -> ctypes.CDLL:
-    """checksum_kernel.c, as it was compiled when this package was installed."""
-    path = Path(__file__).with_name("checksum_kernel" + sysconfig.get_config_var("EXT_SUFFIX"))
-    if not path.exists():
-        raise ImportError(f"{path} is missing: `make setup` builds it")
-    kernel = ctypes.CDLL(str(path))  # other threads may use Python while it runs
+    kernel = load_kernel("checksum_kernel")
     kernel.add_pieces.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     kernel.add_pieces.restype = None
     return kernel

@@ -7,141 +7,44 @@ one before and the neighbour has sent what it needs. Sending takes no time, and 
 what was sent is taken.
 """
 
-from functools import lru_cache
-from typing import NamedTuple
+import ctypes
 
 import numpy as np
 
+from parallel.kernels import load_kernel
+
 ABSENT = -np.inf
 """Cost of a microbatch that there is not: for rows of different length in one array."""
-
-
-class Operation(NamedTuple):
-    """What a stage does with one microbatch in one of its model chunks."""
-
-    is_backward: bool
-    chunk: int
-    microbatch: int
+LANES = 16
+"""Rows that pipeline_kernel.c takes at once."""
 
 
 def makespan(costs: np.ndarray, pipeline: int, virtual_pipeline: int = 1) -> np.ndarray:
     """Time from the first forward to the last backward, for each row of `costs`.
 
     `costs` [rows, microbatches] are those of a forward on one stage, all its chunks together; a
-    backward takes twice as long. Rows may end in `ABSENT` ones. Under interleaving each has a
-    multiple of the pipeline size.
+    backward takes twice as long. Rows may end in `ABSENT` ones. Under interleaving, where each
+    group of `pipeline` microbatches goes through all chunks of a stage (section 2.2 of Narayanan et
+    al., arXiv 2104.04473), each row has a multiple of the pipeline size.
     """
-    if virtual_pipeline == 1:
-        return _one_chunk(costs, pipeline)
-    return _interleaved(costs, pipeline, virtual_pipeline)
+    costs = np.ascontiguousarray(costs, dtype=np.float64)
+    rows, count = costs.shape
+    assert virtual_pipeline == 1 or count % pipeline == 0, f"{count} of {pipeline} stages"
+    lane_costs = np.empty((count, LANES))
+    ends = np.empty((2 * pipeline * virtual_pipeline * count, LANES))
+    clocks, turn = np.empty((pipeline, LANES)), np.empty(pipeline, dtype=np.uintp)
+    times = np.empty(rows)
+    scratch = (array.ctypes.data for array in (lane_costs, ends, clocks, turn, times))
+    _KERNEL.time_rows(costs.ctypes.data, rows, count, pipeline, virtual_pipeline, *scratch)
+    return times
 
 
-def stage_operations(
-    stage: int, microbatches: int, pipeline: int, virtual_pipeline: int
-) -> list[Operation]:
-    """What a stage does, in order.
-
-    With several chunks, each group of `pipeline` microbatches goes through all of them (section 2.2
-    of Narayanan et al., arXiv 2104.04473).
-    """
-    groups = [range(microbatches)]
-    if virtual_pipeline > 1:
-        assert microbatches % pipeline == 0, f"{microbatches} microbatches, {pipeline} stages"
-        groups = [range(i, i + pipeline) for i in range(0, microbatches, pipeline)]
-    turns = [(chunk, i) for group in groups for chunk in range(virtual_pipeline) for i in group]
-    forwards = [Operation(False, chunk, i) for chunk, i in turns]
-    backwards = [Operation(True, virtual_pipeline - 1 - chunk, i) for chunk, i in turns]
-    ahead = pipeline - 1 - stage
-    if virtual_pipeline > 1:
-        ahead = 2 * ahead + (virtual_pipeline - 1) * pipeline
-    ahead = min(ahead, len(forwards))
-    in_turn = zip(forwards[ahead:], backwards, strict=False)
-    steady = [operation for pair in in_turn for operation in pair]
-    return forwards[:ahead] + steady + backwards[len(forwards) - ahead :]
+def _load_kernel() -> ctypes.CDLL:
+    kernel = load_kernel("pipeline_kernel")
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    kernel.time_rows.argtypes = [pointer, *[size] * 4, *[pointer] * 5]
+    kernel.time_rows.restype = None
+    return kernel
 
 
-def _one_chunk(costs: np.ndarray, pipeline: int) -> np.ndarray:
-    """1F1B without interleaving, all stages of all rows at once.
-
-    Were all operations as long, stage s would do the forward of microbatch i in slot s + 2 i and
-    its backward in slot 2 p - 1 - s + 2 i. In that order an operation waits for what its stage and
-    one neighbour did last, so that one time for each stage is all there is to keep.
-    """
-    rows, microbatches = costs.shape
-    slots = np.arange(2 * (microbatches + pipeline - 1))[:, None]
-    stages = np.arange(pipeline)
-    is_forward = (slots - stages) % 2 == 0
-    microbatch = np.where(is_forward, slots - stages, slots - 2 * pipeline + 1 + stages) // 2
-    exists = (microbatch >= 0) & (microbatch < microbatches)
-    # One column more, for slots in which a stage does nothing.
-    work = np.hstack([costs, np.full((rows, 1), ABSENT)]).T
-    work = work[np.where(exists, microbatch, microbatches)]
-    work *= np.where(is_forward, 1, 2)[:, :, None]
-    clock = np.zeros((pipeline + 2, rows))  # before the first stage and after the last nobody waits
-    here = clock[1:-1]
-    neighbours = [np.where(turn, stages, stages + 2) for turn in is_forward[:2]]
-    for slot, cost in enumerate(work):
-        np.maximum(here, np.maximum(here, clock[neighbours[slot % 2]]) + cost, out=here)
-    return here.max(axis=0)
-
-
-def _interleaved(costs: np.ndarray, pipeline: int, virtual_pipeline: int) -> np.ndarray:
-    rows, microbatches = costs.shape
-    waves, total = _waves(microbatches, pipeline, virtual_pipeline)
-    # By a row for each operation, and one for what nothing waits for.
-    end = np.zeros((total + 1, rows))
-    share = costs.T / virtual_pipeline
-    for wave in waves:
-        ready = end[wave.before]
-        cost = share[wave.microbatch] * wave.factor
-        end[wave.operation] = np.maximum(ready, np.maximum(ready, end[wave.source]) + cost)
-    return end.max(axis=0)
-
-
-class _Wave(NamedTuple):
-    """Operations that wait for none of each other, as rows of an array of times."""
-
-    operation: np.ndarray
-    before: np.ndarray
-    """What the stage does before it."""
-    source: np.ndarray
-    """What sends it its input."""
-    microbatch: np.ndarray
-    factor: np.ndarray
-
-
-@lru_cache(maxsize=64)
-def _waves(microbatches: int, pipeline: int, virtual_pipeline: int) -> tuple[list[_Wave], int]:
-    """All operations of all stages, in waves, and how many there are."""
-    last = pipeline * virtual_pipeline - 1
-    total = 2 * microbatches * (last + 1)
-
-    def row(is_backward: bool, part: int, microbatch: int) -> int:
-        """`part`: of the model, in the order in which a forward goes through them."""
-        sends = 0 <= part <= last
-        return (is_backward * (last + 1) + part) * microbatches + microbatch if sends else total
-
-    queues = []
-    for stage in range(pipeline):
-        before, queue = total, []
-        for is_backward, chunk, i in stage_operations(
-            stage, microbatches, pipeline, virtual_pipeline
-        ):
-            part = chunk * pipeline + stage
-            source = row(is_backward, part + (1 if is_backward else -1), i)
-            queue.append((row(is_backward, part, i), before, source, i, 1 + is_backward))
-            before = queue[-1][0]
-        queues.append(queue[::-1])
-
-    done, waves = {total}, []
-    while any(queues):
-        # Of every stage the next one, where its input was sent in an earlier wave.
-        ready = [queue[-1] for queue in queues if queue and queue[-1][2] in done]
-        assert ready, "a schedule in which every stage waits"
-        for queue in queues:
-            if queue and queue[-1][2] in done:
-                queue.pop()
-        done.update(operation for operation, *_ in ready)
-        operation, before, source, i, factor = np.array(ready).T
-        waves.append(_Wave(operation, before, source, i, factor[:, None]))
-    return waves, total
+_KERNEL = _load_kernel()

@@ -1,4 +1,6 @@
-"""The simulated pipeline: beside Megatron's own tables, and event by event."""
+"""The simulated pipeline: event by event, over operations that are those of Megatron's tables."""
+
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -7,9 +9,39 @@ from hypothesis import strategies as st
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
 
-from parallel.pipeline_schedule import ABSENT, makespan, stage_operations
+from parallel.pipeline_schedule import ABSENT, makespan
 
 SIZES = [(1, 4, 1), (2, 1, 1), (4, 2, 1), (4, 9, 1), (2, 4, 2), (4, 4, 2), (4, 12, 3), (8, 16, 2)]
+
+
+class Operation(NamedTuple):
+    """What a stage does with one microbatch in one of its model chunks."""
+
+    is_backward: bool
+    chunk: int
+    microbatch: int
+
+
+def stage_operations(stage, microbatches, pipeline, virtual_pipeline):
+    """What a stage does, in order.
+
+    With several chunks, each group of `pipeline` microbatches goes through all of them (section 2.2
+    of Narayanan et al., arXiv 2104.04473).
+    """
+    groups = [range(microbatches)]
+    if virtual_pipeline > 1:
+        assert microbatches % pipeline == 0, f"{microbatches} microbatches, {pipeline} stages"
+        groups = [range(i, i + pipeline) for i in range(0, microbatches, pipeline)]
+    turns = [(chunk, i) for group in groups for chunk in range(virtual_pipeline) for i in group]
+    forwards = [Operation(False, chunk, i) for chunk, i in turns]
+    backwards = [Operation(True, virtual_pipeline - 1 - chunk, i) for chunk, i in turns]
+    ahead = pipeline - 1 - stage
+    if virtual_pipeline > 1:
+        ahead = 2 * ahead + (virtual_pipeline - 1) * pipeline
+    ahead = min(ahead, len(forwards))
+    in_turn = zip(forwards[ahead:], backwards, strict=False)
+    steady = [operation for pair in in_turn for operation in pair]
+    return forwards[:ahead] + steady + backwards[len(forwards) - ahead :]
 
 
 def event_by_event(costs, pipeline, virtual):
