@@ -61,6 +61,9 @@ def train(
     _silence_libraries()
     # Imported here because a rank's imports (torch, Megatron) take seconds, which `--help` and the
     # refusal of a bad config should not.
+    from parallel.megatron_import import import_megatron
+
+    import_megatron()
     from megatron_grpo.train import run_rank
 
     run_rank(cfg, place, token)
@@ -233,6 +236,9 @@ def plan(
 
 def _instantiate(cfg: Config) -> None:
     _silence_libraries()
+    from parallel.megatron_import import import_megatron
+
+    import_megatron()
     from megatron_grpo.planning.instantiate import instantiate  # Megatron: seconds, see above
 
     job = instantiate(cfg)

@@ -19,7 +19,7 @@ from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["megatron_grpo.train", "transformers", "datasets", "matplotlib.pyplot"]
+    ["rank_imports", "megatron_grpo.train", "transformers", "datasets", "matplotlib.pyplot"]
 )
 
 

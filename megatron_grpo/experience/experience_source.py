@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from checkpoint_convert import ModelShape
-from checkpoint_convert.tokenizer import load_tokenizer
 from checkpoint_convert.vllm import check_engine
 from megatron_grpo.config.config import ENVIRONMENT_TERM, Config
 from megatron_grpo.data.prompts import PromptStream, end_tokens, load_prompts
@@ -49,6 +48,9 @@ class ExperienceSource:
     """
 
     def __init__(self, cfg: Config, shape: ModelShape, token: str | None) -> None:
+        # Imported here because transformers takes a second, which no other rank needs.
+        from checkpoint_convert.tokenizer import load_tokenizer  # noqa: PLC0415
+
         self.cfg, self.shape = cfg, shape
         if cfg.environment.name is not None:
             allow_open_files()  # each sample has a connection to its engine

@@ -11,7 +11,6 @@ from megatron_grpo.experience.batching import BatchSchedule
 from megatron_grpo.experience.experience import Experience
 from megatron_grpo.reporting.metrics import StepReport, reward_metrics
 from megatron_grpo.reporting.progress import ProgressBar
-from megatron_grpo.reporting.report import CURVES_FILE, draw_curves
 from megatron_grpo.reporting.tracking import METRICS_FILE, Tracking, completion_rows
 from megatron_grpo.rollout.completion_metrics import completion_metrics, dialogue_metrics
 from megatron_grpo.rollout.samples import Sample
@@ -110,6 +109,9 @@ class RunLog:
             self.timeline.close()
         with told("the records of the run could not be finished"):
             self.tracking.close()
+        # Imported here because matplotlib takes a second, which no other rank needs.
+        from megatron_grpo.reporting.report import CURVES_FILE, draw_curves  # noqa: PLC0415
+
         with told(f"{CURVES_FILE} could not be drawn"):
             if (self.run_dir / METRICS_FILE).stat().st_size:
                 draw_curves(self.run_dir)

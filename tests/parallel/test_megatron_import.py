@@ -1,0 +1,28 @@
+"""What comes with Megatron-Core, in a process of its own."""
+
+import json
+import subprocess
+import sys
+
+import torch
+
+LOADED = """
+import json, sys, torch
+before = torch.compile
+from parallel.megatron_import import import_megatron
+import_megatron()
+import megatron_grpo.train
+assert torch.compile is before
+print(json.dumps([name for name in {names} if name in sys.modules]))
+import wandb
+"""
+HEAVY = ["wandb", "transformers", "matplotlib"]
+COMPILER = ["torch._dynamo", "torch._inductor"]
+
+
+def test_a_rank_starts_without_what_it_makes_no_use_of():
+    names = HEAVY if torch.cuda.is_available() else HEAVY + COMPILER
+    command = [sys.executable, "-W", "ignore", "-c", LOADED.format(names=names)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stderr
+    assert json.loads(found.stdout.splitlines()[-1]) == []
