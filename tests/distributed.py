@@ -18,9 +18,7 @@ from pathlib import Path
 from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    ["rank_imports", "megatron_grpo.train", "transformers", "datasets", "matplotlib.pyplot"]
-)
+CONTEXT.set_forkserver_preload(["tests.rank_imports"])
 
 
 def run_ranks(
