@@ -162,6 +162,8 @@ def _configuration(folder: Path) -> str:
         "ReturnToService=2",
         "JobRequeue=1",
         "SlurmdTimeout=10",
+        # The loss of a node is seen after 17 s, where messages wait for 10 s after 27.
+        "MessageTimeout=5",
         "KillWait=10",
         "MinJobAge=600",
         "SchedulerParameters=sched_interval=1,batch_sched_delay=0",
