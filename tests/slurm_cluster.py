@@ -1,4 +1,4 @@
-"""A Slurm of two nodes on this host: Debian's daemons, with files, ports and keys of their own."""
+"""A Slurm of many nodes on this host: Debian's daemons, with files, ports and keys of their own."""
 
 import os
 import random
@@ -15,7 +15,8 @@ from pathlib import Path
 PACKAGES = "slurmctld slurmd slurm-client munge"
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged")
 REPOSITORY = Path(__file__).parents[1]
-NODES = ("n0", "n1")
+NODES = tuple(f"n{number}" for number in range(12))
+"""Two for each of the jobs that run at the same time."""
 NODE_MEGABYTES = 8000
 
 
@@ -75,6 +76,10 @@ class Job:
         shown = self.cluster.run("scontrol", "--oneliner", "show", "job", self.number)
         return dict(field.split("=", 1) for field in shown.split() if "=" in field)
 
+    def nodes(self) -> Sequence[str]:
+        """Those that it runs on."""
+        return self.cluster.run("scontrol", "show", "hostnames", self.fields()["NodeList"]).split()
+
     @property
     def state(self) -> str:
         return self.fields()["JobState"]
@@ -98,9 +103,9 @@ class Job:
 
 
 @contextmanager
-def two_nodes(folder: Path) -> Iterator[Cluster]:
+def running_cluster(folder: Path) -> Iterator[Cluster]:
     """Start a cluster; leave the block, and all its processes are gone."""
-    for name in ("state", "n0", "n1"):
+    for name in ("state", *NODES):
         (folder / name).mkdir()
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o400)
@@ -118,7 +123,7 @@ def two_nodes(folder: Path) -> Iterator[Cluster]:
         cluster.daemons["slurmctld"] = _start(controller, folder / "slurmctld.log")
         for node in NODES:
             cluster.start_daemon(node)
-        _wait_for(lambda: _idle_nodes(cluster) == 2, folder / "slurmctld.log")
+        _wait_for(lambda: _idle_nodes(cluster) == len(NODES), folder / "slurmctld.log")
         yield cluster
     finally:
         for daemon in reversed(cluster.daemons.values()):
@@ -133,7 +138,7 @@ def two_nodes(folder: Path) -> Iterator[Cluster]:
 
 def _configuration(folder: Path) -> str:
     host = socket.gethostname().split(".")[0]
-    ports = [_free_port() for _ in range(3)]
+    ports = _free_ports(1 + len(NODES))
     lines = [
         "ClusterName=test",
         f"SlurmctldHost={host}(127.0.0.1)",
@@ -157,6 +162,8 @@ def _configuration(folder: Path) -> str:
         "ReturnToService=2",
         "JobRequeue=1",
         "SlurmdTimeout=10",
+        # The loss of a node is seen after 17 s, where messages wait for 10 s after 27.
+        "MessageTimeout=5",
         "KillWait=10",
         "MinJobAge=600",
         "SchedulerParameters=sched_interval=1,batch_sched_delay=0",
@@ -208,9 +215,12 @@ def _wait_for(is_so, log: Path, seconds: float = 30) -> None:
         time.sleep(0.1)
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+def _free_ports(number: int) -> list[int]:
+    servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
+    ports = [server.getsockname()[1] for server in servers]
+    for server in servers:
+        server.close()
+    return ports
 
 
 def _path() -> str:

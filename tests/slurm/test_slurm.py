@@ -1,4 +1,7 @@
-"""The scripts of slurm/ on a real Slurm of two nodes, with the tiny config."""
+"""The scripts of slurm/ on a real Slurm, with the tiny config: every job has two nodes.
+
+Jobs that nobody has to touch run beside the tests: they wait for Slurm more than they compute.
+"""
 
 import json
 import os
@@ -8,8 +11,11 @@ import subprocess
 import sys
 import time
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -23,7 +29,7 @@ from slurm_cluster import (
     Cluster,
     Job,
     is_installed,
-    two_nodes,
+    running_cluster,
 )
 
 pytestmark = [
@@ -37,26 +43,29 @@ import psutil
 def reward(completions, **_):
     psutil.Process().parents()[1].kill()
 """
-LONG = "train.num_steps=500"
-REQUEUE_SECONDS = 10
-GPUS_PER_NODE = 2
-"""Which the ranks and engines take; Slurm itself has been told of eight."""
+# `place` of the first restarts: what the job is when it has no run directory counts, too.
+FAILS_BETWEEN = """
+case $1/$SLURM_RESTART_COUNT in
+    place/1 | place/2) exit 7 ;;
+esac
+"""
+TRANSFORMERS = "rollout.engine=transformers"
 VENV = Path(sys.executable).parents[1]
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    with two_nodes(tmp_path_factory.mktemp("slurm")) as cluster:
+    with running_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
         yield cluster
 
 
-@pytest.fixture
-def submit(cluster, tied_model, tmp_path):
+@contextmanager
+def submitter(cluster: Cluster, model: Path) -> Iterator[Any]:
     """Submits a job of the tiny config with more arguments; of none is anything left."""
     submitted = []
 
-    def submit(*arguments: str, venv: Path = VENV) -> Submitted:
-        submitted.append(Submitted(cluster, tied_model, tmp_path, *arguments, venv=venv))
+    def submit(*arguments: str, **options: Any) -> Submitted:
+        submitted.append(Submitted(cluster, model, *arguments, **options))
         return submitted[-1]
 
     yield submit
@@ -68,12 +77,61 @@ def submit(cluster, tied_model, tmp_path):
                 process.kill()
 
 
+@pytest.fixture
+def submit(cluster, tied_model, tmp_path):
+    with submitter(cluster, tied_model) as submit:
+        yield partial(submit, folder=tmp_path)
+
+
+@pytest.fixture(scope="module")
+def beside(cluster, tied_model, tmp_path_factory):
+    """Jobs that go their way beside the tests, by what befalls them."""
+    mistake, trainer, once, early = map(
+        tmp_path_factory.mktemp, ("mistake", "trainer", "once", "early")
+    )
+    rewards = trainer / "rewards.py"
+    rewards.write_text(KILLS_RANK_0)
+    of_rewards = f"reward.functions=[{rewards}:reward]"
+    with submitter(cluster, tied_model) as submit:
+        yield {
+            "a mistake": submit(
+                TRANSFORMERS, "reward.functions=[/nowhere.py:reward]", folder=mistake
+            ),
+            "the trainer fails": submit(
+                TRANSFORMERS, of_rewards, folder=trainer, venv=venv_that(FAILS_BETWEEN, trainer)
+            ),
+            "place fails once": submit(
+                "train.num_steps=1",
+                folder=once,
+                venv=venv_that(f"mkdir {once}/try && exit 7", once),
+            ),
+            "place fails": submit(folder=early, venv=venv_that("exit 7", early)),
+        }
+
+
+@pytest.fixture(scope="module")
+def endless(cluster, tied_model, tmp_path_factory):
+    """A job that goes on after what befalls it, and makes steps."""
+    with submitter(cluster, tied_model) as submit:
+        folder = tmp_path_factory.mktemp("endless")
+        run = submit(TRANSFORMERS, "train.num_steps=5000", folder=folder)
+        run.await_step(1)
+        yield run
+
+
 class Submitted:
-    """A job of the tiny config over both nodes: two ranks and an engine's share of each."""
+    """A job of the tiny config over two nodes: its ranks and an engine's share of each."""
 
     def __init__(
-        self, cluster: Cluster, model: Path, folder: Path, *arguments: str, venv: Path
+        self,
+        cluster: Cluster,
+        model: Path,
+        *arguments: str,
+        folder: Path,
+        venv: Path = VENV,
+        ranks_per_node: int = 1,
     ) -> None:
+        self.folder, self.venv = folder, venv
         data = folder / "sums.jsonl"
         data.write_text("".join(json.dumps(row) + "\n" for row in all_sums()))
         self.run_dir, self.mark = folder / "run", uuid.uuid4().hex
@@ -86,10 +144,12 @@ class Submitted:
                 f"train.run_dir={self.run_dir}",
                 "train.save_interval=1",
                 "parallel.context_parallel_size=1",
+                f"parallel.tensor_parallel_size={ranks_per_node}",
                 *arguments,
             ],
             CONFIG=str(TINY_CONFIG),
-            GPUS_PER_NODE=str(GPUS_PER_NODE),
+            # Which the ranks and engines take; Slurm itself has been told of eight.
+            GPUS_PER_NODE=str(ranks_per_node),
             NETWORK_INTERFACE="lo",
             VENV=str(venv),
             OMP_NUM_THREADS="1",
@@ -136,9 +196,12 @@ class Submitted:
         files = sorted(self.run_dir.glob("logs/slurm_*/*.log"))
         return "\n".join([self.job.output(), *(f"{f.name}: {f.read_text()}" for f in files)])
 
-    def await_restart(self, seconds: float = 120) -> None:
+    def restarts(self) -> int:
+        return int(self.job.fields()["Restarts"])
+
+    def await_restart(self, number: int = 1, seconds: float = 120) -> None:
         deadline = time.monotonic() + seconds
-        while self.job.fields()["Restarts"] == "0":
+        while self.restarts() < number:
             assert time.monotonic() < deadline, self.logs()
             time.sleep(0.2)
 
@@ -156,32 +219,29 @@ class Submitted:
         return left
 
 
-def test_a_job_over_two_nodes_is_signalled_saves_queues_again_and_ends(submit):
-    run = submit("train.num_steps=6")
-    run.await_step(2)
-    run.job.signal("USR1")
-    run.await_end()
-    assert run.job.fields()["Restarts"] == "1", run.logs()
-    assert run.steps() == [1, 2, 3, 4, 5, 6]
-    logs = sorted(path.name for path in run.run_dir.glob("logs/slurm_*_0/*.log"))
-    assert logs == ["engine_0.log", "trainer_0.log", "trainer_1.log"]
+def test_a_mistake_is_told_and_not_tried_again(beside):
+    run = beside["a mistake"]
+    ended = run.job.await_state("FAILED", seconds=200)
+    assert ended["ExitCode"] == "2:0", run.logs()
+    assert ended["Restarts"] == "0"
+    assert "/nowhere.py" in run.job.output()
 
 
 def test_engines_see_the_gpus_of_their_place_and_no_others(submit):
-    arguments = ["rollout.engine=transformers", "rollout.num_engines=2", LONG]
-    run = submit(*arguments, "parallel.pipeline_parallel_size=1")
+    arguments = ["rollout.num_engines=2", "parallel.pipeline_parallel_size=1"]
+    run = submit(TRANSFORMERS, *arguments, ranks_per_node=2)
     # The ranks fill the first node.
     engines = run.await_engines(2)
     seen = [engine.environ()["CUDA_VISIBLE_DEVICES"] for engine in engines]
     nodes = {engine.environ()["SLURMD_NODENAME"] for engine in engines}
+    _, second = run.job.nodes()
     run.job.cancel()
-    assert (seen, nodes) == (["0", "1"], {"n1"})
+    assert (seen, nodes) == (["0", "1"], {second})
     assert run.await_silence() == []
 
 
 def test_an_engine_that_does_not_answer_in_time_is_named(submit):
-    arguments = ["rollout.engine=transformers", "rollout.startup_timeout=15"]
-    run = submit(*arguments)
+    run = submit(TRANSFORMERS, "rollout.startup_timeout=15")
     [engine] = run.await_engines(1)
     engine.suspend()
     run.await_words("engine 0 did not answer within 15 s (rollout.startup_timeout): see ")
@@ -191,8 +251,7 @@ def test_an_engine_that_does_not_answer_in_time_is_named(submit):
 
 
 def test_an_engine_that_ends_is_told_while_another_hangs(submit):
-    arguments = ["rollout.engine=transformers", "rollout.num_engines=2"]
-    run = submit(*arguments)
+    run = submit(TRANSFORMERS, "rollout.num_engines=2")
     first, second = run.await_engines(2)
     first.suspend()
     second.kill()
@@ -201,81 +260,73 @@ def test_an_engine_that_ends_is_told_while_another_hangs(submit):
     assert run.await_silence() == []
 
 
-def test_an_engine_that_dies_is_started_again_and_the_run_goes_on_with_it(submit):
-    run = submit("rollout.engine=transformers", LONG)
-    run.await_step(1)
-    [engine] = run.engines()
+def test_a_job_over_two_nodes_is_signalled_saves_queues_again_and_ends(submit):
+    run = submit(TRANSFORMERS, "train.num_steps=6", ranks_per_node=2)
+    run.await_step(2)
+    run.job.signal("USR1")
+    run.await_end()
+    assert run.restarts() == 1, run.logs()
+    assert run.steps() == [1, 2, 3, 4, 5, 6]
+    logs = sorted(path.name for path in run.run_dir.glob("logs/slurm_*_0/*.log"))
+    assert logs == ["engine_0.log", "trainer_0.log", "trainer_1.log"]
+
+
+def test_an_engine_that_dies_is_started_again_and_the_run_goes_on_with_it(endless):
+    restarts = endless.restarts()
+    [engine] = endless.engines()
     engine.kill()
     engine.wait(10)
-    last = run.steps()[-1]
-    run.await_step(last + 3)
-    [again] = run.engines()
+    endless.await_step(endless.steps()[-1] + 3)
+    [again] = endless.engines()
     assert again.pid != engine.pid
-    assert run.job.fields()["Restarts"] == "0", run.logs()
-    assert "exit code 137: started again" in run.logs()
-    run.job.cancel()
-    assert run.await_silence() == []
+    assert endless.restarts() == restarts, endless.logs()
+    assert "exit code 137: started again" in endless.logs()
 
 
-def test_a_cancelled_job_leaves_nothing_and_does_not_come_back(submit):
-    run = submit("rollout.engine=transformers", LONG)
-    run.await_step(1)
-    run.job.cancel()
-    assert run.job.await_state("CANCELLED", seconds=60)["Restarts"] == "0", run.logs()
-    assert run.await_silence() == []
-    time.sleep(REQUEUE_SECONDS)
-    assert run.job.state == "CANCELLED"
+def test_a_job_whose_node_is_lost_is_queued_again_and_goes_on(cluster, endless):
+    restarts = endless.restarts()
+    endless.await_step(2)
+    _, second = endless.job.nodes()
+    cluster.kill_daemon(second)
+    endless.await_restart(restarts + 1)
+    cluster.start_daemon(second)
+    endless.await_step(endless.steps()[-1] + 2)
+    steps = endless.steps()
+    assert steps == list(range(1, steps[-1] + 1)), endless.logs()
 
 
-def test_a_job_whose_node_is_lost_is_queued_again_and_goes_on(cluster, submit):
-    run = submit("rollout.engine=transformers", LONG)
-    run.await_step(2)
-    cluster.kill_daemon("n1")
-    run.await_restart()
-    cluster.start_daemon("n1")
-    last = run.steps()[-1]
-    run.await_step(last + 2)
-    assert run.steps() == list(range(1, run.steps()[-1] + 1)), run.logs()
-    run.job.cancel()
-    run.job.await_state("CANCELLED", seconds=60)
-    assert run.await_silence() == []
+def test_a_cancelled_job_leaves_nothing_and_does_not_come_back(endless):
+    """The last that has this job."""
+    restarts = endless.restarts()
+    endless.job.cancel()
+    ended = endless.job.await_state("CANCELLED", seconds=60)
+    assert int(ended["Restarts"]) == restarts, endless.logs()
+    assert endless.await_silence() == []
+    # A job that has been queued again is pending at once, however long it has to wait.
+    assert endless.job.state == "CANCELLED"
 
 
-def test_a_mistake_is_told_and_not_tried_again(submit):
-    arguments = ["rollout.engine=transformers", "reward.functions=[/nowhere.py:reward]"]
-    run = submit(*arguments)
-    ended = run.job.await_state("FAILED", seconds=200)
-    assert ended["ExitCode"] == "2:0", run.logs()
-    assert ended["Restarts"] == "0"
-    assert "/nowhere.py" in run.job.output()
-
-
-def test_three_restarts_that_bring_nothing_are_the_end(tmp_path, submit):
-    rewards = tmp_path / "rewards.py"
-    rewards.write_text(KILLS_RANK_0)
-    arguments = ["rollout.engine=transformers", f"reward.functions=[{rewards}:reward]"]
-    run = submit(*arguments)
-    ended = run.job.await_state("FAILED", seconds=200)
-    assert ended["Restarts"] == "3", run.logs()
-    assert "4 starts in a row ended at the same place (no checkpoint)" in run.job.output()
-    assert run.await_silence() == []
-
-
-def test_a_failure_before_anything_is_placed_is_tried_again(tmp_path, submit):
-    fails_once = f"mkdir {tmp_path}/was_tried && exit 7"
-    arguments = ["rollout.engine=transformers", "train.num_steps=1"]
-    run = submit(*arguments, venv=venv_that(fails_once, tmp_path))
+def test_a_failure_before_anything_is_placed_is_tried_again(beside):
+    run = beside["place fails once"]
     run.await_end()
-    assert run.job.fields()["Restarts"] == "1"
+    assert run.restarts() == 1
     assert "exit code 7: queued again" in run.job.output()
 
 
-def test_another_job_has_its_restarts_before_it(tmp_path, submit):
-    venv = venv_that("exit 7", tmp_path)
-    run = submit(venv=venv)
+def test_another_job_has_its_restarts_before_it(beside, submit):
+    run = beside["place fails"]
     assert run.job.await_state("FAILED", seconds=150)["Restarts"] == "3"
     assert "4 starts in a row ended at the same place (no checkpoint)" in run.job.output()
-    submit(venv=venv).await_restart()
+    submit(folder=run.folder, venv=run.venv).await_restart()
+
+
+def test_three_restarts_that_bring_nothing_are_the_end(beside):
+    run = beside["the trainer fails"]
+    ended = run.job.await_state("FAILED", seconds=200)
+    assert ended["Restarts"] == "3", run.logs()
+    assert run.job.output().count("exit code 7: queued again") == 2
+    assert "4 starts in a row ended at the same place (no checkpoint)" in run.job.output()
+    assert run.await_silence() == []
 
 
 def venv_that(does: str, folder: Path) -> Path:
