@@ -65,12 +65,31 @@ def megatron_sender(
     Nobody sends the copy of a tied embedding: others hold it under another name.
     """
     chunks = _chunks(shape, dims, coordinates, transformer_engine=transformer_engine)
+    return _sender(_layout(chunks, dims, coordinates), chunks, dims, coordinates)
+
+
+def layout_sender(
+    layout: Layout,
+    shape: ModelShape,
+    dims: ParallelDims,
+    coordinates: Coordinates,
+    *,
+    transformer_engine: bool,
+) -> Sender:
+    """`megatron_sender` where the `megatron_layout` is known."""
+    chunks = _chunks(shape, dims, coordinates, transformer_engine=transformer_engine)
+    return _sender(layout, chunks, dims, coordinates)
+
+
+def _sender(
+    layout: Layout, chunks: list[list[Parameter]], dims: ParallelDims, coordinates: Coordinates
+) -> Sender:
     holders = {
         f"{number}.{parameter.name}": _holders(parameter, dims, coordinates)
         for number, chunk in enumerate(chunks)
         for parameter in chunk
     }
-    return Sender(dims.rank(coordinates), _layout(chunks, dims, coordinates), holders)
+    return Sender(dims.rank(coordinates), layout, holders)
 
 
 def first_senders(shape: ModelShape, dims: ParallelDims) -> Iterator[Sender]:

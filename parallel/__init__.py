@@ -9,6 +9,7 @@ from parallel.layout import Axes, Box, Copy, Layout, Piece, Shape, cover_exactly
 from parallel.reshard import (
     Sender,
     Traffic,
+    all_shares,
     check_arrivals,
     check_push,
     cut_shares,
@@ -30,6 +31,7 @@ __all__ = [
     "Sender",
     "Shape",
     "Traffic",
+    "all_shares",
     "check_arrivals",
     "check_push",
     "cover_exactly",

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
 from parallel.dims import ParallelDims
 from parallel.groups import Groups, destroy_groups, init_groups
@@ -33,7 +34,7 @@ def fake_rank(dims: ParallelDims, rank: int) -> Iterator[Groups]:
 @contextmanager
 def without_memory() -> Iterator[None]:
     """Tensors made inside have shape and type and no values: they are on torch's meta device."""
-    with torch.device("meta"), _OnMeta():
+    with _OnMeta():
         yield
 
 
@@ -65,7 +66,11 @@ def _all_gather_object(objects: list[Any], own: Any, group: Any = None) -> None:
 
 
 class _OnMeta(TorchFunctionMode):
-    """Make on the meta device what names a device of its own, and call its types CUDA's."""
+    """Make every tensor on the meta device, and call its types CUDA's.
+
+    Modules of a large model call torch a hundred thousand times: no mode below this one is asked,
+    neither that of `torch.device` nor the one by which a CPU stands for CUDA.
+    """
 
     def __torch_function__(
         self,
@@ -75,10 +80,13 @@ class _OnMeta(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func is Tensor.type and len(args) == 1 and not kwargs:
-            # Megatron's optimizer sorts its parameters by this name.
-            name: str = func(*args)
-            return f"torch.cuda.{name.rpartition('.')[2]}"
-        if "device" in kwargs:
-            kwargs = kwargs | {"device": "meta"}
-        return func(*args, **kwargs)
+        if func is Tensor.cuda:
+            return args[0]
+        with torch._C.DisableTorchFunction():
+            if func is Tensor.type and len(args) == 1 and not kwargs:
+                # Megatron's optimizer sorts its parameters by this name.
+                name: str = func(*args)
+                return f"torch.cuda.{name.rpartition('.')[2]}"
+            if "device" in kwargs or func in _device_constructors():
+                kwargs = kwargs | {"device": "meta"}
+            return func(*args, **kwargs)

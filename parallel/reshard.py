@@ -112,7 +112,7 @@ def check_push(senders: Iterable[Sender], workers: Sequence[Layout]) -> int:
     of boxes that are sent, before they are cut to size.
     """
     arrivals: list[list[Copy]] = [[] for _ in workers]
-    for _, (worker, have, want, box) in _all_shares(senders, workers):
+    for _, (worker, have, want, box) in all_shares(senders, workers):
         arrivals[worker].append(Copy.of(have, want, box))
     for number, (layout, copies) in enumerate(zip(workers, arrivals, strict=True)):
         try:
@@ -122,21 +122,24 @@ def check_push(senders: Iterable[Sender], workers: Sequence[Layout]) -> int:
     return sum(map(len, arrivals))
 
 
-def senders_by_worker(senders: Iterable[Sender], workers: Sequence[Layout]) -> list[list[int]]:
+def senders_by_worker(shares: Iterable[tuple[int, Shared]], num_workers: int) -> list[list[int]]:
     """Of each worker of the first engine: the trainer ranks that send to it, in ascending order.
 
-    `senders` need hold only the first of the ranks that hold the same tensors.
+    `shares` are `all_shares`.
     """
-    ranks: list[set[int]] = [set() for _ in workers]
-    for rank, (worker, *_) in _all_shares(senders, workers):
+    ranks: list[set[int]] = [set() for _ in range(num_workers)]
+    for rank, (worker, *_) in shares:
         ranks[worker].add(rank)
     return [sorted(found) for found in ranks]
 
 
-def _all_shares(
+def all_shares(
     senders: Iterable[Sender], workers: Sequence[Layout]
 ) -> Iterator[tuple[int, Shared]]:
-    """(trainer rank, what it sends) of all that every rank sends, before boxes are cut to size."""
+    """(trainer rank, what it sends) of all that every rank sends, before boxes are cut to size.
+
+    `senders` need hold only the first of the ranks that hold the same tensors.
+    """
     for sender in senders:
         for holders, shared in _by_holders(sender, workers).items():
             if holders[0] != sender.rank:
@@ -166,9 +169,9 @@ class Traffic:
 
 
 def traffic(
-    senders: Iterable[Sender],
-    workers: Sequence[Layout],
+    shares: Iterable[tuple[int, Shared]],
     *,
+    num_workers: int,
     num_ranks: int,
     num_engines: int,
     itemsize: int,
@@ -176,14 +179,14 @@ def traffic(
 ) -> Traffic:
     """The bytes of one push, of elements of `itemsize` bytes, from all `num_ranks` trainer ranks.
 
-    `senders` need hold only the first of the ranks that hold the same tensors.
+    `shares` are `all_shares`, sent to the `num_workers` of the first engine.
     """
     sent, messages = [0] * num_ranks, 0
-    received = [0] * len(workers)
-    for rank, (worker, _, _, box) in _all_shares(senders, workers):
+    received = [0] * num_workers
+    for rank, (worker, _, _, box) in shares:
         num_bytes = box.num_elements * itemsize
         sent[rank] += num_bytes
         received[worker] += num_bytes
         messages += len(box.cut(max_elements))
-    forwarded = received * (num_engines - 1) + [0] * len(workers)
+    forwarded = received * (num_engines - 1) + [0] * num_workers
     return Traffic(sent, received * num_engines, forwarded, messages)

@@ -136,8 +136,11 @@ PUBLISHED_MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def write_config(folder: Path, name: str) -> Path:
-    """Write config.json of a published model into `folder`, which is made; returns the folder."""
+def write_config(folder: Path, name: str, **differing: Any) -> Path:
+    """Write config.json of a published model into `folder`, which is made; returns the folder.
+
+    `differing` are keys with other values.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(PUBLISHED_MODELS[name]))
+    (folder / "config.json").write_text(json.dumps(PUBLISHED_MODELS[name] | differing))
     return folder

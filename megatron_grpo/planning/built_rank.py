@@ -1,7 +1,7 @@
 """One rank of a job as Megatron-Core makes it, on torch's meta device, held against its layout."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ def build_rank(cfg: Config, shape: ModelShape, rank: int, saved: Layout) -> Buil
             policy = add_optimizer(model, cfg)
         faults = compare(policy, saved, getattr(torch, cfg.model.dtype))
         return BuiltRank(
-            sender=replace(weight_sender(policy, groups), layout=policy.layout),
+            sender=weight_sender(policy, groups),
             weight_bytes=sum(each.nbytes for each in policy.parameters().values()),
             gradient_bytes=gradient_bytes(policy),
             optimizer_bytes=optimizer_bytes(policy),

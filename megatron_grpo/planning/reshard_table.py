@@ -11,7 +11,7 @@ from checkpoint_convert.megatron import first_senders
 from megatron_grpo.config.config import Config
 from megatron_grpo.planning.peer_traffic import m2n_elements, nccl_elements
 from megatron_grpo.weights.worker_layouts import worker_layouts
-from parallel import Layout, Traffic, senders_by_worker, traffic
+from parallel import Layout, Traffic, all_shares, senders_by_worker, traffic
 from parallel.transport import bucket_bytes_for
 
 
@@ -24,15 +24,15 @@ def reshard_table(cfg: Config) -> str:
     shape, dims, num_engines = read_shape(cfg.model.path), cfg.dims, cfg.rollout.num_engines
     check_divisible(shape, dims)
     workers = worker_layouts(shape, cfg.rollout)
-    senders = list(first_senders(shape, dims))
-    sources = senders_by_worker(senders, workers)
+    shares = list(all_shares(first_senders(shape, dims), workers))
+    sources = senders_by_worker(shares, len(workers))
     megabytes = cfg.rollout.update_weights_bucket_megabytes
     itemsize = getattr(torch, cfg.model.dtype).itemsize
     shard_bytes = max(worker.num_elements for worker in workers) * itemsize
     slot = bucket_bytes_for(megabytes * 1_000_000, sources, num_engines, shard_bytes)
     push = traffic(
-        senders,
-        workers,
+        shares,
+        num_workers=len(workers),
         num_ranks=dims.world_size,
         num_engines=num_engines,
         itemsize=itemsize,

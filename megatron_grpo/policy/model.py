@@ -10,7 +10,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 
 from checkpoint_convert import ModelShape, megatron_layout, padded_vocab_size
-from checkpoint_convert.megatron import megatron_sender
+from checkpoint_convert.megatron import layout_sender
 from checkpoint_convert.rank_weights import read_weights
 from megatron_grpo.config.config import Config
 from megatron_grpo.policy.optimizer import make_optimizer, make_scheduler
@@ -226,7 +226,8 @@ def _with_gradients(chunk: GPTModel, *, is_first: bool) -> DistributedDataParall
 
 def weight_sender(model: Model, groups: Groups) -> Sender:
     """What this rank can send of a model's weights."""
-    return megatron_sender(
+    return layout_sender(
+        model.layout,
         model.shape,
         groups.dims,
         groups.coordinates,

@@ -4,7 +4,7 @@ Loss and every parameter's gradient are compared, over layouts, microbatch budge
 a padded, single-process computation in float64 on the `transformers` model.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -121,7 +121,11 @@ RECIPES: dict[str, Recipe] = PLAIN | {
 PROCESS = "gspo-token, process supervision"
 """Has other advantages at each token: elsewhere GSPO-token has the gradient of GSPO."""
 RECIPES[PROCESS] = {**NARROW, "importance_sampling_level": "sequence_token"}
-FAMILIES = {"llama tied": RECIPES, "qwen3 untied": PLAIN}
+# Recipes know of no family: two, one at each budget, suffice to see the gradients of another.
+FAMILIES = {
+    "llama tied": RECIPES,
+    "qwen3 untied": {name: RECIPES[name] for name in ("grpo", "dapo")},
+}
 LAYOUTS = [
     ParallelDims(),
     ParallelDims(tensor=2),
@@ -264,6 +268,19 @@ def _reference(old_logprobs: torch.Tensor) -> torch.Tensor:
     return 0.95 * old_logprobs
 
 
+Run = tuple[str, int]
+"""A recipe's name and a budget of tokens per microbatch."""
+
+
+def _every_second(names: Iterable[str], parity: int) -> list[Run]:
+    """Each recipe at one of the budgets, at both over parities 0 and 1.
+
+    Layouts differ in parity. So every recipe meets every layout, every layout both budgets, and
+    every recipe both budgets at layouts that split samples over ranks and at those that do not.
+    """
+    return [(name, BUDGETS[(number + parity) % 2]) for number, name in enumerate(names)]
+
+
 def _config(folder: Path, dims: ParallelDims, recipe: Recipe, budget: int) -> Config:
     return tiny_config(
         folder,
@@ -301,75 +318,73 @@ def gradients_on_rank(
     dims: ParallelDims,
     folder: Path,
     experience: Experience,
-    recipes: dict[str, Recipe],
-) -> dict[tuple[str, int], Result]:
+    configs: dict[Run, Config],
+) -> dict[Run, Result]:
     """For each recipe and budget: the loss, and this rank's boxes of the whole gradient."""
     setup_device(rank)
     groups = init_groups(dims)
-    policy = build_policy(_config(folder, dims, {}, 4096), read_shape(folder), groups)
+    policy = build_policy(next(iter(configs.values())), read_shape(folder), groups)
     results = {}
-    for name, recipe in recipes.items():
-        for budget in BUDGETS:
-            cfg = _config(folder, dims, recipe, budget)
-            by_token = experience.token_advantages if name == PROCESS else None
-            own = replace(experience, token_advantages=by_token)
-            batches = _batches(policy, own, cfg, groups)
-            metrics = accumulate_gradient(policy, batches, cfg, groups, BETA)
-            loss = torch.tensor(sum(map(float, metrics.losses)), dtype=torch.float64)
-            dist.all_reduce(loss, group=groups.data_context)
-            dist.all_reduce(loss, group=groups.pipeline)
-            results[name, budget] = (float(loss), gradient_boxes(policy))
+    for (name, budget), cfg in configs.items():
+        by_token = experience.token_advantages if name == PROCESS else None
+        own = replace(experience, token_advantages=by_token)
+        batches = _batches(policy, own, cfg, groups)
+        metrics = accumulate_gradient(policy, batches, cfg, groups, BETA)
+        loss = torch.tensor(sum(map(float, metrics.losses)), dtype=torch.float64)
+        dist.all_reduce(loss, group=groups.data_context)
+        dist.all_reduce(loss, group=groups.pipeline)
+        results[name, budget] = (float(loss), gradient_boxes(policy))
     return results
 
 
+def _on_ranks(
+    case: Case, dims: ParallelDims, experience: Experience, runs: Sequence[Run]
+) -> list[dict[Run, Result]]:
+    configs = {
+        (name, budget): _config(case.folder, dims, case.recipes[name], budget)
+        for name, budget in runs
+    }
+    return run_ranks(
+        dims.world_size, gradients_on_rank, dims, case.folder, experience, configs, timeout=240
+    )
+
+
 def _assert_equal(
-    ranks: list[dict[tuple[str, int], Result]],
+    ranks: list[dict[Run, Result]],
     answers: dict[str, tuple[float, Gradients]],
     tolerance: float = 1e-5,
 ) -> None:
-    for name, (expected_loss, expected) in answers.items():
-        for budget in BUDGETS:
-            for result in ranks:
-                assert result[name, budget][0] == pytest.approx(expected_loss, rel=tolerance)
-            boxes = [box for result in ranks for box in result[name, budget][1]]
-            actual = {tensor: torch.full_like(g, torch.nan) for tensor, g in expected.items()}
-            for tensor, box, values in boxes:
-                actual[tensor][box.slices].copy_(values)
-            for tensor, gradient in expected.items():
-                error = (actual[tensor] - gradient).norm() / gradient.norm()
-                assert error < tolerance, f"{tensor}: {error:.1e} for {name}, budget {budget}"
+    for name, budget in ranks[0]:
+        expected_loss, expected = answers[name]
+        for result in ranks:
+            assert result[name, budget][0] == pytest.approx(expected_loss, rel=tolerance)
+        boxes = [box for result in ranks for box in result[name, budget][1]]
+        actual = {tensor: torch.full_like(g, torch.nan) for tensor, g in expected.items()}
+        for tensor, box, values in boxes:
+            actual[tensor][box.slices].copy_(values)
+        for tensor, gradient in expected.items():
+            error = (actual[tensor] - gradient).norm() / gradient.norm()
+            assert error < tolerance, f"{tensor}: {error:.1e} for {name}, budget {budget}"
 
 
 @pytest.mark.parametrize("dims", LAYOUTS, ids=lambda d: f"{d} vpp({d.virtual_pipeline})")
 def test_loss_and_every_gradient_equal_the_float64_oracle(case: Case, dims: ParallelDims) -> None:
-    ranks = run_ranks(
-        dims.world_size,
-        gradients_on_rank,
-        dims,
-        case.folder,
-        case.experience(),
-        case.recipes,
-        timeout=240,
-    )
-    _assert_equal(ranks, case.answers)
+    runs = _every_second(case.recipes, LAYOUTS.index(dims))
+    _assert_equal(_on_ranks(case, dims, case.experience(), runs), case.answers)
 
 
 def test_a_rank_whose_samples_all_failed_takes_part_with_nothing(case: Case) -> None:
     dims, scored = ParallelDims(context=2, data=2), [6]
     names = [name for name in ("gspo", "cispo, entropy bonus", "dapo") if name in case.recipes]
-    recipes = {name: case.recipes[name] for name in names}
-    ranks = run_ranks(
-        4, gradients_on_rank, dims, case.folder, case.experience(scored), recipes, timeout=240
-    )
-    _assert_equal(ranks, {name: case.answer(recipe, scored) for name, recipe in recipes.items()})
+    runs = [(name, budget) for name in names for budget in BUDGETS]
+    answers = {name: case.answer(case.recipes[name], scored) for name in names}
+    _assert_equal(_on_ranks(case, dims, case.experience(scored), runs), answers)
 
 
 def test_when_all_samples_failed_loss_and_gradient_are_zero(case: Case) -> None:
     dims = ParallelDims(context=2, data=2)
-    ranks = run_ranks(
-        4, gradients_on_rank, dims, case.folder, case.experience([]), case.recipes, timeout=240
-    )
-    for result in ranks:
+    runs = _every_second(case.recipes, 0)
+    for result in _on_ranks(case, dims, case.experience([]), runs):
         for loss, boxes in result.values():
             assert loss == 0
             assert not any(values.any() for _, _, values in boxes)

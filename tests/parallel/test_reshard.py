@@ -14,6 +14,7 @@ from checkpoint_convert.vllm import EngineDims, engine_layouts
 from parallel import (
     Layout,
     ParallelDims,
+    all_shares,
     check_arrivals,
     check_push,
     intersect,
@@ -125,9 +126,10 @@ def test_ranks_that_hold_the_same_tensors_say_so(push):
 def test_the_traffic_is_that_of_all_plans(push, num_engines):
     shape, dims, workers = push
     senders = senders_of(shape, dims)
+    shares = list(all_shares(first_senders(shape, dims), workers))
     found = traffic(
-        first_senders(shape, dims),
-        workers,
+        shares,
+        num_workers=len(workers),
         num_ranks=dims.world_size,
         num_engines=num_engines,
         itemsize=2,
@@ -142,7 +144,7 @@ def test_the_traffic_is_that_of_all_plans(push, num_engines):
     assert found.received == parameters * num_engines
     assert sum(found.sent) == sum(parameters)
     assert found.forwarded == parameters * (num_engines - 1) + [0] * len(workers)
-    assert senders_by_worker(first_senders(shape, dims), workers) == [
+    assert senders_by_worker(shares, len(workers)) == [
         [rank for rank, plan in enumerate(plans) if worker in plan]
         for worker in range(len(workers))
     ]

@@ -24,7 +24,7 @@ from checkpoint_convert import hf_tensors
 from checkpoint_convert.megatron import first_senders, megatron_sender
 from checkpoint_convert.vllm import EngineDims, _cut, engine_layouts
 from megatron_grpo.planning.peer_traffic import m2n_elements, nccl_elements
-from parallel import Layout, ParallelDims, cut_shares, plan_shares, traffic
+from parallel import Layout, ParallelDims, all_shares, cut_shares, plan_shares, traffic
 from shapes import LLAMA_70B
 
 RANKS = {
@@ -70,8 +70,8 @@ def ours(folder: Path) -> dict[str, float]:
 
     seconds = {count: best_time(partial(plan, dims)) for count, dims in RANKS.items()}
     found = traffic(
-        first_senders(LLAMA_70B, RANKS[64]),
-        engine_layouts(LLAMA_70B, ENGINE),
+        all_shares(first_senders(LLAMA_70B, RANKS[64]), engine_layouts(LLAMA_70B, ENGINE)),
+        num_workers=ENGINE.tensor,
         num_ranks=64,
         num_engines=64 // ENGINE.tensor,
         itemsize=ITEMSIZE,

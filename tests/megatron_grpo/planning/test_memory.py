@@ -41,7 +41,8 @@ def measured_activations(rank: int, cfg: Config, lengths: Lengths) -> int:
     for parameter in policy.parameters().values():
         parameter.data.uniform_(-0.02, 0.02)
     batches = pack_all(lengths, cfg.dims)
-    accumulate(policy, groups, batches)  # the first touches the gradients' memory
+    # The first touches the gradients' memory: a microbatch of any length does.
+    accumulate(policy, groups, pack_all([[(4, 4)]], cfg.dims))
     Path("/proc/self/clear_refs").write_text("5")  # the most begins anew
     before = resident("VmRSS")
     accumulate(policy, groups, batches)
@@ -64,9 +65,16 @@ def planned_and_measured(
     return [stage.phases["train"] for stage in stages], measured
 
 
-@pytest.mark.parametrize("pipeline", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_activations_of_smollm2_are_what_a_process_takes(pipeline, tmp_path):
-    folder = write_config(tmp_path, "SmolLM2-135M")
+@pytest.mark.parametrize(
+    ("pipeline", "num_layers"),
+    [
+        (2, 10),  # a third of its layers, with the head and the widths of all
+        pytest.param(1, 30, marks=pytest.mark.slow),
+        pytest.param(2, 30, marks=pytest.mark.slow),
+    ],
+)
+def test_activations_of_smollm2_are_what_a_process_takes(pipeline, num_layers, tmp_path):
+    folder = write_config(tmp_path, "SmolLM2-135M", num_hidden_layers=num_layers)
     planned, measured = planned_and_measured(folder, ParallelDims(pipeline=pipeline), SHORT)
     assert measured == pytest.approx(planned, rel=0.05)
 

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from megatron_grpo import cli
 from runs import TINY_CONFIG
 
 LLAMA_70B = {
@@ -30,35 +31,40 @@ RUN = {
 
 
 @pytest.fixture
-def plan(tmp_path):
-    """`megatron-grpo plan` of the 70B model's config.json, with what differs from `RUN`."""
+def words(tmp_path):
+    """Those of `megatron-grpo plan` of the 70B model, with what differs from `RUN`."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
 
-    def run(*arguments, **differing):
+    def line(*arguments, **differing):
         values = {"model.path": tmp_path, **RUN, **differing}
         overrides = [f"{key}={value}" for key, value in values.items()]
-        return subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "megatron_grpo.cli",
-                "plan",
-                TINY_CONFIG,
-                *arguments,
-                *overrides,
-            ],
-            cwd=TINY_CONFIG.parents[1],
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        return ["plan", str(TINY_CONFIG), *arguments, *overrides]
+
+    return line
+
+
+@pytest.fixture
+def plan(words, monkeypatch, capsys):
+    """Exit code, stdout and stderr of the command, in this process."""
+
+    def run(*arguments, **differing):
+        monkeypatch.setattr(sys, "argv", ["megatron-grpo", *words(*arguments, **differing)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return ended.value.code, *capsys.readouterr()
 
     return run
 
 
-def test_the_table_says_who_sends_how_much_to_whom_within_seconds(plan):
+def test_the_table_says_who_sends_how_much_to_whom_within_seconds(words):
     start = time.monotonic()
-    finished = plan("--reshard")
+    finished = subprocess.run(
+        [sys.executable, "-m", "megatron_grpo.cli", *words("--reshard")],
+        cwd=TINY_CONFIG.parents[1],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert time.monotonic() - start < 20
     assert finished.returncode == 0, finished.stderr
     # 17.64 GB is an eighth of 70.55 B parameters in two bytes each, and the norms. Workers of the
@@ -87,15 +93,15 @@ each link has two buffers of 8.00 MB: at most 511.71 MB in one process \
 
 
 def test_one_engine_passes_nothing_on_and_leaves_its_buffers_to_what_comes_in(plan):
-    finished = plan("--reshard", **{"rollout.num_engines": 1})
-    assert finished.returncode == 0, finished.stderr
-    (row,) = [line for line in finished.stdout.splitlines() if line.startswith("0-7 ")]
+    exit_code, stdout, stderr = plan("--reshard", **{"rollout.num_engines": 1})
+    assert exit_code == 0, stderr
+    (row,) = [line for line in stdout.splitlines() if line.startswith("0-7 ")]
     assert " ".join(row.split()) == "0-7 0 trainer 16 0 17.64 GB 0 B 141.11 GB 98.83 GB"
-    assert "two buffers of 15.99 MB: at most 511.71 MB in one process" in finished.stdout
+    assert "two buffers of 15.99 MB: at most 511.71 MB in one process" in stdout
 
 
 def test_a_server_of_transformers_is_not_compared_with_backends_of_vllm(plan):
-    finished = plan(
+    exit_code, stdout, stderr = plan(
         "--reshard",
         **{
             "rollout.engine": "transformers",
@@ -103,8 +109,8 @@ def test_a_server_of_transformers_is_not_compared_with_backends_of_vllm(plan):
             "rollout.num_engines": 1,
         },
     )
-    assert finished.returncode == 0, finished.stderr
-    assert "sum 141.11 GB\n" in finished.stdout and "nccl" not in finished.stdout
+    assert exit_code == 0, stderr
+    assert "sum 141.11 GB\n" in stdout and "nccl" not in stdout
 
 
 @pytest.mark.parametrize(
@@ -118,16 +124,16 @@ def test_a_server_of_transformers_is_not_compared_with_backends_of_vllm(plan):
     ],
 )
 def test_a_plan_that_cannot_be_is_refused_in_one_line(plan, arguments, differing, message):
-    finished = plan(*arguments, **differing)
-    assert finished.returncode == 2
-    assert finished.stdout == ""
-    assert finished.stderr.startswith("megatron-grpo: ") and finished.stderr.count("\n") == 1
-    assert message in finished.stderr
+    exit_code, stdout, stderr = plan(*arguments, **differing)
+    assert exit_code == 2
+    assert stdout == ""
+    assert stderr.startswith("megatron-grpo: ") and stderr.count("\n") == 1
+    assert message in stderr
 
 
 def test_a_job_that_does_not_fit_is_refused_with_the_table(plan):
-    finished = plan()
-    assert finished.returncode == 2
-    assert "GB too many" in finished.stdout
-    assert finished.stderr.startswith("megatron-grpo: a GPU of stage 0 needs ")
-    assert finished.stderr.count("\n") == 1
+    exit_code, stdout, stderr = plan()
+    assert exit_code == 2
+    assert "GB too many" in stdout
+    assert stderr.startswith("megatron-grpo: a GPU of stage 0 needs ")
+    assert stderr.count("\n") == 1

@@ -33,11 +33,12 @@ from policies import (
     tiny_config,
 )
 
+PLAIN_WEIGHTS = "qwen3_moe, plain weights"
 MODELS = {
     "mixtral": ("mixtral", {}),
     "qwen3_moe": ("qwen3_moe", {"num_experts": 8}),
     # The weights of a token's experts do not sum to 1.
-    "qwen3_moe, plain weights": ("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 3}),
+    PLAIN_WEIGHTS: ("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 3}),
 }
 LAYOUTS = [
     ParallelDims(),
@@ -137,9 +138,15 @@ def check_gradients(ranks: list[Numbers], expected: dict[str, Tensor], norm: flo
 
 @pytest.mark.parametrize("dims", LAYOUTS, ids=layout_name)
 def test_logprobs_and_gradients_equal_transformers(cases, dims):
-    folders = {name: case.folder for name, case in cases.items()}
+    # A router's weights know of no layout: every second has them as they are.
+    chosen = {
+        name: case
+        for name, case in cases.items()
+        if name != PLAIN_WEIGHTS or LAYOUTS.index(dims) % 2 == 0
+    }
+    folders = {name: case.folder for name, case in chosen.items()}
     ranks = run_ranks(dims.world_size, numbers_on_rank, folders, dims, LENGTHS)
-    for name, case in cases.items():
+    for name, case in chosen.items():
         seen = [item for rank in ranks for item in rank[name][0].items()]
         assert {index for index, _ in seen} == set(range(len(case.logprobs)))
         for index, values in seen:
