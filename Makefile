@@ -49,7 +49,7 @@ test: check
 test-faults: setup
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "slow or not slow" $(FAULTS)
 
-# The scripts of slurm/ on a Slurm of twelve nodes, on this host: four minutes.
+# The scripts of slurm/ on a Slurm of twelve nodes, on this host: five minutes.
 test-slurm: setup
 	@PATH=$$PATH:/usr/sbin:/sbin; for p in slurmctld slurmd sbatch munged shellcheck; do command -v $$p >/dev/null || \
 		{ echo "make test-slurm needs $$p: apt-get install slurmctld slurmd slurm-client munge shellcheck"; exit 1; }; done
