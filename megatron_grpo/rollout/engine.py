@@ -100,8 +100,8 @@ class Engine:
         async def release() -> None:
             while await self._load() < before + len(asks):
                 await asyncio.sleep(POLL_INTERVAL)
-            # Counted is not yet with vLLM's core: the first requests of an engine ask that for its
-            # tasks before. It answers in turn, so that those have gone on when this is answered.
+            # Counted is not yet with vLLM's core: an engine's first requests ask that something
+            # before. It answers in turn, so that those have gone on when this is answered.
             await self._held_push()
             await self.post("/resume")
 

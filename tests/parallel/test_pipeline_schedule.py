@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
 
-from parallel.pipeline_schedule import ABSENT, makespan
+from parallel.pipeline_schedule import ABSENT, LANES, makespan
 
 SIZES = [(1, 4, 1), (2, 1, 1), (4, 2, 1), (4, 9, 1), (2, 4, 2), (4, 4, 2), (4, 12, 3), (8, 16, 2)]
 
@@ -84,6 +84,13 @@ def test_a_row_that_ends_in_absent_microbatches_is_a_shorter_one(pipeline, count
     longer = np.hstack([costs, np.full((2, 2 * pipeline), ABSENT)])
     expected = makespan(costs, pipeline, virtual)
     assert makespan(longer, pipeline, virtual) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("pipeline", "count", "virtual"), SIZES)
+def test_many_rows_take_what_each_takes_alone(pipeline, count, virtual):
+    costs = np.random.default_rng(0).random((2 * LANES + 3, count))
+    alone = [makespan(row[None], pipeline, virtual)[0] for row in costs]
+    assert makespan(costs, pipeline, virtual).tolist() == alone
 
 
 @pytest.mark.parametrize(("pipeline", "count", "virtual"), SIZES)
