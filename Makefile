@@ -41,9 +41,11 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# One thread per process: the tests start many processes at once.
+# One thread per process: the tests start many processes at once. Two files at a time, and then one:
+# those of the second line count seconds until a job has ended.
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile $(addprefix --ignore=,$(FAULTS) tests/slurm)
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(FAULTS) tests/slurm
 
 # Every fault that docs/faults.md lists, and 50 kills at random moments: a quarter of an hour.
 test-faults: setup

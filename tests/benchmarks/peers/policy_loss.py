@@ -5,11 +5,12 @@ log-probabilities as a model's head leaves them, with verl's three metrics; one 
 fifteen of `TrainMetrics` in their place, by sequence where wanted. verl has rows of 8,192 places,
 all 2,048 or 8 at a time; ours are packed microbatches of up to 65,536 tokens, each completion
 behind a prompt of 256.
-Advantages: of groups of 16, brought to every token.
+Advantages: of groups of 16, brought to every token of what the loss will be given: in rows of 8,192
+places for verl, in packed microbatches for ours.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -73,7 +74,7 @@ def ours(folder: Path, all_metrics: bool = False) -> dict[str, float]:
     from megatron_grpo.config.grpo_config import GRPOConfig
     from megatron_grpo.reporting.metrics import TrainMetrics
     from parallel.alignment import Alignment
-    from parallel.packing import TokenSequence, pack
+    from parallel.packing import TokenSequence, pack, per_token
     from parallel.vocab import ChosenTokens
 
     given = case()
@@ -86,16 +87,25 @@ def ours(folder: Path, all_metrics: bool = False) -> dict[str, float]:
         beta=0.0,
     )
 
-    def advantages() -> Tensor:
-        return group_advantages(given.rewards, given.groups, "group", epsilon=STD_EPSILON)
+    members = microbatches(given.lengths)
+    places = [list(completion_places(given.lengths[batch].tolist())) for batch in members]
+
+    def advantages() -> list[float]:
+        found: list[float] = group_advantages(
+            given.rewards, given.groups, "group", epsilon=STD_EPSILON
+        ).tolist()
+        return found
+
+    def of_batches() -> list[Tensor]:
+        known = advantages()
+        return [
+            per_token([known[i] for i in batch], where, where[-1].stop)
+            for batch, where in zip(members, places, strict=True)
+        ]
 
     def of_tokens() -> Tensor:
-        spread = torch.zeros(int(given.lengths.sum()))
-        end = 0
-        for each, length in zip(advantages().tolist(), given.lengths.tolist(), strict=True):
-            spread[end : end + length] = each  # as `pack` does
-            end += length
-        return spread
+        columns = zip(of_batches(), places, strict=True)
+        return torch.cat([column[place] for column, where in columns for place in where])
 
     sequences = [
         TokenSequence(
@@ -107,13 +117,14 @@ def ours(folder: Path, all_metrics: bool = False) -> dict[str, float]:
             old_logprobs=old,
         )
         for old, advantage in zip(
-            given.old.split(given.lengths.tolist()), advantages().tolist(), strict=True
+            given.old.split(given.lengths.tolist()), advantages(), strict=True
         )
     ]
     batches, heads = [], []
-    for members in microbatches(given.lengths):
-        batch = pack(sequences, members, Alignment())
-        of_batch = [given.new.split(given.lengths.tolist())[i] for i in members]
+    new = given.new.split(given.lengths.tolist())
+    for indices in members:
+        batch = pack(sequences, indices, Alignment())
+        of_batch = [new[i] for i in indices]
         values = torch.cat(of_batch).requires_grad_()
         positions = batch.loss_mask.nonzero().squeeze(1)
         entropy = torch.ones(len(values))
@@ -140,7 +151,16 @@ def ours(folder: Path, all_metrics: bool = False) -> dict[str, float]:
 
     loss()
     gradients = [head.logprobs.grad for head in heads if head.logprobs.grad is not None]
-    return measured(folder, loss, of_tokens, torch.cat(gradients))
+    return measured(folder, loss, of_tokens, torch.cat(gradients), of_batches)
+
+
+def completion_places(of_completions: list[int]) -> Iterator[slice]:
+    """Where the completions of a microbatch lie, each behind its prompt."""
+    end = 0
+    for length in of_completions:
+        start = end + PROMPT
+        end = start + length
+        yield slice(start, end)
 
 
 def microbatches(of_sequences: Tensor) -> list[list[int]]:
@@ -220,13 +240,13 @@ def measured(
     loss: Callable[[], float],
     of_tokens: Callable[[], Tensor],
     gradient: Tensor,
-    advantages: Callable[[], Tensor] | None = None,
+    advantages: Callable[[], object],
 ) -> dict[str, float]:
     """The best of ten losses and of fifty advantages; and the outputs, by completion."""
     torch.save((loss(), of_tokens(), gradient), folder / "outputs.pt")
     return {
         "loss_seconds": best_time(loss, 10),
-        "advantage_seconds": best_time(advantages or of_tokens, 50),
+        "advantage_seconds": best_time(advantages, 50),
     }
 
 
