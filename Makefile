@@ -7,6 +7,8 @@ ARGS ?=
 BIN := .venv/bin
 FAULTS := $(addprefix tests/megatron_grpo/,test_faults.py test_kills.py policy/test_skipped_steps.py test_number_faults.py test_train_ends.py test_async_runs.py \
 	checkpoints watch rewards environments rollout/test_fleet.py rollout/test_dialogues.py)
+# What counts the seconds until a job or a process has ended.
+TIMED := $(addprefix tests/megatron_grpo/,test_faults.py test_kills.py watch rewards environments rollout/test_fleet.py rollout/test_dialogues.py) tests/slurm
 STAMP := .venv/setup.stamp
 PIP = $(PYTHON) -m pip --python $(BIN)/python --disable-pip-version-check
 
@@ -41,11 +43,10 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# One thread per process: the tests start many processes at once. Two files at a time, and then one:
-# those of the second line count seconds until a job has ended.
+# One thread per process: the tests start many processes at once. Two files at a time, then one.
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile $(addprefix --ignore=,$(FAULTS) tests/slurm)
-	OMP_NUM_THREADS=1 $(BIN)/pytest $(FAULTS) tests/slurm
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile $(addprefix --ignore=,$(TIMED))
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(TIMED)
 
 # Every fault that docs/faults.md lists, and 50 kills at random moments: a quarter of an hour.
 test-faults: setup

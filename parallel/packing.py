@@ -109,12 +109,13 @@ def pack(
     firsts = [segment.position for segment in segments] or [0]
     # No segment where all is padding.
     whole = [slice(at, at + len(s.tokens)) for s, at in zip(segments, starts, strict=False)]
-    members = [sequences[segment.index] for segment in segments if segment.index is not None]
-    ends = [place.stop for s, place in zip(segments, whole, strict=True) if s.index is not None]
-    places = [
-        slice(end - len(sequence.rollout_logprobs), end)
-        for sequence, end in zip(members, ends, strict=True)
+    responses = [
+        (sequences[segment.index], place.stop)
+        for segment, place in zip(segments, whole, strict=True)
+        if segment.index is not None
     ]
+    members = [sequence for sequence, _ in responses]
+    places = [slice(end - len(sequence.rollout_logprobs), end) for sequence, end in responses]
 
     def of_responses(name: str, dtype: torch.dtype = dtype) -> Tensor:
         return per_token([getattr(each, name) for each in members], places, total, dtype)

@@ -1,6 +1,7 @@
 """Ranks under a watch: real processes that a test may kill, stop or signal."""
 
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -80,6 +81,8 @@ def _rank_main(
 
     from megatron_grpo.watch import Watch
 
+    # It may have inherited that this is ignored, where the tests run behind a script's `&`.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (1, 2):
         os.dup2(
             os.open(folder / f"rank_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number

@@ -22,6 +22,9 @@ from megatron_grpo.watch.stacks import main_stack
 from megatron_grpo.watch.wire import LineReader, line
 
 INTERRUPTED = End(130, "megatron-grpo: interrupted")  # the code as a shell says of SIGINT
+UNWIND = signal.SIGRTMIN
+"""Interrupts rank 0's main thread. Not SIGINT: who is started by `nohup` or behind a script's `&`
+inherits that it is ignored."""
 SHOW_CURSOR = "\x1b[?25h"
 
 
@@ -59,6 +62,7 @@ class Lifeline:
         The C part of a signal's arrival writes its number to the socket, whatever the main thread
         does meanwhile.
         """
+        signal.signal(UNWIND, signal.default_int_handler)
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
         faulthandler.enable(self._crash_file)
         self._thread.start()
@@ -82,6 +86,7 @@ class Lifeline:
     def close(self) -> None:
         """Let go of the connection, which a forked child would keep open, and of signals."""
         signal.set_wakeup_fd(-1)
+        signal.signal(UNWIND, signal.SIG_DFL)
         self._socket.close()
 
     def _run(self) -> None:
@@ -164,7 +169,7 @@ class Lifeline:
             print(end.text, file=sys.stderr, flush=True)
         if self._place.rank == 0:
             if not self._is_unwinding.is_set():
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+                signal.pthread_kill(threading.main_thread().ident or 0, UNWIND)
             self._is_unwound.wait(self._pace.unwind)
             if sys.stdout.isatty():  # a progress bar may have hidden it
                 print(SHOW_CURSOR, end="")

@@ -320,6 +320,21 @@ def start_slowly(watch: Watch, rank: int, folder: Path) -> None:
             (folder / "closed").touch()
 
 
+def test_it_may_where_interrupts_are_ignored_too(ranks):
+    """As in a job that was started by `nohup` or behind a script's `&`."""
+    with ranks(ignore_interrupts) as world:
+        world.wait_for(*ALL_READY)
+        world.kill(1, signal.SIGINT)
+        world.kill(1, signal.SIGTERM)
+        assert world.exit_codes(5) == [75] * 4
+    assert (world.folder / "closed").exists()
+
+
+def ignore_interrupts(watch: Watch, rank: int, folder: Path) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    start_slowly(watch, rank, folder)
+
+
 def test_interrupting_any_rank_ends_all(ranks):
     with ranks(reduce_forever) as world:
         world.wait_for(*ALL_READY)
