@@ -1,6 +1,6 @@
 """Padding-free batches: sequences laid end to end, with no padding but what parallelism forces."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from typing import Any
@@ -109,13 +109,9 @@ def pack(
     firsts = [segment.position for segment in segments] or [0]
     # No segment where all is padding.
     whole = [slice(at, at + len(s.tokens)) for s, at in zip(segments, starts, strict=False)]
-    responses = [
-        (sequences[segment.index], place.stop)
-        for segment, place in zip(segments, whole, strict=True)
-        if segment.index is not None
-    ]
+    responses = list(_responses(sequences, segments, whole))
     members = [sequence for sequence, _ in responses]
-    places = [slice(end - len(sequence.rollout_logprobs), end) for sequence, end in responses]
+    places = [place for _, place in responses]
 
     def of_responses(name: str, dtype: torch.dtype = dtype) -> Tensor:
         return per_token([getattr(each, name) for each in members], places, total, dtype)
@@ -199,6 +195,16 @@ def _segments(
             for i in group
         ]
     return segments
+
+
+def _responses(
+    sequences: Sequence[TokenSequence], segments: Sequence[_Segment], whole: Sequence[slice]
+) -> Iterator[tuple[TokenSequence, slice]]:
+    """The sequences of `segments` that lie at `whole`, and where their responses do."""
+    for segment, place in zip(segments, whole, strict=True):
+        if segment.index is not None:
+            sequence = sequences[segment.index]
+            yield sequence, slice(place.stop - len(sequence.rollout_logprobs), place.stop)
 
 
 def _prefixes(segments: Sequence[_Segment], starts: Sequence[int]) -> Tensor:
