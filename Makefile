@@ -5,10 +5,9 @@ STEPS ?= 15
 ARGS ?=
 
 BIN := .venv/bin
-FAULTS := $(addprefix tests/megatron_grpo/,test_faults.py test_kills.py policy/test_skipped_steps.py test_number_faults.py test_train_ends.py test_async_runs.py \
-	checkpoints watch rewards environments rollout/test_fleet.py rollout/test_dialogues.py)
-# What counts the seconds until a job or a process has ended.
-TIMED := $(addprefix tests/megatron_grpo/,test_faults.py test_kills.py watch rewards environments rollout/test_fleet.py rollout/test_dialogues.py) tests/slurm
+# What counts the seconds until a job or a process has ended; tests/slurm does, too.
+TIMED := $(addprefix tests/megatron_grpo/,test_faults.py test_kills.py watch rewards environments rollout/test_fleet.py rollout/test_dialogues.py)
+FAULTS := $(TIMED) $(addprefix tests/megatron_grpo/,policy/test_skipped_steps.py test_number_faults.py test_train_ends.py test_async_runs.py checkpoints)
 STAMP := .venv/setup.stamp
 PIP = $(PYTHON) -m pip --python $(BIN)/python --disable-pip-version-check
 
@@ -45,8 +44,8 @@ check: setup
 
 # One thread per process: the tests start many processes at once. Two files at a time, then one.
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile $(addprefix --ignore=,$(TIMED))
-	OMP_NUM_THREADS=1 $(BIN)/pytest $(TIMED)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile $(addprefix --ignore=,$(TIMED) tests/slurm)
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(TIMED) tests/slurm
 
 # Every fault that docs/faults.md lists, and 50 kills at random moments: a quarter of an hour.
 test-faults: setup

@@ -151,7 +151,7 @@ def per_token(
 ) -> Tensor:
     """[total]: each value, or those of each token, at its place."""
     laid = torch.empty(total, dtype=dtype)
-    view = laid.numpy()  # whose slices take a tenth of the time of torch's
+    view = laid.numpy()  # a slice of it takes a quarter of the time of torch's, or less
     view.fill(elsewhere)
     for value, place in zip(values, places, strict=True):
         view[place] = value

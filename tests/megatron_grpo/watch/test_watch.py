@@ -320,7 +320,7 @@ def start_slowly(watch: Watch, rank: int, folder: Path) -> None:
             (folder / "closed").touch()
 
 
-def test_it_may_where_interrupts_are_ignored_too(ranks):
+def test_rank_0_closes_what_it_owns_where_interrupts_are_ignored(ranks):
     """As in a job that was started by `nohup` or behind a script's `&`."""
     with ranks(ignore_interrupts) as world:
         world.wait_for(*ALL_READY)
