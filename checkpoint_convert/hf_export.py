@@ -7,8 +7,9 @@ engine through shared memory.
 
 import os
 import shutil
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 
 import torch
@@ -22,6 +23,9 @@ from checkpoint_convert.megatron import hf_tensors
 from checkpoint_convert.shape import ModelShape
 from parallel import Copy, Layout, intersect
 from parallel.views import as_whole
+
+MIN_SHARD_BYTES = 10**9
+"""However many ranks there are: a model of some GB is no folder of crumbs."""
 
 
 def create_export(
@@ -47,11 +51,22 @@ def create_export(
     create_folder(folder, source_folder, shape, dtypes, max_shard_bytes)
 
 
-def write_weights(folder: str | Path, layout: Layout, parameters: Mapping[str, Tensor]) -> None:
+def shard_bytes_for(num_writers: int, shape: ModelShape, dtype: torch.dtype) -> int:
+    """A `max_shard_bytes` of 1 to 5 GB with which there is a file for each of so many ranks."""
+    num_bytes = dtype.itemsize * sum(map(prod, hf_tensors(shape).values()))
+    return min(max(-(-num_bytes // num_writers), MIN_SHARD_BYTES), MAX_SHARD_BYTES)
+
+
+def write_weights(
+    folder: str | Path, layout: Layout, parameters: Mapping[str, Tensor], first_file: int = 0
+) -> None:
     """Write what this rank owns of `parameters` (local tensors of `layout`) into an export.
 
     Every rank calls this, at the same time or not, after `create_export` and any number of times.
     On return the data are on the disk. Values are converted to the dtype of the export.
+
+    Ranks that write to one file at a time wait for each other: each begins with another of the
+    files that it has a part in, the one that `first_file` counts to, and goes round.
     """
     layout.check_shapes({name: tuple(tensor.shape) for name, tensor in parameters.items()})
     places = locate_tensors(folder)
@@ -62,7 +77,9 @@ def write_weights(folder: str | Path, layout: Layout, parameters: Mapping[str, T
     by_file: dict[Path, list[Copy]] = defaultdict(list)
     for copy in copies:
         by_file[places[copy.destination].file].append(copy)
-    for file, file_copies in by_file.items():
+    files = deque(by_file.items())
+    files.rotate(-first_file)
+    for file, file_copies in files:
         with errors_named(file), file.open("r+b", buffering=0) as opened:
             for copy in file_copies:
                 values = parameters[copy.source].detach()[copy.source_box.slices]

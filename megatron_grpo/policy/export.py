@@ -6,7 +6,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from checkpoint_convert.hf_export import create_export, finish_export, write_weights
+from checkpoint_convert.hf_export import (
+    create_export,
+    finish_export,
+    shard_bytes_for,
+    write_weights,
+)
 from megatron_grpo.config.config import Config
 from megatron_grpo.policy.model import Policy
 from parallel.groups import Groups
@@ -20,9 +25,12 @@ def export_model(folder: Path, policy: Policy, cfg: Config, groups: Groups) -> N
     partial = folder.with_name(folder.name + ".partial")
     if groups.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
-        create_export(partial, cfg.model.path, policy.shape, getattr(torch, cfg.model.dtype))
+        dims, dtype = groups.dims, getattr(torch, cfg.model.dtype)
+        num_writers = dims.tensor * dims.pipeline * dims.expert  # others hold copies
+        shard_bytes = shard_bytes_for(num_writers, policy.shape, dtype)
+        create_export(partial, cfg.model.path, policy.shape, dtype, shard_bytes)
     dist.barrier()
-    write_weights(partial, policy.layout, policy.parameters())
+    write_weights(partial, policy.layout, policy.parameters(), first_file=groups.rank)
     dist.barrier()
     if groups.rank == 0:
         finish_export(partial, folder)

@@ -1,8 +1,11 @@
 """Exports: every rank writes its own boxes, and the folder is the model again, bit for bit."""
 
 import json
+import os
 import shutil
 from dataclasses import replace
+from math import prod
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +13,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from checkpoint_convert import check_weights, hf_tensors, megatron_layout, read_shape
-from checkpoint_convert.hf_export import create_export, finish_export, write_weights
+from checkpoint_convert.hf_export import (
+    create_export,
+    finish_export,
+    shard_bytes_for,
+    write_weights,
+)
 from checkpoint_convert.rank_weights import read_weights
 from models import CONFIGS, tiny_model
 from parallel import ParallelDims
@@ -86,7 +94,7 @@ def test_the_ranks_load_and_write_back_the_whole_model_bitwise(
     for rank in range(dims.world_size):
         layout, parameters = load_rank(model, shape, dims, rank)
         assert not any(parameter.isnan().any() for parameter in parameters.values())
-        write_weights(tmp_path, layout, parameters)
+        write_weights(tmp_path, layout, parameters, first_file=rank)
     assert_same(exported_weights(tmp_path), load_file(model / "model.safetensors"))
 
 
@@ -138,6 +146,29 @@ def test_new_weights_are_written_into_the_same_files_again_and_again(llama, tmp_
         expected = {name: tensor + 1.0 for name, tensor in expected.items()}
         assert_same(load_file(file), expected)
     assert file.stat().st_ino == inode
+
+
+@pytest.mark.parametrize(
+    ("first_file", "expected"), [(0, [1, 2, 3]), (1, [2, 3, 1]), (5, [3, 1, 2])]
+)
+def test_a_rank_begins_with_its_own_file_and_goes_round(
+    llama, tmp_path, monkeypatch, first_file, expected
+):
+    shape, synced = read_shape(llama), []
+    create_export(tmp_path, llama, shape, torch.float32, max_shard_bytes=150_000)
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(Path(file.name).name))
+    write_weights(tmp_path, *load_rank(llama, shape, ParallelDims(), 0), first_file)
+    assert synced == [f"model-{number:05d}-of-00003.safetensors" for number in expected]
+
+
+@pytest.mark.parametrize(
+    ("num_writers", "num_bytes"), [(1, 5 * 10**9), (16, 2_560_000_000), (10**3, 10**9)]
+)
+def test_there_is_a_file_of_1_to_5_gb_for_every_rank_that_writes(llama, num_writers, num_bytes):
+    shape = replace(read_shape(llama), num_layers=0, vocab_size=32 * 10**7, hidden_size=64)
+    total = 2 * sum(map(prod, hf_tensors(shape).values()))
+    assert total == pytest.approx(16 * 2_560_000_000)
+    assert shard_bytes_for(num_writers, shape, torch.bfloat16) == pytest.approx(num_bytes)
 
 
 def test_replicas_are_not_written(llama, tmp_path):
