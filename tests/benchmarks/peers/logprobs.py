@@ -1,9 +1,12 @@
 """Log-probabilities of 2,048 tokens from hidden states, and both gradients; Qwen2.5's vocabulary.
 
-From hidden states [N, H] and a head [V, H] in bfloat16 to log-probabilities of the tokens, and the
-gradients of a weighted sum of them to both, on one rank. Ours and verl's give entropies as well.
-Peak memory is what the process has beside its inputs; every block of 64 KiB and more is given back
-to the system when it is freed, which costs each side page faults.
+From hidden states [N, H] and a head [V, H] to log-probabilities of the tokens, and the gradients of
+a weighted sum of them to both, on one rank. Ours and verl's give entropies as well. Seconds first;
+then once more for peak memory: what the process has beside its inputs, while every block of 64 KiB
+and more is given back to the system when it is freed, which would cost each side page faults.
+
+In bfloat16 where the CPU multiplies it, and else in float32: there torch's loops for one of the
+three products make 0.5 GFLOP/s, and nothing beside is seen. One side of ours is bfloat16 always.
 
 LOGPROBS_SHAPE, as 2048x151936x1024, is another N, V and H.
 """
@@ -12,14 +15,18 @@ import ctypes
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from parallel.device import product_dtype
+
 NUM_TOKENS, VOCAB_SIZE, HIDDEN_SIZE = map(
     int, os.environ.get("LOGPROBS_SHAPE", "2048x151936x1024").split("x")
 )
+DTYPE = product_dtype(torch.bfloat16)
 WARM_TOKENS = 64
 M_MMAP_THRESHOLD = -3
 WITHIN = 0.1
@@ -27,12 +34,12 @@ WITHIN = 0.1
 
 TITLE = (
     "Log-probabilities without logits, forward and backward, "
-    f"{NUM_TOKENS:,} x {VOCAB_SIZE:,} x {HIDDEN_SIZE:,} bfloat16"
+    f"{NUM_TOKENS:,} x {VOCAB_SIZE:,} x {HIDDEN_SIZE:,} {str(DTYPE).removeprefix('torch.')}"
 )
 REQUIREMENTS = {
     "megatron-core": [],
     "trl": [],
-    "liger": ["liger-kernel==0.8.5"],
+    "liger": ["liger-kernel==0.8.5", "triton==3.9.0"],
     "verl": [
         "verl==0.9.1",
         *("ray==2.60.0", "tensordict==0.15.3", "orjson==3.13.0", "omegaconf==2.4.0"),
@@ -42,8 +49,9 @@ REQUIREMENTS = {
     ],
 }
 SETTINGS = {
+    "ours, bfloat16": "hidden states, head and gradients in bfloat16, whatever the others have",
     "megatron-core": "0.16.1: vocab_parallel_cross_entropy behind the matrix product; no entropy",
-    "trl": "1.16.0: selective_log_softmax of bfloat16 logits, behind the product; no entropy",
+    "trl": "1.16.0: selective_log_softmax of whole logits, behind the product; no entropy",
     "liger": "the chunked selective log-probability of its GRPO loss, in its chunks; no entropy",
     "verl": "FusedLinearForPPO, impl_backend torch, chunk_size 512",
 }
@@ -57,12 +65,11 @@ Logprobs = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Of tokens [n], from hidden states [n, H] and head [V, H]."""
 
 
-def measured(logprobs_of: Logprobs, folder: Path) -> dict[str, float]:
-    """One forward and backward, after a short one that warms up."""
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
+def measured(logprobs_of: Logprobs, folder: Path, dtype: torch.dtype = DTYPE) -> dict[str, float]:
+    """One forward and backward for time, after a short one that warms up, and one for memory."""
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(NUM_TOKENS, HIDDEN_SIZE, generator=generator).bfloat16()
-    head = torch.empty(VOCAB_SIZE, HIDDEN_SIZE, dtype=torch.bfloat16)
+    hidden = torch.randn(NUM_TOKENS, HIDDEN_SIZE, generator=generator).to(dtype)
+    head = torch.empty(VOCAB_SIZE, HIDDEN_SIZE, dtype=dtype)
     for rows in head.split(1024):  # no float32 copy of it all
         rows.copy_(torch.randn(rows.shape, generator=generator) / HIDDEN_SIZE**0.5)
     tokens = torch.randint(VOCAB_SIZE, (NUM_TOKENS,), generator=generator)
@@ -75,10 +82,15 @@ def measured(logprobs_of: Logprobs, folder: Path) -> dict[str, float]:
         return logprobs.detach(), *torch.autograd.grad(loss, [own, head])
 
     run(WARM_TOKENS)
-    Path("/proc/self/clear_refs").write_text("5")  # the most begins anew
-    before, start = resident("VmRSS"), time.perf_counter()
-    logprobs, of_hidden, of_head = run(NUM_TOKENS)
+    start = time.perf_counter()
+    run(NUM_TOKENS)
     seconds = time.perf_counter() - start
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)
+    libc.malloc_trim(0)  # what the first has left may be used again, and would not be seen
+    Path("/proc/self/clear_refs").write_text("5")  # the most begins anew
+    before = resident("VmRSS")
+    logprobs, of_hidden, of_head = run(NUM_TOKENS)
     peak = resident("VmHWM") - before
     every = max(1, VOCAB_SIZE // 1000)
     torch.save([logprobs.float(), of_hidden, of_head[::every].clone()], folder / "results.pt")
@@ -91,7 +103,7 @@ def resident(key: str) -> int:
     return int(next(line for line in lines if line.startswith(key)).split()[1]) * 1024
 
 
-def ours(folder: Path) -> dict[str, float]:
+def ours(folder: Path, dtype: torch.dtype = DTYPE) -> dict[str, float]:
     """With entropies."""
     from parallel.vocab import chosen_logprobs
 
@@ -112,7 +124,7 @@ def ours(folder: Path) -> dict[str, float]:
         )
         return chosen.logprobs
 
-    return measured(logprobs_of, folder)
+    return measured(logprobs_of, folder, dtype)
 
 
 def megatron_core(folder: Path) -> dict[str, float]:
@@ -173,7 +185,14 @@ def verl(folder: Path) -> dict[str, float]:
     return measured(logprobs_of, folder)
 
 
-SIDES = {"ours": ours, "megatron-core": megatron_core, "trl": trl, "liger": liger, "verl": verl}
+SIDES = {
+    "ours": ours,
+    "ours, bfloat16": partial(ours, dtype=torch.bfloat16),
+    "megatron-core": megatron_core,
+    "trl": trl,
+    "liger": liger,
+    "verl": verl,
+}
 
 
 def compare(ours: Path, peer: Path) -> str:
