@@ -178,7 +178,7 @@ class Training:
             self._log = stack.enter_context(closing(RunLog(cfg, self.first_step)))
             collector = Collector(self.source, thread, watch, self._log.timeline)
             stack.enter_context(closing(collector))
-        self.rollouts = RolloutPipeline(cfg, collector, self.push, device)
+        self.rollouts = RolloutPipeline(cfg, collector, self.push)
         self.experience: Experience | None = None
         self.news: dict[str, float] = {}
         self.minibatches: Minibatches = []
@@ -202,7 +202,6 @@ class Training:
         experience = ask_engines(
             partial(self.source.probe, self.first_step) if self.source else None,
             partial(self.push, self.first_step),
-            self.device,
         )
         probe = probe_logprobs(
             experience,
@@ -358,7 +357,7 @@ class Training:
         evaluate = None
         if self.source and self.source.evaluation and self._log:
             evaluate = partial(self._evaluate, self.source.evaluation, self._log, step)
-        return ask_engines(evaluate, partial(self.push, step), self.device) or {}
+        return ask_engines(evaluate, partial(self.push, step)) or {}
 
     def _evaluate(self, evaluation: Evaluation, log: RunLog, step: int) -> dict[str, float]:
         if log.has_evaluation(step):

@@ -10,8 +10,6 @@ generation before.
 from collections.abc import Callable
 from functools import partial
 
-import torch
-
 from megatron_grpo.config.config import Config
 from megatron_grpo.experience.batching import BatchSchedule
 from megatron_grpo.experience.collector import Asked, Collector
@@ -29,11 +27,7 @@ class RolloutPipeline:
     """
 
     def __init__(
-        self,
-        cfg: Config,
-        collector: Collector | None,
-        push: Callable[[int], None],
-        device: torch.device,
+        self, cfg: Config, collector: Collector | None, push: Callable[[int], None]
     ) -> None:
         self.pending: Asked | None = None
         """What the engines are at: they must keep their weights meanwhile."""
@@ -43,7 +37,7 @@ class RolloutPipeline:
         """The same, on rank 0."""
         self._is_async = cfg.rollout.async_generate
         self._batches, self._num_steps = BatchSchedule.of(cfg.grpo), cfg.train.num_steps
-        self._collector, self._push, self._device = collector, push, device
+        self._collector, self._push = collector, push
 
     def ask(self, generation: int, step: int) -> None:
         """Have the engines, which serve the weights after `step` steps, make a generation."""
@@ -78,7 +72,7 @@ class RolloutPipeline:
 
         wait = partial(self._collector.wait, timer) if self._collector else None
         try:
-            self.collected = ask_engines(wait, push_and_ask, self._device)
+            self.collected = ask_engines(wait, push_and_ask)
             self.ready = generation
         finally:
             self.pending = None

@@ -10,7 +10,7 @@ from parallel import Layout
 
 
 def sums_of_all_ranks(
-    sent: Mapping[int, Mapping[str, int]], workers: Sequence[Layout], device: torch.device
+    sent: Mapping[int, Mapping[str, int]], workers: Sequence[Layout]
 ) -> Sequence[WorkerSums]:
     """What each worker must hold, from what each rank has `sent` it: checksums by parameter.
 
@@ -19,9 +19,7 @@ def sums_of_all_ranks(
     """
     names = [(number, name) for number, worker in enumerate(workers) for name in worker.shapes]
     sums = torch.tensor(
-        [sent.get(number, {}).get(name, 0) for number, name in names],
-        dtype=torch.int64,
-        device=device,
+        [sent.get(number, {}).get(name, 0) for number, name in names], dtype=torch.int64
     )
     dist.all_reduce(sums)
     totals: list[dict[str, int]] = [{} for _ in workers]

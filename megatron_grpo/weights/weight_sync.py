@@ -37,12 +37,14 @@ from parallel.transport.meeting import Board, Meeting, join, local_address, open
 PREEMPTED = -1
 """In the place of the number of engines."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+CPU = torch.device("cpu")
 
 
 class WeightSync:
     """Pushes weights to the engines; every rank makes one, and calls `push` together.
 
-    `sender` says what this rank can send, by the local names of its parameters.
+    `sender` says what this rank can send, by the local names of its parameters. What ranks tell
+    each other goes over the CPU: a GPU that waits for a collective is busy, and may be an engine's.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class WeightSync:
         self._network_only = cfg.rollout.weight_transport == "network"
         # As the last rank sees it: on rank 0's own host its name may stand for loopback.
         address = meeting_address(cfg.rollout.base_urls, num_hosts, os.environ)
-        self._address = broadcast_text(address, device, source=dist.get_world_size() - 1)
+        self._address = broadcast_text(address, CPU, source=dist.get_world_size() - 1)
         self._dtype = getattr(torch, cfg.model.dtype)
         self._workers = worker_layouts(shape, cfg.rollout)
         shares = plan_shares(sender, self._workers)
@@ -112,7 +114,7 @@ class WeightSync:
 
         Links to earlier ones are closed then.
         """
-        found = torch.zeros(2, dtype=torch.int64, device=self._device)
+        found = torch.zeros(2, dtype=torch.int64)
 
         def assemble() -> None:
             if engines is not None:
@@ -153,7 +155,7 @@ class WeightSync:
             )
         # The engines are asked in any case: why a link broke may be known at its other end alone.
         with timer.phase("verify_weights"):
-            expected = None if broken else sums_of_all_ranks(sent, self._workers, self._device)
+            expected = None if broken else sums_of_all_ranks(sent, self._workers)
             failure = self._first_failure(
                 lambda: engines.check_push(push, expected) if engines else None
             )
@@ -175,7 +177,7 @@ class WeightSync:
         meeting = None
         if engines is not None:
             meeting, self._board = open_meeting(self._address)
-        words = broadcast_text(json.dumps(asdict(meeting)) if meeting else "", self._device)
+        words = broadcast_text(json.dumps(asdict(meeting)) if meeting else "", CPU)
         invitation = Invitation(
             meeting=Meeting(**json.loads(words)),
             bucket_bytes=self._bucket_bytes,
@@ -215,11 +217,11 @@ class WeightSync:
             return self._outbox.send(parameters)
 
     def _first_failure(self, action: Callable[[], None]) -> ConnectionError | None:
-        return first_failure(action, self._device, ConnectionError)
+        return first_failure(action, CPU, ConnectionError)
 
     def _all_senders(self, own: set[int]) -> list[list[int]]:
         """Of each worker: the ranks that send to it; `own` are this rank's. Collective."""
-        mine = torch.zeros(len(self._workers), dtype=torch.uint8, device=self._device)
+        mine = torch.zeros(len(self._workers), dtype=torch.uint8)
         mine[list(own)] = 1
         by_rank = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(by_rank, mine)

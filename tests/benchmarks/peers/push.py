@@ -157,7 +157,7 @@ def our_rank(rank: int, network_only: bool) -> dict[str, Any]:
         end = ends[-1]
         sent = end.send(weights) if isinstance(end, Outbox) else {}
         held = end.receive(weights) if isinstance(end, Inbox) else None
-        [expected] = sums_of_all_ranks(sent, [worker], device)
+        [expected] = sums_of_all_ranks(sent, [worker])
         assert held is None or held == expected
 
     found = run(rank, weights, push)

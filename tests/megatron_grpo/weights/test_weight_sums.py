@@ -61,7 +61,7 @@ def sums_of_push(
         packing = Packing([copy.destination_box for copy in copies], dtype, BUCKET_BYTES)
         stream = OutStream(Nowhere(), copies, workers[worker].shapes, packing, CPU)
         sent[worker] = added_up(stream.send(policy.parameters()))
-    return sums_of_all_ranks(sent, workers, CPU)
+    return sums_of_all_ranks(sent, workers)
 
 
 def sums_of_ranks(rank: int, folder: Path, dims: ParallelDims) -> list[Sequence[WorkerSums]]:
