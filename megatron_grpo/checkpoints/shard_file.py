@@ -33,8 +33,7 @@ class HostMemory:
         """Copies of the tensors as they are now, row by row, until the next call."""
         room = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
         if sum(room) > len(self._bytes):
-            on_gpu = torch.cuda.is_available()
-            self._bytes = torch.empty(sum(room), dtype=torch.uint8, pin_memory=on_gpu)
+            self._make_room(sum(room))
         copies, whole = [], self._bytes.numpy().data
         for tensor, offset in zip(tensors, accumulate(room, initial=0), strict=False):
             place = slice(offset, offset + tensor.nbytes)
@@ -44,6 +43,17 @@ class HostMemory:
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the copies are made
         return copies
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Pinned where there is a GPU, by hand: torch's pinned memory comes in powers of two."""
+        if not torch.cuda.is_available():
+            self._bytes = torch.empty(num_bytes, dtype=torch.uint8)
+            return
+        runtime = torch.cuda.cudart()
+        if len(self._bytes):
+            torch.cuda.check_error(runtime.cudaHostUnregister(self._bytes.data_ptr()))
+        self._bytes = torch.empty(num_bytes, dtype=torch.uint8)
+        torch.cuda.check_error(runtime.cudaHostRegister(self._bytes.data_ptr(), num_bytes, 0))
 
 
 def chunks_to_write(parts: Iterable[StatePart]) -> tuple[list[Chunk], list[Tensor]]:

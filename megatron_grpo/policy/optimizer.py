@@ -37,9 +37,12 @@ def make_optimizer(chunks: Sequence[Any], cfg: OptimizerConfig) -> Any:
         list(chunks),
     )
     for part in optimizer.chained_optimizers:
-        # Only torch's: the fused Adam of Transformer Engine and Apex keeps what Megatron expects.
         if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
             _make_loadable(part)
+        elif part.optimizer is not None:
+            # The fused Adam of Transformer Engine and Apex keeps what Megatron expects; but it has
+            # moments from its first step on, and a run may save before it has taken one.
+            part.init_state_fn(part.optimizer, part.config)
     return optimizer
 
 

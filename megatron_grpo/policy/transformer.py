@@ -43,11 +43,12 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron's config of one model; `overrides` are further fields, by Megatron's names.
 
-    Layers are Transformer Engine's where it is installed and there is CUDA; the override
-    ``transformer_impl: local`` has torch's all the same. Raises ValueError for an override that
-    Megatron does not know, or that is not free because the model, the mesh or the loss decides it.
+    Layers are Transformer Engine's where it is installed, there is CUDA and `dtype` has 16 bits;
+    the override ``transformer_impl: local`` has torch's all the same. Raises ValueError for an
+    override that Megatron does not know, or that is not free because the model, the mesh or the
+    loss decides it.
     """
-    free = {"transformer_impl": _best_implementation()} | dict(overrides)
+    free = {"transformer_impl": _best_implementation(dtype)} | dict(overrides)
     decided = (
         _architecture(shape)
         | _mesh(shape, dims, dtype, sequence_parallel)
@@ -68,8 +69,10 @@ def transformer_config(
         ) from error
 
 
-def _best_implementation() -> str:
-    return "transformer_engine" if HAVE_TE and torch.cuda.is_available() else "local"
+def _best_implementation(dtype: torch.dtype) -> str:
+    """Transformer Engine's attention to packed sequences takes types of 16 bits alone."""
+    fused = HAVE_TE and torch.cuda.is_available() and dtype.itemsize == 2
+    return "transformer_engine" if fused else "local"
 
 
 def balances_experts(config: TransformerConfig) -> bool:
@@ -199,9 +202,9 @@ def _mesh(
         # Packed microbatches differ in length; Megatron wants this dispatcher then, experts or not.
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
-        # With overlap a stage's output is let go of while it is still being sent. NCCL keeps the
-        # memory until then; gloo sends whatever has been put there in the meantime.
-        "deallocate_pipeline_outputs": dims.virtual_pipeline == 1 or torch.cuda.is_available(),
+        # With overlap a stage's output would be let go of while it is still being sent, and what is
+        # put there in the meantime would go (mended in Megatron-LM by pull request 4047).
+        "deallocate_pipeline_outputs": dims.virtual_pipeline == 1,
     }
 
 
@@ -269,7 +272,7 @@ def _check_overrides(overrides: Mapping[str, Any], decided: Mapping[str, Any]) -
                 f"model.megatron.{name} is not free: the model folder, parallel.* or the loss "
                 "decides it; leave it out"
             )
-    usable = {"local", _best_implementation()}
+    usable = {"local", _best_implementation(decided["params_dtype"])}
     if overrides.get("transformer_impl", "local") not in usable:
         raise ValueError(
             f"model.megatron.transformer_impl is {overrides['transformer_impl']!r}; "

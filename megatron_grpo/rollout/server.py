@@ -31,8 +31,9 @@ LOOPBACK = "127.0.0.1"
 # A trainer rank's own place in its world; an engine that saw it would try to join.
 RANK_VARIABLES = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|ROLE_NAME$|MASTER_|TORCHELASTIC_|PET_|OMP_"
-    # ... and what suits Megatron only.
-    "|CUDA_DEVICE_MAX_CONNECTIONS$"
+    # ... and what suits Megatron only. vLLM's all-reduce opens memory of its other workers, which
+    # cannot be had of expandable segments.
+    "|CUDA_DEVICE_MAX_CONNECTIONS$|PYTORCH_(CUDA_|HIP_)?ALLOC_CONF$"
 )
 
 

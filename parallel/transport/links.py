@@ -6,7 +6,7 @@ a time.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -58,12 +58,17 @@ def settle(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def own_stream(device: torch.device) -> AbstractContextManager[None]:
-    """On a GPU, let this thread's copies run in a queue of their own; `settle` comes before."""
+@contextmanager
+def own_stream(device: torch.device) -> Iterator[None]:
+    """On a GPU, let this thread's copies run in a queue of their own; `settle` comes before.
+
+    A thread begins on GPU 0, where to go back to would make a context of half a gigabyte.
+    """
     if device.type == "cpu":
-        return nullcontext()
-    stream: AbstractContextManager[None] = torch.cuda.stream(torch.cuda.Stream(device))
-    return stream
+        yield
+        return
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+        yield
 
 
 def finish_copies(device: torch.device) -> None:

@@ -20,7 +20,7 @@ from parallel.transport.listener import Address, Listener, connect
 from parallel.transport.local_links import LocalIncoming, LocalOutgoing
 from parallel.transport.meeting import Board, local_address, place
 from parallel.transport.network_links import NetworkIncoming, NetworkOutgoing
-from parallel.transport.wire import Wire
+from parallel.transport.wire import LinkError, Wire
 
 L = TypeVar("L", bound=Link)
 Opener = Callable[[Wire, int, torch.device], L]
@@ -81,10 +81,23 @@ class Party:
         receivers = dict.fromkeys(links.values())
         places = self.board.read({worker.key: str(worker) for worker in receivers}, self.timeout)
         is_near = {
-            worker: not self.invitation.network_only and said == place(self.device)
+            worker: self._is_near(worker, said)
             for worker, said in zip(receivers, places, strict=True)
         }
         return [self._offer(name, worker, is_near[worker]) for name, worker in links.items()]
+
+    def _is_near(self, worker: Worker, said: str) -> bool:
+        """Whether a receiver that says to be there is to share memory with this process."""
+        here = place(self.device)
+        if said == here and not self.invitation.network_only:
+            return True
+        if self.device.type == "cuda" and said.split()[-1] == here.split()[-1]:
+            raise LinkError(
+                f"{worker} and {self.name} are on one GPU, and NCCL does not go from a GPU to "
+                "itself: leave rollout.weight_transport at auto, and give both one namespace of "
+                "network and of inter-process communication (docker: --network=host --ipc=host)"
+            )
+        return False
 
     def _offer(self, name: str, worker: Worker, is_near: bool) -> Callable[[], Outgoing]:
         key = self.invitation.meeting.key

@@ -88,6 +88,20 @@ def test_transformer_engine_layers_have_the_numbers_of_torch_layers(folder, expe
     assert fused_norm == pytest.approx(plain_norm, rel=3e-2)
 
 
+def states_before_the_first_step(rank: int, folder: Path) -> list[set[str]]:
+    """Names of what the optimizer keeps of each parameter, of a policy that has made no step."""
+    policy, _ = start_policy(rank, folder, ParallelDims(), *VARIANTS["fused"])
+    parts = policy.optimizer.chained_optimizers
+    return [set(state) for part in parts for state in part.optimizer.state.values()]
+
+
+@pytest.mark.skipif(not HAVE_TE, reason="needs Transformer Engine")
+def test_the_fused_adam_can_be_saved_before_its_first_step(folder):
+    (states,) = run_ranks(1, states_before_the_first_step, folder, cuda=True)
+    assert states
+    assert all({"exp_avg", "exp_avg_sq"} <= names for names in states)
+
+
 def check_layout(folder: Path, expected: Tensor, dims: ParallelDims) -> None:
     results = run_on_gpus(folder, dims, "torch float32")
     ((_, want),) = run_on_gpus(folder, ParallelDims(), "torch float32")
@@ -102,6 +116,7 @@ def check_layout(folder: Path, expected: Tensor, dims: ParallelDims) -> None:
     [
         ParallelDims(tensor=2),
         ParallelDims(pipeline=2),
+        ParallelDims(pipeline=2, virtual_pipeline=2),
         ParallelDims(context=2),
         ParallelDims(data=2),
         ParallelDims(tensor=2, pipeline=2, context=2),

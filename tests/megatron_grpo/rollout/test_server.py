@@ -188,6 +188,7 @@ def test_an_engine_sees_nothing_of_the_trainers_ranks():
         "MASTER_ADDR": "localhost",
         "TORCHELASTIC_RUN_ID": "x",
         "OMP_NUM_THREADS": "8",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         "PATH": "/bin",
         "HOME": "/root",
     }

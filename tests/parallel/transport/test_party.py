@@ -1,0 +1,50 @@
+"""What the two ends of a link are told of the memory that they are in."""
+
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from parallel.transport import Invitation, LinkError, party
+from parallel.transport.meeting import Meeting
+
+HERE, OTHER_NAMESPACE, OTHER_GPU = (
+    "boot net ipc GPU-1",
+    "boot net other GPU-1",
+    "boot net ipc GPU-2",
+)
+
+
+@pytest.mark.parametrize(
+    ("network_only", "receiver"), [(True, HERE), (False, OTHER_NAMESPACE), (True, OTHER_NAMESPACE)]
+)
+def test_two_processes_on_one_gpu_that_share_no_memory_are_told_what_to_do(
+    monkeypatch, network_only, receiver
+):
+    with pytest.raises(LinkError, match=r"engine 0 worker 0 and trainer rank 0 are on one GPU"):
+        offer(monkeypatch, network_only, receiver)
+
+
+@pytest.mark.parametrize(("network_only", "receiver"), [(False, HERE), (True, OTHER_GPU)])
+def test_others_are_offered_a_link(monkeypatch, network_only, receiver):
+    assert offer(monkeypatch, network_only, receiver) == (receiver == HERE)
+
+
+def offer(monkeypatch, network_only, receiver):
+    """Whether the trainer, which is on GPU 1, offers shared memory to a receiver at a place."""
+    monkeypatch.setattr(party, "place", lambda device: HERE)
+    invitation = Invitation(
+        Meeting("127.0.0.1", 1, "key"), 1, 1, network_only, senders=[[0]], zeros=[[]]
+    )
+    published = {}
+    board = SimpleNamespace(
+        read=lambda names, timeout: [receiver], publish=published.__setitem__, check_refusal=None
+    )
+    trainer = party.Party(
+        "trainer rank 0", invitation, board, torch.device("cuda"), timedelta(seconds=1)
+    )
+    monkeypatch.setattr(party, "Listener", lambda key, address: SimpleNamespace(address=address))
+    monkeypatch.setattr(party, "local_address", lambda meeting: "127.0.0.1")
+    trainer.offer({"0/0/0": party.Worker(0, 0)})
+    return published["link/0/0/0"] == "null"
