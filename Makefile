@@ -47,7 +47,7 @@ test: check
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile $(addprefix --ignore=,$(TIMED) tests/slurm)
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(TIMED) tests/slurm
 
-# Every fault that docs/faults.md lists, and 50 kills at random moments: a quarter of an hour.
+# What ends or disturbs a run of docs/faults.md, also what takes long, and 50 kills at random moments.
 test-faults: setup
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "slow or not slow" $(FAULTS)
 

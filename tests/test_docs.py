@@ -50,3 +50,13 @@ def test_the_formula_for_parameters_counts_what_a_rank_holds(sizing, tmp_path):
     dims = load_config(ROOT / "configs" / "grpo_70b.yaml").dims
     layout = megatron_layout(shape, dims, dims.coordinates(0), transformer_engine=True)
     assert layout.num_elements == sizing[0]["P"]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_the_overrides_of_quoted_commands_are_legal(document):
+    text = (ROOT / document).read_text()
+    quoted = re.findall(r"(slurm/grpo_\w+\.sh)((?: [\w.]+=\S+)+)", text)
+    quoted += [("Makefile", args) for args in re.findall(r'make demo ARGS="([^"]+)"', text)]
+    for command, overrides in quoted:
+        config = re.search(r"configs/\w+\.yaml", (ROOT / command).read_text())
+        load_config(ROOT / config[0], overrides.split())

@@ -4,6 +4,7 @@ import json
 import re
 import tomllib
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -16,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def key_table() -> str:
-    """Every key of the config as a Markdown table: key, default, meaning."""
+    """Every key of the config as a Markdown table: key, default or other values, meaning."""
     rows = ["| key | default | meaning |", "|---|---|---|"]
     for section, field in Config.model_fields.items():
         assert isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
@@ -29,9 +30,11 @@ def key_table() -> str:
 def default_of(key: FieldInfo) -> str:
     if key.is_required():
         return "required"
-    if key.default_factory is not None:
-        return "see right"
-    return f"`{json.dumps(key.default)}`"
+    default = "see right" if key.default_factory else f"`{json.dumps(key.default)}`"
+    kinds = (key.annotation, *get_args(key.annotation))
+    choices = [each for kind in kinds if get_origin(kind) is Literal for each in get_args(kind)]
+    others = ", ".join(f"`{json.dumps(each)}`" for each in choices if each != key.default)
+    return default + (f" or {others}" if others else "")
 
 
 def test_the_docs_explain_every_config_key() -> None:

@@ -92,7 +92,7 @@ class TrainConfig(Section):
     keep_checkpoints: PositiveInt = 2
     """Number of newest checkpoints that stay on disk."""
     hang_timeout: PositiveFloat = 45.0
-    """Seconds without progress until the run ends; its first step has rollout.startup_timeout."""
+    """Seconds without progress, in training, until the run ends; the first step has more."""
     max_skipped_steps: PositiveInt = 3
     """Steps with a NaN or infinite loss or gradient are skipped; so many in a row stop the run."""
 

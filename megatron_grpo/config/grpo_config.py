@@ -88,11 +88,11 @@ class GRPOConfig(Section):
     sync_ref_model: bool = False
     """Whether the reference follows the policy; false: it stays what `model.path` is."""
     ref_model_mixup_alpha: float = Field(default=0.6, gt=0, le=1)
-    """What it takes of the policy each time, alpha of TR-DPO (arXiv 2404.09656); 1: all of it."""
+    """Share of the policy that it takes on, alpha of TR-DPO (arXiv 2404.09656); 1: all of it."""
     ref_model_sync_steps: PositiveInt = 512
-    """Optimizer steps between two times, tau of TR-DPO; for generations that begin afterwards."""
+    """Optimizer steps between its updates, tau of TR-DPO; for generations that begin afterwards."""
     kl_estimator: KLEstimator = "k3"
-    """How it is estimated from the tokens."""
+    """Estimator of the divergence from sampled tokens (joschu.net/blog/kl-approx.html)."""
     use_bias_correction_kl: bool = False
     """Multiply the estimate in the loss by the ratio, which makes its gradient unbiased."""
     kl_in_reward: bool = Field(default_factory=lambda data: data["advantage_estimator"] != "grpo")
