@@ -32,10 +32,8 @@ def setup_device(local_rank: int) -> torch.device:
         # Megatron's tensor-parallel layers order communication before computation by issuing both
         # to one hardware queue; the driver reads this when the context is made.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        # Under `srun --gpus-per-task=1` each rank sees its own alone.
-        index = local_rank if torch.cuda.device_count() > 1 else 0
-        torch.cuda.set_device(index)
-        return torch.device("cuda", index)
+        torch.cuda.set_device(local_rank)
+        return torch.device("cuda", local_rank)
     _install_cpu_runtime()
     return torch.device("cpu")
 

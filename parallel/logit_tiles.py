@@ -23,7 +23,7 @@ each 2 * columns operations, which should be few beside them.
 MIN_COLUMNS = 512
 """Of a tile, however many rows there are: narrower products are slow."""
 EVEN_COLUMNS = 64
-"""A tile has a multiple of these: others, as 1,020 for 1,024, take a CPU a fifth more time."""
+"""All tiles but the last have multiples of these: 1,020 take a CPU a fifth longer than 1,024."""
 
 
 class SoftmaxSums(NamedTuple):
@@ -115,10 +115,16 @@ class LogitTiles:
         if len(self.hidden) == 0:
             return
         fitting = TILE_ELEMENTS[self.weight.device.type] // max(self.hidden.shape)
-        columns = self.tile_columns or max(MIN_COLUMNS, fitting // EVEN_COLUMNS * EVEN_COLUMNS)
+        columns = self.tile_columns or even_columns(self.width, max(MIN_COLUMNS, fitting))
         for start in range(0, self.width, columns):
             part = slice(start, min(start + columns, self.width))
             yield part, self.weight[part].to(product_dtype(self.weight.dtype))
+
+
+def even_columns(width: int, most: int) -> int:
+    """Columns of tiles of nearly one width, about `most`: 64 times a whole number."""
+    num_tiles = -(-width // most)
+    return -(-width // (num_tiles * EVEN_COLUMNS)) * EVEN_COLUMNS
 
 
 def _with_tile(sums: SoftmaxSums, logits: Tensor, columns: Tensor, scale: float) -> SoftmaxSums:

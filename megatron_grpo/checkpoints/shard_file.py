@@ -4,7 +4,8 @@ The file is one of Megatron-Core's torch_dist format. Megatron's own writer fork
 every file, and its reader runs pickles; here a thread can write, and nothing is run.
 """
 
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from itertools import accumulate
 from pathlib import Path
@@ -28,6 +29,7 @@ class HostMemory:
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._unpin: Callable[[], object] = lambda: None
 
     def copy(self, tensors: Sequence[Tensor]) -> list[memoryview]:
         """Copies of the tensors as they are now, row by row, until the next call."""
@@ -46,14 +48,14 @@ class HostMemory:
 
     def _make_room(self, num_bytes: int) -> None:
         """Pinned where there is a GPU, by hand: torch's pinned memory comes in powers of two."""
-        if not torch.cuda.is_available():
-            self._bytes = torch.empty(num_bytes, dtype=torch.uint8)
-            return
-        runtime = torch.cuda.cudart()
-        if len(self._bytes):
-            torch.cuda.check_error(runtime.cudaHostUnregister(self._bytes.data_ptr()))
-        self._bytes = torch.empty(num_bytes, dtype=torch.uint8)
-        torch.cuda.check_error(runtime.cudaHostRegister(self._bytes.data_ptr(), num_bytes, 0))
+        self._unpin()
+        self._bytes = torch.empty(0, dtype=torch.uint8)  # let go of it before there is more
+        room = torch.empty(num_bytes, dtype=torch.uint8)
+        if torch.cuda.is_available():
+            runtime, address = torch.cuda.cudart(), room.data_ptr()
+            torch.cuda.check_error(runtime.cudaHostRegister(address, num_bytes, 0))
+            self._unpin = weakref.finalize(self, runtime.cudaHostUnregister, address)
+        self._bytes = room
 
 
 def chunks_to_write(parts: Iterable[StatePart]) -> tuple[list[Chunk], list[Tensor]]:

@@ -58,8 +58,8 @@ def layer_bytes(cfg: Config, shape: ModelShape) -> LayerBytes:
 
 
 def uses_transformer_engine(cfg: Config) -> bool:
-    """Whether a GPU's layers are Transformer Engine's."""
-    return cfg.model.megatron.get("transformer_impl") != "local"
+    """Whether a GPU's layers are Transformer Engine's, which takes types of 16 bits."""
+    return ITEMSIZE[cfg.model.dtype] == 2 and cfg.model.megatron.get("transformer_impl") != "local"
 
 
 def stage_activations(cfg: Config, shape: ModelShape, stage: int, microbatches: int) -> int:
@@ -74,8 +74,10 @@ def stage_activations(cfg: Config, shape: ModelShape, stage: int, microbatches: 
     under_way = in_flight(stage, dims.pipeline, dims.virtual_pipeline, microbatches)
     layers = sum(len(chunk) * count for chunk, count in zip(chunks, under_way, strict=True))
     entry = ITEMSIZE[cfg.model.dtype] * shape.hidden_size * _token_share(cfg)
-    received = sum(under_way) * entry if dims.pipeline > 1 else 0.0
-    return round(tokens * (layers * layer.kept + layer.recomputed + received))
+    # An output is let go of once it is sent, but under a virtual pipeline.
+    tensors = 0 if dims.pipeline == 1 else 1 if dims.virtual_pipeline == 1 else 2
+    between = tensors * sum(under_way) * entry
+    return round(tokens * (layers * layer.kept + layer.recomputed + between))
 
 
 def forward_bytes(cfg: Config, shape: ModelShape) -> int:

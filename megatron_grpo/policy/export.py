@@ -26,7 +26,8 @@ def export_model(folder: Path, policy: Policy, cfg: Config, groups: Groups) -> N
     if groups.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
         dims, dtype = groups.dims, getattr(torch, cfg.model.dtype)
-        num_writers = dims.tensor * dims.pipeline * dims.expert  # others hold copies
+        # Of a stage; all others hold copies.
+        num_writers = dims.pipeline * max(dims.tensor, dims.expert_tensor * dims.expert)
         shard_bytes = shard_bytes_for(num_writers, policy.shape, dtype)
         create_export(partial, cfg.model.path, policy.shape, dtype, shard_bytes)
     dist.barrier()

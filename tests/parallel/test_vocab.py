@@ -6,6 +6,7 @@ from distributed import run_ranks
 from largest_tensor import LargestTensor
 from parallel.context import context_indices
 from parallel.device import product_dtype
+from parallel.logit_tiles import even_columns
 from parallel.vocab import chosen_logprobs, prediction_targets
 
 CU_SEQLENS = torch.tensor([0, 8, 12, 24], dtype=torch.int32)
@@ -274,3 +275,14 @@ def test_the_sum_over_context_ranks_is_the_whole_and_each_has_the_gradient_of_it
         torch.testing.assert_close(whole, torch.stack(expected).detach(), **TIGHT)
         torch.testing.assert_close(of_hidden, expected_hidden[indices], **TIGHT)
         torch.testing.assert_close(of_weight, expected_weight.chunk(2)[rank % 2], **TIGHT)
+
+
+@pytest.mark.parametrize(
+    ("width", "most", "expected"),
+    [(151_936, 1024, 1024), (1000, 512, 512), (64, 512, 64), (5, 512, 64), (40_960, 768, 768)],
+)
+def test_tiles_are_of_one_width_that_products_like(width, most, expected):
+    columns = even_columns(width, most)
+    assert columns == expected
+    assert columns % 64 == 0
+    assert -(-width // columns) <= -(-width // most)

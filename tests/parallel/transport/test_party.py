@@ -9,11 +9,10 @@ import torch
 from parallel.transport import Invitation, LinkError, party
 from parallel.transport.meeting import Meeting
 
-HERE, OTHER_NAMESPACE, OTHER_GPU = (
-    "boot net ipc GPU-1",
-    "boot net other GPU-1",
-    "boot net ipc GPU-2",
-)
+HERE = "boot net ipc GPU-1"
+OTHER_NAMESPACE = "boot net other GPU-1"
+OTHER_GPU = "boot net ipc GPU-2"
+OTHER_HOST = "other net ipc GPU-3"
 
 
 @pytest.mark.parametrize(
