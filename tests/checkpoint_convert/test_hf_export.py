@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 
 import pytest
@@ -165,10 +164,9 @@ def test_a_rank_begins_with_its_own_file_and_goes_round(
     ("num_writers", "num_bytes"), [(1, 5 * 10**9), (16, 2_560_000_000), (10**3, 10**9)]
 )
 def test_there_is_a_file_of_1_to_5_gb_for_every_rank_that_writes(llama, num_writers, num_bytes):
-    shape = replace(read_shape(llama), num_layers=0, vocab_size=32 * 10**7, hidden_size=64)
-    total = 2 * sum(map(prod, hf_tensors(shape).values()))
-    assert total == pytest.approx(16 * 2_560_000_000)
-    assert shard_bytes_for(num_writers, shape, torch.bfloat16) == pytest.approx(num_bytes)
+    shape = replace(read_shape(llama), num_layers=1, vocab_size=16 * 10**7, hidden_size=64)
+    found = shard_bytes_for(num_writers, shape, torch.bfloat16)
+    assert found == pytest.approx(num_bytes, rel=1e-5)  # embedding and head are 41 GB
 
 
 def test_replicas_are_not_written(llama, tmp_path):
