@@ -23,7 +23,7 @@ each 2 * columns operations, which should be few beside them.
 MIN_COLUMNS = 512
 """Of a tile, however many rows there are: narrower products are slow."""
 EVEN_COLUMNS = 64
-"""All tiles but the last have multiples of these: 1,020 take a CPU a fifth longer than 1,024."""
+"""All tiles but the last have multiples of these: 1,020 take a CPU a seventh longer than 1,024."""
 
 
 class SoftmaxSums(NamedTuple):

@@ -25,7 +25,10 @@ def test_two_processes_on_one_gpu_that_share_no_memory_are_told_what_to_do(
         offer(monkeypatch, network_only, receiver)
 
 
-@pytest.mark.parametrize(("network_only", "receiver"), [(False, HERE), (True, OTHER_GPU)])
+@pytest.mark.parametrize(
+    ("network_only", "receiver"),
+    [(False, HERE), (False, OTHER_GPU), (True, OTHER_GPU), (False, OTHER_HOST)],
+)
 def test_others_are_offered_a_link(monkeypatch, network_only, receiver):
     assert offer(monkeypatch, network_only, receiver) == (receiver == HERE)
 
