@@ -1,0 +1,158 @@
+"""What microbatches should cost for a pipeline to be quick: how many, and in which order.
+
+Stages wait for the first microbatch to come through and for the last to return, so those at the
+ends are cheaper.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from parallel.dims import ParallelDims
+from parallel.pipeline_schedule import ABSENT, makespan
+from parallel.slots import Units
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ramp:
+    """How the cost of microbatches rises at the start of the schedule and falls at its end.
+
+    `first` and `last` are the costs at the ends, as parts of that in the middle; `rise` and `fall`
+    are how many microbatches, in pipeline sizes, are cheaper than it.
+    """
+
+    first: float = 1.0
+    rise: float = 0.0
+    last: float = 1.0
+    fall: float = 0.0
+
+    def weights(self, microbatches: int, pipeline: int) -> np.ndarray:
+        """Cost of each microbatch, as a part of that in the middle."""
+        place = np.arange(microbatches)
+        weights = np.ones(microbatches)
+        for end, length, distance in (
+            (self.first, self.rise, place),
+            (self.last, self.fall, place[::-1]),
+        ):
+            if length > 0:
+                slope = (1 - end) / max(round(length * pipeline), 1)
+                weights = np.minimum(weights, end + slope * distance)
+        return weights
+
+
+RAMPS = [
+    Ramp(),
+    Ramp(first=0.6, rise=0.25, last=0.75, fall=0.5),
+    Ramp(first=0.4, rise=0.5, last=0.6, fall=0.75),
+    Ramp(first=0.3, rise=0.75, last=0.6, fall=0.75),
+    Ramp(first=0.3, rise=1.0, last=0.45, fall=1.0),
+    Ramp(first=0.3, rise=1.0, last=0.3, fall=2.0),
+    Ramp(last=0.45, fall=2.0),
+]
+"""Near the best for 2 to 16 stages, by the number of microbatches: the fewer, the shorter.
+
+Found on a grid of them with `makespan`; the last is for interleaved stages.
+"""
+CENTRES = (0.0, 0.3, 0.5, 0.7, 1.0)
+"""Around which place, of all, the costliest of equally high microbatches are put."""
+NUM_COUNTS = 12
+"""Of numbers of microbatches that are tried, at most."""
+OPERATIONS = 20_000
+"""Of the schedules with these numbers of microbatches: what is large is tried with fewer numbers.
+"""
+MOST_FILLED = 10
+"""Of targets that units are dealt out to, the promising ones."""
+PLACEMENTS = 20_000
+"""Units that are put into microbatches, over all that is tried: planning takes no longer."""
+
+
+def promising(units: Units, fewest: int, step: int, dims: ParallelDims) -> list[np.ndarray]:
+    """Costs [data rank, microbatch] to aim at, each rank's descending; the best guess first."""
+    per_rank = units.costs.sum() / dims.data
+    counts = _counts(units, fewest, step, dims)
+    ramps = range(len(RAMPS) if dims.pipeline > 1 else 1)
+    shapes = [(count, ramp) for count in counts for ramp in ramps]
+    weights = np.zeros((len(shapes), counts[-1]))
+    for row, (count, ramp) in zip(weights, shapes, strict=True):
+        row[:count] = -np.sort(-RAMPS[ramp].weights(count, dims.pipeline))
+    held = _largest(units, counts[-1], dims.data)
+    mean = _levelled(weights, held.mean(axis=0) * (weights > 0), per_rank, units)
+    rows, shape_of = [], []
+    for i, (count, ramp) in enumerate(shapes):
+        for order in run_orders(count, dims.pipeline, ramp):
+            row = np.full(counts[-1], ABSENT)
+            row[:count] = mean[i, :count][order] + units.overhead
+            rows.append(row)
+            shape_of.append(i)
+    times = np.full(len(shapes), np.inf)
+    np.minimum.at(times, shape_of, makespan(np.array(rows), dims.pipeline, dims.virtual_pipeline))
+    num = min(max(PLACEMENTS // max(len(units.costs), 1), 1), MOST_FILLED)
+    targets = []
+    for i in np.argsort(times, kind="stable")[:num].tolist():
+        count = shapes[i][0]
+        of_ranks = np.tile(weights[i, :count], (dims.data, 1))
+        targets.append(_levelled(of_ranks, held[:, :count], per_rank, units))
+    return targets
+
+
+def _counts(units: Units, fewest: int, step: int, dims: ParallelDims) -> list[int]:
+    """Numbers of microbatches to try, ascending.
+
+    With k equal ones of a rank's work W, each with overhead o, the schedule takes
+    (W / k + o) (k + (p - 1) / v): least at k = sqrt(W (p - 1) / (v o)). Ramps need fewer.
+    """
+    fill_and_drain = (dims.pipeline - 1) / dims.virtual_pipeline
+    work = units.costs.sum() / dims.data
+    most = math.ceil(len(units.costs) / dims.data)
+    if units.overhead > 0:
+        most = min(most, math.ceil(math.sqrt(work * fill_and_drain / units.overhead)))
+    most = max(most // step * step, fewest)
+    operations = 2 * fewest * dims.pipeline * dims.virtual_pipeline
+    num = min(NUM_COUNTS, max(OPERATIONS // operations, 1), (most - fewest) // step + 1)
+    spread = np.geomspace(fewest, most, num)
+    return sorted({int(count) for count in np.round(spread / step) * step})
+
+
+def _largest(units: Units, count: int, ranks: int) -> np.ndarray:
+    """Cost of the largest unit in each of `count` microbatches of each rank, descending."""
+    largest = np.zeros(count * ranks)
+    num = min(len(largest), len(units.costs))
+    largest[:num] = units.costs[:num]
+    by_rank, load = np.empty((ranks, count)), np.zeros(ranks)
+    for place, row in enumerate(largest.reshape(count, ranks)):
+        by_rank[np.argsort(load, kind="stable"), place] = row
+        load += by_rank[:, place]
+    return by_rank
+
+
+def _levelled(weights: np.ndarray, least: np.ndarray, per_rank: float, units: Units) -> np.ndarray:
+    """Costs in proportion to each row of `weights`, none below its `least`, that add up to a
+    rank's work.
+
+    Where they can: none is raised beyond what a microbatch takes of the average unit.
+    """
+    full = units.room * units.costs.sum() / max(units.tokens.sum(), 1)
+    low, high = np.zeros(len(weights)), np.full(len(weights), full / weights[weights > 0].min())
+    for _ in range(40):
+        level = (low + high) / 2
+        levelled = np.maximum(np.minimum(level[:, None] * weights, full), least)
+        short = levelled.sum(axis=1) < per_rank
+        low, high = np.where(short, level, low), np.where(short, high, level)
+    return np.maximum(np.minimum(high[:, None] * weights, full), least)
+
+
+@lru_cache(maxsize=256)
+def run_orders(count: int, pipeline: int, ramp: int) -> list[np.ndarray]:
+    """Ways to run microbatches that are sorted by cost, the costliest first: which comes when.
+
+    The heavier a place in the ramp, the costlier its microbatch.
+    """
+    weights = RAMPS[ramp].weights(count, pipeline)
+    places = np.arange(count)
+    orders = {
+        np.lexsort((abs(places - centre * (count - 1)), -weights)).argsort().tobytes()
+        for centre in (CENTRES if pipeline > 1 else CENTRES[:1])
+    }
+    return [np.frombuffer(order, dtype=int) for order in sorted(orders)]
