@@ -19,7 +19,7 @@ from megatron_grpo.checkpoints.trainer_state import Ready, TrainerState
 from megatron_grpo.config.config import Config
 from megatron_grpo.evaluation.evaluation import Evaluation, is_due
 from megatron_grpo.experience.batching import BatchSchedule
-from megatron_grpo.experience.collector import Collector
+from megatron_grpo.experience.collector import Collector, as_engines_lost
 from megatron_grpo.experience.exchange import Minibatches, distribute
 from megatron_grpo.experience.experience import Experience, less_kl, share_out
 from megatron_grpo.experience.experience_source import Collected, ExperienceSource
@@ -38,7 +38,6 @@ from megatron_grpo.policy.skipped_steps import SkippedSteps
 from megatron_grpo.reporting.metrics import StepReport
 from megatron_grpo.reporting.runlog import RunLog
 from megatron_grpo.reporting.tracking import WANDB_ID_FILE
-from megatron_grpo.rewards import RewardError
 from megatron_grpo.rollout import EnginesLost
 from megatron_grpo.rollout.ask_engines import ask_engines
 from megatron_grpo.rollout.engine_process import COLLECTOR
@@ -58,6 +57,9 @@ While rank 0 generates, scores, reads or writes, the others wait for it in a col
 can say for how long. Collectives of a rank that died are ended by the watch as well.
 """
 
+PREFLIGHT_TIMEOUT = timedelta(hours=1)
+"""For which ranks wait for rank 0, which may download and encode the data before it comes."""
+
 
 def run_rank(cfg: Config, place: RankPlace, token: str | None) -> None:
     """Join the other ranks and train; returns when all `train.num_steps` steps are done.
@@ -66,7 +68,9 @@ def run_rank(cfg: Config, place: RankPlace, token: str | None) -> None:
     opens the engines in `rollout.base_urls`; rank 0 alone speaks to them.
     """
     cfg.dims.check_world_size(place.world_size)
-    timeout = timedelta(seconds=cfg.rollout.startup_timeout)
+    timeout = PREFLIGHT_TIMEOUT
+    if place.rank == 0:
+        timeout = timedelta(seconds=cfg.rollout.startup_timeout)
     store, _, _ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))
     watch = Watch(place, store, Limits.of(cfg), cfg.train.run_dir / "logs" / "stacks.txt")
     lock = run_lock(cfg.train.run_dir) if place.rank == 0 else nullcontext()
@@ -143,6 +147,7 @@ class Training:
         stack: ExitStack,
     ) -> None:
         self.cfg, self.groups, self.device, self.watch = cfg, groups, device, watch
+        watch.enter("load")  # where files may take their time
         shape = read_shape(cfg.model.path)
         self.batches = BatchSchedule.of(cfg.grpo)
         self.cost = CostModel.transformer(shape.hidden_size)
@@ -150,8 +155,9 @@ class Training:
         if groups.rank == 0:
             if cfg.rollout.async_generate:  # it ends behind the source: engines may be its children
                 thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix=COLLECTOR))
-            self.source = stack.enter_context(closing(ExperienceSource(cfg, shape, token)))
-        watch.enter("load")  # where files may take their time
+            num_ranks = cfg.dims.world_size // num_hosts
+            source = ExperienceSource(cfg, shape, token, num_ranks)
+            self.source = stack.enter_context(closing(source))
         self.policy = build_policy(cfg, shape, groups)
         self.reference = build_reference(cfg, shape, groups) if cfg.grpo.beta > 0 else None
         for chunk in [*self.policy.chunks, *(self.reference.chunks if self.reference else [])]:
@@ -269,10 +275,11 @@ class Training:
             self.experience, self.news = collected.experience, collected.metrics
         self.rollouts.ask_ahead(step)
         self.checkpoints.poll()  # so that what was written in the meantime counts from now on
-        shares = None
-        if self.experience:
-            shares = share_out(self.experience, cursor.generation, self.cost, self.cfg)
-        minibatches = distribute(shares, self.groups, self.device)
+        with self.timer.phase("pack"):
+            shares = None
+            if self.experience:
+                shares = share_out(self.experience, cursor.generation, self.cost, self.cfg)
+            minibatches = distribute(shares, self.groups, self.device)
         with self.timer.phase("logprobs"):
             self.minibatches = [
                 add_logprobs(minibatch, self.policy, self.reference, self.cfg, self.groups)
@@ -330,11 +337,12 @@ class Training:
     ) -> EnginesLost | None:
         """The same after a step, which is to be logged in any case, and its evaluation where due.
 
-        The metrics of that are added to `metrics`. Engines that are at the next generation, in the
-        middle of this one, keep the weights that they have begun with.
+        The metrics of that are added to `metrics`. Not where the engines are asked for nothing
+        before the next step, or are at a generation, whose weights they keep.
         """
+        is_last = policy_version == self.cfg.train.num_steps
         starts_generation = self.batches.cursor(policy_version).starts_generation
-        if self.rollouts.pending and not (starts_generation or is_due(self.cfg, policy_version)):
+        if not (starts_generation or is_last or is_due(self.cfg, policy_version)):
             return None
         try:
             with suppress(Preempted):  # then all ranks stop before the next step
@@ -362,13 +370,11 @@ class Training:
     def _evaluate(self, evaluation: Evaluation, log: RunLog, step: int) -> dict[str, float]:
         if log.has_evaluation(step):
             return {}
-        try:
-            with preempted_instead(lambda: self.watch.is_preempted):
-                evaluated = evaluation.run(step, self.timer, log.bar.evaluation.show)
-        except (RewardError, TimeoutError) as error:
-            # The step that was taken is to be logged and saved before the run ends, as when the
-            # engines are lost.
-            raise EnginesLost(f"the evaluation after step {step} failed: {error}") from error
+        with (
+            preempted_instead(lambda: self.watch.is_preempted),
+            as_engines_lost(f"the evaluation after step {step}"),
+        ):
+            evaluated = evaluation.run(step, self.timer, log.bar.evaluation.show)
         return log.evaluation(step, evaluated, self.cfg.eval)
 
     def save_and_stop(self, step: int, lost: EnginesLost) -> NoReturn:

@@ -26,9 +26,16 @@ def communication_backend() -> str:
 def setup_device(local_rank: int) -> torch.device:
     """Select the device of this process; without CUDA, install the CPU runtime (once).
 
-    Call it before any process group or model is made.
+    Call it before any process group or model is made. Raises ValueError where the process sees
+    fewer GPUs than there are ranks on its host.
     """
     if torch.cuda.is_available():
+        if local_rank >= (num_devices := torch.cuda.device_count()):
+            raise ValueError(
+                f"rank {local_rank} of this host wants GPU {local_rank}, and sees {num_devices}: "
+                "start fewer ranks, or have each see all GPUs (srun: --gpus-per-node, not "
+                "--gpus-per-task)"
+            )
         # Megatron's tensor-parallel layers order communication before computation by issuing both
         # to one hardware queue; the driver reads this when the context is made.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

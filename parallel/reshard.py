@@ -4,7 +4,7 @@ The workers of one engine, the first, receive every element of their shards once
 trainer ranks that hold it. The engines are a chain: worker w of one passes on what it receives to
 worker w of the next. Each trainer rank plans its own sends from its own layout and those of an
 engine's workers. Where several ranks hold the same tensor they come to the same list of what must
-be sent of it, and each takes its equal share of that list, without a word between them.
+be sent of it, and some take an equal share each of that list, without a word between them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,6 +25,13 @@ class Sender:
     it, because others hold its elements under another name."""
 
 
+MAX_SHARERS = 4
+"""Ranks that share what all of them could send, at most.
+
+A worker has one network card, which a few senders fill, and a link has buffers and a communicator:
+a job of a thousand ranks would have hundreds at each worker.
+"""
+
 Shared = tuple[int, Piece, Piece, Box]
 """A worker, a piece that the sender has, one that the worker wants, and the box that they share."""
 
@@ -44,7 +51,8 @@ def plan_shares(sender: Sender, workers: Sequence[Layout]) -> list[Shared]:
     return [
         share
         for holders, shared in _by_holders(sender, workers).items()
-        for share in _share(shared, holders.index(sender.rank), len(holders))
+        if sender.rank in (sharers := _sharers(holders))
+        for share in _share(shared, sharers.index(sender.rank), len(sharers))
     ]
 
 
@@ -69,6 +77,11 @@ def _by_holders(sender: Sender, workers: Sequence[Layout]) -> dict[range, list[S
     for shared in sorted(found, key=itemgetter(0)):
         groups[sender.holders[shared[1].local]].append(shared)
     return groups
+
+
+def _sharers(holders: range) -> range:
+    """Those of the ranks that send, the first among them, evenly spread over their nodes."""
+    return holders[:: -(-len(holders) // MAX_SHARERS)]
 
 
 def _share(shared: Sequence[Shared], index: int, count: int) -> Iterator[Shared]:
@@ -144,8 +157,9 @@ def all_shares(
         for holders, shared in _by_holders(sender, workers).items():
             if holders[0] != sender.rank:
                 continue
-            for index, rank in enumerate(holders):
-                for part in _share(shared, index, len(holders)):
+            sharers = _sharers(holders)
+            for index, rank in enumerate(sharers):
+                for part in _share(shared, index, len(sharers)):
                     yield rank, part
 
 

@@ -1,7 +1,9 @@
 """Makes generations, in the thread that wants them or beside it. Rank 0 only."""
 
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 
 from megatron_grpo.experience.experience_source import Collected, ExperienceSource
@@ -11,6 +13,17 @@ from megatron_grpo.rollout import EngineError, EnginesLost, EnginesOut
 from megatron_grpo.timeline import ROLLOUT, Timeline
 from megatron_grpo.timing import BETWEEN, WAIT, PhaseTimer
 from megatron_grpo.watch import Watch
+
+
+@contextmanager
+def as_engines_lost(what: str) -> Iterator[None]:
+    """Raise EnginesLost, by which all ranks save and stop, for a failure of `what` in the block."""
+    try:
+        yield
+    except (EnginesOut, EnginesLost):
+        raise
+    except (RewardError, TimeoutError, EngineError) as error:
+        raise EnginesLost(f"{what} failed: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -53,34 +66,28 @@ class Collector:
     def wait(self, timer: PhaseTimer) -> Collected:
         """What has come of it.
 
-        Raises what `ExperienceSource.collect` raises, and Preempted instead where somebody wants
-        the machine back. What fails beside the training is raised as EnginesLost, unless engines
-        may come back: the step that was taken meanwhile is to be logged and saved before the run
-        ends. The watch is told what is waited for, which has limits of its own.
+        Raises EnginesOut where engines may come back, and EnginesLost for what else fails: what has
+        been learnt is to be saved before the run ends. Preempted instead where somebody wants the
+        machine back. The watch is told what is waited for, which has limits of its own.
         """
-        with preempted_instead(lambda: self._watch.is_preempted):
-            return self._wait(timer)
-
-    def _wait(self, timer: PhaseTimer) -> Collected:
         assert self._asked is not None
+        with (
+            preempted_instead(lambda: self._watch.is_preempted),
+            as_engines_lost(f"generation {self._asked.generation}"),
+        ):
+            return self._made(self._asked, timer)
+
+    def _made(self, asked: Asked, timer: PhaseTimer) -> Collected:
         if self._making is None:
-            asked = self._asked
             return self._source.collect(asked.generation, asked.policy_version, timer)
         is_over = False
         while not is_over:
             with self._changed:
                 phase = self._phase
             with timer.phase(WAIT, phase), self._changed:
-                while self._phase == phase and not self._is_over:
-                    self._changed.wait()
+                self._changed.wait_for(lambda: self._phase != phase or self._is_over)  # noqa: B023
                 is_over = self._is_over
-        try:
-            return self._making.result()
-        except (EnginesOut, EnginesLost):
-            raise
-        except (RewardError, TimeoutError, EngineError) as error:
-            number = self._asked.generation
-            raise EnginesLost(f"generation {number} failed: {error}") from error
+        return self._making.result()
 
     def close(self) -> None:
         """End what is being made: what it works with is about to be closed."""

@@ -44,10 +44,11 @@ class Collected:
 class ExperienceSource:
     """The rollout engines, the prompts and the rewards, as one thing that yields `Experience`.
 
-    `engines` is how weights reach the engines.
+    `engines` is how weights reach the engines. Those that it starts leave the first GPUs of this
+    host to its `num_ranks` trainer ranks.
     """
 
-    def __init__(self, cfg: Config, shape: ModelShape, token: str | None) -> None:
+    def __init__(self, cfg: Config, shape: ModelShape, token: str | None, num_ranks: int) -> None:
         # Imported here because transformers takes a second, which no other rank needs.
         from checkpoint_convert.tokenizer import load_tokenizer  # noqa: PLC0415
 
@@ -55,7 +56,8 @@ class ExperienceSource:
         if cfg.environment.name is not None:
             allow_open_files()  # each sample has a connection to its engine
         # The engines load while the trainer builds its model.
-        self._servers = EngineServers(cfg.model, cfg.rollout, cfg.train.run_dir / "logs", token)
+        logs = cfg.train.run_dir / "logs"
+        self._servers = EngineServers(cfg.model, cfg.rollout, logs, token, num_ranks)
         self.rewards = RewardPool(cfg.reward)
         self._pools = {self.rewards}
         self.environments: EnvironmentPool | None = None

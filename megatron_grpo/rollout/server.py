@@ -41,14 +41,20 @@ class EngineServers:
     """The engines of a run: those in `rollout.base_urls`, or else processes started here.
 
     `token` opens the routes of those in `rollout.base_urls`; engines started here get a fresh one,
-    and listen on the loopback interface.
+    listen on the loopback interface, and have the GPUs behind those of the `num_ranks` trainer
+    ranks of this host.
 
     No process survives this one: Linux kills an engine when the thread that started it ends, which
     is why engines are started from threads only that last as long as the run.
     """
 
     def __init__(
-        self, model: ModelConfig, rollout: RolloutConfig, log_dir: Path, token: str | None
+        self,
+        model: ModelConfig,
+        rollout: RolloutConfig,
+        log_dir: Path,
+        token: str | None,
+        num_ranks: int = 0,
     ) -> None:
         self.base_urls = tuple(url.rstrip("/") for url in rollout.base_urls)
         self._engines: list[EngineProcess] = []
@@ -59,7 +65,7 @@ class EngineServers:
         if rollout.engine == "vllm":
             check_engine_arguments(rollout.vllm)
         log_dir.mkdir(parents=True, exist_ok=True)
-        devices = engine_devices(rollout, _num_devices(), os.environ)
+        devices = engine_devices(rollout, _num_devices(), num_ranks, os.environ)
         self._ports = [reserve_port() for _ in range(rollout.num_engines)]
         for index, reserved in enumerate(self._ports):
             port = reserved.getsockname()[1]
@@ -143,7 +149,7 @@ def serve_forever(
     if rollout.engine == "vllm":
         check_engine_arguments(rollout.vllm)
     one_engine = rollout.model_copy(update={"num_engines": 1})
-    [devices] = engine_devices(one_engine, _num_devices(), os.environ)
+    [devices] = engine_devices(one_engine, _num_devices(), 0, os.environ)
     command, environment = engine_command(model, rollout, host, port, devices, token)
     os.execve(command[0], command, environment)
 
@@ -155,9 +161,9 @@ def _num_devices() -> int:
 
 
 def engine_devices(
-    rollout: RolloutConfig, num_devices: int, environ: Mapping[str, str]
+    rollout: RolloutConfig, num_devices: int, num_ranks: int, environ: Mapping[str, str]
 ) -> list[str | None]:
-    """CUDA_VISIBLE_DEVICES of every engine: the GPUs behind those of this host's trainer ranks.
+    """CUDA_VISIBLE_DEVICES of every engine: those behind the GPUs of `num_ranks` trainer ranks.
 
     None for each engine on a machine without GPUs. Raises ValueError when too few are left.
     """
@@ -165,7 +171,6 @@ def engine_devices(
     if num_devices == 0:
         return [None] * num_engines
     visible = environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_devices))))
-    num_ranks = int(environ.get("LOCAL_WORLD_SIZE", "0"))
     free = visible.split(",")[num_ranks:num_devices]
     if len(free) < num_engines * size:
         raise ValueError(

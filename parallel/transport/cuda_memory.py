@@ -5,12 +5,12 @@ is killed, and shares whatever else lies in the same block of its allocator.
 """
 
 import ctypes
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from parallel.transport.cuda_driver import call_driver
 from parallel.transport.wire import Wire
 
 
@@ -47,7 +47,7 @@ class CudaMemory:
     def allocate(cls, num_bytes: int, device: torch.device) -> "CudaMemory":
         """New memory; RuntimeError when the GPU has too little."""
         address = ctypes.c_uint64()
-        _call(device, "cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
+        call_driver(device, "cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
         return cls(address, num_bytes, device, "cuMemFree_v2")
 
     @classmethod
@@ -55,30 +55,19 @@ class CudaMemory:
         """The memory that the other end of a wire sends."""
         address, handle = ctypes.c_uint64(), _Handle()
         wire.receive(memoryview(handle).cast("B"))
-        _call(device, "cuIpcOpenMemHandle_v2", ctypes.byref(address), handle, LAZY_PEER_ACCESS)
+        call_driver(
+            device, "cuIpcOpenMemHandle_v2", ctypes.byref(address), handle, LAZY_PEER_ACCESS
+        )
         return cls(address, num_bytes, device, "cuIpcCloseMemHandle")
 
     def send(self, wire: Wire) -> None:
         """Share the memory with the other end of a wire."""
         handle = _Handle()
-        _call(self._device, "cuIpcGetMemHandle", ctypes.byref(handle), self._address)
+        call_driver(self._device, "cuIpcGetMemHandle", ctypes.byref(handle), self._address)
         wire.send(memoryview(bytes(handle)))
 
     def close(self) -> None:
         """Let go of the memory."""
         del self.tensor
-        _call(self._device, self._free, self._address)
-
-
-def _call(device: torch.device, name: str, *arguments: Any) -> None:
-    """Call the driver in torch's context on `device`."""
-    driver = ctypes.CDLL("libcuda.so.1")
-    with torch.cuda.device(device):
-        torch.cuda.synchronize()  # there is a context, and nothing runs that uses the memory
-        function: Callable[..., int] = getattr(driver, name)
-        code = function(*arguments)
-    if code:
-        text = ctypes.c_char_p()
-        driver.cuGetErrorString(code, ctypes.byref(text))
-        said = (text.value or b"unknown").decode()
-        raise RuntimeError(f"{name}: {said} (CUDA driver error {code})")
+        torch.cuda.synchronize(self._device)  # nothing runs that uses it
+        call_driver(self._device, self._free, self._address)

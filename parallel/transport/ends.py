@@ -146,8 +146,8 @@ class Inbox:
                 Packing([box for _, box in boxes], plan.torch_dtype, invitation.bucket_bytes)
                 for plan, boxes in zip(plans, arrivals, strict=True)
             ]
+            party.publish_place(me)  # first: who waits for it, the engine before, publishes, too
             offers = party.offer(_links_to_next(invitation, me))
-            party.publish_place(me)
             links = opened(party.take(_links_of(invitation, me)))
             onward = opened(offers, links)
         streams = [

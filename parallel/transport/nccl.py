@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallel.transport.cuda_driver import call_driver
 from parallel.transport.wire import LinkError, Wire
 
 MAX_CTAS = 4
 """Thread blocks of one transfer; those of many links are to fit on a GPU together."""
 IN_PROGRESS, UINT8, UNDEFINED = 7, 1, -(1 << 31)  # as nccl.h has them
+NON_BLOCKING = ctypes.c_uint(1)  # CU_STREAM_NON_BLOCKING: apart from CUDA's default stream
 POLL_SECONDS = 0.0002
 
 
@@ -44,7 +46,8 @@ class NcclCarrier:
     """Moves the bytes of CUDA tensors, while the wire tells whether the other end is there.
 
     A transfer is begun when both ends have said that they are ready for it, so what occupies a GPU
-    never waits for long. Raises LinkError where the other end is lost.
+    never waits for long: its queue is its own, and no other transfer is before it there. Raises
+    LinkError where the other end is lost.
     """
 
     def __init__(self, wire: Wire, device: torch.device, *, is_sender: bool) -> None:
@@ -52,12 +55,13 @@ class NcclCarrier:
         self._device = device
         self._peer = ctypes.c_int(1 if is_sender else 0)
         self._comm = ctypes.c_void_p()
+        self._stream: torch.cuda.Stream | None = None
         self._nccl = ctypes.CDLL("libnccl.so.2")
         unique_id = self._agree_on_id(is_sender)
         config = _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, 21700, 0, UNDEFINED, 1, MAX_CTAS, None)
         rank = ctypes.c_int(0 if is_sender else 1)
         with torch.cuda.device(device), self._aborting():
-            self._stream = torch.cuda.Stream(device)
+            self._stream = _new_stream(device)
             self._call(
                 "ncclCommInitRankConfig",
                 ctypes.byref(self._comm),
@@ -84,6 +88,9 @@ class NcclCarrier:
         if self._comm:
             comm, self._comm = self._comm, ctypes.c_void_p()
             self._nccl.ncclCommAbort(comm)
+        if self._stream:
+            stream, self._stream = self._stream, None
+            call_driver(self._device, "cuStreamDestroy_v2", ctypes.c_void_p(stream.cuda_stream))
 
     @contextmanager
     def _aborting(self) -> Iterator[None]:
@@ -105,6 +112,8 @@ class NcclCarrier:
         return unique_id
 
     def _move(self, name: str, data: Tensor) -> None:
+        stream = self._stream
+        assert stream is not None, "the link is closed"
         with torch.cuda.device(self._device), self._aborting():
             self._call(
                 name,
@@ -113,10 +122,10 @@ class NcclCarrier:
                 ctypes.c_int(UINT8),
                 self._peer,
                 self._comm,
-                ctypes.c_void_p(self._stream.cuda_stream),
+                ctypes.c_void_p(stream.cuda_stream),
             )
             done = torch.cuda.Event()
-            done.record(self._stream)
+            done.record(stream)
             deadline = time.monotonic() + self._wire.seconds
             while not done.query():
                 self._pause(deadline)
@@ -144,3 +153,14 @@ class NcclCarrier:
             self._nccl.ncclGetErrorString.restype = ctypes.c_char_p
             said = self._nccl.ncclGetErrorString(ctypes.c_int(code)).decode()
             raise LinkError(f"NCCL to {self._wire.peer}: {said}")
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream:
+    """A queue that no other link is given.
+
+    torch has 32 of its own and deals them out by turns: of two links of one pair of processes each
+    end could then have the other one first, and both would wait for good.
+    """
+    stream = ctypes.c_void_p()
+    call_driver(device, "cuStreamCreate", ctypes.byref(stream), NON_BLOCKING)
+    return torch.cuda.ExternalStream(stream.value, device)

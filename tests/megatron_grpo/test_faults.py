@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from faulty_runs import NUM_RANKS, Runs, assert_resumes, assert_same_run
+from megatron_grpo.checkpoints.folders import latest_step
 from proxies import Proxy
 from runs import read_json_lines
 from sabotage import (
@@ -377,6 +378,25 @@ def test_a_reward_that_fails_stops_the_run_and_is_no_reward(
     assert "reward function share_of_digits" in ended.outputs[0]
     assert cause in ended.outputs[0], ended.outputs[0]
     assert ended.survivors == []
+    flag.unlink()
+    ended = runs.finish(run_dir, *overrides)
+    assert ended.exit_codes == [0] * NUM_RANKS, ended.output
+    assert_same_run(run_dir, undisturbed)
+
+
+def test_steps_before_a_reward_that_fails_are_saved(
+    runs: Runs, undisturbed: Path, tmp_path: Path
+) -> None:
+    flag, run_dir, file = tmp_path / "flag", tmp_path / "run", tmp_path / "reward.py"
+    file.write_text(REWARD.format(flag=str(flag), fault="raise RuntimeError('planted')"))
+    overrides = [f"reward.functions=[{file}:share_of_digits]", "train.save_interval=100"]
+    with runs.start(run_dir, *overrides) as job:
+        job.wait_for(lambda: 1 in steps_of(run_dir), seconds=60)
+        flag.touch()
+        ended = job.end(60)
+    assert ended.exit_codes == [1] * NUM_RANKS, ended.output
+    assert "generation 1 failed: reward function share_of_digits" in ended.outputs[0]
+    assert latest_step(run_dir / "checkpoints") == 2
     flag.unlink()
     ended = runs.finish(run_dir, *overrides)
     assert ended.exit_codes == [0] * NUM_RANKS, ended.output

@@ -194,6 +194,19 @@ def test_a_rank_of_a_70b_job_plans_within_50_ms_and_sends_its_fair_share():
     assert sum(sent) == sum(map(num_bytes_of_parameters, workers))
 
 
+@pytest.mark.parametrize(("data", "sharers"), [(3, 3), (4, 4), (6, 3), (32, 4)])
+def test_of_many_ranks_with_the_same_tensors_four_at_most_send_them(data, sharers):
+    dims = ParallelDims(tensor=8, pipeline=4, data=data)
+    workers = engine_layouts(LLAMA_70B, EngineDims(tensor=8))
+    shares = all_shares(first_senders(LLAMA_70B, dims), workers)
+    senders = senders_by_worker(shares, len(workers))
+    for worker, ranks in enumerate(senders):
+        places = [dims.coordinates(rank) for rank in ranks]
+        # A rank of each stage has most of a worker, and norms come from others.
+        assert len({place.data for place in places if place.tensor == worker}) == sharers
+        assert len(ranks) <= 2 * sharers * dims.pipeline
+
+
 def test_experts_are_sent_by_the_ranks_that_hold_them():
     shape = replace(QWEN3_30B, num_layers=2)
     dims = ParallelDims(tensor=2, data=4, expert=4, expert_tensor=1)

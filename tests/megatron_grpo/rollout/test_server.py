@@ -169,12 +169,12 @@ def test_an_engine_serves_what_it_has_loaded_itself_until_something_is_pushed(ti
 
 def test_engines_take_the_gpus_behind_the_trainers():
     rollout = RolloutConfig(num_engines=2, tensor_parallel_size=2, max_completion_length=8)
-    assert engine_devices(rollout, 0, {}) == [None, None]
-    assert engine_devices(rollout, 8, {"LOCAL_WORLD_SIZE": "4"}) == ["4,5", "6,7"]
-    chosen = {"LOCAL_WORLD_SIZE": "1", "CUDA_VISIBLE_DEVICES": "7,5,3,2,1,0"}
-    assert engine_devices(rollout, 6, chosen) == ["5,3", "2,1"]
+    assert engine_devices(rollout, 0, 4, {}) == [None, None]
+    assert engine_devices(rollout, 8, 4, {}) == ["4,5", "6,7"]
+    chosen = {"CUDA_VISIBLE_DEVICES": "7,5,3,2,1,0"}
+    assert engine_devices(rollout, 6, 1, chosen) == ["5,3", "2,1"]
     with pytest.raises(ValueError, match=r"num_engines\(2\) \* .*\(2\) = 4 GPUs, .* leave 3 of"):
-        engine_devices(rollout, 8, {"LOCAL_WORLD_SIZE": "5"})
+        engine_devices(rollout, 8, 5, {})
 
 
 def test_an_engine_sees_nothing_of_the_trainers_ranks():
