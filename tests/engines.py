@@ -1,5 +1,6 @@
 """Real rollout engines for tests, and what `transformers` says about their samples."""
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -107,9 +108,15 @@ def random_prompts(count: int, seed: int = 0, lengths: tuple[int, int] = (5, 80)
     return prompts
 
 
+_LOADING = threading.Lock()
+"""transformers changes its classes while it loads a model, and of two threads one may put back the
+change of the other: then no model of this process has tied weights any more."""
+
+
 def reference_logprobs(folder: Path, sample: Sample, temperature: float = 1.0) -> torch.Tensor:
     """Log-probabilities of the sample's tokens by one float32 forward of `transformers`."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with _LOADING:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     completion = torch.tensor(sample.completion_ids)
     tokens = torch.tensor([[*sample.prompt.token_ids, *sample.completion_ids]])
     with torch.inference_mode():

@@ -7,7 +7,7 @@ from pathlib import Path
 from demo.make_sums import sums as all_sums
 from engines import TestEngine
 from jobs import Ended, Job, Sabotage
-from runs import read_json_lines
+from runs import read_completions, read_json_lines
 
 NUM_RANKS = 4
 NUM_STEPS = 4
@@ -55,8 +55,9 @@ def make_runs(model: Path, engine: TestEngine, folder: Path) -> Runs:
 
 def assert_same_run(run_dir: Path, undisturbed: Path) -> None:
     """Bit for bit the same weights, samples, rewards and losses."""
-    for name in ("hf/model.safetensors", "completions.jsonl"):
-        assert (run_dir / name).read_bytes() == (undisturbed / name).read_bytes(), name
+    name = "hf/model.safetensors"
+    assert (run_dir / name).read_bytes() == (undisturbed / name).read_bytes(), name
+    assert read_completions(run_dir) == read_completions(undisturbed)
     ours, theirs = (read_json_lines(d / "metrics.jsonl") for d in (run_dir, undisturbed))
     for key in ("step", "loss", "grad_norm", "kl", "reward", "lr"):
         assert [record[key] for record in ours] == [record[key] for record in theirs], key

@@ -91,5 +91,15 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     return read_json_lines(run_dir / "metrics.jsonl")
 
 
+def read_completions(run_dir: Path) -> list[dict[str, Any]]:
+    """What two runs that compute the same have alike of each completion.
+
+    That is not the last bit of the engine's log-probabilities: it rounds by which requests happen
+    to share a batch.
+    """
+    rows = read_json_lines(run_dir / "completions.jsonl")
+    return [{k: v for k, v in row.items() if k != "logprob_gap"} for row in rows]
+
+
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]

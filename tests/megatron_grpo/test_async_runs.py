@@ -15,7 +15,7 @@ import pytest
 from demo.make_sums import sums
 from engines import TestEngine
 from jobs import Job, Sabotage
-from runs import read_json_lines, read_metrics
+from runs import read_completions, read_json_lines, read_metrics
 from sabotage import InPhase, die
 
 NUM_RANKS = 2
@@ -109,8 +109,9 @@ def assert_same(run_dir: Path, whole: Path) -> None:
 
 def assert_same_but_for_engines(run_dir: Path, whole: Path) -> None:
     """The same samples, and the same model in the end."""
-    for name in ("completions.jsonl", "hf/model.safetensors"):
-        assert (run_dir / name).read_bytes() == (whole / name).read_bytes(), name
+    assert read_completions(run_dir) == read_completions(whole)
+    name = "hf/model.safetensors"
+    assert (run_dir / name).read_bytes() == (whole / name).read_bytes(), name
 
 
 def events(run_dir: Path) -> list[dict[str, Any]]:
