@@ -29,7 +29,6 @@ ONE_GROUP = torch.zeros(4, dtype=torch.int64)
 def test_the_worked_example_with_the_population_standard_deviation():
     advantages = group_advantages(REWARDS, ONE_GROUP, correction=0, epsilon=0.0)
     assert [f"{a:+.3f}" for a in advantages.tolist()] == ["+1.172", "-0.391", "-1.432", "+0.651"]
-    assert f"{REWARDS.mean():.2f}" == "0.45"
     spread = (REWARDS[0] - REWARDS.mean()) / advantages[0]
     assert f"{spread:.3f}" == "0.384"
 

@@ -44,12 +44,12 @@ def grpo_config(**options):
     return GRPOConfig(**({"generation_batch_size": 8, "beta": 0.0} | options))
 
 
-def loss_of(logprobs, batch, cfg, entropy=None, mask=None):
-    """`grpo_loss` on one rank."""
+def loss_of(logprobs, batch, cfg, entropy=None, mask=None, beta=None):
+    """`grpo_loss` on one rank; `beta` is the config's unless it has changed."""
     mask = batch.loss_mask if mask is None else mask
     entropy = torch.zeros_like(logprobs) if entropy is None else entropy
     chosen = chosen_tokens(mask, logprobs, entropy)
-    return grpo_loss(LossTokens.of(batch, chosen), cfg, cfg.beta)
+    return grpo_loss(LossTokens.of(batch, chosen), cfg, cfg.beta if beta is None else beta)
 
 
 def one_sequence(old=None, *, advantages, weights=None, ref=None, mask=None, rollout=None):
@@ -89,8 +89,6 @@ def test_the_worked_example_of_ratios_clips_and_their_mean():
     # -1.8387, cut short.
     assert objective[0] == pytest.approx(-1.838, abs=1e-3)
     assert f"{objective[1]:.3f}" == "-1.146"
-    assert f"{1.2 * -1.432:.3f}" == "-1.718"
-    assert f"{math.exp(-0.30) * -1.432:.3f}" == "-1.061"
     assert f"{objective.mean():.3f}" == "-1.492"
     assert loss.clipped_low.tolist() == [False, True]
     assert grad[0] == pytest.approx(1.432 * math.exp(0.25))
@@ -274,6 +272,14 @@ def test_a_reference_without_beta_is_a_bug():
         loss_of(zeros, one_sequence(zeros, ref=zeros, advantages=zeros), grpo_config())
 
 
+def test_the_penalty_has_the_weight_of_the_step_where_it_is_no_longer_the_configs():
+    new, ref, advantages = torch.tensor([[-0.3, -2.0], [-0.7, -1.1], [1.0, 1.0]]).double()
+    batch = one_sequence(ref=ref, advantages=advantages, weights=advantages / 2)
+    loss = loss_of(new, batch, grpo_config(beta=0.3), beta=0.07)
+    expected = oracle_loss([new], [1.0], OracleLoss(beta=0.3), ref_logprobs=[ref], beta=0.07)
+    assert loss.total.item() == pytest.approx(expected.item(), rel=1e-12)
+
+
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_every_estimate_of_the_divergence_and_its_gradient_are_those_of_the_oracle(estimator):
     new = torch.tensor([-0.3, -2.0, -1.0], dtype=torch.float64, requires_grad=True)
@@ -282,6 +288,43 @@ def test_every_estimate_of_the_divergence_and_its_gradient_are_those_of_the_orac
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
     gradients = [torch.autograd.grad(value.sum(), new)[0] for value in (found, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    "log_ratios, log_weights",
+    [
+        ([25.0, -20.0], [0.0, 0.0]),
+        ([-25.0, 20.0], [0.0, 0.0]),
+        ([0.0, 0.0], [25.0, -15.0]),
+        ([0.0, 0.0], [-25.0, 15.0]),
+        ([15.0, 15.0], [0.0, 0.0]),
+        ([-15.0, -15.0], [0.0, 0.0]),
+    ],
+    ids=[
+        "ratio above",
+        "ratio below",
+        "weight above",
+        "weight below",
+        "product above",
+        "product below",
+    ],
+)
+def test_vespo_keeps_logarithms_within_the_bounds_of_its_authors(log_ratios, log_weights):
+    options = {
+        "loss_type": "vespo",
+        # At the usual ones phi is next to nothing at either bound.
+        "vespo_k_pos": 0.1,
+        "vespo_lambda_pos": 1e-9,
+        "rollout_importance_sampling_mode": "token_truncate",
+        "rollout_importance_sampling_threshold": 1e30,
+    }
+    old = torch.full((2,), -1.0, dtype=torch.float64)
+    new, rollout = old + torch.tensor(log_ratios), old - torch.tensor(log_weights)
+    ones = torch.ones_like(old)
+    batch = one_sequence(old, advantages=ones, weights=ones / 2, rollout=rollout)
+    loss = loss_of(new, batch, grpo_config(**options))
+    expected = oracle_loss([new], [1.0], OracleLoss(**options), [old], None, [rollout])
+    assert loss.total.item() == pytest.approx(expected.item(), rel=1e-9, abs=0)
 
 
 MAX_COMPLETION_LENGTH = 9

@@ -1,0 +1,28 @@
+"""Weights of trainer over engine at their bounds, and far beyond."""
+
+import pytest
+import torch
+
+from megatron_grpo.algorithm.mismatch import rollout_weights
+from megatron_grpo.config.grpo_config import GRPOConfig
+from parallel.sequences import SequenceMeans
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize(
+    ("kind", "weights"),
+    [("truncate", [2.0, 2.0, 0.5, 0.5]), ("mask", [0.0, 2.0, 0.5, 0.0])],
+    ids=["truncate", "mask"],
+)
+def test_a_bound_is_within_the_bounds_and_what_is_beyond_is_cut_or_nothing(level, kind, weights):
+    cfg = GRPOConfig(
+        generation_batch_size=8,
+        rollout_importance_sampling_mode=f"{level}_{kind}",
+        rollout_importance_sampling_threshold=2.0,
+        rollout_importance_sampling_min=0.5,
+    )
+    bounds = torch.tensor([2.0, 0.5], dtype=torch.float64).log()
+    beyond = torch.tensor([1e4], dtype=torch.float64)  # whose exp is infinite
+    mismatch = torch.cat([beyond, bounds, -beyond])
+    one_each = SequenceMeans(torch.ones(4, dtype=torch.int64), None)
+    assert rollout_weights(mismatch, one_each, cfg).tolist() == weights
