@@ -1,9 +1,10 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from checkpoint_convert import ModelShape
+from checkpoint_convert import ModelShape, MoeShape
 from megatron_grpo.policy.transformer import transformer_config
 from parallel import ParallelDims
 
@@ -25,11 +26,15 @@ SHAPE = ModelShape(
     max_position_embeddings=512,
     eos_token_ids=(1,),
 )
+MIXTURE = replace(
+    SHAPE,
+    moe=MoeShape(num_experts=4, experts_per_token=2, intermediate_size=48, normalize_topk=True),
+)
 
 
-def configure(dims: ParallelDims | None = None, **overrides: Any) -> Any:
+def configure(dims: ParallelDims | None = None, shape: ModelShape = SHAPE, **overrides: Any) -> Any:
     return transformer_config(
-        SHAPE,
+        shape,
         dims or ParallelDims(),
         dtype=torch.bfloat16,
         sequence_parallel=False,
@@ -42,6 +47,11 @@ def test_overrides_reach_megatron():
     assert config.recompute_granularity == "selective"
     assert config.num_layers == 5
     assert config.params_dtype == torch.bfloat16
+
+
+def test_routers_compute_in_float32_unless_they_are_told_another_type():
+    assert configure(shape=MIXTURE).moe_router_dtype == "fp32"
+    assert configure(shape=MIXTURE, moe_router_dtype="fp64").moe_router_dtype == "fp64"
 
 
 def test_an_unknown_override_is_refused_with_the_nearest_name():
