@@ -86,6 +86,45 @@ def test_a_checkpoint_of_which_nothing_can_be_told_is_not_passed_over(tmp_path):
         latest_step(tmp_path)
 
 
+def test_names_are_given_to_what_is_on_the_disk_and_are_there_before_what_relies_on_them(
+    tmp_path, monkeypatch
+):
+    make(tmp_path, "step_5", "step_9.partial")
+    make(tmp_path / "step_9.partial", "hf_config")
+    calls, fsync, rename, replace = [], os.fsync, os.rename, os.replace
+
+    def told_fsync(descriptor):
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        calls.append(f"sync {path.relative_to(tmp_path)}")
+        fsync(descriptor)
+
+    def told(name, call):
+        def before(source, target):
+            calls.append(f"{name} {Path(target).name}")
+            call(source, target)
+
+        return before
+
+    monkeypatch.setattr(os, "fsync", told_fsync)
+    monkeypatch.setattr(os, "rename", told("name", rename))
+    monkeypatch.setattr(os, "replace", told("name", replace))
+    publish(tmp_path / "step_9.partial", 9, keep=2)
+    assert set(calls[:4]) == {
+        "sync step_9.partial/made_as",
+        "sync step_9.partial/hf_config/made_as",
+        "sync step_9.partial/hf_config",
+        "sync step_9.partial",
+    }
+    assert calls[4:] == [
+        "sync LATEST.partial",
+        "sync .",
+        "name step_9",
+        "sync .",
+        "name LATEST",
+        "sync .",
+    ]
+
+
 class Killed(BaseException):
     """Nothing in the program catches it, as nothing catches SIGKILL."""
 
