@@ -33,7 +33,7 @@ def grpo_config(**options):
     return GRPOConfig(**({"generation_batch_size": 8, "beta": 0.1} | options))
 
 
-def count(members, cfg, tokens=TOKENS):
+def count(members, cfg, tokens=TOKENS, old_is_rollout=False):
     """Metrics of one microbatch with these sequences, and the total of its loss."""
     weights = loss_weights(torch.tensor([len(own) for own in tokens]), "grpo", 8)
     sequences = [
@@ -56,13 +56,13 @@ def count(members, cfg, tokens=TOKENS):
     logprobs, entropy = per_token(0), per_token(4)
     batch = replace(
         batch,
-        old_logprobs=per_token(1),
+        old_logprobs=per_token(3 if old_is_rollout else 1),
         ref_logprobs=per_token(2) if cfg.beta else None,
         high_entropy=entropy >= 0.7 if cfg.top_entropy_quantile < 1 else None,
     )
     tokens_of_batch = LossTokens.of(batch, chosen_tokens(batch.loss_mask, logprobs, entropy))
     loss = grpo_loss(tokens_of_batch, cfg, cfg.beta)
-    metrics = TrainMetrics(len(tokens))
+    metrics = TrainMetrics(len(tokens), old_is_rollout=old_is_rollout)
     metrics.add(tokens_of_batch, loss)
     return metrics, loss.total.item()
 
@@ -166,6 +166,14 @@ def test_the_gap_is_to_the_policy_itself_while_no_old_logprobs_are_kept():
     result = metrics.reduce(no_peers, cfg).metrics
     assert result["rollout/logprob_gap_mean"] == pytest.approx(0.5)
     assert result["approx_kl"] == 0
+
+
+def test_the_gap_is_to_the_policy_itself_where_the_old_logprobs_are_the_engines():
+    cfg = grpo_config(beta=0.0)
+    metrics = count([0], cfg, old_is_rollout=True)[0].reduce(no_peers, cfg).metrics
+    assert metrics["rollout/logprob_gap_mean"] == pytest.approx(0.25 / 2)
+    assert metrics["ratio/max"] == pytest.approx(math.exp(0.25))
+    assert metrics["rollout/stale_gap_mean"] == 0
 
 
 def test_a_batch_without_a_single_token_reports_zeros():
