@@ -91,6 +91,26 @@ def test_traffic_by_hand(tmp_path, recompute):
     assert links["data"].seconds == links["data"].num_bytes / CARD.network_rate
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_tokens_go_to_all_their_experts_and_back_in_every_pass(tmp_path, recompute):
+    folder, shape = model(tmp_path, "Qwen3-30B-A3B")
+    cfg = tiny_config(
+        folder,
+        ParallelDims(data=8, expert=4),
+        "model.dtype=bfloat16",
+        "train.max_tokens_per_microbatch=2048",
+        *([FULL] if recompute else []),
+    )
+    links = plan_job(cfg, shape, CARD, [1024], num_gpus=16).time.links
+    [experts] = [link for link in links if link.purpose == "expert"]
+    # Of 16 sequences two on each rank; a row has 2048 elements of 2 bytes. Of 8 experts of each
+    # token three in four are on other ranks, in each of 48 layers.
+    rows = 2 * 1024 * 8 * 3 / 4 * 48
+    passes = 3 if recompute else 2
+    assert experts.num_bytes == rows * 2048 * 2 * 2 * passes
+    assert experts.in_node
+
+
 def test_the_bubble_shrinks_with_microbatches_and_virtual_stages(tmp_path):
     folder, shape = model(tmp_path)
 
