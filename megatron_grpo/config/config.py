@@ -103,9 +103,9 @@ class OptimizerConfig(Section):
     lr: PositiveFloat
     """Peak learning rate of AdamW."""
     min_lr: NonNegativeFloat = 0.0
-    """Learning rate at the end of the decay."""
+    """Learning rate at the end of the decay, which is one step after the last."""
     lr_warmup_steps: NonNegativeInt = 0
-    """Optimizer steps of linear warm-up from 0 to lr."""
+    """Optimizer steps of linear warm-up: the first has a rate of 0, the one after them has lr."""
     lr_decay_style: Literal["constant", "cosine", "linear"] = "constant"
     """Shape of the decay from lr to min_lr, from the end of the warm-up to train.num_steps."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)

@@ -105,7 +105,7 @@ def _separate_steps(optimizer: torch.optim.Optimizer) -> None:
 
 
 def make_scheduler(optimizer: Any, cfg: OptimizerConfig, num_steps: int) -> OptimizerParamScheduler:
-    """Warm-up from 0 to `lr`, then decay to `min_lr` at `num_steps`.
+    """Warm-up from 0, in its first step, to `lr`, then decay to `min_lr` after `num_steps`.
 
     ``step(increment=1)`` moves it by one optimizer step.
     """
