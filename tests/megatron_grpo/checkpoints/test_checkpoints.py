@@ -217,6 +217,21 @@ def test_a_checkpoint_explains_itself(saved):
     assert {"config.yaml", "hf_config/config.json", "common.pt", ".metadata"} <= listed
 
 
+def save_four_and_keep_three(rank: int, model: Path, run: Path) -> None:
+    dims = ParallelDims()
+    policy, _ = start_policy(rank, model, dims)
+    checkpoints = checkpoints_of(run, policy, model, dims, "train.keep_checkpoints=3")
+    for number in range(1, 5):
+        checkpoints.save(TrainerState(step=number), None)
+    checkpoints.wait()
+
+
+def test_as_many_stay_as_the_config_says(model, tmp_path):
+    run_ranks(1, save_four_and_keep_three, model, tmp_path)
+    there = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert there == {"step_2", "step_3", "step_4", "LATEST"}
+
+
 def save_what_is_not_finite(rank: int, model: Path, run: Path, place: str) -> str:
     policy, _ = start_policy(rank, model, DIMS)
     if rank == 3:
@@ -364,6 +379,17 @@ def test_an_object_among_the_tensors_is_looked_at_too(saved, tmp_path):
         stream.write(bomb)
     with pytest.raises(ValueError, match=rf"{file} at byte {offset}"):
         screen_checkpoint(folder)
+    assert not made.exists()
+
+
+def test_one_that_its_manifest_vouches_for_is_not_loaded(saved, model, tmp_path):
+    folder, made = tmp_path / "checkpoints" / "step_2", tmp_path / "made"
+    os.system(f"cp -r {saved[0]}/checkpoints {tmp_path}/checkpoints")
+    torch.save({"args": Bomb(made)}, folder / "common.pt")
+    listed = manifest.read_manifest(folder)
+    manifest.write_manifest(folder, manifest.hash_files(folder, listed))
+    for message in run_ranks(4, load_nothing, model, tmp_path):
+        assert re.search(r"step_2 is not used: .*common\.pt.*asks for", message), message
     assert not made.exists()
 
 
