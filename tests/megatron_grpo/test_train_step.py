@@ -43,6 +43,8 @@ NUM_SEQUENCES, MAX_COMPLETION_LENGTH = 12, 24
 EMPTY, ONLY_EOS, FAILED = 3, 5, 8
 """Samples without a token, of the end of the sequence alone, and without a reward."""
 TEMPERATURE, BETA = 0.8, 0.05
+BETA_AT_FIRST = 0.3
+"""In the config; BETA is what the weight of the divergence has become."""
 CLIPS = {"epsilon": 0.2, "epsilon_high": 0.3}
 NARROW = {"epsilon": 0.03, "epsilon_high": 0.04}
 BUDGETS = (64, 4096)  # tokens per microbatch: many small ones, and all in one
@@ -107,6 +109,7 @@ RECIPES: dict[str, Recipe] = PLAIN | {
         "rollout_importance_sampling_mode": "token_truncate",
         "rollout_importance_sampling_threshold": 1.1,
     },
+    "old policy of the engine": {**CLIPS, "loss_type": "dapo", "old_logprobs": "rollout"},
     "divergence in the rewards": {
         **CLIPS,
         "loss_type": "dapo",
@@ -206,9 +209,10 @@ class Case:
                 for i, of_sample in enumerate(values)
             ]
 
-        old_logprobs = counted(self.old_logprobs)
-        ref_logprobs = [_reference(logprobs) for logprobs in old_logprobs]
         advantages, options = self.advantages, dict(recipe)
+        is_engines = options.pop("old_logprobs", None) == "rollout"
+        old_logprobs = counted(self.rollout_logprobs if is_engines else self.old_logprobs)
+        ref_logprobs = [_reference(logprobs) for logprobs in old_logprobs]
         if by_token:
             advantages = [of_tokens.tolist() for of_tokens in counted(self.token_advantages)]
         if recipe.get("kl_in_reward"):
@@ -288,7 +292,7 @@ def _config(folder: Path, dims: ParallelDims, recipe: Recipe, budget: int) -> Co
         f"train.max_tokens_per_microbatch={budget}",
         f"grpo.generation_batch_size={NUM_SEQUENCES}",
         "grpo.num_generations=2",
-        f"grpo.beta={BETA}",
+        f"grpo.beta={BETA_AT_FIRST}",
         *(f"grpo.{name}={value}" for name, value in recipe.items()),
         f"rollout.temperature={TEMPERATURE}",
         f"rollout.max_completion_length={MAX_COMPLETION_LENGTH}",
@@ -388,3 +392,28 @@ def test_when_all_samples_failed_loss_and_gradient_are_zero(case: Case) -> None:
         for loss, boxes in result.values():
             assert loss == 0
             assert not any(values.any() for _, _, values in boxes)
+
+
+def stale_gaps(
+    rank: int, folder: Path, experience: Experience, configs: list[Config]
+) -> list[float]:
+    """How far the old policy is said to be from the present one, with each config."""
+    setup_device(rank)
+    groups = init_groups(ParallelDims())
+    policy = build_policy(configs[0], read_shape(folder), groups)
+    gaps = []
+    for cfg in configs:
+        batches = _batches(policy, experience, cfg, groups)
+        metrics = accumulate_gradient(policy, batches, cfg, groups, BETA)
+        report = metrics.reduce(lambda tensor, op: None, cfg.grpo)
+        gaps.append(report.metrics["rollout/stale_gap_mean"])
+    return gaps
+
+
+def test_where_the_engine_stands_for_the_old_policy_no_sample_is_called_stale(case: Case) -> None:
+    configs = [
+        _config(case.folder, ParallelDims(), {"loss_type": "dapo", "old_logprobs": old}, BUDGETS[1])
+        for old in ("recompute", "rollout")
+    ]
+    [(recomputed, of_engine)] = run_ranks(1, stale_gaps, case.folder, case.experience(), configs)
+    assert of_engine == 0 < recomputed
