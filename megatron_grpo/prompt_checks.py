@@ -25,6 +25,7 @@ def check_prompts(cfg: Config, shape: ModelShape) -> None:
         num_prompts = BatchSchedule.of(cfg.grpo).num_prompts
         PromptStream(prompts, num_prompts, cfg.train.seed, cfg.data.shuffle)
         _check_vocabulary(shape, prompts)
+        _check_engine_context(cfg, prompts, "data", "rollout")
         _check_token_budget(cfg, prompts)
         rows = [prompt.row for prompt in prompts]
         rewards.wait_ready(rows)
@@ -42,14 +43,7 @@ def check_evaluation(cfg: Config, shape: ModelShape) -> None:
     end_tokens(shape, tokenizer)
     prompts = load_eval_prompts(view, tokenizer, shape.max_position_embeddings)
     _check_vocabulary(shape, prompts)
-    longest = max(len(prompt.token_ids) for prompt in prompts)
-    limit = cfg.rollout.vllm.get("max_model_len")
-    if limit is not None and longest + view.rollout.max_completion_length > limit:
-        raise ValueError(
-            f"eval: a prompt of {longest} tokens and eval.max_completion_length "
-            f"{view.rollout.max_completion_length} are more than rollout.vllm.max_model_len "
-            f"{limit}: raise that, or lower one of them (eval.data.max_prompt_length)"
-        )
+    _check_engine_context(view, prompts, "eval.data", "eval")
     with closing(RewardPool(view.reward)) as rewards:
         rewards.wait_ready([prompt.row for prompt in prompts])
 
@@ -62,6 +56,26 @@ def _check_vocabulary(shape: ModelShape, prompts: list[Prompt]) -> None:
                 f"prompt {prompt.index} has the token id {max(prompt.token_ids)}, and the model's "
                 f"vocabulary ends at {shape.vocab_size - 1}: the tokenizer is another model's"
             )
+
+
+def _check_engine_context(cfg: Config, prompts: list[Prompt], data: str, rollout: str) -> None:
+    """The longest prompt with the longest completion must fit into what vLLM was told to hold.
+
+    It ends a completion there, too, which would look like one that met its own limit; and a prompt
+    that is longer is refused by whichever generation first draws it. `data` and `rollout` are the
+    tables that have their limits.
+    """
+    limit = cfg.rollout.vllm.get("max_model_len")
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    length = longest + cfg.rollout.max_completion_length
+    # vLLM also knows `auto` and `4k`, which cannot be compared.
+    if limit is not None and (not isinstance(limit, int) or limit < length):
+        raise ValueError(
+            f"{data}: a prompt of {longest} tokens and {rollout}.max_completion_length "
+            f"{cfg.rollout.max_completion_length} do not fit into rollout.vllm.max_model_len "
+            f"{limit}: set that to at least {length}, or lower one of them "
+            f"({data}.max_prompt_length)"
+        )
 
 
 def _check_token_budget(cfg: Config, prompts: list[Prompt]) -> None:

@@ -60,6 +60,7 @@ def copy_of(model: Path, folder: Path) -> Path:
 
 def test_a_config_that_can_run_passes(config):
     preflight(config(), None)
+    preflight(config("rollout.vllm.max_model_len=42"), None)  # 30 of a prompt, 12 of a completion
 
 
 @pytest.mark.parametrize(
@@ -90,6 +91,11 @@ def test_a_config_that_can_run_passes(config):
             ["train.max_tokens_per_microbatch=32"],
             ["30 tokens", "length 12", "= 32", "set it to 44"],
         ),
+        (
+            ["rollout.vllm.max_model_len=41"],
+            ["data: a prompt of 30 tokens", "max_completion_length 12", "41: set", "at least 42"],
+        ),
+        (["rollout.vllm.max_model_len=1k"], ["max_model_len 1k: set that to at least 42"]),
         # Upstream options.
         (["model.megatron.recompute_granularit=full"], ["recompute_granularit", "did you mean"]),
         (
