@@ -32,7 +32,7 @@ class GRPOConfig(Section):
     generation_batch_size: PositiveInt
     """Completions of one generation, over all ranks."""
     steps_per_generation: PositiveInt = 1
-    """Optimizer batches that one generation is cut into."""
+    """Optimizer batches that one generation is cut into; TRL counts micro-steps by that name."""
     num_iterations: PositiveInt = 1
     """Passes over one generation."""
     shared_prompts: bool = False
