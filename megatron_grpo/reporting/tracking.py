@@ -4,9 +4,9 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from megatron_grpo.config.config import WandbConfig
 
@@ -18,6 +18,7 @@ METRICS_FILE = "metrics.jsonl"
 COMPLETIONS_FILE = "completions.jsonl"
 EVAL_COMPLETIONS_FILE = "eval_completions.jsonl"
 WANDB_ID_FILE = "wandb_id"
+BLOCK_BYTES = 2**20
 
 
 class Tracking:
@@ -107,17 +108,33 @@ def _check_finite(step: int, metrics: Mapping[str, float]) -> None:
 def drop_records_after(path: Path, step: int) -> None:
     """Cut a JSON-lines file, whose steps ascend, behind the last whole record of `step`.
 
-    A last line without its newline was being written when the run died: it goes too.
+    A last line without its newline was being written when the run died: it goes too. Only what goes
+    is read: a run of weeks has gigabytes of completions.
     """
     if not path.exists():
         return
-    num_bytes = 0
-    with path.open("rb") as lines:
-        for line in lines:
-            if not line.endswith(b"\n") or json.loads(line)["step"] > step:
-                break
-            num_bytes += len(line)
+    with path.open("rb") as file:
+        kept = (end for end, line in _lines_backwards(file) if json.loads(line)["step"] <= step)
+        num_bytes = next(kept, 0)
     os.truncate(path, num_bytes)
+
+
+def _lines_backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """The whole lines of a file, the last one first, each with the place where it ends."""
+    start, unread = file.seek(0, os.SEEK_END), b""
+    while start:
+        end = start + len(unread)
+        size = min(BLOCK_BYTES, start)
+        start = file.seek(start - size)
+        first, newline, lines = (file.read(size) + unread).partition(b"\n")
+        if start:  # where the first line begins is in the block before
+            unread = first + newline
+        else:
+            lines = first + newline + lines
+        for line in reversed(lines.splitlines(keepends=True)):
+            if line.endswith(b"\n"):
+                yield end, line
+            end -= len(line)
 
 
 def completion_rows(

@@ -102,6 +102,25 @@ def test_a_line_that_was_cut_short_is_dropped(tmp_path: Path) -> None:
     assert path.read_text() == '{"step": 1}\n'
 
 
+def test_only_what_is_dropped_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "completions.jsonl"
+    kept = 'no JSON\n{"step": 1}\n'
+    path.write_text(kept + '{"step": 2}\n{"step": 2}\n')
+    drop_records_after(path, 1)
+    assert path.read_text() == kept
+
+
+@pytest.mark.parametrize("cut", [0, 1, 2_000_000])
+def test_lines_of_any_length_are_found_from_the_end(cut: int, tmp_path: Path) -> None:
+    """Blocks of a mebibyte end within them, at their ends, and hold many."""
+    path, lengths = tmp_path / "completions.jsonl", [9, 700_000, 3_000_000, 9, 9, 2**20, 1_500_000]
+    lines = [json.dumps({"step": i, "text": "x" * n}) + "\n" for i, n in enumerate(lengths)]
+    for step in reversed(range(-1, len(lines))):
+        path.write_text("".join(lines) + "x" * cut)
+        drop_records_after(path, step)
+        assert path.read_text() == "".join(lines[: step + 1])
+
+
 def eval_rows(value: float) -> list[dict[str, object]]:
     return [{"completion": "12", "reward": value}] * 2
 
