@@ -392,6 +392,8 @@ class WandbConfig(Section):
     """Project to log to; null: wandb is off."""
     name: str | None = None
     """Name of the run; null: wandb invents one."""
+    num_completions: NonNegativeInt = 16
+    """Most completions of each step in wandb's table; `completions.jsonl` has all of them."""
 
 
 class Config(Section):

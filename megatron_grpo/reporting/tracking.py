@@ -176,7 +176,7 @@ class WandbRun:
     def __init__(self, run_dir: Path, cfg: WandbConfig, config: dict[str, Any]) -> None:
         import wandb  # noqa: PLC0415 - an extra that only runs with wandb.project need
 
-        self._wandb = wandb
+        self._wandb, self._num_completions = wandb, cfg.num_completions
         id_file = run_dir / WANDB_ID_FILE
         if not id_file.exists():
             id_file.write_text(secrets.token_hex(4))
@@ -196,10 +196,9 @@ class WandbRun:
     def log(
         self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Send one step: its metrics, and its completions as a table."""
+        """Send one step: its metrics, and the first of its completions as a table."""
         record: dict[str, Any] = {"step": step, **metrics}
-        if completions:
-            flat = [_flat(row) for row in completions]
+        if flat := [_flat(row) for row in completions[: self._num_completions]]:
             record["completions"] = self._wandb.Table(
                 columns=list(flat[0]), data=[list(row.values()) for row in flat]
             )

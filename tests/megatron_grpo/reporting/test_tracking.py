@@ -192,11 +192,14 @@ def test_wandb_is_not_imported_unless_a_project_is_named() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_wandb_runs_offline_in_the_run_directory_and_keeps_its_id(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.delenv("WANDB_MODE", raising=False)
+@pytest.fixture
+def nothing_of_wandb_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("nothing_of_wandb_is_set")
+def test_wandb_runs_offline_in_the_run_directory_and_keeps_its_id(tmp_path: Path) -> None:
     for first_step in (0, 1):
         tracking = Tracking(tmp_path, first_step, WandbConfig(project="adds"), {"seed": 42})
         tracking.log(first_step + 1, {"reward": 0.5}, rows_of(first_step + 1, [1.0]))
@@ -205,3 +208,16 @@ def test_wandb_runs_offline_in_the_run_directory_and_keeps_its_id(
     files = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
     assert {file.name for file in files} == {f"run-{wandb_id}.wandb"}
     assert list((tmp_path / "wandb").glob("**/completions*.table.json"))
+
+
+@pytest.mark.parametrize("most", [2, 0])
+@pytest.mark.usefixtures("nothing_of_wandb_is_set")
+def test_wandb_gets_so_many_completions_of_a_step_and_the_file_all(
+    most: int, tmp_path: Path
+) -> None:
+    tracking = Tracking(tmp_path, 0, WandbConfig(project="adds", num_completions=most), {})
+    tracking.log(1, {"reward": 0.5}, rows_of(1, [1.0, 0.0, 0.5]))
+    tracking.close()
+    assert len(read(tmp_path / "completions.jsonl")) == 3
+    tables = list((tmp_path / "wandb").glob("**/completions*.table.json"))
+    assert [len(json.loads(table.read_text())["data"]) for table in tables] == [2] * bool(most)
