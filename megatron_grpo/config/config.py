@@ -126,6 +126,11 @@ class OptimizerConfig(Section):
                 f"optimizer.min_lr {self.min_lr} is above optimizer.lr {self.lr}: "
                 f"use at most {self.lr}"
             )
+        if self.min_lr > 0 and self.lr_decay_style == "constant":
+            raise ValueError(
+                f"optimizer.min_lr {self.min_lr} does nothing with optimizer.lr_decay_style "
+                "constant: use cosine or linear, or optimizer.min_lr=0"
+            )
         return self
 
 
@@ -470,6 +475,16 @@ class Config(Section):
             raise ValueError(
                 "eval.data: an evaluation has completions of one turn, and environment.name "
                 f"{self.environment.name} makes dialogues: leave out one of the two"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _something_is_evaluated(self) -> Self:
+        idle = [name for name, value in self.eval if value != getattr(EvalConfig(), name)]
+        if self.eval.data is None and idle:
+            raise ValueError(
+                f"eval.{idle[0]} does nothing without eval.data: name held-out prompts, such as "
+                "eval.data.path=FILE or eval.data.split=test, or leave it out"
             )
         return self
 

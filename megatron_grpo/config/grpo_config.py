@@ -221,6 +221,42 @@ class GRPOConfig(Section):
             raise ValueError("grpo.kl_target needs a grpo.beta to begin with, such as 0.04")
         return self
 
+    @model_validator(mode="after")
+    def _nothing_is_idle(self) -> Self:
+        """An option that does nothing is refused: whoever sets it counts on it."""
+        sapo, vespo, cispo = (self.loss_type == name for name in ("sapo", "vespo", "cispo"))
+        weighs = self.rollout_importance_sampling_mode is not None
+        self._serve("grpo.dynamic_sample=true", self.dynamic_sample, "max_resample_times")
+        clips = not (sapo or vespo)
+        self._serve("a grpo.loss_type that clips, such as dapo", clips, "epsilon_high")
+        clips = not (sapo or vespo or cispo)
+        self._serve("a grpo.loss_type that clips below, such as dapo", clips, "epsilon")
+        self._serve("grpo.loss_type=sapo", sapo, "sapo_temperature_pos", "sapo_temperature_neg")
+        self._serve("grpo.loss_type=vespo", vespo, "vespo_k_pos", "vespo_lambda_pos")
+        self._serve("grpo.loss_type=vespo", vespo, "vespo_k_neg", "vespo_lambda_neg")
+        reference = "ref_model_mixup_alpha", "ref_model_sync_steps"
+        self._serve("grpo.sync_ref_model=true", self.sync_ref_model, *reference)
+        if self.kl_in_reward:  # by default, too, but for grpo
+            self._serve("a grpo.beta above 0", self.beta > 0, "kl_in_reward")
+        self._serve("grpo.kl_target", self.kl_target is not None, "kl_horizon")
+        bounds = "rollout_importance_sampling_threshold", "rollout_importance_sampling_min"
+        self._serve("a grpo.rollout_importance_sampling_mode", weighs, *bounds)
+        return self
+
+    def _serve(self, need: str, is_met: bool, *names: str) -> None:
+        """Raise ValueError for one of `names` that is not its default while the need is not met.
+
+        That one is given says nothing: a config that was written out gives all.
+        """
+        for name in () if is_met else names:
+            field, value = type(self).model_fields[name], getattr(self, name)
+            default = field.get_default(call_default_factory=True, validated_data=dict(self))
+            if value != default:
+                raise ValueError(
+                    f"grpo.{name} {str(value).lower()} does nothing without {need}: set that, or "
+                    f"grpo.{name}={str(default).lower()}"
+                )
+
     def _only(self, what: str, **legal: Any) -> None:
         for name, value in legal.items():
             if getattr(self, name) != value:

@@ -201,7 +201,6 @@ def test_an_engine_that_dies_is_started_again_and_asked_for_the_rest(
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        (["eval.data=null"], ["eval.data.path=FILE", "eval.data.split=test"]),
         (["rollout.base_urls=[http://127.0.0.1:1]"], ["set rollout.base_urls=[]"]),
         (["rollout.vllm.load_format=dummy"], ["rollout.vllm.load_format=auto"]),
         (["eval.data.path=none.jsonl"], ["eval: data.path none.jsonl does not exist"]),
@@ -221,6 +220,14 @@ def test_what_cannot_be_evaluated_is_refused_before_an_engine_starts(
     for part in parts:
         assert part in str(refused.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_without_held_out_prompts_nothing_is_evaluated(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    cfg = load_config(TINY_CONFIG, arguments[:2])
+    with pytest.raises(ValueError, match=r"give eval.data.path=FILE, or, .* eval.data.split=test"):
+        FolderEvaluation(cfg, tmp_path / "out")
 
 
 def test_a_refusal_is_one_line_and_exit_code_2() -> None:

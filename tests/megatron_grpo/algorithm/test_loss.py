@@ -238,12 +238,12 @@ def test_what_stands_off_the_mask_has_no_influence(loss_type, level):
     cfg = grpo_config(
         loss_type=loss_type,
         importance_sampling_level=level,
-        epsilon_high=1.5,
         beta=0.1,
         use_bias_correction_kl=True,
         entropy_coef=0.1,
         rollout_importance_sampling_mode="sequence_truncate",
         off_policy_mask_threshold=1.0,
+        **FITTING.get(loss_type, {}),
     )
     loss = loss_of(logprobs, batch, cfg, entropy)
     loss.total.backward()
@@ -348,7 +348,17 @@ RECIPES = [
     for loss_type in LOSS_TYPES
     for level in LEVELS.get(loss_type, ["token", "sequence", "sequence_token"])
 ]
-NO_DUAL_CLIP = ("cispo", "gmpo", "sapo", "vespo")
+
+
+def clips(loss_type):
+    """Bounds of the ratio that tokens meet, as far as the loss type has any."""
+    if loss_type in ("sapo", "vespo"):
+        return {}
+    if loss_type == "cispo":
+        return {"epsilon_high": 1.15}
+    both = {"epsilon": 0.1, "epsilon_high": 0.15}
+    return both if loss_type == "gmpo" else both | {"delta": 1.5}
+
 
 IN_GROUPS = [REWARDS[group] for group in GROUPS]
 FLAT = torch.tensor(REWARDS, dtype=torch.float64)
@@ -476,10 +486,8 @@ def test_loss_and_gradient_of_any_packing_equal_the_padded_oracle(
     options = {
         "loss_type": loss_type,
         "importance_sampling_level": level,
-        "epsilon": 0.1,
-        "epsilon_high": 1.15 if loss_type == "cispo" else 0.15,
-        "delta": None if loss_type in NO_DUAL_CLIP else 1.5,
         "beta": 0.3,
+        **clips(loss_type),
     }
     assert_equals_oracle(options, advantages, expected_advantages, PACKINGS[1::2], alone, True)
 
@@ -564,13 +572,8 @@ OPTIONS = {
 @pytest.mark.parametrize("off_policy", [False, True])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_option_of_the_loss_equals_the_padded_oracle(name, off_policy, alone):
-    options = {
-        "loss_type": "grpo",
-        "epsilon": 0.1,
-        "epsilon_high": 0.15,
-        "delta": None if OPTIONS[name].get("loss_type") in NO_DUAL_CLIP else 1.5,
-        "beta": 0.3,
-    } | OPTIONS[name]
+    options = {"loss_type": "grpo", "beta": 0.3} | OPTIONS[name]
+    options = clips(options["loss_type"]) | options
     assert_equals_oracle(options, REWARDS, REWARDS, PACKINGS, alone, off_policy)
 
 

@@ -211,12 +211,13 @@ def of_ours(case, options, alone):
 OURS = {"loss_type": "grpo", "beta": 0.0, "use_bias_correction_kl": False}
 """Where the defaults are others."""
 CLIPS = {"epsilon": 0.1, "epsilon_high": 0.15}
-WIDE = {"epsilon": 0.1, "epsilon_high": 1.15}
+CLIPS_OF = {"cispo": {"epsilon_high": 1.15}, "sapo": {}, "vespo": {}}
+"""Where there are others, or none."""
 BOTH = {
     f"{loss_type}, {level}": {
         "loss_type": loss_type,
         "importance_sampling_level": level,
-        **(WIDE if loss_type == "cispo" else CLIPS),
+        **CLIPS_OF.get(loss_type, CLIPS),
         "beta": beta,
         "scale_rewards": scale,
     }
@@ -305,8 +306,7 @@ def test_loss_and_gradient_are_those_of_trl(name, tmp_path, alone):
 
 @pytest.mark.parametrize("loss_type, mode", MODES)
 def test_weights_of_trainer_over_engine_are_those_of_trl(loss_type, mode, tmp_path, alone):
-    clips = WIDE if loss_type == "cispo" else CLIPS
-    common = OURS | {"loss_type": loss_type, "beta": 0.3, **clips}
+    common = OURS | {"loss_type": loss_type, "beta": 0.3, **CLIPS_OF.get(loss_type, CLIPS)}
     assert_equal(
         Case(),
         tmp_path,

@@ -263,6 +263,60 @@ def test_missing_file_is_refused(tmp_path):
     assert "does not exist" in refusal(path=tmp_path / "none.yaml")
 
 
+@pytest.mark.parametrize(
+    ("overrides", "need"),
+    [
+        (["grpo.max_resample_times=9"], "grpo.dynamic_sample=true"),
+        (["grpo.loss_type=sapo", "grpo.epsilon=0.1"], "that clips below, such as dapo"),
+        (["grpo.loss_type=vespo", "grpo.epsilon_high=0.3"], "that clips, such as dapo"),
+        (
+            ["grpo.loss_type=cispo", "grpo.epsilon_high=5.0", "grpo.epsilon=0.1"],
+            "that clips below, such as dapo",
+        ),
+        (["grpo.sapo_temperature_neg=2.0"], "grpo.loss_type=sapo"),
+        (["grpo.loss_type=sapo", "grpo.vespo_k_neg=2.0"], "grpo.loss_type=vespo"),
+        (["grpo.ref_model_sync_steps=9", "grpo.beta=0.1"], "grpo.sync_ref_model=true"),
+        (["grpo.kl_in_reward=true"], "a grpo.beta above 0"),
+        (["grpo.kl_horizon=9", "grpo.beta=0.1"], "grpo.kl_target"),
+        (
+            ["grpo.rollout_importance_sampling_threshold=5.0"],
+            "a grpo.rollout_importance_sampling_mode",
+        ),
+        (["grpo.rollout_importance_sampling_min=0.5"], "a grpo.rollout_importance_sampling_mode"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused_with_its_default(overrides, need):
+    told = re.fullmatch(
+        r"grpo.\w+ \S+ does nothing without (.*): set that, or (\S+)", refusal(*overrides)
+    )
+    assert need in told[1]
+    key = told[2].partition("=")[0]
+    load_config(DEMO, [o for o in overrides if not o.startswith(f"{key}=")] + [told[2]])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told", "legal"),
+    [
+        (
+            ["optimizer.min_lr=1e-6"],
+            "min_lr 1e-06 does nothing with optimizer.lr_decay_style constant",
+            "optimizer.lr_decay_style=cosine",
+        ),
+        (["eval.interval=5"], "eval.interval does nothing without eval.data", "eval.data={}"),
+        (["eval.num_generations=4"], "eval.num_generations does nothing", "eval.data={}"),
+    ],
+)
+def test_what_would_do_nothing_elsewhere_is_refused(overrides, told, legal):
+    assert told in refusal(*overrides)
+    load_config(DEMO, [*overrides, legal])
+
+
+def test_what_an_estimator_has_by_default_may_be_idle():
+    rloo = load_config(DEMO, ["grpo.advantage_estimator=rloo"])
+    assert (rloo.grpo.kl_in_reward, rloo.grpo.beta) == (True, 0.0)
+    load_config(DEMO, ["grpo.advantage_estimator=rloo", "grpo.kl_in_reward=false"])
+
+
 def test_config_cannot_be_changed():
     config = load_config(DEMO)
     with pytest.raises(ValidationError):

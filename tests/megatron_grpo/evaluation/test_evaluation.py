@@ -107,10 +107,10 @@ def test_weights_that_add_up_to_the_threshold_but_for_rounding_pass() -> None:
 
 
 def test_an_evaluation_is_due_before_the_first_step_and_after_the_last(tied_model: Path) -> None:
-    arguments = ["train.num_steps=5", "eval.interval=2"]
-    cfg = tiny_config(tied_model, ParallelDims(), *arguments, "eval.data={}")
+    arguments = ["train.num_steps=5", "eval.interval=2", "eval.data={}"]
+    cfg = tiny_config(tied_model, ParallelDims(), *arguments)
     assert [step for step in range(6) if is_due(cfg, step)] == [0, 2, 4, 5]
-    assert not is_due(tiny_config(tied_model, ParallelDims(), *arguments), 0)
+    assert not is_due(tiny_config(tied_model, ParallelDims(), "train.num_steps=5"), 0)
 
 
 def test_what_is_not_given_is_as_in_training(tied_model: Path) -> None:
