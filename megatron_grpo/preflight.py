@@ -2,14 +2,17 @@
 
 import importlib.util
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import httpx
 import yaml
 
 from checkpoint_convert import ModelShape, check_divisible, check_weights, read_shape
+from checkpoint_convert.companions import CHECKPOINT_FOLDER
 from checkpoint_convert.vllm import check_engine_dims
-from megatron_grpo.checkpoints.folders import latest_step
+from megatron_grpo.checkpoints.folders import latest_step, step_folder
 from megatron_grpo.config.config import Config, RolloutConfig
 from megatron_grpo.config.config_file import dump_config, load_config
 from megatron_grpo.experience.batching import BatchSchedule
@@ -20,7 +23,12 @@ from megatron_grpo.weights.worker_layouts import engine_dims
 HEALTH_TIMEOUT_SECONDS = 5.0
 
 # What a run may change when it is resumed: how long, how fast and where, but not what is learnt.
+# Model and data may have moved: others are told by `_check_same_model` and by the fingerprint of
+# the prompts, which is in the checkpoint.
 CHANGEABLE = (
+    "model.path",
+    "model.megatron.recompute_",
+    "data.path",
     "train.run_dir",
     "train.num_steps",
     "train.max_tokens_per_microbatch",
@@ -94,11 +102,14 @@ def check_same_run(cfg: Config) -> None:
 
     Lists every key that differs, apart from those that a resumed run may change.
     """
-    saved = cfg.train.run_dir / "config.yaml"
-    if latest_step(cfg.train.run_dir / "checkpoints") == 0:
+    saved, checkpoints = cfg.train.run_dir / "config.yaml", cfg.train.run_dir / "checkpoints"
+    if (step := latest_step(checkpoints)) == 0:
         return  # nothing has been learnt yet that another config could spoil
-    # Read as a config: keys that are newer than the run have their defaults, as they had in effect.
-    before = dict(_flatten(yaml.safe_load(dump_config(load_config(saved)))))
+    try:
+        # Read as a config: newer keys than the run have their defaults, as they had in effect.
+        before = dict(_flatten(yaml.safe_load(dump_config(load_config(saved)))))
+    except ValueError as error:
+        raise ValueError(f"{saved}: {error}") from None
     now = dict(_flatten(yaml.safe_load(dump_config(cfg))))
     differing = [
         f"{key}: {before.get(key, 'not there')} before, {now.get(key, 'not there')} now"
@@ -109,6 +120,26 @@ def check_same_run(cfg: Config) -> None:
         raise ValueError(
             f"train.run_dir {cfg.train.run_dir} holds a run of another config: choose another "
             "folder, or remove this one.\n  " + "\n  ".join(differing)
+        )
+    if before["model.path"] != now["model.path"]:
+        _check_same_model(step_folder(checkpoints, step) / CHECKPOINT_FOLDER, cfg.model.path)
+
+
+def _check_same_model(kept: Path, folder: Path) -> None:
+    """Raise ValueError when `folder` describes another model than `kept`, a checkpoint's copy.
+
+    Weights are not compared: those of a run come from its checkpoints, all but a reference's.
+    """
+    before, now = asdict(read_shape(kept)), asdict(read_shape(folder))
+    differing = [
+        f"{name}: {value} before, {now[name]} now"
+        for name, value in before.items()
+        if value != now[name]
+    ]
+    if differing:
+        raise ValueError(
+            f"model.path {folder} is another model than the run has trained, as {kept} says:\n  "
+            + "\n  ".join(differing)
         )
 
 
@@ -157,7 +188,7 @@ def _check_answers(url: str, token: str) -> None:
 
 def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in table.items():
-        if isinstance(value, Mapping) and value:
+        if isinstance(value, Mapping):
             yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

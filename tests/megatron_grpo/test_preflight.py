@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from shutil import copyfile
 
 import pytest
 import yaml
@@ -256,6 +257,9 @@ def started_run(run_dir, config):
     checkpoints = run_dir / "checkpoints"
     (checkpoints / "step_1").mkdir(parents=True)
     (checkpoints / "LATEST").write_text("step_1\n")
+    (checkpoints / "step_1" / "hf_config").mkdir()
+    for name in ("config.json", "generation_config.json"):
+        copyfile(config.model.path / name, checkpoints / "step_1" / "hf_config" / name)
     (run_dir / "config.yaml").write_text(dump_config(config))
 
 
@@ -279,6 +283,42 @@ def test_run_may_resume_longer_and_on_another_mesh(config, tmp_path):
     started_run(tmp_path / "run", config())
     longer = config("train.num_steps=9", "parallel.tensor_parallel_size=1", "wandb.project=x")
     preflight(longer, None)
+
+
+RECOMPUTE = (
+    "model.megatron.recompute_granularity=full",
+    "model.megatron.recompute_method=uniform",
+    "model.megatron.recompute_num_layers=1",
+)
+
+
+@pytest.mark.parametrize(("before", "now"), [((), RECOMPUTE), (RECOMPUTE, ())])
+def test_run_may_resume_with_more_or_less_recomputation(before, now, config, tmp_path):
+    started_run(tmp_path / "run", config(*before))
+    check_same_run(config(*now))
+    with pytest.raises(ValueError, match=r"layernorm_epsilon: not there before, 0.1 now"):
+        check_same_run(config(*now, "model.megatron.layernorm_epsilon=0.1"))
+
+
+def test_run_may_resume_where_model_and_data_have_moved(config, model, tmp_path):
+    started_run(tmp_path / "run", config())
+    moved = copy_of(model, tmp_path / "moved")
+    paths = f"model.path={moved}", f"data.path={tmp_path / 'rows.jsonl'}.moved"
+    check_same_run(config(*paths))
+    of_another = json.loads((moved / "config.json").read_text())
+    of_another["rope_parameters"]["rope_theta"] = 5e5
+    (moved / "config.json").write_text(json.dumps(of_another))
+    told = r"moved is another model .*step_1/hf_config says:\n.* 10000.0 before, 500000.0 now"
+    with pytest.raises(ValueError, match=told):
+        check_same_run(config(*paths))
+
+
+def test_what_is_wrong_in_the_config_of_the_run_itself_is_told_with_its_file(config, tmp_path):
+    started_run(tmp_path / "run", config())
+    saved = tmp_path / "run" / "config.yaml"
+    saved.write_text(saved.read_text().replace("kl_horizon: 10000", "kl_horizon: 9"))
+    with pytest.raises(ValueError, match=r"run/config.yaml: grpo.kl_horizon 9 does nothing"):
+        check_same_run(config())
 
 
 @pytest.mark.parametrize(
