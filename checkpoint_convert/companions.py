@@ -81,22 +81,36 @@ def main_dtype(shapes: Mapping[str, Shape], dtypes: Mapping[str, str]) -> str:
     return totals.most_common(1)[0][0]
 
 
-def copy_companions(source: Path, folder: Path, dtype: str) -> None:
-    """Copy what belongs to a model from one folder to another, with `dtype` in config.json.
+def companion_files(folder: Path) -> list[Path]:
+    """The files in `folder` that belong to its model besides the weights.
 
     Raises ValueError for a link out of the folder: what it points to need not be anybody's to read.
     """
-    for file in (*source.iterdir(), *(source / _TEMPLATES).glob("*.jinja")):
-        is_companion = _COMPANION.fullmatch(file.name) and not file.name.endswith(".index.json")
-        if is_companion and file.is_file():
-            _check_inside(source, file)
-            copy = folder / file.relative_to(source)
-            copy.parent.mkdir(exist_ok=True)
-            shutil.copyfile(file, copy)
+    files = [
+        file
+        for file in (*folder.iterdir(), *(folder / _TEMPLATES).glob("*.jinja"))
+        if _COMPANION.fullmatch(file.name)
+        and not file.name.endswith(".index.json")
+        and file.is_file()
+    ]
+    for file in files:
+        _check_inside(folder, file)
+    return files
+
+
+def copy_companions(source: Path, folder: Path, dtype: str) -> None:
+    """Copy what belongs to a model from one folder to another, with `dtype` in config.json.
+
+    Raises ValueError like `companion_files`.
+    """
+    for file in companion_files(source):
+        copy = folder / file.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copy)
     config = read_json(source / "config.json")
-    # The name of `dtype` before transformers 5, which reads both.
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    config[key] = TORCH_NAMES[dtype]
+    # The first is the name of the second before transformers 5, which reads both.
+    keys = [key for key in ("torch_dtype", "dtype") if key in config] or ["dtype"]
+    config |= dict.fromkeys(keys, TORCH_NAMES[dtype])
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -104,4 +118,6 @@ def _check_inside(folder: Path, file: Path) -> None:
     """The hub's cache keeps all files of a model in a folder `blobs`, two floors up."""
     target, home = file.resolve(), folder.resolve()
     if not (target.is_relative_to(home) or target.parent == home.parent.parent / "blobs"):
-        raise ValueError(f"{file} is a link to {target}, outside of {folder}: remove it")
+        raise ValueError(
+            f"{file} is a link to {target}, outside of {folder}: replace it by a copy of that file"
+        )

@@ -10,7 +10,7 @@ import httpx
 import yaml
 
 from checkpoint_convert import ModelShape, check_divisible, check_weights, read_shape
-from checkpoint_convert.companions import CHECKPOINT_FOLDER
+from checkpoint_convert.companions import CHECKPOINT_FOLDER, companion_files
 from checkpoint_convert.vllm import check_engine_dims
 from megatron_grpo.checkpoints.folders import latest_step, step_folder
 from megatron_grpo.config.config import Config, RolloutConfig
@@ -150,6 +150,7 @@ def _check_model(cfg: Config) -> ModelShape:
     shape = read_shape(folder)
     check_divisible(shape, cfg.dims)
     check_weights(folder, shape)
+    companion_files(folder)  # what every checkpoint and export copies
     return shape
 
 

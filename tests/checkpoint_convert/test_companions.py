@@ -62,9 +62,27 @@ def test_a_link_out_of_the_folder_is_refused_and_one_within_the_hubs_cache_is_no
     assert (out / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
     (tmp_path / "secret").write_text("token")
     (snapshot / "notes.txt").symlink_to(tmp_path / "secret")
-    with pytest.raises(ValueError, match=r"notes\.txt is a link to .*secret, outside of"):
-        copy_companions(snapshot, out, "BF16")
-    assert not (out / "notes.txt").exists()
+    told = r"notes\.txt is a link to .*secret, outside of .*: replace it by a copy of that file"
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(ValueError, match=told):
+        copy_companions(snapshot, empty, "BF16")
+    assert list(empty.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "written"),
+    [((), {"dtype"}), (("torch_dtype",), {"torch_dtype"}), (("torch_dtype", "dtype"),) * 2],
+)
+def test_the_dtype_is_told_by_every_key_that_had_it(model, tmp_path, keys, written):
+    source, out = shutil.copytree(model, tmp_path / "source"), tmp_path / "out"
+    config = json.loads((source / "config.json").read_text())
+    del config["dtype"]
+    (source / "config.json").write_text(json.dumps(config | dict.fromkeys(keys, "float32")))
+    out.mkdir()
+    copy_companions(source, out, "BF16")
+    copied = json.loads((out / "config.json").read_text())
+    assert copied == config | dict.fromkeys(written, "bfloat16")
 
 
 def test_a_config_under_which_the_same_sizes_mean_another_model_is_refused(

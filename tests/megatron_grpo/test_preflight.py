@@ -336,6 +336,15 @@ def test_an_environment_that_cannot_be_used_is_refused(config, tmp_path, overrid
     assert told in refusal(config(*(o.replace("MINE", mine) for o in overrides)))
 
 
+def test_a_model_with_a_file_that_no_checkpoint_could_copy_is_refused(config, model, tmp_path):
+    folder = copy_of(model, tmp_path / "model")
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").symlink_to(model / "tokenizer.json")
+    message = refusal(config(f"model.path={folder}"))
+    assert f"{folder / 'tokenizer.json'} is a link to {model / 'tokenizer.json'}" in message
+    assert "replace it by a copy" in message
+
+
 def test_a_chat_template_that_cannot_be_continued_is_refused(config, model, tmp_path):
     folder = copy_of(model, tmp_path / "model")
     template = folder / "chat_template.jinja"
