@@ -13,8 +13,8 @@ from tempfile import TemporaryDirectory
 from checkpoint_convert.formats.gguf_file import find_gguf
 from checkpoint_convert.formats.safetensors_file import TORCH_NAMES
 from checkpoint_convert.formats.torch_dist import is_torch_dist
-from checkpoint_convert.hf_config import read_json, read_shape
-from checkpoint_convert.shape import differing_fields
+from checkpoint_convert.hf_config import check_folder, read_json, read_shape
+from checkpoint_convert.shape import ModelShape, differing_fields
 from parallel import Shape
 
 # Folder of the companions inside a Megatron checkpoint.
@@ -36,16 +36,12 @@ def model_config(path: Path, hf_config: Path | None = None) -> Iterator[Path]:
     `hf_config` if given; else what a Megatron checkpoint carries along, the Hugging Face folder
     itself, or what a GGUF file says, in a folder that is removed afterwards.
     """
-    if any((path / name).is_file() for name in _POINTERS):
-        folders = sorted(folder for folder in path.iterdir() if folder.is_dir())
-        found = [folder.name for folder in folders if is_torch_dist(folder)]
-        raise ValueError(f"{path} holds checkpoints, give the path of one: {found}")
     if hf_config is not None:
-        for own in (path / CHECKPOINT_FOLDER, path):
-            if (own / "config.json").is_file():
-                _check_same_model(own, hf_config)
+        _check_same_model(path, hf_config)
         yield hf_config
-    elif is_torch_dist(path):
+        return
+    _check_is_one(path)
+    if is_torch_dist(path):
         if not (path / CHECKPOINT_FOLDER).is_dir():
             raise ValueError(
                 f"{path} does not say which model it is: give --hf-config, a folder with the "
@@ -63,12 +59,35 @@ def model_config(path: Path, hf_config: Path | None = None) -> Iterator[Path]:
         yield path
 
 
-def _check_same_model(own: Path, given: Path) -> None:
+def own_shape(path: Path) -> ModelShape | None:
+    """Which model the weights at `path` themselves say that they are; None where they do not."""
+    _check_is_one(path)
+    gguf = find_gguf(path)
+    if gguf is not None:  # whatever config.json lies beside it
+        from checkpoint_convert.formats.gguf_config import gguf_shape  # noqa: PLC0415 - see above
+
+        return gguf_shape(gguf)
+    config = path / CHECKPOINT_FOLDER
+    if not is_torch_dist(path):
+        check_folder(path)
+        config = path
+    return read_shape(config) if (config / "config.json").is_file() else None
+
+
+def _check_is_one(path: Path) -> None:
+    if any((path / name).is_file() for name in _POINTERS):
+        folders = sorted(folder for folder in path.iterdir() if folder.is_dir())
+        found = [folder.name for folder in folders if is_torch_dist(folder)]
+        raise ValueError(f"{path} holds checkpoints, give the path of one: {found}")
+
+
+def _check_same_model(path: Path, given: Path) -> None:
     """A config of another model can fit the sizes of all tensors, and scramble them."""
-    differing = differing_fields(read_shape(own), read_shape(given))
+    own = own_shape(path)
+    differing = differing_fields(own, read_shape(given)) if own is not None else []
     if differing:
         raise ValueError(
-            f"{given} describes another model than {own}; leave --hf-config out, or mend it:"
+            f"{given} describes another model than {path}; leave --hf-config out, or mend it:"
             "\n  " + "\n  ".join(differing)
         )
 

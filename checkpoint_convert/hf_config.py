@@ -46,7 +46,11 @@ def read_shape(folder: str | Path) -> ModelShape:
     for any key whose value would change the model's numbers and is not carried over.
     """
     path = Path(folder) / "config.json"
-    config = read_json(path)
+    return shape_of(path, read_json(path))
+
+
+def shape_of(path: Path, config: Mapping[str, Any]) -> ModelShape:
+    """`read_shape` of the values `config`, wherever they come from; `path` is what errors name."""
     family = _family(path, config)
     values = {**family.defaults, **config}
     if family.experts is not None:  # transformers reads both names, and writes the second

@@ -15,6 +15,8 @@ from checkpoint_convert.formats.gguf_file import ROPE_FACTORS, rope_factors
 from checkpoint_convert.formats.gguf_header import GgufHeader
 from checkpoint_convert.formats.gguf_tokenizer import write_tokenizer
 from checkpoint_convert.formats.safetensors_file import TORCH_NAMES
+from checkpoint_convert.hf_config import shape_of
+from checkpoint_convert.shape import ModelShape
 
 _CLASSES = {
     "llama": "LlamaForCausalLM",
@@ -85,6 +87,14 @@ def write_hf_config(gguf: Path, folder: Path) -> None:
     write_tokenizer(header, folder)
 
 
+def gguf_shape(gguf: Path) -> ModelShape:
+    """Shape of the model by the metadata of a GGUF file, but for its end tokens.
+
+    Of a file whose tokenizer is not known, too. Raises ValueError like `write_hf_config`.
+    """
+    return shape_of(gguf, _config(GgufHeader(gguf)))
+
+
 def _config(header: GgufHeader) -> dict[str, Any]:
     values = {key: _shortest(value) for key, value in header.of_architecture().items()}
     model_type = {
@@ -151,7 +161,7 @@ def _rope_parameters(header: GgufHeader, values: dict[str, Any]) -> dict[str, An
     if ROPE_FACTORS in header.tensors:  # `GgufTensors` checks every one against this
         return rope | {
             "rope_type": "llama3",
-            "factor": float(rope_factors(header).max()),
+            "factor": _shortest(float(rope_factors(header).max())),
             "low_freq_factor": 1.0,
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,

@@ -173,16 +173,20 @@ def _can_be_read(stored: GgufTensor) -> bool:
 
 
 def _rope_faults(header: GgufHeader, shape: ModelShape) -> Iterator[str]:
-    """llama.cpp takes a scaled RoPE from a tensor, we from the config: they must agree."""
-    if ROPE_FACTORS not in header.tensors:
-        return
-    factors = rope_factors(header)
-    scaling = shape.rope_scaling or {"factor": 1.0}
-    wanted = llama3_rope_factors(scaling["factor"], shape.rope_theta, shape.head_dim)
+    """llama.cpp takes Llama 3's scaling of RoPE from a tensor, we from the config: they must agree.
+
+    A file without the tensor, from before llama.cpp knew that scaling, computes another model.
+    """
+    scaling = shape.rope_scaling or {}
+    factor = scaling["factor"] if scaling.get("rope_type") == "llama3" else 1.0
+    wanted = llama3_rope_factors(factor, shape.rope_theta, shape.head_dim)
+    has_factors = ROPE_FACTORS in header.tensors
+    factors = rope_factors(header) if has_factors else np.ones(shape.head_dim // 2)
     if factors.shape != wanted.shape or not np.allclose(factors, wanted, rtol=1e-4):
+        found = f"scales RoPE by up to {factors.max():g}" if has_factors else "is missing"
         yield (
-            f"{ROPE_FACTORS} scales RoPE by up to {factors.max():g}, and not as the config says: "
-            f"{shape.rope_scaling or 'not at all'}"
+            f"{ROPE_FACTORS} {found}, the config asks for "
+            f"{shape.rope_scaling or 'no scaling of RoPE'}"
         )
 
 

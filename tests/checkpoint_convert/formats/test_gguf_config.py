@@ -6,8 +6,9 @@ import json
 import pytest
 
 from checkpoint_convert import read_shape
-from checkpoint_convert.formats.gguf_config import write_hf_config
+from checkpoint_convert.formats.gguf_config import gguf_shape, write_hf_config
 from checkpoint_convert.formats.gguf_file import GgufTensors, llama3_rope_factors
+from checkpoint_convert.shape import differing_fields
 from gguf_models import ARCHITECTURES, F16, F32, Q8_0, write_gguf
 from models import tiny_model
 
@@ -38,6 +39,7 @@ def test_the_shape_of_every_family_comes_back(family, tied, tmp_path):
     if family == "mistral":  # which a file does not tell from Llama, and which computes the same
         wanted = dataclasses.replace(wanted, family="llama")
     assert read_shape(folder) == wanted
+    assert not differing_fields(gguf_shape(gguf), wanted)
     GgufTensors(gguf, read_shape(folder))
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"][0].endswith("ForCausalLM")

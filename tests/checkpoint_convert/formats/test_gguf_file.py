@@ -201,8 +201,14 @@ def test_the_scaled_rope_of_llama_3_must_be_that_of_the_config(models, tmp_path)
     path = write_gguf(tmp_path / "model.gguf", scaled, edit=edit)
     assert open_gguf(path, scaled).shapes == hf_tensors(read_shape(scaled))
     message = refusal(path, models["llama"])
-    assert "rope_freqs.weight scales RoPE by up to 8" in message
-    assert "not at all" in message
+    assert "rope_freqs.weight scales RoPE by up to 8, the config asks for no scaling" in message
+    linear = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 8.0}
+    linear = tiny_model(tmp_path / "linear", "llama", rope_parameters=linear)
+    assert "by up to 8, the config asks for {'factor': 8.0" in refusal(path, linear)
+    plain = write_gguf(tmp_path / "plain.gguf", scaled)
+    message = refusal(plain, scaled)
+    assert "rope_freqs.weight is missing, the config asks for {'factor': 8.0" in message
+    assert open_gguf(plain, linear).shapes == hf_tensors(read_shape(linear))
 
 
 def test_the_factors_are_by_what_transformers_divides_the_frequencies_of_llama_3():
