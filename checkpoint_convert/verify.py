@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from checkpoint_convert.assembly import Assembly
-from checkpoint_convert.companions import CHECKPOINT_FOLDER, model_config
+from checkpoint_convert.companions import own_shape
 from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TORCH_NAMES
-from checkpoint_convert.formats.torch_dist import is_torch_dist
 from checkpoint_convert.formats.values import WORDS, Words, floats
 from checkpoint_convert.hf_config import read_shape
 from checkpoint_convert.megatron import hf_tensors
@@ -70,9 +69,9 @@ def verify_weights(
     """In what the models `a` and `b`, in any of the formats of `open_weights`, differ.
 
     Without `tolerance` tensors are the same if their bytes are, dtype included; with it, if no
-    element differs by more. Each side is read as its own config.json says, or as `hf_config`, or
-    as the other's. Raises ValueError when a side is no complete set of weights, or when the models
-    have other tensors.
+    element differs by more. Each side is read as its own config says; one without, as `hf_config`
+    does, or the other side's. Raises ValueError when a side is no complete set of weights, or when
+    the models have other tensors.
     """
     with ExitStack() as stack:
         sides = _open_both(stack, a, b, hf_config)
@@ -151,23 +150,16 @@ def _open_both(
     stack: ExitStack, a: Path, b: Path, hf_config: Path | None
 ) -> tuple[Weights, Weights]:
     """Open both sides; the models of two configs must have the same tensors."""
-    configs = {
-        path: stack.enter_context(model_config(path))
-        for path in (a, b)
-        if hf_config is None and not _is_nameless(path)
-    }
-    if hf_config is None and not configs:
+    named = [own_shape(path) for path in (a, b)]
+    given = read_shape(hf_config) if hf_config else next(filter(None, named), None)
+    if given is None:
         raise ValueError(f"neither {a} nor {b} says which model it is: give --hf-config")
-    weights = []
-    for path in (a, b):
-        config = hf_config or configs.get(path) or next(iter(configs.values()))
-        weights.append(stack.enter_context(closing(open_weights(path, read_shape(config)))))
-    first, second = (side.shape for side in weights)
+    first, second = shapes = [own or given for own in named]
     if hf_tensors(first) != hf_tensors(second):
         differing = [f"family: {first.family}, {second.family}", *differing_fields(first, second)]
         raise ValueError(f"{a} and {b} are different models:\n  " + "\n  ".join(differing))
-    return weights[0], weights[1]
-
-
-def _is_nameless(path: Path) -> bool:
-    return is_torch_dist(path) and not (path / CHECKPOINT_FOLDER).is_dir()
+    opened = [
+        stack.enter_context(closing(open_weights(path, shape)))
+        for path, shape in zip((a, b), shapes, strict=True)
+    ]
+    return opened[0], opened[1]

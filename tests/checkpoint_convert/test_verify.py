@@ -1,5 +1,6 @@
 """Are two models the same? Byte by byte or within a tolerance, whatever their formats."""
 
+import json
 import math
 import shutil
 
@@ -123,6 +124,19 @@ def test_two_nameless_checkpoints_need_a_config(model, nameless):
     with pytest.raises(ValueError, match=r"neither .* says which model it is: give --hf-config"):
         verify_weights(nameless, nameless)
     assert told(nameless, nameless, hf_config=model) == []
+
+
+def test_a_config_given_for_a_nameless_side_is_not_that_of_the_other(model, nameless, tmp_path):
+    longer = tmp_path / "longer"
+    shutil.copytree(model, longer)
+    config = json.loads((longer / "config.json").read_text())
+    config["rope_parameters"]["rope_theta"] = 500_000.0
+    (longer / "config.json").write_text(json.dumps(config))
+    differing = ["config: rope_theta: 10000.0, 500000.0"]
+    assert told(model, longer) == told(model, longer, hf_config=model) == differing
+    assert told(nameless, longer, hf_config=model) == differing
+    (longer / "config.json").unlink()
+    assert told(nameless, longer, hf_config=model) == told(model, longer) == []
 
 
 def test_different_models_are_told_by_their_sizes(model, tmp_path):
