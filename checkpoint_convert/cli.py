@@ -5,6 +5,7 @@ import re
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -44,6 +45,7 @@ app = typer.Typer(
 )
 
 DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+WORKER_LOST, CRASHED = 3, 4  # exit codes
 NUM_WORKERS = min(8, os.cpu_count() or 1)
 
 Dtype = Annotated[
@@ -142,7 +144,8 @@ def verify(
     """Compare two sets of weights tensor by tensor and name those that differ.
 
     Fields of the two configs by which the same weights would compute something else count, too.
-    The exit code is 0 when they are the same, 1 when they differ, and another when it cannot say.
+    The exit code is 0 when they are the same, 1 when they differ, and another when it cannot say: 2
+    for a mistake in what is given, 3 when a worker was killed, 4 for a fault of this program.
     """
     with _progress("verify") as progress:
         differences = verify_weights(
@@ -227,10 +230,11 @@ def _stop(signum: int, frame: object) -> None:
 
 
 def main() -> None:
-    """Entry point: what a user can mend is one message on stderr and exit code 2."""
-    # Else numpy starts threads for products of matrices, of which there are none here, and no
-    # thread must be alive while worker processes are forked.
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    """Entry point: what a user can mend is one message on stderr and exit code 2.
+
+    A fault of ours has its stack and an exit code of its own: that of Python, 1, says that what is
+    verified differs.
+    """
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
             signal.signal(number, _stop)
@@ -242,10 +246,13 @@ def main() -> None:
         sys.exit(128 + number)
     except BrokenProcessPool:
         print("checkpoint-convert: a worker process was killed: out of memory?", file=sys.stderr)
-        sys.exit(3)
+        sys.exit(WORKER_LOST)
     except (ValueError, OSError) as error:
         print(f"checkpoint-convert: {error}", file=sys.stderr)
         sys.exit(2)
+    except Exception:
+        traceback.print_exc()
+        sys.exit(CRASHED)
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} does not exist: a Hugging Face model folder is wanted")
     try:
         value = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # arrays can be nested without end
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds {type(value).__name__}, not an object")

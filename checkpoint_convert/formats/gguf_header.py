@@ -74,13 +74,13 @@ class GgufHeader:
             # Arrays of arrays can be nested as deeply as the file is long.
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path} is not a GGUF file, or was truncated: {error}") from error
-        if self.get("split.count", 1) > 1:
+        if self.get("split.count", 1) not in (0, 1):
             raise ValueError(
                 f"{path} is one of {self.get('split.count')} files of a model: merge them with "
                 "llama.cpp's llama-gguf-split --merge"
             )
         self.architecture = self.get("general.architecture")
-        if self.architecture not in ARCHITECTURES:
+        if self.architecture not in list(ARCHITECTURES):  # in a list, as an array has no hash
             raise ValueError(
                 f"{path} is of architecture {self.architecture!r}, which is not supported; "
                 f"supported: {sorted(ARCHITECTURES)}"

@@ -113,7 +113,12 @@ def test_help_shows_a_whole_round_trip_and_every_command():
         ),
         (
             "verify",
-            ["1 when they differ", "Largest absolute difference", "by default bytes"],
+            [
+                "1 when they differ",
+                "4 for a fault of this program",
+                "Largest absolute difference",
+                "by default bytes",
+            ],
         ),
         ("inspect", ["from headers alone", "cannot be split", "--vpp"]),
     ],
@@ -152,6 +157,24 @@ def test_sizes_are_read_as_people_write_them(size, num_bytes):
 def test_nonsense_is_no_size(size):
     with pytest.raises(ValueError, match="is no size: write it like 5GB or 500MB"):
         _num_bytes(size)
+
+
+FAULTY = """
+import sys
+
+from checkpoint_convert import cli
+
+cli.verify_weights = lambda *arguments, **options: [][0]
+sys.argv = ["checkpoint-convert", "verify", "a", "b"]
+cli.main()
+"""
+
+
+def test_a_fault_of_the_program_does_not_look_like_a_difference():
+    failed = subprocess.run([sys.executable, "-c", FAULTY], capture_output=True, text=True)
+    assert failed.returncode == 4
+    assert "Traceback" in failed.stderr
+    assert failed.stderr.endswith("IndexError: list index out of range\n")
 
 
 WITHOUT_TORCH = """

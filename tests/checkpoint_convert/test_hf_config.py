@@ -550,7 +550,14 @@ def test_a_key_may_say_in_any_way_that_nothing_is_used(tmp_path, value):
     read_shape(folder_with(tmp_path, QWEN3_MOE | unused))
 
 
-@pytest.mark.parametrize(("text", "words"), [("{", "not valid JSON"), ("[1]", "holds list")])
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "not valid JSON"),
+        pytest.param("[" * 100_000, "not valid JSON", id="nested without end"),
+        ("[1]", "holds list"),
+    ],
+)
 def test_a_broken_config_is_named(tmp_path, text, words):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=words):

@@ -128,6 +128,16 @@ def test_what_no_gguf_file_says_is_named(tmp_path):
     assert "a row of 33 values is not whole blocks of 32" in refusal(path)
 
 
+@pytest.mark.parametrize("value", [(ARRAY, array(STRING, 1, text("llama"))), (U8, b"1")])
+def test_an_architecture_and_a_count_of_files_may_be_anything(tmp_path, value):
+    path = one_value(tmp_path / "model.gguf", *value, key="general.architecture")
+    with pytest.raises(ValueError, match=f"^{re.escape(str(path))} is of architecture .* not supp"):
+        GgufHeader(path)
+    path = one_value(tmp_path / "model.gguf", STRING, text("two"), key="split.count")
+    with pytest.raises(ValueError, match=f"^{re.escape(str(path))} is one of two files"):
+        GgufHeader(path)
+
+
 def test_a_big_endian_file_is_refused(tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama", endianess=gguf.GGUFEndian.BIG)
     writer.write_header_to_file()
