@@ -147,6 +147,12 @@ def _check_model(cfg: Config) -> ModelShape:
     folder = cfg.model.path
     if not folder.is_dir():
         raise ValueError(f"model.path {folder} is not a folder: give a downloaded model")
+    exported = cfg.train.run_dir / "hf"
+    if folder.resolve().is_relative_to(exported.resolve()):
+        raise ValueError(
+            f"model.path {folder} would be replaced by what the run exports to {exported}: choose "
+            "another train.run_dir"
+        )
     shape = read_shape(folder)
     check_divisible(shape, cfg.dims)
     check_weights(folder, shape)

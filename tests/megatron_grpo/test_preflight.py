@@ -345,6 +345,17 @@ def test_a_model_with_a_file_that_no_checkpoint_could_copy_is_refused(config, mo
     assert "replace it by a copy" in message
 
 
+def test_a_model_that_the_runs_export_would_replace_is_refused(config, model, tmp_path):
+    (tmp_path / "run").mkdir()
+    folder = copy_of(model, tmp_path / "run" / "hf")
+    linked = tmp_path / "linked"
+    linked.symlink_to(folder)
+    for path in (folder, linked):
+        message = refusal(config(f"model.path={path}"))
+        assert f"model.path {path} would be replaced by what the run exports to" in message
+    preflight(config(f"model.path={linked}", f"train.run_dir={tmp_path / 'another'}"), None)
+
+
 def test_a_chat_template_that_cannot_be_continued_is_refused(config, model, tmp_path):
     folder = copy_of(model, tmp_path / "model")
     template = folder / "chat_template.jinja"
