@@ -1,8 +1,7 @@
 """Weights from the ranks into a Hugging Face folder, without gathering them anywhere.
 
 One process lays out files of the final size; then every rank writes the boxes that it owns at
-their offsets. The files can be written again and again, which is how new weights are handed to an
-engine through shared memory.
+their offsets, and one gives the folder its name.
 """
 
 import os
@@ -15,11 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint_convert.formats.hf_folder import INDEX_FILE, locate_tensors
+from checkpoint_convert.formats.hf_folder import locate_tensors
 from checkpoint_convert.formats.tensor_io import errors_named, write_box
 from checkpoint_convert.formats.torch_words import DTYPE_NAMES, DTYPES, words_of
 from checkpoint_convert.hf_writer import MAX_SHARD_BYTES, create_folder
 from checkpoint_convert.megatron import hf_tensors
+from checkpoint_convert.new_folder import sync, sync_tree
 from checkpoint_convert.shape import ModelShape
 from parallel import Copy, Layout, intersect
 from parallel.views import as_whole
@@ -38,17 +38,13 @@ def create_export(
     """Make a Hugging Face folder whose weights are zeros of `dtype`; one process calls this.
 
     Everything but the weights is copied from `source_folder`, with the dtype in config.json
-    adjusted. A weight file exceeds `max_shard_bytes` only when one tensor does. Weights already in
-    `folder` are removed. Raises ValueError when the disk is too full or both folders are the same.
+    adjusted. `folder` is empty, or not there yet. A weight file exceeds `max_shard_bytes` only when
+    one tensor does. Raises ValueError when the disk is too full.
     """
-    folder, source_folder = Path(folder), Path(source_folder)
-    if folder.resolve() == source_folder.resolve():
-        raise ValueError(f"cannot export to {folder}, the folder that the model comes from")
+    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    for old in [*folder.glob("*.safetensors"), *folder.glob(INDEX_FILE)]:
-        old.unlink()
     dtypes = dict.fromkeys(hf_tensors(shape), DTYPE_NAMES[dtype])
-    create_folder(folder, source_folder, shape, dtypes, max_shard_bytes)
+    create_folder(folder, Path(source_folder), shape, dtypes, max_shard_bytes)
 
 
 def shard_bytes_for(num_writers: int, shape: ModelShape, dtype: torch.dtype) -> int:
@@ -93,14 +89,17 @@ def write_weights(
 def finish_export(partial: str | Path, folder: str | Path) -> None:
     """Give a fully written export its final name; one process calls this, after all have written.
 
-    An earlier export of that name is replaced. Both must be on one file system.
+    An earlier export of that name is replaced when the new one is on the disk. Both must be on one
+    file system.
     """
     partial, folder = Path(partial), Path(folder)
     replaced = folder.with_name(folder.name + ".replaced")
     if replaced.exists():  # left by a run that died in here
         shutil.rmtree(replaced)
+    sync_tree(partial)
     if folder.exists():
         folder.rename(replaced)
     partial.rename(folder)
+    sync(folder.parent)
     if replaced.exists():
         shutil.rmtree(replaced)

@@ -31,10 +31,9 @@ def new_folder(out: Path, num_bytes: int) -> Iterator[Path]:
     try:
         with errors_named(partial):
             yield partial
-            for path in (*partial.rglob("*"), partial):
-                _sync(path)
+        sync_tree(partial)
         partial.rename(out)
-        _sync(out.parent)
+        sync(out.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -47,7 +46,13 @@ def check_space(folder: Path, num_bytes: int) -> None:
         raise ValueError(f"{folder} has {free:,} bytes free, the weights take {num_bytes:,}")
 
 
-def _sync(path: Path) -> None:
+def sync_tree(folder: Path) -> None:
+    """See all files below `folder`, and their names, on the disk."""
+    for path in (*folder.rglob("*"), folder):
+        sync(path)
+
+
+def sync(path: Path) -> None:
     """See a file, or the names in a folder, on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -10,6 +10,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from checkpoint_convert.new_folder import sync, sync_tree
+
 POINTER = "LATEST"
 PARTIAL = ".partial"
 REPLACED = ".replaced"
@@ -96,21 +98,6 @@ def remove(checkpoint: Path) -> None:
     name = tempfile.mkdtemp(PARTIAL, f"{checkpoint.name}.", checkpoint.parent)
     leftover = checkpoint.rename(name)  # in place of the empty folder
     shutil.rmtree(leftover, ignore_errors=True)
-
-
-def sync_tree(folder: Path) -> None:
-    """See all files below `folder`, and their names, on the disk."""
-    for path in (*folder.rglob("*"), folder):
-        sync(path)
-
-
-def sync(path: Path) -> None:
-    """See a file, or the names in a folder, on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _drop_others(folder: Path, step: int, keep: int) -> None:

@@ -220,19 +220,6 @@ def test_only_companions_of_the_weights_are_copied(llama, tmp_path):
     }
 
 
-def test_an_export_replaces_the_weights_that_were_there_in_more_files(llama, tmp_path):
-    shape = read_shape(llama)
-    create_export(tmp_path, llama, shape, torch.float32, max_shard_bytes=10_000)
-    create_export(tmp_path, llama, shape, torch.float32)
-    assert [file.name for file in tmp_path.glob("*.safetensors*")] == ["model.safetensors"]
-
-
-def test_the_model_is_never_exported_over_itself(llama):
-    with pytest.raises(ValueError, match="the folder that the model comes from"):
-        create_export(llama / ".." / llama.name, llama, read_shape(llama), torch.float32)
-    check_weights(llama, read_shape(llama))
-
-
 def test_a_disk_too_full_is_told_before_anything_is_written(llama, tmp_path):
     huge = replace(read_shape(llama), vocab_size=10**13)
     with pytest.raises(ValueError, match="bytes free, the weights take 2,560,000,000,"):
@@ -252,6 +239,20 @@ def test_a_finished_export_takes_the_place_of_an_earlier_one(llama, tmp_path):
         assert [path.name for path in tmp_path.iterdir()] == ["hf"]
         assert (final / "note.txt").read_text() == note
         assert_same(load_file(final / "model.safetensors"), load_file(llama / "model.safetensors"))
+
+
+def test_an_export_has_its_name_only_when_all_of_it_is_on_the_disk(llama, tmp_path, monkeypatch):
+    partial, final, calls = tmp_path / "hf.partial", tmp_path / "hf", []
+    create_export(partial, llama, read_shape(llama), torch.float32, max_shard_bytes=150_000)
+    files, rename = set(partial.iterdir()), Path.rename
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: calls.append(Path(f"/proc/self/fd/{fd}").readlink())
+    )
+    monkeypatch.setattr(Path, "rename", lambda *names: calls.append(names) or rename(*names))
+    finish_export(partial, final)
+    *synced, renamed, parent = calls
+    assert {*files, partial} == set(synced)
+    assert (renamed, parent) == ((partial, final), tmp_path)
 
 
 def test_config_of_an_export_names_its_dtype_once_by_the_key_that_it_had(llama, tmp_path):
