@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from checkpoint_convert.formats.gguf_file import find_gguf
+from checkpoint_convert.formats.hf_folder import ADAPTER_FILE
 from checkpoint_convert.formats.safetensors_file import TORCH_NAMES
 from checkpoint_convert.formats.torch_dist import is_torch_dist
 from checkpoint_convert.hf_config import check_folder, read_json, read_shape
@@ -109,7 +110,7 @@ def companion_files(folder: Path) -> list[Path]:
         file
         for file in (*folder.iterdir(), *(folder / _TEMPLATES).glob("*.jinja"))
         if _COMPANION.fullmatch(file.name)
-        and not file.name.endswith(".index.json")
+        and not file.name.endswith((".index.json", ADAPTER_FILE))
         and file.is_file()
     ]
     for file in files:

@@ -1,6 +1,6 @@
 """The weight files of a Hugging Face folder: finding and checking tensors from headers alone."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TensorPlace, read_header
@@ -13,9 +13,11 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 BIN_FILE = "pytorch_model.bin"
 BIN_INDEX_FILE = "pytorch_model.bin.index.json"
+ADAPTER_FILE = "adapter_config.json"
 _MAX_NAME_BYTES = 255  # Linux's limit
 # Buffers that old checkpoints saved; they follow from config.json.
 _RECOMPUTED = ".rotary_emb.inv_freq"
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def locate_tensors(folder: str | Path) -> dict[str, TensorPlace]:
@@ -73,15 +75,19 @@ def check_weights(folder: str | Path, shape: ModelShape) -> dict[str, TensorPlac
     """Places of exactly the tensors that `shape` asks for; reads headers, not weights.
 
     Raises ValueError that lists every tensor that is missing, unexpected, or of another shape or
-    a dtype that is not supported.
+    a dtype that is not supported, and for a folder with an adapter, which changes the weights.
     """
+    if (Path(folder) / ADAPTER_FILE).is_file():
+        raise ValueError(
+            f"{folder} has a LoRA adapter, which would be left out: merge it into the weights "
+            f"(merge_and_unload), or remove {ADAPTER_FILE}"
+        )
     wanted = hf_tensors(shape)
     places = locate_tensors(folder)
     faults = [f"{name} {list(wanted[name])} is missing" for name in wanted if name not in places]
     for name, place in places.items():
         if name not in wanted:
-            if not (name.endswith(_RECOMPUTED) or _is_tied_head(name, places, shape)):
-                faults.append(f"{name} {list(place.shape)} is not part of the model")
+            faults += _faults_of_extra(name, places, shape)
         elif place.shape != wanted[name]:
             faults.append(
                 f"{name} has shape {list(place.shape)}, config.json asks for {list(wanted[name])}"
@@ -95,15 +101,24 @@ def check_weights(folder: str | Path, shape: ModelShape) -> dict[str, TensorPlac
     return {name: places[name] for name in wanted}
 
 
-def _is_tied_head(name: str, places: dict[str, TensorPlace], shape: ModelShape) -> bool:
-    """Whether `name` is a head saved beside the embedding that it is tied to, byte for byte.
+def _faults_of_extra(name: str, places: dict[str, TensorPlace], shape: ModelShape) -> Iterator[str]:
+    """What is wrong with a tensor that is not wanted.
 
-    transformers unties a model whose two tables differ, so then the head is no mere copy.
+    Nothing with a head saved beside the embedding that it is tied to, byte for byte. transformers
+    unties a model whose two tables differ, so then the head is no mere copy; and vLLM unties one
+    that has the head alone, whose embedding it then does not find.
     """
-    table = places.get("model.embed_tokens.weight")
-    if name != "lm_head.weight" or not shape.tie_word_embeddings or table is None:
-        return False
-    return _same_bytes(places[name], table)
+    if name == _HEAD and shape.tie_word_embeddings:
+        table = places.get(_EMBEDDING)
+        if table is None:
+            yield f"{_HEAD} stands for the embedding that it is tied to: save it as {_EMBEDDING}"
+        elif not _same_bytes(places[name], table):
+            yield (
+                f"{_HEAD} differs from the embedding that config.json ties it to: set "
+                "tie_word_embeddings to false"
+            )
+    elif not name.endswith(_RECOMPUTED):
+        yield f"{name} {list(places[name].shape)} is not part of the model"
 
 
 def _same_bytes(a: TensorPlace, b: TensorPlace, chunk: int = 1 << 24) -> bool:

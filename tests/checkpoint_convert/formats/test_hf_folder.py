@@ -122,7 +122,17 @@ def test_a_tied_head_saved_as_well_is_accepted_only_when_it_equals_the_embedding
     edit_weights(model, save_head)
     assert "lm_head.weight" not in check_weights(model, read_shape(model))
     edit_weights(model, lambda weights: weights["lm_head.weight"][249, 63].add_(1.0))
-    assert "lm_head.weight [250, 64] is not part of the model" in refusal(model)
+    told = "lm_head.weight differs from the embedding that config.json ties it to: set tie_word_emb"
+    assert told in refusal(model)
+    edit_weights(model, lambda weights: weights.pop("model.embed_tokens.weight"))
+    message = refusal(model)
+    assert "model.embed_tokens.weight [250, 64] is missing" in message
+    assert "lm_head.weight stands for the embedding that it is tied to: save it as" in message
+
+
+def test_weights_that_an_adapter_would_change_are_refused(model):
+    (model / "adapter_config.json").write_text("{}")
+    assert f"{model} has a LoRA adapter, which would be left out: merge it" in refusal(model)
 
 
 def test_rotary_buffers_of_old_checkpoints_are_passed_over(model):
