@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated
@@ -184,8 +185,9 @@ def plan(
         list[str] | None, typer.Argument(help="key.sub=value pairs, as for train")
     ] = None,
     gpu: Annotated[
-        str, typer.Option("--gpu", help="Kind of the GPUs: a100, h100, h200, b200.")
-    ] = "h100",
+        str | None,
+        typer.Option("--gpu", help="Kind of the GPUs: a100, h100 (the default), h200, b200."),
+    ] = None,
     gpus: Annotated[
         int | None, typer.Option("--gpus", help="Number of GPUs; default: the least whole nodes.")
     ] = None,
@@ -216,10 +218,20 @@ def plan(
     work or does not fit, with what would.
 
     With --instantiate, Megatron-Core's own modules are compared with the plan; the exit code is 1
-    where they differ.
+    where they differ. It and --reshard take no other options.
 
     Example: megatron-grpo plan configs/grpo_70b.yaml --suggest --gpus 64 --gpu h100
     """
+    options = {
+        "--instantiate": instantiate,
+        "--reshard": reshard,
+        "--suggest": suggest,
+        "--json": as_json,
+        "--gpu": gpu,
+        "--gpus": gpus,
+        "--lengths": lengths,
+    }
+    _check_alone([option for option, value in options.items() if value])
     cfg = load_config(config, overrides or [])
     if instantiate:
         _instantiate(cfg)
@@ -231,7 +243,18 @@ def plan(
         from megatron_grpo.planning.command import print_plan, print_suggestions
 
         show = print_suggestions if suggest else print_plan
-        show(cfg, gpu=gpu, num_gpus=gpus, lengths_file=lengths, as_json=as_json)
+        show(cfg, gpu=gpu or "h100", num_gpus=gpus, lengths_file=lengths, as_json=as_json)
+
+
+def _check_alone(given: Sequence[str]) -> None:
+    """Raise BadParameter for options of `plan` that another of them would leave without effect."""
+    for alone in ("--instantiate", "--reshard"):
+        others = [option for option in given if option != alone]
+        if alone in given and others:
+            raise typer.BadParameter(
+                f"{alone} has a table of its own, without {', '.join(others)}: leave out one or "
+                "the other"
+            )
 
 
 def _instantiate(cfg: Config) -> None:

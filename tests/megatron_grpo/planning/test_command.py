@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+import typer
 
 from checkpoint_convert import read_shape
+from megatron_grpo.cli import app
 from megatron_grpo.config.config_file import load_config
 from megatron_grpo.planning.card import CARDS
 from megatron_grpo.planning.command import print_plan, print_suggestions
@@ -114,3 +116,17 @@ def test_suggestions_can_be_pasted(cfg, capsys):
 def test_where_nothing_fits_that_is_said(cfg):
     with pytest.raises(ValueError, match="no layout fits on 8 h100: take more GPUs"):
         print_suggestions(cfg(), **DEFAULTS | {"num_gpus": 8})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--instantiate --reshard", "--instantiate has a table of its own, without --reshard: "),
+        ("--instantiate --suggest --gpus 64", "without --suggest, --gpus: leave out"),
+        ("--reshard --json", "--reshard has a table of its own, without --json: leave out"),
+        ("--reshard --gpu h100 --lengths x", "without --gpu, --lengths: leave out"),
+    ],
+)
+def test_options_that_would_have_no_effect_are_refused(options, message):
+    with pytest.raises(typer.BadParameter, match=message):
+        app(["plan", "nowhere.yaml", *options.split()], standalone_mode=False)
