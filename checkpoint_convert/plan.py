@@ -68,11 +68,11 @@ def _in_reading_order(chunks: list[Chunk], layout: Layout) -> list[Chunk]:
 
     The parts of a matrix that is cut by columns share the pages of a file.
     """
-    first: dict[str, tuple[str, tuple[int, ...]]] = {}
+    number: dict[str, int] = {}
+    first: dict[str, int] = {}
     for piece in layout.pieces:
-        first.setdefault(piece.local, (piece.tensor, piece.box.start))
-    number = {tensor: i for i, tensor in enumerate(dict.fromkeys(t for t, _ in first.values()))}
-    return sorted(chunks, key=lambda chunk: number[first[chunk.name][0]])
+        first.setdefault(piece.local, number.setdefault(piece.tensor, len(number)))
+    return sorted(chunks, key=lambda chunk: first.get(chunk.name, -1))  # -1: padding alone
 
 
 def _files(chunks: list[Chunk]) -> Iterator[list[Chunk]]:

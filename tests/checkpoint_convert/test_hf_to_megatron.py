@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from checkpoint_convert import read_shape
+from checkpoint_convert import hf_tensors, read_shape
 from checkpoint_convert.formats.torch_dist import read_chunks
 from checkpoint_convert.formats.torch_file import read_places
 from checkpoint_convert.formats.torch_words import DTYPE_NAMES
@@ -139,6 +139,23 @@ def test_chunks_and_files_have_bounded_size(qwen3, tmp_path, monkeypatch):
     assert len(files) > 5
     import_checkpoint(qwen3, tmp_path / "whole", ParallelDims())
     assert_same(read_checkpoint(tmp_path / "out"), read_checkpoint(tmp_path / "whole"))
+
+
+def test_pipeline_and_expert_sizes_are_checked_and_change_nothing(models):
+    shape = read_shape(models["qwen3_moe"])
+    dtypes = dict.fromkeys(hf_tensors(shape), "BF16")
+    alone = plan_import(shape, ParallelDims(tensor=2), dtypes)
+    split = ParallelDims(tensor=2, pipeline=2, expert=2, data=2)
+    assert plan_import(shape, split, dtypes).files == alone.files
+
+
+def test_a_chunk_may_hold_nothing_but_padding(qwen3, tmp_path, monkeypatch):
+    # Of the 63 rows of the last of 4 ranks, the last 2 are padding.
+    monkeypatch.setattr("checkpoint_convert.plan.MAX_CHUNK_BYTES", 61 * 64 * 4)
+    import_checkpoint(qwen3, tmp_path / "out", ParallelDims(tensor=4))
+    table = read_checkpoint(tmp_path / "out")["embedding.word_embeddings.weight"]
+    assert torch.equal(table[:250], weights_of(qwen3)["model.embed_tokens.weight"])
+    assert not table[250:].any()
 
 
 def test_the_same_import_is_the_same_bytes_however_many_workers(qwen3, tmp_path):
