@@ -59,6 +59,19 @@ VirtualSize = Annotated[
     int, typer.Option("--vpp", min=1, help="Model chunks per pipeline rank (interleaved 1F1B).")
 ]
 ExpertSize = Annotated[int, typer.Option("--ep", min=1, help="Expert parallel size.")]
+# Of an import: layers and experts are chunks of their own, whichever ranks are to hold them.
+CutTensorSize = Annotated[
+    int, typer.Option("--tp", min=1, help="Tensor parallel size, for which chunks are cut.")
+]
+CheckedPipelineSize = Annotated[
+    int, typer.Option("--pp", min=1, help="Pipeline parallel size: checked, and changes nothing.")
+]
+CheckedVirtualSize = Annotated[
+    int, typer.Option("--vpp", min=1, help="Model chunks per pipeline rank: likewise.")
+]
+CheckedExpertSize = Annotated[
+    int, typer.Option("--ep", min=1, help="Expert parallel size: likewise.")
+]
 HfConfig = Annotated[
     Path | None,
     typer.Option(
@@ -74,17 +87,18 @@ def import_(
         Path, typer.Option(help="Folder with safetensors or .bin files, or a GGUF file.")
     ],
     out: Annotated[Path, typer.Option(help="Checkpoint to write; must not exist.")],
-    tp: TensorSize = 1,
-    pp: PipelineSize = 1,
-    vpp: VirtualSize = 1,
-    ep: ExpertSize = 1,
+    tp: CutTensorSize = 1,
+    pp: CheckedPipelineSize = 1,
+    vpp: CheckedVirtualSize = 1,
+    ep: CheckedExpertSize = 1,
     hf_config: HfConfig = None,
     dtype: Dtype = None,
     workers: Workers = NUM_WORKERS,
 ) -> None:
     """Hugging Face weights -> a Megatron-Core checkpoint (torch_dist).
 
-    It loads at any parallel sizes. Ranks of those given here read exactly their own bytes.
+    It loads at any parallel sizes. At this --tp, ranks read exactly their own bytes, at any --pp,
+    --vpp and --ep: whether the model can be split over those is checked, and that is all.
     """
     start = time.monotonic()
     with _progress("import") as progress:
@@ -114,7 +128,10 @@ def export(
     dtype: Dtype = None,
     workers: Workers = NUM_WORKERS,
 ) -> None:
-    """A Megatron-Core checkpoint (torch_dist) -> a Hugging Face folder."""
+    """A Megatron-Core checkpoint (torch_dist) -> a Hugging Face folder.
+
+    The hashes in the manifest of a run's step are not compared: a resumed run does that.
+    """
     max_shard_bytes = _num_bytes(max_shard_size)
     start = time.monotonic()
     with _progress("export") as progress:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A conversion on one node, which needs no GPU; the arguments are those of checkpoint-convert:
-#   sbatch slurm/convert.sh import --hf models/Llama-3.3-70B-Instruct --out llama_70b --tp 8 --pp 4
+#   sbatch slurm/convert.sh import --hf models/Llama-3.3-70B-Instruct --out llama_70b --tp 8
 #SBATCH --job-name=convert
 #SBATCH --nodes=1
 #SBATCH --exclusive

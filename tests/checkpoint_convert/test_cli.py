@@ -105,11 +105,21 @@ def test_help_shows_a_whole_round_trip_and_every_command():
     [
         (
             "import",
-            ["safetensors or .bin files, or a GGUF file", "loads at any parallel sizes", "--dtype"],
+            [
+                "safetensors or .bin files, or a GGUF file",
+                "loads at any parallel sizes",
+                "checked, and changes nothing",
+                "--dtype",
+            ],
         ),
         (
             "export",
-            ["checkpoints/step_N of a run", "such as 5GB or 500MB", "and of training runs do"],
+            [
+                "checkpoints/step_N of a run",
+                "such as 5GB or 500MB",
+                "and of training runs do",
+                "are not compared",
+            ],
         ),
         (
             "verify",
