@@ -45,7 +45,6 @@ class FolderEvaluation:
         self.cfg, self.out = cfg, out
         view, shape = as_evaluated(cfg), _check(cfg)
         tokenizer = load_tokenizer(cfg.model.path)
-        self._stack = ExitStack()
         with ExitStack() as stack:
             # The engines load while the reward functions do.
             self.servers = EngineServers(cfg.model, cfg.rollout, out / "logs", None)
