@@ -106,7 +106,7 @@ def _faults_of_extra(name: str, places: dict[str, TensorPlace], shape: ModelShap
 
     Nothing with a head saved beside the embedding that it is tied to, byte for byte. transformers
     unties a model whose two tables differ, so then the head is no mere copy; and vLLM unties one
-    that has the head alone, whose embedding it then does not find.
+    that has the head alone, and serves it, in silence, with an embedding that was never loaded.
     """
     if name == _HEAD and shape.tie_word_embeddings:
         table = places.get(_EMBEDDING)
