@@ -44,9 +44,9 @@ def _smallest(keys: Tensor, place: int, all_reduce: Callable[[Tensor], None]) ->
             digits ^= (DIGIT + 1) // 2
         counts = torch.bincount(digits, minlength=DIGIT + 1)
         all_reduce(counts)
-        before = counts.cumsum(0) - counts
-        digit = int((before <= place).logical_and(before + counts > place).nonzero())
-        place -= int(before[digit])
+        up_to = counts.cumsum(0)
+        digit = int(torch.searchsorted(up_to, place, right=True))
+        place -= int(up_to[digit] - counts[digit])
         keys = keys[digits == digit]
         prefix = prefix << BITS | digit
     return _number(prefix - (1 << 31))
