@@ -115,9 +115,16 @@ class GRPOConfig(Section):
 
     @property
     def needs_old_pass(self) -> bool:
-        """Whether old log-probabilities or entropies are taken before the step, in any schedule."""
+        """Whether the policy goes over a generation before it is trained on.
+
+        For entropies, or for old log-probabilities: with one update per generation these are the
+        policy's own, and wanted beforehand only where the KL is a part of the rewards.
+        """
+        if self.top_entropy_quantile < 1:
+            return True
+        has_one_update = self.steps_per_generation * self.num_iterations == 1
         is_kl_reward = self.beta > 0 and self.kl_in_reward
-        return self.top_entropy_quantile < 1 or (is_kl_reward and self.old_logprobs == "recompute")
+        return self.old_logprobs == "recompute" and (is_kl_reward or not has_one_update)
 
     @model_validator(mode="after")
     def _clips_fit(self) -> Self:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_grpo.config.config import Config
-from megatron_grpo.experience.batching import BatchSchedule
 from megatron_grpo.policy.logprobs import compute_logprobs
 from megatron_grpo.policy.model import Model, Policy
 from parallel.groups import Groups
@@ -84,9 +83,7 @@ def _filled(
 def _needs_policy(batches: Sequence[PackedBatch], cfg: Config) -> bool:
     if cfg.grpo.top_entropy_quantile < 1 and batches[0].high_entropy is None:
         return True
-    if batches[0].old_logprobs is not None:
-        return False
-    return BatchSchedule.of(cfg.grpo).updates_per_generation > 1 or cfg.grpo.needs_old_pass
+    return batches[0].old_logprobs is None and cfg.grpo.needs_old_pass
 
 
 def keep_high_entropy(

@@ -22,6 +22,8 @@ class StateBytes:
     """Of one rank."""
 
     weights: int
+    expert_weights: int
+    """Of these, what belongs to experts: other ranks have copies of it than of the rest."""
     gradients: int
     optimizer: int
     """The shard of float32 weights (with float32 weights there is no second copy) and moments."""
@@ -37,9 +39,10 @@ class StateBytes:
 
 def state_bytes(cfg: Config, shape: ModelShape, rank: int) -> StateBytes:
     """What a rank holds from the first step to the last."""
-    weights = gradients = owned = 0
+    weights = expert_weights = gradients = owned = 0
     for bucket in _buckets(shape, cfg.dims, rank):
         weights += sum(bucket.sizes)
+        expert_weights += sum(bucket.sizes) if bucket.is_expert else 0
         gradients += bucket.padded
         owned += bucket.owned
     itemsize = ITEMSIZE[cfg.model.dtype]
@@ -47,6 +50,7 @@ def state_bytes(cfg: Config, shape: ModelShape, rank: int) -> StateBytes:
     of_reference = itemsize + (ITEMSIZE["float32"] if cfg.mixes_in_float32 else 0)
     return StateBytes(
         weights=weights * itemsize,
+        expert_weights=expert_weights * itemsize,
         gradients=gradients * GRADIENT_BYTES,
         optimizer=owned * copies * GRADIENT_BYTES,
         reference=weights * of_reference if cfg.grpo.beta > 0 else 0,
@@ -73,6 +77,7 @@ def stage_states(cfg: Config, shape: ModelShape) -> list[StateBytes]:
 class _Bucket:
     """Parameters whose gradients are summed together, and of which each copy updates a shard."""
 
+    is_expert: bool
     sizes: Sequence[int]
     """Elements, in its order."""
     num_shards: int
@@ -111,11 +116,15 @@ def _buckets(shape: ModelShape, dims: ParallelDims, rank: int) -> Iterator[_Buck
         buckets.setdefault((chunk, ".experts." in name, is_shared), []).append(size)
     for (_, is_expert, _), sizes in buckets.items():
         if is_expert:
-            num_shards = dims.stage_size // (dims.expert * dims.expert_tensor)
-            shard = dims.expert_place(at).data
+            num_shards, shard = expert_shards(dims), dims.expert_place(at).data
         else:
             num_shards, shard = dims.data * dims.context, at.context + dims.context * at.data
-        yield _Bucket(sizes=sizes[::-1], num_shards=num_shards, shard=shard)
+        yield _Bucket(is_expert=is_expert, sizes=sizes[::-1], num_shards=num_shards, shard=shard)
+
+
+def expert_shards(dims: ParallelDims) -> int:
+    """Ranks that have copies of the same experts, and share their optimizer."""
+    return dims.stage_size // (dims.expert * dims.expert_tensor)
 
 
 def _parameters(

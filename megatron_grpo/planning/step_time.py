@@ -6,9 +6,8 @@ from math import prod
 
 from checkpoint_convert import ModelShape, hf_tensors
 from megatron_grpo.config.config import Config
-from megatron_grpo.experience.batching import BatchSchedule
 from megatron_grpo.planning.card import Card
-from megatron_grpo.planning.state import GRADIENT_BYTES, ITEMSIZE, StateBytes
+from megatron_grpo.planning.state import GRADIENT_BYTES, ITEMSIZE, StateBytes, expert_shards
 from megatron_grpo.planning.workload import Workload
 
 ATTAINABLE = 0.5
@@ -65,16 +64,24 @@ def step_flops(cfg: Config, shape: ModelShape, lengths: Sequence[int]) -> float:
 
     A backward is two forwards (Kaplan et al., arXiv 2001.08361); recomputed layers run once more,
     and so does the head, which counts as if every token were of a response.
-    Old log-probabilities are a forward of every generation, those of the reference as well.
     """
     layers = forward_flops(shape, lengths)
     head = 2.0 * shape.hidden_size * shape.vocab_size * sum(lengths)
-    schedule = BatchSchedule.of(cfg.grpo)
-    again = {"full": 1.0}.get(cfg.model.megatron.get("recompute_granularity", ""), 0.0)
-    forwards = ((schedule.updates_per_generation > 1) + (cfg.grpo.beta > 0)) / (
-        schedule.num_iterations
-    )
-    return layers * (3 + again + forwards) + head * (4 + forwards)
+    forwards = _forwards_alone(cfg)
+    return layers * (3 + _recomputes(cfg) + forwards) + head * (4 + forwards)
+
+
+def _forwards_alone(cfg: Config) -> float:
+    """Forwards without a backward, per step: of the policy before it is trained, of the reference.
+
+    Each is made once of a generation, and serves all `grpo.num_iterations`.
+    """
+    return (cfg.grpo.needs_old_pass + (cfg.grpo.beta > 0)) / cfg.grpo.num_iterations
+
+
+def _recomputes(cfg: Config) -> bool:
+    """Whether every layer runs once more in the backward."""
+    return cfg.model.megatron.get("recompute_granularity") == "full"
 
 
 def forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
@@ -107,30 +114,49 @@ def _links(
     tokens = (work.tokens + work.padding) / dims.data / dims.context
     width = itemsize * shape.hidden_size * tokens
     layers = shape.num_layers / dims.pipeline
-    passes = 1 + (cfg.model.megatron.get("recompute_granularity") == "full")
+    alone = _forwards_alone(cfg)
+    forwards = 1 + _recomputes(cfg) + alone
     key = shape.num_key_value_heads * shape.head_dim / dims.tensor * itemsize * tokens
     shards = dims.data * dims.context
-    gradients = first.weights / itemsize * (GRADIENT_BYTES + itemsize)
+    copied = _of(shards) * (first.weights - first.expert_weights)
+    if shape.moe is not None:
+        shards = max(shards, expert_shards(dims))
+        copied += _of(expert_shards(dims)) * first.expert_weights
     boundaries = dims.virtual_pipeline - (1 / dims.pipeline)
     share = 1 / dims.tensor if cfg.parallel.sequence_parallel else 1.0
     experts = dims.expert * dims.expert_tensor
+    # Of all-gather and reduce-scatter; that of the experts is below.
+    pairs = 2 if shape.moe is None else 1
     uses = [
-        # Two pairs of all-gather and reduce-scatter per layer, one more of gathers in the backward.
-        ("tensor", dims.tensor, dims.tensor, _of(dims.tensor) * width * layers * (4 * passes + 6)),
+        # Every pair has one more gather in the backward.
+        (
+            "tensor",
+            dims.tensor,
+            dims.tensor,
+            _of(dims.tensor) * width * layers * pairs * (2 * forwards + 3),
+        ),
         # Keys and values to all, and their gradients back.
         (
             "context",
             dims.context,
             dims.tensor * dims.context,
-            (dims.context - 1) * 2 * key * layers * (passes + 2),
+            (dims.context - 1) * 2 * key * layers * (forwards + 2),
         ),
-        ("pipeline", dims.pipeline, dims.world_size, 2 * width * share * boundaries),
-        ("data", shards, dims.stage_size, _of(shards) * gradients),
+        ("pipeline", dims.pipeline, dims.world_size, (2 + alone) * width * share * boundaries),
+        (
+            "data",
+            shards,
+            dims.stage_size,
+            copied / itemsize * (GRADIENT_BYTES + itemsize),
+        ),
     ]
     if shape.moe is not None:
-        # To the experts and back, in both directions.
-        sent = _of(experts) * shape.moe.experts_per_token * width * share * layers
-        uses.append(("expert", experts, experts, sent * 2 * (passes + 1)))
+        # To the ranks of the experts and, where several have parts of one, to all of these; back,
+        # and both again in the backward.
+        sent = (_of(dims.expert) + dims.expert_tensor - 1) * shape.moe.experts_per_token
+        uses.append(
+            ("expert", experts, experts, sent * width * share * layers * 2 * (forwards + 1))
+        )
     return [
         _link(purpose, num_bytes, span <= card.per_node, card)
         for purpose, size, span, num_bytes in uses

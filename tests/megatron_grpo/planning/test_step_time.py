@@ -7,12 +7,14 @@ import pytest
 from checkpoint_convert import hf_tensors, read_shape
 from megatron_grpo.planning.card import CARDS
 from megatron_grpo.planning.job_plan import plan_job
+from megatron_grpo.planning.state import state_bytes
 from megatron_grpo.planning.step_time import forward_flops, step_flops
 from parallel import ParallelDims
 from policies import tiny_config
 from published_models import write_config
 
 CARD = CARDS["h100"]
+LONG = "train.max_tokens_per_microbatch=4096"
 FULL = (
     "model.megatron={recompute_granularity: full, recompute_method: uniform, "
     "recompute_num_layers: 1}"
@@ -53,6 +55,10 @@ def test_recomputation_and_other_passes_are_forwards_more(tmp_path):
     assert flops("grpo.beta=0.04") == plain + forward  # the reference
     reused = "grpo.beta=0.0", "grpo.num_iterations=2"  # old log-probabilities, for two steps
     assert flops(*reused) == plain + forward / 2
+    assert flops(*reused, "grpo.old_logprobs=rollout") == plain  # the engines' own
+    assert flops("grpo.beta=0.0", "grpo.top_entropy_quantile=0.2") == plain + forward
+    in_reward = "grpo.beta=0.04", "grpo.kl_in_reward=true"  # of old policy and reference
+    assert flops(*in_reward) == plain + 2 * forward
 
 
 def test_of_a_mixture_only_the_chosen_experts_count(tmp_path):
@@ -72,6 +78,7 @@ def test_traffic_by_hand(tmp_path, recompute):
         dims,
         "model.dtype=bfloat16",
         "train.max_tokens_per_microbatch=4096",
+        "grpo.beta=0.0",
         *([FULL] if recompute else []),
     )
     plan = plan_job(cfg, shape, CARD, [1024], num_gpus=64)
@@ -98,6 +105,7 @@ def test_tokens_go_to_all_their_experts_and_back_in_every_pass(tmp_path, recompu
         folder,
         ParallelDims(data=8, expert=4),
         "model.dtype=bfloat16",
+        "grpo.beta=0.0",
         "train.max_tokens_per_microbatch=2048",
         *([FULL] if recompute else []),
     )
@@ -109,6 +117,45 @@ def test_tokens_go_to_all_their_experts_and_back_in_every_pass(tmp_path, recompu
     passes = 3 if recompute else 2
     assert experts.num_bytes == rows * 2048 * 2 * 2 * passes
     assert experts.in_node
+
+
+def traffic(cfg, shape):
+    links = plan_job(cfg, shape, CARD, [1024], num_gpus=64).time.links
+    return {link.purpose: link.num_bytes for link in links}
+
+
+def test_a_pass_of_the_reference_is_a_forward_of_traffic(tmp_path):
+    folder, shape = model(tmp_path)
+    dims = ParallelDims(tensor=8, pipeline=2, context=2, data=2)
+    plain, more = (
+        traffic(tiny_config(folder, dims, "model.dtype=bfloat16", beta, LONG), shape)
+        for beta in ("grpo.beta=0.0", "grpo.beta=0.04")
+    )
+    assert more["tensor"] == pytest.approx(plain["tensor"] * 14 / 10)
+    assert more["context"] == pytest.approx(plain["context"] * 4 / 3)
+    assert more["pipeline"] == pytest.approx(plain["pipeline"] * 3 / 2)
+    assert more["data"] == plain["data"]
+
+
+@pytest.mark.parametrize(("expert", "expert_tensor"), [(8, 1), (2, 4), (1, 4)])
+def test_traffic_of_a_mixture_by_hand(expert, expert_tensor, tmp_path):
+    folder, shape = model(tmp_path, "Qwen3-30B-A3B")
+    dims = ParallelDims(tensor=4, data=4, expert=expert, expert_tensor=expert_tensor)
+    cfg = tiny_config(folder, dims, "model.dtype=bfloat16", "grpo.beta=0.0", LONG)
+    links = traffic(cfg, shape)
+    # 16 sequences over 4 copies; a row has 2048 elements of 2 bytes.
+    rows = 16 * 1024 / 4 * 2048 * 2 * 48
+    assert links["tensor"] == pytest.approx(3 / 4 * rows * 5)  # around the attention alone
+    # A quarter of them, to 8 experts each and back, and so the gradients; and what has arrived, to
+    # the other ranks of its expert.
+    arriving = rows / 4 * 8
+    dispatched = arriving * (expert - 1) / expert + arriving * (expert_tensor - 1)
+    assert links["expert"] == pytest.approx(4 * dispatched)
+    of_experts = 48 * 128 * 3 * 2048 * 768 / (expert * expert_tensor)
+    copies = 16 / (expert * expert_tensor)  # of the same experts; of all else there are 4
+    others = state_bytes(cfg, shape, 0).weights / 2 - of_experts
+    shares = 3 / 4 * others + (copies - 1) / copies * of_experts
+    assert links["data"] == pytest.approx(6 * shares)
 
 
 def test_the_bubble_shrinks_with_microbatches_and_virtual_stages(tmp_path):
