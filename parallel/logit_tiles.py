@@ -14,16 +14,7 @@ import torch
 from torch import Tensor
 
 from parallel.device import product_dtype
-
-TILE_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 25}
-"""Logits of a tile, and elements of its weights, at most. As float32 the former is what a CPU's
-cache holds. A GPU adds every tile's product to the gradient of the rows: 16 bytes of traffic for
-each 2 * columns operations, which should be few beside them.
-"""
-MIN_COLUMNS = 512
-"""Of a tile, however many rows there are: narrower products are slow."""
-EVEN_COLUMNS = 64
-"""All tiles but the last have multiples of these: 1,020 take a CPU a seventh longer than 1,024."""
+from parallel.tile_columns import tile_columns
 
 
 class SoftmaxSums(NamedTuple):
@@ -114,17 +105,13 @@ class LogitTiles:
         """Columns of each tile, and their weights; no tile where there are no rows."""
         if len(self.hidden) == 0:
             return
-        fitting = TILE_ELEMENTS[self.weight.device.type] // max(self.hidden.shape)
-        columns = self.tile_columns or even_columns(self.width, max(MIN_COLUMNS, fitting))
+        rows, hidden_size = self.hidden.shape
+        columns = self.tile_columns or tile_columns(
+            rows, hidden_size, self.width, self.weight.device.type
+        )
         for start in range(0, self.width, columns):
             part = slice(start, min(start + columns, self.width))
             yield part, self.weight[part].to(product_dtype(self.weight.dtype))
-
-
-def even_columns(width: int, most: int) -> int:
-    """Columns of tiles of nearly one width, about `most`: 64 times a whole number."""
-    num_tiles = -(-width // most)
-    return -(-width // (num_tiles * EVEN_COLUMNS)) * EVEN_COLUMNS
 
 
 def _with_tile(sums: SoftmaxSums, logits: Tensor, columns: Tensor, scale: float) -> SoftmaxSums:

@@ -11,12 +11,10 @@ from checkpoint_convert import ModelShape
 from megatron_grpo.config.config import Config
 from megatron_grpo.planning.state import ITEMSIZE
 from parallel import pipeline_layers
+from parallel.tile_columns import tile_columns
 
 DEFAULT_MODULES = ("core_attn",)
 """What Megatron-Core recomputes by `recompute_granularity: selective` alone."""
-TILE_ELEMENTS = {"gpu": 1 << 25, "cpu": 1 << 21}
-"""Of logits that exist at a time, in three float32 copies, as in parallel/logit_tiles.py."""
-MIN_TILE_COLUMNS = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,18 +85,18 @@ def forward_bytes(cfg: Config, shape: ModelShape) -> int:
     return round(tokens * max(layer.kept, layer.recomputed))
 
 
-def head_bytes(cfg: Config, shape: ModelShape, *, backward: bool) -> int:
+def head_bytes(cfg: Config, shape: ModelShape, *, backward: bool, device: str) -> int:
     """What log-probabilities work with on the last stage, as if every token were of a response.
 
-    Hidden states, a copy of a rank's own and those of all tensor ranks, and tiles of logits; in the
-    backward also what the norm before keeps, and both gradients: that to the hidden states in
-    float32, beside the product of a tile that is added to it where its factors are narrower.
+    Hidden states, a copy of a rank's own and those of all tensor ranks, and a tile of logits, which
+    `device` (`cpu` or `cuda`) has three times in float32 (parallel/logit_tiles.py); in the backward
+    also what the norm before keeps, and both gradients: that to the hidden states in float32,
+    beside the product of a tile that is added to it where its factors are narrower.
     """
     dims, itemsize, width = cfg.dims, ITEMSIZE[cfg.model.dtype], shape.hidden_size
     tokens = cfg.train.max_tokens_per_microbatch / dims.context
     columns = -(-shape.vocab_size // dims.tensor)
-    elements = TILE_ELEMENTS["gpu" if uses_transformer_engine(cfg) else "cpu"]
-    tile = min(columns, max(MIN_TILE_COLUMNS, elements / max(tokens, width)))
+    tile = min(columns, tile_columns(round(tokens), width, columns, device))
     share = _token_share(cfg)
     rows = itemsize * width * (share if share == 1 else share + 1)
     forward = tokens * (rows + 3 * 4 * tile)

@@ -99,25 +99,33 @@ def stages_memory(
     states: Sequence[StateBytes],
     microbatches: int,
     engine: int,
+    device: str = "cuda",
 ) -> list[StageMemory]:
-    """What a GPU of each stage needs, beside `stage_states` and so many bytes of an engine."""
+    """What a GPU of each stage needs, beside `stage_states` and so many bytes of an engine.
+
+    With `device` "cpu", what a process without a GPU needs.
+    """
     return [
         StageMemory(
             stage=stage,
             state=state,
             communicators=CONTEXT_BYTES + COMMUNICATOR_BYTES * _communicators(cfg),
             engine=engine,
-            phases=_phases(cfg, shape, stage, microbatches),
+            phases=_phases(cfg, shape, stage, microbatches, device),
         )
         for stage, state in enumerate(states)
     ]
 
 
-def _phases(cfg: Config, shape: ModelShape, stage: int, microbatches: int) -> dict[str, int]:
+def _phases(
+    cfg: Config, shape: ModelShape, stage: int, microbatches: int, device: str
+) -> dict[str, int]:
     """Bytes of each phase beside what is always there."""
     is_last = stage == cfg.dims.pipeline - 1
-    head = head_bytes(cfg, shape, backward=False) if is_last else 0
-    backward_head = head_bytes(cfg, shape, backward=True) if is_last else 0
+    head, backward_head = (
+        head_bytes(cfg, shape, backward=backward, device=device) if is_last else 0
+        for backward in (False, True)
+    )
     return {
         "log-probabilities": forward_bytes(cfg, shape) + head,
         "train": stage_activations(cfg, shape, stage, microbatches) + backward_head,

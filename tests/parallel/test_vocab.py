@@ -6,7 +6,7 @@ from distributed import run_ranks
 from largest_tensor import LargestTensor
 from parallel.context import context_indices
 from parallel.device import product_dtype
-from parallel.logit_tiles import even_columns
+from parallel.tile_columns import even_columns
 from parallel.vocab import chosen_logprobs, prediction_targets
 
 CU_SEQLENS = torch.tensor([0, 8, 12, 24], dtype=torch.int32)

@@ -12,18 +12,19 @@ from checkpoint_convert import read_shape
 from distributed import run_ranks
 from megatron_grpo.config.config import Config
 from megatron_grpo.planning.activations import (
-    MIN_TILE_COLUMNS,
-    TILE_ELEMENTS,
     final_norm_bytes,
+    head_bytes,
     in_flight,
     layer_bytes,
 )
 from megatron_grpo.policy.model import build_model, forward
 from models import tiny_model
-from parallel import ParallelDims, logit_tiles
+from parallel import ParallelDims
 from parallel.device import setup_device
 from parallel.groups import init_groups
+from parallel.tile_columns import even_columns
 from policies import pack_all, tiny_config
+from published_models import write_config
 
 TOKENS = 512
 LENGTHS = [[(64, 192), (32, 96), (32, 96)]]
@@ -116,10 +117,16 @@ def test_layers_keep_what_autograd_saves(run, tmp_path):
     assert measured == pytest.approx(planned + left_out, rel=0.001)
 
 
-def test_a_tile_of_logits_is_as_large_as_the_head_makes_it():
-    assert TILE_ELEMENTS["gpu"] == logit_tiles.TILE_ELEMENTS["cuda"]
-    assert TILE_ELEMENTS["cpu"] == logit_tiles.TILE_ELEMENTS["cpu"]
-    assert MIN_TILE_COLUMNS == logit_tiles.MIN_COLUMNS
+@pytest.mark.parametrize("overrides", [[], ["model.dtype=float32"]])
+def test_a_gpu_has_a_gpus_tile_of_logits_whatever_its_layers_are(overrides, tmp_path):
+    cfg = Run(overrides=overrides).config(write_config(tmp_path, "Llama-3.1-8B"))
+    shape = read_shape(cfg.model.path)
+    on_gpu, on_cpu = (
+        head_bytes(cfg, shape, backward=False, device=device) for device in ("cuda", "cpu")
+    )
+    # By rows of 4,096 elements, and never narrower than 512; in three float32 copies.
+    wider = even_columns(128_256, 8192) - even_columns(128_256, 512)
+    assert on_gpu - on_cpu == 3 * 4 * TOKENS * wider
 
 
 def test_a_pipeline_keeps_as_many_microbatches_as_megatron_runs_ahead():

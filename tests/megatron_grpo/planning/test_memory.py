@@ -60,7 +60,8 @@ def planned_and_measured(
         "model.megatron.transformer_impl=local",
     )
     shape = read_shape(cfg.model.path)
-    stages = stages_memory(cfg, shape, stage_states(cfg, shape), len(lengths), engine=0)
+    states = stage_states(cfg, shape)
+    stages = stages_memory(cfg, shape, states, len(lengths), engine=0, device="cpu")
     measured = run_ranks(dims.world_size, measured_activations, cfg, lengths)
     return [stage.phases["train"] for stage in stages], measured
 
