@@ -11,6 +11,7 @@ from megatron_grpo.evaluation.evaluation import as_evaluated, load_eval_prompts
 from megatron_grpo.experience.batching import BatchSchedule
 from megatron_grpo.rewards import RewardPool
 from megatron_grpo.rollout.turns import Turns
+from megatron_grpo.rollout.vllm_command import engine_number
 from parallel.alignment import Alignment
 from parallel.microbatches import plan_microbatches
 
@@ -65,11 +66,10 @@ def _check_engine_context(cfg: Config, prompts: list[Prompt], data: str, rollout
     that is longer is refused by whichever generation first draws it. `data` and `rollout` are the
     tables that have their limits.
     """
-    limit = cfg.rollout.vllm.get("max_model_len")
+    limit = engine_number(cfg.rollout.vllm, "max_model_len")
     longest = max(len(prompt.token_ids) for prompt in prompts)
     length = longest + cfg.rollout.max_completion_length
-    # vLLM also knows `auto` and `4k`, which cannot be compared.
-    if limit is not None and (not isinstance(limit, int) or limit < length):
+    if limit is not None and limit < length:
         raise ValueError(
             f"{data}: a prompt of {longest} tokens and {rollout}.max_completion_length "
             f"{cfg.rollout.max_completion_length} do not fit into rollout.vllm.max_model_len "

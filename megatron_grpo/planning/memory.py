@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from checkpoint_convert import ModelShape
-from megatron_grpo.config.config import Config
+from megatron_grpo.config.config import Config, RolloutConfig
 from megatron_grpo.planning.activations import forward_bytes, head_bytes, stage_activations
 from megatron_grpo.planning.card import Card
 from megatron_grpo.planning.state import ITEMSIZE, StateBytes
+from megatron_grpo.rollout.vllm_command import engine_number
 from megatron_grpo.weights.worker_layouts import worker_layouts
 
 CONTEXT_BYTES = 600 * 10**6
@@ -78,19 +79,43 @@ def engine_bytes(cfg: Config, shape: ModelShape, card: Card) -> EngineBytes:
     """What an engine of `cfg` takes of each GPU; ValueError where its weights do not fit there."""
     itemsize = ITEMSIZE[cfg.model.dtype]
     weights = max(worker.num_elements for worker in worker_layouts(shape, cfg.rollout)) * itemsize
-    options, tensor = cfg.rollout.vllm, cfg.rollout.tensor_parallel_size
-    share = options.get("gpu_memory_utilization", VLLM_UTILIZATION)
-    cache = options.get("kv_cache_memory_bytes") or round(share * card.memory) - weights
-    heads = -(-shape.num_key_value_heads // tensor)
-    per_token = 2 * shape.num_layers * heads * shape.head_dim * itemsize
-    if cache < per_token:
-        raise ValueError(
-            f"an engine of rollout.tensor_parallel_size {tensor} has {weights / 1e9:.1f} GB of "
-            f"weights on each GPU, and rollout.vllm.gpu_memory_utilization {share:g} of "
-            f"{card.memory / 1e9:.0f} GB leaves nothing for keys and values: use more than "
-            f"{(weights + per_token) / card.memory:.2f}, or a larger tensor_parallel_size"
-        )
+    heads = -(-shape.num_key_value_heads // cfg.rollout.tensor_parallel_size)
+    per_token = 2 * shape.num_layers * heads * shape.head_dim * _cache_itemsize(cfg)
+    cache = _cache_bytes(cfg.rollout, card, weights, per_token)
     return EngineBytes(weights=weights, cache=cache, cached_tokens=cache // per_token)
+
+
+def _cache_bytes(rollout: RolloutConfig, card: Card, weights: int, per_token: int) -> int:
+    """Beside the weights of an engine, as it is told, or the rest of its share of the card."""
+    engine = (
+        f"an engine of rollout.tensor_parallel_size {rollout.tensor_parallel_size} has "
+        f"{weights / 1e9:.1f} GB of weights on each GPU of {card.memory / 1e9:.0f} GB"
+    )
+    given = engine_number(rollout.vllm, "kv_cache_memory_bytes")
+    if given is None:
+        share = rollout.vllm.get("gpu_memory_utilization", VLLM_UTILIZATION)
+        cache = round(share * card.memory) - weights
+        if cache < per_token:
+            raise ValueError(
+                f"{engine}, and rollout.vllm.gpu_memory_utilization {share:g} leaves nothing for "
+                f"keys and values: use more than {(weights + per_token) / card.memory:.2f}, or a "
+                "larger tensor_parallel_size"
+            )
+        return cache
+    room = card.memory - weights
+    if not per_token <= given <= room:
+        legal = f"use {per_token} to {room}, or " if per_token <= room else "use "
+        raise ValueError(
+            f"{engine}, and rollout.vllm.kv_cache_memory_bytes is {given}, where a token takes "
+            f"{per_token}: {legal}a larger tensor_parallel_size"
+        )
+    return given
+
+
+def _cache_itemsize(cfg: Config) -> int:
+    """Of keys and values: bytes of an element, as in the weights unless vLLM has 8 bits for it."""
+    kind = str(cfg.rollout.vllm.get("kv_cache_dtype", "auto"))
+    return 1 if kind.startswith(("fp8", "int8")) else ITEMSIZE[cfg.model.dtype]
 
 
 def stages_memory(

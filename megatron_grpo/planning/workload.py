@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 
 from checkpoint_convert import ModelShape
 from megatron_grpo.config.config import Config
 from megatron_grpo.experience.batching import BatchSchedule
+from megatron_grpo.rollout.vllm_command import engine_number
 from parallel import ParallelDims
 from parallel.alignment import Alignment, round_up
 from parallel.microbatches import CostModel, plan_microbatches
@@ -37,8 +39,8 @@ def longest_sequence(cfg: Config, shape: ModelShape) -> int:
     """Tokens of the longest prompt with the longest completion that a config allows."""
     if cfg.data.max_prompt_length is not None:
         return cfg.data.max_prompt_length + cfg.rollout.max_completion_length
-    limit = cfg.rollout.vllm.get("max_model_len") or shape.max_position_embeddings
-    return min(int(limit), cfg.train.max_tokens_per_microbatch)
+    limit = engine_number(cfg.rollout.vllm, "max_model_len") or shape.max_position_embeddings
+    return min(limit, cfg.train.max_tokens_per_microbatch)
 
 
 def read_lengths(path: Path) -> list[int]:
@@ -112,13 +114,13 @@ def shared_tokens(cfg: Config, shape: ModelShape, lengths: Sequence[int]) -> int
         alignment,
         CostModel.transformer(shape.hidden_size),
     )
-    return sum(
-        group.length(members, alignment.sequence)
-        for rank in plan
-        for microbatch in rank
-        for group in groups
-        if (members := [i for i in microbatch if i in group.responses])
-    )
+    total = 0
+    for microbatch in chain.from_iterable(plan):
+        members: dict[int, list[int]] = {}
+        for i in microbatch:
+            members.setdefault(i % num_groups, []).append(i)
+        total += sum(groups[at].length(those, alignment.sequence) for at, those in members.items())
+    return total
 
 
 @lru_cache(maxsize=1024)

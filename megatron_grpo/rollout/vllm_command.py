@@ -7,6 +7,7 @@ import ast
 import difflib
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -122,6 +123,26 @@ def check_engine_arguments(table: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"rollout.vllm.{name} is no engine argument of vLLM: did you mean {nearest}?"
             )
+
+
+def engine_number(table: Mapping[str, Any], name: str) -> int | None:
+    """What `rollout.vllm` has under a name, as vLLM reads it on its command line: also 25.6k or 2M.
+
+    Small letters are powers of 1,000 and capitals of 1,024. None where vLLM is left to decide (auto
+    or -1). Raises ValueError for what vLLM takes for no number.
+    """
+    words = str(table.get(name)).strip()
+    if words.lower() in ("none", "auto", "-1"):
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgtKMGT]?)", words)
+    if found is None or ("." in found[1] and not found[2].islower()):
+        raise ValueError(
+            f"rollout.vllm.{name} {words} is no number to vLLM: write a plain one such as 4096, or "
+            "one with a letter such as 4K"
+        )
+    number, letter = found.groups()
+    base = 1000 if letter.islower() else 1024
+    return int(float(number) * base ** (" kmgt".index(letter.lower()) if letter else 0))
 
 
 @cache

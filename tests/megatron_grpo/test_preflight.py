@@ -96,7 +96,7 @@ def test_a_config_that_can_run_passes(config):
             ["rollout.vllm.max_model_len=41"],
             ["data: a prompt of 30 tokens", "max_completion_length 12", "41: set", "at least 42"],
         ),
-        (["rollout.vllm.max_model_len=1k"], ["max_model_len 1k: set that to at least 42"]),
+        (["rollout.vllm.max_model_len=0.04k"], ["max_model_len 40: set that to at least 42"]),
         # Upstream options.
         (["model.megatron.recompute_granularit=full"], ["recompute_granularit", "did you mean"]),
         (

@@ -9,7 +9,7 @@ from checkpoint_convert import read_shape
 from distributed import run_ranks
 from megatron_grpo.config.config import Config
 from megatron_grpo.planning.card import CARDS
-from megatron_grpo.planning.memory import engine_bytes, stages_memory
+from megatron_grpo.planning.memory import EngineBytes, engine_bytes, stages_memory
 from megatron_grpo.planning.state import stage_states
 from megatron_grpo.policy.model import add_gradients, add_optimizer, build_model
 from models import tiny_model
@@ -84,6 +84,27 @@ def test_activations_of_the_tiny_model_are_what_a_process_takes(tmp_path):
     folder = tiny_model(tmp_path, "qwen3", head_dim=32)
     planned, measured = planned_and_measured(folder, ParallelDims(), LONG)
     assert measured == pytest.approx(planned, rel=0.15)
+
+
+def engine_of_8b(folder: Path, *overrides: str) -> EngineBytes:
+    folder = write_config(folder, "Llama-3.1-8B")
+    cfg = tiny_config(folder, ParallelDims(), "model.dtype=bfloat16", *overrides)
+    return engine_bytes(cfg, read_shape(folder), CARDS["h100"])
+
+
+def test_an_engine_that_is_given_a_cache_has_that_and_its_weights(tmp_path):
+    engine = engine_of_8b(tmp_path, "rollout.vllm.kv_cache_memory_bytes=20G")
+    assert engine.cache == 20 * 2**30
+    with pytest.raises(
+        ValueError, match=r"kv_cache_memory_bytes is 70.*: use 131072 to 639\d+, or"
+    ):
+        engine_of_8b(tmp_path, "rollout.vllm.kv_cache_memory_bytes=70g")
+
+
+def test_a_cache_of_8_bits_holds_twice_as_many_tokens(tmp_path):
+    plain = engine_of_8b(tmp_path)
+    half = engine_of_8b(tmp_path, "rollout.vllm.kv_cache_dtype=fp8_e4m3")
+    assert half.cached_tokens == pytest.approx(2 * plain.cached_tokens, abs=1)
 
 
 def test_an_engine_has_the_rest_of_its_share_for_keys_and_values(tmp_path):

@@ -60,6 +60,8 @@ def test_the_longest_sequence_is_what_the_config_allows(folder):
     assert longest_sequence(cfg, read_shape(folder)) == 112  # and 12 of completion
     cfg = tiny_config(folder, ParallelDims(), "rollout.vllm.max_model_len=300")
     assert longest_sequence(cfg, read_shape(folder)) == 300
+    cfg = tiny_config(folder, ParallelDims(), "rollout.vllm.max_model_len=0.4k")
+    assert longest_sequence(cfg, read_shape(folder)) == 400
     cfg = tiny_config(folder, ParallelDims())
     assert longest_sequence(cfg, read_shape(folder)) == 512  # train.max_tokens_per_microbatch
 

@@ -9,6 +9,7 @@ from megatron_grpo.rollout.vllm_command import (
     RESERVED,
     check_engine_arguments,
     engine_argument_names,
+    engine_number,
     vllm_command,
 )
 
@@ -68,3 +69,26 @@ def test_known_arguments_are_those_of_the_installed_vllm():
     names = engine_argument_names()
     assert {"max_model_len", "gpu_memory_utilization", "enable_log_requests"} < names
     assert len(names) > 100
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [
+        (4096, 4096),
+        ("4k", 4000),
+        ("4K", 4096),
+        ("25.6k", 25_600),
+        ("20G", 20 * 2**30),
+        ("auto", None),
+        (-1, None),
+        (None, None),
+    ],
+)
+def test_numbers_are_read_as_vllm_reads_them(value, number):
+    assert engine_number({"max_model_len": value}, "max_model_len") == number
+
+
+@pytest.mark.parametrize("value", ["4.5K", "4 k", "many", 2e10, "-4"])
+def test_what_is_no_number_to_vllm_is_refused(value):
+    with pytest.raises(ValueError, match=r"rollout\.vllm\.max_model_len .* no number to vLLM"):
+        engine_number({"max_model_len": value}, "max_model_len")
