@@ -7,7 +7,7 @@ from pathlib import Path
 from checkpoint_convert import ModelShape, read_shape
 from megatron_grpo.config.config import Config
 from megatron_grpo.planning.card import Card, card_named
-from megatron_grpo.planning.job_plan import JobPlan, plan_job, share_gpus
+from megatron_grpo.planning.job_plan import JobPlan, least_gpus, plan_job
 from megatron_grpo.planning.job_table import job_table, suggestion_table
 from megatron_grpo.planning.suggest import suggest
 from megatron_grpo.planning.workload import longest_sequence, read_lengths
@@ -31,7 +31,7 @@ def print_suggestions(
     """Print layouts that fit; ValueError where none does."""
     card, shape = card_named(gpu), read_shape(cfg.model.path)
     lengths = _lengths(cfg, shape, lengths_file)
-    num_gpus = num_gpus or share_gpus(cfg, card)[0]
+    num_gpus = num_gpus or least_gpus(cfg, card)
     suggestions = suggest(cfg, shape, card, lengths, num_gpus)
     if as_json:
         print(json.dumps([suggestion.as_json() for suggestion in suggestions]))
@@ -40,8 +40,8 @@ def print_suggestions(
     if not suggestions:
         raise ValueError(
             f"no layout fits on {num_gpus} {gpu}: take more GPUs, a smaller "
-            f"train.max_tokens_per_microbatch than {cfg.train.max_tokens_per_microbatch}, or less "
-            "rollout.vllm.gpu_memory_utilization"
+            f"train.max_tokens_per_microbatch than {cfg.train.max_tokens_per_microbatch} (the "
+            f"longest sequence has {max(lengths)}), or less rollout.vllm.gpu_memory_utilization"
         )
 
 

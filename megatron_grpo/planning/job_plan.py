@@ -6,6 +6,7 @@ from typing import Any
 
 from checkpoint_convert import ModelShape, check_divisible
 from megatron_grpo.config.config import Config
+from megatron_grpo.launch.placement import place
 from megatron_grpo.planning.card import Card
 from megatron_grpo.planning.memory import (
     EngineBytes,
@@ -103,8 +104,8 @@ def plan_job(
 def share_gpus(cfg: Config, card: Card, num_gpus: int | None = None) -> tuple[int, bool]:
     """How many GPUs a job has, and whether ranks and engines share them, as `place` has it.
 
-    Without `num_gpus`, as many as whole nodes hold either; a part of one where that is enough.
-    Raises ValueError where they are too few.
+    Without `num_gpus`, `least_gpus`. Raises ValueError where they are too few, or where nodes of
+    the card cannot hold the ranks or the engines.
     """
     ranks, tensor = cfg.dims.world_size, cfg.rollout.tensor_parallel_size
     engines = cfg.rollout.num_engines * tensor
@@ -114,11 +115,28 @@ def share_gpus(cfg: Config, card: Card, num_gpus: int | None = None) -> tuple[in
             f"node: an engine runs on one node, set it to {card.per_node} or less"
         )
     if num_gpus is None:
-        num_gpus = min(ranks + engines, round_up(max(ranks, engines), card.per_node))
+        num_gpus = least_gpus(cfg, card)
     if max(ranks, engines) > num_gpus:
         raise ValueError(
             f"{cfg.dims} has {ranks} ranks, and {cfg.rollout.num_engines} engines of "
             f"rollout.tensor_parallel_size {tensor} have {engines} GPUs: the job has {num_gpus} in "
             f"all; take --gpus {max(ranks, engines)} or more"
         )
-    return num_gpus, ranks + engines > num_gpus
+    nodes = [str(number) for number in range(-(-num_gpus // card.per_node))]
+    placed = place(cfg, nodes, min(num_gpus, card.per_node))
+    is_shared = any(
+        engine.node in placed.trainer_nodes and engine.gpus.start < placed.ranks_per_node
+        for engine in placed.engines
+    )
+    # Of the last node a job may have a part, which `place` does not know.
+    return num_gpus, is_shared or ranks + engines > num_gpus
+
+
+def least_gpus(cfg: Config, card: Card) -> int:
+    """Of as few whole nodes as hold ranks or engines; a part of one where that holds both."""
+    tensor, num_engines = cfg.rollout.tensor_parallel_size, cfg.rollout.num_engines
+    engine_nodes = -(-num_engines // max(1, card.per_node // tensor))
+    nodes = max(-(-cfg.dims.world_size // card.per_node), engine_nodes)
+    # Engines begin at a multiple of their size.
+    apart = round_up(cfg.dims.world_size, tensor) + num_engines * tensor
+    return min(apart, card.per_node) if nodes == 1 else nodes * card.per_node

@@ -1,15 +1,17 @@
 """Which layouts of the trainer fit a number of GPUs, the fastest by estimate first."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
+import yaml
 from rich.console import Console
 from rich.progress import track
 
 from checkpoint_convert import ModelShape, check_divisible
 from megatron_grpo.config.config import Config, ParallelConfig
 from megatron_grpo.planning.card import Card
-from megatron_grpo.planning.job_plan import share_gpus
+from megatron_grpo.planning.job_plan import least_gpus, share_gpus
 from megatron_grpo.planning.memory import (
     StageMemory,
     engine_bytes,
@@ -47,12 +49,11 @@ class Suggestion:
     @property
     def overrides(self) -> list[str]:
         """What to write behind the config's name on the command line."""
-        given = self.cfg.parallel.model_dump(exclude={"sequence_parallel"})
-        megatron = ", ".join(f"{name}: {value}" for name, value in self.cfg.model.megatron.items())
+        given = self.cfg.parallel.model_dump(exclude_unset=True)
         return [
-            *(f"parallel.{name}={value}" for name, value in given.items()),
+            *(f"parallel.{name}={_as_yaml(value)}" for name, value in given.items()),
             f"rollout.num_engines={self.cfg.rollout.num_engines}",
-            f"'model.megatron={{{megatron}}}'",
+            f"'model.megatron={_as_yaml(self.cfg.model.megatron)}'",
         ]
 
     def as_json(self) -> dict[str, object]:
@@ -70,18 +71,22 @@ def suggest(
     """Layouts of the trainer that fit `num_gpus` with the engines of `cfg`, fastest first.
 
     Where `cfg` has its engines on GPUs of their own they keep as many, and the trainer gets the
-    others; where they share, both have all. Of the rest only recomputation is changed: the batch
-    and the size of microbatches stay. Ranks of a tensor or expert group stay in a node.
+    others; where they share, both have all; ranks of several nodes fill them. Of the rest only
+    recomputation is changed: the batch and the size of microbatches stay. Ranks of a tensor or
+    expert group stay in a node.
 
-    Raises ValueError where the engines leave no GPU, or do not fit theirs.
+    Raises ValueError where the engines leave no GPU, or do not fit theirs, and for what no layout
+    can mend: a sequence that fits no microbatch, a batch that does not come out even.
     """
     cfg, num_ranks = _with_engines(cfg, card, num_gpus)
+    _, is_shared = share_gpus(_on_ranks(cfg, num_ranks), card, num_gpus)
     engine = engine_bytes(cfg, shape, card) if cfg.rollout.engine == "vllm" else None
-    beside = engine.total if engine and num_ranks == num_gpus else 0
+    beside = engine.total if engine and is_shared else 0
+    workload(_on_ranks(cfg, 1), shape, lengths)  # what fails here fails in every layout
     found, states = [], {}
     console = Console(stderr=True)
     for parallel in track(
-        list(_layouts(shape, card, num_ranks)),
+        list(_layouts(cfg, shape, card, num_ranks)),
         "comparing layouts",
         console=console,
         transient=True,
@@ -96,7 +101,7 @@ def suggest(
             if key not in states:
                 states[key] = stage_states(candidate, shape)
             found += _fitting(candidate, shape, card, lengths, states[key], beside)
-        except ValueError:  # this layout cannot split or pack the model; another may
+        except ValueError:  # this layout cannot split the model, or aligns too much; another may
             continue
     return sorted(found, key=lambda each: each.time.estimate)
 
@@ -104,17 +109,34 @@ def suggest(
 def _with_engines(cfg: Config, card: Card, num_gpus: int) -> tuple[Config, int]:
     """`cfg` with the engines of a job of so many GPUs, and how many of them train."""
     tensor = cfg.rollout.tensor_parallel_size
-    _, is_shared = share_gpus(cfg, card)
-    if is_shared:
-        update = {"num_engines": max(1, num_gpus // tensor), "base_urls": ()}
-        return cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update=update)}), num_gpus
     engines = cfg.rollout.num_engines * tensor
+    if cfg.dims.world_size + engines > least_gpus(cfg, card):  # they share
+        on_nodes = -(-num_gpus // card.per_node) * (min(num_gpus, card.per_node) // tensor)
+        update = {"num_engines": max(1, min(num_gpus // tensor, on_nodes)), "base_urls": ()}
+        cfg = cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update=update)})
+        return cfg, _whole_nodes(num_gpus, card)
     if engines >= num_gpus:
         raise ValueError(
             f"the engines of rollout.* take {engines} of {num_gpus} GPUs and leave none for the "
             f"trainer: take --gpus {engines + 1} or more, or a smaller rollout.num_engines"
         )
-    return cfg, num_gpus - engines
+    return cfg, _whole_nodes(num_gpus - engines, card)
+
+
+def _whole_nodes(num_gpus: int, card: Card) -> int:
+    """How many ranks these have at most: nodes of ranks are full, or there is but a part of one."""
+    return num_gpus if num_gpus < card.per_node else num_gpus // card.per_node * card.per_node
+
+
+def _on_ranks(cfg: Config, num_ranks: int) -> Config:
+    """`cfg` with the simplest layout of so many."""
+    return cfg.model_copy(update={"parallel": ParallelConfig(data_parallel_size=num_ranks)})
+
+
+def _as_yaml(value: object) -> str:
+    """On one line, as an override has it."""
+    text: str = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=math.inf)
+    return text.removesuffix("\n").removesuffix("\n...")
 
 
 def _fitting(
@@ -152,9 +174,16 @@ def _recomputations(cfg: Config) -> list[dict[str, object]]:
     return [others, others | RECOMPUTED]
 
 
-def _layouts(shape: ModelShape, card: Card, num_ranks: int) -> Iterator[ParallelConfig]:
-    """Every division of the ranks over the axes."""
+def _layouts(
+    cfg: Config, shape: ModelShape, card: Card, num_ranks: int
+) -> Iterator[ParallelConfig]:
+    """Every division of the ranks over the axes, with sequence parallelism over tensor ranks.
+
+    That is said only where `cfg` has it otherwise.
+    """
     for tensor in divisors(num_ranks):
+        is_other = cfg.parallel.sequence_parallel != (tensor > 1)
+        said = {"sequence_parallel": tensor > 1} if is_other else {}
         for pipeline in divisors(num_ranks // tensor):
             if tensor > card.per_node or pipeline > shape.num_layers:
                 continue
@@ -169,6 +198,7 @@ def _layouts(shape: ModelShape, card: Card, num_ranks: int) -> Iterator[Parallel
                             data_parallel_size=num_ranks // tensor // pipeline // context,
                             expert_parallel_size=expert,
                             expert_tensor_parallel_size=1 if shape.moe else tensor,
+                            **said,
                         )
 
 

@@ -11,11 +11,13 @@ from megatron_grpo.cli import app
 from megatron_grpo.config.config_file import load_config
 from megatron_grpo.planning.card import CARDS
 from megatron_grpo.planning.command import print_plan, print_suggestions
-from megatron_grpo.planning.job_plan import plan_job
+from megatron_grpo.planning.job_plan import plan_job, share_gpus
 from published_models import write_config
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 DEFAULTS = {"gpu": "h100", "num_gpus": None, "lengths_file": None, "as_json": False}
+TWELVE_RANKS = ("parallel.tensor_parallel_size=4", "parallel.data_parallel_size=3")
+TWELVE_RANKS += ("parallel.pipeline_parallel_size=1",)
 NEMO_RL = ("parallel.tensor_parallel_size=4", "parallel.data_parallel_size=4")
 """Its layout for 70B: beside an engine that keeps its memory, too much."""
 
@@ -84,6 +86,10 @@ def test_what_does_not_fit_is_refused_with_a_layout_that_does(cfg, capsys):
         (["rollout.vllm.gpu_memory_utilization=0.2"], r"leaves nothing.*use more than 0\.22"),
         (["train.max_tokens_per_microbatch=4000"], r"4096 tokens.*set it to 4096"),
         (["rollout.tensor_parallel_size=16"], r"16 is more than the 8 GPUs of a node"),
+        (
+            [*TWELVE_RANKS, "rollout.num_engines=1", "rollout.tensor_parallel_size=4"],
+            r"12 ranks do not fill nodes of 8 GPUs: take a multiple, such as 16",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_with_a_legal_value(cfg, overrides, message):
@@ -96,6 +102,22 @@ def test_too_few_gpus_and_unknown_ones_are_refused(cfg):
         print_plan(cfg(), **DEFAULTS | {"num_gpus": 32})
     with pytest.raises(ValueError, match=r"no GPU named 'h300'.*a100, h100, h200, b200"):
         print_plan(cfg(), **DEFAULTS | {"gpu": "h300"})
+
+
+@pytest.mark.parametrize(
+    ("ranks", "engines", "tensor", "num_gpus"),
+    [
+        (3, 2, 2, 8),  # one GPU is idle: engines begin at even ones
+        (1, 9, 3, 40),  # two engines on each node
+    ],
+)
+def test_a_job_has_the_gpus_on_which_it_can_be_placed(cfg, ranks, engines, tensor, num_gpus):
+    job = cfg(
+        f"parallel={{data_parallel_size: {ranks}}}",
+        f"rollout.num_engines={engines}",
+        f"rollout.tensor_parallel_size={tensor}",
+    )
+    assert share_gpus(job, CARDS["h100"]) == (num_gpus, False)
 
 
 def test_lengths_of_a_file_make_the_microbatches(cfg, capsys, tmp_path):

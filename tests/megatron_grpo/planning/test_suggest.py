@@ -8,6 +8,7 @@ import pytest
 from checkpoint_convert import read_shape
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.config_file import load_config
+from megatron_grpo.launch.placement import place
 from megatron_grpo.planning.card import CARDS
 from megatron_grpo.planning.job_plan import plan_job
 from megatron_grpo.planning.suggest import suggest
@@ -129,3 +130,51 @@ def test_each_layout_is_suggested_once_and_recomputes_only_where_it_must(tmp_pat
         model = each.cfg.model.model_copy(update={"megatron": {}})
         plain = each.cfg.model_copy(update={"model": model})
         assert plan_job(plain, shape, CARD, [4096], 8).fits is not each.recomputes
+
+
+@pytest.mark.parametrize("given", ["false", "true"])
+def test_pasted_words_have_the_sequence_parallelism_that_was_planned(given, tmp_path):
+    folder, path = write_config(tmp_path, "Llama-3.1-8B"), CONFIGS / "grpo_8b.yaml"
+    overrides = [f"model.path={folder}", f"parallel.sequence_parallel={given}"]
+    found = suggest(load_config(path, overrides), read_shape(folder), CARD, [4096], 12)
+    assert {each.cfg.dims.tensor > 1 for each in found} == {False, True}
+    for each in found:
+        pasted = load_config(path, [*overrides, *each.as_json()["overrides"]]).parallel
+        assert pasted.sequence_parallel is each.cfg.parallel.sequence_parallel
+        assert pasted.dims == each.cfg.dims
+
+
+def test_pasted_words_have_the_settings_of_megatron_that_were_planned(tmp_path):
+    folder, path = write_config(tmp_path, "Llama-3.1-8B"), CONFIGS / "grpo_8b.yaml"
+    settings = "{bias_activation_fusion: true, window_size: null, first: [1, a b]}"
+    overrides = [f"model.path={folder}", f"model.megatron={settings}"]
+    first = suggest(load_config(path, overrides), read_shape(folder), CARD, [4096], 12)[0]
+    pasted = load_config(path, [*overrides, *first.as_json()["overrides"]])
+    assert pasted.model.megatron == first.cfg.model.megatron
+
+
+def test_ranks_of_several_nodes_fill_them_as_jobs_are_placed(tmp_path):
+    folder = write_config(tmp_path, "Llama-3.1-8B")
+    overrides = [
+        f"model.path={folder}",
+        "rollout.num_engines=1",
+        "rollout.tensor_parallel_size=4",
+    ]
+    cfg = load_config(CONFIGS / "grpo_8b.yaml", overrides)
+    [first, *others] = suggest(cfg, read_shape(folder), CARD, [4096], 22)
+    assert {each.cfg.dims.world_size for each in [first, *others]} == {16}  # of 18
+    place(first.cfg, ["a", "b", "c"], 8)
+
+
+@pytest.mark.parametrize(
+    ("length", "override", "message"),
+    [
+        (9000, "train.seed=1", r"9000 tokens.*max_tokens_per_microbatch = \d+: set it to 9000"),
+        (4096, "grpo.num_generations=7", r"generation_batch_size \d+ .*no whole number of prompts"),
+    ],
+)
+def test_what_no_layout_can_mend_is_said_as_it_is(length, override, message, tmp_path):
+    folder = write_config(tmp_path, "Llama-3.1-8B")
+    cfg = load_config(CONFIGS / "grpo_8b.yaml", [f"model.path={folder}", override])
+    with pytest.raises(ValueError, match=message):
+        suggest(cfg, read_shape(folder), CARD, [length], 8)
