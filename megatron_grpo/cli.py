@@ -16,6 +16,7 @@ from megatron_grpo.config.config_file import load_config
 from megatron_grpo.launch import placement
 from megatron_grpo.launch.job_token import check_token, take_token
 from megatron_grpo.launch.launch import LAUNCHER_VARIABLE, rank_place, start_ranks, tie_to_launcher
+from megatron_grpo.launch.mistake import is_mistake
 
 SHOWN_FAULTS = 20
 """More would be the same one on other ranks and layers."""
@@ -313,12 +314,12 @@ def report(
 
 
 def main() -> None:
-    """Entry point: what a user can mend is one line on stderr and exit code 2."""
+    """Entry point: what a user can mend is one line on stderr and exit code 2; 1 if it passes."""
     try:
         app()
     except (ValueError, OSError) as error:
         print(f"megatron-grpo: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(2 if is_mistake(error) else 1)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,9 @@
 # The engines run as one job step each, and the trainer as one step with a torchrun per node. A
 # signal before the time limit (SIGUSR1) has the trainer save and leave with exit code 75; then the
 # job queues itself again, and goes on from there. So it does after a failure, but not after three
-# restarts in a row that brought no new checkpoint, nor after a mistake that somebody has to mend.
+# restarts in a row that brought no new checkpoint, nor after a mistake that somebody has to mend: one
+# that the first start tells. What has started before has no such mistake, and most of what looks like
+# one by night is a file system that is away.
 set -euo pipefail
 
 readonly PREEMPTED=75 FOR_THE_USER=2 MAX_STARTS=4
@@ -156,13 +158,17 @@ end_engines() {
 conclude() {
     ((code == 0 || code == PREEMPTED)) || [[ -z $LOGS ]] ||
         grep --no-filename '^megatron-grpo: ' "$LOGS"/*.log | tail -n 1 >&2 || true
-    if ((code != 0 && code != FOR_THE_USER)) && [[ -z $was_cancelled ]] && may_start_again; then
+    if ((code != 0)) && ! is_mistake && [[ -z $was_cancelled ]] && may_start_again; then
         ((code == PREEMPTED)) || echo "exit code $code: queued again${LOGS:+, see $LOGS}" >&2
         scontrol requeue "$SLURM_JOB_ID"
     else
         rm -f "$ENDS"
         exit "$code"
     fi
+}
+
+is_mistake() {
+    ((code == FOR_THE_USER && ${SLURM_RESTART_COUNT:-0} == 0))
 }
 
 # Not where the last of so many starts ended where the first did. One that did not get as far as to

@@ -46,7 +46,8 @@ def load_newest(
 
     A checkpoint that is not what its manifest says is named on stderr, and the one before it is
     tried. The state at step 0 when there are none. Raises ValueError on all ranks when there are
-    checkpoints and none is good; OSError on all ranks when one cannot be read, which may be good.
+    checkpoints and none is good; TimeoutError on all ranks when one cannot be read, which may be
+    good.
     """
     steps: list[int] = []
     raise_first_failure(lambda: steps.extend(_find(folder)), CPU, ValueError)
@@ -85,7 +86,7 @@ def _damage(checkpoint: Path, read: Callable[[], None]) -> ValueError | None:
 
     Damaged is what is not there, or not what it was. A file system that does not answer says
     nothing of that: with the checkpoint before, the run would leave an intact one behind and drop
-    it. Raises OSError then, on all ranks.
+    it. Raises TimeoutError then, on all ranks: an error that passes.
     """
     found: list[ValueError] = []
 
@@ -97,7 +98,7 @@ def _damage(checkpoint: Path, read: Callable[[], None]) -> ValueError | None:
         except ValueError as error:
             found.append(error)
         except OSError as error:
-            raise OSError(
+            raise TimeoutError(
                 f"{checkpoint} cannot be read: {error}. It may be intact: start the same "
                 "command again when it can be read, or remove it to go on from the one before"
             ) from error
@@ -106,7 +107,7 @@ def _damage(checkpoint: Path, read: Callable[[], None]) -> ValueError | None:
         if found:
             raise found[0]
 
-    raise_first_failure(attempt, CPU, OSError)
+    raise_first_failure(attempt, CPU, TimeoutError)
     return first_failure(tell, CPU, ValueError)
 
 

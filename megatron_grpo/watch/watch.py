@@ -19,6 +19,7 @@ from types import TracebackType
 from torch.distributed import DistError, Store
 
 from megatron_grpo.launch.launch import RankPlace
+from megatron_grpo.launch.mistake import is_mistake
 from megatron_grpo.launch.preemption import EXIT_PREEMPTED, PREEMPTION_SIGNALS, Preempted
 from megatron_grpo.rewards import RewardError
 from megatron_grpo.rollout import EnginesLost
@@ -169,8 +170,8 @@ def _monitor_host(place: RankPlace, store: Store) -> str:
 def _failure(error: BaseException, step: int) -> Failure:
     """How an exception of optimizer step `step` is told: in a line where that says all.
 
-    Before the first step, what is refused is config, data or files: somebody has to mend them.
-    Later the same command may do, and an unforeseen error is told with its stack.
+    Before the first step, what is refused is config, data or files: somebody has to mend them,
+    unless it passes. Later the same command may do, and an unforeseen error is told with its stack.
     """
     trace = "".join(traceback.format_exception(error)).rstrip()[-MAX_TEXT:]
     is_ours = isinstance(error, (ValueError, OSError))
@@ -179,8 +180,9 @@ def _failure(error: BaseException, step: int) -> Failure:
         if is_ours
         else isinstance(error, DistError) or "gloo" in trace
     )
-    is_for_user = is_ours and step == 0
-    if str(error) and (is_for_user or _is_meant_for_people(error)):
+    is_early = is_ours and step == 0
+    is_for_user = is_early and is_mistake(error)
+    if str(error) and (is_early or _is_meant_for_people(error)):
         return Failure(str(error), trace, is_for_user, is_consequence)
     return Failure(trace, "", is_for_user, is_consequence)
 

@@ -457,7 +457,7 @@ def load_without_descriptors(rank: int, model: Path, run: Path) -> str:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
-    with pytest.raises(OSError) as raised:
+    with pytest.raises(TimeoutError) as raised:
         checkpoints.load()
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert checkpoints.load().step == 2

@@ -1,6 +1,7 @@
 """What befalls one of four real ranks ends them all, soon, and is told once and by its name."""
 
 import ctypes
+import errno
 import os
 import signal
 import time
@@ -126,6 +127,13 @@ def test_before_the_first_step_a_mistake_is_one_line_wherever_it_shows(ranks, er
     assert told(world) == [f"megatron-grpo: {error}"]
     assert world.output(0)
     assert "rank 3 on " in world.stacks and "in raise_in" in world.stacks
+
+
+def test_before_the_first_step_an_error_that_passes_is_one_line_and_no_mistake(ranks):
+    error = OSError(errno.ESTALE, "Stale file handle")
+    with ranks(raise_in, 0, 3, error) as world:
+        assert world.exit_codes(20) == [1, 1, 1, 1]
+    assert told(world) == [f"megatron-grpo: {error}"]
 
 
 MEANT_FOR_PEOPLE = [
