@@ -17,10 +17,11 @@ run_job() {
     source slurm/env.sh
     use_network
     local code=1 was_told="" was_cancelled="" engines=() urls=()
-    TRAINER="" RUN_DIR="" LOGS=""
+    TRAINER="" GUARD="" RUN_DIR="" LOGS=""
     # At which checkpoint each start of this job has ended.
     ENDS=.cache/slurm_ends_$SLURM_JOB_ID
-    trap 'was_told=yes; forward USR1' USR1
+    trap 'was_told=yes; forward USR1; guard_the_end' USR1
+    trap leave_in_time USR2
     trap 'was_told=yes; was_cancelled=yes; forward TERM' TERM
     if place_job "$@"; then
         mkdir -p "$LOGS"
@@ -85,6 +86,31 @@ start_engines() {
 # To the trainer, if it has begun.
 forward() {
     [[ -z $TRAINER ]] || kill -"$1" "$TRAINER" 2>/dev/null || true
+}
+
+# A save that lasts beyond the time limit is cut there, and nobody would queue the job again: have
+# this script do so (SIGUSR2) a minute before, or halfway where less than two are left. What is
+# written until then is removed by the next start, which goes on from the checkpoint before it.
+guard_the_end() {
+    local end left
+    [[ -z $GUARD ]] || return 0
+    end=$(SLURM_TIME_FORMAT=%s squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e) || return 0
+    [[ $end =~ ^[0-9]+$ ]] || return 0
+    left=$((end - $(date +%s)))
+    (
+        sleep $((left < 120 ? left / 2 : left - 60)) &
+        trap 'kill $!' TERM
+        wait $! && kill -USR2 $$
+    ) &
+    GUARD=$!
+}
+
+leave_in_time() {
+    echo "the save was not done before the time limit: let the signal come earlier, such as by" \
+        "sbatch --signal=B:USR1@1800" >&2
+    code=$PREEMPTED
+    conclude
+    exit
 }
 
 # Whether all answer in time; else `code` says why not.
@@ -152,10 +178,14 @@ await_trainer() {
 
 end_engines() {
     kill "${engines[@]}" 2>/dev/null || true
-    wait || true
+    local engine
+    for engine in "${engines[@]}"; do
+        wait "$engine" || true
+    done
 }
 
 conclude() {
+    [[ -z $GUARD ]] || kill "$GUARD" 2>/dev/null || true
     ((code == 0 || code == PREEMPTED)) || [[ -z $LOGS ]] ||
         grep --no-filename '^megatron-grpo: ' "$LOGS"/*.log | tail -n 1 >&2 || true
     if ((code != 0)) && ! is_mistake && [[ -z $was_cancelled ]] && may_start_again; then

@@ -2,6 +2,8 @@
 
 import os
 import subprocess
+import time
+from pathlib import Path
 
 import pytest
 
@@ -63,3 +65,39 @@ def test_a_mistake_is_final_on_the_first_start_alone(
     )
     assert done.stdout == ("requeue 7\n" if is_queued else "")
     assert done.returncode == (0 if is_queued else int(code))
+
+
+# A trainer to which the signal means nothing, for it writes.
+SLOW_SAVE = """
+    place_job() { RUN_DIR=$RUN LOGS=$RUN/logs STARTUP_TIMEOUT=9; }
+    start_engines() { :; }
+    start_trainer() {
+        (trap '' USR1; touch $RUN/begun; exec sleep $SAVES >/dev/null 2>&1) &
+        TRAINER=$!
+        until [[ -e $RUN/begun ]]; do sleep 0.1; done
+        kill -USR1 $$
+    }
+    run_job
+"""
+
+
+def slow_save(bash, folder: Path, saves: int, left: int) -> tuple[str, str, float]:
+    """Output and seconds of a job whose trainer saves for so long; `left` are to the limit."""
+    start = time.monotonic()
+    squeue = f"echo $(($(date +$SLURM_TIME_FORMAT) + {left}))"
+    programs = {"squeue": squeue, "scontrol": 'echo "$*"'}
+    done = bash(SLOW_SAVE, programs, RUN=str(folder), SAVES=str(saves))
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr, time.monotonic() - start
+
+
+def test_a_save_beyond_the_time_limit_is_left_before_it(bash, tmp_path):
+    output, errors, seconds = slow_save(bash, tmp_path, saves=20, left=8)
+    assert output == "requeue 7\n" and "--signal" in errors
+    assert 3 < seconds < 8
+
+
+def test_a_save_before_the_time_limit_is_not_and_nobody_waits_for_the_guard(bash, tmp_path):
+    output, errors, seconds = slow_save(bash, tmp_path, saves=1, left=40)
+    assert output == errors == ""
+    assert seconds < 15
