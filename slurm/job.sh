@@ -245,10 +245,22 @@ first_port() {
     echo $((20000 + SLURM_JOB_ID % 199 * 64))
 }
 
+# By which other nodes reach one. In its own /etc/hosts the name of this node may stand for loopback,
+# as Debian has it: then the address is that of the interface. Loopback it is where Slurm says so.
 address_of() {
-    local name
+    local name found address
     name=$(scontrol show node "$1" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
-    getent ahostsv4 "$name" | awk 'NR == 1 { print $1 }'
+    mapfile -t found < <(getent ahostsv4 "$name" && own_address)
+    for address in "${found[@]%% *}"; do
+        [[ $address == 127.* && $address != "$name" ]] || break
+    done
+    echo "${address:?none is known of node $1}"
+}
+
+own_address() {
+    local of=(scope global)
+    [[ -z $NETWORK_INTERFACE ]] || of=(dev "${NETWORK_INTERFACE%%,*}")
+    ip -4 -oneline address show "${of[@]}" | awk 'NR == 1 { sub("/.*", "", $4); print $4 }'
 }
 
 use_network() {

@@ -101,3 +101,35 @@ def test_a_save_before_the_time_limit_is_not_and_nobody_waits_for_the_guard(bash
     output, errors, seconds = slow_save(bash, tmp_path, saves=1, left=40)
     assert output == errors == ""
     assert seconds < 15
+
+
+ADDRESS_OF = "address_of n1"
+NODE = 'echo "NodeName=n1 NodeAddr=$NODE_ADDRESS NodeHostName=n1"'
+OF_INTERFACE = """
+[[ " $* " != *" dev ib0 "* ]] || echo "5: ib0    inet 10.1.0.5/16 scope global ib0"
+[[ " $* " != *" global "* ]] || echo "2: eth0    inet 192.0.2.5/24 scope global eth0"
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "resolved", "interface", "expected"),
+    [
+        ("n1", ["10.0.0.1"], "", "10.0.0.1"),
+        ("n1", ["127.0.1.1", "10.0.0.1"], "ib0", "10.0.0.1"),
+        ("n1", ["127.0.1.1"], "", "192.0.2.5"),
+        ("n1", ["127.0.1.1"], "ib0", "10.1.0.5"),
+        ("n1", ["127.0.1.1"], "lo", "127.0.1.1"),
+        ("127.0.0.1", ["127.0.0.1"], "", "127.0.0.1"),
+    ],
+)
+def test_a_node_has_an_address_that_others_reach(bash, name, resolved, interface, expected):
+    answer = "\n".join(f"{address}       STREAM {name}" for address in resolved)
+    programs = {"scontrol": NODE, "getent": f"echo '{answer}'", "ip": OF_INTERFACE}
+    done = bash(ADDRESS_OF, programs, NODE_ADDRESS=name, NETWORK_INTERFACE=interface)
+    assert done.stdout == f"{expected}\n", done.stderr
+
+
+def test_a_node_whose_name_nobody_knows_is_told(bash):
+    done = bash(ADDRESS_OF, {"scontrol": NODE, "getent": "exit 2"}, NODE_ADDRESS="n1")
+    assert done.returncode != 0 and done.stdout == ""
+    assert "none is known of node n1" in done.stderr
