@@ -51,7 +51,7 @@ place_job() {
         code=$?
         return 1
     }
-    RUN_DIR=$(awk '$1 == "run_dir" { print $2 }' <<<"$placed")
+    RUN_DIR=$(sed -n 's/^run_dir //p' <<<"$placed")
     STARTUP_TIMEOUT=$(awk '$1 == "startup_timeout" { print $2 }' <<<"$placed")
     RANKS_PER_NODE=$(awk '$1 == "ranks_per_node" { print $2 }' <<<"$placed")
     mapfile -t TRAINERS < <(awk '$1 == "trainer" { print $2 }' <<<"$placed")

@@ -133,3 +133,16 @@ def test_a_node_whose_name_nobody_knows_is_told(bash):
     done = bash(ADDRESS_OF, {"scontrol": NODE, "getent": "exit 2"}, NODE_ADDRESS="n1")
     assert done.returncode != 0 and done.stdout == ""
     assert "none is known of node n1" in done.stderr
+
+
+def test_a_run_directory_may_have_spaces(bash):
+    placed = "run_dir /scratch/my runs/a  b\nranks_per_node 8\nstartup_timeout 9\ntrainer n0"
+    done = bash(
+        'on_node() { echo "$PLACED"; }; place_job && echo "$RUN_DIR" "$LOGS"',
+        {"scontrol": "echo n0"},
+        PLACED=placed,
+        GPUS_PER_NODE="8",
+        SLURM_JOB_NODELIST="n0",
+    )
+    run = Path("/scratch/my runs/a  b")
+    assert done.stdout == f"{run} {run}/logs/slurm_7_0\n"
