@@ -2,12 +2,14 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +19,9 @@ from megatron_grpo.launch import parent_death
 COLLECTOR = "collector"
 """How the name of the thread begins that collects generations beside the main thread."""
 NUM_LOG_LINES_SHOWN = 12
+MAX_FOLDER_LENGTH = 70
+"""The kernel takes paths of 107 characters for sockets, of which vLLM's names have 37."""
+TRACKER = b"multiprocessing.resource_tracker"
 KILL_SECONDS = 5.0
 """Within which SIGKILL ends a process, unless a device holds it."""
 
@@ -34,6 +39,8 @@ class EngineProcess:
     log: Path
     log_start: int
     """Size of the log when the engine started: earlier lines are another run's."""
+    folder: Path
+    """Its TMPDIR, which ends with it: sockets and the like that a killed engine leaves behind."""
     process: subprocess.Popen[bytes]
 
     @classmethod
@@ -50,17 +57,18 @@ class EngineProcess:
             or threading.current_thread().name.startswith(COLLECTOR)
         )
         tied_to_us = [sys.executable, "-I", parent_death.__file__, str(os.getpid()), *command]
+        folder = _make_folder()
         with log.open("ab") as output:
             log_start = output.tell()
             process = subprocess.Popen(
                 tied_to_us,
-                env=environment,
+                env={**environment, "TMPDIR": str(folder)},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        return cls(url, command, environment, log, log_start, process)
+        return cls(url, command, environment, log, log_start, folder, process)
 
     def start_again(self) -> "EngineProcess":
         """The same engine anew, with the same devices and address."""
@@ -82,18 +90,44 @@ class EngineProcess:
     def kill(self) -> None:
         """End it at once with all that it started, even when it is stopped."""
         deadline = time.monotonic() + KILL_SECONDS
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        for pid in _users_of_memory(self.process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.end(within=KILL_SECONDS)
         self.kill_others(deadline)
 
     def kill_others(self, deadline: float) -> None:
-        """Wait for the processes that it started, and kill those left at `deadline` (monotonic)."""
+        """Wait for the processes that it started, and kill those left at `deadline` (monotonic).
+
+        Its folder goes with them.
+        """
         with suppress(ProcessLookupError):  # raised when the group is empty
             while time.monotonic() < deadline:
                 os.killpg(self.process.pid, 0)
                 time.sleep(0.05)
             os.killpg(self.process.pid, signal.SIGKILL)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _users_of_memory(group: int) -> Iterator[int]:
+    """The processes of a group but Python's resource trackers.
+
+    Those unlink the shared memory that the others leave behind, and end then.
+    """
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            status = (folder / "stat").read_text().rpartition(")")[2].split()
+            if int(status[2]) == group and TRACKER not in (folder / "cmdline").read_bytes():
+                yield int(folder.name)
+
+
+def _make_folder() -> Path:
+    """A new folder for this user alone, where the paths of an engine's sockets are short enough."""
+    folder = tempfile.mkdtemp(prefix="engine_")
+    if len(folder) > MAX_FOLDER_LENGTH:
+        os.rmdir(folder)
+        folder = tempfile.mkdtemp(prefix="engine_", dir="/tmp")
+    return Path(folder)
 
 
 def log_tail(log: Path, start: int) -> str:

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
@@ -146,3 +147,26 @@ def test_a_run_directory_may_have_spaces(bash):
     )
     run = Path("/scratch/my runs/a  b")
     assert done.stdout == f"{run} {run}/logs/slurm_7_0\n"
+
+
+MEGATRON_GRPO = """
+echo "$TMPDIR" >>"$LOGS/folders"
+stat --format=%a "$TMPDIR"
+touch "$TMPDIR/socket"
+exit "$(wc -l <"$LOGS/folders")"
+"""
+
+
+@pytest.mark.parametrize("name", ["short", "long" * 20])
+def test_engines_leave_nothing_in_the_temporary_folder(bash, tmp_path, name):
+    (tmp_path / "trainer_0.log").touch()  # it runs: an engine that ends is started again
+    with tempfile.TemporaryDirectory() as short:
+        place = Path(short) / name
+        place.mkdir()
+        programs = {"megatron-grpo": MEGATRON_GRPO}
+        done = bash("bash slurm/engine.sh $LOGS", programs, LOGS=str(tmp_path), TMPDIR=str(place))
+        folders = (tmp_path / "folders").read_text().splitlines()
+        assert done.stdout == "700\n700\n" and len(set(folders)) == 2
+        for folder in map(Path, folders):
+            assert folder.parent == (place if name == "short" else Path("/tmp"))
+            assert not folder.exists()

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from pathlib import Path
@@ -16,6 +17,7 @@ from engines import largest_logprob_error, random_prompts, running_engine, wait_
 from megatron_grpo.config.config import ModelConfig, RolloutConfig
 from megatron_grpo.rollout import EngineServers
 from megatron_grpo.rollout.engine_error import EngineError, EnginesOut, EngineStale
+from megatron_grpo.rollout.engine_process import EngineProcess
 from megatron_grpo.rollout.push_state import LOADED_VERSION
 from megatron_grpo.rollout.server import engine_devices, engine_environment, reserve_port
 
@@ -99,8 +101,49 @@ def test_close_leaves_no_process(tied_model, tmp_path, monkeypatch):
         token=None,
     )
     assert wait_until(lambda: len(marked_processes(mark)) > 1, 60)  # its engine core as well
+    [engine] = servers._engines
     servers.close()
     assert marked_processes(mark) == []
+    assert not engine.folder.exists()
+
+
+HAS_MEMORY = """
+import multiprocessing, time
+from multiprocessing.shared_memory import SharedMemory
+memory, lock = SharedMemory(create=True, size=1), multiprocessing.get_context("spawn").Lock()
+print(memory.name, f"sem.{lock._semlock.name[1:]}", flush=True)
+time.sleep(100)
+"""
+
+
+def test_a_killed_engine_leaves_nothing_in_shared_memory(tmp_path):
+    log = tmp_path / "log"
+    command = [sys.executable, "-c", HAS_MEMORY]
+    engine = EngineProcess.start(command, os.environ, "http://a", log)
+    assert wait_until(lambda: log.read_text().endswith("\n"), 30)
+    files = [Path("/dev/shm") / name for name in log.read_text().split()]
+    assert all(file.exists() for file in files)
+    engine.kill()
+    assert not any(file.exists() for file in files)
+
+
+USES_ITS_FOLDER = 'touch "$TMPDIR/file"; mkfifo "$TMPDIR/socket"; echo "$TMPDIR"; exec sleep 100'
+
+
+@pytest.mark.parametrize("name", ["short", "long" * 20])
+def test_a_killed_engine_leaves_nothing_in_the_temporary_folder(tmp_path, monkeypatch, name):
+    """Where the site has a long path for it, its sockets are elsewhere: it could not start."""
+    with tempfile.TemporaryDirectory() as short:
+        place, log = Path(short) / name, tmp_path / "log"
+        place.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(place))
+        engine = EngineProcess.start(["sh", "-c", USES_ITS_FOLDER], os.environ, "http://a", log)
+        assert wait_until(lambda: log.read_text().endswith("\n"), 30)
+        folder = Path(log.read_text().strip())
+        assert len(list(folder.iterdir())) == 2 and folder.stat().st_mode & 0o777 == 0o700
+        assert folder.parent == (place if name == "short" else Path("/tmp"))
+        engine.kill()
+        assert not folder.exists()
 
 
 def test_an_engine_that_cannot_start_is_named_with_the_cause(tmp_path):
