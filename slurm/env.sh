@@ -12,7 +12,7 @@
 # path: pyxis takes a name without a slash for one of a registry.
 : "${CONTAINER_IMAGE:=}"
 # By commas, what the container sees of the file system. The run directory is added. Model, data and
-# HF_HOME are not: where they are elsewhere than here, so must their folders be.
+# caches are not: where they are elsewhere than here, so must their folders be.
 : "${CONTAINER_MOUNTS:=$PWD}"
 
 # GPUs of a node; Slurm knows, where it has been told of GPUs.
@@ -21,6 +21,8 @@
 # The interface by which nodes reach each other for what is no bulk data; empty: NCCL and gloo choose.
 : "${NETWORK_INTERFACE:=}"
 
-# Data sets and tokenizers from the hub, seen by all nodes. A compute node without internet wants
-# HF_HUB_OFFLINE=1 and what it needs fetched before.
-export HF_HOME="${HF_HOME:-$PWD/.cache/huggingface}"
+# Data sets and tokenizers from the hub, seen by all nodes; not HF_HOME, where the token of `hf auth
+# login` would be, too. A compute node without internet wants HF_HUB_OFFLINE=1 and what it needs
+# fetched before.
+export HF_HUB_CACHE="${HF_HUB_CACHE:-${HF_HOME:-$PWD/.cache/huggingface}/hub}"
+export HF_DATASETS_CACHE="${HF_DATASETS_CACHE:-${HF_HOME:-$PWD/.cache/huggingface}/datasets}"

@@ -170,3 +170,10 @@ def test_engines_leave_nothing_in_the_temporary_folder(bash, tmp_path, name):
         for folder in map(Path, folders):
             assert folder.parent == (place if name == "short" else Path("/tmp"))
             assert not folder.exists()
+
+
+def test_the_token_of_the_hub_is_not_put_beside_its_caches(bash):
+    script = 'source slurm/env.sh; echo "${HF_HOME-none} $HF_HUB_CACHE $HF_DATASETS_CACHE"'
+    cache = REPOSITORY / ".cache" / "huggingface"
+    done = bash(f"unset HF_HOME HF_HUB_CACHE HF_DATASETS_CACHE; {script}", {})
+    assert done.stdout == f"none {cache}/hub {cache}/datasets\n"
