@@ -14,15 +14,20 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 
-from torch.distributed import TCPStore, run
+from torch.distributed import DistError, Store, TCPStore, run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousInfo,
     RendezvousParameters,
+    RendezvousTimeoutError,
     rendezvous_handler_registry,
 )
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
@@ -33,6 +38,8 @@ from megatron_grpo.launch.preemption import EXIT_PREEMPTED, PREEMPTION_SIGNALS
 LOOPBACK, FABRIC = "loopback", "fabric"
 MEETING_SECONDS = 600
 """Until the torchruns of all hosts must have come."""
+LOOK_SECONDS = 0.05
+"""Between two looks at who has come."""
 NUM_LINES_SHOWN = 30
 VERDICT = re.compile(r"^megatron-grpo: .*", re.MULTILINE | re.DOTALL)
 """What a rank has been told by its watch, at the end of its log."""
@@ -56,6 +63,7 @@ class BoundRendezvous(StaticTCPRendezvous):
                 host,
                 self.master_port,
                 is_master=True,
+                timeout=self.timeout,
                 wait_for_workers=False,
                 master_listen_fd=listener.detach(),
             )
@@ -63,6 +71,35 @@ class BoundRendezvous(StaticTCPRendezvous):
     def get_backend(self) -> str:
         """Its name on the command line."""
         return self._backend
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Come to the meeting; the first host waits for all, and names those that do not come."""
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        try:
+            meeting = super().next_rendezvous()
+        except DistError as error:
+            raise RendezvousConnectionError(
+                f"host {self.rank} ({socket.gethostname()}) did not reach the first of the "
+                f"{self.world_size} at {self._where} within {self.timeout.seconds} s: "
+                f"{str(error).splitlines()[0]}"
+            ) from None
+        meeting.store.set(f"came/{self.rank}", "")
+        while self.rank == 0 and (missing := self._missing(meeting.store)):
+            if time.monotonic() > deadline:
+                raise RendezvousTimeoutError(
+                    f"{len(missing)} of {self.world_size} hosts did not come to {self._where} on "
+                    f"{socket.gethostname()} within {self.timeout.seconds} s: host "
+                    f"{', '.join(map(str, missing))}, counted from 0; their logs may say why"
+                )
+            time.sleep(LOOK_SECONDS)
+        return meeting
+
+    @property
+    def _where(self) -> str:
+        return f"{self.master_addr}:{self.master_port}"
+
+    def _missing(self, store: Store) -> list[int]:
+        return [host for host in range(self.world_size) if not store.check([f"came/{host}"])]
 
 
 def _loopback(parameters: RendezvousParameters) -> BoundRendezvous:
@@ -107,6 +144,10 @@ def main() -> None:
         sys.exit(next((code for code in codes if code > 0), 1))
     except SignalException as ended:
         sys.exit(128 + ended.sigval)
+    except RendezvousError as error:
+        sys.exit(f"megatron-grpo: {error}")
+    except DistError:
+        sys.exit(f"{socket.gethostname()}: the first host has left before all had come")
 
 
 def _children() -> list[int]:

@@ -4,7 +4,9 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -12,6 +14,11 @@ import pytest
 from engines import wait_until
 from jobs import free_port
 
+TORCHRUN = ["-m", "megatron_grpo.launch.torchrun"]
+IMPATIENT = [
+    "-c",
+    "from megatron_grpo.launch import torchrun; torchrun.MEETING_SECONDS = 2; torchrun.main()",
+]
 PATIENT = """
 trap 'echo saved > saved_$RANK; exit 75' TERM USR1
 touch ready_$RANK
@@ -24,10 +31,12 @@ def start(tmp_path: Path):
     """Starts torchrun with options and a script as ranks, and kills what is left of them."""
     started = []
 
-    def start(script: str, *options: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "megatron_grpo.launch.torchrun", *options]
+    def start(
+        script: str, *options: str, program: Sequence[str] = TORCHRUN, **how: Any
+    ) -> subprocess.Popen[str]:
+        command = [sys.executable, *program, *options]
         command += ["--no-python", "sh", "-c", script]
-        process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, **how)
         started.append(process)
         return process
 
@@ -123,3 +132,23 @@ def test_a_host_without_rank_0_shows_what_no_watch_can_tell(two_hosts):
     _, run = two_hosts("[ $RANK = 0 ] && exec sleep 100; echo no such module >&2; exit 1")
     _, told = run.communicate(timeout=60)
     assert told.startswith("rank 1 failed first on ") and told.endswith("no such module\n")
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_hosts_that_do_not_meet_are_told_in_a_line(start, tmp_path, host):
+    port = free_port()
+    options = ["--rdzv-backend=fabric", f"--rdzv-endpoint=127.0.0.1:{port}", "--nnodes=3"]
+    options += ["--nproc-per-node=1", f"--rdzv-conf=rank={host}", f"--log-dir={tmp_path}"]
+    run = start("exit 0", *options, program=IMPATIENT)
+    _, told = run.communicate(timeout=60)
+    assert run.returncode == 1
+    here, place = socket.gethostname(), f"127.0.0.1:{port}"
+    if host == 0:
+        assert told == (
+            f"megatron-grpo: 2 of 3 hosts did not come to {place} on {here} within 2 s: host 1, 2, "
+            "counted from 0; their logs may say why\n"
+        )
+    else:
+        assert told.splitlines()[-1].startswith(
+            f"megatron-grpo: host 1 ({here}) did not reach the first of the 3 at {place} within 2 s"
+        )
