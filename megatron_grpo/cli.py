@@ -17,6 +17,7 @@ from megatron_grpo.launch import placement
 from megatron_grpo.launch.job_token import check_token, take_token
 from megatron_grpo.launch.launch import LAUNCHER_VARIABLE, rank_place, start_ranks, tie_to_launcher
 from megatron_grpo.launch.mistake import is_mistake
+from megatron_grpo.launch.open_files import allow_open_files
 
 SHOWN_FAULTS = 20
 """More would be the same one on other ranks and layers."""
@@ -51,6 +52,7 @@ def train(
 
     Example: megatron-grpo train configs/demo_smollm2_135m.yaml parallel.tensor_parallel_size=3
     """
+    allow_open_files()
     cfg = load_config(config, overrides or [])
     token = take_token(os.environ)
     place = rank_place(os.environ)
@@ -112,6 +114,7 @@ def evaluate(
     Example: megatron-grpo eval CONFIG model.path=runs/math/hf eval.data.path=data/test.jsonl
     eval.num_generations=8 eval.temperature=0.6 eval.top_p=0.95
     """
+    allow_open_files()
     take_token(os.environ)  # nothing that is started here has any use for it
     cfg = load_config(config, overrides or [])
     _silence_libraries()
@@ -149,6 +152,7 @@ def serve(
     another terminal with the same token
     megatron-grpo train CONFIG rollout.base_urls=[http://127.0.0.1:8000]
     """
+    allow_open_files()
     token = check_token(take_token(os.environ))
     cfg = load_config(config, overrides or [])
     from megatron_grpo.rollout.server import serve_forever  # not for `--help`

@@ -38,7 +38,7 @@ def read_limits(meminfo: Path = Path("/proc/meminfo"), shm: str = "/dev/shm") ->
         memory=int(total.split()[1]) * 1024,
         shared=shared.f_blocks * shared.f_frsize if shared else 0,
         locked=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-        num_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        num_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],  # which is what runs take
         core=resource.getrlimit(resource.RLIMIT_CORE)[0],
     )
 
@@ -64,7 +64,7 @@ def judge_limits(limits: Limits, on_gpu: bool) -> Iterator[Finding]:
     )
     few = limits.num_files != UNLIMITED and limits.num_files < NUM_FILES
     count = "unlimited" if limits.num_files == UNLIMITED else f"{limits.num_files:,}"
-    yield _finding("ulimit -n (open files)", count, f"ulimit -n {NUM_FILES * 16}" if few else "")
+    yield _finding("ulimit -Hn (open files)", count, f"ulimit -Hn {NUM_FILES * 16}" if few else "")
     yield _finding(
         "ulimit -c (core dumps)",
         _size(limits.core),

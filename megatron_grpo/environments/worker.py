@@ -30,7 +30,6 @@ from selectors import EVENT_READ, DefaultSelector
 from typing import Any, NoReturn
 
 from megatron_grpo.environments.loaded_class import LOAD_KEY, LoadedClass, step
-from megatron_grpo.launch.open_files import allow_open_files
 from megatron_grpo.launch.parent_death import die_with_parent
 from megatron_grpo.user_code.supervisor import SCHEDULERS
 
@@ -70,7 +69,6 @@ class Worker:
         """Load the class and run instances until the trainer hangs up."""
         name, arguments, self.timeout = self.trainer.recv()
         resource.setrlimit(resource.RLIMIT_DATA, (self.memory_megabytes << 20,) * 2)
-        allow_open_files()  # one for each instance
         is_loaded, loaded = self._attempt(lambda: LoadedClass.load(name, arguments))
         if not is_loaded:
             self._answer(LOAD_KEY, False, loaded)

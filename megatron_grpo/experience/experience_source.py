@@ -16,7 +16,6 @@ from megatron_grpo.evaluation.evaluation import Evaluation, as_evaluated, load_e
 from megatron_grpo.experience.batching import BatchSchedule
 from megatron_grpo.experience.dynamic_sampling import ScoredGroup, Search
 from megatron_grpo.experience.experience import Experience, compare
-from megatron_grpo.launch.open_files import allow_open_files
 from megatron_grpo.rewards import RewardError, RewardPool, total_rewards
 from megatron_grpo.rollout.client import RolloutClient
 from megatron_grpo.rollout.dialogues import DialogueGeneration
@@ -53,8 +52,6 @@ class ExperienceSource:
         from checkpoint_convert.tokenizer import load_tokenizer  # noqa: PLC0415
 
         self.cfg, self.shape = cfg, shape
-        if cfg.environment.name is not None:
-            allow_open_files()  # each sample has a connection to its engine
         # The engines load while the trainer builds its model.
         logs = cfg.train.run_dir / "logs"
         self._servers = EngineServers(cfg.model, cfg.rollout, logs, token, num_ranks)

@@ -33,6 +33,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+from megatron_grpo.launch.open_files import allow_open_files
 from megatron_grpo.launch.preemption import EXIT_PREEMPTED, PREEMPTION_SIGNALS
 
 LOOPBACK, FABRIC = "loopback", "fabric"
@@ -114,6 +115,7 @@ def _fabric(parameters: RendezvousParameters) -> BoundRendezvous:
 
 def main() -> None:
     """Run torchrun on the command line; the exit code is the ranks', 1 if they were killed."""
+    allow_open_files()
     arguments = run.parse_args(sys.argv[1:])
     # torchrun answers these by ending its ranks, and kills those that take long.
     arguments.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"

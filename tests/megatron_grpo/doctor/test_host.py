@@ -30,7 +30,7 @@ def unwell(findings) -> list[str]:
     [
         ({"shared": 64 * 2**20}, "shared memory", "--shm-size=16g"),
         ({"locked": 8 * 2**20}, "ulimit -l (locked memory)", "ulimit -l unlimited"),
-        ({"num_files": 1024}, "ulimit -n (open files)", "ulimit -n 65536"),
+        ({"num_files": 1024}, "ulimit -Hn (open files)", "ulimit -Hn 65536"),
         ({"core": UNLIMITED}, "ulimit -c (core dumps)", "ulimit -c 0"),
     ],
 )

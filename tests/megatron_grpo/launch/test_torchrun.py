@@ -1,5 +1,6 @@
 """What our torchrun does that torch's does not; its ranks are shell scripts."""
 
+import resource
 import signal
 import socket
 import subprocess
@@ -152,3 +153,15 @@ def test_hosts_that_do_not_meet_are_told_in_a_line(start, tmp_path, host):
         assert told.splitlines()[-1].startswith(
             f"megatron-grpo: host 1 ({here}) did not reach the first of the 3 at {place} within 2 s"
         )
+
+
+def test_ranks_may_open_as_many_files_as_the_system_lets_them(start, tmp_path):
+    def few() -> None:
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+
+    options = ["--rdzv-backend=loopback", "--nproc-per-node=1", f"--log-dir={tmp_path}"]
+    run = start("ulimit -Sn >limit; ulimit -Hn >>limit", *options, preexec_fn=few)
+    run.communicate(timeout=60)
+    soft, hard = (tmp_path / "limit").read_text().split()
+    assert soft == hard != "256"
