@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_grpo.doctor.finding import Finding
+from megatron_grpo.launch.mount import Mount
 
 SECTION = "file system"
 MIB = 2**20
@@ -29,9 +30,11 @@ class Storage:
     free: float
     written: float
     read: float
+    local_locks: str = ""
+    """The mount option by which other hosts do not see its locks, if there is one."""
 
 
-def measure_storage(folder: Path, mounts: Path = Path("/proc/mounts")) -> Storage:
+def measure_storage(folder: Path) -> Storage:
     """Write, sync and read back at most 63 MiB in `folder`, or in its nearest parent that exists.
 
     Takes some 3 seconds at most, and leaves no file. Raises OSError where nothing can be written.
@@ -42,8 +45,9 @@ def measure_storage(folder: Path, mounts: Path = Path("/proc/mounts")) -> Storag
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor_", buffering=0) as file:
         written = _write(file.fileno())
         read = _read(file.fileno())
-    kind = file_system(folder, mounts.read_text())
-    return Storage(kind, shutil.disk_usage(folder).free, written, read)
+    mount = Mount.of(folder)
+    free = shutil.disk_usage(folder).free
+    return Storage(mount.kind, free, written, read, mount.local_locks)
 
 
 def _write(file: int) -> float:
@@ -73,16 +77,8 @@ def _read(file: int) -> float:
     return size / (time.perf_counter() - start)
 
 
-def file_system(folder: Path, mounts: str) -> str:
-    """Type (ext4, lustre, nfs4 ...) of the file system that holds `folder`, by /proc/mounts."""
-    rows = [line.split()[1:3] for line in mounts.splitlines()]
-    holding = [(len(point), kind) for point, kind in rows if folder.is_relative_to(point)]
-    # Of several mounted over each other the last is what one sees.
-    return max(enumerate(holding), key=lambda row: (row[1][0], row[0]))[1][1]
-
-
 def judge_storage(storage: Storage) -> Iterator[Finding]:
-    """Speed and space of the run directory; neither keeps training from starting."""
+    """Speed, space and locks of the run directory; only the last keep training from starting."""
     slow = storage.written < SLOW
     yield Finding(
         SECTION,
@@ -102,3 +98,12 @@ def judge_storage(storage: Storage) -> Iterator[Finding]:
         if full
         else "",
     )
+    if storage.local_locks:
+        yield Finding(
+            SECTION,
+            "locks",
+            "missing",
+            f"mounted with {storage.local_locks}: other hosts do not see them",
+            "mount it with -o flock (Lustre), or without nolock and local_lock (NFS); or set "
+            "train.run_dir",
+        )

@@ -2,12 +2,20 @@
 
 import errno
 import fcntl
+import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatron_grpo.launch.mount import Mount
+
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 """Of a file system that is mounted without them: the first is Lustre's, the second NFS's."""
+REMEDY = (
+    "mount its file system with -o flock (Lustre), or without nolock and local_lock and with "
+    "rpc.statd (NFS), or set train.run_dir"
+)
 
 
 @contextmanager
@@ -17,18 +25,30 @@ def run_lock(run_dir: Path) -> Iterator[None]:
     The kernel lets go of it when the process ends, however it ends.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / "lock").open("w") as file:
+    if option := Mount.of(run_dir.resolve()).local_locks:
+        raise ValueError(
+            f"{run_dir} cannot be locked: other hosts do not see locks with {option}; {REMEDY}"
+        )
+    with (run_dir / "lock").open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            file.seek(0)
             raise ValueError(
-                f"another process trains in {run_dir}: wait for its end, or set train.run_dir"
+                f"another process trains in {run_dir} ({file.read().strip()}): wait for its end, "
+                "or set train.run_dir"
             ) from None
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise
-            raise ValueError(
-                f"{file.name} cannot be locked ({error.strerror}): mount its file system with "
-                "-o flock (Lustre), start rpc.statd (NFS), or set train.run_dir"
-            ) from None
+            raise ValueError(f"{file.name} cannot be locked ({error.strerror}): {REMEDY}") from None
+        file.truncate(0)
+        file.write(_holder())
+        file.flush()
         yield
+
+
+def _holder() -> str:
+    """Who this process is, for whom it keeps out."""
+    job = os.environ.get("SLURM_JOB_ID")
+    return f"pid {os.getpid()} on {socket.gethostname()}{f', Slurm job {job}' if job else ''}\n"

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.doctor.storage import Storage, file_system, judge_storage, measure_storage
+from megatron_grpo.doctor.finding import can_train
+from megatron_grpo.doctor.storage import Storage, judge_storage, measure_storage
 
 FAST = Storage("lustre", free=1e15, written=2e9, read=4e9)
 
@@ -34,8 +35,7 @@ def test_a_slow_or_full_disk_is_a_warning(change, name):
     assert "train.run_dir" in findings[name].remedy
 
 
-def test_the_file_system_is_the_one_mounted_nearest():
-    mounts = "/dev/sda1 / ext4 rw 0 0\nfs@o2ib:/x /scratch lustre rw 0 0\n"
-    assert file_system(Path("/scratch/runs"), mounts) == "lustre"
-    assert file_system(Path("/scratches"), mounts) == "ext4"
-    assert file_system(Path("/scratch"), mounts + "tmpfs /scratch tmpfs rw 0 0\n") == "tmpfs"
+def test_locks_that_other_hosts_do_not_see_are_an_error():
+    findings = list(judge_storage(replace(FAST, local_locks="localflock")))
+    assert not can_train(findings)
+    assert "localflock" in findings[-1].value and "-o flock" in findings[-1].remedy

@@ -1,11 +1,13 @@
 import errno
 import fcntl
 import os
+import socket
 import subprocess
 import sys
 
 import pytest
 
+from megatron_grpo.launch import mount
 from megatron_grpo.launch.run_lock import run_lock
 
 HOLD = """
@@ -20,15 +22,28 @@ with run_lock(Path(sys.argv[1])):
 
 def test_a_run_directory_is_for_one_process_until_it_ends_however_it_ends(tmp_path):
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
-    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    environment = os.environ | {"SLURM_JOB_ID": "17"}
+    holder = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(ValueError, match="another process trains in"), run_lock(tmp_path):
+        who = rf"\(pid {holder.pid} on {socket.gethostname()}, Slurm job 17\)"
+        expected = f"another process trains in {tmp_path} {who}"
+        with pytest.raises(ValueError, match=expected), run_lock(tmp_path):
             pass
     finally:
         holder.kill()
         holder.communicate()
     with run_lock(tmp_path):
+        pass
+    assert (tmp_path / "lock").read_text().startswith(f"pid {os.getpid()} on ")
+
+
+def test_a_lock_that_other_hosts_do_not_see_is_refused(tmp_path, monkeypatch):
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"fs@o2ib:/x {tmp_path.resolve()} lustre rw,localflock 0 0\n")
+    monkeypatch.setattr(mount, "MOUNTS", mounts)
+    expected = "cannot be locked: other hosts do not see locks with localflock; .*-o flock"
+    with pytest.raises(ValueError, match=expected), run_lock(tmp_path):
         pass
 
 
