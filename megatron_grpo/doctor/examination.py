@@ -9,7 +9,9 @@ from megatron_grpo.doctor.gpus import Gpus, driver_version, judge_gpus
 from megatron_grpo.doctor.limits import judge_limits, read_limits
 from megatron_grpo.doctor.network import (
     judge_interfaces,
+    judge_own_name,
     judge_ports,
+    own_address,
     read_interfaces,
     read_ports,
 )
@@ -33,6 +35,7 @@ def examine(run_dir: Path, wanted: Wanted) -> Iterator[Finding]:
     yield from judge_gpus(gpus)
     yield from judge_ports(read_ports(), verbs=Path("/dev/infiniband").is_dir(), on_gpu=on_gpu)
     yield judge_interfaces(read_interfaces())
+    yield judge_own_name(os.environ, own_address(), on_gpu)
     yield from judge_limits(read_limits(), on_gpu)
     yield from _storage(run_dir)
     yield from judge_surroundings(os.environ, on_gpu)

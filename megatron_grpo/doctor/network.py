@@ -1,7 +1,8 @@
 """The ways out of this host, as /sys shows them: network interfaces, InfiniBand and RoCE ports."""
 
+import socket
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,6 +84,29 @@ def judge_interfaces(interfaces: Sequence[Interface]) -> Finding:
         for one in interfaces
     )
     return Finding(SECTION, "interfaces", "ok", value or "the loopback alone")
+
+
+def judge_own_name(environ: Mapping[str, str], address: str, on_gpu: bool) -> Finding:
+    """Where this host's own name leads (`address`): gloo listens there unless told an interface."""
+    if address and not address.startswith("127."):
+        return Finding(SECTION, "own name", "ok", "leads out of this host")
+    chosen = "GLOO_SOCKET_IFNAME" in environ
+    return Finding(
+        SECTION,
+        "own name",
+        "warning" if on_gpu and not chosen else "ok",
+        f"leads no further than this host{', an interface is chosen' if chosen else ''}",
+        "for several hosts set NETWORK_INTERFACE in slurm/env.sh, or GLOO_SOCKET_IFNAME; or mend "
+        "/etc/hosts",
+    )
+
+
+def own_address() -> str:
+    """The first IPv4 address of this host's own name; empty where it has none."""
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return ""
 
 
 def _kind(port: Port) -> str:

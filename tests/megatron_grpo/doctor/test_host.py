@@ -10,6 +10,7 @@ from megatron_grpo.doctor.gpus import Gpu, Gpus, driver_version, judge_gpus
 from megatron_grpo.doctor.limits import UNLIMITED, Limits, judge_limits, read_limits
 from megatron_grpo.doctor.network import (
     judge_interfaces,
+    judge_own_name,
     judge_ports,
     read_interfaces,
     read_ports,
@@ -97,6 +98,14 @@ def test_interfaces_are_named_as_nccl_takes_them(tmp_path):
             (folder / file).write_text(text)
     assert judge_interfaces(read_interfaces(tmp_path)).value == "eth0 (100 Gb/s, mtu 9000)"
     assert read_interfaces()  # this host's own
+
+
+def test_an_own_name_that_stands_for_loopback_wants_an_interface():
+    none, chosen = {}, {"GLOO_SOCKET_IFNAME": "ib0"}
+    assert judge_own_name(none, "127.0.1.1", on_gpu=True).status == "warning"
+    assert judge_own_name(chosen, "127.0.1.1", on_gpu=True).status == "ok"
+    assert judge_own_name(none, "127.0.1.1", on_gpu=False).status == "ok"
+    assert judge_own_name(none, "10.0.0.5", on_gpu=True).status == "ok"
 
 
 def test_eight_gpus_are_one_line_with_driver_and_nccl():
