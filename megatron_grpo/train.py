@@ -24,7 +24,7 @@ from megatron_grpo.experience.exchange import Minibatches, distribute
 from megatron_grpo.experience.experience import Experience, less_kl, share_out
 from megatron_grpo.experience.experience_source import Collected, ExperienceSource
 from megatron_grpo.experience.kept_values import with_kept_values
-from megatron_grpo.experience.kl_reward import sequence_kl, with_advantages
+from megatron_grpo.experience.kl_reward import by_sample, sequence_kl, with_advantages
 from megatron_grpo.experience.logprob_probe import probe_logprobs
 from megatron_grpo.experience.old_policy import add_logprobs
 from megatron_grpo.experience.rollout_pipeline import RolloutPipeline
@@ -297,9 +297,7 @@ class Training:
             self.groups,
         )
         indices = self.batches.minibatches(generation, self.cfg.train.seed)
-        kl = torch.zeros(self.batches.generation_batch_size, dtype=torch.float64)
-        for places, sums in zip(indices, found, strict=True):
-            kl[places] = sums.cpu()
+        kl = by_sample(found, indices)
         if self.experience:
             self.experience = less_kl(self.experience, kl, self.beta, self.cfg)
             kl = self.experience.advantages

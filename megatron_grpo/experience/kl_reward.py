@@ -36,6 +36,17 @@ def sequence_kl(
     return found
 
 
+def by_sample(found: Sequence[Tensor], indices: Sequence[Sequence[int]]) -> Tensor:
+    """What was `found` of the sequences of each minibatch, by the samples of the generation: [N].
+
+    `indices` are those of the samples of each minibatch; float64, on the CPU.
+    """
+    laid = torch.zeros(sum(map(len, indices)), dtype=torch.float64)
+    for places, of_minibatch in zip(indices, found, strict=True):
+        laid[list(places)] = of_minibatch.cpu()
+    return laid
+
+
 def with_advantages(minibatches: Minibatches, advantages: Sequence[Tensor]) -> Minibatches:
     """The minibatches with other advantages: [sequences of the optimizer batch] for each."""
     return [
