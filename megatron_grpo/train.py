@@ -232,24 +232,16 @@ class Training:
         ready = self.state.ready
         if ready is None or not self.cfg.rollout.async_generate:
             return
-        cursor = self.batches.cursor(self.first_step)
-        following = cursor.generation if cursor.starts_generation else cursor.generation + 1
-        wanted = (following, self.batches.generation_batch_size)
-        if wanted != (ready.generation, ready.num_samples):
+        if why_not := ready.why_not(self.first_step, self.batches):
             if self.source:
-                print(
-                    f"generation {ready.generation} of {ready.num_samples} samples, which was made "
-                    f"before the run ended, is not used: the config now wants number {following} "
-                    f"of {wanted[1]}",
-                    file=sys.stderr,
-                )
+                print(why_not, file=sys.stderr)
             return
         collected = None
         if self.source:
             prompts = self.source.prompts.prompts
             experience = self.checkpoints.load_ready(self.first_step, prompts)
             collected = Collected(experience, ready.metrics)
-        self.rollouts.restore(following, collected)
+        self.rollouts.restore(ready.generation, collected)
 
     def roll_out(self, step: int) -> None:
         """Have what optimizer step `step`, counted from 0, trains on.

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from checkpoint_convert.formats.tensor_io import errors_named
 from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.experience.batching import BatchSchedule
 from megatron_grpo.experience.experience import Experience
 from megatron_grpo.rollout.samples import Sample
 from parallel import ParallelDims
@@ -43,6 +44,18 @@ class Ready:
     generation: int
     num_samples: int
     metrics: dict[str, float]
+
+    def why_not(self, step: int, batches: BatchSchedule) -> str | None:
+        """Why a run that goes on at `step` has no use for it: `batches` want another next."""
+        cursor = batches.cursor(step)
+        following = cursor.generation if cursor.starts_generation else cursor.generation + 1
+        size = batches.generation_batch_size
+        if (following, size) == (self.generation, self.num_samples):
+            return None
+        return (
+            f"generation {self.generation} of {self.num_samples} samples, which was made before "
+            f"the run ended, is not used: the config now wants number {following} of {size}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

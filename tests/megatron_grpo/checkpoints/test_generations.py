@@ -12,6 +12,7 @@ from distributed import run_ranks
 from megatron_grpo.checkpoints.trainer_state import (
     SAMPLES_FILE,
     TOKENS_FILE,
+    Ready,
     read_experience,
     write_experience,
 )
@@ -205,3 +206,16 @@ def test_a_row_that_the_data_no_longer_has_is_named(tmp_path):
 
 def test_between_generations_there_is_none(tmp_path):
     assert read_experience(tmp_path, prompts()) is None
+
+
+def test_a_generation_that_is_ready_is_used_where_the_config_still_wants_it_next():
+    """Inside a generation the one behind it, else the one that begins, of as many samples."""
+    batches = BatchSchedule(num_generations=4, generation_batch_size=24, steps_per_generation=3)
+    ready = Ready(generation=2, num_samples=24, metrics={})
+    used = [step for step in range(12) if ready.why_not(step, batches) is None]
+    assert used == [4, 5, 6]
+    assert ready.why_not(6, replace(batches, generation_batch_size=12)) == (
+        "generation 2 of 24 samples, which was made before the run ended, is not used: "
+        "the config now wants number 2 of 12"
+    )
+    assert "wants number 3 of 24" in ready.why_not(6, replace(batches, steps_per_generation=2))
