@@ -1,0 +1,82 @@
+"""A generation whose engines are lost: what of it counts, and what does not any more."""
+
+import asyncio
+import json
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from checkpoint_convert import read_shape
+from demo.make_sums import sums
+from megatron_grpo.experience.experience_source import ExperienceSource
+from megatron_grpo.launch.job_token import new_token
+from megatron_grpo.rollout import EnginesOut, Generation, Sample
+from megatron_grpo.timing import PhaseTimer
+from models import tiny_model
+from parallel import ParallelDims
+from policies import tiny_config
+
+GENERATION = 3
+
+
+class Engines:
+    """Stands for a fleet: each answers one request, and the first `num_lost` are lost by then."""
+
+    def __init__(self, num_lost: int) -> None:
+        self.num_lost, self.asked = num_lost, []
+
+    def generate(self, generation: Generation) -> list[Sample]:
+        self.asked.append((generation, len(generation.open)))
+        url = f"http://engine-{len(self.asked)}"
+        for number, request in [*generation.open.items()]:
+            asyncio.run(generation.take(number, answer(request), url))
+            if len(self.asked) <= self.num_lost:
+                raise EnginesOut("no rollout engine serves")
+        return generation.samples()
+
+
+def answer(request: dict) -> dict:
+    content = [{"logprob": -1.0}]
+    choices = [
+        {
+            "index": i,
+            "token_ids": [20 + i],
+            "logprobs": {"content": content},
+            "finish_reason": "stop",
+            "text": str(i),
+        }
+        for i in range(request["sampling_params"]["n"])
+    ]
+    return {"choices": choices}
+
+
+@pytest.fixture
+def source(tmp_path: Path):
+    data, model = tmp_path / "sums.jsonl", tiny_model(tmp_path / "model", "qwen3")
+    data.write_text("".join(json.dumps(row) + "\n" for row in sums()))
+    cfg = tiny_config(
+        model,
+        ParallelDims(),
+        f"data.path={data}",
+        f"train.run_dir={tmp_path / 'run'}",
+        "rollout.base_urls=[http://127.0.0.1:9]",  # nobody is asked there
+    )
+    with closing(ExperienceSource(cfg, read_shape(model), new_token())) as source:
+        yield source
+
+
+def test_a_generation_goes_on_with_the_same_weights_and_begins_anew_with_others(source):
+    engines = source.engines = Engines(num_lost=3)
+    timer = PhaseTimer(lambda phase: None)
+    for version in (1, 1, 2):
+        with pytest.raises(EnginesOut):
+            source.collect(GENERATION, version, timer)
+    collected = source.collect(GENERATION, 2, timer)
+    asked = [generation for generation, _ in engines.asked]
+    assert asked[0] is asked[1] is not asked[2] is asked[3]
+    assert [num_open for _, num_open in engines.asked] == [4, 3, 4, 3]
+    samples = collected.experience.samples
+    assert [sample.policy_version for sample in samples] == [2] * 16
+    assert [s.prompt for s in samples[::4]] == source.prompts.batch(GENERATION)
+    assert collected.metrics["rollout/num_engines"] == 2
