@@ -22,6 +22,8 @@ from parallel import ParallelDims
 from policies import tiny_config
 from runs import finish_run, marked_processes, read_json_lines, read_metrics, start_run
 
+KL_TARGET, KL_HORIZON = 0.01, 16  # beta changes by a fifth with each generation of 16
+
 
 def layout(*axes: str) -> list[str]:
     """Overrides that give the named axes size 2 and the others size 1."""
@@ -44,6 +46,8 @@ def arguments(tied_model: Path, sums: Path) -> list[str]:
         f"model.path={tied_model}",
         f"data.path={sums}",
         "train.num_steps=2",
+        f"grpo.kl_target={KL_TARGET}",
+        f"grpo.kl_horizon={KL_HORIZON}",
     ]
 
 
@@ -100,6 +104,21 @@ def test_rollout_and_trainer_agree_on_log_probabilities_right_after_a_push(full_
     second_step = read_metrics(full_run)[1]  # sampled from weights that have been pushed
     assert second_step["rollout/logprob_gap_mean"] < 1e-5
     assert second_step["rollout/logprob_gap_max"] < 1e-4
+
+
+def test_the_divergence_counts_by_the_weight_that_the_step_before_has_adapted(
+    full_run: Path,
+) -> None:
+    """On-policy, with equal lengths, the loss is the penalty alone."""
+    first, second = read_metrics(full_run)
+    assert (first["beta"], second["beta"]) == (0.04, 0.04 * 0.8)
+    assert second["loss"] == pytest.approx(second["beta"] * second["kl"], rel=1e-4)
+
+
+def test_the_gap_of_the_probe_is_a_metric_of_the_first_step(full_run: Path) -> None:
+    first, second = read_metrics(full_run)
+    assert 0 < first["probe/logprob_gap_mean"] < first["probe/logprob_gap_max"] < 1e-4
+    assert not any(name.startswith("probe/") for name in second)
 
 
 def test_the_exported_model_generates_the_same_in_vllm_and_transformers(
