@@ -2,13 +2,18 @@
 
 import json
 import math
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from demo.make_sums import sums
 from engines import TestEngine
 from jobs import Job
+from megatron_grpo.algorithm.kl import adapted_beta
+from megatron_grpo.checkpoints.trainer_state import TOKENS_FILE
+from oracle import oracle_advantages, oracle_sequence_kl
 from runs import read_json_lines, read_metrics
 
 REWARD = """
@@ -17,6 +22,7 @@ def mostly(completions, **_):
     shares = [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
     return [*shares[:-1], None]
 """
+TARGET, HORIZON = 0.01, 100
 RECIPE = [
     "grpo.steps_per_generation=2",
     "grpo.num_iterations=2",
@@ -24,10 +30,11 @@ RECIPE = [
     "grpo.importance_sampling_level=sequence",
     "grpo.top_entropy_quantile=0.5",
     "grpo.entropy_coef=0.01",
-    "grpo.kl_target=0.01",
-    "grpo.kl_horizon=100",
+    f"grpo.kl_target={TARGET}",
+    f"grpo.kl_horizon={HORIZON}",
     "grpo.rollout_importance_sampling_mode=sequence_mask",
-    "grpo.off_policy_mask_threshold=0.5",
+    "grpo.off_policy_mask_threshold=0.001",
+    "rollout.temperature=0.7",
 ]
 NO_RESULTS = ("time/", "tokens_per_second", "probe/")
 
@@ -104,17 +111,37 @@ def test_every_completion_is_logged_in_the_step_that_first_trains_on_it(whole: P
 
 
 def test_metrics_say_what_each_option_did(whole: Path) -> None:
-    records = read_metrics(whole)
+    records, rows = read_metrics(whole), read_json_lines(whole / "completions.jsonl")
     for record in records:
         assert record["entropy/high_ratio"] == pytest.approx(0.5, abs=0.05)
         assert record["rollout/weight_mean"] == pytest.approx(1, abs=1e-3)
         assert record["rollout/ratio_mean"] == pytest.approx(1, abs=1e-3)
-        assert 0 <= record["off_policy_mask_ratio"] <= 1
+        assert record["rollout/logprob_gap_mean"] < 1e-4  # the temperature is that of the engine
     assert [record["rollout/version_lag_mean"] for record in records] == [0, 1, 2, 3, 0]
     assert records[0]["rollout/stale_gap_mean"] < 1e-4 < records[3]["rollout/stale_gap_mean"]
-    betas = [record["beta"] for record in records]
-    assert betas[0] == 0.04
-    assert len(set(betas)) == len(betas)
+    # In the second pass what the first has made less likely is left out, and nothing else.
+    assert records[0]["off_policy_mask_ratio"] == records[4]["off_policy_mask_ratio"] == 0
+    scored = [row for row in rows[:8] if row["rewards"]["mostly"] is not None]
+    negative = [row for row in scored if row["advantage"] < 0]
+    assert 0 < records[2]["off_policy_mask_ratio"] <= len(negative) / len(scored)
+    for before, after in pairwise(records):
+        assert after["beta"] == adapted_beta(before["beta"], before["kl"], TARGET, 8, HORIZON)
+
+
+def test_advantages_are_of_rewards_less_the_divergence_by_the_weight_of_their_step(
+    whole: Path,
+) -> None:
+    """Of the second generation: it is in the last checkpoint, and the policy had moved by then."""
+    saved = load_file(whole / "checkpoints" / "step_5" / TOKENS_FILE)
+    lengths = saved["lengths"].tolist()
+    old, ref = (saved[n].double().split(lengths) for n in ("old_logprobs", "ref_logprobs"))
+    kl, beta = oracle_sequence_kl(old, ref, "k3"), read_metrics(whole)[4]["beta"]
+    rewards = [
+        reward - beta * each for reward, each in zip(saved["totals"].tolist(), kl, strict=True)
+    ]
+    groups = [rewards[i : i + 4] for i in range(0, 16, 4)]
+    expected = oracle_advantages(groups, estimator="rloo", scale="none")
+    assert saved["advantages"].tolist() == pytest.approx(expected, abs=1e-7)
 
 
 def test_a_run_that_ended_inside_a_generation_goes_on_bit_for_bit(
