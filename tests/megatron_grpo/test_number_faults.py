@@ -7,23 +7,32 @@ import torch
 from safetensors.torch import load_file
 
 from faulty_runs import NUM_RANKS
+from megatron_grpo.checkpoints.trainer_state import read_record
 from runs import read_metrics
 from sabotage import SpoilGradient
 
 
 def test_a_step_without_a_finite_gradient_is_skipped_named_and_logged(runs, tmp_path):
+    """The one before a restart and the one behind it are two in a row."""
     run_dir = tmp_path / "run"
-    with runs.start(run_dir, sabotage=SpoilGradient(3, steps=(2,))) as job:
-        ended = job.end(120)
-    assert ended.exit_codes == [0] * NUM_RANKS, ended.output
-    assert ended.survivors == []
-    said = [line for line in ended.output.splitlines() if "optimizer step skipped" in line]
-    assert len(said) == 1
-    assert said[0].endswith(" on rank 3")
-    assert "optimizer step skipped" in ended.outputs[0]
+    for num_steps, spoilt in ((2, 2), (4, 1)):  # the second and the third step of the run
+        sabotage = SpoilGradient(3, steps=(spoilt,))
+        with runs.start(run_dir, f"train.num_steps={num_steps}", sabotage=sabotage) as job:
+            ended = job.end(120)
+        assert ended.exit_codes == [0] * NUM_RANKS, ended.output
+        assert ended.survivors == []
+        said = [line for line in ended.output.splitlines() if "optimizer step skipped" in line]
+        assert len(said) == 1
+        assert said[0].endswith(" on rank 3")
+        assert "optimizer step skipped" in ended.outputs[0]
     records = read_metrics(run_dir)
-    assert [record["skipped_steps"] for record in records] == [0, 1, 0, 0]
-    assert [record["grad_norm"] is None for record in records] == [False, True, False, False]
+    assert [record["skipped_steps"] for record in records] == [0, 1, 1, 0]
+    assert [record["grad_norm"] is None for record in records] == [False, True, True, False]
+    in_a_row = [
+        read_record(run_dir / "checkpoints" / f"step_{step}", step).state.num_skipped_in_a_row
+        for step in (3, 4)
+    ]
+    assert in_a_row == [2, 0]
     assert (run_dir / "curves.png").exists()
     weights = load_file(run_dir / "hf" / "model.safetensors")
     assert all(bool(torch.isfinite(weight).all()) for weight in weights.values())
