@@ -4,7 +4,7 @@ Loss and every parameter's gradient are compared, over layouts, microbatch budge
 a padded, single-process computation in float64 on the `transformers` model.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -144,17 +144,31 @@ LAYOUTS = [
     ParallelDims(tensor=2, pipeline=2, virtual_pipeline=2),
     ParallelDims(tensor=2, context=2, pipeline=2),
 ]
+FEW_LAYOUTS = [
+    ParallelDims(),
+    ParallelDims(tensor=2),
+    ParallelDims(pipeline=2, virtual_pipeline=2),
+    ParallelDims(context=2, data=2),
+    ParallelDims(tensor=2, pipeline=2, virtual_pipeline=2),
+]
+# The sums over ranks know of no family either: another has its own in every kind of layout.
+CASES = [
+    *(("llama tied", dims) for dims in LAYOUTS),
+    *(("qwen3 untied", dims) for dims in FEW_LAYOUTS),
+]
 
 Gradients = dict[str, torch.Tensor]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def case(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator["Case"]:
-    family, tied = request.param.split()
-    folder = tiny_model(
-        tmp_path_factory.mktemp(family), family, tied=tied == "tied", num_hidden_layers=4
-    )
-    yield Case(folder, FAMILIES[request.param])
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: Any) -> dict[str, "Case"]:
+    made = {}
+    for name, recipes in FAMILIES.items():
+        family, tied = name.split()
+        folder = tmp_path_factory.mktemp(family)
+        tiny_model(folder, family, tied=tied == "tied", num_hidden_layers=4)
+        made[name] = Case(folder, recipes)
+    return made
 
 
 class Case:
@@ -371,13 +385,24 @@ def _assert_equal(
             assert error < tolerance, f"{tensor}: {error:.1e} for {name}, budget {budget}"
 
 
-@pytest.mark.parametrize("dims", LAYOUTS, ids=lambda d: f"{d} vpp({d.virtual_pipeline})")
-def test_loss_and_every_gradient_equal_the_float64_oracle(case: Case, dims: ParallelDims) -> None:
+def case_name(value: str | ParallelDims) -> str:
+    return value if isinstance(value, str) else f"{value} vpp({value.virtual_pipeline})"
+
+
+@pytest.mark.parametrize(("family", "dims"), CASES, ids=case_name)
+def test_loss_and_every_gradient_equal_the_float64_oracle(
+    cases: dict[str, Case], family: str, dims: ParallelDims
+) -> None:
+    case = cases[family]
     runs = _every_second(case.recipes, LAYOUTS.index(dims))
     _assert_equal(_on_ranks(case, dims, case.experience(), runs), case.answers)
 
 
-def test_a_rank_whose_samples_all_failed_takes_part_with_nothing(case: Case) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_rank_whose_samples_all_failed_takes_part_with_nothing(
+    cases: dict[str, Case], family: str
+) -> None:
+    case = cases[family]
     dims, scored = ParallelDims(context=2, data=2), [6]
     names = [name for name in ("gspo", "cispo, entropy bonus", "dapo") if name in case.recipes]
     runs = [(name, budget) for name in names for budget in BUDGETS]
@@ -385,7 +410,11 @@ def test_a_rank_whose_samples_all_failed_takes_part_with_nothing(case: Case) -> 
     _assert_equal(_on_ranks(case, dims, case.experience(scored), runs), answers)
 
 
-def test_when_all_samples_failed_loss_and_gradient_are_zero(case: Case) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_when_all_samples_failed_loss_and_gradient_are_zero(
+    cases: dict[str, Case], family: str
+) -> None:
+    case = cases[family]
     dims = ParallelDims(context=2, data=2)
     runs = _every_second(case.recipes, 0)
     for result in _on_ranks(case, dims, case.experience([]), runs):
