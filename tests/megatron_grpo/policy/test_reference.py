@@ -315,8 +315,9 @@ def test_a_run_resumed_inside_and_between_generations_is_the_one_that_was_not_in
 
 
 def test_a_skipped_step_counts_as_one(runs: Runs, tmp_path: Path) -> None:
+    """And the step after it moves the policy before that is copied."""
     overrides = ("train.num_steps=2", *MOVES, "grpo.ref_model_mixup_alpha=1.0")
-    with runs.start(tmp_path / "run", *overrides, sabotage=SpoilGradient(3, steps=(2,))) as job:
+    with runs.start(tmp_path / "run", *overrides, sabotage=SpoilGradient(3, steps=(1,))) as job:
         ended = job.end(120)
     assert ended.exit_codes == [0] * NUM_RANKS, ended.output
     assert "optimizer step skipped" in ended.output
