@@ -8,7 +8,7 @@ import re
 import resource
 import signal
 import time
-from contextlib import redirect_stderr
+from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from conversions import file_size_limit
 from distributed import run_ranks
 from megatron_grpo.checkpoints import folders, manifest, megatron_state
 from megatron_grpo.checkpoints.newest import steps_done
@@ -113,48 +114,17 @@ def load_and_save(rank: int, model: Path, run: Path, dims: ParallelDims, again: 
     save_checkpoint(again, state.step, policy, model, dims)
 
 
-@pytest.mark.parametrize(
-    "dims",
-    [ParallelDims(data=2), ParallelDims(tensor=4), ParallelDims(context=2, pipeline=2)],
-    ids=str,
-)
-def test_weights_and_moments_come_back_from_another_layout(saved, model, tmp_path, dims):
+def test_weights_and_moments_come_back_from_another_layout(saved, model, tmp_path):
+    """Each of these loads what the one before it has saved."""
     run, before = saved
-    there, back = tmp_path / "there", tmp_path / "back"
-    run_ranks(dims.world_size, load_and_save, model, run, dims, there)
-    run_ranks(4, load_and_save, model, there, DIMS, back)
-    after = run_ranks(4, load_state, model, back)
+    others = [ParallelDims(data=2), ParallelDims(tensor=4), ParallelDims(context=2, pipeline=2)]
+    for dims in others:
+        there = tmp_path / str(dims)
+        run_ranks(dims.world_size, load_and_save, model, run, dims, there)
+        run = there
+    after = run_ranks(4, load_state, model, run)
     for ours, theirs in zip(after, before, strict=True):
         assert same(ours, theirs[0])
-
-
-def save_in_bfloat16(rank: int, model: Path, run: Path, dims: ParallelDims) -> list[torch.Tensor]:
-    policy, groups = start_policy(rank, model, dims, "model.dtype=bfloat16")
-    step(policy, groups)
-    checkpoints = checkpoints_of(run, policy, model, dims, "model.dtype=bfloat16")
-    checkpoints.save(TrainerState(step=1), None)
-    checkpoints.wait()
-    return state_of(policy)
-
-
-def reload_in_bfloat16(
-    rank: int, model: Path, run: Path, dims: ParallelDims, again: Path
-) -> list[torch.Tensor]:
-    policy, _ = start_policy(rank, model, dims, "model.dtype=bfloat16")
-    checkpoints_of(run, policy, model, dims, "model.dtype=bfloat16").load()
-    checkpoints = checkpoints_of(again, policy, model, dims, "model.dtype=bfloat16")
-    checkpoints.save(TrainerState(step=1), None)
-    checkpoints.wait()
-    return state_of(policy)
-
-
-def test_masters_of_bfloat16_weights_come_back_from_ranks_that_cut_them_elsewhere(model, tmp_path):
-    split, whole = ParallelDims(data=2, context=2), ParallelDims(tensor=2)
-    before = run_ranks(4, save_in_bfloat16, model, tmp_path, split)
-    run_ranks(2, reload_in_bfloat16, model, tmp_path, whole, tmp_path / "there")
-    after = run_ranks(4, reload_in_bfloat16, model, tmp_path / "there", split, tmp_path / "back")
-    for ours, theirs in zip(after, before, strict=True):
-        assert same(ours, theirs)
 
 
 METADATA = {
@@ -232,82 +202,102 @@ def test_as_many_stay_as_the_config_says(model, tmp_path):
     assert there == {"step_2", "step_3", "step_4", "LATEST"}
 
 
-def save_what_is_not_finite(rank: int, model: Path, run: Path, place: str) -> str:
-    policy, _ = start_policy(rank, model, DIMS)
-    if rank == 3:
-        if place == "decoder":
-            next(iter(policy.parameters().values())).data.view(-1)[-1] = torch.nan
-        else:
-            state = next(iter(policy.optimizer.chained_optimizers[0].optimizer.state.values()))
-            state["exp_avg_sq"].view(-1)[0] = torch.inf
-    with pytest.raises(FloatingPointError) as raised:
+FULL_DISK, NO_ROOM, NOT_PUBLISHED = "full disk", "no room", "not published"
+NOT_FINITE = ("decoder", "optimizer.state.exp_avg_sq")
+
+
+def fail_to_save(rank: int, model: Path, runs: Path) -> dict[str, str]:
+    """What is said of each failure; each has a run of its own, and the same policy goes on."""
+    policy, groups = start_policy(rank, model, DIMS)
+    said = {}
+    with pytest.MonkeyPatch.context() as patch:
+        said[NO_ROOM] = save_without_room(runs / NO_ROOM, policy, model, patch)
+    for place in NOT_FINITE:
+        said[place] = save_what_is_not_finite(runs / place, policy, model, place)
+    said[FULL_DISK] = save_onto_a_full_disk(runs / FULL_DISK, policy, model, groups)
+    with pytest.MonkeyPatch.context() as patch:
+        said[NOT_PUBLISHED] = fail_to_publish(runs / NOT_PUBLISHED, policy, model, patch)
+    return said
+
+
+def save_without_room(run: Path, policy: Policy, model: Path, patch: pytest.MonkeyPatch) -> str:
+    usage = type("Usage", (), {"free": 1000})
+    megatron_disk = "megatron_grpo.checkpoints.checkpoints.shutil.disk_usage"
+    patch.setattr(megatron_disk, lambda folder: usage)
+    with pytest.raises(OSError, match=r"1,000 bytes free, a checkpoint takes [\d,]+: make room"):
+        checkpoints_of(run, policy, model, DIMS).load()
+    with pytest.raises(OSError) as raised:
         save_checkpoint(run, 1, policy, model, DIMS)
     return str(raised.value)
 
 
-@pytest.mark.parametrize("place", ["decoder", "optimizer.state.exp_avg_sq"])
-def test_what_is_not_finite_is_named_and_not_saved(model, tmp_path, place):
-    messages = run_ranks(4, save_what_is_not_finite, model, tmp_path, place)
-    assert messages[3].startswith(place) and "is not finite: nothing is saved" in messages[3]
-    assert messages[:3] == [f"rank 3: {messages[3]}"] * 3
-    assert list(tmp_path.rglob("step_*")) == []
+def save_what_is_not_finite(run: Path, policy: Policy, model: Path, place: str) -> str:
+    if place == "decoder":
+        number = next(iter(policy.parameters().values())).data.view(-1)[-1:]
+    else:
+        state = next(iter(policy.optimizer.chained_optimizers[0].optimizer.state.values()))
+        number = state["exp_avg_sq"].view(-1)[:1]
+    finite = number.clone()
+    if dist.get_rank() == 3:
+        number.fill_(torch.nan if place == "decoder" else torch.inf)
+    with pytest.raises(FloatingPointError) as raised:
+        save_checkpoint(run, 1, policy, model, DIMS)
+    number.copy_(finite)
+    return str(raised.value)
 
 
-def save_onto_a_full_disk(rank: int, model: Path, run: Path) -> str:
-    policy, groups = start_policy(rank, model, DIMS)
+def save_onto_a_full_disk(run: Path, policy: Policy, model: Path, groups: Groups) -> str:
     save_checkpoint(run, 1, policy, model, DIMS)
     step(policy, groups)
-    if rank == 2:  # the kernel's way to say the same to one process
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-    with pytest.raises(OSError) as raised:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    # The kernel's way to say the same to one process.
+    is_full = file_size_limit(100_000) if groups.rank == 2 else nullcontext()
+    with is_full, pytest.raises(OSError) as raised:
         save_checkpoint(run, 2, policy, model, DIMS)
+    assert checkpoints_of(run, policy, model, DIMS).load().step == 1
     return str(raised.value)
 
 
-def test_a_disk_that_fills_up_in_mid_save_leaves_the_checkpoint_before(model, tmp_path):
-    messages = run_ranks(4, save_onto_a_full_disk, model, tmp_path)
-    assert "cannot be written" in messages[2] and ".distcp" in messages[2]
-    assert messages[0] == f"rank 2: {messages[2]}"
-    assert (tmp_path / "checkpoints" / "LATEST").read_text() == "step_1\n"
-    run_ranks(4, load_state, model, tmp_path)
-
-
-def save_without_room(rank: int, model: Path, run: Path) -> str:
-    policy, _ = start_policy(rank, model, DIMS)
-    usage = type("Usage", (), {"free": 1000})
-    megatron_disk = "megatron_grpo.checkpoints.checkpoints.shutil.disk_usage"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(megatron_disk, lambda folder: usage)
-        with pytest.raises(
-            OSError, match=r"1,000 bytes free, a checkpoint takes [\d,]+: make room"
-        ):
-            checkpoints_of(run, policy, model, DIMS).load()
-        with pytest.raises(OSError) as raised:
-            save_checkpoint(run, 1, policy, model, DIMS)
-    return str(raised.value)
-
-
-def test_without_room_a_run_does_not_begin_and_nothing_is_written(model, tmp_path):
-    message = run_ranks(4, save_without_room, model, tmp_path)[3]
-    assert "rank 0: " in message and "1,000 bytes free, a checkpoint takes" in message
-    assert list(tmp_path.rglob("step_*")) == []
-
-
-def fail_to_publish(rank: int, model: Path, run: Path) -> str:
-    policy, _ = start_policy(rank, model, DIMS)
-
+def fail_to_publish(run: Path, policy: Policy, model: Path, patch: pytest.MonkeyPatch) -> str:
     def publish(*args: Any) -> None:
         raise PermissionError(1, "Operation not permitted")
 
-    folders.publish = publish  # of this process alone
+    patch.setattr(folders, "publish", publish)  # of this process alone
     with pytest.raises(OSError) as raised:
         save_checkpoint(run, 1, policy, model, DIMS)
     return str(raised.value)
 
 
-def test_all_ranks_hear_that_rank_0_could_not_make_it_a_checkpoint(model, tmp_path):
-    messages = run_ranks(4, fail_to_publish, model, tmp_path)
+@pytest.fixture(scope="module")
+def failed(model, tmp_path_factory):
+    """The folder of runs that could not save, and what each of their four ranks was told."""
+    runs = tmp_path_factory.mktemp("failed")
+    return runs, run_ranks(4, fail_to_save, model, runs)
+
+
+@pytest.mark.parametrize("place", NOT_FINITE)
+def test_what_is_not_finite_is_named_and_not_saved(failed, place):
+    runs, messages = failed[0], [said[place] for said in failed[1]]
+    assert messages[3].startswith(place) and "is not finite: nothing is saved" in messages[3]
+    assert messages[:3] == [f"rank 3: {messages[3]}"] * 3
+    assert list((runs / place).rglob("step_*")) == []
+
+
+def test_a_disk_that_fills_up_in_mid_save_leaves_the_checkpoint_before(failed):
+    runs, messages = failed[0], [said[FULL_DISK] for said in failed[1]]
+    assert "cannot be written" in messages[2] and ".distcp" in messages[2]
+    assert messages[0] == f"rank 2: {messages[2]}"
+    assert (runs / FULL_DISK / "checkpoints" / "LATEST").read_text() == "step_1\n"
+
+
+def test_without_room_a_run_does_not_begin_and_nothing_is_written(failed):
+    runs, message = failed[0], failed[1][3][NO_ROOM]
+    assert "rank 0: " in message and "1,000 bytes free, a checkpoint takes" in message
+    assert list((runs / NO_ROOM).rglob("step_*")) == []
+
+
+def test_all_ranks_hear_that_rank_0_could_not_make_it_a_checkpoint(failed):
+    messages = [said[NOT_PUBLISHED] for said in failed[1]]
     assert "step_1.partial cannot be written: [Errno 1]" in messages[0]
     assert messages[1:] == [f"rank 0: {messages[0]}"] * 3
 

@@ -19,7 +19,14 @@ from megatron_grpo.policy.model import Model, Policy
 from megatron_grpo.policy.reference import Reference, build_reference
 from models import tiny_model
 from parallel import Box, ParallelDims
-from policies import checkpoints_of, start_policy, tiny_config
+from policies import (
+    LENGTHS,
+    accumulate,
+    checkpoints_of,
+    pack_all,
+    start_policy,
+    tiny_config,
+)
 from runs import read_metrics
 from sabotage import SpoilGradient
 
@@ -185,7 +192,10 @@ MIXED = ("model.dtype=bfloat16", *MOVES, "grpo.ref_model_mixup_alpha=0.3")
 
 def save_moved(rank: int, two: list[Path], run: Path, dims: ParallelDims) -> int:
     """How many bytes of it are said to be this rank's."""
-    policy, reference = start_both(rank, two[0], dims, *MIXED)
+    policy, groups = start_policy(rank, two[0], dims, *MIXED)
+    reference = build_reference(tiny_config(two[0], dims, *MIXED), policy.shape, groups)
+    accumulate(policy, groups, pack_all(LENGTHS, dims)[groups.coordinates.data :: dims.data])
+    policy.optimizer.step()
     become(policy, two[1])
     reference.follow(policy, 2)
     save(run, policy, reference, two[0], dims)
@@ -215,24 +225,27 @@ def load_and_save(
     )
 
 
-def reference_in(run: Path) -> dict[str, Tensor]:
-    """The weights, whole. Every element is there once: `read_checkpoint` demands it."""
-    found = read_checkpoint(run / "checkpoints" / "step_2", lambda key: key.startswith(REFERENCE))
+def tensors_in(run: Path) -> dict[str, Tensor]:
+    """All of them, whole. Every element is there once: `read_checkpoint` demands it."""
+    found = read_checkpoint(run / "checkpoints" / "step_2")
     # The vocabulary of 250 has padding by layout.
     return {k: v[:250] if "embedding" in k or "output" in k else v for k, v in found.items()}
 
 
 def test_it_comes_back_from_a_checkpoint_at_another_layout_bit_for_bit(two, tmp_path):
-    dims = ParallelDims(tensor=2, data=2)
+    """With the policy in bfloat16, whose float32 masters and moments other ranks cut elsewhere."""
+    dims, other = ParallelDims(tensor=2, data=2), ParallelDims(pipeline=2, context=2)
     told = run_ranks(4, save_moved, two, tmp_path / "run", dims)
     everything = read_checkpoint(tmp_path / "run" / "checkpoints" / "step_2")
     assert sum(told) == sum(values.nbytes for values in everything.values())
-    other = ParallelDims(pipeline=2)
-    results = run_ranks(2, load_and_save, two, tmp_path / "run", other, tmp_path / "again")
-    assert results == [(True, True)] * 2
-    before, after = reference_in(tmp_path / "run"), reference_in(tmp_path / "again")
+    results = run_ranks(4, load_and_save, two, tmp_path / "run", other, tmp_path / "again")
+    assert results == [(True, True)] * 4
+    before, after = tensors_in(tmp_path / "run"), tensors_in(tmp_path / "again")
+    reference = {key for key in before if key.startswith(REFERENCE)}
+    weights = {key.removeprefix(REFERENCE) for key in reference}
+    assert {key for key, values in before.items() if values.dtype != torch.float32} == weights
     assert before.keys() == after.keys()
-    assert all(values.dtype == torch.float32 for values in before.values())
+    assert len(before) == 5 * len(weights)  # and of each a master and two moments
     assert all(torch.equal(after[key], values) for key, values in before.items())
 
 
