@@ -225,7 +225,8 @@ def test_what_goes_wrong_inside_the_ranks_is_one_message_too(
         f"train.run_dir={tmp_path / 'run'}",
     )
     assert run.exit_code == 1, run.output
-    assert run.output.startswith("megatron-grpo: reward function broken "), run.output
+    told = "megatron-grpo: generation 0 failed: reward function broken "
+    assert run.output.startswith(told), run.output
     assert "Traceback" not in run.output and "torch/distributed" not in run.output
     assert run.survivors == []
 
