@@ -439,7 +439,10 @@ def stale_gaps(
     return gaps
 
 
-def test_where_the_engine_stands_for_the_old_policy_no_sample_is_called_stale(case: Case) -> None:
+def test_where_the_engine_stands_for_the_old_policy_no_sample_is_called_stale(
+    cases: dict[str, Case],
+) -> None:
+    case = cases["llama tied"]
     configs = [
         _config(case.folder, ParallelDims(), {"loss_type": "dapo", "old_logprobs": old}, BUDGETS[1])
         for old in ("recompute", "rollout")
