@@ -161,7 +161,7 @@ def test_a_warm_up_begins_at_zero_and_a_decay_would_end_after_the_last_step(fold
     schedules = [
         [
             "optimizer.lr=1.0",
-            "optimizer.min_lr=0.2",
+            f"optimizer.min_lr={0 if style == 'constant' else 0.2}",
             f"optimizer.lr_decay_style={style}",
             f"optimizer.lr_warmup_steps={warm_up}",
             "train.num_steps=6",
