@@ -62,7 +62,7 @@ def source(tmp_path: Path):
         f"train.run_dir={tmp_path / 'run'}",
         "rollout.base_urls=[http://127.0.0.1:9]",  # nobody is asked there
     )
-    with closing(ExperienceSource(cfg, read_shape(model), new_token())) as source:
+    with closing(ExperienceSource(cfg, read_shape(model), new_token(), num_ranks=1)) as source:
         yield source
 
 
