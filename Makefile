@@ -11,7 +11,7 @@ FAULTS := $(TIMED) $(addprefix tests/megatron_grpo/,policy/test_skipped_steps.py
 STAMP := .venv/setup.stamp
 PIP = $(PYTHON) -m pip --python $(BIN)/python --disable-pip-version-check
 
-.PHONY: setup demo demo-data learning-curves test test-faults test-slurm check bench bench-convert bench-reshard bench-peers
+.PHONY: setup demo demo-data learning-curves test test-slow test-faults test-slurm check bench bench-convert bench-reshard bench-peers
 
 setup: $(STAMP)
 
@@ -51,6 +51,10 @@ test: check
 	$(BIN)/pytest -n 2 --dist loadfile $(addprefix --ignore=,$(TIMED) tests/slurm) || failed=1; \
 	$(BIN)/pytest $(TIMED) tests/slurm || failed=1; \
 	exit $$failed
+
+# Every test that takes long, those of faults too.
+test-slow: setup
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow
 
 # What ends or disturbs a run of docs/faults.md, also what takes long, and 50 kills at random moments.
 test-faults: setup
