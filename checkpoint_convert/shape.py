@@ -1,6 +1,6 @@
 """The numbers that define a decoder-only model, whatever its family."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -54,13 +54,18 @@ class ModelShape:
     """None for a dense model."""
 
 
-def differing_fields(a: ModelShape, b: ModelShape) -> list[str]:
-    """The fields in which two models compute different things from the same weights."""
+def differing_fields(
+    a: ModelShape, b: ModelShape, but_for: Collection[str] = _NO_NUMBERS
+) -> list[str]:
+    """The fields in which two models differ: those by which the same weights compute other things.
+
+    `but_for` are those that do not count.
+    """
     fields = asdict(a), asdict(b)
     return [
         f"{name}: {value}, {fields[1][name]}"
         for name, value in fields[0].items()
-        if value != fields[1][name] and name not in _NO_NUMBERS
+        if value != fields[1][name] and name not in but_for
     ]
 
 

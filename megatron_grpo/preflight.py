@@ -2,7 +2,6 @@
 
 import importlib.util
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import yaml
 
 from checkpoint_convert import ModelShape, check_divisible, check_weights, read_shape
 from checkpoint_convert.companions import CHECKPOINT_FOLDER, companion_files
+from checkpoint_convert.shape import differing_fields
 from checkpoint_convert.vllm import check_engine_dims
 from megatron_grpo.checkpoints.folders import latest_step, step_folder
 from megatron_grpo.config.config import Config, RolloutConfig
@@ -130,15 +130,10 @@ def _check_same_model(kept: Path, folder: Path) -> None:
 
     Weights are not compared: those of a run come from its checkpoints, all but a reference's.
     """
-    before, now = asdict(read_shape(kept)), asdict(read_shape(folder))
-    differing = [
-        f"{name}: {value} before, {now[name]} now"
-        for name, value in before.items()
-        if value != now[name]
-    ]
+    differing = differing_fields(read_shape(kept), read_shape(folder), but_for=())
     if differing:
         raise ValueError(
-            f"model.path {folder} is another model than the run has trained, as {kept} says:\n  "
+            f"model.path {folder} is another model than {kept}, which the run has trained:\n  "
             + "\n  ".join(differing)
         )
 

@@ -113,7 +113,8 @@ class NcclCarrier:
 
     def _move(self, name: str, data: Tensor) -> None:
         stream = self._stream
-        assert stream is not None, "the link is closed"
+        if stream is None:
+            raise self._wire.closed()
         with torch.cuda.device(self._device), self._aborting():
             self._call(
                 name,
