@@ -1,6 +1,5 @@
 """The training loop, as every rank runs it."""
 
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
@@ -229,12 +228,7 @@ class Training:
 
     def _restore_ready(self) -> None:
         """Take up the generation that the checkpoint has beside the one that is trained on."""
-        ready = self.state.ready
-        if ready is None or not self.cfg.rollout.async_generate:
-            return
-        if why_not := ready.why_not(self.first_step, self.batches):
-            if self.source:
-                print(why_not, file=sys.stderr)
+        if (ready := self.state.ready) is None:
             return
         collected = None
         if self.source:
@@ -432,10 +426,7 @@ class Training:
         inside = not self.batches.cursor(step).starts_generation
         ready, collected = None, self.rollouts.collected
         if self.cfg.rollout.async_generate and self.rollouts.ready is not None and collected:
-            num_samples = len(collected.experience.samples)
-            ready = Ready(
-                generation=self.rollouts.ready, num_samples=num_samples, metrics=collected.metrics
-            )
+            ready = Ready(generation=self.rollouts.ready, metrics=collected.metrics)
         wandb_id = self.cfg.train.run_dir / WANDB_ID_FILE
         state = TrainerState(
             step=step,

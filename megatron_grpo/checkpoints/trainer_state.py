@@ -21,7 +21,6 @@ from torch import Tensor
 
 from checkpoint_convert.formats.tensor_io import errors_named
 from megatron_grpo.data.prompts import Prompt
-from megatron_grpo.experience.batching import BatchSchedule
 from megatron_grpo.experience.experience import Experience
 from megatron_grpo.rollout.samples import Sample
 from parallel import ParallelDims
@@ -42,20 +41,7 @@ class Ready:
     """A generation that is there and that nobody has begun to train on."""
 
     generation: int
-    num_samples: int
     metrics: dict[str, float]
-
-    def why_not(self, step: int, batches: BatchSchedule) -> str | None:
-        """Why a run that goes on at `step` has no use for it: `batches` want another next."""
-        cursor = batches.cursor(step)
-        following = cursor.generation if cursor.starts_generation else cursor.generation + 1
-        size = batches.generation_batch_size
-        if (following, size) == (self.generation, self.num_samples):
-            return None
-        return (
-            f"generation {self.generation} of {self.num_samples} samples, which was made before "
-            f"the run ended, is not used: the config now wants number {following} of {size}"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +98,7 @@ def read_record(folder: Path, step: int) -> Record:
             found = json.loads(path.read_text())
         found.pop("versions")
         said, layout = found.pop("state"), ParallelDims(**found.pop("layout"))
-        ready = said.pop("ready", None)
+        ready = said.pop("ready")
         state = TrainerState(**said, ready=Ready(**ready) if ready else None)
         record = Record(state=state, layout=layout, **found)
     except (ValueError, KeyError, TypeError) as error:
@@ -190,19 +176,17 @@ def read_experience(folder: Path, prompts: Sequence[Prompt], prefix: str = "") -
             "data.path another file than before?"
         )
     bounds = list(pairwise([0, *accumulate(tensors["lengths"].tolist())]))
-    # Checkpoints of earlier versions know of no environments: all tokens were sampled.
-    masks = tensors.get("loss_mask", torch.ones(bounds[-1][1], dtype=torch.bool))
     samples = [
         Sample(
-            prompt=_prompt(by_index[row["prompt"]], row.get("own_prompt")),
+            prompt=_prompt(by_index[row["prompt"]], row["own_prompt"]),
             sample_index=row["sample_index"],
             completion_ids=tuple(tensors["completion_ids"][start:end].tolist()),
             logprobs=tuple(tensors["rollout_logprobs"][start:end].tolist()),
             finish_reason=row["finish_reason"],
             text=row["text"],
             policy_version=row["policy_version"],
-            loss_mask=tuple(masks[start:end].tolist()),
-            step_rewards=tuple((token, reward) for token, reward in row.get("step_rewards", [])),
+            loss_mask=tuple(tensors["loss_mask"][start:end].tolist()),
+            step_rewards=tuple((token, reward) for token, reward in row["step_rewards"]),
         )
         for row, (start, end) in zip(rows, bounds, strict=True)
     ]

@@ -1,18 +1,13 @@
 """A generation that is being trained on comes back bit for bit, its log-probabilities too."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from distributed import run_ranks
 from megatron_grpo.checkpoints.trainer_state import (
-    SAMPLES_FILE,
-    TOKENS_FILE,
-    Ready,
     read_experience,
     write_experience,
 )
@@ -181,23 +176,6 @@ def test_without_a_reference_there_are_no_logprobs_of_one(tmp_path):
     assert read_experience(tmp_path, prompts()).ref_logprobs is None
 
 
-def test_a_checkpoint_that_knows_of_no_environments_is_read(tmp_path):
-    saved = generation()
-    samples = [replace(s, loss_mask=(), step_rewards=()) for s in saved.samples]
-    old = [torch.randn(1 + i) for i in range(NUM_SAMPLES)]
-    write_experience(tmp_path, replace(saved, samples=samples, old_logprobs=old))
-    rows = [json.loads(line) for line in (tmp_path / SAMPLES_FILE).read_text().splitlines()]
-    for row in rows:
-        del row["step_rewards"], row["own_prompt"]
-    (tmp_path / SAMPLES_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tensors = load_file(tmp_path / TOKENS_FILE)
-    del tensors["loss_mask"]
-    save_file(tensors, tmp_path / TOKENS_FILE)
-    read = read_experience(tmp_path, prompts())
-    assert read.samples == samples
-    assert all(map(torch.equal, read.old_logprobs, old))
-
-
 def test_a_row_that_the_data_no_longer_has_is_named(tmp_path):
     write_experience(tmp_path, replace(generation(), old_logprobs=[torch.zeros(0)] * NUM_SAMPLES))
     with pytest.raises(ValueError, match=r"trains on the rows \[21\] of the data"):
@@ -206,16 +184,3 @@ def test_a_row_that_the_data_no_longer_has_is_named(tmp_path):
 
 def test_between_generations_there_is_none(tmp_path):
     assert read_experience(tmp_path, prompts()) is None
-
-
-def test_a_generation_that_is_ready_is_used_where_the_config_still_wants_it_next():
-    """Inside a generation the one behind it, else the one that begins, of as many samples."""
-    batches = BatchSchedule(num_generations=4, generation_batch_size=24, steps_per_generation=3)
-    ready = Ready(generation=2, num_samples=24, metrics={})
-    used = [step for step in range(12) if ready.why_not(step, batches) is None]
-    assert used == [4, 5, 6]
-    assert ready.why_not(6, replace(batches, generation_batch_size=12)) == (
-        "generation 2 of 24 samples, which was made before the run ended, is not used: "
-        "the config now wants number 2 of 12"
-    )
-    assert "wants number 3 of 24" in ready.why_not(6, replace(batches, steps_per_generation=2))
