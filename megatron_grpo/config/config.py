@@ -240,7 +240,13 @@ class RolloutConfig(Section):
                 f"{len(self.base_urls)}: set it to {len(self.base_urls)}, or leave it out"
             )
         for url in self.base_urls:
-            if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+            parts = urlsplit(url)
+            if parts.username is not None:
+                raise ValueError(
+                    f"rollout.base_urls: the address of {parts.hostname} has a user in it, whom "
+                    "the run directory would show: engines ask for MEGATRON_GRPO_TOKEN alone"
+                )
+            if parts.scheme not in ("http", "https") or not parts.hostname:
                 raise ValueError(f"rollout.base_urls: {url!r} is no address like http://host:8000")
         return self
 

@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from megatron_grpo.config.config import Config
+from megatron_grpo.config.config import Config, RewardFunction
 
 # Options of other libraries and of the user's code, which check the names themselves.
 PASS_THROUGH_KEYS = ("model.megatron", "rollout.vllm", "environment.arguments")
@@ -157,6 +157,9 @@ def _describe(detail: ErrorDetails, descriptions: Mapping[str, str]) -> str:
     key = ".".join(str(part) for part in detail["loc"])
     if detail["type"] == "missing":
         return f"config key {key} is missing. {descriptions.get(key, '')}".rstrip()
+    if detail["type"] == "extra_forbidden":  # in a list, which `_leaves` does not go through
+        nearest = nearest_key(str(detail["loc"][-1]), list(RewardFunction.model_fields))
+        return f"unknown config key {key!r}: did you mean {nearest!r}?"
     if detail["type"] == "value_error":
         return str(detail["ctx"]["error"])
     message = EXPECTED.get(detail["type"], detail["msg"][0].lower() + detail["msg"][1:])

@@ -141,7 +141,10 @@ def test_unknown_keys_of_the_file_are_told_all_at_once(tmp_path):
         ("train=3", ["train", "3", "expected a table of keys"]),
         ("rollout.base_urls=http://x", ["rollout.base_urls", "expected a list"]),
         ("optimizer.lr=.nan", ["optimizer.lr", "finite"]),
-        ("reward.functions=[{name: exact, wieght: 2}]", ["reward.functions.0.wieght"]),
+        (
+            "reward.functions=[{name: exact, wieght: 2}]",
+            ["unknown config key 'reward.functions.0.wieght'", "did you mean 'weight'"],
+        ),
     ],
 )
 def test_wrong_value_is_one_line_with_key_value_and_what_is_expected(override, parts):
@@ -149,6 +152,12 @@ def test_wrong_value_is_one_line_with_key_value_and_what_is_expected(override, p
     assert "\n" not in message
     for part in parts:
         assert part in message
+
+
+def test_a_password_in_an_address_is_refused_and_not_repeated():
+    message = refusal("rollout.base_urls=[http://me:geheim@node7:8000]")
+    assert "node7 has a user in it" in message
+    assert "geheim" not in message
 
 
 def test_missing_key_is_named_with_its_meaning(tmp_path):
