@@ -42,7 +42,7 @@ class EngineServers:
 
     `token` opens the routes of those in `rollout.base_urls`; engines started here get a fresh one,
     listen on the loopback interface, and have the GPUs behind those of the `num_ranks` trainer
-    ranks of this host.
+    ranks of this host; where these are too few they share the ranks' own.
 
     No process survives this one: Linux kills an engine when the thread that started it ends, which
     is why engines are started from threads only that last as long as the run.
@@ -59,13 +59,17 @@ class EngineServers:
         self.base_urls = tuple(url.rstrip("/") for url in rollout.base_urls)
         self._engines: list[EngineProcess] = []
         self._ports: list[socket.socket] = []
+        self.share_gpus = False
+        """Whether those started here are on GPUs of trainer ranks."""
         self.token = check_token(token) if rollout.base_urls else new_token()
         if rollout.base_urls:
             return
         if rollout.engine == "vllm":
             check_engine_arguments(rollout.vllm)
         log_dir.mkdir(parents=True, exist_ok=True)
-        devices = engine_devices(rollout, _num_devices(), num_ranks, os.environ)
+        num_devices = _num_devices()
+        devices = engine_devices(rollout, num_devices, num_ranks, os.environ)
+        self.share_gpus = share_gpus(rollout, num_devices, num_ranks)
         self._ports = [reserve_port() for _ in range(rollout.num_engines)]
         for index, reserved in enumerate(self._ports):
             port = reserved.getsockname()[1]
@@ -160,26 +164,42 @@ def _num_devices() -> int:
     return torch.cuda.device_count()
 
 
+def share_gpus(rollout: RolloutConfig, num_devices: int, num_ranks: int) -> bool:
+    """Whether `num_ranks` trainer ranks, one per GPU, leave too few of the GPUs to the engines."""
+    wanted = rollout.num_engines * rollout.tensor_parallel_size
+    return 0 < num_devices < num_ranks + wanted
+
+
 def engine_devices(
     rollout: RolloutConfig, num_devices: int, num_ranks: int, environ: Mapping[str, str]
 ) -> list[str | None]:
     """CUDA_VISIBLE_DEVICES of every engine: those behind the GPUs of `num_ranks` trainer ranks.
 
-    None for each engine on a machine without GPUs. Raises ValueError when too few are left.
+    Where these are too few, those of the ranks, from the first on. None for each engine on a
+    machine without GPUs. Raises ValueError when all are too few, or when vLLM is not told how much
+    of a shared GPU it may take.
     """
     size, num_engines = rollout.tensor_parallel_size, rollout.num_engines
     if num_devices == 0:
         return [None] * num_engines
     visible = environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_devices))))
-    free = visible.split(",")[num_ranks:num_devices]
-    if len(free) < num_engines * size:
+    gpus = visible.split(",")[:num_devices]
+    if not share_gpus(rollout, num_devices, num_ranks):
+        gpus = gpus[num_ranks:]
+    elif num_engines * size > num_devices:
         raise ValueError(
             f"rollout.num_engines({num_engines}) * rollout.tensor_parallel_size({size}) = "
-            f"{num_engines * size} GPUs, but {num_ranks} trainer ranks leave {len(free)} of the "
-            f"{num_devices} on this host: lower one of them, or give engines on other hosts by "
-            "rollout.base_urls"
+            f"{num_engines * size} GPUs, but this host has {num_devices}: lower one of them, or "
+            "give engines on other hosts by rollout.base_urls"
         )
-    return [",".join(free[i * size : (i + 1) * size]) for i in range(num_engines)]
+    elif rollout.engine == "vllm" and "gpu_memory_utilization" not in rollout.vllm:
+        raise ValueError(
+            f"{num_ranks} trainer ranks leave {max(0, num_devices - num_ranks)} of {num_devices} "
+            f"GPUs, and engines want {num_engines * size}: they would share those of the ranks. "
+            "Say how much of each an engine may take, such as "
+            "rollout.vllm.gpu_memory_utilization=0.4"
+        )
+    return [",".join(gpus[i * size : (i + 1) * size]) for i in range(num_engines)]
 
 
 def reserve_port() -> socket.socket:

@@ -19,7 +19,12 @@ from megatron_grpo.rollout import EngineServers
 from megatron_grpo.rollout.engine_error import EngineError, EnginesOut, EngineStale
 from megatron_grpo.rollout.engine_process import EngineProcess
 from megatron_grpo.rollout.push_state import LOADED_VERSION
-from megatron_grpo.rollout.server import engine_devices, engine_environment, reserve_port
+from megatron_grpo.rollout.server import (
+    engine_devices,
+    engine_environment,
+    reserve_port,
+    share_gpus,
+)
 
 MARK = "MEGATRON_GRPO_TEST_RUN"
 # A trainer that starts an engine, says when it is ready, and waits to be killed.
@@ -216,8 +221,23 @@ def test_engines_take_the_gpus_behind_the_trainers():
     assert engine_devices(rollout, 8, 4, {}) == ["4,5", "6,7"]
     chosen = {"CUDA_VISIBLE_DEVICES": "7,5,3,2,1,0"}
     assert engine_devices(rollout, 6, 1, chosen) == ["5,3", "2,1"]
-    with pytest.raises(ValueError, match=r"num_engines\(2\) \* .*\(2\) = 4 GPUs, .* leave 3 of"):
-        engine_devices(rollout, 8, 5, {})
+    assert not any(share_gpus(rollout, gpus, ranks) for gpus, ranks in ((0, 4), (8, 4), (4, 0)))
+
+
+def test_engines_share_the_gpus_of_the_trainers_where_these_leave_too_few():
+    """As in a job of Slurm; how much of a GPU is theirs must be said."""
+    half = {"gpu_memory_utilization": 0.5}
+    rollout = RolloutConfig(
+        num_engines=2, tensor_parallel_size=2, max_completion_length=8, vllm=half
+    )
+    assert engine_devices(rollout, 8, 5, {}) == ["0,1", "2,3"]
+    assert engine_devices(rollout, 4, 4, {"CUDA_VISIBLE_DEVICES": "7,6,5,4,3"}) == ["7,6", "5,4"]
+    assert share_gpus(rollout, 8, 5)
+    silent = rollout.model_copy(update={"vllm": {}})
+    with pytest.raises(ValueError, match=r"leave 3 of 8 GPUs, .* want 4.*gpu_memory_utilization"):
+        engine_devices(silent, 8, 5, {})
+    with pytest.raises(ValueError, match=r"num_engines\(2\) \* .*\(2\) = 4 GPUs, .* host has 3"):
+        engine_devices(rollout, 3, 1, {})
 
 
 def test_an_engine_sees_nothing_of_the_trainers_ranks():
