@@ -1,4 +1,4 @@
-"""Command line: `megatron-grpo train | eval | serve | plan | place | doctor | report`."""
+"""Command line: `megatron-grpo train | check | eval | serve | place | plan | doctor | report`."""
 
 import logging
 import os
@@ -26,6 +26,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # markup would swallow the brackets of our examples
     help="GRPO training of language models: Megatron-Core trains, vLLM rolls out.",
 )
 
@@ -50,7 +51,9 @@ def train(
     failure, 2 for a mistake that shows before the first step, 75 after a signal (SIGTERM, SIGUSR1)
     to save and stop.
 
-    Example: megatron-grpo train configs/demo_smollm2_135m.yaml parallel.tensor_parallel_size=3
+    \b
+    Example:
+      megatron-grpo train configs/demo_smollm2_135m.yaml train.num_steps=3
     """
     allow_open_files()
     cfg = load_config(config, overrides or [])
@@ -87,6 +90,31 @@ def _preflight(cfg: Config, token: str | None) -> None:
     preflight(cfg, token)
 
 
+@app.command()
+def check(
+    config: Annotated[Path, typer.Argument(help="YAML file of the run.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="key.sub=value pairs, as for train")
+    ] = None,
+) -> None:
+    """Say whether CONFIG can start, without starting it.
+
+    Looks at what train looks at before it starts a rank: the model's folder and the headers of its
+    weights, the layout, an earlier run in train.run_dir, every row of the data, which is encoded,
+    and the reward functions and the environment, which are loaded. Needs no GPU, and looks at none:
+    that is for plan and doctor. A large data set takes minutes. A mistake is told in one message,
+    and the exit code is then 2.
+
+    \b
+    Example:
+      megatron-grpo check configs/grpo_70b.yaml data.path=data/deepscaler.jsonl
+    """
+    allow_open_files()
+    cfg = load_config(config, overrides or [])
+    _preflight(cfg, take_token(os.environ))
+    print(f"{config} can start: nothing to mend in settings, model, run directory, data or rewards")
+
+
 @app.command("eval")
 def evaluate(
     config: Annotated[Path, typer.Argument(help="YAML file of the run, with a section `eval`.")],
@@ -99,20 +127,23 @@ def evaluate(
         typer.Option(help="Folder for the results. Default: the folder `eval` in train.run_dir."),
     ] = None,
 ) -> None:
-    """Evaluate the model in model.path on the held-out prompts of the section `eval`.
+    """Evaluate the model in model.path on held-out prompts.
 
-    Engines load the weights themselves; no trainer is started. Each prompt gets
-    eval.num_generations completions (n), sampled by eval.temperature, top_p, top_k and
-    max_completion_length. One passes when its reward, by eval.reward or else reward, is at least
-    eval.pass_threshold. pass@k is the unbiased estimate of the chance that one of k passes; mean@n
-    the mean reward over n.
+    These are named in the section `eval`. Engines of this host load the weights themselves; no
+    trainer is started. Each prompt gets eval.num_generations completions (n), sampled by
+    eval.temperature, top_p, top_k and max_completion_length. One passes when its reward, by
+    eval.reward or else reward, is at least eval.pass_threshold. pass@k is the unbiased estimate of
+    the chance that one of k passes; mean@n the mean reward over n.
 
     Prints a table, and writes eval.json (metrics and config) and eval_completions.jsonl, in the
     place of earlier ones. The exit code is 0 when all is evaluated, 1 after a failure, and 2 for a
     mistake that shows before the first completion.
 
-    Example: megatron-grpo eval CONFIG model.path=runs/math/hf eval.data.path=data/test.jsonl
-    eval.num_generations=8 eval.temperature=0.6 eval.top_p=0.95
+    \b
+    Example:
+      megatron-grpo eval CONFIG model.path=runs/math/hf \\
+          eval.data.path=data/test.jsonl eval.num_generations=8 \\
+          eval.temperature=0.6 eval.top_p=0.95
     """
     allow_open_files()
     take_token(os.environ)  # nothing that is started here has any use for it
@@ -144,13 +175,17 @@ def serve(
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port on that address.")] = 8000,
 ) -> None:
-    """Run one rollout engine for CONFIG until interrupted, for runs that name its address.
+    """Run one rollout engine for CONFIG until interrupted.
 
-    Engine and trainers share the token in the environment variable MEGATRON_GRPO_TOKEN.
+    It is for runs that name its address. Engine and trainers share the token in the environment
+    variable MEGATRON_GRPO_TOKEN. The engine takes the first GPUs that it sees, and so do the ranks
+    of a trainer: where both are on one host, give it others by CUDA_VISIBLE_DEVICES.
 
-    Example: export MEGATRON_GRPO_TOKEN=$(openssl rand -hex 32); megatron-grpo serve CONFIG, and in
-    another terminal with the same token
-    megatron-grpo train CONFIG rollout.base_urls=[http://127.0.0.1:8000]
+    \b
+    Example, the last line in another terminal with the same token:
+      export MEGATRON_GRPO_TOKEN=$(openssl rand -hex 32)
+      megatron-grpo serve CONFIG
+      megatron-grpo train CONFIG rollout.base_urls=[http://127.0.0.1:8000]
     """
     allow_open_files()
     token = check_token(take_token(os.environ))
@@ -169,9 +204,13 @@ def place(
     nodes: Annotated[str, typer.Option(help="Names of the job's nodes, by commas.")] = "localhost",
     gpus_per_node: Annotated[int, typer.Option(help="GPUs of each, or ranks without GPUs.")] = 8,
 ) -> None:
-    """Say for a batch script which node runs which ranks and engines: a line each.
+    """Say which node of a job runs which ranks and engines.
 
-    Example: megatron-grpo place configs/grpo_70b.yaml --nodes node1,node2 --gpus-per-node 8
+    A line for each, as job scripts read it.
+
+    \b
+    Example:
+      megatron-grpo place configs/grpo_8b.yaml --nodes node1 --gpus-per-node 8
     """
     cfg = load_config(config, overrides or [])
     placed = placement.place(cfg, nodes.split(","), gpus_per_node)
@@ -215,17 +254,19 @@ def plan(
         bool, typer.Option("--instantiate", help="Build every distinct rank, without its memory.")
     ] = False,
 ) -> None:
-    """Say what CONFIG would need, from it and the model's config.json alone; nothing is started.
+    """Say what CONFIG would need of GPUs and links; nothing is started.
 
-    Memory of a GPU of each pipeline stage in its worst phase, microbatches, operations, bytes over
-    each link, and the least time that they take. Weights, gradients, optimizer and push are exact,
-    the rest are estimates; docs/sizing.md has the formulas. The exit code is 2 where CONFIG cannot
-    work or does not fit, with what would.
+    From CONFIG and the model's config.json alone: memory of a GPU of each pipeline stage in its
+    worst phase, microbatches, operations, bytes over each link, and the least time that they take.
+    Weights, gradients, optimizer and push are exact, the rest are estimates; docs/sizing.md has the
+    formulas. The exit code is 2 where CONFIG cannot work or does not fit, with what would.
 
     With --instantiate, Megatron-Core's own modules are compared with the plan; the exit code is 1
     where they differ. It and --reshard take no other options.
 
-    Example: megatron-grpo plan configs/grpo_70b.yaml --suggest --gpus 64 --gpu h100
+    \b
+    Example:
+      megatron-grpo plan configs/grpo_70b.yaml --suggest --gpus 64 --gpu h100
     """
     options = {
         "--instantiate": instantiate,
@@ -289,16 +330,19 @@ def doctor(
         list[str] | None, typer.Argument(help="key.sub=value pairs, as for train")
     ] = None,
 ) -> None:
-    """Say whether this machine can train, what is missing, and the command that installs it.
+    """Say whether this machine can train, and what is missing.
 
-    Looks at packages, GPUs, network, limits, the file system of the run directory (of the working
-    directory without CONFIG; some 60 MB are written and removed), Slurm and container, in a few
-    seconds. Under srun or torchrun every host is examined, rank 0 prints one table, and the clocks
-    are compared. Ends with a block to paste into a bug report. The exit code is 1 when something is
-    missing that training needs, else 0.
+    What is missing is told with the command that installs it. Looks at packages, GPUs, network,
+    limits, the file system of the run directory (of the working directory without CONFIG; some
+    60 MB are written and removed), Slurm and container, in a few seconds. Under srun or torchrun
+    every host is examined, rank 0 prints one table, and the clocks are compared. Ends with a block
+    to paste into a bug report. The exit code is 1 when something is missing that training needs,
+    else 0.
 
-    Example: srun --nodes=8 --ntasks-per-node=1 megatron-grpo doctor configs/grpo_70b.yaml, with
-    MASTER_ADDR and MASTER_PORT exported: the first node's name and a free port.
+    \b
+    Example, with MASTER_ADDR (the first node's name) and MASTER_PORT (a free
+    port) exported:
+      srun --nodes=8 --ntasks-per-node=1 megatron-grpo doctor CONFIG
     """
     from megatron_grpo.doctor.command import diagnose
 
@@ -311,7 +355,14 @@ def doctor(
 def report(
     run_dir: Annotated[Path, typer.Argument(help="Run directory with a metrics.jsonl.")],
 ) -> None:
-    """Draw RUN_DIR/curves.png from its metrics: reward, KL, lengths, log-probability gap."""
+    """Draw RUN_DIR/curves.png from its metrics.
+
+    Reward, KL, lengths, log-probability gap, gradient norm and seconds, over the steps.
+
+    \b
+    Example:
+      megatron-grpo report runs/demo_smollm2_135m
+    """
     from megatron_grpo.reporting.report import draw_curves  # matplotlib: seconds, see above
 
     print(draw_curves(run_dir))

@@ -1,5 +1,6 @@
 """What a person meets at the command line: help, and one clear message for every mistake."""
 
+import inspect
 import json
 import os
 import socket
@@ -8,8 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from engines import random_prompts, wait_until
+from megatron_grpo.cli import app
 from megatron_grpo.config.config import RolloutConfig
 from megatron_grpo.launch.job_token import TOKEN_VARIABLE
 from megatron_grpo.rollout import Generation
@@ -105,11 +108,58 @@ def test_sizes_and_addresses_are_checked_without_torch() -> None:
     assert result.stdout == "set()\n"
 
 
-def test_help_names_every_command_with_an_example() -> None:
-    for arguments, text in [(["--help"], "train"), (["train", "--help"], "configs/demo_smollm2")]:
-        command = [sys.executable, "-m", "megatron_grpo.cli", *arguments]
-        result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-        assert text in result.stdout
+COMMANDS = {each.name or each.callback.__name__: each.callback for each in app.registered_commands}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_names_every_command_with_an_example_as_it_is_typed(name: str) -> None:
+    assert f"\n  {name} " in shown("--help")
+    text = shown(name, "--help")
+    _, example, lines = inspect.getdoc(COMMANDS[name]).partition("Example")
+    assert example
+    for line in lines.splitlines():
+        assert line in text, "no bracket is swallowed, and no line broken"
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def shown(*arguments: str) -> str:
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "80"})
+    assert result.exit_code == 0
+    return result.stdout
+
+
+def run_check(*overrides: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megatron_grpo.cli", "check", str(TINY_CONFIG), *overrides]
+    root = TINY_CONFIG.parents[1]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=root)
+
+
+def test_check_says_that_a_config_can_start_and_starts_nothing(
+    tied_model: Path, sums: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    good = [f"model.path={tied_model}", f"data.path={sums}", f"train.run_dir={run_dir}"]
+    result = run_check(*good)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(f"{TINY_CONFIG} can start: ")
+    assert len(result.stdout.splitlines()) == 1
+    assert not run_dir.exists()
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ("data.prompt_column=question", "'prompt', 'answer'"),
+        ("reward.functions=[demo/rewards.py:nothing]", "nothing"),
+    ],
+)
+def test_check_tells_a_mistake_of_data_or_rewards_in_one_message(
+    mistake: str, message: str, tied_model: Path, sums: Path
+) -> None:
+    result = run_check(f"model.path={tied_model}", f"data.path={sums}", mistake)
+    assert result.returncode == 2, result.stdout
+    assert result.stderr.startswith("megatron-grpo: ") and message in result.stderr
+    assert "Traceback" not in result.stderr and result.stdout == ""
 
 
 def serve(tied_model: Path, token: str, *options: str) -> subprocess.Popen[str]:
