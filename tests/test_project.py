@@ -23,7 +23,8 @@ def key_table() -> str:
         assert isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
         for name, key in field.annotation.model_fields.items():
             assert key.description, f"{section}.{name} has no docstring"
-            rows.append(f"| `{section}.{name}` | {default_of(key)} | {key.description} |")
+            meaning = " ".join(key.description.split())
+            rows.append(f"| `{section}.{name}` | {default_of(key)} | {meaning} |")
     return "\n".join(rows)
 
 

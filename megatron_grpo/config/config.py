@@ -105,7 +105,7 @@ class OptimizerConfig(Section):
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the end of the decay, which is one step after the last."""
     lr_warmup_steps: NonNegativeInt = 0
-    """Optimizer steps of linear warm-up: the first has a rate of 0, the one after them has lr."""
+    """Steps of linear warm-up from 0: step 1 has rate 0, step lr_warmup_steps + 1 has lr."""
     lr_decay_style: Literal["constant", "cosine", "linear"] = "constant"
     """Shape of the decay from lr to min_lr, from the end of the warm-up to train.num_steps."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -146,7 +146,8 @@ class ParallelConfig(Section):
     context_parallel_size: PositiveInt = 1
     """Ranks that share every sequence."""
     expert_parallel_size: PositiveInt = 1
-    """Groups of ranks that share the experts of a mixture; 1 for dense models."""
+    """Number of parts into which the experts of a layer are divided, whole experts each; 1 for
+    dense models."""
     expert_tensor_parallel_size: PositiveInt = Field(
         default_factory=lambda data: data["tensor_parallel_size"]
     )
@@ -397,7 +398,7 @@ class EvalConfig(Section):
 
 
 class WandbConfig(Section):
-    """Logging to Weights & Biases; without WANDB_API_KEY it stays offline."""
+    """Logging to Weights & Biases: offline without WANDB_API_KEY, unless WANDB_MODE is set."""
 
     project: str | None = None
     """Project to log to; null: wandb is off."""

@@ -126,7 +126,7 @@ def _known_keys(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[st
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             yield from _known_keys(kind, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}", field.description or ""
+            yield f"{prefix}{name}", " ".join((field.description or "").split())
 
 
 def _leaves(table: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:

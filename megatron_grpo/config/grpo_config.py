@@ -111,7 +111,8 @@ class GRPOConfig(Section):
     rollout_importance_sampling_min: float = Field(default=0.0, ge=0, lt=1)
     """Lower bound of these weights."""
     off_policy_mask_threshold: PositiveFloat | None = None
-    """Leave out completions of negative advantage that the policy has left by more, per token."""
+    """Leave out completions of negative advantage whose mean log-probability per token has fallen
+    by more than this since they were sampled; null: none."""
 
     @property
     def needs_old_pass(self) -> bool:
