@@ -64,7 +64,6 @@ EXTRAS = (
         "attention, beside cuDNN's, in Transformer Engine",
         "pip install --no-build-isolation flash-attn",
     ),
-    Extra("nvidia-modelopt", "fp8 and int8 checkpoints", "pip install -e '.[modelopt]'"),
     Extra("wandb", "wandb.project", "pip install -e '.[wandb]'"),
     Extra("gguf", "models in GGUF files", "pip install -e '.[gguf]'"),
 )
