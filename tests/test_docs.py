@@ -13,6 +13,7 @@ from megatron_grpo.config.config_file import load_config
 from published_models import write_config
 
 ROOT = Path(__file__).parents[1]
+PACKAGES = ["megatron_grpo", "checkpoint_convert", "parallel"]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(f"docs/{f.name}" for f in ROOT.glob("docs/*.md"))]
 
 
@@ -26,6 +27,14 @@ def test_links_and_commands_exist(document):
         assert (ROOT / config).exists(), config
     commands = {command.name or command.callback.__name__ for command in app.registered_commands}
     assert set(re.findall(r"megatron-grpo (?=[a-z])(\w+)", text)) <= commands
+
+
+def test_the_tree_of_the_code_names_files_that_are_there():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    tree = text.partition("## Where everything is")[2].partition("\n## ")[0]
+    files = {file.name for folder in PACKAGES for file in (ROOT / folder).rglob("*")}
+    named = {name for name in re.findall(r"[\w*]+\.(?:py|c)\b", tree) if "*" not in name}
+    assert named and named <= files
 
 
 @pytest.fixture(scope="module")
