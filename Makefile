@@ -5,9 +5,10 @@ STEPS ?= 15
 ARGS ?=
 
 BIN := .venv/bin
-# What counts the seconds until a job or a process has ended; tests/slurm does, too.
-TIMED := $(addprefix tests/megatron_grpo/,test_faults.py test_kills.py watch rewards environments rollout/test_fleet.py rollout/test_dialogues.py)
-FAULTS := $(TIMED) $(addprefix tests/megatron_grpo/,policy/test_skipped_steps.py test_number_faults.py test_train_ends.py test_async_runs.py checkpoints)
+# What counts the seconds until a process has ended: alone. What mostly waits: beside the rest.
+TIMED := $(addprefix tests/megatron_grpo/,test_faults.py test_kills.py watch rollout/test_fleet.py)
+WAITS := $(addprefix tests/megatron_grpo/,rewards environments rollout/test_dialogues.py) tests/slurm
+FAULTS := $(TIMED) $(filter-out tests/slurm,$(WAITS)) $(addprefix tests/megatron_grpo/,policy/test_skipped_steps.py test_number_faults.py test_train_ends.py test_async_runs.py checkpoints)
 STAMP := .venv/setup.stamp
 PIP = $(PYTHON) -m pip --python $(BIN)/python --disable-pip-version-check
 
@@ -42,14 +43,17 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# One thread per process: the tests start many processes at once. Two files at a time, then one; the
-# second part whatever the first has found.
+# One thread per process: the tests start many processes at once. Each part whatever the others find.
 test: export OMP_NUM_THREADS = 1
 test: check
-	@echo '$(BIN)/pytest, in two parts'
-	@failed=0; \
-	$(BIN)/pytest -n 2 --dist loadfile $(addprefix --ignore=,$(TIMED) tests/slurm) || failed=1; \
-	$(BIN)/pytest $(TIMED) tests/slurm || failed=1; \
+	@echo '$(BIN)/pytest, in three parts: two at once, and what is timed behind them'
+	@failed=0; log=$$(mktemp); \
+	$(BIN)/pytest $(WAITS) >$$log 2>&1 & waits=$$!; \
+	trap 'kill $$waits; exit 130' INT TERM; \
+	$(BIN)/pytest -n 2 --dist loadfile $(addprefix --ignore=,$(TIMED) $(WAITS)) || failed=1; \
+	wait $$waits || failed=1; \
+	cat $$log; rm $$log; \
+	$(BIN)/pytest $(TIMED) || failed=1; \
 	exit $$failed
 
 # Every test that takes long, those of faults too.

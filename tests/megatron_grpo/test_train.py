@@ -53,11 +53,9 @@ def arguments(tied_model: Path, sums: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def full_run(arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two steps on eight ranks, with an engine that the run starts itself."""
+    """Two steps on four ranks, with an engine that the run starts itself."""
     run_dir = tmp_path_factory.mktemp("runs") / "full"
-    run = finish_run(
-        *arguments, *layout("tensor", "pipeline", "context"), f"train.run_dir={run_dir}"
-    )
+    run = finish_run(*arguments, *layout("tensor", "pipeline"), f"train.run_dir={run_dir}")
     assert run.exit_code == 0, run.output
     return run_dir
 
