@@ -71,14 +71,15 @@ def draw_reward(axis: Axes, records: Sequence[Record]) -> None:
 
 
 def draw_kl(axis: Axes, records: Sequence[Record]) -> None:
-    """The k3 estimate of the divergence from the reference, per response token."""
+    """Divergence from the reference per response token, as `grpo.kl_estimator` has it."""
     _name(axis, "KL to the reference (nats per token)")
     steps, kl = _curve(records, "kl")
     if not len(kl):
         _note(axis, "grpo.beta is 0: no reference model")
         return
     _line(axis, steps, kl, PURPLE)
-    axis.set_ylim(bottom=0)
+    if kl.min() >= 0:  # k1 is of either sign
+        axis.set_ylim(bottom=0)
 
 
 def draw_lengths(axis: Axes, records: Sequence[Record]) -> None:

@@ -68,6 +68,14 @@ def test_the_curve_of_kl_has_the_values_of_the_metrics() -> None:
     assert line.get_xydata().tolist() == [[5, 0.02], [6, 0.03]]
 
 
+def test_the_panel_of_kl_begins_at_zero_and_shows_what_is_below() -> None:
+    above, below = axis(), axis()
+    draw_kl(above, [record(1, kl=0.01), record(2, kl=0.03)])
+    draw_kl(below, [record(1, kl=-0.02), record(2, kl=0.03)])  # as k1 may be
+    assert above.get_ylim()[0] == 0
+    assert below.get_ylim()[0] < -0.02
+
+
 def test_a_run_without_reference_says_so_in_place_of_the_curve() -> None:
     panel = axis()
     draw_kl(panel, [record(1)])
