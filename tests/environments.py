@@ -62,6 +62,14 @@ class Odd(Echo):
             os.kill(os.getppid(), signal.SIGKILL)
             os._exit(0)
         return "soon", 0.0, False
+    def fork(self):
+        if os.fork() == 0: return "a fork", 0.0, True
+        os.wait()
+        return "the instance", 1.0, False
+    def fork_and_refuse(self):
+        if os.fork() == 0: raise ValueError("a fork")
+        os.wait()
+        return "the instance", 1.0, False
     def litter(self):
         subprocess.Popen(["sleep", "LONG_SLEEP"])
         return "done", 1.0, True

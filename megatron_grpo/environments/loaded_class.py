@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_grpo.user_code.columns import required, taken
 from megatron_grpo.user_code.user_file import load_user_file
 
 MAX_CHARACTERS = 1 << 20
@@ -44,20 +45,11 @@ class LoadedClass:
     @property
     def wanted_columns(self) -> list[str]:
         """Parameters of `reset` without a default that the prompt does not fill."""
-        return [
-            name
-            for name, parameter in self._reset_parameters.items()
-            if parameter.default is parameter.empty
-            and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-            and name != "prompt"
-        ]
+        return [name for name in required(self._reset_parameters) if name != "prompt"]
 
     def reset(self, prompt: str, columns: Mapping[str, Any]) -> tuple[Any, str | None]:
         """A new environment, and what it says first."""
-        given = {**columns, "prompt": prompt}
-        parameters = self._reset_parameters
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            given = {name: value for name, value in given.items() if name in parameters}
+        given = taken({**columns, "prompt": prompt}, self._reset_parameters)
         environment = self.make(**self.arguments)
         observation = environment.reset(**given)
         return environment, None if observation is None else _text("reset", observation)

@@ -1,7 +1,6 @@
 """The trainer's side of environments: any number of them at once, each call a future."""
 
 import json
-import signal
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -11,11 +10,16 @@ from typing import Any
 
 from megatron_grpo.config.config import EnvironmentConfig
 from megatron_grpo.environments.loaded_class import LOAD_KEY
-from megatron_grpo.user_code.supervised import start_supervised, tell_to_end, wait_end
+from megatron_grpo.launch.exit_status import exit_words
+from megatron_grpo.user_code.columns import missing
+from megatron_grpo.user_code.supervised import (
+    load_seconds,
+    start_supervised,
+    tell_to_end,
+    wait_end,
+)
 
 WORKER_MODULE = "megatron_grpo.environments.worker"
-LOAD_SECONDS = 60.0
-"""Loading may take this long, or `environment.timeout`: imports are slow on a busy host."""
 SEND_SECONDS = 10
 """The worker reads all the time: one that takes longer is broken."""
 
@@ -62,10 +66,9 @@ class EnvironmentPool:
         """Wait until the class is loaded, and see that the data has the columns that it wants.
 
         Raises ValueError, and closes the pool, for a class that cannot be used, or is not loaded
-        `LOAD_SECONDS` or `environment.timeout` seconds from now, or wants a column that some row
-        lacks.
+        `load_seconds` from now, or wants a column that some row lacks.
         """
-        patience = max(LOAD_SECONDS, self.cfg.timeout)
+        patience = load_seconds(self.cfg.timeout)
         try:
             wanted = self._loaded.result(patience)
         except (EnvironmentFailed, EnvironmentsLost) as error:
@@ -77,14 +80,9 @@ class EnvironmentPool:
                 f"environment {self.cfg.name} not loaded after {patience:g} s"
             ) from None
         for name in wanted:
-            lacking = [row for row in rows if name not in row]
-            if lacking:
+            if text := missing(name, rows):
                 self.close()
-                raise ValueError(
-                    f"reset of environment {self.cfg.name} wants {name!r}: no column of "
-                    f"{len(lacking)} of {len(rows)} rows; the first of them has "
-                    f"{', '.join(lacking[0])}"
-                )
+                raise ValueError(f"reset of environment {self.cfg.name} wants {name!r}: {text}")
 
     def open(self) -> "Instance":
         """An environment for one sample; nothing runs before it is reset."""
@@ -144,9 +142,8 @@ class EnvironmentPool:
             future.set_exception(EnvironmentsLost(cause))
 
     def _cause_of_death(self) -> str:
-        code = self._supervisor.wait()
-        how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-        return f"the process that environments are forked from ended with {how}"
+        ended = exit_words(self._supervisor.wait())
+        return f"the process that environments are forked from ended with {ended}"
 
 
 @dataclass(frozen=True)

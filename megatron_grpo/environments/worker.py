@@ -16,11 +16,9 @@ import gc
 import json
 import os
 import random
-import resource
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,10 +29,9 @@ from typing import Any, NoReturn
 
 from megatron_grpo.environments.loaded_class import LOAD_KEY, LoadedClass, step
 from megatron_grpo.launch.parent_death import die_with_parent
-from megatron_grpo.user_code.supervisor import SCHEDULERS
+from megatron_grpo.user_code.failure_text import MAX_TEXT, death_text, error_text
+from megatron_grpo.user_code.worker_end import begin, forks_end_here
 
-MAX_TEXT = 4000
-"""Characters of an error that are told: its end, where a traceback says what happened."""
 DEATH_SECONDS = 0.5
 """How long after an instance's last word its death is waited for."""
 REAP_SECONDS = 0.05
@@ -56,7 +53,7 @@ class Worker:
 
     def __init__(self, trainer: Connection, memory_megabytes: int) -> None:
         self.trainer = trainer
-        self.memory_megabytes = memory_megabytes
+        self.limit = f"environment.memory_megabytes {memory_megabytes}"
         self.processes: dict[int, Process] = {}
         self.dead: dict[int, str] = {}
         """Of instances that ended between two calls: how, for who calls next."""
@@ -68,7 +65,6 @@ class Worker:
     def serve(self) -> None:
         """Load the class and run instances until the trainer hangs up."""
         name, arguments, self.timeout = self.trainer.recv()
-        resource.setrlimit(resource.RLIMIT_DATA, (self.memory_megabytes << 20,) * 2)
         is_loaded, loaded = self._attempt(lambda: LoadedClass.load(name, arguments))
         if not is_loaded:
             self._answer(LOAD_KEY, False, loaded)
@@ -160,20 +156,13 @@ class Worker:
         os._exit(0)
 
     def _attempt(self, action: Callable[[], Any]) -> tuple[bool, Any]:
-        pid = os.getpid()
         try:
-            return True, action()
-        except MemoryError:
-            return False, (
-                f"more memory than environment.memory_megabytes {self.memory_megabytes} allows"
-            )
+            with forks_end_here():
+                return True, action()
         except ValueError as error:
-            text = str(error)
+            return False, str(error)[-MAX_TEXT:]
         except BaseException as error:  # sys.exit() in a user's method too is told to the trainer
-            if os.getpid() != pid:  # of a process that the method has forked: it has no say here
-                os._exit(1)
-            text = "".join(traceback.format_exception(error))
-        return False, text[-MAX_TEXT:]
+            return False, error_text(error, self.limit)
 
     def _hand_on(self, key: int) -> None:
         process = self.processes[key]
@@ -193,14 +182,10 @@ class Worker:
         deadline = time.monotonic() + DEATH_SECONDS
         while (end := os.waitid(os.P_PID, process.pid, how)) is None:
             if time.monotonic() > deadline:
-                return "its process has closed the connection to the trainer"
+                return death_text(None, self.limit)
             time.sleep(0.002)
-        if end.si_code == os.CLD_EXITED:
-            return f"its process died with exit code {end.si_status}"
-        return (
-            f"its process died with signal {signal.Signals(end.si_status).name} "
-            f"(environment.memory_megabytes was {self.memory_megabytes})"
-        )
+        is_exit = end.si_code == os.CLD_EXITED
+        return death_text(end.si_status if is_exit else -end.si_status, self.limit)
 
     def _fail(self, key: int, text: str) -> None:
         is_at_work = self.processes[key].deadline is not None
@@ -224,7 +209,4 @@ class Worker:
 
 
 if __name__ == "__main__":
-    for number in SCHEDULERS:  # a handler, which programs that an environment starts do not inherit
-        signal.signal(number, lambda *_: None)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SCHEDULERS)
-    Worker(Connection(int(sys.argv[1])), int(sys.argv[2])).serve()
+    Worker(*begin()).serve()

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_grpo.config.config import RewardFunction
 from megatron_grpo.rewards.answer import Answer
+from megatron_grpo.user_code.columns import required, taken
 from megatron_grpo.user_code.user_file import load_user_file
 
 # Each is a module of this package with a function of the same name. Its parameters after `*` are
@@ -52,7 +53,7 @@ class LoadedFunction:
     def wanted_columns(self) -> list[str]:
         """Parameters without a default that neither the call nor the config fills."""
         given = {*GIVEN_COLUMNS, GIVEN_TIMEOUT, *self.arguments}
-        return [name for name in _required(self.function) if name not in given]
+        return [name for name in required(self._parameters) if name not in given]
 
     def __call__(self, columns: Mapping[str, Any], timeout: float) -> Answer:
         """Score `columns["completions"]`; the other columns are GIVEN_COLUMNS and the data's.
@@ -70,12 +71,14 @@ class LoadedFunction:
         # What the call and the config give goes before a column of the same name.
         data = {name: column for name, column in columns.items() if name not in self.settings}
         given = {**data, **self.arguments, **{name: columns[name] for name in GIVEN_COLUMNS}}
-        parameters = inspect.signature(self.function).parameters
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            given = {name: value for name, value in given.items() if name in parameters}
-        if GIVEN_TIMEOUT in parameters:
+        given = taken(given, self._parameters)
+        if GIVEN_TIMEOUT in self._parameters:
             given[GIVEN_TIMEOUT] = timeout
         return self.function(**given)
+
+    @property
+    def _parameters(self) -> Mapping[str, inspect.Parameter]:
+        return inspect.signature(self.function).parameters
 
 
 def load_function(spec: RewardFunction) -> LoadedFunction:
@@ -102,15 +105,15 @@ def load_function(spec: RewardFunction) -> LoadedFunction:
 
 def _built_in(spec: RewardFunction, function: Callable[..., Any]) -> LoadedFunction:
     """A built-in function judges its arguments before anything else: it is called with nothing."""
-    parameters = inspect.signature(function).parameters.values()
-    settings = frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+    parameters = inspect.signature(function).parameters
+    settings = frozenset(p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY)
     for name in spec.arguments:
         if name not in settings:
             known = ", ".join(sorted(settings - {GIVEN_TIMEOUT})) or "none"
             raise ValueError(
                 f"reward function {spec.name} has no argument {name!r}: it has {known}"
             )
-    for name in _required(function):
+    for name in required(parameters):
         if name in settings - {GIVEN_TIMEOUT, *spec.arguments}:
             raise ValueError(f"reward function {spec.name} wants {name!r}: give it in `arguments`")
     loaded = LoadedFunction(function, spec.arguments, settings)
@@ -123,15 +126,6 @@ def _built_in(spec: RewardFunction, function: Callable[..., Any]) -> LoadedFunct
     except (TypeError, ValueError, re.error) as error:
         raise ValueError(f"arguments {spec.arguments} of reward {spec.name}: {error}") from None
     return loaded
-
-
-def _required(function: Callable[..., Any]) -> list[str]:
-    return [
-        name
-        for name, parameter in inspect.signature(function).parameters.items()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
 
 
 def _check_arguments(spec: RewardFunction, function: Callable[..., Any]) -> None:

@@ -11,6 +11,7 @@ from megatron_grpo.config.config import RewardConfig
 from megatron_grpo.rewards.answer import Answer
 from megatron_grpo.rewards.scoring import Call, RewardError, Scoring
 from megatron_grpo.rewards.worker_process import WorkerProcess
+from megatron_grpo.user_code.columns import missing
 
 if TYPE_CHECKING:
     from megatron_grpo.rollout import Sample
@@ -103,12 +104,10 @@ class RewardPool:
     def _check_columns(self, rows: Sequence[Mapping[str, Any]]) -> None:
         for function, names in zip(self.cfg.functions, self._wanted, strict=True):
             for name in names:
-                lacking = [row for row in rows if name not in row]
-                if lacking:
+                if text := missing(name, rows):
                     raise RewardError(
                         f"reward function {function.label} wants {name!r}: not in its "
-                        f"arguments {function.arguments}, and no column of {len(lacking)} of "
-                        f"{len(rows)} rows; the first of them has {', '.join(lacking[0])}"
+                        f"arguments {function.arguments}, and {text}"
                     )
 
     def _begin(self, calls: Mapping[bool, deque[Call]]) -> None:

@@ -12,31 +12,23 @@ of the other are answered.
 
 import asyncio
 import json
-import os
-import resource
-import signal
 import sys
-import traceback
 from dataclasses import asdict
 from multiprocessing.connection import Connection
 from typing import Any
 
 from megatron_grpo.rewards.answer import Answer
 from megatron_grpo.rewards.functions import LoadedFunction, NoScores, load_function
-from megatron_grpo.user_code.supervisor import SCHEDULERS
-
-MAX_TEXT = 4000
-"""Characters of an error that are told: its end, where a traceback says what happened."""
+from megatron_grpo.user_code.failure_text import MAX_TEXT, error_text
+from megatron_grpo.user_code.worker_end import begin, forks_end_here
 
 
 class RewardWorker:
     """Loads the functions and scores until the trainer hangs up."""
 
     def __init__(self, trainer: Connection, memory_megabytes: int) -> None:
-        # Heap, stacks of threads and other private memory, but no files that are mapped to be read.
-        resource.setrlimit(resource.RLIMIT_DATA, (memory_megabytes << 20,) * 2)
         self._trainer = trainer
-        self._memory_megabytes = memory_megabytes
+        self._limit = f"reward.memory_megabytes {memory_megabytes}"
         self._functions: list[LoadedFunction] = []
         self._timeout = 0.0
 
@@ -56,20 +48,19 @@ class RewardWorker:
 
     def _load(self, specs: Any) -> list[tuple[list[str], bool]] | str:
         try:
-            self._functions.extend(load_function(spec) for spec in specs)
+            with forks_end_here():
+                self._functions.extend(load_function(spec) for spec in specs)
         except ValueError as error:
             return str(error)[-MAX_TEXT:]
         except BaseException as error:
-            return self._failed(error).error
+            return error_text(error, self._limit)
         return [(function.wanted_columns, function.is_async) for function in self._functions]
 
     def _score(self, index: int, columns: Any) -> Answer:
-        pid = os.getpid()
         try:
-            return self._functions[index](columns, self._timeout)
+            with forks_end_here():
+                return self._functions[index](columns, self._timeout)
         except BaseException as error:  # sys.exit() in a user's function too is told to the trainer
-            if os.getpid() != pid:  # of a process that the function has forked: it has no say here
-                os._exit(1)
             return self._failed(error)
 
     async def _answer_side_by_side(self, first: Any) -> Any:
@@ -111,7 +102,8 @@ class RewardWorker:
     async def _score_async(self, index: int, columns: Any) -> Answer:
         try:
             async with asyncio.timeout(self._timeout) as limit:
-                return await self._functions[index].call_async(columns, self._timeout)
+                with forks_end_here():
+                    return await self._functions[index].call_async(columns, self._timeout)
         except BaseException as error:
             if limit.expired():
                 return Answer(None, f"no result after {self._timeout} s: cancelled")
@@ -120,10 +112,8 @@ class RewardWorker:
     def _failed(self, error: BaseException) -> Answer:
         if isinstance(error, NoScores):
             return Answer(None, str(error), is_misuse=True)
-        if isinstance(error, MemoryError):
-            text = f"more memory than reward.memory_megabytes {self._memory_megabytes} allows"
-            return Answer(None, text, is_spent=True)
-        return Answer(None, "".join(traceback.format_exception(error)).rstrip()[-MAX_TEXT:])
+        is_spent = isinstance(error, MemoryError)
+        return Answer(None, error_text(error, self._limit), is_spent=is_spent)
 
     def _next_call(self) -> Any:
         try:
@@ -136,7 +126,4 @@ class RewardWorker:
 
 
 if __name__ == "__main__":
-    for number in SCHEDULERS:  # a handler, which programs that a function starts do not inherit
-        signal.signal(number, lambda *_: None)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SCHEDULERS)
-    RewardWorker(Connection(int(sys.argv[1])), int(sys.argv[2])).serve()
+    RewardWorker(*begin()).serve()

@@ -1,18 +1,22 @@
 """A reward worker as the trainer sees it: a process with a connection, and calls that it runs."""
 
 import json
-import signal
 import subprocess
 import time
+from contextlib import suppress
 from typing import Any
 
 from megatron_grpo.config.config import RewardConfig
 from megatron_grpo.rewards.answer import Answer
-from megatron_grpo.user_code.supervised import start_supervised, tell_to_end, wait_end
+from megatron_grpo.user_code.failure_text import death_text
+from megatron_grpo.user_code.supervised import (
+    load_seconds,
+    start_supervised,
+    tell_to_end,
+    wait_end,
+)
 
 WORKER_MODULE = "megatron_grpo.rewards.worker"
-LOAD_SECONDS = 60.0
-"""Loading may take this long, or `reward.timeout`: on a busy host Python's own imports are slow."""
 DEATH_SECONDS = 2.0
 """How long after a worker's last word its death is waited for."""
 
@@ -23,7 +27,7 @@ class WorkerProcess:
     def __init__(self, cfg: RewardConfig) -> None:
         self.cfg = cfg
         self.is_loading = True
-        self.load_seconds = max(cfg.timeout, LOAD_SECONDS)
+        self.load_seconds = load_seconds(cfg.timeout)
         self.load_deadline = time.monotonic() + self.load_seconds
         self.deadlines: dict[int, float] = {}
         """By number the calls that it runs, and when each must have been answered."""
@@ -90,13 +94,7 @@ class WorkerProcess:
             return None
 
     def _cause_of_death(self) -> str:
-        try:
-            code = self._supervisor.wait(DEATH_SECONDS)
-        except subprocess.TimeoutExpired:
-            return "its process has closed the connection to the trainer"
-        if code >= 0:
-            return f"its process died with exit code {code}"
-        return (
-            f"its process died with signal {signal.Signals(-code).name} "
-            f"(reward.memory_megabytes was {self.cfg.memory_megabytes})"
-        )
+        with suppress(subprocess.TimeoutExpired):  # it may live, without the connection
+            self._supervisor.wait(DEATH_SECONDS)
+        limit = f"reward.memory_megabytes {self.cfg.memory_megabytes}"
+        return death_text(self._supervisor.returncode, limit)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_grpo.launch import parent_death
+from megatron_grpo.launch.exit_status import exit_words
 
 COLLECTOR = "collector"
 """How the name of the thread begins that collects generations beside the main thread."""
@@ -77,11 +78,9 @@ class EngineProcess:
     def end(self, within: float = 0.0) -> str:
         """How it ended, if it does so within some seconds; else an empty text."""
         try:
-            code = self.process.wait(within)
+            return f"ended with {exit_words(self.process.wait(within))}"
         except subprocess.TimeoutExpired:
             return ""
-        cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return f"ended with {cause}"
 
     def last_words(self) -> str:
         """Where its log is, the first error in it, and its end."""

@@ -9,6 +9,8 @@ from multiprocessing.connection import Connection, Pipe
 
 from megatron_grpo.user_code import supervisor
 
+LOAD_SECONDS = 60.0
+"""Loading may take this long, or as long as a call: imports are slow on a busy host."""
 END_SECONDS = 10.0
 """A supervisor that takes longer to kill what is below it is itself killed."""
 
@@ -36,6 +38,11 @@ def start_supervised(
     with socket.socket(fileno=os.dup(connection.fileno())) as end:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
     return process, connection
+
+
+def load_seconds(timeout: float) -> float:
+    """How long a worker may take to load what is called with a limit of `timeout` seconds."""
+    return max(LOAD_SECONDS, timeout)
 
 
 def tell_to_end(process: subprocess.Popen[bytes]) -> None:

@@ -138,6 +138,14 @@ def test_what_an_instance_has_started_ends_with_it(tmp_path):
         assert wait_until(lambda: not sleepers(), SECONDS)
 
 
+@pytest.mark.parametrize("deed", ["fork", "fork_and_refuse"])
+def test_a_process_that_an_instance_has_forked_does_not_answer_for_it(tmp_path, deed):
+    with environment_pool(tmp_path, "Odd") as pool:
+        instance = odd(pool, deed)
+        assert instance.step("x").result(SECONDS) == ["the instance", 1.0, False]
+        assert instance.step("y").result(SECONDS) == ["2: y", 1.0, False]
+
+
 def test_what_an_instance_prints_is_no_answer(tmp_path, capfd):
     with environment_pool(tmp_path, "Odd") as pool:
         assert odd(pool, "gossip").step("x").result(SECONDS) == ["heard?", 1.0, True]
@@ -184,7 +192,7 @@ def test_a_class_that_cannot_be_used_is_refused_at_the_start(tmp_path, name, con
 
 
 def test_a_file_that_hangs_while_it_is_loaded_is_cut(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron_grpo.environments.pool.LOAD_SECONDS", 1.0)
+    monkeypatch.setattr("megatron_grpo.user_code.supervised.LOAD_SECONDS", 1.0)
     file = tmp_path / "stuck.py"
     file.write_text("import time\ntime.sleep(1000)\n")
     pool = EnvironmentPool(EnvironmentConfig(name=f"{file}:Any", timeout=1.0))

@@ -16,14 +16,9 @@ import pytest
 from engines import wait_until
 from megatron_grpo.config.config import RewardConfig, RewardFunction
 from megatron_grpo.data.prompts import Prompt
-from megatron_grpo.rewards import (
-    RewardError,
-    RewardPool,
-    ScoringGivenUp,
-    total_rewards,
-    worker_process,
-)
+from megatron_grpo.rewards import RewardError, RewardPool, ScoringGivenUp, total_rewards
 from megatron_grpo.rollout.samples import Sample
+from megatron_grpo.user_code import supervised
 
 REPOSITORY = Path(__file__).parents[3]
 LONG_SLEEP = str(10_000_000 + os.getpid())  # seconds, so that the process can be recognised
@@ -57,6 +52,11 @@ def allocate(completions, **_): return [len(bytearray(1 << 40))] * len(completio
 def hoard(completions, **_):
     hoarded = []
     while True: hoarded.append(bytearray(1 << 20))
+def fork(completions, bonus, **_):
+    if os.fork() == 0: eval(bonus[0]); return [9]
+    os.wait()
+    return [1] * len(completions)
+async def fork_async(completions, bonus, **_): return fork(completions, bonus)
 def generator(completions, **_): return (0.0 for _ in completions)
 def gossip(completions, **_):
     for _ in range(16): print("x" * (1 << 22))
@@ -346,6 +346,14 @@ def test_a_failed_call_costs_the_scores_of_its_prompt_and_no_others(
     assert children() == others
 
 
+@pytest.mark.parametrize("name", ["fork", "fork_async"])
+@pytest.mark.parametrize("deed", ["0", "refuse([])", "fail([1])"])
+def test_a_process_that_a_function_has_forked_has_no_say_in_its_scores(name, deed, pool):
+    opened = pool(name, num_workers=1)
+    for _ in range(2):
+        assert opened.score(samples(2, bonus=deed)) == [{name: 1.0}] * 4
+
+
 def test_a_process_that_only_raises_is_not_replaced(pool):
     scores = pool("one_of_many", num_workers=1, max_failed_fraction=0.1).score(
         samples(10, bonus="fail([1])")
@@ -544,7 +552,7 @@ def test_functions_that_do_not_load_are_named(pool, others):
 
 
 def test_a_file_that_hangs_while_it_loads_is_killed(tmp_path, others, monkeypatch):
-    monkeypatch.setattr(worker_process, "LOAD_SECONDS", 2.0)
+    monkeypatch.setattr(supervised, "LOAD_SECONDS", 2.0)
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(1000)")
     function = RewardFunction(name=f"{tmp_path / 'slow.py'}:reward")
     with (
