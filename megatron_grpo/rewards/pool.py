@@ -61,21 +61,19 @@ class RewardPool:
             self.close()
             raise
 
-    def score(
-        self, samples: Sequence["Sample"], *, num_completions: int | None = None
-    ) -> list[dict[str, float]]:
+    def score(self, samples: Sequence["Sample"], *, num_completions: int) -> list[dict[str, float]]:
         """Scores of every sample by function label; NaN is one that failed.
 
         Samples of one prompt must be neighbours. Failed are all scores of a call that raises, ends
         late, takes too much memory or kills its process, and in a list each that is no finite
         number. Raises RewardError, and closes the pool, when more completions than
-        `reward.max_failed_fraction` of `num_completions` (by default all) have such a score, and
-        for a call that returns anything but one score per completion. Raises ScoringGivenUp once
-        `cancel` was called: the pool is good for nothing then but `close`.
+        `reward.max_failed_fraction` of `num_completions` have such a score, and for a call that
+        returns anything but one score per completion. Raises ScoringGivenUp once `cancel` was
+        called: the pool is good for nothing then but `close`.
         """
         assert self._workers, "the pool is closed"
         self.wait_ready([sample.prompt.row for sample in samples])
-        scoring = Scoring(samples, self.cfg, self._told, num_completions or len(samples))
+        scoring = Scoring(samples, self.cfg, self._told, num_completions)
         calls: dict[bool, deque[Call]] = {False: deque(), True: deque()}
         for call in scoring.calls:
             calls[self._is_async[call.function]].append(call)

@@ -128,7 +128,7 @@ def scores(function: RewardFunction, batch: list[Sample], timeout: float = 20) -
     cfg = RewardConfig(functions=(function,), timeout=timeout, max_failed_fraction=0.9)
     with closing(RewardPool(cfg)) as pool:
         pool.wait_ready([sample.prompt.row for sample in batch])
-        return [score["judge"] for score in pool.score(batch)]
+        return [score["judge"] for score in pool.score(batch, num_completions=len(batch))]
 
 
 def test_the_score_is_the_last_number_of_what_the_model_says(serve):
@@ -199,7 +199,7 @@ def test_a_judge_that_is_not_there_stops_the_run_and_says_why(serve):
     with pytest.raises(RewardError, match=r"judge on prompt 0 .* answered status 401") as stopped:
         cfg = RewardConfig(functions=(judge(server),))
         with closing(RewardPool(cfg)) as pool:
-            pool.score(samples(["a", "b"]))
+            pool.score(samples(["a", "b"]), num_completions=2)
     assert "2 of 2 completions have no score" in str(stopped.value)
 
 

@@ -155,6 +155,10 @@ def samples(num_prompts: int, num_generations: int = 2, bonus: object = None) ->
     ]
 
 
+def scored(pool: RewardPool, batch: list[Sample]) -> list[dict[str, float]]:
+    return pool.score(batch, num_completions=len(batch))
+
+
 def children() -> set[int]:
     """Processes below this one, by way of /proc."""
     tasks = Path(f"/proc/{os.getpid()}/task").iterdir()
@@ -185,18 +189,18 @@ def is_alive(pid: int) -> bool:
 
 def test_scores_come_back_in_order_whatever_worker_made_them(pool):
     batch = samples(7, 3)
-    scores = pool("length", "bonus").score(batch)
+    scores = scored(pool("length", "bonus"), batch)
     assert scores == [
         {"length": len(sample.text), "bonus": sample.prompt.row["bonus"]} for sample in batch
     ]
 
 
 def test_a_function_sees_the_whole_group_of_a_prompt_at_once(pool):
-    assert [s["spread"] for s in pool("spread").score(samples(3, 4))] == [4.0] * 12
+    assert [s["spread"] for s in scored(pool("spread"), samples(3, 4))] == [4.0] * 12
 
 
 def test_functions_run_in_other_processes_without_torch(pool):
-    scores = pool("pid", "has_torch").score(samples(20))
+    scores = scored(pool("pid", "has_torch"), samples(20))
     assert os.getpid() not in {score["pid"] for score in scores}
     assert {score["has_torch"] for score in scores} == {0.0}
 
@@ -205,7 +209,7 @@ def test_workers_score_side_by_side(pool):
     opened = pool("nap", num_workers=4)
     opened.wait_ready(ROWS)
     start = time.monotonic()
-    opened.score(samples(4))
+    scored(opened, samples(4))
     assert time.monotonic() - start < 1.5  # 4 naps of 0.5 s, one after the other, are 2 s
 
 
@@ -219,7 +223,7 @@ def test_a_signal_of_the_scheduler_to_every_process_of_the_job_changes_no_score(
     workers = [child for root in roots for child in [root, *root.children(recursive=True)]]
     assert len(workers) == 4  # and a supervisor each
     threading.Timer(0.2, lambda: [worker.send_signal(number) for worker in workers]).start()
-    assert len(opened.score(samples(2, 1))) == 2
+    assert len(scored(opened, samples(2, 1))) == 2
     assert all(worker.is_running() for worker in workers)
 
 
@@ -242,7 +246,7 @@ def test_a_signal_of_the_scheduler_to_every_process_of_the_job_changes_no_score(
 def test_a_failed_reward_is_an_error_that_names_function_and_prompt(name, cause, pool, others):
     opened = pool(name, num_workers=1)
     with pytest.raises(RewardError) as failed:
-        opened.score(samples(1))
+        scored(opened, samples(1))
     assert f"reward function {name} on prompt 0 ('prompt 0'): " in str(failed.value)
     assert cause in str(failed.value)
     assert children() == others
@@ -253,7 +257,7 @@ def test_a_late_reward_is_killed_with_what_it_started_and_named(pool, others):
     opened.wait_ready(ROWS)
     before = time.monotonic()
     with pytest.raises(RewardError, match=r"hang on prompt 2 \('prompt 2'\): no result after 2"):
-        opened.score(samples(4))
+        scored(opened, samples(4))
     assert time.monotonic() - before < 5
     assert children() == others
     assert LONG_SLEEP not in command_lines()
@@ -268,7 +272,7 @@ def test_a_worker_that_reads_no_call_is_killed_in_time_and_named(pool, others):
     worker.suspend()
     before = time.monotonic()
     with pytest.raises(RewardError, match=r"length on prompt 0 .*: its process did not read the"):
-        opened.score([replace(sample, text="x" * (1 << 23)) for sample in samples(1)])
+        scored(opened, [replace(sample, text="x" * (1 << 23)) for sample in samples(1)])
     assert time.monotonic() - before < 6
     assert children() == others
 
@@ -287,7 +291,7 @@ def test_a_scoring_is_given_up_at_once_from_another_thread(is_loaded, pool, othe
 
     threading.Timer(1.0 if is_loaded else 0.0, cancel).start()
     with pytest.raises(ScoringGivenUp):
-        opened.score(samples(50))
+        scored(opened, samples(50))
     assert time.monotonic() - cancelled[0] < 1
     opened.close()
     assert children() == others
@@ -300,7 +304,7 @@ def test_a_function_that_only_computes_is_killed_in_time(name, pool, others):
     opened.wait_ready(ROWS)
     before = time.monotonic()
     with pytest.raises(RewardError, match=rf"{name} on prompt 0 .*: no result after 4.0 s: killed"):
-        opened.score(samples(1))
+        scored(opened, samples(1))
     assert time.monotonic() - before < 7
     assert children() == others
 
@@ -311,7 +315,7 @@ def test_a_function_that_wants_too_much_memory_is_an_error_that_names_the_limit(
     opened.wait_ready(ROWS)
     before = time.monotonic()
     with pytest.raises(RewardError) as failed:
-        opened.score(samples(1))
+        scored(opened, samples(1))
     assert time.monotonic() - before < 10
     assert f"{name} on prompt 0 ('prompt 0'): more memory than" in str(failed.value)
     assert "reward.memory_megabytes 512 allows" in str(failed.value)
@@ -335,7 +339,7 @@ def test_a_failed_call_costs_the_scores_of_its_prompt_and_no_others(
     opened = pool("one_of_many", "length", timeout=4, num_workers=1, max_failed_fraction=0.1)
     for _ in range(2):  # by the same process, or by the one in its place
         batch = samples(10, bonus=fate)
-        scores = opened.score(batch)
+        scores = scored(opened, batch)
         failed = [math.isnan(score["one_of_many"]) for score in scores]
         assert failed == [sample.prompt.index == 2 for sample in batch]
         assert [score["length"] for score in scores] == [len(sample.text) for sample in batch]
@@ -351,19 +355,20 @@ def test_a_failed_call_costs_the_scores_of_its_prompt_and_no_others(
 def test_a_process_that_a_function_has_forked_has_no_say_in_its_scores(name, deed, pool):
     opened = pool(name, num_workers=1)
     for _ in range(2):
-        assert opened.score(samples(2, bonus=deed)) == [{name: 1.0}] * 4
+        assert scored(opened, samples(2, bonus=deed)) == [{name: 1.0}] * 4
 
 
 def test_a_process_that_only_raises_is_not_replaced(pool):
-    scores = pool("one_of_many", num_workers=1, max_failed_fraction=0.1).score(
-        samples(10, bonus="fail([1])")
+    scores = scored(
+        pool("one_of_many", num_workers=1, max_failed_fraction=0.1), samples(10, bonus="fail([1])")
     )
     assert len({s["one_of_many"] for s in scores if not math.isnan(s["one_of_many"])}) == 1
 
 
 def test_a_process_at_its_limit_of_memory_is_replaced(pool):
-    scores = pool("one_of_many", num_workers=1, max_failed_fraction=0.1).score(
-        samples(10, bonus="allocate([1])")
+    scores = scored(
+        pool("one_of_many", num_workers=1, max_failed_fraction=0.1),
+        samples(10, bonus="allocate([1])"),
     )
     assert len({s["one_of_many"] for s in scores if not math.isnan(s["one_of_many"])}) == 2
 
@@ -375,7 +380,7 @@ def test_a_worker_that_reads_no_call_costs_that_call_and_is_replaced(pool, other
     [worker] = supervisor.children()
     worker.suspend()
     batch = [replace(sample, text="x" * (1 << 23)) for sample in samples(2)]
-    lengths = [score["length"] for score in opened.score(batch)]
+    lengths = [score["length"] for score in scored(opened, batch)]
     assert list(map(math.isnan, lengths[:2])) == [True] * 2
     assert lengths[2:] == [1 << 23] * 2
 
@@ -390,7 +395,7 @@ def test_a_worker_that_reads_no_call_costs_that_call_and_is_replaced(pool, other
     ],
 )
 def test_a_score_that_is_none_or_not_finite_is_nan_and_never_a_zero(score, told, pool, capfd):
-    scores = pool("by_number", max_failed_fraction=0.5).score(samples(1, bonus=f"[0, {score}]"))
+    scores = scored(pool("by_number", max_failed_fraction=0.5), samples(1, bonus=f"[0, {score}]"))
     assert scores[0] == {"by_number": 0.0}
     assert math.isnan(scores[1]["by_number"])
     assert told in capfd.readouterr().err
@@ -399,9 +404,9 @@ def test_a_score_that_is_none_or_not_finite_is_nan_and_never_a_zero(score, told,
 def test_failed_scores_up_to_the_limit_are_masked_and_beyond_it_stop_the_run(pool, others):
     opened = pool("by_number", max_failed_fraction=0.29)  # 0.29 * 100 is less than 29 in floats
     allowed, too_many = (samples(1, 100, bonus=f"[None] * {n} + [1] * 99") for n in (29, 30))
-    assert sum(math.isnan(score["by_number"]) for score in opened.score(allowed)) == 29
+    assert sum(math.isnan(score["by_number"]) for score in scored(opened, allowed)) == 29
     with pytest.raises(RewardError) as stopped:
-        opened.score(too_many)
+        scored(opened, too_many)
     assert str(stopped.value) == (
         "reward function by_number on prompt 0 ('prompt 0'): returned the score None\n"
         "30 of 100 completions have no score so far: more than reward.max_failed_fraction 0.29 "
@@ -412,7 +417,7 @@ def test_failed_scores_up_to_the_limit_are_masked_and_beyond_it_stop_the_run(poo
 
 def test_a_completion_with_two_failed_scores_is_one_that_is_masked(pool):
     opened = pool("by_number", "anext_to", "an_object", max_failed_fraction=0.5)
-    scores = opened.score(samples(1, 2, bonus="[None, 1]"))
+    scores = scored(opened, samples(1, 2, bonus="[None, 1]"))
     assert [math.isnan(score["by_number"]) for score in scores] == [True, False]
     both = RewardConfig(functions=tuple(opened.cfg.functions))
     totals = total_rewards(scores, both.functions)
@@ -423,31 +428,31 @@ def test_a_completion_with_two_failed_scores_is_one_that_is_masked(pool):
 def test_a_function_that_fails_on_everything_stops_the_run_before_it_has_seen_it_all(pool):
     opened = pool("by_number", num_workers=1, max_failed_fraction=0.9)
     with pytest.raises(RewardError) as stopped:
-        opened.score(samples(20, 1, bonus="[None] * 99"))
+        scored(opened, samples(20, 1, bonus="[None] * 99"))
     assert str(stopped.value).endswith(
         "19 of 20 completions have no score so far: more than reward.max_failed_fraction 0.9 "
         "allows: mend the function, or set it to 0.95 or more, below 1"
     )
     with pytest.raises(RewardError, match=r"1 of 1 completions .* allows: mend the function$"):
-        pool("fail", max_failed_fraction=0.9).score(samples(1, 1))
+        scored(pool("fail", max_failed_fraction=0.9), samples(1, 1))
 
 
 @pytest.mark.parametrize("name", ["generator", "bonus"])
 def test_what_are_no_scores_stops_the_run_whatever_may_fail(name, pool, others):
     with pytest.raises(RewardError, match=rf"{name} on prompt 0 \('prompt 0'\): returned "):
-        pool(name, max_failed_fraction=0.99).score(samples(1, bonus=[1]))
+        scored(pool(name, max_failed_fraction=0.99), samples(1, bonus=[1]))
     assert children() == others
 
 
 def test_functions_are_given_token_ids_finish_reasons_and_their_time(pool):
-    assert pool("given", timeout=30).score(samples(1)) == [{"given": 31.0}] * 2
+    assert scored(pool("given", timeout=30), samples(1)) == [{"given": 31.0}] * 2
 
 
 def test_asynchronous_calls_run_side_by_side_up_to_their_number(pool):
     opened = pool("counted", num_workers=2, max_concurrent_calls=8)
     opened.wait_ready(ROWS)
     start = time.monotonic()
-    scores = opened.score(samples(32))
+    scores = scored(opened, samples(32))
     assert time.monotonic() - start < 4  # one after the other they are 9.6 s
     assert max(score["counted"] for score in scores) == 8
 
@@ -457,7 +462,7 @@ def test_functions_of_both_kinds_score_together(num_workers, pool):
     opened = pool("length", "anext_to", "run_a_loop", "an_object", num_workers=num_workers)
     batch = samples(9)
     for _ in range(30):  # an ordinary call may come while the loop ends
-        assert opened.score(batch) == [
+        assert scored(opened, batch) == [
             {"length": n, "anext_to": n, "run_a_loop": n, "an_object": 3}
             for n in (len(sample.text) for sample in batch)
         ]
@@ -466,7 +471,7 @@ def test_functions_of_both_kinds_score_together(num_workers, pool):
 def test_an_asynchronous_call_that_is_late_is_cancelled_and_the_others_go_on(pool, capfd):
     opened = pool("late", timeout=2, max_failed_fraction=0.1)
     for _ in range(2):
-        pids = [score["late"] for score in opened.score(samples(10))]
+        pids = [score["late"] for score in scored(opened, samples(10))]
         assert list(map(math.isnan, pids)) == [i // 2 == 2 for i in range(20)]
     assert len({pid for pid in pids if not math.isnan(pid)}) == 1
     assert "late on prompt 2 ('prompt 2'): no result after 2.0 s: cancelled" in (
@@ -479,7 +484,7 @@ def test_a_loop_that_does_not_cancel_a_late_call_is_killed_with_its_process(name
     opened = pool(name, timeout=3, max_failed_fraction=0.9, max_concurrent_calls=1)
     opened.wait_ready(ROWS)
     before = time.monotonic()
-    failed = [math.isnan(score[name]) for score in opened.score(samples(5, 1))]
+    failed = [math.isnan(score[name]) for score in scored(opened, samples(5, 1))]
     assert failed == [False, False, True, False, False]
     assert time.monotonic() - before < 15
     opened.close()
@@ -498,7 +503,7 @@ def test_a_loop_that_does_not_cancel_a_late_call_is_killed_with_its_process(name
 def test_an_asynchronous_call_that_fails_leaves_a_pool_that_scores(fate, cause, pool, capfd):
     opened = pool("one_of_many_async", max_failed_fraction=0.1)
     for _ in range(2):
-        scores = opened.score(samples(10, bonus=fate))
+        scores = scored(opened, samples(10, bonus=fate))
         assert sum(math.isnan(score["one_of_many_async"]) for score in scores) == 2
     assert cause in capfd.readouterr().err
 
@@ -509,7 +514,7 @@ def test_large_calls_and_large_errors_pass_each_other(pool):
     opened.wait_ready(ROWS)
     start = time.monotonic()
     batch = [replace(sample, text="x" * 20_000) for sample in samples(500)]
-    scores = opened.score(batch)
+    scores = scored(opened, batch)
     assert sum(math.isnan(score["every_other_raises"]) for score in scores) == 500
     assert time.monotonic() - start < 15  # and not reward.timeout
 
@@ -520,7 +525,7 @@ def test_asynchronous_calls_are_given_up_at_once(pool, others):
     threading.Timer(1.0, opened.cancel).start()
     before = time.monotonic()
     with pytest.raises(ScoringGivenUp):
-        opened.score(samples(50))
+        scored(opened, samples(50))
     assert time.monotonic() - before < 2
     opened.close()
     assert children() == others
@@ -531,17 +536,17 @@ def test_what_a_function_left_behind_ends_with_the_pool_in_whatever_session_it_i
     opened = pool("litter", timeout=3, num_workers=1)
     opened.wait_ready(ROWS)
     if then == "return":
-        opened.score(samples(1, bonus=then))
+        scored(opened, samples(1, bonus=then))
         assert wait_until(lambda: LONG_SLEEP in command_lines(), seconds=10)
         opened.close()
     else:
         with pytest.raises(RewardError, match="SIGABRT" if then == "die" else "no result after 3"):
-            opened.score(samples(1, bonus=then))
+            scored(opened, samples(1, bonus=then))
     assert LONG_SLEEP not in command_lines()
 
 
 def test_what_a_function_prints_is_no_answer(pool, capfd):
-    assert pool("gossip").score(samples(1)) == [{"gossip": 1.0}] * 2
+    assert scored(pool("gossip"), samples(1)) == [{"gossip": 1.0}] * 2
     assert capfd.readouterr().out.count("x") == 16 << 22
 
 
@@ -582,7 +587,7 @@ def test_math_answer_keeps_its_own_time_limit_inside_a_worker():
     )
     config = RewardConfig(functions=(RewardFunction(name="math_answer"),), num_workers=1)
     with closing(RewardPool(config)) as opened:
-        assert opened.score([hard]) == [{"math_answer": 0.0}]
+        assert scored(opened, [hard]) == [{"math_answer": 0.0}]
 
 
 TRAINER = """
@@ -600,7 +605,7 @@ sample = Sample(
 )
 pool = RewardPool(RewardConfig(functions=(RewardFunction(name=name),)))
 print(*(worker.pid for worker in pool._workers), flush=True)
-pool.score([sample])
+pool.score([sample], num_completions=1)
 """
 
 
