@@ -42,11 +42,7 @@ def place(cfg: Config, nodes: Sequence[str], gpus_per_node: int) -> Placement:
             f"{num_ranks} ranks need {num_trainers} nodes of {gpus_per_node} GPUs, and the job has "
             f"{len(nodes)}: sbatch --nodes={num_trainers}"
         )
-    if tensor > gpus_per_node:
-        raise ValueError(
-            f"rollout.tensor_parallel_size {tensor} is more than the {gpus_per_node} GPUs of a "
-            f"node: an engine runs on one node, set it to {gpus_per_node} or less"
-        )
+    check_engine_size(tensor, gpus_per_node)
     free = [
         EnginePlace(node, range(first, first + tensor))
         for number, node in enumerate(nodes)
@@ -65,6 +61,15 @@ def place(cfg: Config, nodes: Sequence[str], gpus_per_node: int) -> Placement:
             f"nodes of {gpus_per_node}: set it to {len(places)} or less, or take more nodes"
         )
     return Placement(nodes[:num_trainers], ranks_per_node, places[:num_engines])
+
+
+def check_engine_size(tensor: int, gpus_per_node: int) -> None:
+    """Raise ValueError where a node cannot hold an engine of `tensor` GPUs."""
+    if tensor > gpus_per_node:
+        raise ValueError(
+            f"rollout.tensor_parallel_size {tensor} is more than the {gpus_per_node} GPUs of a "
+            f"node: an engine runs on one node, set it to {gpus_per_node} or less"
+        )
 
 
 def _blocks(first: int, end: int, size: int) -> range:

@@ -6,7 +6,7 @@ from typing import Any
 
 from checkpoint_convert import ModelShape, check_divisible
 from megatron_grpo.config.config import Config
-from megatron_grpo.launch.placement import place
+from megatron_grpo.launch.placement import check_engine_size, place
 from megatron_grpo.planning.card import Card
 from megatron_grpo.planning.memory import (
     EngineBytes,
@@ -76,9 +76,9 @@ def plan_job(
     shape: ModelShape,
     card: Card,
     lengths: Sequence[int],
-    num_gpus: int | None = None,
+    num_gpus: int | None,
 ) -> JobPlan:
-    """Plan `cfg` on so many GPUs; by default, on as few nodes as hold ranks or engines.
+    """Plan `cfg` on so many GPUs; None takes as few nodes as hold ranks or engines.
 
     `lengths`, ascending, are tokens of sequences like those of the job. Raises ValueError, with a
     legal value, for what cannot be split, placed, packed or loaded.
@@ -101,7 +101,7 @@ def plan_job(
     )
 
 
-def share_gpus(cfg: Config, card: Card, num_gpus: int | None = None) -> tuple[int, bool]:
+def share_gpus(cfg: Config, card: Card, num_gpus: int | None) -> tuple[int, bool]:
     """How many GPUs a job has, and whether ranks and engines share them, as `place` has it.
 
     Without `num_gpus`, `least_gpus`. Raises ValueError where they are too few, or where nodes of
@@ -109,11 +109,7 @@ def share_gpus(cfg: Config, card: Card, num_gpus: int | None = None) -> tuple[in
     """
     ranks, tensor = cfg.dims.world_size, cfg.rollout.tensor_parallel_size
     engines = cfg.rollout.num_engines * tensor
-    if tensor > card.per_node:
-        raise ValueError(
-            f"rollout.tensor_parallel_size {tensor} is more than the {card.per_node} GPUs of a "
-            f"node: an engine runs on one node, set it to {card.per_node} or less"
-        )
+    check_engine_size(tensor, card.per_node)
     if num_gpus is None:
         num_gpus = least_gpus(cfg, card)
     if max(ranks, engines) > num_gpus:

@@ -1,4 +1,4 @@
-"""What a run would do, computed from its config and the model's config.json alone."""
+"""What one push of weights would send, computed from the config and config.json alone."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -41,7 +41,7 @@ class StepTime:
     @property
     def estimate(self) -> float:
         """Seconds, at `ATTAINABLE` of the peak and with no traffic behind computation."""
-        waits = sum(link.seconds for link in self.links if link.purpose != "push")
+        waits = sum(link.seconds for link in self.links)
         return self.compute_seconds / ATTAINABLE * (1 + self.bubble) + waits
 
 
@@ -105,7 +105,7 @@ def _active_weights(shape: ModelShape) -> float:
 def _links(
     cfg: Config, shape: ModelShape, first: StateBytes, work: Workload, card: Card
 ) -> list[LinkUse]:
-    """By purpose: what ranks of an axis send each other, and engines their weights.
+    """By purpose: what ranks of an axis send each other.
 
     Tensor and context ranks of every stage exchange the activations of all its microbatches;
     within a node when the axis, and those inside it, fill no more than one.

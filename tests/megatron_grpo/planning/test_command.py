@@ -75,7 +75,7 @@ def test_what_does_not_fit_is_refused_with_a_layout_that_does(cfg, capsys):
     words = str(refused.value).partition("that fits: ")[2]
     overrides = [word.strip("'") for word in words.split(" ") if "parallel" in word]
     suggested = cfg(*overrides, "model.megatron={}")
-    plan = plan_job(suggested, read_shape(suggested.model.path), CARDS["h100"], [4096])
+    plan = plan_job(suggested, read_shape(suggested.model.path), CARDS["h100"], [4096], None)
     assert plan.fits
 
 
@@ -117,7 +117,7 @@ def test_a_job_has_the_gpus_on_which_it_can_be_placed(cfg, ranks, engines, tenso
         f"rollout.num_engines={engines}",
         f"rollout.tensor_parallel_size={tensor}",
     )
-    assert share_gpus(job, CARDS["h100"]) == (num_gpus, False)
+    assert share_gpus(job, CARDS["h100"], None) == (num_gpus, False)
 
 
 def test_lengths_of_a_file_make_the_microbatches(cfg, capsys, tmp_path):
