@@ -1,0 +1,184 @@
+"""The engine behind `transformers_server`: a model, its weights, and what is asked of them."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+
+from checkpoint_convert.tokenizer import load_tokenizer
+from megatron_grpo.rollout.push_state import Json, PushState, parameter_table
+from megatron_grpo.rollout.sampling import Completion, sample
+from parallel.checksum import checksums
+from parallel.transport import Inbox, Invitation
+
+
+class Abandoned(Exception):
+    """Nobody waits for an answer any more."""
+
+
+class TransformersEngine:
+    """A model and the version of its weights; one request computes at a time, none while paused.
+
+    The methods named in `transformers_server.ROUTES` take the body of a request and return that of
+    the answer.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: str) -> None:
+        self.tokenizer = load_tokenizer(folder)
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+        self.weight_version = "default"
+        self.state = PushState()
+        self._inbox: Inbox | None = None
+        self._received: dict[str, Tensor] = {}
+        self._num_accepted = 0
+        self._num_tokens = 0
+        self._paused = False
+        self._turn = threading.Condition()
+
+    def answer_nothing(self, body: Json) -> Json:
+        """For routes behind which vLLM does what is not needed here."""
+        return {}
+
+    def load(self, body: Json) -> Json:
+        """How many requests were accepted and are not answered."""
+        return {"server_load": self._num_accepted}
+
+    def metrics(self, body: Json) -> bytes:
+        """How many tokens were generated so far, as Prometheus reads it."""
+        return f"vllm:generation_tokens_total {self._num_tokens}\n".encode()
+
+    def pause(self, body: Json) -> Json:
+        """Hold requests back, from the end of the one that is computed."""
+        with self._turn:
+            self._paused = True
+        return {}
+
+    def resume(self, body: Json) -> Json:
+        """Let waiting requests compute."""
+        with self._turn:
+            self._paused = False
+            self._turn.notify_all()
+        return {}
+
+    def init_weight_transfer_engine(self, body: Json) -> Json:
+        """Make links to all that send to this engine, in the place of earlier ones."""
+        self.state.connect(body["init_info"]["links"])
+        with self._turn, self.state.keep_error():
+            if self._inbox is not None:
+                self._inbox.close()
+                self._inbox = None
+            self._received = self._stored_tensors()
+            self._inbox = Inbox.open(
+                Invitation.from_json(body["init_info"]["invitation"]),
+                engine=body["init_info"]["engine"],
+                worker=0,
+                parameters=self._received,
+                device=self.model.device,
+            )
+        return {}
+
+    def answer_as_worker(self, body: Json) -> Json:
+        """Answer a method of `worker.PushWorker`, which says what they are, as the one worker."""
+        arguments = body["kwargs"]
+        answer: Json = {"question": arguments["question"]}
+        match body["method"]:
+            case "describe_parameters":
+                answer["parameters"] = parameter_table(self._stored_tensors())
+            case "begin_push":
+                self.state.begin(arguments["push"], arguments["links"])
+            case "receive_push":
+                self._receive(arguments["push"])
+            case "push_report":
+                answer |= self.state.report()
+            case "finish_push":
+                if arguments["push"] == self.state.push:
+                    self.state.finish()
+            case "hold_loaded":
+                self.state.hold_loaded()
+            case "held_push":
+                answer["push"] = self.state.held
+            case method:
+                raise ValueError(f"there is no method {method}")
+        return {"results": [answer]}
+
+    def _receive(self, push: str) -> None:
+        with self._turn:
+            if push != self.state.push or self._inbox is None:
+                return  # another has begun, or the state says why there are no links
+            with self.state.keep_error():
+                self._inbox.receive(self._received)
+                self._take_received()
+                self.state.load(checksums(self._stored_tensors()))
+
+    def _stored_tensors(self) -> dict[str, Tensor]:
+        """The parameters as a folder has them: transformers stacks experts and renames them.
+
+        Most are views of the model's own.
+        """
+        parameters = {name: p.detach() for name, p in self.model.named_parameters()}
+        return revert_weight_conversion(self.model, parameters)
+
+    def _take_received(self) -> None:
+        """Write what was received to the parameters of which no view was there to write to."""
+        model = type(self.model).from_pretrained(
+            None, config=self.model.config, state_dict=self._received
+        )
+        self.model.load_state_dict(model.state_dict())
+
+    def update_weight_version(self, body: Json) -> Json:
+        """Name the weights."""
+        self.weight_version = body["new_version"]
+        return {}
+
+    def reset_prefix_cache(self, body: Json) -> Json:
+        """Nothing is kept from one prompt to the next."""
+        return {"success": True}
+
+    def generate(self, body: Json, is_wanted: Callable[[], bool]) -> Json:
+        """All samples of one prompt; Abandoned once nobody wants them."""
+        params = body["sampling_params"]
+
+        def note(num_tokens: int) -> None:
+            self._num_tokens += num_tokens
+            if not is_wanted():
+                raise Abandoned
+
+        with self._turn:
+            self._num_accepted += 1
+            try:
+                self._turn.wait_for(lambda: not self._paused)
+                completions = sample(
+                    self.model,
+                    body["token_ids"],
+                    n=params["n"],
+                    seed=params["seed"],
+                    temperature=params["temperature"],
+                    top_p=params["top_p"],
+                    top_k=params["top_k"],
+                    max_tokens=params["max_tokens"],
+                    stop_token_ids=params["stop_token_ids"],
+                    note=note,
+                )
+            finally:
+                self._num_accepted -= 1
+        stop_ids = params["stop_token_ids"]
+        return {"choices": [self._choice(i, c, stop_ids) for i, c in enumerate(completions)]}
+
+    def _choice(self, index: int, completion: Completion, stop_ids: list[int]) -> Json:
+        token_ids, logprobs = completion
+        stopped = token_ids[-1] in stop_ids
+        shown = token_ids[:-1] if stopped else token_ids
+        return {
+            "index": index,
+            "token_ids": token_ids,
+            "logprobs": {"content": [{"logprob": value} for value in logprobs]},
+            "finish_reason": "stop" if stopped else "length",
+            "text": self.tokenizer.decode(shown, skip_special_tokens=True),
+            "weight_versions": [
+                {"version": self.weight_version, "start": 0, "end": len(token_ids)}
+            ],
+        }
