@@ -101,7 +101,10 @@ class EnvironmentPool:
         return future
 
     def send(self, *message: Any) -> None:
-        """Tell the worker something; of its death those hear who wait for an answer."""
+        """Tell the worker something; EnvironmentsLost when it does not read.
+
+        Of its death those hear who wait for an answer.
+        """
         try:
             self._connection.send(message)
         except BlockingIOError:

@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 from megatron_grpo.environments.loaded_class import LOAD_KEY, LoadedClass, step
 from megatron_grpo.launch.parent_death import die_with_parent
 from megatron_grpo.user_code.failure_text import MAX_TEXT, death_text, error_text
-from megatron_grpo.user_code.worker_end import begin, forks_end_here
+from megatron_grpo.user_code.worker_end import begin_worker, forks_end_here
 
 DEATH_SECONDS = 0.5
 """How long after an instance's last word its death is waited for."""
@@ -209,4 +209,4 @@ class Worker:
 
 
 if __name__ == "__main__":
-    Worker(*begin()).serve()
+    Worker(*begin_worker()).serve()

@@ -55,11 +55,6 @@ def layer_bytes(cfg: Config, shape: ModelShape) -> LayerBytes:
     return LayerBytes(kept=stored, recomputed=0.0)
 
 
-def uses_transformer_engine(cfg: Config) -> bool:
-    """Whether a GPU's layers are Transformer Engine's, which takes types of 16 bits."""
-    return ITEMSIZE[cfg.model.dtype] == 2 and cfg.model.megatron.get("transformer_impl") != "local"
-
-
 def stage_activations(cfg: Config, shape: ModelShape, stage: int, microbatches: int) -> int:
     """Most bytes that a rank of a stage holds for backwards at once, the head apart.
 
@@ -133,13 +128,18 @@ def _token_share(cfg: Config) -> float:
     return 1 / cfg.dims.tensor if cfg.parallel.sequence_parallel else 1.0
 
 
+def _uses_transformer_engine(cfg: Config) -> bool:
+    """Whether a GPU's layers are Transformer Engine's, which takes types of 16 bits."""
+    return ITEMSIZE[cfg.model.dtype] == 2 and cfg.model.megatron.get("transformer_impl") != "local"
+
+
 def _norm(cfg: Config, width: float) -> float:
     """An RMS norm over rows of `width`: its input, its output, and a float32 per row.
 
     Torch's keeps input and normalized input in float32.
     """
     itemsize = ITEMSIZE[cfg.model.dtype]
-    inner = itemsize if uses_transformer_engine(cfg) else 8
+    inner = itemsize if _uses_transformer_engine(cfg) else 8
     return (inner + itemsize) * width + 4
 
 
@@ -170,7 +170,7 @@ def _core_attention(cfg: Config, shape: ModelShape) -> float:
     itemsize = ITEMSIZE[cfg.model.dtype]
     query = shape.num_attention_heads * shape.head_dim
     key = shape.num_key_value_heads * shape.head_dim
-    if uses_transformer_engine(cfg):
+    if _uses_transformer_engine(cfg):
         return itemsize * (2 * query + 2 * key) + 4 * shape.num_attention_heads
     context = cfg.dims.context
     # In float32 and alone, values are a view that holds on to queries and keys as well.

@@ -40,7 +40,7 @@ class Instantiation:
     table: str
     """Empty when there are faults."""
     faults: list[str]
-    """One for each parameter of each rank that is not as planned."""
+    """What is not as planned: of parameters, of their bytes, of what all ranks have together."""
 
 
 def instantiate(cfg: Config) -> Instantiation:

@@ -48,7 +48,7 @@ class EvaluationBar:
         self._told = 0.0
 
     def show(self, num_done: int, num_prompts: int) -> None:
-        """So many prompts are done; called with the first 0 and the last."""
+        """So many prompts are done: none in the first call, all in the last."""
         now = time.monotonic()
         if self._task is None:
             self._task, self._told = self._bar.add_task("evaluation", total=num_prompts), now

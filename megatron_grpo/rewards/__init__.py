@@ -6,8 +6,9 @@ A reward function is called once per prompt with all its completions, by keyword
 
 `columns` are those of the data row, one value per completion, the reference answer under `answer`;
 and of the completions `completion_ids` (lists of token ids, the end token included) and
-`finish_reasons` (`stop`, or `length` where the limit cut it). A function may name only the
-parameters that it uses. One that names `reward_timeout` gets the seconds that it has.
+`finish_reasons` (`stop`, or `length` where the limit cut it; with an environment also `max_turns`
+and `failed`). A function may name only the parameters that it uses. One that names
+`reward_timeout` gets the seconds that it has.
 
 It returns a list (or an array) of one number per completion. A score that is None, NaN, infinite or
 an exception has failed, and so have all scores of a call that raises, ends late, takes too much

@@ -53,9 +53,9 @@ async def judge(
     (8 in "8/10" and "8 out of 10").
     One that is larger than `max_score`, or below its negative, is none. Each completion is a
     request of its own, at temperature 0, to `base_url`/chat/completions (`base_url` mostly ends in
-    /v1), with the fields of `extra_body`, such as max_tokens. 429, 5xx and lost connections are
-    tried again for as long as there is time. The key is in the environment variable `api_key_env`,
-    never in the config.
+    /v1), with the fields of `extra_body`, such as max_tokens. 408, 409, 429, 5xx and lost
+    connections are tried again for as long as there is time. The key is in the environment variable
+    `api_key_env`, never in the config.
     """
     expression = _checked(base_url, prompt, max_score, pattern)
     if completions and "{answer}" in prompt and answer is None:

@@ -20,7 +20,7 @@ from typing import Any
 from megatron_grpo.rewards.answer import Answer
 from megatron_grpo.rewards.functions import LoadedFunction, NoScores, load_function
 from megatron_grpo.user_code.failure_text import MAX_TEXT, error_text
-from megatron_grpo.user_code.worker_end import begin, forks_end_here
+from megatron_grpo.user_code.worker_end import begin_worker, forks_end_here
 
 
 class RewardWorker:
@@ -126,4 +126,4 @@ class RewardWorker:
 
 
 if __name__ == "__main__":
-    RewardWorker(*begin()).serve()
+    RewardWorker(*begin_worker()).serve()

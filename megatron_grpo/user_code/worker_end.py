@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from megatron_grpo.user_code.supervisor import SCHEDULERS
 
 
-def begin() -> tuple[Connection, int]:
+def begin_worker() -> tuple[Connection, int]:
     """What `start_supervised` has given this process: a connection to the trainer, and megabytes.
 
     It has no more memory than that from here on, and heeds no signal of the scheduler.
