@@ -4,8 +4,17 @@ import ctypes
 import os
 import signal
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1
+TRACKER = b"multiprocessing.resource_tracker"
+ENDED = signal.SIGUSR2
+OTHERS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""What a terminal or Slurm sends to all: not for the process that waits for `ENDED`."""
 
 
 def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
@@ -17,13 +26,55 @@ def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by, 0, 0, 0)
 
 
+def kill_group(group: int) -> bool:
+    """Kill the other processes of a group, also stopped ones; whether there were any.
+
+    Python's resource trackers are spared: they unlink the shared memory that the others leave
+    behind, and end then.
+    """
+    members = list(_users_of_memory(group))
+    for pid in members:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return bool(members)
+
+
+def _users_of_memory(group: int) -> Iterator[int]:
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            state, _, of_group = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
+            is_tracker = TRACKER in (folder / "cmdline").read_bytes()
+            pid = int(folder.name)
+            if int(of_group) == group and state != "Z" and not is_tracker and pid != os.getpid():
+                yield pid
+
+
 def main() -> None:
-    """Become a command, tied to its parent: `python parent_death.py PARENT_PID PROGRAM ARG ...`."""
+    """Become a command, tied to its parent: `python parent_death.py PARENT_PID PROGRAM ARG ...`.
+
+    It leads a process group. What it starts is killed when it ends: who is started by it may be
+    tied to it by then, or not yet.
+    """
     parent, command = int(sys.argv[1]), sys.argv[2:]
     die_with_parent()
     if os.getppid() != parent:
         sys.exit("the process that asked for this one is gone")
+    leader = os.getpid()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (ENDED, *OTHERS))
+    if os.fork() == 0:
+        _kill_behind(leader)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
     os.execvp(command[0], command)
+
+
+def _kill_behind(leader: int) -> NoReturn:
+    """Wait for the end of the parent, the `leader` of a group, and kill what is left of that."""
+    die_with_parent(ENDED)
+    if os.getppid() == leader:
+        signal.sigwait({ENDED})
+    while kill_group(leader):  # it may have started others meanwhile
+        time.sleep(0.05)
+    os._exit(0)
 
 
 if __name__ == "__main__":

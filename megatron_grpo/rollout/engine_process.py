@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,6 @@ COLLECTOR = "collector"
 NUM_LOG_LINES_SHOWN = 12
 MAX_FOLDER_LENGTH = 70
 """The kernel takes paths of 107 characters for sockets, of which vLLM's names have 37."""
-TRACKER = b"multiprocessing.resource_tracker"
 KILL_SECONDS = 5.0
 """Within which SIGKILL ends a process, unless a device holds it."""
 
@@ -89,9 +88,7 @@ class EngineProcess:
     def kill(self) -> None:
         """End it at once with all that it started, even when it is stopped."""
         deadline = time.monotonic() + KILL_SECONDS
-        for pid in _users_of_memory(self.process.pid):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        parent_death.kill_group(self.process.pid)
         self.end(within=KILL_SECONDS)
         self.kill_others(deadline)
 
@@ -106,18 +103,6 @@ class EngineProcess:
                 time.sleep(0.05)
             os.killpg(self.process.pid, signal.SIGKILL)
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _users_of_memory(group: int) -> Iterator[int]:
-    """The processes of a group but Python's resource trackers.
-
-    Those unlink the shared memory that the others leave behind, and end then.
-    """
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended
-            status = (folder / "stat").read_text().rpartition(")")[2].split()
-            if int(status[2]) == group and TRACKER not in (folder / "cmdline").read_bytes():
-                yield int(folder.name)
 
 
 def _make_folder() -> Path:

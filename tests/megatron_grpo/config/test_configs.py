@@ -75,10 +75,7 @@ def test_weights_can_be_pushed(name, published, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "published"),
-    [
-        pytest.param(*run, marks=pytest.mark.slow if run[1] in NEAR_OTHERS else ())
-        for run in RUNS
-    ],
+    [pytest.param(*run, marks=pytest.mark.slow if run[1] in NEAR_OTHERS else ()) for run in RUNS],
 )
 def test_every_rank_is_built_as_planned(name, published, tmp_path, elsewhere):
     cfg = run_config(name, published, tmp_path)

@@ -112,6 +112,20 @@ def test_close_leaves_no_process(tied_model, tmp_path, monkeypatch):
     assert not engine.folder.exists()
 
 
+def test_what_an_engine_has_started_ends_with_it_however_young(tmp_path):
+    """The core of vLLM waits for minutes for an API server that was killed while both started."""
+    log = tmp_path / "log"
+    command = ["sh", "-c", "sleep 100 & echo $!; wait"]
+    engine = EngineProcess.start(command, os.environ, "http://a", log)
+    assert wait_until(lambda: log.read_text().endswith("\n"), 30)
+    core = Path("/proc") / log.read_text().strip()
+    assert core.exists()
+    engine.process.kill()
+    engine.process.wait()
+    assert wait_until(lambda: not core.exists(), 5)
+    engine.kill()
+
+
 HAS_MEMORY = """
 import multiprocessing, time
 from multiprocessing.shared_memory import SharedMemory
