@@ -6,6 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 
+from megatron_grpo.environments import EnvironmentsLost
 from megatron_grpo.experience.experience_source import Collected, ExperienceSource
 from megatron_grpo.launch.preemption import preempted_instead
 from megatron_grpo.rewards import RewardError
@@ -22,7 +23,7 @@ def as_engines_lost(what: str) -> Iterator[None]:
         yield
     except (EnginesOut, EnginesLost):
         raise
-    except (RewardError, TimeoutError, EngineError) as error:
+    except (RewardError, TimeoutError, EngineError, EnvironmentsLost) as error:
         raise EnginesLost(f"{what} failed: {error}") from error
 
 
