@@ -21,7 +21,7 @@ class Requests(Protocol):
         """Wait until all that is left to do is in `open`."""
 
     async def take(self, number: int, answer: Json, url: str) -> Json | None:
-        """Keep the answer of the engine at `url` to an open request; the one that follows it."""
+        """Take in the answer of the engine at `url` to an open request; the one that follows it."""
 
     def samples(self) -> list[Sample]:
         """All of them, in the order of the prompts, once no request is open."""
@@ -54,7 +54,7 @@ class Generation:
         self.engines: set[str] = set()
         """Addresses of those that have answered."""
         self._prompts = prompts
-        self._answers: dict[int, Json] = {}
+        self._samples: dict[int, list[Sample]] = {}
         sampling: Json = {
             "n": num_generations,
             "temperature": temperature,
@@ -81,19 +81,20 @@ class Generation:
         """Nothing else is waited for."""
 
     async def take(self, position: int, answer: Json, url: str) -> None:
-        """Keep the answer of the engine at `url` to an open request; none follows it."""
+        """Make samples of the answer of the engine at `url` to an open request; none follows it.
+
+        Of the answer itself, hundreds of bytes for each token, nothing is kept.
+        """
+        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        prompt = self._prompts[position]
+        self._samples[position] = [self._sample(prompt, choice) for choice in choices]
         del self.open[position]
-        self._answers[position] = answer
         self.engines.add(url)
 
     def samples(self) -> list[Sample]:
         """All of them, in the order of the prompts, once no request is open."""
         assert not self.open, f"{len(self.open)} requests are open"
-        return [
-            self._sample(prompt, choice)
-            for position, prompt in enumerate(self._prompts)
-            for choice in sorted(self._answers[position]["choices"], key=lambda c: c["index"])
-        ]
+        return [sample for _, samples in sorted(self._samples.items()) for sample in samples]
 
     def _sample(self, prompt: Prompt, choice: Json) -> Sample:
         return Sample(
