@@ -53,7 +53,8 @@ class Limits:
     def of_phase(self, phase: str, *, is_first_step: bool) -> Limit | None:
         """The limit while rank 0 is in `phase`; None where nobody can say how long it takes.
 
-        Files may be slow, and every call of a reward has its own limit. In the first step of a
+        Files may be slow, and every call of a reward has its own limit. What is generated, rank 0
+        then packs alone: of long completions that takes minutes, too. In the first step of a
         process, kernels are compiled and connections made.
         """
         match phase.removeprefix(f"{WAIT}_"):
@@ -61,7 +62,7 @@ class Limits:
                 return self.start
             case "load" | "score" | "eval_score" | "save" | "close":
                 return None
-            case "generate" | "eval_generate":
+            case "generate" | "eval_generate" | "pack":
                 return self.generate
             case "push" | "verify_weights":
                 usual = self.push

@@ -79,6 +79,20 @@ def test_a_sample_without_a_score_has_no_token_in_the_loss():
     assert found[0][1].tolist() == pytest.approx([1 / (4 * 3)] * 3)
 
 
+def test_what_is_packed_has_the_bits_that_torch_makes_of_the_samples():
+    logprobs = [tuple(-1 / (3 + i + k) for k in range(length)) for i, length in enumerate(LENGTHS)]
+    masks = [tuple(k % 2 == 0 for k in range(length)) for length in LENGTHS]
+    given, cfg = samples(logprobs=logprobs, loss_mask=masks), config()
+    [[[batch]]] = share_out(compare(given, scores(1, 0, 0, 1), cfg), 0, CostModel(), cfg)
+    for i, sample in enumerate(given):
+        place = batch.sequence_index == i
+        tokens = torch.tensor([*sample.prompt.token_ids, *sample.completion_ids])
+        assert torch.equal(batch.tokens[place], tokens)
+        place &= batch.completion_mask
+        assert torch.equal(batch.rollout_logprobs[place], torch.tensor(sample.logprobs))
+        assert torch.equal(batch.loss_mask[place], torch.tensor(sample.loss_mask))
+
+
 def test_the_overlong_filter_leaves_out_what_met_the_limit():
     reasons = ["stop", "length", "stop", "length"]
     for option, expected in (("true", [True, False, True, False]), ("false", [True] * 4)):
