@@ -10,7 +10,8 @@ anything starts.
 import random
 from dataclasses import dataclass
 
-from megatron_grpo.config.config import GRPOConfig
+from megatron_grpo.config.grpo_config import GRPOConfig
+from parallel import divisors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,14 +40,6 @@ class BatchSchedule:
     """Whether the completions of a prompt stay together in a minibatch, as far as they fit."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "num_generations",
-            "generation_batch_size",
-            "steps_per_generation",
-            "num_iterations",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"grpo.{name} {getattr(self, name)}: at least 1")
         if self.generation_batch_size % self.num_generations:
             raise ValueError(
                 f"grpo.generation_batch_size {self.generation_batch_size} completions are no whole "
@@ -54,12 +47,8 @@ class BatchSchedule:
                 f"{_multiples_around(self.generation_batch_size, self.num_generations)}"
             )
         if self.generation_batch_size % self.steps_per_generation:
-            divisors = [
-                d
-                for d in range(1, self.generation_batch_size + 1)
-                if self.generation_batch_size % d == 0
-            ]
-            nearest = sorted(divisors, key=lambda d: abs(d - self.steps_per_generation))[:2]
+            legal = divisors(self.generation_batch_size)
+            nearest = sorted(legal, key=lambda d: abs(d - self.steps_per_generation))[:2]
             raise ValueError(
                 f"grpo.generation_batch_size {self.generation_batch_size} does not cut into "
                 f"grpo.steps_per_generation {self.steps_per_generation} equal optimizer batches: "

@@ -10,9 +10,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
-from megatron_grpo.algorithm.advantages import RewardGroups
 from megatron_grpo.config.grpo_config import GRPOConfig
 from megatron_grpo.data.prompts import Prompt, PromptStream
 from megatron_grpo.rollout.samples import Sample
@@ -29,9 +26,7 @@ class ScoredGroup:
     @property
     def has_spread(self) -> bool:
         """Whether two of the samples that could be scored have different rewards."""
-        totals = torch.tensor(self.totals, dtype=torch.float64)
-        totals = totals[~totals.isnan()]
-        return bool(RewardGroups(totals, torch.zeros(len(totals)).long()).has_spread.any())
+        return len({total for total in self.totals if not math.isnan(total)}) > 1
 
 
 class Search:
