@@ -24,13 +24,12 @@ def group_advantages(
     scale_rewards: ScaleRewards = "group",
     *,
     estimator: AdvantageEstimator = "grpo",
-    correction: int = 1,
     epsilon: float = EPSILON,
 ) -> Tensor:
     """Advantages [N] in float64 of N completions, whole groups together; groups of any sizes.
 
-    With n, m and s the size, mean and standard deviation of a completion's group, and M the mean
-    over all N, an advantage is, before it is scaled:
+    With n, m and s the size, mean and standard deviation of a completion's group (the sample's, as
+    TRL and ms-swift), and M the mean over all N, an advantage is, before it is scaled:
 
     - grpo: ``r - m`` (arXiv 2402.03300, section 4.1.2);
     - rloo: r less the mean of the others, ``n / (n - 1) (r - m)`` (arXiv 2402.14740);
@@ -51,8 +50,6 @@ def group_advantages(
         group_ids: [N] int64, equal for the completions of one prompt, in any order.
         scale_rewards: what the advantage is divided by.
         estimator: what the reward is compared with.
-        correction: 1 for the sample standard deviation, as TRL and ms-swift; 0 for the
-            population's, as the paper's own example.
         epsilon: added to the standard deviation.
     """
     valid = _valid(rewards)
@@ -62,10 +59,10 @@ def group_advantages(
     groups = RewardGroups(rewards[valid], group_ids[valid])
     centered = _centered(groups, estimator)
     if scale_rewards == "group":
-        centered = centered / (groups.std(correction)[groups.index] + epsilon)
+        centered = centered / (groups.std()[groups.index] + epsilon)
     elif scale_rewards == "batch":
         whitened = estimator.startswith("reinforce")
-        spread = _std(centered if whitened else groups.rewards, correction)
+        spread = _std(centered if whitened else groups.rewards)
         centered = centered / (spread + epsilon)
     advantages[valid] = centered
     return advantages
@@ -84,9 +81,7 @@ def _centered(groups: "RewardGroups", estimator: AdvantageEstimator) -> Tensor:
     return centered
 
 
-def normalized_sum_advantages(
-    scores: Tensor, weights: Tensor, group_ids: Tensor, *, epsilon: float = EPSILON
-) -> Tensor:
+def normalized_sum_advantages(scores: Tensor, weights: Tensor, group_ids: Tensor) -> Tensor:
     """Advantages [N] from rewards that are normalized each for itself: GDPO, arXiv 2601.05242.
 
     Every reward function's `scores` [N, F] less their group's mean, by their group's standard
@@ -96,12 +91,10 @@ def normalized_sum_advantages(
     advantages = torch.zeros(len(scores), dtype=torch.float64)
     if not valid.any():
         return advantages
-    columns = [
-        group_advantages(column, group_ids[valid], epsilon=epsilon) for column in scores[valid].T
-    ]
+    columns = [group_advantages(column, group_ids[valid]) for column in scores[valid].T]
     summed = torch.stack(columns, dim=1) @ weights.double()
     if summed.min() != summed.max():
-        advantages[valid] = (summed - summed.mean()) / (_std(summed, 1) + epsilon)
+        advantages[valid] = (summed - summed.mean()) / (_std(summed) + EPSILON)
     return advantages
 
 
@@ -109,9 +102,6 @@ def process_advantages(
     step_rewards: Sequence[StepRewards],
     lengths: Sequence[int],
     group_ids: Tensor,
-    *,
-    correction: int = 1,
-    epsilon: float = EPSILON,
 ) -> list[Tensor]:
     """Advantage of every token under process supervision: DeepSeekMath, arXiv 2402.03300, 4.1.3.
 
@@ -122,8 +112,6 @@ def process_advantages(
         step_rewards: for each of the N completions, the rewards of its steps.
         lengths: [N] tokens of each completion.
         group_ids: [N] int64, equal for the completions of one prompt.
-        correction: see `group_advantages`.
-        epsilon: added to the standard deviation.
 
     Returns:
         N tensors [length] in float64.
@@ -135,9 +123,7 @@ def process_advantages(
     ]
     owners = torch.tensor([owner for owner, _, _ in flat], dtype=torch.int64)
     rewards = torch.tensor([reward for _, _, reward in flat], dtype=torch.float64)
-    normalized = group_advantages(
-        rewards, group_ids[owners], correction=correction, epsilon=epsilon
-    )
+    normalized = group_advantages(rewards, group_ids[owners])
     at_token = [torch.zeros(length, dtype=torch.float64) for length in lengths]
     for (owner, token, _), reward in zip(flat, normalized, strict=True):
         at_token[owner][token] += reward
@@ -158,10 +144,10 @@ class RewardGroups:
         low, high = (self._fold(self.rewards, how) for how in ("amin", "amax"))
         self.has_spread = low != high
 
-    def std(self, correction: int = 1) -> Tensor:
-        """Standard deviation [G]; exactly 0 where all rewards are equal, as in a group of one."""
+    def std(self) -> Tensor:
+        """Sample standard deviation [G]; exactly 0 where all rewards are equal."""
         squares = self._sum((self.rewards - self.mean[self.index]) ** 2)
-        std = (squares / (self.count - correction).clamp(min=1)).sqrt()
+        std = (squares / (self.count - 1).clamp(min=1)).sqrt()
         return std.masked_fill(~self.has_spread, 0.0)
 
     def _sum(self, values: Tensor) -> Tensor:
@@ -177,5 +163,5 @@ def _valid(rewards: Tensor) -> Tensor:
     return ~rewards.isnan()
 
 
-def _std(values: Tensor, correction: int) -> float:
-    return float(values.std(correction=correction)) if len(values) > correction else 0.0
+def _std(values: Tensor) -> float:
+    return float(values.std()) if len(values) > 1 else 0.0

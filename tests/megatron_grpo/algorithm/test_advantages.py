@@ -26,14 +26,14 @@ REWARDS = torch.tensor([0.9, 0.3, -0.1, 0.7])
 ONE_GROUP = torch.zeros(4, dtype=torch.int64)
 
 
-def test_the_worked_example_with_the_population_standard_deviation():
-    advantages = group_advantages(REWARDS, ONE_GROUP, correction=0, epsilon=0.0)
+def test_the_worked_example_whose_standard_deviation_is_that_of_the_population():
+    advantages = group_advantages(REWARDS, ONE_GROUP, epsilon=0.0) * (4 / 3) ** 0.5
     assert [f"{a:+.3f}" for a in advantages.tolist()] == ["+1.172", "-0.391", "-1.432", "+0.651"]
     spread = (REWARDS[0] - REWARDS.mean()) / advantages[0]
     assert f"{spread:.3f}" == "0.384"
 
 
-def test_by_default_the_sample_standard_deviation_and_its_epsilon_divide():
+def test_the_sample_standard_deviation_and_an_epsilon_divide():
     expected = oracle_advantages([REWARDS.double().tolist()], correction=1, epsilon=1e-4)
     torch.testing.assert_close(
         group_advantages(REWARDS, ONE_GROUP), torch.tensor(expected, dtype=torch.float64)
@@ -193,15 +193,9 @@ def test_a_completion_of_which_one_score_failed_is_left_out_whole():
 
 
 def test_process_supervision_by_hand():
-    # Rewards 1, 0 and 0.5 of three steps: mean 0.5, population deviation 0.408.
-    found = process_advantages(
-        [[(1, 1.0), (3, 0.0)], [(0, 0.5)]],
-        [5, 2],
-        torch.tensor([7, 7]),
-        correction=0,
-        epsilon=0.0,
-    )
-    z = 0.5 / (1 / 6) ** 0.5
+    # Rewards 1, 0 and 0.5 of three steps: mean 0.5, sample deviation 0.5.
+    found = process_advantages([[(1, 1.0), (3, 0.0)], [(0, 0.5)]], [5, 2], torch.tensor([7, 7]))
+    z = 0.5 / (0.5 + 1e-4)
     # The first step has both rewards ahead of it, the second the last; nothing follows the fifth.
     assert found[0].tolist() == pytest.approx([0.0, 0.0, -z, -z, 0.0])
     assert found[1].tolist() == pytest.approx([0.0, 0.0])
