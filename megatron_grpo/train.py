@@ -17,15 +17,15 @@ from megatron_grpo.checkpoints.newest import steps_done
 from megatron_grpo.checkpoints.trainer_state import Ready, TrainerState
 from megatron_grpo.config.config import Config
 from megatron_grpo.evaluation.evaluation import Evaluation, is_due
+from megatron_grpo.experience.ask_engines import ask_engines
 from megatron_grpo.experience.batching import BatchSchedule
 from megatron_grpo.experience.collector import Collector, as_engines_lost
-from megatron_grpo.experience.exchange import Minibatches, distribute
-from megatron_grpo.experience.experience import Experience, less_kl, share_out
+from megatron_grpo.experience.exchange import Minibatches
+from megatron_grpo.experience.experience import Experience
 from megatron_grpo.experience.experience_source import Collected, ExperienceSource
 from megatron_grpo.experience.kept_values import with_kept_values
-from megatron_grpo.experience.kl_reward import by_sample, sequence_kl, with_advantages
 from megatron_grpo.experience.logprob_probe import probe_logprobs
-from megatron_grpo.experience.old_policy import add_logprobs
+from megatron_grpo.experience.preparation import Preparation
 from megatron_grpo.experience.rollout_pipeline import RolloutPipeline
 from megatron_grpo.launch.launch import RankPlace
 from megatron_grpo.launch.preemption import Preempted, preempted_instead
@@ -38,7 +38,6 @@ from megatron_grpo.reporting.metrics import StepReport
 from megatron_grpo.reporting.runlog import RunLog
 from megatron_grpo.reporting.tracking import WANDB_ID_FILE
 from megatron_grpo.rollout import EnginesLost
-from megatron_grpo.rollout.ask_engines import ask_engines
 from megatron_grpo.rollout.engine_process import COLLECTOR
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.train_step import train_step
@@ -161,6 +160,7 @@ class Training:
         self.reference = build_reference(cfg, shape, groups) if cfg.grpo.beta > 0 else None
         for chunk in [*self.policy.chunks, *(self.reference.chunks if self.reference else [])]:
             chunk.register_forward_pre_hook(lambda *_: watch.tick())
+        self.preparation = Preparation(self.policy, self.reference, self.cost, cfg, groups, device)
         self.checkpoints = stack.enter_context(
             closing(Checkpoints(cfg, self.policy, self.reference))
         )
@@ -261,37 +261,13 @@ class Training:
             self.experience, self.news = collected.experience, collected.metrics
         self.rollouts.ask_ahead(step)
         self.checkpoints.poll()  # so that what was written in the meantime counts from now on
-        with self.timer.phase("pack"):
-            shares = None
-            if self.experience:
-                shares = share_out(self.experience, cursor.generation, self.cost, self.cfg)
-            minibatches = distribute(shares, self.groups, self.device)
-        with self.timer.phase("logprobs"):
-            self.minibatches = [
-                add_logprobs(minibatch, self.policy, self.reference, self.cfg, self.groups)
-                for minibatch in minibatches
-            ]
+        self.minibatches = self.preparation.minibatches(
+            self.experience, cursor.generation, self.timer
+        )
         if cursor.starts_generation and self.reference and self.cfg.grpo.kl_in_reward:
-            self._subtract_kl(cursor.generation)
-
-    def _subtract_kl(self, generation: int) -> None:
-        """Take the divergence from the reference out of the rewards that advantages compare."""
-        found = sequence_kl(
-            self.minibatches,
-            self.batches.minibatch_size,
-            self.cfg.grpo.kl_estimator,
-            self.groups,
-        )
-        indices = self.batches.minibatches(generation, self.cfg.train.seed)
-        kl = by_sample(found, indices)
-        if self.experience:
-            self.experience = less_kl(self.experience, kl, self.beta, self.cfg)
-            kl = self.experience.advantages
-        advantages = kl.to(self.device)
-        dist.broadcast(advantages, src=0)
-        self.minibatches = with_advantages(
-            self.minibatches, [advantages[places] for places in indices]
-        )
+            self.experience, self.minibatches = self.preparation.less_kl(
+                self.experience, self.minibatches, cursor.generation, self.beta
+            )
 
     def update(self, step: int) -> StepReport:
         """One optimizer step."""
@@ -342,7 +318,7 @@ class Training:
     def evaluate(self, step: int) -> dict[str, float]:
         """Metrics on rank 0 of what the engines serve after `step` optimizer steps, where due.
 
-        None where the log has them. Raises Preempted and EnginesLost, on all ranks.
+        None of them where the log has them. Raises Preempted and EnginesLost, on all ranks.
         """
         if not is_due(self.cfg, step):
             return {}

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from functools import partial
 
 from megatron_grpo.config.config import Config
+from megatron_grpo.experience.ask_engines import ask_engines
 from megatron_grpo.experience.batching import BatchSchedule
 from megatron_grpo.experience.collector import Asked, Collector
 from megatron_grpo.experience.experience_source import Collected
-from megatron_grpo.rollout.ask_engines import ask_engines
 from megatron_grpo.timing import PhaseTimer
 
 
