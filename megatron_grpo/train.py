@@ -174,10 +174,10 @@ class Training:
         self.weight_sync = stack.enter_context(
             closing(WeightSync(cfg, shape, weight_sender(self.policy, groups), device, num_hosts))
         )
-        self.prompts: str | None = None
+        self.fingerprint: str | None = None
         if self.source:
-            self.prompts = self.source.prompts.fingerprint
-            self.state.check_prompts(self.prompts)
+            self.fingerprint = self.source.stream.fingerprint
+            self.state.check_prompts(self.fingerprint)
             if self.state.wandb_id is not None:
                 (cfg.train.run_dir / WANDB_ID_FILE).write_text(self.state.wandb_id)
             self._log = stack.enter_context(closing(RunLog(cfg, self.first_step)))
@@ -232,7 +232,7 @@ class Training:
             return
         collected = None
         if self.source:
-            prompts = self.source.prompts.prompts
+            prompts = self.source.stream.prompts
             experience = self.checkpoints.load_ready(self.first_step, prompts)
             collected = Collected(experience, ready.metrics)
         self.rollouts.restore(ready.generation, collected)
@@ -254,7 +254,7 @@ class Training:
             except EnginesLost as lost:
                 self.save_and_stop(step, lost)
         elif self.source:
-            prompts = self.source.prompts.prompts
+            prompts = self.source.stream.prompts
             self.experience = self.checkpoints.load_experience(step, prompts)
         self.stop_if_preempted(step)
         if cursor.starts_generation and (collected := self.rollouts.take()):
@@ -318,7 +318,7 @@ class Training:
     def evaluate(self, step: int) -> dict[str, float]:
         """Metrics on rank 0 of what the engines serve after `step` optimizer steps, where due.
 
-        None of them where the log has them. Raises Preempted and EnginesLost, on all ranks.
+        Empty where the log has them already. Raises Preempted and EnginesLost, on all ranks.
         """
         if not is_due(self.cfg, step):
             return {}
@@ -408,7 +408,7 @@ class Training:
             step=step,
             num_skipped_in_a_row=self.skipped.num_in_a_row,
             wandb_id=wandb_id.read_text() if wandb_id.exists() else None,
-            prompts=self.prompts,
+            prompts=self.fingerprint,
             beta=self.beta,
             ready=ready,
         )

@@ -109,7 +109,7 @@ def share_out(
     """Pack the generation: for every data rank, for every optimizer step, its microbatches.
 
     `cost` is what a sequence of some length costs this model, for the balance over data ranks.
-    Loss weights are fixed here, over the whole optimizer batch (DESIGN: idea 2).
+    Loss weights are fixed here, over the whole optimizer batch, so that no packing changes them.
     """
     dims, batches = cfg.dims, BatchSchedule.of(cfg.grpo)
     alignment = Alignment.of(dims, cfg.parallel.sequence_parallel)

@@ -71,7 +71,7 @@ class ExperienceSource:
         # The preflight has warned already.
         prompts = load_prompts(cfg, tokenizer, shape.max_position_embeddings, warns=False)
         num_prompts = BatchSchedule.of(cfg.grpo).num_prompts
-        self.prompts = PromptStream(prompts, num_prompts, cfg.train.seed, cfg.data.shuffle)
+        self.stream = PromptStream(prompts, num_prompts, cfg.train.seed, cfg.data.shuffle)
         self.evaluation: Evaluation | None = None
         if cfg.eval.data is not None:
             view = as_evaluated(cfg)
@@ -106,7 +106,7 @@ class ExperienceSource:
         if policy_version != self._policy_version:
             self._begin_anew()
             self._policy_version = policy_version
-        search = self._search = self._search or Search(self.prompts, generation, self.cfg.grpo)
+        search = self._search = self._search or Search(self.stream, generation, self.cfg.grpo)
         num_engines = 0
         while search.prompts:
             with timer.phase("generate"):
@@ -169,7 +169,7 @@ class ExperienceSource:
     def probe(self, policy_version: int) -> Experience:
         """Short samples of the first prompts, unscored: the same in every run of this config."""
         self._open = self._open or Generation(
-            self.prompts.batch(0),
+            self.stream.batch(0),
             max_completion_length=PROBE_LENGTH,
             **self._sampling(0, 0, policy_version),
         )
@@ -188,7 +188,7 @@ class ExperienceSource:
         sampling = self._sampling(generation, search.round, policy_version)
         if self.environments is None:
             return Generation(search.prompts, max_completion_length=most, **sampling)
-        self.environments.wait_ready([prompt.row for prompt in self.prompts.prompts])
+        self.environments.wait_ready([prompt.row for prompt in self.stream.prompts])
         return DialogueGeneration(
             search.prompts,
             max_completion_length=most,

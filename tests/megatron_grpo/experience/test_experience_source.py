@@ -78,5 +78,5 @@ def test_a_generation_goes_on_with_the_same_weights_and_begins_anew_with_others(
     assert [num_open for _, num_open in engines.asked] == [4, 3, 4, 3]
     samples = collected.experience.samples
     assert [sample.policy_version for sample in samples] == [2] * 16
-    assert [s.prompt for s in samples[::4]] == source.prompts.batch(GENERATION)
+    assert [s.prompt for s in samples[::4]] == source.stream.batch(GENERATION)
     assert collected.metrics["rollout/num_engines"] == 2
