@@ -37,8 +37,6 @@ from megatron_grpo.policy.model import Policy
 from megatron_grpo.policy.reference import Reference
 from parallel.failure import raise_first_failure
 
-CPU = torch.device("cpu")
-
 
 @dataclass(frozen=True)
 class _Saving:
@@ -106,10 +104,10 @@ class Checkpoints:
         """
         self.wait()
         parts = megatron_state.parts_saved(self._policy, self._reference)
-        raise_first_failure(lambda: _check_finite(parts), CPU, FloatingPointError)
+        raise_first_failure(lambda: _check_finite(parts), FloatingPointError)
         self._check_space()
         folder = self._folder / f"step_{state.step}{folders.PARTIAL}"
-        raise_first_failure(lambda: self._make_folder(folder), CPU, OSError)
+        raise_first_failure(lambda: self._make_folder(folder), OSError)
         chunks, tensors = chunks_to_write(parts)
         values = self._memory.copy(tensors)
         file = folder / f"__{self._rank}_0.distcp"
@@ -148,7 +146,7 @@ class Checkpoints:
         """From the files of all ranks to a checkpoint, and from there to nothing under way."""
         self._saving = None
         hashes: dict[str, FileHash] = {}
-        raise_first_failure(lambda: hashes.update(saving.task.result()), CPU, OSError)
+        raise_first_failure(lambda: hashes.update(saving.task.result()), OSError)
         if saving.is_written:
             return
         gathered: list[Any] | None = [None] * self._num_ranks if self._rank == 0 else None
@@ -235,7 +233,7 @@ class Checkpoints:
                     "make room, lower train.keep_checkpoints, or set train.run_dir"
                 )
 
-        raise_first_failure(check, CPU, OSError)
+        raise_first_failure(check, OSError)
 
 
 def _check_finite(parts: Sequence[StatePart]) -> None:

@@ -19,8 +19,6 @@ from megatron_grpo.policy.reference import Reference
 from parallel import ParallelDims
 from parallel.failure import first_failure, raise_first_failure
 
-CPU = torch.device("cpu")
-
 
 def steps_done(folder: Path) -> int:
     """Optimizer steps of the newest checkpoint of `folder`; 0 when there is none. Collective.
@@ -34,7 +32,7 @@ def steps_done(folder: Path) -> int:
         if dist.get_rank() == 0:
             done.fill_(folders.latest_step(folder))
 
-    raise_first_failure(look, CPU, ValueError)
+    raise_first_failure(look, ValueError)
     dist.broadcast(done, src=0)
     return int(done)
 
@@ -50,7 +48,7 @@ def load_newest(
     good.
     """
     steps: list[int] = []
-    raise_first_failure(lambda: steps.extend(_find(folder)), CPU, ValueError)
+    raise_first_failure(lambda: steps.extend(_find(folder)), ValueError)
     dist.broadcast_object_list(shared := [steps])
     reasons: list[str] = []
     for step in shared[0]:
@@ -107,8 +105,8 @@ def _damage(checkpoint: Path, read: Callable[[], None]) -> ValueError | None:
         if found:
             raise found[0]
 
-    raise_first_failure(attempt, CPU, TimeoutError)
-    return first_failure(tell, CPU, ValueError)
+    raise_first_failure(attempt, TimeoutError)
+    return first_failure(tell, ValueError)
 
 
 def _verify(checkpoint: Path) -> None:

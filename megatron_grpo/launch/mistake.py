@@ -2,8 +2,8 @@
 
 import errno
 
-PASSING = (errno.EIO, errno.ESTALE)
-"""What a network file system answers while its server is away, beside ETIMEDOUT (TimeoutError)."""
+PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
+"""What a network file system answers while its server is away."""
 
 
 def is_mistake(error: BaseException) -> bool:

@@ -37,7 +37,7 @@ def name_nonfinite(policy: Policy, losses: Sequence[Tensor], device: torch.devic
     first = torch.tensor((urgency + 1) * num_ranks - 1 - rank, device=device)
     dist.all_reduce(first, dist.ReduceOp.MAX)
     source = num_ranks - 1 - int(first) % num_ranks
-    return f"{broadcast_text(text, device, source)} on rank {source}"
+    return f"{broadcast_text(text, source)} on rank {source}"
 
 
 def _found_here(policy: Policy, losses: Sequence[Tensor]) -> tuple[int, str]:

@@ -37,7 +37,6 @@ from parallel.transport.meeting import Board, Meeting, join, local_address, open
 PREEMPTED = -1
 """In the place of the number of engines."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-CPU = torch.device("cpu")
 
 
 class WeightSync:
@@ -54,7 +53,7 @@ class WeightSync:
         self._network_only = cfg.rollout.weight_transport == "network"
         # As the last rank sees it: on rank 0's own host its name may stand for loopback.
         address = meeting_address(cfg.rollout.base_urls, num_hosts, os.environ)
-        self._address = broadcast_text(address, CPU, source=dist.get_world_size() - 1)
+        self._address = broadcast_text(address, source=dist.get_world_size() - 1)
         self._dtype = getattr(torch, cfg.model.dtype)
         self._workers = worker_layouts(shape, cfg.rollout)
         shares = plan_shares(sender, self._workers)
@@ -177,7 +176,7 @@ class WeightSync:
         meeting = None
         if engines is not None:
             meeting, self._board = open_meeting(self._address)
-        words = broadcast_text(json.dumps(asdict(meeting)) if meeting else "", CPU)
+        words = broadcast_text(json.dumps(asdict(meeting)) if meeting else "")
         invitation = Invitation(
             meeting=Meeting(**json.loads(words)),
             bucket_bytes=self._bucket_bytes,
@@ -217,7 +216,7 @@ class WeightSync:
             return self._outbox.send(parameters)
 
     def _first_failure(self, action: Callable[[], None]) -> ConnectionError | None:
-        return first_failure(action, CPU, ConnectionError)
+        return first_failure(action, ConnectionError)
 
     def _all_senders(self, own: set[int]) -> list[list[int]]:
         """Of each worker: the ranks that send to it; `own` are this rank's. Collective."""
