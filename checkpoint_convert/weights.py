@@ -67,6 +67,7 @@ def open_weights(path: Path, shape: ModelShape) -> Weights:
 
 def _open_torch_dist(path: Path, shape: ModelShape) -> Weights:
     stored = read_chunks(path, keys=_is_model_key)
+    stored.tensors.check_files()
     if _EMBEDDING not in stored.shapes:
         found = [*read_chunks(path).shapes, "nothing"][:3]
         raise ValueError(

@@ -6,7 +6,8 @@ is cut into chunks: boxes, each saved by torch.save somewhere in a file `*.distc
 of what is no tensor, never read here, and `metadata.json`, written when all the rest is there.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +39,8 @@ class StoredChunks:
 class ChunkTensors(StoredTensors):
     """The chunks of a checkpoint as tensors, read box by box; each is found at its first read.
 
-    A read raises ValueError when what is stored is not the tensor that the metadata says.
+    A read raises ValueError when what is stored is not the tensor that the metadata says, and
+    FileNotFoundError, which names it, for a file that is not there.
     """
 
     def __init__(self, folder: Path, chunks: Mapping[str, tuple[StoredChunk, str]]) -> None:
@@ -48,6 +50,24 @@ class ChunkTensors(StoredTensors):
         self.dtypes = {name: dtype for name, (_, dtype) in chunks.items()}
         self._folder, self._chunks = folder, chunks
 
+    def check_files(self) -> None:
+        """Raise ValueError, naming all that are missing or cut off, unless every byte is there.
+
+        Asks for every file: for one process that reads all of them, not for each of many ranks.
+        """
+        ends: dict[str, int] = {}
+        for chunk, _ in self._chunks.values():
+            ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.end)
+        faults = []
+        for file, end in ends.items():
+            path = self._folder / file
+            if not path.is_file():
+                faults.append(f"{file} is not there")
+            elif path.stat().st_size < end:
+                faults.append(f"{file} {_cut_off(path.stat().st_size, end)}")
+        if faults:
+            raise ValueError(f"{self._folder} is not complete:\n  " + "\n  ".join(faults))
+
     def _place(self, name: str) -> TensorPlace:
         if name not in self._found:
             self._found[name] = self._find(name)
@@ -56,7 +76,11 @@ class ChunkTensors(StoredTensors):
     def _find(self, name: str) -> TensorPlace:
         chunk, dtype = self._chunks[name]
         path = self._folder / chunk.file
-        place = read_place(self._files.descriptor(path), path, chunk.offset, chunk.length)
+        descriptor = self._files.descriptor(path)
+        num_bytes = os.fstat(descriptor).st_size
+        if num_bytes < chunk.end:
+            raise ValueError(f"{path} {_cut_off(num_bytes, chunk.end)}")
+        place = read_place(descriptor, path, chunk.offset, chunk.length)
         if (place.shape, place.dtype) != (chunk.box.size, dtype):
             raise ValueError(
                 f"{path} at byte {chunk.offset} holds {place.dtype} {list(place.shape)}, not "
@@ -71,10 +95,10 @@ def is_torch_dist(folder: Path) -> bool:
 
 
 def read_chunks(folder: Path, keys: Callable[[str], bool] = lambda key: True) -> StoredChunks:
-    """The tensors of a checkpoint that `keys` chooses. No chunk is read yet.
+    """The tensors of a checkpoint that `keys` chooses. No file of chunks is looked at yet.
 
-    Raises ValueError for a checkpoint that is not complete, has another format, names files outside
-    the folder or bytes that are not there, or holds those tensors in a dtype that is not supported.
+    Raises ValueError for a checkpoint that was not finished, has another format, names files
+    outside the folder, or holds those tensors in a dtype that is not supported.
     """
     for name in (METADATA_FILE, BACKENDS_FILE):
         if not (folder / name).is_file():
@@ -90,7 +114,6 @@ def read_chunks(folder: Path, keys: Callable[[str], bool] = lambda key: True) ->
             name = chunk_name(key, chunk.box)
             chunks[name] = (chunk, tensor.dtype)
             pieces.append(Piece(name, Box.whole(chunk.box.size), key, chunk.box))
-    _check_files(folder, [chunk for chunk, _ in chunks.values()])
     shapes = {name: chunk.box.size for name, (chunk, _) in chunks.items()}
     return StoredChunks(
         {key: tensor.shape for key, tensor in tensors.items()},
@@ -110,19 +133,8 @@ def _check_dtypes(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
         raise ValueError(f"{folder} cannot be read:\n  " + "\n  ".join(faults))
 
 
-def _check_files(folder: Path, chunks: Sequence[StoredChunk]) -> None:
-    ends: dict[str, int] = {}
-    for chunk in chunks:
-        ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.offset + chunk.length)
-    faults = []
-    for file, end in ends.items():
-        path = folder / file
-        if not path.is_file():
-            faults.append(f"{file} is not there")
-        elif path.stat().st_size < end:
-            faults.append(f"{file} has {path.stat().st_size} of {end} bytes: was it truncated?")
-    if faults:
-        raise ValueError(f"{folder} is not complete:\n  " + "\n  ".join(faults))
+def _cut_off(num_bytes: int, end: int) -> str:
+    return f"has {num_bytes} of {end} bytes: was it truncated?"
 
 
 def chunk_name(key: str, box: Box) -> str:

@@ -23,6 +23,11 @@ class StoredChunk:
     offset: int
     length: int
 
+    @property
+    def end(self) -> int:
+        """Bytes that `file` must have."""
+        return self.offset + self.length
+
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:

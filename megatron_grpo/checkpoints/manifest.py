@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from hashlib import sha256
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from checkpoint_convert.formats.tensor_io import errors_named
 
@@ -85,7 +85,7 @@ def read_manifest(folder: Path) -> Manifest:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"its {MANIFEST_FILE} is damaged: {error!r}") from None
     for name in manifest:
-        if not (folder / name).resolve().is_relative_to(folder.resolve()):
+        if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
             raise ValueError(f"its {MANIFEST_FILE} names {name}, outside of the checkpoint")
     return manifest
 

@@ -1,5 +1,6 @@
 """torch_dist checkpoints: Megatron-Core's own are read to the bit, and no code in them runs."""
 
+import os
 import pickle
 from pathlib import Path
 
@@ -98,6 +99,13 @@ def refusal(folder, keys=lambda key: True) -> str:
     return str(error.value)
 
 
+def faults_of_files(folder) -> str:
+    stored = read_chunks(folder)
+    with pytest.raises(ValueError) as error:
+        stored.tensors.check_files()
+    return str(error.value)
+
+
 def edit_metadata(folder, change):
     path = folder / ".metadata"
     metadata = pickle.loads(path.read_bytes())
@@ -127,7 +135,7 @@ def test_a_missing_file_matters_only_to_the_keys_in_it(tmp_path):
     write_checkpoint(tmp_path, tensors, num_files=2)
     (tmp_path / "__1_0.distcp").unlink()
     assert torch.equal(read_checkpoint(tmp_path, is_weight)["decoder.w"], torch.ones(4, 4))
-    assert "__1_0.distcp is not there" in refusal(tmp_path)
+    assert "__1_0.distcp is not there" in faults_of_files(tmp_path)
 
 
 def test_a_truncated_file_is_refused_before_it_is_read(written):
@@ -135,7 +143,27 @@ def test_a_truncated_file_is_refused_before_it_is_read(written):
     size = file.stat().st_size
     with file.open("r+b") as opened:
         opened.truncate(size - 1)
-    assert f"__1_0.distcp has {size - 1} of {size} bytes" in refusal(written)
+    assert f"__1_0.distcp has {size - 1} of {size} bytes" in faults_of_files(written)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1000])
+def test_a_truncated_file_is_named_by_a_read_of_what_it_had(written, num_bytes):
+    os.truncate(written / "__1_0.distcp", num_bytes)
+    with pytest.raises(ValueError, match=rf"__1_0\.distcp has {num_bytes} of \d+ bytes: was it"):
+        read_checkpoint(written)
+
+
+def test_a_missing_file_is_named_by_a_read_of_what_it_had(written):
+    (written / "__1_0.distcp").unlink()
+    with pytest.raises(FileNotFoundError, match=r"__1_0\.distcp"):
+        read_checkpoint(written)
+
+
+def test_to_learn_what_is_in_a_checkpoint_no_file_of_chunks_is_looked_at(written):
+    expected = read_chunks(written).layout
+    for file in written.glob("*.distcp"):
+        file.unlink()
+    assert read_chunks(written).layout == expected
 
 
 @pytest.mark.parametrize("file", ["../stolen.distcp", "/etc/passwd", "..", "a/b.distcp"])
@@ -156,7 +184,8 @@ def test_places_that_cannot_be_are_refused(written, field, value):
             setattr(place, field, value)
 
     edit_metadata(written, change)
-    assert str(written) in refusal(written)
+    with pytest.raises(ValueError, match=str(written)):
+        read_checkpoint(written)
 
 
 def test_a_dtype_that_is_not_supported_is_named(tmp_path):

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -91,12 +92,21 @@ def test_without_a_manifest_a_save_did_not_end(folder):
         check(folder)
 
 
-def test_it_does_not_lead_out_of_the_folder(folder):
+@pytest.mark.parametrize("name", ["../other", "sub/../../other", "/etc/passwd", ".."])
+def test_it_does_not_lead_out_of_the_folder(folder, name):
     (folder / "manifest.json").write_text(
-        json.dumps({"files": {"../other": {"num_bytes": 0, "sha256": ""}}})
+        json.dumps({"files": {name: {"num_bytes": 0, "sha256": ""}}})
     )
-    with pytest.raises(ValueError, match=r"names \.\./other, outside"):
+    with pytest.raises(ValueError, match=f"names {re.escape(name)}, outside"):
         check(folder)
+
+
+def test_names_with_dots_of_another_kind_do_not_either(folder):
+    files = ["..a", "sub/a..b", "sub/.c"]
+    for name in files:
+        (folder / name).write_text("")
+    write_manifest(folder, hash_files(folder, files))
+    check(folder)
 
 
 @given(
