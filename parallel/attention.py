@@ -16,7 +16,6 @@ from torch.distributed import ProcessGroup
 from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import scaled_dot_product_attention
 
-from parallel.context import context_inverse, context_order
 from parallel.device import attention_dtype
 from parallel.flex import flex
 
@@ -29,6 +28,8 @@ class PackedSequences(Protocol):
     """As in `PackedBatch`."""
     block_mask: BlockMask | None
     """The same for flex attention, which then is taken."""
+    context_order: tuple[Tensor, Tensor]
+    """What the function of that name returns; read where there are several context ranks."""
 
 
 def packed_attention(
@@ -145,7 +146,7 @@ class PackedAttention(torch.nn.Module):
         cu_seqlens = packed_seq_params.cu_seqlens_q
         size = self.group.size()
         if size > 1:
-            order, inverse = context_order(cu_seqlens, size), context_inverse(cu_seqlens, size)
+            order, inverse = packed_seq_params.context_order
             both = _GatherPacked.apply(torch.stack([key, value], dim=1), order, inverse, self.group)
             key, value = both.unbind(dim=1)
         if packed_seq_params.block_mask is not None:

@@ -28,18 +28,17 @@ def context_indices(cu_seqlens: Tensor, rank: int, size: int) -> Tensor:
     return _ranges(torch.stack([early, late], dim=1).flatten(), chunks.repeat_interleave(2))
 
 
-def context_inverse(cu_seqlens: Tensor, size: int) -> Tensor:
-    """Where each packed position lies in the concatenation of all ranks' slices.
+def context_order(cu_seqlens: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Packed positions in the order of the concatenation of all ranks' slices, and the inverse.
 
+    The inverse tells where in it each packed position lies:
     ``torch.cat([x[context_indices(cu_seqlens, r, size)] for r in range(size)])[inverse]`` is ``x``.
-    Returns int64 [T].
+    Both int64 [T].
     """
-    return torch.argsort(context_order(cu_seqlens, size))
-
-
-def context_order(cu_seqlens: Tensor, size: int) -> Tensor:
-    """Packed positions in the order of the concatenation of all ranks' slices, int64 [T]."""
-    return torch.cat([context_indices(cu_seqlens, rank, size) for rank in range(size)])
+    order = torch.cat([context_indices(cu_seqlens, rank, size) for rank in range(size)])
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device)
+    return order, inverse
 
 
 def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:

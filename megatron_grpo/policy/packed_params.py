@@ -1,6 +1,7 @@
 """What Megatron-Core's layers are told of a packed microbatch, shared prompts among it."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from parallel.context import context_indices
+from parallel.context import context_indices, context_order
 from parallel.flex import block_mask
 from parallel.packing import PackedBatch
 
@@ -17,10 +18,16 @@ from parallel.packing import PackedBatch
 class PackedParams(PackedSeqParams):
     """Megatron's, and what it passes on to our own modules."""
 
+    context_size: int = 1
     prefixes: Tensor | None = None
     block_mask: BlockMask | None = None
     rope_positions: Tensor | None = None
     """[T], the position of each token in its sequence, for `PackedRotary`."""
+
+    @cached_property
+    def context_order(self) -> tuple[Tensor, Tensor]:
+        """For `PackedAttention`: once for all layers, as the GPU is waited for."""
+        return context_order(self.cu_seqlens_q, self.context_size)
 
 
 def packed_params(batch: PackedBatch, local: Tensor, rank: int, size: int) -> PackedParams:
@@ -36,6 +43,7 @@ def packed_params(batch: PackedBatch, local: Tensor, rank: int, size: int) -> Pa
         # Also the length of the RoPE table, which every sequence reads from its start.
         max_seqlen_q=batch.max_seqlen,
         max_seqlen_kv=batch.max_seqlen,
+        context_size=size,
     )
     if batch.prefixes is None:
         return params

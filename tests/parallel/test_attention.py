@@ -7,7 +7,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from distributed import run_ranks
 from parallel.attention import PackedAttention, packed_attention
-from parallel.context import context_indices
+from parallel.context import context_indices, context_order
 from parallel.flex import BLOCK, block_mask, flex
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
@@ -81,7 +81,12 @@ def context_parallel_attention(rank: int, ranks_per_group: int) -> list[Tensor]:
     *tensors, cu_seqlens = random_pack()
     local = context_indices(cu_seqlens, group.rank(), group.size())
     query, key, value = (tensor.detach()[local].requires_grad_() for tensor in tensors)
-    params = SimpleNamespace(cu_seqlens_q=cu_seqlens, prefixes=None, block_mask=None)
+    params = SimpleNamespace(
+        cu_seqlens_q=cu_seqlens,
+        prefixes=None,
+        block_mask=None,
+        context_order=context_order(cu_seqlens, group.size()),
+    )
     output = attention(query, key, value, None, packed_seq_params=params)
     probe = torch.linspace(-1, 1, tensors[0].numel(), dtype=output.dtype)
     loss = (output * probe.reshape(tensors[0].shape)[local]).sum()
