@@ -4,6 +4,7 @@ A query sees two ranges of packed positions: its own segment up to itself, and t
 segment continues. No key is copied, and blocks of keys that no query of a block sees are skipped.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 BLOCK = 128
 """Queries, and keys, of a block: flex attention's default."""
+SLAB = 64 * BLOCK
+"""Queries that are compared with all blocks of keys at a time: 8 MB a tensor at 128k tokens."""
 
 
 def block_mask(cu_seqlens: Tensor, prefixes: Tensor, queries: Tensor) -> BlockMask:
@@ -32,14 +35,14 @@ def block_mask(cu_seqlens: Tensor, prefixes: Tensor, queries: Tensor) -> BlockMa
 
     total = int(cu_seqlens[-1])
     starts = torch.arange(0, total, BLOCK, device=queries.device)
-    ends = starts + BLOCK
-    own = _meet(first, queries + 1, starts, ends), _cover(first, queries + 1, starts, ends)
-    shared = (
-        _meet(prefix_first, prefix_end, starts, ends),
-        _cover(prefix_first, prefix_end, starts, ends),
-    )
-    some = _by_block(own[0] | shared[0]).any(dim=1)
-    whole = _by_block(own[1] | shared[1]).all(dim=1)
+    slabs = [
+        _blocks_seen([(own_first, own_end), (shared_first, shared_end)], starts)
+        for own_first, own_end, shared_first, shared_end in zip(
+            *(bound.split(SLAB) for bound in (first, queries + 1, prefix_first, prefix_end)),
+            strict=True,
+        )
+    ]
+    some, whole = (torch.cat(parts) for parts in zip(*slabs, strict=True))
     return BlockMask.from_kv_blocks(
         *_listed(some & ~whole),
         *_listed(whole),
@@ -69,14 +72,17 @@ def _compiled() -> Any:
     return torch.compile(flex_attention, dynamic=True)
 
 
-def _meet(first: Tensor, end: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
-    """Whether each range [first, end) has a part of each block: [t, blocks]."""
-    return (first[:, None] < ends) & (end[:, None] > starts) & (first < end)[:, None]
+def _blocks_seen(ranges: Sequence[tuple[Tensor, Tensor]], starts: Tensor) -> tuple[Tensor, Tensor]:
+    """Of which blocks of keys, that begin at `starts`, each block of queries sees some, and all.
 
-
-def _cover(first: Tensor, end: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
-    """Whether it has all of it."""
-    return (first[:, None] <= starts) & (end[:, None] >= ends)
+    A query, one of t, sees the keys [first, end) of each of `ranges`. Both [t / BLOCK, blocks].
+    """
+    some = whole = starts.new_zeros((), dtype=torch.bool)
+    for first, end in ranges:
+        first, end = first[:, None], end[:, None]
+        some = some | ((first < starts + BLOCK) & (end > starts) & (first < end))
+        whole = whole | ((first <= starts) & (end >= starts + BLOCK))
+    return _by_block(some).any(dim=1), _by_block(whole).all(dim=1)
 
 
 def _by_block(rows: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from distributed import run_ranks
 from parallel.attention import PackedAttention, packed_attention
 from parallel.context import context_indices, context_order
-from parallel.flex import BLOCK, block_mask, flex
+from parallel.flex import BLOCK, SLAB, block_mask, flex
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 LENGTHS = [16, 8, 24]
@@ -207,8 +207,12 @@ def test_flex_attention_is_compiled_once_for_all_lengths():
         torch.testing.assert_close(got[0].transpose(0, 1), want, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("slab", [BLOCK, 4 * BLOCK, SLAB])
 @pytest.mark.parametrize("size", [1, 2])
-def test_the_block_mask_skips_blocks_that_are_not_seen_and_asks_nothing_of_whole_ones(size):
+def test_the_block_mask_skips_blocks_that_are_not_seen_and_asks_nothing_of_whole_ones(
+    monkeypatch, size, slab
+):
+    monkeypatch.setattr("parallel.flex.SLAB", slab)
     segments = [640, 256, 384, 124]
     prefixes = [(0, 0), (0, 637), (0, 637), (0, 0)]
     cu_seqlens = torch.tensor([0, *segments]).cumsum(0).int()
