@@ -9,7 +9,7 @@ from checkpoint_convert.companions import (
     main_dtype,
     model_config,
 )
-from checkpoint_convert.formats.torch_dist_writer import create_chunks, finish_checkpoint
+from checkpoint_convert.formats.torch_dist_writer import create_chunks, finish_checkpoint, index_of
 from checkpoint_convert.hf_config import read_shape
 from checkpoint_convert.megatron import extra_states, hf_tensors
 from checkpoint_convert.new_folder import new_folder
@@ -51,4 +51,4 @@ def import_checkpoint(
             chunks = create_chunks(folder, plan.files)
             places = {created.chunk.name: created.place for created in chunks}
             transfer(weights, plan.layout, places, num_workers, progress)
-            finish_checkpoint(folder, chunks, extra_states(weights.shape))
+            finish_checkpoint(folder, index_of(chunks, extra_states(weights.shape)))

@@ -19,7 +19,12 @@ from torch import Tensor
 from checkpoint_convert import hf_tensors, read_shape
 from checkpoint_convert.formats.tensor_io import TensorSource, write_box
 from checkpoint_convert.formats.torch_dist import read_chunks
-from checkpoint_convert.formats.torch_dist_writer import Chunk, create_chunks, finish_checkpoint
+from checkpoint_convert.formats.torch_dist_writer import (
+    Chunk,
+    create_chunks,
+    finish_checkpoint,
+    index_of,
+)
 from checkpoint_convert.formats.torch_words import DTYPE_NAMES, DTYPES, words_of
 from checkpoint_convert.formats.values import Words
 from cli_process import run_main
@@ -125,7 +130,7 @@ def write_checkpoint(
         with each.place.file.open("r+b", buffering=0) as file:
             values = tensors[each.chunk.key][each.chunk.box.slices]
             write_box(file.fileno(), each.place, Box.whole(values.shape), words_of(values))
-    finish_checkpoint(folder, created, empty_objects)
+    finish_checkpoint(folder, index_of(created, empty_objects))
     return folder
 
 

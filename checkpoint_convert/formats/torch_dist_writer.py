@@ -80,8 +80,13 @@ def create_chunks(folder: Path, files: Sequence[Sequence[Chunk]]) -> list[Create
     return [
         created
         for number, chunks in enumerate(files)
-        for created in _create_file(folder / f"__{number}_0.distcp", chunks)
+        for created in _create_file(folder / file_name(number), chunks)
     ]
+
+
+def file_name(number: int) -> str:
+    """Of file `number` of chunks: Megatron-Core has one for each rank."""
+    return f"__{number}_0.distcp"
 
 
 def place_chunks(path: Path, chunks: Sequence[Chunk]) -> list[CreatedChunk]:
@@ -115,20 +120,23 @@ def _create_file(path: Path, chunks: Sequence[Chunk]) -> list[CreatedChunk]:
     return created
 
 
-def finish_checkpoint(
-    folder: Path, created: Sequence[CreatedChunk], empty_objects: Sequence[str] = ()
-) -> None:
-    """Make files whose values have been written a checkpoint; one process calls this, last.
+def index_of(created: Sequence[CreatedChunk], empty_objects: Sequence[str] = ()) -> bytes:
+    """What says which chunk is where, the same for all checkpoints of the same chunks.
 
     `empty_objects` are entries that Megatron-Core asks for and that hold nothing, such as
-    ``decoder.layers.mlp.linear_fc1._extra_state/shard_0_2``, of layer 0 of 2.
+    ``decoder.layers.mlp.linear_fc1._extra_state/shard_0_2``, of layer 0 of 2. Raises ValueError
+    unless the chunks cover each tensor exactly.
     """
     chunks = [each.chunk for each in created]
     pieces = tuple(Piece(c.name, Box.whole(c.box.size), c.key, c.box) for c in chunks)
     cover_exactly({c.key: c.shape for c in chunks}, [Layout({}, pieces)])
-    if empty_objects:  # all are stored once
-        _write(folder / _EMPTY_FILE, saved_object([None]))
-    _write(folder / METADATA_FILE, dump(_metadata(created, empty_objects)))
+    return dump(_metadata(created, empty_objects))
+
+
+def finish_checkpoint(folder: Path, index: bytes) -> None:
+    """Make files whose values have been written a checkpoint; one process calls this, last."""
+    _write(folder / _EMPTY_FILE, saved_object([None]))  # all empty objects are stored once
+    _write(folder / METADATA_FILE, index)
     _write(folder / _COMMON_FILE, saved_object({}))
     _write(folder / BACKENDS_FILE, json.dumps(_BACKEND_VERSIONS).encode())
 

@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 from checkpoint_convert.formats.torch_dist_writer import (
     Chunk,
-    CreatedChunk,
+    file_name,
     file_parts,
+    index_of,
     place_chunks,
 )
 from megatron_grpo.checkpoints import folders, manifest, megatron_state, trainer_state
@@ -63,7 +64,7 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
         self._memory = HostMemory()
         self._objects = megatron_state.object_names(policy)
-        self._everyones: list[CreatedChunk] | None = None
+        self._index: Future[bytes] | None = None
         self._saving: _Saving | None = None
         self.newest_step = 0
         """Step of the checkpoint that was loaded, or that was begun last."""
@@ -110,7 +111,7 @@ class Checkpoints:
         raise_first_failure(lambda: self._make_folder(folder), OSError)
         chunks, tensors = chunks_to_write(parts)
         values = self._memory.copy(tensors)
-        file = folder / f"__{self._rank}_0.distcp"
+        file = folder / file_name(self._rank)
         shared = self._shared_files(chunks, file, state, experience, ready)
 
         def write() -> dict[str, FileHash]:
@@ -186,11 +187,13 @@ class Checkpoints:
         random = megatron_state.random_state()
         rows = [torch.empty_like(random) for _ in range(self._num_ranks)]
         dist.gather(random, rows if self._rank == 0 else None)
-        if self._everyones is None:  # ranks have the same parts in every save
+        if self._index is None:  # ranks have the same parts in every save
             gathered: list[Any] | None = [None] * self._num_ranks if self._rank == 0 else None
             dist.gather_object((place_chunks(file, chunks), self._objects), gathered)
-            self._everyones = [each for placed, _ in gathered or [] for each in placed]
-            self._objects = [name for _, names in gathered or [] for name in names]
+            placed = [each for of_rank, _ in gathered or [] for each in of_rank]
+            objects = [name for _, of_rank in gathered or [] for name in of_rank]
+            # By the thread that writes it, before it does; on the other ranks it is one of nothing.
+            self._index = self._thread.submit(index_of, placed, objects)
         if self._rank != 0:
             return None
         return SharedFiles(
@@ -198,8 +201,7 @@ class Checkpoints:
             record=self._record(state),
             experience=experience,
             ready=ready,
-            chunks=self._everyones,
-            objects=self._objects,
+            index=self._index,
             random_states=torch.stack(rows),
         )
 

@@ -1,6 +1,6 @@
 """The files of a checkpoint that rank 0 writes for all ranks."""
 
-from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from checkpoint_convert.companions import CHECKPOINT_FOLDER, copy_companions
 from checkpoint_convert.formats.safetensors_file import NAMES
-from checkpoint_convert.formats.torch_dist_writer import CreatedChunk, finish_checkpoint
+from checkpoint_convert.formats.torch_dist_writer import file_name, finish_checkpoint
 from megatron_grpo.checkpoints.manifest import FileHash, hash_files
 from megatron_grpo.checkpoints.trainer_state import (
     READY,
@@ -32,9 +32,8 @@ class SharedFiles:
     """That the next steps train on, if they do not begin with a new generation."""
     ready: Experience | None
     """That nobody has begun to train on."""
-    chunks: Sequence[CreatedChunk]
-    """Of all ranks' files."""
-    objects: Sequence[str]
+    index: Future[bytes]
+    """Of the chunks in all ranks' files."""
     random_states: Tensor
     """Bytes [ranks, n]."""
 
@@ -50,7 +49,7 @@ class SharedFiles:
             write_experience(folder, self.experience)
         if self.ready is not None:
             write_experience(folder, self.ready, READY)
-        finish_checkpoint(folder, self.chunks, self.objects)
-        of_ranks = {each.file for each in self.chunks}
+        finish_checkpoint(folder, self.index.result())
+        of_ranks = {file_name(rank) for rank in range(len(self.random_states))}
         names = (str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
         return hash_files(folder, (name for name in names if name not in of_ranks))

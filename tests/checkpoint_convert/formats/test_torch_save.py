@@ -15,7 +15,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from checkpoint_convert.formats.torch_dist_writer import Chunk, create_chunks, finish_checkpoint
+from checkpoint_convert.formats.torch_dist_writer import (
+    Chunk,
+    create_chunks,
+    finish_checkpoint,
+    index_of,
+)
 from checkpoint_convert.formats.torch_pickle import ITEM_SIZES, STORAGES
 from checkpoint_convert.formats.torch_save import saved_object, saved_tensor
 from checkpoint_convert.formats.torch_words import DTYPES
@@ -72,7 +77,7 @@ def test_metadata_are_those_that_torch_would_have_pickled(tmp_path):
     boxes = [Box((0, 0), (2, 4)), Box((2, 0), (1, 4))]
     chunks = [Chunk("a.weight", box, (3, 4), "BF16") for box in boxes]
     created = create_chunks(tmp_path, [chunks])
-    finish_checkpoint(tmp_path, created, ["nothing"])
+    finish_checkpoint(tmp_path, index_of(created, ["nothing"]))
     size = torch.Size
     places = {
         MetadataIndex("a.weight", size(each.chunk.box.start)): _StorageInfo(

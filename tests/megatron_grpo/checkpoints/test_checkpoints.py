@@ -8,6 +8,7 @@ import re
 import resource
 import signal
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from checkpoint_convert.formats.torch_dist import read_chunks
+from checkpoint_convert.formats.torch_dist_writer import CreatedChunk, index_of
 from conversions import file_size_limit
 from distributed import run_ranks
+from megatron_grpo.checkpoints import checkpoints as checkpoints_module
 from megatron_grpo.checkpoints import folders, manifest, megatron_state
 from megatron_grpo.checkpoints.newest import steps_done
 from megatron_grpo.checkpoints.screening import screen_checkpoint
@@ -187,19 +191,42 @@ def test_a_checkpoint_explains_itself(saved):
     assert {"config.yaml", "hf_config/config.json", "common.pt", ".metadata"} <= listed
 
 
-def save_four_and_keep_three(rank: int, model: Path, run: Path) -> None:
-    dims = ParallelDims()
+def save_four_and_keep_three(rank: int, model: Path, run: Path) -> list[int]:
+    """Of how many chunks an index was made, each time that one was."""
+    dims = ParallelDims(data=2)
     policy, _ = start_policy(rank, model, dims)
-    checkpoints = checkpoints_of(run, policy, model, dims, "train.keep_checkpoints=3")
-    for number in range(1, 5):
-        checkpoints.save(TrainerState(step=number), None)
-    checkpoints.wait()
+    lengths = []
+
+    def counted(placed: Sequence[CreatedChunk], objects: Sequence[str]) -> bytes:
+        lengths.append(len(placed))
+        return index_of(placed, objects)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoints_module, "index_of", counted)
+        checkpoints = checkpoints_of(run, policy, model, dims, "train.keep_checkpoints=3")
+        for number in range(1, 5):
+            checkpoints.save(TrainerState(step=number), None)
+        checkpoints.wait()
+    return lengths
 
 
-def test_as_many_stay_as_the_config_says(model, tmp_path):
-    run_ranks(1, save_four_and_keep_three, model, tmp_path)
-    there = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+@pytest.fixture(scope="module")
+def kept(model, tmp_path_factory):
+    """The checkpoints of a run that has saved four, and its indices of both ranks."""
+    run = tmp_path_factory.mktemp("kept")
+    return run / "checkpoints", run_ranks(2, save_four_and_keep_three, model, run)
+
+
+def test_as_many_stay_as_the_config_says(kept):
+    there = {path.name for path in kept[0].iterdir()}
     assert there == {"step_2", "step_3", "step_4", "LATEST"}
+
+
+def test_the_index_of_chunks_is_made_once_for_all_saves(kept):
+    folder, (of_rank_0, of_rank_1) = kept
+    num_chunks = len(read_chunks(folder / "step_4").layout.pieces)
+    assert (of_rank_0, of_rank_1) == ([num_chunks], [0])
+    assert len({(folder / f"step_{step}" / ".metadata").read_bytes() for step in (2, 3, 4)}) == 1
 
 
 FULL_DISK, NO_ROOM, NOT_PUBLISHED = "full disk", "no room", "not published"
