@@ -65,7 +65,7 @@ def write_weights(
     files that it has a part in, the one that `first_file` counts to, and goes round.
     """
     layout.check_shapes({name: tuple(tensor.shape) for name, tensor in parameters.items()})
-    places = locate_tensors(folder)
+    places = locate_tensors(folder, {p.tensor for p in layout.pieces if not p.is_replica})
     copies = intersect(layout, Layout.of_whole_tensors({n: p.shape for n, p in places.items()}))
     owned = sum(piece.box.num_elements for piece in layout.pieces if not piece.is_replica)
     written = sum(copy.source_box.num_elements for copy in copies)

@@ -20,10 +20,12 @@ def read_weights(
     """Fill every element of `parameters`, the local tensors that `layout` describes, in place.
 
     Values are converted to the dtype and device of each parameter. Raises the ValueError of
-    `open_weights` when the files at `path` do not hold the model.
+    `open_weights` when the files at `path` do not hold what is asked for. Of a Hugging Face folder
+    no others are opened: a job of a thousand ranks would read the header of each a thousand times.
     """
     layout.check_shapes({name: tuple(tensor.shape) for name, tensor in parameters.items()})
-    with closing(open_weights(path, shape)) as weights:
+    names = {piece.tensor for piece in layout.pieces}
+    with closing(open_weights(path, shape, names)) as weights:
         assembly = Assembly(weights, layout)
         for name, parameter in parameters.items():
             values = parameter.detach()

@@ -1,5 +1,6 @@
 """A model's weights in files, whatever the format: which boxes there are, and how to read them."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ _TENSOR_SIZES = range(1, 65)
 
 @dataclass(frozen=True)
 class Weights:
-    """A complete set of weights."""
+    """A set of weights: all of a model, or those that were asked for."""
 
     shape: ModelShape
     layout: Layout
@@ -47,20 +48,22 @@ class Weights:
         self.tensors.close()
 
 
-def open_weights(path: Path, shape: ModelShape) -> Weights:
+def open_weights(path: Path, shape: ModelShape, names: Collection[str] | None = None) -> Weights:
     """The weights of a model of `shape` in a Hugging Face folder (safetensors or `.bin`), a GGUF
     file, or a Megatron torch_dist checkpoint.
 
     Reads headers. Raises ValueError, listing all faults, unless every tensor of the model is there
-    once, in its shape, and nothing else is.
+    once, in its shape, and nothing else is. With `names` of tensors a Hugging Face folder is opened
+    and checked for these alone.
     """
     if is_torch_dist(path):
         return _open_torch_dist(path, shape)
-    whole = Layout.of_whole_tensors(hf_tensors(shape))
     gguf = find_gguf(path)
     if gguf is not None:
+        whole = Layout.of_whole_tensors(hf_tensors(shape))
         return Weights(shape, whole, GgufTensors(gguf, shape), "gguf")
-    places = check_weights(path, shape)
+    places = check_weights(path, shape, names)
+    whole = Layout.of_whole_tensors({name: place.shape for name, place in places.items()})
     formats = {place.file.suffix.lstrip(".") for place in places.values()}
     return Weights(shape, whole, StoredTensors(places), " and ".join(sorted(formats)))
 

@@ -1,7 +1,8 @@
 """The weight files of a Hugging Face folder: finding and checking tensors from headers alone."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TensorPlace, read_header
 from checkpoint_convert.formats.torch_file import read_places
@@ -19,10 +20,15 @@ _MAX_NAME_BYTES = 255  # Linux's limit
 _RECOMPUTED = ".rotary_emb.inv_freq"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
+T = TypeVar("T")
 
-def locate_tensors(folder: str | Path) -> dict[str, TensorPlace]:
+
+def locate_tensors(
+    folder: str | Path, names: Collection[str] | None = None
+) -> dict[str, TensorPlace]:
     """Place of every tensor in `folder`, from one file or, without it, from a sharded index.
 
+    With `names`, of those alone that are among them: shards with none of these are not opened.
     Files of torch.save are read when there are no safetensors. Raises ValueError for what is no
     folder or has neither, an index that names files outside the folder or files and tensors that
     are not there, and malformed files.
@@ -34,21 +40,26 @@ def locate_tensors(folder: str | Path) -> dict[str, TensorPlace]:
         (BIN_FILE, BIN_INDEX_FILE, read_places),
     ):
         if (folder / single).is_file():
-            return read(folder / single)
+            return _chosen(read(folder / single), names)
         if (folder / index).is_file():
-            return _locate_indexed(folder / index, read)
+            return _locate_indexed(folder / index, read, names)
     raise ValueError(
         f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}, neither {BIN_FILE} nor "
         f"{BIN_INDEX_FILE}"
     )
 
 
+def _chosen(found: dict[str, T], names: Collection[str] | None) -> dict[str, T]:
+    return {name: each for name, each in found.items() if names is None or name in names}
+
+
 def _locate_indexed(
-    path: Path, read: Callable[[Path], dict[str, TensorPlace]]
+    path: Path, read: Callable[[Path], dict[str, TensorPlace]], names: Collection[str] | None
 ) -> dict[str, TensorPlace]:
     index = read_json(path).get("weight_map")
     if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
         raise ValueError(f"{path} has no weight_map from tensor to file names")
+    index = _chosen(index, names)
     files = sorted(set(index.values()))
     outside = [file for file in files if file != Path(file).name or file == ".."]
     if outside:
@@ -71,19 +82,22 @@ def _is_file_name(text: str) -> bool:
     return 0 < num_bytes <= _MAX_NAME_BYTES and "\0" not in text
 
 
-def check_weights(folder: str | Path, shape: ModelShape) -> dict[str, TensorPlace]:
+def check_weights(
+    folder: str | Path, shape: ModelShape, names: Collection[str] | None = None
+) -> dict[str, TensorPlace]:
     """Places of exactly the tensors that `shape` asks for; reads headers, not weights.
 
-    Raises ValueError that lists every tensor that is missing, unexpected, or of another shape or
-    a dtype that is not supported, and for a folder with an adapter, which changes the weights.
+    With `names`, of these alone: whatever else is there is not looked at. Raises ValueError that
+    lists every tensor that is missing, unexpected, or of another shape or a dtype that is not
+    supported, and for a folder with an adapter, which changes the weights.
     """
     if (Path(folder) / ADAPTER_FILE).is_file():
         raise ValueError(
             f"{folder} has a LoRA adapter, which would be left out: merge it into the weights "
             f"(merge_and_unload), or remove {ADAPTER_FILE}"
         )
-    wanted = hf_tensors(shape)
-    places = locate_tensors(folder)
+    wanted = _chosen(hf_tensors(shape), names)
+    places = locate_tensors(folder, names)
     faults = [f"{name} {list(wanted[name])} is missing" for name in wanted if name not in places]
     for name, place in places.items():
         if name not in wanted:

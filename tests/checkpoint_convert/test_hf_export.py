@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from checkpoint_convert import check_weights, hf_tensors, megatron_layout, read_shape
+from checkpoint_convert.formats import hf_folder
+from checkpoint_convert.formats.safetensors_file import TensorPlace, read_header
 from checkpoint_convert.hf_export import (
     create_export,
     finish_export,
@@ -158,6 +160,27 @@ def test_a_rank_begins_with_its_own_file_and_goes_round(
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(Path(file.name).name))
     write_weights(tmp_path, *load_rank(llama, shape, ParallelDims(), 0), first_file)
     assert synced == [f"model-{number:05d}-of-00003.safetensors" for number in expected]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_opens_no_file_without_a_tensor_of_its_own(llama, tmp_path, monkeypatch, rank):
+    shape, dims = read_shape(llama), ParallelDims(pipeline=2)
+    create_export(tmp_path, llama, shape, torch.float32, max_shard_bytes=1)  # a file for each
+    opened: list[str] = []
+
+    def counted(path: Path) -> dict[str, TensorPlace]:
+        opened.append(path.name)
+        return read_header(path)
+
+    monkeypatch.setattr(hf_folder, "read_header", counted)
+    layout, parameters = load_rank(tmp_path, shape, dims, rank)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    own = sorted({index[piece.tensor] for piece in layout.pieces})
+    assert opened == own
+    assert 0.4 < len(own) / len(index) < 0.6
+    opened.clear()
+    write_weights(tmp_path, layout, parameters)
+    assert opened == own
 
 
 @pytest.mark.parametrize(
