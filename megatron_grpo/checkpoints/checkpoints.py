@@ -23,7 +23,8 @@ from checkpoint_convert.formats.torch_dist_writer import (
     index_of,
     place_chunks,
 )
-from megatron_grpo.checkpoints import folders, manifest, megatron_state, trainer_state
+from megatron_grpo.checkpoints import folders, manifest, megatron_state
+from megatron_grpo.checkpoints.experience_file import READY, read_experience
 from megatron_grpo.checkpoints.manifest import FileHash
 from megatron_grpo.checkpoints.megatron_state import StatePart
 from megatron_grpo.checkpoints.newest import load_newest
@@ -82,12 +83,12 @@ class Checkpoints:
 
     def load_experience(self, step: int, prompts: Sequence[Prompt]) -> Experience | None:
         """The generation that the checkpoint of `step` was training on, if it was inside of one."""
-        return trainer_state.read_experience(folders.step_folder(self._folder, step), prompts)
+        return read_experience(folders.step_folder(self._folder, step), prompts)
 
     def load_ready(self, step: int, prompts: Sequence[Prompt]) -> Experience:
         """The generation that nobody had begun to train on, where `TrainerState.ready` is there."""
         folder = folders.step_folder(self._folder, step)
-        ready = trainer_state.read_experience(folder, prompts, trainer_state.READY)
+        ready = read_experience(folder, prompts, READY)
         assert ready is not None, f"the manifest of {folder} is right"
         return ready
 

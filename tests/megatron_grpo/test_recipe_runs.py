@@ -12,7 +12,7 @@ from demo.make_sums import sums
 from engines import TestEngine
 from jobs import Job
 from megatron_grpo.algorithm.kl import adapted_beta
-from megatron_grpo.checkpoints.trainer_state import TOKENS_FILE
+from megatron_grpo.checkpoints.experience_file import TOKENS_FILE
 from oracle import oracle_advantages, oracle_sequence_kl
 from runs import read_json_lines, read_metrics
 

@@ -7,10 +7,7 @@ import pytest
 import torch
 
 from distributed import run_ranks
-from megatron_grpo.checkpoints.trainer_state import (
-    read_experience,
-    write_experience,
-)
+from megatron_grpo.checkpoints.experience_file import read_experience, write_experience
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.experience.batching import BatchSchedule
 from megatron_grpo.experience.exchange import collect_values, distribute
