@@ -106,9 +106,7 @@ def build_model(cfg: Config, shape: ModelShape, groups: Groups) -> Model:
 
 def add_gradients(model: Model) -> None:
     """Give the chunks of a model gradients, which are summed over data and context ranks."""
-    model.chunks = [
-        _with_gradients(chunk, is_first=number == 0) for number, chunk in enumerate(model.chunks)
-    ]
+    model.chunks = [_with_gradients(chunk) for chunk in model.chunks]
 
 
 def add_optimizer(model: Model, cfg: Config) -> Policy:
@@ -201,7 +199,7 @@ def _rope_scaling(shape: ModelShape) -> dict[str, Any]:
     return {"rope_scaling": True, "rope_scaling_factor": factor}
 
 
-def _with_gradients(chunk: GPTModel, *, is_first: bool) -> DistributedDataParallel:
+def _with_gradients(chunk: GPTModel) -> DistributedDataParallel:
     """Give a chunk its float32 gradient buffer, which is summed over data and context ranks."""
     wrapped = DistributedDataParallel(
         chunk.config,
@@ -212,7 +210,6 @@ def _with_gradients(chunk: GPTModel, *, is_first: bool) -> DistributedDataParall
             check_for_nan_in_grad=False,
         ),
         chunk,
-        disable_bucketing=not is_first,
     )
     # Up to 0.19 Megatron leaves the padding between gradient buckets out of a saved optimizer, but
     # looks parameters up as if it were there. An embedding tied over two stages has a bucket of its
