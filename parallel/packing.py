@@ -52,7 +52,7 @@ class PackedBatch:
 
     Every tensor lives in the index space of `tokens`: position t speaks of ``tokens[t]``. Every
     rank of a model replica holds the whole of it; parallel/context.py and parallel/vocab.py take
-    the rank's part. Padding has token `padding_id`, sequence_index -1 and zeros elsewhere.
+    the rank's part. Padding has sequence_index -1 and zeros elsewhere.
     """
 
     tokens: Tensor  # [T] int64
@@ -89,7 +89,6 @@ def pack(
     alignment: Alignment,
     *,
     share_prompts: bool = False,
-    padding_id: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> PackedBatch:
     """Lay ``sequences[i] for i in indices`` end to end.
@@ -119,7 +118,7 @@ def pack(
     masks = [True if each.response_mask is None else each.response_mask for each in members]
     loss_mask = per_token(masks, places, total, torch.bool)
     return PackedBatch(
-        tokens=per_token([s.tokens for s in segments], whole, total, torch.int64, padding_id),
+        tokens=per_token([s.tokens for s in segments], whole, total, torch.int64),
         position_ids=torch.cat(
             [torch.arange(first, first + n) for first, n in zip(firsts, lengths, strict=True)]
         ),

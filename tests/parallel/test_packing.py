@@ -50,13 +50,11 @@ def test_tokens_off_the_response_mask_are_read_and_carry_no_weight():
 
 
 def test_padding_ends_each_sequence_and_the_last_one_fills_the_microbatch():
-    batch = pack(
-        [sequence(3, 1), sequence(5, 1)], [0, 1], Alignment(sequence=4, total=16), padding_id=7
-    )
+    batch = pack([sequence(3, 1), sequence(5, 1)], [0, 1], Alignment(sequence=4, total=16))
     assert batch.cu_seqlens.tolist() == [0, 4, 16]
     assert batch.max_seqlen == 12
-    assert batch.tokens[3] == 7
-    assert batch.tokens[9:].tolist() == [7] * 7
+    assert batch.tokens[3] == 0
+    assert batch.tokens[9:].tolist() == [0] * 7
     assert batch.position_ids[4:].tolist() == list(range(12))
     assert batch.sequence_index.tolist() == [0] * 3 + [-1] + [1] * 5 + [-1] * 7
     assert not batch.loss_mask[batch.sequence_index < 0].any()

@@ -577,11 +577,11 @@ def test_every_option_of_the_loss_equals_the_padded_oracle(name, off_policy, alo
     assert_equals_oracle(options, REWARDS, REWARDS, PACKINGS, alone, off_policy)
 
 
-@pytest.mark.parametrize("completion", [[], [3], [3, 3], [7, 3]])
+@pytest.mark.parametrize("completion", [[], [0], [0, 0], [7, 0]])
 def test_a_token_that_is_also_the_padding_counts_where_it_was_sampled(completion):
-    # With padding 3, and 3 as the end of a sequence: after it, before it, and as all there is.
-    policy, prompts = BigramModel(1), [[5, 3], [3], [8]]
-    completions = [[4, 3], completion, [6]]
+    # Padding is 0, and here so is the end of a sequence: after it, before it, and all there is.
+    policy, prompts = BigramModel(1), [[5, 0], [0], [8]]
+    completions = [[4, 0], completion, [6]]
     sequences = [
         TokenSequence(
             tokens=torch.tensor(prompt + own),
@@ -593,7 +593,7 @@ def test_a_token_that_is_also_the_padding_counts_where_it_was_sampled(completion
         for prompt, own in zip(prompts, completions, strict=True)
     ]
     alignment = Alignment(sequence=8, total=8)
-    batch = pack(sequences, [0, 1, 2], alignment, padding_id=3, dtype=torch.float64)
+    batch = pack(sequences, [0, 1, 2], alignment, dtype=torch.float64)
     logprobs, entropy = policy.of_packed(batch)
     cfg = grpo_config(loss_type="cispo", epsilon_high=5.0)  # whose loss is -logprob here
     loss = loss_of(logprobs, batch, cfg, entropy)
