@@ -1,9 +1,9 @@
 """Which box of which local tensor is which box of which whole tensor. Integers only.
 
-A `Layout` describes what one rank of one system (a Megatron rank, a folder of weight files, later
-an engine's worker) holds, in the coordinates of the whole tensors. Loading, exporting and
-resharding are then one operation: `intersect` two layouts and copy the boxes. `cover_exactly`
-proves that nothing is missing and nothing is written twice.
+A `Layout` describes what one rank of one system (a Megatron rank, a folder of weight files, an
+engine's worker) holds, in the coordinates of the whole tensors. Loading, exporting and resharding
+are then one operation: `intersect` two layouts and copy the boxes. `cover_exactly` proves that
+nothing is missing and nothing is written twice.
 
 A local tensor may store a whole one transposed, or as one slice of a stack: `Piece.axes` says which
 local dimension each dimension of the whole tensor runs along.

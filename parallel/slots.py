@@ -67,7 +67,7 @@ def fill(units: Units, targets: np.ndarray) -> np.ndarray | None:
 def fill_by_rank(units: Units, shape: tuple[int, int]) -> np.ndarray | None:
     """The slot of each unit: costliest first, to the rank with least, there to the cheapest slot.
 
-    Slower than `_fill`, and evener over ranks where there is little room. None when a unit fits
+    Slower than `fill`, and evener over ranks where there is little room. None when a unit fits
     nowhere.
     """
     slots = np.empty(len(units.costs), dtype=int)

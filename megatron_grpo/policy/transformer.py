@@ -1,7 +1,7 @@
 """What Megatron-Core is told of a model: its TransformerConfig and the modules of its layers.
 
 The modules are Transformer Engine's where it is installed, else torch's: same weights, same
-numbers. Everything that differs between releases of Megatron-Core is in this file.
+numbers. What differs between releases of Megatron-Core is in policy/, most of it in this file.
 """
 
 import difflib

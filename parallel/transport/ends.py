@@ -2,7 +2,7 @@
 
 Trainer ranks send to the workers of the first engine, and worker w of each engine passes on what
 arrives, bucket by bucket, to worker w of the next. Trainer ranks know what each worker needs
-(`plan_sends`); a worker reads on the board of the meeting what it is going to be sent, and refuses
+(`cut_shares`); a worker reads on the board of the meeting what it is going to be sent, and refuses
 what does not fill its parameters exactly.
 """
 
