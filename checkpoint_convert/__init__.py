@@ -6,14 +6,13 @@ and `checkpoint_convert.hf_export`.
 
 from checkpoint_convert.formats.hf_folder import check_weights
 from checkpoint_convert.hf_config import read_shape
-from checkpoint_convert.megatron import check_megatron_layouts, hf_tensors, megatron_layout
+from checkpoint_convert.megatron import hf_tensors, megatron_layout
 from checkpoint_convert.shape import ModelShape, MoeShape, check_divisible, padded_vocab_size
 
 __all__ = [
     "ModelShape",
     "MoeShape",
     "check_divisible",
-    "check_megatron_layouts",
     "check_weights",
     "hf_tensors",
     "megatron_layout",

@@ -14,7 +14,6 @@ from parallel import (
     Piece,
     Sender,
     Shape,
-    cover_exactly,
     pipeline_layers,
 )
 
@@ -111,19 +110,6 @@ def _holders(parameter: Parameter, dims: ParallelDims, at: Coordinates) -> range
     if parameter.split is None:
         return range(first, end)
     return range(first + at.tensor, end, dims.tensor)
-
-
-def check_megatron_layouts(
-    shape: ModelShape, dims: ParallelDims, *, transformer_engine: bool
-) -> None:
-    """Raise ValueError unless the ranks together own every element of the weight files once."""
-    layouts = [
-        megatron_layout(shape, dims, at, transformer_engine=transformer_engine)
-        for at in _owners(shape, dims)
-    ]
-    for layout in layouts:
-        layout.check_complete()
-    cover_exactly(hf_tensors(shape), layouts)
 
 
 def checkpoint_layout(shape: ModelShape, padded_vocab: int) -> Layout:

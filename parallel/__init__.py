@@ -4,13 +4,12 @@ Here is what works with integers alone. What needs torch or Megatron-Core, which
 imported, comes from its own module: `from parallel.packing import pack`.
 """
 
-from parallel.dims import Coordinates, ExpertPlace, ParallelDims, divisors, pipeline_layers
+from parallel.dims import Coordinates, ParallelDims, divisors, pipeline_layers
 from parallel.layout import Axes, Box, Copy, Layout, Piece, Shape, cover_exactly, intersect
 from parallel.reshard import (
     Sender,
     Traffic,
     all_shares,
-    check_arrivals,
     check_push,
     cut_shares,
     plan_sends,
@@ -24,7 +23,6 @@ __all__ = [
     "Box",
     "Coordinates",
     "Copy",
-    "ExpertPlace",
     "Layout",
     "ParallelDims",
     "Piece",
@@ -32,7 +30,6 @@ __all__ = [
     "Shape",
     "Traffic",
     "all_shares",
-    "check_arrivals",
     "check_push",
     "cover_exactly",
     "cut_shares",

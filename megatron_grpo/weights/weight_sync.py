@@ -31,8 +31,18 @@ from megatron_grpo.weights.weight_sums import sums_of_all_ranks
 from megatron_grpo.weights.worker_layouts import worker_layouts
 from parallel import Sender, cut_shares, plan_shares
 from parallel.failure import broadcast_text, first_failure
-from parallel.transport import TIMEOUT, Invitation, Outbox, bucket_bytes_for, refuse_all
-from parallel.transport.meeting import Board, Meeting, join, local_address, open_meeting
+from parallel.transport import (
+    TIMEOUT,
+    Board,
+    Invitation,
+    Meeting,
+    Outbox,
+    bucket_bytes_for,
+    join,
+    local_address,
+    open_meeting,
+    refuse_all,
+)
 
 PREEMPTED = -1
 """In the place of the number of engines."""

@@ -15,12 +15,11 @@ from torch.nn.functional import pad
 from checkpoint_convert import (
     ModelShape,
     check_divisible,
-    check_megatron_layouts,
     hf_tensors,
     megatron_layout,
     padded_vocab_size,
 )
-from checkpoint_convert.megatron import checkpoint_boxes, checkpoint_layout
+from checkpoint_convert.megatron import checkpoint_boxes, checkpoint_layout, first_senders
 from parallel import (
     Box,
     Coordinates,
@@ -219,12 +218,12 @@ def assert_same(tensors: Tensors, expected: Tensors) -> None:
 def test_every_rank_holds_what_megatron_fuses_pads_and_splits(model, transformer_engine):
     shape, dims = model
     check_divisible(shape, dims)
-    check_megatron_layouts(shape, dims, transformer_engine=transformer_engine)
     weights, files = random_weights(shape), Layout.of_whole_tensors(hf_tensors(shape))
     layouts = []
     for rank in range(dims.world_size):
         at = dims.coordinates(rank)
         layout = megatron_layout(shape, dims, at, transformer_engine=transformer_engine)
+        layout.check_complete()
         expected = expected_rank(weights, shape, dims, at, transformer_engine)
         assert_same(received(layout, files, weights), expected)
         layouts.append(layout)
@@ -332,7 +331,10 @@ def test_a_published_model_is_planned_and_saved_within_seconds_of_cpu_time(
 ):
     start = time.process_time()
     check_divisible(shape, dims)
-    check_megatron_layouts(shape, dims, transformer_engine=True)
+    layouts = [sender.layout for sender in first_senders(shape, dims)]
+    for layout in layouts:
+        layout.check_complete()
+    cover_exactly(hf_tensors(shape), layouts)
     checkpoint = checkpoint_layout(shape, padded_vocab_size(shape, dims))
     saved = (
         Layout({}, tuple(Piece("", box, key, box) for key, box in boxes))

@@ -15,13 +15,13 @@ from parallel import (
     Layout,
     ParallelDims,
     all_shares,
-    check_arrivals,
     check_push,
     intersect,
     plan_sends,
     senders_by_worker,
     traffic,
 )
+from parallel.reshard import check_arrivals
 from parallel.views import as_whole
 from shapes import LLAMA_70B, QWEN3_30B, models
 
