@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import pad
@@ -213,7 +213,6 @@ def assert_same(tensors: Tensors, expected: Tensors) -> None:
         assert torch.equal(tensors[name], tensor), name
 
 
-@settings(deadline=None)
 @given(models(), st.booleans())
 def test_every_rank_holds_what_megatron_fuses_pads_and_splits(model, transformer_engine):
     shape, dims = model
@@ -230,7 +229,6 @@ def test_every_rank_holds_what_megatron_fuses_pads_and_splits(model, transformer
     cover_exactly(hf_tensors(shape), layouts)
 
 
-@settings(deadline=None)
 @given(shapes(), st.integers(0, 3))
 def test_a_checkpoint_holds_stacks_that_are_split_over_no_ranks(shape, padding):
     padded_vocab = shape.vocab_size + padding
@@ -243,7 +241,6 @@ def test_a_checkpoint_holds_stacks_that_are_split_over_no_ranks(shape, padding):
     assert_same(received(files, layout, tensors), weights)
 
 
-@settings(deadline=None)
 @given(models())
 def test_the_ranks_save_what_they_own_and_together_the_checkpoint(model):
     shape, dims = model

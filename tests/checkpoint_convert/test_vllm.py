@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoint_convert import hf_tensors, read_shape
@@ -90,7 +90,6 @@ def test_so_it_does_for_any_number_of_heads_and_experts(tmp_path, family, tensor
     assert_workers_hold_what_the_layouts_say(cases)
 
 
-@settings(deadline=None)
 @given(shapes(), st.sampled_from([1, 2, 3, 4, 6]), st.booleans())
 def test_the_workers_of_an_engine_hold_the_model_once(shape, tensor, expert_parallel):
     dims = EngineDims(tensor=tensor, expert_parallel=expert_parallel)

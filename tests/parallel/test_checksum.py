@@ -95,7 +95,7 @@ def somewhere(data: st.DataObject, size: tuple[int, ...], dtype: torch.dtype) ->
     return tensor[tuple(slice(a, a + n) for a, n in zip(before, size, strict=True))]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(boxes(), st.sampled_from([*DTYPES, torch.int8]), st.data())
 def test_a_box_counts_as_in_a_tensor_of_zeros_wherever_it_lies_in_memory(place, dtype, data):
     box, shape = place
@@ -107,7 +107,7 @@ def test_a_box_counts_as_in_a_tensor_of_zeros_wherever_it_lies_in_memory(place, 
     assert int(checksum_by_torch(values, box, shape)) == expected
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(boxes(), st.sampled_from([*DTYPES, torch.int8]), st.sampled_from(DTYPES), st.data())
 def test_a_copy_is_the_one_of_torch_and_is_summed_as_it_arrived(place, dtype, own_dtype, data):
     box, shape = place

@@ -28,7 +28,7 @@ def microbatch_tokens(lengths, members, alignment):
     return max(math.ceil(aligned / alignment.total), 1) * alignment.total
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(1, 60), max_size=60),
     room=st.integers(1, 4),
@@ -56,7 +56,7 @@ def test_a_plan_uses_every_sequence_once_within_the_limit_and_equally_many_times
     assert plan == plan_microbatches(lengths, max_tokens, dims, alignment)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=40), dims=ALL_DIMS)
 def test_what_is_planned_packs_to_what_was_promised(lengths, dims):
     alignment = Alignment.of(dims, sequence_parallel=True)
@@ -143,7 +143,7 @@ def fewest_microbatches(lengths, max_tokens, dims):
     return [sorted(rank, key=cost, reverse=True) for rank in plan]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     lengths=st.lists(st.integers(16, 4096), min_size=1, max_size=60),
     dims=st.builds(

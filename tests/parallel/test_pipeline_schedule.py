@@ -65,7 +65,7 @@ def event_by_event(costs, pipeline, virtual):
     return max(clock)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
     pipeline=st.integers(1, 5), virtual=st.integers(1, 3), groups=st.integers(1, 3), data=st.data()
 )

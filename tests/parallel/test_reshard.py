@@ -78,7 +78,6 @@ def pushes(draw):
     return shape, dims, workers
 
 
-@settings(deadline=None)
 @given(pushes(), st.integers(1, 40))
 def test_every_worker_receives_every_element_of_its_shard_once(push, max_elements):
     shape, dims, workers = push
@@ -101,7 +100,7 @@ def test_every_worker_receives_every_element_of_its_shard_once(push, max_element
         assert all(torch.equal(tensors[name], expected[name]) for name in expected)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(pushes())
 def test_ranks_that_hold_the_same_tensors_say_so(push):
     shape, dims, _ = push
@@ -121,7 +120,7 @@ def test_ranks_that_hold_the_same_tensors_say_so(push):
             assert list(sender.holders[name]) == same
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(pushes(), st.integers(1, 5))
 def test_the_traffic_is_that_of_all_plans(push, num_engines):
     shape, dims, workers = push
