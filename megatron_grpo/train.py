@@ -156,6 +156,9 @@ class Training:
             num_ranks = cfg.dims.world_size // num_hosts
             source = ExperienceSource(cfg, shape, token, num_ranks)
             self.source = stack.enter_context(closing(source))
+            source.wait_for_memory()
+        if not cfg.rollout.base_urls:
+            dist.broadcast(torch.zeros(1), src=0)  # before nobody allocates what engines take
         self.policy = build_policy(cfg, shape, groups)
         self.reference = build_reference(cfg, shape, groups) if cfg.grpo.beta > 0 else None
         for chunk in [*self.policy.chunks, *(self.reference.chunks if self.reference else [])]:

@@ -82,6 +82,14 @@ class ExperienceSource:
             self._pools.add(rewards)
             self.evaluation = Evaluation(view, held_out, self._end_tokens, self.engines, rewards)
 
+    def wait_for_memory(self) -> None:
+        """Return when engines on GPUs of trainer ranks have taken theirs: they measure what is free.
+
+        Others load while the trainer builds its model. Raises as `wait_ready`.
+        """
+        if self._servers.share_gpus:
+            self._servers.wait_ready(self.cfg.rollout.startup_timeout)
+
     def wait_ready(self) -> None:
         """Return when every engine answers; raises when one is dead or late.
 

@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -101,7 +101,6 @@ def opened(request, models, tmp_path_factory):
     return tensors, read_all(tensors)
 
 
-@settings(deadline=None)
 @given(data=st.data())
 def test_any_box_is_that_part_of_the_tensor(opened, data):
     tensors, whole = opened

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -26,7 +26,6 @@ def boxes(draw):
     return shape, Box(start, size)
 
 
-@settings(deadline=None)
 @given(boxes(), st.sampled_from(sorted(DTYPES)))
 def test_a_box_is_written_and_read_where_slicing_puts_it(shape_and_box, dtype):
     shape, box = shape_and_box

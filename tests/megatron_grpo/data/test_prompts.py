@@ -180,7 +180,7 @@ def test_with_nothing_left_the_rows_are_listed_even_so(tmp_path):
     assert "\n  and 5 more\n" in message
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.lists(
         st.one_of(

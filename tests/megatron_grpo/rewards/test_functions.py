@@ -222,7 +222,7 @@ PARTS += ["planted", "\\boxed{", "\\frac{", "####", "answer is", "\\text{", "٣"
 ARITHMETIC = re.compile(r"(Integer|Float|[\d\s().,'+*/-])*")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.sampled_from(PARTS), max_size=12).map("".join))
 def test_all_that_python_evaluates_of_a_completion_is_arithmetic(completion):
     for source in code_from(completion, "7"):
