@@ -158,7 +158,7 @@ class Training:
             self.source = stack.enter_context(closing(source))
             source.wait_for_memory()
         if not cfg.rollout.base_urls:
-            dist.broadcast(torch.zeros(1), src=0)  # before nobody allocates what engines take
+            dist.broadcast(torch.zeros(1), src=0)  # the engines measure what is free
         self.policy = build_policy(cfg, shape, groups)
         self.reference = build_reference(cfg, shape, groups) if cfg.grpo.beta > 0 else None
         for chunk in [*self.policy.chunks, *(self.reference.chunks if self.reference else [])]:

@@ -83,9 +83,10 @@ class ExperienceSource:
             self.evaluation = Evaluation(view, held_out, self._end_tokens, self.engines, rewards)
 
     def wait_for_memory(self) -> None:
-        """Return when engines on GPUs of trainer ranks have taken theirs: they measure what is free.
+        """Return when engines on GPUs of trainer ranks have taken what is theirs of these.
 
-        Others load while the trainer builds its model. Raises as `wait_ready`.
+        They measure what is free. Others load while the trainer builds its model. Raises as
+        `wait_ready`.
         """
         if self._servers.share_gpus:
             self._servers.wait_ready(self.cfg.rollout.startup_timeout)
