@@ -55,7 +55,7 @@ def shard_bytes_for(num_writers: int, shape: ModelShape, dtype: torch.dtype) -> 
 
 def write_weights(
     folder: str | Path, layout: Layout, parameters: Mapping[str, Tensor], first_file: int = 0
-) -> None:
+) -> int:
     """Write what this rank owns of `parameters` (local tensors of `layout`) into an export.
 
     Every rank calls this, at the same time or not, after `create_export` and any number of times.
@@ -63,6 +63,8 @@ def write_weights(
 
     Ranks that write to one file at a time wait for each other: each begins with another of the
     files that it has a part in, the one that `first_file` counts to, and goes round.
+
+    Returns the number of elements written: those of all ranks together are the model's.
     """
     layout.check_shapes({name: tuple(tensor.shape) for name, tensor in parameters.items()})
     places = locate_tensors(folder, {p.tensor for p in layout.pieces if not p.is_replica})
@@ -84,6 +86,7 @@ def write_weights(
                 values = values.to("cpu", DTYPES[place.dtype])
                 write_box(opened.fileno(), place, copy.destination_box, words_of(values))
             os.fsync(opened)
+    return written
 
 
 def finish_export(partial: str | Path, folder: str | Path) -> None:

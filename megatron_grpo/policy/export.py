@@ -1,6 +1,7 @@
 """The policy's weights as a Hugging Face folder, for users."""
 
 import shutil
+from math import prod
 from pathlib import Path
 
 import torch
@@ -12,8 +13,10 @@ from checkpoint_convert.hf_export import (
     shard_bytes_for,
     write_weights,
 )
+from checkpoint_convert.megatron import hf_tensors
 from megatron_grpo.config.config import Config
 from megatron_grpo.policy.model import Policy
+from parallel.failure import raise_first_failure
 from parallel.groups import Groups
 
 
@@ -21,7 +24,10 @@ def export_model(folder: Path, policy: Policy, cfg: Config, groups: Groups) -> N
     """Write the policy as Hugging Face folder `folder`, replacing an older one when complete.
 
     Every rank writes its own boxes at their offsets in one set of files; nobody gathers anything.
+    Raises FloatingPointError on all ranks, and writes nothing, where one has a weight that is not
+    finite.
     """
+    raise_first_failure(lambda: _check_finite(policy), FloatingPointError)
     partial = folder.with_name(folder.name + ".partial")
     if groups.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
@@ -31,7 +37,18 @@ def export_model(folder: Path, policy: Policy, cfg: Config, groups: Groups) -> N
         shard_bytes = shard_bytes_for(num_writers, policy.shape, dtype)
         create_export(partial, cfg.model.path, policy.shape, dtype, shard_bytes)
     dist.barrier()
-    write_weights(partial, policy.layout, policy.parameters(), first_file=groups.rank)
-    dist.barrier()
+    written = torch.tensor(
+        write_weights(partial, policy.layout, policy.parameters(), first_file=groups.rank)
+    )
+    dist.all_reduce(written)  # so all have written
     if groups.rank == 0:
+        wanted = sum(map(prod, hf_tensors(policy.shape).values()))
+        assert written == wanted, f"{written} elements written of a model of {wanted}"
         finish_export(partial, folder)
+
+
+def _check_finite(policy: Policy) -> None:
+    for name, values in policy.parameters().items():
+        # No mask as large as the tensor: finite bounds have finite values between.
+        if not torch.stack(torch.aminmax(values.detach())).isfinite().all():
+            raise FloatingPointError(f"{name} is not finite: nothing is exported")

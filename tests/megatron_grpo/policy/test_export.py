@@ -1,0 +1,59 @@
+"""What is exported is the whole model and finite, or nothing is."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from distributed import run_ranks
+from megatron_grpo.policy.export import export_model
+from models import tiny_model
+from parallel import ParallelDims
+from policies import start_policy, tiny_config
+
+CASES = {
+    "qwen3": ParallelDims(tensor=2, data=2),
+    "qwen3_moe": ParallelDims(tensor=2, pipeline=2, data=2, expert=2),
+}
+
+
+def export_and_spoil(rank: int, folder: Path, dims: ParallelDims, out: Path) -> list[str]:
+    """Export a whole policy, one with a NaN on rank 1, and one of which rank 1 lacks a piece."""
+    policy, groups = start_policy(rank, folder, dims)
+    cfg = tiny_config(folder, dims)
+    export_model(out / "whole", policy, cfg, groups)
+    errors = []
+    last = list(policy.parameters().values())[-1].data.view(-1)
+    kept = last[0].clone()
+    if rank == 1:
+        last[0] = torch.nan
+    with pytest.raises(FloatingPointError) as error:
+        export_model(out / "spoilt", policy, cfg, groups)
+    errors.append(str(error.value))
+    last[0] = kept
+    if rank == 1:
+        pieces = [piece for piece in policy.layout.pieces if not piece.is_replica]
+        policy.layout = replace(policy.layout, pieces=tuple(pieces[1:]))
+    try:
+        export_model(out / "short", policy, cfg, groups)
+    except AssertionError as error:
+        errors.append(str(error))
+    return errors
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_a_model_is_exported_whole_and_finite_or_not_at_all(family: str, tmp_path: Path) -> None:
+    """Whether its parameters have copies, and its experts a layout of their own."""
+    folder, out, dims = tmp_path / "model", tmp_path / "out", CASES[family]
+    tiny_model(folder, family, tied=family == "qwen3")
+    out.mkdir()
+    told = run_ranks(dims.world_size, export_and_spoil, folder, dims, out)
+    assert [path.name for path in sorted(out.iterdir())] == ["short.partial", "whole"]
+    theirs, ours = (load_file(at / "model.safetensors") for at in (folder, out / "whole"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs | ours)
+    assert all("is not finite: nothing is exported" in errors[0] for errors in told)
+    assert told[0][0].startswith("rank 1: ")
+    assert [len(errors) for errors in told] == [2] + [1] * (dims.world_size - 1)
+    assert "elements written of a model of" in told[0][1]
