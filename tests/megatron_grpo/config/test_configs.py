@@ -86,7 +86,7 @@ def test_every_rank_is_built_as_planned(name, published, tmp_path, elsewhere):
 def test_the_planner_has_no_objection(name, published, tmp_path):
     cfg = run_config(name, published, tmp_path)
     shape = read_shape(cfg.model.path)
-    assert plan_job(cfg, shape, CARDS["h100"], [longest_sequence(cfg, shape)]).fits
+    assert plan_job(cfg, shape, CARDS["h100"], [longest_sequence(cfg, shape)], None).fits
 
 
 def first_rank(cfg):
