@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from distributed import CONTEXT
 from megatron_grpo.launch.job_token import TOKEN_VARIABLE
 from megatron_grpo.launch.launch import LAUNCHER_VARIABLE, OWN_LOGS_VARIABLE
@@ -58,7 +60,7 @@ class Job:
     ) -> None:
         self.mark = uuid.uuid4().hex
         log_dir.mkdir(parents=True, exist_ok=True)
-        port = free_port()
+        self.port = free_port()
         self.logs = [log_dir / f"rank_{rank}_{self.mark[:6]}.log" for rank in range(num_ranks)]
         self.ranks = []
         for rank, log in enumerate(self.logs):
@@ -69,7 +71,7 @@ class Job:
                 "LOCAL_WORLD_SIZE": str(num_ranks),
                 "GROUP_WORLD_SIZE": "1",
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
+                "MASTER_PORT": str(self.port),
                 "GLOO_SOCKET_IFNAME": "lo",
                 "OMP_NUM_THREADS": "1",
                 RUN_MARK: self.mark,
@@ -102,6 +104,15 @@ class Job:
     def is_running(self) -> bool:
         return any(process.is_alive() for process in self.ranks)
 
+    @property
+    def have_met(self) -> bool:
+        """Whether every rank has reached the store of rank 0.
+
+        One that has not looks for it for an hour, since rank 0 may have much to check before: in
+        that time it is the launcher that ends what has lost a rank.
+        """
+        return all(_is_connected(process.pid, self.port) for process in self.ranks)
+
     def signal(self, number: signal.Signals, *ranks: int) -> None:
         """Send a signal to `ranks`, or to all."""
         for rank in ranks or range(len(self.ranks)):
@@ -133,6 +144,12 @@ class Job:
         left = [" ".join(process.cmdline()) for process in marked_processes(self.mark)]
         codes = [process.exitcode for process in self.ranks]
         return Ended(codes, [log.read_text() for log in self.logs], took, left)
+
+
+def _is_connected(pid: int, port: int) -> bool:
+    with suppress(psutil.Error):  # it has ended
+        return any(c.raddr and c.raddr.port == port for c in psutil.Process(pid).net_connections())
+    return False
 
 
 def free_port() -> int:

@@ -30,7 +30,10 @@ def test_kills_at_any_moment_change_nothing(
 
 
 def is_complete(runs: Runs, run_dir: Path, moments: random.Random, *, kill: bool) -> bool:
-    """Start the run; kill one of its ranks, or all, unless it ends before. Whether it did."""
+    """Start the run; kill one of its ranks, or all, unless it ends before. Whether it did.
+
+    All before they have met: see `Job.have_met`.
+    """
     life = moments.uniform(0.5, LONGEST_LIFE) if kill else 120
     victims = [moments.randrange(NUM_RANKS)] if moments.random() < 0.5 else []
     with runs.start(run_dir) as job:
@@ -38,7 +41,7 @@ def is_complete(runs: Runs, run_dir: Path, moments: random.Random, *, kill: bool
         while job.is_running and time.monotonic() < deadline:
             time.sleep(0.01)
         was_killed = job.is_running
-        job.signal(signal.SIGKILL, *victims)
+        job.signal(signal.SIGKILL, *(victims if job.have_met else ()))
         ended = job.end(15)
     assert ended.survivors == []
     if not was_killed:
