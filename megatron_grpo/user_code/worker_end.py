@@ -16,9 +16,8 @@ def begin_worker() -> tuple[Connection, int]:
 
     It has no more memory than that from here on, and heeds no signal of the scheduler.
     """
-    for (
-        number
-    ) in SCHEDULERS:  # a handler, which programs that the user's code starts do not inherit
+    for number in SCHEDULERS:
+        # A handler, which programs that the user's code starts do not inherit.
         signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SCHEDULERS)
     fd, megabytes = map(int, sys.argv[1:])
