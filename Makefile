@@ -49,7 +49,7 @@ test: check
 	@echo '$(BIN)/pytest, in three parts: two at once, and what is timed behind them'
 	@failed=0; log=$$(mktemp); \
 	$(BIN)/pytest $(WAITS) >$$log 2>&1 & waits=$$!; \
-	trap 'kill $$waits; exit 130' INT TERM; \
+	trap 'kill $$waits; wait $$waits; rm $$log; exit 130' INT TERM; \
 	$(BIN)/pytest -n 2 --dist loadfile $(addprefix --ignore=,$(TIMED) $(WAITS)) || failed=1; \
 	wait $$waits || failed=1; \
 	cat $$log; rm $$log; \

@@ -116,6 +116,8 @@ def running_cluster(folder: Path) -> Iterator[Cluster]:
     (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-7]\n")
     cluster = Cluster(folder, {})
     os.environ["SLURM_CONF"] = str(folder / "slurm.conf")
+    # So that the end of `make test` is that of the daemons: who runs behind its `&` has no Ctrl-C.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         cluster.daemons["munged"] = _start(_munged(folder), folder / "munged.log")
         _wait_for((folder / "munge.socket").exists, folder / "munged.log")
@@ -134,6 +136,7 @@ def running_cluster(folder: Path) -> Iterator[Cluster]:
             except subprocess.TimeoutExpired:
                 daemon.kill()
         del os.environ["SLURM_CONF"]
+        signal.signal(signal.SIGTERM, before)
 
 
 def _configuration(folder: Path) -> str:
