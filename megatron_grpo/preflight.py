@@ -13,8 +13,9 @@ from checkpoint_convert.companions import CHECKPOINT_FOLDER, companion_files
 from checkpoint_convert.shape import differing_fields
 from checkpoint_convert.vllm import check_engine_dims
 from megatron_grpo.checkpoints.folders import latest_step, step_folder
-from megatron_grpo.config.config import Config, RolloutConfig
+from megatron_grpo.config.config import Config
 from megatron_grpo.config.config_file import dump_config, load_config
+from megatron_grpo.config.rollout_config import RolloutConfig
 from megatron_grpo.experience.batching import BatchSchedule
 from megatron_grpo.launch.job_token import TOKEN_VARIABLE, bearer, check_token
 from megatron_grpo.rollout.vllm_command import check_engine_arguments

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from checkpoint_convert import read_shape
-from megatron_grpo.config.config import ModelConfig, RolloutConfig
+from megatron_grpo.config.rollout_config import RolloutConfig
+from megatron_grpo.config.trainer_config import ModelConfig
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.rollout import EngineServers, Generation, RolloutClient, Sample, WorkerSums
 from megatron_grpo.weights.worker_layouts import worker_layouts

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from checkpoint_convert import read_shape
 from distributed import run_ranks
-from megatron_grpo.config.config import ModelConfig, RolloutConfig
+from megatron_grpo.config.rollout_config import RolloutConfig
+from megatron_grpo.config.trainer_config import ModelConfig
 from megatron_grpo.policy.model import weight_sender
 from megatron_grpo.rollout import EngineServers, Fleet, RolloutClient
 from megatron_grpo.rollout.engine_error import EngineError

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from checkpoint_convert import read_shape
 from engines import wait_until
-from megatron_grpo.config.config import RolloutConfig
+from megatron_grpo.config.rollout_config import RolloutConfig
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.rollout import EngineServers, Fleet, Generation, RolloutClient, Sample
 from megatron_grpo.timing import PhaseTimer

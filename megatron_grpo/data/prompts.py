@@ -10,7 +10,8 @@ from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from checkpoint_convert import ModelShape
-from megatron_grpo.config.config import Config, DataConfig
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.data_config import DataConfig
 from megatron_grpo.data.encoding import Encoded, encode_rows
 from megatron_grpo.data.invalid_rows import Fault, InvalidRows
 from megatron_grpo.data.rows import Record, Row, read_rows

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from megatron_grpo.config.config import DataConfig
+from megatron_grpo.config.data_config import DataConfig
 from megatron_grpo.data.invalid_rows import Fault, InvalidRows
 
 FILE_SUFFIXES = (".jsonl", ".parquet")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from megatron_grpo.config.config import EnvironmentConfig
+from megatron_grpo.config.reward_config import EnvironmentConfig
 from megatron_grpo.environments.loaded_class import LOAD_KEY
 from megatron_grpo.launch.exit_status import exit_words
 from megatron_grpo.user_code.columns import missing

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from megatron_grpo.config.config import Config, EvalConfig
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.eval_config import EvalConfig
 from megatron_grpo.data.prompts import Prompt, load_prompts
 from megatron_grpo.evaluation.pass_at_k import pass_at_k
 from megatron_grpo.rewards import RewardPool, total_rewards

@@ -9,7 +9,8 @@ import torch
 
 from checkpoint_convert import ModelShape
 from checkpoint_convert.vllm import check_engine
-from megatron_grpo.config.config import ENVIRONMENT_TERM, Config
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.reward_config import ENVIRONMENT_TERM
 from megatron_grpo.data.prompts import PromptStream, end_tokens, load_prompts
 from megatron_grpo.environments import EnvironmentPool
 from megatron_grpo.evaluation.evaluation import Evaluation, as_evaluated, load_eval_prompts

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from checkpoint_convert import ModelShape
-from megatron_grpo.config.config import Config, RolloutConfig
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.rollout_config import RolloutConfig
 from megatron_grpo.planning.activations import forward_bytes, head_bytes, stage_activations
 from megatron_grpo.planning.card import Card
 from megatron_grpo.planning.state import ITEMSIZE, StateBytes

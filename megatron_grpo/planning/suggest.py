@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.progress import track
 
 from checkpoint_convert import ModelShape, check_divisible
-from megatron_grpo.config.config import Config, ParallelConfig
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.trainer_config import ParallelConfig
 from megatron_grpo.planning.card import Card
 from megatron_grpo.planning.job_plan import least_gpus, share_gpus
 from megatron_grpo.planning.memory import (

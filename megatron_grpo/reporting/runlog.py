@@ -4,8 +4,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from megatron_grpo.config.config import Config, EvalConfig
+from megatron_grpo.config.config import Config
 from megatron_grpo.config.config_file import dump_config
+from megatron_grpo.config.eval_config import EvalConfig
 from megatron_grpo.evaluation.evaluation import Evaluated, eval_metrics, eval_rows
 from megatron_grpo.experience.batching import BatchSchedule
 from megatron_grpo.experience.experience import Experience

@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.config.config import RewardFunction
+from megatron_grpo.config.reward_config import RewardFunction
 from megatron_grpo.rewards.answer import Answer
 from megatron_grpo.user_code.columns import required, taken
 from megatron_grpo.user_code.user_file import load_user_file

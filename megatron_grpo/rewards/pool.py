@@ -7,7 +7,7 @@ from itertools import count
 from multiprocessing.connection import Pipe, wait
 from typing import TYPE_CHECKING, Any
 
-from megatron_grpo.config.config import RewardConfig
+from megatron_grpo.config.reward_config import RewardConfig
 from megatron_grpo.rewards.answer import Answer
 from megatron_grpo.rewards.scoring import Call, RewardError, Scoring
 from megatron_grpo.rewards.worker_process import WorkerProcess

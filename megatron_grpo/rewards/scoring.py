@@ -8,7 +8,7 @@ from itertools import groupby
 from math import ceil, isnan, nan
 from typing import TYPE_CHECKING, Any
 
-from megatron_grpo.config.config import RewardConfig
+from megatron_grpo.config.reward_config import RewardConfig
 from megatron_grpo.rewards.answer import Answer
 
 if TYPE_CHECKING:

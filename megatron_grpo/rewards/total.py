@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from megatron_grpo.config.config import RewardFunction
+from megatron_grpo.config.reward_config import RewardFunction
 
 
 def total_rewards(

@@ -6,7 +6,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from megatron_grpo.config.config import RewardConfig
+from megatron_grpo.config.reward_config import RewardConfig
 from megatron_grpo.rewards.answer import Answer
 from megatron_grpo.user_code.failure_text import death_text
 from megatron_grpo.user_code.supervised import (

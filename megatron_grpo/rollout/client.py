@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any, NoReturn, TypeVar
 
 from checkpoint_convert.vllm import EngineReport
-from megatron_grpo.config.config import RolloutConfig
+from megatron_grpo.config.rollout_config import RolloutConfig
 from megatron_grpo.launch.preemption import Preempted
 from megatron_grpo.rollout.connection import connect
 from megatron_grpo.rollout.engine import Engine, Json, Patience

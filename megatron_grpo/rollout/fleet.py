@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from megatron_grpo.config.config import RolloutConfig
+from megatron_grpo.config.rollout_config import RolloutConfig
 from megatron_grpo.rollout.connection import HEALTH_TIMEOUT, is_healthy
 from megatron_grpo.rollout.engine_error import EnginesLost
 from megatron_grpo.rollout.server import EngineServers

@@ -11,7 +11,8 @@ from pathlib import Path
 from subprocess import TimeoutExpired
 from typing import NoReturn
 
-from megatron_grpo.config.config import ModelConfig, RolloutConfig
+from megatron_grpo.config.rollout_config import RolloutConfig
+from megatron_grpo.config.trainer_config import ModelConfig
 from megatron_grpo.launch.job_token import TOKEN_VARIABLE, check_token, new_token
 from megatron_grpo.rollout.access import check_host
 from megatron_grpo.rollout.connection import is_healthy

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from megatron_grpo.config.config import Config, DataConfig
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.data_config import DataConfig
 from megatron_grpo.data.encoding import Encoded, encode_rows
 from megatron_grpo.data.prompts import Prompt
 

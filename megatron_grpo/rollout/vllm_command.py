@@ -14,7 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.config.config import ModelConfig, RolloutConfig
+from megatron_grpo.config.rollout_config import RolloutConfig
+from megatron_grpo.config.trainer_config import ModelConfig
 
 BACKEND = "megatron_grpo"
 """Name of our transfer in vLLM's registry of weight-transfer backends."""

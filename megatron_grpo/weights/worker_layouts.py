@@ -2,7 +2,7 @@
 
 from checkpoint_convert import ModelShape, hf_tensors
 from checkpoint_convert.vllm import EngineDims, engine_layouts
-from megatron_grpo.config.config import RolloutConfig
+from megatron_grpo.config.rollout_config import RolloutConfig
 from parallel import Layout
 
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from engines import random_prompts, wait_until
 from megatron_grpo.cli import app
-from megatron_grpo.config.config import RolloutConfig
+from megatron_grpo.config.rollout_config import RolloutConfig
 from megatron_grpo.launch.job_token import TOKEN_VARIABLE
 from megatron_grpo.rollout import Generation
 from megatron_grpo.rollout.connection import is_healthy

@@ -9,7 +9,7 @@ import pytest
 
 from engines import wait_until
 from environments import LONG_SLEEP, environment_pool
-from megatron_grpo.config.config import EnvironmentConfig
+from megatron_grpo.config.reward_config import EnvironmentConfig
 from megatron_grpo.environments import EnvironmentFailed, EnvironmentPool, EnvironmentsLost
 
 SECONDS = 20

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engines import random_prompts
-from megatron_grpo.config.config import EvalConfig
+from megatron_grpo.config.eval_config import EvalConfig
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.evaluation.evaluation import (
     SEEDS_OF_EVALUATION,

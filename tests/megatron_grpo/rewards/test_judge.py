@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from engines import TestEngine
-from megatron_grpo.config.config import RewardConfig, RewardFunction
+from megatron_grpo.config.reward_config import RewardConfig, RewardFunction
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.rewards import RewardError, RewardPool
 from megatron_grpo.rewards.functions import load_function

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from engines import wait_until
-from megatron_grpo.config.config import RewardConfig, RewardFunction
+from megatron_grpo.config.reward_config import RewardConfig, RewardFunction
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.rewards import RewardError, RewardPool, ScoringGivenUp, total_rewards
 from megatron_grpo.rollout.samples import Sample
@@ -592,7 +592,7 @@ def test_math_answer_keeps_its_own_time_limit_inside_a_worker():
 
 TRAINER = """
 import sys
-from megatron_grpo.config.config import RewardConfig, RewardFunction
+from megatron_grpo.config.reward_config import RewardConfig, RewardFunction
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.rewards import RewardPool
 from megatron_grpo.rollout.samples import Sample

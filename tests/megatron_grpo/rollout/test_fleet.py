@@ -18,7 +18,8 @@ import psutil
 import pytest
 
 from engines import largest_logprob_error, random_prompts, running_engine, wait_until
-from megatron_grpo.config.config import ModelConfig, RolloutConfig
+from megatron_grpo.config.rollout_config import RolloutConfig
+from megatron_grpo.config.trainer_config import ModelConfig
 from megatron_grpo.launch.job_token import bearer, new_token
 from megatron_grpo.launch.preemption import Preempted
 from megatron_grpo.rollout import EngineServers, EnginesLost, EnginesOut

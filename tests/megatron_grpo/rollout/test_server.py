@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from engines import largest_logprob_error, random_prompts, running_engine, wait_until
-from megatron_grpo.config.config import ModelConfig, RolloutConfig
+from megatron_grpo.config.rollout_config import RolloutConfig
+from megatron_grpo.config.trainer_config import ModelConfig
 from megatron_grpo.rollout import EngineServers
 from megatron_grpo.rollout.engine_error import EngineError, EnginesOut, EngineStale
 from megatron_grpo.rollout.engine_process import EngineProcess
@@ -31,7 +32,8 @@ MARK = "MEGATRON_GRPO_TEST_RUN"
 TRAINER = """
 import sys
 from pathlib import Path
-from megatron_grpo.config.config import ModelConfig, RolloutConfig
+from megatron_grpo.config.rollout_config import RolloutConfig
+from megatron_grpo.config.trainer_config import ModelConfig
 from megatron_grpo.rollout import EngineServers
 model, engine, size, logs = sys.argv[1:]
 rollout = RolloutConfig(engine=engine, tensor_parallel_size=int(size), max_completion_length=8)

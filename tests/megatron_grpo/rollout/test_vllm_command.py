@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.config.config import ModelConfig, RolloutConfig
+from megatron_grpo.config.rollout_config import RolloutConfig
+from megatron_grpo.config.trainer_config import ModelConfig
 from megatron_grpo.rollout.vllm_command import (
     RESERVED,
     check_engine_arguments,

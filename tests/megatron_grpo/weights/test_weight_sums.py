@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from checkpoint_convert import hf_tensors
 from distributed import run_ranks
 from engines import worker_sums
-from megatron_grpo.config.config import RolloutConfig
+from megatron_grpo.config.rollout_config import RolloutConfig
 from megatron_grpo.policy.model import Policy, weight_sender
 from megatron_grpo.rollout import WorkerSums
 from megatron_grpo.weights.weight_sums import sums_of_all_ranks

@@ -1,0 +1,40 @@
+"""Prompts: the keys of `data`, and of `eval.data`."""
+
+from typing import Literal, Self
+
+from pydantic import PositiveInt, model_validator
+
+from megatron_grpo.config.config_section import Section
+
+
+class DataConfig(Section):
+    """Where prompts come from and how a row becomes a prompt."""
+
+    path: str
+    """A .jsonl or .parquet file, a folder of them, or the name of a Hugging Face data set."""
+    subset: str | None = None
+    """Configuration of a Hugging Face data set, such as `main` of openai/gsm8k."""
+    split: str = "train"
+    """Split of a Hugging Face data set."""
+    prompt_column: str = "prompt"
+    """Column with the question: a string, or a list of chat messages."""
+    answer_column: str | None = "answer"
+    """Column with the reference answer, which rewards get under the name `answer`; null: none."""
+    system_prompt: str | None = None
+    """Put before every prompt as the system message; needs the chat template."""
+    apply_chat_template: bool = True
+    """Whether prompts go through the tokenizer's chat template; false sends the raw text."""
+    max_prompt_length: PositiveInt | None = None
+    """Leave out rows whose prompt has more tokens. null: a prompt that does not fit is an error."""
+    on_invalid: Literal["error", "skip"] = "error"
+    """What to do about rows that cannot be used: list them and stop, or leave them out."""
+    shuffle: bool = True
+    """Whether every epoch has its own order, derived from train.seed; false: the order of rows."""
+
+    @model_validator(mode="after")
+    def _system_prompt_needs_template(self) -> Self:
+        if self.system_prompt is not None and not self.apply_chat_template:
+            raise ValueError(
+                "data.system_prompt is a chat message: it needs data.apply_chat_template=true"
+            )
+        return self
