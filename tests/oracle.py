@@ -224,12 +224,10 @@ def divergence(new: Tensor, ref: Tensor, estimator: str) -> Tensor:
     return r - 1 - torch.log(r)
 
 
-def oracle_sequence_kl(
-    old_logprobs: list[Tensor], ref_logprobs: list[Tensor], estimator: str
-) -> list[float]:
+def oracle_sequence_kl(old_logprobs: list[Tensor], ref_logprobs: list[Tensor]) -> list[float]:
     """Of each completion, what is taken from its reward, before beta: the sum over its tokens."""
     return [
-        math.fsum(float(divergence(o, r, estimator)) for o, r in zip(old, ref, strict=True))
+        math.fsum(float(divergence(o, r, "k1")) for o, r in zip(old, ref, strict=True))
         for old, ref in zip(old_logprobs, ref_logprobs, strict=True)
     ]
 

@@ -14,7 +14,8 @@ def kl_estimate(logprobs: Tensor, other_logprobs: Tensor, estimator: KLEstimator
 
     Schulman, "Approximating KL divergence" (2020), with d = log p - log q:
 
-    - k1: d, unbiased, of either sign; as a term of a loss its gradient is 0 on average;
+    - k1: d, unbiased, of either sign; as a term of a loss its gradient is 0 on average, and as a
+      reward it alone has that of the divergence;
     - k2: d**2 / 2, biased; its gradient is that of the divergence (arXiv 2510.01555);
     - k3: exp(-d) + d - 1, unbiased and never negative (DeepSeekMath, arXiv 2402.03300, eq. 4).
 

@@ -91,12 +91,15 @@ class GRPOConfig(Section):
     """Share of the policy that it takes on, alpha of TR-DPO (arXiv 2404.09656); 1: all of it."""
     ref_model_sync_steps: PositiveInt = 512
     """Optimizer steps between its updates, tau of TR-DPO; for generations that begin afterwards."""
-    kl_estimator: KLEstimator = "k3"
-    """Estimator of the divergence from sampled tokens (joschu.net/blog/kl-approx.html)."""
-    use_bias_correction_kl: bool = False
-    """Multiply the estimate in the loss by the ratio, which makes its gradient unbiased."""
     kl_in_reward: bool = Field(default_factory=lambda data: data["advantage_estimator"] != "grpo")
     """Subtract the divergence from the rewards, not add it to the loss; default: not for grpo."""
+    kl_estimator: KLEstimator = Field(
+        default_factory=lambda data: "k1" if data["kl_in_reward"] else "k3"
+    )
+    """Estimator of the divergence from sampled tokens (joschu.net/blog/kl-approx.html); default:
+    k3, in the reward k1."""
+    use_bias_correction_kl: bool = False
+    """Multiply the estimate in the loss by the ratio, which makes its gradient unbiased."""
     kl_target: PositiveFloat | None = None
     """Divergence per token that beta is adapted to after every step; null: beta stays."""
     kl_horizon: PositiveInt = 10000
@@ -220,6 +223,7 @@ class GRPOConfig(Section):
                 "leaves out, and grpo.kl_in_reward would compare these with the others: set one of "
                 "them to false"
             )
+        self._gradient_is_that_of_the_divergence()
         if self.sync_ref_model and self.beta == 0:
             raise ValueError(
                 "grpo.sync_ref_model true moves the reference model, and grpo.beta 0 loads none: "
@@ -228,6 +232,32 @@ class GRPOConfig(Section):
         if self.kl_target is not None and self.beta == 0:
             raise ValueError("grpo.kl_target needs a grpo.beta to begin with, such as 0.04")
         return self
+
+    def _gradient_is_that_of_the_divergence(self) -> None:
+        """Raise ValueError where an estimate of it, so placed, would not hold the policy back.
+
+        A reward multiplies the gradient of log p. With k1 = log p - log q the mean of that is the
+        gradient of KL(p || q), and with k3 it is that less the gradient of KL(q || p), which drives
+        p away from q. In a loss k1 itself is differentiated, and q is gone.
+        """
+        if self.beta == 0:
+            return
+        if self.kl_in_reward and self.kl_estimator != "k1":
+            raise ValueError(
+                f"grpo.kl_estimator {self.kl_estimator} in the reward does not hold the policy "
+                "near the reference: use k1, or grpo.kl_in_reward=false"
+            )
+        if self.kl_in_reward and self.scale_rewards == "group":
+            raise ValueError(
+                "grpo.scale_rewards group would divide the divergence in the reward, of completions"
+                " that are rewarded alike, by its own spread, whatever grpo.beta: use batch or "
+                "none, or grpo.kl_in_reward=false"
+            )
+        if not self.kl_in_reward and self.kl_estimator == "k1" and not self.use_bias_correction_kl:
+            raise ValueError(
+                "grpo.kl_estimator k1 in the loss has a gradient that knows of no reference: use "
+                "k2 or k3, or grpo.use_bias_correction_kl=true"
+            )
 
     @model_validator(mode="after")
     def _nothing_is_idle(self) -> Self:
@@ -246,6 +276,7 @@ class GRPOConfig(Section):
         self._serve("grpo.sync_ref_model=true", self.sync_ref_model, *reference)
         if self.kl_in_reward:  # by default, too, but for grpo
             self._serve("a grpo.beta above 0", self.beta > 0, "kl_in_reward")
+        self._serve("a grpo.beta above 0", self.beta > 0, "kl_estimator")
         self._serve("grpo.kl_target", self.kl_target is not None, "kl_horizon")
         bounds = "rollout_importance_sampling_threshold", "rollout_importance_sampling_min"
         self._serve("a grpo.rollout_importance_sampling_mode", weighs, *bounds)

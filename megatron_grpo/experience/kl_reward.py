@@ -8,16 +8,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_grpo.algorithm.kl import kl_estimate
-from megatron_grpo.config.grpo_config import KLEstimator
 from megatron_grpo.experience.exchange import Minibatches
 from parallel.groups import Groups
 
 
-def sequence_kl(
-    minibatches: Minibatches, num_sequences: int, estimator: KLEstimator, groups: Groups
-) -> list[Tensor]:
+def sequence_kl(minibatches: Minibatches, num_sequences: int, groups: Groups) -> list[Tensor]:
     """Sum over the response tokens of KL(old policy || reference), [num_sequences] per minibatch.
 
+    Estimated by k1, log old - log reference: as a reward no other has the gradient of that.
     The same on all ranks, who call it together; `num_sequences` is that of an optimizer batch.
     """
     found = []
@@ -26,7 +24,7 @@ def sequence_kl(
         for batch in batches:
             if batch.old_logprobs is None or batch.ref_logprobs is None:
                 continue  # before the last stage nobody knows them
-            kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, estimator)
+            kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, "k1")
             kl = kl.double().where(batch.loss_mask, 0.0)
             sums.index_add_(0, batch.sequence_index.clamp(min=0), kl)
         # Tensor and context ranks hold the same tokens.

@@ -58,8 +58,7 @@ class Preparation:
         """Both with `beta` times the divergence from the reference taken out of the rewards that
         advantages compare."""
         batches = BatchSchedule.of(self.cfg.grpo)
-        estimator = self.cfg.grpo.kl_estimator
-        found = sequence_kl(minibatches, batches.minibatch_size, estimator, self.groups)
+        found = sequence_kl(minibatches, batches.minibatch_size, self.groups)
         indices = batches.minibatches(generation, self.cfg.train.seed)
         kl = by_sample(found, indices)
         if experience:

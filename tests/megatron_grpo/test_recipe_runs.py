@@ -135,7 +135,7 @@ def test_advantages_are_of_rewards_less_the_divergence_by_the_weight_of_their_st
     saved = load_file(whole / "checkpoints" / "step_5" / TOKENS_FILE)
     lengths = saved["lengths"].tolist()
     old, ref = (saved[n].double().split(lengths) for n in ("old_logprobs", "ref_logprobs"))
-    kl, beta = oracle_sequence_kl(old, ref, "k3"), read_metrics(whole)[4]["beta"]
+    kl, beta = oracle_sequence_kl(old, ref), read_metrics(whole)[4]["beta"]
     rewards = [
         reward - beta * each for reward, each in zip(saved["totals"].tolist(), kl, strict=True)
     ]

@@ -80,6 +80,7 @@ RECIPES: dict[str, Recipe] = PLAIN | {
         "loss_type": "gmpo",
         **CLIPS,
         "kl_estimator": "k1",
+        "use_bias_correction_kl": True,
         "rollout_importance_sampling_mode": "geometric_mask",
         "rollout_importance_sampling_threshold": 1.04,
         "rollout_importance_sampling_min": 0.98,
@@ -232,7 +233,7 @@ class Case:
         if by_token:
             advantages = [of_tokens.tolist() for of_tokens in counted(self.token_advantages)]
         if recipe.get("kl_in_reward"):
-            kl = oracle_sequence_kl(old_logprobs, ref_logprobs, "k3")
+            kl = oracle_sequence_kl(old_logprobs, ref_logprobs)
             rewards = [reward - BETA * of for reward, of in zip(self.rewards, kl, strict=True)]
             advantages = oracle_advantages(
                 [rewards[i : i + 2] for i in range(0, NUM_SEQUENCES, 2)],
@@ -327,7 +328,7 @@ def _batches(
     if policy.is_last_stage:
         batches = [replace(batch, ref_logprobs=_reference(batch.old_logprobs)) for batch in batches]
     if cfg.grpo.kl_in_reward:
-        kl = sequence_kl([batches], NUM_SEQUENCES, cfg.grpo.kl_estimator, groups)
+        kl = sequence_kl([batches], NUM_SEQUENCES, groups)
         compared = less_kl(experience, kl[0], BETA, cfg)
         [batches] = with_advantages([batches], [compared.advantages])
     return batches

@@ -1,8 +1,60 @@
-"""The weight of the KL penalty follows the divergence that a step has found."""
+"""What an estimate of the divergence does to the policy, and the weight of it in a step."""
 
 import pytest
+import torch
 
-from megatron_grpo.algorithm.kl import adapted_beta
+from megatron_grpo.algorithm.kl import adapted_beta, kl_estimate
+
+
+@pytest.fixture
+def policies() -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of all tokens, the policy's to be differentiated and the reference's."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 8, generator=generator, dtype=torch.float64)
+    return torch.log_softmax(logits, -1)[0].requires_grad_(), torch.log_softmax(logits, -1)[1]
+
+
+def towards_the_reference(gradient: torch.Tensor, policies) -> float:
+    """Cosine of what is descended along to the gradient of the divergence itself."""
+    p, q = policies
+    softmax = torch.softmax(p, -1)  # so that a gradient keeps to the probabilities
+    divergence = (softmax * (torch.log_softmax(p, -1) - q)).sum()
+    (exact,) = torch.autograd.grad(divergence, p)
+    return torch.cosine_similarity(gradient, exact, dim=0).item()
+
+
+@pytest.mark.parametrize(("estimator", "holds"), [("k1", True), ("k2", False), ("k3", False)])
+def test_taken_from_the_rewards_k1_alone_holds_the_policy_near_the_reference(
+    estimator, holds, policies
+):
+    p, q = policies
+    logprobs = torch.log_softmax(p, -1)
+    penalty = kl_estimate(logprobs, q, estimator).detach()  # a reward is not differentiated
+    (gradient,) = torch.autograd.grad((logprobs.exp().detach() * penalty * logprobs).sum(), p)
+    cosine = towards_the_reference(gradient, policies)
+    assert cosine == pytest.approx(1) if holds else cosine < 0
+
+
+@pytest.mark.parametrize(("estimator", "least"), [("k2", 1 - 1e-9), ("k3", 0.5)])
+def test_in_the_loss_k2_has_the_gradient_of_the_divergence_and_k3_its_direction(
+    estimator, least, policies
+):
+    p, q = policies
+    logprobs = torch.log_softmax(p, -1)
+    term = (logprobs.exp().detach() * kl_estimate(logprobs, q, estimator)).sum()
+    (gradient,) = torch.autograd.grad(term, p)
+    assert towards_the_reference(gradient, policies) >= least
+
+
+def test_in_the_loss_k1_has_none_unless_the_ratio_is_before_it(policies):
+    p, q = policies
+    logprobs = torch.log_softmax(p, -1)
+    k1, drawn = kl_estimate(logprobs, q, "k1"), logprobs.exp().detach()
+    (gradient,) = torch.autograd.grad((drawn * k1).sum(), p, retain_graph=True)
+    torch.testing.assert_close(gradient, torch.zeros_like(p), atol=1e-15, rtol=0)
+    ratio = (logprobs - logprobs.detach()).exp()
+    (gradient,) = torch.autograd.grad((drawn * ratio * k1).sum(), p)
+    assert towards_the_reference(gradient, policies) == pytest.approx(1)
 
 
 @pytest.mark.parametrize(

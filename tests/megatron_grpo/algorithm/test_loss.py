@@ -450,7 +450,7 @@ def assert_equals_oracle(options, advantages, expected_advantages, packings, alo
     )
     (expected_grad,) = torch.autograd.grad(expected, policy.table)
 
-    config = grpo_config(**{"kl_in_reward": False} | options)
+    config = grpo_config(**{"kl_in_reward": False, "scale_rewards": "none"} | options)
     for packing in packings:
         batches = packed_batches(options, advantages, [r.detach() for r in rollout], packing)
         with torch.no_grad():
@@ -495,9 +495,9 @@ def test_loss_and_gradient_of_any_packing_equal_the_padded_oracle(
 OPTIONS = {
     "on policy": {},
     "no dual clip": {"delta": None},
-    "k1": {"kl_estimator": "k1"},
+    "k1": {"kl_estimator": "k1", "use_bias_correction_kl": True},
     "k2": {"kl_estimator": "k2"},
-    "kl in the reward": {"kl_in_reward": True},
+    "kl in the reward": {"kl_in_reward": True, "kl_estimator": "k1"},
     "unbiased kl": {"use_bias_correction_kl": True},
     "unbiased kl of sequences": {
         "use_bias_correction_kl": True,

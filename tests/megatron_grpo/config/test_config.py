@@ -218,6 +218,18 @@ def test_missing_key_is_named_with_its_meaning(tmp_path):
             ["overlong_filter", "kl_in_reward"],
         ),
         (["eval.data.path=x", "eval.reward.functions=[]"], ["eval.reward.functions is empty"]),
+        (
+            ["grpo.beta=0.1", "grpo.advantage_estimator=rloo", "grpo.kl_estimator=k3"],
+            ["kl_estimator k3 in the reward", "use k1", "grpo.kl_in_reward=false"],
+        ),
+        (
+            ["grpo.beta=0.1", "grpo.kl_in_reward=true"],
+            ["scale_rewards group", "batch or none"],
+        ),
+        (
+            ["grpo.beta=0.1", "grpo.kl_estimator=k1"],
+            ["kl_estimator k1 in the loss", "k2 or k3", "grpo.use_bias_correction_kl=true"],
+        ),
         (["grpo.sync_ref_model=true"], ["grpo.beta 0 loads none", "beta above 0"]),
         (["grpo.ref_model_mixup_alpha=0"], ["grpo.ref_model_mixup_alpha", "greater than 0"]),
         (
@@ -286,6 +298,7 @@ def test_missing_file_is_refused(tmp_path):
         (["grpo.loss_type=sapo", "grpo.vespo_k_neg=2.0"], "grpo.loss_type=vespo"),
         (["grpo.ref_model_sync_steps=9", "grpo.beta=0.1"], "grpo.sync_ref_model=true"),
         (["grpo.kl_in_reward=true"], "a grpo.beta above 0"),
+        (["grpo.kl_estimator=k2"], "a grpo.beta above 0"),
         (["grpo.kl_horizon=9", "grpo.beta=0.1"], "grpo.kl_target"),
         (
             ["grpo.rollout_importance_sampling_threshold=5.0"],

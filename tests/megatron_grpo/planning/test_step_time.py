@@ -57,7 +57,7 @@ def test_recomputation_and_other_passes_are_forwards_more(tmp_path):
     assert flops(*reused) == plain + forward / 2
     assert flops(*reused, "grpo.old_logprobs=rollout") == plain  # the engines' own
     assert flops("grpo.beta=0.0", "grpo.top_entropy_quantile=0.2") == plain + forward
-    in_reward = "grpo.beta=0.04", "grpo.kl_in_reward=true"  # of old policy and reference
+    in_reward = "grpo.beta=0.04", "grpo.advantage_estimator=rloo"  # of old policy and reference
     assert flops(*in_reward) == plain + 2 * forward
 
 
