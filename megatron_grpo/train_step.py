@@ -40,8 +40,9 @@ def train_step(
 
     With a loss or gradient that is NaN or infinite on any rank, all skip the step: weights,
     optimizer and scheduler stay as they are, `skipped` counts it, and the metrics, with
-    `skipped_steps` 1, lack what is not finite. Nor is a step taken by a gradient of exactly 0, when
-    no token has a weight or an advantage: by momentum and weight decay alone nothing is learnt.
+    `skipped_steps` 1, lack what is not finite. Nor are weights changed by a gradient of exactly 0,
+    when no token has a weight or an advantage (by momentum and weight decay alone nothing is
+    learnt); the learning rate goes on.
     """
     metrics = accumulate_gradient(policy, batches, cfg, groups, beta)
     grad_norm = gradient_norm(policy.optimizer)
@@ -56,7 +57,7 @@ def train_step(
         return replace(report, metrics={**finite, "skipped_steps": 1.0})
     if grad_norm > 0:
         apply_gradient(policy.optimizer, grad_norm)
-        policy.scheduler.step(increment=1)
+    policy.scheduler.step(increment=1)
     done = {**reduced, "grad_norm": grad_norm, "skipped_steps": 0.0}
     return replace(report, metrics=done)
 

@@ -36,7 +36,8 @@ class RewardConfig(Section):
     timeout: PositiveFloat = 60.0
     """Seconds in which one function must have scored the completions of one prompt."""
     max_failed_fraction: float = Field(default=0.1, ge=0, lt=1)
-    """Share of a generation's completions that may have a failed score, and are masked."""
+    """Share of the completions of a generation, or of an evaluation, that may have a failed score,
+    and are masked."""
     max_concurrent_calls: PositiveInt = 64
     """Calls of asynchronous functions, one prompt each, that run at once."""
     num_workers: PositiveInt = 2

@@ -10,7 +10,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.eval_config import EvalConfig
 from megatron_grpo.data.prompts import Prompt, load_prompts
 from megatron_grpo.evaluation.pass_at_k import pass_at_k
-from megatron_grpo.rewards import RewardPool, total_rewards
+from megatron_grpo.rewards import RewardPool, check_failed, total_rewards
 from megatron_grpo.rollout.client import RolloutClient
 from megatron_grpo.rollout.completion_metrics import completion_metrics
 from megatron_grpo.rollout.generation import Generation
@@ -120,6 +120,8 @@ class Evaluation:
             with timer.phase("eval", "score"):
                 self._scores += self.rewards.score(samples, num_completions=size)
             self._samples += samples
+            num_failed = sum(any(map(math.isnan, scores.values())) for scores in self._scores)
+            check_failed(num_failed, size, self._view.reward)
             show(len(self._samples) // num_samples, len(self.prompts))
         totals = total_rewards(self._scores, self._view.reward.functions)
         evaluated = Evaluated(self._samples, self._scores, totals)

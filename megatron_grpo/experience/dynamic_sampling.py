@@ -43,6 +43,8 @@ class Search:
         """Of this round; none when all is found."""
         self.num_failed = 0
         """Samples so far that could not be scored, of prompts that were replaced as well."""
+        self.num_scored = 0
+        """All samples so far, these among them."""
         self._stream, self._generation, self._cfg = stream, generation, cfg
         self._found: list[ScoredGroup] = []
         self._equal: list[ScoredGroup] = []
@@ -57,6 +59,7 @@ class Search:
         """Go on to the next round with the groups of all `prompts` of this one."""
         for group in groups:
             self.num_failed += sum(map(math.isnan, group.totals))
+            self.num_scored += len(group.totals)
             keeps = group.has_spread or not self._cfg.dynamic_sample
             (self._found if keeps else self._equal).append(group)
         missing = self._stream.batch_size - len(self._found)

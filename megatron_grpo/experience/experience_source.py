@@ -17,7 +17,7 @@ from megatron_grpo.evaluation.evaluation import Evaluation, as_evaluated, load_e
 from megatron_grpo.experience.batching import BatchSchedule
 from megatron_grpo.experience.dynamic_sampling import ScoredGroup, Search
 from megatron_grpo.experience.experience import Experience, compare
-from megatron_grpo.rewards import RewardError, RewardPool, total_rewards
+from megatron_grpo.rewards import RewardPool, check_failed, total_rewards
 from megatron_grpo.rollout.client import RolloutClient
 from megatron_grpo.rollout.dialogues import DialogueGeneration
 from megatron_grpo.rollout.fleet import Fleet
@@ -125,7 +125,8 @@ class ExperienceSource:
             with timer.phase("score"):
                 rewards = self._score(samples)
             search.take(self._groups(samples, rewards))
-            self._check_failed(search.num_failed)
+            # Those of functions and of the environment, of all rounds together.
+            check_failed(search.num_failed, search.num_scored, self.cfg.reward)
         self._search = None
         groups = search.groups()
         experience = compare(
@@ -146,16 +147,6 @@ class ExperienceSource:
         if isinstance(self._open, DialogueGeneration):
             self._open.abandon()
         self._open = self._search = None
-
-    def _check_failed(self, num_failed: int) -> None:
-        """Raise RewardError when functions, environment and rounds together fail too often."""
-        size, limit = self.cfg.grpo.generation_batch_size, self.cfg.reward.max_failed_fraction
-        if num_failed > limit * size:
-            raise RewardError(
-                f"{num_failed} samples of a generation of {size} could not be scored, which is "
-                f"more than reward.max_failed_fraction {limit} allows: mend what is told above, or "
-                "set it to more, below 1"
-            )
 
     def _score(self, samples: Sequence[Sample]) -> list[dict[str, float]]:
         # Of a round that only replaces prompts, failures are still a share of a generation.

@@ -14,9 +14,9 @@ It returns a list (or an array) of one number per completion. A score that is No
 an exception has failed, and so have all scores of a call that raises, ends late, takes too much
 memory or kills its process, which is then replaced. What has failed is NaN to the trainer and never
 a zero: those completions are masked, and more of them than `reward.max_failed_fraction` of a
-generation stop the run. So do at once, since nothing of it can be masked, a list of another length,
-what is no list, and a score that is no number. (None does not mean, as to TRL, that a function does
-not apply to a completion: it says so with a 0 of its own.)
+generation, or of an evaluation, stop the run. So do at once, since nothing of it can be masked, a
+list of another length, what is no list, and a score that is no number. (None does not mean, as to
+TRL, that a function does not apply to a completion: it says so with a 0 of its own.)
 
 An `async def` is awaited: up to `reward.max_concurrent_calls` calls run side by side, in the event
 loop of one process. One that is late is cancelled. Whatever blocks that loop blocks them all.
@@ -27,7 +27,7 @@ sees to the sandbox.
 """
 
 from megatron_grpo.rewards.pool import RewardPool, ScoringGivenUp
-from megatron_grpo.rewards.scoring import RewardError
+from megatron_grpo.rewards.scoring import RewardError, check_failed
 from megatron_grpo.rewards.total import total_rewards
 
-__all__ = ["RewardError", "RewardPool", "ScoringGivenUp", "total_rewards"]
+__all__ = ["RewardError", "RewardPool", "ScoringGivenUp", "check_failed", "total_rewards"]

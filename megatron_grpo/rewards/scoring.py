@@ -44,6 +44,19 @@ class Call:
         }
 
 
+def check_failed(num_failed: int, num_completions: int, cfg: RewardConfig) -> None:
+    """Raise RewardError when too large a share of the completions could not be scored."""
+    share, limit = num_failed / num_completions, cfg.max_failed_fraction
+    if share <= limit:
+        return
+    enough = ceil(100 * share) / 100
+    way_out = f", or set it to {enough} or more, below 1" if enough < 1 else ""
+    raise RewardError(
+        f"{num_failed} of {num_completions} completions have no score so far: more than "
+        f"reward.max_failed_fraction {limit} allows: mend what is told above{way_out}"
+    )
+
+
 class Scoring:
     """What is known of the scores of `samples`; those of one prompt must be neighbours.
 
@@ -92,20 +105,11 @@ class Scoring:
                 self._failed.add(place)
         if answer.error:
             self._first_error = self._first_error or error
-            self._check_failed()
+            try:
+                check_failed(len(self._failed), self._num_completions, self._cfg)
+            except RewardError as too_many:
+                raise RewardError(f"{self._first_error}\n{too_many}") from None
             self._tell(call.function, error)
-
-    def _check_failed(self) -> None:
-        failed, total = len(self._failed), self._num_completions
-        limit = self._cfg.max_failed_fraction
-        if failed / total <= limit:
-            return
-        enough = ceil(100 * failed / total) / 100
-        way_out = f", or set it to {enough} or more, below 1" if enough < 1 else ""
-        raise RewardError(
-            f"{self._first_error}\n{failed} of {total} completions have no score so far: more than "
-            f"reward.max_failed_fraction {limit} allows: mend the function{way_out}"
-        )
 
     def _tell(self, function: int, error: str) -> None:
         if function not in self._told:

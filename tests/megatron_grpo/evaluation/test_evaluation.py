@@ -2,6 +2,7 @@
 
 import math
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from megatron_grpo.evaluation.evaluation import (
     eval_rows,
     is_due,
 )
-from megatron_grpo.rewards import RewardPool
+from megatron_grpo.rewards import RewardError, RewardPool
 from megatron_grpo.rollout.engine_error import EnginesOut
 from megatron_grpo.rollout.samples import Sample
 from megatron_grpo.timing import PhaseTimer
@@ -142,9 +143,8 @@ class EvaluationOfEngine:
         self.client = engine.client()
         self.phases: list[str] = []
         self.shown: list[tuple[int, int]] = []
-        self.evaluation = Evaluation(
-            self.view, random_prompts(5), (EOS_ID,), self.client, self.pool
-        )
+        prompts = [replace(each, row={"number": each.index}) for each in random_prompts(5)]
+        self.evaluation = Evaluation(self.view, prompts, (EOS_ID,), self.client, self.pool)
 
     def run(self, version: int) -> Evaluated:
         timer = PhaseTimer(self.phases.append)
@@ -177,6 +177,31 @@ def test_samples_do_not_depend_on_how_many_are_asked_for_at_once(engine) -> None
     assert completions(again) == completions(in_parts)
     assert [s.prompt.index for s in in_parts.samples] == [i for i in range(5) for _ in range(3)]
     assert len(in_parts.totals) == len(in_parts.rewards) == 15
+
+
+def test_scores_that_fail_in_all_parts_stop_an_evaluation_and_in_one_do_not(
+    engine, tmp_path
+) -> None:
+    """Of parts of 6, 6 and 3 completions; half of the 15 may fail, and no part has more."""
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        "def one(completions, number, **_): return [1.0 if n else None for n in number]\n"
+        "def every(completions, **_): return [None] * len(completions)\n"
+    )
+    common = "grpo.generation_batch_size=8", "reward.max_failed_fraction=0.5"
+    with closing(
+        EvaluationOfEngine(engine, *common, f"eval.reward.functions=['{mine}:one']")
+    ) as one:
+        metrics = eval_metrics(one.run(engine.version), one.view.eval)
+    assert metrics["eval/failed"] == 3
+    with (
+        closing(
+            EvaluationOfEngine(engine, *common, f"eval.reward.functions=['{mine}:every']")
+        ) as every,
+        pytest.raises(RewardError, match=r"12 of 15 completions .* reward.max_failed_fraction 0.5"),
+    ):
+        every.run(engine.version)
+    assert every.shown[-1] == (2, 5)
 
 
 def test_with_no_engine_left_it_goes_on_where_it_ended(engine) -> None:

@@ -96,3 +96,13 @@ def test_failures_of_prompts_that_were_replaced_count_as_well():
     search.take(scored(search.prompts, lambda prompt: True))
     assert search.num_failed == 2
     assert len(search.groups()) == BATCH_SIZE
+
+
+def test_failures_of_all_rounds_are_counted_beside_all_that_was_scored():
+    """So that many rounds with few failures each are not taken for one with many."""
+    search = Search(stream(), 3, config(max_resample_times=2))
+    for _ in range(3):
+        prompts = search.prompts
+        search.take([ScoredGroup([p], [{}], [math.nan, 0.1]) for p in prompts])
+    assert not search.prompts
+    assert (search.num_failed, search.num_scored) == (3 * BATCH_SIZE, 6 * BATCH_SIZE)
