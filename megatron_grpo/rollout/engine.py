@@ -74,7 +74,7 @@ class Engine:
                 num_asked += 1
                 answer = await self.post("/inference/v1/generate", request)
                 for choice in answer["choices"]:
-                    self._check(choice, policy_version)
+                    self._check(choice, policy_version, request["sampling_params"]["max_tokens"])
                 num_answered += 1
                 request = await take(position, answer, self.url)
 
@@ -268,7 +268,7 @@ class Engine:
             )
         return response
 
-    def _check(self, choice: Json, policy_version: int) -> None:
+    def _check(self, choice: Json, policy_version: int, max_tokens: int) -> None:
         versions = [span["version"] for span in choice["weight_versions"]]
         if versions != [str(policy_version)]:
             raise EngineError(
@@ -278,6 +278,12 @@ class Engine:
         if choice["finish_reason"] not in ("stop", "length"):
             raise EngineDown(  # such as `abort`, when it is told to end
                 f"rollout engine {self.url} gave up a sample: {choice['finish_reason']}"
+            )
+        if choice["finish_reason"] == "length" and len(choice["token_ids"]) < max_tokens:
+            raise EngineError(
+                f"rollout engine {self.url} ended a completion after {len(choice['token_ids'])} of "
+                f"{max_tokens} tokens: its context is too short; start it with a larger "
+                "rollout.vllm.max_model_len, or lower rollout.max_completion_length"
             )
         if any(token["logprob"] <= NOT_FINITE for token in choice["logprobs"]["content"]):
             raise EngineError(

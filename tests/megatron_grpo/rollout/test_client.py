@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from checkpoint_convert import read_shape
 from engines import largest_logprob_error, random_prompts, running_engine
 from megatron_grpo.rollout.client import equal_shares
 from megatron_grpo.rollout.engine_error import EngineError
@@ -70,6 +71,18 @@ def test_samples_come_in_the_order_of_prompts_and_sample_indices(engine):
         (prompt, sample) for prompt in range(5) for sample in range(3)
     ]
     assert {s.policy_version for s in samples} == {engine.version}
+
+
+def test_a_completion_that_the_engines_context_cuts_is_not_taken_for_one_of_the_limit(
+    vllm_engine, tied_model
+):
+    vllm_engine.push(tied_model)
+    context = read_shape(tied_model).max_position_embeddings  # which vLLM takes where none is given
+    prompts = random_prompts(1, lengths=(context - 4, context - 3))
+    told = rf"{vllm_engine.servers.base_urls[0]} ended a completion after 4 of 16 tokens: .*max_mod"
+    with pytest.raises(EngineError, match=told):
+        vllm_engine.generate(prompts)
+    assert len(vllm_engine.generate(prompts, max_completion_length=4)) == 4
 
 
 def test_a_completion_ends_with_the_first_end_token_and_includes_it(engine):
