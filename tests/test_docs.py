@@ -6,10 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from checkpoint_convert import megatron_layout, read_shape
 from megatron_grpo.cli import app
 from megatron_grpo.config.config_file import load_config
+from megatron_grpo.config.grpo_config import GRPOConfig
 from published_models import write_config
 
 ROOT = Path(__file__).parents[1]
@@ -35,6 +37,23 @@ def test_the_tree_of_the_code_names_files_that_are_there():
     files = {file.name for folder in PACKAGES for file in (ROOT / folder).rglob("*")}
     named = {name for name in re.findall(r"[\w*]+\.(?:py|c)\b", tree) if "*" not in name}
     assert named and named <= files
+
+
+def published_methods() -> dict[str, dict[str, object]]:
+    """The options of each row of the table in docs/recipes.md."""
+    text = (ROOT / "docs" / "recipes.md").read_text()
+    rows = text.partition("## Published methods")[2].partition("\n## ")[0].splitlines()
+    cells = [row.strip("|").split("|") for row in rows if row.startswith("|")][2:]
+    return {
+        method.strip(): yaml.safe_load("\n".join(re.findall(r"`(\w+: [^`]+)`", options)))
+        for method, options in cells
+    }
+
+
+@pytest.mark.parametrize("method", published_methods())
+def test_the_options_of_a_published_method_stand_together(method):
+    options = published_methods()[method]
+    GRPOConfig(generation_batch_size=64, **options)
 
 
 @pytest.fixture(scope="module")
