@@ -158,7 +158,20 @@ def _rope_parameters(header: GgufHeader, values: dict[str, Any]) -> dict[str, An
         "rope_type": "default",
         "rope_theta": float(values.get("rope.freq_base", 10000.0)),
     }
+    kind = values.get("rope.scaling.type", "linear")  # so does llama.cpp take a factor by itself
+    if kind not in ("none", "linear"):
+        raise ValueError(
+            f"{header.path}: RoPE scaling {kind!r} is not supported; supported: 'none', 'linear', "
+            f"and that of Llama 3, which is a tensor {ROPE_FACTORS}"
+        )
+    factor = values.get("rope.scaling.factor", 0.0) if kind == "linear" else 0.0
+    is_linear = factor not in (0, 1)  # to llama.cpp, 0 is no factor
     if ROPE_FACTORS in header.tensors:  # `GgufTensors` checks every one against this
+        if is_linear:
+            raise ValueError(
+                f"{header.path} scales RoPE twice, by a tensor {ROPE_FACTORS} and by "
+                f"{header.architecture}.rope.scaling.factor = {factor}; one alone is supported"
+            )
         return rope | {
             "rope_type": "llama3",
             "factor": _shortest(float(rope_factors(header).max())),
@@ -166,16 +179,7 @@ def _rope_parameters(header: GgufHeader, values: dict[str, Any]) -> dict[str, An
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         }
-    kind = values.get("rope.scaling.type", "none")
-    if kind == "linear":
-        _check_there(header, values, ["rope.scaling.factor"])
-        return rope | {"rope_type": "linear", "factor": values["rope.scaling.factor"]}
-    if kind != "none":
-        raise ValueError(
-            f"{header.path}: RoPE scaling {kind!r} is not supported; supported: 'none', 'linear', "
-            f"and that of Llama 3, which is a tensor {ROPE_FACTORS}"
-        )
-    return rope
+    return rope | {"rope_type": "linear", "factor": factor} if is_linear else rope
 
 
 def _shortest(value: Any) -> Any:

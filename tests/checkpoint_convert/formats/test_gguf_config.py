@@ -79,18 +79,49 @@ def test_the_scaled_rope_of_llama_3_is_read_from_its_tensor(tmp_path):
     GgufTensors(gguf, read_shape(folder))
 
 
-def test_linear_rope_is_carried_over_and_other_kinds_are_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "factor", "scaling"),
+    [
+        ("linear", 4.0, {"rope_type": "linear", "factor": 4.0}),
+        (None, 4.0, {"rope_type": "linear", "factor": 4.0}),
+        ("linear", 0.0, None),
+        ("linear", 1.0, None),
+        ("linear", None, None),
+        ("none", 4.0, None),
+    ],
+)
+def test_rope_is_scaled_as_by_llama_cpp(kind, factor, scaling, tmp_path):
     model = tiny_model(tmp_path / "model", "qwen2")
-    linear = {"qwen2.rope.scaling.type": "linear", "qwen2.rope.scaling.factor": 4.0}
-    gguf = write_gguf(tmp_path / "linear.gguf", model, metadata=linear)
-    rope = read_shape(config_of(gguf, tmp_path / "config")).rope_scaling
-    assert rope == {"rope_type": "linear", "factor": 4.0}
+    metadata = {"qwen2.rope.scaling.type": kind, "qwen2.rope.scaling.factor": factor}
+    gguf = write_gguf(tmp_path / "model.gguf", model, metadata=metadata)
+    assert read_shape(config_of(gguf, tmp_path / "config")).rope_scaling == scaling
+
+
+def test_other_kinds_of_rope_scaling_are_refused(tmp_path):
+    model = tiny_model(tmp_path / "model", "qwen2")
     yarn = {"qwen2.rope.scaling.type": "yarn", "qwen2.rope.scaling.factor": 4.0}
     gguf = write_gguf(tmp_path / "yarn.gguf", model, metadata=yarn)
     assert "RoPE scaling 'yarn' is not supported" in refusal(gguf, tmp_path / "yarn")
-    no_factor = {"qwen2.rope.scaling.type": "linear"}
-    gguf = write_gguf(tmp_path / "no_factor.gguf", model, metadata=no_factor)
-    assert "has no qwen2.rope.scaling.factor" in refusal(gguf, tmp_path / "no_factor")
+
+
+@pytest.mark.parametrize(
+    ("factor", "is_refused"), [(4.0, True), (1.0, False), (0.0, False), (None, False)]
+)
+def test_a_linear_factor_on_top_of_the_scaled_rope_of_llama_3_is_refused(
+    factor, is_refused, tmp_path
+):
+    model = tiny_model(tmp_path / "model", "llama", rope_parameters=ROPE | LLAMA3)
+
+    def edit(tensors):
+        tensors["rope_freqs.weight"] = llama3_rope_factors(8.0, 500_000.0, 16).astype("f4")
+
+    metadata = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": factor}
+    gguf = write_gguf(tmp_path / "model.gguf", model, metadata=metadata, edit=edit)
+    if is_refused:
+        said = f"{gguf} scales RoPE twice, by a tensor rope_freqs.weight and by llama.rope.scaling"
+        assert refusal(gguf, tmp_path / "config").startswith(f"{said}.factor = 4.0;")
+    else:
+        assert gguf_shape(gguf).rope_scaling["rope_type"] == "llama3"
 
 
 @pytest.mark.parametrize(
