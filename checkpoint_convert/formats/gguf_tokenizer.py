@@ -70,14 +70,16 @@ def _write_sentencepiece(header: GgufHeader, folder: Path) -> None:
     for role, name in _special_tokens(header).items():
         setattr(model.trainer_spec, f"{role}_id", tokens.index(name))
         setattr(model.trainer_spec, f"{role}_piece", name)
+    puts_space = _get(header, "add_space_prefix", True)
     model.normalizer_spec.name = "identity"
-    model.normalizer_spec.add_dummy_prefix = _get(header, "add_space_prefix", True)
+    model.normalizer_spec.add_dummy_prefix = puts_space
     model.normalizer_spec.remove_extra_whitespaces = _get(header, "remove_extra_whitespaces", False)
     (folder / "tokenizer.model").write_bytes(model.SerializeToString())
     config = {
         "tokenizer_class": "LlamaTokenizer",
         "add_bos_token": _get(header, "add_bos_token", True),
         "add_eos_token": _get(header, "add_eos_token", False),
+        "add_prefix_space": puts_space,  # transformers does not ask the model
         "legacy": True,  # llama.cpp puts a space in front after every special token
         "chat_template": header.get("tokenizer.chat_template"),
         **{f"{role}_token": name for role, name in _special_tokens(header).items()},

@@ -168,6 +168,20 @@ def test_a_tokenizer_with_scores_becomes_its_sentencepiece_model(sentencepiece, 
     assert (tokenizer.eos_token_id, tokenizer.unk_token_id, tokenizer.pad_token_id) == (2, 0, None)
 
 
+@pytest.mark.parametrize("puts_space", [True, False])
+def test_engines_put_a_space_in_front_of_a_text_where_the_file_says_so(
+    puts_space, sentencepiece, model, tmp_path
+):
+    metadata = scores_metadata(SentencePieceProcessor(model_file=str(sentencepiece)))
+    metadata["tokenizer.ggml.add_space_prefix"] = puts_space
+    tokenizer = tokenizer_of(metadata, model, tmp_path)
+    engine = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    # In front of a space transformers puts no other.
+    texts = [text for text in TEXTS if not text.startswith(" ")] + ["hi</s>there"]
+    assert engine(texts)["input_ids"] == tokenizer(texts)["input_ids"]
+    assert tokenizer.tokenize("hi")[0].startswith("\u2581") == puts_space
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
