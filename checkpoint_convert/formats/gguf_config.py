@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from checkpoint_convert.config_values import number, positive
 from checkpoint_convert.formats.gguf_file import ROPE_FACTORS, rope_factors
 from checkpoint_convert.formats.gguf_header import GgufHeader
-from checkpoint_convert.formats.gguf_tokenizer import write_tokenizer
+from checkpoint_convert.formats.gguf_tokenizer import token_id, write_tokenizer
 from checkpoint_convert.formats.safetensors_file import TORCH_NAMES
 from checkpoint_convert.hf_config import shape_of
 from checkpoint_convert.shape import ModelShape
@@ -44,6 +45,8 @@ _OWN_KEYS = {
         "expert_feed_forward_length": "moe_intermediate_size",
     },
 }
+# The values of these are real numbers, of the other keys sizes.
+_REAL = ("attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.scaling.factor")
 # Keys that are carried over in another way, or say nothing that the tensors do not.
 _OTHER_KEYS = {
     "vocab_size",
@@ -68,23 +71,23 @@ def write_hf_config(gguf: Path, folder: Path) -> None:
     """Write config.json, generation_config.json and the tokenizer of a GGUF file into `folder`.
 
     The dtype is that of the matrices, float32 where they are quantized or of several types. Raises
-    ValueError, naming the key, for metadata that would change the model's numbers and are not
-    carried over, and for a tokenizer that is not known.
+    ValueError, naming the key, for metadata that are missing, of another type, or would change the
+    model's numbers and are not carried over, and for a tokenizer that is not known.
     """
     import transformers  # noqa: PLC0415 - takes seconds, which other formats should not cost
 
     header = GgufHeader(gguf)
     config = _config(header)
-    tokens = {role: header.get(f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eos")}
-    tokens["pad"] = header.get("tokenizer.ggml.padding_token_id")
+    write_tokenizer(header, folder)
+    names = {"bos": "bos", "eos": "eos", "pad": "padding"}
+    tokens = {role: token_id(header, name) for role, name in names.items()}
     ids = {f"{role}_token_id": index for role, index in tokens.items() if index is not None}
     transformers.AutoConfig.for_model(**config, **ids).save_pretrained(folder)
     # The tokens that end a turn and a message also end what is generated.
-    ends = [header.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot", "eom")]
-    ends = sorted({index for index in ends if index is not None})
-    generation = {**ids, "eos_token_id": ends} if ends else ids
+    ends = [token_id(header, name) for name in ("eos", "eot", "eom")]
+    known = sorted({index for index in ends if index is not None})
+    generation = {**ids, "eos_token_id": known} if known else ids
     transformers.GenerationConfig(**generation).save_pretrained(folder)
-    write_tokenizer(header, folder)
 
 
 def gguf_shape(gguf: Path) -> ModelShape:
@@ -106,7 +109,9 @@ def _config(header: GgufHeader) -> dict[str, Any]:
     of_experts = (*own_keys, "expert_used_count") if own_keys else ()
     _check_there(header, values, [*_REQUIRED, *of_experts])
     _check_known(header, values, {*keys, *_OTHER_KEYS, "attention.value_length"})
-    config = {name: values[key] for key, name in keys.items() if key in values}
+    config: dict[str, Any] = {
+        name: _checked(header, key, values[key]) for key, name in keys.items() if key in values
+    }
     config.setdefault("num_key_value_heads", config["num_attention_heads"])
     config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
     _check_head(header, values, config["head_dim"])
@@ -144,6 +149,12 @@ def _check_known(header: GgufHeader, values: dict[str, Any], known: set[str]) ->
         raise ValueError(f"{header.path} has what cannot be carried over: {', '.join(unknown)}")
 
 
+def _checked(header: GgufHeader, key: str, value: Any) -> float:
+    name = f"{header.architecture}.{key}"
+    read = number if key in _REAL else positive
+    return read(header.path, {name: value}, name)
+
+
 def _check_head(header: GgufHeader, values: dict[str, Any], head_dim: int) -> None:
     for key in ("attention.value_length", "rope.dimension_count"):
         if values.get(key, head_dim) != head_dim:
@@ -156,7 +167,7 @@ def _check_head(header: GgufHeader, values: dict[str, Any], head_dim: int) -> No
 def _rope_parameters(header: GgufHeader, values: dict[str, Any]) -> dict[str, Any]:
     rope: dict[str, Any] = {
         "rope_type": "default",
-        "rope_theta": float(values.get("rope.freq_base", 10000.0)),
+        "rope_theta": _checked(header, "rope.freq_base", values.get("rope.freq_base", 10000.0)),
     }
     kind = values.get("rope.scaling.type", "linear")  # so does llama.cpp take a factor by itself
     if kind not in ("none", "linear"):
@@ -179,7 +190,10 @@ def _rope_parameters(header: GgufHeader, values: dict[str, Any]) -> dict[str, An
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         }
-    return rope | {"rope_type": "linear", "factor": factor} if is_linear else rope
+    if is_linear:
+        factor = _checked(header, "rope.scaling.factor", factor)
+        return rope | {"rope_type": "linear", "factor": factor}
+    return rope
 
 
 def _shortest(value: Any) -> Any:

@@ -13,10 +13,11 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
+from checkpoint_convert.config_values import boolean
 from checkpoint_convert.formats.gguf_header import GgufHeader
 
 # `tokenizer.ggml.token_type`, the same numbers as in SentencePiece.
-_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
+_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}"
@@ -42,14 +43,15 @@ _INSTEAD = (
 def write_tokenizer(header: GgufHeader, folder: Path) -> None:
     """Write tokenizer files into `folder`.
 
-    Raises ValueError for a kind of tokenizer, or a way of splitting text, that is not known.
+    Raises ValueError for a kind of tokenizer, or a way of splitting text, that is not known, and
+    for metadata that are missing or of another type, naming the key.
     """
     kind = header.get("tokenizer.ggml.model")
     writers: dict[str, Callable[[GgufHeader, Path], None]] = {
         "llama": _write_sentencepiece,
         "gpt2": _write_merges,
     }
-    if kind not in writers:
+    if kind not in list(writers):  # in a list, as an array has no hash
         raise ValueError(
             f"{header.path} has a tokenizer of kind {kind!r}, supported: {sorted(writers)}; "
             f"{_INSTEAD}"
@@ -58,9 +60,11 @@ def write_tokenizer(header: GgufHeader, folder: Path) -> None:
 
 
 def _write_sentencepiece(header: GgufHeader, folder: Path) -> None:
-    tokens, types = _get(header, "tokens"), _get(header, "token_type")
+    tokens = _list(header, "tokens", str)
+    scores = _list(header, "scores", float, len(tokens))
+    types = _list(header, "token_type", int, len(tokens))
     model = ModelProto()
-    for token, score, kind in zip(tokens, _get(header, "scores"), types, strict=True):
+    for token, score, kind in zip(tokens, scores, types, strict=True):
         # llama.cpp writes the spaces of these as such.
         piece = token.replace(" ", "\u2581") if kind == _USER_DEFINED else token
         model.pieces.add(piece=piece, score=score, type=kind)
@@ -70,15 +74,17 @@ def _write_sentencepiece(header: GgufHeader, folder: Path) -> None:
     for role, name in _special_tokens(header).items():
         setattr(model.trainer_spec, f"{role}_id", tokens.index(name))
         setattr(model.trainer_spec, f"{role}_piece", name)
-    puts_space = _get(header, "add_space_prefix", True)
+    puts_space = _flag(header, "add_space_prefix", True)
     model.normalizer_spec.name = "identity"
     model.normalizer_spec.add_dummy_prefix = puts_space
-    model.normalizer_spec.remove_extra_whitespaces = _get(header, "remove_extra_whitespaces", False)
+    model.normalizer_spec.remove_extra_whitespaces = _flag(
+        header, "remove_extra_whitespaces", False
+    )
     (folder / "tokenizer.model").write_bytes(model.SerializeToString())
     config = {
         "tokenizer_class": "LlamaTokenizer",
-        "add_bos_token": _get(header, "add_bos_token", True),
-        "add_eos_token": _get(header, "add_eos_token", False),
+        "add_bos_token": _flag(header, "add_bos_token", True),
+        "add_eos_token": _flag(header, "add_eos_token", False),
         "add_prefix_space": puts_space,  # transformers does not ask the model
         "legacy": True,  # llama.cpp puts a space in front after every special token
         "chat_template": header.get("tokenizer.chat_template"),
@@ -90,16 +96,26 @@ def _write_sentencepiece(header: GgufHeader, folder: Path) -> None:
 def _write_merges(header: GgufHeader, folder: Path) -> None:
     import transformers  # noqa: PLC0415 - takes seconds, which other formats should not cost
 
-    splitter = _SPLITTERS.get(_get(header, "pre", ""))
-    if splitter is None:
+    pre = header.get("tokenizer.ggml.pre")
+    if pre not in list(_SPLITTERS):
         raise ValueError(
-            f"{header.path} splits text in the way {_get(header, 'pre')!r}, supported: "
-            f"{sorted(_SPLITTERS)}; {_INSTEAD}"
+            f"{header.path} splits text in the way {pre!r}, supported: {sorted(_SPLITTERS)}; "
+            f"{_INSTEAD}"
         )
-    tokens, types = _get(header, "tokens"), _get(header, "token_type")
+    splitter = _SPLITTERS[pre]
+    tokens = _list(header, "tokens", str)
+    types = [_NORMAL] * len(tokens)
+    if header.get("tokenizer.ggml.token_type") is not None:
+        types = _list(header, "token_type", int, len(tokens))
     kinds = dict(zip(tokens, types, strict=True))
     ids = {token: index for index, token in enumerate(tokens) if kinds[token] != _UNUSED}
-    merges = [tuple(merge.split(" ")) for merge in _get(header, "merges")]
+    merges = [tuple(merge.split(" ")) for merge in _list(header, "merges", str)]
+    odd = [m for m in merges if len(m) != 2 or not ids.keys() >= {*m, "".join(m)}]
+    if odd:
+        raise ValueError(
+            f"{header.path}: tokenizer.ggml.merges has {' '.join(odd[0])!r}; two tokens that make "
+            "a third are wanted, with a space between them"
+        )
     tokenizer = Tokenizer(BPE(ids, merges, ignore_merges=splitter == "llama3"))
     if splitter == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
@@ -115,8 +131,8 @@ def _write_merges(header: GgufHeader, folder: Path) -> None:
         tokenizer_object=tokenizer,
         chat_template=header.get("tokenizer.chat_template"),
         clean_up_tokenization_spaces=False,
-        add_bos_token=_get(header, "add_bos_token", splitter == "llama3"),
-        add_eos_token=_get(header, "add_eos_token", False),
+        add_bos_token=_flag(header, "add_bos_token", splitter == "llama3"),
+        add_eos_token=_flag(header, "add_eos_token", False),
         **{f"{role}_token": name for role, name in _special_tokens(header).items()},
     ).save_pretrained(folder)
 
@@ -135,10 +151,35 @@ def _pre_tokenizer(splitter: str) -> Any:
 
 
 def _special_tokens(header: GgufHeader) -> dict[str, str]:
-    tokens = _get(header, "tokens")
-    ids = {role: _get(header, f"{name}_token_id") for role, name in _ROLES.items()}
+    tokens = _list(header, "tokens", str)
+    ids = {role: token_id(header, name) for role, name in _ROLES.items()}
     return {role: tokens[index] for role, index in ids.items() if index is not None}
 
 
-def _get(header: GgufHeader, key: str, default: Any = None) -> Any:
-    return header.get(f"tokenizer.ggml.{key}", default)
+def token_id(header: GgufHeader, name: str) -> int | None:
+    """Id of a special token, such as `eos`; ValueError where there is no token of that id."""
+    key = f"tokenizer.ggml.{name}_token_id"
+    index = header.get(key)
+    if index is None:
+        return None
+    num_tokens = len(_list(header, "tokens", str))
+    if type(index) is not int or not 0 <= index < num_tokens:
+        raise ValueError(f"{header.path}: {key} is {index!r}; 0 to {num_tokens - 1} are wanted")
+    return index
+
+
+def _list(header: GgufHeader, key: str, kind: type, length: int | None = None) -> list[Any]:
+    name = f"tokenizer.ggml.{key}"
+    values = header.get(name)
+    if type(values) is not list or any(type(value) is not kind for value in values):
+        raise ValueError(
+            f"{header.path}: {name} is {values!s:.80}; an array of {kind.__name__} is wanted"
+        )
+    if length not in (None, len(values)):
+        raise ValueError(f"{header.path}: {name} has {len(values):,} values, for {length:,} tokens")
+    return values
+
+
+def _flag(header: GgufHeader, key: str, default: bool) -> bool:
+    name = f"tokenizer.ggml.{key}"
+    return boolean(header.path, {name: header.get(name, default)}, name)

@@ -139,6 +139,25 @@ def test_metadata_that_cannot_be_carried_over_are_named(key, value, said, tmp_pa
     assert said in refusal(gguf, tmp_path / "config")
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("llama.attention.head_count", 0),
+        ("llama.block_count", "two"),
+        ("llama.attention.key_length", 16.0),
+        ("llama.rope.freq_base", "large"),
+        ("llama.rope.scaling.factor", -2.0),
+        ("llama.attention.layer_norm_rms_epsilon", float("nan")),
+        ("tokenizer.ggml.eos_token_id", 250),
+        ("tokenizer.ggml.eot_token_id", -1.0),
+    ],
+)
+def test_a_number_of_the_metadata_that_cannot_be_is_named(key, value, tmp_path):
+    model = tiny_model(tmp_path / "model", "llama")
+    gguf = write_gguf(tmp_path / "model.gguf", model, metadata={key: value})
+    assert refusal(gguf, tmp_path / "config").startswith(f"{gguf}: {key} is {value!r}; ")
+
+
 LLAMA = ["attention.head_count", "attention.layer_norm_rms_epsilon", "context_length"]
 QWEN3_MOE = ["expert_used_count", "expert_count", "expert_feed_forward_length"]
 REQUIRED = [("llama", key) for key in LLAMA] + [("qwen3_moe", key) for key in QWEN3_MOE]

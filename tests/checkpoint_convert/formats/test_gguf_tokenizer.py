@@ -188,6 +188,7 @@ def test_engines_put_a_space_in_front_of_a_text_where_the_file_says_so(
         ({"tokenizer.ggml.model": "rwkv"}, "a tokenizer of kind 'rwkv'"),
         ({"tokenizer.ggml.pre": "tekken"}, "in the way 'tekken'"),
         ({"tokenizer.ggml.pre": None}, "in the way None"),
+        ({"tokenizer.ggml.pre": ["gpt-2"]}, r"in the way \['gpt-2'\]"),
     ],
 )
 def test_a_tokenizer_that_is_not_known_is_refused(change, said, model, tmp_path):
@@ -199,3 +200,47 @@ def test_a_tokenizer_that_is_not_known_is_refused(change, said, model, tmp_path)
         "put config.json and the tokenizer files of the original model in a folder, and give it"
     )
     assert str(refused.value).endswith(f"]; {instead} with --hf-config")
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value", "said"),
+    [
+        ("gpt2", "tokens", None, "is None; an array of str is wanted"),
+        ("gpt2", "tokens", [1, 2], "is [1, 2]; an array of str is wanted"),
+        ("gpt2", "token_type", [1, 1], "has 2 values, for 700 tokens"),
+        ("gpt2", "merges", None, "is None; an array of str is wanted"),
+        ("gpt2", "merges", ["ab"], "has 'ab'; two tokens that make a third are wanted"),
+        (
+            "gpt2",
+            "merges",
+            ["a \u00a1\u00a1"],
+            "has 'a \u00a1\u00a1'; two tokens that make a third",
+        ),
+        ("gpt2", "bos_token_id", 700, "is 700; 0 to 699 are wanted"),
+        ("gpt2", "add_bos_token", "yes", "is 'yes'; true or false is wanted"),
+        ("llama", "scores", None, "is None; an array of float is wanted"),
+        ("llama", "token_type", None, "is None; an array of int is wanted"),
+        ("llama", "unknown_token_id", "<unk>", "is '<unk>'; 0 to 699 are wanted"),
+        ("llama", "add_space_prefix", 1, "is 1; true or false is wanted"),
+    ],
+)
+def test_metadata_of_a_tokenizer_that_are_missing_or_cannot_be_are_named(
+    kind, key, value, said, sentencepiece, model, tmp_path
+):
+    if kind == "gpt2":
+        metadata = merges_metadata(trained("gpt-2"), "gpt-2")
+    else:
+        metadata = scores_metadata(SentencePieceProcessor(model_file=str(sentencepiece)))
+    metadata[f"tokenizer.ggml.{key}"] = value
+    gguf = write_gguf(tmp_path / "model.gguf", model, metadata=metadata)
+    with pytest.raises(ValueError) as refused:
+        write_tokenizer(GgufHeader(gguf), tmp_path)
+    assert str(refused.value).startswith(f"{gguf}: tokenizer.ggml.{key} {said}")
+
+
+def test_tokens_without_types_are_normal_ones(model, tmp_path):
+    original = trained("gpt-2")
+    metadata = merges_metadata(original, "gpt-2") | {"tokenizer.ggml.token_type": None}
+    tokenizer = tokenizer_of(metadata, model, tmp_path)
+    for text in TEXTS:
+        assert tokenizer(text)["input_ids"] == original.encode(text, add_special_tokens=False).ids
