@@ -10,7 +10,7 @@ first and of the second half of a head as rows 2i and 2i+1. Experts are stacked 
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from math import pi
+from math import pi, prod
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ ROPE_FACTORS = "rope_freqs.weight"
 _WITH_ROWS_PAIRED = "llama"
 _PAIRED_ROWS = re.compile(r"\.self_attn\.[qk]_proj\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
+# Of values that are dequantized, or have their rows put in order, at a time.
+_SLICE_BYTES = 1 << 20
 _OTHER_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
@@ -80,13 +82,29 @@ class GgufTensors(TensorSource):
 
     def read(self, name: str, box: Box) -> Words:
         """The words of `box` of a tensor, in its dtype; shape `box.size`."""
+        words: Words = np.empty(box.size, WORDS[self.dtypes[name]])
+        self.read_into(name, box, words)
+        return words
+
+    def read_into(self, name: str, box: Box, target: Words) -> None:
+        """Put the words of `box` into `target`: straight, or some rows at a time."""
         is_paired = self._is_paired and _PAIRED_ROWS.search(name) is not None
-        wide = _widened(box, 0, self._head_dim) if is_paired else box
-        wide = _widened(wide, -1, self._stored[name].block[0])
-        values = self._read_blocks(name, wide)
-        if is_paired:
-            values = _halves(values, self._head_dim)
-        return values[box.moved(wide.start, (0,) * len(wide.start)).slices]
+        if self._stored[name].place.dtype != BYTES and not is_paired:
+            self._bytes.read_into(name, box, target)
+            return
+        # Whole heads, where their rows are in pairs: a part of one costs as much.
+        unit = self._head_dim if is_paired else 1
+        row_bytes = prod(box.size[1:]) * target.itemsize
+        num_rows = max(1, _SLICE_BYTES // (unit * row_bytes)) * unit
+        for first in range(0, box.size[0], num_rows):
+            rows = box.narrowed(0, first, min(num_rows, box.size[0] - first))
+            wide = _widened(rows, 0, unit)
+            wide = _widened(wide, -1, self._stored[name].block[0])
+            values = self._read_blocks(name, wide)
+            if is_paired:
+                values = _halves(values, self._head_dim)
+            within = rows.moved(wide.start, (0,) * len(wide.start))
+            target[first : first + rows.size[0]] = values[within.slices]
 
     def _read_blocks(self, name: str, box: Box) -> Words:
         """The words of a box of whole blocks, in the order of the file."""

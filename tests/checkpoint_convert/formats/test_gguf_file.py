@@ -131,6 +131,28 @@ def test_only_the_rows_of_a_box_are_read(models, tmp_path):
         tensors.read(name, Box((0, 0), (126, 64)))
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe"])
+def test_no_more_than_a_slice_is_dequantized_at_a_time(models, family, tmp_path, monkeypatch):
+    path = write_gguf(tmp_path / "model.gguf", models[family], kind=mixed)
+    tensors = open_gguf(path, models[family])
+    wanted = read_all(tensors)
+    sizes, dequantize = [], gguf.dequantize
+
+    def counted(blocks, kind):
+        sizes.append(dequantize(blocks, kind).nbytes)
+        return dequantize(blocks, kind)
+
+    monkeypatch.setattr(gguf, "dequantize", counted)
+    monkeypatch.setattr("checkpoint_convert.formats.gguf_file._SLICE_BYTES", 20 * 64 * 4)
+    for name, values in read_all(tensors).items():
+        assert torch.equal(values, wanted[name]), name
+        if values.dim() > 1:
+            rest = Box((1, 0), (len(values) - 1, values.shape[1]))
+            assert torch.equal(read_tensor(tensors, name, rest), values[1:]), name
+    # A slice that begins within a head is put in order by the whole of two heads, of 16 rows each.
+    assert max(sizes) == {"llama": 32 * 64 * 4}.get(family, 20 * 64 * 4)
+
+
 def gguf_place(path, name):
     return next(tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name == name)
 
