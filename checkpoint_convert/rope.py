@@ -22,7 +22,7 @@ _REQUIRED_OF_TYPE: dict[str, dict[str, Any]] = {
 
 
 def read_rope(path: Path, config: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """Base of RoPE, and None or the `rope_type` and the parameters of a scaled one.
+    """Base of RoPE, and None or the `rope_type` and the parameters of a scaled one that count.
 
     `config` holds the values of the file at `path`. Raises ValueError for what is not carried over.
     """
@@ -31,7 +31,8 @@ def read_rope(path: Path, config: Mapping[str, Any]) -> tuple[float, dict[str, A
     theta = number(path, rope, "rope_theta")
     if rope["rope_type"] == "default":
         return theta, None
-    return theta, {key: value for key, value in rope.items() if key != "rope_theta"}
+    counting = ("rope_type", "factor", *_REQUIRED_OF_TYPE[rope["rope_type"]])
+    return theta, {key: value for key, value in rope.items() if key in counting}
 
 
 def _parameters(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:

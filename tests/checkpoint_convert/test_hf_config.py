@@ -278,6 +278,15 @@ def test_linear_rope_scaling_is_carried_over(tmp_path):
     assert shape == read_shape(folder_with(tmp_path, LLAMA | {"rope_scaling": older}))
 
 
+@pytest.mark.parametrize("rope", [LINEAR_ROPE, LLAMA3_ROPE], ids=["linear", "llama3"])
+def test_rope_parameters_that_compute_nothing_make_no_other_model(tmp_path, rope):
+    idle = {"partial_rotary_factor": 1.0, "attention_factor": None, "use_fope": False}
+    if rope is LINEAR_ROPE:
+        idle["original_max_position_embeddings"] = 4096
+    shape = read_shape(folder_with(tmp_path, LLAMA | {"rope_scaling": rope | idle}))
+    assert shape.rope_scaling == rope
+
+
 def test_both_ways_to_write_rope_scaling_are_read_alike(tmp_path):
     (tmp_path / "new").mkdir()
     (tmp_path / "old").mkdir()
