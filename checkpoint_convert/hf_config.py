@@ -57,6 +57,8 @@ def shape_of(path: Path, config: Mapping[str, Any]) -> ModelShape:
         for name in ("num_experts", "num_local_experts"):
             if name in config:
                 values[family.experts.num_experts] = config[name]
+    if values.get("partial_rotary_factor") is None:  # to transformers and vLLM, null is absent
+        values.pop("partial_rotary_factor", None)
     _check_carried_over(path, family, values)
     rope_theta, rope_scaling = read_rope(path, values)
     num_heads = positive(path, values, "num_attention_heads")

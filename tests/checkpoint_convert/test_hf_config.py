@@ -287,6 +287,13 @@ def test_rope_parameters_that_compute_nothing_make_no_other_model(tmp_path, rope
     assert shape.rope_scaling == rope
 
 
+def test_a_partial_rotary_factor_of_null_is_none(tmp_path):
+    shape = read_shape(folder_with(tmp_path, LLAMA | {"partial_rotary_factor": None}))
+    config = LlamaConfig.from_pretrained(tmp_path)
+    assert "partial_rotary_factor" not in config.rope_parameters
+    assert shape == read_shape(folder_with(tmp_path, LLAMA))
+
+
 def test_both_ways_to_write_rope_scaling_are_read_alike(tmp_path):
     (tmp_path / "new").mkdir()
     (tmp_path / "old").mkdir()
