@@ -29,19 +29,8 @@ class Weights:
 
     @property
     def dtypes(self) -> dict[str, str]:
-        """Dtype of every Hugging Face tensor.
-
-        Raises ValueError when a tensor is stored in several.
-        """
-        found: dict[str, str] = {}
-        for piece in self.layout.pieces:
-            dtype = self.tensors.dtypes[piece.local]
-            if found.setdefault(piece.tensor, dtype) != dtype:
-                raise ValueError(
-                    f"{piece.tensor} is stored partly in {found[piece.tensor]} and partly in "
-                    f"{dtype}: say which with --dtype"
-                )
-        return found
+        """Dtype of every Hugging Face tensor, which all boxes of it have: none is of two keys."""
+        return {piece.tensor: self.tensors.dtypes[piece.local] for piece in self.layout.pieces}
 
     def close(self) -> None:
         """Close the files."""
