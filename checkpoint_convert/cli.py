@@ -190,7 +190,9 @@ def inspect(
     vpp: VirtualSize = 1,
     ep: ExpertSize = 1,
 ) -> None:
-    """Say what PATH holds, from headers alone: family, sizes, dtypes, how it is cut.
+    """Say what PATH holds: family, sizes, dtypes, how it is cut.
+
+    Only headers are read, but of a tied model that stores its head as well also both tables.
 
     The exit code is 2 when the model is not supported, when it cannot be split over the given
     sizes, or when a tensor is missing, unexpected or of another shape than config.json says.

@@ -1,4 +1,4 @@
-"""What a set of weights holds, told from headers alone."""
+"""What a set of weights holds, told from headers."""
 
 from collections import Counter
 from contextlib import closing

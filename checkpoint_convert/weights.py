@@ -41,9 +41,10 @@ def open_weights(path: Path, shape: ModelShape, names: Collection[str] | None = 
     """The weights of a model of `shape` in a Hugging Face folder (safetensors or `.bin`), a GGUF
     file, or a Megatron torch_dist checkpoint.
 
-    Reads headers. Raises ValueError, listing all faults, unless every tensor of the model is there
-    once, in its shape, and nothing else is. With `names` of tensors a Hugging Face folder is opened
-    and checked for these alone.
+    Reads headers, and of a tied model that stores its head as well also both tables. Raises
+    ValueError, listing all faults, unless every tensor of the model is there once, in its shape,
+    and nothing else is. With `names` of tensors a Hugging Face folder is opened and checked for
+    these alone.
     """
     if is_torch_dist(path):
         return _open_torch_dist(path, shape)

@@ -1,4 +1,4 @@
-"""The weight files of a Hugging Face folder: finding and checking tensors from headers alone."""
+"""The weight files of a Hugging Face folder: finding and checking tensors from headers."""
 
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -87,9 +87,10 @@ def check_weights(
 ) -> dict[str, TensorPlace]:
     """Places of exactly the tensors that `shape` asks for; reads headers, not weights.
 
-    With `names`, of these alone: whatever else is there is not looked at. Raises ValueError that
-    lists every tensor that is missing, unexpected, or of another shape or a dtype that is not
-    supported, and for a folder with an adapter, which changes the weights.
+    The one exception is a tied model that stores its head as well: both tables are read and
+    compared. With `names`, of these alone: whatever else is there is not looked at. Raises
+    ValueError that lists every tensor that is missing, unexpected, or of another shape or a dtype
+    that is not supported, and for a folder with an adapter, which changes the weights.
     """
     if (Path(folder) / ADAPTER_FILE).is_file():
         raise ValueError(

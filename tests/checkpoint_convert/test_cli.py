@@ -130,7 +130,7 @@ def test_help_shows_a_whole_round_trip_and_every_command():
                 "by default bytes",
             ],
         ),
-        ("inspect", ["from headers alone", "cannot be split", "--vpp"]),
+        ("inspect", ["Only headers are read", "cannot be split", "--vpp"]),
     ],
 )
 def test_the_help_of_a_command_teaches_it(tmp_path, command, taught):
