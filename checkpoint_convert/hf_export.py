@@ -97,7 +97,8 @@ def finish_export(partial: str | Path, folder: str | Path) -> None:
     """
     partial, folder = Path(partial), Path(folder)
     replaced = folder.with_name(folder.name + ".replaced")
-    if replaced.exists():  # left by a run that died in here
+    # Left by a run that died in here. Without `folder` it is the only complete export, and stays.
+    if replaced.exists() and folder.exists():
         shutil.rmtree(replaced)
     sync_tree(partial)
     if folder.exists():

@@ -264,6 +264,29 @@ def test_a_finished_export_takes_the_place_of_an_earlier_one(llama, tmp_path):
         assert_same(load_file(final / "model.safetensors"), load_file(llama / "model.safetensors"))
 
 
+@pytest.mark.parametrize("has_earlier", [True, False])
+def test_a_complete_export_is_there_whenever_the_run_dies(has_earlier, tmp_path, monkeypatch):
+    for name in ("hf.partial", "hf.replaced", *(["hf"] if has_earlier else [])):
+        (tmp_path / name).mkdir()
+    complete, seen = ({"hf", "hf.replaced"} if has_earlier else {"hf.replaced"}), []
+    rename, remove = Path.rename, shutil.rmtree
+
+    def look(change):
+        def looked(*names):
+            seen.append(complete & {path.name for path in tmp_path.iterdir()})
+            change(*names)
+            if names == (tmp_path / "hf.partial", tmp_path / "hf"):
+                complete.add("hf")
+
+        return looked
+
+    monkeypatch.setattr(Path, "rename", look(rename))
+    monkeypatch.setattr(shutil, "rmtree", look(remove))
+    finish_export(tmp_path / "hf.partial", tmp_path / "hf")
+    assert all(seen), seen
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
 def test_an_export_has_its_name_only_when_all_of_it_is_on_the_disk(llama, tmp_path, monkeypatch):
     partial, final, calls = tmp_path / "hf.partial", tmp_path / "hf", []
     create_export(partial, llama, read_shape(llama), torch.float32, max_shard_bytes=150_000)
