@@ -159,6 +159,9 @@ def _check_model(cfg: Config) -> ModelShape:
 def _check_transformer(cfg: Config, shape: ModelShape) -> None:
     import torch
 
+    from parallel.megatron_import import import_megatron
+
+    import_megatron()
     from megatron_grpo.policy.transformer import transformer_config
 
     transformer_config(

@@ -1,5 +1,8 @@
 import http.server
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -62,6 +65,34 @@ def copy_of(model: Path, folder: Path) -> Path:
 def test_a_config_that_can_run_passes(config):
     preflight(config(), None)
     preflight(config("rollout.vllm.max_model_len=42"), None)  # 30 of a prompt, 12 of a completion
+
+
+EXAMINED = """
+import os, sys
+from pathlib import Path
+from megatron_grpo.config.config_file import load_config
+from megatron_grpo.preflight import preflight
+preflight(load_config(Path(sys.argv[1])), None)
+print([name for name in ("megatron.core", "wandb") if name in sys.modules])
+sys.stdout.flush()
+os._exit(0)  # as by exec, when the ranks start: nothing is tidied at exit
+"""
+
+
+def test_a_preflight_loads_no_wandb_and_leaves_no_files_behind(config, tmp_path):
+    (tmp_path / "config.yaml").write_text(dump_config(config()))
+    leftovers = tmp_path / "tmp"
+    leftovers.mkdir()
+    examined = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", EXAMINED, tmp_path / "config.yaml"],
+        env=os.environ | {"TMPDIR": str(leftovers)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert examined.returncode == 0, examined.stderr
+    assert examined.stdout.splitlines()[-1] == "['megatron.core']"
+    assert list(leftovers.iterdir()) == []
 
 
 @pytest.mark.parametrize(
