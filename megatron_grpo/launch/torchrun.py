@@ -117,8 +117,7 @@ def main() -> None:
     """Run torchrun on the command line; the exit code is the ranks', 1 if they were killed."""
     allow_open_files()
     arguments = run.parse_args(sys.argv[1:])
-    # torchrun answers these by ending its ranks, and kills those that take long.
-    arguments.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"
+    arguments.signals_to_handle = ",".join(_ending_signals())
     forwarded = set[int]()
 
     def forward(number: int, _: FrameType | None) -> None:
@@ -150,6 +149,16 @@ def main() -> None:
         sys.exit(f"megatron-grpo: {error}")
     except DistError:
         sys.exit(f"{socket.gethostname()}: the first host has left before all had come")
+
+
+def _ending_signals() -> list[str]:
+    """What torchrun answers by ending its ranks, where it kills those that take long.
+
+    Not what `nohup`, or a script's `&`, has told this process to ignore: with a handler it would
+    no longer be.
+    """
+    names = ("SIGINT", "SIGHUP", "SIGQUIT")
+    return [name for name in names if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN]
 
 
 def _children() -> list[int]:

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,35 @@ def test_ranks_that_cannot_take_the_signal_yet_are_preempted_too(torchrun, tmp_p
     run.send_signal(signal.SIGTERM)
     _, told = run.communicate(timeout=20)
     assert run.returncode == 75 and told == ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
+def test_a_signal_that_ends_a_run_is_its_exit_code(torchrun, tmp_path, number):
+    run = torchrun("touch ready_$RANK; exec sleep 100")
+    wait_ready(tmp_path)
+    run.send_signal(number)
+    _, told = run.communicate(timeout=20)
+    assert run.returncode == 128 + number and told == ""
+
+
+def test_signals_that_it_was_started_to_ignore_end_nothing(start, tmp_path):
+    ignored = [signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]
+
+    def ignore() -> None:
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
+
+    options = ["--rdzv-backend=loopback", "--nproc-per-node=1", f"--log-dir={tmp_path}"]
+    run = start("touch ready; until [ -e done ]; do sleep 0.05; done", *options, preexec_fn=ignore)
+    assert wait_until((tmp_path / "ready").exists, 60)
+    [rank] = psutil.Process(run.pid).children()
+    for number in ignored:
+        run.send_signal(number)
+        rank.send_signal(number)
+    time.sleep(1.0)
+    (tmp_path / "done").touch()
+    _, told = run.communicate(timeout=20)
+    assert run.returncode == 0 and told == ""
 
 
 def test_what_rank_0_has_told_is_not_told_again(torchrun):
