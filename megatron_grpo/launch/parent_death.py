@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import shutil
 import signal
 import sys
 import time
@@ -50,30 +51,32 @@ def _users_of_memory(group: int) -> Iterator[int]:
 
 
 def main() -> None:
-    """Become a command, tied to its parent: `python parent_death.py PARENT_PID PROGRAM ARG ...`.
+    """Become a command, tied to its parent: `python parent_death.py PID FOLDER PROGRAM ARG ...`.
 
-    It leads a process group. What it starts is killed when it ends: who is started by it may be
-    tied to it by then, or not yet.
+    PID is the parent's. The command leads a process group; what it starts is killed when it ends:
+    who is started by it may be tied to it by then, or not yet. FOLDER, made for its files, goes
+    behind them all.
     """
-    parent, command = int(sys.argv[1]), sys.argv[2:]
-    die_with_parent()
-    if os.getppid() != parent:
-        sys.exit("the process that asked for this one is gone")
+    parent, folder, command = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
     leader = os.getpid()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (ENDED, *OTHERS))
     if os.fork() == 0:
-        _kill_behind(leader)
+        _tidy_behind(leader, folder)
+    die_with_parent()
+    if os.getppid() != parent:
+        sys.exit("the process that asked for this one is gone")
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     os.execvp(command[0], command)
 
 
-def _kill_behind(leader: int) -> NoReturn:
-    """Wait for the end of the parent, the `leader` of a group, and kill what is left of that."""
+def _tidy_behind(leader: int, folder: str) -> NoReturn:
+    """Wait for the end of the parent, the `leader` of a group; kill and remove what is left."""
     die_with_parent(ENDED)
     if os.getppid() == leader:
         signal.sigwait({ENDED})
     while kill_group(leader):  # it may have started others meanwhile
         time.sleep(0.05)
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
 

@@ -40,7 +40,9 @@ class EngineProcess:
     log_start: int
     """Size of the log when the engine started: earlier lines are another run's."""
     folder: Path
-    """Its TMPDIR, which ends with it: sockets and the like that a killed engine leaves behind."""
+    """Its TMPDIR, which ends with it: sockets and the like that a killed engine leaves behind.
+
+    `parent_death` removes it, where nothing kills that as well."""
     process: subprocess.Popen[bytes]
 
     @classmethod
@@ -56,12 +58,12 @@ class EngineProcess:
             threading.current_thread() is threading.main_thread()
             or threading.current_thread().name.startswith(COLLECTOR)
         )
-        tied_to_us = [sys.executable, "-I", parent_death.__file__, str(os.getpid()), *command]
         folder = _make_folder()
+        tied_to_us = [sys.executable, "-I", parent_death.__file__, str(os.getpid()), str(folder)]
         with log.open("ab") as output:
             log_start = output.tell()
             process = subprocess.Popen(
-                tied_to_us,
+                [*tied_to_us, *command],
                 env={**environment, "TMPDIR": str(folder)},
                 stdin=subprocess.DEVNULL,
                 stdout=output,

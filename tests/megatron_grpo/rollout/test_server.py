@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,13 @@ sys.stdin.read()
 """
 
 
+@pytest.fixture
+def short_folder() -> Iterator[str]:
+    """Whose path leaves room for those of sockets, where that of `tmp_path` may not."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield folder
+
+
 def marked_processes(mark: str) -> list[int]:
     """Pids of the running processes that inherited `mark` in their environment."""
     found = []
@@ -74,13 +82,13 @@ def shared_memory(pids: list[int]) -> set[Path]:
         pytest.param("vllm", 2, "ready", marks=pytest.mark.slow),
     ],
 )
-def test_no_process_and_no_shared_memory_survives_a_killed_trainer(
-    tied_model, tmp_path, engine, size, moment
+def test_no_process_shared_memory_or_folder_survives_a_killed_trainer(
+    tied_model, tmp_path, short_folder, engine, size, moment
 ):
     mark = uuid.uuid4().hex
     trainer = subprocess.Popen(
         [sys.executable, "-c", TRAINER, str(tied_model), engine, str(size), str(tmp_path)],
-        env=os.environ | {MARK: mark},
+        env=os.environ | {MARK: mark, "TMPDIR": short_folder},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -92,10 +100,12 @@ def test_no_process_and_no_shared_memory_survives_a_killed_trainer(
         time.sleep(2)  # somewhere within the imports
     assert len(marked_processes(mark)) > 1
     memory = shared_memory(marked_processes(mark))
+    assert list(Path(short_folder).glob("engine_*"))
     trainer.kill()
     trainer.communicate()
     assert wait_until(lambda: not marked_processes(mark), 30), marked_processes(mark)
     assert wait_until(lambda: not any(file.exists() for file in memory), 30), memory
+    assert not list(Path(short_folder).glob("engine_*"))
 
 
 def test_close_leaves_no_process(tied_model, tmp_path, monkeypatch):
@@ -152,19 +162,20 @@ USES_ITS_FOLDER = 'touch "$TMPDIR/file"; mkfifo "$TMPDIR/socket"; echo "$TMPDIR"
 
 
 @pytest.mark.parametrize("name", ["short", "long" * 20])
-def test_a_killed_engine_leaves_nothing_in_the_temporary_folder(tmp_path, monkeypatch, name):
+def test_a_killed_engine_leaves_nothing_in_the_temporary_folder(
+    tmp_path, short_folder, monkeypatch, name
+):
     """Where the site has a long path for it, its sockets are elsewhere: it could not start."""
-    with tempfile.TemporaryDirectory() as short:
-        place, log = Path(short) / name, tmp_path / "log"
-        place.mkdir()
-        monkeypatch.setattr(tempfile, "tempdir", str(place))
-        engine = EngineProcess.start(["sh", "-c", USES_ITS_FOLDER], os.environ, "http://a", log)
-        assert wait_until(lambda: log.read_text().endswith("\n"), 30)
-        folder = Path(log.read_text().strip())
-        assert len(list(folder.iterdir())) == 2 and folder.stat().st_mode & 0o777 == 0o700
-        assert folder.parent == (place if name == "short" else Path("/tmp"))
-        engine.kill()
-        assert not folder.exists()
+    place, log = Path(short_folder) / name, tmp_path / "log"
+    place.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    engine = EngineProcess.start(["sh", "-c", USES_ITS_FOLDER], os.environ, "http://a", log)
+    assert wait_until(lambda: log.read_text().endswith("\n"), 30)
+    folder = Path(log.read_text().strip())
+    assert len(list(folder.iterdir())) == 2 and folder.stat().st_mode & 0o777 == 0o700
+    assert folder.parent == (place if name == "short" else Path("/tmp"))
+    engine.kill()
+    assert not folder.exists()
 
 
 def test_an_engine_that_cannot_start_is_named_with_the_cause(tmp_path):
