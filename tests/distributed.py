@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -29,15 +28,14 @@ def run_ranks(
     The ranks see no GPU, unless `cuda`: then each must take one, and they speak NCCL.
 
     Returns one result per rank. Raises AssertionError with the first failing rank's traceback, or
-    TimeoutError after `timeout` seconds; no process outlives the call.
+    TimeoutError after `timeout` seconds; no process outlives the call, and no temporary file.
     """
     with tempfile.TemporaryDirectory() as folder:
-        store = Path(folder) / "store"
         pipes, processes = [], []
         for rank in range(world_size):
             receiver, sender = CONTEXT.Pipe(duplex=False)
             process = CONTEXT.Process(
-                target=_rank_main, args=(sender, str(store), rank, world_size, fn, args, cuda)
+                target=_rank_main, args=(sender, folder, rank, world_size, fn, args, cuda)
             )
             process.start()
             sender.close()
@@ -71,7 +69,7 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
 
 def _rank_main(
     sender: Connection,
-    store: str,
+    folder: str,
     rank: int,
     world_size: int,
     fn: Callable[..., Any],
@@ -84,10 +82,12 @@ def _rank_main(
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # CUDA was not started in the server process
 
     torch.set_num_threads(1)
+    # vLLM has sockets there, which a killed rank leaves behind.
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
     try:
         torch.distributed.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
-            store=torch.distributed.FileStore(store, world_size),
+            store=torch.distributed.FileStore(f"{folder}/store", world_size),
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=60),
