@@ -36,7 +36,7 @@ from megatron_grpo.policy.reference import build_reference
 from megatron_grpo.policy.skipped_steps import SkippedSteps
 from megatron_grpo.reporting.metrics import StepReport
 from megatron_grpo.reporting.runlog import RunLog
-from megatron_grpo.reporting.tracking import WANDB_ID_FILE
+from megatron_grpo.reporting.tracking import WANDB_ID_FILE, write_whole
 from megatron_grpo.rollout import EnginesLost
 from megatron_grpo.rollout.engine_process import COLLECTOR
 from megatron_grpo.timing import PhaseTimer
@@ -182,7 +182,7 @@ class Training:
             self.fingerprint = self.source.stream.fingerprint
             self.state.check_prompts(self.fingerprint)
             if self.state.wandb_id is not None:
-                (cfg.train.run_dir / WANDB_ID_FILE).write_text(self.state.wandb_id)
+                write_whole(cfg.train.run_dir / WANDB_ID_FILE, self.state.wandb_id)
             self._log = stack.enter_context(closing(RunLog(cfg, self.first_step)))
             collector = Collector(self.source, thread, watch, self._log.timeline)
             stack.enter_context(closing(collector))

@@ -12,7 +12,7 @@ from megatron_grpo.experience.batching import BatchSchedule
 from megatron_grpo.experience.experience import Experience
 from megatron_grpo.reporting.metrics import StepReport, reward_metrics
 from megatron_grpo.reporting.progress import ProgressBar
-from megatron_grpo.reporting.tracking import METRICS_FILE, Tracking, completion_rows
+from megatron_grpo.reporting.tracking import METRICS_FILE, Tracking, completion_rows, write_whole
 from megatron_grpo.rollout.completion_metrics import completion_metrics, dialogue_metrics
 from megatron_grpo.rollout.samples import Sample
 from megatron_grpo.timeline import TIMELINE_FILE, Timeline
@@ -27,7 +27,7 @@ class RunLog:
         self.batches, self.seed = BatchSchedule.of(cfg.grpo), cfg.train.seed
         self.has_environment = cfg.environment.name is not None
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        (self.run_dir / "config.yaml").write_text(dump_config(cfg))
+        write_whole(self.run_dir / "config.yaml", dump_config(cfg))
         self.tracking = Tracking(
             self.run_dir, first_step, cfg.wandb, config=cfg.model_dump(mode="json")
         )

@@ -77,9 +77,7 @@ class Tracking:
         is_there = bool(lines) and json.loads(lines[-1])["step"] == step
         record = json.loads(lines.pop()) if is_there else _record(step)
         lines.append(json.dumps({**record, **metrics}))
-        whole = path.with_suffix(".tmp")  # whoever kills us leaves the one or the other
-        whole.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        whole.replace(path)
+        write_whole(path, "".join(f"{line}\n" for line in lines))
         self._metrics.close()
         self._metrics = path.open("a", encoding="utf-8")
         if self._wandb:
@@ -103,6 +101,15 @@ def _check_finite(step: int, metrics: Mapping[str, float]) -> None:
     broken = {name: value for name, value in metrics.items() if not math.isfinite(value)}
     if broken:
         raise ValueError(f"step {step}: metrics are not finite: {broken}")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Have a file hold `text`: whoever kills us, and a full disk, leave what it held before."""
+    if path.exists() and path.read_text(encoding="utf-8") == text:
+        return
+    whole = path.with_name(f"{path.name}.tmp")
+    whole.write_text(text, encoding="utf-8")
+    whole.replace(path)
 
 
 def drop_records_after(path: Path, step: int) -> None:
@@ -179,7 +186,7 @@ class WandbRun:
         self._wandb, self._num_completions = wandb, cfg.num_completions
         id_file = run_dir / WANDB_ID_FILE
         if not id_file.exists():
-            id_file.write_text(secrets.token_hex(4))
+            write_whole(id_file, secrets.token_hex(4))
         mode_is_chosen = "WANDB_API_KEY" in os.environ or "WANDB_MODE" in os.environ
         self._run = wandb.init(
             project=cfg.project,

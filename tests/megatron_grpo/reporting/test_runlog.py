@@ -1,9 +1,12 @@
 import os
+import signal
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from conversions import file_size_limit
+from megatron_grpo.config.config_file import dump_config, load_config
 from megatron_grpo.launch.preemption import Preempted
 from megatron_grpo.reporting.runlog import RunLog
 from parallel import ParallelDims
@@ -21,3 +24,25 @@ def test_what_fails_in_closing_the_log_is_told_and_does_not_hide_why_the_run_end
     told = capfd.readouterr().err
     assert "the records of the run could not be finished: OSError(9, " in told
     assert "curves.png could not be drawn: " in told
+
+
+def test_a_full_disk_leaves_the_config_that_a_run_was_started_with(
+    tied_model: Path, tmp_path: Path
+):
+    """A run whose config cannot be read could not be resumed."""
+    cfg = tiny_config(tied_model, ParallelDims(), f"train.run_dir={tmp_path / 'run'}")
+    saved = tmp_path / "run" / "config.yaml"
+    with closing(RunLog(cfg, 0)):
+        pass
+    longer = cfg.model_copy(update={"train": cfg.train.model_copy(update={"num_steps": 77})})
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        # The kernel's way to say the same to one process.
+        with file_size_limit(100), pytest.raises(OSError, match="File too large"):
+            RunLog(longer, 0)
+    finally:
+        signal.signal(signal.SIGXFSZ, before)
+    assert saved.read_text() == dump_config(cfg)
+    with closing(RunLog(longer, 0)):
+        pass
+    assert load_config(saved) == longer
