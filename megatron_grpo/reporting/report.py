@@ -31,12 +31,13 @@ def draw_curves(run_dir: Path) -> Path:
 
     Raises FileNotFoundError without a `metrics.jsonl` and ValueError when it has no step yet.
     """
-    lines = (run_dir / METRICS_FILE).read_text(encoding="utf-8").splitlines()
-    records: list[Record] = [json.loads(line) for line in lines]
+    lines = (run_dir / METRICS_FILE).read_text(encoding="utf-8").splitlines(keepends=True)
+    # The last was being written when the run died, if it does not end.
+    records: list[Record] = [json.loads(line) for line in lines if line.endswith("\n")]
     if not records:
         raise ValueError(f"{run_dir / METRICS_FILE} has no steps yet: nothing to draw")
-    if not any(record["step"] for record in records):
-        raise ValueError(f"{run_dir / METRICS_FILE} has no steps yet: only what came before them")
+    if not _of_steps(records):
+        raise ValueError(f"{run_dir / METRICS_FILE} has no steps yet: only an evaluation")
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12, wspace=0.03, hspace=0.05)
     figure = Figure(figsize=(13.5, 7.2), layout=layout, facecolor="white")
     FigureCanvasAgg(figure)
@@ -124,7 +125,7 @@ def draw_time(axis: Axes, records: Sequence[Record]) -> None:
     Where a generation is made beside the training, what the step has waited for it.
     """
     _name(axis, "Seconds per step")
-    records = [record for record in records if record["step"]]  # before them, an evaluation
+    records = _of_steps(records)
     phases = list(
         dict.fromkeys(
             n for r in records for n in r if n.startswith("time/") and not is_beside(n, r)
@@ -144,6 +145,11 @@ def draw_time(axis: Axes, records: Sequence[Record]) -> None:
     num_columns = min(3, len(phases) // 2 + 1)  # as wide as the panel
     axis.set_ylim(0, (1.1 + 0.08 * len(phases) / num_columns) * below.max())
     _legend(axis, num_columns)
+
+
+def _of_steps(records: Sequence[Record]) -> Sequence[Record]:
+    """Without those of an evaluation alone: before the first step, or where a run is resumed."""
+    return [record for record in records if "time/step" in record]
 
 
 def _curve(records: Sequence[Record], name: str) -> tuple[Curve, Curve]:
@@ -191,8 +197,8 @@ def _note(axis: Axes, text: str) -> None:
 
 
 def _title(run_dir: Path, records: Sequence[Record]) -> str:
-    first, last = next(record for record in records if record["step"]), records[-1]
+    rewards = _curve(records, "reward")[1]
     return (
-        f"{run_dir.resolve().name}   step {last['step']:.0f}   "
-        f"reward {first['reward']:.2f} → {last['reward']:.2f}"
+        f"{run_dir.resolve().name}   step {records[-1]['step']:.0f}   "
+        f"reward {rewards[0]:.2f} → {rewards[-1]:.2f}"
     )

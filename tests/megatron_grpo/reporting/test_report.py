@@ -112,6 +112,28 @@ def test_evaluations_have_curves_beside_the_reward_from_before_the_first_step(
         draw_curves(tmp_path)
 
 
+def test_a_line_that_was_cut_short_is_left_out(tmp_path: Path) -> None:
+    write_metrics(tmp_path, [record(1), record(2)])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "rew')
+    assert draw_curves(tmp_path).exists()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "rew')
+    with pytest.raises(ValueError, match=r"has no steps yet"):
+        draw_curves(tmp_path)
+
+
+def test_an_evaluation_that_a_resumed_run_begins_with_is_no_step(tmp_path: Path) -> None:
+    evaluated = {"step": 4, "kl": None, "loss": None, "grad_norm": None, "eval/pass@4": 0.5}
+    write_metrics(tmp_path, [evaluated])
+    with pytest.raises(ValueError, match=r"has no steps yet: only an evaluation"):
+        draw_curves(tmp_path)
+    write_metrics(tmp_path, [evaluated, record(5)])
+    assert draw_curves(tmp_path).exists()
+    panel = axis()
+    draw_time(panel, [evaluated, record(5)])
+    assert [patch.get_data().edges.tolist() for patch in panel.patches] == [[4.5, 5.5]] * 2
+
+
 def test_phases_are_stacked_up_to_their_sum_and_a_missing_phase_is_zero() -> None:
     panel = axis()
     draw_time(panel, [record(1), record(2, **{"time/save": 3.0})])
