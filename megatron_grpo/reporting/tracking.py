@@ -4,7 +4,9 @@ import json
 import math
 import os
 import secrets
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -19,6 +21,8 @@ COMPLETIONS_FILE = "completions.jsonl"
 EVAL_COMPLETIONS_FILE = "eval_completions.jsonl"
 WANDB_ID_FILE = "wandb_id"
 BLOCK_BYTES = 2**20
+FINISH_SECONDS = 300.0
+"""In which wandb may send what is left at the end of a run, while the job holds its GPUs."""
 
 
 class Tracking:
@@ -176,6 +180,8 @@ def _known(value: float) -> float | None:
 class WandbRun:
     """A wandb run in the run directory: offline without an API key, continued by its id on resume.
 
+    Offline as well, and told, where wandb cannot be reached: no training waits for that.
+
     Curves are drawn over our own `step` and not over wandb's counter, which only rises and would
     refuse the steps that a resumed run repeats.
     """
@@ -188,16 +194,30 @@ class WandbRun:
         if not id_file.exists():
             write_whole(id_file, secrets.token_hex(4))
         mode_is_chosen = "WANDB_API_KEY" in os.environ or "WANDB_MODE" in os.environ
-        self._run = wandb.init(
+        init = partial(
+            wandb.init,
             project=cfg.project,
             name=cfg.name,
             id=id_file.read_text(),
             resume="allow",
             dir=run_dir,
             config=config,
-            mode=None if mode_is_chosen else "offline",
-            settings=wandb.Settings(console="off", silent=True),
+            settings=wandb.Settings(
+                console="off",
+                silent=True,
+                finish_timeout=float(os.environ.get("WANDB_FINISH_TIMEOUT", FINISH_SECONDS)),
+            ),
         )
+        try:
+            self._run = init(mode=None if mode_is_chosen else "offline")
+        except wandb.errors.CommError as error:
+            print(
+                f"wandb cannot be reached: {error}\n"
+                f"the run goes on without; `wandb sync` sends what is in {run_dir / 'wandb'}",
+                file=sys.stderr,
+            )
+            wandb.teardown()  # it holds the id to be in use
+            self._run = init(mode="offline")
         self._run.define_metric("*", step_metric="step")
 
     def log(
@@ -212,7 +232,7 @@ class WandbRun:
         self._run.log(record)
 
     def close(self) -> None:
-        """Flush and end the run."""
+        """Flush and end the run; wandb tells what it could not send within `FINISH_SECONDS`."""
         self._run.finish()
 
 

@@ -1,8 +1,14 @@
+import http.server
 import json
 import math
+import os
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -208,6 +214,88 @@ def test_wandb_runs_offline_in_the_run_directory_and_keeps_its_id(tmp_path: Path
     files = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
     assert {file.name for file in files} == {f"run-{wandb_id}.wandb"}
     assert list((tmp_path / "wandb").glob("**/completions*.table.json"))
+
+
+ONE_STEP = """
+import sys
+from pathlib import Path
+from megatron_grpo.config.config import WandbConfig
+from megatron_grpo.reporting.tracking import Tracking
+tracking = Tracking(Path(sys.argv[1]), 0, WandbConfig(project="adds"), {})
+print("logs", flush=True)
+sys.stdin.readline()
+tracking.log(1, {"reward": 0.5}, [])
+tracking.close()
+print(tracking._wandb._run.settings.mode, tracking._wandb._run.settings.finish_timeout)
+"""
+
+
+@contextmanager
+def one_step(run_dir: Path, address: str, **more: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that logs a step to the wandb at `address`, once a line comes."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
+    key = {"WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": address}
+    process = subprocess.Popen(
+        [sys.executable, "-c", ONE_STEP, run_dir],
+        env=environment | key | more,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_run_for_which_wandb_cannot_be_reached_goes_on_offline(tmp_path: Path) -> None:
+    with one_step(tmp_path, "http://127.0.0.1:9", WANDB_INIT_TIMEOUT="2") as process:
+        output, told = process.communicate("\n", timeout=100)
+    assert output.splitlines() == ["logs", "offline 300.0"], told
+    assert "wandb cannot be reached: " in told and "connection refused" in told
+    assert f"`wandb sync` sends what is in {tmp_path / 'wandb'}" in told
+    assert list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+
+
+class Wandb(http.server.BaseHTTPRequestHandler):
+    """Lets a run begin, and says nothing more once its server `is_gone`."""
+
+    bucket: ClassVar[dict[str, Any]] = {
+        "id": "0",
+        "name": "0",
+        "project": {"id": "0", "name": "adds", "entity": {"id": "0", "name": "us"}},
+    }
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        if self.server.is_gone:
+            self.close_connection = True
+            return
+        answer = json.dumps({"data": {"upsertBucket": {"bucket": self.bucket, "inserted": True}}})
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer.encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_run_does_not_wait_for_a_wandb_that_is_gone_at_the_end(tmp_path: Path) -> None:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Wandb)
+    server.is_gone = False
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    with one_step(tmp_path, address, WANDB_FINISH_TIMEOUT="2") as process:
+        assert process.stdout.readline() == "logs\n", process.stderr.read()
+        server.is_gone = True
+        output, told = process.communicate("\n", timeout=60)
+    server.shutdown()
+    assert output == "online 2.0\n", told
+    assert "Timed out finishing run" in told and "wandb sync" in told
+    assert list((tmp_path / "wandb").glob("run-*/run-*.wandb"))
 
 
 @pytest.mark.parametrize("most", [2, 0])
