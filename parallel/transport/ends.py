@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import chain, zip_longest
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -148,8 +149,10 @@ class Inbox:
             ]
             party.publish_place(me)  # first: who waits for it, the engine before, publishes, too
             offers = party.offer(_links_to_next(invitation, me))
-            links = opened(party.take(_links_of(invitation, me)))
-            onward = opened(offers, links)
+            takes = party.take(_links_of(invitation, me))
+            # Both ways at once: else the last of many engines would wait for all before it.
+            made: list[Any] = opened([*takes, *offers])
+            links, onward = made[: len(takes)], made[len(takes) :]
         streams = [
             InStream(link, passed_on, boxes, packing, device)
             for link, passed_on, boxes, packing in zip_longest(links, onward, arrivals, packings)

@@ -13,12 +13,12 @@ L = TypeVar("L", bound=Link)
 T = TypeVar("T")
 
 
-def opened(calls: Sequence[Callable[[], L]], others: Sequence[Link] = ()) -> list[L]:
+def opened(calls: Sequence[Callable[[], L]]) -> list[L]:
     """The links that these calls wait for, all at the same time.
 
-    When one fails, the others that were made are closed, and so are `others`.
+    When one fails, the others that were made are closed.
     """
-    made: list[Link] = [*others]
+    made: list[Link] = []
 
     def noted(call: Callable[[], L]) -> L:
         link = call()

@@ -5,6 +5,7 @@ import json
 import re
 import resource
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -19,6 +20,7 @@ from torch.distributed import TCPStore
 from parallel import Box, Layout, Piece, Sender, plan_sends
 from parallel.checksum import checksums
 from parallel.transport import Inbox, Invitation, LinkError, Outbox, refuse_all
+from parallel.transport.local_links import LocalIncoming, LocalOutgoing
 from parallel.transport.meeting import join, open_meeting, place
 from parallel.transport.wire_plan import WirePlan
 from parallel.views import as_whole
@@ -290,17 +292,16 @@ def test_workers_that_do_not_come_are_named_after_the_time_out():
         open_outbox(plan_sends(sender_of(0), LAYOUTS, BUCKET // 2))
 
 
-def open_all(parameters, bucket_bytes=BUCKET):
-    """A trainer rank that sends the matrix `w` and a worker each of two engines, at once.
+def open_all(engines, bucket_bytes=BUCKET):
+    """A trainer rank that sends the matrix `w` and a worker of each engine, at once.
 
-    `parameters` are those of the second; what each raises, or its end.
+    `engines` are the parameters of each; what rank and workers raise, or their ends.
     """
     meeting, board = open_meeting("127.0.0.1")
-    invitation = Invitation(meeting, bucket_bytes, 2, False, senders=[[0]], zeros=[[]])
+    invitation = Invitation(meeting, bucket_bytes, len(engines), False, senders=[[0]], zeros=[[]])
     matrix = Layout.of_whole_tensors({"w": (4, 4)})
     sends = plan_sends(Sender(0, matrix, {"w": range(1)}), [matrix], BUCKET // 4)
-    held = [{"w": torch.zeros(4, 4)}, parameters]
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor(1 + len(engines)) as pool:
         waiting = [
             pool.submit(
                 Outbox.open,
@@ -313,13 +314,64 @@ def open_all(parameters, bucket_bytes=BUCKET):
                 CPU,
                 TIMEOUT,
             ),
-            *(pool.submit(Inbox.open, invitation, e, 0, held[e], CPU, TIMEOUT) for e in range(2)),
+            *(
+                pool.submit(Inbox.open, invitation, engine, 0, parameters, CPU, TIMEOUT)
+                for engine, parameters in enumerate(engines)
+            ),
         ]
         return [future.exception(timeout=SOON) or future.result() for future in waiting]
 
 
+MATRIX = {"w": torch.zeros(4, 4)}
+
+
+def before_opening(monkeypatch, act):
+    """Have `act` be called with the receiver's name before each sender's end is made."""
+    open_end = LocalOutgoing.open
+
+    def acted(wire, bucket_bytes, device):
+        act(wire.peer)
+        return open_end(wire, bucket_bytes, device)
+
+    monkeypatch.setattr(LocalOutgoing, "open", acted)
+
+
+def test_all_links_of_a_chain_of_engines_are_made_at_the_same_time(monkeypatch):
+    """None is made before all are at it: so a chain takes no longer than one engine."""
+    all_at_it = threading.Barrier(5, timeout=SOON / 2)
+    before_opening(monkeypatch, lambda receiver: all_at_it.wait())
+    ends = open_all([MATRIX] * 5)
+    assert [type(end) for end in ends] == [Outbox, *[Inbox] * 5]
+    for end in ends:
+        end.close()
+
+
+def test_a_worker_that_cannot_pass_on_closes_the_link_that_it_was_to_receive_by(monkeypatch):
+    takes_from_rank = threading.Event()
+    open_end = LocalIncoming.open
+
+    def noted(wire, *arguments):
+        link = open_end(wire, *arguments)
+        if wire.peer == "trainer rank 0":
+            takes_from_rank.set()
+        return link
+
+    def fail(receiver):
+        if receiver == "engine 1 worker 0":
+            assert takes_from_rank.wait(SOON)
+            raise OSError("too little memory")
+
+    monkeypatch.setattr(LocalIncoming, "open", noted)
+    before_opening(monkeypatch, fail)
+    outbox, first, second = open_all([MATRIX] * 2)
+    assert str(first) == "too little memory" and isinstance(second, LinkError)
+    if isinstance(outbox, Outbox):  # its link was made before the other failed
+        outbox.close()
+    assert "memfd:weights" not in Path("/proc/self/maps").read_text()
+
+
 def test_the_refusal_of_a_worker_is_told_at_once_to_all_before_it():
-    outbox, first, second = open_all({"w": torch.zeros(4, 4), "bias": torch.zeros(3)})
+    outbox, first, second = open_all([MATRIX, MATRIX | {"bias": torch.zeros(3)}])
     assert isinstance(second, ValueError)
     for failure in (outbox, first):
         assert isinstance(failure, LinkError)
@@ -371,7 +423,7 @@ def little_shared_memory():
 
 def test_a_sender_without_memory_for_its_buffers_leaves_nobody_waiting():
     with little_shared_memory():
-        failures = open_all({"w": torch.zeros(4, 4)}, bucket_bytes=1 << 16)
+        failures = open_all([MATRIX] * 2, bucket_bytes=1 << 16)
     assert any("File too large" in str(failure) for failure in failures)
     assert all(isinstance(failure, OSError) for failure in failures)
 
@@ -443,7 +495,7 @@ def test_a_worker_holds_what_was_sent_when_the_checksums_of_both_say_so(dtype):
 
 
 def test_all_whom_nobody_refuses_have_links():
-    for end in open_all({"w": torch.zeros(4, 4)}):
+    for end in open_all([MATRIX] * 2):
         end.close()
 
 
