@@ -45,8 +45,8 @@ def transformer_config(
 
     Layers are Transformer Engine's where it is installed, there is CUDA and `dtype` has 16 bits;
     the override ``transformer_impl: local`` has torch's all the same. Raises ValueError for an
-    override that Megatron does not know, or that is not free because the model, the mesh or the
-    loss decides it.
+    override that Megatron does not know, or that is not free because the model, the mesh or what
+    the trainer does decides it.
     """
     free = {"transformer_impl": _best_implementation(dtype)} | dict(overrides)
     decided = (
@@ -196,6 +196,8 @@ def _mesh(
         # stages would then be mixed up (they hang, on gloo); overlapped ones go in two groups.
         "overlap_p2p_comm": dims.virtual_pipeline > 1,
         "batch_p2p_comm": dims.virtual_pipeline == 1,
+        # Transformer Engine's buffers for it have one length; packed microbatches have any.
+        "tp_comm_overlap": False,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
@@ -251,7 +253,7 @@ def _no_initialization() -> dict[str, Any]:
     """
     leave: Callable[[Tensor], None] = _leave
     names = ("init_method", "output_layer_init_method", "embedding_init_method")
-    return dict.fromkeys(names, leave)
+    return {"perform_initialization": True} | dict.fromkeys(names, leave)
 
 
 def _leave(weight: Tensor) -> None:
@@ -269,8 +271,8 @@ def _check_overrides(overrides: Mapping[str, Any], decided: Mapping[str, Any]) -
             )
         if name in decided:
             raise ValueError(
-                f"model.megatron.{name} is not free: the model folder, parallel.* or the loss "
-                "decides it; leave it out"
+                f"model.megatron.{name} is not free: the model folder, parallel.* or what the "
+                "trainer does decides it; leave it out"
             )
     usable = {"local", _best_implementation(decided["params_dtype"])}
     if overrides.get("transformer_impl", "local") not in usable:

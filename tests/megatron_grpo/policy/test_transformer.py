@@ -65,9 +65,17 @@ def test_a_layer_implementation_that_is_not_there_is_refused():
 
 
 @pytest.mark.parametrize(
-    "name", ["num_layers", "hidden_dropout", "calculate_per_token_loss", "context_parallel_size"]
+    "name",
+    [
+        "num_layers",
+        "hidden_dropout",
+        "calculate_per_token_loss",
+        "context_parallel_size",
+        "perform_initialization",
+        "tp_comm_overlap",
+    ],
 )
-def test_what_the_model_the_mesh_or_the_loss_decides_is_not_free(name):
+def test_what_the_model_the_mesh_or_the_trainer_decides_is_not_free(name):
     with pytest.raises(ValueError, match=f"model.megatron.{name} is not free"):
         configure(**{name: 1})
 
