@@ -201,7 +201,7 @@ def _rope_scaling(shape: ModelShape) -> dict[str, Any]:
 
 def _with_gradients(chunk: GPTModel) -> DistributedDataParallel:
     """Give a chunk its float32 gradient buffer, which is summed over data and context ranks."""
-    wrapped = DistributedDataParallel(
+    return DistributedDataParallel(
         chunk.config,
         DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
@@ -211,14 +211,6 @@ def _with_gradients(chunk: GPTModel) -> DistributedDataParallel:
         ),
         chunk,
     )
-    # Up to 0.19 Megatron leaves the padding between gradient buckets out of a saved optimizer, but
-    # looks parameters up as if it were there. An embedding tied over two stages has a bucket of its
-    # own, and what lies behind was saved shifted. Padding that counts as content is kept.
-    for buffer in wrapped.buffers + wrapped.expert_parallel_buffers:
-        buffer.numel_unpadded = buffer.numel
-        for bucket in buffer.buckets:
-            bucket.numel_unpadded = bucket.grad_data.numel()
-    return wrapped
 
 
 def weight_sender(model: Model, groups: Groups) -> Sender:

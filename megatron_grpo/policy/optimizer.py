@@ -78,7 +78,7 @@ def apply_gradient(optimizer: Any, norm: float) -> None:
 
 
 def _make_loadable(distributed: Any) -> None:
-    """Mend three things that keep Megatron from loading a checkpoint into torch's Adam."""
+    """Mend two things that keep torch's Adam from going on from a checkpoint."""
     # The state exists only after a first step, and loading asks for it before.
     for group in distributed.optimizer.param_groups:
         for parameter in group["params"]:
@@ -87,14 +87,6 @@ def _make_loadable(distributed: Any) -> None:
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
-    # Moments are copied into it by name, and the step, which is loaded apart, is not among them.
-    copy_states = distributed._set_main_param_and_optimizer_states
-
-    def copy_all_but_step(model_parameter: Any, tensors: dict[str, Any]) -> None:
-        loaded = distributed._get_main_param_and_optimizer_states(model_parameter)
-        copy_states(model_parameter, {"step": loaded["step"], **tensors})
-
-    distributed._set_main_param_and_optimizer_states = copy_all_but_step
     distributed.optimizer.register_load_state_dict_post_hook(_separate_steps)
 
 

@@ -171,36 +171,3 @@ def test_a_warm_up_begins_at_zero_and_a_decay_would_end_after_the_last_step(fold
     [found] = run_ranks(1, learning_rates, folder, schedules)
     for rates, (name, wanted) in zip(found, expected.items(), strict=True):
         assert rates == pytest.approx(wanted), name
-
-
-def wrongly_saved_master_weights(rank: int, folder: Path, dims: ParallelDims) -> list[str]:
-    """Names of parameters whose master weights would be saved as something else."""
-    policy, groups = start_policy(rank, folder, dims)
-    accumulate(policy, groups, pack_all(LENGTHS, dims))
-    policy.optimizer.step()
-    metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
-    models = {
-        f"model{i}": chunk.sharded_state_dict(metadata=metadata)
-        for i, chunk in enumerate(policy.chunks)
-    }
-    saved = policy.optimizer.sharded_state_dict(models, metadata=metadata)
-    masters = [tensors["param"] for tensors in saved["param_state"].values()]
-    assert len(masters) == len(policy.parameters())
-    weights = [tensor for model in models.values() for tensor in model.values()]
-    prefix = "optimizer.state.param."
-    return [
-        master.key
-        for master in masters
-        if not any(
-            master.key == prefix + weight.key and torch.equal(master.data, weight.data)
-            for weight in weights  # all layers go by one key
-        )
-    ]
-
-
-def test_the_optimizer_is_saved_with_the_weights_it_has(folder):
-    # Megatron's own bookkeeping goes wrong here: a tied embedding on two stages has a gradient
-    # bucket of its own, and at TP2 it ends in padding.
-    dims = ParallelDims(tensor=2, pipeline=2)
-    results = run_ranks(dims.world_size, wrongly_saved_master_weights, folder, dims)
-    assert results == [[]] * dims.world_size
