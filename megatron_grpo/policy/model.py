@@ -163,12 +163,12 @@ def _build_chunks(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTMod
             pipeline_layers(shape.num_layers, dims)[groups.coordinates.pipeline]
         )
     ]
+    rotary = PackedRotary(chunks[0].rotary_pos_emb)
     for chunk in chunks:
         _mark_experts(chunk)
         if chunk.post_process:
             chunk.output_layer.forward = _pass_hidden_states
-        if cfg.grpo.shared_prompts:
-            chunk.rotary_pos_emb = PackedRotary(chunk.rotary_pos_emb)
+        chunk.rotary_pos_emb = rotary
     return chunks
 
 

@@ -40,7 +40,7 @@ def packed_params(batch: PackedBatch, local: Tensor, rank: int, size: int) -> Pa
         cu_seqlens_kv=batch.cu_seqlens,
         cu_seqlens_q_padded=batch.cu_seqlens,
         cu_seqlens_kv_padded=batch.cu_seqlens,
-        # Also the length of the RoPE table, which every sequence reads from its start.
+        # Also the rows of the RoPE table that are passed on; every sequence begins at the first.
         max_seqlen_q=batch.max_seqlen,
         max_seqlen_kv=batch.max_seqlen,
         context_size=size,
@@ -61,11 +61,15 @@ def packed_params(batch: PackedBatch, local: Tensor, rank: int, size: int) -> Pa
 
 
 class PackedRotary(torch.nn.Module):
-    """In the place of a GPTModel's rotary embedding: rows by position, not from 0 on."""
+    """In the place of a GPTModel's rotary embedding: rows of one table, for all model chunks.
 
-    def __init__(self, rotary: torch.nn.Module) -> None:
+    Megatron's own keeps the tables of the last 32 lengths, and hardly a length comes twice.
+    """
+
+    def __init__(self, rotary: Any) -> None:
         super().__init__()
         self.rotary = rotary
+        self._table: Tensor | None = None  # as long as the longest sequence so far
 
     def get_rotary_seq_len(
         self, context: Any, decoder: Any, hidden: Any, config: Any, params: PackedParams
@@ -73,7 +77,12 @@ class PackedRotary(torch.nn.Module):
         """What `forward` is called with next: not a length, but all there is."""
         return params
 
-    def forward(self, params: PackedParams, **options: Any) -> Tensor:
-        """The table, [T, 1, 1, head_dim]."""
-        table: Tensor = self.rotary(params.max_seqlen_q, **options)
-        return table[params.rope_positions]
+    def forward(self, params: PackedParams, **_: Any) -> Tensor:
+        """The rows [T or longest sequence, 1, 1, head_dim] of a microbatch."""
+        length = params.max_seqlen_q
+        if self._table is None or len(self._table) < length:
+            self._table = self.rotary.get_emb(length)
+        if params.rope_positions is None:
+            # No more of it: of T rows Megatron reads one for each token, whatever its position.
+            return self._table[:length]
+        return self._table[params.rope_positions]

@@ -1,3 +1,4 @@
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,3 +50,41 @@ def test_the_order_of_tokens_is_made_once_for_all_layers_of_a_microbatch(tmp_pat
     for (gradients, _), (again, _) in zip(plain, recomputed, strict=True):
         for name, values in gradients.items():
             assert torch.equal(again[name], values), name
+
+
+HEAD_DIM = 16
+
+
+def rows_of_tables(rank: int, folder: Path, dims: ParallelDims) -> list[int]:
+    """Of each RoPE table that a step on microbatches of several lengths leaves behind."""
+    policy, groups = start_policy(rank, folder, dims)
+    accumulate(policy, groups, pack_all([[(3, 9)], [(7, 41)], [(5, 8)], [(4, 20)]], dims))
+    tensors = [found for found in gc.get_objects() if isinstance(found, Tensor)]
+    tables = [found for found in tensors if found.shape[1:] == (1, 1, HEAD_DIM)]
+    return [len(table) for table in tables]
+
+
+def test_one_rope_table_is_kept_by_all_model_chunks_whatever_lengths_there_are(tmp_path):
+    folder = tiny_model(tmp_path, "llama", num_hidden_layers=4)
+    dims = ParallelDims(pipeline=2, virtual_pipeline=2)
+    assert run_ranks(2, rows_of_tables, folder, dims) == [[48], [48]]
+
+
+def gradients_before_and_after(
+    rank: int, folder: Path
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Of two sequences, without and with one before that has as many tokens as both."""
+    policy, groups = start_policy(rank, folder, ParallelDims())
+    found = []
+    for lengths in ([[(9, 7), (9, 7)]], [[(9, 23)]], [[(9, 7), (9, 7)]]):
+        accumulate(policy, groups, pack_all(lengths, ParallelDims()))
+        boxes = gradient_boxes(policy)
+        found.append({f"{name} {box}": values.clone() for name, box, values in boxes})
+    return found[0], found[2]
+
+
+def test_a_sequence_begins_at_position_0_whatever_was_computed_before(tmp_path):
+    folder = tiny_model(tmp_path, "llama", num_hidden_layers=2)
+    [(before, after)] = run_ranks(1, gradients_before_and_after, folder)
+    for name, values in before.items():
+        assert torch.equal(after[name], values), name
