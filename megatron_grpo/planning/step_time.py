@@ -9,6 +9,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.planning.card import Card
 from megatron_grpo.planning.state import GRADIENT_BYTES, ITEMSIZE, StateBytes, expert_shards
 from megatron_grpo.planning.workload import Workload
+from parallel import ParallelDims
 
 ATTAINABLE = 0.5
 """Of the peak, by layers alone: Megatron-LM reaches 0.41 to 0.48 with all that it waits for."""
@@ -122,7 +123,6 @@ def _links(
     if shape.moe is not None:
         shards = max(shards, expert_shards(dims))
         copied += _of(expert_shards(dims)) * first.expert_weights
-    boundaries = dims.virtual_pipeline - (1 / dims.pipeline)
     share = 1 / dims.tensor if cfg.parallel.sequence_parallel else 1.0
     experts = dims.expert * dims.expert_tensor
     # Of all-gather and reduce-scatter; that of the experts is below.
@@ -142,7 +142,12 @@ def _links(
             dims.tensor * dims.context,
             (dims.context - 1) * 2 * key * layers * (forwards + 2),
         ),
-        ("pipeline", dims.pipeline, dims.world_size, (2 + alone) * width * share * boundaries),
+        (
+            "pipeline",
+            dims.pipeline,
+            dims.world_size,
+            _pipeline_sends(dims, 1 + alone) * width * share,
+        ),
         (
             "data",
             shards,
@@ -162,6 +167,19 @@ def _links(
         for purpose, size, span, num_bytes in uses
         if size > 1
     ]
+
+
+def _pipeline_sends(dims: ParallelDims, forwards: float) -> float:
+    """How often the busiest stage sends each token: outputs to the next, gradients back.
+
+    A stage in the middle does both for all its chunks; of the first chunk no gradient is sent, and
+    of the last no output.
+    """
+    chunks = dims.virtual_pipeline
+    return max(
+        forwards * (chunks - (stage == dims.pipeline - 1)) + chunks - (stage == 0)
+        for stage in range(dims.pipeline)
+    )
 
 
 def push_link(num_bytes: int, card: Card) -> LinkUse:

@@ -90,8 +90,8 @@ def test_traffic_by_hand(tmp_path, recompute):
     # Keys and values of an eighth of 8 heads of 128, to one neighbour; gradients twice as much.
     keys = 16 * 1024 / 4 * 2 * 128 * 2
     assert links["context"].num_bytes == pytest.approx(keys * layers * (4 if recompute else 3))
-    # One boundary of two stages, there and back, on average of both ranks.
-    assert links["pipeline"].num_bytes == pytest.approx(2 * width / 8 / 2)
+    # Of two stages the first sends outputs, the second gradients.
+    assert links["pipeline"].num_bytes == pytest.approx(width / 8)
     parameters = plan.stages[0].state.weights / 2
     assert links["data"].num_bytes == pytest.approx(3 / 4 * 6 * parameters)
     assert [use.purpose for use in plan.time.links if use.in_node] == ["tensor"]
@@ -133,8 +133,25 @@ def test_a_pass_of_the_reference_is_a_forward_of_traffic(tmp_path):
     )
     assert more["tensor"] == pytest.approx(plain["tensor"] * 14 / 10)
     assert more["context"] == pytest.approx(plain["context"] * 4 / 3)
-    assert more["pipeline"] == pytest.approx(plain["pipeline"] * 3 / 2)
+    assert more["pipeline"] == pytest.approx(plain["pipeline"] * 2)  # of the first of two stages
     assert more["data"] == plain["data"]
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "virtual", "sends"),
+    [
+        (2, 1, 2),  # the first stage: outputs of two forwards
+        (4, 1, 3),  # one in the middle: those, and gradients
+        (2, 2, 5),  # the first: two chunks' outputs, twice, and one chunk's gradients
+        (4, 2, 6),
+    ],
+)
+def test_pipeline_traffic_is_that_of_the_busiest_stage(pipeline, virtual, sends, tmp_path):
+    folder, shape = model(tmp_path)
+    dims = ParallelDims(pipeline=pipeline, virtual_pipeline=virtual)
+    cfg = tiny_config(folder, dims, "model.dtype=bfloat16", "grpo.beta=0.04", LONG)
+    # 16 sequences; a row has 4096 elements of 2 bytes.
+    assert traffic(cfg, shape)["pipeline"] == sends * 16 * 1024 * 4096 * 2
 
 
 @pytest.mark.parametrize(("expert", "expert_tensor"), [(8, 1), (2, 4), (1, 4)])
