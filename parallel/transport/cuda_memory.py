@@ -19,6 +19,8 @@ class _Handle(ctypes.Structure):
 
 
 LAZY_PEER_ACCESS = ctypes.c_uint(1)  # the only flag that the driver knows
+BLOCK_BYTES = 2 << 20
+"""The driver cuts memory from blocks of so many bytes."""
 
 
 class CudaMemory:
@@ -45,9 +47,14 @@ class CudaMemory:
 
     @classmethod
     def allocate(cls, num_bytes: int, device: torch.device) -> "CudaMemory":
-        """New memory; RuntimeError when the GPU has too little."""
+        """New memory; RuntimeError when the GPU has too little.
+
+        It takes whole blocks of the driver's: whoever is sent a part of one is given all of it, and
+        so whatever else this process has there.
+        """
         address = ctypes.c_uint64()
-        call_driver(device, "cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
+        size = ctypes.c_size_t(-(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES)
+        call_driver(device, "cuMemAlloc_v2", ctypes.byref(address), size)
         return cls(address, num_bytes, device, "cuMemFree_v2")
 
     @classmethod

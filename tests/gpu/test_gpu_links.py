@@ -1,5 +1,6 @@
 """Pushes between processes with GPUs: shared memory of one GPU (CUDA IPC), NCCL between two."""
 
+import ctypes
 import time
 from contextlib import contextmanager
 from datetime import timedelta
@@ -10,6 +11,8 @@ import torch
 from parallel import Box, Copy
 from parallel.checksum import whole_checksum
 from parallel.transport import Inbox, Invitation, LinkError, Outbox
+from parallel.transport.cuda_driver import call_driver
+from parallel.transport.cuda_memory import BLOCK_BYTES, CudaMemory
 from parallel.transport.meeting import join, open_meeting
 from processes import running
 
@@ -112,3 +115,14 @@ def test_a_receiver_that_is_killed_is_named_at_once(gpus):
         receiver.kill()
         assert sender.hear(30) == "engine 0 worker 0 has closed the link or died"
         assert time.monotonic() - start < 30
+
+
+def test_memory_that_is_shared_takes_whole_blocks_of_the_driver():
+    """Of a part of one the other process would be given the rest as well."""
+    device = torch.device("cuda", 0)
+    memory = CudaMemory.allocate(BLOCK_BYTES + 1, device)
+    address, size = ctypes.c_uint64(memory.tensor.data_ptr()), ctypes.c_size_t()
+    found = ctypes.byref(ctypes.c_uint64()), ctypes.byref(size)
+    call_driver(device, "cuMemGetAddressRange_v2", *found, address)
+    assert (memory.tensor.numel(), size.value) == (BLOCK_BYTES + 1, 2 * BLOCK_BYTES)
+    memory.close()
