@@ -88,7 +88,13 @@ def _sender(
         for number, chunk in enumerate(chunks)
         for parameter in chunk
     }
-    return Sender(dims.rank(coordinates), layout, holders)
+    kinds = {
+        f"{number}.{parameter.name}": dims.tensor
+        for number, chunk in enumerate(chunks)
+        for parameter in chunk
+        if parameter.split is None and not parameter.is_expert
+    }
+    return Sender(dims.rank(coordinates), layout, holders, kinds)
 
 
 def first_senders(shape: ModelShape, dims: ParallelDims) -> Iterator[Sender]:

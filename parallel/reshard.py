@@ -8,7 +8,7 @@ be sent of it, and some take an equal share each of that list, without a word be
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
 
 from parallel.layout import Box, Copy, Layout, Piece, overlaps
@@ -23,6 +23,9 @@ class Sender:
     holders: Mapping[str, range]
     """Of each local tensor: the ranks that hold the very same one; none where nobody is to send
     it, because others hold its elements under another name."""
+    kinds: Mapping[str, int] = field(default_factory=dict)
+    """Of a tensor that ranks hold alike which differ in others (norms): how many kinds of them take
+    turns among its holders. A worker gets it from the kind that sends to it anyway; else 1."""
 
 
 MAX_SHARERS = 4
@@ -66,16 +69,18 @@ def cut_shares(shares: Iterable[Shared], max_elements: int) -> dict[int, list[Co
 
 
 def _by_holders(sender: Sender, workers: Sequence[Layout]) -> dict[range, list[Shared]]:
-    """All that is to be sent of a rank's tensors, by the ranks that hold them.
+    """All that is to be sent of a rank's tensors, by the ranks that are to send it.
 
     One worker after the other: an equal share of such a list goes to as few of them as can be.
     """
-    groups: dict[range, list[Shared]] = {holders: [] for holders in sender.holders.values()}
-    groups.pop(range(0), None)
+    groups: dict[range, list[Shared]] = {}
     pieces = [piece for piece in sender.layout.pieces if sender.holders[piece.local]]
     found = overlaps(pieces, [worker.pieces for worker in workers])
     for shared in sorted(found, key=itemgetter(0)):
-        groups[sender.holders[shared[1].local]].append(shared)
+        local = shared[1].local
+        kinds = sender.kinds.get(local, 1)
+        holders = sender.holders[local][shared[0] * kinds // len(workers) :: kinds]
+        groups.setdefault(holders, []).append(shared)
     return groups
 
 

@@ -201,9 +201,10 @@ def test_of_many_ranks_with_the_same_tensors_four_at_most_send_them(data, sharer
     senders = senders_by_worker(shares, len(workers))
     for worker, ranks in enumerate(senders):
         places = [dims.coordinates(rank) for rank in ranks]
-        # A rank of each stage has most of a worker, and norms come from others.
-        assert len({place.data for place in places if place.tensor == worker}) == sharers
-        assert len(ranks) <= 2 * sharers * dims.pipeline
+        # Norms, which all ranks of a stage have, come from those that have the rest of a worker.
+        assert {place.tensor for place in places} == {worker}
+        assert len({place.data for place in places}) == sharers
+        assert len(ranks) == sharers * dims.pipeline
 
 
 def test_experts_are_sent_by_the_ranks_that_hold_them():

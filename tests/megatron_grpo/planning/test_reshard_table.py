@@ -68,25 +68,25 @@ def test_the_table_says_who_sends_how_much_to_whom_within_seconds(words):
     assert time.monotonic() - start < 20
     assert finished.returncode == 0, finished.stderr
     # 17.64 GB is an eighth of 70.55 B parameters in two bytes each, and the norms. Workers of the
-    # first engines have 24 links with 2 buffers, each a multiple of 64 KiB.
+    # first engines have 16 links with 2 buffers, each a multiple of 64 KiB.
     assert finished.stdout == (
         """\
 llama, 70.55 B parameters in bfloat16: 141.11 GB
 
 trainer ranks    stage   each sends at least     at most   links
-0-15                 0               2.27 GB     2.27 GB       3
-16-31                1               2.14 GB     2.14 GB       3
-32-47                2               2.14 GB     2.14 GB       3
-48-63                3               2.27 GB     2.27 GB       3
-sum 141.13 GB; the busiest rank sends 1.030 times the mean; 17,064 boxes of at most 10.62 MB
+0-15                 0               2.27 GB     2.27 GB       1
+16-31                1               2.14 GB     2.14 GB       1
+32-47                2               2.14 GB     2.14 GB       1
+48-63                3               2.27 GB     2.27 GB       1
+sum 141.13 GB; the busiest rank sends 1.030 times the mean; 13,088 boxes of at most 15.99 MB
 
 engine ranks  engine    fed by links in  out  each receives   passes on     vLLM nccl vLLM nccl_m2n
-0-7                0   trainer       12   12       17.64 GB    17.64 GB     141.11 GB      98.83 GB
-8-15               1  engine 0       12   12       17.64 GB    17.64 GB     141.11 GB      98.83 GB
-16-23              2  engine 1       12    0       17.64 GB         0 B     141.11 GB      98.83 GB
+0-7                0   trainer        8    8       17.64 GB    17.64 GB     141.11 GB      98.83 GB
+8-15               1  engine 0        8    8       17.64 GB    17.64 GB     141.11 GB      98.83 GB
+16-23              2  engine 1        8    0       17.64 GB         0 B     141.11 GB      98.83 GB
 sum 423.38 GB, by vLLM's nccl 8.00 times that, by vLLM's nccl_m2n 5.60 times that
 
-each link has two buffers of 10.62 MB: at most 509.61 MB in one process \
+each link has two buffers of 15.99 MB: at most 511.71 MB in one process \
 (rollout.update_weights_bucket_megabytes: 512)
 """
     )
@@ -96,8 +96,8 @@ def test_one_engine_passes_nothing_on_and_leaves_its_buffers_to_what_comes_in(pl
     exit_code, stdout, stderr = plan("--reshard", **{"rollout.num_engines": 1})
     assert exit_code == 0, stderr
     (row,) = [line for line in stdout.splitlines() if line.startswith("0-7 ")]
-    assert " ".join(row.split()) == "0-7 0 trainer 12 0 17.64 GB 0 B 141.11 GB 98.83 GB"
-    assert "two buffers of 21.30 MB: at most 511.18 MB in one process" in stdout
+    assert " ".join(row.split()) == "0-7 0 trainer 8 0 17.64 GB 0 B 141.11 GB 98.83 GB"
+    assert "two buffers of 31.98 MB: at most 511.71 MB in one process" in stdout
 
 
 def test_a_server_of_transformers_is_not_compared_with_backends_of_vllm(plan):
@@ -119,8 +119,8 @@ def test_a_server_of_transformers_is_not_compared_with_backends_of_vllm(plan):
         ([], {"parallel.tensor_parallel_size": 3}, "num_attention_heads(64)"),
         (["--reshard"], {"rollout.tensor_parallel_size": 3}, "legal values are [1, 2, 4, 8, "),
         (["--reshard"], {"parallel.tensor_parallel_size": 3}, "num_attention_heads(64)"),
-        # 24 links of two buffers of 64 KiB.
-        (["--reshard"], {"rollout.update_weights_bucket_megabytes": 3}, "3145728"),
+        # 16 links of two buffers of 64 KiB.
+        (["--reshard"], {"rollout.update_weights_bucket_megabytes": 2}, "2097152"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused_in_one_line(plan, arguments, differing, message):
