@@ -24,8 +24,9 @@ class Sender:
     """Of each local tensor: the ranks that hold the very same one; none where nobody is to send
     it, because others hold its elements under another name."""
     kinds: Mapping[str, int] = field(default_factory=dict)
-    """Of a tensor that ranks hold alike which differ in others (norms): how many kinds of them take
-    turns among its holders. A worker gets it from the kind that sends to it anyway; else 1."""
+    """Of a tensor that all tensor ranks of a stage hold (norms, router): their number, T; of others
+    nothing. `holders` must go through these first. Worker w of n has it from those of tensor rank
+    w * T // n, which send to it anyway."""
 
 
 MAX_SHARERS = 4

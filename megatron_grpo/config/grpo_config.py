@@ -99,7 +99,7 @@ class GRPOConfig(Section):
     """Estimator of the divergence from sampled tokens (joschu.net/blog/kl-approx.html); default:
     k3, in the reward k1."""
     use_bias_correction_kl: bool = False
-    """Multiply the estimate in the loss by the ratio, which makes its gradient unbiased."""
+    """Multiply the estimate in the loss by the ratio: k1 and k3 then have an unbiased gradient."""
     kl_target: PositiveFloat | None = None
     """Divergence per token that beta is adapted to after every step; null: beta stays."""
     kl_horizon: PositiveInt = 10000
@@ -223,7 +223,7 @@ class GRPOConfig(Section):
                 "leaves out, and grpo.kl_in_reward would compare these with the others: set one of "
                 "them to false"
             )
-        self._gradient_is_that_of_the_divergence()
+        self._divergence_holds_the_policy_back()
         if self.sync_ref_model and self.beta == 0:
             raise ValueError(
                 "grpo.sync_ref_model true moves the reference model, and grpo.beta 0 loads none: "
@@ -233,7 +233,7 @@ class GRPOConfig(Section):
             raise ValueError("grpo.kl_target needs a grpo.beta to begin with, such as 0.04")
         return self
 
-    def _gradient_is_that_of_the_divergence(self) -> None:
+    def _divergence_holds_the_policy_back(self) -> None:
         """Raise ValueError where an estimate of it, so placed, would not hold the policy back.
 
         A reward multiplies the gradient of log p. With k1 = log p - log q the mean of that is the
@@ -242,16 +242,16 @@ class GRPOConfig(Section):
         """
         if self.beta == 0:
             return
-        if self.kl_in_reward and self.kl_estimator != "k1":
-            raise ValueError(
-                f"grpo.kl_estimator {self.kl_estimator} in the reward does not hold the policy "
-                "near the reference: use k1, or grpo.kl_in_reward=false"
-            )
         if self.kl_in_reward and self.scale_rewards == "group":
             raise ValueError(
                 "grpo.scale_rewards group would divide the divergence in the reward, of completions"
                 " that are rewarded alike, by its own spread, whatever grpo.beta: use batch or "
                 "none, or grpo.kl_in_reward=false"
+            )
+        if self.kl_in_reward and self.kl_estimator != "k1":
+            raise ValueError(
+                f"grpo.kl_estimator {self.kl_estimator} in the reward does not hold the policy "
+                "near the reference: leave it out, for k1, or use grpo.kl_in_reward=false"
             )
         if not self.kl_in_reward and self.kl_estimator == "k1" and not self.use_bias_correction_kl:
             raise ValueError(

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import secrets
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,8 @@ COMPLETIONS_FILE = "completions.jsonl"
 EVAL_COMPLETIONS_FILE = "eval_completions.jsonl"
 WANDB_ID_FILE = "wandb_id"
 BLOCK_BYTES = 2**20
+REFUSAL = re.compile(r"\berror 4\d\d\b")
+"""In what wandb raises when it was reached and refuses the key or the project."""
 FINISH_SECONDS = 300.0
 """In which wandb may send what is left at the end of a run, while the job holds its GPUs."""
 
@@ -109,10 +112,10 @@ def _check_finite(step: int, metrics: Mapping[str, float]) -> None:
 
 def write_whole(path: Path, text: str) -> None:
     """Have a file hold `text`: whoever kills us, and a full disk, leave what it held before."""
-    if path.exists() and path.read_text(encoding="utf-8") == text:
+    if path.exists() and path.read_bytes() == text.encode():
         return
     whole = path.with_name(f"{path.name}.tmp")
-    whole.write_text(text, encoding="utf-8")
+    whole.write_bytes(text.encode())
     whole.replace(path)
 
 
@@ -211,6 +214,8 @@ class WandbRun:
         try:
             self._run = init(mode=None if mode_is_chosen else "offline")
         except wandb.errors.CommError as error:
+            if REFUSAL.search(str(error)) or isinstance(error, wandb.errors.AuthenticationError):
+                raise
             print(
                 f"wandb cannot be reached: {error}\n"
                 f"the run goes on without; `wandb sync` sends what is in {run_dir / 'wandb'}",

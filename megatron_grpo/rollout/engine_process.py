@@ -42,7 +42,7 @@ class EngineProcess:
     folder: Path
     """Its TMPDIR, which ends with it: sockets and the like that a killed engine leaves behind.
 
-    `parent_death` removes it, where nothing kills that as well."""
+    Where this process is killed, what `parent_death` has left waiting removes it."""
     process: subprocess.Popen[bytes]
 
     @classmethod

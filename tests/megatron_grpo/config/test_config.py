@@ -220,7 +220,7 @@ def test_missing_key_is_named_with_its_meaning(tmp_path):
         (["eval.data.path=x", "eval.reward.functions=[]"], ["eval.reward.functions is empty"]),
         (
             ["grpo.beta=0.1", "grpo.advantage_estimator=rloo", "grpo.kl_estimator=k3"],
-            ["kl_estimator k3 in the reward", "use k1", "grpo.kl_in_reward=false"],
+            ["kl_estimator k3 in the reward", "leave it out", "grpo.kl_in_reward=false"],
         ),
         (
             ["grpo.beta=0.1", "grpo.kl_in_reward=true"],

@@ -260,7 +260,7 @@ def test_a_run_for_which_wandb_cannot_be_reached_goes_on_offline(tmp_path: Path)
 
 
 class Wandb(http.server.BaseHTTPRequestHandler):
-    """Lets a run begin, and says nothing more once its server `is_gone`."""
+    """Lets a run begin, or refuses it, and says nothing more once its server `is_gone`."""
 
     bucket: ClassVar[dict[str, Any]] = {
         "id": "0",
@@ -274,7 +274,7 @@ class Wandb(http.server.BaseHTTPRequestHandler):
             self.close_connection = True
             return
         answer = json.dumps({"data": {"upsertBucket": {"bucket": self.bucket, "inserted": True}}})
-        self.send_response(200)
+        self.send_response(self.server.status)
         self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
         self.wfile.write(answer.encode())
@@ -283,16 +283,34 @@ class Wandb(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def test_a_run_does_not_wait_for_a_wandb_that_is_gone_at_the_end(tmp_path: Path) -> None:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Wandb)
-    server.is_gone = False
+@contextmanager
+def wandb_server() -> Iterator[Any]:
+    server: Any = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Wandb)
+    server.is_gone, server.status = False, 200
+    server.address = f"http://127.0.0.1:{server.server_port}"
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    address = f"http://127.0.0.1:{server.server_port}"
-    with one_step(tmp_path, address, WANDB_FINISH_TIMEOUT="2") as process:
+    yield server
+    server.shutdown()
+
+
+def test_a_run_that_wandb_refuses_ends_at_once(tmp_path: Path) -> None:
+    """With a key that was revoked all its days would go unrecorded."""
+    with wandb_server() as server:
+        server.status = 401
+        with one_step(tmp_path, server.address, WANDB_INIT_TIMEOUT="20") as process:
+            output, told = process.communicate("\n", timeout=100)
+    assert output == "" and process.returncode == 1
+    assert "error 401" in told and "cannot be reached" not in told
+
+
+def test_a_run_does_not_wait_for_a_wandb_that_is_gone_at_the_end(tmp_path: Path) -> None:
+    with (
+        wandb_server() as server,
+        one_step(tmp_path, server.address, WANDB_FINISH_TIMEOUT="2") as process,
+    ):
         assert process.stdout.readline() == "logs\n", process.stderr.read()
         server.is_gone = True
         output, told = process.communicate("\n", timeout=60)
-    server.shutdown()
     assert output == "online 2.0\n", told
     assert "Timed out finishing run" in told and "wandb sync" in told
     assert list((tmp_path / "wandb").glob("run-*/run-*.wandb"))
