@@ -5,16 +5,21 @@ import mmap
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 
 from best_time import best_time
+from warm_memory import IN_MEMORY, warm_memory
 
 COPY_BYTES = 1 << 28
 DISK_BYTES = 1 << 28
+MEMORY_BYTES = 1 << 30
+BLOCK = bytes(1 << 16)
 GEMM = (512, 1024, 8192)  # rows, inner, columns
 
 
@@ -34,6 +39,7 @@ def main() -> None:
         "GEMM float32": _flops() / best_time(_product(torch.float32)),
         "GEMM bfloat16": _flops() / best_time(_product(torch.bfloat16)),
     }
+    found["memory file write"] = MEMORY_BYTES / _write_to_memory(torch.get_num_threads())
     with TemporaryDirectory(dir=Path.cwd(), prefix=".ceiling-") as folder:
         file = Path(folder) / "file"
         found["disk write"] = DISK_BYTES / best_time(lambda: _write(file), 3)
@@ -55,6 +61,25 @@ def _product(dtype: torch.dtype) -> Callable[[], object]:
 def _flops() -> float:
     rows, inner, columns = GEMM
     return 2.0 * rows * inner * columns
+
+
+def _write_to_memory(num_threads: int) -> float:
+    """Seconds, the best of five, in which so many threads write new files, one each."""
+
+    def write(path: Path) -> None:
+        with path.open("wb", buffering=0) as file:
+            for _ in range(MEMORY_BYTES // num_threads // len(BLOCK)):
+                file.write(BLOCK)
+
+    warm_memory(2 * MEMORY_BYTES)
+    seconds = []
+    with ThreadPoolExecutor(num_threads) as pool:
+        for _ in range(5):
+            with TemporaryDirectory(dir=IN_MEMORY, prefix="ceiling-") as folder:
+                start = time.perf_counter()
+                list(pool.map(write, (Path(folder) / str(i) for i in range(num_threads))))
+                seconds.append(time.perf_counter() - start)
+    return min(seconds)
 
 
 def _write(path: Path) -> None:

@@ -101,7 +101,8 @@ SETTINGS = {
     "its table has the norms of Transformer Engine's layers only, those of local layers "
     "were added; torch.cuda's calls answered for the CPU as for ours",
 }
-WORK = ("memcpy", NUM_BYTES)
+WORK = ("memory file write", NUM_BYTES)
+"""Of export and save; to load takes a copy alone."""
 GOALS = [
     ("load_seconds", "megatron-bridge", 5.0),
     ("load_seconds", "mbridge", 5.0),

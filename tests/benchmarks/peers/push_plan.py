@@ -34,6 +34,7 @@ RANKS = {
 ENGINE = EngineDims(tensor=8)
 RANK = 5
 """Whose plan is timed: of the first stage, with a part of the embedding."""
+NUM_TIMES = 20
 ITEMSIZE, BUCKET_ELEMENTS = 2, 1 << 27
 
 NCCL, M2N = "vLLM nccl (rule)", "vLLM nccl_m2n (rule)"
@@ -68,7 +69,7 @@ def ours(folder: Path) -> dict[str, float]:
         sender = megatron_sender(LLAMA_70B, dims, place, transformer_engine=True)
         cut_shares(plan_shares(sender, workers), BUCKET_ELEMENTS)
 
-    seconds = {count: best_time(partial(plan, dims)) for count, dims in RANKS.items()}
+    seconds = {count: best_time(partial(plan, dims), NUM_TIMES) for count, dims in RANKS.items()}
     found = traffic(
         all_shares(first_senders(LLAMA_70B, RANKS[64]), engine_layouts(LLAMA_70B, ENGINE)),
         num_workers=ENGINE.tensor,
@@ -92,7 +93,7 @@ def awex(folder: Path) -> dict[str, float]:
         builder = TransferPlanBuilder(count, count, num_infer_engines=count // ENGINE.tensor)
         metadata = awex_metadata(ParallelDims(tensor=ENGINE.tensor)), awex_metadata(dims)
         plan = partial(builder.build_local_transfer_plan, *metadata, count + RANK)
-        seconds[count] = best_time(plan)
+        seconds[count] = best_time(plan, NUM_TIMES)
         if count > 64:
             continue
         for operation in builder.build_weights_mapping_operations(*metadata):
