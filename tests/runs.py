@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -50,6 +51,8 @@ def start_run(
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        # Tests may be in the background, where the shell has it ignored, and so would the run.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 

@@ -160,7 +160,7 @@ class Submitted:
         metrics = self.run_dir / "metrics.jsonl"
         return [row["step"] for row in read_json_lines(metrics)] if metrics.exists() else []
 
-    def await_step(self, step: int, seconds: float = 120) -> None:
+    def await_step(self, step: int, seconds: float = 200) -> None:
         deadline = time.monotonic() + seconds
         while step not in self.steps():
             assert self.job.state in ("PENDING", "RUNNING", "COMPLETING"), self.logs()

@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ IMPATIENT = [
     "-c",
     "from megatron_grpo.launch import torchrun; torchrun.MEETING_SECONDS = 2; torchrun.main()",
 ]
+ENDING = [signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]
 PATIENT = """
 trap 'echo saved > saved_$RANK; exit 75' TERM USR1
 touch ready_$RANK
@@ -34,11 +35,27 @@ def start(tmp_path: Path):
     started = []
 
     def start(
-        script: str, *options: str, program: Sequence[str] = TORCHRUN, **how: Any
+        script: str,
+        *options: str,
+        program: Sequence[str] = TORCHRUN,
+        prepare: Callable[[], object] = lambda: None,
+        **how: Any,
     ) -> subprocess.Popen[str]:
+        def prepare_child() -> None:
+            for number in ENDING:  # in the background, where these tests may be, some are ignored
+                signal.signal(number, signal.SIG_DFL)
+            prepare()
+
         command = [sys.executable, *program, *options]
         command += ["--no-python", "sh", "-c", script]
-        process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, **how)
+        process = subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=prepare_child,
+            **how,
+        )
         started.append(process)
         return process
 
@@ -97,7 +114,7 @@ def test_ranks_that_cannot_take_the_signal_yet_are_preempted_too(torchrun, tmp_p
     assert run.returncode == 75 and told == ""
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
+@pytest.mark.parametrize("number", ENDING)
 def test_a_signal_that_ends_a_run_is_its_exit_code(torchrun, tmp_path, number):
     run = torchrun("touch ready_$RANK; exec sleep 100")
     wait_ready(tmp_path)
@@ -107,17 +124,15 @@ def test_a_signal_that_ends_a_run_is_its_exit_code(torchrun, tmp_path, number):
 
 
 def test_signals_that_it_was_started_to_ignore_end_nothing(start, tmp_path):
-    ignored = [signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]
-
     def ignore() -> None:
-        for number in ignored:
+        for number in ENDING:
             signal.signal(number, signal.SIG_IGN)
 
     options = ["--rdzv-backend=loopback", "--nproc-per-node=1", f"--log-dir={tmp_path}"]
-    run = start("touch ready; until [ -e done ]; do sleep 0.05; done", *options, preexec_fn=ignore)
+    run = start("touch ready; until [ -e done ]; do sleep 0.05; done", *options, prepare=ignore)
     assert wait_until((tmp_path / "ready").exists, 60)
     [rank] = psutil.Process(run.pid).children()
-    for number in ignored:
+    for number in ENDING:
         run.send_signal(number)
         rank.send_signal(number)
     time.sleep(1.0)
@@ -191,7 +206,7 @@ def test_ranks_may_open_as_many_files_as_the_system_lets_them(start, tmp_path):
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
 
     options = ["--rdzv-backend=loopback", "--nproc-per-node=1", f"--log-dir={tmp_path}"]
-    run = start("ulimit -Sn >limit; ulimit -Hn >>limit", *options, preexec_fn=few)
+    run = start("ulimit -Sn >limit; ulimit -Hn >>limit", *options, prepare=few)
     run.communicate(timeout=60)
     soft, hard = (tmp_path / "limit").read_text().split()
     assert soft == hard != "256"
