@@ -49,7 +49,7 @@ GOALS = [
 PIPELINE = 4
 HIDDEN_SIZE = 8192  # of a 70B model
 SEEDS = range(3)
-NUM_TIMES = 20
+NUM_TIMES = 5
 Plan = list[list[list[int]]]
 
 
