@@ -124,6 +124,7 @@ def _links(
         shards = max(shards, expert_shards(dims))
         copied += _of(expert_shards(dims)) * first.expert_weights
     share = 1 / dims.tensor if cfg.parallel.sequence_parallel else 1.0
+    sends = _pipeline_sends(dims, 1 + alone)
     experts = dims.expert * dims.expert_tensor
     # Of all-gather and reduce-scatter; that of the experts is below.
     pairs = 2 if shape.moe is None else 1
@@ -142,18 +143,8 @@ def _links(
             dims.tensor * dims.context,
             (dims.context - 1) * 2 * key * layers * (forwards + 2),
         ),
-        (
-            "pipeline",
-            dims.pipeline,
-            dims.world_size,
-            _pipeline_sends(dims, 1 + alone) * width * share,
-        ),
-        (
-            "data",
-            shards,
-            dims.stage_size,
-            copied / itemsize * (GRADIENT_BYTES + itemsize),
-        ),
+        ("pipeline", dims.pipeline, dims.world_size, sends * width * share),
+        ("data", shards, dims.stage_size, copied / itemsize * (GRADIENT_BYTES + itemsize)),
     ]
     if shape.moe is not None:
         # To the ranks of the experts and, where several have parts of one, to all of these; back,
