@@ -178,7 +178,7 @@ class Submitted:
                     engines[command[-1]] = process
         return [engines[port] for port in sorted(engines)]
 
-    def await_engines(self, number: int, seconds: float = 60) -> list[psutil.Process]:
+    def await_engines(self, number: int, seconds: float = 120) -> list[psutil.Process]:
         deadline = time.monotonic() + seconds
         while len(engines := self.engines()) < number:
             assert time.monotonic() < deadline, self.logs()
@@ -241,10 +241,9 @@ def test_engines_see_the_gpus_of_their_place_and_no_others(submit):
 
 
 def test_an_engine_that_does_not_answer_in_time_is_named(submit):
-    run = submit(TRANSFORMERS, "rollout.startup_timeout=15")
-    [engine] = run.await_engines(1)
-    engine.suspend()
-    run.await_words("engine 0 did not answer within 15 s (rollout.startup_timeout): see ")
+    # Less than its imports take on any machine.
+    run = submit(TRANSFORMERS, "rollout.startup_timeout=1")
+    run.await_words("engine 0 did not answer within 1 s (rollout.startup_timeout): see ", 120)
     run.await_words("exit code 1: queued again")
     run.job.cancel()
     assert run.await_silence() == []
