@@ -71,7 +71,7 @@ def train(
     from parallel.megatron_import import import_megatron
 
     import_megatron()
-    from megatron_grpo.train import run_rank
+    from megatron_grpo.rank import run_rank
 
     run_rank(cfg, place, token)
 

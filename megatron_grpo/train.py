@@ -1,9 +1,7 @@
-"""The training loop, as every rank runs it."""
+"""The training loop, as every rank runs it: see `rank` for what it stands on."""
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
-from datetime import timedelta
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from typing import NoReturn
 
@@ -27,9 +25,7 @@ from megatron_grpo.experience.kept_values import with_kept_values
 from megatron_grpo.experience.logprob_probe import probe_logprobs
 from megatron_grpo.experience.preparation import Preparation
 from megatron_grpo.experience.rollout_pipeline import RolloutPipeline
-from megatron_grpo.launch.launch import RankPlace
 from megatron_grpo.launch.preemption import Preempted, preempted_instead
-from megatron_grpo.launch.run_lock import run_lock
 from megatron_grpo.policy.export import export_model
 from megatron_grpo.policy.model import build_policy, weight_sender
 from megatron_grpo.policy.reference import build_reference
@@ -41,57 +37,11 @@ from megatron_grpo.rollout import EnginesLost
 from megatron_grpo.rollout.engine_process import COLLECTOR
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.train_step import train_step
-from megatron_grpo.watch import START, Limits, Watch
+from megatron_grpo.watch import START, Watch
 from megatron_grpo.watch.agreement import agree_to_stop
 from megatron_grpo.weights.weight_sync import WeightSync
-from parallel.device import communication_backend, setup_device
-from parallel.groups import Groups, destroy_groups, init_groups
+from parallel.groups import Groups
 from parallel.microbatches import CostModel
-
-COLLECTIVE_TIMEOUT = timedelta(days=7)
-"""Never the first to fire: the watch finds what hangs, and knows when a wait is none of that.
-
-While rank 0 generates, scores, reads or writes, the others wait for it in a collective, and nobody
-can say for how long. Collectives of a rank that died are ended by the watch as well.
-"""
-
-PREFLIGHT_TIMEOUT = timedelta(hours=1)
-"""For which ranks wait for rank 0, which may download and encode the data before it comes."""
-
-
-def run_rank(cfg: Config, place: RankPlace, token: str | None) -> None:
-    """Join the other ranks and train; returns when all `train.num_steps` steps are done.
-
-    Where they are not, on whichever rank that shows, the process ends in here: see `Watch`. `token`
-    opens the engines in `rollout.base_urls`; rank 0 alone speaks to them.
-    """
-    cfg.dims.check_world_size(place.world_size)
-    timeout = PREFLIGHT_TIMEOUT
-    if place.rank == 0:
-        timeout = timedelta(seconds=cfg.rollout.startup_timeout)
-    store, _, _ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))
-    watch = Watch(place, store, Limits.of(cfg), cfg.train.run_dir / "logs" / "stacks.txt")
-    lock = run_lock(cfg.train.run_dir) if place.rank == 0 else nullcontext()
-    with watch, lock:
-        device = setup_device(place.local_rank)
-        with process_groups(cfg, place, store) as groups:
-            train(cfg, groups, device, place.num_hosts, token, watch)
-
-
-@contextmanager
-def process_groups(cfg: Config, place: RankPlace, store: dist.Store) -> Iterator[Groups]:
-    """The mesh over all ranks, who meet in `store`. When training fails, the watch ends them."""
-    store.set_timeout(COLLECTIVE_TIMEOUT)  # NCCL's communicators meet there when first used
-    dist.init_process_group(
-        communication_backend(),
-        timeout=COLLECTIVE_TIMEOUT,
-        rank=place.rank,
-        world_size=place.world_size,
-        store=store,
-    )
-    yield init_groups(cfg.dims, COLLECTIVE_TIMEOUT)
-    destroy_groups()
-    dist.destroy_process_group()
 
 
 def train(

@@ -17,7 +17,7 @@ from distributed import CONTEXT
 from engines import TestEngine, random_prompts, wait_until
 from jobs import Ended, Job
 from megatron_grpo.launch.launch import RankPlace
-from megatron_grpo.train import process_groups
+from megatron_grpo.rank import process_groups
 from parallel import ParallelDims
 from policies import tiny_config
 from runs import finish_run, marked_processes, read_json_lines, read_metrics, start_run
