@@ -72,6 +72,14 @@ def test_seconds_that_say_nothing_give_no_factor_and_counts_still_do(changes, re
     assert factors_of(result(**changes), "other", "peak_bytes") == [4.0, 4.0]
 
 
+def test_what_our_own_seconds_differ_by_is_the_range_of_the_factor():
+    ours, other = (
+        [{"seconds": s, "peak_bytes": 10} for s in seconds] for seconds in ((0.5, 1.0), (2.0, 2.0))
+    )
+    page = render({"packing": result(figures={"ours": ours, "other": other})})
+    assert "| Sums | seconds | other | 3 (2 to 4) | 1.5: met |" in page
+
+
 def test_where_the_outputs_differ_there_is_no_number_at_all():
     differing = result(agreement={"other": "differs: 3 of 4 tensors"})
     assert factors_of(differing, "other", "peak_bytes") is None

@@ -25,8 +25,8 @@ better.
 
 **Counts (bytes, FLOPs, simulated time) are exact and carry over to a cluster. Seconds are those of
 the CPU named below, and do not.** No factor of seconds is given where other processes took over
-half a core, where the load had been above 1.5 at the start, or where a side's own seconds differ by
-more than 1.5 times.
+half a core, where the load had been above 1.5 at the start, or where the other side's own seconds
+differ by more than 1.5 times. How much ours differ shows in the range of the factor.
 """
 
 
@@ -71,7 +71,7 @@ def factors_of(result: Mapping[str, Any], side: str, figure: str) -> list[float]
         return None
     if result["agreement"][side].startswith("differs"):
         return None
-    if is_time(figure) and (reason_for_silence(result, theirs) or reason_for_silence(result, ours)):
+    if is_time(figure) and reason_for_silence(result, theirs):
         return None
     return [a / b for a, b in zip(theirs, ours, strict=True)]
 
@@ -124,8 +124,7 @@ def _factor(result: Mapping[str, Any], side: str, figure: str, values: Sequence[
         return "no number"
     if 0 in ours:
         return "ours is 0"
-    reason = reason_for_silence(result, values) or reason_for_silence(result, ours)
-    return f"no number: {reason}"
+    return f"no number: {reason_for_silence(result, values)}"
 
 
 def _notes(result: Mapping[str, Any], side: str) -> str:
