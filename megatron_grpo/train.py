@@ -31,6 +31,7 @@ from megatron_grpo.policy.model import build_policy, weight_sender
 from megatron_grpo.policy.reference import build_reference
 from megatron_grpo.policy.skipped_steps import SkippedSteps
 from megatron_grpo.reporting.metrics import StepReport
+from megatron_grpo.reporting.peak_memory import peak_memory
 from megatron_grpo.reporting.runlog import RunLog
 from megatron_grpo.reporting.tracking import WANDB_ID_FILE, write_whole
 from megatron_grpo.rollout import EnginesLost
@@ -300,6 +301,7 @@ class Training:
 
     def log(self, step: int, metrics: dict[str, float], report: StepReport) -> None:
         """Log what happened in `step`, counted from 1: its report, and further metrics."""
+        metrics |= peak_memory(self.device)
         if self._log and self.source and self.experience:
             if self.batches.cursor(step - 1).starts_generation:
                 metrics |= self.news

@@ -133,6 +133,11 @@ def _uses_transformer_engine(cfg: Config) -> bool:
     return ITEMSIZE[cfg.model.dtype] == 2 and cfg.model.megatron.get("transformer_impl") != "local"
 
 
+def _is_fused(cfg: Config, fusion: str) -> bool:
+    """Whether a fusion is on that `policy.transformer` has on with Transformer Engine's layers."""
+    return bool(cfg.model.megatron.get(fusion, _uses_transformer_engine(cfg)))
+
+
 def _norm(cfg: Config, width: float) -> float:
     """An RMS norm over rows of `width`: its input, its output, and a float32 per row.
 
@@ -182,7 +187,7 @@ def _core_attention(cfg: Config, shape: ModelShape) -> float:
 def _around_attention(cfg: Config, shape: ModelShape) -> float:
     """Norms of queries and keys, and the four tables of a RoPE that is not fused."""
     itemsize = ITEMSIZE[cfg.model.dtype]
-    fused = cfg.model.megatron.get("apply_rope_fusion", False)
+    fused = _is_fused(cfg, "apply_rope_fusion")
     tables = 0.0 if fused else 4.0 * shape.head_dim * itemsize
     if not shape.qk_norm:
         return tables
@@ -196,7 +201,7 @@ def _gated(cfg: Config, itemsize: int) -> float:
 
     Without fusion that is the activated half, the other once more, and their product.
     """
-    return itemsize * (3 if cfg.model.megatron.get("bias_activation_fusion", False) else 5)
+    return itemsize * (3 if _is_fused(cfg, "bias_activation_fusion") else 5)
 
 
 def _experts(cfg: Config, shape: ModelShape) -> float:

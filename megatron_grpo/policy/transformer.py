@@ -7,6 +7,7 @@ numbers. What differs between releases of Megatron-Core is in policy/, most of i
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from checkpoint_convert import ModelShape, MoeShape
 from parallel import ParallelDims, pipeline_layers
 from parallel.attention import PackedAttention
 
+WGRAD_KERNELS = "fused_weight_gradient_mlp_cuda"
+
 
 def uses_transformer_engine(config: TransformerConfig) -> bool:
     """Whether layers are Transformer Engine's, which also fuses norms into the linears behind."""
@@ -45,10 +48,11 @@ def transformer_config(
 
     Layers are Transformer Engine's where it is installed, there is CUDA and `dtype` has 16 bits;
     the override ``transformer_impl: local`` has torch's all the same. Raises ValueError for an
-    override that Megatron does not know, or that is not free because the model, the mesh or what
-    the trainer does decides it.
+    override that Megatron does not know, that needs a package which is not installed, or that is
+    not free because the model, the mesh or what the trainer does decides it.
     """
     free = {"transformer_impl": _best_implementation(dtype)} | dict(overrides)
+    free = _fusions(free["transformer_impl"]) | free
     decided = (
         _architecture(shape)
         | _mesh(shape, dims, dtype, sequence_parallel)
@@ -73,6 +77,15 @@ def _best_implementation(dtype: torch.dtype) -> str:
     """Transformer Engine's attention to packed sequences takes types of 16 bits alone."""
     fused = HAVE_TE and torch.cuda.is_available() and dtype.itemsize == 2
     return "transformer_engine" if fused else "local"
+
+
+def _fusions(implementation: str) -> dict[str, Any]:
+    """What Megatron's own training script fuses on GPUs, where its TransformerConfig does not.
+
+    RoPE that is not fused waits for the GPU twice in each layer: it asks how long sequences are.
+    """
+    fused = implementation == "transformer_engine"
+    return {"apply_rope_fusion": fused, "bias_activation_fusion": fused}
 
 
 def balances_experts(config: TransformerConfig) -> bool:
@@ -274,6 +287,11 @@ def _check_overrides(overrides: Mapping[str, Any], decided: Mapping[str, Any]) -
                 f"model.megatron.{name} is not free: the model folder, parallel.* or what the "
                 "trainer does decides it; leave it out"
             )
+    if overrides.get("gradient_accumulation_fusion") and not find_spec(WGRAD_KERNELS):
+        raise ValueError(
+            f"model.megatron.gradient_accumulation_fusion needs Apex's {WGRAD_KERNELS}, which is "
+            "not installed: leave it out"
+        )
     usable = {"local", _best_implementation(decided["params_dtype"])}
     if overrides.get("transformer_impl", "local") not in usable:
         raise ValueError(

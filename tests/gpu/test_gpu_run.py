@@ -52,6 +52,7 @@ def test_on_one_gpu_a_run_trains_beside_its_engine_and_both_compute_the_same(
     assert 0 < records[0]["probe/logprob_gap_mean"] < MOST_GAP
     for record in records:
         assert record["grad_norm"] > 0 and record["skipped_steps"] == 0
+        assert 0 < record["perf/max_memory_allocated_gb"] < record["perf/max_memory_reserved_gb"]
         assert record["rollout/logprob_gap_mean"] < MOST_GAP  # also of weights that were pushed
     versions = [row["policy_version"] for row in read_completions(tmp_path / "run")]
     assert versions == [0] * 16 + [1] * 16 + [2] * 16

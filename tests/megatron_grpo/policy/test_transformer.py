@@ -3,8 +3,10 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.models.common.embeddings import rope_utils
 
 from checkpoint_convert import ModelShape, MoeShape
+from megatron_grpo.policy import transformer
 from megatron_grpo.policy.transformer import transformer_config
 from parallel import ParallelDims
 
@@ -52,6 +54,23 @@ def test_overrides_reach_megatron():
 def test_routers_compute_in_float32_unless_they_are_told_another_type():
     assert configure(shape=MIXTURE).moe_router_dtype == "fp32"
     assert configure(shape=MIXTURE, moe_router_dtype="fp64").moe_router_dtype == "fp64"
+
+
+def test_the_layers_of_transformer_engine_are_fused_unless_they_are_told_not_to(monkeypatch):
+    """As Megatron's own training script has it; torch's layers have nothing to fuse with."""
+    assert not configure().apply_rope_fusion
+    assert not configure().bias_activation_fusion
+    monkeypatch.setattr(transformer, "_best_implementation", lambda dtype: "transformer_engine")
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb_thd", object())
+    assert configure().apply_rope_fusion
+    assert configure().bias_activation_fusion
+    assert not configure(apply_rope_fusion=False).apply_rope_fusion
+    assert not configure(transformer_impl="local").apply_rope_fusion
+
+
+def test_fused_weight_gradients_are_refused_without_apex():
+    with pytest.raises(ValueError, match="gradient_accumulation_fusion needs Apex's fused_weight_"):
+        configure(gradient_accumulation_fusion=True)
 
 
 def test_an_unknown_override_is_refused_with_the_nearest_name():
