@@ -16,7 +16,11 @@ from megatron_grpo.experience.batching import BatchSchedule
 from megatron_grpo.policy.logprobs import response_logprobs
 from megatron_grpo.policy.model import Policy
 from megatron_grpo.policy.nonfinite import is_so_on_all_ranks, name_nonfinite
-from megatron_grpo.policy.optimizer import apply_gradient, copies_are_finite, gradient_norm
+from megatron_grpo.policy.optimizer import (
+    apply_gradient,
+    gradient_norm,
+    own_gradient_is_finite,
+)
 from megatron_grpo.policy.schedule import run_schedule
 from megatron_grpo.policy.skipped_steps import SkippedSteps
 from megatron_grpo.reporting.metrics import AllReduce, StepReport, TrainMetrics
@@ -68,7 +72,7 @@ def _why_not(
     """What is not finite, and on which rank; None, on all ranks, when all is."""
     is_finite = (
         math.isfinite(grad_norm)
-        and copies_are_finite(policy.optimizer)
+        and own_gradient_is_finite(policy.optimizer)
         and math.isfinite(sum(metrics.losses))
     )
     if is_so_on_all_ranks(is_finite, device):

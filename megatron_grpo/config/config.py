@@ -82,7 +82,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _shared_prompts_have_attention(self) -> Self:
         """They are computed by our own attention, which is plain."""
-        refused = {"window_size", "softmax_type", "fp8_dot_product_attention"}
+        refused = {"window_size", "softmax_type"}
         for name in sorted(
             refused & self.model.megatron.keys() if self.grpo.shared_prompts else ()
         ):

@@ -49,24 +49,25 @@ def make_optimizer(chunks: Sequence[Any], cfg: OptimizerConfig) -> Any:
 def gradient_norm(optimizer: Any) -> float:
     """Norm of the whole gradient, before clipping; equal on all ranks, which call it together.
 
-    NaN or infinite when a value is, on whatever rank, apart from those of `copies_are_finite`.
+    NaN or infinite when a value that is counted is, on whatever rank: see `own_gradient_is_finite`.
     """
     optimizer.prepare_grads()
     return float(optimizer.get_grad_norm())
 
 
-def copies_are_finite(optimizer: Any) -> bool:
-    """Whether the gradients that this rank leaves out of the norm are: others count the same.
+def own_gradient_is_finite(optimizer: Any) -> bool:
+    """Whether all that this rank updates weights by is: the norm leaves out what others count, too.
 
     Those are norms and routers on tensor ranks above 0, and a tied embedding on the last stage.
     Call it between `gradient_norm` and `apply_gradient`.
     """
-    copies = []
-    for part in optimizer.chained_optimizers:
-        counted = {id(gradient) for gradient in part.get_main_grads_for_grad_norm()}
-        gradients = [parameter.grad for parameter in part.get_parameters()]
-        copies += [g for g in gradients if g is not None and id(g) not in counted]
-    return math.isfinite(torch.nn.utils.get_total_norm(copies))
+    gradients = [
+        parameter.grad
+        for part in optimizer.chained_optimizers
+        for parameter in part.get_parameters()
+        if parameter.grad is not None
+    ]
+    return math.isfinite(torch.nn.utils.get_total_norm(gradients))
 
 
 def apply_gradient(optimizer: Any, norm: float) -> None:

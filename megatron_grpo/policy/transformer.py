@@ -211,6 +211,10 @@ def _mesh(
         "batch_p2p_comm": dims.virtual_pipeline == 1,
         # Transformer Engine's buffers for it have one length; packed microbatches have any.
         "tp_comm_overlap": False,
+        # Its products of 8 bits take multiples of 8 or 16 tokens, and keep scales that checkpoints
+        # do not hold.
+        "fp8": None,
+        "fp4": None,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,

@@ -39,7 +39,7 @@ def logprobs_and_gradient_norm(
     ]
     values = compute_logprobs(policy, share, 1.0, groups)
     accumulate(policy, groups, share)
-    norm = policy.optimizer.step()[1]
+    norm = float(policy.optimizer.step()[1])
     if not policy.is_last_stage:
         return None, norm
     chosen = [whole[batch.loss_mask] for batch, (whole, _) in zip(share, values, strict=True)]

@@ -81,7 +81,7 @@ def logprobs_and_norm(
     batch = batch.to(f"cuda:{torch.cuda.current_device()}")
     ((whole, _),) = compute_logprobs(policy, [batch], 1.0, groups)
     accumulate(policy, groups, [batch])
-    return whole[batch.loss_mask].cpu(), policy.optimizer.step()[1]
+    return whole[batch.loss_mask].cpu(), float(policy.optimizer.step()[1])
 
 
 @pytest.mark.parametrize("dims", [ParallelDims(), ParallelDims(context=2)], ids=str)

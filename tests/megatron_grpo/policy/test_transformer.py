@@ -92,6 +92,8 @@ def test_a_layer_implementation_that_is_not_there_is_refused():
         "context_parallel_size",
         "perform_initialization",
         "tp_comm_overlap",
+        "fp8",
+        "fp4",
     ],
 )
 def test_what_the_model_the_mesh_or_the_trainer_decides_is_not_free(name):
