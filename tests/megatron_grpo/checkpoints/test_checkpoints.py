@@ -23,7 +23,7 @@ from checkpoint_convert.formats.torch_dist_writer import CreatedChunk, index_of
 from conversions import file_size_limit
 from distributed import run_ranks
 from megatron_grpo.checkpoints import checkpoints as checkpoints_module
-from megatron_grpo.checkpoints import folders, manifest, megatron_state
+from megatron_grpo.checkpoints import folders, manifest, megatron_state, shard_file
 from megatron_grpo.checkpoints.newest import steps_done
 from megatron_grpo.checkpoints.screening import screen_checkpoint
 from megatron_grpo.checkpoints.trainer_state import TrainerState
@@ -127,6 +127,21 @@ def test_weights_and_moments_come_back_from_another_layout(saved, model, tmp_pat
         run_ranks(dims.world_size, load_and_save, model, run, dims, there)
         run = there
     after = run_ranks(4, load_state, model, run)
+    for ours, theirs in zip(after, before, strict=True):
+        assert same(ours, theirs[0])
+
+
+def save_in_small_chunks(rank: int, model: Path, run: Path, again: Path) -> None:
+    shard_file.MAX_CHUNK_BYTES = 1000  # of this process alone
+    load_and_save(rank, model, run, DIMS, again)
+
+
+def test_tensors_that_are_saved_in_several_chunks_come_back(saved, model, tmp_path):
+    run, before = saved
+    run_ranks(4, save_in_small_chunks, model, run, tmp_path)
+    pieces = read_chunks(tmp_path / "checkpoints" / "step_2").layout.pieces
+    assert max(piece.box.num_elements for piece in pieces) <= 1000 // 4
+    after = run_ranks(4, load_state, model, tmp_path)
     for ours, theirs in zip(after, before, strict=True):
         assert same(ours, theirs[0])
 
