@@ -1,0 +1,157 @@
+"""What the trainer makes of an engine that answers otherwise than it should, or is slow."""
+
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from megatron_grpo.rollout import engine as engine_module
+from megatron_grpo.rollout.engine import Engine, Patience
+from megatron_grpo.rollout.engine_error import EngineDown, EngineError
+
+URL = "http://engine"
+MAX_TOKENS = 3
+CHOICE = {
+    "weight_versions": [{"version": "7"}],
+    "finish_reason": "stop",
+    "token_ids": [5, 6],
+    "logprobs": {"content": [{"logprob": -0.5}, {"logprob": -9998.9}]},
+}
+
+
+def engine_of(answer: Callable[[httpx.Request], Any], stall: float = 60.0) -> Engine:
+    """One whose routes are answered by what `answer` returns, as JSON or as text."""
+
+    def respond(request: httpx.Request) -> httpx.Response:
+        body = answer(request)
+        is_text = isinstance(body, str)
+        return httpx.Response(200, text=body) if is_text else httpx.Response(200, json=body)
+
+    http = httpx.AsyncClient(base_url=URL, transport=httpx.MockTransport(respond))
+    return Engine(URL, http, Patience(health=60.0, stall=stall))
+
+
+def generate(choice: dict[str, Any], push_afterwards: str = "7-a") -> list[dict[str, Any]]:
+    """What is taken of an engine that answers the only request by `choice`, of version 7."""
+    push, num_asked, taken = "7-a", 0, []
+
+    def answer(request: httpx.Request) -> Any:
+        nonlocal push, num_asked
+        match request.url.path:
+            case "/collective_rpc":
+                question = json.loads(request.content)["kwargs"]["question"]
+                return {"results": [{"question": question, "push": push}]}
+            case "/inference/v1/generate":
+                push, num_asked = push_afterwards, num_asked + 1
+                return {"choices": [choice]}
+        return {"server_load": num_asked, "success": True}
+
+    async def take(position: int, answer: dict[str, Any], url: str) -> None:
+        taken.extend(answer["choices"])
+
+    request = {"sampling_params": {"max_tokens": MAX_TOKENS}}
+    asyncio.run(engine_of(answer).generate({0: request}, 7, take))
+    return taken
+
+
+WELL = {
+    "ended by a token": {},
+    "of the full length": {"finish_reason": "length", "token_ids": [5] * MAX_TOKENS},
+}
+
+
+@pytest.mark.parametrize("differing", WELL.values(), ids=WELL)
+def test_an_answer_that_is_well_is_taken(differing):
+    assert generate(CHOICE | differing) == [CHOICE | differing]
+
+
+DOCTORED = {
+    "earlier weights": (
+        {"weight_versions": [{"version": "6"}]},
+        EngineError,
+        "sampled from weights of version 6, version 7 was asked for",
+    ),
+    "two weights": (
+        {"weight_versions": [{"version": "7"}, {"version": "8"}]},
+        EngineError,
+        "sampled from weights of version 7, 8, version 7 was asked for",
+    ),
+    "given up": ({"finish_reason": "abort"}, EngineDown, "gave up a sample: abort"),
+    "cut short": ({"finish_reason": "length"}, EngineError, "completion after 2 of 3 tokens"),
+    # vLLM's own word for a number that JSON has not.
+    "not finite": (
+        {"logprobs": {"content": [{"logprob": -0.5}, {"logprob": -9999.0}]}},
+        EngineError,
+        "returned a log-probability that is not finite",
+    ),
+}
+
+
+@pytest.mark.parametrize(("differing", "kind", "told"), DOCTORED.values(), ids=DOCTORED)
+def test_an_answer_that_is_not_what_was_asked_for_is_refused(differing, kind, told):
+    with pytest.raises(EngineError, match=f"^rollout engine {URL} .*{told}") as raised:
+        generate(CHOICE | differing)
+    assert raised.type is kind
+
+
+def test_samples_of_an_engine_that_others_have_pushed_to_meanwhile_are_refused():
+    with pytest.raises(EngineError, match=f"^rollout engine {URL} was given new weights while it"):
+        generate(CHOICE, push_afterwards="7-b")
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    """Watches, for so many seconds, an engine that may stall for 0.1 s."""
+    monkeypatch.setattr(engine_module, "PROBE_INTERVAL", 0.01)
+
+    def watch(
+        progress: Callable[[], float], answer: Callable[[httpx.Request], Any], seconds: float
+    ) -> None:
+        async def watch_a_while() -> None:
+            async with asyncio.timeout(seconds):
+                await engine_of(answer, stall=0.1).watch(progress)
+
+        asyncio.run(watch_a_while())
+
+    return watch
+
+
+def idle(request: httpx.Request) -> str:
+    return "vllm:generation_tokens_total 5.0\n"
+
+
+def busy(request: httpx.Request) -> str:
+    raise httpx.ReadTimeout("no answer")
+
+
+NUMBERS = itertools.count()
+
+
+def generating(request: httpx.Request) -> str:
+    return f"vllm:generation_tokens_total {next(NUMBERS)}.0\n"
+
+
+def stands() -> float:
+    return 0.0
+
+
+HANGS = {idle: r"got no further for 0.1 s", busy: r"did not answer within 60 s"}
+
+
+@pytest.mark.parametrize(("answer", "told"), HANGS.items())
+def test_an_engine_without_a_sign_of_progress_hangs(watch, answer, told):
+    with pytest.raises(EngineDown, match=f"^rollout engine {URL} {told}"):
+        watch(stands, answer, seconds=30.0)
+
+
+@pytest.mark.parametrize(
+    ("progress", "answer"), [(time.monotonic, idle), (time.monotonic, busy), (stands, generating)]
+)
+def test_an_engine_that_gets_on_does_not_however_busy_it_is(watch, progress, answer):
+    with pytest.raises(TimeoutError):  # of this test
+        watch(progress, answer, seconds=0.5)
