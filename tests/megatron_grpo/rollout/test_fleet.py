@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -23,6 +24,7 @@ from megatron_grpo.config.trainer_config import ModelConfig
 from megatron_grpo.launch.job_token import bearer, new_token
 from megatron_grpo.launch.preemption import Preempted
 from megatron_grpo.rollout import EngineServers, EnginesLost, EnginesOut
+from megatron_grpo.rollout import engine as engine_module
 from megatron_grpo.rollout.connection import is_healthy
 from megatron_grpo.rollout.fleet import MAX_COMEBACKS
 from megatron_grpo.rollout.server import reserve_port
@@ -116,6 +118,21 @@ def test_a_push_in_which_an_engine_dies_goes_to_the_other(pair, undisturbed, mon
     assert not victims and pair.fleet.serving == [second]
     assert tokens_of(pair.generate(PROMPTS)) == undisturbed
     bring_back(pair)
+
+
+def test_a_push_that_lasts_longer_than_an_engine_may_stall_loses_none(pair, monkeypatch, capfd):
+    hand_over, delays = LocalOutgoing.hand_over, [4.5]
+
+    def slow(self: LocalOutgoing, num_bytes: int) -> None:
+        while delays:
+            time.sleep(delays.pop())
+        hand_over(self, num_bytes)
+
+    monkeypatch.setattr(LocalOutgoing, "hand_over", slow)
+    monkeypatch.setattr(engine_module, "PROBE_INTERVAL", 0.1)
+    pair.push()
+    assert not delays and pair.fleet.serving == [*pair.servers.base_urls]
+    assert "is lost" not in capfd.readouterr().err
 
 
 def test_with_no_engine_left_what_was_answered_counts_and_a_push_waits_for_one(pair, undisturbed):
