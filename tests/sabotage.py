@@ -11,7 +11,10 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from megatron_grpo.timing import PhaseTimer
 
@@ -180,3 +183,28 @@ class SpoilGradient:
             return metrics
 
         train.train_step = train_step
+
+
+@dataclass(frozen=True)
+class ListForwards:
+    """Have every rank write a line for each forward, and for each time that it tells its watch."""
+
+    file: Path
+
+    def __call__(self, rank: int) -> None:
+        gpt = importlib.import_module("megatron.core.models.gpt").GPTModel
+        watch = importlib.import_module("megatron_grpo.watch").Watch
+        tick = watch.tick
+
+        def write(word: str) -> None:
+            with self.file.open("a") as file:
+                file.write(f"{word}\n")
+
+        def ticking(self: Any) -> None:
+            write("tick")
+            tick(self)
+
+        watch.tick = ticking
+        register_module_forward_pre_hook(
+            lambda module, _: write("forward") if isinstance(module, gpt) else None
+        )

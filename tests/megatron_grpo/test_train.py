@@ -15,12 +15,13 @@ from transformers import AutoModelForCausalLM
 from demo.make_sums import sums as all_sums
 from distributed import CONTEXT
 from engines import TestEngine, random_prompts, wait_until
-from jobs import Ended, Job
+from jobs import Ended, Job, Sabotage
 from megatron_grpo.launch.launch import RankPlace
 from megatron_grpo.rank import process_groups
 from parallel import ParallelDims
 from policies import tiny_config
 from runs import finish_run, marked_processes, read_json_lines, read_metrics, start_run
+from sabotage import ListForwards
 
 KL_TARGET, KL_HORIZON = 0.01, 16  # beta changes by a fifth with each generation of 16
 
@@ -60,7 +61,13 @@ def full_run(arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> 
     return run_dir
 
 
-def finish(run_dir: Path, engine: TestEngine, axes: tuple, *arguments: str) -> Ended:
+def finish(
+    run_dir: Path,
+    engine: TestEngine,
+    axes: tuple,
+    *arguments: str,
+    sabotage: Sabotage | None = None,
+) -> Ended:
     """A run on forked ranks, `axes` of size 2, with an engine that is there already."""
     url = f"rollout.base_urls=[{engine.servers.base_urls[0]}]"
     job = Job(
@@ -68,6 +75,7 @@ def finish(run_dir: Path, engine: TestEngine, axes: tuple, *arguments: str) -> E
         2 ** len(axes),
         run_dir.parent / "logs_of_ranks",
         token=engine.servers.token,
+        sabotage=sabotage,
     )
     with job:
         ended = job.end(120)
@@ -154,6 +162,15 @@ def test_steps_do_not_depend_on_the_layout(
         assert record["loss"] == pytest.approx(reference["loss"], rel=1e-4, abs=1e-7)
         assert record["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-4)
     assert read_metrics(full_run)[1]["loss"] > 1e-3
+
+
+def test_each_forward_of_policy_and_reference_counts_as_progress(
+    arguments: list[str], vllm_engine: TestEngine, tmp_path: Path
+) -> None:
+    forwards = ListForwards(tmp_path / "forwards")
+    finish(tmp_path / "run", vllm_engine, (), *arguments, "train.num_steps=1", sabotage=forwards)
+    done = forwards.file.read_text().split()
+    assert done.count("tick") == done.count("forward") > 2
 
 
 def test_a_run_continues_where_it_ended_at_another_layout(

@@ -16,7 +16,7 @@ from megatron_grpo.rewards import RewardError
 from megatron_grpo.rollout.engine_error import EngineError
 from megatron_grpo.watch import Watch
 from megatron_grpo.watch.agreement import agree_to_stop
-from watched import World, watched_ranks
+from watched import LIMITS, World, watched_ranks
 
 
 @pytest.fixture
@@ -231,6 +231,21 @@ def test_a_rank_for_which_all_wait_is_named_with_its_stack(ranks, way):
     assert "phase train of step 2" in output and HANGS[way] in output
     assert "rank 3" not in output and world.output(0)
     assert world.stacks.count("in hang") == 4
+
+
+def test_ranks_that_come_a_microbatch_further_now_and_then_do_not_hang(ranks):
+    with ranks(tick_for_longer_than_the_limit, world_size=1) as world:
+        assert world.exit_codes(30) == [0]
+    assert world.output(0) == ""
+
+
+def tick_for_longer_than_the_limit(watch: Watch, rank: int, folder: Path) -> None:
+    watch.begin_step(1)
+    watch.enter("train")
+    end = time.monotonic() + 1.5 * LIMITS.start.seconds  # that of a first step
+    while time.monotonic() < end:
+        time.sleep(0.1)
+        watch.tick()
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["never ends", "fails"])
