@@ -42,12 +42,13 @@ class Limits:
         # A link that brings nothing for so long is given up; then its engine is waited for before
         # it counts as lost, and the push is done once more.
         waits = TIMEOUT.total_seconds() + rollout.stall_timeout
-        push = max(waits + MARGIN_SECONDS, cfg.train.hang_timeout)
+        push = Limit(waits + MARGIN_SECONDS, "rollout.stall_timeout")
+        step = Limit(cfg.train.hang_timeout, "train.hang_timeout")
         return cls(
             start=Limit(rollout.startup_timeout + MARGIN_SECONDS, "rollout.startup_timeout"),
-            step=Limit(cfg.train.hang_timeout, "train.hang_timeout"),
+            step=step,
             generate=Limit(generate + MARGIN_SECONDS, "rollout.request_timeout"),
-            push=Limit(push, "rollout.stall_timeout"),
+            push=max(push, step, key=_seconds),
         )
 
     def of_phase(self, phase: str, *, is_first_step: bool) -> Limit | None:
