@@ -1,9 +1,9 @@
 """What functions of slurm/job.sh decide, in milliseconds: Slurm's commands are stand-ins."""
 
 import os
+import signal
 import subprocess
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -82,26 +82,53 @@ SLOW_SAVE = """
 """
 
 
-def slow_save(bash, folder: Path, saves: int, left: int) -> tuple[str, str, float]:
-    """Output and seconds of a job whose trainer saves for so long; `left` are to the limit."""
-    start = time.monotonic()
+def slow_save(bash, folder: Path, saves: int, left: int) -> tuple[str, str]:
+    """Output of a job whose trainer saves for so many seconds; `left` are to the limit."""
     squeue = f"echo $(($(date +$SLURM_TIME_FORMAT) + {left}))"
     programs = {"squeue": squeue, "scontrol": 'echo "$*"'}
     done = bash(SLOW_SAVE, programs, RUN=str(folder), SAVES=str(saves))
     assert done.returncode == 0, done.stderr
-    return done.stdout, done.stderr, time.monotonic() - start
+    return done.stdout, done.stderr
 
 
 def test_a_save_beyond_the_time_limit_is_left_before_it(bash, tmp_path):
-    output, errors, seconds = slow_save(bash, tmp_path, saves=20, left=8)
+    output, errors = slow_save(bash, tmp_path, saves=25, left=8)
     assert output == "requeue 7\n" and "--signal" in errors
-    assert 3 < seconds < 8
 
 
 def test_a_save_before_the_time_limit_is_not_and_nobody_waits_for_the_guard(bash, tmp_path):
-    output, errors, seconds = slow_save(bash, tmp_path, saves=1, left=40)
-    assert output == errors == ""
-    assert seconds < 15
+    assert slow_save(bash, tmp_path, saves=1, left=600) == ("", "")
+
+
+GUARD = """
+    GUARD=""
+    trap 'echo told' USR2
+    guard_the_end
+    wait "$GUARD" || true
+"""
+
+
+@pytest.mark.parametrize(("left", "waits"), [(119, 59), (123, 63)])
+def test_the_guard_waits_until_a_minute_before_the_limit_or_halfway(bash, left, waits):
+    programs = {"date": "echo 1000", "squeue": f"echo {1000 + left}", "sleep": 'echo "$1"'}
+    assert bash(GUARD, programs).stdout == f"{waits}\ntold\n"
+
+
+AWAIT_TRAINER = """
+    was_told=$WAS_TOLD
+    (kill -USR1 "$BASHPID") &
+    TRAINER=$!
+    await_trainer
+    echo "$code"
+"""
+
+
+@pytest.mark.parametrize(("was_told", "code"), [("yes", 75), ("", 128 + signal.SIGUSR1)])
+def test_a_trainer_that_dies_of_the_signal_is_preempted_where_the_job_was_told(
+    bash, was_told, code
+):
+    """It was not able to take the signal yet."""
+    assert bash(AWAIT_TRAINER, {}, WAS_TOLD=was_told).stdout == f"{code}\n"
 
 
 ADDRESS_OF = "address_of n1"
@@ -170,6 +197,13 @@ def test_engines_leave_nothing_in_the_temporary_folder(bash, tmp_path, name):
         for folder in map(Path, folders):
             assert folder.parent == (place if name == "short" else Path("/tmp"))
             assert not folder.exists()
+
+
+def test_an_engine_that_always_dies_is_started_again_three_times(bash, tmp_path):
+    (tmp_path / "trainer_0.log").touch()
+    programs = {"megatron-grpo": "echo start; exit 1"}
+    done = bash("bash slurm/engine.sh $LOGS", programs, LOGS=str(tmp_path))
+    assert (done.stdout, done.returncode) == ("start\n" * 4, 1)
 
 
 def test_the_token_of_the_hub_is_not_put_beside_its_caches(bash):
