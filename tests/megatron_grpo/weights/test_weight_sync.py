@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from distributed import run_ranks
-from engines import TestEngine, largest_logprob_error, random_prompts
+from engines import TestEngine, largest_logprob_error, random_prompts, served_model
 from megatron_grpo.rollout.engine_error import EngineError
 from megatron_grpo.weights.weight_sync import meeting_address
 from parallel import ParallelDims
@@ -21,8 +21,9 @@ TP2_PP2 = ParallelDims(tensor=2, pipeline=2)
     ids=["at once", "at the second attempt"],
 )
 def test_a_push_brings_the_shards_to_the_engine(
-    vllm_engine: TestEngine, tied_model: Path, dims, num_flips, transport
+    vllm_engine: TestEngine, tied_model: Path, tmp_path: Path, dims, num_flips, transport
 ) -> None:
+    vllm_engine.push(served_model(tmp_path, "qwen3", tied=True, seed=1))
     vllm_engine.version += 1
     overrides = [
         *rollout_overrides(vllm_engine.rollout, vllm_engine.servers.base_urls),
