@@ -10,8 +10,9 @@ from distributed import run_ranks
 from megatron_grpo.checkpoints.experience_file import read_experience, write_experience
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.experience.batching import BatchSchedule
-from megatron_grpo.experience.exchange import collect_values, distribute
+from megatron_grpo.experience.exchange import distribute
 from megatron_grpo.experience.experience import Experience, share_out
+from megatron_grpo.experience.kept_values import with_kept_values
 from megatron_grpo.experience.old_policy import add_logprobs
 from megatron_grpo.policy.reference import build_reference
 from megatron_grpo.rollout.samples import Sample
@@ -83,32 +84,14 @@ def logprobs_on_rank(
         received = distribute(shares, groups, device)
         return [add_logprobs(batches, policy, reference, cfg, groups) for batches in received]
 
-    first = minibatches(generation() if rank == 0 else None)
-    collected = [
-        collect_values(first, lambda batch: batch.old_logprobs, groups),
-        collect_values(first, lambda batch: batch.ref_logprobs, groups),
-    ]
-    assert [each is None for each in collected] == [rank != 0] * 2
+    experience = generation() if rank == 0 else None
+    first = minibatches(experience)
+    indices = BatchSchedule.of(cfg.grpo).minibatches(GENERATION, cfg.train.seed)
+    known = with_kept_values(experience, first, indices, cfg, groups)
+    assert (known is None) == (rank != 0)
     resumed = None
-    if rank == 0:
-        places = BatchSchedule.of(cfg.grpo).minibatches(GENERATION, cfg.train.seed)
-        old, ref = (
-            {
-                places[minibatch][i]: logprobs
-                for of_rank in each
-                for minibatch, sequences in enumerate(of_rank)
-                for i, logprobs in sequences.items()
-            }
-            for each in collected
-        )
-        write_experience(
-            out,
-            replace(
-                generation(),
-                old_logprobs=[old[i] for i in range(NUM_SAMPLES)],
-                ref_logprobs=[ref[i] for i in range(NUM_SAMPLES)],
-            ),
-        )
+    if known:
+        write_experience(out, known)
         resumed = read_experience(out, prompts())
         assert resumed is not None
     for parameter in [*policy.parameters().values(), *reference.parameters().values()]:
