@@ -20,6 +20,7 @@ from policies import (
     LENGTHS,
     Lengths,
     accumulate,
+    gradient_boxes,
     pack_all,
     sequence_logprobs,
     start_policy,
@@ -166,9 +167,23 @@ def test_recomputing_activations_changes_nothing(folders):
     assert run_ranks(dims.world_size, norm_of_gradient, folder, dims, recompute) == plain
 
 
+def gradients(rank: int, folder: Path, dims: ParallelDims, dtype: str) -> dict[str, Tensor]:
+    """This rank's part of the gradient, by tensor and box."""
+    policy, groups = start_policy(rank, folder, dims, f"model.dtype={dtype}")
+    accumulate(policy, groups, pack_all(LENGTHS, dims))
+    return {f"{name} {box}": values for name, box, values in gradient_boxes(policy)}
+
+
 def test_bfloat16_weights_have_nearly_the_gradient_of_float32(folders):
     folder, dims = folders["llama tied=True"], ParallelDims(pipeline=2)
-    exact = run_ranks(dims.world_size, norm_of_gradient, folder, dims, ["model.dtype=float32"])
-    rounded = run_ranks(dims.world_size, norm_of_gradient, folder, dims, ["model.dtype=bfloat16"])
-    assert rounded == pytest.approx(exact, rel=3e-2)
-    assert rounded != exact
+    exact, rounded = (
+        run_ranks(dims.world_size, gradients, folder, dims, dtype)
+        for dtype in ("float32", "bfloat16")
+    )
+    for ours, theirs in zip(rounded, exact, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, gradient in ours.items():
+            assert gradient.dtype == torch.float32  # it adds up in that over microbatches
+            error = float((gradient - theirs[name]).norm() / theirs[name].norm())
+            # Measured: 0.8% to 2.1% by rounding; 22% and more where a microbatch is missing.
+            assert 0 < error < 0.04, name
