@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -39,9 +40,9 @@ class TestEngine:
         self.servers = servers
         self.version = 0
 
-    def client(self) -> RolloutClient:
-        """A client that takes the engine for one that serves."""
-        client = client_of(self.servers.base_urls, self.servers.token)
+    def client(self, **rollout: Any) -> RolloutClient:
+        """A client that takes the engine for one that serves; `rollout` is of its config."""
+        client = client_of(self.servers.base_urls, self.servers.token, **rollout)
         client.fleet.finish_push(self.servers.base_urls)
         return client
 

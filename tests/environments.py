@@ -78,8 +78,9 @@ class Odd(Echo):
         return "heard?", 1.0, True
 
 class Slow(Echo):
+    def __init__(self, seconds=0.5): super().__init__(); self.seconds = seconds
     def step(self, text):
-        time.sleep(0.5)
+        time.sleep(self.seconds)
         return super().step(text)
 
 class Dice:
