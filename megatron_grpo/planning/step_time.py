@@ -9,7 +9,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.planning.card import Card
 from megatron_grpo.planning.state import GRADIENT_BYTES, ITEMSIZE, StateBytes, expert_shards
 from megatron_grpo.planning.workload import Workload
-from parallel import ParallelDims
+from parallel import ParallelDims, pipeline_layers
 
 ATTAINABLE = 0.5
 """Of the peak, by layers alone: Megatron-LM reaches 0.41 to 0.48 with all that it waits for."""
@@ -34,7 +34,7 @@ class StepTime:
     flops: float
     """Of all ranks."""
     compute_seconds: float
-    """At the peak of all cards: no step is faster."""
+    """Of the busiest pipeline stage at the peak of its cards: no step is faster."""
     bubble: float
     """Idle part of the pipeline, as a fraction of the time that it works."""
     links: Sequence[LinkUse]
@@ -50,26 +50,31 @@ def step_time(
     cfg: Config, shape: ModelShape, first: StateBytes, work: Workload, card: Card
 ) -> StepTime:
     """What one optimizer step of `cfg` takes at least; `first` is what stage 0 holds."""
-    dims = cfg.dims
-    flops = step_flops(cfg, shape, work.lengths)
+    dims, flops = cfg.dims, stage_flops(cfg, shape, work.lengths)
     return StepTime(
-        flops=flops,
-        compute_seconds=flops / dims.world_size / card.flops,
+        flops=sum(flops),
+        compute_seconds=max(flops) / dims.stage_size / card.flops,
         bubble=(dims.pipeline - 1) / (work.microbatches * dims.virtual_pipeline),
         links=_links(cfg, shape, first, work, card),
     )
 
 
-def step_flops(cfg: Config, shape: ModelShape, lengths: Sequence[int]) -> float:
-    """Multiplications and additions of an optimizer step on sequences of these lengths.
+def stage_flops(cfg: Config, shape: ModelShape, lengths: Sequence[int]) -> list[float]:
+    """Multiplications and additions of each pipeline stage, in a step on sequences of such lengths.
 
     A backward is two forwards (Kaplan et al., arXiv 2001.08361); recomputed layers run once more,
     and so does the head, which counts as if every token were of a response.
     """
-    layers = forward_flops(shape, lengths)
-    head = 2.0 * shape.hidden_size * shape.vocab_size * sum(lengths)
     forwards = _forwards_alone(cfg)
-    return layers * (3 + _recomputes(cfg) + forwards) + head * (4 + forwards)
+    layer = forward_flops(shape, lengths) / shape.num_layers * (3 + _recomputes(cfg) + forwards)
+    flops = [layer * layers for layers in _layers_of_stages(cfg, shape)]
+    head = 2.0 * shape.hidden_size * shape.vocab_size * sum(lengths)
+    flops[-1] += head * (4 + forwards)
+    return flops
+
+
+def _layers_of_stages(cfg: Config, shape: ModelShape) -> list[int]:
+    return [sum(map(len, chunks)) for chunks in pipeline_layers(shape.num_layers, cfg.dims)]
 
 
 def _forwards_alone(cfg: Config) -> float:
@@ -114,7 +119,7 @@ def _links(
     dims, itemsize = cfg.dims, ITEMSIZE[cfg.model.dtype]
     tokens = (work.tokens + work.padding) / dims.data / dims.context
     width = itemsize * shape.hidden_size * tokens
-    layers = shape.num_layers / dims.pipeline
+    layers = max(_layers_of_stages(cfg, shape))
     alone = _forwards_alone(cfg)
     forwards = 1 + _recomputes(cfg) + alone
     key = shape.num_key_value_heads * shape.head_dim / dims.tensor * itemsize * tokens

@@ -1,5 +1,6 @@
 """Operations and bytes of a step, by hand."""
 
+from dataclasses import replace
 from math import prod
 
 import pytest
@@ -8,7 +9,7 @@ from checkpoint_convert import hf_tensors, read_shape
 from megatron_grpo.planning.card import CARDS
 from megatron_grpo.planning.job_plan import plan_job
 from megatron_grpo.planning.state import state_bytes
-from megatron_grpo.planning.step_time import forward_flops, step_flops
+from megatron_grpo.planning.step_time import forward_flops, stage_flops
 from parallel import ParallelDims
 from policies import tiny_config
 from published_models import write_config
@@ -40,14 +41,14 @@ def test_a_step_is_six_operations_per_parameter_and_token_attention_and_the_head
     # Causal attention: queries with keys and weights with values, half of all pairs.
     attention = 2 * 2 * shape.num_layers * 4096 * 1000**2 / 2
     expected = 3 * (2 * matrices * 1000 + attention) + 2 * embedding * 1000
-    assert step_flops(cfg, shape, [1000]) == pytest.approx(expected, rel=1e-4)
+    assert sum(stage_flops(cfg, shape, [1000])) == pytest.approx(expected, rel=1e-4)
 
 
 def test_recomputation_and_other_passes_are_forwards_more(tmp_path):
     folder, shape = model(tmp_path)
 
     def flops(*overrides):
-        return step_flops(tiny_config(folder, ParallelDims(), *overrides), shape, [1000])
+        return sum(stage_flops(tiny_config(folder, ParallelDims(), *overrides), shape, [1000]))
 
     plain = flops("grpo.beta=0.0")
     forward = forward_flops(shape, [1000]) + 2 * shape.vocab_size * shape.hidden_size * 1000
@@ -59,6 +60,31 @@ def test_recomputation_and_other_passes_are_forwards_more(tmp_path):
     assert flops("grpo.beta=0.0", "grpo.top_entropy_quantile=0.2") == plain + forward
     in_reward = "grpo.beta=0.04", "grpo.advantage_estimator=rloo"  # of old policy and reference
     assert flops(*in_reward) == plain + 2 * forward
+
+
+@pytest.mark.parametrize(
+    ("name", "pipeline", "virtual", "stage", "layers", "has_head"),
+    [
+        ("Llama-3.3-70B", 8, 1, -1, 10, True),  # as many layers as the others, and the head
+        ("Llama-3.3-70B", 8, 2, -1, 10, True),
+        ("Llama-3.1-405B", 16, 1, 1, 8, False),  # one layer more than the last stage
+    ],
+)
+def test_a_step_takes_as_long_as_its_busiest_stage(
+    name, pipeline, virtual, stage, layers, has_head, tmp_path
+):
+    folder, shape = model(tmp_path, name)
+    dims = ParallelDims(tensor=2, pipeline=pipeline, virtual_pipeline=virtual, data=2)
+    cfg = tiny_config(folder, dims, "grpo.beta=0.0", LONG)
+    lengths = [1000] * 16
+    flops = stage_flops(cfg, shape, lengths)
+    head = 4 * 2 * shape.vocab_size * shape.hidden_size * sum(lengths) * has_head
+    busiest = 3 * forward_flops(shape, lengths) / shape.num_layers * layers + head
+    assert flops[stage] == max(flops) == pytest.approx(busiest)
+    card = replace(CARD, memory=10**15)
+    time = plan_job(cfg, shape, card, [1000], num_gpus=4 * pipeline).time
+    assert time.flops == pytest.approx(sum(flops))
+    assert time.compute_seconds == pytest.approx(busiest / 4 / card.flops)
 
 
 def test_of_a_mixture_only_the_chosen_experts_count(tmp_path):
