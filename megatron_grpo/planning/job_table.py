@@ -6,6 +6,7 @@ from checkpoint_convert import ModelShape
 from megatron_grpo.config.config import Config
 from megatron_grpo.planning.job_plan import JobPlan
 from megatron_grpo.planning.memory import StageMemory
+from megatron_grpo.planning.step_time import ATTAINABLE_OF_LINK
 from megatron_grpo.planning.suggest import Suggestion
 
 SHOWN_STAGES = 4
@@ -36,12 +37,12 @@ def suggestion_table(suggestions: Sequence[Suggestion], num_gpus: int, gpu: str)
         f"{'memory':>9}{'step':>9}{'bubble':>8}{'links':>8}"
     ]
     for each in suggestions[:SHOWN_SUGGESTIONS]:
-        dims, waits = each.cfg.dims, sum(link.seconds for link in each.time.links)
+        dims = each.cfg.dims
         rows.append(
             f"{dims.tensor:>3}{dims.pipeline:>4}{dims.virtual_pipeline:>4}{dims.context:>4}"
             f"{dims.data:>5}{dims.expert:>4}  {'full' if each.recomputes else 'none':<10}"
             f"{each.memory.total / 1e9:>6.1f} GB{each.time.estimate:>7.1f} s"
-            f"{each.time.bubble:>8.3f}{waits:>6.1f} s"
+            f"{each.time.bubble:>8.3f}{each.time.waits:>6.1f} s"
         )
     return "\n".join(
         [
@@ -100,8 +101,8 @@ def _work_lines(cfg: Config, plan: JobPlan) -> list[str]:
         )
     lines.append(
         f"{time.flops:.3g} operations: at least {time.compute_seconds:.1f} s at the cards' peak; "
-        f"at half of it, with a bubble of {time.bubble:.3f} and all traffic unhidden, "
-        f"{time.estimate:.1f} s"
+        f"at {time.attainable:g} of it, with a bubble of {time.bubble:.3f} and all traffic "
+        f"unhidden at {ATTAINABLE_OF_LINK:g} of the links' rates, {time.estimate:.1f} s"
     )
     if plan.engine:
         lines.append(

@@ -201,6 +201,17 @@ def test_traffic_of_a_mixture_by_hand(expert, expert_tensor, tmp_path):
     assert links["data"] == pytest.approx(6 * shares)
 
 
+@pytest.mark.parametrize(("name", "share"), [("Llama-3.1-8B", 0.5), ("Qwen3-30B-A3B", 0.3)])
+def test_the_estimate_counts_on_a_part_of_the_peak_and_of_the_links(name, share, tmp_path):
+    folder, shape = model(tmp_path, name)
+    dims = ParallelDims(tensor=2, pipeline=4)
+    cfg = tiny_config(folder, dims, "model.dtype=bfloat16", LONG)
+    time = plan_job(cfg, shape, CARD, [1024], num_gpus=16).time
+    compute = time.compute_seconds / share * (1 + time.bubble)
+    waits = sum(link.num_bytes / (450e9 if link.in_node else 50e9) for link in time.links)
+    assert time.estimate == pytest.approx(compute + waits / 0.8)
+
+
 def test_the_bubble_shrinks_with_microbatches_and_virtual_stages(tmp_path):
     folder, shape = model(tmp_path)
 
