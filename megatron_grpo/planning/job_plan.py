@@ -37,6 +37,7 @@ class JobPlan:
     """None where rollouts come from no vLLM."""
     time: StepTime
     push: LinkUse | None
+    """Of one generation, which may serve several steps."""
     shared_tokens: int | None
     """Of an optimizer step with `grpo.shared_prompts`; None where prompts have no known length."""
 
@@ -87,6 +88,7 @@ def plan_job(
     num_gpus, is_shared = share_gpus(cfg, card, num_gpus)
     engine = engine_bytes(cfg, shape, card) if cfg.rollout.engine == "vllm" else None
     beside = engine.total if engine and is_shared else 0
+    in_node = num_gpus <= card.per_node
     work, states = workload(cfg, shape, lengths), stage_states(cfg, shape)
     return JobPlan(
         num_gpus=num_gpus,
@@ -96,7 +98,7 @@ def plan_job(
         stages=stages_memory(cfg, shape, states, work.microbatches, beside),
         engine=engine,
         time=step_time(cfg, shape, states[0], work, card),
-        push=push_link(engine.weights, card) if engine else None,
+        push=push_link(engine.weights, card, in_node=in_node) if engine else None,
         shared_tokens=shared_tokens(cfg, shape, work.lengths),
     )
 

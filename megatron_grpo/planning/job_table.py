@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 from checkpoint_convert import ModelShape
 from megatron_grpo.config.config import Config
+from megatron_grpo.experience.batching import BatchSchedule
 from megatron_grpo.planning.job_plan import JobPlan
 from megatron_grpo.planning.memory import StageMemory
-from megatron_grpo.planning.step_time import ATTAINABLE_OF_LINK
+from megatron_grpo.planning.step_time import ATTAINABLE_OF_LINK, LinkUse
 from megatron_grpo.planning.suggest import Suggestion
 
 SHOWN_STAGES = 4
@@ -25,7 +26,7 @@ def job_table(cfg: Config, shape: ModelShape, gpu: str, plan: JobPlan) -> str:
         "",
         *_work_lines(cfg, plan),
         "",
-        *_link_rows(plan),
+        *_link_rows(cfg, plan),
     ]
     return "\n".join(lines)
 
@@ -113,12 +114,16 @@ def _work_lines(cfg: Config, plan: JobPlan) -> list[str]:
     return lines
 
 
-def _link_rows(plan: JobPlan) -> list[str]:
-    uses = [*plan.time.links, *([plan.push] if plan.push else [])]
+def _link_rows(cfg: Config, plan: JobPlan) -> list[str]:
     rows = [f"{'per step and GPU':<18}{'bytes':>12}  {'over':<10}{'at least':>10}"]
-    for use in uses:
-        over = "NVLink" if use.in_node else "network"
-        rows.append(
-            f"{use.purpose:<18}{use.num_bytes / 1e9:>9.2f} GB  {over:<10}{use.seconds:>8.2f} s"
-        )
+    rows += [_link_row(use.purpose, use) for use in plan.time.links]
+    if plan.push:
+        updates = BatchSchedule.of(cfg.grpo).updates_per_generation
+        steps = f", 1 step of {updates}" if updates > 1 else ""
+        rows.append(_link_row(f"{plan.push.purpose}{steps}", plan.push))
     return rows
+
+
+def _link_row(label: str, use: LinkUse) -> str:
+    over = "NVLink" if use.in_node else "network"
+    return f"{label:<18}{use.num_bytes / 1e9:>9.2f} GB  {over:<10}{use.seconds:>8.2f} s"

@@ -189,9 +189,9 @@ def _pipeline_sends(dims: ParallelDims, forwards: float) -> float:
     )
 
 
-def push_link(num_bytes: int, card: Card) -> LinkUse:
-    """The weights of one engine worker, over the network card of its GPU."""
-    return _link("push", num_bytes, in_node=False, card=card)
+def push_link(num_bytes: int, card: Card, *, in_node: bool) -> LinkUse:
+    """The weights of one engine worker, which it gets once of a generation."""
+    return _link("push", num_bytes, in_node, card)
 
 
 def _of(size: int) -> float:

@@ -44,8 +44,23 @@ def test_the_table_has_memory_work_and_links(cfg, capsys):
     assert first.split()[:5] == ["0", "4.542", "9.083", "13.625", "0.000"]
     assert any(line.endswith("GB free") for line in lines)
     assert any("512 sequences, 2,097,152 tokens in 256 microbatches" in line for line in lines)
-    purposes = [line.split()[0] for line in lines if line.endswith(" s")]
-    assert purposes[-4:] == ["tensor", "pipeline", "data", "push"]
+    purposes = [line.partition("  ")[0] for line in lines if line.endswith(" s")]
+    assert purposes[-4:] == ["tensor", "pipeline", "data", "push, 1 step of 4"]
+
+
+def test_a_push_is_of_every_step_only_where_every_step_generates(cfg, capsys):
+    print_plan(cfg("grpo.steps_per_generation=1", "grpo.num_iterations=2"), **DEFAULTS)
+    assert "\npush, 1 step of 2  " in capsys.readouterr().out
+    print_plan(cfg("grpo.steps_per_generation=1"), **DEFAULTS)
+    assert "\npush     " in capsys.readouterr().out
+
+
+def test_on_one_node_a_push_does_not_cross_the_network(tmp_path):
+    folder = write_config(tmp_path, "Llama-3.1-8B")
+    cfg = load_config(CONFIGS / "grpo_8b.yaml", [f"model.path={folder}"])
+    shape, card = read_shape(folder), CARDS["h100"]
+    assert plan_job(cfg, shape, card, [4096], None).push.in_node
+    assert not plan_job(cfg, shape, card, [4096], 16).push.in_node
 
 
 def test_the_table_says_what_shared_prompts_would_save(cfg, capsys):
