@@ -8,7 +8,7 @@ class Card:
     """A GPU of a node, by its data sheet; rates are bytes or operations per second."""
 
     memory: int
-    """Bytes."""
+    """Bytes that CUDA says it has: more than the round number in its name."""
     flops: float
     """Dense bfloat16."""
     node_rate: float
@@ -19,10 +19,10 @@ class Card:
 
 
 CARDS = {
-    "a100": Card(memory=80 * 10**9, flops=312e12, node_rate=300e9, network_rate=25e9),
-    "h100": Card(memory=80 * 10**9, flops=989e12, node_rate=450e9, network_rate=50e9),
-    "h200": Card(memory=141 * 10**9, flops=989e12, node_rate=450e9, network_rate=50e9),
-    "b200": Card(memory=180 * 10**9, flops=2250e12, node_rate=900e9, network_rate=50e9),
+    "a100": Card(memory=85 * 10**9, flops=312e12, node_rate=300e9, network_rate=25e9),
+    "h100": Card(memory=85 * 10**9, flops=989e12, node_rate=450e9, network_rate=50e9),
+    "h200": Card(memory=150 * 10**9, flops=989e12, node_rate=450e9, network_rate=50e9),
+    "b200": Card(memory=191 * 10**9, flops=2250e12, node_rate=900e9, network_rate=50e9),
 }
 """SXM modules in nodes of NVIDIA's HGX and DGX kind, one network card per GPU."""
 

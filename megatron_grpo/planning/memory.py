@@ -13,11 +13,11 @@ from megatron_grpo.rollout.vllm_command import engine_number
 from megatron_grpo.weights.worker_layouts import worker_layouts
 
 CONTEXT_BYTES = 600 * 10**6
-"""CUDA context, kernels and workspaces of cuBLAS in a trainer process."""
+"""CUDA context, kernels and workspaces of cuBLAS in a process."""
 COMMUNICATOR_BYTES = 500 * 10**6
 """NCCL's buffers of one communicator. Published are 7 to 10 GB for idle ones of large jobs."""
-RESERVE = 0.05
-"""Of a card, that a plan leaves free for fragmentation of the allocator."""
+RESERVE = 0.1
+"""Of a card, that a plan leaves free for fragmentation, and for NCCL where it takes more."""
 VLLM_UTILIZATION = 0.92
 """What vLLM takes of a card when it is not told (`gpu_memory_utilization`)."""
 
@@ -31,11 +31,13 @@ class EngineBytes:
     """Left for keys and values, what it computes with included."""
     cached_tokens: int
     """That fit there, over the whole engine."""
+    outside: int
+    """CUDA context and NCCL's buffers, which vLLM has before it looks what its share may be."""
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.weights + self.cache
+        return self.weights + self.cache + self.outside
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +85,12 @@ def engine_bytes(cfg: Config, shape: ModelShape, card: Card) -> EngineBytes:
     heads = -(-shape.num_key_value_heads // cfg.rollout.tensor_parallel_size)
     per_token = 2 * shape.num_layers * heads * shape.head_dim * _cache_itemsize(cfg)
     cache = _cache_bytes(cfg.rollout, card, weights, per_token)
-    return EngineBytes(weights=weights, cache=cache, cached_tokens=cache // per_token)
+    return EngineBytes(
+        weights=weights,
+        cache=cache,
+        cached_tokens=cache // per_token,
+        outside=CONTEXT_BYTES + COMMUNICATOR_BYTES * (cfg.rollout.tensor_parallel_size > 1),
+    )
 
 
 def _cache_bytes(rollout: RolloutConfig, card: Card, weights: int, per_token: int) -> int:
@@ -92,6 +99,9 @@ def _cache_bytes(rollout: RolloutConfig, card: Card, weights: int, per_token: in
         f"an engine of rollout.tensor_parallel_size {rollout.tensor_parallel_size} has "
         f"{weights / 1e9:.1f} GB of weights on each GPU of {card.memory / 1e9:.0f} GB"
     )
+    room = card.memory - weights
+    if room < per_token:
+        raise ValueError(f"{engine}: {_way_out(rollout, card, weights)}")
     given = engine_number(rollout.vllm, "kv_cache_memory_bytes")
     if given is None:
         share = rollout.vllm.get("gpu_memory_utilization", VLLM_UTILIZATION)
@@ -103,14 +113,23 @@ def _cache_bytes(rollout: RolloutConfig, card: Card, weights: int, per_token: in
                 "larger tensor_parallel_size"
             )
         return cache
-    room = card.memory - weights
     if not per_token <= given <= room:
-        legal = f"use {per_token} to {room}, or " if per_token <= room else "use "
         raise ValueError(
             f"{engine}, and rollout.vllm.kv_cache_memory_bytes is {given}, where a token takes "
-            f"{per_token}: {legal}a larger tensor_parallel_size"
+            f"{per_token}: use {per_token} to {room}, or a larger tensor_parallel_size"
         )
     return given
+
+
+def _way_out(rollout: RolloutConfig, card: Card, weights: int) -> str:
+    """For an engine whose GPUs do not hold its weights."""
+    in_node = weights * rollout.tensor_parallel_size / card.per_node
+    if in_node < card.memory:
+        return "use a larger tensor_parallel_size"
+    return (
+        f"no engine on one node of {card.per_node} holds it, and none runs on several; take GPUs "
+        f"(--gpu) of more than {in_node / 1e9:.0f} GB, and all {card.per_node} of a node"
+    )
 
 
 def _cache_itemsize(cfg: Config) -> int:

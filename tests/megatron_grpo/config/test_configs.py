@@ -21,7 +21,7 @@ from parallel.microbatches import plan_microbatches
 from published_models import write_config
 
 CONFIGS = Path(__file__).parents[3] / "configs"
-H100_BYTES = 80e9
+H100_BYTES = CARDS["h100"].memory
 GPUS_PER_NODE = 8
 RUNS = [
     ("grpo_8b", "Llama-3.1-8B"),
@@ -102,7 +102,7 @@ def test_trainer_and_engine_fit_on_an_h100(name, published, tmp_path, elsewhere)
     trainer = [first.weight_bytes, first.gradient_bytes, first.optimizer_bytes]
     engine = cfg.rollout.vllm.get("gpu_memory_utilization", 0) * H100_BYTES
     # What is left is for activations, logits and buffers of the communication.
-    assert sum(trainer) + engine < 0.87 * H100_BYTES
+    assert sum(trainer) + engine < 0.82 * H100_BYTES
     # The config's reader is told the same.
     said = " + ".join(str(round(num_bytes / 1e9)) for num_bytes in trainer)
     text = " ".join((CONFIGS / f"{name}.yaml").read_text().replace("#", "").split())

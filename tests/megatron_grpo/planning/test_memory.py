@@ -96,7 +96,7 @@ def test_an_engine_that_is_given_a_cache_has_that_and_its_weights(tmp_path):
     engine = engine_of_8b(tmp_path, "rollout.vllm.kv_cache_memory_bytes=20G")
     assert engine.cache == 20 * 2**30
     with pytest.raises(
-        ValueError, match=r"kv_cache_memory_bytes is 70.*: use 131072 to 639\d+, or"
+        ValueError, match=r"kv_cache_memory_bytes is 70.*: use 131072 to 689\d+, or"
     ):
         engine_of_8b(tmp_path, "rollout.vllm.kv_cache_memory_bytes=70g")
 
@@ -117,7 +117,44 @@ def test_an_engine_has_the_rest_of_its_share_for_keys_and_values(tmp_path):
         "rollout.vllm.gpu_memory_utilization=0.5",
     )
     engine = engine_bytes(cfg, read_shape(folder), CARDS["h100"])
-    assert engine.total == 40 * 10**9
+    # Half of what an H100 of "80 GB" has; the CUDA context and NCCL come on top.
+    assert engine.weights + engine.cache == 42.5e9
+    assert engine.total == 42.5e9 + 1.1e9
     assert engine.weights == pytest.approx(8_030_261_248, rel=1e-3)  # half of it, in two bytes
     # 32 layers, 4 of 8 heads of 128, keys and values of two bytes.
     assert engine.cached_tokens == engine.cache // (32 * 4 * 128 * 2 * 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("Llama-3.3-70B", 1, r"141\.1 GB of weights on each GPU of 85 GB: use a larger tensor"),
+        ("Llama-3.1-405B", 4, r"no engine on one node of 8 holds it.*more than 101 GB, and all 8"),
+        ("Llama-3.1-405B", 8, r"101\.\d GB of weights on each GPU of 85 GB: no engine on one node"),
+    ],
+)
+@pytest.mark.parametrize(
+    "given", ["gpu_memory_utilization=0.9", "kv_cache_memory_bytes=1000000000"]
+)
+def test_weights_that_gpus_do_not_hold_are_refused_with_ones_that_do(
+    name, tensor, message, given, tmp_path
+):
+    folder = write_config(tmp_path, name)
+    cfg = tiny_config(
+        folder,
+        ParallelDims(),
+        "model.dtype=bfloat16",
+        f"rollout.tensor_parallel_size={tensor}",
+        f"rollout.vllm.{given}",
+    )
+    shape = read_shape(folder)
+    with pytest.raises(ValueError, match=message):
+        engine_bytes(cfg, shape, CARDS["h100"])
+    whole = engine_bytes(
+        tiny_config(
+            folder, ParallelDims(), "model.dtype=bfloat16", "rollout.tensor_parallel_size=8"
+        ),
+        shape,
+        CARDS["h200"],
+    )
+    assert whole.cache > 0
