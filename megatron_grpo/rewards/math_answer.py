@@ -8,6 +8,9 @@ from math_verify import parse, verify
 # Per expression. math-verify keeps them by SIGALRM, which works in the main thread only: the
 # reward worker calls functions there.
 TIMEOUT_SECONDS = 1
+MARKER = re.compile(r"(?<!#)####(?!#)")
+# A line that begins with a word, numbered or not: `Step 2: solve`, `2. Solve`, not `72 dollars`.
+HEADING = re.compile(r"[^\w\\]*(?:\w+[.):]\s+)?[^\W\d_]{2}")
 # Two letters in a row that are no LaTeX command.
 WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2}")
 
@@ -15,9 +18,10 @@ WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2}")
 def math_answer(completions: list[str], answer: list[Any], **_: Any) -> list[float]:
     """1 when the completion's final answer equals the reference answer, else 0.
 
-    The final answer is what follows the last `####` (GSM8K), else what math-verify takes for it: a
-    box, a formula, the last number. A completion without one, or with one too hard to evaluate in
-    time, is wrong. A reference answer that cannot be read raises ValueError.
+    The final answer is what follows the last `####` (GSM8K), unless that is the heading of more
+    text or a box comes after it; else what math-verify takes for it: a box, a formula, the last
+    number. A completion without one, or with one too hard to evaluate in time, is wrong. A
+    reference answer that cannot be read raises ValueError.
     """
     references = {wanted: _reference(wanted) for wanted in set(map(str, answer))}
     return [
@@ -42,5 +46,7 @@ def _reference(answer: str) -> list[Any]:
 
 
 def _final_answer(text: str) -> str:
-    _, marker, tail = text.rpartition("####")
-    return tail.strip().partition("\n")[0] if marker else text
+    *before, tail = MARKER.split(text)
+    line, _, below = tail.strip().partition("\n")
+    is_heading = "\\boxed" in below or (below and HEADING.match(line))
+    return line if before and not is_heading else text

@@ -159,6 +159,25 @@ def test_math_answer_compares_values(answer, completion, wanted):
     assert score("math_answer", [completion], {"answer": [answer]}) == [wanted]
 
 
+STEPS = "#### Step 1: read\n\n#### Step 2: solve\nx=3\n\nThe final answer is \\boxed{3}"
+
+
+@pytest.mark.parametrize(
+    ("completion", "right", "wrong"),
+    [
+        (STEPS, "3", "2"),
+        ("#### 1. Add all\nThat makes 8", "8", "1"),
+        ("##### 7\nThat makes 8", "8", "7"),
+        ("work\n\n#### Final Answer\n\\boxed{42}", "42", "0"),
+        ("#### 步骤 2\n所以是 42", "42", "2"),
+        ("#### 24\nNo, it is \\boxed{72}", "72", "24"),
+        ("#### 72 clips\nShe sold them in 2 months", "72", "2"),
+    ],
+)
+def test_a_heading_is_no_final_answer(completion, right, wrong):
+    assert score("math_answer", [completion] * 2, {"answer": [right, wrong]}) == [1, 0]
+
+
 def test_math_answer_refuses_a_reference_that_is_no_mathematics():
     with pytest.raises(ValueError, match="no mathematical answer in the reference '####'"):
         score("math_answer", ["1"], {"answer": ["####"]})
