@@ -10,6 +10,7 @@ from megatron_grpo.environments import EnvironmentPool
 from megatron_grpo.evaluation.evaluation import as_evaluated, load_eval_prompts
 from megatron_grpo.experience.batching import BatchSchedule
 from megatron_grpo.rewards import RewardPool
+from megatron_grpo.rewards.references import reference_fault
 from megatron_grpo.rollout.turns import Turns
 from megatron_grpo.rollout.vllm_command import engine_number
 from parallel.alignment import Alignment
@@ -22,7 +23,9 @@ def check_prompts(cfg: Config, shape: ModelShape) -> None:
         rewards = stack.enter_context(closing(RewardPool(cfg.reward)))
         tokenizer = load_tokenizer(cfg.model.path)
         ends = end_tokens(shape, tokenizer)
-        prompts = load_prompts(cfg, tokenizer, shape.max_position_embeddings)
+        prompts = load_prompts(
+            cfg, tokenizer, shape.max_position_embeddings, fault_of=reference_fault(cfg.reward)
+        )
         num_prompts = BatchSchedule.of(cfg.grpo).num_prompts
         PromptStream(prompts, num_prompts, cfg.train.seed, cfg.data.shuffle)
         _check_vocabulary(shape, prompts)

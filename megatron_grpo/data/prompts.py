@@ -3,7 +3,7 @@
 import logging
 import random
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
@@ -107,14 +107,16 @@ def load_prompts(
     tokenizer: "PreTrainedTokenizerBase",
     max_position_embeddings: int,
     *,
+    fault_of: Callable[[Row], Fault | None] = lambda row: None,
     warns: bool = True,
 ) -> list[Prompt]:
     """Read the data of `cfg.data` and encode every prompt as the engine will get it.
 
     The model's context of `max_position_embeddings` tokens must hold the prompt and
-    `rollout.max_completion_length` more. The data is looked at whole: rows that cannot be used
-    raise one ValueError that lists them, or are left out when `data.on_invalid` is skip. `warns`:
-    say how many rows are left out, for that or for `data.max_prompt_length`.
+    `rollout.max_completion_length` more. The data is looked at whole: rows that cannot be used, or
+    of which `fault_of` tells a fault, raise one ValueError that lists them, or are left out when
+    `data.on_invalid` is skip. `warns`: say how many rows are left out, for that or for
+    `data.max_prompt_length`.
     """
     data, invalid = cfg.data, InvalidRows()
     longest = _longest_prompt(cfg, max_position_embeddings)
@@ -125,22 +127,22 @@ def load_prompts(
     for record, encoded in zip(
         records, encode_rows(data, tokenizer, [record.row for record in records]), strict=True
     ):
+        row = _with_answer(data, record.row)
         if isinstance(encoded, Encoded):
-            encoded = _fitting(data, encoded, longest)
+            encoded = fault_of(row) or _fitting(data, encoded, longest)
         if isinstance(encoded, Fault):
             invalid.add(record.index, record.place, encoded)
         else:
-            prompts.append(_prompt(data, record, encoded))
+            prompts.append(Prompt(record.index, encoded.token_ids, encoded.text, row))
     if invalid:
         _settle(data, invalid, num_rows, longest, warns=warns)
     return _short_ones(data, prompts, longest, warns=warns)
 
 
-def _prompt(data: DataConfig, record: Record, encoded: Encoded) -> Prompt:
-    row = record.row
-    if data.answer_column is not None:
-        row = {**row, "answer": row[data.answer_column]}
-    return Prompt(index=record.index, token_ids=encoded.token_ids, text=encoded.text, row=row)
+def _with_answer(data: DataConfig, row: Row) -> Row:
+    if data.answer_column is None or data.answer_column not in row:
+        return row
+    return {**row, "answer": row[data.answer_column]}
 
 
 def _check_columns(data: DataConfig, records: Sequence[Record]) -> None:

@@ -11,6 +11,7 @@ from megatron_grpo.config.eval_config import EvalConfig
 from megatron_grpo.data.prompts import Prompt, load_prompts
 from megatron_grpo.evaluation.pass_at_k import pass_at_k
 from megatron_grpo.rewards import RewardPool, check_failed, total_rewards
+from megatron_grpo.rewards.references import reference_fault
 from megatron_grpo.rollout.client import RolloutClient
 from megatron_grpo.rollout.completion_metrics import completion_metrics
 from megatron_grpo.rollout.generation import Generation
@@ -65,7 +66,10 @@ def load_eval_prompts(
 ) -> list[Prompt]:
     """The prompts of an evaluation, `view` being what `as_evaluated` made of the run's config."""
     try:
-        prompts = load_prompts(view, tokenizer, max_position_embeddings, warns=warns)
+        fault_of = reference_fault(view.reward)
+        prompts = load_prompts(
+            view, tokenizer, max_position_embeddings, fault_of=fault_of, warns=warns
+        )
     except ValueError as error:
         raise ValueError(f"eval: {error}") from None
     return prompts[: view.eval.max_prompts]

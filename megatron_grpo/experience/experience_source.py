@@ -18,6 +18,7 @@ from megatron_grpo.experience.batching import BatchSchedule
 from megatron_grpo.experience.dynamic_sampling import ScoredGroup, Search
 from megatron_grpo.experience.experience import Experience, compare
 from megatron_grpo.rewards import RewardPool, check_failed, total_rewards
+from megatron_grpo.rewards.references import reference_fault
 from megatron_grpo.rollout.client import RolloutClient
 from megatron_grpo.rollout.dialogues import DialogueGeneration
 from megatron_grpo.rollout.fleet import Fleet
@@ -70,15 +71,15 @@ class ExperienceSource:
         self._policy_version = 0
         """That the search asks for."""
         # The preflight has warned already.
-        prompts = load_prompts(cfg, tokenizer, shape.max_position_embeddings, warns=False)
+        fault_of = reference_fault(cfg.reward)
+        context = shape.max_position_embeddings
+        prompts = load_prompts(cfg, tokenizer, context, fault_of=fault_of, warns=False)
         num_prompts = BatchSchedule.of(cfg.grpo).num_prompts
         self.stream = PromptStream(prompts, num_prompts, cfg.train.seed, cfg.data.shuffle)
         self.evaluation: Evaluation | None = None
         if cfg.eval.data is not None:
             view = as_evaluated(cfg)
-            held_out = load_eval_prompts(
-                view, tokenizer, shape.max_position_embeddings, warns=False
-            )
+            held_out = load_eval_prompts(view, tokenizer, context, warns=False)
             rewards = self.rewards if view.reward == cfg.reward else RewardPool(view.reward)
             self._pools.add(rewards)
             self.evaluation = Evaluation(view, held_out, self._end_tokens, self.engines, rewards)

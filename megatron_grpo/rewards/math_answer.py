@@ -11,8 +11,15 @@ TIMEOUT_SECONDS = 1
 MARKER = re.compile(r"(?<!#)####(?!#)")
 # A line that begins with a word, numbered or not: `Step 2: solve`, `2. Solve`, not `72 dollars`.
 HEADING = re.compile(r"[^\w\\]*(?:\w+[.):]\s+)?[^\W\d_]{2}")
-# Two letters in a row that are no LaTeX command.
-WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2}")
+# What LaTeX has in words: commands do not count, and these take some as arguments.
+TEXT = re.compile(r"\\(?:begin|end|text\w*|math\w+|mbox|operatorname)(?:\s*\{[^{}]*\})+")
+# Two letters may be a product, but behind a number a unit.
+WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3}|\d\s[A-Za-z]{2}")
+DELIMITER = re.compile(r"(?<!\\)(?:\$|\\\(|\\\[)")
+# math-verify takes something of whatever has a letter or digit between dollars, or in a box.
+FORMULA = re.compile(
+    r"(?<![\\\d])\$(?:\\\$|[^\n$])*[^\W_](?:\\\$|[^\n$])*(?<!\\)\$|\\boxed\{.*[^\W_].*\}"
+)
 
 
 def math_answer(completions: list[str], answer: list[Any], **_: Any) -> list[float]:
@@ -30,19 +37,33 @@ def math_answer(completions: list[str], answer: list[Any], **_: Any) -> list[flo
     ]
 
 
+def can_read(answer: Any) -> bool:
+    """Whether there is anything to compare with in a reference answer; mostly told at a glance."""
+    return any(FORMULA.search(text) or parse(text) for text in _readings(str(answer)))
+
+
 def _equal(reference: list[Any], completion: str) -> bool:
     found = parse(_final_answer(completion), parsing_timeout=TIMEOUT_SECONDS)
     return bool(verify(reference, found, timeout_seconds=TIMEOUT_SECONDS))
 
 
 def _reference(answer: str) -> list[Any]:
-    final = _final_answer(answer)
-    is_bare_formula = not WORD.search(final) and "$" not in final
-    # math-verify looks for formulas between dollars; in a bare x^2 + 1 it would see a 1.
-    parsed: list[Any] = parse(f"${final}$" if is_bare_formula else final)
-    if not parsed:
-        raise ValueError(f"no mathematical answer in the reference {answer!r}")
-    return parsed
+    for text in _readings(answer):
+        parsed: list[Any] = parse(text)
+        if parsed:
+            return parsed
+    raise ValueError(f"no mathematical answer in the reference {answer!r}")
+
+
+def _readings(answer: str) -> tuple[str, ...]:
+    """What math-verify is to look for a reference in, one text after the other."""
+    final = _final_answer(answer).strip()
+    if DELIMITER.search(final):
+        return (final,)
+    # It looks for formulas between dollars; in a bare x^2 + 1 it would see a 1, and of prose
+    # between dollars it would multiply the letters.
+    formula = f"${final}$"
+    return (final, formula) if WORD.search(TEXT.sub("", final)) else (formula, final)
 
 
 def _final_answer(text: str) -> str:

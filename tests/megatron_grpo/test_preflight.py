@@ -196,6 +196,18 @@ def test_empty_data_is_refused(config, tmp_path):
     assert f"{empty} has no rows" in refusal(config(f"data.path={empty}"))
 
 
+def test_answers_that_the_reward_cannot_read_are_listed(config, tmp_path):
+    rows = [{"prompt": f"question {i}", "answer": "####" if i % 4 == 1 else "1"} for i in range(20)]
+    data = tmp_path / "unread.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    mathematics = f"data.path={data}", "reward.functions=[math_answer]"
+    told = f"{data} line 2: no answer that math_answer can read: '####'"
+    assert told in refusal(config(*mathematics))
+    preflight(config(*mathematics, "data.on_invalid=skip"), None)
+    preflight(config(f"data.path={data}"), None)
+    assert told in refusal(config("eval.reward.functions=[math_answer]", f"eval.data.path={data}"))
+
+
 def test_model_that_is_not_there_is_refused(config, tmp_path):
     assert "nowhere is not a folder" in refusal(config("model.path=nowhere"))
     assert "config.json does not exist" in refusal(config(f"model.path={tmp_path}"))

@@ -51,19 +51,31 @@ def answer(request: dict) -> dict:
     return {"choices": choices}
 
 
-@pytest.fixture
-def source(tmp_path: Path):
+def source_of(tmp_path: Path, rows: list, *overrides: str) -> ExperienceSource:
     data, model = tmp_path / "sums.jsonl", tiny_model(tmp_path / "model", "qwen3")
-    data.write_text("".join(json.dumps(row) + "\n" for row in sums()))
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     cfg = tiny_config(
         model,
         ParallelDims(),
         f"data.path={data}",
         f"train.run_dir={tmp_path / 'run'}",
         "rollout.base_urls=[http://127.0.0.1:9]",  # nobody is asked there
+        *overrides,
     )
-    with closing(ExperienceSource(cfg, read_shape(model), new_token(), num_ranks=1)) as source:
+    return ExperienceSource(cfg, read_shape(model), new_token(), num_ranks=1)
+
+
+@pytest.fixture
+def source(tmp_path: Path):
+    with closing(source_of(tmp_path, sums())) as source:
         yield source
+
+
+def test_rows_without_an_answer_that_the_reward_can_read_are_left_out(tmp_path: Path):
+    rows = [{"prompt": str(i), "answer": "####" if i == 1 else "1"} for i in range(6)]
+    overrides = "reward.functions=[math_answer]", "data.on_invalid=skip"
+    with closing(source_of(tmp_path, rows, *overrides)) as source:
+        assert [prompt.index for prompt in source.stream.prompts] == [0, 2, 3, 4, 5]
 
 
 def test_a_generation_goes_on_with_the_same_weights_and_begins_anew_with_others(source):

@@ -178,6 +178,33 @@ def test_a_heading_is_no_final_answer(completion, right, wrong):
     assert score("math_answer", [completion] * 2, {"answer": [right, wrong]}) == [1, 0]
 
 
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong"),
+    [
+        (
+            "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}",
+            "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}",
+            "2",
+        ),
+        ("\\begin{array}{ccc} 1 & 2 \\end{array}", "\\begin{pmatrix} 1 & 2 \\end{pmatrix}", "2"),
+        ("18\\sqrt{3} \\text{ cm}^2", "18\\sqrt{3}", "18"),
+        ("\\frac{3\\sqrt{2}}{2} \\text{ units}", "\\frac{3\\sqrt{2}}{2}", "2"),
+        ("x=5\\text{ or }x=3", "3, 5", "3"),
+        ("x^2 + xy + y^2", "y^2 + yx + x^2", "2"),
+        ("\\frac{ab}{c}", "\\frac{ba}{c}", "\\frac{a}{c}"),
+        ("xy + yz", "zy + yx", "xy"),
+        ("\\text{Evelyn}", "\\text{Evelyn}", "\\text{Eve}"),
+        ("even", "\\text{even}", "\\text{odd}"),
+        ("\\$18.90", "18.9", "18"),
+        ("72 km/h", "72", "27"),
+        ("5\n", "5", "6"),
+    ],
+)
+def test_a_bare_reference_is_read_whole(answer, right, wrong):
+    completions = [f"\\boxed{{{right}}}", f"\\boxed{{{wrong}}}"]
+    assert score("math_answer", completions, {"answer": [answer] * 2}) == [1, 0]
+
+
 def test_math_answer_refuses_a_reference_that_is_no_mathematics():
     with pytest.raises(ValueError, match="no mathematical answer in the reference '####'"):
         score("math_answer", ["1"], {"answer": ["####"]})
