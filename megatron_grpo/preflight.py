@@ -30,6 +30,8 @@ CHANGEABLE = (
     "model.path",
     "model.megatron.recompute_",
     "data.path",
+    "data.subset",
+    "data.split",
     "train.run_dir",
     "train.num_steps",
     "train.max_tokens_per_microbatch",

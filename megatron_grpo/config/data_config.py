@@ -13,9 +13,9 @@ class DataConfig(Section):
     path: str
     """A .jsonl or .parquet file, a folder of them, or the name of a Hugging Face data set."""
     subset: str | None = None
-    """Configuration of a Hugging Face data set, such as `main` of openai/gsm8k."""
+    """Configuration of a Hugging Face data set, such as `main` of openai/gsm8k; null for files."""
     split: str = "train"
-    """Split of a Hugging Face data set."""
+    """Split of a Hugging Face data set; of a folder the files named by it, such as `train-*`."""
     prompt_column: str = "prompt"
     """Column with the question: a string, or a list of chat messages."""
     answer_column: str | None = "answer"

@@ -14,6 +14,9 @@ from megatron_grpo.config.data_config import DataConfig
 from megatron_grpo.data.invalid_rows import Fault, InvalidRows
 
 FILE_SUFFIXES = (".jsonl", ".parquet")
+DEFAULT_SPLIT = DataConfig.model_fields["split"].default
+NUM_NAMED = 10
+"""Most files of a folder that are named."""
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 Row = dict[str, Any]
@@ -41,7 +44,8 @@ class Record:
 def read_rows(data: DataConfig, invalid: InvalidRows) -> list[Record]:
     """The rows of a .jsonl or .parquet file, of a folder of them, or of a Hugging Face data set.
 
-    Rows that cannot be read go to `invalid`. Raises ValueError when there are no rows at all.
+    Rows that cannot be read go to `invalid`. Raises ValueError when there are no rows at all, and
+    for a subset or a split that a file or a folder does not have.
     """
     records, index = [], 0
     for source, rows in _sources(data):
@@ -62,18 +66,40 @@ def _sources(data: DataConfig) -> Iterator[tuple[str, Iterator[Numbered]]]:
     if not path.exists():
         yield f"{data.path} row", enumerate(_load_from_hub(data))
         return
-    files = [path]
-    if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.suffix in FILE_SUFFIXES)
-        if not files:
-            raise ValueError(f"data.path {path} has no {' or '.join(FILE_SUFFIXES)} file in it")
-    for file in files:
+    if data.subset is not None:
+        raise ValueError(
+            f"data.subset {data.subset} is of a data set on the hub, and data.path {path} is here: "
+            "set data.subset=null"
+        )
+    for file in _files_of_split(path, data.split):
         if file.suffix == ".jsonl":
             yield f"{file} line", _read_jsonl(file)
         elif file.suffix == ".parquet":
             yield f"{file} row", enumerate(_read_parquet(file))
         else:
             raise ValueError(f"data.path {file} is neither {' nor '.join(FILE_SUFFIXES)}")
+
+
+def _files_of_split(path: Path, split: str) -> list[Path]:
+    """Those of a folder that are named by the split; of the default all, where none is."""
+    if not path.is_dir():
+        if split != DEFAULT_SPLIT:
+            raise ValueError(
+                f"data.split {split} is of a data set on the hub or of a folder, and data.path "
+                f"{path} is one file: give the file of that split, with data.split={DEFAULT_SPLIT}"
+            )
+        return [path]
+    files = sorted(file for file in path.iterdir() if file.suffix in FILE_SUFFIXES)
+    if not files:
+        raise ValueError(f"data.path {path} has no {' or '.join(FILE_SUFFIXES)} file in it")
+    named = [file for file in files if re.split(r"[-_.]", file.name)[0] == split]
+    if not named and split != DEFAULT_SPLIT:
+        raise ValueError(
+            f"data.path {path} has no file of data.split {split}, which would be called such as "
+            f"{split}.parquet or {split}-00000-of-00001.parquet: it has "
+            f"{', '.join(file.name for file in files[:NUM_NAMED])}"
+        )
+    return named or files
 
 
 def _read_jsonl(file: Path) -> Iterator[Numbered]:

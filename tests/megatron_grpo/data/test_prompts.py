@@ -100,6 +100,27 @@ def test_jsonl_parquet_and_folders_of_them_hold_the_same_rows(tmp_path):
     assert [prompt.index for prompt in from_folder] == [0, 1, 2, 3, 4]
 
 
+def test_a_folder_has_the_split_that_its_files_are_named_by(tmp_path):
+    for name, rows in (("train", ROWS[:3]), ("test-00000-of-00001", ROWS[3:])):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{name}.parquet")
+    assert [prompt.row for prompt in load(config(tmp_path))] == ROWS[:3]
+    assert [prompt.row for prompt in load(config(tmp_path, "data.split=test"))] == ROWS[3:]
+    message = refusal(config(tmp_path, "data.split=validation"))
+    assert "no file of data.split validation" in message
+    assert "it has test-00000-of-00001.parquet, train.parquet" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("data.split=test", "rows.jsonl is one file: give the file of that split"),
+        ("data.subset=main", "set data.subset=null"),
+    ],
+)
+def test_a_file_has_neither_splits_nor_subsets(tmp_path, override, told):
+    assert told in refusal(config(jsonl(tmp_path, ROWS), override))
+
+
 def test_missing_column_is_answered_with_those_present(tmp_path):
     message = refusal(config(jsonl(tmp_path, ROWS), "data.prompt_column=question"))
     assert "data.prompt_column 'question'" in message
