@@ -17,7 +17,7 @@ class DataConfig(Section):
     split: str = "train"
     """Split of a Hugging Face data set; of a folder the files named by it, such as `train-*`."""
     prompt_column: str = "prompt"
-    """Column with the question: a string, or a list of chat messages."""
+    """Column with the question: a string, or chat messages, the last not the assistant's."""
     answer_column: str | None = "answer"
     """Column with the reference answer, which rewards get under the name `answer`; null: none."""
     system_prompt: str | None = None

@@ -69,6 +69,11 @@ def _chat(data: DataConfig, row: Row) -> Chat | Fault:
         return Fault(f"{data.prompt_column!r} is empty")
     if not all(_is_unicode(message["content"]) for message in messages):
         return Fault(f"{data.prompt_column!r} is no valid Unicode")
+    if messages[-1]["role"] == "assistant":
+        return Fault(
+            f"{data.prompt_column!r} ends with the assistant's own turn, which the model is to "
+            "write: leave that message out of it"
+        )
     if not data.apply_chat_template:
         if isinstance(prompt, str):
             return prompt

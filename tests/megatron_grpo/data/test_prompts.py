@@ -56,11 +56,23 @@ def test_chat_template_gives_the_token_ids_that_the_tokenizer_itself_gives(tmp_p
 
 
 def test_chat_messages_in_the_prompt_column_are_taken_as_they_are(tmp_path):
-    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    chat = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "ho"},
+        {"role": "user", "content": "hm"},
+    ]
     cfg = config(jsonl(tmp_path, [{"prompt": chat, "answer": "1"}]))
-    assert (
-        load(cfg)[0].text == "<start>user\nhi<eos>\n<start>assistant\nho<eos>\n<start>assistant\n"
+    assert load(cfg)[0].text == (
+        "<start>user\nhi<eos>\n<start>assistant\nho<eos>\n<start>user\nhm<eos>\n<start>assistant\n"
     )
+
+
+def test_a_prompt_that_ends_with_the_answer_is_listed(tmp_path):
+    chat = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]
+    path = jsonl(tmp_path, [*ROWS, {"prompt": chat, "answer": "2"}])
+    told = f"{path} line 6: 'prompt' ends with the assistant's own turn"
+    assert told in refusal(config(path))
+    assert [prompt.row for prompt in load(config(path, "data.on_invalid=skip"))] == ROWS
 
 
 def test_raw_prompts_are_the_text_alone(tmp_path):
