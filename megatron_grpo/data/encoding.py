@@ -14,6 +14,8 @@ from megatron_grpo.data.rows import Row
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+TEMPLATE_ERRORS = (TemplateError, TypeError)
+"""What a template raises, or what it does with a field of a type that it has not thought of."""
 Chat = str | list[dict[str, str]]
 """A text that goes in as it is, or messages for the chat template."""
 T = TypeVar("T")
@@ -78,6 +80,12 @@ def _chat(data: DataConfig, row: Row) -> Chat | Fault:
         if isinstance(prompt, str):
             return prompt
         return Fault("chat messages, which need data.apply_chat_template=true")
+    # Tables fill a field that some message has with null in all others, and templates ask whether
+    # a field is there.
+    messages = [
+        {name: value for name, value in message.items() if value is not None}
+        for message in messages
+    ]
     if data.system_prompt is None:
         return messages
     if messages[0]["role"] == "system":
@@ -124,13 +132,13 @@ def _render(tokenizer: "PreTrainedTokenizerBase", chats: list[Any]) -> Sequence[
     def render_one(chat: Any) -> str | Fault:
         try:
             text: str = render(chat)
-        except TemplateError as error:
+        except TEMPLATE_ERRORS as error:
             return Fault("refused by the chat template", str(error))
         return text
 
     try:
         texts: list[str] = render(chats)
-    except TemplateError:
+    except TEMPLATE_ERRORS:
         return [render_one(chat) for chat in chats]
     return texts
 

@@ -256,6 +256,39 @@ def test_chats_that_the_template_refuses_are_listed(tmp_path):
     assert [prompt.row for prompt in skipped] == ROWS
 
 
+# As those of Llama 3.1 and later ask.
+ASKS_FOR_CALLS = (
+    "{% for message in messages %}{% if 'tool_calls' in message %}"
+    "{{ message.tool_calls | length }} calls{% endif %}{{ message.content }}{% endfor %}"
+)
+
+
+def test_fields_that_a_table_has_filled_with_null_do_not_reach_the_template(tmp_path):
+    tokenizer = character_tokenizer(250)
+    tokenizer.chat_template = ASKS_FOR_CALLS
+    said = {"role": "assistant", "content": "b", "tool_calls": [{"name": "f"}]}
+    chats = [
+        [{"role": "user", "content": "a"}, said, {"role": "user", "content": "c"}],
+        [{"role": "user", "content": "d"}],
+    ]
+    table = pyarrow.Table.from_pylist([{"prompt": chat, "answer": "1"} for chat in chats])
+    assert table.to_pylist()[1]["prompt"][0]["tool_calls"] is None
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    prompts = load_prompts(config(tmp_path / "rows.parquet"), tokenizer, CONTEXT)
+    assert [prompt.text for prompt in prompts] == ["a1 callsbc", "d"]
+
+
+def test_chats_with_fields_of_a_type_that_the_template_cannot_take_are_listed(tmp_path):
+    tokenizer = character_tokenizer(250)
+    tokenizer.chat_template = ASKS_FOR_CALLS
+    chat = [{"role": "user", "content": "a", "tool_calls": 3}]
+    path = jsonl(tmp_path, [*ROWS, {"prompt": chat, "answer": "1"}])
+    with pytest.raises(ValueError, match=r"line 6: refused by the chat template: .* no len\(\)"):
+        load_prompts(config(path), tokenizer, CONTEXT)
+    skipped = load_prompts(config(path, "data.on_invalid=skip"), tokenizer, CONTEXT)
+    assert [prompt.row for prompt in skipped] == ROWS
+
+
 def test_chats_without_a_template_are_listed(tmp_path):
     chat = [{"role": "user", "content": "hi"}]
     path = jsonl(tmp_path, [*ROWS, {"prompt": chat, "answer": "1"}])
