@@ -13,8 +13,14 @@ from pydantic_core import ErrorDetails
 
 from megatron_grpo.config.config import Config, RewardFunction
 
-# Options of other libraries and of the user's code, which check the names themselves.
-PASS_THROUGH_KEYS = ("model.megatron", "rollout.vllm", "environment.arguments")
+# Options of other libraries, of chat templates and of the user's code: names are checked there.
+PASS_THROUGH_KEYS = (
+    "model.megatron",
+    "data.chat_template_kwargs",
+    "eval.data.chat_template_kwargs",
+    "rollout.vllm",
+    "environment.arguments",
+)
 
 # What is wanted where pydantic's own words would name Python types.
 EXPECTED = {

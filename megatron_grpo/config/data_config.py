@@ -1,10 +1,32 @@
 """Prompts: the keys of `data`, and of `eval.data`."""
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from megatron_grpo.config.config_section import Section
+
+OWN_TEMPLATE_ARGUMENTS = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "conversations",
+        "documents",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+"""What transformers' `apply_chat_template` takes for itself, or gives the template by itself."""
 
 
 class DataConfig(Section):
@@ -24,6 +46,8 @@ class DataConfig(Section):
     """Put before every prompt as the system message; needs the chat template."""
     apply_chat_template: bool = True
     """Whether prompts go through the tokenizer's chat template; false sends the raw text."""
+    chat_template_kwargs: dict[str, Any] = Field(default={})
+    """Variables of the chat template, such as `enable_thinking: false` of Qwen3."""
     max_prompt_length: PositiveInt | None = None
     """Leave out rows whose prompt has more tokens. null: a prompt that does not fit is an error."""
     on_invalid: Literal["error", "skip"] = "error"
@@ -36,5 +60,19 @@ class DataConfig(Section):
         if self.system_prompt is not None and not self.apply_chat_template:
             raise ValueError(
                 "data.system_prompt is a chat message: it needs data.apply_chat_template=true"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _kwargs_are_the_templates(self) -> Self:
+        if self.chat_template_kwargs and not self.apply_chat_template:
+            raise ValueError(
+                "data.chat_template_kwargs are for the chat template: they need "
+                "data.apply_chat_template=true"
+            )
+        for name in sorted(OWN_TEMPLATE_ARGUMENTS & self.chat_template_kwargs.keys()):
+            raise ValueError(
+                f"data.chat_template_kwargs.{name} is not free: give variables of the chat "
+                "template, such as enable_thinking"
             )
         return self

@@ -1,5 +1,6 @@
 """From a row of the data to the text and the tokens that an engine gets."""
 
+import re
 import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -45,8 +46,18 @@ def encode_rows(
             "the model's tokenizer has no chat template: set data.apply_chat_template=false to "
             "send prompts as they are"
         )
-    texts = _of_valid(chats, lambda messages: _render(tokenizer, messages))
+    _check_variables(data, tokenizer)
+    texts = _of_valid(chats, lambda messages: _render(data, tokenizer, messages))
     return _of_valid(texts, lambda texts: _tokenize(data, tokenizer, texts))
+
+
+def _check_variables(data: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> None:
+    for name in data.chat_template_kwargs:
+        if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+            raise ValueError(
+                f"data.chat_template_kwargs.{name} does nothing: the chat template of the model "
+                "does not mention it; correct the name, or leave it out"
+            )
 
 
 def _of_valid(
@@ -123,21 +134,27 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _render(tokenizer: "PreTrainedTokenizerBase", chats: list[Any]) -> Sequence[str | Fault]:
-    """Texts of chats, all at once; one by one when the template refuses some."""
+def render_chats(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", chats: Any) -> Any:
+    """The text of a chat, or of each in a list, up to where the model's turn begins."""
+    return tokenizer.apply_chat_template(
+        chats, tokenize=False, add_generation_prompt=True, **data.chat_template_kwargs
+    )
 
-    def render(chats: Any) -> Any:
-        return tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
+
+def _render(
+    data: DataConfig, tokenizer: "PreTrainedTokenizerBase", chats: list[Any]
+) -> Sequence[str | Fault]:
+    """Texts of chats, all at once; one by one when the template refuses some."""
 
     def render_one(chat: Any) -> str | Fault:
         try:
-            text: str = render(chat)
+            text: str = render_chats(data, tokenizer, chat)
         except TEMPLATE_ERRORS as error:
             return Fault("refused by the chat template", str(error))
         return text
 
     try:
-        texts: list[str] = render(chats)
+        texts: list[str] = render_chats(data, tokenizer, chats)
     except TEMPLATE_ERRORS:
         return [render_one(chat) for chat in chats]
     return texts

@@ -8,7 +8,7 @@ from jinja2 import TemplateError
 
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.data_config import DataConfig
-from megatron_grpo.data.encoding import Encoded, encode_rows
+from megatron_grpo.data.encoding import Encoded, encode_rows, render_chats
 from megatron_grpo.data.prompts import Prompt
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Turns:
         if not cfg.data.apply_chat_template:
             return cls(cfg.data, tokenizer)
         role = cfg.environment.observation_role
-        whole = _render(tokenizer, role)
+        whole = _render(cfg.data, tokenizer, role)
         before, after = _between(whole)
         turns = cls(cfg.data, tokenizer, before, after)
         turns._check(whole, end_tokens)
@@ -98,16 +98,14 @@ class Turns:
             )
 
 
-def _render(tokenizer: "PreTrainedTokenizerBase", role: str) -> str:
+def _render(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", role: str) -> str:
     messages: list[Any] = [
         {"role": "user", "content": ASKED},
         {"role": "assistant", "content": SAID},
         {"role": role, "content": OBSERVED},
     ]
     try:
-        text: str = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
-        )
+        text: str = render_chats(data, tokenizer, messages)
     except TemplateError as error:
         raise ValueError(
             f"the chat template refuses an observation of environment.observation_role {role!r} "

@@ -356,6 +356,13 @@ def test_run_may_resume_where_model_and_data_have_moved(config, model, tmp_path)
         check_same_run(config(*paths))
 
 
+def test_a_resumed_run_keeps_the_variables_of_its_chat_template(config, tmp_path):
+    started_run(tmp_path / "run", config())
+    told = r"enable_thinking: not there before, False now"
+    with pytest.raises(ValueError, match=told):
+        check_same_run(config("data.chat_template_kwargs.enable_thinking=false"))
+
+
 def test_what_is_wrong_in_the_config_of_the_run_itself_is_told_with_its_file(config, tmp_path):
     started_run(tmp_path / "run", config())
     saved = tmp_path / "run" / "config.yaml"

@@ -1,3 +1,4 @@
+import inspect
 import re
 import subprocess
 import sys
@@ -5,9 +6,11 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
+from transformers import PreTrainedTokenizerBase
 
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.config_file import dump_config, load_config
+from megatron_grpo.config.data_config import OWN_TEMPLATE_ARGUMENTS
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 DEMO = CONFIGS / "demo_smollm2_135m.yaml"
@@ -259,6 +262,12 @@ def test_missing_key_is_named_with_its_meaning(tmp_path):
         (["reward.functions=[a.py:f, b.py:f]"], ["f 2 times"]),
         (["reward.max_failed_fraction=1.0"], ["reward.max_failed_fraction", "less than 1"]),
         (["data.apply_chat_template=false", "data.system_prompt=x"], ["apply_chat_template=true"]),
+        (
+            ["data.apply_chat_template=false", "data.chat_template_kwargs.a=1"],
+            ["chat_template_kwargs", "apply_chat_template=true"],
+        ),
+        (["data.chat_template_kwargs.tools=[]"], ["chat_template_kwargs.tools is not free"]),
+        (["eval.data.chat_template_kwargs.tokenize=true"], ["kwargs.tokenize is not free"]),
         (["train.num_steps.x=1"], ["'num_steps' is a value"]),
         (["train.num_steps"], ["'train.num_steps' is not of the form key.sub=value"]),
         (["train.seed=[1"], ["not valid YAML"]),
@@ -389,3 +398,8 @@ def test_shared_prompts_refuse_what_their_attention_does_not_know():
     assert "model.megatron.window_size is not known to the attention of grpo.shared_prompts" in (
         message
     )
+
+
+def test_what_transformers_takes_for_itself_is_no_variable_of_a_chat_template():
+    taken = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    assert taken.keys() - {"self", "kwargs"} <= OWN_TEMPLATE_ARGUMENTS

@@ -13,6 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.config_file import load_config
 from megatron_grpo.data.prompts import Prompt, PromptStream, load_prompts
+from megatron_grpo.evaluation.evaluation import as_evaluated
 from models import character_tokenizer
 
 CONTEXT = 512
@@ -73,6 +74,23 @@ def test_a_prompt_that_ends_with_the_answer_is_listed(tmp_path):
     told = f"{path} line 6: 'prompt' ends with the assistant's own turn"
     assert told in refusal(config(path))
     assert [prompt.row for prompt in load(config(path, "data.on_invalid=skip"))] == ROWS
+
+
+def test_variables_of_the_config_reach_the_chat_template(tmp_path):
+    tokenizer = character_tokenizer(250)
+    tokenizer.chat_template += "{% if enable_thinking is false %}<no thoughts>{% endif %}"
+    path = jsonl(tmp_path, ROWS)
+    given = "data.chat_template_kwargs.enable_thinking=false"
+    for cfg, end in ((config(path), "assistant\n"), (config(path, given), "<no thoughts>")):
+        assert all(p.text.endswith(end) for p in load_prompts(cfg, tokenizer, CONTEXT))
+    evaluated = as_evaluated(config(path, given, "eval.data={}"))
+    assert load_prompts(evaluated, tokenizer, CONTEXT)[0].text.endswith("<no thoughts>")
+
+
+def test_a_variable_that_the_chat_template_does_not_know_is_refused(tmp_path):
+    told = "data.chat_template_kwargs.enable_thinking does nothing: the chat template"
+    given = "data.chat_template_kwargs.enable_thinking=false"
+    assert told in refusal(config(jsonl(tmp_path, ROWS), given))
 
 
 def test_raw_prompts_are_the_text_alone(tmp_path):

@@ -65,6 +65,13 @@ def test_a_tool_speaks_as_the_template_has_it():
     )
 
 
+def test_variables_of_the_config_are_in_every_turn():
+    template = QWEN_3.replace("<think>\n", "{{ '<think>\n\n</think>\n' if not thinks }}")
+    for thinks, begin in (("false", "<think>\n\n</think>\n"), ("true", "")):
+        turns = turns_of(template, f"data.chat_template_kwargs.thinks={thinks}")
+        assert turns.between("42")[1] == f"\n<start>user\n42<eos>\n<start>assistant\n{begin}"
+
+
 def test_without_a_template_the_observation_stands_alone():
     turns = turns_of(CHAT_TEMPLATE, "data.apply_chat_template=false")
     tokens, text = turns.between("42")
