@@ -4,6 +4,7 @@ The transformers engine samples the same whichever engine serves a prompt: a gen
 disturbed must equal, sample for sample, one that was not.
 """
 
+import math
 import os
 import signal
 import sys
@@ -26,7 +27,7 @@ from megatron_grpo.launch.preemption import Preempted
 from megatron_grpo.rollout import EngineServers, EnginesLost, EnginesOut
 from megatron_grpo.rollout import engine as engine_module
 from megatron_grpo.rollout.connection import is_healthy
-from megatron_grpo.rollout.fleet import MAX_COMEBACKS
+from megatron_grpo.rollout.fleet import MAX_COMEBACKS, Fleet
 from megatron_grpo.rollout.server import reserve_port
 from parallel.transport.local_links import LocalOutgoing
 from proxies import Proxy
@@ -288,6 +289,52 @@ def test_a_trainer_that_waits_for_an_engine_can_be_told_to_end(tied_model, tmp_p
             pytest.raises(Preempted),
         ):
             ours.push()
+
+
+URL = "http://127.0.0.1:1"  # where nobody listens
+
+
+class NoServers:
+    """Stands for the server of one engine, which never answers."""
+
+    token, base_urls = "token", (URL,)
+
+    def __init__(self, are_ours: bool) -> None:
+        self.are_ours = are_ours
+
+    def no_end(self, url: str) -> str:
+        return ""
+
+    kill = restart = end = last_words = no_end
+
+
+def fleet_of(servers: NoServers, startup_timeout: float = 60.0) -> Fleet:
+    return Fleet(servers, RolloutConfig(startup_timeout=startup_timeout, max_completion_length=16))
+
+
+def test_an_engine_may_be_lost_any_number_of_times_that_serves_whole_generations_in_between():
+    fleet = fleet_of(NoServers(are_ours=True))
+    for _ in range(MAX_COMEBACKS + 2):
+        fleet.lose(URL, "died")
+        fleet.check_hope(math.inf)
+        fleet.welcome(URL)
+        fleet.finish_push([URL])
+        fleet.finish_generation()
+
+
+@pytest.mark.parametrize(
+    ("startup_timeout", "are_ours", "num_losses"),
+    [(60, True, 1), (1e-9, True, 2), (1e-9, False, 1)],
+)
+def test_an_engine_of_the_run_that_is_late_is_started_once_more(
+    startup_timeout, are_ours, num_losses, capfd
+):
+    fleet = fleet_of(NoServers(are_ours), startup_timeout)
+    fleet.lose(URL, "died")
+    assert fleet.check_members() == []
+    told = capfd.readouterr().err.splitlines()
+    assert len(told) == num_losses and all(f"{URL} is lost: " in line for line in told)
+    assert num_losses == 1 or "within 1e-09 s of its start (rollout.startup_timeout)" in told[1]
 
 
 @pytest.mark.slow
