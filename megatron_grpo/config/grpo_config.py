@@ -298,8 +298,8 @@ class GRPOConfig(Section):
 
     def _only(self, what: str, **legal: Any) -> None:
         for name, value in legal.items():
-            if getattr(self, name) != value:
+            if (given := getattr(self, name)) != value:
                 raise ValueError(
                     f"grpo.{what} goes with grpo.{name}={str(value).lower()} only, "
-                    f"not {getattr(self, name)}"
+                    f"not {str(given).lower()}"
                 )

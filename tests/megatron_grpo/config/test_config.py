@@ -14,6 +14,9 @@ from megatron_grpo.config.data_config import OWN_TEMPLATE_ARGUMENTS
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 DEMO = CONFIGS / "demo_smollm2_135m.yaml"
+NORMALIZED = ("grpo.multi_objective_aggregation=normalize_then_sum",)
+PROCESS = ("grpo.supervision=process",)
+KL_IN_REWARD = ("grpo.beta=0.1", "grpo.kl_in_reward=true")
 
 
 def refusal(*overrides: str, path: Path = DEMO) -> str:
@@ -181,6 +184,7 @@ def test_missing_key_is_named_with_its_meaning(tmp_path):
         (["grpo.num_generations=1"], ["num_generations 1", "at least 2", "reinforce_plus_plus"]),
         (["grpo.loss_type=cispo"], ["epsilon_high 0.2", "cispo", "at least 1, such as 5.0"]),
         (["grpo.loss_type=gmpo", "grpo.delta=2.0"], ["grpo.delta 2.0", "gmpo", "null"]),
+        (["grpo.delta=1.2"], ["delta 1.2", "1 + grpo.epsilon_high = 1.2", "such as 2.0"]),
         (["grpo.loss_type=luspo"], ["luspo", "importance_sampling_level=sequence", "not token"]),
         (
             ["grpo.loss_type=vespo", "grpo.rollout_importance_sampling_mode=sequence_mask"],
@@ -205,6 +209,14 @@ def test_missing_key_is_named_with_its_meaning(tmp_path):
             ],
             ["normalize_then_sum", "advantage_estimator=grpo", "not rloo"],
         ),
+        ([*NORMALIZED, "grpo.dynamic_sample=true"], ["grpo.dynamic_sample=false", "not true"]),
+        ([*NORMALIZED, "grpo.scale_rewards=none"], ["grpo.scale_rewards=group", "not none"]),
+        ([*NORMALIZED, "grpo.supervision=process"], ["grpo.supervision=outcome", "not process"]),
+        ([*NORMALIZED, *KL_IN_REWARD], ["grpo.kl_in_reward=false", "not true"]),
+        ([*PROCESS, "grpo.dynamic_sample=true"], ["grpo.dynamic_sample=false", "not true"]),
+        ([*PROCESS, "grpo.advantage_estimator=rloo"], ["advantage_estimator=grpo", "not rloo"]),
+        ([*PROCESS, "grpo.scale_rewards=none"], ["grpo.scale_rewards=group", "not none"]),
+        ([*PROCESS, *KL_IN_REWARD], ["grpo.kl_in_reward=false", "not true"]),
         (["grpo.supervision=process"], ["supervision process", "environment.name", "outcome"]),
         (
             ["grpo.old_logprobs=rollout", "grpo.rollout_importance_sampling_mode=token_mask"],
@@ -242,6 +254,14 @@ def test_missing_key_is_named_with_its_meaning(tmp_path):
         (
             ["rollout.async_generate=true"],
             ["async_generate true", "recompute", "grpo.old_logprobs=rollout", "token_truncate"],
+        ),
+        (
+            ["rollout.engine=transformers", "rollout.vllm.max_model_len=64"],
+            ["rollout.vllm {'max_model_len': 64}", "empty"],
+        ),
+        (
+            ["eval.data.path=x", "environment.name=mine.py:Game"],
+            ["eval.data", "leave out one of the two"],
         ),
         (["rollout.sync_dir=/tmp"], ["rollout.sync_dir"]),
         (["rollout.base_urls=[node7]"], ["'node7'", "http://host:8000"]),
