@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from checkpoint_convert import read_shape
-from megatron_grpo.algorithm.kl import adapted_beta
+from megatron_grpo.algorithm.kl import beta_after
 from megatron_grpo.checkpoints.checkpoints import Checkpoints
 from megatron_grpo.checkpoints.newest import steps_done
 from megatron_grpo.checkpoints.trainer_state import Ready, TrainerState
@@ -234,10 +234,8 @@ class Training:
                 self.reference.follow(self.policy, step + 1)
         if (target := self.cfg.grpo.kl_target) is not None:
             report.metrics["beta"] = self.beta
-            # Else it was not finite, and the step skipped, or it is a mean of nothing.
-            if "kl" in report.metrics and report.metrics.get("num_response_tokens"):
-                num, horizon = self.batches.minibatch_size, self.cfg.grpo.kl_horizon
-                self.beta = adapted_beta(self.beta, report.metrics["kl"], target, num, horizon)
+            num, horizon = self.batches.minibatch_size, self.cfg.grpo.kl_horizon
+            self.beta = beta_after(self.beta, report.metrics, target, num, horizon)
         self.checkpoints.poll()
         return report
 

@@ -1,5 +1,7 @@
 """Estimates of the KL divergence between two policies from the tokens of one, and its control."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -32,6 +34,18 @@ def k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
     """The estimate that is unbiased and never negative; see `kl_estimate`."""
     difference = other_logprobs - logprobs
     return torch.expm1(difference) - difference
+
+
+def beta_after(
+    beta: float, metrics: Mapping[str, float], target: float, num_completions: int, horizon: int
+) -> float:
+    """The weight of the KL penalty after a step of these metrics: see `adapted_beta`.
+
+    It stays where they tell of no divergence: it was not finite, or is a mean over no token.
+    """
+    if "kl" not in metrics or not metrics.get("num_response_tokens"):
+        return beta
+    return adapted_beta(beta, metrics["kl"], target, num_completions, horizon)
 
 
 def adapted_beta(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_grpo.algorithm.kl import adapted_beta, kl_estimate
+from megatron_grpo.algorithm.kl import adapted_beta, beta_after, kl_estimate
 
 
 @pytest.fixture
@@ -70,3 +70,17 @@ def test_beta_grows_above_the_target_and_shrinks_below_it_by_a_fifth_at_most(kl,
 @pytest.mark.parametrize(("kl", "beta"), [(0.02, 0.12), (0.0, 0.08)])
 def test_a_step_of_more_completions_than_the_horizon_changes_it_by_no_more(kl, beta):
     assert adapted_beta(0.1, kl, 0.01, 300, 100) == pytest.approx(beta)
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [{}, {"num_response_tokens": 9.0}, {"kl": 0.0, "num_response_tokens": 0.0}],
+    ids=["nothing finite", "a divergence that is not", "no token"],
+)
+def test_a_step_that_tells_of_no_divergence_leaves_beta(metrics):
+    assert beta_after(0.1, metrics, 0.01, 8, 100) == 0.1
+
+
+def test_any_other_step_changes_beta_by_its_divergence():
+    metrics = {"kl": 0.02, "num_response_tokens": 9.0}
+    assert beta_after(0.1, metrics, 0.01, 8, 100) == adapted_beta(0.1, 0.02, 0.01, 8, 100) > 0.1
