@@ -42,8 +42,7 @@ PUBLISHED = [
     Published("Megatron-Bridge", "Llama-3.1-8B", 8, parallel(context=2, data=4), fits=False),
     Published("NeMo-RL", "Llama-3.1-8B", 8, parallel(pipeline=2, data=4), megatron=RECOMPUTED),
     Published("NeMo-RL", "Qwen3-32B", 32, parallel(tensor=4, pipeline=4, data=2)),
-    # By 0.3 GB, of the 6 that the fusion would save.
-    Published("NeMo-RL", "Llama-3.3-70B", 64, parallel(tensor=4, pipeline=4, data=4), fits=False),
+    Published("NeMo-RL", "Llama-3.3-70B", 64, parallel(tensor=4, pipeline=4, data=4)),
     Published(
         "Megatron-Bridge", "Llama-3.3-70B", 64, parallel(tensor=4, pipeline=4, context=2, data=2)
     ),
