@@ -137,7 +137,7 @@ class ExperienceSource:
         )
         metrics: dict[str, float] = {
             "rollout/num_engines": num_engines,  # that have answered, in the last round
-            "rewards/failed": search.num_failed,  # replaced ones as well
+            "reward/failed": search.num_failed,  # replaced ones as well
         }
         if self.cfg.grpo.dynamic_sample:
             metrics["rollout/num_resampled_prompts"] = search.num_replaced

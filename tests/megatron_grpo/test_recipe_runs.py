@@ -96,7 +96,7 @@ def whole(recipe_runs: Runs) -> Path:
 
 def test_a_completion_without_a_score_is_masked_and_counted(whole: Path) -> None:
     record, rows = read_metrics(whole)[0], read_json_lines(whole / "completions.jsonl")
-    assert record["rewards/failed"] == 4  # one of each prompt
+    assert record["reward/failed"] == 4  # one of each prompt
     failed = [row for row in rows[:16] if row["rewards"]["mostly"] is None]
     assert len(failed) == 4
     for row in failed:
