@@ -21,6 +21,10 @@
 # The interface by which nodes reach each other for what is no bulk data; empty: NCCL and gloo choose.
 : "${NETWORK_INTERFACE:=}"
 
+# Packed microbatches are of any length, and blocks of many sizes would leave gaps in the memory of a
+# GPU. Of ranks alone: engines are started without it.
+export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
+
 # Data sets and tokenizers from the hub, seen by all nodes; not HF_HOME, where the token of `hf auth
 # login` would be, too. A compute node without internet wants HF_HUB_OFFLINE=1 and what it needs
 # fetched before.

@@ -211,3 +211,10 @@ def test_the_token_of_the_hub_is_not_put_beside_its_caches(bash):
     cache = REPOSITORY / ".cache" / "huggingface"
     done = bash(f"unset HF_HOME HF_HUB_CACHE HF_DATASETS_CACHE; {script}", {})
     assert done.stdout == f"none {cache}/hub {cache}/datasets\n"
+
+
+@pytest.mark.parametrize("given", ["", "max_split_size_mb:512"])
+def test_ranks_have_segments_that_grow_unless_the_site_has_it_otherwise(bash, given):
+    set_before = {"PYTORCH_CUDA_ALLOC_CONF": given} if given else {}
+    done = bash("source slurm/env.sh; printenv PYTORCH_CUDA_ALLOC_CONF", {}, **set_before)
+    assert done.stdout.strip() == (given or "expandable_segments:True")
