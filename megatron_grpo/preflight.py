@@ -18,6 +18,7 @@ from megatron_grpo.config.config_file import dump_config, load_config
 from megatron_grpo.config.rollout_config import RolloutConfig
 from megatron_grpo.experience.batching import BatchSchedule
 from megatron_grpo.launch.job_token import TOKEN_VARIABLE, bearer, check_token
+from megatron_grpo.reporting.tracking import last_step
 from megatron_grpo.rollout.vllm_command import check_engine_arguments
 from megatron_grpo.weights.worker_layouts import engine_dims
 
@@ -103,11 +104,13 @@ def check_engines(rollout: RolloutConfig, shape: ModelShape, token: str | None) 
 def check_same_run(cfg: Config) -> None:
     """Raise ValueError when `train.run_dir` holds another run than `cfg` describes.
 
-    Lists every key that differs, apart from those that a resumed run may change.
+    Lists every key that differs, apart from those that a resumed run may change. The same where its
+    checkpoints are gone: a run that begins anew drops the records that are there.
     """
     saved, checkpoints = cfg.train.run_dir / "config.yaml", cfg.train.run_dir / "checkpoints"
     if (step := latest_step(checkpoints)) == 0:
-        return  # nothing has been learnt yet that another config could spoil
+        _check_never_saved(cfg.train.run_dir)
+        return  # nothing has been learnt that another config could spoil
     try:
         # Read as a config: newer keys than the run have their defaults, as they had in effect.
         before = dict(_flatten(yaml.safe_load(dump_config(load_config(saved)))))
@@ -126,6 +129,22 @@ def check_same_run(cfg: Config) -> None:
         )
     if before["model.path"] != now["model.path"]:
         _check_same_model(step_folder(checkpoints, step) / CHECKPOINT_FOLDER, cfg.model.path)
+
+
+def _check_never_saved(run_dir: Path) -> None:
+    """Raise ValueError for the records of more steps than a run can do without a checkpoint.
+
+    The first save is made beside training, which at the second one has waited for its end.
+    """
+    if (last := last_step(run_dir)) == 0:
+        return
+    interval = yaml.safe_load((run_dir / "config.yaml").read_text())["train"]["save_interval"]
+    if last > 2 * interval:
+        raise ValueError(
+            f"train.run_dir {run_dir} holds the records of {last} steps, and its checkpoints, one "
+            f"every {interval} steps, are gone: put them back into {run_dir / 'checkpoints'}, "
+            "choose another folder, or remove this one"
+        )
 
 
 def _check_same_model(kept: Path, folder: Path) -> None:

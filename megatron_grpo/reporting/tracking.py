@@ -119,6 +119,16 @@ def write_whole(path: Path, text: str) -> None:
     whole.replace(path)
 
 
+def last_step(run_dir: Path) -> int:
+    """That of the last whole record of a run; 0 where there is none."""
+    path = run_dir / METRICS_FILE
+    if not path.exists():
+        return 0
+    with path.open("rb") as file:
+        steps = (int(json.loads(line)["step"]) for _, line in _lines_backwards(file))
+        return next(steps, 0)
+
+
 def drop_records_after(path: Path, step: int) -> None:
     """Cut a JSON-lines file, whose steps ascend, behind the last whole record of `step`.
 

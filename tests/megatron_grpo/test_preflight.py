@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from shutil import copyfile
+from shutil import copyfile, rmtree
 
 import pytest
 import yaml
@@ -320,6 +320,21 @@ def test_a_run_that_died_before_its_first_checkpoint_may_start_with_another_conf
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text(dump_config(config()))
     preflight(config("grpo.beta=0.1"), None)
+
+
+def test_records_of_a_run_whose_checkpoints_are_gone_are_not_dropped(config, tmp_path):
+    run = tmp_path / "run"
+    started_run(run, config("train.save_interval=5"))
+    records = [f'{{"step": {step}}}\n' for step in range(12)]
+    (run / "metrics.jsonl").write_text("".join(records))
+    again = config("train.save_interval=1")
+    check_same_run(again)
+    rmtree(run / "checkpoints")
+    with pytest.raises(ValueError, match=r"run holds the records of 11 steps.* every 5 .*gone"):
+        check_same_run(again)
+    # The first checkpoint may still have been in the making when a run died in its tenth step.
+    (run / "metrics.jsonl").write_text("".join(records[:11]) + '{"step": 11')
+    check_same_run(again)
 
 
 def test_run_may_resume_longer_and_on_another_mesh(config, tmp_path):
