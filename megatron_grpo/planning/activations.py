@@ -212,7 +212,8 @@ def _experts(cfg: Config, shape: ModelShape) -> float:
     # The ranks of one expert's matrices have the tokens of all of them, each with its float32
     # probability, and a part of the columns.
     tokens = (itemsize * shape.hidden_size + 4) * cfg.dims.expert_tensor
-    columns = (_gated(cfg, itemsize) + itemsize) * moe.intermediate_size
+    weighed = 0 if _is_fused(cfg, "bias_activation_fusion") else itemsize
+    columns = (_gated(cfg, itemsize) + weighed) * moe.intermediate_size
     return (router + moe.experts_per_token * (tokens + columns)) * _token_share(cfg)
 
 

@@ -32,7 +32,8 @@ class EngineBytes:
     cached_tokens: int
     """That fit there, over the whole engine."""
     outside: int
-    """CUDA context and NCCL's buffers, which vLLM has before it looks what its share may be."""
+    """CUDA context and NCCL's buffers, which vLLM has before it looks what its share may be, and
+    the push's, which its profile does not see."""
 
     @property
     def total(self) -> int:
@@ -89,7 +90,9 @@ def engine_bytes(cfg: Config, shape: ModelShape, card: Card) -> EngineBytes:
         weights=weights,
         cache=cache,
         cached_tokens=cache // per_token,
-        outside=CONTEXT_BYTES + COMMUNICATOR_BYTES * (cfg.rollout.tensor_parallel_size > 1),
+        outside=CONTEXT_BYTES
+        + COMMUNICATOR_BYTES * (cfg.rollout.tensor_parallel_size > 1)
+        + cfg.rollout.update_weights_bucket_megabytes * 10**6,
     )
 
 

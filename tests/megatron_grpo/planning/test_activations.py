@@ -73,6 +73,7 @@ RUNS = {
     "mlp recomputed": Run(megatron=recomputed("mlp")),
     "experts recomputed": Run("qwen3_moe", megatron=recomputed("moe")),
     "fused activation": Run(megatron=["bias_activation_fusion: true"]),
+    "fused experts": Run("qwen3_moe", megatron=["bias_activation_fusion: true"]),
 }
 
 
