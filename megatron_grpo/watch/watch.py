@@ -63,7 +63,7 @@ class Watch:
         self._callbacks: list[Callable[[], None]] = []
         self._has_reported = False
         self._monitor = None
-        host = _monitor_host(place, store)
+        host = monitor_host(place, store)
         if place.rank == 0:
             self._monitor = Monitor(host, place.world_size, limits, stacks_file, pace)
             store.set(STORE_KEY, json.dumps(asdict(self._monitor.address)))
@@ -157,7 +157,7 @@ class Watch:
             signal.signal(number, signal.SIG_DFL)
 
 
-def _monitor_host(place: RankPlace, store: Store) -> str:
+def monitor_host(place: RankPlace, store: Store) -> str:
     """The address on which rank 0 listens: loopback on one host, else on the ranks' network."""
     if place.num_hosts == 1:
         return "127.0.0.1"

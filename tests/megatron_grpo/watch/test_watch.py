@@ -4,18 +4,22 @@ import ctypes
 import errno
 import os
 import signal
+import socket
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_grpo.launch.launch import RankPlace
 from megatron_grpo.launch.preemption import Preempted
 from megatron_grpo.rewards import RewardError
 from megatron_grpo.rollout.engine_error import EngineError
 from megatron_grpo.watch import Watch
 from megatron_grpo.watch.agreement import agree_to_stop
+from megatron_grpo.watch.watch import monitor_host
 from watched import LIMITS, World, watched_ranks
 
 
@@ -364,3 +368,18 @@ def test_interrupting_any_rank_ends_all(ranks):
         world.kill(1, signal.SIGINT)
         assert world.exit_codes(5) == [130] * 4
     assert told(world) == ["megatron-grpo: interrupted"]
+
+
+def test_on_one_host_nobody_else_reaches_the_monitor():
+    assert monitor_host(RankPlace(0, 0, 2, num_hosts=1), dist.HashStore()) == "127.0.0.1"
+
+
+def test_on_several_hosts_the_monitor_is_where_the_last_rank_finds_rank_0(monkeypatch):
+    """On rank 0's own host its name may stand for loopback."""
+    monkeypatch.setenv("MASTER_ADDR", "head")
+    store, found = dist.HashStore(), []
+    store.set_timeout(timedelta(seconds=5))
+    for rank, address in ((1, "10.0.0.5"), (0, "127.0.1.1")):
+        monkeypatch.setattr(socket, "gethostbyname", {"head": address}.__getitem__)
+        found.append(monitor_host(RankPlace(rank, 0, 2, num_hosts=2), store))
+    assert found == ["10.0.0.5", "10.0.0.5"]

@@ -1,14 +1,20 @@
 """A push as the ranks do it: from their shards into a real vLLM, and once more when it failed."""
 
+import os
+import socket
 from pathlib import Path
 
 import pytest
+import torch
 
+from checkpoint_convert import read_shape
 from distributed import run_ranks
 from engines import TestEngine, largest_logprob_error, random_prompts, served_model
+from megatron_grpo.policy.model import weight_sender
 from megatron_grpo.rollout.engine_error import EngineError
-from megatron_grpo.weights.weight_sync import meeting_address
+from megatron_grpo.weights.weight_sync import WeightSync, meeting_address
 from parallel import ParallelDims
+from policies import start_policy, tiny_config
 from pushes import push_policy, push_whole, rollout_overrides
 
 TP2_PP2 = ParallelDims(tensor=2, pipeline=2)
@@ -60,3 +66,18 @@ def test_ranks_and_workers_meet_on_loopback_where_that_will_do() -> None:
     assert meeting_address([], 2, environ) == "127.0.0.9"
     # The address from which this host reaches the engine's: here its own, as it is the same host.
     assert meeting_address(["http://127.0.0.7:1"], 1, environ).startswith("127.")
+
+
+def address_of_meeting(rank: int, folder: Path) -> str:
+    socket.gethostbyname = {"head": f"127.0.0.{rank + 1}"}.__getitem__  # of this process alone
+    os.environ["MASTER_ADDR"] = "head"
+    dims = ParallelDims(data=2)
+    policy, groups = start_policy(rank, folder, dims)
+    sender, cfg = weight_sender(policy, groups), tiny_config(folder, dims)
+    sync = WeightSync(cfg, read_shape(folder), sender, torch.device("cpu"), num_hosts=2)
+    return sync._address
+
+
+def test_ranks_of_several_hosts_meet_where_the_last_rank_finds_rank_0(tied_model: Path) -> None:
+    """On rank 0's own host its name may stand for loopback."""
+    assert run_ranks(2, address_of_meeting, tied_model) == ["127.0.0.2"] * 2
