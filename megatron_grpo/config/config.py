@@ -16,6 +16,8 @@ from megatron_grpo.config.eval_config import EvalConfig
 from megatron_grpo.config.grpo_config import GRPOConfig
 from megatron_grpo.config.reward_config import (
     ENVIRONMENT_TERM,
+    RIGHT,
+    SHAPING,
     EnvironmentConfig,
     RewardConfig,
     RewardFunction,
@@ -132,6 +134,24 @@ class Config(Section):
     def _something_judges(self) -> Self:
         if self.eval.reward is not None and not self.eval.reward.functions:
             raise ValueError("eval.reward.functions is empty: name at least 1, such as [exact]")
+        return self
+
+    @model_validator(mode="after")
+    def _right_answers_pass(self) -> Self:
+        """What is added to or taken from a right answer must not decide whether it passes."""
+        says_what_passes = "pass_threshold" in self.eval.model_fields_set
+        if self.eval.data is None or self.eval.reward is not None or says_what_passes:
+            return self
+        names = [function.name for function in self.reward.functions if function.weight != 0]
+        if len(names) > 1 or not SHAPING.isdisjoint(names):
+            unshaped = [name for name in names if name not in SHAPING]
+            judge = next(iter(sorted(unshaped, key=lambda name: name not in RIGHT)), "math_answer")
+            raise ValueError(
+                f"eval.pass_threshold {self.eval.pass_threshold} is for a reward of right answers "
+                f"alone, and reward.functions are {', '.join(names)}: set "
+                f"eval.reward.functions=[{judge}], or eval.pass_threshold to the least weighted "
+                "sum that passes"
+            )
         return self
 
     @model_validator(mode="after")

@@ -10,6 +10,11 @@ from megatron_grpo.config.config_section import Section
 ENVIRONMENT_TERM = "environment"
 """The label of an environment's reward, beside those of the reward functions."""
 
+RIGHT = ("exact", "math_answer")
+"""Built-in functions that give right answers 1 and all others 0."""
+SHAPING = frozenset({"cosine", "repetition", "soft_overlong"})
+"""Built-in functions that say more of a completion than whether it is right, or nothing of that."""
+
 
 class RewardFunction(Section):
     """One term of the reward."""

@@ -420,6 +420,33 @@ def test_shared_prompts_refuse_what_their_attention_does_not_know():
     )
 
 
+LONG = "{name: soft_overlong, arguments: {soft_max_length: 16, soft_cache_length: 4}}"
+COSINE = "{name: cosine, arguments: {cosine_max_len: 16}}"
+
+
+@pytest.mark.parametrize(
+    ("functions", "judge"),
+    [
+        (f"[math_answer, {LONG}]", "math_answer"),
+        (f"[{COSINE}]", "math_answer"),
+        (f"[repetition, demo/rewards.py:last_number, {LONG}]", "demo/rewards.py:last_number"),
+        ("[judge, exact]", "exact"),
+    ],
+)
+def test_a_shaped_reward_does_not_judge_an_evaluation_unasked(functions, judge):
+    shaped = f"reward.functions={functions}"
+    message = refusal(shaped, "eval.data.path=test.jsonl")
+    assert f"set eval.reward.functions=[{judge}], or eval.pass_threshold to the least" in message
+    load_config(DEMO, [shaped])
+    load_config(DEMO, [shaped, "eval.data.path=test.jsonl", "eval.pass_threshold=1.0"])
+    load_config(DEMO, [shaped, "eval.data.path=test.jsonl", f"eval.reward.functions=[{judge}]"])
+
+
+def test_a_function_that_only_looks_on_shapes_no_reward():
+    watched = "reward.functions=[exact, {name: repetition, weight: 0.0}]"
+    load_config(DEMO, [watched, "eval.data.path=test.jsonl"])
+
+
 def test_what_transformers_takes_for_itself_is_no_variable_of_a_chat_template():
     taken = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
     assert taken.keys() - {"self", "kwargs"} <= OWN_TEMPLATE_ARGUMENTS
