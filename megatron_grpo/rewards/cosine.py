@@ -1,12 +1,16 @@
 """Reward `cosine`: correctness, by the length that it took."""
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_grpo.rewards.exact import exact
 from megatron_grpo.rewards.math_answer import math_answer
 
-ACCURACY = {"exact": exact, "math_answer": math_answer}
+ACCURACY: dict[str, Callable[..., Sequence[float | Exception]]] = {
+    "exact": exact,
+    "math_answer": math_answer,
+}
 
 
 def cosine(
@@ -20,8 +24,9 @@ def cosine(
     cosine_min_len_value_correct: float = 1.0,
     cosine_max_len_value_correct: float = 0.5,
     accuracy: str = "math_answer",
+    reward_timeout: float = math.inf,
     **_: Any,
-) -> list[float]:
+) -> list[float | Exception]:
     """From the value at length 0 to that at `cosine_max_len` tokens, along half a cosine.
 
     v_L + (v_0 - v_L) * (1 + cos(pi * length / L)) / 2, with values of their own for correct and for
@@ -39,9 +44,12 @@ def cosine(
         raise ValueError(f"accuracy {accuracy!r} is not there: use {' or '.join(ACCURACY)}")
     wrong = (cosine_min_len_value_wrong, cosine_max_len_value_wrong)
     correct = (cosine_min_len_value_correct, cosine_max_len_value_correct)
+    scores = ACCURACY[accuracy](completions, answer, reward_timeout=reward_timeout)
     return [
-        _half_cosine(min(len(ids) / cosine_max_len, 1.0), *(correct if score >= 1 else wrong))
-        for ids, score in zip(completion_ids, ACCURACY[accuracy](completions, answer), strict=True)
+        score
+        if isinstance(score, Exception)
+        else _half_cosine(min(len(ids) / cosine_max_len, 1.0), *(correct if score >= 1 else wrong))
+        for ids, score in zip(completion_ids, scores, strict=True)
     ]
 
 

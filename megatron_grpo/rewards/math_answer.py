@@ -1,6 +1,8 @@
 """Reward `math_answer`: the same mathematical value, however it is written."""
 
+import math
 import re
+import time
 from typing import Any
 
 from math_verify import parse, verify
@@ -8,6 +10,9 @@ from math_verify import parse, verify
 # Per expression. math-verify keeps them by SIGALRM, which works in the main thread only: the
 # reward worker calls functions there.
 TIMEOUT_SECONDS = 1
+SHARE_OF_TIME = 0.8
+"""In this share of `reward.timeout` a completion must be begun with."""
+LATE = TimeoutError("those before it took the time of the call: raise reward.timeout")
 MARKER = re.compile(r"(?<!#)####(?!#)")
 # A line that begins with a word, numbered or not: `Step 2: solve`, `2. Solve`, not `72 dollars`.
 HEADING = re.compile(r"[^\w\\]*(?:\w+[.):]\s+)?[^\W\d_]{2}")
@@ -22,17 +27,21 @@ FORMULA = re.compile(
 )
 
 
-def math_answer(completions: list[str], answer: list[Any], **_: Any) -> list[float]:
+def math_answer(
+    completions: list[str], answer: list[Any], *, reward_timeout: float = math.inf, **_: Any
+) -> list[float | Exception]:
     """1 when the completion's final answer equals the reference answer, else 0.
 
     The final answer is what follows the last `####` (GSM8K), unless that is the heading of more
     text or a box comes after it; else what math-verify takes for it: a box, a formula, the last
-    number. A completion without one, or with one too hard to evaluate in time, is wrong. A
-    reference answer that cannot be read raises ValueError.
+    number. A completion without one, or with one too hard to evaluate in time, is wrong. Where many
+    are, those that no time is left for have no score. A reference answer that cannot be read raises
+    ValueError.
     """
+    deadline = time.monotonic() + SHARE_OF_TIME * reward_timeout
     references = {wanted: _reference(wanted) for wanted in set(map(str, answer))}
     return [
-        float(_equal(references[str(wanted)], completion))
+        float(_equal(references[str(wanted)], completion)) if time.monotonic() < deadline else LATE
         for completion, wanted in zip(completions, answer, strict=True)
     ]
 

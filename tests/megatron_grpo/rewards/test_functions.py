@@ -159,6 +159,27 @@ def test_math_answer_compares_values(answer, completion, wanted):
     assert score("math_answer", [completion], {"answer": [answer]}) == [wanted]
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments", "right"),
+    [("math_answer", {}, 1.0), ("cosine", {"cosine_max_len": 9}, 0.5)],
+)
+def test_hard_completions_do_not_cost_the_others_their_scores(name, arguments, right):
+    """Each hard one takes its second or more; the whole call would have been late."""
+    function = load_function(RewardFunction(name=name, arguments=arguments))
+    completions = ["The answer is \\boxed{9}", *["\\boxed{9^{9^{9^{9}}}}"] * 9]
+    columns = {
+        "completions": completions,
+        "prompts": ["p"] * 10,
+        "completion_ids": [list(map(ord, completion)) for completion in completions],
+        "finish_reasons": ["stop"] * 10,
+        "answer": ["9"] * 10,
+    }
+    answer = function(columns, timeout=4)
+    assert answer.scores[:2] == [right, 0.0]
+    assert math.isnan(answer.scores[-1])
+    assert answer.error.endswith("took the time of the call: raise reward.timeout")
+
+
 STEPS = "#### Step 1: read\n\n#### Step 2: solve\nx=3\n\nThe final answer is \\boxed{3}"
 
 
