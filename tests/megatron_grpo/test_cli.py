@@ -3,7 +3,6 @@
 import inspect
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from megatron_grpo.config.rollout_config import RolloutConfig
 from megatron_grpo.launch.job_token import TOKEN_VARIABLE
 from megatron_grpo.rollout import Generation
 from megatron_grpo.rollout.connection import is_healthy
+from megatron_grpo.rollout.server import reserve_port
 from models import EOS_ID
 from pushes import client_of, push_folder
 from runs import TINY_CONFIG, finish_run
@@ -197,12 +197,12 @@ def test_serve_wants_a_token_and_one_address(
 
 
 def test_serve_is_an_engine_for_runs_that_name_its_address(tied_model: Path) -> None:
-    with socket.create_server(("127.0.0.2", 0)) as free:
-        port = free.getsockname()[1]
+    reserved = reserve_port()
+    port = reserved.getsockname()[1]
     engine = serve(tied_model, TOKEN, "--host=127.0.0.2", f"--port={port}")
     try:
         url = f"http://127.0.0.2:{port}"
-        assert wait_until(lambda: is_healthy(url), seconds=60)
+        assert wait_until(lambda: is_healthy(url), seconds=240)
         assert not is_healthy(f"http://127.0.0.1:{port}")
         rollout = RolloutConfig(engine="transformers", max_completion_length=4)
         push_folder(tied_model, rollout, [url], TOKEN, version=1)
@@ -223,3 +223,4 @@ def test_serve_is_an_engine_for_runs_that_name_its_address(tied_model: Path) -> 
     finally:
         engine.kill()
         engine.communicate()
+        reserved.close()

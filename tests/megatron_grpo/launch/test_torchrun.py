@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from engines import wait_until
-from jobs import free_port
+from megatron_grpo.rollout.server import reserve_port
 
 TORCHRUN = ["-m", "megatron_grpo.launch.torchrun"]
 IMPATIENT = [
@@ -75,11 +75,18 @@ def torchrun(start, tmp_path):
 
 
 @pytest.fixture
-def two_hosts(start, tmp_path):
+def port():
+    """One that nobody else is given."""
+    with reserve_port() as reserved:
+        yield reserved.getsockname()[1]
+
+
+@pytest.fixture
+def two_hosts(start, port, tmp_path):
     """Starts a script as a rank on each of two hosts."""
 
     def two_hosts(script: str) -> list[subprocess.Popen[str]]:
-        options = ["--rdzv-backend=fabric", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
+        options = ["--rdzv-backend=fabric", f"--rdzv-endpoint=127.0.0.1:{port}"]
         options += ["--nnodes=2", "--nproc-per-node=1", "--redirects=3"]
         of_hosts = [[f"--rdzv-conf=rank={host}", f"--log-dir={tmp_path}/{host}"] for host in (0, 1)]
         return [start(script, *options, *of_host) for of_host in of_hosts]
@@ -159,7 +166,10 @@ def test_a_rank_that_fails_before_its_watch_begins_is_told_by_the_end_of_its_log
 def test_the_killing_of_rank_0_is_told_with_what_the_others_know(torchrun):
     verdict = "megatron-grpo: rank 0 died in phase train of step 3"
     # torchrun makes $ of $$.
-    run = torchrun(f"[ $RANK = 0 ] && sleep 0.5 && kill -9 $$$$; echo {verdict} >&2; exec sleep 9")
+    run = torchrun(
+        "[ $RANK = 0 ] && until [ -e told ]; do sleep 0.05; done && kill -9 $$$$;"
+        f"echo {verdict} >&2; touch told; exec sleep 100"
+    )
     _, told = run.communicate(timeout=60)
     assert run.returncode == 1
     assert told == f"{verdict} (SIGKILL)\n"
@@ -181,8 +191,7 @@ def test_a_host_without_rank_0_shows_what_no_watch_can_tell(two_hosts):
 
 
 @pytest.mark.parametrize("host", [0, 1])
-def test_hosts_that_do_not_meet_are_told_in_a_line(start, tmp_path, host):
-    port = free_port()
+def test_hosts_that_do_not_meet_are_told_in_a_line(start, port, tmp_path, host):
     options = ["--rdzv-backend=fabric", f"--rdzv-endpoint=127.0.0.1:{port}", "--nnodes=3"]
     options += ["--nproc-per-node=1", f"--rdzv-conf=rank={host}", f"--log-dir={tmp_path}"]
     run = start("exit 0", *options, program=IMPATIENT)
