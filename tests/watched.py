@@ -17,7 +17,7 @@ from megatron_grpo.watch.limits import Limit, Limits
 
 NEVER = Limit(300.0, "never")
 LIMITS = Limits(
-    start=Limit(2.5, "rollout.startup_timeout"),
+    start=Limit(60.0, "rollout.startup_timeout"),
     step=Limit(1.5, "train.hang_timeout"),
     generate=NEVER,
     push=NEVER,

@@ -266,7 +266,7 @@ def test_nothing_is_left_when_the_launcher_is_killed(arguments: list[str], tmp_p
     finally:
         process.kill()
         process.communicate()
-    assert wait_until(lambda: not marked_processes(mark), seconds=10)
+    assert wait_until(lambda: not marked_processes(mark), seconds=60)
 
 
 def test_no_collective_ends_a_wait_before_the_watch_does(tied_model: Path) -> None:

@@ -106,17 +106,17 @@ def test_an_instance_that_fails_is_told_and_the_others_go_on(tmp_path, deed, tol
 @pytest.mark.parametrize("turn", [0, 1])
 @pytest.mark.parametrize("deed", ["hang", "spin"])
 def test_one_that_hangs_is_cut_by_the_timeout_with_what_it_has_started(tmp_path, deed, turn):
-    with environment_pool(tmp_path, "Odd", timeout=1.0) as pool:
+    with environment_pool(tmp_path, "Odd", timeout=5.0) as pool:
         other, bad = odd(pool, "go_on"), pool.open()
         calls = [bad.reset("prompt", {"deed": deed, "turn": turn}, SEED)]
         if turn:
             calls[0].result(SECONDS)
             calls.append(bad.step("x"))
         start = time.monotonic()
-        assert other.step("x").result(0.9) == ["go on", 0.0, False]
-        with pytest.raises(EnvironmentFailed, match=r"no answer after 1 s \(environment.timeout\)"):
+        assert other.step("x").result(4) == ["go on", 0.0, False]
+        with pytest.raises(EnvironmentFailed, match=r"no answer after 5 s \(environment.timeout\)"):
             calls[-1].result(SECONDS)
-        assert time.monotonic() - start < 3
+        assert time.monotonic() - start < 60
         assert wait_until(lambda: not sleepers(), SECONDS)
 
 
