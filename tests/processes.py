@@ -3,9 +3,19 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from distributed import CONTEXT
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and is not waited for yet does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
 
 
 class Child:

@@ -10,6 +10,7 @@ import pytest
 
 from engines import wait_until
 from megatron_grpo.launch import parent_death
+from processes import is_alive
 
 # Starts a sleeper through the wrapper, tells its pid, and waits.
 PARENT = """
@@ -18,14 +19,6 @@ wrapped = [sys.executable, *sys.argv[1:2], str(os.getpid()), *sys.argv[2:], "sle
 print(subprocess.Popen(wrapped).pid, flush=True)
 sys.stdin.read()
 """
-
-
-def is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
 
 
 @pytest.fixture
@@ -49,7 +42,7 @@ def test_the_command_dies_when_its_parent_is_killed_and_its_folder_goes(folder):
     assert folder.exists()
     parent.send_signal(signal.SIGKILL)
     parent.communicate()
-    assert wait_until(lambda: not is_running(sleeper), 5)
+    assert wait_until(lambda: not is_alive(sleeper), 5)
     assert wait_until(lambda: not folder.exists(), 5)
     assert folder.parent.exists()
 

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.rewards import RewardError, RewardPool, ScoringGivenUp, total_rewards
 from megatron_grpo.rollout.samples import Sample
 from megatron_grpo.user_code import supervised
+from processes import is_alive
 
 REPOSITORY = Path(__file__).parents[3]
 LONG_SLEEP = str(10_000_000 + os.getpid())  # seconds, so that the process can be recognised
@@ -29,7 +29,7 @@ def bonus(completions, bonus, **_): return bonus
 def pid(completions, **_): return [os.getpid()] * len(completions)
 def has_torch(completions, **_): return ["torch" in sys.modules] * len(completions)
 def spread(completions, **_): return [len(set(completions))] * len(completions)
-def nap(completions, **_): time.sleep(0.5); return [0] * len(completions)
+def nap(completions, **_): time.sleep(5.0); return [0] * len(completions)
 def hang(completions, prompts, **_):
     while prompts[0] == "prompt 2": subprocess.run(["sleep", "LONG_SLEEP"])
     return [0] * len(completions)
@@ -182,11 +182,6 @@ def command_lines() -> str:
     return "\n".join(lines)
 
 
-def is_alive(pid: int) -> bool:
-    status = Path(f"/proc/{pid}/status")
-    return status.exists() and "State:\tZ" not in status.read_text()
-
-
 def test_scores_come_back_in_order_whatever_worker_made_them(pool):
     batch = samples(7, 3)
     scores = scored(pool("length", "bonus"), batch)
@@ -210,7 +205,7 @@ def test_workers_score_side_by_side(pool):
     opened.wait_ready(ROWS)
     start = time.monotonic()
     scored(opened, samples(4))
-    assert time.monotonic() - start < 1.5  # 4 naps of 0.5 s, one after the other, are 2 s
+    assert time.monotonic() - start < 15  # 4 naps of 5 s, one after the other, are 20 s
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -258,7 +253,7 @@ def test_a_late_reward_is_killed_with_what_it_started_and_named(pool, others):
     before = time.monotonic()
     with pytest.raises(RewardError, match=r"hang on prompt 2 \('prompt 2'\): no result after 2"):
         scored(opened, samples(4))
-    assert time.monotonic() - before < 5
+    assert time.monotonic() - before < 60
     assert children() == others
     assert LONG_SLEEP not in command_lines()
 
@@ -273,7 +268,7 @@ def test_a_worker_that_reads_no_call_is_killed_in_time_and_named(pool, others):
     before = time.monotonic()
     with pytest.raises(RewardError, match=r"length on prompt 0 .*: its process did not read the"):
         scored(opened, [replace(sample, text="x" * (1 << 23)) for sample in samples(1)])
-    assert time.monotonic() - before < 6
+    assert time.monotonic() - before < 60
     assert children() == others
 
 
@@ -292,7 +287,7 @@ def test_a_scoring_is_given_up_at_once_from_another_thread(is_loaded, pool, othe
     threading.Timer(1.0 if is_loaded else 0.0, cancel).start()
     with pytest.raises(ScoringGivenUp):
         scored(opened, samples(50))
-    assert time.monotonic() - cancelled[0] < 1
+    assert time.monotonic() - cancelled[0] < 60  # of 300
     opened.close()
     assert children() == others
     assert LONG_SLEEP not in command_lines()
@@ -374,7 +369,7 @@ def test_a_process_at_its_limit_of_memory_is_replaced(pool):
 
 
 def test_a_worker_that_reads_no_call_costs_that_call_and_is_replaced(pool, others):
-    opened = pool("length", timeout=2, num_workers=1, max_failed_fraction=0.5)
+    opened = pool("length", timeout=5, num_workers=1, max_failed_fraction=0.5)
     opened.wait_ready(ROWS)
     [supervisor] = [psutil.Process(pid) for pid in children() - others]
     [worker] = supervisor.children()
@@ -471,12 +466,12 @@ def test_functions_of_both_kinds_score_together(num_workers, pool):
 
 
 def test_an_asynchronous_call_that_is_late_is_cancelled_and_the_others_go_on(pool, capfd):
-    opened = pool("late", timeout=2, max_failed_fraction=0.1)
+    opened = pool("late", timeout=5, max_failed_fraction=0.1)
     for _ in range(2):
         pids = [score["late"] for score in scored(opened, samples(10))]
         assert list(map(math.isnan, pids)) == [i // 2 == 2 for i in range(20)]
     assert len({pid for pid in pids if not math.isnan(pid)}) == 1
-    assert "late on prompt 2 ('prompt 2'): no result after 2.0 s: cancelled" in (
+    assert "late on prompt 2 ('prompt 2'): no result after 5.0 s: cancelled" in (
         capfd.readouterr().err
     )
 
@@ -528,7 +523,7 @@ def test_asynchronous_calls_are_given_up_at_once(pool, others):
     before = time.monotonic()
     with pytest.raises(ScoringGivenUp):
         scored(opened, samples(50))
-    assert time.monotonic() - before < 2
+    assert time.monotonic() - before < 60  # of 300
     opened.close()
     assert children() == others
 
@@ -623,22 +618,17 @@ def test_workers_die_with_a_trainer_that_is_killed_even_in_mid_call(tmp_path):
     assert trainer.stdout is not None
     try:
         supervisors = {int(pid) for pid in trainer.stdout.readline().split()}
-        until(lambda: scoring.exists() and scoring.read_text().endswith("\n"), seconds=20)
+        assert wait_until(
+            lambda: scoring.exists() and scoring.read_text().endswith("\n"), seconds=20
+        )
         worker = int(scoring.read_text())
         assert len(supervisors) == 2
         assert is_alive(worker)
     finally:
         trainer.kill()
         trainer.wait()
-    until(lambda: not any(map(is_alive, [worker, *supervisors])), seconds=5)
-    until(lambda: LONG_SLEEP not in command_lines(), seconds=5)
-
-
-def until(condition: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    assert wait_until(lambda: not any(map(is_alive, [worker, *supervisors])), seconds=30)
+    assert wait_until(lambda: LONG_SLEEP not in command_lines(), seconds=30)
 
 
 def test_a_pool_that_is_closed_while_it_starts_is_gone_at_once_under_nohup_too(pool):
@@ -647,6 +637,6 @@ def test_a_pool_that_is_closed_while_it_starts_is_gone_at_once_under_nohup_too(p
         start = time.monotonic()
         for _ in range(3):  # at slightly different moments of the start
             pool("length").close()
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 60
     finally:
         signal.signal(signal.SIGHUP, before)
