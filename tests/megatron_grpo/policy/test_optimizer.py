@@ -22,12 +22,13 @@ from policies import (
 )
 
 NUM_STEPS = 3
-LR, BETA1, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-3, 0.8, 0.1, 1.0
+LR, BETA1, BETA2, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-3, 0.8, 0.9, 0.1, 1.0
 EPSILON = 1e-3
 """As large as elements of a clipped gradient: steps of Adam do not depend on its scale else."""
 ADAMW = [
     f"optimizer.lr={LR}",
     f"optimizer.adam_beta1={BETA1}",
+    f"optimizer.adam_beta2={BETA2}",
     f"optimizer.adam_eps={EPSILON}",
     f"optimizer.weight_decay={WEIGHT_DECAY}",
     f"optimizer.max_grad_norm={MAX_GRAD_NORM}",
@@ -72,7 +73,7 @@ def weights_by_torch(folder: Path) -> tuple[list[float], dict[str, Tensor]]:
             {"params": matrices, "weight_decay": WEIGHT_DECAY},
             {"params": norm_weights, "weight_decay": 0.0},
         ],
-        betas=(BETA1, 0.95),
+        betas=(BETA1, BETA2),
         eps=EPSILON,
     )
     norms = []
