@@ -3,10 +3,12 @@
 import json
 import re
 import tomllib
+from importlib.metadata import requires
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -59,3 +61,18 @@ def test_the_lock_holds_every_dependency_at_an_allowed_version() -> None:
         assert requirement.specifier.contains(locked[canonicalize_name(requirement.name)]), (
             f"{requirement} is locked at {locked[canonicalize_name(requirement.name)]}"
         )
+
+
+def test_gpus_get_the_transformer_engine_that_this_megatron_core_takes() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    ours, theirs = (
+        {str(each) for line in lines for each in transformer_engine(line)}
+        for lines in (project["optional-dependencies"]["gpu"], requires("megatron-core") or [])
+    )
+    assert ours == {"<2.12", ">=2.9"} and theirs == {"<2.12.0", ">=2.9.0a0"}
+
+
+def transformer_engine(line: str) -> SpecifierSet:
+    requirement = Requirement(line)
+    is_it = requirement.name == "transformer-engine"
+    return requirement.specifier if is_it else SpecifierSet()
