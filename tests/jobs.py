@@ -7,7 +7,6 @@ rank before it begins (`sabotage`), or signal it from outside.
 
 import os
 import signal
-import socket
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ import psutil
 from distributed import CONTEXT
 from megatron_grpo.launch.job_token import TOKEN_VARIABLE
 from megatron_grpo.launch.launch import LAUNCHER_VARIABLE, OWN_LOGS_VARIABLE
+from megatron_grpo.rollout.server import reserve_port
 from runs import RUN_MARK, TINY_CONFIG, marked_processes
 
 Sabotage = Callable[[int], None]
@@ -60,7 +60,8 @@ class Job:
     ) -> None:
         self.mark = uuid.uuid4().hex
         log_dir.mkdir(parents=True, exist_ok=True)
-        self.port = free_port()
+        self._reserved = reserve_port()  # rank 0 listens there only after seconds of imports
+        self.port: int = self._reserved.getsockname()[1]
         self.logs = [log_dir / f"rank_{rank}_{self.mark[:6]}.log" for rank in range(num_ranks)]
         self.ranks = []
         for rank, log in enumerate(self.logs):
@@ -94,6 +95,7 @@ class Job:
         for left in marked_processes(self.mark):
             with suppress(ProcessLookupError):
                 left.kill()
+        self._reserved.close()
 
     @property
     def output(self) -> str:
@@ -150,14 +152,6 @@ def _is_connected(pid: int, port: int) -> bool:
     with suppress(psutil.Error):  # it has ended
         return any(c.raddr and c.raddr.port == port for c in psutil.Process(pid).net_connections())
     return False
-
-
-def free_port() -> int:
-    """A port of the loopback interface that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _be_rank(

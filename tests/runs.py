@@ -94,6 +94,12 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     return read_json_lines(run_dir / "metrics.jsonl")
 
 
+def steps_of(run_dir: Path) -> list[int]:
+    """Those that the log has by now."""
+    metrics = run_dir / "metrics.jsonl"
+    return [record["step"] for record in read_json_lines(metrics)] if metrics.exists() else []
+
+
 def read_completions(run_dir: Path) -> list[dict[str, Any]]:
     """What two runs that compute the same have alike of each completion.
 

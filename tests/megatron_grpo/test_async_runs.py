@@ -15,7 +15,7 @@ import pytest
 from demo.make_sums import sums
 from engines import TestEngine
 from jobs import Job, Sabotage
-from runs import read_completions, read_json_lines, read_metrics
+from runs import read_completions, read_json_lines, read_metrics, steps_of
 from sabotage import InPhase, die
 
 NUM_RANKS = 2
@@ -150,8 +150,7 @@ def test_a_generation_is_made_while_the_one_before_is_trained_on(whole: Path) ->
         assert {e["name"] for e in made} == {"generate", "score"}
         [train] = [e for e in found if e["name"] == "train" and e["args"]["step"] == generation]
         first, last = min(e["ts"] for e in made), max(e["ts"] + e["dur"] for e in made)
-        assert first < train["ts"] and train["ts"] + train["dur"] < last + 1e6
-        assert first < train["ts"] + train["dur"] and train["ts"] < last
+        assert first < train["ts"] < last
     assert_alone(found)
 
 
@@ -304,8 +303,3 @@ def test_a_generation_whose_last_engine_is_lost_is_asked_for_again_from_what_is_
     assert ended.exit_codes == [0] * NUM_RANKS, ended.output
     assert ended.survivors == []
     assert versions(async_runs.folder / "alone") == [0, 0, 2, 2, 3]
-
-
-def steps_of(run_dir: Path) -> list[int]:
-    metrics = run_dir / "metrics.jsonl"
-    return [record["step"] for record in read_json_lines(metrics)] if metrics.exists() else []

@@ -16,7 +16,7 @@ import pytest
 from faulty_runs import NUM_RANKS, Runs, assert_resumes, assert_same_run
 from megatron_grpo.checkpoints.folders import latest_step
 from proxies import Proxy
-from runs import read_json_lines
+from runs import read_json_lines, steps_of
 from sabotage import (
     LIMIT,
     Both,
@@ -66,7 +66,7 @@ def cases(table: dict[str, Any]) -> list[Any]:
     ]
 
 
-DEATH_SECONDS = 10
+DEATH_SECONDS = 40
 HANG_SECONDS = 60
 PREEMPTED = 75
 
@@ -414,11 +414,6 @@ def test_a_job_that_scores_for_long_is_preempted_all_the_same(runs: Runs, tmp_pa
         ended = job.end(20)
     assert ended.exit_codes == [PREEMPTED] * NUM_RANKS, ended.output
     assert ended.survivors == []
-
-
-def steps_of(run_dir: Path) -> list[int]:
-    metrics = run_dir / "metrics.jsonl"
-    return [record["step"] for record in read_json_lines(metrics)] if metrics.exists() else []
 
 
 @pytest.fixture
