@@ -51,6 +51,14 @@ def transformers_engine(tied_model, tmp_path_factory):
         yield engine
 
 
+@pytest.fixture(params=["vllm_engine", "transformers_engine"])
+def engine(request, tied_model):
+    """One and then the other, with the weights of `tied_model`."""
+    engine = request.getfixturevalue(request.param)
+    engine.push(tied_model)
+    return engine
+
+
 @pytest.fixture(scope="session")
 def runs(tied_model, vllm_engine, tmp_path_factory):
     """Starts runs of one config, to be broken."""

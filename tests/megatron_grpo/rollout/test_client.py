@@ -19,13 +19,6 @@ from pushes import client_of
 TOKEN = "0123456789abcdef"
 
 
-@pytest.fixture(params=["vllm_engine", "transformers_engine"])
-def engine(request, tied_model):
-    engine = request.getfixturevalue(request.param)
-    engine.push(tied_model)
-    return engine
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_logprobs_are_those_of_the_sampled_tokens_after_temperature(engine, temperature):
     samples = engine.generate(random_prompts(6), temperature=temperature)

@@ -75,13 +75,6 @@ def dialogues(
         )
 
 
-@pytest.fixture(params=["vllm_engine", "transformers_engine"])
-def engine(request, tied_model):
-    engine = request.getfixturevalue(request.param)
-    engine.push(tied_model)
-    return engine
-
-
 @pytest.fixture
 def transformers(transformers_engine, tied_model):
     transformers_engine.push(tied_model)
@@ -219,11 +212,11 @@ def test_a_failing_environment_fails_its_sample_and_no_other(transformers, tmp_p
     if (deed, turn) == ("nan", 0):
         pytest.skip("reset returns no reward")
     with dialogues(
-        tmp_path, "Odd", [*good, *bad], transformers.version, pool={"timeout": 1.0}
+        tmp_path, "Odd", [*good, *bad], transformers.version, pool={"timeout": 5.0}
     ) as generation:
         start = time.monotonic()
         samples = transformers.client().generate(generation)
-        assert time.monotonic() - start < 20
+        assert time.monotonic() - start < 60
     failed = [s for s in samples if s.finish_reason == "failed"]
     assert failed and {s.prompt.index for s in failed} == {1}
     assert all(math.isnan(s.environment_reward) for s in failed)
