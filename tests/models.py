@@ -84,6 +84,12 @@ def tiny_model(
     return Path(folder)
 
 
+def servable_model(folder: Path, family: str, **overrides: Any) -> Path:
+    """Heads of 32, the least that vLLM serves on a CPU; Qwen2 has them from its hidden size."""
+    heads = {"hidden_size": 128} if family == "qwen2" else {"head_dim": 32}
+    return tiny_model(folder, family, **(heads | overrides))
+
+
 def character_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     """One token per character: special tokens, newline, ASCII, then Latin up to `vocab_size`."""
     characters = ["\n", *map(chr, range(0x20, 0x7F)), *map(chr, range(0xA1, 0xA1 + vocab_size))]

@@ -14,7 +14,7 @@ from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.rank_weights import read_weights
 from checkpoint_convert.vllm import EngineDims, check_engine, check_engine_dims, engine_layouts
 from conversions import assert_same
-from models import tiny_model
+from models import servable_model
 from parallel import cover_exactly
 from shapes import LLAMA_70B, MIXTRAL_8X7B, QWEN3_30B, shapes
 from vllm_workers import loaded_parameters
@@ -27,14 +27,6 @@ def report_of(parameters):
         name: (tuple(value.shape), str(value.dtype).removeprefix("torch."))
         for name, value in parameters.items()
     }
-
-
-def servable_model(folder, family, *, kv_heads, tied, **overrides):
-    """Heads of 32, the least that vLLM serves on a CPU; Qwen2 has them from its hidden size."""
-    heads = {"hidden_size": 128} if family == "qwen2" else {"head_dim": 32}
-    return tiny_model(
-        folder, family, tied=tied, num_key_value_heads=kv_heads, **(heads | overrides)
-    )
 
 
 def assert_workers_hold_what_the_layouts_say(cases, dtype=torch.float32):
@@ -65,7 +57,7 @@ def test_vllm_loads_into_every_worker_what_its_layout_says(tmp_path, tensor, dty
     cases = []
     for number, family in enumerate(sorted(FAMILIES)):
         kv_heads, tied = (1, 2, 4)[number % 3], number % 2 == 0
-        folder = servable_model(tmp_path / family, family, kv_heads=kv_heads, tied=tied)
+        folder = servable_model(tmp_path / family, family, num_key_value_heads=kv_heads, tied=tied)
         cases.append((folder, EngineDims(tensor=tensor)))
         if family in MIXTURES and tensor > 1:
             cases.append((folder, EngineDims(tensor=tensor, expert_parallel=True)))
@@ -79,13 +71,13 @@ def test_so_it_does_for_any_number_of_heads_and_experts(tmp_path, family, tensor
     cases = []
     for kv_heads, tied in product((1, 2, 4), (False, True)):
         folder = tmp_path / f"{kv_heads}-{tied}"
-        servable_model(folder, family, kv_heads=kv_heads, tied=tied)
+        servable_model(folder, family, num_key_value_heads=kv_heads, tied=tied)
         cases.append((folder, EngineDims(tensor=tensor)))
     if family in MIXTURES:
         key = FAMILIES[family].experts.num_experts
         for num_experts in (4, 5, 6):
             folder = tmp_path / f"{num_experts} experts"
-            servable_model(folder, family, kv_heads=2, tied=False, **{key: num_experts})
+            servable_model(folder, family, tied=False, **{key: num_experts})
             cases.append((folder, EngineDims(tensor=tensor, expert_parallel=True)))
     assert_workers_hold_what_the_layouts_say(cases)
 

@@ -10,7 +10,7 @@ from checkpoint_convert import hf_tensors, read_shape
 from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.vllm import EngineDims, engine_layouts
 from megatron_grpo.planning.peer_traffic import m2n_elements, nccl_elements
-from models import tiny_model
+from models import servable_model
 from shapes import LLAMA_70B, QWEN3_30B
 from vllm_workers import read_in_workers
 
@@ -45,12 +45,6 @@ def destined(model, tensors, num_workers, shard_axis_size):
         destination.name: destination.tensor.numel() if destination.direct else prod(size)
         for destination, size in zip(destinations, tensors.values(), strict=True)
     }
-
-
-def servable_model(folder, family, tied):
-    """Heads of 32, the least that vLLM serves on a CPU; Qwen2 has them from its hidden size."""
-    heads = {"hidden_size": 128} if family == "qwen2" else {"head_dim": 32}
-    return tiny_model(folder, family, tied=tied, **heads)
 
 
 def test_m2n_brings_every_worker_what_vllm_itself_plans(tmp_path):

@@ -16,7 +16,7 @@ import pytest
 from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.vllm import EngineDims
 from distributed import run_ranks
-from models import tiny_model
+from models import servable_model
 from parallel import ParallelDims
 from parallel.transport.buckets import ALIGNMENT
 from worker_engines import worker_engines
@@ -57,11 +57,9 @@ def check_pushes(
         assert first <= sum(rank.bytes_handed_over for rank in sent) < first + gaps, where
 
 
-def servable_model(folder: Path, family: str, **overrides: Any) -> Path:
-    """Heads of 32, the least that vLLM serves on a CPU; Qwen2 has them from its hidden size."""
-    heads = {"hidden_size": 128} if family == "qwen2" else {"head_dim": 32}
-    # Five layers split unevenly over every pipeline.
-    return tiny_model(folder, family, num_hidden_layers=5, **(heads | overrides))
+def uneven_model(folder: Path, family: str, **overrides: Any) -> Path:
+    """Of five layers, which split unevenly over every pipeline."""
+    return servable_model(folder, family, num_hidden_layers=5, **overrides)
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +79,8 @@ def others(tmp_path_factory):
     """What the engines begin with; after that, what was pushed before is still there."""
     folder = tmp_path_factory.mktemp("others")
     return {
-        "qwen3": servable_model(folder / "qwen3", "qwen3", tied=True, seed=99),
-        "qwen3_moe": servable_model(folder / "qwen3_moe", "qwen3_moe", seed=99),
+        "qwen3": uneven_model(folder / "qwen3", "qwen3", tied=True, seed=99),
+        "qwen3_moe": uneven_model(folder / "qwen3_moe", "qwen3_moe", seed=99),
     }
 
 
@@ -93,13 +91,13 @@ def layout_name(dims: ParallelDims) -> str:
 @pytest.mark.parametrize("dims", DENSE_LAYOUTS, ids=layout_name)
 def test_every_worker_holds_what_vllm_would_have_loaded(tmp_path, engines, others, dims):
     number = DENSE_LAYOUTS.index(dims)
-    folder = servable_model(tmp_path / "model", "qwen3", tied=True, seed=number)
+    folder = uneven_model(tmp_path / "model", "qwen3", tied=True, seed=number)
     transport = ("auto", "network")[number % 2]
     check_pushes(dims, [Case(folder, others["qwen3"], [TP1, TP2])], engines, transport)
 
 
 def test_so_it_does_where_ranks_share_the_experts(tmp_path, engines, others):
-    folder = servable_model(tmp_path / "model", "qwen3_moe")
+    folder = uneven_model(tmp_path / "model", "qwen3_moe")
     case = Case(folder, others["qwen3_moe"], [TP1, TP2, EXPERT_PARALLEL])
     check_pushes(EP2, [case], engines, "auto")
 
@@ -115,9 +113,7 @@ def test_so_it_does_for_any_family_and_number_of_heads(tmp_path, engines, family
     for kv_heads, tied in product((1, 2, 4), (False, True)):
         name = f"{family} kv_heads({kv_heads}) tied({tied})"
         folder, others = (
-            servable_model(
-                tmp_path / own, family, num_key_value_heads=kv_heads, tied=tied, seed=seed
-            )
+            uneven_model(tmp_path / own, family, num_key_value_heads=kv_heads, tied=tied, seed=seed)
             for own, seed in ((name, 0), (f"{name} others", 1))
         )
         kinds = [TP1, TP2, *([EXPERT_PARALLEL] if family in MIXTURES else [])]
