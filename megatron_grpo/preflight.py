@@ -107,15 +107,11 @@ def check_same_run(cfg: Config) -> None:
     Lists every key that differs, apart from those that a resumed run may change. The same where its
     checkpoints are gone: a run that begins anew drops the records that are there.
     """
-    saved, checkpoints = cfg.train.run_dir / "config.yaml", cfg.train.run_dir / "checkpoints"
+    checkpoints = cfg.train.run_dir / "checkpoints"
     if (step := latest_step(checkpoints)) == 0:
         _check_never_saved(cfg.train.run_dir)
         return  # nothing has been learnt that another config could spoil
-    try:
-        # Read as a config: newer keys than the run have their defaults, as they had in effect.
-        before = dict(_flatten(yaml.safe_load(dump_config(load_config(saved)))))
-    except ValueError as error:
-        raise ValueError(f"{saved}: {error}") from None
+    before = dict(_flatten(yaml.safe_load(dump_config(_saved_config(cfg.train.run_dir)))))
     now = dict(_flatten(yaml.safe_load(dump_config(cfg))))
     differing = [
         f"{key}: {before.get(key, 'not there')} before, {now.get(key, 'not there')} now"
@@ -138,13 +134,22 @@ def _check_never_saved(run_dir: Path) -> None:
     """
     if (last := last_step(run_dir)) == 0:
         return
-    interval = yaml.safe_load((run_dir / "config.yaml").read_text())["train"]["save_interval"]
+    interval = _saved_config(run_dir).train.save_interval
     if last > 2 * interval:
         raise ValueError(
             f"train.run_dir {run_dir} holds the records of {last} steps, and its checkpoints, one "
             f"every {interval} steps, are gone: put them back into {run_dir / 'checkpoints'}, "
             "choose another folder, or remove this one"
         )
+
+
+def _saved_config(run_dir: Path) -> Config:
+    """That of the run there: keys newer than it have their defaults, as they had in effect."""
+    saved = run_dir / "config.yaml"
+    try:
+        return load_config(saved)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{saved}: {error}") from None
 
 
 def _check_same_model(kept: Path, folder: Path) -> None:

@@ -139,16 +139,18 @@ class Config(Section):
     @model_validator(mode="after")
     def _right_answers_pass(self) -> Self:
         """What is added to or taken from a right answer must not decide whether it passes."""
-        says_what_passes = "pass_threshold" in self.eval.model_fields_set
-        if self.eval.data is None or self.eval.reward is not None or says_what_passes:
+        if self.eval.data is None or "pass_threshold" in self.eval.model_fields_set:
             return self
-        names = [function.name for function in self.reward.functions if function.weight != 0]
-        if len(names) > 1 or not SHAPING.isdisjoint(names):
+        judges = [each for each in (self.eval.reward or self.reward).functions if each.weight != 0]
+        names = [function.name for function in judges]
+        is_plain = len(judges) == 1 and judges[0].weight >= 1 and SHAPING.isdisjoint(names)
+        if judges and not is_plain:
             unshaped = [name for name in names if name not in SHAPING]
             judge = next(iter(sorted(unshaped, key=lambda name: name not in RIGHT)), "math_answer")
+            sums = ", ".join(f"{function.name} * {function.weight:g}" for function in judges)
             raise ValueError(
                 f"eval.pass_threshold {self.eval.pass_threshold} is for a reward of right answers "
-                f"alone, and reward.functions are {', '.join(names)}: set "
+                f"alone, and completions are judged by {sums}: set "
                 f"eval.reward.functions=[{judge}], or eval.pass_threshold to the least weighted "
                 "sum that passes"
             )

@@ -37,7 +37,8 @@ class DataConfig(Section):
     subset: str | None = None
     """Configuration of a Hugging Face data set, such as `main` of openai/gsm8k; null for files."""
     split: str = "train"
-    """Split of a Hugging Face data set; of a folder the files named by it, such as `train-*`."""
+    """Split of a Hugging Face data set; of a folder the files named by it, such as `train-*`, or
+    all where none is named by any."""
     prompt_column: str = "prompt"
     """Column with the question: a string, or chat messages, the last not the assistant's."""
     answer_column: str | None = "answer"

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from megatron_grpo.data.invalid_rows import Fault, InvalidRows
 
 FILE_SUFFIXES = (".jsonl", ".parquet")
 DEFAULT_SPLIT = DataConfig.model_fields["split"].default
+SPLITS = frozenset({DEFAULT_SPLIT, "validation", "valid", "val", "dev", "test", "eval"})
+"""By which files of a folder are named."""
 NUM_NAMED = 10
 """Most files of a folder that are named."""
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
@@ -81,7 +83,10 @@ def _sources(data: DataConfig) -> Iterator[tuple[str, Iterator[Numbered]]]:
 
 
 def _files_of_split(path: Path, split: str) -> list[Path]:
-    """Those of a folder that are named by the split; of the default all, where none is."""
+    """Those of a folder that are named by the split; all, where none is named by any.
+
+    Where some are and some are not, who named them does not say which the others belong to.
+    """
     if not path.is_dir():
         if split != DEFAULT_SPLIT:
             raise ValueError(
@@ -92,14 +97,24 @@ def _files_of_split(path: Path, split: str) -> list[Path]:
     files = sorted(file for file in path.iterdir() if file.suffix in FILE_SUFFIXES)
     if not files:
         raise ValueError(f"data.path {path} has no {' or '.join(FILE_SUFFIXES)} file in it")
-    named = [file for file in files if re.split(r"[-_.]", file.name)[0] == split]
-    if not named and split != DEFAULT_SPLIT:
+    words = {file: re.split(r"[-_.]", file.name)[0] for file in files}
+    if split == DEFAULT_SPLIT and SPLITS.isdisjoint(words.values()):
+        return files
+    if split not in words.values():
         raise ValueError(
             f"data.path {path} has no file of data.split {split}, which would be called such as "
-            f"{split}.parquet or {split}-00000-of-00001.parquet: it has "
-            f"{', '.join(file.name for file in files[:NUM_NAMED])}"
+            f"{split}.parquet or {split}-00000-of-00001.parquet: it has {_names(files)}"
         )
-    return named or files
+    if others := [file for file, word in words.items() if word not in {split, *SPLITS}]:
+        raise ValueError(
+            f"data.path {path} has files that are named by their split, and {_names(others)}: name "
+            f"these so, too, such as {split}-{others[0].name}, or take them out"
+        )
+    return [file for file, word in words.items() if word == split]
+
+
+def _names(files: Sequence[Path]) -> str:
+    return ", ".join(file.name for file in files[:NUM_NAMED])
 
 
 def _read_jsonl(file: Path) -> Iterator[Numbered]:

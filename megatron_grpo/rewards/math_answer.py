@@ -48,7 +48,8 @@ def math_answer(
 
 def can_read(answer: Any) -> bool:
     """Whether there is anything to compare with in a reference answer; mostly told at a glance."""
-    return any(FORMULA.search(text) or parse(text) for text in _readings(str(answer)))
+    readings = _readings(str(answer))
+    return any(map(FORMULA.search, readings)) or any(map(parse, readings))
 
 
 def _equal(reference: list[Any], completion: str) -> bool:

@@ -4,11 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
-
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.data_config import DataConfig
-from megatron_grpo.data.encoding import Encoded, encode_rows, render_chats
+from megatron_grpo.data.encoding import TEMPLATE_ERRORS, Encoded, encode_rows, render_chats
 from megatron_grpo.data.prompts import Prompt
 
 if TYPE_CHECKING:
@@ -106,7 +104,7 @@ def _render(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", role: str) -
     ]
     try:
         text: str = render_chats(data, tokenizer, messages)
-    except TemplateError as error:
+    except TEMPLATE_ERRORS as error:
         raise ValueError(
             f"the chat template refuses an observation of environment.observation_role {role!r} "
             f"after the model's turn: {error}"

@@ -431,6 +431,7 @@ COSINE = "{name: cosine, arguments: {cosine_max_len: 16}}"
         (f"[{COSINE}]", "math_answer"),
         (f"[repetition, demo/rewards.py:last_number, {LONG}]", "demo/rewards.py:last_number"),
         ("[judge, exact]", "exact"),
+        ("[{name: exact, weight: 0.5}]", "exact"),
     ],
 )
 def test_a_shaped_reward_does_not_judge_an_evaluation_unasked(functions, judge):
@@ -440,6 +441,8 @@ def test_a_shaped_reward_does_not_judge_an_evaluation_unasked(functions, judge):
     load_config(DEMO, [shaped])
     load_config(DEMO, [shaped, "eval.data.path=test.jsonl", "eval.pass_threshold=1.0"])
     load_config(DEMO, [shaped, "eval.data.path=test.jsonl", f"eval.reward.functions=[{judge}]"])
+    # Of which the functions are still those of training.
+    assert message == refusal(shaped, "eval.data.path=test.jsonl", "eval.reward.timeout=120")
 
 
 def test_a_function_that_only_looks_on_shapes_no_reward():

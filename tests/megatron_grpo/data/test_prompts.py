@@ -140,6 +140,16 @@ def test_a_folder_has_the_split_that_its_files_are_named_by(tmp_path):
     assert "it has test-00000-of-00001.parquet, train.parquet" in message
 
 
+def test_a_folder_in_which_some_files_are_of_a_split_and_some_of_none_is_refused(tmp_path):
+    """The others might be for training, or nobody knows what they are."""
+    for name in ("problems", "test"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(ROWS[0]))
+    assert "no file of data.split train" in refusal(config(tmp_path))
+    (tmp_path / "train.jsonl").write_text(json.dumps(ROWS[0]))
+    message = refusal(config(tmp_path))
+    assert "and problems.jsonl: name these so, too, such as train-problems.jsonl" in message
+
+
 @pytest.mark.parametrize(
     ("override", "told"),
     [
