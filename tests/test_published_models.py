@@ -15,6 +15,7 @@ NUM_PARAMETERS = {
     "DeepSeek-R1-Distill-Qwen-32B": 32_763_876_352,
     "Qwen3-32B": 32_762_123_264,
     "Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen3-235B-A22B": 235_093_634_560,
 }
 
 
