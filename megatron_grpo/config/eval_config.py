@@ -32,7 +32,7 @@ class EvalConfig(Section):
     """Each k of pass@k, at most num_generations; by default 1 and num_generations."""
     pass_threshold: float = 1.0
     """A completion passes when its reward, the weighted sum, is at least this; to be given where
-    the training reward has several functions, or shapes, and `eval.reward` is not."""
+    that is of several functions, or of one that shapes or weighs less than 1."""
     temperature: float | None = Field(default=None, ge=0)
     """Divides the logits; 0 takes the likeliest token; null: rollout.temperature."""
     top_p: float = Field(default=1.0, gt=0, le=1)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """A GPU of a node, by its data sheet; rates are bytes or operations per second."""
+    """A GPU of a node; rates are bytes or operations per second, by its data sheet."""
 
     memory: int
     """Bytes that CUDA says it has: more than the round number in its name."""

@@ -16,7 +16,7 @@ ATTAINABLE = 0.5
 ATTAINABLE_BY_EXPERTS = 0.3
 """The same of a mixture: its matrices are small. verl reports 0.31 of Qwen3-30B-A3B on 32 GPUs."""
 ATTAINABLE_OF_LINK = 0.8
-"""NCCL's collectives reach 360 of the 450 GB/s of an H100's NVLink (NVIDIA/nccl-tests#326)."""
+"""NCCL's protocol takes some 20%: 370 of an H100's 450 GB/s are left (NVIDIA/nccl-tests#212)."""
 
 
 @dataclass(frozen=True, kw_only=True)
