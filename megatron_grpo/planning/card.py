@@ -11,6 +11,8 @@ class Card:
     """Bytes that CUDA says it has: more than the round number in its name."""
     flops: float
     """Dense bfloat16."""
+    memory_rate: float
+    """From its own memory."""
     node_rate: float
     """To the other GPUs of the node (NVLink), in one direction."""
     network_rate: float
@@ -19,10 +21,18 @@ class Card:
 
 
 CARDS = {
-    "a100": Card(memory=85 * 10**9, flops=312e12, node_rate=300e9, network_rate=25e9),
-    "h100": Card(memory=85 * 10**9, flops=989e12, node_rate=450e9, network_rate=50e9),
-    "h200": Card(memory=150 * 10**9, flops=989e12, node_rate=450e9, network_rate=50e9),
-    "b200": Card(memory=191 * 10**9, flops=2250e12, node_rate=900e9, network_rate=50e9),
+    "a100": Card(
+        memory=85 * 10**9, flops=312e12, memory_rate=2.039e12, node_rate=300e9, network_rate=25e9
+    ),
+    "h100": Card(
+        memory=85 * 10**9, flops=989e12, memory_rate=3.35e12, node_rate=450e9, network_rate=50e9
+    ),
+    "h200": Card(
+        memory=150 * 10**9, flops=989e12, memory_rate=4.8e12, node_rate=450e9, network_rate=50e9
+    ),
+    "b200": Card(
+        memory=191 * 10**9, flops=2250e12, memory_rate=8e12, node_rate=900e9, network_rate=50e9
+    ),
 }
 """SXM modules in nodes of NVIDIA's HGX and DGX kind, one network card per GPU."""
 

@@ -9,6 +9,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.planning.card import Card, card_named
 from megatron_grpo.planning.job_plan import JobPlan, least_gpus, plan_job
 from megatron_grpo.planning.job_table import job_table, suggestion_table
+from megatron_grpo.planning.memory import engine_bytes
 from megatron_grpo.planning.suggest import suggest
 from megatron_grpo.planning.workload import longest_sequence, read_lengths
 
@@ -31,7 +32,7 @@ def print_suggestions(
     """Print layouts that fit; ValueError where none does."""
     card, shape = card_named(gpu), read_shape(cfg.model.path)
     lengths = _lengths(cfg, shape, lengths_file)
-    num_gpus = num_gpus or least_gpus(cfg, card)
+    num_gpus = num_gpus or least_gpus(cfg, card, engine_bytes(cfg, shape, card))
     suggestions = suggest(cfg, shape, card, lengths, num_gpus)
     if as_json:
         print(json.dumps([suggestion.as_json() for suggestion in suggestions]))

@@ -16,6 +16,7 @@ from megatron_grpo.planning.memory import (
     memory_limit,
     stages_memory,
 )
+from megatron_grpo.planning.rollout_time import RolloutTime, rollout_time
 from megatron_grpo.planning.state import stage_states
 from megatron_grpo.planning.step_time import LinkUse, StepTime, push_link, step_time
 from megatron_grpo.planning.workload import Workload, shared_tokens, workload
@@ -36,6 +37,8 @@ class JobPlan:
     engine: EngineBytes | None
     """None where rollouts come from no vLLM."""
     time: StepTime
+    rollout: RolloutTime | None
+    """Of one generation; None where rollouts come from no vLLM."""
     push: LinkUse | None
     """Of one generation, which may serve several steps."""
     shared_tokens: int | None
@@ -68,6 +71,7 @@ class JobPlan:
             "stages": [stage.as_json() for stage in self.stages],
             "engine": self.engine and asdict(self.engine),
             "step": asdict(self.time) | {"estimate_seconds": self.time.estimate},
+            "rollout": self.rollout and asdict(self.rollout) | {"seconds": self.rollout.seconds},
             "push": self.push and asdict(self.push),
         }
 
@@ -85,8 +89,9 @@ def plan_job(
     legal value, for what cannot be split, placed, packed or loaded.
     """
     check_divisible(shape, cfg.dims)
-    num_gpus, is_shared = share_gpus(cfg, card, num_gpus)
-    engine = engine_bytes(cfg, shape, card) if cfg.rollout.engine == "vllm" else None
+    engine = engine_bytes(cfg, shape, card)
+    num_gpus = num_gpus or least_gpus(cfg, card, engine)
+    is_shared = shares_gpus(cfg, card, num_gpus)
     beside = engine.total if engine and is_shared else 0
     in_node = num_gpus <= card.per_node
     work, states = workload(cfg, shape, lengths), stage_states(cfg, shape)
@@ -98,22 +103,21 @@ def plan_job(
         stages=stages_memory(cfg, shape, states, work.microbatches, beside),
         engine=engine,
         time=step_time(cfg, shape, states[0], work, card),
+        rollout=rollout_time(cfg, shape, engine, card, lengths) if engine else None,
         push=push_link(engine.weights, card, in_node=in_node) if engine else None,
         shared_tokens=shared_tokens(cfg, shape, work.lengths),
     )
 
 
-def share_gpus(cfg: Config, card: Card, num_gpus: int | None) -> tuple[int, bool]:
-    """How many GPUs a job has, and whether ranks and engines share them, as `place` has it.
+def shares_gpus(cfg: Config, card: Card, num_gpus: int) -> bool:
+    """Whether ranks and engines of a job share its GPUs, as `place` has it.
 
-    Without `num_gpus`, `least_gpus`. Raises ValueError where they are too few, or where nodes of
+    Raises ValueError where they are too few, or where nodes of
     the card cannot hold the ranks or the engines.
     """
     ranks, tensor = cfg.dims.world_size, cfg.rollout.tensor_parallel_size
     engines = cfg.rollout.num_engines * tensor
     check_engine_size(tensor, card.per_node)
-    if num_gpus is None:
-        num_gpus = least_gpus(cfg, card)
     if max(ranks, engines) > num_gpus:
         raise ValueError(
             f"{cfg.dims} has {ranks} ranks, and {cfg.rollout.num_engines} engines of "
@@ -127,14 +131,21 @@ def share_gpus(cfg: Config, card: Card, num_gpus: int | None) -> tuple[int, bool
         for engine in placed.engines
     )
     # Of the last node a job may have a part, which `place` does not know.
-    return num_gpus, is_shared or ranks + engines > num_gpus
+    return is_shared or ranks + engines > num_gpus
 
 
-def least_gpus(cfg: Config, card: Card) -> int:
-    """Of as few whole nodes as hold ranks or engines; a part of one where that holds both."""
+def least_gpus(cfg: Config, card: Card, engine: EngineBytes | None) -> int:
+    """GPUs of as few whole nodes as hold the job; a part of one node where that holds all.
+
+    Ranks and engines take the same nodes, unless an `engine` alone fills what a plan may use of a
+    card.
+    """
     tensor, num_engines = cfg.rollout.tensor_parallel_size, cfg.rollout.num_engines
+    rank_nodes = -(-cfg.dims.world_size // card.per_node)
     engine_nodes = -(-num_engines // max(1, card.per_node // tensor))
-    nodes = max(-(-cfg.dims.world_size // card.per_node), engine_nodes)
     # Engines begin at a multiple of their size.
     apart = round_up(cfg.dims.world_size, tensor) + num_engines * tensor
+    if engine and engine.total > memory_limit(card):
+        return apart if apart <= card.per_node else (rank_nodes + engine_nodes) * card.per_node
+    nodes = max(rank_nodes, engine_nodes)
     return min(apart, card.per_node) if nodes == 1 else nodes * card.per_node

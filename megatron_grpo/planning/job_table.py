@@ -7,6 +7,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.experience.batching import BatchSchedule
 from megatron_grpo.planning.job_plan import JobPlan
 from megatron_grpo.planning.memory import StageMemory
+from megatron_grpo.planning.rollout_time import RolloutTime
 from megatron_grpo.planning.step_time import ATTAINABLE_OF_LINK, LinkUse
 from megatron_grpo.planning.suggest import Suggestion
 
@@ -111,7 +112,23 @@ def _work_lines(cfg: Config, plan: JobPlan) -> list[str]:
             f"{plan.engine.cache / 1e9:.1f} GB for keys and values on each GPU: "
             f"{plan.engine.cached_tokens:,} tokens at once"
         )
+    if plan.rollout:
+        lines.append(_rollout_line(cfg, plan.rollout))
     return lines
+
+
+def _rollout_line(cfg: Config, time: RolloutTime) -> str:
+    bound = (
+        f"an engine reads its weights {time.passes:,} times, and the keys and values, from memory"
+        if time.memory_seconds > time.compute_seconds
+        else "computing it takes, at the cards' peak"
+    )
+    steps = BatchSchedule.of(cfg.grpo).updates_per_generation
+    return (
+        f"a generation, for {steps} {'step' if steps == 1 else 'steps'}: "
+        f"{time.completions:,} completions, {time.tokens:,} tokens, by "
+        f"{cfg.rollout.num_engines} engines: at least {time.seconds:.1f} s, in which {bound}"
+    )
 
 
 def _link_rows(cfg: Config, plan: JobPlan) -> list[str]:

@@ -29,6 +29,8 @@ class EngineBytes:
     weights: int
     cache: int
     """Left for keys and values, what it computes with included."""
+    token_bytes: int
+    """Keys and values of one token."""
     cached_tokens: int
     """That fit there, over the whole engine."""
     outside: int
@@ -79,8 +81,13 @@ def fullest_stage(stages: Sequence[StageMemory]) -> StageMemory:
     return max(stages, key=lambda stage: stage.total)
 
 
-def engine_bytes(cfg: Config, shape: ModelShape, card: Card) -> EngineBytes:
-    """What an engine of `cfg` takes of each GPU; ValueError where its weights do not fit there."""
+def engine_bytes(cfg: Config, shape: ModelShape, card: Card) -> EngineBytes | None:
+    """What an engine of `cfg` takes of each GPU; None where rollouts come from no vLLM.
+
+    Raises ValueError where its weights do not fit there.
+    """
+    if cfg.rollout.engine != "vllm":
+        return None
     itemsize = ITEMSIZE[cfg.model.dtype]
     weights = max(worker.num_elements for worker in worker_layouts(shape, cfg.rollout)) * itemsize
     heads = -(-shape.num_key_value_heads // cfg.rollout.tensor_parallel_size)
@@ -89,6 +96,7 @@ def engine_bytes(cfg: Config, shape: ModelShape, card: Card) -> EngineBytes:
     return EngineBytes(
         weights=weights,
         cache=cache,
+        token_bytes=per_token,
         cached_tokens=cache // per_token,
         outside=CONTEXT_BYTES
         + COMMUNICATOR_BYTES * (cfg.rollout.tensor_parallel_size > 1)

@@ -105,10 +105,10 @@ def forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
     """Of all layers for one forward: twice the weights per token, and causal attention."""
     pairs = sum(length * length for length in lengths) / 2
     attention = 4.0 * shape.num_attention_heads * shape.head_dim * shape.num_layers * pairs
-    return 2.0 * _active_weights(shape) * sum(lengths) + attention
+    return 2.0 * active_weights(shape) * sum(lengths) + attention
 
 
-def _active_weights(shape: ModelShape) -> float:
+def active_weights(shape: ModelShape) -> float:
     """Elements of all layers that a token is multiplied with: of experts, those it goes to."""
     share = shape.moe.experts_per_token / shape.moe.num_experts if shape.moe else 1.0
     one_layer = hf_tensors(replace(shape, num_layers=1))

@@ -12,8 +12,9 @@ from checkpoint_convert import ModelShape, check_divisible
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.trainer_config import ParallelConfig
 from megatron_grpo.planning.card import Card
-from megatron_grpo.planning.job_plan import least_gpus, share_gpus
+from megatron_grpo.planning.job_plan import least_gpus, shares_gpus
 from megatron_grpo.planning.memory import (
+    EngineBytes,
     StageMemory,
     engine_bytes,
     fullest_stage,
@@ -79,9 +80,9 @@ def suggest(
     Raises ValueError where the engines leave no GPU, or do not fit theirs, and for what no layout
     can mend: a sequence that fits no microbatch, a batch that does not come out even.
     """
-    cfg, num_ranks = _with_engines(cfg, card, num_gpus)
-    _, is_shared = share_gpus(_on_ranks(cfg, num_ranks), card, num_gpus)
-    engine = engine_bytes(cfg, shape, card) if cfg.rollout.engine == "vllm" else None
+    engine = engine_bytes(cfg, shape, card)
+    cfg, num_ranks = _with_engines(cfg, card, engine, num_gpus)
+    is_shared = shares_gpus(_on_ranks(cfg, num_ranks), card, num_gpus)
     beside = engine.total if engine and is_shared else 0
     workload(_on_ranks(cfg, 1), shape, lengths)  # what fails here fails in every layout
     found, states = [], {}
@@ -107,11 +108,13 @@ def suggest(
     return sorted(found, key=lambda each: each.time.estimate)
 
 
-def _with_engines(cfg: Config, card: Card, num_gpus: int) -> tuple[Config, int]:
+def _with_engines(
+    cfg: Config, card: Card, engine: EngineBytes | None, num_gpus: int
+) -> tuple[Config, int]:
     """`cfg` with the engines of a job of so many GPUs, and how many of them train."""
     tensor = cfg.rollout.tensor_parallel_size
     engines = cfg.rollout.num_engines * tensor
-    if cfg.dims.world_size + engines > least_gpus(cfg, card):  # they share
+    if cfg.dims.world_size + engines > least_gpus(cfg, card, engine):  # they share
         on_nodes = -(-num_gpus // card.per_node) * (min(num_gpus, card.per_node) // tensor)
         update = {"num_engines": max(1, min(num_gpus // tensor, on_nodes)), "base_urls": ()}
         cfg = cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update=update)})

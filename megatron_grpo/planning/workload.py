@@ -60,14 +60,20 @@ def read_lengths(path: Path) -> list[int]:
     return sorted(lengths)
 
 
+def spread(lengths: Sequence[int], count: int) -> list[int]:
+    """`count` lengths distributed as `lengths` (ascending) are, the longest among them."""
+    chosen = [lengths[len(lengths) * (2 * i + 1) // (2 * count)] for i in range(count)]
+    chosen[-1] = lengths[-1]  # which decides what must fit
+    return chosen
+
+
 def workload(cfg: Config, shape: ModelShape, lengths: Sequence[int]) -> Workload:
     """An optimizer step whose sequences are distributed as `lengths` (ascending) are.
 
     Raises ValueError where the batch arithmetic of `grpo.*` or the longest length does not work.
     """
     count = BatchSchedule.of(cfg.grpo).minibatch_size
-    chosen = [lengths[len(lengths) * (2 * i + 1) // (2 * count)] for i in range(count)]
-    chosen[-1] = lengths[-1]  # which decides what must fit
+    chosen = spread(lengths, count)
     dims, limit = cfg.dims, cfg.train.max_tokens_per_microbatch
     filled = _filled(
         tuple(chosen),

@@ -12,7 +12,8 @@ from megatron_grpo.cli import app
 from megatron_grpo.config.config_file import load_config
 from megatron_grpo.planning.card import CARDS
 from megatron_grpo.planning.command import print_plan, print_suggestions
-from megatron_grpo.planning.job_plan import plan_job, share_gpus
+from megatron_grpo.planning.job_plan import least_gpus, plan_job, shares_gpus
+from megatron_grpo.planning.memory import engine_bytes
 from published_models import write_config
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -131,7 +132,18 @@ def test_a_job_has_the_gpus_on_which_it_can_be_placed(cfg, ranks, engines, tenso
         f"rollout.num_engines={engines}",
         f"rollout.tensor_parallel_size={tensor}",
     )
-    assert share_gpus(job, CARDS["h100"], None) == (num_gpus, False)
+    assert least_gpus(job, CARDS["h100"], None) == num_gpus
+    assert not shares_gpus(job, CARDS["h100"], num_gpus)
+
+
+def test_engines_that_fill_their_gpus_have_gpus_of_their_own(cfg):
+    def num_gpus(share):
+        job = cfg(f"rollout.vllm.gpu_memory_utilization={share}")
+        card = CARDS["h100"]
+        return least_gpus(job, card, engine_bytes(job, read_shape(job.model.path), card))
+
+    assert num_gpus(0.4) == 64  # on those of the ranks
+    assert num_gpus(0.9) == 128
 
 
 def test_lengths_of_a_file_make_the_microbatches(cfg, capsys, tmp_path):

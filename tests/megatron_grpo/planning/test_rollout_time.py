@@ -1,0 +1,87 @@
+"""The least time of a generation, by hand."""
+
+import pytest
+
+from checkpoint_convert import read_shape
+from megatron_grpo.planning.card import CARDS
+from megatron_grpo.planning.memory import engine_bytes
+from megatron_grpo.planning.rollout_time import rollout_time
+from parallel import ParallelDims
+from policies import tiny_config
+from published_models import write_config
+
+H100 = CARDS["h100"]
+GROUPS = "grpo={num_generations: 4, generation_batch_size: 16, beta: 0.0}"
+
+
+@pytest.fixture
+def time_of(tmp_path):
+    """`rollout_time` of a published model in bfloat16, on H100, with prompts of 100 tokens."""
+
+    def rollout(name, lengths, *overrides):
+        folder = write_config(tmp_path, name)
+        cfg = tiny_config(
+            folder,
+            ParallelDims(),
+            "model.dtype=bfloat16",
+            "train.max_tokens_per_microbatch=8192",
+            "data.max_prompt_length=100",
+            "rollout.max_completion_length=8000",
+            GROUPS,
+            *overrides,
+        )
+        shape = read_shape(folder)
+        return rollout_time(cfg, shape, engine_bytes(cfg, shape, H100), H100, lengths), shape
+
+    return rollout
+
+
+def test_each_token_of_the_longest_completion_reads_the_weights_and_all_read_their_cache(time_of):
+    time, shape = time_of("Llama-3.1-8B", [600, 1100], "rollout.num_engines=2")
+    # An engine has 8 of 16 completions: half of 500 tokens, half of 1,000.
+    assert (time.completions, time.tokens, time.passes) == (16, 8 * 500 + 8 * 1000, 1000)
+    embedding = shape.vocab_size * shape.hidden_size  # looked up
+    weights = 2 * (8_030_261_248 - embedding)
+    token = 2 * 2 * 32 * 8 * 128
+    read = 4 * (100 * 500 + 500**2 / 2) + 4 * (100 * 1000 + 1000**2 / 2)
+    assert time.seconds == pytest.approx((1000 * weights + read * token) / 3.35e12)
+
+
+def test_tensor_ranks_of_an_engine_share_weights_and_cache(time_of):
+    whole, _ = time_of("Llama-3.1-8B", [1100])
+    split, _ = time_of("Llama-3.1-8B", [1100], "rollout.tensor_parallel_size=4")
+    assert split.memory_seconds == pytest.approx(whole.memory_seconds / 4, rel=1e-3)
+    assert split.compute_seconds == pytest.approx(whole.compute_seconds / 4)
+
+
+@pytest.mark.parametrize(
+    "limit", ["max_num_seqs: 4", "kv_cache_memory_bytes: 286261248"], ids=["requests", "cache"]
+)
+def test_completions_that_do_not_all_run_at_once_take_more_passes(limit, time_of):
+    # 16 completions of 1,000 tokens: four at once. Or as many as 2,184 tokens of 131,072 bytes
+    # hold, where a completion has a quarter of its prompt and on average half of itself.
+    time, _ = time_of("Llama-3.1-8B", [1100], f"rollout.vllm={{{limit}}}")
+    assert time.passes == {"m": 4000, "k": -(-16 * (25 + 500) * 1000 // 2184)}[limit[0]]
+
+
+def test_multiplying_is_what_takes_longest_where_very_many_run_at_once(time_of):
+    many = "grpo={num_generations: 4, generation_batch_size: 4096, beta: 0.0}"
+    time, shape = time_of("Llama-3.1-8B", [110], many)
+    matrices = 8_030_261_248 - 2 * shape.vocab_size * shape.hidden_size
+    head = shape.vocab_size * shape.hidden_size
+    tokens, prompts = 4096 * 10, 1024 * 100  # a prompt is computed once per group
+    attention = 4 * 32 * 128 * 32 * 4096 * (100 * 10 + 10**2 / 2)
+    flops = 2 * matrices * (tokens + prompts) + 2 * head * tokens + attention
+    assert time.seconds == time.compute_seconds == pytest.approx(flops / 989e12, rel=1e-3)
+
+
+def test_few_tokens_reach_few_experts(time_of):
+    """8 of 128 experts are read for one token; nearly all for sixteen."""
+    alone, shape = time_of("Qwen3-30B-A3B", [1100], "rollout.num_engines=16")
+    full, _ = time_of("Qwen3-30B-A3B", [1100])
+    experts = 2 * shape.num_layers * 128 * 3 * shape.hidden_size * shape.moe.intermediate_size
+    token = 2 * 2 * shape.num_layers * shape.num_key_value_heads * shape.head_dim
+    cache = token * (100 * 1000 + 1000**2 / 2)
+    share = {1: 8 / 128, 16: 1 - (120 / 128) ** 16}
+    expected = (1000 * experts * (share[16] - share[1]) + 15 * cache) / 3.35e12
+    assert full.memory_seconds - alone.memory_seconds == pytest.approx(expected)
