@@ -37,10 +37,10 @@ def test_each_limit_is_above_the_time_outs_that_its_phase_waits_for(overrides, e
 
 def test_limits_are_those_that_the_docs_tell() -> None:
     text = Path("docs/cluster.md").read_text()
-    told = f"{TIMEOUT.total_seconds() + MARGIN_SECONDS:g} more than `rollout.stall_timeout`, or"
-    assert f"| a push of weights, and its checksums | {told} `train.hang_timeout` where" in text
-    assert f"| engines start | `rollout.startup_timeout` and {MARGIN_SECONDS:g} |" in text
-    assert f"`rollout.startup_timeout` and {MARGIN_SECONDS:g}; for each of `environment" in text
+    told = f"`rollout.stall_timeout` + {TIMEOUT.total_seconds() + MARGIN_SECONDS:g}, or"
+    assert f"| a push of weights, and its checksums | {told} `train.hang_timeout` if" in text
+    assert f"| engines start | `rollout.startup_timeout` + {MARGIN_SECONDS:g} |" in text
+    assert f"`rollout.startup_timeout` + {MARGIN_SECONDS:g}; with an environment, for each" in text
 
 
 def test_evaluations_and_waits_may_take_as_long_as_the_rollouts_and_rewards_they_are_of() -> None:
