@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# A conversion on one node, which needs no GPU; the arguments are those of checkpoint-convert:
+# Convert a checkpoint on one node; needs no GPU. Takes the arguments of checkpoint-convert:
 #   sbatch slurm/convert.sh import --hf models/Llama-3.3-70B-Instruct --out llama_70b --tp 8
 #SBATCH --job-name=convert
 #SBATCH --nodes=1
 #SBATCH --exclusive
-# All memory of the node, too: --exclusive alone has the default amount.
+# All memory of the node: --exclusive alone allocates only the default amount.
 #SBATCH --mem=0
 #SBATCH --time=02:00:00
 #SBATCH --output=%x_%j.log

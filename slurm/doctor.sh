@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Examine every host of a job, in what jobs run in; the arguments are those of megatron-grpo doctor:
+# Examine every host of a job, in the environment that jobs use. Takes the arguments of megatron-grpo doctor:
 #   sbatch --wait --nodes=8 slurm/doctor.sh configs/grpo_70b.yaml; cat doctor_*.log
 #SBATCH --job-name=doctor
 #SBATCH --exclusive
-# All memory of the node, too: --exclusive alone has the default amount.
+# All memory of the node: --exclusive alone allocates only the default amount.
 #SBATCH --mem=0
 #SBATCH --gpus-per-node=8
 #SBATCH --time=00:15:00

@@ -1,32 +1,32 @@
 # shellcheck shell=bash disable=SC2034
-# What differs from site to site, in one place. Before a job:   source slurm/env.sh
-# and every job reads it again. What is set in the environment already is left as it is.
+# The settings that differ between sites. Before submitting a job:   source slurm/env.sh
+# Every job reads it again. Variables that are already set in the environment are kept.
 
-# sbatch reads these two by itself.
+# sbatch reads these two itself.
 # export SBATCH_ACCOUNT=your_account
 # export SBATCH_PARTITION=your_partition
 
 # A virtual environment on a file system that all nodes see ...
 : "${VENV:=$PWD/.venv}"
-# ... or a container, by pyxis and enroot: docs/cluster.md has a recipe. Empty: none. With its
-# path: pyxis takes a name without a slash for one of a registry.
+# ... or a container, by pyxis and enroot: docs/cluster.md has a recipe. Empty: none. Give the image's
+# path: pyxis looks up a name without a slash in a registry.
 : "${CONTAINER_IMAGE:=}"
-# By commas, what the container sees of the file system. The run directory is added. Model, data and
-# caches are not: where they are elsewhere than here, so must their folders be.
+# The folders that the container sees, separated by commas. The run directory is added automatically.
+# Model, data and caches are not: add their folders if they are outside of this one.
 : "${CONTAINER_MOUNTS:=$PWD}"
 
-# GPUs of a node; Slurm knows, where it has been told of GPUs.
+# GPUs per node; Slurm knows the number if GPUs are configured.
 : "${GPUS_PER_NODE:=${SLURM_GPUS_ON_NODE:-8}}"
 
-# The interface by which nodes reach each other for what is no bulk data; empty: NCCL and gloo choose.
+# The network interface between nodes for all but bulk data; empty: NCCL and gloo choose.
 : "${NETWORK_INTERFACE:=}"
 
-# Packed microbatches are of any length, and blocks of many sizes would leave gaps in the memory of a
-# GPU. Of ranks alone: engines are started without it.
+# Packed microbatches vary in length, and blocks of many sizes would fragment GPU memory. This applies
+# to ranks only: engines are started without it.
 export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
 
-# Data sets and tokenizers from the hub, seen by all nodes; not HF_HOME, where the token of `hf auth
-# login` would be, too. A compute node without internet wants HF_HUB_OFFLINE=1 and what it needs
-# fetched before.
+# Caches of data sets and tokenizers from the hub, on a file system that all nodes see. HF_HOME stays as
+# it is, since it would also move the token of `hf auth login`. Compute nodes without internet access
+# need HF_HUB_OFFLINE=1 and everything fetched beforehand.
 export HF_HUB_CACHE="${HF_HUB_CACHE:-${HF_HOME:-$PWD/.cache/huggingface}/hub}"
 export HF_DATASETS_CACHE="${HF_DATASETS_CACHE:-${HF_HOME:-$PWD/.cache/huggingface}/datasets}"

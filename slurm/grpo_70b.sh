@@ -2,7 +2,7 @@
 #SBATCH --job-name=grpo_70b
 #SBATCH --nodes=8
 #SBATCH --exclusive
-# All memory of the node, too: --exclusive alone has the default amount.
+# All memory of the node: --exclusive alone allocates only the default amount.
 #SBATCH --mem=0
 #SBATCH --gpus-per-node=8
 #SBATCH --time=24:00:00

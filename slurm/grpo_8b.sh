@@ -2,7 +2,7 @@
 #SBATCH --job-name=grpo_8b
 #SBATCH --nodes=1
 #SBATCH --exclusive
-# All memory of the node, too: --exclusive alone has the default amount.
+# All memory of the node: --exclusive alone allocates only the default amount.
 #SBATCH --mem=0
 #SBATCH --gpus-per-node=8
 #SBATCH --time=12:00:00

@@ -1,12 +1,12 @@
 # shellcheck shell=bash
-# What the job scripts in this folder have in common: `run_job CONFIG [key.sub=value ...]`.
+# Shared code of the job scripts in this folder: `run_job CONFIG [key.sub=value ...]`.
 #
-# The engines run as one job step each, and the trainer as one step with a torchrun per node. A
-# signal before the time limit (SIGUSR1) has the trainer save and leave with exit code 75; then the
-# job queues itself again, and goes on from there. So it does after a failure, but not after three
-# restarts in a row that brought no new checkpoint, nor after a mistake that somebody has to mend: one
-# that the first start tells. What has started before has no such mistake, and most of what looks like
-# one by night is a file system that is away.
+# Each engine runs as one job step, and the trainer as one step with a torchrun per node. On a signal
+# before the time limit (SIGUSR1), the trainer saves and exits with code 75; then the job requeues
+# itself and resumes from there. It also requeues itself after a failure, but not after three restarts
+# in a row that brought no new checkpoint, nor after a mistake that the user has to fix: exit code 2 of
+# the first start. A job that has started before has no such mistake; what looks like one is mostly a
+# file system that is temporarily unavailable.
 set -euo pipefail
 
 readonly PREEMPTED=75 FOR_THE_USER=2 MAX_STARTS=4
@@ -18,7 +18,7 @@ run_job() {
     use_network
     local code=1 was_told="" was_cancelled="" engines=() urls=()
     TRAINER="" GUARD="" RUN_DIR="" LOGS=""
-    # At which checkpoint each start of this job has ended.
+    # The checkpoint at which each start of this job has ended.
     ENDS=.cache/slurm_ends_$SLURM_JOB_ID
     trap 'was_told=yes; forward USR1; guard_the_end' USR1
     trap leave_in_time USR2
@@ -30,8 +30,8 @@ run_job() {
         start_engines "$@"
         if await_engines; then
             start_trainer "$@"
-            # A signal that came before there was anybody to forward it to, or before the shell that
-            # becomes srun had become it: that keeps signals to itself.
+            # A signal may have come before the trainer was started, or before its shell became srun:
+            # the shell does not pass signals on.
             sleep 1
             [[ -z $was_told ]] || forward USR1
             await_trainer
@@ -41,8 +41,8 @@ run_job() {
     conclude
 }
 
-# Where everything runs; else `code` says why not. Sets RUN_DIR, LOGS, STARTUP_TIMEOUT,
-# RANKS_PER_NODE, TRAINERS and ENGINES.
+# Decide where everything runs; on failure `code` is the exit code. Sets NODES, RUN_DIR, LOGS,
+# STARTUP_TIMEOUT, RANKS_PER_NODE, TRAINERS, ENGINES and FIRST_PORT.
 place_job() {
     mapfile -t NODES < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
     local placed
@@ -60,8 +60,8 @@ place_job() {
     FIRST_PORT=$(first_port)
 }
 
-# What is written where nothing is mounted is lost with the container. By the name that the config
-# has for it, and by its true one: a link in the checkout leads there.
+# Files written outside of a mount are lost with the container. Mount the run directory under its real
+# path, to which a link in the checkout may lead, and under the path in the config.
 mount_run_dir() {
     local true_name
     true_name=$(realpath "$RUN_DIR")
@@ -75,7 +75,7 @@ start_engines() {
         read -r node gpus <<<"${ENGINES[number]}"
         address=$(address_of "$node")
         port=$((FIRST_PORT + 1 + number))
-        # Within the step: Slurm gives every task a CUDA_VISIBLE_DEVICES of its own, all GPUs.
+        # `env` within the step, since Slurm sets CUDA_VISIBLE_DEVICES of every task to all GPUs.
         on_node "$node" --output="$LOGS/engine_$number.log" env CUDA_VISIBLE_DEVICES="$gpus" \
             bash slurm/engine.sh "$LOGS" "$@" --host "$address" --port "$port" &
         engines+=($!)
@@ -83,14 +83,14 @@ start_engines() {
     done
 }
 
-# To the trainer, if it has begun.
+# Send a signal to the trainer, if it has started.
 forward() {
     [[ -z $TRAINER ]] || kill -"$1" "$TRAINER" 2>/dev/null || true
 }
 
-# A save that lasts beyond the time limit is cut there, and nobody would queue the job again: have
-# this script do so (SIGUSR2) a minute before, or halfway where less than two are left. What is
-# written until then is removed by the next start, which goes on from the checkpoint before it.
+# A save that lasts beyond the time limit is killed, and nothing would requeue the job. So this script
+# requeues it (SIGUSR2) a minute before the limit, or halfway if less than two minutes are left. The
+# next start removes the partial checkpoint and resumes from the one before it.
 guard_the_end() {
     local end left
     [[ -z $GUARD ]] || return 0
@@ -113,7 +113,7 @@ leave_in_time() {
     exit
 }
 
-# Whether all answer in time; else `code` says why not.
+# Wait until all engines answer; if they do not in time, return 1 with the exit code in `code`.
 await_engines() {
     local number end=$((SECONDS + STARTUP_TIMEOUT))
     for number in "${!urls[@]}"; do
@@ -133,7 +133,7 @@ await_engines() {
     done
 }
 
-# Each time of all: one that hangs must not hide another's end.
+# Checks all engines each time: one that hangs must not hide the end of another.
 all_engines_run() {
     local number
     for number in "${!engines[@]}"; do
@@ -144,8 +144,8 @@ all_engines_run() {
     done
 }
 
-# One torchrun per node; sets TRAINER to the process that stands for the step. Rank 0 writes to the
-# log of its task, every other rank to a file of its own below.
+# Start one torchrun per node; sets TRAINER to the process id of the step's srun. Rank 0 writes to the
+# log of its task, every other rank to its own file in a folder next to it.
 start_trainer() {
     local address nodes others
     address=$(address_of "${TRAINERS[0]}")
@@ -165,14 +165,14 @@ start_trainer() {
     TRAINER=$!
 }
 
-# A signal to this script ends `wait`; the exit code is that of the step's own end.
+# A signal to this script interrupts `wait`, so wait until the step itself has ended.
 await_trainer() {
     while kill -0 "$TRAINER" 2>/dev/null; do
         wait "$TRAINER" || true
     done
     code=0
     wait "$TRAINER" || code=$?
-    # What the signal has met before it was able to take it has died of it.
+    # A process that received the signal before it could handle it has died of it.
     [[ -z $was_told ]] || ((code != 128 + $(kill -l USR1))) || code=$PREEMPTED
 }
 
@@ -201,8 +201,8 @@ is_mistake() {
     ((code == FOR_THE_USER && ${SLURM_RESTART_COUNT:-0} == 0))
 }
 
-# Not where the last of so many starts ended where the first did. One that did not get as far as to
-# know the run directory ended where the one before it did.
+# False if the last MAX_STARTS starts ended at the same checkpoint. A start that failed before the run
+# directory was known counts as ending where the start before it did.
 may_start_again() {
     local last same
     mkdir -p "${ENDS%/*}"
@@ -222,14 +222,14 @@ on_node() {
     step --nodes=1 --ntasks=1 --nodelist="$1" "${@:2}"
 }
 
-# Become a job step, in the container or the virtual environment, that shares its nodes' cores and
-# GPUs with other steps. For subshells: their process is srun then, and passes signals on.
+# Become a job step, in the container or the virtual environment, that shares the cores and GPUs of
+# its nodes with other steps. Call it in a subshell, whose process then is srun and passes signals on.
 step() {
     local container=()
     if [[ -n $CONTAINER_IMAGE ]]; then
         container=(--container-image="$CONTAINER_IMAGE" --container-mounts="$CONTAINER_MOUNTS"
             --container-workdir="$PWD")
-        # Trainer and engines are both those of the image: `python -m` would take the checkout's.
+        # Trainer and engines both use the image's package: `python -m` would import the checkout's.
         export PYTHONSAFEPATH=1
     else
         PATH=$VENV/bin:$PATH
@@ -239,14 +239,15 @@ step() {
         "${container[@]}" "$@"
 }
 
-# Of a job's 64: jobs that share a node differ in their number. Below those that the kernel gives
-# away by itself.
+# The first of the 64 ports of a job: jobs that share a node have different job ids. All are below the
+# kernel's ephemeral ports.
 first_port() {
     echo $((20000 + SLURM_JOB_ID % 199 * 64))
 }
 
-# By which other nodes reach one. In its own /etc/hosts the name of this node may stand for loopback,
-# as Debian has it: then the address is that of the interface. Loopback it is where Slurm says so.
+# The address by which other nodes reach a node. /etc/hosts of this node may map its own name to
+# loopback, as on Debian: then take the address of the interface. Loopback is taken only if it is
+# the node's address in Slurm.
 address_of() {
     local name found address
     name=$(scontrol show node "$1" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
@@ -268,7 +269,7 @@ use_network() {
     export NCCL_SOCKET_IFNAME=$NETWORK_INTERFACE GLOO_SOCKET_IFNAME=$NETWORK_INTERFACE
 }
 
-# The secret that trainer and engines of this start share; the environment alone has it.
+# The secret that trainer and engines of this start share; it is only in the environment.
 make_token() {
     MEGATRON_GRPO_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
     export MEGATRON_GRPO_TOKEN
