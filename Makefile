@@ -5,7 +5,8 @@ STEPS ?= 15
 ARGS ?=
 
 BIN := .venv/bin
-# What counts the seconds until a process has ended: alone. What mostly waits: beside the rest.
+# TIMED tests measure how long a process takes to end, and run alone. WAITS mostly wait, and run
+# concurrently with the rest.
 TIMED := $(addprefix tests/megatron_grpo/,test_faults.py test_kills.py watch rollout/test_fleet.py)
 WAITS := $(addprefix tests/megatron_grpo/,rewards environments rollout/test_dialogues.py) tests/slurm
 FAULTS := $(TIMED) $(filter-out tests/slurm,$(WAITS)) $(addprefix tests/megatron_grpo/,policy/test_skipped_steps.py test_number_faults.py test_train_ends.py test_async_runs.py checkpoints)
@@ -17,7 +18,7 @@ PIP = $(PYTHON) -m pip --python $(BIN)/python --disable-pip-version-check
 setup: $(STAMP)
 
 $(STAMP): requirements/torch.txt requirements/lock.txt pyproject.toml $(wildcard parallel/*.c)
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "make setup needs Python 3.11 or later, but $(PYTHON) is %d.%d: name another, as in make PYTHON=python3.12" % sys.version_info[:2])'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "make setup needs Python 3.11 or later, but $(PYTHON) is %d.%d: name another, such as make PYTHON=python3.12" % sys.version_info[:2])'
 	test -x $(BIN)/python || $(PYTHON) -m venv --without-pip .venv
 	@echo 'Installing into .venv: some 3 GB on disk, a few minutes.'
 	$(PIP) install --quiet pip -c requirements/lock.txt -r requirements/torch.txt
@@ -32,7 +33,7 @@ demo-data: setup
 demo: demo-data
 	$(BIN)/megatron-grpo train configs/demo_smollm2_135m.yaml train.num_steps=$(STEPS) $(ARGS)
 
-# docs/learning_curves.png: a few minutes.
+# Draws docs/learning_curves.png; takes a few minutes.
 learning-curves: setup
 	$(BIN)/python tests/models.py models/tiny_qwen3
 	OMP_NUM_THREADS=1 $(BIN)/python -m demo.learning_curves $(ARGS)
@@ -43,10 +44,10 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# One thread per process: the tests start many processes at once. Each part whatever the others find.
+# One thread per process: the tests start many processes at once. Each part runs even if others fail.
 test: export OMP_NUM_THREADS = 1
 test: check
-	@echo '$(BIN)/pytest, in three parts: two at once, and what is timed behind them'
+	@echo '$(BIN)/pytest, in three parts: two at once, then the timed tests alone'
 	@failed=0; log=$$(mktemp); \
 	$(BIN)/pytest $(WAITS) >$$log 2>&1 & waits=$$!; \
 	trap 'kill $$waits; wait $$waits; rm $$log; exit 130' INT TERM; \
@@ -56,15 +57,15 @@ test: check
 	$(BIN)/pytest $(TIMED) || failed=1; \
 	exit $$failed
 
-# Every test that takes long, those of faults too.
+# Every slow test, including those of faults.
 test-slow: setup
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow
 
-# What ends or disturbs a run of docs/faults.md, also what takes long, and 50 kills at random moments.
+# The faults of docs/faults.md that end or disturb a run, including slow tests and 50 kills at random.
 test-faults: setup
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "slow or not slow" $(FAULTS)
 
-# The scripts of slurm/ on a Slurm of twelve nodes, on this host: five minutes.
+# The scripts of slurm/ on a Slurm with twelve nodes on this host: five minutes.
 test-slurm: setup
 	@PATH=$$PATH:/usr/sbin:/sbin; for p in slurmctld slurmd sbatch munged shellcheck; do command -v $$p >/dev/null || \
 		{ echo "make test-slurm needs $$p: apt-get install slurmctld slurmd slurm-client munge shellcheck"; exit 1; }; done
@@ -80,7 +81,7 @@ bench-convert: setup
 bench-reshard: setup
 	OMP_NUM_THREADS=1 PYTHONPATH=.:tests $(BIN)/python tests/benchmarks/bench_reshard.py $(ARGS)
 
-# Beside other projects, which it installs from the package index; writes docs/peers.md. An hour or two
-# on a machine that does nothing else; ARGS names some of the comparisons.
+# Compares with other projects, which it installs from the package index; writes docs/peers.md. Takes an
+# hour or two on an otherwise idle machine; ARGS selects some of the comparisons.
 bench-peers: setup
 	PYTHONPATH=.:tests $(BIN)/python tests/benchmarks/bench_peers.py $(ARGS)

