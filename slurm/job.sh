@@ -255,7 +255,7 @@ address_of() {
     for address in "${found[@]%% *}"; do
         [[ $address == 127.* && $address != "$name" ]] || break
     done
-    echo "${address:?none is known of node $1}"
+    echo "${address:?no IPv4 address of node $1 is known}"
 }
 
 own_address() {

@@ -160,7 +160,7 @@ def test_a_node_has_an_address_that_others_reach(bash, name, resolved, interface
 def test_a_node_whose_name_nobody_knows_is_told(bash):
     done = bash(ADDRESS_OF, {"scontrol": NODE, "getent": "exit 2"}, NODE_ADDRESS="n1")
     assert done.returncode != 0 and done.stdout == ""
-    assert "none is known of node n1" in done.stderr
+    assert "no IPv4 address of node n1 is known" in done.stderr
 
 
 def test_a_run_directory_may_have_spaces(bash):
