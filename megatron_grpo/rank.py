@@ -1,4 +1,4 @@
-"""A rank of a run: it joins the others under the watch, and trains."""
+"""One rank of a run: it joins the others under the watch, and trains."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -15,21 +15,21 @@ from parallel.device import communication_backend, setup_device
 from parallel.groups import Groups, destroy_groups, init_groups
 
 COLLECTIVE_TIMEOUT = timedelta(days=7)
-"""Never the first to fire: the watch finds what hangs, and knows when a wait is none of that.
+"""Long enough never to fire first: the watch detects hangs, and can tell them from normal waits.
 
-While rank 0 generates, scores, reads or writes, the others wait for it in a collective, and nobody
-can say for how long. Collectives of a rank that died are ended by the watch as well.
+While rank 0 generates, scores, reads or writes, the others wait for it in a collective for an
+unpredictable time. The watch also ends collectives whose peer died.
 """
 
 PREFLIGHT_TIMEOUT = timedelta(hours=1)
-"""For which ranks wait for rank 0, which may download and encode the data before it comes."""
+"""How long ranks wait for rank 0, which may first download and encode the data."""
 
 
 def run_rank(cfg: Config, place: RankPlace, token: str | None) -> None:
     """Join the other ranks and train; returns when all `train.num_steps` steps are done.
 
-    Where they are not, on whichever rank that shows, the process ends in here: see `Watch`. `token`
-    opens the engines in `rollout.base_urls`; rank 0 alone speaks to them.
+    If any rank fails, the process ends in here instead: see `Watch`. `token` authorizes requests to
+    the engines in `rollout.base_urls`; only rank 0 talks to them.
     """
     cfg.dims.check_world_size(place.world_size)
     timeout = PREFLIGHT_TIMEOUT
@@ -46,8 +46,11 @@ def run_rank(cfg: Config, place: RankPlace, token: str | None) -> None:
 
 @contextmanager
 def process_groups(cfg: Config, place: RankPlace, store: dist.Store) -> Iterator[Groups]:
-    """The mesh over all ranks, who meet in `store`. When training fails, the watch ends them."""
-    store.set_timeout(COLLECTIVE_TIMEOUT)  # NCCL's communicators meet there when first used
+    """Process groups over all ranks, which rendezvous in `store`.
+
+    Not destroyed when training fails: the watch then ends the processes.
+    """
+    store.set_timeout(COLLECTIVE_TIMEOUT)  # NCCL communicators rendezvous there on first use
     dist.init_process_group(
         communication_backend(),
         timeout=COLLECTIVE_TIMEOUT,

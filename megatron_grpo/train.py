@@ -1,4 +1,4 @@
-"""The training loop, as every rank runs it: see `rank` for what it stands on."""
+"""The training loop that every rank runs; `rank` sets up what it runs on."""
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
@@ -53,9 +53,9 @@ def train(
     token: str | None,
     watch: Watch,
 ) -> None:
-    """From the pretrained weights, or the newest checkpoint, to the exported model.
+    """Train from the pretrained weights, or the newest checkpoint, to the exported model.
 
-    Raises Preempted, on all ranks, when one of them has been told to stop and all is saved.
+    Raises Preempted on all ranks, after saving, when any of them has been told to stop.
     """
     if (done := steps_done(cfg.train.run_dir / "checkpoints")) >= cfg.train.num_steps:
         if groups.rank == 0:
@@ -65,7 +65,7 @@ def train(
         training = Training(cfg, groups, device, num_hosts, token, watch, stack)
         metrics = training.start()
         stack.callback(watch.enter, "close")
-        stack.push(watch.report)  # before the stack ends the engines, which takes seconds
+        stack.push(watch.report)  # runs before the stack stops the engines, which takes seconds
         for step in range(training.first_step, cfg.train.num_steps):
             training.begin_step(step + 1)
             training.stop_if_preempted(step)
@@ -80,9 +80,9 @@ def train(
 
 
 class Training:
-    """A rank's part of a run: every rank has one, and all call the same method at the same time.
+    """One rank's part of a run. All ranks call the same methods at the same time.
 
-    Rank 0 alone has `source`, which owns the engines, the prompts and the rewards, and the log.
+    Only rank 0 has the log and `source`, which owns the engines, the prompts and the rewards.
     """
 
     def __init__(
@@ -96,20 +96,20 @@ class Training:
         stack: ExitStack,
     ) -> None:
         self.cfg, self.groups, self.device, self.watch = cfg, groups, device, watch
-        watch.enter("load")  # where files may take their time
+        watch.enter("load")  # a phase in which reading files may take long
         shape = read_shape(cfg.model.path)
         self.batches = BatchSchedule.of(cfg.grpo)
         self.cost = CostModel.transformer(shape.hidden_size)
         self.source = self._log = thread = collector = None
         if groups.rank == 0:
-            if cfg.rollout.async_generate:  # it ends behind the source: engines may be its children
+            if cfg.rollout.async_generate:  # ends after the source: engines may be its children
                 thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix=COLLECTOR))
             num_ranks = cfg.dims.world_size // num_hosts
             source = ExperienceSource(cfg, shape, token, num_ranks)
             self.source = stack.enter_context(closing(source))
             source.wait_for_memory()
         if not cfg.rollout.base_urls:
-            dist.broadcast(torch.zeros(1), src=0)  # the engines measure what is free
+            dist.broadcast(torch.zeros(1), src=0)  # wait: the engines measure free memory first
         self.policy = build_policy(cfg, shape, groups)
         self.reference = build_reference(cfg, shape, groups) if cfg.grpo.beta > 0 else None
         for chunk in [*self.policy.chunks, *(self.reference.chunks if self.reference else [])]:
@@ -147,13 +147,13 @@ class Training:
         return PhaseTimer(self.watch.enter, self._log.timeline.add_step if self._log else None)
 
     def begin_step(self, step: int) -> None:
-        """What follows belongs to optimizer step `step`, counted from 1."""
+        """Attribute what follows to optimizer step `step`, counted from 1."""
         self.watch.begin_step(step)
         if self._log:
             self._log.timeline.step = step
 
     def start(self) -> dict[str, float]:
-        """Bring the weights into the engines, and evaluate them where due; metrics of the probe."""
+        """Push the weights to the engines and evaluate them if due; returns the probe's metrics."""
         if self.source:
             self.source.wait_ready()
             self.watch.on_preempt(self.source.cancel)
@@ -170,8 +170,8 @@ class Training:
             self.groups,
             self.device,
         )
-        # The seconds of the push, of the probe and of an evaluation before the first step, or that
-        # a run which was ended has not made, are no step's.
+        # The push, the probe and an evaluation (before the first step, or one that an interrupted
+        # run did not get to) count towards no step's time.
         self.timer = self._new_timer()
         if (metrics := self.evaluate(self.first_step)) and self._log:
             metrics["time/eval"] = self.timer.metrics()["time/eval"]
@@ -181,7 +181,7 @@ class Training:
         return probe
 
     def _restore_ready(self) -> None:
-        """Take up the generation that the checkpoint has beside the one that is trained on."""
+        """Restore the generation that was ready, but not trained on yet, when the run was saved."""
         if (ready := self.state.ready) is None:
             return
         collected = None
@@ -192,9 +192,9 @@ class Training:
         self.rollouts.restore(ready.generation, collected)
 
     def roll_out(self, step: int) -> None:
-        """Have what optimizer step `step`, counted from 0, trains on.
+        """Prepare what optimizer step `step`, counted from 0, trains on.
 
-        A run that was saved inside a generation goes on with that generation.
+        A run that was saved in the middle of a generation continues with that generation.
         """
         cursor = self.batches.cursor(step)
         if not cursor.starts_generation and step != self.first_step:
@@ -214,7 +214,7 @@ class Training:
         if cursor.starts_generation and (collected := self.rollouts.take()):
             self.experience, self.news = collected.experience, collected.metrics
         self.rollouts.ask_ahead(step)
-        self.checkpoints.poll()  # so that what was written in the meantime counts from now on
+        self.checkpoints.poll()  # finish a checkpoint that was written in the meantime
         self.minibatches = self.preparation.minibatches(
             self.experience, cursor.generation, self.timer
         )
@@ -240,17 +240,17 @@ class Training:
         return report
 
     def push(self, policy_version: int) -> None:
-        """Have the engines serve the weights as they are now; EnginesLost where there are none."""
+        """Push the current weights to the engines; raises EnginesLost when none are left."""
         engines = self.source.engines if self.source else None
         self.weight_sync.push(self.policy.parameters(), engines, policy_version, self.timer)
 
     def push_unless_lost(
         self, policy_version: int, metrics: dict[str, float]
     ) -> EnginesLost | None:
-        """The same after a step, which is to be logged in any case, and its evaluation where due.
+        """Push after a step and evaluate if due; returns EnginesLost, so that the step is logged.
 
-        The metrics of that are added to `metrics`. Not where the engines are asked for nothing
-        before the next step, or are at a generation, whose weights they keep.
+        Adds the metrics of the evaluation to `metrics`. Does nothing within a generation, where the
+        engines need no new weights, unless an evaluation is due or this was the last step.
         """
         is_last = policy_version == self.cfg.train.num_steps
         starts_generation = self.batches.cursor(policy_version).starts_generation
@@ -268,9 +268,9 @@ class Training:
         return None
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Metrics on rank 0 of what the engines serve after `step` optimizer steps, where due.
+        """Evaluate the engines' weights after `step` optimizer steps, if due; metrics on rank 0.
 
-        Empty where the log has them already. Raises Preempted and EnginesLost, on all ranks.
+        Empty if the log already has them. Raises Preempted and EnginesLost, on all ranks.
         """
         if not is_due(self.cfg, step):
             return {}
@@ -290,7 +290,7 @@ class Training:
         return log.evaluation(step, evaluated, self.cfg.eval)
 
     def save_and_stop(self, step: int, lost: EnginesLost) -> NoReturn:
-        """Raise `lost`, as all ranks do, when what `step` begins with is saved."""
+        """Save the state at the beginning of `step`, then raise `lost`, on all ranks."""
         with self.timer.phase("save"):
             if step > self.checkpoints.newest_step:
                 self.checkpoint(step)
@@ -298,7 +298,7 @@ class Training:
         raise lost
 
     def log(self, step: int, metrics: dict[str, float], report: StepReport) -> None:
-        """Log what happened in `step`, counted from 1: its report, and further metrics."""
+        """Log the report of `step`, counted from 1, and further metrics."""
         metrics |= peak_memory(self.device)
         if self._log and self.source and self.experience:
             if self.batches.cursor(step - 1).starts_generation:
@@ -306,12 +306,12 @@ class Training:
             self._log.step(step, metrics, report, self.experience, self.timer)
             if self.source.evaluation and step == self.cfg.train.num_steps:
                 self._log.tell_unless_evaluated(step)
-        # What follows is after the log, so that a checkpoint never knows of a step that the log
-        # does not; its seconds count in the next step.
+        # Checkpoints are written after the log, so that they never contain a step that it lacks;
+        # their time counts towards the next step.
         self.timer = self._new_timer()
 
     def save(self, step: int) -> None:
-        """Export and checkpoint after `step` optimizer steps, where due; always after the last."""
+        """Export and checkpoint after `step` optimizer steps, if due; always after the last."""
         train = self.cfg.train
         is_last = step == train.num_steps
         saves = is_last or step % train.save_interval == 0
@@ -326,11 +326,11 @@ class Training:
             else:
                 self.checkpoints.poll()
             if is_last:
-                self.checkpoints.wait()  # in here, where files may take their time
+                self.checkpoints.wait()  # within the save phase, in which files may take long
 
     def stop_if_preempted(self, step: int) -> None:
-        """Raise Preempted on all ranks if one was told to stop, when what `step` begins with is
-        saved."""
+        """If any rank was told to stop, save the state at the beginning of `step` and raise
+        Preempted on all ranks."""
         if not agree_to_stop(self.watch.is_preempted, self.device):
             return
         if step > self.checkpoints.newest_step:
@@ -343,15 +343,15 @@ class Training:
         raise Preempted(f"preempted: {saved}; the same command resumes")
 
     def _settle_to_save(self, step: int) -> None:
-        """Wait for the generation that a run which is resumed after `step` could not ask for."""
+        """Wait for the pending generation if a run resumed after `step` could not request it."""
         try:
-            with suppress(Preempted):  # it is given up, and all ranks stop before the next step
+            with suppress(Preempted):  # give it up: all ranks stop before the next step
                 self.rollouts.settle_to_save(step, self.timer)
         except EnginesLost as lost:
             self.save_and_stop(step, lost)
 
     def checkpoint(self, step: int) -> None:
-        """Begin to write the checkpoint of `step`."""
+        """Start writing the checkpoint of `step`."""
         inside = not self.batches.cursor(step).starts_generation
         ready, collected = None, self.rollouts.collected
         if self.cfg.rollout.async_generate and self.rollouts.ready is not None and collected:

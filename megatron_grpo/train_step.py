@@ -42,11 +42,11 @@ def train_step(
     ranks. `beta` is the weight of the KL penalty. Returns the metrics of the whole optimizer batch,
     the same on every rank.
 
-    With a loss or gradient that is NaN or infinite on any rank, all skip the step: weights,
-    optimizer and scheduler stay as they are, `skipped` counts it, and the metrics, with
-    `skipped_steps` 1, lack what is not finite. Nor are weights changed by a gradient of exactly 0,
-    when no token has a weight or an advantage (by momentum and weight decay alone nothing is
-    learnt); the learning rate goes on.
+    If a loss or gradient is NaN or infinite on any rank, all ranks skip the step: weights,
+    optimizer and scheduler are unchanged, `skipped` counts the step, and the metrics have
+    `skipped_steps` 1 and omit values that are not finite. A gradient of exactly 0, when no token
+    has a weight or an advantage, does not change the weights either (momentum and weight decay
+    alone teach nothing), but the learning rate schedule advances.
     """
     metrics = accumulate_gradient(policy, batches, cfg, groups, beta)
     grad_norm = gradient_norm(policy.optimizer)
@@ -69,7 +69,7 @@ def train_step(
 def _why_not(
     policy: Policy, metrics: TrainMetrics, grad_norm: float, device: torch.device
 ) -> str | None:
-    """What is not finite, and on which rank; None, on all ranks, when all is."""
+    """Which value is not finite, and on which rank; None on all ranks if every value is finite."""
     is_finite = (
         math.isfinite(grad_norm)
         and own_gradient_is_finite(policy.optimizer)
@@ -83,7 +83,7 @@ def _why_not(
 def accumulate_gradient(
     policy: Policy, batches: Sequence[PackedBatch], cfg: Config, groups: Groups, beta: float
 ) -> TrainMetrics:
-    """Put the gradient of the optimizer batch into the policy's gradient buffers, from zero.
+    """Zero the policy's gradient buffers and accumulate the gradient of the optimizer batch.
 
     Returns this rank's part of the metrics.
     """
@@ -107,7 +107,7 @@ def accumulate_gradient(
 
 
 def _over_other_tokens(groups: Groups) -> AllReduce:
-    """An all-reduce over every rank that holds other tokens; earlier stages add nothing."""
+    """An all-reduce over the ranks with different tokens; earlier pipeline stages add nothing."""
 
     def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType) -> None:
         dist.all_reduce(tensor, op, group=groups.data_context)

@@ -1,1 +1,1 @@
-"""GRPO and its kin: pure functions of tensors."""
+"""GRPO and related algorithms, as pure functions of tensors."""

@@ -1,7 +1,7 @@
-"""Advantage of each completion over the other completions of its prompt, or of its batch.
+"""Advantage of each completion relative to the others of its prompt, or of its batch.
 
-A reward that is NaN, of a completion that could not be scored, takes part in no mean and no
-standard deviation; its advantage is 0.
+A NaN reward marks a completion that could not be scored: it is left out of every mean and standard
+deviation, and its advantage is 0.
 """
 
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ from torch import Tensor
 from megatron_grpo.config.grpo_config import AdvantageEstimator, ScaleRewards
 
 EPSILON = 1e-4
-"""Added to every standard deviation that divides; as TRL and ms-swift."""
+"""Added to every standard deviation before dividing by it, as in TRL and ms-swift."""
 
 StepRewards = Sequence[tuple[int, float]]
-"""Rewards of the steps of one completion, each with the index of the step's last token."""
+"""The step rewards of one completion, as (index of the step's last token, reward)."""
 
 
 def group_advantages(
@@ -26,30 +26,32 @@ def group_advantages(
     estimator: AdvantageEstimator = "grpo",
     epsilon: float = EPSILON,
 ) -> Tensor:
-    """Advantages [N] in float64 of N completions, whole groups together; groups of any sizes.
+    """Advantages [N] in float64 of N completions in complete groups, which may differ in size.
 
-    With n, m and s the size, mean and standard deviation of a completion's group (the sample's, as
-    TRL and ms-swift), and M the mean over all N, an advantage is, before it is scaled:
+    Let n, m and s be the size, mean and sample standard deviation (as in TRL and ms-swift) of a
+    completion's group, and M the mean over all N. Before scaling, the advantage is:
 
     - grpo: ``r - m`` (arXiv 2402.03300, section 4.1.2);
-    - rloo: r less the mean of the others, ``n / (n - 1) (r - m)`` (arXiv 2402.14740);
-    - reinforce_plus_plus: ``r - M`` (arXiv 2501.03262), for which one completion of each
-      prompt is enough;
+    - rloo: r minus the mean of the others, ``n / (n - 1) (r - m)`` (arXiv 2402.14740);
+    - reinforce_plus_plus: ``r - M`` (arXiv 2501.03262), which also works with one completion per
+      prompt;
     - reinforce_plus_plus_baseline: ``r - m`` (the same paper); ms-swift calls it
       reinforce_plus_plus.
 
-    It is divided, `epsilon` added, by s for "group", by the standard deviation over the batch for
-    "batch" (arXiv 2508.08221), by nothing for "none" (Dr. GRPO, arXiv 2503.20783). That over the
-    batch is of the rewards; of the unscaled advantages for the last two, which so are whitened. A
-    group whose rewards are all equal has advantage exactly 0, unless it is compared with the batch:
-    spread is found by comparing, since the std of equal numbers rounds to something tiny that would
-    be divided by.
+    It is then divided by s + `epsilon` for "group", by the standard deviation over the batch +
+    `epsilon` for "batch" (arXiv 2508.08221), or not at all for "none" (Dr. GRPO, arXiv 2503.20783).
+    The standard deviation over the batch is that of the rewards, except for the two
+    reinforce_plus_plus estimators, which use that of the unscaled advantages (whitening).
+
+    A group whose rewards are all equal has advantage exactly 0, unless it is compared with the
+    batch. Equality is tested by comparing the rewards: the computed standard deviation of equal
+    numbers can be tiny but nonzero.
 
     Args:
         rewards: [N], finite or NaN.
         group_ids: [N] int64, equal for the completions of one prompt, in any order.
         scale_rewards: what the advantage is divided by.
-        estimator: what the reward is compared with.
+        estimator: the baseline that is subtracted from the reward.
         epsilon: added to the standard deviation.
     """
     valid = _valid(rewards)
@@ -82,10 +84,10 @@ def _centered(groups: "RewardGroups", estimator: AdvantageEstimator) -> Tensor:
 
 
 def normalized_sum_advantages(scores: Tensor, weights: Tensor, group_ids: Tensor) -> Tensor:
-    """Advantages [N] from rewards that are normalized each for itself: GDPO, arXiv 2601.05242.
+    """Advantages [N] from rewards that are normalized separately: GDPO, arXiv 2601.05242.
 
-    Every reward function's `scores` [N, F] less their group's mean, by their group's standard
-    deviation; their sum by `weights` [F]; that sum whitened over the batch.
+    The `scores` [N, F] of each reward function are normalized within their group (minus the mean,
+    divided by the standard deviation), summed with `weights` [F], and whitened over the batch.
     """
     valid = _valid(scores.sum(dim=1))
     advantages = torch.zeros(len(scores), dtype=torch.float64)
@@ -103,14 +105,14 @@ def process_advantages(
     lengths: Sequence[int],
     group_ids: Tensor,
 ) -> list[Tensor]:
-    """Advantage of every token under process supervision: DeepSeekMath, arXiv 2402.03300, 4.1.3.
+    """Per-token advantages under process supervision: DeepSeekMath, arXiv 2402.03300, 4.1.3.
 
-    The rewards of all steps of a group are normalized together, and a token has the sum of those of
-    the steps that end at it or after it.
+    The rewards of all steps of a group are normalized together. The advantage of a token is the sum
+    of the normalized rewards of the steps that end at or after it.
 
     Args:
         step_rewards: for each of the N completions, the rewards of its steps.
-        lengths: [N] tokens of each completion.
+        lengths: [N] number of tokens of each completion.
         group_ids: [N] int64, equal for the completions of one prompt.
 
     Returns:
@@ -131,7 +133,7 @@ def process_advantages(
 
 
 class RewardGroups:
-    """Rewards by group, in float64: G groups over N completions.
+    """The rewards of N completions in G groups, in float64, with statistics of each group.
 
     `index` [N] is the group (0 .. G-1) of each completion; `count`, `mean` and `has_spread` are
     [G].

@@ -1,4 +1,4 @@
-"""Estimates of the KL divergence between two policies from the tokens of one, and its control."""
+"""KL divergence between two policies: estimates from sampled tokens, and its adaptive penalty."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from megatron_grpo.config.grpo_config import KLEstimator
 
 MAX_ERROR = 0.2
-"""Of the divergence against its target, as a share of it: what is beyond changes no more."""
+"""Bound on the relative error ``kl / target - 1``; larger errors are clipped."""
 
 
 def kl_estimate(logprobs: Tensor, other_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
@@ -16,12 +16,13 @@ def kl_estimate(logprobs: Tensor, other_logprobs: Tensor, estimator: KLEstimator
 
     Schulman, "Approximating KL divergence" (2020), with d = log p - log q:
 
-    - k1: d, unbiased, of either sign; as a term of a loss its gradient is 0 on average, and as a
-      reward it alone has that of the divergence;
-    - k2: d**2 / 2, biased; its gradient is that of the divergence (arXiv 2510.01555);
+    - k1: d, unbiased, of either sign. As a loss term its expected gradient is 0; as part of the
+      reward it is the only one of the three that gives the gradient of the divergence;
+    - k2: d**2 / 2, biased, but as a loss term its gradient is that of the divergence (arXiv
+      2510.01555);
     - k3: exp(-d) + d - 1, unbiased and never negative (DeepSeekMath, arXiv 2402.03300, eq. 4).
 
-    `logprobs` and `other_logprobs` are log p and log q of the drawn tokens, of any one shape.
+    `logprobs` and `other_logprobs` are log p and log q of the drawn tokens, in any common shape.
     """
     if estimator == "k1":
         return logprobs - other_logprobs
@@ -31,7 +32,7 @@ def kl_estimate(logprobs: Tensor, other_logprobs: Tensor, estimator: KLEstimator
 
 
 def k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
-    """The estimate that is unbiased and never negative; see `kl_estimate`."""
+    """The k3 estimate, which is unbiased and never negative; see `kl_estimate`."""
     difference = other_logprobs - logprobs
     return torch.expm1(difference) - difference
 
@@ -39,9 +40,9 @@ def k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
 def beta_after(
     beta: float, metrics: Mapping[str, float], target: float, num_completions: int, horizon: int
 ) -> float:
-    """The weight of the KL penalty after a step of these metrics: see `adapted_beta`.
+    """The weight of the KL penalty after a step with these metrics: see `adapted_beta`.
 
-    It stays where they tell of no divergence: it was not finite, or is a mean over no token.
+    Unchanged if the metrics have no usable divergence: it was not finite, or no token was counted.
     """
     if "kl" not in metrics or not metrics.get("num_response_tokens"):
         return beta
@@ -51,7 +52,7 @@ def beta_after(
 def adapted_beta(
     beta: float, kl: float, target: float, num_completions: int, horizon: int
 ) -> float:
-    """The weight of the KL penalty after a step that found `kl`: a proportional controller.
+    """The weight of the KL penalty after a step that measured `kl`: a proportional controller.
 
     Ziegler et al., arXiv 1909.08593, section 2.2:
     ``beta * (1 + clip(kl / target - 1, -0.2, 0.2) * min(1, num_completions / horizon))``
@@ -59,9 +60,9 @@ def adapted_beta(
     Args:
         beta: weight in the step.
         kl: mean divergence per token, in nats.
-        target: the one that is wanted.
-        num_completions: of the step.
-        horizon: completions over which beta changes by 20% at most.
+        target: the desired mean divergence per token.
+        num_completions: number of completions in the step.
+        horizon: number of completions over which beta changes by at most 20%.
     """
     error = min(max(kl / target - 1, -MAX_ERROR), MAX_ERROR)
     return beta * (1 + error * min(1.0, num_completions / horizon))

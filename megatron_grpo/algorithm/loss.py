@@ -1,4 +1,4 @@
-"""The GRPO loss of one microbatch, and the weights with which microbatches add up."""
+"""The GRPO loss of one microbatch, and the token weights with which microbatch losses add up."""
 
 from dataclasses import dataclass
 
@@ -17,25 +17,25 @@ def loss_weights(lengths: Tensor, loss_type: LossType, max_completion_length: in
 
     With L_i response tokens in sequence i:
 
-    - "grpo", "sapo", "gmpo": 1 / (N L_i), the mean over sequences of each one's mean (arXiv
+    - "grpo", "sapo", "gmpo": 1 / (N L_i), the mean over sequences of the per-sequence means (arXiv
       2402.03300, eq. 3);
     - "dapo", "bnpo", "cispo", "vespo": 1 / sum L, the mean over all tokens (arXiv 2503.14476, eq.
-      8). bnpo is elsewhere the mean over the tokens of one device: here that would be a loss that
-      depends on the layout, so it is dapo;
-    - "dr_grpo": 1 / (N max_completion_length), a constant, which removes the preference of the
-      first for short right and long wrong answers (arXiv 2503.20783);
-    - "luspo": 1 / N, the sum over tokens (arXiv 2602.05261).
+      8). Elsewhere bnpo is the mean over the tokens of one device, which would make the loss depend
+      on the parallel layout; here it is the same as dapo;
+    - "dr_grpo": 1 / (N max_completion_length), a constant, which removes the bias of "grpo" towards
+      short correct and long wrong answers (arXiv 2503.20783);
+    - "luspo": 1 / N, a sum over tokens and a mean over sequences (arXiv 2602.05261).
 
     The weights are global: the loss is a plain sum of weighted tokens over microbatches, context
-    and data ranks, and nothing is divided later.
+    and data ranks, and is not divided later.
 
     Args:
-        lengths: [N] response tokens that count; 0 for a sequence that is masked whole.
+        lengths: [N] number of response tokens that count; 0 for a fully masked sequence.
         loss_type: one of those above.
         max_completion_length: longest completion the sampler may produce.
 
     Returns:
-        [N] float64. Finite always: where nothing counts, the weight multiplies nothing.
+        [N] float64. Always finite: a sequence without counted tokens gets a weight that is unused.
     """
     tokens, num_sequences = lengths.double(), len(lengths)
     if loss_type in ("grpo", "sapo", "gmpo"):
@@ -51,35 +51,35 @@ def loss_weights(lengths: Tensor, loss_type: LossType, max_completion_length: in
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOLoss:
-    """A loss to differentiate, and what its K tokens were like: [K], detached."""
+    """A loss to differentiate, and detached values [K] of its K tokens for the metrics."""
 
     total: Tensor  # scalar: this microbatch's part of the loss of the whole batch
     per_token: Tensor  # weighted; sums to `total`
-    log_ratio: Tensor  # log of new policy over old
-    clipped_low: Tensor  # bool: the clip below took the gradient away
-    clipped_high: Tensor  # bool: the clip above did, or bounded the weight
+    log_ratio: Tensor  # log(new policy / old policy)
+    clipped_low: Tensor  # bool: the lower clip removed the gradient
+    clipped_high: Tensor  # bool: the upper clip removed the gradient or bounded the weight
     kl: Tensor | None  # estimate of KL(policy || reference); None without a reference
-    rollout_weight: Tensor | None  # of trainer over engine; None without a correction
-    off_policy: Tensor | None  # bool: left out, as of a sequence that the policy has left
+    rollout_weight: Tensor | None  # importance weight trainer / engine; None without a correction
+    off_policy: Tensor | None  # bool: masked because its sequence is too far off-policy
 
 
 def grpo_loss(tokens: LossTokens, cfg: GRPOConfig, beta: float) -> GRPOLoss:
-    """The loss of one microbatch's tokens: each one's objective (`objectives.py`), KL and entropy.
+    """The loss of one microbatch's tokens: objective (`objectives.py`), KL penalty and entropy.
 
-    For each token, with weights w from `loss_weights`, and factors m of 0 or 1, which are 1 unless
-    the config says otherwise::
+    For each token, with the weight w from `loss_weights` and masks m in {0, 1}, which are 1 unless
+    configured::
 
         loss = w (m_entropy m_off_policy objective + beta KL) - entropy_coef H / num_tokens
 
-    The objective has the weight of trainer over engine in it. KL (`kl.py`) is that to the
-    reference, times the ratio with `use_bias_correction_kl`: the unbiased gradient of the
-    divergence, DeepSeek-V3.2 (arXiv 2512.02556). It is only reported where it was subtracted
-    from the rewards. m_entropy leaves the tokens of the highest entropy (arXiv 2506.01939). Without
-    old log-probabilities the policy that generated is the present one: the ratio is then exactly 1,
-    and the gradient that of the policy gradient.
+    The objective includes the importance weight of trainer over engine. KL (`kl.py`) is the
+    divergence from the reference; `use_bias_correction_kl` multiplies it by the ratio, for the
+    unbiased gradient of the divergence (DeepSeek-V3.2, arXiv 2512.02556). If it was already
+    subtracted from the rewards, it is only reported. m_entropy keeps the tokens of highest entropy
+    (arXiv 2506.01939). Without old log-probabilities, the generating policy is the current one: the
+    ratio is exactly 1 and the gradient is the plain policy gradient.
 
     Args:
-        tokens: those that this rank computed.
+        tokens: the tokens whose log-probabilities this rank computed.
         cfg: the options.
         beta: weight of the KL penalty in this step.
     """

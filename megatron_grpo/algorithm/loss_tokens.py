@@ -1,4 +1,4 @@
-"""The tokens that a loss is taken over, without prompts and padding."""
+"""The tokens that enter the loss, without prompts and padding."""
 
 from dataclasses import dataclass
 
@@ -12,26 +12,26 @@ from parallel.vocab import ChosenTokens
 
 @dataclass(frozen=True, kw_only=True)
 class LossTokens:
-    """The K tokens of a packed microbatch that count on this rank, in their order; [K] each."""
+    """The K tokens of a packed microbatch that count on this rank, in packed order; [K] each."""
 
     logprobs: Tensor
-    """Of the policy that is trained, with gradient."""
+    """Under the policy being trained, with gradient."""
     entropy: Tensor
-    """Of the distribution that the token was drawn from, with gradient."""
+    """Entropy of the policy's distribution over this token, with gradient."""
     weights: Tensor
     advantages: Tensor
     rollout_logprobs: Tensor
     old_logprobs: Tensor | None
-    """Of the policy that generated; None: it is the present one."""
+    """Under the policy that generated; None if that is the current policy."""
     ref_logprobs: Tensor | None
     high_entropy: Tensor | None
-    """bool: those the objective is taken over; None: all."""
+    """bool: the tokens that the objective is restricted to; None for all."""
     entropy_weights: Tensor | None
-    """Of each entropy in the bonus; None: no bonus."""
+    """Weight of each token's entropy in the bonus; None without a bonus."""
     sequences: SequenceMeans
-    """Those of the microbatch, n of them."""
+    """The n sequences of the microbatch."""
     sequence_index: Tensor
-    """[n] of each in the optimizer batch; -1 for one that is padding."""
+    """[n] index of each sequence in the optimizer batch; -1 for padding."""
 
     @classmethod
     def of(
@@ -40,13 +40,13 @@ class LossTokens:
         chosen: ChosenTokens,
         context_group: dist.ProcessGroup | None = None,
     ) -> "LossTokens":
-        """The `chosen` ones of `batch`, each of them chosen on one rank of `context_group`.
+        """The `chosen` tokens of `batch`; each is chosen on exactly one rank of `context_group`.
 
-        What `batch` holds of other tokens has no influence, be it NaN.
+        Values of other tokens in `batch` have no influence, even if they are NaN.
         """
 
         def at(values: Tensor) -> Tensor:
-            return values.index_select(0, chosen.positions)  # two thirds of the time of indexing
+            return values.index_select(0, chosen.positions)  # in 2/3 of the time of indexing
 
         def at_if(values: Tensor | None) -> Tensor | None:
             return None if values is None else at(values)

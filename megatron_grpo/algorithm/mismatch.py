@@ -1,7 +1,7 @@
-"""Corrections for tokens that another policy has made than the one that the loss believes.
+"""Corrections for tokens that were sampled from another policy than the loss assumes.
 
-An engine and the trainer compute other log-probabilities from the same weights: other kernels,
-other precision, experts chosen otherwise. And a completion may be older than the policy.
+Engine and trainer compute different log-probabilities from the same weights: kernels, precision
+and the choice of experts differ. A completion may also be older than the policy.
 """
 
 from torch import Tensor
@@ -13,15 +13,15 @@ from parallel.sequences import SequenceMeans
 def rollout_weights(
     log_mismatch: Tensor, sequences: SequenceMeans, cfg: GRPOConfig
 ) -> Tensor | None:
-    """Importance weight [K] of each token, of the trainer's policy over the engine's; None: 1.
+    """Importance weight [K] of the trainer's policy over the engine's; None if not corrected.
 
-    With d = `log_mismatch` [K], the trainer's log-probability of the token less the engine's, and
+    With d = `log_mismatch` [K], the trainer's log-probability of the token minus the engine's, and
     the bounds ``rollout_importance_sampling_min`` <= w <= ``.._threshold``:
 
-    - w of a token is exp(d) (TIS, "Your efficient RL framework secretly brings you off-policy RL
-      training", Yao et al. 2025); of a sequence, exp of the sum of d (MIS, Liu et al. 2025); or
-      geometric, exp of its mean, which does not grow with the length;
-    - truncate: w cut to the bounds; mask: 0 beyond them (IcePop, arXiv 2510.18855).
+    - token: w = exp(d) (TIS, "Your efficient RL framework secretly brings you off-policy RL
+      training", Yao et al. 2025); sequence: exp of the sum of d over the sequence (MIS, Liu et al.
+      2025); geometric: exp of the mean of d, which does not grow with the length;
+    - truncate: w is clamped to the bounds; mask: w is 0 outside them (IcePop, arXiv 2510.18855).
     """
     mode = cfg.rollout_importance_sampling_mode
     if mode is None:
@@ -45,11 +45,10 @@ def on_policy_mask(
     sequences: SequenceMeans,
     threshold: float,
 ) -> Tensor:
-    """Which tokens [K] stay: all but those of negative advantage in sequences left behind.
+    """Which tokens [K] to keep: all but those of negative advantage in off-policy sequences.
 
-    A sequence is left behind where the mean over its tokens of ``sampling_logprobs - logprobs`` is
-    above `threshold`: DeepSeek-V3.2, arXiv 2512.02556, eq. 9. `sampling_logprobs` [K] are the
-    engine's.
+    A sequence is off-policy if the mean of ``sampling_logprobs - logprobs`` over its tokens exceeds
+    `threshold`: DeepSeek-V3.2, arXiv 2512.02556, eq. 9. `sampling_logprobs` [K] are the engine's.
     """
     divergence = sequences.mean(sampling_logprobs - logprobs)
     return (advantages >= 0) | (divergence <= threshold)

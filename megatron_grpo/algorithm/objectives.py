@@ -1,7 +1,7 @@
-"""What each loss type maximizes: the objective of every token, before weights add them up.
+"""The per-token objective of each loss type, before the weighted sum over tokens.
 
-All are functions of a ratio r of the present policy over the one that generated, and of the
-advantage A, both [K]; they return what is to be minimized.
+All are functions of the ratio r of the current policy over the one that generated, and of the
+advantage A, both [K]; they return the negated objective, to be minimized.
 """
 
 import math
@@ -15,12 +15,12 @@ from parallel.sequences import SequenceMeans
 
 LOG_BOUND = 20.0
 LOG_LEAST = -18.420680743952367  # of 1e-8
-"""What VESPO keeps log-weights between, in the authors' code and TRL's."""
+"""Bounds that VESPO clamps log-weights to, in the authors' code and in TRL."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """Losses of tokens, and which of them a clip held back: [K] each."""
+    """Losses of tokens, and which of them were clipped: [K] each."""
 
     loss: Tensor
     clipped_low: Tensor
@@ -35,9 +35,9 @@ def objective(
     sequences: SequenceMeans,
     cfg: GRPOConfig,
 ) -> Objective:
-    """The objective of ``cfg.loss_type``; `rollout_weights` [K], if any, are in it.
+    """The objective of ``cfg.loss_type``, including `rollout_weights` [K] if given.
 
-    `log_ratio` [K] is `logprobs` less the old ones; `sequences` says whose the tokens are.
+    `log_ratio` [K] is `logprobs` minus the old ones; `sequences` maps tokens to their sequences.
     """
     if cfg.loss_type == "vespo":
         return vespo(logprobs, log_ratio, advantages, rollout_weights, sequences, cfg)
@@ -63,12 +63,14 @@ def objective(
 def importance_ratio(
     logprobs: Tensor, log_ratio: Tensor, sequences: SequenceMeans, level: ImportanceLevel
 ) -> Tensor:
-    """The ratio of each token [K]; at the level of the sequence the same for all of it.
+    """The ratio of each token [K].
 
     - token: exp(log_ratio), as in PPO;
-    - sequence: exp of the mean of log_ratio over the sequence, GSPO (arXiv 2507.18071, eq. 7);
-    - sequence_token: the same value, whose gradient is that of the token alone, GSPO-token
-      (eq. 14): another one only where advantages differ within the sequence.
+    - sequence: exp of the mean of log_ratio over the sequence, the same for all of its tokens: GSPO
+      (arXiv 2507.18071, eq. 7);
+    - sequence_token: the same value, but differentiated only through the token's own
+      log-probability: GSPO-token (eq. 14). The gradient of the loss differs from "sequence" only
+      where advantages differ within a sequence.
     """
     if level == "token":
         return log_ratio.exp()
@@ -78,19 +80,19 @@ def importance_ratio(
 
 
 def clipped(ratio: Tensor, advantages: Tensor, cfg: GRPOConfig) -> Objective:
-    """PPO's clipped surrogate, of grpo, bnpo, dapo, dr_grpo and luspo.
+    """PPO's clipped surrogate, used by grpo, bnpo, dapo, dr_grpo and luspo.
 
     DeepSeekMath, arXiv 2402.03300, eq. 3:
     ``-min(min(r, delta) A, clip(r, 1 - epsilon, 1 + epsilon_high) A)``. `epsilon_high` above
     `epsilon` is DAPO's clip-higher (arXiv 2503.14476, eq. 10). `delta` is the dual clip as TRL
     defines it, from INTELLECT-2 (arXiv 2505.07291): it bounds the ratio where the advantage is
-    negative, which the plain clip leaves unbounded, and wants to be above 1 + epsilon_high.
+    negative, which the plain clip leaves unbounded, and must be above 1 + epsilon_high.
     """
     least, most = 1 - cfg.epsilon, 1 + cfg.epsilon_high
-    bound = math.inf if cfg.delta is None else cfg.delta  # above `most`: the config sees to it
+    bound = math.inf if cfg.delta is None else cfg.delta  # above `most`: the config checks this
     # For A < 0 the minimum is A clamp(r, least, delta), else A min(r, most).
     negative = advantages < 0
-    # `where` of two Python numbers would be float32, whatever the ratio is.
+    # `where` of two Python numbers would be float32, whatever the dtype of the ratio.
     low = torch.where(negative, ratio.new_full((), least), ratio.new_full((), -math.inf))
     high = torch.where(negative, ratio.new_full((), bound), ratio.new_full((), most))
     return Objective(
@@ -101,10 +103,9 @@ def clipped(ratio: Tensor, advantages: Tensor, cfg: GRPOConfig) -> Objective:
 
 
 def cispo(logprobs: Tensor, ratio: Tensor, advantages: Tensor, cfg: GRPOConfig) -> Objective:
-    """REINFORCE with a cut weight, by which no token loses its gradient.
+    """REINFORCE with a clipped importance weight, so that no token loses its gradient.
 
-    MiniMax-M1, arXiv 2506.13585, with the upper bound alone as in ScaleRL (arXiv
-    2510.13786):
+    MiniMax-M1, arXiv 2506.13585, with only the upper bound, as in ScaleRL (arXiv 2510.13786):
     ``-min(r, epsilon_high).detach() A logprob``
     """
     weight = ratio.detach().clamp(max=cfg.epsilon_high)
@@ -116,9 +117,9 @@ def cispo(logprobs: Tensor, ratio: Tensor, advantages: Tensor, cfg: GRPOConfig) 
 
 
 def sapo(ratio: Tensor, advantages: Tensor, cfg: GRPOConfig) -> Objective:
-    """A soft gate in the place of the clip: SAPO, arXiv 2511.20347.
+    """A soft gate instead of the clip: SAPO, arXiv 2511.20347.
 
-    ``-4 / tau sigmoid(tau (r - 1)) A``, with tau by the sign of A.
+    ``-4 / tau sigmoid(tau (r - 1)) A``, where tau depends on the sign of A.
     """
     tau = torch.full_like(advantages, cfg.sapo_temperature_neg)
     tau = tau.masked_fill(advantages > 0, cfg.sapo_temperature_pos)
@@ -133,7 +134,7 @@ def gmpo(
     """The geometric mean of clipped token ratios: GMPO, arXiv 2507.20673.
 
     ``-A exp(mean over the sequence of s min(s log r, s clip(log r, -epsilon, epsilon_high)))``
-    with s the sign of A: the clips are of log r, and 0.4 each in the paper.
+    with s the sign of A. The clips apply to log r; the paper uses 0.4 for both.
     """
     sign = torch.where(advantages >= 0, 1.0, -1.0).to(log_ratio)
     cut = log_ratio.clamp(-cfg.epsilon, cfg.epsilon_high)
@@ -156,8 +157,8 @@ def vespo(
     """REINFORCE with a soft weight of the whole sequence: VESPO, arXiv 2602.10693.
 
     ``-phi(w).detach() A logprob`` with ``phi(w) = exp(lambda) w**k exp(-lambda w)``, which is 1 at
-    w = 1, w the product over the sequence of ratios and of `rollout_weights`, and lambda and k by
-    the sign of A. Logarithms are kept within bounds, as in TRL.
+    w = 1. w is the product of the ratios and `rollout_weights` over the sequence; lambda and k
+    depend on the sign of A. Logarithms are clamped, as in TRL.
     """
     log_weight = sequences.sum(log_ratio.detach().clamp(-LOG_BOUND, LOG_BOUND))
     if rollout_weights is not None:
