@@ -1,1 +1,1 @@
-"""The model that is trained: Megatron-Core's, its schedules and its optimizer."""
+"""The trained model: Megatron-Core's GPTModel with its pipeline schedules and optimizer."""

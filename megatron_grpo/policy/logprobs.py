@@ -17,10 +17,10 @@ from parallel.vocab import ChosenTokens, chosen_logprobs, prediction_targets
 def response_logprobs(
     model: Model, hidden: Tensor, batch: PackedBatch, temperature: float, groups: Groups
 ) -> ChosenTokens:
-    """Log-probabilities and entropies of the response tokens, this context rank's part of them.
+    """Log-probabilities and entropies of this context rank's response tokens.
 
-    `hidden` are the last stage's final hidden states (`forward`); only those before response tokens
-    reach the head.
+    `hidden` are the last stage's final hidden states (`forward`); only those at positions that
+    predict response tokens are multiplied with the head.
     """
     local = context_indices(batch.cu_seqlens, groups.coordinates.context, groups.dims.context)
     targets = prediction_targets(batch.cu_seqlens, local)
@@ -41,7 +41,7 @@ def compute_logprobs(
 ) -> list[tuple[Tensor, Tensor]] | None:
     """Log-probabilities and entropies [T] of every microbatch, without gradient.
 
-    Whole on every context and tensor rank of the last stage; None before it.
+    Complete on every context and tensor rank of the last stage; None on earlier stages.
     """
 
     def collect(hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, tuple[Tensor, Tensor]]:

@@ -1,4 +1,4 @@
-"""The trained model: Megatron-Core GPTModels, weights from a folder."""
+"""The trained model: Megatron-Core GPTModels with weights from a Hugging Face folder."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -28,18 +28,18 @@ class Model:
 
     shape: ModelShape
     layout: Layout
-    """Which boxes of the Hugging Face tensors this rank's parameters are."""
+    """Which boxes of the Hugging Face tensors this rank's parameters hold."""
     chunks: list[Any]
-    """GPTModels, wrapped in Megatron's DistributedDataParallel where they have gradients."""
+    """GPTModels, wrapped in Megatron's DistributedDataParallel if they have gradients."""
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether the last chunk ends with the model's final hidden states."""
+        """Whether the last chunk outputs the model's final hidden states."""
         return unwrapped(self.chunks[-1]).post_process
 
     @property
     def head_weight(self) -> Tensor:
-        """[padded vocabulary / tp, H], of the last stage: the embedding where that is tied."""
+        """[padded vocabulary / tp, H], on the last stage; the embedding's weight if tied."""
         chunk = unwrapped(self.chunks[-1])
         if chunk.share_embeddings_and_output_weights:
             shared: Tensor = chunk.shared_embedding_or_output_weight()
@@ -48,7 +48,7 @@ class Model:
         return own
 
     def parameters(self) -> dict[str, Tensor]:
-        """Parameters by the local names of `layout`: ``{chunk}.{Megatron's name}``."""
+        """Parameters by their local names in `layout`: ``{chunk}.{Megatron's name}``."""
         return {
             f"{number}.{name}": parameter
             for number, chunk in enumerate(self.chunks)
@@ -66,15 +66,15 @@ class Policy(Model):
     """Sets the optimizer's learning rate; stepped once per optimizer step."""
 
     def zero_grad(self) -> None:
-        """Forget all gradients, before the first microbatch of an optimizer step."""
+        """Zero all gradients, before the first microbatch of an optimizer step."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     def zero_summed_gradient(self) -> None:
-        """Zero what this rank holds of the gradient summed over data and context ranks.
+        """Zero this rank's shard of the gradient summed over data and context ranks.
 
-        Left in its buffers is what it gave to the shards of the others.
+        The rest of its buffers keeps this rank's own contributions to the other ranks' shards.
         """
         for chunk in self.chunks:
             for buffer in chunk.buffers + chunk.expert_parallel_buffers:
@@ -88,12 +88,12 @@ def build_policy(cfg: Config, shape: ModelShape, groups: Groups) -> Policy:
     model = build_model(cfg, shape, groups)
     add_gradients(model)
     read_weights(cfg.model.path, shape, model.layout, model.parameters())
-    # The float32 master weights are copies of what is loaded: the optimizer comes last.
+    # The optimizer copies the loaded weights into its float32 master weights, so it comes last.
     return add_optimizer(model, cfg)
 
 
 def build_model(cfg: Config, shape: ModelShape, groups: Groups) -> Model:
-    """This rank's part of the model, with weights as allocated."""
+    """This rank's part of the model, with uninitialized weights."""
     chunks = _build_chunks(cfg, shape, groups)
     layout = megatron_layout(
         shape,
@@ -105,12 +105,12 @@ def build_model(cfg: Config, shape: ModelShape, groups: Groups) -> Model:
 
 
 def add_gradients(model: Model) -> None:
-    """Give the chunks of a model gradients, which are summed over data and context ranks."""
+    """Give a model's chunks gradient buffers, which are summed over data and context ranks."""
     model.chunks = [_with_gradients(chunk) for chunk in model.chunks]
 
 
 def add_optimizer(model: Model, cfg: Config) -> Policy:
-    """Make a model with gradients the one that is trained; collective over all ranks."""
+    """Add optimizer and scheduler to a model with gradients; collective over all ranks."""
     optimizer = make_optimizer(model.chunks, cfg.optimizer)
     scheduler = make_scheduler(optimizer, cfg.optimizer, cfg.train.num_steps)
     return Policy(**vars(model), optimizer=optimizer, scheduler=scheduler)
@@ -119,9 +119,9 @@ def add_optimizer(model: Model, cfg: Config) -> Policy:
 def forward(chunk: Any, batch: PackedBatch, groups: Groups) -> Tensor:
     """Run one model chunk on this context rank's part of a packed microbatch.
 
-    Returns hidden states: of the last chunk those that the head takes, [T / cp, H] in the order of
-    `context_indices`, or the tensor rank's slice of them under sequence parallelism; of the others
-    what Megatron-Core sends to the next.
+    Returns hidden states. For the last chunk: the head's input, [T / cp, H] in the order of
+    `context_indices`, or the tensor rank's slice of it under sequence parallelism. For the others:
+    what Megatron-Core sends to the next stage.
     """
     rank, size = groups.coordinates.context, groups.dims.context
     local = context_indices(batch.cu_seqlens, rank, size)
@@ -143,7 +143,7 @@ def _build_chunks(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTMod
         sequence_parallel=cfg.parallel.sequence_parallel,
         overrides=cfg.model.megatron,
     )
-    # Nothing random is drawn (no dropout, no initialization), but Megatron wants its states set.
+    # Nothing random is drawn (no dropout, no initialization), but Megatron requires RNG states.
     model_parallel_cuda_manual_seed(0)
     chunks = [
         GPTModel(
@@ -173,16 +173,16 @@ def _build_chunks(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTMod
 
 
 def _pass_hidden_states(hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
-    """Instead of logits, which parallel/vocab.py makes of the head's weight as it needs them."""
+    """Replaces the output layer: parallel/vocab.py computes logits from the head's weight."""
     return hidden, None
 
 
 def _mark_experts(chunk: GPTModel) -> None:
-    """Have the gradients of experts summed over their own data ranks, at every layout.
+    """Make the gradients of experts be summed over the experts' own data ranks in every layout.
 
-    Megatron marks them only where expert > 1. Without it they would be summed over the data ranks
-    of the other weights, which are too few where expert_tensor is less than tensor; and the
-    optimizer of experts would come and go with the layout, and a checkpoint with it.
+    Megatron marks expert parameters only if expert > 1. Unmarked, their gradients would be summed
+    over the data ranks of the other weights, which are too few when expert_tensor < tensor; and
+    whether experts have an optimizer of their own, also in checkpoints, would depend on the layout.
     """
     for name, parameter in chunk.named_parameters():
         if ".experts." in name:
@@ -200,13 +200,14 @@ def _rope_scaling(shape: ModelShape) -> dict[str, Any]:
 
 
 def _with_gradients(chunk: GPTModel) -> DistributedDataParallel:
-    """Give a chunk its float32 gradient buffer, which is summed over data and context ranks."""
+    """Give a chunk a float32 gradient buffer, which is summed over data and context ranks."""
     return DistributedDataParallel(
         chunk.config,
         DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=True,
-            # It would stop the run by an assert on one rank; `train_step` has all skip the step.
+            # This check is an assert on one rank, which ends the run; `train_step` instead makes
+            # all ranks skip the step.
             check_for_nan_in_grad=False,
         ),
         chunk,
@@ -214,7 +215,7 @@ def _with_gradients(chunk: GPTModel) -> DistributedDataParallel:
 
 
 def weight_sender(model: Model, groups: Groups) -> Sender:
-    """What this rank can send of a model's weights."""
+    """Describes which of the model's weights this rank can send to the engines."""
     return layout_sender(
         model.layout,
         model.shape,

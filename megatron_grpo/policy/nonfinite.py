@@ -1,6 +1,6 @@
-"""Which number of an optimizer step is NaN or infinite, and on which rank.
+"""Find which value of an optimizer step is NaN or infinite, and on which rank.
 
-Asked only when some number is: then everything is looked at, tensor by tensor.
+Runs only when a value is not finite; it then inspects every tensor.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,26 +14,26 @@ from megatron_grpo.policy.model import Policy
 from parallel.failure import broadcast_text
 
 LARGEST_VALUE = 1e12
-"""The norm of a gradient overflows float32 only where some value is larger than this."""
+"""The norm of a gradient overflows float32 only if some value is larger than this."""
 
 
 def is_so_on_all_ranks(is_so: bool, device: torch.device) -> bool:
-    """Whether `is_so` on every rank; collective over the default group."""
+    """Whether `is_so` is true on every rank; collective over the default group."""
     differs = torch.tensor(int(not is_so), device=device)
     dist.all_reduce(differs, dist.ReduceOp.MAX)
     return not differs
 
 
 def name_nonfinite(policy: Policy, losses: Sequence[Tensor], device: torch.device) -> str:
-    """The loss or gradient with which it began, in words; collective over the default group.
+    """The loss or gradient that first became non-finite, in words; collective over all ranks.
 
-    `losses` are those of this rank's microbatches. A loss goes before gradients, and these are
-    taken in the order of the backward, where one spoils the next: from the last layer to the first.
-    Spoils the gradient that is there.
+    `losses` are those of this rank's microbatches. Losses come before gradients, and gradients in
+    the order of the backward pass, in which one corrupts the next: from the last layer to the
+    first. Zeroes part of the gradient buffers.
     """
     urgency, text = _found_here(policy, losses)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    # The most urgent, and of several the one on the lowest rank.
+    # The most urgent; among equals, the one on the lowest rank.
     first = torch.tensor((urgency + 1) * num_ranks - 1 - rank, device=device)
     dist.all_reduce(first, dist.ReduceOp.MAX)
     source = num_ranks - 1 - int(first) % num_ranks
@@ -41,7 +41,7 @@ def name_nonfinite(policy: Policy, losses: Sequence[Tensor], device: torch.devic
 
 
 def _found_here(policy: Policy, losses: Sequence[Tensor]) -> tuple[int, str]:
-    """What is not finite on this rank, and how much it says about where it all began."""
+    """What is not finite on this rank, and its urgency: how close it is to the origin."""
     place = {name: number for number, name in enumerate(hf_tensors(policy.shape))}
     found = [(-1, "nothing")]
     for number, loss in enumerate(losses):
@@ -49,14 +49,15 @@ def _found_here(policy: Policy, losses: Sequence[Tensor]) -> tuple[int, str]:
             found.append((2 * len(place), f"the loss of microbatch {number} is {float(loss)}"))
             break
     found += [(2 * place[name], text) for name, text in _broken_gradients(policy)]
-    # Another rank may have spoilt the sum over data ranks. What went into it is evidence.
+    # The sum over data ranks may have been corrupted by another rank; what this rank contributed
+    # to it is stronger evidence.
     policy.zero_summed_gradient()
     found += [(2 * place[name] + 1, text) for name, text in _broken_gradients(policy)]
     return max(found, key=lambda one: one[0])
 
 
 def _broken_gradients(policy: Policy) -> Iterator[tuple[str, str]]:
-    """Hugging Face name, and what is wrong, of the gradients on this rank."""
+    """Hugging Face name and description of each non-finite gradient on this rank."""
     parameters = policy.parameters()
     for piece in policy.layout.pieces:
         gradient: Tensor = parameters[piece.local].main_grad  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""AdamW on float32 master weights, sharded over data-parallel ranks, and its learning rate."""
+"""AdamW on float32 master weights, sharded over data-parallel ranks, with its learning rate."""
 
 import math
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from megatron_grpo.config.trainer_config import OptimizerConfig
 def make_optimizer(chunks: Sequence[Any], cfg: OptimizerConfig) -> Any:
     """Megatron's distributed optimizer for DDP-wrapped model chunks with their weights loaded.
 
-    Norms and biases have no weight decay. A step is `gradient_norm`, then `apply_gradient`: its own
-    ``step()`` is both, and leaves no time to look at the norm.
+    Norms and biases have no weight decay. To step, call `gradient_norm`, then `apply_gradient`: the
+    optimizer's own ``step()`` does both, without a chance to look at the norm in between.
     """
     model = chunks[0].config
     optimizer = get_megatron_optimizer(
@@ -40,8 +40,8 @@ def make_optimizer(chunks: Sequence[Any], cfg: OptimizerConfig) -> Any:
         if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
             _make_loadable(part)
         elif part.optimizer is not None:
-            # The fused Adam of Transformer Engine and Apex keeps what Megatron expects; but it has
-            # moments from its first step on, and a run may save before it has taken one.
+            # The fused Adam of Transformer Engine and Apex has the state that Megatron expects, but
+            # only from its first step on, and a run may save before taking one.
             part.init_state_fn(part.optimizer, part.config)
     return optimizer
 
@@ -49,17 +49,17 @@ def make_optimizer(chunks: Sequence[Any], cfg: OptimizerConfig) -> Any:
 def gradient_norm(optimizer: Any) -> float:
     """Norm of the whole gradient, before clipping; equal on all ranks, which call it together.
 
-    NaN or infinite when a value that is counted is, on whatever rank: see `own_gradient_is_finite`.
+    NaN or infinite if a value that enters the norm is, on any rank: see `own_gradient_is_finite`.
     """
     optimizer.prepare_grads()
     return float(optimizer.get_grad_norm())
 
 
 def own_gradient_is_finite(optimizer: Any) -> bool:
-    """Whether all that this rank updates weights by is: the norm leaves out what others count, too.
+    """Whether all gradients that this rank applies are finite, including those not in the norm.
 
-    Those are norms and routers on tensor ranks above 0, and a tied embedding on the last stage.
-    Call it between `gradient_norm` and `apply_gradient`.
+    The norm counts shared parameters once, so it skips norms and routers on tensor ranks above 0,
+    and a tied embedding on the last stage. Call between `gradient_norm` and `apply_gradient`.
     """
     gradients = [
         parameter.grad
@@ -71,7 +71,7 @@ def own_gradient_is_finite(optimizer: Any) -> bool:
 
 
 def apply_gradient(optimizer: Any, norm: float) -> None:
-    """Update the weights by the gradient of this `norm`, clipped to `max_grad_norm`."""
+    """Update the weights with the gradient, whose norm is `norm`, clipped to `max_grad_norm`."""
     for part in optimizer.chained_optimizers:
         if parameters := part.get_parameters():
             clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm)
@@ -79,8 +79,8 @@ def apply_gradient(optimizer: Any, norm: float) -> None:
 
 
 def _make_loadable(distributed: Any) -> None:
-    """Mend two things that keep torch's Adam from going on from a checkpoint."""
-    # The state exists only after a first step, and loading asks for it before.
+    """Work around two problems that keep torch's Adam from resuming from a checkpoint."""
+    # The state exists only after a first step, but loading a checkpoint needs it before.
     for group in distributed.optimizer.param_groups:
         for parameter in group["params"]:
             distributed.optimizer.state[parameter] = {
@@ -92,15 +92,15 @@ def _make_loadable(distributed: Any) -> None:
 
 
 def _separate_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Megatron loads one count into all states, and every parameter's update would raise it."""
+    """Megatron loads one shared step tensor into all states; every update would increment it."""
     for state in optimizer.state.values():
         state["step"] = state["step"].clone()
 
 
 def make_scheduler(optimizer: Any, cfg: OptimizerConfig, num_steps: int) -> OptimizerParamScheduler:
-    """Warm-up from 0, in its first step, to `lr`, then decay to `min_lr` after `num_steps`.
+    """Warm-up from 0 in the first step to `lr`, then decay to `min_lr` after `num_steps`.
 
-    ``step(increment=1)`` moves it by one optimizer step.
+    ``step(increment=1)`` advances it by one optimizer step.
     """
     return OptimizerParamScheduler(
         optimizer,
@@ -114,7 +114,7 @@ def make_scheduler(optimizer: Any, cfg: OptimizerConfig, num_steps: int) -> Opti
         end_wd=cfg.weight_decay,
         wd_incr_steps=num_steps,
         wd_incr_style="constant",
-        # A resumed run may have more steps than the one that saved the schedule: the config rules.
+        # A resumed run may have more steps than the one that saved the schedule: take the config's.
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )

@@ -1,4 +1,4 @@
-"""What Megatron-Core's layers are told of a packed microbatch, shared prompts among it."""
+"""The PackedSeqParams that Megatron-Core's layers get for a packed microbatch."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,17 +16,18 @@ from parallel.packing import PackedBatch
 
 @dataclass
 class PackedParams(PackedSeqParams):
-    """Megatron's, and what it passes on to our own modules."""
+    """Megatron's PackedSeqParams, plus fields that it passes through to our own modules."""
 
     context_size: int = 1
     prefixes: Tensor | None = None
     block_mask: BlockMask | None = None
     rope_positions: Tensor | None = None
-    """[T], the position of each token in its sequence, for `PackedRotary`."""
+    """[T] position of each token in its sequence, for `PackedRotary`; None without shared prompts.
+    """
 
     @cached_property
     def context_order(self) -> tuple[Tensor, Tensor]:
-        """For `PackedAttention`: once for all layers, as the GPU is waited for."""
+        """For `PackedAttention`; computed once for all layers, as it synchronizes with the GPU."""
         return context_order(self.cu_seqlens_q, self.context_size)
 
 
@@ -34,22 +35,22 @@ def packed_params(batch: PackedBatch, local: Tensor, rank: int, size: int) -> Pa
     """The params of a microbatch for context rank `rank` of `size`, which holds `local`."""
     params = PackedParams(
         qkv_format="thd",
-        # Alignment padding counts as part of its segment: it comes last, where causal attention
-        # lets no other token see it.
+        # Alignment padding counts as part of its segment: it comes last, so under causal attention
+        # no other token sees it.
         cu_seqlens_q=batch.cu_seqlens,
         cu_seqlens_kv=batch.cu_seqlens,
         cu_seqlens_q_padded=batch.cu_seqlens,
         cu_seqlens_kv_padded=batch.cu_seqlens,
-        # Also the rows of the RoPE table that are passed on; every sequence begins at the first.
+        # Also the number of RoPE table rows that are passed on; every sequence starts at row 0.
         max_seqlen_q=batch.max_seqlen,
         max_seqlen_kv=batch.max_seqlen,
         context_size=size,
     )
     if batch.prefixes is None:
         return params
-    # Completions do not begin at position 0, where Megatron's RoPE begins every sequence. To it,
-    # and it alone reads the padded lengths then, the microbatch is one sequence, with a row of its
-    # table for each token. Of that sequence, too, a context rank reads an early and a late part.
+    # Completions do not begin at position 0, where Megatron's RoPE starts every sequence. RoPE is
+    # the only reader of the padded lengths here, so they describe the microbatch as one sequence,
+    # with one table row per token. A context rank reads an early and a late part of that sequence.
     whole = batch.cu_seqlens[[0, -1]]
     params.cu_seqlens_q_padded = params.cu_seqlens_kv_padded = whole
     params.rope_positions = torch.zeros_like(batch.position_ids)
@@ -61,9 +62,9 @@ def packed_params(batch: PackedBatch, local: Tensor, rank: int, size: int) -> Pa
 
 
 class PackedRotary(torch.nn.Module):
-    """In the place of a GPTModel's rotary embedding: rows of one table, for all model chunks.
+    """Replaces a GPTModel's rotary embedding: rows of one table, shared by all model chunks.
 
-    Megatron's own keeps the tables of the last 32 lengths, and hardly a length comes twice.
+    Megatron's own caches a table for each of the last 32 lengths, but lengths rarely repeat.
     """
 
     def __init__(self, rotary: Any) -> None:
@@ -74,7 +75,7 @@ class PackedRotary(torch.nn.Module):
     def get_rotary_seq_len(
         self, context: Any, decoder: Any, hidden: Any, config: Any, params: PackedParams
     ) -> PackedParams:
-        """What `forward` is called with next: not a length, but all there is."""
+        """Return the argument for `forward`: the whole params instead of a length."""
         return params
 
     def forward(self, params: PackedParams, **_: Any) -> Tensor:
@@ -83,6 +84,6 @@ class PackedRotary(torch.nn.Module):
         if self._table is None or len(self._table) < length:
             self._table = self.rotary.get_emb(length)
         if params.rope_positions is None:
-            # No more of it: of T rows Megatron reads one for each token, whatever its position.
+            # Not all rows: given T rows, Megatron would read one per token, ignoring positions.
             return self._table[:length]
         return self._table[params.rope_positions]

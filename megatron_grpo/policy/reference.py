@@ -1,4 +1,4 @@
-"""The model that the KL divergence is taken to: frozen, or drawn after the policy."""
+"""The reference model of the KL penalty: frozen, or updated towards the policy."""
 
 from dataclasses import dataclass
 
@@ -14,26 +14,26 @@ from parallel.groups import Groups
 
 @dataclass(kw_only=True)
 class Reference(Model):
-    """A model without gradients, with weights of its own, on every rank split like the policy."""
+    """A model without gradients, with its own weights, sharded like the policy."""
 
     grpo: GRPOConfig
     mixture: dict[str, Tensor]
-    """What is drawn after the policy, by the names of `parameters`; empty when frozen.
+    """The weights that follow the policy, by the names of `parameters`; empty if frozen.
 
-    The parameters themselves, or float32 weights that they are the rounding of: see `follow`.
+    Either the parameters themselves, or float32 weights that are rounded to them: see `follow`.
     """
 
     def follow(self, policy: Policy, num_steps: int) -> None:
-        """Mix the policy in, where that is due after `num_steps` optimizer steps.
+        """Mix in the policy's weights, if due after `num_steps` optimizer steps.
 
         ref <- alpha * policy + (1 - alpha) * ref, the soft update of TR-DPO (arXiv 2404.09656);
-        with alpha 1 its hard update, a copy. A step that was skipped counts as one, as in TRL.
-        Nothing is sent: a rank has the same boxes of both models.
+        alpha = 1 is its hard update, a copy. Skipped steps count, as in TRL. No communication: a
+        rank holds the same boxes of both models.
 
-        The mixture is float32. In bfloat16 a change of less than half of the last place is lost,
-        that is 1/512 to 1/256 of a weight: the reference would stand still up to 0.5 / alpha last
-        places away from the policy. So with alpha below 1 bfloat16 weights are the rounding of a
-        mixture that stays beside them, 4 bytes per parameter.
+        With alpha < 1 and bfloat16 weights, the mixture is kept separately in float32, at 4 bytes
+        per parameter, and the weights are rounded from it. In bfloat16, a change of less than half
+        a unit in the last place (1/512 to 1/256 of a weight) is lost: the reference would stop
+        moving up to 0.5 / alpha units in the last place away from the policy.
         """
         if not self.mixture or num_steps % self.grpo.ref_model_sync_steps:
             return
@@ -43,7 +43,7 @@ class Reference(Model):
         self.take_mixture()
 
     def take_mixture(self) -> None:
-        """Have the parameters be the mixture, rounded to their type."""
+        """Set the parameters to the mixture, rounded to their dtype."""
         parameters = self.parameters()
         for name, mixed in self.mixture.items():
             if mixed.dtype != parameters[name].dtype:  # else they are the same memory
@@ -51,7 +51,7 @@ class Reference(Model):
 
 
 def build_reference(cfg: Config, shape: ModelShape, groups: Groups) -> Reference:
-    """The model of `cfg.model.path` with weights of its own."""
+    """The reference, with the weights of `cfg.model.path`."""
     model = build_model(cfg, shape, groups)
     for chunk in model.chunks:
         chunk.requires_grad_(False)

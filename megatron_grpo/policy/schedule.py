@@ -28,12 +28,12 @@ def run_schedule(
     """Forward, and unless `forward_only` backward, over all microbatches of this rank.
 
     `loss_fn(hidden, batch)` is called with the final hidden states on the last pipeline stage, in
-    the order of `batches`, and returns this rank's part of the loss and anything else, which is
-    collected. Losses are globally weighted: gradients are added up over microbatches, context and
-    data ranks, and nothing is divided. Returns the collected values; empty on other stages.
+    the order of `batches`. It returns this rank's part of the loss, and any other value, which is
+    collected. Losses are globally weighted: gradients are summed over microbatches, context and
+    data ranks, and never divided. Returns the collected values; empty on other stages.
 
-    Every rank must pass as many microbatches; with interleaved stages, a multiple of the pipeline
-    size.
+    Every rank must pass the same number of microbatches; with interleaved stages, a multiple of the
+    pipeline size.
     """
     dims = groups.dims
     assert dims.virtual_pipeline == 1 or len(batches) % dims.pipeline == 0, (
@@ -54,7 +54,7 @@ def run_schedule(
             data_iterator=[iter(batches) for _ in model.chunks],
             model=model.chunks,
             num_microbatches=len(batches),
-            seq_length=len(batches[0].tokens),  # not read: each message tells its own shape
+            seq_length=len(batches[0].tokens),  # unused: messages carry their own shapes
             micro_batch_size=1,
             forward_only=forward_only,
         )
@@ -62,19 +62,20 @@ def run_schedule(
 
 
 def _weigh_router_losses(model: Model, groups: Groups, batches: Sequence[PackedBatch]) -> float:
-    """Have the losses that routers may add weighted by tokens; returns the factor of the main loss.
+    """Weight the auxiliary losses of routers by tokens; returns the factor for the main loss.
 
-    Megatron multiplies a router's loss, which is a mean over the tokens of a microbatch, by the
-    number of them on this rank, and leaves it to the division of all gradients to make that a mean
-    over the optimizer batch. Here gradients are not divided. What is at hand is the factor that
-    Megatron scales every loss with before the backward: from the main loss it is taken out again.
+    Megatron multiplies a router's loss, a mean over the tokens of a microbatch, by their number on
+    this rank, and relies on the final division of all gradients to turn this into a mean over the
+    optimizer batch. Here gradients are not divided. Instead, this sets the function with which
+    Megatron scales every loss before the backward; the returned factor cancels it for the main
+    loss.
     """
     config = unwrapped(model.chunks[0]).config
     if not balances_experts(config):
         return 1.0
     tokens = torch.tensor(sum(len(b.tokens) for b in batches), device=batches[0].tokens.device)
     dist.all_reduce(tokens, group=groups.data)
-    # Context and sequence parallelism share out the tokens of a microbatch.
+    # Context and sequence parallelism split the tokens of a microbatch over ranks.
     tokens_per_rank = float(tokens) / (groups.dims.tensor * groups.dims.context)
     config.grad_scale_func = lambda loss: loss / tokens_per_rank
     return tokens_per_rank
@@ -86,6 +87,6 @@ def _per_token_loss(
     loss_scale: float,
     hidden: Tensor,
 ) -> tuple[Tensor, Tensor, T]:
-    """The triple that Megatron's schedule leaves undivided; its token count is never used."""
+    """The triple whose loss Megatron's schedule does not divide; the token count is unused."""
     loss, collected = loss_fn(hidden, batch)
     return loss * loss_scale, torch.zeros((), dtype=torch.int), collected

@@ -1,11 +1,8 @@
-"""How many optimizer steps in a row were skipped because a number was not finite."""
+"""Counts optimizer steps in a row that were skipped because a value was not finite."""
 
 
 class SkippedSteps:
-    """The count and its limit, the same on every rank.
-
-    `num_in_a_row` is all that a checkpoint keeps of it.
-    """
+    """The count and its limit, the same on every rank; checkpoints save only `num_in_a_row`."""
 
     def __init__(self, limit: int, num_in_a_row: int = 0) -> None:
         self.limit = limit
@@ -13,9 +10,9 @@ class SkippedSteps:
         self._causes: list[str] = []
 
     def count(self, cause: str | None) -> None:
-        """One more step: `cause` is why it was skipped, None when it was taken.
+        """Count a step: `cause` says why it was skipped, None that it was taken.
 
-        Raises FloatingPointError with the cause of each when `limit` in a row were skipped.
+        Raises FloatingPointError, with all causes, when `limit` steps in a row were skipped.
         """
         if cause is None:
             self.num_in_a_row = 0

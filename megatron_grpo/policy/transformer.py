@@ -1,7 +1,7 @@
-"""What Megatron-Core is told of a model: its TransformerConfig and the modules of its layers.
+"""Megatron-Core's description of a model: its TransformerConfig and the modules of its layers.
 
-The modules are Transformer Engine's where it is installed, else torch's: same weights, same
-numbers. What differs between releases of Megatron-Core is in policy/, most of it in this file.
+The modules are Transformer Engine's if it is installed, else torch's, with the same weights and
+results. Code that depends on the release of Megatron-Core is in policy/, mostly in this file.
 """
 
 import difflib
@@ -32,7 +32,7 @@ WGRAD_KERNELS = "fused_weight_gradient_mlp_cuda"
 
 
 def uses_transformer_engine(config: TransformerConfig) -> bool:
-    """Whether layers are Transformer Engine's, which also fuses norms into the linears behind."""
+    """Whether layers are Transformer Engine's, which also fuses norms into the linears after them."""
     return config.transformer_impl == "transformer_engine"
 
 
@@ -46,10 +46,10 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron's config of one model; `overrides` are further fields, by Megatron's names.
 
-    Layers are Transformer Engine's where it is installed, there is CUDA and `dtype` has 16 bits;
-    the override ``transformer_impl: local`` has torch's all the same. Raises ValueError for an
+    Layers are Transformer Engine's if it is installed, CUDA is available and `dtype` has 16 bits,
+    unless the override ``transformer_impl: local`` selects torch's. Raises ValueError for an
     override that Megatron does not know, that needs a package which is not installed, or that is
-    not free because the model, the mesh or what the trainer does decides it.
+    already determined by the model, the mesh or the trainer.
     """
     free = {"transformer_impl": _best_implementation(dtype)} | dict(overrides)
     free = _fusions(free["transformer_impl"]) | free
@@ -62,7 +62,7 @@ def transformer_config(
     if shape.moe is not None:
         _check_sequence_parallel(dims, sequence_parallel)
         decided |= _mixture(shape.moe, free["transformer_impl"])
-        # The difference between two experts may be less than bfloat16 tells apart.
+        # The scores of two experts may differ by less than bfloat16 can resolve.
         free = {"moe_router_dtype": "fp32"} | free
     _check_overrides(overrides, decided)
     try:
@@ -74,22 +74,22 @@ def transformer_config(
 
 
 def _best_implementation(dtype: torch.dtype) -> str:
-    """Transformer Engine's attention to packed sequences takes types of 16 bits alone."""
+    """Transformer Engine's attention over packed sequences supports only 16-bit types."""
     fused = HAVE_TE and torch.cuda.is_available() and dtype.itemsize == 2
     return "transformer_engine" if fused else "local"
 
 
 def _fusions(implementation: str) -> dict[str, Any]:
-    """What Megatron's own training script fuses on GPUs, where its TransformerConfig does not.
+    """Fusions that Megatron's training script enables on GPUs, unlike TransformerConfig's defaults.
 
-    RoPE that is not fused waits for the GPU twice in each layer: it asks how long sequences are.
+    Unfused RoPE synchronizes with the GPU twice per layer, to read the lengths of sequences.
     """
     fused = implementation == "transformer_engine"
     return {"apply_rope_fusion": fused, "bias_activation_fusion": fused}
 
 
 def balances_experts(config: TransformerConfig) -> bool:
-    """Whether routers add losses of their own; by default they do not."""
+    """Whether routers add auxiliary losses; by default they do not."""
     coefficients = config.moe_aux_loss_coeff
     if not isinstance(coefficients, list):
         coefficients = [coefficients]
@@ -112,7 +112,10 @@ def block_spec(config: TransformerConfig, num_layers: int, shared_prompts: bool)
 
 
 def torch_layer_spec(config: TransformerConfig) -> ModuleSpec:
-    """Megatron's local layer, with the two modules of it that refuse what we need replaced."""
+    """Megatron's local layer, with replacements for its norms and attention.
+
+    The originals refuse sequence parallelism, and packed sequences and context parallelism.
+    """
     layer = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         qk_layernorm=config.qk_layernorm,
@@ -124,25 +127,25 @@ def torch_layer_spec(config: TransformerConfig) -> ModuleSpec:
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if config.num_moe_experts is not None:
-        # Checkpoints have Transformer Engine's names. It fuses no norm into the experts, whose
-        # router wants the normed states as well; Megatron's table has only dense layers in mind.
+        # Checkpoints use Transformer Engine's names. It does not fuse this norm into the experts,
+        # as the router needs its output as well; Megatron's table covers only dense layers.
         del modules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
-        # 0.16 looks the router's matrix product up in Transformer Engine, and leaves the name
+        # 0.16 imports the router's matrix product from Transformer Engine, and leaves the name
         # undefined without it.
         moe_utils.te_general_gemm = None
     return layer
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """Torch's RMS norm where Megatron-Core's wrapper refuses sequence parallelism."""
+    """Torch's RMS norm, because Megatron-Core's wrapper refuses sequence parallelism."""
 
-    returns_residual = False  # asked by megatron-core 0.17 and later
+    returns_residual = False  # read by megatron-core 0.17 and later
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__(
             hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device()
         )
-        # Each tensor rank sees its part of the tokens: Megatron then sums this weight's gradient.
+        # Each tensor rank sees a part of the tokens; the mark makes Megatron sum the gradient.
         weight: Any = self.weight
         weight.sequence_parallel = config.sequence_parallel
 
@@ -173,17 +176,17 @@ def _mixture(moe: MoeShape, implementation: str) -> dict[str, Any]:
         "moe_ffn_hidden_size": moe.intermediate_size,
         "moe_router_topk": moe.experts_per_token,
         "moe_router_score_function": "softmax",
-        # The softmax of the chosen logits alone is that of all of them, scaled to sum to 1.
+        # A softmax over the chosen logits equals the softmax over all, renormalized to sum to 1.
         "moe_router_pre_softmax": not moe.normalize_topk,
-        # Every token goes to all of its experts. With a capacity it would matter who else is in the
-        # microbatch, padding included.
+        # Every token goes to all of its experts. With a capacity, results would depend on the other
+        # tokens of the microbatch, padding included.
         "moe_expert_capacity_factor": None,
         "moe_grouped_gemm": implementation == "transformer_engine",
     }
 
 
 def _check_sequence_parallel(dims: ParallelDims, sequence_parallel: bool) -> None:
-    """Tensor ranks that all had every token would send each to its experts several times."""
+    """Without it, every tensor rank has all tokens, and would send each to its experts again."""
     if dims.tensor > 1 and not sequence_parallel:
         raise ValueError(
             f"a mixture of experts over tensor({dims.tensor}) needs sequence parallelism: leave "
@@ -205,30 +208,31 @@ def _mesh(
             dims.virtual_pipeline if dims.virtual_pipeline > 1 else None
         ),
         "pipeline_model_parallel_layout": _pipeline_layout(shape.num_layers, dims),
-        # With interleaving every pair of stages talks both ways at once. Batched messages of two
-        # stages would then be mixed up (they hang, on gloo); overlapped ones go in two groups.
+        # With interleaving, every pair of stages communicates in both directions at once. Batched
+        # messages of two stages would then be mixed up (gloo hangs); overlap uses two groups.
         "overlap_p2p_comm": dims.virtual_pipeline > 1,
         "batch_p2p_comm": dims.virtual_pipeline == 1,
-        # Transformer Engine's buffers for it have one length; packed microbatches have any.
+        # Transformer Engine's buffers for it have a fixed length; packed microbatches vary.
         "tp_comm_overlap": False,
-        # Its products of 8 bits take multiples of 8 or 16 tokens, and keep scales that checkpoints
-        # do not hold.
+        # Low-precision matrix products need multiples of 8 or 16 tokens, and keep scales that are
+        # not in checkpoints.
         "fp8": None,
         "fp4": None,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        # Packed microbatches differ in length; Megatron wants this dispatcher then, experts or not.
+        # Packed microbatches differ in length; Megatron then requires this dispatcher, even without
+        # experts.
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
-        # With overlap a stage's output would be let go of while it is still being sent, and what is
-        # put there in the meantime would go (mended in Megatron-LM by pull request 4047).
+        # With overlap, a stage's output would be freed while it is still being sent, and whatever
+        # reuses the memory would be sent instead (fixed by Megatron-LM pull request 4047).
         "deallocate_pipeline_outputs": dims.virtual_pipeline == 1,
     }
 
 
 def _pipeline_layout(num_layers: int, dims: ParallelDims) -> list[list[str]] | None:
-    """Layer types of each model chunk, in the order of the model; uneven splits can be said so."""
+    """Layer types of each model chunk, in model order; this form allows uneven splits."""
     if dims.pipeline == 1:
         return None
     stages = pipeline_layers(num_layers, dims)
@@ -245,12 +249,12 @@ def _pipeline_layout(num_layers: int, dims: ParallelDims) -> list[list[str]] | N
 def _plain_sums() -> dict[str, Any]:
     """Switch off Megatron's divisions: loss weights are global, so gradients are sums."""
     return {
-        # Not by microbatches in the schedule, not by data-parallel ranks in DDP ...
+        # No division by microbatches in the schedule, nor by data-parallel ranks in DDP ...
         "calculate_per_token_loss": True,
-        # ... nor by the number of tokens, which is what the switch above is meant for.
+        # ... nor by the number of tokens, which the option above normally implies.
         "finalize_model_grads_func": _finalize_without_division,
-        # The head is not Megatron's: there is nothing of it to defer, and no further tokens that it
-        # would predict.
+        # The head does not run in Megatron, so its gradient cannot be deferred, and it predicts no
+        # further tokens.
         "defer_embedding_wgrad_compute": False,
         "mtp_num_layers": None,
     }
@@ -263,10 +267,10 @@ def _finalize_without_division(
 
 
 def _no_initialization() -> dict[str, Any]:
-    """Leave weights as allocated: they are read from files.
+    """Leave weights uninitialized: they are read from files.
 
-    `perform_initialization=False` would say so, but in 0.16 the tensor-parallel marks of a weight
-    are set by its initialization, and without them the gradient norm counts one shard only.
+    `perform_initialization=False` would do that, but in 0.16 initialization also sets the
+    tensor-parallel marks of a weight, without which the gradient norm counts only one shard.
     """
     leave: Callable[[Tensor], None] = _leave
     names = ("init_method", "output_layer_init_method", "embedding_init_method")
@@ -274,7 +278,7 @@ def _no_initialization() -> dict[str, Any]:
 
 
 def _leave(weight: Tensor) -> None:
-    """Initialization of weights that are about to be loaded."""
+    """Initialization of weights that are about to be loaded: does nothing."""
 
 
 def _check_overrides(overrides: Mapping[str, Any], decided: Mapping[str, Any]) -> None:

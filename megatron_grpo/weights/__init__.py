@@ -1,1 +1,1 @@
-"""New weights, to the engines."""
+"""The push of new weights to the engines."""

@@ -1,4 +1,4 @@
-"""What every worker of an engine must hold after a push, as checksums that the ranks add up."""
+"""Checksums of what every worker of an engine must hold after a push, summed over the ranks."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,10 +12,10 @@ from parallel import Layout
 def sums_of_all_ranks(
     sent: Mapping[int, Mapping[str, int]], workers: Sequence[Layout]
 ) -> Sequence[WorkerSums]:
-    """What each worker must hold, from what each rank has `sent` it: checksums by parameter.
+    """The checksums of each worker's parameters, from those of what each rank has `sent` to it.
 
-    Padding is zero and counts for none. Collective over all ranks of the default group: one
-    all-reduce of an int64 for each parameter of each worker.
+    Padding is zero and adds nothing. Collective over all ranks of the default group: one all-reduce
+    with an int64 for each parameter of each worker.
     """
     names = [(number, name) for number, worker in enumerate(workers) for name in worker.shapes]
     sums = torch.tensor(

@@ -1,7 +1,7 @@
-"""A push of weights: from the trainer's shards over links of their own into the engines' workers.
+"""A push of weights: from the trainer's shards over dedicated links into the engines' workers.
 
-A transaction. After each part of it all ranks know whether it went well everywhere; until every
-worker has been found to hold what the ranks hold, no engine serves anything.
+A push is a transaction. After each phase, all ranks know whether it succeeded everywhere, and no
+engine serves requests until every worker is verified to hold the same weights as the ranks.
 """
 
 import json
@@ -45,15 +45,15 @@ from parallel.transport import (
 )
 
 PREEMPTED = -1
-"""In the place of the number of engines."""
+"""Sent instead of the number of engines."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class WeightSync:
-    """Pushes weights to the engines; every rank makes one, and calls `push` together.
+    """Pushes weights to the engines; every rank makes one, and all call `push` together.
 
-    `sender` says what this rank can send, by the local names of its parameters. What ranks tell
-    each other goes over the CPU: a GPU that waits for a collective is busy, and may be an engine's.
+    `sender` describes what this rank can send, by the local names of its parameters. Ranks
+    coordinate over the CPU: a GPU that waits in a collective is busy, and an engine may share it.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class WeightSync:
     ) -> None:
         self._sender, self._device = sender, device
         self._network_only = cfg.rollout.weight_transport == "network"
-        # As the last rank sees it: on rank 0's own host its name may stand for loopback.
+        # As resolved by the last rank: on rank 0's own host, its name may resolve to loopback.
         address = meeting_address(cfg.rollout.base_urls, num_hosts, os.environ)
         self._address = broadcast_text(address, source=dist.get_world_size() - 1)
         self._dtype = getattr(torch, cfg.model.dtype)
@@ -87,17 +87,17 @@ class WeightSync:
         policy_version: int,
         timer: PhaseTimer,
     ) -> None:
-        """Have every engine that is well serve `parameters`, this rank's share, as that version.
+        """Make every healthy engine serve `parameters`, this rank's shard, as `policy_version`.
 
-        Rank 0 holds `engines`. When it returns, every worker of every engine that serves has been
-        found to hold what the ranks hold, and the engines have dropped what they had cached. A push
-        that fails is done once more from the start, over new links; when it is an engine that has
-        failed, to the others.
+        Rank 0 holds `engines`. On return, every worker of every serving engine is verified to hold
+        the same weights as the ranks, and the engines have dropped their caches. A push that fails
+        is repeated once from the start, over new links. If an engine has failed, the push goes to
+        the others, and may again be repeated once.
 
-        Raises on all ranks: EnginesLost, whose text on rank 0 names engine, worker and parameters,
-        when it fails twice at the same engines, or none came back in `rollout.startup_timeout`; no
-        engine serves weights of which not all were right. Preempted, when rank 0 was waiting for an
-        engine and is to end.
+        Raises on all ranks: EnginesLost, when the push fails twice with the same engines or no
+        engine is back within `rollout.startup_timeout` (its text on rank 0 names the engine, worker
+        and parameters; no engine ever serves weights that failed verification); Preempted, when
+        rank 0 was told to stop while waiting for an engine.
         """
         with timer.phase("await_engines"):
             self._assemble(engines)
@@ -119,9 +119,9 @@ class WeightSync:
         self._outbox = None
 
     def _assemble(self, engines: RolloutClient | None) -> bool:
-        """Have all ranks know how many engines the push is for; whether they are new ones.
+        """Tell all ranks how many engines the push is for; returns whether the engines changed.
 
-        Links to earlier ones are closed then.
+        If they did, the links to the earlier ones are closed.
         """
         found = torch.zeros(2, dtype=torch.int64)
 
@@ -151,18 +151,18 @@ class WeightSync:
         policy_version: int,
         timer: PhaseTimer,
     ) -> ConnectionError | None:
-        """What the first rank that failed has raised, on all ranks; None when none has."""
+        """Returns on all ranks the error of the first rank that failed; None if none did."""
         push = f"{policy_version}-{uuid.uuid4().hex[:12]}"
         with timer.phase("push"):
             failure = self._first_failure(lambda: self._begin(engines, push))
-            self._board = None  # all that met there have their links, or have failed
+            self._board = None  # everyone who met there has their links, or has failed
             if failure is not None:
                 return failure
             sent: dict[int, WorkerSums] = {}
             broken = self._first_failure(
                 lambda: sent.update(self._transfer(parameters, engines, push))
             )
-        # The engines are asked in any case: why a link broke may be known at its other end alone.
+        # Ask the engines in any case: only the other end of a broken link may know why it broke.
         with timer.phase("verify_weights"):
             expected = None if broken else sums_of_all_ranks(sent, self._workers)
             failure = self._first_failure(
@@ -220,7 +220,7 @@ class WeightSync:
     def _transfer(
         self, parameters: Mapping[str, Tensor], engines: RolloutClient | None, push: str
     ) -> Mapping[int, WorkerSums]:
-        """Returns the checksums of what this rank has sent, by worker."""
+        """Send this rank's share; returns the checksums of what it has sent, by worker."""
         assert self._outbox is not None
         with meanwhile(engines, lambda e, is_sending: e.receive_push(push, is_sending)):
             return self._outbox.send(parameters)
@@ -229,7 +229,7 @@ class WeightSync:
         return first_failure(action, ConnectionError)
 
     def _all_senders(self, own: set[int]) -> list[list[int]]:
-        """Of each worker: the ranks that send to it; `own` are this rank's. Collective."""
+        """The ranks that send to each worker; `own` are the workers of this rank. Collective."""
         mine = torch.zeros(len(self._workers), dtype=torch.uint8)
         mine[list(own)] = 1
         by_rank = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
@@ -241,10 +241,10 @@ class WeightSync:
 def meanwhile(
     engines: RolloutClient | None, action: Callable[[RolloutClient, Callable[[], bool]], None]
 ) -> Iterator[None]:
-    """Have the engines do `action` beside the block, on rank 0, which holds `engines`.
+    """On rank 0, which holds `engines`, run `action` on them concurrently with the block.
 
-    `action` is told how to learn whether the block still runs. What it raises goes before what the
-    block raises: a rank sees of a dead engine a broken link.
+    `action` gets a function that tells whether the block is still running. Its error replaces that
+    of the block, which sees only a broken link when an engine dies.
     """
     if engines is None:
         yield
@@ -260,10 +260,11 @@ def meanwhile(
 
 
 def meeting_address(base_urls: Sequence[str], num_hosts: int, environ: Mapping[str, str]) -> str:
-    """The address of rank 0's host at which ranks and workers meet: loopback where that will do.
+    """The address of rank 0's host at which ranks and workers meet.
 
-    Else that of MASTER_ADDR, by which the ranks have met already, or, where they are on one host,
-    the one from which an engine on another is reached.
+    With ranks on several hosts: that of MASTER_ADDR, at which the ranks have already met. With
+    ranks on one host: loopback if all engines are local, else the address from which a remote
+    engine is reached.
     """
     if num_hosts > 1:
         return socket.gethostbyname(environ["MASTER_ADDR"])

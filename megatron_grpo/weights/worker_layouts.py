@@ -1,4 +1,4 @@
-"""What the workers of an engine hold, by the config alone."""
+"""Layouts of the weights in an engine's workers, derived from the config alone."""
 
 from checkpoint_convert import ModelShape, hf_tensors
 from checkpoint_convert.vllm import EngineDims, engine_layouts
@@ -7,7 +7,7 @@ from parallel import Layout
 
 
 def engine_dims(rollout: RolloutConfig) -> EngineDims:
-    """Sizes of each of the engines."""
+    """Parallel sizes of each engine."""
     return EngineDims(
         tensor=rollout.tensor_parallel_size,
         expert_parallel=bool(rollout.vllm.get("enable_expert_parallel", False)),
@@ -15,7 +15,7 @@ def engine_dims(rollout: RolloutConfig) -> EngineDims:
 
 
 def worker_layouts(shape: ModelShape, rollout: RolloutConfig) -> list[Layout]:
-    """What each worker of one engine holds, in the order of ranks; all engines are alike."""
+    """The layout of each worker of an engine, in rank order; the same for all engines."""
     if rollout.engine == "transformers":
         return [Layout.of_whole_tensors(hf_tensors(shape))]
     return engine_layouts(shape, engine_dims(rollout))
