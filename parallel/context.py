@@ -1,6 +1,6 @@
 """Zigzag context parallelism: which packed positions each context-parallel rank holds.
 
-Every sequence is cut in ``2 * size`` equal chunks, and rank r holds chunks r and
+Every sequence is cut into ``2 * size`` equal chunks, and rank r holds chunks r and
 ``2 * size - 1 - r``: an early and a late one, so that causal attention costs the same on every
 rank. Index maths only.
 """
@@ -29,9 +29,9 @@ def context_indices(cu_seqlens: Tensor, rank: int, size: int) -> Tensor:
 
 
 def context_order(cu_seqlens: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Packed positions in the order of the concatenation of all ranks' slices, and the inverse.
+    """Packed positions in the order of all ranks' concatenated slices, and the inverse.
 
-    The inverse tells where in it each packed position lies:
+    The inverse restores packed order:
     ``torch.cat([x[context_indices(cu_seqlens, r, size)] for r in range(size)])[inverse]`` is ``x``.
     Both int64 [T].
     """
@@ -42,7 +42,7 @@ def context_order(cu_seqlens: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:
-    """Concatenation of ``arange(start, start + length)`` for every pair, without a loop."""
+    """Concatenate ``arange(start, start + length)`` over all pairs, without a loop."""
     offsets = starts - (lengths.cumsum(0) - lengths)
     repeated = offsets.repeat_interleave(lengths)
     return repeated + torch.arange(repeated.numel(), device=starts.device)

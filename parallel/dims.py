@@ -1,11 +1,11 @@
-"""Sizes of the device mesh, and arithmetic between ranks and mesh coordinates. Integers only."""
+"""Sizes of the device mesh, and conversion between ranks and mesh coordinates. Integers only."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
 class Coordinates:
-    """Place of one rank on each mesh axis."""
+    """Position of one rank on each mesh axis."""
 
     tensor: int
     context: int
@@ -15,7 +15,7 @@ class Coordinates:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertPlace:
-    """Place of one rank on the axes that split the experts of a mixture."""
+    """Position of one rank on the axes that split the experts of a mixture."""
 
     tensor: int
     expert: int
@@ -26,13 +26,13 @@ class ExpertPlace:
 class ParallelDims:
     """Sizes of every mesh axis of the trainer.
 
-    Ranks are laid out as Megatron-Core's default order ``tp-cp-ep-dp-pp``: the tensor axis is the
-    fastest, so that it stays inside a node, and the pipeline axis the slowest. `virtual_pipeline`
-    is the number of model chunks per pipeline rank (interleaved 1F1B) and takes no ranks.
+    Ranks are laid out in Megatron-Core's default order ``tp-cp-ep-dp-pp``: the tensor axis varies
+    fastest, so that it stays inside a node, and the pipeline axis slowest. `virtual_pipeline` is
+    the number of model chunks per pipeline rank (interleaved 1F1B) and takes no ranks.
 
-    Experts are laid out over the same ranks of a pipeline stage in another way: `expert_tensor`
-    ranks share the matrices of an expert, `expert` such groups share the experts, and what is left
-    over are copies.
+    Experts are laid out differently over the same ranks of a pipeline stage: `expert_tensor` ranks
+    split the matrices of an expert, `expert` such groups split the experts, and the remaining
+    factor is the number of copies.
     """
 
     tensor: int = 1
@@ -42,7 +42,7 @@ class ParallelDims:
     virtual_pipeline: int = 1
     expert: int = 1
     expert_tensor: int = 0
-    """0: as many as `tensor`, which stands here afterwards."""
+    """0 means the same as `tensor`, and is replaced by that value."""
 
     def __post_init__(self) -> None:
         if self.expert_tensor == 0:
@@ -75,16 +75,16 @@ class ParallelDims:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the whole mesh."""
+        """Number of ranks of the whole mesh."""
         return self.tensor * self.context * self.data * self.pipeline
 
     @property
     def stage_size(self) -> int:
-        """Ranks of one pipeline stage."""
+        """Number of ranks of one pipeline stage."""
         return self.tensor * self.context * self.data
 
     def check_world_size(self, world_size: int) -> None:
-        """Raise ValueError with every factor when the mesh does not fill `world_size` ranks."""
+        """Raise ValueError, naming every factor, if the mesh does not have `world_size` ranks."""
         if self.world_size != world_size:
             model = self.tensor * self.pipeline * self.context
             legal = (
@@ -95,7 +95,7 @@ class ParallelDims:
             raise ValueError(f"{self} = {self.world_size} != world size {world_size}: {legal}")
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Place of `rank`; the inverse of `rank`."""
+        """Coordinates of `rank`; the inverse of the method `rank`."""
         assert 0 <= rank < self.world_size, f"rank {rank} of {self.world_size}"
         rank, tensor = divmod(rank, self.tensor)
         rank, context = divmod(rank, self.context)
@@ -103,13 +103,13 @@ class ParallelDims:
         return Coordinates(tensor=tensor, context=context, data=data, pipeline=pipeline)
 
     def rank(self, at: Coordinates) -> int:
-        """Rank at a place; the inverse of `coordinates`."""
+        """Rank at these coordinates; the inverse of `coordinates`."""
         return at.tensor + self.tensor * (
             at.context + self.context * (at.data + self.data * at.pipeline)
         )
 
     def expert_place(self, at: Coordinates) -> ExpertPlace:
-        """Which experts, and which part of them, the rank at a place of the mesh holds."""
+        """Which experts, and which part of them, the rank at these coordinates holds."""
         in_stage = at.tensor + self.tensor * (at.context + self.context * at.data)
         group, tensor = divmod(in_stage, self.expert_tensor)
         data, expert = divmod(group, self.expert)
@@ -134,9 +134,8 @@ def pipeline_layers(num_layers: int, dims: ParallelDims) -> list[list[range]]:
     """Global layer indices of every model chunk, as ``[pipeline rank][virtual stage]``.
 
     Chunks follow the interleaved order: virtual stage v of rank p is the (v * pipeline + p)-th
-    piece of the model. When the layers do not divide evenly the chunks of the middle take one more
-    layer, then the first, because the first also holds the embedding and the last the head, which
-    costs more.
+    chunk of the model. If the layers do not divide evenly, the middle chunks take one more layer,
+    then the first: the first also holds the embedding, and the last the head, which costs more.
     """
     num_chunks = dims.pipeline * dims.virtual_pipeline
     if num_layers < num_chunks:

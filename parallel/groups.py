@@ -1,6 +1,6 @@
-"""Process groups of the mesh: the one call into Megatron-Core's parallel state.
+"""Process groups of the mesh: the only place that calls Megatron-Core's parallel state.
 
-`Groups` is handed down as an argument; only Megatron-Core itself reads the ambient state.
+`Groups` is passed as an argument; only Megatron-Core itself reads its global state.
 """
 
 import math
@@ -16,7 +16,7 @@ from parallel.dims import Coordinates, ParallelDims
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """This rank's place in the mesh and the groups that it communicates in."""
+    """This rank's position in the mesh and the groups in which it communicates."""
 
     dims: ParallelDims
     coordinates: Coordinates
@@ -28,15 +28,15 @@ class Groups:
     data_gloo: ProcessGroup
     """The same ranks as `data`, over gloo: for Python objects."""
     data_context: ProcessGroup
-    """Ranks that hold the same weights: gradients are summed over it."""
+    """Ranks that hold the same weights; gradients are summed over this group."""
     replica: ProcessGroup
     """Ranks of one model copy (tensor x context x pipeline), over gloo: for Python objects."""
 
 
 def init_groups(dims: ParallelDims, timeout: timedelta = timedelta(minutes=30)) -> Groups:
-    """Make every group of `dims`; collective over all ranks of the initialised default group.
+    """Create every group of `dims`; collective over all ranks of the initialised default group.
 
-    Raises ValueError with all factors when the mesh does not fill the world.
+    Raises ValueError, naming all factors, if the mesh does not match the world size.
     """
     rank = torch.distributed.get_rank()
     dims.check_world_size(torch.distributed.get_world_size())
@@ -51,7 +51,7 @@ def init_groups(dims: ParallelDims, timeout: timedelta = timedelta(minutes=30)) 
         expert_tensor_parallel_size=dims.expert_tensor,
         order="tp-cp-ep-dp-pp",
         distributed_timeout_minutes=math.ceil(timeout / timedelta(minutes=1)),
-        create_gloo_process_groups=True,  # the distributed optimizer's group collection wants them
+        create_gloo_process_groups=True,  # required by the distributed optimizer
     )
     return Groups(
         dims=dims,
@@ -68,12 +68,12 @@ def init_groups(dims: ParallelDims, timeout: timedelta = timedelta(minutes=30)) 
 
 
 def destroy_groups() -> None:
-    """Forget Megatron's groups; the default group stays."""
+    """Destroy Megatron's groups; the default group stays."""
     parallel_state.destroy_model_parallel()
 
 
 def _replica_group(dims: ParallelDims, data: int, timeout: timedelta) -> ProcessGroup:
-    # Every rank must take part in making every group, in the same order.
+    # Every rank must take part in the creation of every group, in the same order.
     groups = [
         torch.distributed.new_group(dims.replica_ranks(index), timeout, backend="gloo")
         for index in range(dims.data)

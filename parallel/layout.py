@@ -1,12 +1,12 @@
-"""Which box of which local tensor is which box of which whole tensor. Integers only.
+"""Maps boxes of local tensors to boxes of whole tensors. Integers only.
 
-A `Layout` describes what one rank of one system (a Megatron rank, a folder of weight files, an
-engine's worker) holds, in the coordinates of the whole tensors. Loading, exporting and resharding
-are then one operation: `intersect` two layouts and copy the boxes. `cover_exactly` proves that
+A `Layout` describes what one holder of weights (a Megatron rank, a folder of weight files, an
+engine's worker) has, in the coordinates of the whole tensors. Loading, exporting and resharding are
+then the same operation: `intersect` two layouts and copy the boxes. `cover_exactly` checks that
 nothing is missing and nothing is written twice.
 
-A local tensor may store a whole one transposed, or as one slice of a stack: `Piece.axes` says which
-local dimension each dimension of the whole tensor runs along.
+A local tensor may store a whole tensor transposed, or as one slice of a stack: `Piece.axes` says
+which local dimension corresponds to each dimension of the whole tensor.
 """
 
 from collections import defaultdict
@@ -22,7 +22,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A part of a tensor of one dimension or more: first index and extent along each."""
+    """A part of a tensor with at least one dimension: first index and extent along each."""
 
     start: Shape
     size: Shape
@@ -48,19 +48,19 @@ class Box:
         return prod(self.size)
 
     def overlap(self, other: "Box") -> "Box | None":
-        """What both boxes of one tensor have in common; None when that is nothing."""
+        """The intersection with another box of the same tensor; None if empty."""
         start = tuple(map(max, self.start, other.start))
         size = tuple(b - a for a, b in zip(start, map(min, self.end, other.end), strict=True))
         return Box(start, size) if min(size) > 0 else None
 
     def moved(self, origin: Shape, target: Shape) -> "Box":
-        """The same box after `origin` is moved onto `target`."""
+        """The box translated by ``target - origin``."""
         return Box(
             tuple(a - o + t for a, o, t in zip(self.start, origin, target, strict=True)), self.size
         )
 
     def cut(self, max_elements: int) -> "list[Box]":
-        """The box in parts of at most `max_elements`, cut along its first dimensions."""
+        """Split the box into parts of at most `max_elements`, along its leading dimensions."""
         if self.num_elements <= max_elements:
             return [self]
         dim = next(d for d, extent in enumerate(self.size) if extent > 1)
@@ -75,7 +75,7 @@ class Box:
         return [smaller for part in parts for smaller in part.cut(max_elements)]
 
     def narrowed(self, dim: int, offset: int, size: int) -> "Box":
-        """`size` indices of dimension `dim`, from the box's own index `offset` on."""
+        """The part with `size` indices of dimension `dim`, from `offset` within the box."""
         starts, sizes = list(self.start), list(self.size)
         starts[dim] += offset
         sizes[dim] = size
@@ -83,10 +83,10 @@ class Box:
 
 
 Axes = tuple[int, ...]
-"""``axes[d]``: the local dimension along which dimension d of the whole tensor runs.
+"""``axes[d]``: the local dimension that corresponds to dimension d of the whole tensor.
 
-Empty: the same dimensions in the same order. A transposed matrix has (1, 0), a matrix inside a
-stack [layer, rows, columns] has (1, 2); a box extends by 1 along local dimensions not named.
+Empty means the same dimensions in the same order. A transposed matrix has (1, 0), a matrix inside a
+stack [layer, rows, columns] has (1, 2); a box has extent 1 along local dimensions not listed.
 """
 
 
@@ -94,7 +94,7 @@ stack [layer, rows, columns] has (1, 2); a box extends by 1 along local dimensio
 class Piece:
     """`local_box` of the tensor `local` is `box` of the whole tensor `tensor`; sizes agree by axes.
 
-    A replica is filled like any other piece but is nobody's source: of all ranks that hold an
+    A replica is filled like any other piece but is never a source: among all ranks that hold an
     element, exactly one holds it in a piece that is not a replica.
     """
 
@@ -106,7 +106,7 @@ class Piece:
     axes: Axes = ()
 
     def local_part(self, part: Box) -> Box:
-        """Where `part`, a box of the whole tensor within `box`, is in the local tensor."""
+        """The box of the local tensor that holds `part`, a box of the whole tensor within `box`."""
         start, size = list(self.local_box.start), list(self.local_box.size)
         for dim, axis in enumerate(self.axes or range(len(start))):
             start[axis] += part.start[dim] - self.box.start[dim]
@@ -127,8 +127,8 @@ class Piece:
 class Layout:
     """What one rank holds.
 
-    `shapes` are the local tensors; `pieces` and `zeros` (padding that exists in no whole tensor)
-    together cover each of them exactly once.
+    `shapes` are those of the local tensors; `pieces` and `zeros` (padding that exists in no whole
+    tensor) together cover each of them exactly once.
     """
 
     shapes: Mapping[str, Shape]
@@ -137,13 +137,13 @@ class Layout:
 
     @classmethod
     def of_whole_tensors(cls, shapes: Mapping[str, Shape]) -> "Layout":
-        """The layout of one holder of everything, such as a folder of weight files."""
+        """The layout of a single holder of everything, such as a folder of weight files."""
         boxes = {name: Box.whole(shape) for name, shape in shapes.items()}
         return cls(shapes, tuple(Piece(name, box, name, box) for name, box in boxes.items()))
 
     @classmethod
     def of_parts(cls, shapes: Mapping[str, Shape], max_elements: int) -> "Layout":
-        """The layout of one holder of everything in parts, each a local tensor of bounded size."""
+        """The layout of a single holder of everything, split into local tensors of bounded size."""
         pieces = []
         for name, shape in shapes.items():
             for number, box in enumerate(Box.whole(shape).cut(max_elements)):
@@ -152,11 +152,11 @@ class Layout:
 
     @property
     def num_elements(self) -> int:
-        """Of all local tensors, padding included."""
+        """Number of elements of all local tensors, padding included."""
         return sum(map(prod, self.shapes.values()))
 
     def check_complete(self) -> None:
-        """Raise ValueError unless every element of every local tensor is described once."""
+        """Raise ValueError unless every element of every local tensor is described exactly once."""
         filled = [(piece.local, piece.local_box) for piece in self.pieces]
         _check_cover(self.shapes, [*filled, *self.zeros])
 
@@ -170,11 +170,11 @@ class Layout:
         assert not differing, f"tensor: (its shape, its shape in the layout): {differing}"
 
     def through(self, outer: "Layout") -> "Layout":
-        """What the same local tensors are in the whole tensors of `outer`.
+        """Compose two layouts: the same local tensors as boxes of the whole tensors of `outer`.
 
         The whole tensors of `self` are the local ones of `outer`: if the chunks of a file are boxes
         of a checkpoint's tensors, and those are boxes of the model's, this says which boxes of the
-        model's tensors the chunks are. What is described by no piece of `outer` is in no piece.
+        model's tensors the chunks are. Elements that no piece of `outer` covers are in no piece.
         """
         inner = _grouped((piece.tensor, (piece.box, piece)) for piece in self.pieces)
         middle = _grouped((piece.local, (piece.local_box, piece)) for piece in outer.pieces)
@@ -201,9 +201,9 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Move `source_box` of local tensor `source` to `destination_box` of `destination`.
+    """Copy `source_box` of local tensor `source` to `destination_box` of `destination`.
 
-    Both are the same box of one whole tensor, whose dimensions they hold along their axes.
+    Both hold the same box of one whole tensor, whose dimensions map to theirs by their axes.
     """
 
     source: str
@@ -215,13 +215,13 @@ class Copy:
 
     @classmethod
     def of(cls, have: Piece, want: Piece, box: Box) -> "Copy":
-        """The copy of `box`, of a whole tensor, from the piece that has it to one that wants it."""
+        """The copy of `box` of a whole tensor from the piece that has it to one that wants it."""
         source, destination = have.local_part(box), want.local_part(box)
         return cls(have.local, source, want.local, destination, have.axes, want.axes)
 
 
 def intersect(source: Layout, destination: Layout) -> list[Copy]:
-    """Every copy that `destination` can take from what `source` owns (replicas own nothing)."""
+    """Every copy from what `source` owns to `destination`; replicas own nothing."""
     owned = (piece for piece in source.pieces if not piece.is_replica)
     return [
         Copy.of(have, want, box) for _, have, want, box in overlaps(owned, [destination.pieces])
@@ -231,9 +231,9 @@ def intersect(source: Layout, destination: Layout) -> list[Copy]:
 def overlaps(
     source: Iterable[Piece], destinations: Sequence[Iterable[Piece]]
 ) -> Iterator[tuple[int, Piece, Piece, Box]]:
-    """All pairs of pieces that share a box of a whole tensor, with that box.
+    """All pairs of pieces that overlap in a whole tensor, with the box that they share.
 
-    First comes the number of the destination; one tensor goes after the other.
+    Yields (number of the destination, source piece, destination piece, box), tensor by tensor.
     """
     owned = _grouped((piece.tensor, (piece.box, piece)) for piece in source)
     wanted = _grouped(
@@ -262,10 +262,10 @@ def _grouped(items: Iterable[tuple[K, H]]) -> dict[K, list[H]]:
 def _overlaps(
     owned: Sequence[tuple[Box, H]], wanted: Sequence[tuple[Box, W]], dim: int = 0
 ) -> Iterator[tuple[H, W, Box]]:
-    """All pairs whose boxes of one tensor overlap, with what they share.
+    """All pairs whose boxes of one tensor overlap, with the box that they share.
 
-    n boxes meet m in about n + m steps where they are cut along one dimension, and also where they
-    are slices of a stack, each of extent 1 along the leading dimensions.
+    Takes about n + m steps for n and m boxes if they are cut along one dimension, or are slices of
+    a stack, with extent 1 along the leading dimensions.
     """
     if not owned or not wanted:
         return
@@ -294,7 +294,7 @@ def _overlaps(
 def cover_exactly(shapes: Mapping[str, Shape], layouts: Iterable[Layout]) -> None:
     """Raise ValueError, listing every fault, unless the layouts own each element exactly once.
 
-    `shapes` are the whole tensors. Costs O(pieces log pieces) over all layouts together.
+    `shapes` are those of the whole tensors. O(n log n) in the number n of pieces in all layouts.
     """
     _check_cover(
         shapes,
@@ -328,10 +328,10 @@ def _check_cover(shapes: Mapping[str, Shape], boxes: Iterable[tuple[str, Box]]) 
 
 
 def _miscovered(shape: Shape, boxes: list[Box], dim: int = 0) -> tuple[int, int]:
-    """How many elements no box covers, and how many more than one does.
+    """How many elements no box covers, and how many are covered by several.
 
-    Cuts dimension `dim` wherever a box begins or ends; inside such a slab the set of boxes is
-    constant, and the question is the same with one dimension less.
+    Cuts dimension `dim` wherever a box begins or ends; within such a slab the set of boxes is
+    constant, and the problem has one dimension less.
     """
     if dim == len(shape):
         return int(not boxes), int(len(boxes) > 1)

@@ -1,4 +1,4 @@
-"""Padding-free batches: sequences laid end to end, with no padding but what parallelism forces."""
+"""Padding-free batches: sequences laid end to end, padded only where parallelism requires it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -13,12 +13,13 @@ from parallel.alignment import Alignment, round_up
 
 @dataclass(frozen=True, kw_only=True)
 class TokenSequence:
-    """One prompt with one completion, and what the loss needs to know of it.
+    """One prompt with one completion, and what the loss needs to know about it.
 
-    `advantage` is that of all response tokens, or of each one. `loss_weight` is the weight of each
-    response token, final on the global batch: nothing divides the loss later. `rollout_logprobs`
-    are the engine's log-probabilities of the response tokens. Tokens off `response_mask`, as what
-    an environment said between turns, are read and not learnt.
+    `advantage` is one value for all response tokens, or one per token. `loss_weight` is the weight
+    of each response token, normalized over the global batch: the loss is not divided later.
+    `rollout_logprobs` are the engine's log-probabilities of the response tokens. Tokens outside
+    `response_mask`, such as an environment's replies between turns, are context only: they do not
+    enter the loss.
     """
 
     tokens: Tensor  # [L] int64
@@ -26,51 +27,51 @@ class TokenSequence:
     advantage: float | Tensor  # [L - num_prompt_tokens]
     loss_weight: float
     rollout_logprobs: Tensor  # [L - num_prompt_tokens]
-    response_mask: Tensor | None = None  # [L - num_prompt_tokens] bool, what counts; None: all
-    # [L - num_prompt_tokens] each, where they are known already:
+    response_mask: Tensor | None = None  # [L - num_prompt_tokens] bool, counted tokens; None: all
+    # [L - num_prompt_tokens] each, if already known:
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     high_entropy: Tensor | None = None
 
     def __post_init__(self) -> None:
-        # The first token of a sequence is predicted by nothing, so it cannot be a response token.
+        # Nothing predicts the first token of a sequence, so it cannot be a response token.
         assert 1 <= self.num_prompt_tokens <= len(self.tokens)
         assert len(self.rollout_logprobs) == len(self.tokens) - self.num_prompt_tokens
 
 
 KNOWN = ("old_logprobs", "ref_logprobs", "high_entropy")
-"""What a generation that is resumed brings along of its tokens."""
+"""Per-token values that a resumed generation may already have."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedBatch:
     """One microbatch: n segments end to end, T tokens with alignment padding after each segment.
 
-    A segment is a sequence, a prompt that several completions share, or one of these: all of the
-    prompt but its last token, and that token with the completion. So each token is predicted at the
-    place before it in its own segment, which only attention leaves.
+    A segment is a whole sequence or, where completions share their prompt, either the prompt
+    without its last token, or that last token followed by one completion. So each token is
+    predicted at the position before it in its own segment; only attention looks across segments.
 
-    Every tensor lives in the index space of `tokens`: position t speaks of ``tokens[t]``. Every
-    rank of a model replica holds the whole of it; parallel/context.py and parallel/vocab.py take
-    the rank's part. Padding has sequence_index -1 and zeros elsewhere.
+    Every tensor is indexed like `tokens`: position t describes ``tokens[t]``. Every rank of a model
+    replica holds the complete batch; parallel/context.py and parallel/vocab.py select the rank's
+    part. Padding has sequence_index -1 and zeros elsewhere.
     """
 
     tokens: Tensor  # [T] int64
-    position_ids: Tensor  # [T] int64, in the sequence; in padding they go on
-    cu_seqlens: Tensor  # [n + 1] int32, of segments, padding included
+    position_ids: Tensor  # [T] int64, within the sequence; continued through padding
+    cu_seqlens: Tensor  # [n + 1] int32, cumulative segment lengths, padding included
     max_seqlen: int  # longest sequence, padding and shared prompt included
-    sequence_index: Tensor  # [T] int64, of the sequence in the optimizer batch; -1: of several
+    sequence_index: Tensor  # [T] int64, index in the optimizer batch; -1: shared by several
     completion_mask: Tensor  # [T] bool, tokens of completions
-    loss_mask: Tensor  # [T] bool, those of them that count: sampled, and not left out
+    loss_mask: Tensor  # [T] bool, completion tokens that count: sampled, and not masked
     loss_weights: Tensor  # [T]
     advantages: Tensor  # [T]
     rollout_logprobs: Tensor  # [T]
-    old_logprobs: Tensor | None = None  # [T], of the generating policy; None: it is this one
+    old_logprobs: Tensor | None = None  # [T], under the generating policy; None: the current one
     ref_logprobs: Tensor | None = None  # [T]
-    high_entropy: Tensor | None = None  # [T] bool, those the objective is taken over; None: all
-    entropy_weights: Tensor | None = None  # [T], of each entropy in the bonus; None: no bonus
-    # [n, 2] int64, first packed position and end of what each segment attends to beside itself: a
-    # shared prompt without its padding, or nothing (0, 0). None: no prompt is ever shared.
+    high_entropy: Tensor | None = None  # [T] bool, restricts the objective; None: all tokens
+    entropy_weights: Tensor | None = None  # [T], weights in the entropy bonus; None: no bonus
+    # [n, 2] int64, first packed position and end of what each segment attends to besides itself: a
+    # shared prompt without its padding, or nothing (0, 0). None: prompts are never shared.
     prefixes: Tensor | None = None
 
     def to(self, device: torch.device | str) -> "PackedBatch":
@@ -91,10 +92,10 @@ def pack(
     share_prompts: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> PackedBatch:
-    """Lay ``sequences[i] for i in indices`` end to end.
+    """Pack ``sequences[i] for i in indices`` end to end.
 
-    What may be known already is known of all `sequences`, or of none. With `share_prompts` those of
-    equal prompts have one copy of it, where that saves tokens.
+    Each of the `KNOWN` values must be set for all `sequences` or for none. With `share_prompts`,
+    sequences with equal prompts share one copy of the prompt if that saves tokens.
 
     `indices` may be empty: a rank without work joins its peers' collectives with one sequence of
     padding, whose loss is zero. `dtype` is that of weights, advantages and log-probabilities.
@@ -106,7 +107,7 @@ def pack(
     starts = [0, *accumulate(lengths)]
     total = starts.pop()
     firsts = [segment.position for segment in segments] or [0]
-    # No segment where all is padding.
+    # There is no segment if all is padding.
     whole = [slice(at, at + len(s.tokens)) for s, at in zip(segments, starts, strict=False)]
     responses = list(_responses(sequences, segments, whole))
     members = [sequence for sequence, _ in responses]
@@ -148,9 +149,9 @@ def per_token(
     dtype: torch.dtype = torch.float32,
     elsewhere: int = 0,
 ) -> Tensor:
-    """[total]: each value, or those of each token, at its place."""
+    """[total]: each value, a scalar or one per token, at its place; `elsewhere` in between."""
     laid = torch.empty(total, dtype=dtype)
-    view = laid.numpy()  # a slice of it takes a quarter of the time of torch's, or less
+    view = laid.numpy()  # slicing takes a quarter of the time of torch's, or less
     view.fill(elsewhere)
     for value, place in zip(values, places, strict=True):
         view[place] = value
@@ -159,11 +160,11 @@ def per_token(
 
 @dataclass(frozen=True, kw_only=True)
 class _Segment:
-    """A part of a microbatch within which tokens are predicted."""
+    """A contiguous part of a microbatch; each token is predicted from the one before it there."""
 
     tokens: Tensor
     position: int = 0  # of its first token in the sequence
-    index: int | None = None  # of the sequence; None: of all that share this prompt
+    index: int | None = None  # of the sequence; None for a shared prompt
     prefix: int | None = None  # number of the segment that it continues
 
 
@@ -199,7 +200,7 @@ def _segments(
 def _responses(
     sequences: Sequence[TokenSequence], segments: Sequence[_Segment], whole: Sequence[slice]
 ) -> Iterator[tuple[TokenSequence, slice]]:
-    """The sequences of `segments` that lie at `whole`, and where their responses do."""
+    """The sequences of the `segments`, which lie at `whole`, and where their responses lie."""
     for segment, place in zip(segments, whole, strict=True):
         if segment.index is not None:
             sequence = sequences[segment.index]
@@ -207,7 +208,7 @@ def _responses(
 
 
 def _prefixes(segments: Sequence[_Segment], starts: Sequence[int]) -> Tensor:
-    """`PackedBatch.prefixes` of segments that begin at `starts`."""
+    """`PackedBatch.prefixes` for segments that begin at `starts`."""
     found = torch.zeros(len(starts), 2, dtype=torch.int64)
     for number, segment in enumerate(segments):
         if segment.prefix is not None:
@@ -217,7 +218,7 @@ def _prefixes(segments: Sequence[_Segment], starts: Sequence[int]) -> Tensor:
 
 
 def by_prompt(sequences: Sequence[TokenSequence]) -> list[list[int]]:
-    """Indices of the sequences of each prompt, ascending, prompts as they first occur."""
+    """Ascending indices of the sequences of each prompt; prompts in order of first occurrence."""
     groups: dict[bytes, list[int]] = {}
     for i, sequence in enumerate(sequences):
         prompt = sequence.tokens[: sequence.num_prompt_tokens]
@@ -226,10 +227,10 @@ def by_prompt(sequences: Sequence[TokenSequence]) -> list[list[int]]:
 
 
 def is_shared(num_prompt_tokens: int, responses: Sequence[int], multiple: int) -> bool:
-    """Whether completions of these lengths, in one microbatch, have one copy of their prompt.
+    """Whether completions of these lengths, in one microbatch, share one copy of their prompt.
 
-    Not where that would take as many tokens: each begins with the last token of the prompt, and is
-    aligned on its own.
+    Only if that saves tokens: each completion repeats the last token of the prompt, and is aligned
+    separately.
     """
     alone = sum(round_up(num_prompt_tokens + response, multiple) for response in responses)
     return _shared_length(num_prompt_tokens, responses, multiple) < alone
