@@ -1,4 +1,4 @@
-"""What parallelism forces on the lengths of packed sequences. No torch."""
+"""Alignment of packed sequence lengths that parallelism requires. No torch."""
 
 import math
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ from parallel.dims import ParallelDims
 
 @dataclass(frozen=True, kw_only=True)
 class Alignment:
-    """Multiples that context and sequence parallelism force on packed lengths, in tokens.
+    """Multiples of packed lengths that context and sequence parallelism require, in tokens.
 
     Zigzag context parallelism cuts each sequence into 2 * cp equal chunks; sequence parallelism
-    cuts what one context rank holds into tp equal parts. Nothing else pads.
+    cuts what one context rank holds into tp equal parts. Nothing else needs padding.
     """
 
-    sequence: int = 1  # every packed sequence is a multiple of this
-    total: int = 1  # every microbatch is a multiple of this, itself a multiple of `sequence`
+    sequence: int = 1  # the length of every packed sequence is a multiple of this
+    total: int = 1  # that of every microbatch is a multiple of this, a multiple of `sequence`
 
     def __post_init__(self) -> None:
         assert self.total % self.sequence == 0
@@ -29,5 +29,5 @@ class Alignment:
 
 
 def round_up(n: int, multiple: int) -> int:
-    """The least multiple of `multiple` that is at least `n`."""
+    """The smallest multiple of `multiple` that is at least `n`."""
     return -(-n // multiple) * multiple

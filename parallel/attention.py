@@ -1,10 +1,10 @@
 """Causal attention over packed sequences (THD) with context parallelism, in plain torch.
 
-Megatron-Core's own torch attention refuses packed sequences and context parallelism; this one
-stands in its place where Transformer Engine is not installed. It does so as well for Transformer
-Engine's where completions share their prompt, of which that knows nothing. Keys and values of the
-other context ranks are all-gathered (Llama 3, arXiv:2407.21783, section 3.3.2), so every rank
-computes its own queries exactly and nothing depends on the number of ranks but the order of sums.
+Megatron-Core's own torch attention refuses packed sequences and context parallelism, so this module
+replaces it where Transformer Engine is not installed. It also replaces Transformer Engine's
+attention where completions share their prompt, which the latter does not support. Keys and values
+of the other context ranks are all-gathered (Llama 3, arXiv:2407.21783, section 3.3.2), so every
+rank computes its own queries exactly, and only the order of sums depends on the number of ranks.
 """
 
 from itertools import pairwise
@@ -21,15 +21,15 @@ from parallel.flex import flex
 
 
 class PackedSequences(Protocol):
-    """What the attention reads of the params that Megatron-Core hands through its layers."""
+    """The fields that attention reads from the params that Megatron-Core passes to its layers."""
 
     cu_seqlens_q: Tensor
     prefixes: Tensor | None
     """As in `PackedBatch`."""
     block_mask: BlockMask | None
-    """The same for flex attention, which then is taken."""
+    """The mask for flex attention, which is used if this is set."""
     context_order: tuple[Tensor, Tensor]
-    """What the function of that name returns; read where there are several context ranks."""
+    """The result of the function `context_order`; read only with several context ranks."""
 
 
 def packed_attention(
@@ -43,16 +43,16 @@ def packed_attention(
     size: int = 1,
     scale: float | None = None,
 ) -> Tensor:
-    """Causal self-attention inside each segment, for the queries of one context-parallel rank.
+    """Causal self-attention within each segment, for the queries of one context-parallel rank.
 
-    `query` [T / size, heads, head_dim] in the order of `context_indices`; `key` and `value`
-    [T, key-value heads, head_dim] whole, in packed order; grouped heads are contiguous. The
-    segments also attend to all of `prefixes` [n, 2], as in `PackedBatch`. `scale` defaults to
-    ``head_dim ** -0.5``. Returns the shape of `query`.
+    `query` [T / size, heads, head_dim] is in the order of `context_indices`; `key` and `value`
+    [T, key-value heads, head_dim] are complete and in packed order; grouped heads are contiguous.
+    Each segment also attends to all of its prefix in `prefixes` [n, 2], as in `PackedBatch`.
+    `scale` defaults to ``head_dim ** -0.5``. The result has the shape of `query`.
     """
     bounds = [int(bound) for bound in cu_seqlens.tolist()]
     lengths = [end - start for start, end in pairwise(bounds)]
-    # Split once: slicing inside the loop would make the backward write T zeros per sequence.
+    # Split once: slicing in the loop would make the backward write T zeros per sequence.
     queries = query.split([length // size for length in lengths])
     keys, values = key.split(lengths), value.split(lengths)
     shared = [(0, 0)] * len(lengths) if prefixes is None else prefixes.tolist()
@@ -77,10 +77,10 @@ def packed_attention(
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """`query` [L, heads, d] are the last L positions of `key` and `value` [S, kv heads, d]."""
+    """Attention of `query` [L, heads, d], the last L of the S positions of `key` and `value`."""
     num_queries, num_keys = len(query), len(key)
     mask = None
-    if num_queries < num_keys:  # torch's is_causal would align the first query with the first key
+    if num_queries < num_keys:  # torch's is_causal aligns the first query with the first key
         mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
         mask = mask.tril(num_keys - num_queries)
     output = scaled_dot_product_attention(
@@ -96,10 +96,10 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> T
 
 
 class _GatherPacked(torch.autograd.Function):
-    """All-gather the context slices of a tensor into packed order; backward sums and scatters.
+    """All-gather the context slices of a tensor into packed order; the backward reduce-scatters.
 
-    Written out because the backward of ``torch.distributed.nn.functional.all_gather`` mistakes
-    group ranks for global ranks on gloo subgroups.
+    Implemented here because the backward of ``torch.distributed.nn.functional.all_gather`` confuses
+    group ranks with global ranks on gloo subgroups.
     """
 
     @staticmethod
@@ -125,7 +125,7 @@ class PackedAttention(torch.nn.Module):
     def __init__(
         self, *, config: Any, softmax_scale: float | None, pg_collection: Any, **_: Any
     ) -> None:
-        """`config` is Megatron's; layer number, mask type and the like are of no use here."""
+        """`config` is Megatron's; its other arguments, such as the layer number, are ignored."""
         super().__init__()
         assert config.attention_dropout == 0.0, "PackedAttention has no dropout"
         self.scale = softmax_scale
@@ -141,7 +141,7 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: PackedSequences,
         **_: Any,
     ) -> Tensor:
-        """Local slices in (`query` [t, heads, d], `key`, `value` [t, kv heads, d]) and out."""
+        """Takes and returns local slices: `query` [t, heads, d], others [t, kv heads, d]."""
         assert attention_mask is None, "segments are told apart by cu_seqlens, not by a mask"
         cu_seqlens = packed_seq_params.cu_seqlens_q
         size = self.group.size()

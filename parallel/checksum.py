@@ -1,18 +1,18 @@
-"""64-bit checksums of tensors that may be summed up box by box, in any order, on any machine.
+"""64-bit checksums of tensors that can be summed box by box, in any order, on any machine.
 
-Taken over the raw bytes, as 64-bit words x[r, c] of the tensor's rows (all dimensions but the
+Computed from the raw bytes, as 64-bit words x[r, c] of the tensor's rows (all dimensions but the
 last, flattened), modulo 2^64:
 
     sum over r, c of (a[r] + b[c]) * x[r, c],    a[r] odd, b[c] even, both fixed random numbers
 
-The factor of a word is odd, so that one changed element always shows; it depends on row and column,
-so that rows, columns or halves that changed places show as well, which a plain sum would not see.
-What escapes is a change of many words that leaves the sum of every row and of every column alone,
-and otherwise one change in 2^64. Zeros add nothing, and a tensor's checksum is the sum of those of
-the boxes that make it up: ranks sum what they own, and one all-reduce tells what the whole is.
+The factor of a word is odd, so a single changed element is always detected. It depends on row and
+column, so exchanged rows, columns or halves, which a plain sum would miss, are detected as well.
+Undetected are changes of many words that preserve the sum of every row and of every column, and
+one in 2^64 of the others. Zeros add nothing, and a tensor's checksum is the sum of those of the
+boxes that make it up: ranks sum what they own, and one all-reduce gives the checksum of the whole.
 
-The word sums of rows and of columns need no product per word, which makes this several times faster
-than a factor of its own for every word. On a GPU torch takes them, on a CPU checksum_kernel.c.
+The sums of words over rows and over columns need no product per word, which is several times faster
+than a separate factor for every word. torch computes them on a GPU, checksum_kernel.c on a CPU.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,17 +27,17 @@ from parallel.layout import Box, Shape
 from parallel.views import matrices_of
 
 BLOCK_BYTES = 1 << 28
-"""Bounds the copy of values that are not laid out row by row, on a GPU."""
+"""Maximum size of temporary copies of values that are not contiguous, on a GPU."""
 
 NamedSum = tuple[str, Tensor]
-"""Name of a tensor, and what a box of it adds to its checksum."""
+"""Name of a tensor, and the contribution of one of its boxes to its checksum."""
 
 
 def checksum(values: Tensor, box: Box, shape: Shape) -> Tensor:
-    """What `values`, `box` of a tensor of `shape`, add to the tensor's checksum.
+    """The contribution of `values`, `box` of a tensor of `shape`, to the tensor's checksum.
 
-    Returns an int64 scalar on the device of `values`, to be added up with those of other boxes;
-    int64 overflows as it should.
+    Returns an int64 scalar on the device of `values`, to be added to those of the other boxes;
+    int64 overflow gives the sum modulo 2^64.
     """
     if values.device.type == "cpu":
         return _sum_on_cpu(BoxCopy("", values, values, box, shape))
@@ -56,10 +56,10 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def copy_and_sum(source: Tensor, target: Tensor, box: Box, shape: Shape) -> Tensor:
-    """Copy `source` to `target`, and return the `checksum` of what `target` holds then.
+    """Copy `source` to `target`, and return the `checksum` of what `target` then holds.
 
-    On a CPU in one pass, or at least block by block: a second pass over the memory takes as long as
-    the copy.
+    On a CPU in one pass, or at least block by block: a second pass over the memory would take as
+    long as the copy.
     """
     if target.device.type == "cpu":
         return _sum_on_cpu(BoxCopy("", source, target, box, shape))
@@ -68,7 +68,7 @@ def copy_and_sum(source: Tensor, target: Tensor, box: Box, shape: Shape) -> Tens
 
 
 def added_up(sums: Iterable[NamedSum]) -> dict[str, int]:
-    """The checksums of tensors, by name, from those of their boxes; the device is read once."""
+    """The checksums of tensors, by name, from those of their boxes; reads the device once."""
     totals: dict[str, Tensor] = {}
     for name, part in sums:
         totals[name] = totals[name] + part if name in totals else part
@@ -78,12 +78,12 @@ def added_up(sums: Iterable[NamedSum]) -> dict[str, int]:
 
 
 def checksum_by_torch(values: Tensor, box: Box, shape: Shape) -> Tensor:
-    """The `checksum`, on any device."""
+    """`checksum` computed by torch, on any device."""
     values = values.detach()
     assert tuple(values.shape) == box.size and values.element_size() in (1, 2, 4, 8)
     per_word = WORD_BYTES // values.element_size()
     first, last = box.start[-1], box.start[-1] + box.size[-1]
-    # A word that the box has a part of: the rest are zeros here, and other boxes add theirs.
+    # Words that lie only partly in the box are filled with zeros; other boxes add their parts.
     padding = (first % per_word, -last % per_word)
     row_factors, column_factors = factors_of(shape, per_word, values.device)
     row_factors = row_factors[box.slices[:-1]].flatten()
@@ -95,7 +95,7 @@ def checksum_by_torch(values: Tensor, box: Box, shape: Shape) -> Tensor:
         if any(padding):
             block = torch.nn.functional.pad(block, padding)
         flat = block.contiguous().view(-1)
-        if flat.storage_offset() % per_word:  # torch reads words at multiples of 8 bytes only
+        if flat.storage_offset() % per_word:  # torch requires words aligned to 8 bytes
             flat = flat.clone()
         words = flat.view(torch.int64).view(len(block), -1)
         row_sums.append(words.sum(1))

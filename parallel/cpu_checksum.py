@@ -16,14 +16,14 @@ from parallel.layout import Box, Shape
 from parallel.views import matrices_of
 
 BLOCK_BYTES = 1 << 19
-"""Written and then read: in the cache of the core."""
+"""Size of blocks that are written and then read: they stay in the core's cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class BoxCopy:
-    """`source` is to be copied to `target`, `box` of tensor `name` of `shape`, and that summed.
+    """Copy `source` to `target`, which is `box` of tensor `name` of `shape`, and checksum it.
 
-    Where `source` is `target` itself there is nothing to copy.
+    If `source` is `target`, nothing is copied.
     """
 
     name: str
@@ -34,15 +34,15 @@ class BoxCopy:
 
 
 class PreparedCopies:
-    """Copies that are made again and again between the same places in memory.
+    """Copies that are repeated between the same addresses in memory.
 
-    Their memory must be there whenever they are made, whether tensors still speak for it or not.
+    The memory must stay valid; this object does not keep the tensors alive.
     """
 
     def __init__(self, copies: Sequence[BoxCopy]) -> None:
         self._names = {name: number for number, name in enumerate({c.name: None for c in copies})}
         self._totals = np.zeros(len(self._names), dtype=np.int64)
-        self._factors: list[tuple[Tensor, Tensor]] = []  # the kernel has addresses in them
+        self._factors: list[tuple[Tensor, Tensor]] = []  # kept alive: pieces hold their addresses
         self._others = [copy for copy in copies if not _is_rows(copy)]
         self._pieces = _as_pieces(
             piece
@@ -52,10 +52,7 @@ class PreparedCopies:
         )
 
     def make(self) -> list[tuple[str, Tensor]]:
-        """Copy, and sum what each target holds then: of each tensor, by name, its boxes together.
-
-        The sums are int64 scalars.
-        """
+        """Make the copies; returns (name, int64 scalar): the sum over all boxes of each tensor."""
         self._totals[:] = 0
         _add(self._pieces)
         num_kept = len(self._factors)
@@ -68,7 +65,7 @@ class PreparedCopies:
     def _pieces_of(
         self, copy: BoxCopy, passes: Iterable[tuple[int, Tensor, Tensor | None]]
     ) -> Iterator[tuple[int, ...]]:
-        """What the kernel is told of some rows; see `struct piece`."""
+        """The kernel's description of some rows; see `struct piece`."""
         item_bytes = copy.target.element_size()
         assert tuple(copy.target.shape) == copy.box.size and item_bytes in (1, 2, 4, 8)
         factors = factors_of(copy.shape, WORD_BYTES // item_bytes, copy.target.device)
@@ -91,13 +88,13 @@ class PreparedCopies:
 
 
 def _is_rows(copy: BoxCopy) -> bool:
-    """Whether the kernel can make the copy: rows of one dtype without gaps."""
+    """Whether the kernel can make the copy: contiguous rows of the same dtype."""
     source, target = copy.source, copy.target
     return source.dtype == target.dtype and source.stride(-1) == target.stride(-1) == 1
 
 
 def _passes(copy: BoxCopy) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-    """Rows to be summed, with the number of the first, and where to copy them at the same time."""
+    """(number of the first row, rows to sum, where to copy them or None)."""
     first_rows = _first_rows(copy.box, copy.shape)
     if copy.source is copy.target:
         return zip(first_rows, matrices_of(copy.target), repeat(None), strict=False)
@@ -105,7 +102,7 @@ def _passes(copy: BoxCopy) -> Iterator[tuple[int, Tensor, Tensor | None]]:
 
 
 def _copied_blocks(copy: BoxCopy) -> Iterator[tuple[int, Tensor, None]]:
-    """What is not rows of one dtype, copied here: each block is still in the cache afterwards."""
+    """Copies what the kernel cannot, by blocks, which are still in the cache when summed."""
     matrices = zip(
         _first_rows(copy.box, copy.shape),
         matrices_of(copy.source),
@@ -113,7 +110,7 @@ def _copied_blocks(copy: BoxCopy) -> Iterator[tuple[int, Tensor, None]]:
         strict=True,
     )
     for row, values, targets in matrices:
-        # As many rows of both at a time, whatever their dtypes.
+        # The same number of rows of both at a time, even if their dtypes differ.
         rows = max(1, BLOCK_BYTES // max(_row_bytes(values), _row_bytes(targets)))
         for block, target in zip(values.split(rows), targets.split(rows), strict=True):
             if copy.source is not copy.target:
@@ -127,7 +124,7 @@ def _row_bytes(matrix: Tensor) -> int:
 
 
 def _first_rows(box: Box, shape: Shape) -> list[int]:
-    """The numbers of the rows at which the matrices of a box begin, in their order."""
+    """The number of the first row of each matrix of a box, in order."""
     if len(shape) <= 2:
         return [box.start[0] if len(shape) == 2 else 0]
     matrices = torch.arange(prod(shape[:-2])).view(shape[:-2])[box.slices[:-2]].flatten()

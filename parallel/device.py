@@ -1,8 +1,8 @@
-"""Where this process computes: device, communication backend, and what Megatron-Core needs on CPU.
+"""Device and communication backend of this process, and what Megatron-Core needs to run on CPU.
 
-Megatron-Core asks ``torch.cuda`` for its device, its random states and its synchronisation. On a
-machine without CUDA `setup_device` answers those calls for the CPU, and the same model, schedules
-and optimizer run over gloo. With CUDA nothing here is patched.
+Megatron-Core calls ``torch.cuda`` for its device, random states and synchronisation. On a machine
+without CUDA, `setup_device` redirects these calls to the CPU, so that the same model, schedules and
+optimizer run over gloo. With CUDA, nothing is patched.
 """
 
 import os
@@ -26,8 +26,8 @@ def communication_backend() -> str:
 def setup_device(local_rank: int) -> torch.device:
     """Select the device of this process; without CUDA, install the CPU runtime (once).
 
-    Call it before any process group or model is made. Raises ValueError where the process sees
-    fewer GPUs than there are ranks on its host.
+    Call it before creating any process group or model. Raises ValueError if the process does not
+    see a GPU for its local rank.
     """
     if torch.cuda.is_available():
         if local_rank >= (num_devices := torch.cuda.device_count()):
@@ -37,7 +37,7 @@ def setup_device(local_rank: int) -> torch.device:
                 "--gpus-per-task)"
             )
         # Megatron's tensor-parallel layers order communication before computation by issuing both
-        # to one hardware queue; the driver reads this when the context is made.
+        # to one hardware queue; the driver reads this when it creates the context.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         torch.cuda.set_device(local_rank)
         return torch.device("cuda", local_rank)
@@ -46,18 +46,18 @@ def setup_device(local_rank: int) -> torch.device:
 
 
 def attention_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Type to compute torch's attention in when the model's is `dtype`.
+    """The dtype in which to compute torch's attention for a model of `dtype`.
 
-    float32 on the CPU: there the backward in bfloat16 takes three times as long on sequences of
-    tens of tokens, and as long on hundreds.
+    float32 on the CPU, where the backward in bfloat16 takes three times as long for sequences of
+    tens of tokens, and equally long for hundreds.
     """
     return dtype if torch.cuda.is_available() else torch.promote_types(dtype, torch.float32)
 
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Type to multiply large matrices in when the model's is `dtype`.
+    """The dtype in which to multiply large matrices for a model of `dtype`.
 
-    float32 on a CPU that emulates bfloat16: its products take a seventh of the time, and are not
+    float32 on a CPU that emulates bfloat16: products take a seventh of the time, and are not
     rounded.
     """
     if torch.cuda.is_available() or _multiplies_bfloat16():
@@ -71,7 +71,7 @@ def _multiplies_bfloat16() -> bool:
     return any(known.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
-# Experts receive as many tokens as the router likes. What gloo lacks for that, next to NCCL:
+# Experts receive varying numbers of tokens. These functions add what gloo lacks for that:
 
 
 def _all_to_all_single(
@@ -81,7 +81,7 @@ def _all_to_all_single(
     input_split_sizes: Any = None,
     **options: Any,
 ) -> Any:
-    """`all_to_all_single` that takes split sizes as tensors, too."""
+    """`all_to_all_single` that also accepts split sizes as tensors."""
 
     def as_list(sizes: Any) -> Any:
         return sizes.tolist() if isinstance(sizes, Tensor) else sizes
@@ -94,7 +94,7 @@ def _all_to_all_single(
 def _all_gather(
     tensor_list: list[Tensor], tensor: Tensor, group: Any = None, **options: Any
 ) -> Any:
-    """`all_gather` of tensors of unequal lengths, too."""
+    """`all_gather` that also accepts tensors of unequal lengths."""
     sizes = [len(part) for part in tensor_list]
     if len(set(sizes)) == 1:
         return distributed_c10d.all_gather(tensor_list, tensor, group, **options)
@@ -109,7 +109,7 @@ def _all_gather(
 def _reduce_scatter(
     output: Tensor, input_list: list[Tensor], group: Any = None, **options: Any
 ) -> Any:
-    """`reduce_scatter` of tensors of unequal lengths, too: their sum."""
+    """`reduce_scatter` (sum) that also accepts tensors of unequal lengths."""
     sizes = [len(part) for part in input_list]
     if len(set(sizes)) == 1:
         return distributed_c10d.reduce_scatter(output, input_list, group=group, **options)
@@ -121,9 +121,9 @@ def _reduce_scatter(
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Read device "cuda" as "cpu" in every torch call, and name CPU tensor types as if on CUDA.
+    """Treat device "cuda" as "cpu" in every torch call, and name CPU tensor types as on CUDA.
 
-    It costs about 1 microsecond per torch call, of this thread only.
+    Costs about 1 microsecond per torch call, in this thread only.
     """
 
     def __torch_function__(
@@ -146,14 +146,14 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 class _Stream:
-    """The one queue of a CPU: whatever is put in has been done when the call returns.
+    """The only stream of a CPU: work is done when the call returns.
 
-    A class, as torch's own is: libraries write `torch.cuda.Stream | None`. All are equal: a tensor
-    is never on another stream than the current one.
+    A class, like torch's own, because libraries write `torch.cuda.Stream | None`. All instances are
+    equal: a tensor is always on the current stream.
     """
 
     def __init__(self, device: object = None) -> None:
-        """Of any device."""
+        """Accepts any device."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Stream)
@@ -162,16 +162,16 @@ class _Stream:
         return hash(_Stream)
 
     def record_event(self) -> torch.cpu.Event:
-        """An event that lies behind."""
+        """An event that has already completed."""
         return torch.cpu.Event()
 
     def wait_stream(self, stream: object) -> None:
-        """Wait for nothing."""
+        """Returns at once: all work is done."""
 
 
 @cache
 def _install_cpu_runtime() -> None:
-    """Answer for CUDA in this process, for the rest of its life."""
+    """Make the CPU answer for CUDA in this process, for the rest of its life."""
     stream = _Stream()
     answers: dict[str, Callable[..., Any]] = {
         "current_device": lambda: "cpu",
@@ -184,7 +184,7 @@ def _install_cpu_runtime() -> None:
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
-    # Not by the mode below, which is off in a backward inside a backward (recomputed activations).
+    # Patched here, as the mode below is off in a backward within a backward (recomputation).
     collectives: dict[str, Callable[..., Any]] = {
         "all_to_all_single": _all_to_all_single,
         "all_gather": _all_gather,

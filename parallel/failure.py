@@ -1,6 +1,6 @@
-"""The failure of one rank, told to all: so that they go on, or do not, together.
+"""Tells all ranks about the failure of one, so that all continue or stop together.
 
-Over the CPU: a GPU that waits for a collective is busy.
+Communicates over the CPU: a GPU that waits in a collective is busy.
 """
 
 from collections.abc import Callable
@@ -15,17 +15,17 @@ E = TypeVar("E", bound=Exception)
 
 
 def first_failure(action: Callable[[], None], kind: type[E]) -> E | None:
-    """Do `action`; the error `kind` of the first rank on which it raised one, on all ranks.
+    """Run `action`; returns on all ranks the error of type `kind` of the first rank that raised it.
 
-    It has the text of that one and, where it is an OSError, its `errno`. None when it raised none
-    anywhere. Collective over the default group, after the action.
+    The error has the original's text and, for an OSError, its `errno`. None if no rank raised one.
+    Collective over the default group, after the action.
     """
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     first, text, number = torch.tensor(num_ranks), "", torch.tensor(0)
     try:
         action()
     except kind as error:
-        # Not the error: its traceback would keep alive what the action has made.
+        # Keep only the text: the error's traceback would keep the action's objects alive.
         first, text = torch.tensor(rank), str(error)
         if isinstance(error, OSError):
             number = torch.tensor(error.errno or 0)
@@ -42,14 +42,14 @@ def first_failure(action: Callable[[], None], kind: type[E]) -> E | None:
 
 
 def raise_first_failure(action: Callable[[], None], kind: type[E]) -> None:
-    """Do `action`, and raise what `first_failure` finds: on all ranks, or on none."""
+    """Run `action`, and raise the error of `first_failure`, if any, on all ranks."""
     failure = first_failure(action, kind)
     if failure is not None:
         raise failure
 
 
 def broadcast_text(text: str, source: int = 0) -> str:
-    """The `text` of rank `source`, on all ranks of the default group; at most 4 kB arrive."""
+    """The `text` of rank `source`, on all ranks of the default group; cut off after 4 kB."""
     encoded = text.encode()[:MAX_TEXT_BYTES].ljust(MAX_TEXT_BYTES, b"\0")
     words = torch.tensor([*encoded], dtype=torch.uint8)
     dist.broadcast(words, src=source)

@@ -1,4 +1,4 @@
-"""One process that stands for any rank of a job of any size, without its peers or its memory."""
+"""Simulates any rank of a job of any size in one process, without its peers or its memory."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,10 +17,10 @@ from parallel.groups import Groups, destroy_groups, init_groups
 
 @contextmanager
 def fake_rank(dims: ParallelDims, rank: int) -> Iterator[Groups]:
-    """Be `rank` of a job of `dims`: yields its groups, as `init_groups` makes them.
+    """Act as `rank` of a job of `dims`; yields its groups, as from `init_groups`.
 
-    Groups have the rank's place and size, and communicate nothing: who gathers objects gets its own
-    from every rank. `setup_device` comes first, and no process group may exist.
+    The groups have the correct ranks and sizes but do not communicate: gathering objects returns
+    the rank's own object for every rank. Call `setup_device` first; no process group may exist.
     """
     dist.init_process_group("fake", rank=rank, world_size=dims.world_size)
     try:
@@ -33,14 +33,14 @@ def fake_rank(dims: ParallelDims, rank: int) -> Iterator[Groups]:
 
 @contextmanager
 def without_memory() -> Iterator[None]:
-    """Tensors made inside have shape and type and no values: they are on torch's meta device."""
+    """Tensors created inside have a shape and dtype but no values: they are on the meta device."""
     with _OnMeta():
         yield
 
 
 @contextmanager
 def _replaced(**functions: Callable[..., Any]) -> Iterator[None]:
-    """Have `torch.distributed` hold other functions under these names."""
+    """Temporarily replace these functions of `torch.distributed`."""
     originals = {name: getattr(dist, name) for name in functions}
     for name, function in functions.items():
         setattr(dist, name, function)
@@ -54,22 +54,22 @@ def _replaced(**functions: Callable[..., Any]) -> Iterator[None]:
 def _fake_group(
     ranks: Sequence[int], timeout: Any = None, backend: Any = None, **options: Any
 ) -> Any:
-    """A group that this rank is in; the thousands that it is not in would take as many ms."""
+    """Creates only groups that contain this rank; thousands of others would take 1 ms each."""
     if dist.get_rank() not in ranks:
         return dist.GroupMember.NON_GROUP_MEMBER
     return distributed_c10d.new_group(ranks, backend="fake")
 
 
 def _all_gather_object(objects: list[Any], own: Any, group: Any = None) -> None:
-    """What every rank has, as if all had the same."""
+    """Fills `objects` as if every rank had the same object."""
     objects[:] = [own] * len(objects)
 
 
 class _OnMeta(TorchFunctionMode):
-    """Make every tensor on the meta device, and call its types CUDA's.
+    """Create every tensor on the meta device, and name tensor types as on CUDA.
 
-    Modules of a large model call torch a hundred thousand times: no mode below this one is asked,
-    neither that of `torch.device` nor the one by which a CPU stands for CUDA.
+    The modules of a large model call torch a hundred thousand times, so for speed this mode skips
+    the modes below it: that of `torch.device`, and the one that makes the CPU stand for CUDA.
     """
 
     def __torch_function__(

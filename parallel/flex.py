@@ -1,7 +1,8 @@
-"""Attention with shared prompts on a GPU: one kernel for all segments, by torch's flex attention.
+"""Attention with shared prompts on a GPU: torch's flex attention, one kernel for all segments.
 
 A query sees two ranges of packed positions: its own segment up to itself, and the prompt that its
-segment continues. No key is copied, and blocks of keys that no query of a block sees are skipped.
+segment continues. Keys are not copied, and blocks of keys that no query of a block sees are
+skipped.
 """
 
 from collections.abc import Sequence
@@ -13,20 +14,20 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 BLOCK = 128
-"""Queries, and keys, of a block: flex attention's default."""
+"""Number of queries, and of keys, in a block: flex attention's default."""
 SLAB = 64 * BLOCK
-"""Queries that are compared with all blocks of keys at a time: 8 MB a tensor at 128k tokens."""
+"""Queries compared with all blocks of keys at a time: tensors of 8 MB at 128k tokens."""
 
 
 def block_mask(cu_seqlens: Tensor, prefixes: Tensor, queries: Tensor) -> BlockMask:
-    """Which keys each of `queries` sees, packed positions [t]; keys are in packed order.
+    """The mask for `queries`, packed positions [t]; keys are in packed order.
 
-    `cu_seqlens` [n + 1] and `prefixes` [n, 2] are those of a `PackedBatch`. Made from the ranges,
-    as torch's own `create_block_mask` would go through all pairs of tokens.
+    `cu_seqlens` [n + 1] and `prefixes` [n, 2] are those of a `PackedBatch`. Built from the ranges,
+    because torch's `create_block_mask` would evaluate all pairs of tokens.
     """
     segment = torch.bucketize(queries, cu_seqlens[1:], right=True)
     first = cu_seqlens[:-1].long()[segment]
-    # Two tensors: views of one the compiler does not take.
+    # Two tensors: the compiler does not support views of one.
     prefix_first, prefix_end = prefixes[:, 0][segment], prefixes[:, 1][segment]
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -68,14 +69,15 @@ def flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: floa
 
 @cache
 def _compiled() -> Any:
-    """One kernel for all lengths: every microbatch has another."""
+    """Dynamic shapes: one kernel for all lengths, as every microbatch has a different one."""
     return torch.compile(flex_attention, dynamic=True)
 
 
 def _blocks_seen(ranges: Sequence[tuple[Tensor, Tensor]], starts: Tensor) -> tuple[Tensor, Tensor]:
-    """Of which blocks of keys, that begin at `starts`, each block of queries sees some, and all.
+    """Which blocks of keys each block of queries sees in part, and which entirely.
 
-    A query, one of t, sees the keys [first, end) of each of `ranges`. Both [t / BLOCK, blocks].
+    Blocks of keys begin at `starts`; each of the t queries sees the keys [first, end) of each of
+    `ranges`. Both results are bool [t / BLOCK, blocks].
     """
     some = whole = starts.new_zeros((), dtype=torch.bool)
     for first, end in ranges:
@@ -86,12 +88,12 @@ def _blocks_seen(ranges: Sequence[tuple[Tensor, Tensor]], starts: Tensor) -> tup
 
 
 def _by_block(rows: Tensor) -> Tensor:
-    """[t, blocks of keys] as [blocks of queries, BLOCK, blocks of keys]; False beyond the end."""
+    """[t, key blocks] as [query blocks, BLOCK, key blocks]; False beyond the end."""
     missing = -len(rows) % BLOCK
     return torch.nn.functional.pad(rows, (0, 0, 0, missing)).unflatten(0, (-1, BLOCK))
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of keys are set for each of queries, and their numbers first."""
+    """For each block of queries, the number of key blocks set, and all indices, these first."""
     numbers = blocks.int().argsort(dim=1, descending=True, stable=True).int()
     return blocks.sum(dim=1).int()[None, None], numbers[None, None]

@@ -1,4 +1,4 @@
-"""The C of this package, as it was compiled when the package was installed."""
+"""Loads the C extensions of this package, which are compiled at installation."""
 
 import ctypes
 import sysconfig
@@ -6,9 +6,9 @@ from pathlib import Path
 
 
 def load_kernel(name: str) -> ctypes.CDLL:
-    """The library of `name`.c; other threads may use Python while a function of it runs.
+    """The compiled library of `name`.c; its functions run without the GIL.
 
-    Raises ImportError when there is none.
+    Raises ImportError if it was not built.
     """
     path = Path(__file__).with_name(name + sysconfig.get_config_var("EXT_SUFFIX"))
     if not path.exists():

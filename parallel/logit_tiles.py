@@ -1,8 +1,8 @@
-"""Softmax over a vocabulary from hidden states, a tile of logits at a time; also backward.
+"""Softmax over a vocabulary from hidden states, one tile of logits at a time, and its backward.
 
-A tile is all rows by a few columns: the gradient of those columns' weights is then one product,
-and only the gradient of the rows is added up over tiles, in float32. The backward multiplies every
-tile again, four products in all instead of three: what it would have kept is [rows, vocabulary].
+A tile is all rows by some columns: the gradient of these columns' weights is then one product, and
+only the gradient of the rows accumulates over tiles, in float32. The backward recomputes every
+tile, for four products in all instead of three, rather than keep logits [rows, vocabulary].
 """
 
 from collections.abc import Callable, Iterator
@@ -18,45 +18,44 @@ from parallel.tile_columns import tile_columns
 
 
 class SoftmaxSums(NamedTuple):
-    """Of each row, [n] each, over some of the vocabulary's columns."""
+    """Statistics of each row, [n] each, over some of the vocabulary's columns."""
 
     maximum: Tensor
-    """Of z."""
+    """max z."""
     target: Tensor
-    """z of the row's own token; 0 where it is not among these columns."""
+    """z of the row's own token; 0 if it is not among these columns."""
     sum_exp: Tensor
-    """Of exp x, where x = z - maximum."""
+    """sum of exp x, where x = z - maximum."""
     sum_x_exp: Tensor
-    """Of x exp x."""
+    """sum of x exp x."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogitTiles:
-    """z = hidden weight^T / temperature."""
+    """The logits z = hidden weight^T / temperature, computed tile by tile."""
 
     hidden: Tensor
     """[n, H]"""
     weight: Tensor
-    """[V, H] of the same type: the columns of the vocabulary that are here."""
+    """[V, H] of the same type: this rank's columns of the vocabulary."""
     width: int
-    """How many of them are not padding: those behind are outside the softmax."""
+    """Number of columns that are not padding; the rest are outside the softmax."""
     columns: Tensor
-    """[n] int64: where each row's token is, seen from the first of them; anywhere outside if not
-    among them."""
+    """[n] int64: the local column of each row's token; out of range if it is on another rank."""
     temperature: float
     tile_columns: int | None
-    """None for as many as suit the device."""
+    """None chooses by device."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of logits, and of whatever is added up."""
+        """Type of logits and of all accumulated values."""
         return torch.promote_types(self.weight.dtype, torch.float32)
 
     def sums(self) -> SoftmaxSums:
-        """Over all columns."""
+        """The statistics over all columns."""
         add_tile = _for_device(_with_tile, self.weight.device.type)
         zero = torch.zeros(len(self.hidden), dtype=self.dtype, device=self.hidden.device)
-        # Tensors of their own: to torch.compile one in three places is another case.
+        # Separate tensors: torch.compile would compile again for aliased arguments.
         sums = SoftmaxSums(zero + torch.finfo(self.dtype).min, zero, zero.clone(), zero.clone())
         rows = self._rows()
         for part, table in self._tiles():
@@ -72,10 +71,11 @@ class LogitTiles:
         of_entropy: Tensor | None,
         needed: tuple[bool, bool],
     ) -> tuple[Tensor | None, Tensor | None]:
-        """To `hidden`, as wide as `dtype`, and to `weight`; None where it is not `needed`.
+        """The gradients of `hidden`, in `dtype`, and of `weight`; None where not `needed`.
 
-        Of these columns alone: that to `hidden` is a part of a sum over tensor ranks. Of each row,
-        [n]: log sum exp z and entropy over the whole vocabulary, and the gradients that come in.
+        They cover only these columns: sum the gradient of `hidden` over tensor ranks. The arguments
+        are per row, [n]: log sum exp z and entropy over the whole vocabulary, and the gradients of
+        the log-probability and the entropy.
         """
         gradient_of_tile = _for_device(_gradient_of_tile, self.weight.device.type)
         rows = self._rows()
@@ -102,7 +102,7 @@ class LogitTiles:
         return self.hidden.to(product_dtype(self.hidden.dtype))
 
     def _tiles(self) -> Iterator[tuple[slice, Tensor]]:
-        """Columns of each tile, and their weights; no tile where there are no rows."""
+        """The columns of each tile, and their weights; no tiles if there are no rows."""
         if len(self.hidden) == 0:
             return
         rows, hidden_size = self.hidden.shape
@@ -115,7 +115,7 @@ class LogitTiles:
 
 
 def _with_tile(sums: SoftmaxSums, logits: Tensor, columns: Tensor, scale: float) -> SoftmaxSums:
-    """`sums` with the columns of a tile; z = scale * logits (online softmax, arXiv 1805.02867)."""
+    """Add a tile's columns to `sums`; z = scale * logits (online softmax, arXiv 1805.02867)."""
     maximum = torch.maximum(sums.maximum, logits.amax(dim=1) * scale)
     shift = sums.maximum - maximum
     old = shift.exp()
@@ -143,9 +143,10 @@ def _gradient_of_tile(
     of_entropy: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """To the logits of a tile, with p = softmax z of the whole vocabulary and H its entropy.
+    """The gradient of a tile's logits, with p = softmax z over the whole vocabulary, H its entropy.
 
-    Of a log-probability (one-hot of the token - p) scale, of an entropy - p (log p + H) scale.
+    A log-probability contributes (one-hot of the token - p) scale, an entropy - p (log p + H)
+    scale, each times its incoming gradient.
     """
     of_logprob = of_logprob * scale
     log_p = torch.add(-log_normalizer[:, None], logits, alpha=scale)
@@ -159,13 +160,13 @@ def _gradient_of_tile(
 
 
 def _within(columns: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """A legal column [n, 1] for each row, and whether it is the one of its token."""
+    """A valid column [n, 1] for each row, and whether it is that of the row's token."""
     last = logits.shape[1] - 1
     return columns.clamp(0, last)[:, None], (columns >= 0) & (columns <= last)
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """The matrix product in `dtype`, which a GPU does not round to the factors' type before."""
+    """The matrix product in `dtype`; a GPU does not first round it to the type of the factors."""
     if a.dtype == dtype:
         return a @ b
     if a.is_cuda:
@@ -182,5 +183,5 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 @cache
 def _for_device(function: Callable[..., Any], kind: str) -> Callable[..., Any]:
-    """`function` fused into as few kernels as go on a GPU, whatever the number of rows."""
+    """`function`, compiled into fused kernels on a GPU, for any number of rows."""
     return torch.compile(function, dynamic=True) if kind == "cuda" else function

@@ -1,4 +1,4 @@
-"""Megatron-Core, imported without what this project makes no use of: a third of a rank's start."""
+"""Imports Megatron-Core without parts that this project does not use: a third of a rank's start."""
 
 import sys
 from collections.abc import Callable
@@ -8,12 +8,12 @@ import torch
 
 
 def import_megatron() -> None:
-    """Import Megatron-Core; to be called before anything else does.
+    """Import Megatron-Core; call this before anything else imports it.
 
-    While it is imported it hands its fused functions to `torch.compile`, for which torch loads its
-    compiler at once: of no use without CUDA, where they run as they are. It also looks for wandb,
-    for an inference engine of its own. Both together take 3.5 of the 10 seconds of CPU time in
-    which a rank starts.
+    On import, it passes its fused functions to `torch.compile`, which makes torch load its
+    compiler. That is useless without CUDA, so there the functions stay uncompiled. It also tries to
+    import wandb, for its own inference engine. Both together take 3.5 of the 10 seconds of CPU time
+    that a rank needs to start.
     """
     compiled = torch.compile
     if not torch.cuda.is_available():

@@ -1,7 +1,7 @@
-"""What microbatches should cost for a pipeline to be quick: how many, and in which order.
+"""Target costs of microbatches that make a pipeline fast: how many, and in which order.
 
-Stages wait for the first microbatch to come through and for the last to return, so those at the
-ends are cheaper.
+Stages wait for the first microbatch to arrive and for the last to return, so those at the ends
+should be cheaper.
 """
 
 import math
@@ -19,8 +19,8 @@ from parallel.slots import Units
 class Ramp:
     """How the cost of microbatches rises at the start of the schedule and falls at its end.
 
-    `first` and `last` are the costs at the ends, as parts of that in the middle; `rise` and `fall`
-    are how many microbatches, in pipeline sizes, are cheaper than it.
+    `first` and `last` are the costs at the ends, as fractions of the cost in the middle; `rise` and
+    `fall` are the lengths of the ramps, in multiples of the pipeline size.
     """
 
     first: float = 1.0
@@ -29,7 +29,7 @@ class Ramp:
     fall: float = 0.0
 
     def weights(self, microbatches: int, pipeline: int) -> np.ndarray:
-        """Cost of each microbatch, as a part of that in the middle."""
+        """Cost of each microbatch, as a fraction of the cost in the middle."""
         place = np.arange(microbatches)
         weights = np.ones(microbatches)
         for end, length, distance in (
@@ -51,25 +51,24 @@ RAMPS = [
     Ramp(first=0.3, rise=1.0, last=0.3, fall=2.0),
     Ramp(last=0.45, fall=2.0),
 ]
-"""Near the best for 2 to 16 stages, by the number of microbatches: the fewer, the shorter.
+"""Near-optimal for 2 to 16 stages and various numbers of microbatches: fewer need shorter ramps.
 
-Found on a grid of them with `makespan`; the last is for interleaved stages.
+Found by a grid search with `makespan`; the last is for interleaved stages.
 """
 CENTRES = (0.0, 0.3, 0.5, 0.7, 1.0)
-"""Around which place, of all, the costliest of equally high microbatches are put."""
+"""Relative positions around which the costliest of equally weighted microbatches are placed."""
 NUM_COUNTS = 12
-"""Of numbers of microbatches that are tried, at most."""
+"""Maximum number of microbatch counts to try."""
 OPERATIONS = 20_000
-"""Of the schedules with these numbers of microbatches: what is large is tried with fewer numbers.
-"""
+"""Bound on the total number of operations in these schedules: large ones try fewer counts."""
 MOST_FILLED = 10
-"""Of targets that units are dealt out to, the promising ones."""
+"""Maximum number of targets, most promising first, for which units are dealt out."""
 PLACEMENTS = 20_000
-"""Units that are put into microbatches, over all that is tried: planning takes no longer."""
+"""Bound on the number of unit placements over all targets, which bounds the planning time."""
 
 
 def promising(units: Units, fewest: int, step: int, dims: ParallelDims) -> list[np.ndarray]:
-    """Costs [data rank, microbatch] to aim at, each rank's descending; the best guess first."""
+    """Target costs [data rank, microbatch], descending for each rank; most promising first."""
     per_rank = units.costs.sum() / dims.data
     counts = _counts(units, fewest, step, dims)
     ramps = range(len(RAMPS) if dims.pipeline > 1 else 1)
@@ -100,7 +99,7 @@ def promising(units: Units, fewest: int, step: int, dims: ParallelDims) -> list[
 def _counts(units: Units, fewest: int, step: int, dims: ParallelDims) -> list[int]:
     """Numbers of microbatches to try, ascending.
 
-    With k equal ones of a rank's work W, each with overhead o, the schedule takes
+    With a rank's work W split into k equal microbatches, each with overhead o, the schedule takes
     (W / k + o) (k + (p - 1) / v): least at k = sqrt(W (p - 1) / (v o)). Ramps need fewer.
     """
     fill_and_drain = (dims.pipeline - 1) / dims.virtual_pipeline
@@ -116,7 +115,7 @@ def _counts(units: Units, fewest: int, step: int, dims: ParallelDims) -> list[in
 
 
 def _largest(units: Units, count: int, ranks: int) -> np.ndarray:
-    """Cost of the largest unit in each of `count` microbatches of each rank, descending."""
+    """Cost of the largest unit in each of the `count` microbatches of each rank, descending."""
     largest = np.zeros(count * ranks)
     num = min(len(largest), len(units.costs))
     largest[:num] = units.costs[:num]
@@ -128,10 +127,10 @@ def _largest(units: Units, count: int, ranks: int) -> np.ndarray:
 
 
 def _levelled(weights: np.ndarray, least: np.ndarray, per_rank: float, units: Units) -> np.ndarray:
-    """Costs in proportion to each row of `weights`, none below its `least`, that add up to a
-    rank's work.
+    """Costs proportional to each row of `weights`, none below its `least`, that sum to a rank's
+    work.
 
-    Where they can: none is raised beyond what a microbatch takes of the average unit.
+    The sum may fall short: costs are capped at that of a microbatch full of average units.
     """
     full = units.room * units.costs.sum() / max(units.tokens.sum(), 1)
     low, high = np.zeros(len(weights)), np.full(len(weights), full / weights[weights > 0].min())
@@ -145,9 +144,9 @@ def _levelled(weights: np.ndarray, least: np.ndarray, per_rank: float, units: Un
 
 @lru_cache(maxsize=256)
 def run_orders(count: int, pipeline: int, ramp: int) -> list[np.ndarray]:
-    """Ways to run microbatches that are sorted by cost, the costliest first: which comes when.
+    """Orders in which to run microbatches that are sorted by cost, costliest first.
 
-    The heavier a place in the ramp, the costlier its microbatch.
+    The higher the ramp's weight at a position, the costlier its microbatch.
     """
     weights = RAMPS[ramp].weights(count, pipeline)
     places = np.arange(count)

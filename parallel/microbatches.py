@@ -1,4 +1,4 @@
-"""Which sequences form which microbatch of which data-parallel rank, and in which order."""
+"""Plans which sequences form which microbatch of which data-parallel rank, in which order."""
 
 import math
 from collections.abc import Sequence
@@ -21,14 +21,13 @@ Plan = list[list[list[int]]]
 class CostModel:
     """Compute cost of a sequence of L tokens: ``linear * L + quadratic * L**2``, in any unit.
 
-    The default is a transformer of hidden size 4096; only the ratios matter.
+    The default is for a transformer of hidden size 4096; only the ratios matter.
     """
 
     linear: float = 1.0
     quadratic: float = 1 / (12 * 4096)
     overhead: float = 256.0
-    """What a microbatch costs beside its sequences, in tokens: launches, messages, small matrices.
-    """
+    """Fixed cost of a microbatch, in tokens: kernel launches, messages, small matrices."""
 
     @classmethod
     def transformer(cls, hidden_size: int) -> "CostModel":
@@ -45,16 +44,15 @@ class Arranged(NamedTuple):
 
     time: float
     slots: np.ndarray
-    """Of each unit."""
+    """The slot of each unit."""
     places: np.ndarray
-    """[data rank, microbatch]: the slot that it is."""
+    """[data rank, microbatch]: the slot that becomes this microbatch."""
 
 
 SMALL_BUBBLE = 0.02
-"""As a part of the work: below it the schedule is not looked at, and microbatches are as without a
-pipeline."""
+"""Pipeline bubble, as a fraction of the work, below which the plan ignores the pipeline."""
 FEW = 600
-"""Units that a slower way to fill microbatches is tried for."""
+"""Up to this many units, a slower way to fill microbatches is tried as well."""
 
 
 def plan_microbatches(
@@ -67,12 +65,12 @@ def plan_microbatches(
     """Which sequences form which microbatch of which data-parallel rank.
 
     Returns ``plan[data rank][microbatch]`` = ascending indices into `lengths` (tokens per
-    sequence). Each index occurs once; no microbatch exceeds `max_tokens`, alignment included;
-    every rank has the same number of microbatches, a multiple of the pipeline size under
-    interleaving, possibly with empty ones at the end. A function of its arguments alone, so that
-    all ranks agree on it without talking.
+    sequence). Each index occurs once; no microbatch exceeds `max_tokens`, alignment included; every
+    rank has the same number of microbatches, a multiple of the pipeline size under interleaving,
+    possibly with empty ones at the end. The plan depends only on the arguments, so all ranks
+    compute the same one without communication.
 
-    Raises ValueError when one sequence does not fit.
+    Raises ValueError if a sequence does not fit.
     """
     aligned = -(-np.array(lengths, dtype=int) // alignment.sequence) * alignment.sequence
     room = room_for(lengths, max_tokens, alignment)
@@ -84,17 +82,17 @@ def plan_microbatches(
 def plan_units(
     tokens: np.ndarray, costs: np.ndarray, room: int, dims: ParallelDims, overhead: float
 ) -> Plan:
-    """The plan for units of so many `tokens` and such `costs`, none over `room`.
+    """The plan for units with these `tokens`, each at most `room`, and `costs`.
 
-    Without a pipeline, as few microbatches as best-fit-decreasing needs, of equal cost, the
-    costliest first: running out of memory shows at once. In a pipeline stages wait for the first
-    microbatch to come through and for the last to return, and for those that are longer than
-    others. So there may be more microbatches than needed, until what each costs beside its
-    sequences outweighs that; and those at the ends are smaller. Numbers and ramps are compared by
-    the time that the schedule takes over costs as they could be at best; of the best ones units are
-    dealt out, and of these plans the quickest is taken.
+    Without a pipeline: as few microbatches as best-fit-decreasing needs, of equal cost, the
+    costliest first, so that running out of memory shows at once. In a pipeline, stages wait for the
+    first microbatch to arrive and the last to return, and for microbatches that take longer than
+    others. So there may be more microbatches than needed, as long as their fixed cost does not
+    outweigh the gain, and those at the ends are smaller. Counts and ramps are ranked by the
+    schedule's time with idealized costs; units are dealt out for the best ones, and the fastest
+    resulting plan is taken.
 
-    The n-th microbatches of all data ranks cost about the same, for ranks that meet in collectives.
+    The n-th microbatches of all data ranks cost about the same, since ranks meet in collectives.
     """
     order = np.argsort(-costs, kind="stable")
     units = Units(tokens=tokens[order], costs=costs[order], room=room, overhead=overhead)
@@ -115,7 +113,7 @@ def plan_units(
         if slots is not None:
             for places in (numbered(targets.shape), dealt(slots, targets.shape, units)):
                 found.append(_arranged(slots, places, units, dims))
-    # The last of equals: those of best fit are less level.
+    # Prefer later ones among equals: the plans of best fit are less even.
     best = min(reversed(found), key=lambda arranged: arranged.time)
     level = _arranged(evened(best.slots, best.places, units), best.places, units, dims)
     best = min(best, level, key=lambda arranged: arranged.time)
@@ -128,7 +126,7 @@ def plan_units(
 
 
 def room_for(lengths: Sequence[int], max_tokens: int, alignment: Alignment) -> int:
-    """Tokens that a microbatch may have; ValueError where the longest sequence does not fit."""
+    """Tokens that a microbatch may have; ValueError if the longest sequence does not fit."""
     room = max_tokens // alignment.total * alignment.total
     longest = max(range(len(lengths)), key=lambda i: lengths[i], default=-1)
     needed = round_up(lengths[longest], alignment.total) if lengths else alignment.total
@@ -142,11 +140,11 @@ def room_for(lengths: Sequence[int], max_tokens: int, alignment: Alignment) -> i
 
 
 def _arranged(slots: np.ndarray, places: np.ndarray, units: Units, dims: ParallelDims) -> Arranged:
-    """The quickest order of the microbatches, which is one for all ranks."""
+    """Put the microbatches in the fastest order found, the same for all ranks."""
     costs = np.bincount(slots, units.costs, places.size)[places]
     places = np.take_along_axis(places, np.argsort(-costs, axis=1, kind="stable"), axis=1)
     costs = -np.sort(-costs, axis=1)
-    whole = int((costs > 0).all(axis=0).sum())  # what is empty on some rank comes last
+    whole = int((costs > 0).all(axis=0).sum())  # microbatches empty on some rank come last
     costs = costs + units.overhead
     ramps = range(len(RAMPS) if dims.pipeline > 1 else 1)
     orders = [order for ramp in ramps for order in run_orders(whole, dims.pipeline, ramp)]

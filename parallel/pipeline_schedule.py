@@ -1,10 +1,10 @@
-"""How long a pipeline takes over microbatches of unequal cost.
+"""Simulates how long a pipeline takes for microbatches of unequal cost.
 
-Stages run what Megatron-Core 0.16.1 gives them to do, in its order (`forward_backward_pipelining_*`
-of `megatron.core.pipeline_parallel.schedules`): some forwards to warm up, then one forward and one
-backward in turn, then the backwards that are left. An operation starts when the stage has done the
-one before and the neighbour has sent what it needs. Sending takes no time, and nobody waits until
-what was sent is taken.
+Stages run the operations of Megatron-Core 0.16.1, in its order (`forward_backward_pipelining_*` of
+`megatron.core.pipeline_parallel.schedules`): warm-up forwards, then alternately one forward and one
+backward, then the remaining backwards. An operation starts when its stage has finished the previous
+one and the neighbour has sent its input. Sending takes no time, and senders do not wait for the
+receiver.
 """
 
 import ctypes
@@ -14,18 +14,18 @@ import numpy as np
 from parallel.kernels import load_kernel
 
 ABSENT = -np.inf
-"""Cost of a microbatch that there is not: for rows of different length in one array."""
+"""Cost of a missing microbatch, to pad rows of different lengths in one array."""
 LANES = 16
-"""Rows that pipeline_kernel.c takes at once."""
+"""Rows that pipeline_kernel.c processes at once."""
 
 
 def makespan(costs: np.ndarray, pipeline: int, virtual_pipeline: int = 1) -> np.ndarray:
     """Time from the first forward to the last backward, for each row of `costs`.
 
     `costs` [rows, microbatches] are those of a forward on one stage, all its chunks together; a
-    backward takes twice as long. Rows may end in `ABSENT` ones. Under interleaving, where each
-    group of `pipeline` microbatches goes through all chunks of a stage (section 2.2 of Narayanan et
-    al., arXiv 2104.04473), each row has a multiple of the pipeline size.
+    backward takes twice as long. Rows may end with `ABSENT`. With interleaving, where each group of
+    `pipeline` microbatches goes through all chunks of a stage (section 2.2 of Narayanan et al.,
+    arXiv 2104.04473), the number of microbatches must be a multiple of the pipeline size.
     """
     costs = np.ascontiguousarray(costs, dtype=np.float64)
     rows, count = costs.shape

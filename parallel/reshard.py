@@ -1,10 +1,10 @@
-"""Who sends which boxes to whom when weights go from trainer ranks to engine ranks. Integers only.
+"""Plans which rank sends which boxes to which engine worker in a push of weights. Integers only.
 
-The workers of one engine, the first, receive every element of their shards once, straight from
-trainer ranks that hold it. The engines are a chain: worker w of one passes on what it receives to
-worker w of the next. Each trainer rank plans its own sends from its own layout and those of an
-engine's workers. Where several ranks hold the same tensor they come to the same list of what must
-be sent of it, and some take an equal share each of that list, without a word between them.
+The workers of the first engine receive every element of their shards once, directly from trainer
+ranks that hold it. The engines form a chain: worker w of one forwards what it receives to worker w
+of the next. Each trainer rank plans its own sends from its own layout and those of an engine's
+workers. Ranks that hold the same tensor compute the same list of what must be sent of it, and some
+of them take an equal share each of that list, without communication.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,23 +21,23 @@ class Sender:
     rank: int
     layout: Layout
     holders: Mapping[str, range]
-    """Of each local tensor: the ranks that hold the very same one; none where nobody is to send
-    it, because others hold its elements under another name."""
+    """For each local tensor, the ranks that hold an identical one; empty if it is never sent,
+    because other tensors hold its elements under another name."""
     kinds: Mapping[str, int] = field(default_factory=dict)
-    """Of a tensor that all tensor ranks of a stage hold (norms, router): their number, T; of others
-    nothing. `holders` must go through these first. Worker w of n has it from those of tensor rank
-    w * T // n, which send to it anyway."""
+    """For a tensor that all T tensor ranks of a stage hold (norms, router), T; other tensors are
+    absent. In `holders`, the tensor rank must vary fastest. Worker w of n gets the tensor from the
+    holders of tensor rank w * T // n, which send to it anyway."""
 
 
 MAX_SHARERS = 4
-"""Ranks that share what all of them could send, at most.
+"""Maximum number of ranks that share the sending of a tensor that all of them hold.
 
-A worker has one network card, which a few senders fill, and a link has buffers and a communicator:
-a job of a thousand ranks would have hundreds at each worker.
+A worker has one network card, which a few senders saturate, and each link costs buffers and a
+communicator: without the limit, a job of a thousand ranks would have hundreds of links per worker.
 """
 
 Shared = tuple[int, Piece, Piece, Box]
-"""A worker, a piece that the sender has, one that the worker wants, and the box that they share."""
+"""(worker, the sender's piece, the worker's piece, the box that they share)."""
 
 
 def plan_sends(
@@ -45,13 +45,16 @@ def plan_sends(
 ) -> dict[int, list[Copy]]:
     """The copies that a trainer rank sends to each worker of the first engine, in order.
 
-    `workers` are the layouts of the engine's workers; no copy has more than `max_elements`.
+    `workers` are the layouts of the engine's workers; no copy exceeds `max_elements`.
     """
     return cut_shares(plan_shares(sender, workers), max_elements)
 
 
 def plan_shares(sender: Sender, workers: Sequence[Layout]) -> list[Shared]:
-    """What a trainer rank sends, before it is cut to a size that depends on who sends to whom."""
+    """What a trainer rank sends, before boxes are cut to the bucket size.
+
+    The bucket size depends on which ranks send to which workers.
+    """
     return [
         share
         for holders, shared in _by_holders(sender, workers).items()
@@ -61,7 +64,7 @@ def plan_shares(sender: Sender, workers: Sequence[Layout]) -> list[Shared]:
 
 
 def cut_shares(shares: Iterable[Shared], max_elements: int) -> dict[int, list[Copy]]:
-    """By worker, the copies of what a rank sends, none of more than `max_elements`."""
+    """The copies of a rank's `shares`, by worker, none larger than `max_elements`."""
     sends: dict[int, list[Copy]] = {}
     for worker, have, want, box in shares:
         copies = [Copy.of(have, want, part) for part in box.cut(max_elements)]
@@ -70,9 +73,9 @@ def cut_shares(shares: Iterable[Shared], max_elements: int) -> dict[int, list[Co
 
 
 def _by_holders(sender: Sender, workers: Sequence[Layout]) -> dict[range, list[Shared]]:
-    """All that is to be sent of a rank's tensors, by the ranks that are to send it.
+    """Everything that must be sent of a rank's tensors, grouped by the ranks that can send it.
 
-    One worker after the other: an equal share of such a list goes to as few of them as can be.
+    Each list is sorted by worker, so that an equal share of it goes to as few workers as possible.
     """
     groups: dict[range, list[Shared]] = {}
     pieces = [piece for piece in sender.layout.pieces if sender.holders[piece.local]]
@@ -86,12 +89,12 @@ def _by_holders(sender: Sender, workers: Sequence[Layout]) -> dict[range, list[S
 
 
 def _sharers(holders: range) -> range:
-    """Those of the ranks that send, the first among them, evenly spread over their nodes."""
+    """The holders that send: the first one, and others spread evenly over the nodes."""
     return holders[:: -(-len(holders) // MAX_SHARERS)]
 
 
 def _share(shared: Sequence[Shared], index: int, count: int) -> Iterator[Shared]:
-    """Part `index` of `count` equal parts of a list by its elements, up to whole rows."""
+    """Part `index` of `count` parts of a list, equal in elements up to whole rows."""
     total = sum(box.num_elements for *_, box in shared)
     low, high = total * index // count, total * (index + 1) // count
     position = 0
@@ -105,7 +108,7 @@ def _share(shared: Sequence[Shared], index: int, count: int) -> Iterator[Shared]
 
 
 def _between(box: Box, low: int, high: int) -> Box | None:
-    """The rows of a box that begin at its elements `low` to `high`; None when that is none."""
+    """The rows of a box that begin within its elements [`low`, `high`); None if there are none."""
     if low <= 0 and high >= box.num_elements:
         return box
     dim = next((d for d, extent in enumerate(box.size) if extent > 1), 0)
@@ -116,7 +119,7 @@ def _between(box: Box, low: int, high: int) -> Box | None:
 
 
 def check_arrivals(worker: Layout, copies: Iterable[Copy]) -> None:
-    """Raise ValueError, listing every fault, unless each element of a worker arrives once."""
+    """Raise ValueError, listing every fault, unless each element of a worker arrives just once."""
     pieces = tuple(
         Piece(copy.destination, copy.destination_box, copy.destination, copy.destination_box)
         for copy in copies
@@ -125,10 +128,10 @@ def check_arrivals(worker: Layout, copies: Iterable[Copy]) -> None:
 
 
 def check_push(senders: Iterable[Sender], workers: Sequence[Layout]) -> int:
-    """Raise ValueError unless the shares of all ranks fill each worker's parameters once.
+    """Raise ValueError unless the shares of all ranks fill each worker's parameters exactly once.
 
-    `senders` need hold only the first of the ranks that hold the same tensors. Returns the number
-    of boxes that are sent, before they are cut to size.
+    Of ranks that hold the same tensors, `senders` needs only the first. Returns the number of boxes
+    that are sent, before they are cut to size.
     """
     arrivals: list[list[Copy]] = [[] for _ in workers]
     for _, (worker, have, want, box) in all_shares(senders, workers):
@@ -142,9 +145,9 @@ def check_push(senders: Iterable[Sender], workers: Sequence[Layout]) -> int:
 
 
 def senders_by_worker(shares: Iterable[tuple[int, Shared]], num_workers: int) -> list[list[int]]:
-    """Of each worker of the first engine: the trainer ranks that send to it, in ascending order.
+    """For each worker of the first engine, the trainer ranks that send to it, ascending.
 
-    `shares` are `all_shares`.
+    `shares` come from `all_shares`.
     """
     ranks: list[set[int]] = [set() for _ in range(num_workers)]
     for rank, (worker, *_) in shares:
@@ -155,9 +158,9 @@ def senders_by_worker(shares: Iterable[tuple[int, Shared]], num_workers: int) ->
 def all_shares(
     senders: Iterable[Sender], workers: Sequence[Layout]
 ) -> Iterator[tuple[int, Shared]]:
-    """(trainer rank, what it sends) of all that every rank sends, before boxes are cut to size.
+    """Yields (trainer rank, share) for everything that any rank sends, before boxes are cut.
 
-    `senders` need hold only the first of the ranks that hold the same tensors.
+    Of ranks that hold the same tensors, `senders` needs only the first.
     """
     for sender in senders:
         for holders, shared in _by_holders(sender, workers).items():
@@ -174,17 +177,17 @@ class Traffic:
     """The bytes of one push."""
 
     sent: list[int]
-    """By each trainer rank."""
+    """Bytes sent by each trainer rank."""
     received: list[int]
-    """By each engine rank: all workers of the first engine, then those of the next."""
+    """Bytes received by each engine rank: all workers of the first engine, then of the next."""
     forwarded: list[int]
-    """By each engine rank, to that of the next engine."""
+    """Bytes that each engine rank forwards to the next engine."""
     num_messages: int
-    """Copies from trainer ranks to the first engine."""
+    """Number of copies from trainer ranks to the first engine."""
 
     @property
     def imbalance(self) -> float:
-        """Bytes of the busiest sender over those of the mean."""
+        """Bytes of the busiest sender, divided by the mean over senders."""
         return max(self.sent) * len(self.sent) / sum(self.sent)
 
 
@@ -197,9 +200,9 @@ def traffic(
     itemsize: int,
     max_elements: int,
 ) -> Traffic:
-    """The bytes of one push, of elements of `itemsize` bytes, from all `num_ranks` trainer ranks.
+    """The traffic of one push with elements of `itemsize` bytes from `num_ranks` trainer ranks.
 
-    `shares` are `all_shares`, sent to the `num_workers` of the first engine.
+    `shares` come from `all_shares`, for the `num_workers` workers of the first engine.
     """
     sent, messages = [0] * num_ranks, 0
     received = [0] * num_workers

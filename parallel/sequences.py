@@ -1,4 +1,4 @@
-"""Means over whole sequences whose tokens are packed, and split over context-parallel ranks."""
+"""Means over whole sequences whose tokens are packed and split over context-parallel ranks."""
 
 from functools import cached_property
 from typing import Any
@@ -14,26 +14,26 @@ def counted_lengths(cu_seqlens: Tensor, positions: Tensor) -> Tensor:
 
 
 class SequenceMeans:
-    """The sequences of one packed microbatch, each as the tokens of it that count, end to end.
+    """The sequences of one packed microbatch, each reduced to its counted tokens, end to end.
 
     Packing never cuts a sequence, so all of it is in this microbatch; under context parallelism its
     tokens are spread over the ranks of a group, which all make the same calls in the same order.
     """
 
     def __init__(self, lengths: Tensor, context_group: dist.ProcessGroup | None) -> None:
-        """`lengths` [n] are how many tokens of each sequence count on this rank, K in all; over the
-        ranks of `context_group` (None for one rank) each token once."""
+        """`lengths` [n]: the number of tokens of each sequence that count on this rank, K in all.
+        Each token counts on exactly one rank of `context_group` (None for one rank)."""
         self.lengths, self._group = lengths, context_group
 
     def sum(self, values: Tensor) -> Tensor:
         """For each token [K] the sum of `values` [K] over the counted tokens of its sequence.
 
-        Differentiable: the gradient crosses the context ranks as the sum does.
+        Differentiable; the backward pass also sums over the context ranks.
         """
         return self._at_tokens(self._over_ranks(self.local_sums(values)))
 
     def mean(self, values: Tensor) -> Tensor:
-        """The same for the mean."""
+        """Like `sum`, for the mean."""
         totals = self._over_ranks(self.local_sums(values))
         return self._at_tokens(totals / self._counts.to(totals.dtype))
 
@@ -43,7 +43,7 @@ class SequenceMeans:
 
     @cached_property
     def _counts(self) -> Tensor:
-        """[n], at least 1: the mean over no token is read by nothing."""
+        """[n] number of tokens, at least 1; the mean over no tokens is never used."""
         return self._over_ranks(self.lengths.double()).clamp(min=1)
 
     def _at_tokens(self, totals: Tensor) -> Tensor:
@@ -58,15 +58,15 @@ class SequenceMeans:
 
 
 def _sums(values: Tensor, lengths: Tensor) -> Tensor:
-    """Of each sequence; differentiable."""
-    # Not index_add, which on a GPU adds in another order every time: ranks that hold the same
-    # tokens must agree on which sequence is clipped.
+    """Sums over each sequence; differentiable."""
+    # Not index_add, whose order of additions on a GPU is not deterministic: ranks that hold the
+    # same tokens must agree on which sequence is clipped.
     totals = torch.segment_reduce(values.double(), "sum", lengths=lengths, unsafe=True)
     return totals.to(values.dtype)
 
 
 class _Repeat(torch.autograd.Function):
-    """Each value as often as its sequence has tokens; torch's own backward is an index_add."""
+    """Repeat each value for the tokens of its sequence; torch's own backward uses index_add."""
 
     @staticmethod
     def forward(ctx: Any, totals: Tensor, lengths: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class _Repeat(torch.autograd.Function):
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Every rank's loss depends on the sum, and the loss is the sum of theirs: both ways a sum."""
+    """All-reduce in both directions: every rank's loss depends on the sum, and losses add up."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:

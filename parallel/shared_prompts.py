@@ -1,4 +1,4 @@
-"""Which completions of a prompt go together, when those in one microbatch share its computation."""
+"""Plans microbatches in which the completions of a prompt share the computation of the prompt."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,11 +21,11 @@ class PromptGroup:
     """Tokens of each completion, by its index in the batch."""
 
     def length(self, members: Sequence[int], multiple: int) -> int:
-        """Tokens of these of its completions in one microbatch, alignment included."""
+        """Tokens that these completions take in one microbatch, alignment included."""
         return unit_length(self.num_prompt_tokens, [self.responses[i] for i in members], multiple)
 
     def cost(self, members: Sequence[int], multiple: int, cost: CostModel) -> float:
-        """Compute cost of the same: a shared prompt attends to itself once."""
+        """Compute cost of these completions; a shared prompt attends to itself once."""
         prompt, responses = self.num_prompt_tokens, [self.responses[i] for i in members]
         squares = sum((prompt + response) ** 2 for response in responses)
         if is_shared(prompt, responses, multiple):
@@ -42,12 +42,12 @@ def plan_shared_prompts(
 ) -> Plan:
     """Which sequences form which microbatch of which data-parallel rank; see `plan_microbatches`.
 
-    What is dealt are units: some completions of a prompt, of at most `max_tokens` with it. Large
-    ones repeat the prompt least, and small ones can be dealt evenly. So units of at most 1, 2, 4
-    and so on completions are planned, and the plan whose slowest rank is done first is taken. Units
-    of 1 are the plan without sharing, so that none is slower than that.
+    A unit is some completions of one prompt that take at most `max_tokens` together with it. Large
+    units repeat the prompt less often; small ones can be dealt out more evenly. So plans are made
+    with units of at most 1, 2, 4, ... completions, and the one whose slowest rank finishes first is
+    taken. Units of 1 give the plan without sharing, so the result is never slower than that.
 
-    Raises ValueError when one sequence does not fit.
+    Raises ValueError if a sequence does not fit.
     """
     lengths = {i: g.num_prompt_tokens + n for g in groups for i, n in g.responses.items()}
     room = room_for([lengths[i] for i in sorted(lengths)], max_tokens, alignment)
@@ -71,11 +71,11 @@ def plan_shared_prompts(
 
 
 Unit = tuple[int, list[int]]
-"""Number of a group, and some of its completions."""
+"""Index of a group, and some of its completions."""
 
 
 def _units(groups: Sequence[PromptGroup], most: int, room: int, multiple: int) -> list[Unit]:
-    """Cut every group into units of at most `most` completions; in order of their first ones."""
+    """Cut every group into units of at most `most` completions, ordered by their first one."""
     units = [
         (number, sorted(members))
         for number, group in enumerate(groups)
@@ -85,7 +85,7 @@ def _units(groups: Sequence[PromptGroup], most: int, room: int, multiple: int) -
 
 
 def _cut(group: PromptGroup, most: int, room: int, multiple: int) -> list[list[int]]:
-    """Each completion, longest first, into the first unit that takes it."""
+    """First-fit decreasing: each completion, longest first, goes into the first unit with room."""
     cut: list[list[int]] = []
     for i in sorted(group.responses, key=lambda i: -group.responses[i]):
         for members in cut:
@@ -98,7 +98,7 @@ def _cut(group: PromptGroup, most: int, room: int, multiple: int) -> list[list[i
 
 
 def _merged(units: Sequence[Unit]) -> dict[int, list[int]]:
-    """The completions of each group in a microbatch: units of one share its prompt as well."""
+    """The completions of each group in a microbatch; units of one group share its prompt, too."""
     merged: dict[int, list[int]] = {}
     for number, members in units:
         merged.setdefault(number, []).extend(members)
@@ -112,7 +112,7 @@ def _time(
     dims: ParallelDims,
     cost: CostModel,
 ) -> float:
-    """Of the slowest rank, over its microbatches in the schedule of its stages."""
+    """The time that the pipeline schedule takes on the slowest data rank."""
     costs = np.array(
         [
             [

@@ -1,6 +1,6 @@
-"""Sequences put into slots, each of which has room for so many tokens.
+"""Ways to fill slots, which have room for a number of tokens, and to assign them to data ranks.
 
-A slot becomes a microbatch. Here are the ways to fill slots, and to give them to data ranks.
+A slot becomes a microbatch.
 """
 
 from bisect import bisect_left, insort
@@ -9,23 +9,23 @@ from dataclasses import dataclass
 import numpy as np
 
 EVEN = 0.002
-"""Difference between the most and the least work of data ranks, of their mean, that is let be."""
+"""Imbalance that is accepted: (most - least) work of a data rank, relative to the mean."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Units:
-    """What microbatches are made of, costliest first: what of it must stay together is one unit."""
+    """The units that microbatches are made of, costliest first. A unit is never split."""
 
     tokens: np.ndarray
     costs: np.ndarray
     room: int
-    """Tokens that a microbatch takes."""
+    """Tokens that fit into a microbatch."""
     overhead: float
-    """Cost of a microbatch beside that of its units."""
+    """Fixed cost of a microbatch, in addition to its units."""
 
 
 def best_fit(units: Units) -> np.ndarray:
-    """The slot of each unit: longest first, into the fullest that still takes it."""
+    """The slot of each unit: longest first, into the fullest slot that still has room."""
     slots = np.zeros(len(units.tokens), dtype=int)
     free: list[tuple[int, int]] = []  # tokens and slot, ascending
     order = np.argsort(-units.tokens, kind="stable")
@@ -38,11 +38,11 @@ def best_fit(units: Units) -> np.ndarray:
 
 
 def fill(units: Units, targets: np.ndarray) -> np.ndarray | None:
-    """The slot of each unit: costliest first, to where most is missing to the target.
+    """The slot of each unit: costliest first, to the slot furthest below its target.
 
     `targets` are costs by slot. This is Graham's LPT rule, in batches: units go to the next slots
-    in line as long as none that has just got one would be before them again. A slot without room
-    for a unit is left alone from then on, until no other is left. None when a unit fits nowhere.
+    in line until a slot that has just got one would come first again. A slot that had no room for a
+    unit gets no more units, unless no other slot is left. None if a unit fits nowhere.
     """
     slots = np.empty(len(units.costs), dtype=int)
     missing, free = targets.astype(float), np.full(len(targets), units.room)
@@ -65,9 +65,9 @@ def fill(units: Units, targets: np.ndarray) -> np.ndarray | None:
 
 
 def fill_by_rank(units: Units, shape: tuple[int, int]) -> np.ndarray | None:
-    """The slot of each unit: costliest first, to the rank with least, there to the cheapest slot.
+    """The slot of each unit: costliest first, to the cheapest slot of the rank with least work.
 
-    Slower than `fill`, and evener over ranks where there is little room. None when a unit fits
+    Slower than `fill`, but balances ranks better if there is little room. None if a unit fits
     nowhere.
     """
     slots = np.empty(len(units.costs), dtype=int)
@@ -89,7 +89,7 @@ def fill_by_rank(units: Units, shape: tuple[int, int]) -> np.ndarray | None:
 def _squeeze(
     units: Units, left: np.ndarray, slots: np.ndarray, free: np.ndarray
 ) -> np.ndarray | None:
-    """What is `left` of the units, each to the slot with least room for it."""
+    """Put the units that are `left` each into the slot with the least sufficient room."""
     for unit in left.tolist():
         slot = int(np.where(free >= units.tokens[unit], free, np.iinfo(free.dtype).max).argmin())
         if free[slot] < units.tokens[unit]:
@@ -100,12 +100,12 @@ def _squeeze(
 
 
 def numbered(shape: tuple[int, int]) -> np.ndarray:
-    """Slots by (data rank, microbatch), where each rank has the next ones."""
+    """Slots by (data rank, microbatch), numbered consecutively rank by rank."""
     return np.arange(shape[0] * shape[1]).reshape(shape)
 
 
 def dealt(slots: np.ndarray, shape: tuple[int, int], units: Units) -> np.ndarray:
-    """Filled slots by (data rank, microbatch): costliest first, each to the rank with least."""
+    """Filled slots by (data rank, microbatch): costliest first, to the rank with least work."""
     costs = np.bincount(slots, units.costs, shape[0] * shape[1])
     places, load = np.empty(shape, dtype=int), np.zeros(shape[0])
     for number, row in enumerate(np.argsort(-costs, kind="stable").reshape(shape[::-1])):
@@ -115,12 +115,12 @@ def dealt(slots: np.ndarray, shape: tuple[int, int], units: Units) -> np.ndarray
 
 
 def _some(candidates: np.ndarray) -> np.ndarray:
-    """Some hundreds of them: exchanges are looked for among all pairs."""
+    """A sample of a few hundred: exchanges are searched among all pairs."""
     return candidates[:: len(candidates) // 512 + 1]
 
 
 def evened(slots: np.ndarray, places: np.ndarray, units: Units) -> np.ndarray:
-    """The slot of each unit after the rank with most work has exchanged with the least, often.
+    """The slot of each unit after repeated exchanges between the most and the least loaded rank.
 
     `places` are the slots by (data rank, microbatch).
     """

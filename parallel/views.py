@@ -1,4 +1,4 @@
-"""Views of boxes: with the dimensions of the whole tensor and back (`Piece.axes`), as matrices."""
+"""Views of boxes: in the dimensions of the whole tensor and back (`Piece.axes`); as matrices."""
 
 from itertools import chain
 
@@ -8,7 +8,7 @@ from parallel.layout import Axes
 
 
 def as_whole(values: Tensor, axes: Axes) -> Tensor:
-    """View a box of a local tensor with the dimensions of the whole tensor."""
+    """View a box of a local tensor in the dimensions of the whole tensor."""
     if not axes:
         return values
     unnamed = [dim for dim in range(values.dim()) if dim not in axes]
@@ -27,7 +27,7 @@ def as_local(values: Tensor, axes: Axes, num_dims: int) -> Tensor:
 
 
 def matrices_of(values: Tensor) -> list[Tensor]:
-    """Views [rows, columns] of the rows of `values` in their order."""
+    """Split `values` into views [rows, columns], in order."""
     if values.dim() > 2:
         return [*chain.from_iterable(map(matrices_of, values))]
     return [values if values.dim() == 2 else values.unsqueeze(0)]

@@ -1,7 +1,7 @@
-"""Log-probability and entropy of chosen tokens, from hidden states and a split vocabulary.
+"""Log-probability and entropy of chosen tokens, from hidden states and a sharded vocabulary.
 
-The only place that knows that ``tokens[t]`` is predicted at position t - 1 of its sequence. What
-leaves this file speaks of t.
+Only this file knows that ``tokens[t]`` is predicted at position t - 1 of its sequence; everything
+that it returns is indexed by t.
 """
 
 from dataclasses import dataclass
@@ -26,16 +26,16 @@ def prediction_targets(cu_seqlens: Tensor, context_indices: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenTokens:
-    """The K packed tokens that were wanted and that this context rank predicts: [K] each."""
+    """The K selected packed tokens that this context rank predicts: [K] each."""
 
     positions: Tensor
-    """int64, ascending, in the index space of `tokens`; disjoint over the context ranks."""
+    """int64, ascending indices into `tokens`; disjoint over the context ranks."""
     logprobs: Tensor
     entropy: Tensor
-    """Of the distribution that the token was drawn from."""
+    """Entropy of the distribution from which the token was drawn."""
 
     def whole(self, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies [T], zero elsewhere: over context ranks they add up."""
+        """Log-probabilities and entropies [T], zero elsewhere; sum over context ranks for all."""
         zeros = self.logprobs.new_zeros(num_tokens)
         logprobs = zeros.index_copy(0, self.positions, self.logprobs)
         return logprobs, zeros.index_copy(0, self.positions, self.entropy)
@@ -56,8 +56,8 @@ def chosen_logprobs(
     """Log-probability of the selected tokens, and entropy of the distribution each was drawn from.
 
     With z = hidden weight^T / temperature over the whole vocabulary:
-    ``logprob = z[token] - log sum exp z`` and ``entropy = - sum p log p``. There are never more
-    logits than a tile's (parallel/logit_tiles.py).
+    ``logprob = z[token] - log sum exp z`` and ``entropy = - sum p log p``. Only one tile of logits
+    exists at a time (parallel/logit_tiles.py).
 
     Args:
         hidden: [T / cp, H], any float type, the same on all tensor ranks; or, under sequence
@@ -65,17 +65,17 @@ def chosen_logprobs(
         weight: [V_padded / tp, H] of the same type; tensor rank r holds the r-th slice.
         tokens: [T] int64, packed tokens.
         targets: [T / cp] from `prediction_targets`.
-        select: [T] bool, the tokens that are wanted. Rows that predict none cost nothing: they are
-            neither sent nor multiplied.
+        select: [T] bool, the tokens to compute. Rows that predict none of them cost nothing: they
+            are neither communicated nor multiplied.
         temperature: positive; the sampler's.
         vocab_size: columns from here on are padding and outside the softmax.
-        tensor_group: ranks that share the vocabulary; None when one rank holds it all.
-        tile_columns: columns of the vocabulary at a time; None for as many as suit the device.
+        tensor_group: ranks that split the vocabulary; None if one rank holds all of it.
+        tile_columns: columns of the vocabulary per tile; None chooses by device.
 
     Returns:
-        Those of the selected tokens that `targets` name, float32 (float64 for float64 weights),
-        equal on every tensor rank. Log-probabilities and entropies differentiate to `weight` and to
-        `hidden`, there summed over tensor ranks.
+        The selected tokens that occur in `targets`, in float32 (float64 for float64 weights), equal
+        on every tensor rank. Log-probabilities and entropies are differentiable with respect to
+        `weight` and `hidden`; the gradient of `hidden` is summed over tensor ranks.
     """
     wanted = (targets >= 0) & select[targets]
     rows = wanted.nonzero().squeeze(1)
@@ -98,7 +98,7 @@ def chosen_logprobs(
 
 
 def _rows_of_ranks(rows: Tensor, num_here: int, num_all: int) -> list[int]:
-    """How many of `rows`, in their order, each tensor rank holds; empty where each holds all."""
+    """How many of the ascending `rows` each tensor rank holds; empty if each holds all."""
     if num_here == num_all:
         return []
     counts: list[int] = torch.bincount(rows // num_here, minlength=num_all // num_here).tolist()
@@ -106,9 +106,10 @@ def _rows_of_ranks(rows: Tensor, num_here: int, num_all: int) -> list[int]:
 
 
 class _ChosenLogprobs(torch.autograd.Function):
-    """Two all-reduces forward, of 1 + 3 scalars per row, and one backward, of rows.
+    """Two all-reduces in the forward, of 1 + 3 scalars per row, and one in the backward, of rows.
 
-    Under sequence parallelism the latter is a reduce-scatter, and rows are gathered before either.
+    Under sequence parallelism, the one in the backward is a reduce-scatter, and the rows are
+    gathered first in both directions.
     """
 
     @staticmethod
@@ -145,7 +146,7 @@ class _ChosenLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, of_logprobs: Tensor | None, of_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """An output that nothing depends on has None: it costs nothing."""
+        """The gradient of an unused output is None, and costs nothing."""
         hidden, weight, columns, log_normalizer, entropy = ctx.saved_tensors
         if of_logprobs is None:
             of_logprobs = torch.zeros_like(log_normalizer)
@@ -166,7 +167,7 @@ class _ChosenLogprobs(torch.autograd.Function):
 
 
 def _over_ranks(sums: SoftmaxSums, group: dist.ProcessGroup | None) -> SoftmaxSums:
-    """Over the columns of all tensor ranks."""
+    """Combine the sums of all tensor ranks' columns."""
     maximum = _all_reduce(sums.maximum.clone(), dist.ReduceOp.MAX, group)
     shift = sums.maximum - maximum
     scale = shift.exp()
@@ -182,7 +183,7 @@ def _gathered(own: Tensor, counts: list[int], group: dist.ProcessGroup | None) -
     """The rows of all tensor ranks; rank r has ``counts[r]`` of them."""
     if not counts:
         return own
-    padded = own.new_zeros(1, max(counts), own.shape[1])  # a collective sends as much to each
+    padded = own.new_zeros(1, max(counts), own.shape[1])  # the collective needs equal sizes
     padded[0, : len(own)] = own
     whole = own.new_empty(len(counts), *padded.shape[1:])
     dist.all_gather_single(whole, padded, group=group)
@@ -190,7 +191,7 @@ def _gathered(own: Tensor, counts: list[int], group: dist.ProcessGroup | None) -
 
 
 def _summed(partial: Tensor, counts: list[int], group: dist.ProcessGroup | None) -> Tensor:
-    """The sum over tensor ranks of all rows, or of those that were gathered from this rank."""
+    """The sum over tensor ranks of all rows, or only of the rows gathered from this rank."""
     if not counts:
         return _all_reduce(partial, dist.ReduceOp.SUM, group)
     padded = partial.new_zeros(len(counts), max(counts), partial.shape[1])
