@@ -32,7 +32,7 @@ WGRAD_KERNELS = "fused_weight_gradient_mlp_cuda"
 
 
 def uses_transformer_engine(config: TransformerConfig) -> bool:
-    """Whether layers are Transformer Engine's, which also fuses norms into the linears after them."""
+    """Whether layers are Transformer Engine's, which also fuses norms into the next linear."""
     return config.transformer_impl == "transformer_engine"
 
 

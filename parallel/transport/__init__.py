@@ -1,7 +1,7 @@
-"""The push of weights, carried out: links between trainer ranks and engine workers, and their ends.
+"""Transfers weights over links between trainer ranks and engine workers.
 
-`Outbox` is a rank's end and `Inbox` a worker's. They find each other at a `Meeting`, which one
-process opens and all are told of; what else lies between is nobody else's business.
+`Outbox` is the end of a rank and `Inbox` that of a worker. They find each other through a
+`Meeting`, which one process opens and announces to all; everything else in here is internal.
 """
 
 from parallel.transport.buckets import bucket_bytes_for

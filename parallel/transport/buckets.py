@@ -1,4 +1,4 @@
-"""How what arrives over a link is packed into buffers of one size."""
+"""Packs the arrivals of a link into buffers of equal size."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from parallel.transport.links import NUM_SLOTS
 
 ALIGNMENT = 16
-"""Bytes; a GPU copies aligned elements several at a time."""
+"""Bytes; alignment lets a GPU copy several elements at a time."""
 BUCKET_STEP = 64 * 1024
-"""Bytes; buckets are a multiple of it."""
+"""Bytes; bucket sizes are multiples of it."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Successive arrivals: number of the first, where each begins and the last ends (bytes)."""
+    """Consecutive arrivals: index of the first, start of each in bytes, and end of the last."""
 
     first: int
     offsets: tuple[int, ...]
@@ -21,9 +21,9 @@ class Bucket:
 
 
 def bucketed(sizes: Sequence[int], bucket_bytes: int) -> list[Bucket]:
-    """Pack arrivals of `sizes` bytes, none more than `bucket_bytes`, in order.
+    """Pack arrivals of `sizes` bytes, each at most `bucket_bytes`, in order.
 
-    Both ends of a link compute it from the same sizes.
+    Both ends of a link compute the same buckets from the same sizes.
     """
     buckets: list[Bucket] = []
     first, offsets, end = 0, list[int](), 0
@@ -43,13 +43,13 @@ def bucketed(sizes: Sequence[int], bucket_bytes: int) -> list[Bucket]:
 def bucket_bytes_for(
     limit_bytes: int, senders: Sequence[Sequence[int]], num_engines: int, shard_bytes: int
 ) -> int:
-    """Bytes of a bucket with which no process has more than `limit_bytes` in its links' buffers.
+    """The largest bucket size such that no process exceeds `limit_bytes` in its links' buffers.
 
-    Nor has a bucket more than `shard_bytes`, what the largest of the workers holds, in 64 KiB.
-    `senders` are, by worker, the trainer ranks that send to it. A trainer rank has a link to each
-    of its workers; a worker has one from each of its ranks, and, unless it is the last engine's,
-    one more to pass it on. Raises ValueError, with the least legal limit, where a bucket would have
-    less than 64 KiB.
+    It is a multiple of 64 KiB, and at most `shard_bytes`, the size of the largest worker's shard,
+    rounded up to 64 KiB. `senders` are the trainer ranks that send to each worker. A trainer rank
+    has a link to each of its workers; a worker has one from each of its ranks and, except in the
+    last engine, another one for each to forward it. Raises ValueError, with the smallest legal
+    limit, if a bucket would be smaller than 64 KiB.
     """
     by_rank: dict[int, int] = {}
     for ranks in senders:

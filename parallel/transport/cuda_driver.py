@@ -1,4 +1,4 @@
-"""Calls of the CUDA driver itself, for what torch has no call for."""
+"""Direct calls of the CUDA driver, for functions that torch does not expose."""
 
 import ctypes
 from collections.abc import Callable
@@ -11,7 +11,7 @@ def call_driver(device: torch.device, name: str, *arguments: Any) -> None:
     """Call a function of the driver in torch's context on `device`; RuntimeError with its text."""
     driver = ctypes.CDLL("libcuda.so.1")
     with torch.cuda.device(device):
-        # A thread has no context before its first call of the runtime, and this one waits for none.
+        # A thread has no CUDA context before its first runtime call; this one does not block.
         torch.cuda.current_stream().query()
         function: Callable[..., int] = getattr(driver, name)
         code = function(*arguments)

@@ -1,7 +1,7 @@
-"""Memory of a GPU that two processes share, by the driver's own calls.
+"""GPU memory that two processes share, through the CUDA driver.
 
-torch can share its tensors, too, but keeps count of them in a file that stays behind when a process
-is killed, and shares whatever else lies in the same block of its allocator.
+torch can share tensors, too, but counts references in a file that is left behind when a process is
+killed, and shares everything else in the same block of its allocator.
 """
 
 import ctypes
@@ -18,15 +18,15 @@ class _Handle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_ubyte * 64),)
 
 
-LAZY_PEER_ACCESS = ctypes.c_uint(1)  # the only flag that the driver knows
+LAZY_PEER_ACCESS = ctypes.c_uint(1)  # the only flag that the driver defines
 BLOCK_BYTES = 2 << 20
-"""The driver cuts memory from blocks of so many bytes."""
+"""The driver allocates memory from blocks of this size."""
 
 
 class CudaMemory:
-    """Memory of a GPU, used by the process that made it and by the one it was sent to.
+    """GPU memory, used by the process that allocated it and by the one it was sent to.
 
-    It is gone when the process that made it closes it or ends.
+    It is freed when the process that allocated it closes it or ends.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class CudaMemory:
         self._address = address
         self._device = device
         self._free = free
-        # A tensor over somebody else's memory.
+        # Lets torch wrap memory that it does not own in a tensor.
         self.__cuda_array_interface__: dict[str, Any] = {
             "shape": (num_bytes,),
             "typestr": "|u1",
@@ -47,10 +47,10 @@ class CudaMemory:
 
     @classmethod
     def allocate(cls, num_bytes: int, device: torch.device) -> "CudaMemory":
-        """New memory; RuntimeError when the GPU has too little.
+        """Allocate new memory; RuntimeError if the GPU has too little.
 
-        It takes whole blocks of the driver's: whoever is sent a part of one is given all of it, and
-        so whatever else this process has there.
+        The size is rounded up to whole driver blocks: sharing a part of a block shares all of it,
+        including anything else that this process has there.
         """
         address = ctypes.c_uint64()
         size = ctypes.c_size_t(-(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES)
@@ -59,7 +59,7 @@ class CudaMemory:
 
     @classmethod
     def receive(cls, wire: Wire, num_bytes: int, device: torch.device) -> "CudaMemory":
-        """The memory that the other end of a wire sends."""
+        """Map the memory that the other end of a wire shares."""
         address, handle = ctypes.c_uint64(), _Handle()
         wire.receive(memoryview(handle).cast("B"))
         call_driver(
@@ -74,7 +74,7 @@ class CudaMemory:
         wire.send(memoryview(bytes(handle)))
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Free or unmap the memory."""
         del self.tensor
-        torch.cuda.synchronize(self._device)  # nothing runs that uses it
+        torch.cuda.synchronize(self._device)  # wait for kernels that may still use it
         call_driver(self._device, self._free, self._address)

@@ -1,9 +1,9 @@
-"""The push of weights, carried out: from trainer ranks into the parameters of engine workers.
+"""The two ends of a push of weights: from trainer ranks into the parameters of engine workers.
 
-Trainer ranks send to the workers of the first engine, and worker w of each engine passes on what
+Trainer ranks send to the workers of the first engine, and worker w of each engine forwards what
 arrives, bucket by bucket, to worker w of the next. Trainer ranks know what each worker needs
-(`cut_shares`); a worker reads on the board of the meeting what it is going to be sent, and refuses
-what does not fill its parameters exactly.
+(`cut_shares`); a worker reads from the meeting's board what it will be sent, and refuses plans that
+do not fill its parameters exactly.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,11 +26,11 @@ from parallel.transport.streams import InStream, OutStream, Packing
 from parallel.transport.wire_plan import WirePlan, check_plans
 
 TIMEOUT = timedelta(seconds=60)
-"""How long a link may move nothing, and one end wait for the other to open it."""
+"""How long a link may make no progress, and one end may wait for the other to open it."""
 
 
 class Outbox:
-    """The links of a trainer rank. After a failure all are closed; a retry opens others."""
+    """The links of a trainer rank. A failure closes all of them; a retry opens new ones."""
 
     def __init__(self, streams: Mapping[int, OutStream], device: torch.device) -> None:
         self._streams = streams  # by worker
@@ -50,12 +50,12 @@ class Outbox:
         device: torch.device,
         timeout: timedelta = TIMEOUT,
     ) -> "Outbox":
-        """Publish what `rank` sends to each worker, and make the links to them.
+        """Publish what `rank` sends to each worker, and open the links to them.
 
         `board` is that of the invitation's meeting, `shapes` are those of each worker's parameters.
-        The tensors are on `device` and travel as `dtype`; no copy is larger than a bucket.
-        Raises LinkError when a worker does not come within `timeout`, and at once when any process
-        of the meeting has failed; that this one has failed the others are told.
+        The tensors are on `device` and are sent as `dtype`; no copy is larger than a bucket.
+        Raises LinkError when a worker does not connect within `timeout`, and at once when any
+        process of the meeting has failed; the others are told if this one fails.
         """
         workers = [worker for worker, ranks in enumerate(invitation.senders) if rank in ranks]
         assert sorted(sends) == workers, f"rank {rank} sends to {sorted(sends)}, not {workers}"
@@ -79,15 +79,15 @@ class Outbox:
 
     @property
     def bytes_sent(self) -> int:
-        """Of all pushes so far that succeeded."""
+        """Bytes sent in all successful pushes so far."""
         return self._bytes_sent
 
     def send(self, tensors: Mapping[str, Tensor]) -> dict[int, dict[str, int]]:
         """Send the boxes of `tensors`, by name, to all workers at the same time.
 
-        Returns when the workers have taken everything: of each worker, by its parameters, the
-        checksum of what this rank has sent. Raises the first failure, LinkError where a
-        worker was lost, after all links were closed.
+        Returns when the workers have received everything: for each worker, by parameter name, the
+        checksum of what this rank has sent. On failure, closes all links and raises the first
+        error, LinkError if a worker was lost.
         """
         settle(self._device)
         streams = self._streams.values()
@@ -101,7 +101,7 @@ class Outbox:
 
 
 class Inbox:
-    """The links of an engine's worker. After a failure all are closed; a retry opens others."""
+    """The links of an engine's worker. A failure closes all of them; a retry opens new ones."""
 
     def __init__(
         self,
@@ -127,13 +127,12 @@ class Inbox:
         device: torch.device,
         timeout: timedelta = TIMEOUT,
     ) -> "Inbox":
-        """Join the meeting, check what will be sent, and make the links of a worker.
+        """Join the meeting, check what will be sent, and open the links of a worker.
 
-        `parameters`, by name, are on `device`. Raises
-        ValueError, naming the parameters, when what will be sent does not fill each exactly, and
-        LinkError when a trainer rank or a worker of the next engine does not come within `timeout`,
-        and at once when any process of the meeting has failed; that this one has failed the others
-        are told.
+        `parameters`, by name, are on `device`. Raises ValueError, naming the parameters, when what
+        will be sent does not fill each exactly; LinkError when a trainer rank or a worker of a
+        neighbouring engine does not connect within `timeout`, and at once when any process of the
+        meeting has failed. The others are told if this one fails.
         """
         me = Worker(engine, worker)
         board = join(invitation.meeting, timeout)
@@ -147,10 +146,10 @@ class Inbox:
                 Packing([box for _, box in boxes], plan.torch_dtype, invitation.bucket_bytes)
                 for plan, boxes in zip(plans, arrivals, strict=True)
             ]
-            party.publish_place(me)  # first: who waits for it, the engine before, publishes, too
+            party.publish_place(me)  # before waiting: the previous engine waits for this
             offers = party.offer(_links_to_next(invitation, me))
             takes = party.take(_links_of(invitation, me))
-            # Both ways at once: else the last of many engines would wait for all before it.
+            # Both at once: otherwise the last of many engines would wait for all before it.
             made: list[Any] = opened([*takes, *offers])
             links, onward = made[: len(takes)], made[len(takes) :]
         streams = [
@@ -161,17 +160,16 @@ class Inbox:
 
     @property
     def bytes_received(self) -> int:
-        """Of all pushes so far that succeeded."""
+        """Bytes received in all successful pushes so far."""
         return self._bytes_received
 
     def receive(self, parameters: Mapping[str, Tensor]) -> dict[str, int]:
-        """Fill `parameters` in place with what all trainer ranks send, and pass it on.
+        """Fill `parameters` in place with what all trainer ranks send, and forward it.
 
-        Returns when everything has arrived and the next engine has taken it: the checksum of what
-        each parameter holds. Raises ValueError when they are not those that the links were made
-        for, else the first
-        failure, LinkError where a trainer rank or a worker of another engine was lost, after all
-        links were closed.
+        Returns when everything has arrived and the next engine has received it: the checksum of
+        what each parameter holds. Raises ValueError when shapes or types of `parameters` differ
+        from those that the links were opened for, else the first error, LinkError if a trainer rank
+        or a worker of another engine was lost. Either closes all links.
         """
         kinds = _kinds(parameters)
         changed = [name for name, kind in self._kinds.items() if kinds.get(name) != kind]
@@ -186,7 +184,7 @@ class Inbox:
     def _sums(self, parameters: Mapping[str, Tensor], arrived: list[NamedSum]) -> dict[str, int]:
         if self._device.type != "cpu":
             return checksums(parameters)
-        # Nobody sends the padding, and it is to be zero all the same.
+        # Padding is not sent, but must be zero: it enters the checksum.
         for name, box in self._padding:
             values = parameters[name].data
             arrived.append((name, checksum(values[box.slices], box, tuple(values.shape))))
@@ -198,12 +196,12 @@ class Inbox:
 
 
 def refuse_all(invitation: Invitation, reason: str, timeout: timedelta = TIMEOUT) -> None:
-    """Have all who open links know at once that there will be none, and why."""
+    """Tell all processes that are opening links at once that there will be none, and why."""
     join(invitation.meeting, timeout).refuse(reason)
 
 
 def _read_plans(party: Party, worker: int) -> list[WirePlan]:
-    """What each of the trainer ranks that send to a worker sends to it."""
+    """The plans of all trainer ranks that send to a worker."""
     ranks = party.invitation.senders[worker]
     names = {f"plan/{rank}/{worker}": f"trainer rank {rank}" for rank in ranks}
     said = party.board.read(names, party.timeout)
@@ -211,7 +209,7 @@ def _read_plans(party: Party, worker: int) -> list[WirePlan]:
 
 
 def _links_of(invitation: Invitation, worker: Worker) -> dict[str, str]:
-    """The links from which a worker receives, by trainer rank, and who sends."""
+    """The names of the links on which a worker receives, one per trainer rank, with the sender."""
     before = Worker(worker.engine - 1, worker.number)
     return {
         f"{worker.engine}/{rank}/{worker.number}": (
@@ -222,7 +220,7 @@ def _links_of(invitation: Invitation, worker: Worker) -> dict[str, str]:
 
 
 def _links_to_next(invitation: Invitation, worker: Worker) -> dict[str, Worker]:
-    """The links on which it passes on what it receives; none in the last engine."""
+    """The links on which a worker forwards what it receives; none in the last engine."""
     after = Worker(worker.engine + 1, worker.number)
     if after.engine == invitation.num_engines:
         return {}

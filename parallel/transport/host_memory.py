@@ -1,4 +1,4 @@
-"""Memory of a host that two processes share."""
+"""Host memory that two processes share."""
 
 import os
 import socket
@@ -10,10 +10,10 @@ from parallel.transport.wire import Wire
 
 
 class HostMemory:
-    """Memory without a name, used by the process that made it and by the one it was sent to.
+    """Anonymous memory, used by the process that allocated it and by the one it was sent to.
 
-    It goes back to the host when both have let go of it or ended. It is taken from the host when it
-    is made, not when it is first written to, so the first push is no slower than those after it.
+    The host reclaims it when both have released it or ended. Pages are allocated at once, not on
+    first write, so that the first push is as fast as later ones.
     """
 
     def __init__(self, descriptor: int, num_bytes: int) -> None:
@@ -25,7 +25,7 @@ class HostMemory:
 
     @classmethod
     def allocate(cls, num_bytes: int) -> "HostMemory":
-        """New memory; `send` it once."""
+        """Allocate new memory; call `send` exactly once."""
         descriptor = os.memfd_create("weights")
         try:
             os.posix_fallocate(descriptor, 0, num_bytes)
@@ -36,7 +36,7 @@ class HostMemory:
 
     @classmethod
     def receive(cls, wire: Wire, num_bytes: int) -> "HostMemory":
-        """The memory that the other end of a wire sends, which is a Unix socket."""
+        """Receive the memory that the other end of a wire, a Unix socket, shares."""
         _, descriptors, _, _ = socket.recv_fds(wire.socket, 1, maxfds=1)
         if not descriptors:
             raise wire.closed()
@@ -46,12 +46,12 @@ class HostMemory:
             os.close(descriptors[0])
 
     def send(self, wire: Wire) -> None:
-        """Share the memory with the other end of a wire, which is a Unix socket."""
+        """Share the memory with the other end of a wire, a Unix socket."""
         try:
             socket.send_fds(wire.socket, [b"\0"], [self._descriptor])
         finally:
-            os.close(self._descriptor)  # the mapping stays; links are many, and descriptors few
+            os.close(self._descriptor)  # the mapping stays; file descriptors are scarce
 
     def close(self) -> None:
-        """Let go of the memory; it stays for as long as tensors are made from it."""
+        """Release the memory; it stays mapped as long as tensors use it."""
         del self.tensor

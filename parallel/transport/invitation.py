@@ -1,4 +1,4 @@
-"""What the workers of the engines are told to receive weights: plain data, sent as JSON."""
+"""What the workers of the engines need to know to receive weights: plain data, sent as JSON."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -19,17 +19,17 @@ class Invitation:
 
     meeting: Meeting
     bucket_bytes: Annotated[int, Field(gt=0, multiple_of=ALIGNMENT)]
-    """Of each of the two buffers of a link."""
+    """Size of each of the two buffers of a link."""
     num_engines: PositiveInt
     network_only: bool
-    """Links never share memory, even where they could."""
+    """If set, links never share memory, even where they could."""
     senders: list[list[NonNegativeInt]]
     """By worker: the trainer ranks that send to it."""
     zeros: list[list[tuple[str, list[NonNegativeInt], list[NonNegativeInt]]]]
-    """By worker: name, start and size of the padding that nobody sends."""
+    """By worker: name, start and size of padding, which is not sent."""
 
     def to_json(self) -> dict[str, Any]:
-        """The invitation as JSON can say it."""
+        """The invitation as JSON-serializable data."""
         return asdict(self)
 
     @classmethod
@@ -41,7 +41,7 @@ class Invitation:
             raise ValueError(f"not an invitation to receive weights: {error}") from error
 
     def padding(self, worker: int) -> tuple[tuple[str, Box], ...]:
-        """The boxes of the parameters of a worker that nobody sends."""
+        """The padding in a worker's parameters, which is not sent: (name, box)."""
         return tuple(
             (name, Box(tuple(start), tuple(size))) for name, start, size in self.zeros[worker]
         )

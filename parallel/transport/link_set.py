@@ -1,4 +1,4 @@
-"""All links of a process: made together, used together, and closed when one of them fails."""
+"""All links of a process: opened together, used together, and all closed when one fails."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -14,9 +14,9 @@ T = TypeVar("T")
 
 
 def opened(calls: Sequence[Callable[[], L]]) -> list[L]:
-    """The links that these calls wait for, all at the same time.
+    """The links that these calls open, all at the same time.
 
-    When one fails, the others that were made are closed.
+    When one fails, the links that were opened are closed.
     """
     made: list[Link] = []
 
@@ -41,9 +41,9 @@ class LinkSet:
         self._is_closed = False
 
     def run(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
-        """Run each of `jobs` in a thread of its own; returns what they return.
+        """Run each of `jobs` in its own thread; returns their results.
 
-        When one fails, the others are ended, all links closed, and the first failure raised.
+        When one fails, aborts the others, closes all links, and raises the first error.
         """
         if self._is_closed:
             raise LinkError("the links were closed, by a failure or by this process")
@@ -55,7 +55,7 @@ class LinkSet:
             raise
 
     def close(self) -> None:
-        """End all links, once no job runs; a failure of one is raised after that."""
+        """Close all links, even if closing one fails; call it while no job is running."""
         if not self._is_closed:
             self._is_closed = True
             _close_all(self._links)
@@ -72,9 +72,10 @@ def _close_all(links: Sequence[Link]) -> None:
 
 
 def at_once(jobs: Sequence[Callable[[], T]], abort: Callable[[], None]) -> list[T]:
-    """Run each of `jobs` in a thread of its own; returns what they return.
+    """Run each of `jobs` in its own thread; returns their results.
 
-    When one fails, `abort` is to end the others; the first failure is raised when all have ended.
+    When one fails, calls `abort`, which must end the others, and raises the first error when all
+    have ended.
     """
     failures: list[BaseException] = []
 
@@ -97,8 +98,8 @@ def at_once(jobs: Sequence[Callable[[], T]], abort: Callable[[], None]) -> list[
             raise
     if failures:
         first = failures[0]
-        # By its traceback a failure holds the buffers of the links: nothing here may hold it, too,
-        # or they stay until the garbage collector comes by.
+        # The traceback of an error references the links' buffers. Do not keep a reference cycle to
+        # it here, or they would stay allocated until the next garbage collection.
         failures.clear()
         futures.clear()
         try:

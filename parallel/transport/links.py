@@ -1,7 +1,7 @@
-"""What all links have in common, whatever carries the bytes.
+"""The interface of links, independent of how the bytes are moved.
 
 A link goes from one sending process to one receiving process. It has two buffers that are used in
-turn: while one is on its way or being read, the other is filled. Each end is used by one thread at
+turn: while one is being transferred or read, the other is filled. Each end is used by one thread at
 a time.
 """
 
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 NUM_SLOTS = 2
-"""Buffers of a link."""
+"""Number of buffers of a link."""
 
 
 class Link(Protocol):
-    """One end of a link. Its waits raise LinkError when the other end is closed, dead or mute."""
+    """One end of a link. Waits raise LinkError if the other end is closed, dead or unresponsive."""
 
     def abort(self) -> None:
-        """Let the waits of both ends fail; any thread may call it."""
+        """Make the waits of both ends fail; any thread may call it."""
 
     def close(self) -> None:
         """End the link and free its buffers; the other end's waits fail at once."""
@@ -30,7 +30,7 @@ class Outgoing(Link, Protocol):
     """The sender's end."""
 
     def next_buffer(self) -> Tensor:
-        """The buffer to fill next, uint8 [bucket_bytes], once what was in it has gone."""
+        """The buffer to fill next, uint8 [bucket_bytes], once its last contents have been sent."""
 
     def hand_over(self, num_bytes: int) -> None:
         """Send the first `num_bytes` of the buffer just filled."""
@@ -43,16 +43,17 @@ class Incoming(Link, Protocol):
     """The receiver's end."""
 
     def arrivals(self, sizes: Sequence[int]) -> Iterator[Tensor]:
-        """Of the buffers that come next their first bytes, uint8, `sizes` by number.
+        """Yields the next ``len(sizes)`` buffers, each as its first ``sizes[i]`` bytes, uint8.
 
-        One is valid until the next is asked for; the end says that the last is done with.
+        A buffer is valid until the next one is requested. Exhaust the iterator: that tells the
+        sender that the last buffer has been read.
         """
 
 
 def settle(device: torch.device) -> None:
-    """Wait until all that a GPU has been told to do is done.
+    """Wait until a GPU has finished all its work.
 
-    Not to be called while a link moves bytes: what waits for a lost end would be waited for.
+    Do not call this while a link moves bytes: it would also wait for transfers whose peer is lost.
     """
     if device.type != "cpu":
         torch.cuda.synchronize(device)
@@ -60,9 +61,10 @@ def settle(device: torch.device) -> None:
 
 @contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
-    """On a GPU, let this thread's copies run in a queue of their own; `settle` comes before.
+    """On a GPU, run this thread's copies in their own stream; call `settle` first.
 
-    A thread begins on GPU 0, where to go back to would make a context of half a gigabyte.
+    Also selects the device: a new thread starts on GPU 0, where restoring its stream would create a
+    context of half a gigabyte.
     """
     if device.type == "cpu":
         yield
@@ -72,6 +74,6 @@ def own_stream(device: torch.device) -> Iterator[None]:
 
 
 def finish_copies(device: torch.device) -> None:
-    """Wait until the copies that this thread began have been made."""
+    """Wait until the copies that this thread started are complete."""
     if device.type != "cpu":
         torch.cuda.current_stream(device).synchronize()

@@ -1,4 +1,4 @@
-"""How the receiver of a link reaches the sender: the sender listens, the receiver shows the key."""
+"""Connects the two ends of a link: the sender listens, and the receiver sends the key."""
 
 import hmac
 import os
@@ -14,9 +14,9 @@ from typing import cast
 from parallel.transport.wire import LinkError, Wire
 
 Address = str | tuple[str, int]
-"""Name of an abstract Unix socket of this host, or host and port."""
+"""Name of an abstract Unix socket on this host, or host and port."""
 MAX_STRANGERS = 64
-"""That are connected and have not said the key yet; then the first makes way."""
+"""Maximum connections that have not sent the key yet; beyond it, the oldest is closed."""
 CHECK_SECONDS = 0.2
 _CREDENTIALS = struct.Struct("iII")  # process, user and group of the other end
 
@@ -24,8 +24,7 @@ _CREDENTIALS = struct.Struct("iII")  # process, user and group of the other end
 class Listener:
     """Waits for the one receiver that knows `key`.
 
-    It listens on a free port of `host`, or, without one, inside this host under a name that no file
-    system knows and nobody guesses.
+    Listens on a free port of `host`; without `host`, on an abstract Unix socket with a random name.
     """
 
     def __init__(self, key: str, host: str | None = None) -> None:
@@ -45,10 +44,10 @@ class Listener:
     def accept(
         self, peer: str, timeout: timedelta, check: Callable[[], None] = lambda: None
     ) -> Wire:
-        """The connection of `peer`, after which nobody is waited for; others are closed.
+        """Wait for the connection of `peer`, then stop listening and close all other connections.
 
-        Raises LinkError when `peer` does not come within `timeout`, and what `check` raises, which
-        is called now and then while nobody comes.
+        Raises LinkError if `peer` does not connect within `timeout`, and whatever `check` raises,
+        which is called regularly while waiting.
         """
         deadline = time.monotonic() + timeout.total_seconds()
         said: dict[socket.socket, bytes] = {}
@@ -70,11 +69,11 @@ class Listener:
         raise LinkError(f"{peer} did not connect within {timeout.total_seconds():g} s")
 
     def close(self) -> None:
-        """Wait for nobody; who has connected and was not accepted is told so."""
+        """Stop listening; connections that were not accepted are closed."""
         self._socket.close()
 
     def _welcome(self, said: dict[socket.socket, bytes]) -> None:
-        """Let one more say the key."""
+        """Accept one more connection, which may then send the key."""
         connection, _ = self._socket.accept()
         if connection.family == socket.AF_UNIX and not _is_our_user(connection):
             connection.close()
@@ -87,8 +86,8 @@ class Listener:
             longest.close()
 
     def _knows_key(self, connection: socket.socket, said: dict[socket.socket, bytes]) -> bool:
-        """Whether one has now said all of the key; who says anything else is sent away."""
-        if connection not in said:  # made way for another
+        """Whether a connection has now sent the whole key; a wrong one closes the connection."""
+        if connection not in said:  # closed to make room for another
             return False
         try:
             part = connection.recv(len(self._key) - len(said[connection]))
@@ -104,14 +103,14 @@ class Listener:
 
 
 def _is_our_user(connection: socket.socket) -> bool:
-    """Whether the other end of a Unix socket is of this process's user, or root's."""
+    """Whether the other end of a Unix socket belongs to this process's user or to root."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(credentials)
     return user in (os.getuid(), 0)
 
 
 def connect(address: Address, key: str, peer: str, timeout: timedelta) -> Wire:
-    """A connection to the listener of `peer`; LinkError when there is none."""
+    """Connect to the listener of `peer`; LinkError if it does not listen."""
     try:
         if isinstance(address, str):
             connection = _connect_inside(address, timeout)
@@ -141,7 +140,7 @@ def _connect_inside(address: str, timeout: timedelta) -> socket.socket:
 
 
 def _prompt(connection: socket.socket) -> socket.socket:
-    """Let words of a byte not wait for more."""
+    """Disable Nagle's algorithm, so that single-byte words are sent at once."""
     if connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection

@@ -1,4 +1,4 @@
-"""Links inside one host: both ends use the same memory, and say over a socket whose turn it is."""
+"""Links within one host: both ends share memory, and signal over a socket whose turn it is."""
 
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -12,7 +12,7 @@ from parallel.transport.links import NUM_SLOTS, finish_copies
 from parallel.transport.wire import LinkError, Wire
 
 UNMAP_SECONDS = 1.0
-"""How long the owner of a GPU's memory waits at its end for the other to let go of it."""
+"""How long the owner of GPU memory waits on close for the other end to unmap it."""
 
 
 class Memory(Protocol):
@@ -21,7 +21,7 @@ class Memory(Protocol):
     tensor: Tensor
 
     def close(self) -> None:
-        """Let go of it."""
+        """Release it."""
 
 
 class _LocalEnd:
@@ -43,7 +43,7 @@ class _LocalEnd:
             self._wire.close()
 
     def _end_turn(self) -> None:
-        """Give the buffer in turn to the other end."""
+        """Hand the current buffer over to the other end."""
         finish_copies(self._slots[0].device)
         self._wire.say()
 
@@ -55,7 +55,7 @@ class LocalOutgoing(_LocalEnd):
 
     @classmethod
     def open(cls, wire: Wire, bucket_bytes: int, device: torch.device) -> "LocalOutgoing":
-        """A link over which the memory goes first; its own end is the owner of it."""
+        """Allocate the link's memory, which this end owns, and share it with the receiver."""
         num_bytes = NUM_SLOTS * bucket_bytes
         memory = (
             HostMemory.allocate(num_bytes)
@@ -72,7 +72,7 @@ class LocalOutgoing(_LocalEnd):
         return cls(wire, memory)
 
     def close(self) -> None:
-        """See `Link`; the memory of a GPU is to be unmapped by the other end before it goes."""
+        """See `Link`; the other end should unmap GPU memory before it is freed."""
         if self._slots and self._slots[0].is_cuda:
             self._wire.await_end(UNMAP_SECONDS)
         super().close()
@@ -104,7 +104,7 @@ class LocalIncoming(_LocalEnd):
 
     @classmethod
     def open(cls, wire: Wire, bucket_bytes: int, device: torch.device) -> "LocalIncoming":
-        """The other end of a link that its sender opens."""
+        """Receive the memory of a link that its sender opens."""
         num_bytes = NUM_SLOTS * bucket_bytes
         memory: Memory
         try:

@@ -1,7 +1,7 @@
-"""Where the two ends of a link find each other: a board on one of the hosts.
+"""A board on one of the hosts, through which the two ends of a link find each other.
 
-Whoever reaches its port can read and change what is on it. So the key of a meeting is never said
-there, and what was not written with the key is not believed.
+Anyone who reaches its port can read and change what is on it. So the key of a meeting is never
+published there, and entries that were not signed with the key are rejected.
 """
 
 import hashlib
@@ -22,14 +22,14 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore
 from parallel.transport.wire import LinkError
 
 POLL_SECONDS = 0.1
-"""Between two looks at a board; the store's own wait cannot end with a refusal."""
+"""Interval of polling a board: the store's own wait cannot be interrupted by a refusal."""
 REFUSAL = "refusal"
-"""Under which the first who fails says why."""
+"""The name under which the first process that fails publishes why."""
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """The address of a board and the secret with which a set of links is agreed on there.
+    """The address of a board, and the secret key that signs its entries.
 
     One meeting serves one set of links; a retry opens another.
     """
@@ -40,7 +40,7 @@ class Meeting:
 
 
 class Board:
-    """What the processes of a meeting tell each other, by name.
+    """Signed texts that the processes of a meeting publish for each other, by name.
 
     Its methods raise LinkError when the store is lost.
     """
@@ -50,37 +50,38 @@ class Board:
         self._store = PrefixStore(hashlib.sha256(self._key).hexdigest(), store)
 
     def publish(self, name: str, text: str) -> None:
-        """Have all read `text` under `name`."""
+        """Publish `text` under `name`."""
         with _told_when_lost():
             self._store.set(name, self._seal(name, text) + text)
 
     def refuse(self, reason: str) -> None:
-        """Have all who wait for anything here know at once why there will be no links."""
-        with _told_when_lost():  # the first reason stays
+        """Tell all processes that wait here at once why there will be no links."""
+        with _told_when_lost():  # compare_set keeps the first reason
             self._store.compare_set(REFUSAL, "", self._seal(REFUSAL, reason) + reason)
 
     @contextmanager
     def refusing(self, who: str) -> Iterator[None]:
-        """Have the others know at once of what fails in the block."""
+        """Tell the others at once about a failure in the block."""
         try:
             yield
         except Exception as error:
-            with suppress(LinkError):  # of the two failures the first says more
+            with suppress(LinkError):  # the original error is more useful than this one
                 self.refuse(f"{who}: {error}")
             raise
 
     def check_refusal(self) -> None:
-        """Raise LinkError when somebody has refused."""
+        """Raise LinkError if any process has refused."""
         with _told_when_lost():
             is_refused = self._store.check([REFUSAL])
         if is_refused:
             raise LinkError(self._texts([REFUSAL])[0])
 
     def read(self, names: Mapping[str, str], timeout: timedelta) -> list[str]:
-        """What is published under `names`, in order, once all of it is.
+        """Wait until everything in `names` is published; returns the texts, in order.
 
-        The values say by whom, for the LinkError when it is not there within `timeout`. Raises
-        LinkError also when somebody has refused, or what is there was written without the key.
+        The values of `names` are the publishers, named in the LinkError if one is late by
+        `timeout`. Raises LinkError also when any process has refused, or if an entry was written
+        without the key.
         """
         deadline = time.monotonic() + timeout.total_seconds()
         while not self._has([*names]):
@@ -121,10 +122,10 @@ def _told_when_lost() -> Iterator[None]:
 
 
 def open_meeting(address: str) -> tuple[Meeting, Board]:
-    """Open a meeting on a free port of exactly `address`, a name or number of this host.
+    """Open a meeting on a free port of `address` (only), a host name or IP address of this host.
 
-    Returns it and its board, which ends when the last reference to it goes. Raises OSError where
-    `address` is not this host's.
+    Returns the meeting and its board, which lives as long as there are references to it. Raises
+    OSError if `address` is not this host's.
     """
     family, kind, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind)
@@ -138,9 +139,9 @@ def open_meeting(address: str) -> tuple[Meeting, Board]:
 
 
 def join(meeting: Meeting, timeout: timedelta) -> Board:
-    """The board of a meeting, each of whose answers is waited for `timeout` at most.
+    """Connect to the board of a meeting; `timeout` applies to this and to each of its answers.
 
-    Raises LinkError when it cannot be reached in that time.
+    Raises LinkError if it cannot be reached in that time.
     """
     try:
         store = TCPStore(meeting.host, meeting.port, wait_for_workers=False, timeout=timeout)
@@ -150,7 +151,7 @@ def join(meeting: Meeting, timeout: timedelta) -> Board:
 
 
 def local_address(meeting: Meeting) -> str:
-    """The address of this host from which it reaches the meeting's; network links listen on it."""
+    """This host's address on the route to the meeting; network links listen on it."""
     family, kind, _, _, place = socket.getaddrinfo(
         meeting.host, meeting.port, type=socket.SOCK_DGRAM
     )[0]
@@ -161,10 +162,10 @@ def local_address(meeting: Meeting) -> str:
 
 
 def place(device: torch.device) -> str:
-    """Which memory `device` means: two processes that say the same can share it.
+    """Identifies the memory of `device`: processes with equal values can share it.
 
     They are on the same boot of a host and in one network namespace, in which local links find each
-    other; for CUDA, on the same GPU and in one namespace of inter-process communication.
+    other; for CUDA, also on the same GPU and in one IPC namespace.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     host = f"{boot} {_namespace('net')}"

@@ -1,7 +1,7 @@
-"""Bytes from one GPU to another by the calls of NCCL itself, of the library that torch has loaded.
+"""Sends bytes from one GPU to another by calling NCCL directly, in the library that torch loaded.
 
-torch's own process group watches its communicators, and ends the process when the other end of one
-is lost. Here that is a LinkError, and the process lives on.
+torch's own process group watches its communicators, and ends the process when a peer is lost. Here
+that raises LinkError, and the process continues.
 """
 
 import ctypes
@@ -17,9 +17,9 @@ from parallel.transport.cuda_driver import call_driver
 from parallel.transport.wire import LinkError, Wire
 
 MAX_CTAS = 4
-"""Thread blocks of one transfer; those of many links are to fit on a GPU together."""
-IN_PROGRESS, UINT8, UNDEFINED = 7, 1, -(1 << 31)  # as nccl.h has them
-NON_BLOCKING = ctypes.c_uint(1)  # CU_STREAM_NON_BLOCKING: apart from CUDA's default stream
+"""Maximum thread blocks of one transfer, so that those of many links fit on a GPU together."""
+IN_PROGRESS, UINT8, UNDEFINED = 7, 1, -(1 << 31)  # from nccl.h
+NON_BLOCKING = ctypes.c_uint(1)  # CU_STREAM_NON_BLOCKING: no sync with CUDA's default stream
 POLL_SECONDS = 0.0002
 
 
@@ -28,7 +28,7 @@ class _UniqueId(ctypes.Structure):
 
 
 class _Config(ctypes.Structure):
-    """ncclConfig_t of NCCL 2.17; newer ones take it by its size and version."""
+    """ncclConfig_t of NCCL 2.17; newer releases accept it, by its size and version."""
 
     _fields_ = (
         ("size", ctypes.c_size_t),
@@ -43,11 +43,11 @@ class _Config(ctypes.Structure):
 
 
 class NcclCarrier:
-    """Moves the bytes of CUDA tensors, while the wire tells whether the other end is there.
+    """Moves the bytes of CUDA tensors, while the wire detects the loss of the other end.
 
-    A transfer is begun when both ends have said that they are ready for it, so what occupies a GPU
-    never waits for long: its queue is its own, and no other transfer is before it there. Raises
-    LinkError where the other end is lost.
+    A transfer starts only after both ends have signalled that they are ready, and has a stream of
+    its own, so its kernel never occupies a GPU for long while it waits for the peer. Raises
+    LinkError if the other end is lost.
     """
 
     def __init__(self, wire: Wire, device: torch.device, *, is_sender: bool) -> None:
@@ -72,7 +72,7 @@ class NcclCarrier:
             )
 
     def send(self, data: Tensor) -> None:
-        """Send all of `data`, uint8 [num_bytes]; it has gone when this returns."""
+        """Send all of `data`, uint8 [num_bytes]; complete when this returns."""
         self._wire.hear()
         self._wire.say()
         self._move("ncclSend", data)
@@ -84,7 +84,7 @@ class NcclCarrier:
         self._move("ncclRecv", data)
 
     def close(self) -> None:
-        """Move nothing more; ends a transfer whose other end is lost."""
+        """Stop all transfers, including one whose other end is lost."""
         if self._comm:
             comm, self._comm = self._comm, ctypes.c_void_p()
             self._nccl.ncclCommAbort(comm)
@@ -94,11 +94,11 @@ class NcclCarrier:
 
     @contextmanager
     def _aborting(self) -> Iterator[None]:
-        """End a failed transfer at once: who waits for the GPU would wait for it, too."""
+        """End a failed transfer at once: anything that waits for the GPU would wait for it, too."""
         try:
             yield
         except BaseException:
-            self._wire.abort()  # what comes next fails before it needs the communicator
+            self._wire.abort()  # later calls then fail before they need the communicator
             self.close()
             raise
 
@@ -132,7 +132,7 @@ class NcclCarrier:
                 self._pause(deadline)
 
     def _call(self, name: str, *arguments: Any) -> None:
-        """Call a function that may return before it is done, and wait until it is."""
+        """Call a non-blocking function and wait until it is done."""
         deadline = time.monotonic() + self._wire.seconds
         code = getattr(self._nccl, name)(*arguments)
         while code == IN_PROGRESS:
@@ -157,10 +157,11 @@ class NcclCarrier:
 
 
 def _new_stream(device: torch.device) -> torch.cuda.Stream:
-    """A queue that no other link is given.
+    """A stream that no other link uses.
 
-    torch has 32 of its own and deals them out by turns: of two links of one pair of processes each
-    end could then have the other one first, and both would wait for good.
+    torch hands out its pool of 32 streams in turn, so two links between the same two processes
+    could share one. If their transfers were then queued in opposite order at the two ends, both
+    would wait forever.
     """
     stream = ctypes.c_void_p()
     call_driver(device, "cuStreamCreate", ctypes.byref(stream), NON_BLOCKING)

@@ -1,7 +1,6 @@
-"""Links between hosts, or between GPUs: buffers of its own at either end.
+"""Links between hosts, or between GPUs: each end has its own buffers.
 
-A thread of each end's own moves the bytes, so that a buffer is filled or read while the other is on
-its way.
+Each end has a thread that transfers one buffer while the other buffer is filled or read.
 """
 
 from collections import deque
@@ -21,13 +20,13 @@ class Carrier(Protocol):
     """Moves bytes between the two ends of a wire."""
 
     def send(self, data: Tensor) -> None:
-        """Send all of `data`; it has gone when this returns."""
+        """Send all of `data`; complete when this returns."""
 
     def receive(self, data: Tensor) -> None:
         """Fill all of `data` with what the other end sends."""
 
     def close(self) -> None:
-        """Move nothing more."""
+        """Stop all transfers."""
 
 
 class TcpCarrier:

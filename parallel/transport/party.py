@@ -1,7 +1,7 @@
 """One process at a meeting, where it agrees on links with others.
 
-Every receiver publishes which memory it is in. The sender of a link then offers the best way that
-both have, and publishes where it waits for the receiver.
+Every receiver publishes which memory its buffers are in. The sender of a link then chooses the best
+kind of link that both support, and publishes the address at which it waits for the receiver.
 """
 
 import json
@@ -24,7 +24,7 @@ from parallel.transport.wire import LinkError, Wire
 
 L = TypeVar("L", bound=Link)
 Opener = Callable[[Wire, int, torch.device], L]
-"""Makes an end of a link over a wire, with buffers of so many bytes on a device."""
+"""Creates an end of a link from a wire, the size of a buffer in bytes, and a device."""
 
 
 @dataclass(frozen=True)
@@ -39,28 +39,28 @@ class Worker:
 
     @property
     def key(self) -> str:
-        """Under which it publishes which memory it is in."""
+        """The name under which it publishes which memory it is in."""
         return f"place/{self.engine}/{self.number}"
 
 
 @dataclass(frozen=True)
 class Party:
-    """What a process brings to all its links."""
+    """What all links of a process have in common."""
 
     name: str
-    """As the others know it."""
+    """The name by which error messages of other processes refer to it."""
     invitation: Invitation
     board: Board
-    """Of the meeting."""
+    """The board of the invitation's meeting."""
     device: torch.device
-    """Where the buffers of its links are."""
+    """The device of its links' buffers."""
     timeout: timedelta
-    """How long it waits for another."""
+    """How long it waits for another process."""
     _listeners: list[Listener] = field(default_factory=list, init=False)
 
     @contextmanager
     def opening(self) -> Iterator[None]:
-        """Have the others know at once of what fails in the block; whom it offered links, too."""
+        """Tell the others at once about a failure in the block; close all listeners at its end."""
         try:
             with self.board.refusing(self.name):
                 yield
@@ -69,14 +69,14 @@ class Party:
                 listener.close()
 
     def publish_place(self, worker: Worker) -> None:
-        """Say which memory this process, a receiver, is in."""
+        """Publish which memory this process, a receiver, is in."""
         self.board.publish(worker.key, place(self.device))
 
     def offer(self, links: Mapping[str, Worker]) -> list[Callable[[], Outgoing]]:
         """Offer links, by name, to their receivers.
 
-        Returns for each what waits for the receiver and then is the link. Raises LinkError when
-        somebody has refused, or a receiver has not said where it is within the time-out.
+        Returns a function for each link that waits for the receiver and returns the link. Raises
+        LinkError if any process has refused, or if a receiver does not publish its place in time.
         """
         receivers = dict.fromkeys(links.values())
         places = self.board.read({worker.key: str(worker) for worker in receivers}, self.timeout)
@@ -87,7 +87,7 @@ class Party:
         return [self._offer(name, worker, is_near[worker]) for name, worker in links.items()]
 
     def _is_near(self, worker: Worker, said: str) -> bool:
-        """Whether a receiver that says to be there is to share memory with this process."""
+        """Whether a receiver that published the place `said` shares memory with this process."""
         here = place(self.device)
         if said == here and not self.invitation.network_only:
             return True
@@ -106,7 +106,7 @@ class Party:
         self.board.publish(f"link/{name}", json.dumps(listener.address))
 
         def accept() -> Outgoing:
-            # Others that are opened at the same time, here or elsewhere, are not to wait in vain.
+            # On failure, end the wait of links that are being opened here or elsewhere.
             with self.board.refusing(self.name):
                 wire = listener.accept(str(worker), self.timeout, self.board.check_refusal)
                 end: Opener[Outgoing] = LocalOutgoing.open if is_near else NetworkOutgoing
@@ -115,10 +115,10 @@ class Party:
         return accept
 
     def take(self, links: Mapping[str, str]) -> list[Callable[[], Incoming]]:
-        """Take the links, by name, that are offered; the values say by whom.
+        """Take links that are offered; `links` maps their names to the senders.
 
-        Returns for each what connects to the sender and then is the link. Raises LinkError when
-        somebody has refused, or a sender has not offered it within the time-out.
+        Returns a function for each link that connects to the sender and returns the link. Raises
+        LinkError if any process has refused, or if a sender does not offer its link in time.
         """
         names = {f"link/{name}": peer for name, peer in links.items()}
         offers = self.board.read(names, self.timeout)

@@ -1,4 +1,4 @@
-"""What goes over one link in a push: boxes of tensors, packed into its buffers and unpacked."""
+"""The data of one link in a push: boxes of tensors, packed into its buffers and unpacked."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -14,9 +14,9 @@ from parallel.views import as_local, as_whole
 
 
 class Packing:
-    """How boxes, as `dtype`, lie in the buffers of a link; the same at both ends.
+    """How boxes, as `dtype`, are placed in the buffers of a link; the same at both ends.
 
-    Raises ValueError when a box is larger than a buffer.
+    Raises ValueError if a box is larger than a buffer.
     """
 
     def __init__(self, boxes: Sequence[Box], dtype: torch.dtype, bucket_bytes: int) -> None:
@@ -37,9 +37,9 @@ class Packing:
 
 
 class PreparedBuckets:
-    """What a stream on a CPU does with each bucket, prepared when it first does it.
+    """Caches the copies of each bucket of a stream on a CPU, prepared on first use.
 
-    To find the places in memory takes as long as to copy a hundred KB.
+    Looking up the addresses takes as long as copying a hundred KB.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class PreparedBuckets:
         self._prepared: dict[tuple[int, int], PreparedCopies] = {}
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Forget all where `tensors` are not in the places where they were."""
+        """Clear the cache if any of `tensors` has moved in memory."""
         places: list[tuple[object, ...]] = [
             (name, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
             for name, tensor in tensors.items()
@@ -57,7 +57,7 @@ class PreparedBuckets:
             self._prepared.clear()
 
     def make(self, bucket: Bucket, buffer: Tensor, copies: Iterator[BoxCopy]) -> list[NamedSum]:
-        """Make the `copies` of a bucket in `buffer`, the same each time; their sums by tensor."""
+        """Make the `copies` of a bucket in `buffer`, the same each time; returns sums by tensor."""
         key = bucket.first, buffer.data_ptr()
         if key not in self._prepared:
             self._prepared[key] = PreparedCopies([*copies])
@@ -65,9 +65,9 @@ class PreparedBuckets:
 
 
 class OutStream:
-    """What a trainer rank sends over one link: `packing` has the destinations of `copies`.
+    """What a trainer rank sends over one link: `packing` contains the destinations of `copies`.
 
-    `shapes` are those of the parameters at its end.
+    `shapes` are those of the receiver's parameters.
     """
 
     def __init__(
@@ -93,8 +93,8 @@ class OutStream:
     def send(self, tensors: Mapping[str, Tensor]) -> list[NamedSum]:
         """Send the boxes of `tensors`; returns when the receiver has taken them.
 
-        Returns what each is to add to the checksum of its parameter: in the engines' dtype, taken
-        before the buffer is handed over.
+        Returns the contribution of each to the checksum of its parameter, computed in the engines'
+        dtype before the buffer is handed over.
         """
         sums: list[NamedSum] = []
         if self._device.type == "cpu":
@@ -123,13 +123,13 @@ class OutStream:
 
 
 def _payload(copy: Copy, tensors: Mapping[str, Tensor]) -> Tensor:
-    """What `copy` moves, with the dimensions of its destination."""
+    """The source of `copy`, viewed in the dimensions of its destination."""
     whole = as_whole(tensors[copy.source][copy.source_box.slices], copy.source_axes)
     return as_local(whole, copy.destination_axes, len(copy.destination_box.size))
 
 
 class InStream:
-    """What a worker takes from one link into boxes of its parameters, and passes on.
+    """What a worker receives on one link, copies to boxes of its parameters, and forwards.
 
     `onward` is the link to the same worker of the next engine, if there is one.
     """
@@ -151,7 +151,7 @@ class InStream:
 
     @property
     def links(self) -> list[Link]:
-        """The one that it takes from, and the one to the next engine."""
+        """The incoming link, and the one to the next engine, if any."""
         return [self._link] if self._onward is None else [self._link, self._onward]
 
     @property
@@ -162,16 +162,17 @@ class InStream:
     def receive(self, parameters: Mapping[str, Tensor]) -> list[NamedSum]:
         """Fill the boxes of `parameters`; returns when the next engine has taken them, too.
 
-        On a CPU returns what each box, as its parameter holds it now, adds to the checksum.
+        On a CPU, returns the contribution of each box to the checksum, as the parameter now holds
+        it; on a GPU, an empty list.
         """
         sums: list[NamedSum] = []
         buckets = self._packing.buckets
         arrivals = self._link.arrivals([bucket.num_bytes for bucket in buckets])
         if self._device.type == "cpu":
             self._prepared.check(parameters)
-        # The parameters may be inference tensors, which are written to in inference mode only, or
-        # views of what requires gradients, which autograd refuses to read once it knows of a change
-        # (`.data` hides it).
+        # The parameters may be inference tensors, which can be written only in inference mode, or
+        # views of tensors that require gradients, which autograd refuses to read once it knows of a
+        # change (`.data` hides it).
         with own_stream(self._device), torch.inference_mode():
             for buffer, bucket in zip(arrivals, buckets, strict=True):
                 if self._onward is not None:
@@ -181,8 +182,8 @@ class InStream:
                 if self._device.type == "cpu":
                     sums += self._prepared.make(bucket, buffer, copies)
                 else:
-                    # Not summed: a GPU reads its memory faster than any link fills it, and kernels
-                    # for each box take longer than those of one pass for each parameter.
+                    # Checksums come later: a GPU reads its memory faster than any link fills it,
+                    # and kernels for each box take longer than one pass over each parameter.
                     for copy in copies:
                         copy.target.copy_(copy.source)
             if self._onward is not None:

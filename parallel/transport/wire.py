@@ -1,4 +1,4 @@
-"""A socket between the two ends of a link: words, bytes, and what their absence means."""
+"""A socket between the two ends of a link: bytes, one-byte words, and failure detection."""
 
 import select
 import socket
@@ -6,17 +6,17 @@ from contextlib import suppress
 from datetime import timedelta
 
 WORD = b"\1"
-"""Which turn it ends, both ends know."""
+"""Both ends know from the protocol what a word means at each point."""
 
 
 class LinkError(ConnectionError):
-    """The other end of a link closed it, died, or was waited for too long; the message names it."""
+    """The other end of a link, named in the message, closed it, died, or stopped responding."""
 
 
 class Wire:
-    """A connection to `peer`, which every failure names.
+    """A connection to `peer`, which every error names.
 
-    A wait ends after `timeout` without progress, and at once when the other end is closed or its
+    A wait fails after `timeout` without progress, and at once when the other end is closed or its
     process has ended.
     """
 
@@ -41,7 +41,7 @@ class Wire:
     def send(self, data: memoryview) -> None:
         """Send all of `data`."""
         while data:
-            # A plain `send` waits for room in the buffer of an end that will read no more.
+            # A plain `send` would block on the full buffer of an end that has stopped reading.
             events = self._sending.poll(self.seconds * 1000)
             if not events:
                 raise self.mute()
@@ -70,12 +70,12 @@ class Wire:
         return not self._hanging_up.poll(0)
 
     def abort(self) -> None:
-        """Let the waits of both ends fail; any thread may call it."""
+        """Make the waits of both ends fail; any thread may call it."""
         with suppress(OSError):  # the other end was faster
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def await_end(self, seconds: float) -> None:
-        """Say that this end is done, and wait until the other has closed, `seconds` at most."""
+        """Signal that this end is done, and wait until the other has closed, at most `seconds`."""
         with suppress(OSError):  # the other end is gone, or takes its time
             self.socket.shutdown(socket.SHUT_WR)
             self.socket.settimeout(seconds)

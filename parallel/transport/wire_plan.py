@@ -1,4 +1,4 @@
-"""What one trainer rank sends to one worker: JSON in the store of a meeting, never code."""
+"""What one trainer rank sends to one worker: validated JSON in a meeting's store, not pickles."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class WirePlan:
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     dtype: str
-    """Of the elements on their way, as torch names it: "bfloat16"."""
+    """The dtype in which elements are sent, by torch's name, such as "bfloat16"."""
     names: list[str]
     boxes: list[list[NonNegativeInt]]
     """Number in `names`, then start and size along each dimension."""
@@ -49,16 +49,16 @@ class WirePlan:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The type of the elements on their way."""
+        """The dtype in which elements are sent."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
     def to_json(self) -> str:
-        """The plan as it stands in the store."""
+        """The plan as JSON text, as published in the store."""
         return TypeAdapter(WirePlan).dump_json(self).decode()
 
     def arrivals(self) -> list[tuple[str, Box]]:
-        """Name of the parameter and box in it, in order."""
+        """The boxes in order, each with the name of its parameter."""
         return [
             (self.names[number], Box(tuple(ends[: len(ends) // 2]), tuple(ends[len(ends) // 2 :])))
             for number, *ends in self.boxes
@@ -68,10 +68,10 @@ class WirePlan:
 def check_plans(
     plans: Sequence[WirePlan], parameters: Mapping[str, Tensor], zeros: tuple[tuple[str, Box], ...]
 ) -> None:
-    """Raise ValueError, naming every parameter at fault, unless all plans together suit a worker.
+    """Raise ValueError, naming every parameter at fault, unless all plans together fit a worker.
 
-    Every element of `parameters` must arrive exactly once, in the type of the parameter, but for
-    the padding `zeros`, which must not.
+    Every element of `parameters` must arrive exactly once, in the dtype of the parameter, except
+    for the padding `zeros`, which must not arrive.
     """
     shapes = {name: tuple(value.shape) for name, value in parameters.items()}
     arrivals = [arrival for plan in plans for arrival in plan.arrivals()]
