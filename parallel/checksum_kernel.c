@@ -1,6 +1,6 @@
-/* The sums of checksum.py on a CPU, taken while rows are copied: what is read once is stored, added
-   to the sum of its row and to that of its column. A copy waits for memory, and the sums fit into
-   that. Words are those of a little-endian machine. */
+/* Computes the sums of checksum.py on a CPU while rows are copied: each word is read once, stored,
+   and added to the sums of its row and its column. The copy is bound by memory, so the additions
+   cost no extra time. Words are little-endian. */
 
 #include <stddef.h>
 #include <stdint.h>
@@ -18,19 +18,19 @@
 
 enum {
     WORD_BYTES = 8,
-    /* The sums of columns stay in the second cache, half a megabyte and more today. In the first,
-       32 KB, rows would be cut so short that the processor reads less of them ahead. */
+    /* Column sums of a tile fit into the L2 cache (half a megabyte or more today). Sized for the
+       32 KB of L1, rows would be cut too short for the hardware prefetcher. */
     TILE_WORDS = 8192,
-    /* So far ahead memory is asked for what will be read: busy with sums, the processor by itself
-       would ask later than in a copy without them. */
+    /* Prefetch distance: busy with sums, the processor by itself would request memory later than
+       in a plain copy. */
     AHEAD_WORDS = 128,
 };
 
-/* At any address: rows begin where they begin. */
+/* May be unaligned: rows can start at any address. */
 typedef uint64_t word __attribute__((aligned(1), may_alias));
 
-/* Rows of a box. The first byte of each is `offset` bytes into a word of its tensor. `row_factors`
-   are those of the rows, `column_factors` those of the words that the box has a part of. */
+/* Rows of a box. The first byte of each row is `offset` bytes into a word of its tensor.
+   `row_factors` has one factor per row, `column_factors` one per word that overlaps the box. */
 struct piece {
     const char *source;
     char *target; /* NULL: nothing is copied */
@@ -38,11 +38,11 @@ struct piece {
     ptrdiff_t source_stride, target_stride; /* bytes */
     size_t offset;
     const uint64_t *row_factors, *column_factors;
-    uint64_t *total; /* what the piece adds to */
+    uint64_t *total; /* the piece's checksum is added to this */
 };
 
 /* Adds the words of one row to the sums of their columns, copies them unless `to` is NULL, and
-   returns their sum. `next` is the row after it, of the last row that row itself. */
+   returns their sum. `next` is the next row, or for the last row that row itself. */
 typedef uint64_t row_function(const word *from, const word *next, word *to, size_t num_words,
                               uint64_t *column_sums);
 
@@ -63,7 +63,7 @@ row(const word *restrict from, const word *next, word *restrict to, size_t num_w
 }
 
 #ifdef X86_64
-/* Asks for what is read AHEAD_WORDS after column `c` of a row, or a row after it if that is less. */
+/* Prefetches the word AHEAD_WORDS, or one row if that is shorter, after column `c` of a row. */
 INLINE void
 read_ahead(const word *from, const word *next, size_t c, size_t num_words)
 {
@@ -72,8 +72,9 @@ read_ahead(const word *from, const word *next, size_t c, size_t num_words)
                  _MM_HINT_T0);
 }
 
-/* The same, stored past the caches: what is overwritten is not read first, which is a third of what
-   a copy moves. `to` is a multiple of 8. */
+/* Like `row`, but with stores that bypass the caches: the target is not read before it is
+   overwritten, which saves a third of a copy's memory traffic. Needs `to` to be a multiple of 8,
+   else falls back to `row`. */
 INLINE uint64_t
 row_sse2(const word *restrict from, const word *next, word *restrict to, size_t num_words,
          uint64_t *restrict column_sums)
@@ -99,7 +100,7 @@ row_sse2(const word *restrict from, const word *next, word *restrict to, size_t 
     return sum + row(from + c, next, to + c, num_words - c, column_sums + c);
 }
 
-/* With half the instructions: more of what is read is on its way at once. */
+/* Like `row_sse2`, with half the instructions, so that more reads are in flight at once. */
 __attribute__((target("avx2"))) INLINE uint64_t
 row_avx2(const word *restrict from, const word *next, word *restrict to, size_t num_words,
          uint64_t *restrict column_sums)
@@ -129,7 +130,8 @@ row_avx2(const word *restrict from, const word *next, word *restrict to, size_t 
 }
 #endif
 
-/* Up to TILE_WORDS columns of whole words, `start` bytes into the rows. */
+/* The checksum of up to TILE_WORDS columns of whole words, `start` bytes into the rows; copies
+   them. */
 INLINE uint64_t
 tile(const struct piece *piece, size_t start, size_t num_words, const uint64_t *column_factors,
      row_function add_row)
@@ -151,8 +153,8 @@ tile(const struct piece *piece, size_t start, size_t num_words, const uint64_t *
     return total;
 }
 
-/* One column of words of which the box has `num_bytes`, `start` bytes into its rows, that lie
-   `offset` bytes into the word; the rest of it counts as zeros. */
+/* The checksum of one column of words that lie only partly in the box: `num_bytes` of each, `start`
+   bytes into the box's rows and `offset` bytes into the word. The other bytes count as zeros. */
 static uint64_t
 part_of_words(const struct piece *piece, size_t start, size_t num_bytes, size_t offset,
               uint64_t column_factor)
@@ -169,7 +171,7 @@ part_of_words(const struct piece *piece, size_t start, size_t num_bytes, size_t 
     return total;
 }
 
-/* The checksum of a piece, which is copied unless it has no target. */
+/* The checksum of a piece, which is copied if it has a target. */
 INLINE uint64_t
 sum_of(const struct piece *piece, row_function add_row)
 {
@@ -223,7 +225,7 @@ add_pieces(const struct piece *pieces, size_t num_pieces)
         add_avx2(pieces, num_pieces);
     else
         add_anywhere(pieces, num_pieces);
-    _mm_sfence(); /* whoever is told that the copies are there must find all of them */
+    _mm_sfence(); /* make the non-temporal stores visible before anyone is told of the copies */
 #else
     add_anywhere(pieces, num_pieces);
 #endif

@@ -1,5 +1,5 @@
-/* How long a pipeline takes over microbatches: pipeline_schedule.py says of what and why. Nothing of
-   a schedule is stored: what a stage does at each turn follows from the number of the turn. */
+/* Simulates how long a pipeline takes for its microbatches; see pipeline_schedule.py. Schedules are
+   not stored: the operation of a stage at each turn is computed from the number of the turn. */
 
 #include <math.h>
 #include <stddef.h>
@@ -7,22 +7,22 @@
 
 static const double NOT_DONE = -1;
 
-/* So many rows of costs at once: what a stage does next is found once for all of them. */
+/* Number of rows of costs processed at once: the next operation is computed once for all. */
 enum { LANES = 16 };
 typedef double lanes[LANES];
 
 struct pipeline {
-    size_t stages, chunks; /* `chunks` of each stage */
+    size_t stages, chunks; /* `chunks` per stage */
     size_t count;          /* microbatches */
 };
 
 struct operation {
-    size_t part; /* of the model, in the order in which a forward goes through them */
+    size_t part; /* index of the model chunk, in forward order */
     size_t microbatch;
     int is_backward;
 };
 
-/* The forwards that a stage does before its first backward. */
+/* The number of warm-up forwards of a stage. */
 static size_t
 num_ahead(const struct pipeline *pipeline, size_t stage)
 {
@@ -33,7 +33,7 @@ num_ahead(const struct pipeline *pipeline, size_t stage)
     return ahead < forwards ? ahead : forwards;
 }
 
-/* What a stage does in its `turn`, from 0. */
+/* The operation of a stage at its `turn`, counted from 0. */
 static struct operation
 operation_of(const struct pipeline *pipeline, size_t stage, size_t turn)
 {
@@ -51,7 +51,7 @@ operation_of(const struct pipeline *pipeline, size_t stage, size_t turn)
         is_backward = 1;
         number = turn - forwards;
     }
-    /* Each group of microbatches goes through all chunks; without several, all are one group. */
+    /* Each group of microbatches goes through all chunks; with one chunk, all are one group. */
     size_t group = pipeline->chunks > 1 ? pipeline->stages : pipeline->count;
     size_t in_groups = number % (group * pipeline->chunks), chunk = in_groups / group;
     if (is_backward)
@@ -64,9 +64,9 @@ operation_of(const struct pipeline *pipeline, size_t stage, size_t turn)
     return operation;
 }
 
-/* When the input of an operation has come, NOT_DONE in its first lane before; `ends` [backward, part,
-   microbatch]. A stage that turns a microbatch round has its own forward, done before by the order
-   of its turns. */
+/* When the input of an operation arrives; NOT_DONE in its first lane if that is not known yet.
+   `ends` is [backward, part, microbatch]. The last part's backward needs only its own forward,
+   which comes before it in the order of turns. */
 static const double *
 input_times(const struct pipeline *pipeline, struct operation operation, const lanes *ends)
 {
@@ -78,7 +78,8 @@ input_times(const struct pipeline *pipeline, struct operation operation, const l
     return ends[source * pipeline->count + operation.microbatch];
 }
 
-/* Lets a stage work from when it is ready and `input` has come; what is absent costs -inf. */
+/* Runs an operation once the stage is ready and `input` has arrived; absent microbatches cost -inf
+   and take no time. */
 static void
 work(double *restrict clock, const double *restrict input, const double *restrict cost,
      double factor, double *restrict end)
@@ -91,7 +92,7 @@ work(double *restrict clock, const double *restrict input, const double *restric
     }
 }
 
-/* Every stage does its next operation once the input is there, until all have done all. */
+/* Every stage runs its operations in order, each once its input is known, until all are done. */
 static void
 simulate(const struct pipeline *pipeline, const lanes *costs, lanes *ends, lanes *clocks,
          size_t *turn)
@@ -118,8 +119,8 @@ simulate(const struct pipeline *pipeline, const lanes *costs, lanes *ends, lanes
     }
 }
 
-/* Writes the time of each of `rows` rows of `count` costs, some of them -inf: microbatches that there
-   are not. With several chunks `count` is a multiple of `stages`, else a stage waits for ever.
+/* Writes the time of each of `rows` rows of `count` costs, where -inf marks absent microbatches.
+   With several chunks, `count` must be a multiple of `stages`, or a stage waits forever.
    `lane_costs` has room for `count` lanes, `ends` for 2 x stages x chunks x count, `clocks` for
    `stages`. */
 void
