@@ -14,8 +14,8 @@ class Alignment:
     cuts what one context rank holds into tp equal parts. Nothing else needs padding.
     """
 
-    sequence: int = 1  # the length of every packed sequence is a multiple of this
-    total: int = 1  # that of every microbatch is a multiple of this, a multiple of `sequence`
+    sequence: int = 1  # every packed sequence length is a multiple of this
+    total: int = 1  # every microbatch length is a multiple of this; a multiple of `sequence`
 
     def __post_init__(self) -> None:
         assert self.total % self.sequence == 0

@@ -87,7 +87,7 @@ class OutStream:
 
     @property
     def num_bytes(self) -> int:
-        """Of a push."""
+        """Bytes sent in one push."""
         return self._packing.num_bytes
 
     def send(self, tensors: Mapping[str, Tensor]) -> list[NamedSum]:
@@ -156,7 +156,7 @@ class InStream:
 
     @property
     def num_bytes(self) -> int:
-        """Of a push."""
+        """Bytes received in one push."""
         return self._packing.num_bytes
 
     def receive(self, parameters: Mapping[str, Tensor]) -> list[NamedSum]:
