@@ -59,7 +59,7 @@ def train(
     """
     if (done := steps_done(cfg.train.run_dir / "checkpoints")) >= cfg.train.num_steps:
         if groups.rank == 0:
-            print(f"{cfg.train.run_dir} is complete: {done} steps of {cfg.train.num_steps}")
+            print(f"{cfg.train.run_dir} is complete: {done} of {cfg.train.num_steps} steps")
         return
     with ExitStack() as stack:
         training = Training(cfg, groups, device, num_hosts, token, watch, stack)

@@ -32,9 +32,9 @@ def setup_device(local_rank: int) -> torch.device:
     if torch.cuda.is_available():
         if local_rank >= (num_devices := torch.cuda.device_count()):
             raise ValueError(
-                f"rank {local_rank} of this host wants GPU {local_rank}, and sees {num_devices}: "
-                "start fewer ranks, or have each see all GPUs (srun: --gpus-per-node, not "
-                "--gpus-per-task)"
+                f"rank {local_rank} of this host needs GPU {local_rank}, but sees {num_devices} "
+                "GPU(s): start fewer ranks, or make all GPUs visible to each (srun: "
+                "--gpus-per-node, not --gpus-per-task)"
             )
         # Megatron's tensor-parallel layers order communication before computation by issuing both
         # to one hardware queue; the driver reads this when it creates the context.

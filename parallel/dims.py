@@ -50,7 +50,9 @@ class ParallelDims:
         axes = ("tensor", "context", "data", "pipeline", "virtual_pipeline", "expert")
         for axis in (*axes, "expert_tensor"):
             if getattr(self, axis) < 1:
-                raise ValueError(f"{axis} parallel size is {getattr(self, axis)}: at least 1")
+                raise ValueError(
+                    f"{axis} parallel size is {getattr(self, axis)}: it must be at least 1"
+                )
         if self.virtual_pipeline > 1 and self.pipeline == 1:
             raise ValueError(
                 f"virtual_pipeline({self.virtual_pipeline}) interleaves pipeline stages and needs "

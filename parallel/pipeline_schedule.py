@@ -29,7 +29,9 @@ def makespan(costs: np.ndarray, pipeline: int, virtual_pipeline: int = 1) -> np.
     """
     costs = np.ascontiguousarray(costs, dtype=np.float64)
     rows, count = costs.shape
-    assert virtual_pipeline == 1 or count % pipeline == 0, f"{count} of {pipeline} stages"
+    assert virtual_pipeline == 1 or count % pipeline == 0, (
+        f"{count} microbatches are not a multiple of {pipeline} stages"
+    )
     lane_costs = np.empty((count, LANES))
     ends = np.empty((2 * pipeline * virtual_pipeline * count, LANES))
     clocks, turn = np.empty((pipeline, LANES)), np.empty(pipeline, dtype=np.uintp)

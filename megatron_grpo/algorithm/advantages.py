@@ -161,7 +161,7 @@ class RewardGroups:
 
 
 def _valid(rewards: Tensor) -> Tensor:
-    assert not rewards.isinf().any(), "a reward that is infinite must not get here"
+    assert not rewards.isinf().any(), "rewards must be finite or NaN, not infinite"
     return ~rewards.isnan()
 
 

@@ -84,7 +84,7 @@ def grpo_loss(tokens: LossTokens, cfg: GRPOConfig, beta: float) -> GRPOLoss:
         beta: weight of the KL penalty in this step.
     """
     assert (tokens.ref_logprobs is None) == (cfg.beta == 0.0), (
-        "a reference is for the KL penalty, and only that"
+        f"beta is {cfg.beta}: reference log-probabilities are needed if and only if it is not 0"
     )
     logprobs, advantages, sequences = tokens.logprobs, tokens.advantages, tokens.sequences
     old = logprobs.detach() if tokens.old_logprobs is None else tokens.old_logprobs

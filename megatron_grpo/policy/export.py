@@ -42,7 +42,7 @@ def export_model(folder: Path, policy: Policy, cfg: Config, groups: Groups) -> N
     dist.all_reduce(written)  # also waits until all ranks have written
     if groups.rank == 0:
         wanted = sum(map(prod, hf_tensors(policy.shape).values()))
-        assert written == wanted, f"{written} elements written of a model of {wanted}"
+        assert written == wanted, f"{int(written)} of the model's {wanted} elements were written"
         finish_export(partial, folder)
 
 

@@ -292,8 +292,8 @@ def _check_overrides(overrides: Mapping[str, Any], decided: Mapping[str, Any]) -
             )
         if name in decided:
             raise ValueError(
-                f"model.megatron.{name} is not free: the model folder, parallel.* or what the "
-                "trainer does decides it; leave it out"
+                f"model.megatron.{name} is not free: it is determined by the model folder, "
+                "parallel.* or the trainer; leave it out"
             )
     if overrides.get("gradient_accumulation_fusion") and not find_spec(WGRAD_KERNELS):
         raise ValueError(

@@ -110,7 +110,7 @@ class WeightSync:
                 raise EnginesLost(str(failure))
             is_repeated = not are_others
             if engines is not None:
-                print(f"a push of weights is tried once more: {failure}", file=sys.stderr)
+                print(f"a push of weights failed and is repeated: {failure}", file=sys.stderr)
 
     def close(self) -> None:
         """Close this rank's links."""

@@ -61,7 +61,7 @@ def bucket_bytes_for(
     if not steps:
         least = NUM_SLOTS * num_links * BUCKET_STEP
         raise ValueError(
-            f"{limit_bytes} bytes are too few for {NUM_SLOTS} buffers of each of the {num_links} "
-            f"links of one process: at least {least} are needed ({BUCKET_STEP} a buffer)"
+            f"{limit_bytes} bytes are too few for {NUM_SLOTS} buffers for each of the {num_links} "
+            f"links of one process: at least {least} bytes are needed ({BUCKET_STEP} per buffer)"
         )
     return min(steps, -(-shard_bytes // BUCKET_STEP)) * BUCKET_STEP

@@ -118,7 +118,7 @@ def connect(address: Address, key: str, peer: str, timeout: timedelta) -> Wire:
             host, port = address
             connection = socket.create_connection((host, port), timeout.total_seconds())
     except OSError as error:
-        raise LinkError(f"{peer} does not listen for its link: {error}") from error
+        raise LinkError(f"cannot connect to {peer}: {error}") from error
     wire = Wire(_prompt(connection), peer, timeout)
     try:
         wire.send(memoryview(key.encode()))

@@ -89,7 +89,7 @@ class Board:
             if time.monotonic() > deadline:
                 late = dict.fromkeys(who for name, who in names.items() if not self._has([name]))
                 seconds = timeout.total_seconds()
-                raise LinkError(f"no word of {', '.join(late)} within {seconds:g} s")
+                raise LinkError(f"no message from {', '.join(late)} within {seconds:g} s")
             time.sleep(POLL_SECONDS)
         return self._texts([*names])
 
@@ -106,7 +106,7 @@ class Board:
         length = 2 * hashlib.sha256().digest_size
         seal, text = said[:length], said[length:].decode(errors="replace")
         if not hmac.compare_digest(seal, self._seal(name, text).encode()):
-            raise LinkError(f"{name!r} at the meeting was written by somebody without its key")
+            raise LinkError(f"{name!r} at the meeting was not signed with its key")
         return text
 
     def _seal(self, name: str, text: str) -> str:
@@ -146,7 +146,7 @@ def join(meeting: Meeting, timeout: timedelta) -> Board:
     try:
         store = TCPStore(meeting.host, meeting.port, wait_for_workers=False, timeout=timeout)
     except DistError as error:
-        raise LinkError(f"no store at {meeting.host} port {meeting.port}: {error}") from None
+        raise LinkError(f"no meeting at {meeting.host} port {meeting.port}: {error}") from None
     return Board(store, meeting.key)
 
 

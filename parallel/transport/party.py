@@ -93,9 +93,9 @@ class Party:
             return True
         if self.device.type == "cuda" and said.split()[-1] == here.split()[-1]:
             raise LinkError(
-                f"{worker} and {self.name} are on one GPU, and NCCL does not go from a GPU to "
-                "itself: leave rollout.weight_transport at auto, and give both one namespace of "
-                "network and of inter-process communication (docker: --network=host --ipc=host)"
+                f"{worker} and {self.name} are on one GPU, and NCCL cannot connect a GPU to "
+                "itself: leave rollout.weight_transport at auto, and run both in the same network "
+                "and IPC namespaces (docker: --network=host --ipc=host)"
             )
         return False
 

@@ -93,4 +93,4 @@ class Wire:
 
     def mute(self) -> LinkError:
         """What to raise when a wait has taken too long."""
-        return LinkError(f"{self.peer} has moved nothing for {self.seconds:g} s")
+        return LinkError(f"{self.peer} has made no progress for {self.seconds:g} s")

@@ -41,10 +41,10 @@ class WirePlan:
         except ValidationError as error:
             raise ValueError(f"not a plan of arriving weights: {error}") from error
         if not isinstance(getattr(torch, plan.dtype, None), torch.dtype):
-            raise ValueError(f"not a plan of arriving weights: {plan.dtype!r} is no dtype")
+            raise ValueError(f"not a plan of arriving weights: {plan.dtype!r} is not a dtype")
         for box in plan.boxes:
             if len(box) < 3 or not len(box) % 2 or box[0] >= len(plan.names):
-                raise ValueError(f"not a plan of arriving weights: {box} is no box")
+                raise ValueError(f"not a plan of arriving weights: {box} is not a box")
         return plan
 
     @property
@@ -83,9 +83,9 @@ def check_plans(
     }
     for name, box in (*arrivals, *zeros):
         if name in shapes and len(box.start) != len(shapes[name]):
-            faults[f"{name}: {box} is no box of its shape {shapes[name]}"] = None
+            faults[f"{name}: {box} is not a box of its shape {shapes[name]}"] = None
     if faults:
-        raise ValueError("the weights do not suit the parameters:\n  " + "\n  ".join(faults))
+        raise ValueError("the weights do not fit the parameters:\n  " + "\n  ".join(faults))
     check_arrivals(
         Layout(shapes, (), zeros), [Copy(name, box, name, box) for name, box in arrivals]
     )

@@ -221,7 +221,7 @@ def test_a_run_can_be_extended_and_its_learning_rate_follows_the_new_length(
             f"train.num_steps={num_steps}",
             "optimizer.lr_decay_style=linear",
         )
-    assert "is complete: 3 steps of 3" in ended.output
+    assert "is complete: 3 of 3 steps" in ended.output
     rates = [record["lr"] for record in read_metrics(tmp_path / "run")]
     assert rates[1:] == pytest.approx([1e-3 * 2 / 3, 1e-3 / 3])
 

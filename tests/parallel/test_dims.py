@@ -105,7 +105,7 @@ def test_a_mesh_that_does_not_fill_the_world_names_every_factor_and_a_legal_valu
     [
         ({"tensor": 0}, "tensor parallel size is 0"),
         ({"virtual_pipeline": 2}, "needs pipeline > 1"),
-        ({"expert": -1}, "expert parallel size is -1: at least 1"),
+        ({"expert": -1}, "expert parallel size is -1: it must be at least 1"),
         ({"data": 4, "expert": 3}, r"expert\(3\) must divide .* legal values are \[1, 2, 4\]"),
         (
             {"tensor": 2, "context": 2, "data": 3, "expert_tensor": 8},

@@ -288,7 +288,8 @@ def open_outbox(sends, timeout=0.3, bucket_bytes=BUCKET):
 
 
 def test_workers_that_do_not_come_are_named_after_the_time_out():
-    with pytest.raises(LinkError, match=r"no word of engine 0 worker 0, engine 0 worker 1 within"):
+    late = r"no message from engine 0 worker 0, engine 0 worker 1 within"
+    with pytest.raises(LinkError, match=late):
         open_outbox(plan_sends(sender_of(0), LAYOUTS, BUCKET // 2))
 
 
@@ -439,7 +440,7 @@ def test_nobody_connects_where_a_stranger_says_that_a_rank_listens():
     with socket.create_server(("127.0.0.1", 0)) as trap:
         address = json.dumps(trap.getsockname())
         stranger.set(f"{prefix}/link/0/0/0", hashlib.sha256(address.encode()).hexdigest() + address)
-        with pytest.raises(LinkError, match="'link/0/0/0' at the meeting was written by somebody"):
+        with pytest.raises(LinkError, match="'link/0/0/0' at the meeting was not signed"):
             Inbox.open(invitation, 0, 0, {"w": torch.zeros(4, 4)}, CPU, TIMEOUT)
         trap.settimeout(0)
         with pytest.raises(BlockingIOError):
@@ -459,7 +460,7 @@ def test_a_stranger_does_not_pass_for_a_worker():
         board_of_all.read({"plan/0/0": "the rank"}, TIMEOUT)
         prefix, _, _ = stranger.list_keys()[0].partition("/")
         stranger.set(f"{prefix}/place/0/0", place(CPU))
-        with pytest.raises(LinkError, match="'place/0/0' at the meeting was written by somebody"):
+        with pytest.raises(LinkError, match="'place/0/0' at the meeting was not signed"):
             opening.result(timeout=SOON)
         assert not any("link/" in name for name in stranger.list_keys())
 
@@ -538,7 +539,8 @@ def test_a_copy_larger_than_a_bucket_is_refused_before_anything_is_said():
 def test_trainer_ranks_that_do_not_come_are_named_after_the_time_out():
     meeting, board = open_meeting("127.0.0.1")
     invitation = invitation_to(meeting, 1, network_only=False)
-    with pytest.raises(LinkError, match=r"no word of trainer rank 0, trainer rank 1 within 0\.3 s"):
+    late = r"no message from trainer rank 0, trainer rank 1 within 0\.3 s"
+    with pytest.raises(LinkError, match=late):
         Inbox.open(invitation, 0, 0, {}, CPU, timedelta(seconds=0.3))
     del board
 

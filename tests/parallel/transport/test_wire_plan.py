@@ -109,8 +109,8 @@ def test_plans_that_fill_every_parameter_together_are_taken():
         ([arriving(("w", (0,), (4,)), WHOLE[1])], r"w: 1 of 4 .* several pieces"),  # padding
         ([arriving(*WHOLE, ("x", (0,), (1,)))], r"x: there is no such tensor"),
         ([arriving(WHOLE[0], ("m", (0, 0), (3, 2)))], r"m: .* is outside its shape \(2, 3\)"),
-        ([arriving(WHOLE[0], ("m", (0,), (2,)))], r"m: .* is no box of its shape \(2, 3\)"),
-        ([arriving(WHOLE[0], ("m", (0, 0, 0), (2, 3, 1)))], r"m: .* is no box of its shape"),
+        ([arriving(WHOLE[0], ("m", (0,), (2,)))], r"m: .* is not a box of its shape \(2, 3\)"),
+        ([arriving(WHOLE[0], ("m", (0, 0, 0), (2, 3, 1)))], r"m: .* is not a box of its shape"),
         (
             [arriving(*WHOLE, dtype=torch.float16)],
             r"w is torch\.bfloat16, and arrives as torch\.float16\n.*m is torch\.bfloat16",
