@@ -119,7 +119,7 @@ def _between(box: Box, low: int, high: int) -> Box | None:
 
 
 def check_arrivals(worker: Layout, copies: Iterable[Copy]) -> None:
-    """Raise ValueError, listing every fault, unless each element of a worker arrives just once."""
+    """Raise ValueError, listing every fault, unless all of a worker arrives, and exactly once."""
     pieces = tuple(
         Piece(copy.destination, copy.destination_box, copy.destination, copy.destination_box)
         for copy in copies

@@ -31,7 +31,7 @@ class LossTokens:
     sequences: SequenceMeans
     """The n sequences of the microbatch."""
     sequence_index: Tensor
-    """[n] index of each sequence in the optimizer batch; -1 for padding."""
+    """[n] index of each in the optimizer batch; -1 for padding and shared prompts."""
 
     @classmethod
     def of(

@@ -30,7 +30,7 @@ class Outgoing(Link, Protocol):
     """The sender's end."""
 
     def next_buffer(self) -> Tensor:
-        """The buffer to fill next, uint8 [bucket_bytes], once its last contents have been sent."""
+        """The buffer to fill next, uint8 [bucket_bytes], once its previous contents are sent."""
 
     def hand_over(self, num_bytes: int) -> None:
         """Send the first `num_bytes` of the buffer just filled."""

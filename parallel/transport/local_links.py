@@ -1,4 +1,4 @@
-"""Links within one host: both ends share memory, and signal over a socket whose turn it is."""
+"""Links within one host: both ends share memory, and take turns by signals over a socket."""
 
 from collections.abc import Iterator, Sequence
 from typing import Protocol

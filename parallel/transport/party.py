@@ -87,7 +87,7 @@ class Party:
         return [self._offer(name, worker, is_near[worker]) for name, worker in links.items()]
 
     def _is_near(self, worker: Worker, said: str) -> bool:
-        """Whether a receiver that published the place `said` shares memory with this process."""
+        """Whether the link to a receiver that published the place `said` shares memory."""
         here = place(self.device)
         if said == here and not self.invitation.network_only:
             return True
