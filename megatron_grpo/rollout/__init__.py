@@ -1,4 +1,4 @@
-"""Rollouts: engines as processes of their own, and the client that speaks to them."""
+"""Rollouts: inference engines in their own processes, and the trainer's client for them."""
 
 from megatron_grpo.rollout.client import RolloutClient
 from megatron_grpo.rollout.engine_error import EngineError, EnginesLost, EnginesOut

@@ -1,8 +1,8 @@
-"""Who may speak to a rollout engine: whoever holds the job's token, at one address of its host.
+"""Access control of a rollout engine: a bearer token, on one address of its host.
 
-An engine's routes make it compute, take other weights, and run methods of its workers by name. So
-all of them but GET /health want the header `Authorization: Bearer TOKEN`. It keeps out the other
-users of the machine and of the network, not who can listen on the way: there is no encryption.
+An engine's routes make it compute, load other weights and call methods of its workers by name. So
+every route except GET /health requires the header `Authorization: Bearer TOKEN`. This keeps out
+other users of the machine and the network, but not eavesdroppers: nothing is encrypted.
 """
 
 import hmac
@@ -23,7 +23,7 @@ REFUSAL = json.dumps(
         }
     }
 ).encode()
-"""The body of an answer with status 401."""
+"""The body of a 401 response."""
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -33,7 +33,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 def check_host(host: str) -> None:
-    """Raise ValueError unless an engine may listen on `host`: one IP address of this machine."""
+    """Raise ValueError unless `host` is a specific IP address of this machine."""
     try:
         address = ip_address(host)
     except ValueError:
@@ -60,17 +60,17 @@ def check_host(host: str) -> None:
 
 
 def is_allowed(method: str, route: str, authorization: bytes, token: str) -> bool:
-    """Whether to answer a request that has the header `authorization`, empty if it has none."""
+    """Whether to serve a request with the header `authorization` (empty if it has none)."""
     if (method, route) == ("GET", "/health"):
         return True
     return hmac.compare_digest(authorization, bearer(token)["Authorization"].encode())
 
 
 class TokenGuard:
-    """ASGI middleware that answers 401, in the place of `app`, to whoever lacks the token.
+    """ASGI middleware that answers requests without the token with 401 instead of calling `app`.
 
-    vLLM makes it, in its API server, from `--middleware`. KeyError when the environment has no
-    token: an engine without one does not start.
+    vLLM's API server creates it from `--middleware`. Raises KeyError when the environment has no
+    token, so that an engine without one does not start.
     """
 
     def __init__(self, app: App) -> None:
@@ -78,7 +78,7 @@ class TokenGuard:
         self.token = os.environ[TOKEN_VARIABLE]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the request through, or refuse it."""
+        """Pass the request on, or refuse it."""
         if scope["type"] == "lifespan":  # the server's own start and end
             await self.app(scope, receive, send)
             return
@@ -87,7 +87,7 @@ class TokenGuard:
         if is_allowed(scope.get("method", ""), scope["path"], authorization, self.token):
             await self.app(scope, receive, send)
         elif scope["type"] == "websocket":
-            # Before it is accepted: the server then answers the handshake with 403.
+            # Closed before it is accepted: the server answers the handshake with 403.
             await send({"type": "websocket.close", "code": 1008})
         else:
             headers = [

@@ -1,4 +1,4 @@
-"""The trainer's side of the rollout engines: prompts out and samples back, new weights out."""
+"""The trainer's client of the rollout engines: requests samples and pushes new weights."""
 
 import asyncio
 import time
@@ -26,15 +26,15 @@ T = TypeVar("T")
 
 
 class RolloutClient:
-    """Speaks vLLM's HTTP routes with all engines of a fleet at once.
+    """Talks to all engines of a fleet at once, over vLLM's HTTP routes.
 
-    An engine that fails is lost to the fleet, and the others go on: a generation at once, a push
-    from its start. Errors that no other engine would cure are raised, and name the engine:
-    EngineError when its answer is not what was asked for, TimeoutError when it is well and has not
-    answered within `rollout.request_timeout`.
+    When an engine fails, the fleet loses it and the others carry on: a generation continues at
+    once, a push starts over. Errors that another engine would not fix are raised and name the
+    engine: EngineError when its answer is not what was asked for, TimeoutError when it is healthy
+    but has not answered within `rollout.request_timeout`.
 
-    A push is for the engines that `assemble` found; who fails in it is asked nothing more, and is
-    lost when the next one assembles.
+    A push goes to the engines found by `assemble`. An engine that fails during a push gets no more
+    requests and is counted as lost at the next `assemble`.
     """
 
     def __init__(self, fleet: Fleet, rollout: RolloutConfig) -> None:
@@ -47,13 +47,13 @@ class RolloutClient:
         self._links = ""
 
     def generate(self, generation: Requests) -> list[Sample]:
-        """All samples of `generation`, once every request of it is answered.
+        """Return all samples of `generation` once every request is answered.
 
-        Requests are dealt to the engines that serve in contiguous equal shares, and what follows a
-        request goes to the engine that has answered it. What an engine that
-        is lost has not answered is dealt to those that are left when these are done with their own.
-        Raises EnginesOut when none is left: what was answered by then counts when it is called
-        again. Raises Preempted once `cancel` was called.
+        Open requests are dealt to the serving engines in contiguous, equal shares; a follow-up
+        request goes to the engine that answered its predecessor. Requests that a lost engine left
+        unanswered are dealt to the remaining engines when those have finished their own shares.
+        Raises EnginesOut when no engine is left; calling again with the same `generation` keeps the
+        answers received so far. Raises Preempted once `cancel` was called.
         """
 
         async def until_answered() -> None:
@@ -68,7 +68,7 @@ class RolloutClient:
         return generation.samples()
 
     def cancel(self) -> None:
-        """End a running `generate`, and all that waits for engines, soon; from any thread."""
+        """Make a running `generate` or `assemble` raise Preempted soon; from any thread."""
         self._is_cancelled = True
 
     async def _raise_when_cancelled(self) -> NoReturn:
@@ -77,7 +77,7 @@ class RolloutClient:
         raise Preempted("the generation was given up")
 
     async def _deal(self, generation: Requests) -> None:
-        """Ask the engines that serve for all that is open."""
+        """Distribute all open requests over the serving engines."""
         serving = self.fleet.serving
         if not serving:
             raise EnginesOut(f"no rollout engine serves:\n{self.fleet.account()}")
@@ -97,13 +97,14 @@ class RolloutClient:
         )
 
     def assemble(self, check: Callable[[list[EngineReport]], None]) -> tuple[int, int]:
-        """Find the engines that the next push is for: all that are well.
+        """Find the engines for the next push: all healthy ones.
 
-        Those that come back take part when `check`, which may raise ValueError, finds in what their
-        workers hold no fault. While one is well, no other is waited for; else one is, for
-        `rollout.startup_timeout` seconds, after which EnginesLost says how each ended.
+        An engine that came back takes part if `check` accepts the parameters of its workers, that
+        is, does not raise ValueError. As long as one engine is healthy, no other is waited for.
+        Otherwise, wait up to `rollout.startup_timeout` seconds for one, then raise EnginesLost,
+        which says how each ended.
 
-        Returns the number of engines, and a number that is new when they are others than before.
+        Returns the number of engines, and an id that changes when one joins, leaves or restarts.
         """
         for url, error in self._failed.items():
             self.fleet.lose(url, str(error))
@@ -124,22 +125,22 @@ class RolloutClient:
             try:
                 [workers] = self._on([url], _describe, {})
                 check(workers)
-            except (EngineError, ValueError) as error:  # whatever answers there now is no use to us
+            except (EngineError, ValueError) as error:  # whatever answers there now is unusable
                 self.fleet.lose(url, str(error))
             else:
                 self.fleet.welcome(url)
         return bool(self.fleet.up)
 
     def describe_parameters(self) -> dict[str, list[EngineReport]]:
-        """Shape and dtype of the parameters of every worker, by the engine's address."""
+        """Parameter shapes and dtypes of every worker, by engine address."""
         urls = [url for url, _ in self.fleet.up]
         return dict(zip(urls, self._on(urls, _describe, {}), strict=True))
 
     def connect(self, invitation: Json, is_sending: Callable[[], bool]) -> None:
-        """Have every worker of every engine make the links that `invitation` is for.
+        """Make every worker of every engine open the links described by `invitation`.
 
-        Returns when all have made them or have failed, which `check_push` tells; those who send
-        must make theirs meanwhile, and `is_sending` say until when they are at it.
+        Returns when all workers have connected or failed; `check_push` reports failures. The
+        senders must connect at the same time, and `is_sending` returns True until they are done.
         """
         self._links = links = uuid.uuid4().hex
         urls = self._urls
@@ -150,28 +151,31 @@ class RolloutClient:
         self._on_all(connect, is_sending)
 
     def begin_push(self, push: str) -> None:
-        """Pause the engines; from here on they hold no version, and drop what they have cached."""
+        """Pause the engines, drop their caches and mark their weights as having no version."""
         self.fleet.begin_push(self._urls)
         self._on_all(lambda engine: engine.begin_push(push, self._links))
 
     def receive_push(self, push: str, is_sending: Callable[[], bool]) -> None:
-        """Have every worker receive its shard; returns when all have, or have failed."""
+        """Make every worker receive its shard; returns when all have finished or failed."""
         self._on_all(lambda engine: engine.ask("receive_push", push=push), is_sending)
 
     def check_push(self, push: str, expected: Sequence[WorkerSums] | None) -> None:
-        """Raise EngineError unless each worker of every engine has loaded `push` and holds weights
-        of the checksums in `expected`, one for each worker of an engine, unless it is None."""
+        """Raise EngineError unless every worker of every engine has loaded `push`.
+
+        If `expected` is given, one entry for each worker of an engine, the checksums of their
+        weights must match it, too.
+        """
         reports = self._on_all(lambda engine: engine.ask("push_report"))
         check_reports(self._urls, reports, push, expected)
 
     def finish_push(self, push: str, policy_version: int) -> None:
-        """Have every engine serve `push` as `policy_version`."""
+        """Make every engine serve `push` as `policy_version`."""
         self._on_all(lambda engine: engine.finish_push(push, policy_version))
         self._on_all(lambda engine: engine.post("/resume"))
         self.fleet.finish_push(self._urls)
 
     def serve_loaded(self) -> None:
-        """Have every engine serve, as LOADED_VERSION, what it has loaded itself."""
+        """Make every engine serve the weights that it loaded itself, as LOADED_VERSION."""
         self._on_all(lambda engine: engine.serve_loaded())
         self.fleet.finish_push(self._urls)
 
@@ -184,9 +188,9 @@ class RolloutClient:
         action: Callable[[Engine], Coroutine[Any, Any, T]],
         is_sending: Callable[[], bool] = lambda: False,
     ) -> list[T]:
-        """What all engines of the push return; the first failure ends the others.
+        """Run `action` on all engines of the push; the first failure cancels the others.
 
-        While something is sent to them they may take their time: that has a limit of its own.
+        While `is_sending`, a busy engine does not count as hung: transfers have their own limit.
         """
         for error in self._failed.values():
             raise error
@@ -231,6 +235,6 @@ async def _describe(engine: Engine) -> list[EngineReport]:
 
 
 def equal_shares(items: Sequence[T], count: int) -> list[Sequence[T]]:
-    """`items` cut into `count` contiguous parts whose sizes differ by one at most."""
+    """Split `items` into `count` contiguous parts whose sizes differ by at most one."""
     bounds = [len(items) * part // count for part in range(count + 1)]
     return [items[start:end] for start, end in pairwise(bounds)]

@@ -1,10 +1,10 @@
-"""What a generation reports of its completions, whatever they are worth."""
+"""Metrics of the completions of a generation that do not depend on rewards."""
 
 from collections.abc import Sequence
 
 
 def completion_metrics(lengths: Sequence[int], truncated: Sequence[bool]) -> dict[str, float]:
-    """Lengths of the completions in tokens, and the share that met the length limit."""
+    """Completion lengths in tokens, and the fraction that reached the length limit."""
     return {
         "completions/mean_length": sum(lengths) / len(lengths),
         "completions/min_length": float(min(lengths)),
@@ -14,8 +14,8 @@ def completion_metrics(lengths: Sequence[int], truncated: Sequence[bool]) -> dic
 
 
 def dialogue_metrics(num_turns: Sequence[int], finish_reasons: Sequence[str]) -> dict[str, float]:
-    """Turns of the model that environments have answered; the shares of dialogues that met
-    `environment.max_turns`, and whose environment failed."""
+    """Model turns answered by the environment, and the fractions of dialogues that reached
+    `environment.max_turns` or whose environment failed."""
     return {
         "num_turns/mean": sum(num_turns) / len(num_turns),
         "num_turns/max": float(max(num_turns)),

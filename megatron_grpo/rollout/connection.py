@@ -1,4 +1,4 @@
-"""How the trainer reaches an engine by HTTP."""
+"""The trainer's HTTP connection to an engine."""
 
 import ssl
 from functools import cache
@@ -13,19 +13,19 @@ HEALTH_TIMEOUT = 2.0
 def connect(
     url: str, token: str, request_timeout: float, connect_timeout: float
 ) -> httpx.AsyncClient:
-    """A client of the engine at `url`; any number of requests may be open at once."""
+    """An HTTP client for the engine at `url`, without a limit on concurrent requests."""
     return httpx.AsyncClient(
         base_url=url,
         headers=bearer(token),
         timeout=httpx.Timeout(request_timeout, connect=connect_timeout),
         limits=httpx.Limits(),
-        trust_env=False,  # a proxy of the environment is not for engines
+        trust_env=False,  # ignore proxy settings of the environment
         verify=_certificates(),
     )
 
 
 def is_healthy(url: str, timeout: float = HEALTH_TIMEOUT) -> bool:
-    """Whether the engine at `url` answers within `timeout` seconds that it is ready."""
+    """Whether the engine at `url` reports within `timeout` seconds that it is ready."""
     try:
         return httpx.get(
             f"{url}/health", timeout=timeout, trust_env=False, verify=_certificates()
@@ -36,5 +36,5 @@ def is_healthy(url: str, timeout: float = HEALTH_TIMEOUT) -> bool:
 
 @cache
 def _certificates() -> ssl.SSLContext:
-    """Read once: reading them takes longer than most answers of an engine."""
+    """Cached: loading the certificates takes longer than most requests to an engine."""
     return httpx.create_ssl_context(trust_env=False)

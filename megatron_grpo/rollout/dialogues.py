@@ -1,4 +1,4 @@
-"""A generation whose samples speak with environments, each at its own pace."""
+"""Multi-turn generation: each sample interacts with its environment at its own pace."""
 
 import asyncio
 from collections.abc import Sequence
@@ -16,29 +16,29 @@ from megatron_grpo.rollout.turns import Turns
 
 @dataclass
 class Dialogue:
-    """One sample in the making: turns of the model, and between them observations."""
+    """One sample in progress: turns of the model with observations between them."""
 
     prompt: Prompt
     sample_index: int
     instance: Instance
     pending: Future[Any] | None
-    """What the environment is asked and has not answered, or nobody has looked at the answer."""
+    """The environment's answer, while it is outstanding or not yet processed."""
     room: int
-    """How many tokens may still follow."""
+    """Number of tokens that may still be appended."""
     completion_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     loss_mask: list[bool] = field(default_factory=list)
     text: str = ""
     step_rewards: list[tuple[int, float]] = field(default_factory=list)
     finish_reason: str = ""
-    """Empty until it has ended."""
+    """Empty until the dialogue ends."""
     failure: str = ""
     """How the environment failed, if it did."""
     _is_cut: bool = False
     """Whether the last turn has no end token."""
 
     def take_turn(self, choice: Json) -> None:
-        """Append a turn of the model, and have the environment answer it."""
+        """Append a turn of the model and submit it to the environment."""
         tokens = choice["token_ids"]
         self._append(tokens, [token["logprob"] for token in choice["logprobs"]["content"]], True)
         self.text += choice["text"]
@@ -46,7 +46,7 @@ class Dialogue:
         self.pending = self.instance.step(choice["text"])
 
     def take_first(self, observation: str | None, turns: Turns) -> None:
-        """Begin, with what the environment has said to the prompt."""
+        """Begin, with the first observation (if any) appended to the prompt."""
         if observation is None:
             return
         longer = turns.first(self.prompt, observation)
@@ -59,7 +59,7 @@ class Dialogue:
             )
 
     def take_step(self, step: Step, turns: Turns, max_turns: int) -> None:
-        """Go on after an answer of the environment, or end."""
+        """Append the observation of an environment step, or end the dialogue."""
         self.step_rewards.append((len(self.completion_ids) - 1, step.reward))
         if self._is_cut:
             self.finish_reason = "length"
@@ -87,12 +87,12 @@ class Dialogue:
 
 
 class DialogueGeneration:
-    """`num_generations` dialogues about each prompt; otherwise like a `Generation`.
+    """`num_generations` dialogues for each prompt; otherwise like a `Generation`.
 
-    Each turn is a request of its own, with all tokens so far, whose prefix the engine has cached.
-    A dialogue whose engine is lost goes on at another with the same request: what the environment
-    has been asked it is not asked again. Seeds depend on no moment; but where vLLM forms batches of
-    what has arrived, sums round differently from run to run, and some token may be another.
+    Each turn is a separate request with all tokens so far; the engine has their prefix cached. If
+    an engine is lost, its dialogues continue on another one with the same request, and environment
+    steps already taken are not repeated. Seeds do not depend on timing, but vLLM batches turns as
+    they arrive, so sums round differently from run to run and some tokens may differ.
     """
 
     def __init__(
@@ -112,16 +112,16 @@ class DialogueGeneration:
     ) -> None:
         self.policy_version = policy_version
         self.engines: set[str] = set()
-        """Addresses of those that have answered."""
+        """Addresses of the engines that have answered."""
         self._num_generations = num_generations
         self._sampling: Json = {
             "n": 1,
             "temperature": temperature,
             "top_p": 1.0,
             "top_k": -1,
-            "logprobs": 0,  # of the sampled token alone
+            "logprobs": 0,  # only of the sampled token
             "stop_token_ids": [*stop_token_ids],
-            "ignore_eos": True,  # the tokenizer's one end token; those of the model are above
+            "ignore_eos": True,  # the tokenizer's; all of the model's are stop tokens above
         }
         self._seed, self._step = seed, step
         self._turns, self._max_turns = turns, max_turns
@@ -136,9 +136,9 @@ class DialogueGeneration:
 
     @property
     def open(self) -> dict[int, Json]:
-        """The next request of every dialogue that has not ended, by its number.
+        """The next request of every dialogue that has not ended, by dialogue number.
 
-        None waits for its environment: those are to `settle` first.
+        `settle` must be awaited first, so that no dialogue is waiting for its environment.
         """
         return {
             number: self._request(number, dialogue)
@@ -148,7 +148,7 @@ class DialogueGeneration:
 
     @property
     def failures(self) -> list[str]:
-        """How environments failed, by prompt and sample."""
+        """One line per dialogue whose environment failed, with prompt, sample and turn."""
         return [
             f"prompt {dialogue.prompt.index}, sample {dialogue.sample_index}, turn "
             f"{len(dialogue.step_rewards) + 1}: {dialogue.failure}"
@@ -157,11 +157,11 @@ class DialogueGeneration:
         ]
 
     async def settle(self) -> None:
-        """Wait for all that environments have been asked."""
+        """Wait for all outstanding answers of environments."""
         await together(map(self._settle, self.dialogues))
 
     async def take(self, number: int, answer: Json, url: str) -> Json | None:
-        """Take a turn from the engine at `url`; the next request, unless the dialogue has ended."""
+        """Process a turn from the engine at `url`; returns the next request, None at the end."""
         dialogue = self.dialogues[number]
         dialogue.take_turn(answer["choices"][0])
         self.engines.add(url)
@@ -169,7 +169,7 @@ class DialogueGeneration:
         return None if dialogue.finish_reason else self._request(number, dialogue)
 
     def samples(self) -> list[Sample]:
-        """All of them, in the order of the prompts, once every dialogue has ended."""
+        """All samples, in the order of the prompts, once every dialogue has ended."""
         assert all(dialogue.finish_reason for dialogue in self.dialogues)
         return [
             Sample(
@@ -187,15 +187,15 @@ class DialogueGeneration:
         ]
 
     def abandon(self) -> None:
-        """End the environments of all dialogues that have not ended, whatever they are at."""
+        """End the environments of all dialogues that have not ended, even in mid-step."""
         for dialogue in self.dialogues:
             if not dialogue.finish_reason:
                 dialogue.instance.end()
 
     async def _settle(self, dialogue: Dialogue) -> None:
-        """Have the answer of its environment, and go on by it.
+        """Wait for the answer of the dialogue's environment and process it.
 
-        Who is cancelled here leaves the question open: somebody else may wait for its answer.
+        If this is cancelled while it waits, the answer stays pending for a later call.
         """
         if dialogue.pending is None:
             return

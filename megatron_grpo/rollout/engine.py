@@ -1,4 +1,4 @@
-"""One rollout engine, as the trainer speaks to it."""
+"""The trainer's client of one rollout engine."""
 
 import asyncio
 import re
@@ -20,11 +20,11 @@ from megatron_grpo.rollout.tasks import beside, together
 POLL_INTERVAL = 0.01
 PROBE_INTERVAL = 1.0
 RESUME_SECONDS = 2.0
-# What vLLM sends in the place of a log-probability that is no number.
+# What vLLM sends instead of a log-probability that is not finite.
 NOT_FINITE = -9999.0
-# What samples bear while an engine holds no complete weights.
+# Version that samples are labelled with while an engine holds no complete weights.
 NO_VERSION = "none"
-# Of the page of metrics that Prometheus reads; one line for each replica behind the address.
+# In the Prometheus metrics: one line for each replica behind the address.
 GENERATED_TOKENS = re.compile(r"^vllm:generation_tokens_total(?:{.*})? (\S+)$", re.MULTILINE)
 
 Json = dict[str, Any]
@@ -32,21 +32,21 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Patience:
-    """Seconds after which an engine hangs."""
+    """Seconds after which an engine counts as hung."""
 
     health: float
-    """Without an answer to a probe."""
+    """Without an answer to a health probe."""
     stall: float
     """Without a sign of progress."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine that we are connected to, by vLLM's routes.
+    """A connection to one engine, over vLLM's routes.
 
-    EngineDown when it is dead, hangs, fails or refuses the token; EngineStale when it lacks
-    weights; EngineError when its answer is another error or not what was asked for; TimeoutError
-    when it is well and has not answered a request in time. All name it.
+    Methods raise EngineDown when the engine is dead, hangs, fails or refuses the token; EngineStale
+    when it lacks weights; EngineError when it answers with another error or not what was asked for;
+    TimeoutError when it is healthy but has not answered a request in time. All name the engine.
     """
 
     url: str
@@ -59,12 +59,12 @@ class Engine:
         policy_version: int,
         take: Callable[[int, Json, str], Awaitable[Json | None]],
     ) -> None:
-        """Have the engine answer `requests`, which it begins all at once, in the order of priority.
+        """Make the engine answer `requests`, which it starts together, in the order of priority.
 
-        Each answer goes to `take` as it comes, and the engine is asked for what that returns. While
-        all answers are with `take`, the engine has nothing to get on with. It must hold complete
-        weights of `policy_version` before, and those of the same push afterwards, so that they were
-        there all the time.
+        Each answer is passed to `take` as it arrives; a follow-up request that `take` returns is
+        sent next. While every answer is being processed by `take`, the engine has nothing to do and
+        does not count as hung. The engine must hold complete weights of `policy_version` at the
+        start and those of the same push at the end, so that it held them throughout.
         """
         num_asked = num_answered = 0
 
@@ -91,26 +91,26 @@ class Engine:
                 )
 
     async def _at_once(self, asks: Sequence[Callable[[], Coroutine[Any, Any, None]]]) -> None:
-        """Have the engine hold `asks` back until it has them all.
+        """Make the engine hold requests back until all of `asks` have arrived.
 
-        An engine that began with what had arrived by then would form other batches every time; sums
-        would round differently, and now and then another token would be sampled.
+        If it started with whatever had arrived by then, batches would differ from run to run: sums
+        would round differently, and now and then a different token would be sampled.
         """
 
         async def release() -> None:
             while await self._load() < before + len(asks):
                 await asyncio.sleep(POLL_INTERVAL)
-            # Counted is not yet with vLLM's core: an engine's first requests ask that something
-            # before. It answers in turn, so that those have gone on when this is answered.
+            # A counted request may not have reached vLLM's core yet: an engine's first requests ask
+            # the core something before. It answers in order, so after this call they have gone on.
             await self._held_push()
             await self.post("/resume")
 
         try:
             await self.pause()
-            before = await self._load()  # not 0 where a request that was given up is counted wrong
+            before = await self._load()  # not 0 if an abandoned request is still counted
             await together([release(), *(ask() for ask in asks)])
         except BaseException:
-            # The requests were given up, and the engine aborts them: it is not to stay paused.
+            # The requests are cancelled and the engine aborts them: it must not stay paused.
             with suppress(Exception):
                 async with asyncio.timeout(RESUME_SECONDS):
                     await self.post("/resume")
@@ -119,9 +119,10 @@ class Engine:
     async def watch(self, progress: Callable[[], object]) -> NoReturn:
         """Raise EngineDown once the engine hangs.
 
-        That is when it leaves a probe unanswered, or when it neither generates a token nor
-        `progress()` changes, for as long as `patience` says. A server may be too busy to answer a
-        probe while it sends what was asked for: progress counts there, too.
+        It hangs when a probe stays unanswered for `patience.health` seconds, or when for
+        `patience.stall` seconds it generates no token and `progress()` does not change. A server
+        may be too busy sending answers to respond to a probe: an unanswered probe is ignored if
+        `progress()` changed meanwhile.
         """
         seen, since = None, time.monotonic()
         while True:
@@ -147,31 +148,31 @@ class Engine:
                 )
 
     async def connect(self, invitation: Json, index: int, links: str) -> None:
-        """Have its workers make links, to be known as `links`, to all that send to engine `index`.
+        """Make its workers open links, named `links`, to all ranks that send to engine `index`.
 
-        Where that fails, the report of the push says so.
+        Failures show in the report of the push.
         """
         info = {"invitation": invitation, "engine": index, "links": links}
         await self.post("/init_weight_transfer_engine", {"init_info": info})
 
     async def begin_push(self, push: str, links: str) -> None:
-        """Nothing runs from here on, so that nothing is cached, and the weights have no version.
+        """Pause the engine, so that nothing runs or gets cached, and clear the weight version.
 
-        The workers begin only if `links` are still theirs: another trainer may have connected.
+        The workers begin only if `links` are still current: another trainer may have connected.
         """
         await self.pause()
         await self.post("/update_weight_version", {"new_version": NO_VERSION})
         await self.ask("begin_push", push=push, links=links)
 
     async def finish_push(self, push: str, policy_version: int) -> None:
-        """Have the weights be those of `push`, and samples bear `policy_version`."""
+        """Mark the weights as those of `push`, and label samples with `policy_version`."""
         await self.ask("finish_push", push=push)
         await self.post("/update_weight_version", {"new_version": str(policy_version)})
 
     async def serve_loaded(self) -> None:
-        """Have samples bear LOADED_VERSION, of the weights that it has loaded itself.
+        """Serve the weights that the engine loaded itself; samples get the version LOADED_VERSION.
 
-        EngineStale where a push has touched them since.
+        Raises EngineStale if a push has changed these weights.
         """
         await self.ask("hold_loaded")
         if await self._held_push() != LOADED:
@@ -182,10 +183,10 @@ class Engine:
         await self.post("/update_weight_version", {"new_version": str(LOADED_VERSION)})
 
     async def ask(self, method: str, **arguments: str) -> list[Json]:
-        """What every worker answers, in the order of ranks, by a method of `PushWorker`.
+        """Call a method of `PushWorker` in every worker; returns their answers in rank order.
 
-        There is no time-out but that of the request: after one, vLLM would give the late answer to
-        whoever asks next.
+        vLLM itself is given no timeout: after one, it would return the late answers to the next
+        call.
         """
         question = uuid.uuid4().hex
         body = {"method": method, "kwargs": arguments | {"question": question}}
@@ -198,7 +199,7 @@ class Engine:
         return answers
 
     async def _push_of(self, policy_version: int) -> str:
-        """The push of `policy_version` whose weights it holds."""
+        """The push whose weights the engine holds; raises unless it is of `policy_version`."""
         push = await self._held_push()
         if not push:
             raise EngineStale(
@@ -214,18 +215,18 @@ class Engine:
         return push
 
     async def _held_push(self) -> str:
-        """The push whose weights all workers hold; empty where they hold no or different ones."""
+        """The push whose weights all workers hold; empty if they hold none or different ones."""
         pushes = {answer["push"] for answer in await self.ask("held_push")}
         return pushes.pop() if len(pushes) == 1 else ""
 
     async def _load(self) -> int:
-        """How many requests it has accepted and not answered."""
+        """Number of requests that the engine has accepted but not answered."""
         load: int = (await self.get("/load"))["server_load"]
         return load
 
     async def pause(self) -> None:
-        """Hold new requests back until /resume, and forget what was computed for earlier ones."""
-        await self.post("/pause?mode=keep&clear_cache=false")  # below we hear if it succeeded
+        """Hold new requests back until /resume, and drop the prefix cache."""
+        await self.post("/pause?mode=keep&clear_cache=false")  # the call below reports success
         if not (await self.post("/reset_prefix_cache"))["success"]:
             raise EngineError(f"rollout engine {self.url} could not drop its prefix cache")
 
@@ -256,12 +257,12 @@ class Engine:
             reason = str(error) or "it hung up"
             raise EngineDown(f"{engine} cannot be reached at {route}: {reason}") from error
         if response.status_code == httpx.codes.UNAUTHORIZED:
-            raise EngineDown(  # also of one that was started again meanwhile, with another token
+            raise EngineDown(  # including an engine that was restarted meanwhile with another token
                 f"{engine} refuses the token in {TOKEN_VARIABLE}: give the one that the engine was "
                 "started with"
             )
         if response.is_error:
-            # An error of the server is the engine's, any other the request's.
+            # A 5xx status is the engine's fault, any other the request's.
             kind = EngineDown if response.is_server_error else EngineError
             raise kind(
                 f"{engine} answered {route} with {response.status_code}: {response.text[:1000]}"
@@ -276,7 +277,7 @@ class Engine:
                 f"version {policy_version} was asked for"
             )
         if choice["finish_reason"] not in ("stop", "length"):
-            raise EngineDown(  # such as `abort`, when it is told to end
+            raise EngineDown(  # such as `abort`, when the engine is shut down
                 f"rollout engine {self.url} gave up a sample: {choice['finish_reason']}"
             )
         if choice["finish_reason"] == "length" and len(choice["token_ids"]) < max_tokens:

@@ -1,4 +1,4 @@
-"""One rollout engine as a process of this host, with all that it starts."""
+"""One rollout engine as a process on this host, with all processes that it starts."""
 
 import os
 import re
@@ -18,14 +18,14 @@ from megatron_grpo.launch import parent_death
 from megatron_grpo.launch.exit_status import exit_words
 
 COLLECTOR = "collector"
-"""How the name of the thread begins that collects generations beside the main thread."""
+"""Name prefix of the thread that collects generations in parallel to the main thread."""
 NUM_LOG_LINES_SHOWN = 12
 MAX_FOLDER_LENGTH = 70
-"""The kernel takes paths of 107 characters for sockets, of which vLLM's names have 37."""
+"""The kernel limits socket paths to 107 characters, and vLLM's socket names take 37."""
 KILL_SECONDS = 5.0
-"""Within which SIGKILL ends a process, unless a device holds it."""
+"""Time in which SIGKILL ends a process, unless a device driver blocks it."""
 
-# The last line of a traceback, as Python prints it or behind the prefix of vLLM's log.
+# The last line of a traceback, as Python prints it or after the prefix of vLLM's log.
 ERROR_LINE = re.compile(r"(\(.*?\) ERROR .*?\] )?[\w.]*(Error|Exception): \S")
 
 
@@ -38,21 +38,21 @@ class EngineProcess:
     environment: Mapping[str, str] = field(repr=False)  # it holds the token
     log: Path
     log_start: int
-    """Size of the log when the engine started: earlier lines are another run's."""
+    """Size of the log when the engine started: earlier lines are from another run."""
     folder: Path
-    """Its TMPDIR, which ends with it: sockets and the like that a killed engine leaves behind.
+    """The engine's TMPDIR, removed with it: a killed engine leaves sockets and the like there.
 
-    Where this process is killed, what `parent_death` has left waiting removes it."""
+    If this process is killed, the process that `parent_death` leaves waiting removes it."""
     process: subprocess.Popen[bytes]
 
     @classmethod
     def start(
         cls, command: list[str], environment: Mapping[str, str], url: str, log: Path
     ) -> "EngineProcess":
-        """Start the engine that `command` is, to be reached at `url`; it appends to `log`.
+        """Start an engine with `command`, reachable at `url`; its output is appended to `log`.
 
-        Linux kills it when the thread that started it ends: only one that lasts as long as the run
-        may, which is the main thread or the `COLLECTOR`.
+        Linux kills the engine when the thread that started it ends. So only a thread that lasts as
+        long as the run may call this: the main thread or the `COLLECTOR`.
         """
         assert (
             threading.current_thread() is threading.main_thread()
@@ -73,22 +73,22 @@ class EngineProcess:
         return cls(url, command, environment, log, log_start, folder, process)
 
     def start_again(self) -> "EngineProcess":
-        """The same engine anew, with the same devices and address."""
+        """Start the same engine again, with the same devices and address."""
         return self.start(self.command, self.environment, self.url, self.log)
 
     def end(self, within: float = 0.0) -> str:
-        """How it ended, if it does so within some seconds; else an empty text."""
+        """How the process ended, if it ends within `within` seconds; else an empty string."""
         try:
             return f"ended with {exit_words(self.process.wait(within))}"
         except subprocess.TimeoutExpired:
             return ""
 
     def last_words(self) -> str:
-        """Where its log is, the first error in it, and its end."""
+        """The path of its log, with the first error and the last lines in it."""
         return f"{self.log} ends with\n{log_tail(self.log, self.log_start)}"
 
     def kill(self) -> None:
-        """End it at once with all that it started, even when it is stopped."""
+        """Kill the engine and all processes that it started, even stopped ones."""
         deadline = time.monotonic() + KILL_SECONDS
         parent_death.kill_group(self.process.pid)
         self.end(within=KILL_SECONDS)
@@ -97,7 +97,7 @@ class EngineProcess:
     def kill_others(self, deadline: float) -> None:
         """Wait for the processes that it started, and kill those left at `deadline` (monotonic).
 
-        Its folder goes with them.
+        Then removes its folder.
         """
         with suppress(ProcessLookupError):  # raised when the group is empty
             while time.monotonic() < deadline:
@@ -108,7 +108,7 @@ class EngineProcess:
 
 
 def _make_folder() -> Path:
-    """A new folder for this user alone, where the paths of an engine's sockets are short enough."""
+    """A new private folder whose path is short enough for the paths of an engine's sockets."""
     folder = tempfile.mkdtemp(prefix="engine_")
     if len(folder) > MAX_FOLDER_LENGTH:
         os.rmdir(folder)
@@ -117,9 +117,9 @@ def _make_folder() -> Path:
 
 
 def log_tail(log: Path, start: int) -> str:
-    """The first error in the log from byte `start` on, and its last lines.
+    """The first error in the log from byte `start` on, and the last lines.
 
-    A process that dies takes others down, each with a traceback of its own: the first is the cause.
+    A process that dies takes others down, each with its own traceback: the first is the cause.
     """
     lines = log.read_bytes()[start:].decode(errors="replace").splitlines()
     errors = [line for line in lines if ERROR_LINE.match(line)]

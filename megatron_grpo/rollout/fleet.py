@@ -1,4 +1,4 @@
-"""The rollout engines of a run as rank 0 sees them: who serves, who is out, who comes back."""
+"""The rollout engines of a run as rank 0 sees them: serving, lost, or coming back."""
 
 import sys
 import time
@@ -13,18 +13,18 @@ from megatron_grpo.rollout.engine_error import EnginesLost
 from megatron_grpo.rollout.server import EngineServers
 
 MAX_COMEBACKS = 3
-"""Of an engine that serves no whole generation in between: then it is given up."""
+"""Restarts of an engine that completes no generation in between, before it is given up."""
 
 
 class State(Enum):
-    """Of one engine."""
+    """State of one engine."""
 
     SERVING = auto()
-    """It is well, and a push has been found to have brought it the current weights."""
+    """Healthy, with the current weights from a verified push."""
     STALE = auto()
-    """It is well, and waits for a push."""
+    """Healthy, waiting for a push."""
     DOWN = auto()
-    """It died, hung or broke, and has not answered again yet."""
+    """It died, hung or failed, and has not answered again yet."""
     GIVEN_UP = auto()
     """It was lost too often."""
 
@@ -36,22 +36,23 @@ class Member:
     url: str
     state: State = State.STALE
     reason: str = "nothing was pushed to it"
-    """Why it does not serve, where it does not."""
+    """Why it does not serve, if it does not."""
     is_missed: bool = False
-    """Whether it was lost, or left out, since it last served."""
+    """Whether it was lost or left out since it last served."""
     num_losses: int = 0
-    """Since it last served a whole generation."""
+    """Losses since it last completed a generation."""
     num_starts: int = 0
+    """Losses in all."""
     since: float = field(default_factory=time.monotonic)
-    """When it was started or lost last."""
+    """When it was last started or lost."""
 
 
 class Fleet:
-    """The engines, each in one of four states, and what moves them from one to the next.
+    """The engines, each in one of four states, and the transitions between these.
 
-    Only a push that succeeds makes an engine serve. One that is lost is killed and started again,
-    where the run has started it; one of `rollout.base_urls` is waited for. Either way it takes no
-    part before it answers and the next push reaches it.
+    Only a successful push makes an engine serve. A lost engine that the run started itself is
+    killed and started again; one of `rollout.base_urls` is waited for. Either way it takes no part
+    until it answers and the next push has reached it.
     """
 
     def __init__(self, servers: EngineServers, rollout: RolloutConfig) -> None:
@@ -63,17 +64,17 @@ class Fleet:
 
     @property
     def serving(self) -> list[str]:
-        """Addresses of the engines that hold the current weights."""
+        """Addresses of the engines that serve the current weights."""
         return self._in(State.SERVING)
 
     @property
     def up(self) -> list[tuple[str, int]]:
-        """Address of each engine that is well, and how often it has come back."""
+        """Address of each healthy engine, and how often it was lost."""
         well = self._in(State.SERVING, State.STALE)
         return [(url, self._members[url].num_starts) for url in well]
 
     def check_members(self) -> list[str]:
-        """Lose who has died or hangs meanwhile; returns who was lost before and answers now."""
+        """Lose engines that have died or hang; returns those that answer again."""
         asked = self._in(State.SERVING, State.STALE, State.DOWN)
         with ThreadPoolExecutor(len(asked) or 1) as pool:
             answers = dict(zip(asked, pool.map(self._answers, asked), strict=True))
@@ -98,9 +99,9 @@ class Fleet:
         return came_back
 
     def lose(self, url: str, reason: str) -> None:
-        """Take an engine out that is dead, hangs or is broken, and start it again if it is ours.
+        """Take out an engine that is dead, hangs or is broken, and restart it if it is ours.
 
-        Only a thread that lasts as long as the run may; and one at a time.
+        Call this only from a thread that lasts as long as the run, and from one thread at a time.
         """
         member = self._members[url]
         end = self._servers.kill(url) if self._servers.are_ours else ""
@@ -120,24 +121,24 @@ class Fleet:
         _say(f"rollout engine {url} is lost: {reason}; {then}")
 
     def leave_out(self, url: str, reason: str) -> None:
-        """Have an engine that is well wait for the next push."""
+        """Let a healthy engine wait for the next push."""
         member = self._members[url]
         member.state, member.is_missed = State.STALE, True
         member.reason = reason.removeprefix(f"rollout engine {url} ")
         _say(f"rollout engine {url} is out until the next push: {member.reason}")
 
     def welcome(self, url: str) -> None:
-        """Have an engine that answers again wait for the next push."""
+        """Let an engine that answers again wait for the next push."""
         self._members[url].state = State.STALE
 
     def begin_push(self, urls: Iterable[str]) -> None:
-        """These hold no weights of any version now."""
+        """Record that a push to these engines has begun: they hold no complete weights now."""
         for url in urls:
             self._members[url].state = State.STALE
             self._members[url].reason = "a push of weights to it has failed"
 
     def finish_push(self, urls: Iterable[str]) -> None:
-        """These hold the current weights now."""
+        """Record that these engines hold the current weights and serve."""
         for url in urls:
             member = self._members[url]
             member.state = State.SERVING
@@ -146,17 +147,17 @@ class Fleet:
                 _say(f"rollout engine {url} is back")
 
     def finish_generation(self) -> None:
-        """The engines that serve have proved that they do."""
+        """Reset the loss counts of the engines that served a whole generation."""
         for url in self.serving:
             self._members[url].num_losses = 0
 
     def check_hope(self, deadline: float) -> None:
-        """Raise EnginesLost when no engine can come back, or `deadline` (monotonic) is over."""
+        """Raise EnginesLost when no engine can come back or `deadline` (monotonic) has passed."""
         if time.monotonic() > deadline or not self._in(State.STALE, State.DOWN):
             raise EnginesLost(f"no rollout engine serves any more:\n{self.account()}")
 
     def account(self) -> str:
-        """Of each engine that does not serve: why."""
+        """One line for each engine that does not serve, with the reason."""
         out = [member for member in self._members.values() if member.state is not State.SERVING]
         return "\n".join(f"rollout engine {member.url} {member.reason}" for member in out)
 

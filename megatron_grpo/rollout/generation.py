@@ -1,4 +1,4 @@
-"""The requests of one generation, each of which is answered once, whichever engine does it."""
+"""The requests of one generation; each is answered once, by any engine."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -9,30 +9,30 @@ from megatron_grpo.rollout.samples import Sample, first_seed
 
 
 class Requests(Protocol):
-    """What a client has engines answer."""
+    """Requests that a `RolloutClient` has the engines answer."""
 
     policy_version: int
 
     @property
     def open(self) -> Mapping[int, Json]:
-        """Requests that nobody has answered, by their number."""
+        """Unanswered requests, by number."""
 
     async def settle(self) -> None:
-        """Wait until all that is left to do is in `open`."""
+        """Wait until `open` holds everything that is left to do."""
 
     async def take(self, number: int, answer: Json, url: str) -> Json | None:
-        """Take in the answer of the engine at `url` to an open request; the one that follows it."""
+        """Process the answer to an open request from the engine at `url`; returns the follow-up."""
 
     def samples(self) -> list[Sample]:
-        """All of them, in the order of the prompts, once no request is open."""
+        """All samples, in the order of the prompts, once no request is open."""
 
 
 class Generation:
-    """`num_generations` samples of each prompt, as they are asked for, and those that have come.
+    """`num_generations` samples of each prompt: the open requests and the samples received.
 
-    One request asks for all samples of a prompt, which then share its prefix; each sample has a
-    seed of its own (`first_seed`), the same whenever and wherever it is asked for. Where prompts
-    are generated for part by part, `first_position` is that of the first of them in the whole.
+    One request asks for all samples of a prompt, which then share its prefix. Each sample has its
+    own seed (`first_seed`), independent of when and where it is generated. If prompts are generated
+    in several parts, `first_position` is the position of this part's first prompt in the whole.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Generation:
     ) -> None:
         self.policy_version = policy_version
         self.engines: set[str] = set()
-        """Addresses of those that have answered."""
+        """Addresses of the engines that have answered."""
         self._prompts = prompts
         self._samples: dict[int, list[Sample]] = {}
         sampling: Json = {
@@ -61,9 +61,9 @@ class Generation:
             "top_p": top_p,
             "top_k": top_k,
             "max_tokens": max_completion_length,
-            "logprobs": 0,  # of the sampled token alone
+            "logprobs": 0,  # only of the sampled token
             "stop_token_ids": [*stop_token_ids],
-            "ignore_eos": True,  # the tokenizer's one end token; those of the model are above
+            "ignore_eos": True,  # the tokenizer's; all of the model's are stop tokens above
         }
         self.open: dict[int, Json] = {
             position: {
@@ -75,15 +75,15 @@ class Generation:
             }
             for position, prompt in enumerate(prompts)
         }
-        """The requests that nobody has answered, by the position of their prompt."""
+        """The unanswered requests, by the position of their prompt."""
 
     async def settle(self) -> None:
-        """Nothing else is waited for."""
+        """Nothing to wait for."""
 
     async def take(self, position: int, answer: Json, url: str) -> None:
-        """Make samples of the answer of the engine at `url` to an open request; none follows it.
+        """Turn the answer of the engine at `url` into samples; there is no follow-up request.
 
-        Of the answer itself, hundreds of bytes for each token, nothing is kept.
+        The answer itself, hundreds of bytes per token, is not kept.
         """
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         prompt = self._prompts[position]
@@ -92,7 +92,7 @@ class Generation:
         self.engines.add(url)
 
     def samples(self) -> list[Sample]:
-        """All of them, in the order of the prompts, once no request is open."""
+        """All samples, in the order of the prompts, once no request is open."""
         assert not self.open, f"{len(self.open)} requests are open"
         return [sample for _, samples in sorted(self._samples.items()) for sample in samples]
 

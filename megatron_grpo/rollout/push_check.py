@@ -1,4 +1,4 @@
-"""Whether a push of weights has arrived: what the workers report against what was pushed."""
+"""Checks that a push of weights has arrived: compares the workers' reports with what was sent."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from megatron_grpo.rollout.engine_error import EngineError
 
 WorkerSums = Mapping[str, int]
-"""The checksum of each of a worker's parameters, by name."""
+"""Checksums of the parameters of one worker, by name."""
 
 NUM_NAMES_SHOWN = 8
 
@@ -21,9 +21,9 @@ def check_reports(
 ) -> None:
     """Compare `PushWorker.push_report` of every worker of every engine with what was pushed.
 
-    `expected` are the checksums by worker; None where not all was sent, and only what the workers
-    say of that is wanted.
-    Raises EngineError that names engine, worker and parameters of every difference.
+    `expected` are the checksums of each worker; None if sending failed, when only the errors of the
+    workers are of interest. Raises an EngineError that names engine, worker and parameters of every
+    difference.
     """
     faults = [
         f"rollout engine {url} worker {rank}: {fault}"

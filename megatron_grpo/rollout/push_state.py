@@ -1,6 +1,6 @@
-"""What one worker of an engine knows of the push of weights under way, and says of its parameters.
+"""What one worker of an engine knows about the current push of weights and its parameters.
 
-The same in vLLM's workers and in the transformers engine.
+Shared by vLLM's workers and the transformers engine.
 """
 
 import traceback
@@ -15,53 +15,53 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 
 LOADED_VERSION = 0
-"""Of weights that no push has brought."""
+"""Version of weights that did not come by a push."""
 LOADED = f"{LOADED_VERSION}-loaded"
-"""In the place of a push: what the engine has loaded from its own folder when it started."""
+"""Used as the push of weights that the engine loaded from its own folder when it started."""
 
 
 @dataclass
 class PushState:
-    """Which push the worker's weights are of."""
+    """The state of a worker's weights with regard to pushes."""
 
     links: str = ""
-    """Name of the links that it has, or should have: each trainer makes its own."""
+    """Name of the links that it has, or should have; each trainer makes its own."""
     push: str = ""
-    """The push that began last."""
+    """The push that last began."""
     is_loaded: bool = False
     """Whether that push has written every parameter."""
     sums: Mapping[str, int] = field(default_factory=dict)
-    """The checksum of every parameter, by name, since it has."""
+    """Checksums of all parameters, by name, once that push is loaded."""
     error: str = ""
-    """Why it has not, or why there are no links to receive it."""
+    """Why it was not loaded, or why there are no links to receive it."""
     held: str = ""
-    """The push whose weights these are; empty until one is complete and whenever one is open."""
+    """The push whose weights the worker holds; empty before the first and while one is open."""
 
     def connect(self, links: str) -> None:
-        """From here on weights come over `links` alone; a push over others is over."""
+        """From now on weights come only over `links`; this ends an open push over other links."""
         self.links = links
         self.push, self.is_loaded, self.held = "", False, ""
 
     def begin(self, push: str, links: str) -> None:
-        """From here on these are nobody's weights; an earlier push that is open is over.
+        """Begin a push: until it is complete, the weights have no version.
 
-        Nothing begins when another trainer has connected since. An error is kept: it is that of
-        the links, which were made before.
+        An earlier push that is still open ends. Nothing happens if another trainer has connected
+        since. `error` is kept: it belongs to the links, which were made before.
         """
         if links == self.links:
             self.push, self.is_loaded, self.held = push, False, ""
 
     def load(self, sums: Mapping[str, int]) -> None:
-        """Every parameter is written, and holds what has that checksum."""
+        """Record that every parameter is written, with these checksums."""
         self.is_loaded, self.sums = True, sums
 
     def finish(self) -> None:
-        """The weights are in place already; from here on they are those of the push."""
+        """From now on the weights count as those of the push, if they are loaded."""
         if self.is_loaded:
             self.held = self.push
 
     def hold_loaded(self) -> None:
-        """Serve the weights that the engine has loaded itself, unless a push has touched them."""
+        """Hold the weights that the engine loaded itself, unless a push may have changed them."""
         if not self.links and not self.push:
             self.held = LOADED
 
@@ -76,7 +76,7 @@ class PushState:
 
     @contextmanager
     def keep_error(self) -> Iterator[None]:
-        """Keep what is raised in the block, with a traceback for the log; nothing leaves it."""
+        """Catch what the block raises: print the traceback to the log and keep it as `error`."""
         self.error = ""
         try:
             yield
@@ -86,7 +86,7 @@ class PushState:
 
 
 def parameter_table(parameters: Mapping[str, "Tensor"]) -> dict[str, tuple[list[int], str]]:
-    """Shape and dtype (``bfloat16``) of every parameter, by name."""
+    """Shape and dtype (such as ``bfloat16``) of every parameter, by name."""
     return {
         name: (list(parameter.shape), str(parameter.dtype).removeprefix("torch."))
         for name, parameter in parameters.items()

@@ -1,4 +1,4 @@
-"""Samples: what the engines return and the trainer learns from."""
+"""Samples: the completions that engines return and the trainer trains on."""
 
 import hashlib
 import math
@@ -11,31 +11,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One completion of one prompt: one turn of the model, or its dialogue with an environment."""
+    """One completion of one prompt: a single turn, or a dialogue with an environment."""
 
     prompt: "Prompt"
-    """Of a dialogue, with what the environment said first."""
+    """In a dialogue, it includes the first observation of the environment."""
     sample_index: int
     """Number among the completions of this prompt, from 0."""
     completion_ids: tuple[int, ...]
-    """Sampled tokens, the end token included when it was sampled; between turns, observations."""
+    """Sampled tokens, including a sampled end token; in a dialogue, observations between turns."""
     logprobs: tuple[float, ...]
-    """Log-probability of each sampled token, after temperature; 0 of observations."""
+    """Log-probability of each sampled token, after temperature; 0 for observations."""
     finish_reason: str
-    """`stop` when an end token was sampled, `length` when the limit was reached before.
+    """`stop` when an end token was sampled, `length` when the limit was reached before that.
 
-    Of a dialogue: `stop` when the environment was done, `max_turns` when it was not after so many,
-    `length` when a turn was cut or no token was left for another, `failed` when the environment
-    failed.
+    In a dialogue: `stop` when the environment was done, `max_turns` when it was not after the last
+    turn allowed, `length` when a turn was cut off or no tokens were left for another one, `failed`
+    when the environment failed.
     """
     text: str
-    """The completion without special tokens, but for those around observations."""
+    """The completion without special tokens, except those around observations."""
     policy_version: int
-    """Which weights made every token, as the engine reports it."""
+    """Version of the weights that sampled every token, as the engine reports it."""
     loss_mask: tuple[bool, ...] = ()
-    """Of each token whether it was sampled, and not observed. By default all were."""
+    """For each token, whether it was sampled and not part of an observation. Default: all."""
     step_rewards: tuple[tuple[int, float], ...] = ()
-    """Of each turn that the environment has answered: the index of its last token, the reward."""
+    """For each turn that the environment answered: the index of its last token, and its reward."""
 
     def __post_init__(self) -> None:
         if not self.loss_mask:
@@ -44,23 +44,23 @@ class Sample:
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that the model is trained on."""
+        """Number of tokens that the model is trained on."""
         return sum(self.loss_mask)
 
     @property
     def environment_reward(self) -> float:
-        """The sum over the steps; NaN when the environment failed."""
+        """The sum of the step rewards; NaN when the environment failed."""
         if self.finish_reason == "failed":
             return math.nan
         return math.fsum(reward for _, reward in self.step_rewards)
 
 
 def first_seed(seed: int, step: int, position: int) -> int:
-    """Seed of sample 0 of the prompt at `position` of generation `step`; sample i has this plus i.
+    """Seed of sample 0 of the prompt at `position` of generation `step`; sample i gets this plus i.
 
     A pure function, so that samples depend neither on the number of engines nor on which engine
-    serves which prompt. 62 bits of a hash: neighbours in any argument share nothing, and vLLM,
-    which itself counts up from a request's seed, stays inside int64.
+    serves which prompt. It returns 62 bits of a hash: neighbouring arguments give unrelated seeds,
+    and vLLM, which itself counts up from a request's seed, stays within int64.
     """
     return _hash(seed, step, position)
 
@@ -68,7 +68,7 @@ def first_seed(seed: int, step: int, position: int) -> int:
 def turn_seed(seed: int, step: int, position: int, sample_index: int, turn: int) -> int:
     """Seed of turn `turn` (0, 1, ...) of a sample, and of its environment (-1).
 
-    As `first_seed`, a pure function; the moment at which a turn begins has no part in it.
+    Like `first_seed`, a pure function: it does not depend on when a turn begins.
     """
     return _hash(seed, step, position, sample_index, turn)
 

@@ -1,4 +1,4 @@
-"""Completions of one prompt from a model of `transformers`, drawn token by token."""
+"""Token-by-token sampling of completions from a `transformers` model."""
 
 from collections.abc import Callable
 
@@ -23,11 +23,12 @@ def sample(
     stop_token_ids: list[int],
     note: Callable[[int], None] = lambda num_tokens: None,
 ) -> list[Completion]:
-    """`n` completions of one prompt; log-probabilities are those after temperature and cuts.
+    """Sample `n` completions of one prompt.
 
-    Completion i draws from its own generator, seeded with `seed` + i; temperature 0 is greedy. A
-    completion ends with the first of `stop_token_ids`, which it includes, or after `max_tokens`.
-    `note` is told of every few tokens how many they are, and may end the work by what it raises.
+    Log-probabilities are those after temperature, top-p and top-k. Completion i has its own random
+    generator, seeded with `seed` + i; temperature 0 is greedy. A completion ends with the first of
+    `stop_token_ids`, which it includes, or after `max_tokens`. `note` is called after every forward
+    pass with the number of new tokens, and may stop the sampling by raising an exception.
     """
     generators = [torch.Generator().manual_seed(seed + i) for i in range(n)]
     completions: list[Completion] = [([], []) for _ in range(n)]
@@ -38,7 +39,7 @@ def sample(
         output = model(inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
         cache = output.past_key_values
         logits = output.logits[:, -1].float().cpu()
-        if len(inputs) < len(running):  # the prompt was computed once for all
+        if len(inputs) < len(running):  # the prompt is computed once for all completions
             logits = logits.expand(n, -1)
             cache.batch_repeat_interleave(n)
         logprobs = cut(torch.log_softmax(logits / (temperature or 1.0), dim=-1), top_p, top_k)
@@ -62,8 +63,8 @@ def sample(
 
 
 def cut(logprobs: Tensor, top_p: float, top_k: int) -> Tensor:
-    """`logprobs` [N, vocabulary] of the `top_k` likeliest tokens alone (-1: of all), and of these
-    of the likeliest that make up `top_p`; the others are -inf, as vLLM has it."""
+    """Restrict `logprobs` [N, vocabulary] to the `top_k` likeliest tokens (-1: all), and these to
+    the likeliest with a total probability of `top_p`; the others become -inf, as in vLLM."""
     if top_k != -1:
         least = logprobs.topk(min(top_k, logprobs.shape[-1])).values[:, -1:]
         logprobs = logprobs.masked_fill(logprobs < least, -torch.inf).log_softmax(-1)
@@ -77,6 +78,6 @@ def cut(logprobs: Tensor, top_p: float, top_k: int) -> Tensor:
 
 
 def _draw(logprobs: Tensor, generator: torch.Generator) -> int:
-    """A token from its log-probabilities, by the race of exponential clocks."""
+    """Draw a token from log-probabilities, as the winner of a race of exponential clocks."""
     clocks = torch.empty_like(logprobs).exponential_(generator=generator)
     return int((logprobs - clocks.log()).argmax())

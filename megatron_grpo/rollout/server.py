@@ -1,4 +1,4 @@
-"""The rollout engines as processes of this host: started, watched, ended."""
+"""Starts, watches and ends rollout engines as processes of this host."""
 
 import os
 import re
@@ -26,14 +26,14 @@ from megatron_grpo.rollout.vllm_command import (
 
 TERMINATE_TIMEOUT = 10.0
 EXIT_SECONDS = 0.5
-"""Between the last word of an engine that dies and its exit code."""
+"""How long to wait for a failed engine to exit by itself, so that its exit code is known."""
 LOOPBACK = "127.0.0.1"
 
-# A trainer rank's own place in its world; an engine that saw it would try to join.
+# A trainer rank's place in its distributed job; an engine that saw it would try to join.
 RANK_VARIABLES = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|ROLE_NAME$|MASTER_|TORCHELASTIC_|PET_|OMP_"
-    # ... and what suits Megatron only. vLLM's all-reduce opens memory of its other workers, which
-    # cannot be had of expandable segments.
+    # ... and settings meant only for Megatron. vLLM's all-reduce opens memory of its other workers,
+    # which does not work with expandable segments.
     "|CUDA_DEVICE_MAX_CONNECTIONS$|PYTORCH_(CUDA_|HIP_)?ALLOC_CONF$"
 )
 
@@ -41,12 +41,12 @@ RANK_VARIABLES = re.compile(
 class EngineServers:
     """The engines of a run: those in `rollout.base_urls`, or else processes started here.
 
-    `token` opens the routes of those in `rollout.base_urls`; engines started here get a fresh one,
-    listen on the loopback interface, and have the GPUs behind those of the `num_ranks` trainer
-    ranks of this host; where these are too few they share the ranks' own.
+    `token` gives access to those in `rollout.base_urls`. Engines started here get a fresh token,
+    listen on the loopback interface, and use the GPUs after those of the `num_ranks` trainer ranks
+    of this host; if there are too few left, they share the ranks' GPUs.
 
-    No process survives this one: Linux kills an engine when the thread that started it ends, which
-    is why engines are started from threads only that last as long as the run.
+    No engine outlives this process: Linux kills an engine when the thread that started it ends.
+    So engines are only started from threads that last as long as the run.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class EngineServers:
         self._engines: list[EngineProcess] = []
         self._ports: list[socket.socket] = []
         self.share_gpus = False
-        """Whether those started here are on GPUs of trainer ranks."""
+        """Whether engines started here share the GPUs of trainer ranks."""
         self.token = check_token(token) if rollout.base_urls else new_token()
         if rollout.base_urls:
             return
@@ -83,7 +83,7 @@ class EngineServers:
         self.base_urls = tuple(engine.url for engine in self._engines)
 
     def wait_ready(self, timeout: float) -> None:
-        """Return when all engines answer; raise once one is dead or `timeout` seconds are over."""
+        """Wait until all engines answer; raise if one is dead or `timeout` seconds have passed."""
         deadline = time.monotonic() + timeout
         waiting = list(self.base_urls)
         while waiting := [url for url in waiting if not is_healthy(url)]:
@@ -96,34 +96,34 @@ class EngineServers:
             time.sleep(0.1)
 
     def check(self) -> None:
-        """Raise EngineError naming an engine that is dead, with the end of its log."""
+        """Raise EngineError if an engine is dead, naming it and showing the end of its log."""
         for url in self.base_urls:
             if end := self.end(url):
                 raise EngineError(f"rollout engine {url} {end}{self.last_words(url)}")
 
     @property
     def are_ours(self) -> bool:
-        """Whether the engines were started here, and can be started again."""
+        """Whether the engines were started here, and so can be restarted."""
         return bool(self._engines)
 
     def end(self, url: str) -> str:
-        """How the engine at `url` ended; empty while it runs, and where it was not started here."""
+        """How the engine at `url` ended; empty while it runs or if it was not started here."""
         return self._engine(url).end() if self.are_ours else ""
 
     def last_words(self, url: str) -> str:
-        """The end of the log of an engine that was started here, to follow what happened to it."""
+        """The end of the log of an engine started here, to be appended to an error message."""
         return f"; {self._engine(url).last_words()}" if self.are_ours else ""
 
     def kill(self, url: str) -> str:
-        """End an engine of ours at once, with all that it started; how it had ended by itself."""
+        """Kill an engine of ours and all that it started; returns how it ended by itself, if so."""
         end = self._engine(url).end(within=EXIT_SECONDS)
         self._engine(url).kill()
         return end
 
     def restart(self, url: str) -> None:
-        """Start an engine of ours that was killed, at the same address; from a lasting thread.
+        """Restart a killed engine of ours at the same address, from a thread that lasts as the run.
 
-        Returns at once: whether it answers is for the caller to ask.
+        Returns at once, without waiting until the engine answers.
         """
         index = self.base_urls.index(url)
         self._engines[index] = self._engines[index].start_again()
@@ -132,7 +132,7 @@ class EngineServers:
         return self._engines[self.base_urls.index(url)]
 
     def close(self) -> None:
-        """End all engines; after some seconds by force, and then whatever they left running."""
+        """Terminate all engines; kill them after some seconds, and whatever they left running."""
         for engine in self._engines:
             engine.process.terminate()
         deadline = time.monotonic() + TERMINATE_TIMEOUT
@@ -149,7 +149,7 @@ class EngineServers:
 def serve_forever(
     model: ModelConfig, rollout: RolloutConfig, host: str, port: int, token: str
 ) -> NoReturn:
-    """Become one engine on `host`:`port`, for trainers that are given its address and `token`."""
+    """Replace this process by an engine on `host`:`port`, for trainers that have its `token`."""
     check_host(host)
     if rollout.engine == "vllm":
         check_engine_arguments(rollout.vllm)
@@ -160,13 +160,13 @@ def serve_forever(
 
 
 def _num_devices() -> int:
-    import torch  # takes seconds, and config and addresses are checked without
+    import torch  # takes seconds, and checks of config and address do not need it
 
     return torch.cuda.device_count()
 
 
 def share_gpus(rollout: RolloutConfig, num_devices: int, num_ranks: int) -> bool:
-    """Whether `num_ranks` trainer ranks, one per GPU, leave too few of the GPUs to the engines."""
+    """Whether `num_ranks` trainer ranks, one per GPU, leave too few GPUs for the engines."""
     wanted = rollout.num_engines * rollout.tensor_parallel_size
     return 0 < num_devices < num_ranks + wanted
 
@@ -174,11 +174,11 @@ def share_gpus(rollout: RolloutConfig, num_devices: int, num_ranks: int) -> bool
 def engine_devices(
     rollout: RolloutConfig, num_devices: int, num_ranks: int, environ: Mapping[str, str]
 ) -> list[str | None]:
-    """CUDA_VISIBLE_DEVICES of every engine: those behind the GPUs of `num_ranks` trainer ranks.
+    """CUDA_VISIBLE_DEVICES of every engine: the GPUs after those of `num_ranks` trainer ranks.
 
-    Where these are too few, those of the ranks, from the first on. None for each engine on a
-    machine without GPUs. Raises ValueError when all are too few, or when vLLM is not told how much
-    of a shared GPU it may take.
+    If these are too few, engines share the ranks' GPUs, from the first one on. On a machine without
+    GPUs, None for each engine. Raises ValueError if there are too few GPUs in all, or if vLLM is
+    not told how much of a shared GPU it may take.
     """
     size, num_engines = rollout.tensor_parallel_size, rollout.num_engines
     if num_devices == 0:
@@ -204,10 +204,10 @@ def engine_devices(
 
 
 def reserve_port() -> socket.socket:
-    """A socket bound to a free port of the loopback interface: nobody else is given that port.
+    """Reserve a free port of the loopback interface by binding a socket to it.
 
-    An engine binds its port only after seconds of imports. On Linux it can do so beside this
-    socket, as both allow reuse and only the engine listens.
+    An engine binds its port only after seconds of imports. On Linux it can do so while this socket
+    is bound, since both set SO_REUSEADDR and only the engine listens.
     """
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -216,12 +216,12 @@ def reserve_port() -> socket.socket:
 
 
 def engine_environment(environ: Mapping[str, str], devices: str | None) -> dict[str, str]:
-    """`environ` without what makes a process a rank of the trainer, with the engine's devices."""
+    """`environ` without the variables of a trainer rank, and with the engine's devices."""
     environment = {k: v for k, v in environ.items() if not RANK_VARIABLES.match(k)}
     if devices is not None:
         return environment | {"CUDA_VISIBLE_DEVICES": devices}
-    # Threads of engines and ranks that share cores wait for each other spinning: two threads
-    # instead of one are a third faster on an idle machine, thirty times slower on a busy one.
+    # OpenMP threads spin while they wait: where engines and ranks share cores, two threads instead
+    # of one are a third faster on an idle machine, but thirty times slower on a busy one.
     return environment | {"OMP_NUM_THREADS": "1"}
 
 

@@ -1,4 +1,4 @@
-"""Coroutines that run at the same time and end together."""
+"""Structured concurrency: coroutines that run at the same time and end together."""
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Iterable
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results of all; the first failure ends the others, and is raised when they have ended."""
+    """Run all; the first failure cancels the others, and is raised when they have ended."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in coroutines]
@@ -20,7 +20,7 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 @asynccontextmanager
 async def beside(watcher: Coroutine[Any, Any, NoReturn]) -> AsyncIterator[None]:
-    """Run `watcher` beside the block, which it ends by what it raises."""
+    """Run `watcher` concurrently with the block; what it raises ends the block."""
     try:
         async with asyncio.TaskGroup() as group:
             task = group.create_task(watcher)

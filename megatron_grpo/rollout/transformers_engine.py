@@ -1,4 +1,4 @@
-"""The engine behind `transformers_server`: a model, its weights, and what is asked of them."""
+"""The engine behind `transformers_server`: generation and weight updates of one model."""
 
 import threading
 from collections.abc import Callable
@@ -17,14 +17,14 @@ from parallel.transport import Inbox, Invitation
 
 
 class Abandoned(Exception):
-    """Nobody waits for an answer any more."""
+    """The client no longer waits for the answer."""
 
 
 class TransformersEngine:
-    """A model and the version of its weights; one request computes at a time, none while paused.
+    """A model and the version of its weights; computes one request at a time, none while paused.
 
-    The methods named in `transformers_server.ROUTES` take the body of a request and return that of
-    the answer.
+    The methods named in `transformers_server.ROUTES` take the body of a request and return the body
+    of the response.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: str) -> None:
@@ -40,19 +40,19 @@ class TransformersEngine:
         self._turn = threading.Condition()
 
     def answer_nothing(self, body: Json) -> Json:
-        """For routes behind which vLLM does what is not needed here."""
+        """Answer routes that need no action here, such as /health."""
         return {}
 
     def load(self, body: Json) -> Json:
-        """How many requests were accepted and are not answered."""
+        """Number of requests accepted but not answered."""
         return {"server_load": self._num_accepted}
 
     def metrics(self, body: Json) -> bytes:
-        """How many tokens were generated so far, as Prometheus reads it."""
+        """Number of tokens generated so far, in the format of Prometheus."""
         return f"vllm:generation_tokens_total {self._num_tokens}\n".encode()
 
     def pause(self, body: Json) -> Json:
-        """Hold requests back, from the end of the one that is computed."""
+        """Hold requests back, after the one that is being computed."""
         with self._turn:
             self._paused = True
         return {}
@@ -65,7 +65,7 @@ class TransformersEngine:
         return {}
 
     def init_weight_transfer_engine(self, body: Json) -> Json:
-        """Make links to all that send to this engine, in the place of earlier ones."""
+        """Open links to all ranks that send to this engine, replacing earlier ones."""
         self.state.connect(body["init_info"]["links"])
         with self._turn, self.state.keep_error():
             if self._inbox is not None:
@@ -82,7 +82,7 @@ class TransformersEngine:
         return {}
 
     def answer_as_worker(self, body: Json) -> Json:
-        """Answer a method of `worker.PushWorker`, which says what they are, as the one worker."""
+        """Answer a method of `worker.PushWorker` (documented there) as this engine's one worker."""
         arguments = body["kwargs"]
         answer: Json = {"question": arguments["question"]}
         match body["method"]:
@@ -108,38 +108,39 @@ class TransformersEngine:
     def _receive(self, push: str) -> None:
         with self._turn:
             if push != self.state.push or self._inbox is None:
-                return  # another has begun, or the state says why there are no links
+                return  # another push has begun, or there are no links and the state says why
             with self.state.keep_error():
                 self._inbox.receive(self._received)
                 self._take_received()
                 self.state.load(checksums(self._stored_tensors()))
 
     def _stored_tensors(self) -> dict[str, Tensor]:
-        """The parameters as a folder has them: transformers stacks experts and renames them.
+        """The parameters named and shaped as in a checkpoint folder.
 
-        Most are views of the model's own.
+        In memory, transformers stacks experts and renames parameters. Most results are views of the
+        model's own parameters.
         """
         parameters = {name: p.detach() for name, p in self.model.named_parameters()}
         return revert_weight_conversion(self.model, parameters)
 
     def _take_received(self) -> None:
-        """Write what was received to the parameters of which no view was there to write to."""
+        """Copy received tensors into the parameters that `_stored_tensors` has no view of."""
         model = type(self.model).from_pretrained(
             None, config=self.model.config, state_dict=self._received
         )
         self.model.load_state_dict(model.state_dict())
 
     def update_weight_version(self, body: Json) -> Json:
-        """Name the weights."""
+        """Set the version that samples are labelled with."""
         self.weight_version = body["new_version"]
         return {}
 
     def reset_prefix_cache(self, body: Json) -> Json:
-        """Nothing is kept from one prompt to the next."""
+        """Nothing to reset: no cache is kept from one prompt to the next."""
         return {"success": True}
 
     def generate(self, body: Json, is_wanted: Callable[[], bool]) -> Json:
-        """All samples of one prompt; Abandoned once nobody wants them."""
+        """All samples of one prompt; raises Abandoned once `is_wanted` returns False."""
         params = body["sampling_params"]
 
         def note(num_tokens: int) -> None:

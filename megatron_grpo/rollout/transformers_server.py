@@ -1,7 +1,7 @@
-"""A rollout engine of a few lines: the routes that our client uses, on top of `transformers`.
+"""A minimal rollout engine: the routes that our client uses, on top of `transformers`.
 
-For machines without vLLM, and what vLLM is compared with in the tests. The samples of one prompt
-are one batch and prompts come one after the other: slow, but nothing is ever padded.
+It is for machines without vLLM, and a reference for vLLM in the tests. The samples of one prompt
+are one batch, and prompts are processed one after the other: slow, but without any padding.
 
     python -m megatron_grpo.rollout.transformers_server --model FOLDER --host 127.0.0.1 --port 8000
 """
@@ -25,7 +25,7 @@ from megatron_grpo.rollout.push_state import Json
 from megatron_grpo.rollout.transformers_engine import Abandoned, TransformersEngine
 
 MAX_REFUSED_BYTES = 1 << 16
-"""So much is read of a request without the token, so that its sender gets to read the answer."""
+"""Read at most this much of a request without the token, so that its sender reads the answer."""
 
 GENERATE = "/inference/v1/generate"
 ROUTES: dict[str, Callable[..., Json | bytes]] = {
@@ -43,7 +43,7 @@ ROUTES: dict[str, Callable[..., Json | bytes]] = {
 
 
 class RequestHandler(BaseHTTPRequestHandler):
-    """One connection; `engine` and `token` are set by `main`."""
+    """Handles one connection; `main` sets `engine` and `token`."""
 
     protocol_version = "HTTP/1.1"  # connections stay open
     engine: TransformersEngine
@@ -72,7 +72,7 @@ class RequestHandler(BaseHTTPRequestHandler):
             self._send(401, REFUSAL)
 
     def _result(self, route: str, body: bytes) -> tuple[int, bytes]:
-        """Status and content of the answer."""
+        """Status and content of the response."""
         more = {"is_wanted": self._is_wanted} if route == GENERATE else {}
         try:
             answer = ROUTES[route](self.engine, json.loads(body or b"{}"), **more)
@@ -84,7 +84,7 @@ class RequestHandler(BaseHTTPRequestHandler):
             return 500, json.dumps({"error": {"message": repr(error)}}).encode()
 
     def _is_wanted(self) -> bool:
-        """Whether who asked is still there, who says nothing more before the answer."""
+        """Whether the client is still connected (it sends nothing more before the response)."""
         try:
             return bool(self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
         except BlockingIOError:
@@ -102,11 +102,11 @@ class RequestHandler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """No line per request."""
+        """Log nothing per request."""
 
 
 class Server(ThreadingHTTPServer):
-    """A thread per connection."""
+    """A server with a thread per connection."""
 
     request_queue_size = 1024  # all prompts of a generation connect at once
 

@@ -1,4 +1,4 @@
-"""Observations of an environment as the tokens that stand between two turns of the model."""
+"""Encodes the observations of an environment as the tokens between two turns of the model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,36 +12,36 @@ from megatron_grpo.data.prompts import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Contents that no template has of its own, without blanks that it might cut off.
+# Message contents that occur in no template, without blanks that one might strip.
 ASKED, SAID = "qxjvzk0", "qxjvzk1"
-# With what a template that writes it as JSON or HTML would change.
+# With characters that a template would escape if it wrote the content as JSON or HTML.
 OBSERVED = 'qxjvzk2 "\\\n<é&> qxjvzk3'
 
 
 @dataclass(frozen=True)
 class Turns:
-    """How a tokenizer writes an observation, so that what was sampled is never encoded again.
+    """How an observation is encoded, so that sampled tokens are never encoded again.
 
-    A turn ends with the end token that was sampled. What follows it is encoded by itself: the rest
-    of the assistant's turn, the observation as a message, and the begin of the next turn, all as
-    the chat template writes them. As in prompts, names of special tokens in an observation are
-    these tokens.
+    A turn ends with the end token that was sampled. What follows is encoded on its own: the rest of
+    the assistant's turn, the observation as a message, and the start of the next turn, all as the
+    chat template writes them. As in prompts, names of special tokens in an observation become these
+    tokens.
     """
 
     data: DataConfig
     tokenizer: "PreTrainedTokenizerBase"
     before: str = ""
-    """From the end token of the model's turn to the observation."""
+    """Template text from the end token of the model's turn to the observation."""
     after: str = ""
-    """From the observation to the model's next turn."""
+    """Template text from the observation to the model's next turn."""
 
     @classmethod
     def of(
         cls, cfg: Config, tokenizer: "PreTrainedTokenizerBase", end_tokens: Sequence[int]
     ) -> "Turns":
-        """Those of the chat template, or none around the bare text without one.
+        """The turns of the chat template, or bare observations if none is applied.
 
-        Raises ValueError for a template by which a dialogue cannot be continued token by token.
+        Raises ValueError for a template with which a dialogue cannot be continued token by token.
         """
         if not cfg.data.apply_chat_template:
             return cls(cfg.data, tokenizer)
@@ -53,7 +53,7 @@ class Turns:
         return turns
 
     def between(self, observation: str) -> tuple[tuple[int, ...], str]:
-        """What follows the end token of a turn up to the next one, and its text."""
+        """Tokens and text from after the end token of a turn to the start of the next turn."""
         if not self.data.apply_chat_template:
             ids = self.tokenizer(observation, add_special_tokens=False)["input_ids"]
             return tuple(ids), observation
@@ -61,7 +61,7 @@ class Turns:
         return tuple(ids), self._without_end(f"{self.before}{observation}{self.after}")
 
     def first(self, prompt: Prompt, observation: str) -> Prompt:
-        """The prompt with `observation` appended to its last message; nothing of it is sampled."""
+        """The prompt with `observation` appended to its last message."""
         column = self.data.prompt_column
         row = {**prompt.row, column: _appended(prompt.row[column], observation)}
         [encoded] = encode_rows(self.data, self.tokenizer, [row])
@@ -78,7 +78,7 @@ class Turns:
         return text[len(self.tokenizer.decode(self._encode(text)[:1])) :]
 
     def _check(self, whole: str, end_tokens: Sequence[int]) -> None:
-        """Refuse a template of which the pieces do not make the whole."""
+        """Raise ValueError unless the separately encoded pieces equal the end of the whole."""
         pieces = self._encode(f"{self.before}{OBSERVED}{self.after}")
         end = pieces[0] if pieces else None
         if end not in end_tokens:
@@ -113,7 +113,7 @@ def _render(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", role: str) -
 
 
 def _between(whole: str) -> tuple[str, str]:
-    """What stands between the model's turn and the observation, and after that."""
+    """The text between the model's turn and the observation, and the text after that."""
     if any(whole.count(text) != 1 for text in (ASKED, SAID, OBSERVED)):
         raise ValueError(
             "the chat template does not show each message of a dialogue once:\n"

@@ -1,6 +1,6 @@
-"""How a vLLM engine is started: its command line and its environment.
+"""How a vLLM engine is started: its command line and environment.
 
-An engine that is given by address must have been started in the same way.
+Engines given by address must have been started in the same way.
 """
 
 import ast
@@ -18,18 +18,19 @@ from megatron_grpo.config.rollout_config import RolloutConfig
 from megatron_grpo.config.trainer_config import ModelConfig
 
 BACKEND = "megatron_grpo"
-"""Name of our transfer in vLLM's registry of weight-transfer backends."""
+"""Our name in vLLM's registry of weight-transfer backends."""
 
 WORKER_EXTENSION = "megatron_grpo.rollout.worker.PushWorker"
-"""Gives vLLM's workers what the client asks of them."""
+"""Adds the methods that the client calls to vLLM's workers."""
 
 TOKEN_GUARD = "megatron_grpo.rollout.access.TokenGuard"
-"""Asks for the token on every route, where vLLM's own --api-key leaves most of them open."""
+"""Requires the token on every route; vLLM's own --api-key leaves most routes open."""
 
 ENGINE_VARIABLE = "MEGATRON_GRPO_ENGINE"
-"""Set in the environment of engines that the trainer starts: our plugin acts in no other."""
+"""Set in the environment of our engines; in any other process our plugin does nothing."""
 
-# What the trainer counts on. A user's value would be silently wrong, or has a key of its own.
+# Settings that the trainer relies on: a user's value would be silently wrong, or the setting has a
+# key of its own.
 RESERVED = {
     "model": "it is model.path",
     "dtype": "it is model.dtype",
@@ -70,63 +71,63 @@ def vllm_command(
         "scheduling_policy": "priority",
     }
     arguments |= platform_arguments(rollout.tensor_parallel_size, on_gpu) | rollout.vllm
-    # -P: files of the working directory must not be imported in the place of vLLM's own.
+    # -P: files of the working directory must not be imported instead of vLLM's own.
     command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
     command += [f"--host={host}", f"--port={port}", "--disable-uvicorn-access-log"]
     command += [f"--middleware={TOKEN_GUARD}"]
-    # Scale-out has the route with token ids in and out; load tracking counts accepted requests.
+    # Scale-out adds the route with token ids in and out; load tracking counts accepted requests.
     command += ["--enable-scale-out", "--enable-server-load-tracking"]
     return [*command, *_flags(arguments)]
 
 
 def platform_arguments(tensor_parallel_size: int, on_gpu: bool) -> dict[str, Any]:
-    """Engine arguments in which a CPU differs from a GPU."""
+    """Engine arguments that differ between CPU and GPU."""
     if on_gpu:
-        # It alone computes with the weights of experts as they were loaded, on every GPU. What is
-        # loaded later must find them so.
+        # The only backend that, on every GPU, keeps the weights of experts as they were loaded.
+        # Weights that are pushed later need that layout.
         return {"moe_backend": "triton"}
     return {
         "enforce_eager": True,
-        # The default of 128 shares no prefix shorter than that.
+        # With the default of 128, prefixes shorter than that are not shared.
         "block_size": 32,
         # The default is 92% of the machine's memory.
         "kv_cache_memory_bytes": 2**30,
-        # A seeded request whose prompt is cut in chunks ends the engine: vLLM rewinds its generator
-        # by an offset that CPU generators do not have.
+        # A seeded request whose prompt is split into chunks crashes the engine: vLLM rewinds its
+        # generator by an offset, which CPU generators do not support.
         "enable_chunked_prefill": False,
-        # One process less to start (12 s instead of 25 s) and to talk to.
+        # One process fewer to start (12 s instead of 25 s) and to talk to.
         "distributed_executor_backend": "uni" if tensor_parallel_size == 1 else "mp",
     }
 
 
 def platform_environment(tensor_parallel_size: int, on_gpu: bool) -> dict[str, str]:
-    """Environment variables in which a CPU differs from a GPU."""
+    """Environment variables that differ between CPU and GPU."""
     if on_gpu:
         return {}
     return {
         "TORCHDYNAMO_DISABLE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        # vLLM for CPU overrides the executor `uni` unless this is off; the API server is a process
-        # of its own all the same.
+        # vLLM for CPU overrides the executor `uni` unless this is off; the API server is a separate
+        # process all the same.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if tensor_parallel_size == 1 else "1",
     }
 
 
 def vllm_environment(tensor_parallel_size: int, on_gpu: bool) -> dict[str, str]:
-    """What an engine needs in its environment beside the user's."""
+    """Variables that an engine needs in addition to the user's environment."""
     return {
         ENGINE_VARIABLE: "1",
         "VLLM_SERVER_DEV_MODE": "1",  # the routes that pause the engine and update its weights
-        "VLLM_API_KEY": "",  # a user's other key would shut us out of the routes that it guards
+        "VLLM_API_KEY": "",  # a key of the user's would lock us out of the routes that it guards
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # nothing that arrives is unpickled
         "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",  # the model is a folder: nothing is to be asked of a hub
+        "HF_HUB_OFFLINE": "1",  # the model is a local folder: no requests to the hub
         **platform_environment(tensor_parallel_size, on_gpu),
     }
 
 
 def check_engine_arguments(table: Mapping[str, Any]) -> None:
-    """Raise ValueError for a name in `rollout.vllm` that vLLM does not know or that is not free."""
+    """Raise ValueError for a name in `rollout.vllm` that is reserved or that vLLM does not know."""
     for name in table:
         if name in RESERVED:
             raise ValueError(f"rollout.vllm.{name} cannot be set: {RESERVED[name]}")
@@ -139,10 +140,10 @@ def check_engine_arguments(table: Mapping[str, Any]) -> None:
 
 
 def engine_number(table: Mapping[str, Any], name: str) -> int | None:
-    """What `rollout.vllm` has under a name, as vLLM reads it on its command line: also 25.6k or 2M.
+    """The number that `rollout.vllm` sets for `name`, parsed as on vLLM's command line (25.6k, 2M).
 
-    Small letters are powers of 1,000 and capitals of 1,024. None where vLLM is left to decide (auto
-    or -1). Raises ValueError for what vLLM takes for no number.
+    Lower-case suffixes are powers of 1,000, upper-case ones of 1,024. None if vLLM is left to
+    decide (unset, auto or -1). Raises ValueError for a value that vLLM does not take for a number.
     """
     words = str(table.get(name)).strip()
     if words.lower() in ("none", "auto", "-1"):
@@ -162,8 +163,8 @@ def engine_number(table: Mapping[str, Any], name: str) -> int | None:
 def engine_argument_names() -> frozenset[str]:
     """The fields of the installed vLLM's EngineArgs.
 
-    Read from its source in a tenth of a second; importing it takes many. Raises ValueError when
-    vLLM is not installed.
+    Read from its source in a tenth of a second, as importing it takes many seconds. Raises
+    ValueError when vLLM is not installed.
     """
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:

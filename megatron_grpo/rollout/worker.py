@@ -1,7 +1,7 @@
-"""What runs inside the processes of a vLLM engine that the trainer started.
+"""Our code inside the processes of a vLLM engine.
 
-vLLM calls `register` (entry point `vllm.general_plugins`) in the API server, in the engine core and
-in every worker, before a model is built. In a vLLM that somebody else started it does nothing.
+vLLM calls `register` (entry point `vllm.general_plugins`) in the API server, the engine core and
+every worker, before the model is built. In a vLLM that this project did not start it does nothing.
 """
 
 import multiprocessing
@@ -32,11 +32,11 @@ from parallel.transport import Inbox, Invitation
 
 
 def register() -> None:
-    """Make this process end with its parent, and its model accept new weights."""
+    """Tie this process to its parent, and register our weight-transfer backend."""
     if ENGINE_VARIABLE not in os.environ:
         return
     parent = multiprocessing.parent_process()
-    if parent is not None:  # the API server is tied to its own parent by whoever started it
+    if parent is not None:  # None in the API server, which is tied to whoever started it
         die_with_parent()
         if not parent.is_alive():
             sys.exit("the process that started this one has ended")
@@ -46,11 +46,12 @@ def register() -> None:
 
 
 def keep_weights_unpacked() -> None:
-    """Have vLLM's CPU layers compute with `layer.weight` itself, as its CUDA layers do.
+    """Make vLLM's CPU layers compute with `layer.weight` itself, as its CUDA layers do.
 
-    It would pack linear weights for oneDNN or SGL kernels after loading and leave an empty
-    parameter behind; what is loaded later would not reach the packs, a tied lm_head's least of all.
-    The weights of experts it would pack in place, and take what is loaded later for packed.
+    By default vLLM packs linear weights for oneDNN or SGL kernels after loading and leaves an empty
+    parameter behind, so that weights loaded later never reach the packed copies (including that of
+    a tied lm_head). It packs the weights of experts in place, and would take weights loaded later
+    for packed ones.
     """
     vllm._custom_ops._supports_onednn = False
     vllm.model_executor.layers.utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
@@ -71,7 +72,7 @@ def experts_on_unpacked_weights(
     isa: str,
     are_inputs_weighted: bool,
 ) -> None:
-    """What vLLM's kernel of packed weights computes, into `output` [T, hidden size].
+    """Compute what vLLM's kernel for packed weights does, into `output` [T, hidden size].
 
     `gate_up` [experts, 2 * size, hidden size], `down` [experts, hidden size, size];
     `expert_weights` and `expert_ids` [T, experts per token].
@@ -87,10 +88,10 @@ def experts_on_unpacked_weights(
 
 
 def unlink_group_memory() -> None:
-    """Take its name from the shared memory over which tensor-parallel CPU workers reduce.
+    """Unlink the shared memory that tensor-parallel CPU workers use for reductions.
 
-    All have mapped it when the model is loaded. Without a name it goes with its last process, even
-    when that is killed.
+    All workers have mapped it by the time the model is loaded. Unlinked, it is freed with its last
+    process, even if that is killed.
     """
     for file in Path("/dev/shm").glob(f"{os.environ['VLLM_DIST_IDENT']}*"):
         file.unlink(missing_ok=True)
@@ -98,7 +99,7 @@ def unlink_group_memory() -> None:
 
 @dataclass
 class LinksInfo(WeightTransferInitInfo):
-    """How the workers of one engine get their links: an `Invitation`, as plain data."""
+    """What the workers of one engine need to open their links: an `Invitation`, as plain data."""
 
     invitation: Json
     engine: int
@@ -113,17 +114,17 @@ class PushInfo(WeightTransferUpdateInfo):
 
 
 class ShardTransfer(WeightTransferEngine[LinksInfo, PushInfo]):
-    """Each worker receives its shard over links of its own, straight into its parameters.
+    """Each worker receives its shard over its own links, directly into its parameters.
 
     vLLM's layerwise reload is for layouts that change after loading; ours do not (see above, and
     `moe_backend` in vllm_command.py).
 
-    Which push the weights are of is kept here, beside them: the version that vLLM puts on samples
-    is kept by another process, and changes at another moment.
+    Each worker records which push its weights belong to. The version that vLLM puts on samples is
+    not enough: another process holds it, and it changes at another time.
 
-    A failure is kept in the state for the client to read. Raised here, vLLM would pass on the first
-    worker's and leave the answers of the others unread, where the next calls find them and take
-    them for theirs: with several workers an engine is of no use after that.
+    A failure is kept in the state for the client to read. If it were raised here, vLLM would pass
+    on the first worker's exception and leave the other workers' answers unread; the next calls
+    would take these for their own, so that an engine with several workers would be unusable.
     """
 
     init_info_cls = LinksInfo
@@ -137,7 +138,7 @@ class ShardTransfer(WeightTransferEngine[LinksInfo, PushInfo]):
             unlink_group_memory()
 
     def init_transfer_engine(self, init_info: LinksInfo) -> None:
-        """Make links to all that send to this worker, in the place of earlier ones."""
+        """Open links to all ranks that send to this worker, replacing earlier ones."""
         self.state.connect(init_info.links)
         with self.state.keep_error():
             self.shutdown()
@@ -153,7 +154,7 @@ class ShardTransfer(WeightTransferEngine[LinksInfo, PushInfo]):
         """Nothing to prepare."""
 
     def receive_weights(self, update_info: PushInfo) -> None:
-        """Receive every parameter of the push that began last."""
+        """Receive every parameter of the push that last began."""
         if self._inbox is None:
             return  # the state says why
         with self.state.keep_error():
@@ -170,13 +171,14 @@ class ShardTransfer(WeightTransferEngine[LinksInfo, PushInfo]):
 
 
 class PushWorker:
-    """What the client asks of every worker, over /collective_rpc; vLLM makes it a base of its own.
+    """The methods that the client calls in every worker, over /collective_rpc.
 
-    The steps of an update go this way and not by the routes of vLLM's frame, which raise where a
-    step does not follow the one before: when two trainers meet, that is in all workers at once.
+    vLLM adds it to the base classes of its worker. Weight updates use these methods and not vLLM's
+    own routes, which raise when a step does not follow the one before; when two trainers collide,
+    that would happen in all workers at once.
 
-    Answers are plain data. Each repeats `question`, a word of the client's that is new in every
-    call, by which it knows the answer to another.
+    Answers are plain data. Each repeats `question`, which the client makes up anew for every call,
+    so that it recognizes an answer to a different call.
     """
 
     weight_transfer_engine: ShardTransfer
@@ -187,29 +189,29 @@ class PushWorker:
         return {"question": question, "parameters": parameter_table(self._parameters())}
 
     def begin_push(self, question: str, push: str, links: str) -> Json:
-        """Declare the weights to be of no version until `push` is complete.
+        """Declare that the weights have no version until `push` is complete.
 
-        The last to connect has the engine: `push_report` tells whoever did so earlier.
+        The trainer that connected last owns the engine; `push_report` tells the others.
         """
         worker: Any = self
-        if not self._weight_update_active:  # it is after a trainer that ended in mid-push
+        if not self._weight_update_active:  # already active if a trainer ended during a push
             worker.start_weight_update()
         self.weight_transfer_engine.state.begin(push, links)
         return {"question": question}
 
     def receive_push(self, question: str, push: str) -> Json:
-        """Receive the weights of `push`, unless another one has begun since."""
+        """Receive the weights of `push`, unless another push has begun since."""
         if self._is_open(push):
             worker: Any = self
             worker.update_weights({"push": push})
         return {"question": question}
 
     def push_report(self, question: str) -> Json:
-        """Which push has the engine, whether its weights are loaded, and their checksums."""
+        """Which push is current, whether its weights are loaded, their checksums, and any error."""
         return {"question": question, **self.weight_transfer_engine.state.report()}
 
     def finish_push(self, question: str, push: str) -> Json:
-        """From here on the weights are those of `push`, if it has loaded them."""
+        """From now on the weights count as those of `push`, if it is loaded."""
         if self._is_open(push):
             worker: Any = self
             worker.finish_weight_update()
@@ -217,12 +219,12 @@ class PushWorker:
         return {"question": question}
 
     def hold_loaded(self, question: str) -> Json:
-        """From here on the weights are those that it has loaded itself, if there was no push."""
+        """From now on the weights count as those the engine loaded itself, if there was no push."""
         self.weight_transfer_engine.state.hold_loaded()
         return {"question": question}
 
     def held_push(self, question: str) -> Json:
-        """The push whose weights the worker holds; empty while it holds no complete ones."""
+        """The push whose weights the worker holds; empty while they are incomplete."""
         return {"question": question, "push": self.weight_transfer_engine.state.held}
 
     def _is_open(self, push: str) -> bool:
