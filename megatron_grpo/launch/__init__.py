@@ -1,1 +1,1 @@
-"""How a run starts and ends: its processes, and that nothing is left behind."""
+"""Starting and ending the processes of a run, without leaving any behind."""

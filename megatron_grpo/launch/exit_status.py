@@ -1,8 +1,8 @@
-"""How a process has ended, in words."""
+"""How a process ended, in words."""
 
 import signal
 
 
 def exit_words(code: int) -> str:
-    """`exit code N` or `signal NAME`, of what `subprocess` calls a return code."""
+    """`exit code N` or `signal NAME`, for a return code of `subprocess`."""
     return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"

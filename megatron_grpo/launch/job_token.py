@@ -1,7 +1,8 @@
 """The secret that a job's trainers and rollout engines share.
 
-It gets into a process by its environment, which other users of the machine cannot read as they can
-a command line, and is never written anywhere. Imports next to nothing: the command line reads it.
+Processes receive it in their environment, which other users of the machine cannot read (unlike a
+command line), and it is never written to disk. This module imports next to nothing, because the
+command line needs it.
 """
 
 import re
@@ -9,7 +10,7 @@ import secrets
 from collections.abc import MutableMapping
 
 TOKEN_VARIABLE = "MEGATRON_GRPO_TOKEN"
-"""Holds the token, where engines are given by address; the run makes one for those it starts."""
+"""Holds the token for engines given by address; engines that a run starts get a fresh one."""
 
 MIN_TOKEN_LENGTH = 16
 
@@ -17,17 +18,17 @@ MAKE_ONE = f"make one by `export {TOKEN_VARIABLE}=$(openssl rand -hex 32)`"
 
 
 def new_token() -> str:
-    """A token that nobody can guess."""
+    """A random token of 256 bits."""
     return secrets.token_hex(32)
 
 
 def take_token(environ: MutableMapping[str, str]) -> str | None:
-    """The token that a user gave, removed from `environ` so that no child process inherits it."""
+    """The user's token, removed from `environ` so that no child process inherits it."""
     return environ.pop(TOKEN_VARIABLE, None)
 
 
 def check_token(token: str | None) -> str:
-    """`token`; raises ValueError, which does not show it, when it is none or can be guessed."""
+    """Return `token`, or raise ValueError (without showing it) if it is missing or too weak."""
     if not token:
         raise ValueError(
             f"{TOKEN_VARIABLE} is not set: engines that are given by address and their trainers "
@@ -47,5 +48,5 @@ def check_token(token: str | None) -> str:
 
 
 def bearer(token: str) -> dict[str, str]:
-    """The header of a request that is let in."""
+    """The HTTP header that authorizes a request."""
     return {"Authorization": f"Bearer {token}"}

@@ -1,4 +1,4 @@
-"""Where this process runs: as a rank under torchrun or Slurm, or alone, to start the ranks."""
+"""This process's role: a rank under torchrun or Slurm, or alone and about to start the ranks."""
 
 import os
 import sys
@@ -12,10 +12,10 @@ from megatron_grpo.launch.job_token import TOKEN_VARIABLE
 from megatron_grpo.launch.parent_death import die_with_parent
 
 LAUNCHER_VARIABLE = "MEGATRON_GRPO_LAUNCHER"
-"""Process id of the `megatron-grpo train` that started the ranks, and did the preflight."""
+"""Process id of the `megatron-grpo train` that started the ranks and did the preflight."""
 
 OWN_LOGS_VARIABLE = "MEGATRON_GRPO_OWN_LOGS"
-"""Set where every rank but 0 writes to a file of its own."""
+"""Set when every rank except 0 writes to its own log file."""
 
 
 @dataclass(frozen=True)
@@ -27,15 +27,15 @@ class RankPlace:
     world_size: int
     num_hosts: int
     has_own_log: bool = False
-    """Whether its stderr is a file of its own, and not the terminal of all."""
+    """Whether its stderr is its own log file and not the shared terminal."""
 
 
 def rank_place(environ: Mapping[str, str]) -> RankPlace | None:
-    """The place given by torchrun, or else by `srun`; None when this process is no rank.
+    """The place given by torchrun, or else by `srun`; None when this process is not a rank.
 
-    Images of PyTorch set RANK, WORLD_SIZE and LOCAL_RANK in every task of Slurm, but torchrun alone
-    sets GROUP_WORLD_SIZE. A Slurm step of a single task is an allocation in which a person types,
-    not a world of ranks.
+    PyTorch container images set RANK, WORLD_SIZE and LOCAL_RANK in every Slurm task, but only
+    torchrun sets GROUP_WORLD_SIZE. A Slurm step with a single task is taken for an interactive
+    allocation, not for a world of ranks.
     """
     if "GROUP_WORLD_SIZE" in environ:
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE")
@@ -61,7 +61,7 @@ def rank_place(environ: Mapping[str, str]) -> RankPlace | None:
 
 
 def tie_to_launcher(environ: Mapping[str, str]) -> None:
-    """Have this rank die with torchrun or srun, which may itself be killed."""
+    """Make this rank die with the torchrun or srun that started it, even if that is killed."""
     die_with_parent()
     launcher = environ.get(LAUNCHER_VARIABLE)
     if launcher is not None and os.getppid() != int(launcher):
@@ -69,11 +69,11 @@ def tie_to_launcher(environ: Mapping[str, str]) -> None:
 
 
 def start_ranks(cfg: Config, arguments: list[str], token: str | None) -> NoReturn:
-    """Become a torchrun that runs `megatron-grpo ARGUMENTS` on every rank of this host.
+    """Replace this process by a torchrun that runs `megatron-grpo ARGUMENTS` on every rank here.
 
-    The process is replaced: signals go to torchrun, and the exit code is its own. Rank 0 keeps the
-    terminal, the others write to `logs/` of the run directory. Each takes `token` out of its
-    environment again.
+    So signals reach torchrun directly, and its exit code is ours. Rank 0 keeps the terminal, the
+    others write to `logs/` in the run directory. Each rank receives `token` in its environment and
+    removes it from there.
     """
     num_ranks = cfg.dims.world_size
     logs = Path(cfg.train.run_dir) / "logs"
@@ -81,7 +81,7 @@ def start_ranks(cfg: Config, arguments: list[str], token: str | None) -> NoRetur
     threads = max(1, (os.cpu_count() or 1) // num_ranks)
     environment = {
         "OMP_NUM_THREADS": str(threads),
-        # All ranks are on this host: gloo must not choose an address of the outside world.
+        # All ranks are on this host: gloo must not choose an external address.
         "GLOO_SOCKET_IFNAME": "lo",
     }
     torchrun = [sys.executable, "-m", "megatron_grpo.launch.torchrun"]

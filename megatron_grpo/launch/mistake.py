@@ -1,15 +1,15 @@
-"""Errors that somebody has to mend, and those that pass by themselves."""
+"""Tells errors that the user has to fix from errors that may pass by themselves."""
 
 import errno
 
 PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
-"""What a network file system answers while its server is away."""
+"""What a network file system returns while its server is away."""
 
 
 def is_mistake(error: BaseException) -> bool:
-    """Whether `error`, before the first step, is one in config, model, data or settings.
+    """Whether `error`, raised before the first step, is a mistake in config, model or data.
 
-    The same command would fail again then. After an error that passes it may not.
+    Then the same command would fail again. After a transient error it may succeed.
     """
     if isinstance(error, (ConnectionError, TimeoutError)):
         return False

@@ -5,7 +5,7 @@ from pathlib import Path
 
 MOUNTS = Path("/proc/mounts")
 LOCAL_LOCKS = {"localflock", "nolock", "local_lock=flock", "local_lock=all"}
-"""Options, of Lustre and NFS, by which another host does not see a lock."""
+"""Mount options of Lustre and NFS with which other hosts do not see a lock."""
 
 
 @dataclass(frozen=True)
@@ -14,21 +14,21 @@ class Mount:
 
     point: str
     kind: str
-    """Of the file system: ext4, lustre, nfs4 ..."""
+    """Type of the file system: ext4, lustre, nfs4 ..."""
     options: frozenset[str]
 
     @classmethod
     def of(cls, folder: Path, mounts: str | None = None) -> "Mount":
-        """The one that holds `folder`, whose path is absolute and without links."""
+        """The mount that holds `folder`, an absolute path without symbolic links."""
         rows = [line.split()[1:4] for line in (mounts or MOUNTS.read_text()).splitlines()]
         holding = [row for row in rows if folder.is_relative_to(row[0])]
-        if not holding:  # below a chroot
+        if not holding:  # inside a chroot
             return cls("/", "unknown", frozenset())
-        # Of several mounted over each other the last is what one sees.
+        # If several are mounted over each other, the last one is visible.
         point, kind, options = max(reversed(holding), key=lambda row: len(row[0]))
         return cls(point, kind, frozenset(options.split(",")))
 
     @property
     def local_locks(self) -> str:
-        """The option by which locks hold within one host alone; empty where they hold for all."""
+        """The option that limits locks to one host; empty if other hosts see them."""
         return min(self.options & LOCAL_LOCKS, default="")

@@ -1,13 +1,13 @@
-"""How many files and connections this process may have open."""
+"""The limit on open files and connections of this process."""
 
 import resource
 
 
 def allow_open_files() -> None:
-    """As many as the system lets it have; what it starts gets the same limit.
+    """Raise the soft limit to the hard limit; child processes inherit it.
 
-    Rank 0 has a connection for each open request, a rank one to each other over gloo, and an
-    engine's end of the requests is as many again: some systems begin with 1,024.
+    Rank 0 has a connection for each open request (and so has the engine at the other end), and each
+    rank has a gloo connection to every other rank: the default of 1,024 on some systems is too low.
     """
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -1,4 +1,4 @@
-"""Processes that cannot outlive the one that started them, not even when SIGKILL ends that one."""
+"""Child processes that cannot outlive their parent, not even when it is killed by SIGKILL."""
 
 import ctypes
 import os
@@ -15,23 +15,23 @@ PR_SET_PDEATHSIG = 1
 TRACKER = b"multiprocessing.resource_tracker"
 ENDED = signal.SIGUSR2
 OTHERS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""What a terminal or Slurm sends to all: not for the process that waits for `ENDED`."""
+"""What a terminal or Slurm sends to all processes; the one waiting for `ENDED` blocks them."""
 
 
 def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
     """Ask Linux to signal this process when the thread that started it ends (prctl(2)).
 
-    The setting survives exec and is not inherited by children. A parent that died before the call
-    is for the caller to notice.
+    The setting survives exec and is not inherited by children. The caller must check whether the
+    parent died before this call.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by, 0, 0, 0)
 
 
 def kill_group(group: int) -> bool:
-    """Kill the other processes of a group, also stopped ones; whether there were any.
+    """Kill the other processes of a group, even stopped ones; returns whether there were any.
 
     Python's resource trackers are spared: they unlink the shared memory that the others leave
-    behind, and end then.
+    behind, and then end by themselves.
     """
     members = list(_users_of_memory(group))
     for pid in members:
@@ -51,11 +51,11 @@ def _users_of_memory(group: int) -> Iterator[int]:
 
 
 def main() -> None:
-    """Become a command, tied to its parent: `python parent_death.py PID FOLDER PROGRAM ARG ...`.
+    """Run a command tied to its parent: `python parent_death.py PID FOLDER PROGRAM ARG ...`.
 
-    PID is the parent's. The command leads a process group; what it starts is killed when it ends:
-    who is started by it may be tied to it by then, or not yet. FOLDER, made for its files, goes
-    behind them all.
+    PID is the parent's. The command leads a process group. When it ends, the other processes of the
+    group are killed (they may not have been tied to it yet), and then FOLDER, made for its files,
+    is removed.
     """
     parent, folder, command = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
     leader = os.getpid()
@@ -70,11 +70,11 @@ def main() -> None:
 
 
 def _tidy_behind(leader: int, folder: str) -> NoReturn:
-    """Wait for the end of the parent, the `leader` of a group; kill and remove what is left."""
+    """Wait until the parent, the `leader` of a group, ends; then kill it, remove `folder`."""
     die_with_parent(ENDED)
     if os.getppid() == leader:
         signal.sigwait({ENDED})
-    while kill_group(leader):  # it may have started others meanwhile
+    while kill_group(leader):  # killed processes may have started others meanwhile
         time.sleep(0.05)
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)

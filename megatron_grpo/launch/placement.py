@@ -1,4 +1,4 @@
-"""Which node of a Slurm job runs which ranks and which engines. No torch: a batch script asks."""
+"""Places the ranks and engines of a Slurm job on its nodes. Without torch, for batch scripts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ class EnginePlace:
 
     node: str
     gpus: range
-    """Their numbers on the node."""
+    """Indices of its GPUs on the node."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,10 @@ class Placement:
 
 
 def place(cfg: Config, nodes: Sequence[str], gpus_per_node: int) -> Placement:
-    """Ranks on the first nodes; engines on GPUs that these leave, or on the same where none are.
+    """Put ranks on the first nodes and engines on the remaining GPUs.
 
-    Raises ValueError where a node cannot hold what belongs on one, or all nodes are too few.
+    If these cannot hold all engines, engines share GPUs with the ranks. Raises ValueError if ranks
+    do not fill nodes, an engine does not fit on one, or there are too few nodes.
     """
     num_ranks, tensor = cfg.dims.world_size, cfg.rollout.tensor_parallel_size
     ranks_per_node = min(num_ranks, gpus_per_node)
@@ -64,7 +65,7 @@ def place(cfg: Config, nodes: Sequence[str], gpus_per_node: int) -> Placement:
 
 
 def check_engine_size(tensor: int, gpus_per_node: int) -> None:
-    """Raise ValueError where a node cannot hold an engine of `tensor` GPUs."""
+    """Raise ValueError if a node cannot hold an engine of `tensor` GPUs."""
     if tensor > gpus_per_node:
         raise ValueError(
             f"rollout.tensor_parallel_size {tensor} is more than the {gpus_per_node} GPUs of a "
@@ -73,6 +74,6 @@ def check_engine_size(tensor: int, gpus_per_node: int) -> None:
 
 
 def _blocks(first: int, end: int, size: int) -> range:
-    """Where blocks of `size` GPUs begin that fit between two GPUs."""
+    """First GPUs of the aligned blocks of `size` GPUs in the range from `first` to `end`."""
     start = -(-first // size) * size
     return range(start, end - size + 1, size)

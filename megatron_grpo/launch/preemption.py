@@ -1,27 +1,27 @@
-"""Giving the machine back: all ranks stop at the same step, save, and leave with exit code 75."""
+"""Preemption: all ranks stop at the same step, save, and exit with code 75."""
 
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 EXIT_PREEMPTED = 75
-"""EX_TEMPFAIL: nothing has failed, and the same command goes on."""
+"""EX_TEMPFAIL: nothing has failed, and the same command resumes the run."""
 
 PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""What schedulers send before they take the machine away."""
+"""Signals that schedulers send before they reclaim the machine."""
 
 
 class Preempted(Exception):
-    """Somebody wants the machine back; the text says what is saved."""
+    """The run was told to stop; the message says what is saved."""
 
 
 @contextmanager
 def preempted_instead(is_preempted: Callable[[], bool]) -> Iterator[None]:
-    """Raise Preempted for what fails in the block when somebody wants the machine back."""
+    """Turn an exception in the block into Preempted if the run was told to stop."""
     try:
         yield
     except Exception as error:
-        # Slurm tells engines and what rewards have started to end at the same moment.
+        # Slurm signals engines and processes of rewards at the same moment, so these fail, too.
         if is_preempted():
             raise Preempted(str(error)) from error
         raise

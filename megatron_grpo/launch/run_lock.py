@@ -1,4 +1,4 @@
-"""One run at a time in a run directory."""
+"""A lock that allows one run at a time in a run directory."""
 
 import errno
 import fcntl
@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_grpo.launch.mount import Mount
 
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
-"""Of a file system that is mounted without them: the first is Lustre's, the second NFS's."""
+"""Errors of a file system mounted without locks: the first is Lustre's, the second NFS's."""
 REMEDY = (
     "mount its file system with -o flock (Lustre), or without nolock and local_lock and with "
     "rpc.statd (NFS), or set train.run_dir"
@@ -20,9 +20,9 @@ REMEDY = (
 
 @contextmanager
 def run_lock(run_dir: Path) -> Iterator[None]:
-    """Hold the run directory; raises ValueError when another process does, or nobody can.
+    """Lock the run directory; raises ValueError if another process holds it or it has no locks.
 
-    The kernel lets go of it when the process ends, however it ends.
+    The kernel releases the lock when the process ends, however it ends.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     if option := Mount.of(run_dir.resolve()).local_locks:
@@ -49,6 +49,6 @@ def run_lock(run_dir: Path) -> Iterator[None]:
 
 
 def _holder() -> str:
-    """Who this process is, for whom it keeps out."""
+    """This process's identity, for the message that other processes show."""
     job = os.environ.get("SLURM_JOB_ID")
     return f"pid {os.getpid()} on {socket.gethostname()}{f', Slurm job {job}' if job else ''}\n"

@@ -1,10 +1,10 @@
-"""torchrun, except for what it does about the end of a rank.
+"""torchrun with different handling of failures, signals and the rendezvous.
 
-A failure is told in lines and not in pages, and only what the ranks have not told themselves: their
-watch has ended the job by then. Signals that announce the end of the machine go on to the ranks,
-which save and leave. And the meeting listens on one address, where torch's own listen on all:
-`--rdzv-backend=loopback` for ranks on one host; over several `--rdzv-backend=fabric`, with the
-`--rdzv-endpoint=ADDRESS:PORT` of the first and the `--rdzv-conf=rank=N` and a `--log-dir` of each.
+A failure is reported in a few lines instead of pages, and only if the ranks have not reported it:
+their watch has ended the job by then. Preemption signals are forwarded to the ranks, which save and
+exit. The rendezvous listens on one address, where torch's own ones listen on all: use
+`--rdzv-backend=loopback` for ranks on one host, and `--rdzv-backend=fabric` for several, with
+`--rdzv-endpoint=ADDRESS:PORT` of the first host and, on each, `--rdzv-conf=rank=N` and `--log-dir`.
 """
 
 import logging
@@ -38,18 +38,18 @@ from megatron_grpo.launch.preemption import EXIT_PREEMPTED, PREEMPTION_SIGNALS
 
 LOOPBACK, FABRIC = "loopback", "fabric"
 MEETING_SECONDS = 600
-"""Until the torchruns of all hosts must have come."""
+"""Time in which the torchruns of all hosts must join the rendezvous."""
 LOOK_SECONDS = 0.05
-"""Between two looks at who has come."""
+"""Polling interval while hosts are missing."""
 NUM_LINES_SHOWN = 30
 VERDICT = re.compile(r"^megatron-grpo: .*", re.MULTILINE | re.DOTALL)
-"""What a rank has been told by its watch, at the end of its log."""
+"""The verdict of the watch, at the end of a rank's log."""
 
 
 class BoundRendezvous(StaticTCPRendezvous):
-    """The meeting of the torchruns of a job with each other and with their ranks.
+    """The rendezvous of a job's torchruns with each other and with their ranks.
 
-    It listens on one address and no other; on a `port` that the kernel chooses where that is 0.
+    It listens on exactly one address; if `port` is 0, the kernel chooses a port.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class BoundRendezvous(StaticTCPRendezvous):
         return self._backend
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Come to the meeting; the first host waits for all, and names those that do not come."""
+        """Join the rendezvous; the first host waits for all and names those that do not join."""
         deadline = time.monotonic() + self.timeout.total_seconds()
         try:
             meeting = super().next_rendezvous()
@@ -114,7 +114,7 @@ def _fabric(parameters: RendezvousParameters) -> BoundRendezvous:
 
 
 def main() -> None:
-    """Run torchrun on the command line; the exit code is the ranks', 1 if they were killed."""
+    """Run torchrun with the command line; exits with the code of the ranks, 1 if killed."""
     allow_open_files()
     arguments = run.parse_args(sys.argv[1:])
     arguments.signals_to_handle = ",".join(_ending_signals())
@@ -132,11 +132,11 @@ def main() -> None:
         signal.signal(number, forward)
     rendezvous_handler_registry.register(LOOPBACK, _loopback)
     rendezvous_handler_registry.register(FABRIC, _fabric)
-    logging.disable(logging.ERROR)  # torchrun's account of a failure: ours is below
+    logging.disable(logging.ERROR)  # torchrun's own failure report; ours is below
     try:
         run.run(arguments)
     except ChildFailedError as error:
-        # Ranks that the forwarded signal has met before they were able to take it have died of it.
+        # Ranks that got the forwarded signal before they had a handler for it have died of it.
         codes = [failure.exitcode for failure in error.failures.values()]
         if all(code == EXIT_PREEMPTED or -code in forwarded for code in codes):
             sys.exit(EXIT_PREEMPTED)
@@ -152,10 +152,10 @@ def main() -> None:
 
 
 def _ending_signals() -> list[str]:
-    """What torchrun answers by ending its ranks, where it kills those that take long.
+    """The signals on which torchrun ends its ranks, killing those that take too long.
 
-    Not what `nohup`, or a script's `&`, has told this process to ignore: with a handler it would
-    no longer be.
+    Signals that this process was started to ignore (by `nohup` or a script's `&`) are left out: a
+    handler would undo that.
     """
     names = ("SIGINT", "SIGHUP", "SIGQUIT")
     return [name for name in names if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN]
@@ -168,9 +168,10 @@ def _children() -> list[int]:
 
 
 def _account(failures: Mapping[int, ProcessFailure], log_dir: Path) -> str:
-    """What nobody has told: of rank 0 if it was killed, else of the rank that failed before it.
+    """The report of a failure that no rank has reported itself; else an empty string.
 
-    On a host without rank 0, nothing where the watch has ended the ranks: rank 0 has told of that.
+    It is about the rank that failed first. On a host without rank 0 it is empty if the watch ended
+    the ranks, as rank 0 reports that.
     """
     first = min(failures, key=lambda rank: failures[rank].timestamp)
     has_rank_0 = first == failures[first].local_rank
@@ -180,7 +181,7 @@ def _account(failures: Mapping[int, ProcessFailure], log_dir: Path) -> str:
     ):
         return ""
     if 0 in failures and failures[0].exitcode > 0:
-        return ""  # it has the terminal, and has told
+        return ""  # it has the terminal and has reported the failure
     if first > 0:
         return _last_words(first, logs[first])
     ended = failures[0].signal_name()
@@ -198,7 +199,7 @@ def _last_words(rank: int, log: Path) -> str:
 
 
 def _log(failure: ProcessFailure, log_dir: Path) -> Path:
-    """Torchrun puts a folder with a random name between."""
+    """The rank's stderr file, below a folder that torchrun gives a random name."""
     logs = log_dir.glob(f"*/attempt_0/{failure.local_rank}")
     return max(logs, key=lambda path: path.stat().st_mtime) / "stderr.log"
 

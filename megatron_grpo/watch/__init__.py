@@ -1,4 +1,4 @@
-"""The watch over the ranks of a job: a fault of one is named once, and ends them all in seconds."""
+"""Failure detection over all ranks: a fault of one is reported once and ends all in seconds."""
 
 from megatron_grpo.watch.limits import START, Limits
 from megatron_grpo.watch.watch import Watch

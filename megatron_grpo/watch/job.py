@@ -1,6 +1,6 @@
-"""What rank 0 knows of all ranks, and what it concludes from it: whether the job must end, and why.
+"""What rank 0 knows about all ranks, and its decision whether the job must end, and why.
 
-Nothing here waits or reads a clock: events come with the time at which they were noticed.
+Nothing here waits or reads a clock: every event comes with the time at which it was noticed.
 """
 
 from collections.abc import Sequence
@@ -16,20 +16,20 @@ NUM_RANKS_SHOWN = 3
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds between and until the things that a watch does."""
+    """Intervals and time limits of the watch, in seconds."""
 
     beat: float = 1.0
-    """Between two signs of life of a rank, and of the monitor."""
+    """Between two heartbeats of a rank, and of the monitor."""
     silence: float = 20.0
-    """Without one, until a rank counts as stopped."""
+    """Without a heartbeat, until a rank counts as stopped."""
     kill: float = 30.0
-    """Without one, until the kernel ends the process."""
+    """Without a heartbeat of its own, until the kernel kills the process."""
     settle: float = 0.5
-    """From the first sign of trouble to the verdict: its consequences may be noticed before it."""
+    """From the first sign of trouble to the verdict: effects may show before the cause."""
     stacks: float = 2.0
-    """In which ranks must tell their stacks."""
+    """In which ranks must report their stacks."""
     unwind: float = 5.0
-    """In which rank 0 may close what it owns before it leaves."""
+    """In which rank 0 may close what it owns before it exits."""
 
 
 PACE = Pace()
@@ -37,10 +37,10 @@ PACE = Pace()
 
 @dataclass(frozen=True)
 class Position:
-    """How far the main thread of a rank is."""
+    """Progress of the main thread of a rank."""
 
     step: int = 0
-    """Optimizer step that it works on, counted from 1; 0 before its first."""
+    """Current optimizer step, counted from 1; 0 before the first."""
     phase: str = START
     num_phases: int = 0
     num_ticks: int = 0
@@ -52,20 +52,20 @@ class Position:
 
 @dataclass
 class Member:
-    """A rank that has come to the job."""
+    """A rank that has connected to the monitor."""
 
     rank: int
     host: str
     pid: int
     heard: float
-    """When it last gave a sign of life."""
+    """Time of its last heartbeat."""
     position: Position = Position()
     stack: str | None = None
-    """Of its main thread, since it was asked."""
+    """Stack of its main thread, once it has answered the last request for it."""
     dump: list[str] = field(default_factory=list)
-    """What Python has written at a crash, or because no other thread got to run."""
+    """What Python's faulthandler wrote at a crash, or because the watch thread could not run."""
     has_told: bool = False
-    """Whether it has said that it leaves, or why it failed: its end is no news then."""
+    """Whether it has reported that it leaves or why it failed: then its end is expected."""
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host} (pid {self.pid})"
@@ -73,26 +73,26 @@ class Member:
 
 @dataclass(frozen=True)
 class Failure:
-    """What a rank tells of the exception that ended its main thread."""
+    """A rank's report of the exception that ended its main thread."""
 
     text: str
-    """One line, where that says all; else the traceback."""
+    """One line, if that says everything; else the traceback."""
     trace: str = ""
-    """The traceback that is not in `text`."""
+    """The traceback, if it is not in `text`."""
     is_for_user: bool = False
-    """Whether somebody has to mend it first: the same command would fail again."""
+    """Whether the user must fix something first: the same command would fail again."""
     is_consequence: bool = False
-    """Whether it says no more than that another rank or engine could not be reached."""
+    """Whether it only says that another rank or engine could not be reached."""
 
 
 @dataclass(frozen=True)
 class End:
-    """The job is over: every rank leaves with `code`."""
+    """The end of the job: every rank exits with `code`."""
 
     code: int
     text: str = ""
     stacks: str = ""
-    """For a file: the stacks of all ranks, or the one that `text` leaves out."""
+    """For the stacks file: the stacks of all ranks, or the traceback that `text` leaves out."""
 
 
 @dataclass(frozen=True)
@@ -116,16 +116,16 @@ class Job:
 
     @property
     def position(self) -> Position:
-        """Where rank 0 is, for which the others may have to wait long."""
+        """Position of rank 0, which determines the limit: the others may wait for it for long."""
         return self.members[0].position if 0 in self.members else Position()
 
     def join(self, rank: int, host: str, pid: int, now: float) -> None:
-        """A rank has come."""
+        """A rank has connected."""
         self.members[rank] = Member(rank, host, pid, now)
         self._moved(now)
 
     def beat(self, rank: int, position: Position, now: float) -> None:
-        """A rank lives, and has come as far as `position`."""
+        """A rank has sent a heartbeat with its `position`."""
         member = self.members[rank]
         member.heard = now
         if position != member.position:
@@ -134,7 +134,7 @@ class Job:
             self._moved(now)
 
     def failed(self, rank: int, failure: Failure, now: float) -> None:
-        """The main thread of a rank has raised."""
+        """The main thread of a rank has raised an exception."""
         member = self.members[rank]
         member.has_told = True
         code = EXIT_FOR_THE_USER if failure.is_for_user else EXIT_FAILURE
@@ -146,7 +146,7 @@ class Job:
         self._causes.append(_Cause(now, end, failure.is_consequence))
 
     def lost(self, rank: int, now: float) -> None:
-        """The connection to a rank is gone, and so is its process."""
+        """The connection to a rank is closed, so its process is gone."""
         member = self.members[rank]
         if member.has_told:
             return
@@ -155,7 +155,7 @@ class Job:
         self._causes.append(_Cause(now, End(EXIT_FAILURE, text)))
 
     def leaves(self, rank: int, end: End, now: float) -> None:
-        """A rank is done, and waits for the others."""
+        """A rank is done and waits for the others."""
         self.members[rank].has_told = True
         self._leaving[rank] = end
         self._moved(now)
@@ -165,7 +165,7 @@ class Job:
         self._causes.append(_Cause(now, end))
 
     def wants_stacks(self, now: float) -> bool:
-        """Whether all ranks are to tell their stacks now; True once, and again after progress."""
+        """Whether to ask all ranks for their stacks now; True only once until there is progress."""
         limit = self._limit()
         if self._asked is not None or limit is None or now - self._progress < limit.seconds:
             return False
@@ -175,7 +175,7 @@ class Job:
         return True
 
     def end(self, now: float) -> End | None:
-        """What the job ends with, once that is known."""
+        """How the job ends, once that is known; None while it goes on."""
         if self._causes:
             if now - self._causes[0].time < self._pace.settle:
                 return None
@@ -212,7 +212,7 @@ class Job:
         return End(EXIT_FAILURE, "\n".join(lines), "\n".join(stacks))
 
     def _suspects(self) -> list[str]:
-        """Those for whom the others wait, with their stacks; of all alike, rank 0."""
+        """The ranks that the others wait for, with their stacks; rank 0 if all wait alike."""
         told = {m.rank: m.stack for m in self._sorted() if m.stack is not None}
         odd = [member.rank for member in self._sorted() if member.rank not in told]
         if not odd:

@@ -1,4 +1,4 @@
-"""The last resort against a process that neither runs nor ends: the kernel's own clock."""
+"""A kernel timer, the last resort against a process that neither runs nor ends."""
 
 import ctypes
 import signal
@@ -25,10 +25,10 @@ class _TimerSpec(ctypes.Structure):
 
 
 class KillTimer:
-    """Has Linux SIGKILL this process some seconds after it was wound for the last time.
+    """Makes Linux SIGKILL this process some seconds after the last `wind`.
 
-    That reaches what can no longer end by itself: a process that is stopped (SIGSTOP), or one in
-    which some C code never lets go of the interpreter. Children do not inherit it.
+    This ends processes that cannot end by themselves: one that is stopped (SIGSTOP), or one in
+    which C code never releases the GIL. Children do not inherit the timer.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -42,11 +42,11 @@ class KillTimer:
         assert not failed, f"timer_create: errno {ctypes.get_errno()}"
 
     def wind(self) -> None:
-        """Let this process live for the seconds from now on."""
+        """Restart the timer."""
         self._set(self._seconds)
 
     def stop(self) -> None:
-        """Let it live."""
+        """Disarm the timer."""
         self._set(0.0)
 
     def _set(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""The thread of a rank that holds the connection to the monitor, and ends the process at last."""
+"""The thread of a rank that holds the connection to the monitor and finally ends the process."""
 
 import faulthandler
 import os
@@ -21,18 +21,18 @@ from megatron_grpo.watch.kill_timer import KillTimer
 from megatron_grpo.watch.stacks import main_stack
 from megatron_grpo.watch.wire import LineReader, line
 
-INTERRUPTED = End(130, "megatron-grpo: interrupted")  # the code as a shell says of SIGINT
+INTERRUPTED = End(130, "megatron-grpo: interrupted")  # as a shell reports SIGINT
 UNWIND = signal.SIGRTMIN
-"""Interrupts rank 0's main thread. Not SIGINT: who is started by `nohup` or behind a script's `&`
-inherits that it is ignored."""
+"""Interrupts rank 0's main thread. Not SIGINT, which processes started by `nohup` or a script's
+`&` inherit as ignored."""
 SHOW_CURSOR = "\x1b[?25h"
 
 
 class Lifeline:
-    """Gives signs of life with `position()` of the main thread, and passes on what it has to say.
+    """Sends heartbeats with the main thread's `position()`, and passes on its messages.
 
-    `preempt` is called when a rank of the job has been told to stop. When the job is over by
-    anything but success on all ranks, the process ends here.
+    `preempt` is called when any rank of the job was told to stop. Unless all ranks succeed, this
+    thread ends the process when the job is over.
     """
 
     def __init__(
@@ -52,15 +52,15 @@ class Lifeline:
         self._waker.setblocking(False)
         self._is_unwinding, self._is_unwound = threading.Event(), threading.Event()
         self._timer = KillTimer(pace.kill)
-        # A crash report of rank 0 would reach nobody by a connection to itself.
+        # A crash report that rank 0 sends to itself would reach nobody.
         self._crash_file = sys.stderr if place.rank == 0 else connection
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def start(self) -> None:
-        """Begin; from the main thread, whose signals are heard from now on.
+        """Start the thread and handle signals; call this from the main thread.
 
-        The C part of a signal's arrival writes its number to the socket, whatever the main thread
-        does meanwhile.
+        Python's C signal handler writes each signal's number to the wake-up socket, whatever the
+        main thread is doing.
         """
         signal.signal(UNWIND, signal.default_int_handler)
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
@@ -68,23 +68,23 @@ class Lifeline:
         self._thread.start()
 
     def say(self, **words: Any) -> None:
-        """Send a message; from any thread."""
+        """Send a message to the monitor; callable from any thread."""
         self._unsent.put(line(**words))
-        with suppress(BlockingIOError):  # full: it is awake
+        with suppress(BlockingIOError):  # full: the thread will wake up anyway
             self._waker.send(b"\0")
 
     def unwind(self) -> None:
-        """The main thread is on its way out: it need not be interrupted."""
+        """Note that the main thread is already unwinding and need not be interrupted."""
         self._is_unwinding.set()
 
     def join(self) -> None:
-        """Wait for the end of all ranks; the main thread has closed what it owns."""
+        """Wait until all ranks have ended; call this after closing what the main thread owns."""
         self._is_unwinding.set()
         self._is_unwound.set()
         self._thread.join()
 
     def close(self) -> None:
-        """Let go of the connection, which a forked child would keep open, and of signals."""
+        """Close the connection, which a forked child would keep open, and reset signal handling."""
         signal.set_wakeup_fd(-1)
         signal.signal(UNWIND, signal.SIG_DFL)
         self._socket.close()
@@ -98,7 +98,7 @@ class Lifeline:
             while True:
                 ready = {key.fileobj for key, _ in selector.select(next_beat - time.monotonic())}
                 now = time.monotonic()
-                # As the monitor counts: a machine that slept has not been silent.
+                # As in the monitor, time in which the machine was suspended does not count.
                 silent_for += min(now - looked, 2 * self._pace.beat)
                 looked = now
                 if self._woken in ready:
@@ -117,8 +117,8 @@ class Lifeline:
     def _beat(self) -> None:
         self._send(line(beat=asdict(self._position())))
         self._timer.wind()
-        # Should this thread not get to run again because another holds the interpreter, Python
-        # writes the stacks without it.
+        # If this thread cannot run again because another one holds the GIL, faulthandler writes
+        # the stacks without it.
         faulthandler.dump_traceback_later(0.75 * self._pace.silence, file=self._crash_file)
 
     def _take_signals(self, numbers: bytes) -> None:
@@ -130,18 +130,18 @@ class Lifeline:
             self._send(line(preempt=True))
 
     def _send(self, message: bytes) -> None:
-        with suppress(OSError):  # that rank 0 is gone is heard, too
+        with suppress(OSError):  # if rank 0 is gone, reading will show it
             self._socket.sendall(message)
 
     def _hear(self) -> bytes:
         try:
             heard = self._socket.recv(1 << 16)
-        except OSError:  # such as ETIMEDOUT, of a host that is gone
+        except OSError:  # such as ETIMEDOUT when a host is gone
             heard = b""
         return heard or self._leave_rank_0("died")
 
     def _obey(self, message: Any) -> bool:
-        """Do what the monitor says; True when all ranks have come to the end."""
+        """Handle a message of the monitor; returns True when all ranks have succeeded."""
         match message:
             case {"end": {"code": 0}}:
                 self._timer.stop()
@@ -164,7 +164,7 @@ class Lifeline:
         self._leave(End(EXIT_FAILURE, text))
 
     def _leave(self, end: End) -> NoReturn:
-        """End this process; rank 0 may first close what it owns, such as engines."""
+        """Exit this process; rank 0 may first close what it owns, such as engines."""
         if self._place.rank == 0 or self._place.has_own_log:
             print(end.text, file=sys.stderr, flush=True)
         if self._place.rank == 0:

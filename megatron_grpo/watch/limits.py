@@ -1,4 +1,4 @@
-"""How long the phases of a step may go without progress."""
+"""Time limits for phases of a step without progress."""
 
 from dataclasses import dataclass
 
@@ -7,15 +7,15 @@ from megatron_grpo.timing import WAIT
 from parallel.transport import TIMEOUT
 
 MARGIN_SECONDS = 15.0
-"""What a wait with a time-out of its own gets on top: it then ends with its own message."""
+"""Added to the limits of waits with their own timeout, so that these fail first."""
 
 START = "start"
-"""The phase before the first step, when engines come up. Reading weights is another: `load`."""
+"""The phase before the first step, while engines start. Reading weights is another one: `load`."""
 
 
 @dataclass(frozen=True)
 class Limit:
-    """Seconds, and the config key that sets them."""
+    """A limit in seconds, and the config key that sets it."""
 
     seconds: float
     key: str
@@ -23,7 +23,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class Limits:
-    """The longest time, by phase of rank 0, in which no rank of the job makes progress."""
+    """The longest times without progress on any rank, by phase of rank 0."""
 
     start: Limit
     step: Limit
@@ -32,15 +32,15 @@ class Limits:
 
     @classmethod
     def of(cls, cfg: Config) -> "Limits":
-        """Those of a run."""
+        """The limits of a run."""
         rollout = cfg.rollout
-        # A request to an engine that dies is made again, of another one or a restarted one.
+        # A request to an engine that dies is repeated on another one or a restarted one.
         generate = 2 * rollout.request_timeout + rollout.startup_timeout
-        if cfg.environment.name is not None:  # one such request a turn, and an answer to it
+        if cfg.environment.name is not None:  # per turn, one request and one environment step
             turn = rollout.request_timeout + cfg.environment.timeout
             generate += cfg.environment.max_turns * turn
-        # A link that brings nothing for so long is given up; then its engine is waited for before
-        # it counts as lost, and the push is done once more.
+        # A link without traffic for TIMEOUT is given up; then its engine is waited for until it
+        # counts as lost, and the push is repeated.
         waits = TIMEOUT.total_seconds() + rollout.stall_timeout
         push = Limit(waits + MARGIN_SECONDS, "rollout.stall_timeout")
         step = Limit(cfg.train.hang_timeout, "train.hang_timeout")
@@ -52,11 +52,11 @@ class Limits:
         )
 
     def of_phase(self, phase: str, *, is_first_step: bool) -> Limit | None:
-        """The limit while rank 0 is in `phase`; None where nobody can say how long it takes.
+        """The limit while rank 0 is in `phase`; None if it may take any time.
 
-        Files may be slow, and every call of a reward has its own limit. What is generated, rank 0
-        then packs alone: of long completions that takes minutes, too. In the first step of a
-        process, kernels are compiled and connections made.
+        Files may be slow, and every reward call has its own limit. `pack` gets the limit of
+        `generate`: rank 0 packs the completions alone, which can take minutes if they are long. The
+        first step of a process gets more time, for compiling kernels and making connections.
         """
         match phase.removeprefix(f"{WAIT}_"):
             case "await_engines":

@@ -1,4 +1,4 @@
-"""The thread on rank 0 that hears from all ranks, and tells them when the job is over."""
+"""The thread on rank 0 that listens to all ranks and tells them when the job is over."""
 
 import hmac
 import os
@@ -16,13 +16,13 @@ from megatron_grpo.watch.job import End, Failure, Job, Limits, Pace, Position
 from megatron_grpo.watch.wire import LineReader, MonitorAddress, line, new_key, proof
 
 LOOK_SECONDS = 0.05
-"""Between two looks at what has come: a thousand ranks must not wake the thread one by one."""
+"""Polling interval: messages of a thousand ranks must not wake the thread one by one."""
 LAST_WORDS_SECONDS = 2.0
-"""In which the other ranks should be gone once they have been told, and stacks be written."""
+"""Time for the other ranks to leave after being told, and for stacks to be written."""
 
 
 class _Connection:
-    """One end of a connection; whose, is known once `rank` is no longer None."""
+    """A connection from a rank, which is unknown as long as `rank` is None."""
 
     def __init__(self, accepted: socket.socket) -> None:
         accepted.setblocking(False)
@@ -34,18 +34,18 @@ class _Connection:
         self._unsent = b""
 
     def send(self, data: bytes = b"") -> None:
-        """Send what the kernel takes, and the rest with the next message."""
+        """Send what the kernel accepts now, and the rest with the next message."""
         self._unsent += data
         try:
             self._unsent = self._unsent[self.socket.send(self._unsent) :]
         except OSError:
-            return  # stopped, or gone: what that means is judged elsewhere
+            return  # stopped or gone: other code decides what that means
 
 
 class Monitor:
-    """Listens on exactly `host`; `address` is what the ranks have to know.
+    """Listens on exactly `host`; ranks connect with `address`.
 
-    Nobody without the key is heard, and nothing that arrives is more than data.
+    Connections without the key are refused, and messages are plain JSON data.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Monitor:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._connections: set[_Connection] = set()
         self._pace, self._stacks_file = pace, stacks_file
-        # Time counts only while this thread runs: a machine that slept has not been silent.
+        # Counts time only while this thread runs: a suspended machine has not been silent.
         self._now, self._looked = 0.0, time.monotonic()
         self._job = Job(world_size, limits, pace, self._now)
         self._is_preempted = False
@@ -89,7 +89,7 @@ class Monitor:
                 self._tell(line(beat=asdict(position)))
 
     def _look(self) -> None:
-        """Wait a moment and take the news."""
+        """Wait for the polling interval, then handle all new messages."""
         time.sleep(LOOK_SECONDS)
         looked = time.monotonic()
         self._now += min(looked - self._looked, self._pace.beat)
@@ -101,7 +101,9 @@ class Monitor:
                 self._receive(key.data)
 
     def _accept(self) -> None:
-        with suppress(BlockingIOError, ConnectionAbortedError):  # no more, or gone again
+        with suppress(
+            BlockingIOError, ConnectionAbortedError
+        ):  # no more connections, or one that is gone again
             while True:
                 accepted, _ = self._listener.accept()
                 connection = _Connection(accepted)
@@ -114,7 +116,7 @@ class Monitor:
             data = connection.socket.recv(1 << 16)
             for message in connection.lines.feed(data):
                 self._take(connection, message)
-        except (OSError, ValueError):  # such as ETIMEDOUT, of a host that is gone
+        except (OSError, ValueError):  # such as ETIMEDOUT when a host is gone
             data = b""
         if not data:
             self._drop(connection)
@@ -135,7 +137,7 @@ class Monitor:
                     raise ConnectionError("no rank of this job")
                 connection.rank = claimed
                 job.join(claimed, host, pid, now)
-                if self._is_preempted:  # before this rank's proof was read
+                if self._is_preempted:  # since before this rank joined
                     connection.send(line(preempt=True))
             case _ if rank is None:
                 raise ConnectionError("no rank of this job")
@@ -152,7 +154,7 @@ class Monitor:
             case {"preempt": True}:
                 self._is_preempted = True
                 self._tell(line(preempt=True))
-            case str(text):  # what Python has written at a crash
+            case str(text):  # what faulthandler wrote at a crash
                 job.members[rank].dump.append(text)
 
     def _tell(self, message: bytes) -> None:
@@ -161,9 +163,9 @@ class Monitor:
                 connection.send(message)
 
     def _finish(self, end: End) -> None:
-        """Tell the others first: with rank 0 goes this thread.
+        """Tell the other ranks first, since this thread ends with rank 0.
 
-        Stacks are written beside: the file system may be what the job hangs in.
+        Stacks are written in a separate thread: the job may hang in the file system.
         """
         message = line(end={"code": end.code, "text": end.text})
         own = {connection for connection in self._connections if connection.rank == 0}
@@ -184,6 +186,6 @@ class Monitor:
     def _write(self, stacks: str) -> None:
         if not stacks:
             return
-        with suppress(OSError):  # why the job ends is told all the same
+        with suppress(OSError):  # the verdict must reach the ranks all the same
             self._stacks_file.parent.mkdir(parents=True, exist_ok=True)
             self._stacks_file.write_text(stacks)

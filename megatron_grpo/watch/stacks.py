@@ -1,4 +1,4 @@
-"""Where the main threads of the ranks are, and which of them is not where the others are."""
+"""Stacks of the main threads of ranks, and which of them differ from the others."""
 
 import re
 import sys
@@ -9,22 +9,22 @@ from collections.abc import Mapping
 
 FRAME = re.compile(r'File "(.*)", line \d+, in (.*)')
 WAITS = re.compile(r"/torch/(distributed|cuda)/|/pipeline_parallel/p2p_communication\.py")
-"""Where a rank waits for others: Megatron-Core waits for what it sends and receives by itself, and
-with NCCL the host waits where it next looks at the device."""
+"""Where a rank waits for others: in torch.distributed, in Megatron-Core's own waits for pipeline
+sends and receives, or, with NCCL, where the host next synchronizes with the device."""
 
 
 def main_stack() -> str:
-    """The stack of this process's main thread, innermost call last, as in a traceback."""
+    """The stack of this process's main thread, innermost call last as in a traceback."""
     frame = sys._current_frames()[threading.main_thread().ident or 0]
     return "".join(traceback.format_stack(frame)).rstrip()
 
 
 def odd_ones_out(stacks: Mapping[int, str], progress: Mapping[int, tuple[int, int]]) -> list[int]:
-    """The ranks that the others wait for, as far as stacks and progress tell; else none.
+    """The ranks that the others wait for, as far as stacks and progress show; else none.
 
-    `progress` is larger the further a rank has come. When most wait for others in a collective,
-    those who do not are the cause. Otherwise the ones behind; otherwise those who are at another
-    place than most.
+    `progress` increases as a rank advances. If most ranks wait for others in a collective, the ones
+    that do not are the cause. Otherwise it is those that lag behind, or else those that are at a
+    different place than most.
     """
     busy = [rank for rank, stack in stacks.items() if not WAITS.search(stack)]
     if busy and 2 * len(busy) <= len(stacks):

@@ -1,8 +1,8 @@
-"""The watch over a rank, as its main thread knows it.
+"""The watch of a rank, as its main thread uses it.
 
-Main threads spend their time in collectives, which nobody can interrupt: so a thread beside this
-one (`lifeline.py`) speaks to a monitor on rank 0 (`monitor.py`), which knows how all ranks are
-(`job.py`). When the job is over, that thread ends the process.
+Main threads spend their time in collectives, which cannot be interrupted. So a second thread
+(`lifeline.py`) talks to a monitor on rank 0 (`monitor.py`), which tracks the state of all ranks
+(`job.py`). When the job is over, that second thread ends the process.
 """
 
 import json
@@ -31,7 +31,7 @@ from megatron_grpo.watch.wire import MonitorAddress, connect
 
 MAX_TEXT = 1 << 15
 AGREED = (Preempted, EnginesLost)
-"""What all ranks raise together, when what is done is saved."""
+"""Exceptions that all ranks raise together, after saving."""
 NOTHING_TO_SAVE = End(
     EXIT_PREEMPTED, "megatron-grpo: preempted before the first step; the same command resumes"
 )
@@ -39,14 +39,14 @@ STORE_KEY = "megatron-grpo/watch"
 
 
 class Watch:
-    """One rank's watch; every rank makes one, in the job's own `store`, and enters its context.
+    """One rank's watch; every rank creates one with the job's `store` and enters its context.
 
-    What ends the block on one rank ends all ranks within seconds: an exception, Preempted, a death,
-    a hang, SIGINT. Then the process ends in here, with the job's exit code, and rank 0 has told
-    why. The context is left only when all ranks have come to its end.
+    Anything that ends the block on one rank ends all ranks within seconds: an exception, Preempted,
+    a death, a hang, SIGINT. The process then exits inside the context with the job's exit code,
+    and rank 0 prints the reason. The context is left only when all ranks have reached its end.
 
-    `stacks_file` is where a hang leaves the stacks of all ranks, and an error that is told in one
-    line its traceback.
+    After a hang, `stacks_file` holds the stacks of all ranks; after an error reported in one line,
+    its traceback.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Watch:
 
     def __enter__(self) -> "Watch":
         for number in PREEMPTION_SIGNALS:
-            signal.signal(number, lambda *_: None)  # the lifeline hears of them
+            signal.signal(number, lambda *_: None)  # the lifeline handles them
         os.register_at_fork(after_in_child=self._let_go)
         self._lifeline.start()
         return self
@@ -93,32 +93,32 @@ class Watch:
             self._lifeline.say(leaves=asdict(End(code, f"megatron-grpo: {error}")))
         else:
             self.report(kind, error, trace)
-        self._lifeline.join()  # returns when all is well everywhere; else the process ends in it
+        self._lifeline.join()  # returns if all ranks succeed; else the process ends in it
         if self._monitor is not None:
             self._monitor.join()
         self._let_go()
 
     def begin_step(self, step: int) -> None:
-        """The main thread works on optimizer step `step`, counted from 1."""
+        """Record that the main thread begins optimizer step `step`, counted from 1."""
         self._position = replace(self._position, step=step, num_ticks=0)
 
     def enter(self, phase: str) -> None:
-        """It is in the part of the step that is called `phase`."""
+        """Record that the main thread enters the phase `phase` of the step."""
         before = self._position
         self._position = replace(before, phase=phase, num_phases=before.num_phases + 1)
         self._lifeline.say(beat=asdict(self._position))
 
     def tick(self) -> None:
-        """It has come a microbatch further."""
+        """Record progress by one microbatch."""
         self._position = replace(self._position, num_ticks=self._position.num_ticks + 1)
 
     @property
     def is_preempted(self) -> bool:
-        """Whether a rank of the job has got SIGTERM or SIGUSR1."""
+        """Whether any rank of the job has received SIGTERM or SIGUSR1."""
         return self._is_preempted
 
     def on_preempt(self, callback: Callable[[], None]) -> None:
-        """Call `callback`, mostly from another thread, once `is_preempted`; maybe twice."""
+        """Call `callback` once `is_preempted`, mostly from another thread, and possibly twice."""
         self._callbacks.append(callback)
         if self._is_preempted:
             callback()
@@ -129,15 +129,15 @@ class Watch:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Tell all ranks at once of the exception that ends the main thread, if it is the first.
+        """Report the first exception that ends the main thread to all ranks at once.
 
-        For `ExitStack.push`: what the stack has to close may take seconds.
+        Meant for `ExitStack.push`, because closing the rest of the stack may take seconds.
         """
         if error is None or self._has_reported or isinstance(error, (*AGREED, KeyboardInterrupt)):
             return
         self._has_reported = True
         self._lifeline.unwind()
-        self._lifeline.say(beat=asdict(self._position))  # where exactly that was
+        self._lifeline.say(beat=asdict(self._position))  # the exact position of the failure
         self._lifeline.say(failure=asdict(_failure(error, self._position.step)))
         if self._place.has_own_log:
             traceback.print_exception(kind, error, trace, file=sys.stderr)
@@ -158,20 +158,21 @@ class Watch:
 
 
 def monitor_host(place: RankPlace, store: Store) -> str:
-    """The address on which rank 0 listens: loopback on one host, else on the ranks' network."""
+    """The address on which rank 0 listens: loopback for one host, else on the ranks' network."""
     if place.num_hosts == 1:
         return "127.0.0.1"
-    # As the last rank sees it: on rank 0's own host its name may stand for loopback.
+    # As the last rank resolves it: on rank 0's own host its name may resolve to loopback.
     if place.rank == place.world_size - 1:
         store.set(f"{STORE_KEY}/host", socket.gethostbyname(os.environ["MASTER_ADDR"]))
     return str(store.get(f"{STORE_KEY}/host").decode())
 
 
 def _failure(error: BaseException, step: int) -> Failure:
-    """How an exception of optimizer step `step` is told: in a line where that says all.
+    """The report of an exception in optimizer step `step`: one line, if that says everything.
 
-    Before the first step, what is refused is config, data or files: somebody has to mend them,
-    unless it passes. Later the same command may do, and an unforeseen error is told with its stack.
+    Before the first step (0), ValueError and OSError mean that config, data or files need fixing,
+    unless the error is transient. Later the same command may succeed, and unforeseen errors are
+    reported with their stack.
     """
     trace = "".join(traceback.format_exception(error)).rstrip()[-MAX_TEXT:]
     is_ours = isinstance(error, (ValueError, OSError))
@@ -188,5 +189,5 @@ def _failure(error: BaseException, step: int) -> Failure:
 
 
 def _is_meant_for_people(error: BaseException) -> bool:
-    """Whether the text says what is wrong where: errors of the system do not, and have a number."""
+    """Whether its message says what is wrong and where; those of system errors (errno) do not."""
     return isinstance(error, RewardError) or (isinstance(error, OSError) and error.errno is None)

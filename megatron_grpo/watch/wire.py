@@ -1,4 +1,4 @@
-"""What ranks and monitor say to each other: lines of JSON, after a proof that one has the key."""
+"""The protocol of ranks and monitor: lines of JSON, after a proof of knowing the key."""
 
 import hashlib
 import hmac
@@ -13,10 +13,10 @@ MAX_LINE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class MonitorAddress:
-    """Where the monitor listens, and the key that only ranks of the job know."""
+    """Where the monitor listens, and the secret key of the job."""
 
     rank_0: str
-    """The rank whose thread it is, as people should read it."""
+    """Description of rank 0, in which the monitor runs, for messages."""
 
     host: str
     port: int
@@ -24,30 +24,30 @@ class MonitorAddress:
 
 
 def new_key() -> str:
-    """A key that nobody can guess."""
+    """A random key of 256 bits."""
     return secrets.token_hex(32)
 
 
 def proof(key: str, challenge: str, rank: int) -> str:
-    """What only one who has the key can answer to a challenge."""
+    """The answer to a challenge, which requires the key."""
     return hmac.new(key.encode(), f"{challenge} {rank}".encode(), hashlib.sha256).hexdigest()
 
 
 def line(**words: Any) -> bytes:
-    """A message."""
+    """Encode a message."""
     return json.dumps(words).encode() + b"\n"
 
 
 class LineReader:
-    """Cuts what arrives at a socket into messages."""
+    """Splits the data received from a socket into messages."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[dict[str, Any] | str]:
-        """The messages that `data` completes; as text what is none, such as a crash report.
+        """The messages completed by `data`; other lines, such as crash reports, as text.
 
-        Raises ValueError for a line without end.
+        Raises ValueError if a line exceeds MAX_LINE_BYTES.
         """
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > MAX_LINE_BYTES:
@@ -66,9 +66,9 @@ def _parsed(text: str) -> dict[str, Any] | str:
 def connect(
     address: MonitorAddress, rank: int, host: str, pid: int, timeout: float
 ) -> socket.socket:
-    """The connection of `rank` to the monitor, which knows it from then on.
+    """Connect `rank` to the monitor and authenticate it.
 
-    Raises OSError where that cannot be reached in `timeout` seconds.
+    Raises OSError if the monitor cannot be reached within `timeout` seconds.
     """
     connection = socket.create_connection((address.host, address.port), timeout)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
