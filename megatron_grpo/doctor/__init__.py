@@ -1,1 +1,1 @@
-"""`megatron-grpo doctor`: whether this machine, or each host of a job, can train."""
+"""`megatron-grpo doctor`: checks whether this machine, or each host of a job, can train."""

@@ -13,16 +13,16 @@ from megatron_grpo.launch.launch import RankPlace
 
 
 def diagnose(cfg: Config | None, place: RankPlace | None) -> bool:
-    """Examine this host, or all of the job in which it has `place`, and print what was found.
+    """Examine this host, or all hosts of the job that `place` belongs to, and print the findings.
 
-    Returns whether training can start on all of them; ranks other than 0 print nothing and leave
-    the answer to rank 0. Raises ValueError when the hosts do not meet.
+    Returns whether training can start on all of them; ranks other than 0 print nothing and return
+    True. Raises ValueError if the hosts do not meet.
     """
     run_dir = cfg.train.run_dir if cfg else Path()
     if place is None:
         reports = [HostReport("here", tuple(examine(run_dir, _wanted(cfg))))]
     else:
-        # When hosts do not meet, ours is one line, and torch's are pages.
+        # If hosts do not meet, our message is one line, while torch would log pages.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
         from megatron_grpo.doctor.gathering import gather, meet  # torch: seconds, see cli.py
 

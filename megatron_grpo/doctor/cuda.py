@@ -1,4 +1,4 @@
-"""The GPUs of this host as torch sees them. Imports torch: asked only where there is a driver."""
+"""The GPUs of this host as torch sees them. Imports torch, so used only if there is a driver."""
 
 import torch
 
@@ -6,7 +6,7 @@ from megatron_grpo.doctor.gpus import Gpu, Gpus
 
 
 def read_gpus(driver: str) -> Gpus:
-    """All GPUs that this process may use, and which of them reach each other's memory."""
+    """All GPUs visible to this process, and which pairs lack peer access."""
     count = torch.cuda.device_count()
     properties = [torch.cuda.get_device_properties(index) for index in range(count)]
     pairs = [(one, other) for one in range(count) for other in range(count) if one != other]

@@ -1,4 +1,4 @@
-"""All findings of this host."""
+"""Collects all findings of this host."""
 
 import os
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ from megatron_grpo.doctor.surroundings import judge_surroundings
 
 
 def examine(run_dir: Path, wanted: Wanted) -> Iterator[Finding]:
-    """Findings of this host, for runs in `run_dir`. Takes a few seconds, most of it the disk's."""
+    """Findings of this host, for runs in `run_dir`. Takes a few seconds, mostly for the disk."""
     gpus = _gpus()
     on_gpu = gpus is not None
     declared = requirements()
@@ -45,7 +45,7 @@ def _gpus() -> Gpus | None:
     driver = driver_version()
     if driver is None:
         return None
-    # Without torch there is nothing to ask; the packages tell that it is missing.
+    # Without torch there is nothing to ask; judge_packages reports that it is missing.
     if not installed(["torch"]):
         return Gpus(driver, "not installed", None, None, (), ())
     from megatron_grpo.doctor.cuda import read_gpus  # torch: seconds, where there is no GPU

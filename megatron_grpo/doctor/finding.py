@@ -5,14 +5,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 Status = Literal["ok", "warning", "missing"]
-"""`missing`: training cannot start without it; `warning`: it can, slower or less safely."""
+"""`missing`: training cannot start; `warning`: it can, but slower or less safely."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found of one thing, and what to do about it.
+    """The result of one check, and what to do about it.
 
-    `value` goes into bug reports: it never holds a path, the name of a user or host, or a secret.
+    `value` goes into bug reports: it never contains a path, a secret, or the name of a user or
+    host.
     """
 
     section: str
@@ -20,7 +21,7 @@ class Finding:
     status: Status
     value: str
     remedy: str = ""
-    """The command that mends it, shown unless all is well."""
+    """The command that fixes it, shown unless the status is `ok`."""
 
 
 def can_train(findings: Iterable[Finding]) -> bool:

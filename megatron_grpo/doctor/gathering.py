@@ -1,7 +1,7 @@
-"""The findings of all hosts of a job, brought to rank 0, with how far their clocks are ahead.
+"""Gathers the findings of all hosts of a job on rank 0, with the offsets of their clocks.
 
-Hosts meet in the store of the launcher's address and port, as the ranks of a training run do. One
-process per host speaks, whatever the number of ranks.
+Hosts meet in a store at the launcher's address and port, as the ranks of a training run do. One
+process per host sends, whatever the number of ranks.
 """
 
 import json
@@ -18,13 +18,13 @@ from megatron_grpo.doctor.hosts import HostReport
 from megatron_grpo.launch.launch import RankPlace
 
 NUM_PINGS = 5
-"""The one that came back first tells the difference best."""
+"""The fastest round trip gives the best estimate of the clock offset."""
 TIMEOUT = timedelta(seconds=600)
-"""On a shared file system the first start of a cold environment takes minutes on every host."""
+"""Generous: on a shared file system, a first start with cold caches takes minutes per host."""
 
 
 def meet(place: RankPlace) -> Store:
-    """The store that all ranks of the job reach. Raises ValueError when not all have come."""
+    """The store shared by all ranks of the job. Raises ValueError if not all of them join."""
     try:
         store, _, _ = next(rendezvous("env://", place.rank, place.world_size, timeout=TIMEOUT))
     except DistError as error:
@@ -41,9 +41,9 @@ def gather(
     findings: Sequence[Finding],
     now: Callable[[], float] = time.time,
 ) -> list[HostReport]:
-    """Bring every host's findings to rank 0, and compare the clocks; other ranks get an empty list.
+    """Gather every host's findings and clock offset on rank 0; other ranks get an empty list.
 
-    Rank 0 asks one host after the other: some milliseconds each.
+    Rank 0 handles one host after the other, in a few milliseconds each.
     """
     if place.rank == 0:
         others = [_receive(store, ticket, now) for ticket in range(1, place.num_hosts)]

@@ -1,4 +1,4 @@
-"""GPUs, their driver, and the libraries that torch drives them with."""
+"""Checks of GPUs, their driver, and the CUDA libraries of torch."""
 
 import re
 from collections import Counter
@@ -10,7 +10,7 @@ from megatron_grpo.doctor.finding import Finding
 
 SECTION = "GPUs"
 LEAST_CAPABILITY = (8, 0)
-"""The first with bfloat16."""
+"""The first compute capability with bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Gpus:
-    """What torch sees behind a driver."""
+    """The driver, and what torch sees of it."""
 
     driver: str
     torch: str
     cuda: str | None
-    """Version that torch is built for; None for a build for CPUs."""
+    """CUDA version that torch is built for; None for a CPU build."""
     nccl: str | None
     gpus: tuple[Gpu, ...]
     without_peer_access: tuple[tuple[int, int], ...]
@@ -37,7 +37,7 @@ class Gpus:
 
 
 def driver_version(proc: Path = Path("/proc"), dev: Path = Path("/dev")) -> str | None:
-    """Version of NVIDIA's driver, "unknown" where only its device shows; None without one."""
+    """Version of NVIDIA's driver; "unknown" if only its device exists, None without a driver."""
     version = proc / "driver" / "nvidia" / "version"
     if version.exists():
         found = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", version.read_text())
@@ -46,7 +46,7 @@ def driver_version(proc: Path = Path("/proc"), dev: Path = Path("/dev")) -> str 
 
 
 def judge_gpus(found: Gpus | None) -> Iterator[Finding]:
-    """Findings of the GPUs; None is a machine without a driver, which trains on its CPUs."""
+    """Findings on the GPUs; None means no driver, so that training runs on CPUs."""
     if found is None:
         yield Finding(SECTION, "GPUs", "ok", "none: training runs on CPUs, over gloo")
         return

@@ -1,4 +1,4 @@
-"""What hosts of one job have to have in common: clocks, packages, GPUs."""
+"""Comparison of the hosts of a job: clocks, packages, GPUs."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,7 @@ SECTION = "hosts"
 ALIKE = ("packages", "GPUs")
 """Sections that must be the same on all hosts."""
 MAX_SKEW_SECONDS = 1.0
-"""More than this, and logs of several hosts cannot be read together."""
+"""Above this, logs of several hosts cannot be read side by side."""
 
 
 @dataclass(frozen=True)
@@ -20,13 +20,13 @@ class HostReport:
     host: str
     findings: tuple[Finding, ...]
     ahead: float = 0.0
-    """Seconds by which its clock is ahead of rank 0's."""
+    """Seconds that its clock is ahead of rank 0's."""
     uncertainty: float = 0.0
-    """Seconds, either way: half the time of a message there and back."""
+    """Plus or minus seconds: half the round-trip time of a message."""
 
 
 def judge_clocks(reports: Sequence[HostReport]) -> Finding:
-    """The largest difference between any two hosts."""
+    """The largest clock difference between any two hosts."""
     if len(reports) == 1:
         return Finding(SECTION, "clock skew", "ok", "one host: nothing to compare with")
     latest = max(reports, key=lambda report: report.ahead)
@@ -39,7 +39,7 @@ def judge_clocks(reports: Sequence[HostReport]) -> Finding:
 
 
 def differing(reports: Sequence[HostReport]) -> Iterator[Finding]:
-    """Packages and GPUs that are not as on host 0: ranks would compute unlike things."""
+    """Packages and GPUs that differ from host 0, so that ranks might compute differently."""
     own = {(one.section, one.name): one.value for one in reports[0].findings}
     others = defaultdict[tuple[str, str, str], list[str]](list)
     for number, report in enumerate(reports):

@@ -1,4 +1,4 @@
-"""What the host lends a process: memory, shared memory, locked memory, files, core dumps."""
+"""Checks of the limits of a process: shared and locked memory, open files, core dumps."""
 
 import os
 import resource
@@ -12,14 +12,14 @@ SECTION = "host"
 UNLIMITED = resource.RLIM_INFINITY
 
 SHARED_BYTES = 1e9
-"""Of /dev/shm, which vLLM's workers and NCCL talk through; a container has 64 MB by default."""
+"""Needed in /dev/shm, which vLLM's workers and NCCL use; containers have 64 MB by default."""
 NUM_FILES = 4096
-"""Rank 0 of a thousand ranks holds two connections to each."""
+"""With a thousand ranks, rank 0 holds two connections to each."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Sizes in bytes; UNLIMITED where there is none."""
+    """Limits of this process; sizes in bytes, UNLIMITED if there is no limit."""
 
     num_cpus: int
     memory: int
@@ -38,13 +38,15 @@ def read_limits(meminfo: Path = Path("/proc/meminfo"), shm: str = "/dev/shm") ->
         memory=int(total.split()[1]) * 1024,
         shared=shared.f_blocks * shared.f_frsize if shared else 0,
         locked=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-        num_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],  # which is what runs take
+        num_files=resource.getrlimit(resource.RLIMIT_NOFILE)[
+            1
+        ],  # the hard limit, to which runs raise theirs
         core=resource.getrlimit(resource.RLIMIT_CORE)[0],
     )
 
 
 def judge_limits(limits: Limits, on_gpu: bool) -> Iterator[Finding]:
-    """A finding per limit. Locked memory is for RDMA, which only GPU hosts do."""
+    """A finding per limit. Locked memory matters for RDMA, which only GPU hosts use."""
     value = f"{limits.num_cpus} for this process, {limits.memory / 1e9:,.0f} GB of memory"
     yield Finding(SECTION, "CPUs", "ok", value)
     yield _finding(

@@ -1,4 +1,4 @@
-"""The ways out of this host, as /sys shows them: network interfaces, InfiniBand and RoCE ports."""
+"""Checks of the network as /sys shows it: interfaces, InfiniBand and RoCE ports."""
 
 import socket
 from collections import Counter
@@ -25,7 +25,7 @@ class Port:
 
     @property
     def is_active(self) -> bool:
-        """Whether bytes can travel."""
+        """Whether the link is up."""
         return self.state.startswith("4:")
 
 
@@ -50,7 +50,7 @@ def read_ports(sys: Path = Path("/sys")) -> list[Port]:
 
 
 def read_interfaces(sys: Path = Path("/sys")) -> list[Interface]:
-    """Every network interface that leads out of the host and is not down."""
+    """Every network interface that is not the loopback and not down."""
     interfaces = [
         Interface(folder.name, _text(folder / "operstate"), _speed(folder), _mtu(folder))
         for folder in sorted((sys / "class" / "net").iterdir())
@@ -60,7 +60,7 @@ def read_interfaces(sys: Path = Path("/sys")) -> list[Interface]:
 
 
 def judge_ports(ports: Sequence[Port], verbs: bool, on_gpu: bool) -> Iterator[Finding]:
-    """RDMA ports, alike ones together. `verbs`: whether /dev/infiniband is there to open them."""
+    """Findings on RDMA ports, equal ones grouped. `verbs`: whether /dev/infiniband exists."""
     install = "apt install rdma-core ibverbs-providers"
     if not ports:
         value = "none: hosts would exchange over TCP"
@@ -78,7 +78,7 @@ def judge_ports(ports: Sequence[Port], verbs: bool, on_gpu: bool) -> Iterator[Fi
 
 
 def judge_interfaces(interfaces: Sequence[Interface]) -> Finding:
-    """All interfaces in one line: the names are what NCCL_SOCKET_IFNAME takes."""
+    """All interfaces in one line, with the names that NCCL_SOCKET_IFNAME takes."""
     value = ", ".join(
         f"{one.name} ({f'{one.megabits / 1000:g} Gb/s, ' if one.megabits else ''}mtu {one.mtu})"
         for one in interfaces
@@ -87,7 +87,7 @@ def judge_interfaces(interfaces: Sequence[Interface]) -> Finding:
 
 
 def judge_own_name(environ: Mapping[str, str], address: str, on_gpu: bool) -> Finding:
-    """Where this host's own name leads (`address`): gloo listens there unless told an interface."""
+    """Whether this host's name resolves to an outside address, where gloo listens by default."""
     if address and not address.startswith("127."):
         return Finding(SECTION, "own name", "ok", "leads out of this host")
     chosen = "GLOO_SOCKET_IFNAME" in environ
@@ -122,7 +122,7 @@ def _mtu(interface: Path) -> int:
 
 
 def _speed(interface: Path) -> int:
-    """The kernel refuses to read the speed of an interface that has none, or says -1."""
+    """Speed in Mb/s; 0 if unknown, when the kernel returns -1 or an error."""
     try:
         return max(0, int(_text(interface / "speed")))
     except OSError:

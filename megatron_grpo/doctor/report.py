@@ -1,4 +1,4 @@
-"""What the doctor prints: tables for people, and a block for bug reports."""
+"""The doctor's output: tables for people, and a block for bug reports."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -27,7 +27,7 @@ def findings_table(findings: Iterable[Finding]) -> Table:
 
 
 def hosts_table(reports: Sequence[HostReport]) -> Table:
-    """A row per host: its clock, its disk, and the names of what is not well there."""
+    """A row per host: its clock, its disk, and the names of findings that are not ok."""
     table = Table("host", "clock, ms", "GPUs", "run directory", "not well", title="all hosts")
     for number, report in enumerate(reports):
         values = {finding.name: finding.value for finding in report.findings}
@@ -43,9 +43,10 @@ def hosts_table(reports: Sequence[HostReport]) -> Table:
 
 
 def markdown(reports: Sequence[HostReport], common: Sequence[Finding]) -> str:
-    """A table to paste into a bug report: nothing in it names a user, a host or a path.
+    """A table to paste into a bug report, without names of users or hosts and without paths.
 
-    All of host 0; of the others, which are numbered, what is not well.
+    It has all findings of host 0, and of the other hosts, which are numbered, those that are not
+    ok.
     """
     rows = [("0", finding) for finding in reports[0].findings]
     for number, report in enumerate(reports[1:], 1):
@@ -61,7 +62,7 @@ def markdown(reports: Sequence[HostReport], common: Sequence[Finding]) -> str:
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-    """One sentence: whether training can start, else what is missing."""
+    """One sentence: whether training can start, or else what is missing."""
     num_warnings = sum(finding.status == "warning" for finding in findings)
     warnings = f"{num_warnings} warning{'' if num_warnings == 1 else 's'}"
     if can_train(findings):
@@ -72,7 +73,7 @@ def verdict(findings: Sequence[Finding]) -> str:
 
 def show(reports: Sequence[HostReport], common: Sequence[Finding]) -> None:
     """Print the tables, the verdict and the block for bug reports."""
-    # No markup: the [gpu] of a command is none. A log file has no edge at which to wrap.
+    # No markup: it would swallow [gpu] in a command. A log file has no terminal width: use 160.
     width = None if sys.stdout.isatty() else 160
     console = Console(markup=False, emoji=False, highlight=False, width=width)
     console.print(findings_table([*reports[0].findings, *common]))

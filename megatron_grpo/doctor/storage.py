@@ -1,4 +1,4 @@
-"""How fast, and how empty, the file system of the run directory is."""
+"""Checks of the speed, free space and locks of the run directory's file system."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ SECTION = "file system"
 MIB = 2**20
 MAX_BATCH_BYTES = 32 * MIB
 SECONDS = 1.0
-"""After which no further batch is written; the last one may take twice as long."""
+"""After this no further batch is written; the last one may take twice as long."""
 
 SLOW = 100e6
 """Bytes per second below which a checkpoint of the smallest models takes minutes."""
@@ -24,20 +24,20 @@ FEW_BYTES_FREE = 20e9
 
 @dataclass(frozen=True)
 class Storage:
-    """A file system, in bytes and bytes per second."""
+    """Properties of a file system, in bytes and bytes per second."""
 
     kind: str
     free: float
     written: float
     read: float
     local_locks: str = ""
-    """The mount option by which other hosts do not see its locks, if there is one."""
+    """The mount option that hides its locks from other hosts, if there is one."""
 
 
 def measure_storage(folder: Path) -> Storage:
-    """Write, sync and read back at most 63 MiB in `folder`, or in its nearest parent that exists.
+    """Write, sync and read back at most 63 MiB in `folder`, or in its nearest existing parent.
 
-    Takes some 3 seconds at most, and leaves no file. Raises OSError where nothing can be written.
+    Takes about 3 seconds at most and leaves no file. Raises OSError if nothing can be written.
     """
     folder = folder.resolve()
     while not folder.is_dir():
@@ -51,10 +51,10 @@ def measure_storage(folder: Path) -> Storage:
 
 
 def _write(file: int) -> float:
-    """Speed of the largest batch, which ends on the disk: latency counts least there."""
+    """Speed of the last and largest batch, including fsync, where latency matters least."""
     size, start = MIB, time.perf_counter()
     while True:
-        block = os.urandom(MIB)  # file systems that compress must not gain by it
+        block = os.urandom(MIB)  # random, so that compressing file systems have no advantage
         begun = time.perf_counter()
         for _ in range(size // MIB):
             os.write(file, block)
@@ -66,7 +66,7 @@ def _write(file: int) -> float:
 
 
 def _read(file: int) -> float:
-    """Speed of reading what was written, past this host's cache where the kernel lets go of it."""
+    """Speed of reading the file back, bypassing this host's page cache if the kernel drops it."""
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
     os.lseek(file, 0, os.SEEK_SET)
     start, size = time.perf_counter(), 0
@@ -78,7 +78,7 @@ def _read(file: int) -> float:
 
 
 def judge_storage(storage: Storage) -> Iterator[Finding]:
-    """Speed, space and locks of the run directory; only the last keep training from starting."""
+    """Findings on speed, space and locks; only a lack of locks keeps training from starting."""
     slow = storage.written < SLOW
     yield Finding(
         SECTION,

@@ -1,4 +1,4 @@
-"""What this process was started in: Slurm, a container, settings in the environment."""
+"""The surroundings of this process: Slurm, a container, environment variables."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ SETTINGS = (
     "OMP_NUM_THREADS",
     "PYTORCH_CUDA_ALLOC_CONF",
 )
-"""Shown with their values. Nothing else of the environment is: it holds secrets."""
+"""The variables shown with their values. No others are shown, as the environment holds secrets."""
 
 MARKS = {
     "run/.containerenv": "podman",
@@ -35,7 +35,7 @@ MARKS = {
 def judge_surroundings(
     environ: Mapping[str, str], on_gpu: bool, root: Path = Path("/")
 ) -> Iterator[Finding]:
-    """Findings from the environment, of which only named variables are read."""
+    """Findings on Slurm, the container and the variables in `SETTINGS`."""
     yield Finding(SECTION, "Slurm", "ok", _slurm(environ))
     runtime = next((name for mark, name in MARKS.items() if (root / mark).exists()), "none seen")
     image = environ.get("NVIDIA_PYTORCH_VERSION")

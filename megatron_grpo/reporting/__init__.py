@@ -1,1 +1,1 @@
-"""What a run tells: metrics, files, pictures, the terminal."""
+"""Reporting of a run: metrics, files, plots, terminal output."""

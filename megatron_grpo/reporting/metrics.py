@@ -1,4 +1,4 @@
-"""What a step reports: numbers that do not depend on how its tokens were split over ranks."""
+"""Metrics of a step, which do not depend on how its tokens are distributed over ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,21 +33,22 @@ _MAXIMA = ("ratio", "rollout_gap")
 
 @dataclass(frozen=True)
 class StepReport:
-    """What is known of an optimizer step: its metrics, and means over its sequences' tokens."""
+    """Metrics of an optimizer step, and per-sequence means over the tokens."""
 
     metrics: dict[str, float]
     entropy: list[float]
-    """Of each sequence of the optimizer batch; NaN for one of which no token counts."""
+    """For each sequence of the optimizer batch; NaN if none of its tokens counts."""
     rollout_gap: list[float]
-    """The same of the difference between the log-probabilities of trainer and engine."""
+    """The same for the absolute difference of the log-probabilities of trainer and engine."""
 
 
 class TrainMetrics:
-    """Token statistics of one optimizer batch, gathered microbatch by microbatch.
+    """Token statistics of one optimizer batch, accumulated microbatch by microbatch.
 
-    Sums that add up over microbatches and ranks, and two maxima. What the least and largest are
-    wanted of is kept per sequence, since context parallelism splits one over ranks. A rank that
-    adds nothing (an earlier pipeline stage) leaves the result as it is.
+    Keeps sums, which add up over microbatches and ranks, and two maxima. Statistics that are
+    reported with their minimum or maximum over sequences are summed per sequence, because context
+    parallelism splits a sequence over ranks. A rank that adds nothing (an earlier pipeline stage)
+    does not change the result.
     """
 
     def __init__(
@@ -64,15 +65,15 @@ class TrainMetrics:
         self._totals = self.sums[size:]
         self._old_is_rollout = old_is_rollout
         self.losses: list[Tensor] = []
-        """This rank's part of the loss of each microbatch; none before the last stage."""
+        """This rank's part of the loss of each microbatch; empty before the last pipeline stage."""
 
     def add(self, tokens: LossTokens, loss: GRPOLoss) -> None:
-        """Count the response tokens that this rank predicted, and what came of them.
+        """Add the statistics of the response tokens that this rank predicted.
 
         Log-probabilities of engine and trainer are compared under the policy that generated, where
-        the two ought to agree, and apart from that those of the policy that generated and the
-        present one: `stale_gap`. Where the old log-probabilities are the engine's own, the present
-        policy stands for both.
+        the two should agree. `stale_gap` separately compares the trainer's log-probabilities under
+        the generating and the current policy. If the old log-probabilities are the engine's own,
+        the current policy stands in for the generating one, and `stale_gap` is 0.
         """
         self.losses.append(loss.total.detach())
         if not len(tokens.logprobs):
@@ -80,7 +81,8 @@ class TrainMetrics:
         generating = tokens.logprobs.detach()
         if tokens.old_logprobs is not None and not self._old_is_rollout:
             generating = tokens.old_logprobs
-        # In float64 exp holds up to 709, and of sums exp(x) - x - 1 is exact to 1e-16 per token.
+        # In float64, exp(x) is finite up to x = 709, and sums of exp(x) - x - 1 are exact to 1e-16
+        # per token.
         log_ratio = loss.log_ratio.double()
         mismatch = (generating - tokens.rollout_logprobs).double()
         gap = mismatch.abs()
@@ -106,7 +108,7 @@ class TrainMetrics:
             "entropy": tokens.sequences.local_sums(tokens.entropy.detach().double()),
             "rollout_gap": tokens.sequences.local_sums(gap),
         }
-        # Padding and shared prompts have index -1 and only zeros: any row may take them.
+        # Padding and shared prompts have index -1 and only zeros, so they may be added to any row.
         rows = tokens.sequence_index.clamp(min=0)
         found = torch.stack([sums[name] for name in _BY_SEQUENCE], dim=1)
         self._by_sequence.index_add_(0, rows, found)
@@ -116,8 +118,8 @@ class TrainMetrics:
     def reduce(self, all_reduce: AllReduce, grpo: GRPOConfig) -> StepReport:
         """The metrics of the whole optimizer batch, by their final names; all zero without tokens.
 
-        `all_reduce` covers the data, context and pipeline ranks of one tensor coordinate: tensor
-        ranks hold the same numbers. What `grpo` has no use for is left out.
+        `all_reduce` covers the data, context and pipeline ranks of one tensor coordinate, because
+        tensor ranks hold the same numbers. Metrics of features that `grpo` disables are left out.
         """
         all_reduce(self.sums, dist.ReduceOp.SUM)
         all_reduce(self.maxima, dist.ReduceOp.MAX)
@@ -159,13 +161,13 @@ class TrainMetrics:
 
 
 def _mismatch_metrics(mean: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
-    """How far engine and trainer are apart, its causes told apart.
+    """The mismatch between engine and trainer, separated by cause.
 
-    `logprob_gap` and `kl` compare the two under the same weights. Numerics leave `ratio_mean`, the
-    mean of trainer over engine, near 1, however large the gap: its expectation is 1 when the tokens
-    were drawn from the probabilities that the engine reports. A sampling transform that the trainer
-    does not know of (temperature, top-p, penalties) moves it. `stale_gap` is what the updates since
-    the generation have changed.
+    `logprob_gap` and `kl` compare the two under the same weights. `ratio_mean` is the mean of the
+    trainer's probability over the engine's. Its expectation is 1 if tokens were drawn from the
+    probabilities that the engine reports, so numerical differences leave it near 1, however large
+    the gap. A sampling transform unknown to the trainer (temperature, top-p, penalties) moves it.
+    `stale_gap` is the change caused by the updates since the generation.
     """
     return {
         "rollout/logprob_gap_mean": mean["rollout_gap"],
@@ -177,7 +179,7 @@ def _mismatch_metrics(mean: Mapping[str, float], maxima: Mapping[str, float]) ->
 
 
 def _total(values: Tensor | None, absent: Tensor) -> Tensor:
-    """The sum in float64, or what it is known to be."""
+    """The sum in float64, or `absent` if there are no values."""
     return absent if values is None else values.sum(dtype=torch.float64)
 
 
@@ -188,12 +190,12 @@ def _or_zero(values: Tensor) -> Tensor:
 def reward_metrics(
     rewards: Sequence[Mapping[str, float]], totals: Tensor, group_ids: Tensor, advantages: Tensor
 ) -> dict[str, float]:
-    """Rewards of one generation of N completions, standard deviations being the sample's.
+    """Reward metrics of one generation of N completions, with sample standard deviations.
 
-    `rewards` holds for each completion what each reward function said, `totals` [N] the weighted
-    sums, `group_ids` [N] and `advantages` [N] are those of `group_advantages`. `reward_std` is the
-    mean over groups of the standard deviation within. A score that is NaN has failed:
-    it is in no mean.
+    `rewards` holds the score of each reward function for each completion, `totals` [N] their
+    weighted sums; `group_ids` [N] and `advantages` [N] are those of `group_advantages`.
+    `reward_std` is the standard deviation within a group, averaged over groups. A NaN score means
+    that the reward failed; it is excluded.
     """
     scored = ~totals.isnan()
     metrics = {"advantages/std": _std(advantages)}

@@ -1,14 +1,14 @@
-"""What GPUs have held at most, so that a plan can be checked by a run."""
+"""Peak GPU memory, so that a plan can be checked against a run."""
 
 import torch
 import torch.distributed as dist
 
 
 def peak_memory(device: torch.device) -> dict[str, float]:
-    """Metrics of the fullest GPU since the last call, in GB of 1e9 bytes, on every rank.
+    """Peak memory since the last call, in GB (1e9 bytes): the maximum over all ranks.
 
-    Of torch's allocator: what tensors took, and what it had of the GPU for them. Collective;
-    nothing without CUDA, where neither is known.
+    From torch's allocator: memory allocated to tensors, and memory reserved from the GPU.
+    Collective; empty without CUDA.
     """
     if device.type != "cuda":
         return {}

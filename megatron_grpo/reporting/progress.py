@@ -1,4 +1,4 @@
-"""What a person watches while a run trains: one line per step and, on a terminal, a bar below."""
+"""Live output of a run: one line per step and, on a terminal, a progress bar below."""
 
 import time
 from collections.abc import Mapping
@@ -18,14 +18,14 @@ from rich.table import Column
 from megatron_grpo.timing import is_beside
 
 SHOWN_SECONDS = 0.05
-"""Phases shorter than this would print as 0.0 and are left out."""
+"""Shorter phases would print as 0.0 and are left out."""
 
 LINE_SECONDS = 30.0
-"""Between lines about an evaluation, where there is no bar."""
+"""Interval between lines about an evaluation if there is no bar."""
 
 
 def progress_bar(console: Console) -> Progress:
-    """A bar per task; none where `console` is no terminal."""
+    """A bar per task; disabled if `console` is not a terminal."""
     return Progress(
         MofNCompleteColumn(),
         BarColumn(bar_width=24),
@@ -40,7 +40,7 @@ def progress_bar(console: Console) -> Progress:
 
 
 class EvaluationBar:
-    """How far an evaluation is: a task of a bar, or a line now and then where that is no bar."""
+    """Progress of an evaluation: a task in the bar, or occasional lines if the bar is disabled."""
 
     def __init__(self, bar: Progress) -> None:
         self._bar = bar
@@ -48,7 +48,7 @@ class EvaluationBar:
         self._told = 0.0
 
     def show(self, num_done: int, num_prompts: int) -> None:
-        """So many prompts are done: none in the first call, all in the last."""
+        """Show the number of finished prompts: zero in the first call, all in the last."""
         now = time.monotonic()
         if self._task is None:
             self._task, self._told = self._bar.add_task("evaluation", total=num_prompts), now
@@ -62,7 +62,7 @@ class EvaluationBar:
 
 
 class ProgressBar:
-    """Rank 0's view of the run. Where stdout is no terminal, plain lines and no bar."""
+    """Rank 0's view of the run. If stdout is not a terminal, plain lines without a bar."""
 
     def __init__(self, first_step: int, num_steps: int, console: Console | None = None) -> None:
         self._console = console or Console()
@@ -73,13 +73,13 @@ class ProgressBar:
         self._bar.start()
 
     def show(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print the line of a finished step (counted from 1) and move the bar there."""
+        """Print the line of a finished step (counted from 1) and update the bar."""
         line, phases = step_line(step, self._num_steps, metrics), phase_line(metrics)
         if self._console.is_terminal:
             self._console.print(line)
             self._bar.update(self._task, completed=step, description=phases)
         else:
-            # For files and grep: everything in one line, whatever the width.
+            # For log files and grep: everything in one line, whatever its width.
             self._console.print(f"{line}: {phases}", soft_wrap=True)
 
     def show_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -89,15 +89,15 @@ class ProgressBar:
         self._console.print(line, soft_wrap=True)
 
     def close(self) -> None:
-        """Leave the bar as it stands and give the terminal back."""
+        """Stop the bar, leaving its last state on the terminal."""
         self._bar.stop()
 
 
 def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
-    """The metrics that tell whether a run is well.
+    """The key metrics of a step in one line.
 
     Reads `reward`, `reward_std`, `completions/{mean,min,max}_length`, `tokens_per_second`,
-    `time/step`, `skipped_steps` and, where the loss has one, `kl`.
+    `time/step`, `skipped_steps` and, if the loss has one, `kl`.
     """
     kl = [f"kl {metrics['kl']:.4f}"] if "kl" in metrics else []
     shortest, longest = (metrics[f"completions/{end}_length"] for end in ("min", "max"))
@@ -115,7 +115,7 @@ def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
 
 
 def evaluation_line(metrics: Mapping[str, float]) -> str:
-    """pass@k, mean@n and what they are of, by the names of `eval_metrics`."""
+    """pass@k, mean@n and the number of prompts, from the metrics of `eval_metrics`."""
     scores = [
         f"{name.removeprefix('eval/')} {value:.3f}"
         for name, value in metrics.items()
@@ -133,7 +133,7 @@ def evaluation_line(metrics: Mapping[str, float]) -> str:
 
 
 def phase_line(metrics: Mapping[str, float]) -> str:
-    """Seconds by phase, in the order in which they ran; not of what was made beside the step."""
+    """Seconds per phase, in execution order, without phases that ran concurrently with the step."""
     return ", ".join(
         f"{name.removeprefix('time/')} {seconds:.1f}"
         for name, seconds in metrics.items()

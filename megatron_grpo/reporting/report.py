@@ -1,4 +1,4 @@
-"""The picture of a run: `curves.png`, drawn from `metrics.jsonl`."""
+"""Plots of a run: `curves.png`, drawn from `metrics.jsonl`."""
 
 import json
 from collections.abc import Sequence
@@ -23,16 +23,16 @@ INK, FAINT, GRID = "#22303c", "#8595a5", "#e6ebf0"
 BLUE, RED, GREEN, PURPLE, ORANGE = "#2f6fb5", "#c8483c", "#2e8f6b", "#7a5ab5", "#d98a2b"
 PALETTE = (BLUE, ORANGE, GREEN, PURPLE, RED, "#4fa9c4", "#a8792f", "#6b7a89", "#c58bb4")
 SMOOTHED_STEPS = 60
-"""From this many steps on, a moving average is drawn over the values themselves."""
+"""From this many steps on, a moving average is drawn over the values."""
 
 
 def draw_curves(run_dir: Path) -> Path:
     """Draw reward, KL, lengths, log-probability gap, gradient norm and time; returns the PNG.
 
-    Raises FileNotFoundError without a `metrics.jsonl` and ValueError when it has no step yet.
+    Raises FileNotFoundError without a `metrics.jsonl`, and ValueError if it has no steps yet.
     """
     lines = (run_dir / METRICS_FILE).read_text(encoding="utf-8").splitlines(keepends=True)
-    # The last was being written when the run died, if it does not end.
+    # A last line without a newline was being written when the run died.
     records: list[Record] = [json.loads(line) for line in lines if line.endswith("\n")]
     if not records:
         raise ValueError(f"{run_dir / METRICS_FILE} has no steps yet: nothing to draw")
@@ -53,9 +53,9 @@ def draw_curves(run_dir: Path) -> Path:
 
 
 def draw_reward(axis: Axes, records: Sequence[Record]) -> None:
-    """Mean reward, each function's where there are several, and the spread that is learned from.
+    """Mean reward, in all and per function if there are several, and its spread within groups.
 
-    Of held-out prompts pass@k and mean@n, where they are evaluated.
+    With evaluations, also pass@k and mean@n of the held-out prompts.
     """
     _name(axis, "Reward")
     _line(axis, *_curve(records, "reward"), BLUE, "mean")
@@ -72,19 +72,19 @@ def draw_reward(axis: Axes, records: Sequence[Record]) -> None:
 
 
 def draw_kl(axis: Axes, records: Sequence[Record]) -> None:
-    """Divergence from the reference per response token, as `grpo.kl_estimator` has it."""
+    """KL to the reference per response token, by `grpo.kl_estimator`."""
     _name(axis, "KL to the reference (nats per token)")
     steps, kl = _curve(records, "kl")
     if not len(kl):
         _note(axis, "grpo.beta is 0: no reference model")
         return
     _line(axis, steps, kl, PURPLE)
-    if kl.min() >= 0:  # k1 is of either sign
+    if kl.min() >= 0:  # k1 can be negative
         axis.set_ylim(bottom=0)
 
 
 def draw_lengths(axis: Axes, records: Sequence[Record]) -> None:
-    """Completion lengths: mean, shortest to longest."""
+    """Completion lengths: the mean, and the range from shortest to longest."""
     _name(axis, "Completion length (tokens)")
     steps, shortest = _curve(records, "completions/min_length")
     longest = _curve(records, "completions/max_length")[1]
@@ -95,7 +95,7 @@ def draw_lengths(axis: Axes, records: Sequence[Record]) -> None:
 
 
 def draw_gap(axis: Axes, records: Sequence[Record]) -> None:
-    """|log-probability of the engine - of the trainer| of the sampled tokens."""
+    """|log-probability of the engine - that of the trainer| for the sampled tokens."""
     _name(axis, "Log-probability gap, engine to trainer")
     steps, largest = _curve(records, "rollout/logprob_gap_max")
     if len(steps):
@@ -109,7 +109,7 @@ def draw_gap(axis: Axes, records: Sequence[Record]) -> None:
 
 
 def draw_grad_norm(axis: Axes, records: Sequence[Record]) -> None:
-    """Norm of the whole gradient before clipping, and the steps that were skipped without one."""
+    """Global gradient norm before clipping, and the steps that were skipped without one."""
     _name(axis, "Gradient norm before clipping")
     _line(axis, *_curve(records, "grad_norm"), ORANGE)
     axis.set_ylim(bottom=0)
@@ -120,9 +120,9 @@ def draw_grad_norm(axis: Axes, records: Sequence[Record]) -> None:
 
 
 def draw_time(axis: Axes, records: Sequence[Record]) -> None:
-    """Seconds of each step, stacked by phase in the order in which they run.
+    """Seconds of each step, stacked by phase in execution order.
 
-    Where a generation is made beside the training, what the step has waited for it.
+    With asynchronous generation, only the time that the step waited for it.
     """
     _name(axis, "Seconds per step")
     records = _of_steps(records)
@@ -148,7 +148,7 @@ def draw_time(axis: Axes, records: Sequence[Record]) -> None:
 
 
 def _of_steps(records: Sequence[Record]) -> Sequence[Record]:
-    """Without those of an evaluation alone: before the first step, or where a run is resumed."""
+    """Without evaluation-only records, from before the first step or after resuming a run."""
     return [record for record in records if "time/step" in record]
 
 

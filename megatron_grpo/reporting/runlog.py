@@ -1,4 +1,4 @@
-"""What a run shows and leaves behind, step by step. Rank 0 only."""
+"""The log of a run, step by step: terminal output and files. Rank 0 only."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ from megatron_grpo.timing import PhaseTimer
 
 
 class RunLog:
-    """Config, metrics, completions, curves and timeline of a run, and the progress bar."""
+    """Writes config, metrics, completions, curves and timeline of a run, and shows progress."""
 
     def __init__(self, cfg: Config, first_step: int) -> None:
         self.run_dir = cfg.train.run_dir
@@ -84,14 +84,14 @@ class RunLog:
         return self.tracking.has_evaluation(step)
 
     def evaluation(self, step: int, evaluated: Evaluated, cfg: EvalConfig) -> dict[str, float]:
-        """Show an evaluation of the weights after `step` and log its completions; its metrics."""
+        """Show the evaluation after `step` and log its completions; returns its metrics."""
         metrics = eval_metrics(evaluated, cfg)
         self.tracking.log_evaluated(step, eval_rows(evaluated, cfg))
         self.bar.show_evaluation(step, metrics)
         return metrics
 
     def tell_unless_evaluated(self, step: int) -> None:
-        """Say so where the run ends without its last evaluation: no resumed run will make it."""
+        """Warn if the run ends without its last evaluation, which no resumed run will make."""
         if not self.has_evaluation(step):
             print(
                 f"step {step} was not evaluated, as the run was told to end or lost its engines: "
@@ -102,8 +102,8 @@ class RunLog:
     def close(self) -> None:
         """Finish the records and draw the curves.
 
-        What fails in that is told, and ends nothing: every step is on disk, and the run may be on
-        its way out for a reason that decides about its exit code.
+        Failures are printed and not raised: every step is on disk already, and the run may be
+        ending for a reason that determines its exit code.
         """
         self.bar.close()
         with told(f"{TIMELINE_FILE} could not be finished"):
@@ -119,13 +119,13 @@ class RunLog:
 
 
 def _mean_lag(policy_version: int, samples: Sequence[Sample]) -> float:
-    """Optimizer steps between the weights that made a sample and those that are trained."""
+    """Mean number of optimizer steps between the sampling weights and those being trained."""
     return sum(policy_version - sample.policy_version for sample in samples) / len(samples)
 
 
 @contextmanager
 def told(what: str) -> Iterator[None]:
-    """Print `what` and the error of the block, if it raises one."""
+    """Print `what` and the error instead of raising it, if the block fails."""
     try:
         yield
     except Exception as error:

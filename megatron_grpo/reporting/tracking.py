@@ -1,4 +1,4 @@
-"""What a run writes down: metrics, completions, evaluated ones and, where configured, wandb."""
+"""Records of a run: metrics, completions, evaluated completions and, if configured, wandb."""
 
 import json
 import math
@@ -23,16 +23,16 @@ EVAL_COMPLETIONS_FILE = "eval_completions.jsonl"
 WANDB_ID_FILE = "wandb_id"
 BLOCK_BYTES = 2**20
 REFUSAL = re.compile(r"\berror 4\d\d\b")
-"""In what wandb raises when it was reached and refuses the key or the project."""
+"""Matches errors of wandb when it was reached but refuses the key or the project."""
 FINISH_SECONDS = 300.0
-"""In which wandb may send what is left at the end of a run, while the job holds its GPUs."""
+"""Time for wandb to send the rest at the end of a run, while the job still holds its GPUs."""
 
 
 class Tracking:
     """The records of one run. A resumed run continues them, without the steps that it repeats.
 
-    `first_step` is the number of optimizer steps that the loaded checkpoint has seen: records of
-    later steps come from work that was lost, and are dropped; without a checkpoint, all are.
+    `first_step` is the number of optimizer steps in the loaded checkpoint. Records of later steps
+    come from lost work and are dropped; without a checkpoint, all records are.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Tracking:
     def log(
         self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Record a finished optimizer step (counted from 1) and the completions it learned from.
+        """Record a finished optimizer step (counted from 1) and the completions it trained on.
 
         `completions` are rows of `completion_rows`; empty when the step reuses a generation.
         Raises ValueError naming the metrics that are not finite.
@@ -63,7 +63,7 @@ class Tracking:
             self._wandb.log(step, metrics, completions)
 
     def log_evaluated(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Record the completions of the evaluation after `step`, in the place of earlier ones."""
+        """Record the completions of the evaluation after `step`, replacing earlier ones of it."""
         path = self._run_dir / EVAL_COMPLETIONS_FILE
         drop_records_after(path, step - 1)
         with path.open("a", encoding="utf-8") as file:
@@ -71,13 +71,13 @@ class Tracking:
                 print(json.dumps({"step": step, **row}, ensure_ascii=False), file=file)
 
     def has_evaluation(self, step: int) -> bool:
-        """Whether the last record is that of `step`, with an evaluation."""
+        """Whether the last record is of `step` and contains an evaluation."""
         lines = (self._run_dir / METRICS_FILE).read_text(encoding="utf-8").splitlines()
         last = json.loads(lines[-1]) if lines else {"step": None}
         return last["step"] == step and any(name.startswith("eval/") for name in last)
 
     def amend(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add metrics to the last record, if that is of `step`, or else to a new one."""
+        """Add metrics to the last record if it is of `step`, else to a new record."""
         _check_finite(step, metrics)
         path = self._run_dir / METRICS_FILE
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -99,8 +99,8 @@ class Tracking:
 
 
 def _record(step: int) -> dict[str, Any]:
-    """Without a reference model there is no KL to report, of a skipped step no gradient norm and
-    perhaps no loss; scripts still find the keys."""
+    """A record with keys that scripts may rely on: without a reference model there is no KL, and a
+    skipped step has no gradient norm and perhaps no loss."""
     return {"step": step, "kl": None, "loss": None, "grad_norm": None}
 
 
@@ -111,7 +111,7 @@ def _check_finite(step: int, metrics: Mapping[str, float]) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Have a file hold `text`: whoever kills us, and a full disk, leave what it held before."""
+    """Write `text` to a file atomically: after a kill or with a full disk, it stays as it was."""
     if path.exists() and path.read_bytes() == text.encode():
         return
     whole = path.with_name(f"{path.name}.tmp")
@@ -120,7 +120,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def last_step(run_dir: Path) -> int:
-    """That of the last whole record of a run; 0 where there is none."""
+    """The step of the last complete record of a run; 0 if there is none."""
     path = run_dir / METRICS_FILE
     if not path.exists():
         return 0
@@ -130,10 +130,10 @@ def last_step(run_dir: Path) -> int:
 
 
 def drop_records_after(path: Path, step: int) -> None:
-    """Cut a JSON-lines file, whose steps ascend, behind the last whole record of `step`.
+    """Truncate a JSON-lines file with ascending steps after its last complete record up to `step`.
 
-    A last line without its newline was being written when the run died: it goes too. Only what goes
-    is read: a run of weeks has gigabytes of completions.
+    A last line without a newline was being written when the run died and is dropped, too. Only the
+    part to drop is read: after weeks, a run has gigabytes of completions.
     """
     if not path.exists():
         return
@@ -144,14 +144,14 @@ def drop_records_after(path: Path, step: int) -> None:
 
 
 def _lines_backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """The whole lines of a file, the last one first, each with the place where it ends."""
+    """The complete lines of a file, last one first, each with the offset of its end."""
     start, unread = file.seek(0, os.SEEK_END), b""
     while start:
         end = start + len(unread)
         size = min(BLOCK_BYTES, start)
         start = file.seek(start - size)
         first, newline, lines = (file.read(size) + unread).partition(b"\n")
-        if start:  # where the first line begins is in the block before
+        if start:  # the first line begins in an earlier block
             unread = first + newline
         else:
             lines = first + newline + lines
@@ -164,10 +164,10 @@ def _lines_backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 def completion_rows(
     step: int, experience: "Experience", indices: Sequence[int], report: "StepReport"
 ) -> list[dict[str, Any]]:
-    """One row for each of the completions `indices`, those that `report` is about.
+    """One row for each completion in `indices`, the ones that `report` covers.
 
-    What is not known is null: the score of a reward that failed, entropy and gap of a completion of
-    which no token counts.
+    Unknown values are null: the score of a reward that failed, and entropy and gap of a completion
+    without counted tokens.
     """
     return [
         {
@@ -191,12 +191,13 @@ def _known(value: float) -> float | None:
 
 
 class WandbRun:
-    """A wandb run in the run directory: offline without an API key, continued by its id on resume.
+    """A wandb run in the run directory; a resumed run continues it by its id.
 
-    Offline as well, and told, where wandb cannot be reached: no training waits for that.
+    It is offline without an API key, and also, with a message, if wandb cannot be reached, so that
+    training does not wait for that.
 
-    Curves are drawn over our own `step` and not over wandb's counter, which only rises and would
-    refuse the steps that a resumed run repeats.
+    Curves are drawn over our own `step` and not over wandb's counter, which can only increase and
+    would reject the steps that a resumed run repeats.
     """
 
     def __init__(self, run_dir: Path, cfg: WandbConfig, config: dict[str, Any]) -> None:
@@ -231,7 +232,7 @@ class WandbRun:
                 f"the run goes on without; `wandb sync` sends what is in {run_dir / 'wandb'}",
                 file=sys.stderr,
             )
-            wandb.teardown()  # it holds the id to be in use
+            wandb.teardown()  # otherwise wandb takes the id to be in use
             self._run = init(mode="offline")
         self._run.define_metric("*", step_metric="step")
 
@@ -247,7 +248,7 @@ class WandbRun:
         self._run.log(record)
 
     def close(self) -> None:
-        """Flush and end the run; wandb tells what it could not send within `FINISH_SECONDS`."""
+        """Flush and end the run; wandb reports what it could not send within `FINISH_SECONDS`."""
         self._run.finish()
 
 
