@@ -20,7 +20,7 @@ from megatron_grpo.launch.mistake import is_mistake
 from megatron_grpo.launch.open_files import allow_open_files
 
 SHOWN_FAULTS = 20
-"""More would be the same one on other ranks and layers."""
+"""Further ones mostly repeat these on other ranks and layers."""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -33,7 +33,7 @@ app = typer.Typer(
 
 @app.callback()
 def commands() -> None:
-    """Keeps subcommands named even while there are few of them."""
+    """Keep typer from merging a single subcommand into the main command."""
 
 
 @app.command()
@@ -44,12 +44,12 @@ def train(
         typer.Argument(help="key.sub=value pairs, for example train.num_steps=3 grpo.beta=0.04"),
     ] = None,
 ) -> None:
-    """Train CONFIG. The same command again resumes from its run directory.
+    """Train CONFIG. Run the same command again to resume from its run directory.
 
-    Alone, it starts every rank of this host with torchrun; under torchrun or srun it joins as one
-    rank. The exit code is 0 only when all steps are done and the model is exported; 1 after a
-    failure, 2 for a mistake that shows before the first step, 75 after a signal (SIGTERM, SIGUSR1)
-    to save and stop.
+    Started alone, it launches all ranks on this host with torchrun; under torchrun or srun it runs
+    as one rank. The exit code is 0 only when all steps are done and the model is exported, 1 after
+    a failure, 2 for a mistake found before the first step, and 75 after SIGTERM or SIGUSR1, on
+    which the run saves and stops.
 
     \b
     Example:
@@ -64,10 +64,10 @@ def train(
         start_ranks(cfg, ["train", str(config), *(overrides or [])], token)
     tie_to_launcher(os.environ)
     if place.rank == 0 and LAUNCHER_VARIABLE not in os.environ:
-        _preflight(cfg, token)  # started by torchrun or srun: nobody has done it
+        _preflight(cfg, token)  # started by torchrun or srun, so not done yet
     _silence_libraries()
-    # Imported here because a rank's imports (torch, Megatron) take seconds, which `--help` and the
-    # refusal of a bad config should not.
+    # Imported here because torch and Megatron take seconds to import, and `--help` or the error for
+    # a bad config should be immediate.
     from parallel.megatron_import import import_megatron
 
     import_megatron()
@@ -77,7 +77,7 @@ def train(
 
 
 def _silence_libraries() -> None:
-    """Keep the terminal for the run: warnings of libraries to their own callers help no user."""
+    """Suppress warnings of libraries that are meant for developers, not for users of a run."""
     for module in ("megatron", "torch", "parallel.device"):
         warnings.filterwarnings("ignore", module=rf"{module}\b")
     logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)
@@ -85,7 +85,9 @@ def _silence_libraries() -> None:
 
 def _preflight(cfg: Config, token: str | None) -> None:
     _silence_libraries()
-    from megatron_grpo.preflight import preflight  # httpx and more: not for `--help`
+    from megatron_grpo.preflight import (
+        preflight,
+    )  # imports httpx and more, which `--help` does not need
 
     preflight(cfg, token)
 
@@ -97,13 +99,13 @@ def check(
         list[str] | None, typer.Argument(help="key.sub=value pairs, as for train")
     ] = None,
 ) -> None:
-    """Say whether CONFIG can start, without starting it.
+    """Check that CONFIG can start, without starting it.
 
-    Looks at what train looks at before it starts a rank: the model's folder and the headers of its
-    weights, the layout, an earlier run in train.run_dir, every row of the data, which is encoded,
-    and the reward functions and the environment, which are loaded. Needs no GPU, and looks at none:
-    that is for plan and doctor. A large data set takes minutes. A mistake is told in one message,
-    and the exit code is then 2.
+    Runs the checks that train runs before it starts a rank: the model folder and the headers of its
+    weights, the parallel layout, and an earlier run in train.run_dir. It encodes every row of the
+    data, which takes minutes for a large data set, and loads the reward functions and the
+    environment. It needs no GPU and checks none; use plan and doctor for that. A mistake is
+    reported in one message with exit code 2.
 
     \b
     Example:
@@ -129,15 +131,15 @@ def evaluate(
 ) -> None:
     """Evaluate the model in model.path on held-out prompts.
 
-    These are named in the section `eval`. Engines of this host load the weights themselves; no
-    trainer is started. Each prompt gets eval.num_generations completions (n), sampled by
-    eval.temperature, top_p, top_k and max_completion_length. One passes when its reward, by
-    eval.reward or else reward, is at least eval.pass_threshold. pass@k is the unbiased estimate of
-    the chance that one of k passes; mean@n the mean reward over n.
+    The section `eval` of CONFIG names the prompts. Engines on this host load the weights directly;
+    no trainer is started. Each prompt gets n = eval.num_generations completions, sampled with
+    eval.temperature, top_p, top_k and max_completion_length. A completion passes if its reward (by
+    eval.reward, or else reward) is at least eval.pass_threshold. pass@k is the unbiased estimate of
+    the probability that at least one of k completions passes; mean@n is the mean reward over n.
 
-    Prints a table, and writes eval.json (metrics and config) and eval_completions.jsonl, in the
-    place of earlier ones. The exit code is 0 when all is evaluated, 1 after a failure, and 2 for a
-    mistake that shows before the first completion.
+    Prints a table and writes eval.json (metrics and config) and eval_completions.jsonl, replacing
+    earlier ones. The exit code is 0 when all prompts are evaluated, 1 after a failure, and 2 for a
+    mistake found before the first completion.
 
     \b
     Example:
@@ -146,7 +148,7 @@ def evaluate(
           eval.temperature=0.6 eval.top_p=0.95
     """
     allow_open_files()
-    take_token(os.environ)  # nothing that is started here has any use for it
+    take_token(os.environ)  # nothing that is started here needs it
     cfg = load_config(config, overrides or [])
     _silence_libraries()
     from rich.console import Console
@@ -177,12 +179,13 @@ def serve(
 ) -> None:
     """Run one rollout engine for CONFIG until interrupted.
 
-    It is for runs that name its address. Engine and trainers share the token in the environment
-    variable MEGATRON_GRPO_TOKEN. The engine takes the first GPUs that it sees, and so do the ranks
-    of a trainer: where both are on one host, give it others by CUDA_VISIBLE_DEVICES.
+    Training runs use it if its address is in their rollout.base_urls. Engine and trainers must have
+    the same token in the environment variable MEGATRON_GRPO_TOKEN. The engine takes the first GPUs
+    that it sees, as do the ranks of a trainer: if both run on one host, give the engine other GPUs
+    with CUDA_VISIBLE_DEVICES.
 
     \b
-    Example, the last line in another terminal with the same token:
+    Example (run the last line in another terminal, with the same token):
       export MEGATRON_GRPO_TOKEN=$(openssl rand -hex 32)
       megatron-grpo serve CONFIG
       megatron-grpo train CONFIG rollout.base_urls=[http://127.0.0.1:8000]
@@ -204,9 +207,9 @@ def place(
     nodes: Annotated[str, typer.Option(help="Names of the job's nodes, by commas.")] = "localhost",
     gpus_per_node: Annotated[int, typer.Option(help="GPUs of each, or ranks without GPUs.")] = 8,
 ) -> None:
-    """Say which node of a job runs which ranks and engines.
+    """Show which node of a job runs which ranks and engines.
 
-    A line for each, as job scripts read it.
+    Prints one line for each, in the format that the job scripts read.
 
     \b
     Example:
@@ -254,15 +257,16 @@ def plan(
         bool, typer.Option("--instantiate", help="Build every distinct rank, without its memory.")
     ] = False,
 ) -> None:
-    """Say what CONFIG would need of GPUs and links; nothing is started.
+    """Estimate memory, time and traffic of CONFIG; nothing is started.
 
-    From CONFIG and the model's config.json alone: memory of a GPU of each pipeline stage in its
-    worst phase, microbatches, operations, bytes over each link, and the least time that they take.
-    Weights, gradients, optimizer and push are exact, the rest are estimates; docs/sizing.md has the
-    formulas. The exit code is 2 where CONFIG cannot work or does not fit, with what would.
+    Reads only CONFIG and the model's config.json. Shows, for each pipeline stage, the memory of a
+    GPU in its worst phase; and microbatches, operations, bytes over each link, and a lower bound of
+    the time that they take. Weights, gradients, optimizer and push are exact, the rest are
+    estimates; docs/sizing.md has the formulas. If CONFIG cannot work or does not fit, it says what
+    would, and the exit code is 2.
 
-    With --instantiate, Megatron-Core's own modules are compared with the plan; the exit code is 1
-    where they differ. It and --reshard take no other options.
+    --instantiate compares the plan with Megatron-Core's own modules; the exit code is 1 if they
+    differ. --instantiate and --reshard cannot be combined with other options.
 
     \b
     Example:
@@ -293,7 +297,7 @@ def plan(
 
 
 def _check_alone(given: Sequence[str]) -> None:
-    """Raise BadParameter for options of `plan` that another of them would leave without effect."""
+    """Raise BadParameter for options of `plan` that would have no effect next to another one."""
     for alone in ("--instantiate", "--reshard"):
         others = [option for option in given if option != alone]
         if alone in given and others:
@@ -330,14 +334,14 @@ def doctor(
         list[str] | None, typer.Argument(help="key.sub=value pairs, as for train")
     ] = None,
 ) -> None:
-    """Say whether this machine can train, and what is missing.
+    """Check whether this machine can train, and what is missing.
 
-    What is missing is told with the command that installs it. Looks at packages, GPUs, network,
-    limits, the file system of the run directory (of the working directory without CONFIG; some
-    60 MB are written and removed), Slurm and container, in a few seconds. Under srun or torchrun
-    every host is examined, rank 0 prints one table, and the clocks are compared. Ends with a block
-    to paste into a bug report. The exit code is 1 when something is missing that training needs,
-    else 0.
+    Takes a few seconds and checks packages, GPUs, network, limits, Slurm, the container, and the
+    file system of the run directory (without CONFIG: of the working directory), where it writes
+    about 60 MB and deletes it again. Each problem is shown with the command that fixes it. Under
+    srun or torchrun it examines every host and compares their clocks, and rank 0 prints one table
+    for all. The output ends with a block to paste into a bug report. The exit code is 1 if
+    something is missing that training needs, else 0.
 
     \b
     Example, with MASTER_ADDR (the first node's name) and MASTER_PORT (a free
@@ -357,7 +361,7 @@ def report(
 ) -> None:
     """Draw RUN_DIR/curves.png from its metrics.
 
-    Reward, KL, lengths, log-probability gap, gradient norm and seconds, over the steps.
+    Plots reward, KL, completion lengths, log-probability gap, gradient norm and time over steps.
 
     \b
     Example:
@@ -369,7 +373,10 @@ def report(
 
 
 def main() -> None:
-    """Entry point: what a user can mend is one line on stderr and exit code 2; 1 if it passes."""
+    """Entry point. ValueError and OSError become one message on stderr.
+
+    The exit code is 2 for a mistake that the user can fix, 1 for an error that may be transient.
+    """
     try:
         app()
     except (ValueError, OSError) as error:
