@@ -114,7 +114,7 @@ def check(
     allow_open_files()
     cfg = load_config(config, overrides or [])
     _preflight(cfg, take_token(os.environ))
-    print(f"{config} can start: nothing to mend in settings, model, run directory, data or rewards")
+    print(f"{config} can start: no mistakes in settings, model, run directory, data or rewards")
 
 
 @app.command("eval")
@@ -173,7 +173,7 @@ def serve(
         list[str] | None, typer.Argument(help="key.sub=value pairs, as for train")
     ] = None,
     host: Annotated[
-        str, typer.Option(help="The one address of this host on which trainers reach it.")
+        str, typer.Option(help="IP address of this host that trainers connect to.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port on that address.")] = 8000,
 ) -> None:
@@ -204,8 +204,12 @@ def place(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="key.sub=value pairs, as for train")
     ] = None,
-    nodes: Annotated[str, typer.Option(help="Names of the job's nodes, by commas.")] = "localhost",
-    gpus_per_node: Annotated[int, typer.Option(help="GPUs of each, or ranks without GPUs.")] = 8,
+    nodes: Annotated[
+        str, typer.Option(help="Node names of the job, separated by commas.")
+    ] = "localhost",
+    gpus_per_node: Annotated[
+        int, typer.Option(help="GPUs per node; without GPUs, ranks per node.")
+    ] = 8,
 ) -> None:
     """Show which node of a job runs which ranks and engines.
 
@@ -233,28 +237,37 @@ def plan(
     ] = None,
     gpu: Annotated[
         str | None,
-        typer.Option("--gpu", help="Kind of the GPUs: a100, h100 (the default), h200, b200."),
+        typer.Option("--gpu", help="GPU model: a100, h100 (the default), h200 or b200."),
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option("--gpus", help="Number of GPUs; default: the least whole nodes.")
+        int | None,
+        typer.Option("--gpus", help="Number of GPUs. Default: as few whole nodes as needed."),
     ] = None,
     lengths: Annotated[
         Path | None,
         typer.Option(
             "--lengths",
-            help="File with one number per line: tokens of a prompt with its completion. "
-            "Default: all as long as they may be.",
+            help="File with one number per line: the tokens of a prompt and its completion. "
+            "Default: every sequence has the maximum length.",
         ),
     ] = None,
     suggest: Annotated[
-        bool, typer.Option("--suggest", help="Which layouts fit, the fastest first.")
+        bool, typer.Option("--suggest", help="List parallel layouts that fit, fastest first.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="All figures, for scripts.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print all figures as JSON, for scripts.")
+    ] = False,
     reshard: Annotated[
-        bool, typer.Option("--reshard", help="Who sends how much when weights go to the engines.")
+        bool,
+        typer.Option(
+            "--reshard", help="Show how much each rank sends when weights go to the engines."
+        ),
     ] = False,
     instantiate: Annotated[
-        bool, typer.Option("--instantiate", help="Build every distinct rank, without its memory.")
+        bool,
+        typer.Option(
+            "--instantiate", help="Build the modules of every distinct rank, without memory."
+        ),
     ] = False,
 ) -> None:
     """Estimate memory, time and traffic of CONFIG; nothing is started.
@@ -302,8 +315,8 @@ def _check_alone(given: Sequence[str]) -> None:
         others = [option for option in given if option != alone]
         if alone in given and others:
             raise typer.BadParameter(
-                f"{alone} has a table of its own, without {', '.join(others)}: leave out one or "
-                "the other"
+                f"{alone} prints a table of its own and cannot be combined with "
+                f"{', '.join(others)}: leave out one or the other"
             )
 
 
@@ -318,7 +331,7 @@ def _instantiate(cfg: Config) -> None:
     if job.faults:
         first = "\n".join(job.faults[:SHOWN_FAULTS])
         print(
-            f"megatron-grpo: {len(job.faults)} times not as planned\n{first}",
+            f"megatron-grpo: {len(job.faults)} differences from the plan\n{first}",
             file=sys.stderr,
         )
         raise typer.Exit(1)
@@ -328,7 +341,7 @@ def _instantiate(cfg: Config) -> None:
 @app.command()
 def doctor(
     config: Annotated[
-        Path | None, typer.Argument(help="YAML file of the run: its run directory, what it needs.")
+        Path | None, typer.Argument(help="YAML file of the run, for its directory and packages.")
     ] = None,
     overrides: Annotated[
         list[str] | None, typer.Argument(help="key.sub=value pairs, as for train")

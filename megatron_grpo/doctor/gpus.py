@@ -78,7 +78,7 @@ def _unseen(found: Gpus) -> Finding:
 def _judge_peers(found: Gpus) -> Finding:
     num_pairs = len(found.gpus) * (len(found.gpus) - 1)
     if not found.without_peer_access:
-        value = "between all" if num_pairs else "one GPU alone"
+        value = "between all" if num_pairs else "only one GPU"
         return Finding(SECTION, "peer access", "ok", value)
     value = f"not between {len(found.without_peer_access)} of {num_pairs} pairs"
     return Finding(SECTION, "peer access", "warning", value, "nvidia-smi topo -p2p r")

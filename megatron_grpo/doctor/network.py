@@ -63,7 +63,7 @@ def judge_ports(ports: Sequence[Port], verbs: bool, on_gpu: bool) -> Iterator[Fi
     """Findings on RDMA ports, equal ones grouped. `verbs`: whether /dev/infiniband exists."""
     install = "apt install rdma-core ibverbs-providers"
     if not ports:
-        value = "none: hosts would exchange over TCP"
+        value = "none: hosts would communicate over TCP"
         yield Finding(SECTION, "RDMA", "warning" if on_gpu else "ok", value, install)
         return
     alike = Counter((port.is_active, port.rate, _kind(port), port.state) for port in ports)
@@ -83,20 +83,20 @@ def judge_interfaces(interfaces: Sequence[Interface]) -> Finding:
         f"{one.name} ({f'{one.megabits / 1000:g} Gb/s, ' if one.megabits else ''}mtu {one.mtu})"
         for one in interfaces
     )
-    return Finding(SECTION, "interfaces", "ok", value or "the loopback alone")
+    return Finding(SECTION, "interfaces", "ok", value or "only the loopback")
 
 
 def judge_own_name(environ: Mapping[str, str], address: str, on_gpu: bool) -> Finding:
     """Whether this host's name resolves to an outside address, where gloo listens by default."""
     if address and not address.startswith("127."):
-        return Finding(SECTION, "own name", "ok", "leads out of this host")
+        return Finding(SECTION, "own name", "ok", "resolves to an outside address")
     chosen = "GLOO_SOCKET_IFNAME" in environ
     return Finding(
         SECTION,
         "own name",
         "warning" if on_gpu and not chosen else "ok",
-        f"leads no further than this host{', an interface is chosen' if chosen else ''}",
-        "for several hosts set NETWORK_INTERFACE in slurm/env.sh, or GLOO_SOCKET_IFNAME; or mend "
+        f"resolves to this host only{', an interface is chosen' if chosen else ''}",
+        "for several hosts set NETWORK_INTERFACE in slurm/env.sh, or GLOO_SOCKET_IFNAME; or fix "
         "/etc/hosts",
     )
 

@@ -61,7 +61,7 @@ EXTRAS = (
     ),
     Extra(
         "flash-attn",
-        "attention, beside cuDNN's, in Transformer Engine",
+        "attention in Transformer Engine, in addition to cuDNN's",
         "pip install --no-build-isolation flash-attn",
     ),
     Extra("wandb", "wandb.project", "pip install -e '.[wandb]'"),
@@ -135,7 +135,7 @@ def _judge(name: str, allowed: SpecifierSet, versions: Mapping[str, str], instal
 
 
 def _run_with(name: str) -> str:
-    return f"; run with {RUN_WITH[name]}" if name in RUN_WITH else ""
+    return f"; tested with {RUN_WITH[name]}" if name in RUN_WITH else ""
 
 
 def _judge_vllm(

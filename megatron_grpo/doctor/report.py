@@ -15,7 +15,7 @@ STYLES = {"ok": "green", "warning": "yellow", "missing": "bold red"}
 
 def findings_table(findings: Iterable[Finding]) -> Table:
     """A row per finding, a rule between sections."""
-    table = Table("", "what", "found", "to mend it", title="this host", title_justify="left")
+    table = Table("", "what", "found", "how to fix it", title="this host", title_justify="left")
     section = None
     for finding in findings:
         if section not in (None, finding.section):
@@ -28,7 +28,7 @@ def findings_table(findings: Iterable[Finding]) -> Table:
 
 def hosts_table(reports: Sequence[HostReport]) -> Table:
     """A row per host: its clock, its disk, and the names of findings that are not ok."""
-    table = Table("host", "clock, ms", "GPUs", "run directory", "not well", title="all hosts")
+    table = Table("host", "clock, ms", "GPUs", "run directory", "problems", title="all hosts")
     for number, report in enumerate(reports):
         values = {finding.name: finding.value for finding in report.findings}
         unwell = [finding for finding in report.findings if finding.status != "ok"]

@@ -49,7 +49,7 @@ def judge_surroundings(
         "environment",
         "warning" if wrong else "ok",
         " ".join(f"{name}={value}" for name, value in given.items()) or "nothing set",
-        "unset CUDA_DEVICE_MAX_CONNECTIONS: Megatron's tensor parallelism counts on 1"
+        "unset CUDA_DEVICE_MAX_CONNECTIONS: Megatron's tensor parallelism requires 1"
         if wrong
         else "",
     )

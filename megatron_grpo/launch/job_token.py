@@ -14,7 +14,7 @@ TOKEN_VARIABLE = "MEGATRON_GRPO_TOKEN"
 
 MIN_TOKEN_LENGTH = 16
 
-MAKE_ONE = f"make one by `export {TOKEN_VARIABLE}=$(openssl rand -hex 32)`"
+MAKE_ONE = f"make one with `export {TOKEN_VARIABLE}=$(openssl rand -hex 32)`"
 
 
 def new_token() -> str:
@@ -31,8 +31,8 @@ def check_token(token: str | None) -> str:
     """Return `token`, or raise ValueError (without showing it) if it is missing or too weak."""
     if not token:
         raise ValueError(
-            f"{TOKEN_VARIABLE} is not set: engines that are given by address and their trainers "
-            f"share a token; {MAKE_ONE} and give both the same"
+            f"{TOKEN_VARIABLE} is not set: engines given by address and their trainers share a "
+            f"token; {MAKE_ONE} and use the same for both"
         )
     if len(token) < MIN_TOKEN_LENGTH:
         raise ValueError(
@@ -41,7 +41,7 @@ def check_token(token: str | None) -> str:
         )
     if not re.fullmatch(r"[!-~]+", token):
         raise ValueError(
-            f"{TOKEN_VARIABLE} has spaces or other characters that no HTTP header carries: "
+            f"{TOKEN_VARIABLE} has spaces or other characters that an HTTP header cannot carry: "
             f"{MAKE_ONE}"
         )
     return token

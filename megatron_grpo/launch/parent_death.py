@@ -64,7 +64,7 @@ def main() -> None:
         _tidy_behind(leader, folder)
     die_with_parent()
     if os.getppid() != parent:
-        sys.exit("the process that asked for this one is gone")
+        sys.exit("the parent process is gone")
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     os.execvp(command[0], command)
 

@@ -148,7 +148,7 @@ def main() -> None:
     except RendezvousError as error:
         sys.exit(f"megatron-grpo: {error}")
     except DistError:
-        sys.exit(f"{socket.gethostname()}: the first host has left before all had come")
+        sys.exit(f"{socket.gethostname()}: the first host left before all hosts had joined")
 
 
 def _ending_signals() -> list[str]:

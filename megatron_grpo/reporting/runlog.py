@@ -95,7 +95,7 @@ class RunLog:
         if not self.has_evaluation(step):
             print(
                 f"step {step} was not evaluated, as the run was told to end or lost its engines: "
-                f"`megatron-grpo eval CONFIG model.path={self.run_dir / 'hf'}` does",
+                f"use `megatron-grpo eval CONFIG model.path={self.run_dir / 'hf'}`",
                 file=sys.stderr,
             )
 

@@ -229,7 +229,7 @@ class WandbRun:
                 raise
             print(
                 f"wandb cannot be reached: {error}\n"
-                f"the run goes on without; `wandb sync` sends what is in {run_dir / 'wandb'}",
+                f"the run continues offline; `wandb sync` uploads {run_dir / 'wandb'} later",
                 file=sys.stderr,
             )
             wandb.teardown()  # otherwise wandb takes the id to be in use

@@ -18,7 +18,7 @@ from megatron_grpo.launch.job_token import TOKEN_VARIABLE, bearer
 REFUSAL = json.dumps(
     {
         "error": {
-            "message": "every route but GET /health needs the header 'Authorization: Bearer "
+            "message": "every route except GET /health requires the header 'Authorization: Bearer "
             f"TOKEN', with the {TOKEN_VARIABLE} that this engine was started with"
         }
     }
@@ -38,8 +38,8 @@ def check_host(host: str) -> None:
         address = ip_address(host)
     except ValueError:
         raise ValueError(
-            f"--host {host!r} is no IP address: an engine listens on one address of its host, such "
-            "as 127.0.0.1"
+            f"--host {host!r} is not an IP address: an engine listens on one address of its host, "
+            "such as 127.0.0.1"
         ) from None
     family = socket.AF_INET
     if isinstance(address, IPv6Address):
@@ -47,15 +47,15 @@ def check_host(host: str) -> None:
     if address.is_unspecified:
         raise ValueError(
             f"--host {host} would listen on every network of this host: give the one address that "
-            "trainers reach it by, or 127.0.0.1 for those on this host"
+            "trainers connect to, or 127.0.0.1 for trainers on this host"
         )
     try:
         with socket.socket(family) as probe:
             probe.bind((host, 0))
     except OSError as error:
         raise ValueError(
-            f"--host {host} is no address of this host ({error.strerror}): give one that it has, "
-            "such as 127.0.0.1"
+            f"--host {host} is not an address of this host ({error.strerror}): give one that it "
+            "has, such as 127.0.0.1"
         ) from None
 
 

@@ -54,8 +54,8 @@ class Dialogue:
         self.prompt = longer
         if self.room < 1:
             raise EnvironmentFailed(
-                f"its first observation is {1 - self.room} tokens too long: they count against "
-                "rollout.max_completion_length"
+                f"its first observation is {1 - self.room} tokens too long for "
+                "rollout.max_completion_length, which includes observations: raise it"
             )
 
     def take_step(self, step: Step, turns: Turns, max_turns: int) -> None:

@@ -143,7 +143,7 @@ class Engine:
                 seen, since = now, time.monotonic()
             elif time.monotonic() - since > self.patience.stall:
                 raise EngineDown(
-                    f"rollout engine {self.url} got no further for {self.patience.stall:g} s "
+                    f"rollout engine {self.url} made no progress for {self.patience.stall:g} s "
                     "(rollout.stall_timeout)"
                 )
 
@@ -177,7 +177,7 @@ class Engine:
         await self.ask("hold_loaded")
         if await self._held_push() != LOADED:
             raise EngineStale(
-                f"rollout engine {self.url} no longer holds the weights that it has loaded itself: "
+                f"rollout engine {self.url} no longer holds the weights that it loaded itself: "
                 "a trainer has pushed others"
             )
         await self.post("/update_weight_version", {"new_version": str(LOADED_VERSION)})
@@ -193,8 +193,8 @@ class Engine:
         answers: list[Any] = (await self.post("/collective_rpc", body))["results"]
         if not all(isinstance(a, dict) and a["question"] == question for a in answers):
             raise EngineDown(
-                f"rollout engine {self.url}: its workers answer earlier questions than {method}, "
-                "as after a call that failed in one of them: restart it"
+                f"rollout engine {self.url}: its workers answered an earlier call than {method}, "
+                "as happens after a call failed in one of them: restart it"
             )
         return answers
 
@@ -203,14 +203,14 @@ class Engine:
         push = await self._held_push()
         if not push:
             raise EngineStale(
-                f"rollout engine {self.url} holds no complete weights: it was started anew, or its "
-                "last push failed or is under way; only a push that succeeds makes it usable"
+                f"rollout engine {self.url} holds no complete weights: it was restarted, or its "
+                "last push failed or is under way; it can serve only after a successful push"
             )
         version = push.split("-")[0]
         if version != str(policy_version):
             raise EngineError(
-                f"rollout engine {self.url} holds weights of version {version}, version "
-                f"{policy_version} was asked for"
+                f"rollout engine {self.url} holds weights of version {version}, but version "
+                f"{policy_version} was requested"
             )
         return push
 
@@ -228,7 +228,7 @@ class Engine:
         """Hold new requests back until /resume, and drop the prefix cache."""
         await self.post("/pause?mode=keep&clear_cache=false")  # the call below reports success
         if not (await self.post("/reset_prefix_cache"))["success"]:
-            raise EngineError(f"rollout engine {self.url} could not drop its prefix cache")
+            raise EngineError(f"rollout engine {self.url} could not reset its prefix cache")
 
     async def get(self, route: str) -> Json:
         """The answer of a GET route."""
@@ -254,12 +254,12 @@ class Engine:
                 f"{engine} did not answer {route} within {limit.read:g} s (rollout.request_timeout)"
             ) from error
         except httpx.TransportError as error:
-            reason = str(error) or "it hung up"
+            reason = str(error) or "it closed the connection"
             raise EngineDown(f"{engine} cannot be reached at {route}: {reason}") from error
         if response.status_code == httpx.codes.UNAUTHORIZED:
             raise EngineDown(  # including an engine that was restarted meanwhile with another token
-                f"{engine} refuses the token in {TOKEN_VARIABLE}: give the one that the engine was "
-                "started with"
+                f"{engine} refuses the token in {TOKEN_VARIABLE}: set it to the one that the "
+                "engine was started with"
             )
         if response.is_error:
             # A 5xx status is the engine's fault, any other the request's.
@@ -273,8 +273,8 @@ class Engine:
         versions = [span["version"] for span in choice["weight_versions"]]
         if versions != [str(policy_version)]:
             raise EngineError(
-                f"rollout engine {self.url} sampled from weights of version {', '.join(versions)}, "
-                f"version {policy_version} was asked for"
+                f"rollout engine {self.url} sampled from weights of version "
+                f"{', '.join(versions)}, but version {policy_version} was requested"
             )
         if choice["finish_reason"] not in ("stop", "length"):
             raise EngineDown(  # such as `abort`, when the engine is shut down

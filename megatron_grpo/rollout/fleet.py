@@ -35,7 +35,7 @@ class Member:
 
     url: str
     state: State = State.STALE
-    reason: str = "nothing was pushed to it"
+    reason: str = "has not received weights yet"
     """Why it does not serve, if it does not."""
     is_missed: bool = False
     """Whether it was lost or left out since it last served."""
@@ -112,12 +112,15 @@ class Fleet:
         member.is_missed = True
         member.since = time.monotonic()
         if member.num_losses > MAX_COMEBACKS:
-            member.state, then = State.GIVEN_UP, f"it came back {MAX_COMEBACKS} times: no more"
+            member.state, then = (
+                State.GIVEN_UP,
+                f"it came back {MAX_COMEBACKS} times and is given up",
+            )
         elif self._servers.are_ours:
             self._servers.restart(url)
-            member.state, then = State.DOWN, "it is started again"
+            member.state, then = State.DOWN, "it is being restarted"
         else:
-            member.state, then = State.DOWN, "it is back when it answers, and has new weights"
+            member.state, then = State.DOWN, "it is used again once it answers and has new weights"
         _say(f"rollout engine {url} is lost: {reason}; {then}")
 
     def leave_out(self, url: str, reason: str) -> None:
@@ -135,7 +138,7 @@ class Fleet:
         """Record that a push to these engines has begun: they hold no complete weights now."""
         for url in urls:
             self._members[url].state = State.STALE
-            self._members[url].reason = "a push of weights to it has failed"
+            self._members[url].reason = "has not completed the last push of weights"
 
     def finish_push(self, urls: Iterable[str]) -> None:
         """Record that these engines hold the current weights and serve."""

@@ -48,7 +48,4 @@ def _fault(report: Json, push: str, expected: WorkerSums | None) -> str:
         return ""
     shown = ", ".join(differing[:NUM_NAMES_SHOWN])
     more = f" and {rest} more" if (rest := len(differing) - NUM_NAMES_SHOWN) > 0 else ""
-    return (
-        f"{len(differing)} of {len(sums)} parameters hold other values than were pushed: "
-        f"{shown}{more}"
-    )
+    return f"{len(differing)} of {len(sums)} parameters differ from what was pushed: {shown}{more}"

@@ -191,13 +191,13 @@ def engine_devices(
         raise ValueError(
             f"rollout.num_engines({num_engines}) * rollout.tensor_parallel_size({size}) = "
             f"{num_engines * size} GPUs, but this host has {num_devices}: lower one of them, or "
-            "give engines on other hosts by rollout.base_urls"
+            "use engines on other hosts with rollout.base_urls"
         )
     elif rollout.engine == "vllm" and "gpu_memory_utilization" not in rollout.vllm:
         raise ValueError(
             f"{num_ranks} trainer ranks leave {max(0, num_devices - num_ranks)} of {num_devices} "
-            f"GPUs, and engines want {num_engines * size}: they would share those of the ranks. "
-            "Say how much of each an engine may take, such as "
+            f"GPUs, but engines need {num_engines * size}: they would share the ranks' GPUs. "
+            "Set the fraction of a GPU that an engine may use, such as "
             "rollout.vllm.gpu_memory_utilization=0.4"
         )
     return [",".join(gpus[i * size : (i + 1) * size]) for i in range(num_engines)]

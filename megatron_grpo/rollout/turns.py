@@ -90,9 +90,9 @@ class Turns:
             )
         if self._encode(whole)[-len(pieces) :] != pieces:
             raise ValueError(
-                "the chat template cannot be continued token by token: of the dialogue\n"
-                f"{whole!r}\nthe end from the model's turn on has other tokens than by itself, "
-                f"{pieces}: use data.apply_chat_template=false"
+                "the chat template cannot be continued token by token: in the dialogue\n"
+                f"{whole!r}\nthe part after the model's turn has other tokens than when encoded "
+                f"alone, {pieces}: use data.apply_chat_template=false"
             )
 
 

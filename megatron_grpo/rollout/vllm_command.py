@@ -32,27 +32,27 @@ ENGINE_VARIABLE = "MEGATRON_GRPO_ENGINE"
 # Settings that the trainer relies on: a user's value would be silently wrong, or the setting has a
 # key of its own.
 RESERVED = {
-    "model": "it is model.path",
-    "dtype": "it is model.dtype",
-    "tokenizer": "the trainer's is that of model.path",
-    "hf_overrides": "the trainer computes what config.json of model.path says",
-    "quantization": "weights are pushed as model.dtype has them",
-    "enable_lora": "whole weights are pushed",
-    "tensor_parallel_size": "it is rollout.tensor_parallel_size",
-    "pipeline_parallel_size": "weights are pushed to workers that have all layers",
-    "data_parallel_size": "copies of an engine are rollout.num_engines",
-    "nnodes": "an engine has the GPUs of one node",
-    "logits_processors": "the trainer knows of no change to the distribution",
+    "model": "set model.path",
+    "dtype": "set model.dtype",
+    "tokenizer": "engines and trainer use the one in model.path",
+    "hf_overrides": "the trainer follows config.json in model.path",
+    "quantization": "weights are pushed in model.dtype",
+    "enable_lora": "full weights are pushed, not adapters",
+    "tensor_parallel_size": "set rollout.tensor_parallel_size",
+    "pipeline_parallel_size": "weights are pushed to workers that hold all layers",
+    "data_parallel_size": "for more engines, set rollout.num_engines",
+    "nnodes": "an engine runs on the GPUs of one node",
+    "logits_processors": "the trainer would not know how they change the distribution",
     "logprobs_mode": "the trainer needs log-probabilities after temperature",
     "generation_config": "sampling follows rollout.temperature, not the model's own defaults",
-    "weight_transfer_config": "new weights come over links of our own",
-    "worker_extension_cls": "every push is checked in the workers",
-    "moe_backend": "others reorder the weights of experts, and new weights would not fit",
-    "enable_eplb": "experts would move between workers, and new weights go where they were",
-    "eplb_config": "experts stay where they are",
-    "expert_placement_strategy": "experts are pushed to workers in their order",
-    "disable_log_stats": "the trainer sees by the count of tokens that an engine gets on",
-    "scheduling_policy": "priorities keep the composition of batches reproducible",
+    "weight_transfer_config": "weights are received over this project's own links",
+    "worker_extension_cls": "the workers need our extension, which checks every push",
+    "moe_backend": "other backends reorder expert weights, so that pushed weights would not fit",
+    "enable_eplb": "experts would move between workers, but weights are pushed to fixed ones",
+    "eplb_config": "experts do not move between workers",
+    "expert_placement_strategy": "experts are pushed to workers in order",
+    "disable_log_stats": "the trainer reads the token count to see that an engine makes progress",
+    "scheduling_policy": "priorities keep batches reproducible",
 }
 
 
@@ -135,7 +135,7 @@ def check_engine_arguments(table: Mapping[str, Any]) -> None:
         if name not in known:
             nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
             raise ValueError(
-                f"rollout.vllm.{name} is no engine argument of vLLM: did you mean {nearest}?"
+                f"rollout.vllm.{name} is not an engine argument of vLLM: did you mean {nearest}?"
             )
 
 
@@ -151,8 +151,8 @@ def engine_number(table: Mapping[str, Any], name: str) -> int | None:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgtKMGT]?)", words)
     if found is None or ("." in found[1] and not found[2].islower()):
         raise ValueError(
-            f"rollout.vllm.{name} {words} is no number to vLLM: write a plain one such as 4096, or "
-            "one with a letter such as 4K"
+            f"rollout.vllm.{name} {words} is not a number for vLLM: use one such as 4096, or one "
+            "with a suffix such as 4K"
         )
     number, letter = found.groups()
     base = 1000 if letter.islower() else 1024

@@ -205,7 +205,7 @@ class Job:
             f"rank 0 is in {self.position}"
         ]
         if missing := sorted(set(range(self._world_size)) - self.members.keys()):
-            lines += [f"not come to the job: rank {', '.join(map(str, missing))}"]
+            lines += [f"never joined the job: rank {', '.join(map(str, missing))}"]
         else:
             lines += self._suspects()
         stacks = [f"{m}, {m.position}:\n{m.stack}\n" for m in self._sorted()]
@@ -225,7 +225,7 @@ class Job:
             return [f"all ranks wait alike; {self.members[0]}:", told[0]]
         lines = [f"{len(odd)} of {self._world_size} ranks are not where the others are:"]
         for member in (self.members[rank] for rank in odd[:NUM_RANKS_SHOWN]):
-            stack = "it does not tell its stack" if member.stack is None else member.stack
+            stack = "it did not report its stack" if member.stack is None else member.stack
             lines += [f"{member}, {member.position}:", stack]
         return lines
 

@@ -180,7 +180,7 @@ def serve(tied_model: Path, token: str, *options: str) -> subprocess.Popen[str]:
         (TOKEN[1:], [], "15 characters, at least 16"),
         (TOKEN, ["--host=0.0.0.0"], "--host 0.0.0.0 would listen on every network"),
         (TOKEN, ["--host=::"], "--host :: would listen on every network"),
-        (TOKEN, ["--host="], "--host '' is no IP address"),
+        (TOKEN, ["--host="], "--host '' is not an IP address"),
     ],
 )
 def test_serve_wants_a_token_and_one_address(

@@ -169,9 +169,15 @@ def test_where_nothing_fits_that_is_said(cfg):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--instantiate --reshard", "--instantiate has a table of its own, without --reshard: "),
+        (
+            "--instantiate --reshard",
+            "--instantiate prints a table of its own and cannot be combined with --reshard: ",
+        ),
         ("--instantiate --suggest --gpus 64", "without --suggest, --gpus: leave out"),
-        ("--reshard --json", "--reshard has a table of its own, without --json: leave out"),
+        (
+            "--reshard --json",
+            "--reshard prints a table of its own and cannot be combined with --json: leave out",
+        ),
         ("--reshard --gpu h100 --lengths x", "without --gpu, --lengths: leave out"),
     ],
 )

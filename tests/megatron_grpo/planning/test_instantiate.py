@@ -195,7 +195,7 @@ def test_the_command_prints_a_table_and_its_exit_code_tells_faults(elsewhere, tm
     assert "on 8 ranks: tp(2) * pp(2) * cp(2) * dp(1)" in stdout
     exit_code, stdout, stderr = elsewhere(run_plan, layout_of_a_wider_mlp, path)
     assert (exit_code, stdout) == (1, "")
-    assert stderr.startswith("megatron-grpo: 16 times not as planned\nrank 0: 0.decoder.")
+    assert stderr.startswith("megatron-grpo: 16 differences from the plan\nrank 0: 0.decoder.")
 
 
 def test_a_mesh_that_cannot_split_the_model_is_refused_before_anything_is_built(tmp_path):

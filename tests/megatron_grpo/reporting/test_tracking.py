@@ -255,7 +255,7 @@ def test_a_run_for_which_wandb_cannot_be_reached_goes_on_offline(tmp_path: Path)
         output, told = process.communicate("\n", timeout=100)
     assert output.splitlines() == ["logs", "offline 300.0"], told
     assert "wandb cannot be reached: " in told and "connection refused" in told
-    assert f"`wandb sync` sends what is in {tmp_path / 'wandb'}" in told
+    assert f"`wandb sync` uploads {tmp_path / 'wandb'} later" in told
     assert list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
 
 

@@ -139,10 +139,10 @@ def test_an_engine_may_listen_on_an_address_of_this_host(host):
         ("0.0.0.0", "every network"),
         ("::", "every network"),
         ("::ffff:0.0.0.0", "every network"),
-        ("", "is no IP address"),
-        ("0", "is no IP address"),  # which the C library takes for 0.0.0.0
-        ("localhost", "is no IP address"),
-        ("203.0.113.1", "is no address of this host"),
+        ("", "is not an IP address"),
+        ("0", "is not an IP address"),  # which the C library takes for 0.0.0.0
+        ("localhost", "is not an IP address"),
+        ("203.0.113.1", "is not an address of this host"),
     ],
 )
 def test_another_address_is_refused_with_a_legal_one(host, message):

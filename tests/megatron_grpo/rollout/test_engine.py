@@ -74,12 +74,12 @@ DOCTORED = {
     "earlier weights": (
         {"weight_versions": [{"version": "6"}]},
         EngineError,
-        "sampled from weights of version 6, version 7 was asked for",
+        "sampled from weights of version 6, but version 7 was requested",
     ),
     "two weights": (
         {"weight_versions": [{"version": "7"}, {"version": "8"}]},
         EngineError,
-        "sampled from weights of version 7, 8, version 7 was asked for",
+        "sampled from weights of version 7, 8, but version 7 was requested",
     ),
     "given up": ({"finish_reason": "abort"}, EngineDown, "gave up a sample: abort"),
     "cut short": ({"finish_reason": "length"}, EngineError, "completion after 2 of 3 tokens"),
@@ -140,7 +140,7 @@ def stands() -> float:
     return 0.0
 
 
-HANGS = {idle: r"got no further for 0.1 s", busy: r"did not answer within 60 s"}
+HANGS = {idle: r"made no progress for 0.1 s", busy: r"did not answer within 60 s"}
 
 
 @pytest.mark.parametrize(("answer", "told"), HANGS.items())

@@ -88,7 +88,7 @@ def test_a_killed_engines_requests_go_to_the_other_and_it_is_back_after_the_next
     bring_back(pair)
     told = capfd.readouterr().err.splitlines()
     assert told == [
-        f"rollout engine {second} is lost: ended with signal SIGKILL; it is started again",
+        f"rollout engine {second} is lost: ended with signal SIGKILL; it is being restarted",
         f"rollout engine {second} is back",
     ]
 
@@ -187,7 +187,7 @@ def test_an_engine_that_dies_whenever_it_starts_stops_the_run(tied_model, tmp_pa
     assert told[1] == f"rollout engine {engine.url} ended with exit code 1; {log} ends with"
     assert told[2] == "MemoryError: planted"
     assert log.read_text().count("MemoryError: planted") == MAX_COMEBACKS
-    assert f"it came back {MAX_COMEBACKS} times: no more" in capfd.readouterr().err
+    assert f"it came back {MAX_COMEBACKS} times and is given up" in capfd.readouterr().err
 
 
 def test_an_engine_that_does_not_come_back_in_time_stops_the_run(tied_model, tmp_path):
@@ -404,7 +404,7 @@ def test_a_vllm_that_answers_probes_and_generates_nothing_is_killed_with_all_its
             processes = [server, *server.children(recursive=True)]
             with (
                 as_soon_as(lambda: generation.engines, engine_core(server).suspend),
-                pytest.raises(EnginesOut, match=f"{url} got no further for 3 s"),
+                pytest.raises(EnginesOut, match=f"{url} made no progress for 3 s"),
             ):
                 ours.client.generate(generation)
             assert not any(map(is_alive, processes))

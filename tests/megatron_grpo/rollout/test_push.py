@@ -122,8 +122,8 @@ def test_flipped_bits_name_workers_and_parameters_and_nothing_is_served(
     faults = error.splitlines()[1:]
     for worker, fault in enumerate(faults):
         assert fault.startswith(
-            f"  rollout engine {url} worker {worker}: 1 of 18 parameters hold other values than "
-            "were pushed: model."
+            f"  rollout engine {url} worker {worker}: 1 of 18 parameters differ from what "
+            "was pushed: model."
         )
     assert len(faults) == 2
     with pytest.raises(EngineError, match=NO_COMPLETE_WEIGHTS):
@@ -171,7 +171,7 @@ def test_whoever_began_first_of_two_pushes_is_told(vllm_engine, models):
 
     speak(vllm_engine, begin_first)
     version = vllm_engine.push(models[0])
-    with pytest.raises(EngineError, match=f"version {version}, version 5 was asked for"):
+    with pytest.raises(EngineError, match=f"version {version}, but version 5 was requested"):
         vllm_engine.generate(random_prompts(1), policy_version=5)
 
     # The first one's last words, after another has begun, make nothing of it usable.

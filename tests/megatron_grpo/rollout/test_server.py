@@ -228,7 +228,7 @@ def test_engines_given_by_address_are_used_as_they_are(tied_model, transformers_
 def test_an_engine_serves_what_it_has_loaded_itself_until_something_is_pushed(tied_model, tmp_path):
     prompts = random_prompts(2)
     with running_engine("transformers", tied_model, tmp_path) as engine:
-        with pytest.raises(EnginesOut, match="it was started anew"):
+        with pytest.raises(EnginesOut, match="it was restarted"):
             engine.generate(prompts, policy_version=LOADED_VERSION)
         client = engine.client()
         client.assemble(lambda workers: None)

@@ -91,5 +91,5 @@ def test_numbers_are_read_as_vllm_reads_them(value, number):
 
 @pytest.mark.parametrize("value", ["4.5K", "4 k", "many", 2e10, "-4"])
 def test_what_is_no_number_to_vllm_is_refused(value):
-    with pytest.raises(ValueError, match=r"rollout\.vllm\.max_model_len .* no number to vLLM"):
+    with pytest.raises(ValueError, match=r"rollout\.vllm\.max_model_len .* not a number for vLLM"):
         engine_number({"max_model_len": value}, "max_model_len")

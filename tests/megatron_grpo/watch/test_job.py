@@ -159,7 +159,7 @@ def test_ranks_that_never_come_are_named():
     beats_until(found, 300)
     assert found.wants_stacks(300.0)
     end = found.end(302.0)
-    assert end is not None and "not come to the job: rank 2, 3" in end.text
+    assert end is not None and "never joined the job: rank 2, 3" in end.text
 
 
 def test_who_is_not_in_a_collective_while_most_are_is_the_odd_one():

@@ -53,7 +53,7 @@ def test_after_two_failures_the_push_raises_and_the_engine_serves_nothing(
     overrides = rollout_overrides(vllm_engine.rollout, [url])
     arguments = (tied_model, vllm_engine.servers.token, overrides, vllm_engine.version, 2)
     [(error, _)] = run_ranks(1, push_whole, *arguments)
-    assert f"rollout engine {url} worker 0: 1 of 18 parameters hold other values" in error
+    assert f"rollout engine {url} worker 0: 1 of 18 parameters differ from what was pushed" in error
     with pytest.raises(EngineError, match="holds no complete weights"):
         vllm_engine.generate(random_prompts(1))
     vllm_engine.push(tied_model)
