@@ -1,4 +1,4 @@
-"""The least language model there is, on which losses are compared in float64."""
+"""A minimal language model for comparing losses in float64."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ TEMPERATURE = 0.7
 
 
 class BigramModel:
-    """The last token chooses the logits from a table."""
+    """The last token selects the logits from a table."""
 
     vocab_size = 11
 
@@ -27,7 +27,7 @@ class BigramModel:
         return logprobs, -(rows.exp() * rows).sum(dim=1)
 
     def of_packed(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """The same [T], packed, by the code that the trainer uses."""
+        """The same [T], packed, computed by the code of the trainer."""
         chosen = chosen_logprobs(
             torch.nn.functional.one_hot(batch.tokens, self.vocab_size).to(self.table),
             self.table.t(),

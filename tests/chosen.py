@@ -1,4 +1,4 @@
-"""What a trainer's head gives to a loss, of values that a test has made up."""
+"""The inputs that a trainer's head passes to a loss, with made-up values."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""Programs as processes forked where torch is imported already. Imports next to nothing."""
+"""Runs programs in processes forked from one that has imported torch. Imports next to nothing."""
 
 import importlib
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def run_main(module: str, arguments: list[str], stdout: Path, stderr: Path) -> None:
-    """Be the program `module`, whose entry is `main`, in a process group of its own."""
+    """Run `main` of `module` as a program, in its own process group."""
     os.setpgid(0, 0)
     for number, file in ((1, stdout), (2, stderr)):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)

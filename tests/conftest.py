@@ -1,4 +1,4 @@
-"""What takes long to start, shared by the tests of a session."""
+"""Fixtures that take long to start, shared by the tests of a session."""
 
 from concurrent.futures import ProcessPoolExecutor
 
@@ -17,14 +17,14 @@ settings.load_profile("loaded")
 
 @pytest.fixture(scope="session")
 def elsewhere():
-    """Calls a function in a process of its own, in which the CPU may stand for CUDA for good."""
+    """Calls a function in a separate process, where the CPU may pretend to be CUDA permanently."""
     with ProcessPoolExecutor(1, mp_context=CONTEXT) as pool:
         yield lambda function, *args: pool.submit(function, *args).result(timeout=200)
 
 
 @pytest.fixture(scope="module")
 def alone():
-    """The process group of a single rank, this process."""
+    """A process group with this process as its only rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
@@ -38,14 +38,14 @@ def tied_model(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def vllm_engine(tied_model, tmp_path_factory):
-    """A vLLM engine of `tied_model`; push the weights that a test needs before it generates."""
+    """A vLLM engine of `tied_model`; a test must push weights before it generates."""
     with running_engine("vllm", tied_model, tmp_path_factory.mktemp("vllm-logs")) as engine:
         yield engine
 
 
 @pytest.fixture(scope="session")
 def transformers_engine(tied_model, tmp_path_factory):
-    """The same on the transformers server."""
+    """The same with the transformers server."""
     logs = tmp_path_factory.mktemp("transformers-logs")
     with running_engine("transformers", tied_model, logs) as engine:
         yield engine
@@ -53,7 +53,7 @@ def transformers_engine(tied_model, tmp_path_factory):
 
 @pytest.fixture(params=["vllm_engine", "transformers_engine"])
 def engine(request, tied_model):
-    """One and then the other, with the weights of `tied_model`."""
+    """Each of the two engines in turn, with the weights of `tied_model`."""
     engine = request.getfixturevalue(request.param)
     engine.push(tied_model)
     return engine
@@ -61,13 +61,13 @@ def engine(request, tied_model):
 
 @pytest.fixture(scope="session")
 def runs(tied_model, vllm_engine, tmp_path_factory):
-    """Starts runs of one config, to be broken."""
+    """Starts runs of one config, for tests that break them."""
     return make_runs(tied_model, vllm_engine, tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="session")
 def undisturbed(runs):
-    """The run directory of a run that nothing has disturbed."""
+    """The run directory of an undisturbed run."""
     run_dir = runs.folder / "undisturbed"
     ended = runs.finish(run_dir)
     assert ended.exit_codes == [0] * NUM_RANKS, ended.output

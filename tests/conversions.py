@@ -1,4 +1,4 @@
-"""What tests of conversions share: weights of a folder, and the command line as a process."""
+"""Helpers for tests of conversions: weights of a folder, and the command line as a process."""
 
 import os
 import re
@@ -47,7 +47,7 @@ def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """In which NaN equals NaN and -0 is not 0."""
+    """Raw bytes, in which NaN equals NaN and -0 differs from 0."""
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
@@ -57,7 +57,7 @@ def tensor_of(words: Words, dtype: str) -> Tensor:
 
 
 def read_tensor(source: TensorSource, name: str, box: Box) -> Tensor:
-    """A box of a stored tensor."""
+    """Read a box of a stored tensor."""
     return tensor_of(source.read(name, box), source.dtypes[name])
 
 
@@ -73,7 +73,7 @@ def variant(
 
 
 def random_weights(folder: Path) -> Path:
-    """Put bfloat16 of random bits, NaN and infinities among them, beside a config.json."""
+    """Write bfloat16 weights of random bits, NaN and infinities included, and a config.json."""
     generator = torch.Generator().manual_seed(0)
     weights = {}
     for name, shape in hf_tensors(read_shape(folder)).items():
@@ -85,9 +85,9 @@ def random_weights(folder: Path) -> Path:
 
 @contextmanager
 def file_size_limit(num_bytes: int) -> Iterator[None]:
-    """No file of this process, and of those it starts, may grow further.
+    """Limit the size of files written by this process and its children.
 
-    What does not fit is written in part, and then an error, as on a full disk.
+    A write beyond the limit is partial and then fails, as on a full disk.
     """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
@@ -98,7 +98,7 @@ def file_size_limit(num_bytes: int) -> Iterator[None]:
 
 
 class Touch:
-    """Creates a file when it is unpickled as usual: a pickle can call anything."""
+    """Creates a file when it is unpickled: a pickle can call anything."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -162,7 +162,7 @@ class Finished:
 
     @property
     def message(self) -> str:
-        """All that stderr says besides the progress bar: one line, and indented ones that go on."""
+        """What stderr has besides the progress bar: one line, and indented continuation lines."""
         lines = [line for line in self.errors.splitlines() if line.strip()]
         lines = [line for line in lines if not re.match(r"(import|export|verify) .*\d/\d", line)]
         assert lines, "no message"
@@ -210,7 +210,7 @@ class Command:
         return finished
 
     def kill(self) -> None:
-        """End it by SIGKILL, if it is running; its workers are on their own."""
+        """Kill it by SIGKILL if it is running, but not its workers."""
         self._process.kill()
         self._process.join()
 

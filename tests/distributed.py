@@ -1,4 +1,4 @@
-"""Run a function on several real ranks (gloo) and collect what each returns.
+"""Run a function on several real ranks (gloo) and collect their results.
 
 The ranks are forked from one server process that has torch and Megatron-Core imported already: a
 world starts in a fraction of a second. Each world is fresh, and is killed whole on the first

@@ -1,4 +1,4 @@
-"""Real rollout engines for tests, and what `transformers` says about their samples."""
+"""Real rollout engines for tests, and log-probabilities of `transformers` for their samples."""
 
 import threading
 import time
@@ -41,7 +41,7 @@ class TestEngine:
         self.version = 0
 
     def client(self, **rollout: Any) -> RolloutClient:
-        """A client that takes the engine for one that serves; `rollout` is of its config."""
+        """A client that takes the engine as serving; `rollout` is the config section."""
         client = client_of(self.servers.base_urls, self.servers.token, **rollout)
         client.fleet.finish_push(self.servers.base_urls)
         return client
@@ -68,9 +68,9 @@ class TestEngine:
 
 
 def worker_sums(folder: Path, rollout: RolloutConfig) -> list[WorkerSums]:
-    """The checksums of what each worker of an engine holds of the weights in `folder`.
+    """The checksums of the shard that each worker of an engine holds of the weights in `folder`.
 
-    The workers' tensors are cut out of the whole ones. Padding is zero and adds nothing.
+    The shards are cut from the full tensors. Padding is zero and adds nothing.
     """
     weights = load_file(folder / "model.safetensors")
     whole = Layout.of_whole_tensors({name: tuple(t.shape) for name, t in weights.items()})
@@ -137,7 +137,7 @@ def largest_logprob_error(
 
 
 def wait_until(condition, seconds: float, poll: float = 0.05) -> bool:
-    """Whether `condition()` came true within `seconds`."""
+    """Whether `condition()` became true within `seconds`."""
     deadline = time.monotonic() + seconds
     while not (result := condition()) and time.monotonic() < deadline:
         time.sleep(poll)

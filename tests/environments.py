@@ -1,4 +1,4 @@
-"""Environments for tests, good and bad, in a file as a user has it."""
+"""Well-behaved and faulty environments for tests, in a file like a user's."""
 
 import os
 from collections.abc import Iterator
@@ -112,7 +112,7 @@ class Counting:
 
 
 def write_environments(folder: Path) -> Path:
-    """The file of the classes above."""
+    """Write the classes above to a file."""
     path = folder / "mine.py"
     path.write_text(MINE.replace("LONG_SLEEP", LONG_SLEEP))
     return path

@@ -1,4 +1,4 @@
-"""Runs of one tiny config on four ranks, and what they must come to whatever disturbs them."""
+"""Runs of one tiny config on four ranks, and the result that they must have despite any fault."""
 
 import json
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ NUM_STEPS = 4
 
 @dataclass(frozen=True)
 class Runs:
-    """Starts runs of one config, each in a folder of its own."""
+    """Starts runs of one config, each in its own folder."""
 
     arguments: list[str]
     engine: TestEngine

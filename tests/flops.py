@@ -1,4 +1,4 @@
-"""Operations of matrix products that a block executes, attention's among them."""
+"""Counts the matrix-product FLOPs that a block executes, including those of attention."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""GGUF files as llama.cpp's converter writes them, from tiny Hugging Face folders."""
+"""Writes GGUF files like those of llama.cpp's converter, from tiny Hugging Face folders."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -165,6 +165,6 @@ def gguf_name(name: str) -> str:
 
 
 def in_pairs(values: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """What llama.cpp calls `permute`: the halves of a head are shuffled into pairs of rows."""
+    """llama.cpp's `permute`: interleave the two halves of a head into pairs of rows."""
     heads = values.reshape(num_heads, 2, len(values) // num_heads // 2, *values.shape[1:])
     return heads.swapaxes(1, 2).reshape(values.shape)

@@ -1,4 +1,4 @@
-"""Whole jobs of several ranks, started as `srun` starts them, for tests that break them.
+"""Jobs of several ranks, started as `srun` would, for tests that break them.
 
 The ranks are forked where torch and Megatron-Core are imported already, so that a job starts in a
 second or two. Each is the real `megatron-grpo train`, in a process of its own; a test may change a
@@ -46,7 +46,7 @@ class Ended:
 
 
 class Job:
-    """A running job; leave the `with` block, and all its processes are gone."""
+    """A running job; leaving the `with` block ends all of its processes."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Job:
 
     @property
     def output(self) -> str:
-        """What the ranks have written so far."""
+        """The output of the ranks so far."""
         return "\n".join(log.read_text() for log in self.logs if log.exists())
 
     @property
@@ -122,7 +122,7 @@ class Job:
                 os.kill(self.ranks[rank].pid, number)
 
     def wait_for(self, condition: Callable[[], Any], seconds: float) -> None:
-        """Return once `condition` holds while the job runs."""
+        """Wait until `condition` holds, while the job runs."""
         deadline = time.monotonic() + seconds
         while not condition():
             assert self.is_running, f"the job ended too early:\n{self.output}"
@@ -130,7 +130,7 @@ class Job:
             time.sleep(0.01)
 
     def end(self, seconds: float) -> Ended:
-        """Wait for the end of all ranks and of what they have started.
+        """Wait until all ranks and the processes that they started have ended.
 
         AssertionError when a rank takes more than `seconds`.
         """

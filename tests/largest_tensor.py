@@ -1,4 +1,4 @@
-"""What tests of memory hold against: the largest tensor that a piece of work makes."""
+"""Measures the largest tensor that an operation creates, for tests of memory."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LargestTensor(TorchDispatchMode):
-    """Elements of the largest tensor that any operation gives, forward or backward."""
+    """Number of elements of the largest tensor that any operation returns, forward or backward."""
 
     def __init__(self) -> None:
         super().__init__()

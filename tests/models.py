@@ -1,4 +1,4 @@
-"""Tiny random models in Hugging Face folders, with a tokenizer: what tests load and train."""
+"""Tiny random models in Hugging Face folders, with a tokenizer, for tests to load and train."""
 
 import sys
 from pathlib import Path
@@ -85,7 +85,7 @@ def tiny_model(
 
 
 def servable_model(folder: Path, family: str, **overrides: Any) -> Path:
-    """Heads of 32, the least that vLLM serves on a CPU; Qwen2 has them from its hidden size."""
+    """A model with heads of 32, the least that vLLM serves on CPUs (Qwen2: by its hidden size)."""
     heads = {"hidden_size": 128} if family == "qwen2" else {"head_dim": 32}
     return tiny_model(folder, family, **(heads | overrides))
 

@@ -1,4 +1,4 @@
-"""GRPO written down once more, as plainly as possible: what the real code is measured against.
+"""An independent GRPO, written as plainly as possible, as a reference for the real code.
 
 Loops over sequences and tokens, padded batches, one process, float64; nothing shared with the code
 under test. Formulas are written as the papers have them: products of ratios where those have
@@ -124,7 +124,7 @@ def oracle_process_advantages(
     correction: int = 1,
     epsilon: float = 1e-4,
 ) -> list[list[float]]:
-    """Of every token of every completion: DeepSeekMath, arXiv 2402.03300, section 4.1.3.
+    """Advantages of every token of every completion: DeepSeekMath, arXiv 2402.03300, section 4.1.3.
 
     `groups[g][i]` are the (index of the last token, reward) of the steps of completion i.
     """
@@ -215,7 +215,7 @@ def _averaged(per_sequence: list[list[Tensor]], cfg: OracleLoss) -> Tensor:
 
 
 def divergence(new: Tensor, ref: Tensor, estimator: str) -> Tensor:
-    """Schulman (2020) of a token that was drawn from `new`, with r = ref / new."""
+    """The estimators of Schulman (2020) for a token drawn from `new`, with r = ref / new."""
     r = torch.exp(ref) / torch.exp(new)
     if estimator == "k1":
         return -torch.log(r)
@@ -225,7 +225,7 @@ def divergence(new: Tensor, ref: Tensor, estimator: str) -> Tensor:
 
 
 def oracle_sequence_kl(old_logprobs: list[Tensor], ref_logprobs: list[Tensor]) -> list[float]:
-    """Of each completion, what is taken from its reward, before beta: the sum over its tokens."""
+    """The KL subtracted from the reward of each completion, before beta: a sum over its tokens."""
     return [
         math.fsum(float(divergence(o, r, "k1")) for o, r in zip(old, ref, strict=True))
         for old, ref in zip(old_logprobs, ref_logprobs, strict=True)
@@ -244,7 +244,7 @@ def _entropy_threshold(entropies: list[Tensor] | None, cfg: OracleLoss) -> float
 
 @dataclass(frozen=True, kw_only=True)
 class _Sequence:
-    """One completion: scalars for each of its tokens."""
+    """One completion, with scalars for each token."""
 
     cfg: OracleLoss
     new: list[Tensor]
@@ -253,7 +253,7 @@ class _Sequence:
     advantages: list[float]
 
     def objective(self, t: int) -> Tensor:
-        """What is maximized at token t, with the weight of trainer over engine in it."""
+        """The objective at token t, including the importance weight of trainer over engine."""
         cfg, a = self.cfg, self.advantages[t]
         if cfg.loss_type == "vespo":
             return self.vespo(t)
@@ -323,7 +323,7 @@ class _Sequence:
         return w**k * math.exp(lam * (1 - w)) * a * self.new[t]
 
     def rollout_weight(self, t: int) -> float:
-        """Trainer over engine, under the weights that generated."""
+        """The ratio of trainer over engine, under the weights that generated."""
         cfg = self.cfg
         if cfg.rollout_importance_sampling_mode is None:
             return 1.0
@@ -370,7 +370,7 @@ def oracle_logprobs(
 def oracle_logprobs_and_entropies(
     model: Any, prompts: list[list[int]], completions: list[list[int]], temperature: float = 1.0
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Log-probability of each response token, and entropy of the distribution that it is from.
+    """Log-probability of each response token, and entropy of the distribution it was drawn from.
 
     One right-padded batch. The weights decide the precision (call `model.double()` first), up to
     the norms and rotary embeddings, which transformers computes in float32 whatever the weights.

@@ -88,7 +88,7 @@ def tiny_config(folder: Path, dims: ParallelDims, *overrides: str) -> Config:
 def start_policy(
     rank: int, folder: Path, dims: ParallelDims, *overrides: str
 ) -> tuple[Policy, Groups]:
-    """What a rank does before it trains."""
+    """The setup of a rank before it trains."""
     setup_device(rank)
     groups = init_groups(dims)
     return build_policy(tiny_config(folder, dims, *overrides), read_shape(folder), groups), groups
@@ -106,7 +106,7 @@ def accumulate(policy: Policy, groups: Groups, batches: list[PackedBatch]) -> No
 
 
 def gradient_boxes(policy: Policy) -> list[tuple[str, Box, Tensor]]:
-    """(Hugging Face name, box, values) of what this rank owns of the summed gradient."""
+    """(Hugging Face name, box, values) of the part of the summed gradient that this rank owns."""
     for chunk in policy.chunks:
         for buffer in chunk.buffers + chunk.expert_parallel_buffers:
             group = buffer.data_parallel_group

@@ -1,4 +1,4 @@
-"""Processes of a test that speak to it over a pipe, and end with it."""
+"""Child processes of a test that talk to it over a pipe and end with it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from distributed import CONTEXT
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and is not waited for yet does not."""
+    """Whether a process is running; a zombie is not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

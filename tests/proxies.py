@@ -1,4 +1,4 @@
-"""A way to a server that can be cut, as a network can."""
+"""A proxy whose connections can be cut, like those of a network."""
 
 import socket
 import threading
@@ -18,12 +18,12 @@ class Proxy:
         self.mend()
 
     def lead_to(self, url: str) -> None:
-        """Have new connections go to the server at `url`."""
+        """Forward new connections to the server at `url`."""
         target = urlsplit(url)
         self._target = (target.hostname, target.port)
 
     def mend(self) -> None:
-        """Let connections through, from now on."""
+        """Let connections through again."""
         if self._listener.fileno() == -1:
             self._listener = socket.create_server(("127.0.0.1", self._port))
         threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()

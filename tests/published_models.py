@@ -1,4 +1,4 @@
-"""config.json of published models, as their model cards have it: to plan runs without weights."""
+"""config.json of published models, for planning runs without their weights."""
 
 import json
 from pathlib import Path

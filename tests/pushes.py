@@ -1,4 +1,4 @@
-"""Pushes of weights into running engines, as the ranks of a trainer do them."""
+"""Pushes of weights into running engines, as by the ranks of a trainer."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -25,7 +25,7 @@ from policies import start_policy, tiny_config
 
 
 def client_of(base_urls: Sequence[str], token: str, **rollout: Any) -> RolloutClient:
-    """What rank 0 has of engines that run at `base_urls`, without prompts and rewards."""
+    """Rank 0's client of engines that run at `base_urls`, without prompts and rewards."""
     overrides: dict[str, Any] = {"max_completion_length": 16, "startup_timeout": 3.0} | rollout
     config = RolloutConfig(base_urls=tuple(base_urls), **overrides)
     servers = EngineServers(ModelConfig(path=Path("unused")), config, Path("unused"), token)
@@ -57,7 +57,7 @@ def rollout_overrides(rollout: RolloutConfig, base_urls: Sequence[str]) -> list[
 def push_whole(
     rank: int, folder: Path, token: str, overrides: Sequence[str], version: int, num_flips: int = 0
 ) -> tuple[str, list[str]]:
-    """Push the weights in `folder`, on the only rank; the error and the phases that were timed.
+    """Push the weights in `folder` from a single rank; returns the error and the timed phases.
 
     In the first `num_flips` buffers that are handed over a bit is flipped.
     """
@@ -106,7 +106,7 @@ def push(
 
 
 def flip_bits(num_flips: int) -> None:
-    """From here on, flip the last bit of each of the first `num_flips` buffers of this process."""
+    """From now on, flip the last bit of each of the first `num_flips` buffers of this process."""
     left = iter(range(num_flips))
     for end in (LocalOutgoing, NetworkOutgoing):
 

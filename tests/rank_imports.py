@@ -1,4 +1,4 @@
-"""What the ranks of tests import, once, in the process from which they are forked.
+"""Modules that test ranks need, imported once in the process from which they are forked.
 
 That process starts in this repository and knows nothing of pytest's `pythonpath`.
 """

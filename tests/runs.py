@@ -1,4 +1,4 @@
-"""Whole training runs, started as a user starts them."""
+"""Complete training runs, started as by a user."""
 
 import json
 import os
@@ -75,13 +75,13 @@ def finish_run(
 
 
 def _cpu_seconds_of_children() -> float:
-    """Of those that have ended, and of theirs."""
+    """CPU seconds of child processes that have ended, and of their children."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 def marked_processes(mark: str) -> list[psutil.Process]:
-    """Processes that carry `mark` in their environment, wherever in the process tree they are."""
+    """Processes with `mark` in their environment, anywhere in the process tree."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -95,7 +95,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def steps_of(run_dir: Path) -> list[int]:
-    """Those that the log has by now."""
+    """The steps that the log has so far."""
     metrics = run_dir / "metrics.jsonl"
     return [record["step"] for record in read_json_lines(metrics)] if metrics.exists() else []
 

@@ -1,4 +1,4 @@
-"""Ways to break a rank from inside, for `jobs.Job`: what is done, where, and in which rank.
+"""Ways to break a rank from inside, for `jobs.Job`: the deed, the place and the rank.
 
 A rank is a fork; what is changed here is changed in that process alone. All of it can be pickled.
 """
@@ -28,12 +28,12 @@ def stop() -> None:
 
 
 def leave() -> None:
-    """End without a word, with an exit code as if all were well."""
+    """Exit silently with the exit code of success."""
     os._exit(0)
 
 
 def crash() -> None:
-    """Read where nothing is."""
+    """Read from an invalid address."""
     ctypes.string_at(0)
 
 
@@ -117,12 +117,12 @@ class InCall:
 
 
 def slowly() -> None:
-    """Long enough for a test to send a signal meanwhile."""
+    """Sleep long enough for a test to send a signal."""
     time.sleep(1.0)
 
 
 def preempt() -> None:
-    """Tell this rank that its machine is wanted back; long enough that all ranks hear of it."""
+    """Preempt this rank, then sleep until all ranks must know of it."""
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(1.0)
 
@@ -140,7 +140,7 @@ class Both:
 
 
 def slower_than_any_limit() -> None:
-    """Than those of a test that lowers them to `LIMIT` seconds."""
+    """Sleep longer than the limits of a test that lowers them to `LIMIT` seconds."""
     time.sleep(LIMIT + 2.0)
 
 

@@ -1,4 +1,4 @@
-"""Small SentencePiece models, and texts that are hard to cut."""
+"""Small SentencePiece models, and texts that are hard to tokenize."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""A Slurm of many nodes on this host: Debian's daemons, with files, ports and keys of their own."""
+"""A Slurm cluster of many nodes on this host: Debian's daemons with own files, ports and keys."""
 
 import os
 import random
@@ -36,7 +36,7 @@ class Cluster:
         return {**os.environ, "PATH": _path(), "SLURM_CONF": str(self.folder / "slurm.conf")}
 
     def run(self, *command: str, **variables: str) -> str:
-        """What a command of Slurm says."""
+        """The output of a Slurm command."""
         done = subprocess.run(
             command,
             env=self.environment | variables,
@@ -72,12 +72,12 @@ class Job:
     log: Path
 
     def fields(self) -> Mapping[str, str]:
-        """What `scontrol show job` says."""
+        """The fields of `scontrol show job`."""
         shown = self.cluster.run("scontrol", "--oneliner", "show", "job", self.number)
         return dict(field.split("=", 1) for field in shown.split() if "=" in field)
 
     def nodes(self) -> Sequence[str]:
-        """Those that it runs on."""
+        """The nodes that it runs on."""
         return self.cluster.run("scontrol", "show", "hostnames", self.fields()["NodeList"]).split()
 
     @property
@@ -95,7 +95,7 @@ class Job:
         return self.log.read_text() if self.log.exists() else ""
 
     def signal(self, name: str) -> None:
-        """To the batch script, as before the time limit."""
+        """Send a signal to the batch script, as Slurm does before the time limit."""
         self.cluster.run("scancel", "--batch", f"--signal={name}", self.number)
 
     def cancel(self) -> None:
@@ -104,7 +104,7 @@ class Job:
 
 @contextmanager
 def running_cluster(folder: Path) -> Iterator[Cluster]:
-    """Start a cluster; leave the block, and all its processes are gone."""
+    """Start a cluster; leaving the block ends all of its processes."""
     for name in ("state", *NODES):
         (folder / name).mkdir()
     (folder / "munge.key").write_bytes(os.urandom(128))
@@ -227,5 +227,5 @@ def _free_ports(number: int) -> list[int]:
 
 
 def _path() -> str:
-    """Debian has the daemons where not every user's PATH looks."""
+    """PATH with the folder of Debian's daemons, which not every user's PATH has."""
     return f"{os.environ['PATH']}:/usr/sbin:/sbin"

@@ -1,4 +1,4 @@
-"""The model family that CONTRIBUTING.md adds as an example is a real one, and right."""
+"""The model family that CONTRIBUTING.md adds as an example works and is correct."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What the documents say: links lead somewhere, commands exist, and the arithmetic is right."""
+"""Checks of the documentation: links resolve, commands exist, and the arithmetic is right."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""What is written twice must agree: the docs' table of keys, the lock, the shipped configs."""
+"""Consistency of what is written twice: the docs' table of keys, the lock, the shipped configs."""
 
 import json
 import re

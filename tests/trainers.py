@@ -1,4 +1,4 @@
-"""A trainer of one rank, in the process of a test: it pushes weights to engines and generates.
+"""A single-rank trainer in the process of a test, which pushes weights to engines and generates.
 
 The engines are its own, or run elsewhere; what happens to them is up to the test.
 """
@@ -89,7 +89,7 @@ def trainer(folder: Path, servers: EngineServers, rollout: RolloutConfig) -> Ite
 
 @contextmanager
 def as_soon_as(condition: Callable[[], Any], deed: Callable[[], None]) -> Iterator[None]:
-    """Do `deed` beside the block once `condition()` holds; it must come to hold."""
+    """Do `deed` concurrently with the block once `condition()` holds, which must happen."""
     came_true: list[bool] = []
 
     def wait() -> None:

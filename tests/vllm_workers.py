@@ -1,4 +1,4 @@
-"""Workers of vLLM without an engine around them: the parameters that each holds of a model.
+"""vLLM workers without an engine, for tests of the parameters that each holds.
 
 A worker is what an engine would start, in a rank of ours, made by vLLM's own wrapper, with our
 transfer and what we add to workers; it sets up vLLM's groups and loads the model by vLLM's own
@@ -26,7 +26,7 @@ Read = Callable[[Module, Path, EngineDims], Any]
 def loaded_parameters(
     models: Sequence[tuple[Path, EngineDims]], dtype: str = "float32"
 ) -> list[list[Parameters]]:
-    """Of each model: what each worker holds after loading. All of one tensor parallel size."""
+    """What each worker holds of each model after loading. All have one tensor-parallel size."""
     return read_in_workers(models, _parameters, dtype)
 
 
@@ -37,7 +37,7 @@ def _parameters(model: Module, folder: Path, dims: EngineDims) -> Parameters:
 def read_in_workers(
     models: Sequence[tuple[Path, EngineDims]], read: Read, dtype: str = "float32"
 ) -> list[list[Any]]:
-    """Of each model: what `read` returns in each worker. All of one tensor parallel size."""
+    """What `read` returns for each model in each worker. All have one tensor-parallel size."""
     (size,) = {dims.tensor for _, dims in models}
     by_rank = run_ranks(size, _load, models, read, dtype)
     return [list(workers) for workers in zip(*by_rank, strict=True)]

@@ -37,13 +37,13 @@ class World:
         os.kill(self.processes[rank].pid, number)
 
     def wait_for(self, *names: str) -> None:
-        """Until ranks have made these files."""
+        """Wait until ranks have created these files."""
         from engines import wait_until  # with transformers, which the ranks need not import
 
         assert wait_until(lambda: all((self.folder / name).exists() for name in names), 30)
 
     def exit_codes(self, seconds: float) -> list[int]:
-        """Of all ranks, which have ended within so many seconds."""
+        """Exit codes of all ranks, which must end within so many seconds."""
         deadline = time.monotonic() + seconds
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))

@@ -1,4 +1,4 @@
-"""vLLM engines that consist of their workers alone, which take calls from other processes.
+"""vLLM engines that consist only of their workers, which take calls from other processes.
 
 Pushes into them go the way of those into served engines, from where HTTP has ended: the frame's own
 routine makes the links, and what the client asks for is answered by what we add to vLLM's workers.
@@ -26,7 +26,7 @@ from vllm_workers import become_worker, start_worker
 
 
 class WorkerProcess:
-    """What is called, in the process of one worker."""
+    """The methods called in the process of one worker."""
 
     worker: Any
     """vLLM's; `serve` says which."""
@@ -40,7 +40,7 @@ class WorkerProcess:
         self._served: dict[tuple[Path, EngineDims, str], Any] = {}
 
     def serve(self, folder: Path, dims: EngineDims, dtype: str) -> None:
-        """Have `worker` be one that has begun with the model in `folder`."""
+        """Make `worker` one that started with the model in `folder`."""
         key = folder, dims, dtype
         if key not in self._served:
             self._served[key] = start_worker(self.rank, folder, dims, dtype)
@@ -53,7 +53,7 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class WorkerEngines:
-    """What any process needs to call the workers, all at the same time."""
+    """The handle with which any process calls all workers at the same time."""
 
     addresses: list[list[str]]
     """By engine, then by worker."""
@@ -64,11 +64,11 @@ class WorkerEngines:
         return [f"http://127.0.0.1:{port}" for port in range(1, 1 + len(self.addresses))]
 
     def call(self, function: Function, *args: Any) -> list[list[Any]]:
-        """What `function`, of a module, returns in every worker of every engine."""
+        """Results of the module-level `function` in every worker of every engine."""
         return self.call_each(function, [args for _ in self.addresses])
 
     def call_each(self, function: Function, args: Sequence[tuple[Any, ...]]) -> list[list[Any]]:
-        """The same with arguments of each engine's own."""
+        """The same with separate arguments for each engine."""
         with ExitStack() as stack:
             calls = [
                 [stack.enter_context(Client(address, "AF_UNIX")) for address in workers]
@@ -136,7 +136,7 @@ def parameters_of(worker: Any) -> dict[str, Tensor]:
 
 
 class WorkerClient:
-    """What `RolloutClient` does for a push, without HTTP and without a server that is paused."""
+    """The part of `RolloutClient` that pushes use, without HTTP and without pausing a server."""
 
     def __init__(self, workers: WorkerEngines) -> None:
         self.workers = workers

@@ -1,4 +1,4 @@
-"""Pushes from ranks of Megatron-Core into workers of vLLM, beside what vLLM itself loads.
+"""Pushes from Megatron-Core ranks into vLLM workers, compared with what vLLM itself loads.
 
 The ranks write what they push as a Hugging Face folder, too. A worker that is asked what it holds
 has vLLM load that folder, as it would for a worker of the same place, and compares.
@@ -49,7 +49,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Sent:
-    """What one rank has to say of a push."""
+    """The report of one rank on a push."""
 
     planned_bytes: int
     num_boxes: int
@@ -58,7 +58,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class Held:
-    """What one worker has to say after a push."""
+    """The report of one worker after a push."""
 
     differing: list[str]
     """Parameters that are not what vLLM has loaded from the exported folder."""
@@ -98,7 +98,7 @@ def push_all(
 
 
 def count_bytes() -> list[int]:
-    """From here on, note how many bytes of each buffer this process hands over."""
+    """From now on, record how many bytes of each buffer this process hands over."""
     counts: list[int] = []
     for end in (LocalOutgoing, NetworkOutgoing):
 
@@ -160,7 +160,7 @@ def compare(process: WorkerProcess, exported: Path, kind: EngineDims) -> Held:
 
 
 def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
-    """Names of tensors of which there is one only, or that are not the same bit for bit."""
+    """Names of tensors that exist on one side only or are not bitwise equal."""
     return [
         name
         for name in {**found, **expected}
