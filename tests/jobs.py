@@ -110,8 +110,8 @@ class Job:
     def have_met(self) -> bool:
         """Whether every rank has reached the store of rank 0.
 
-        One that has not looks for it for an hour, since rank 0 may have much to check before: in
-        that time it is the launcher that ends what has lost a rank.
+        A rank that has not keeps trying for an hour, since rank 0 may have much to check first. In
+        that time only the launcher can end a job that has lost a rank.
         """
         return all(_is_connected(process.pid, self.port) for process in self.ranks)
 

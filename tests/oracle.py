@@ -1,8 +1,8 @@
 """An independent GRPO, written as plainly as possible, as a reference for the real code.
 
 Loops over sequences and tokens, padded batches, one process, float64; nothing shared with the code
-under test. Formulas are written as the papers have them: products of ratios where those have
-products, cases by the sign of the advantage where those have a sign.
+under test. Formulas are written as in the papers: as products of ratios or as cases by the sign of
+the advantage where the papers have these.
 """
 
 import math
@@ -163,8 +163,8 @@ def oracle_loss(
 ) -> Tensor:
     """The loss, from one tensor of response log-probabilities per sequence.
 
-    An advantage is that of a sequence, or those of its tokens. Without old log-probabilities the
-    policy that generated is the present one. `beta` is the weight of the KL where it has changed.
+    An advantage is a scalar per sequence, or one value per token. Without old log-probabilities,
+    the generating policy is the current one. `beta` overrides the weight of the KL, if it changed.
     """
     beta = cfg.beta if beta is None else beta
     threshold = _entropy_threshold(entropies, cfg)

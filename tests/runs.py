@@ -101,10 +101,10 @@ def steps_of(run_dir: Path) -> list[int]:
 
 
 def read_completions(run_dir: Path) -> list[dict[str, Any]]:
-    """What two runs that compute the same have alike of each completion.
+    """The fields of each completion that are equal in two runs that compute the same.
 
-    That is not the last bit of the engine's log-probabilities: it rounds by which requests happen
-    to share a batch.
+    Excludes what depends on the last bits of the engine's log-probabilities: their rounding depends
+    on which requests happen to share a batch.
     """
     rows = read_json_lines(run_dir / "completions.jsonl")
     return [{k: v for k, v in row.items() if k != "logprob_gap"} for row in rows]

@@ -1,6 +1,6 @@
 """A single-rank trainer in the process of a test, which pushes weights to engines and generates.
 
-The engines are its own, or run elsewhere; what happens to them is up to the test.
+It starts the engines itself or uses running ones; the test may do anything to them.
 """
 
 import threading

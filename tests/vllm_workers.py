@@ -1,8 +1,8 @@
 """vLLM workers without an engine, for tests of the parameters that each holds.
 
-A worker is what an engine would start, in a rank of ours, made by vLLM's own wrapper, with our
-transfer and what we add to workers; it sets up vLLM's groups and loads the model by vLLM's own
-loader. No cache, no scheduler, no server: a second per model.
+A worker is the one that an engine would start, but in one of our ranks: created by vLLM's own
+wrapper with our transfer and worker extension, it sets up vLLM's groups and loads the model with
+vLLM's own loader. Without cache, scheduler and server this takes a second per model.
 """
 
 import gc

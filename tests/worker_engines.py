@@ -1,8 +1,8 @@
 """vLLM engines that consist only of their workers, which take calls from other processes.
 
-Pushes into them go the way of those into served engines, from where HTTP has ended: the frame's own
-routine makes the links, and what the client asks for is answered by what we add to vLLM's workers.
-Every worker keeps its groups and its process while it is given one model after the other.
+Pushes into them take the same path as into served engines, except for HTTP: vLLM's own routine
+opens the links, and our extension of vLLM's workers answers the client's calls. Every worker keeps
+its process groups and its process while it is given one model after the other.
 """
 
 import time

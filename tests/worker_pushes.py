@@ -1,7 +1,7 @@
 """Pushes from Megatron-Core ranks into vLLM workers, compared with what vLLM itself loads.
 
-The ranks write what they push as a Hugging Face folder, too. A worker that is asked what it holds
-has vLLM load that folder, as it would for a worker of the same place, and compares.
+The ranks also write what they push as a Hugging Face folder. To check itself, a worker makes vLLM
+load that folder for a worker of the same rank, and compares.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Whole runs that generate beside the training: versions, overlap, and what may disturb them."""
+"""Whole runs with asynchronous generation: versions, overlap, and faults."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What a person meets at the command line: help, and one clear message for every mistake."""
+"""The command line as users see it: help, and one clear message for every mistake."""
 
 import inspect
 import json

@@ -1,4 +1,4 @@
-"""Whole jobs of four ranks that break: named, ended in time, nothing left, and resumed bit for bit.
+"""Faults in jobs of four ranks: reported, ended in time without remains, and resumed bit for bit.
 
 Each test breaks a run at its second step, sees that it ends as it should, starts the same command
 again and compares the result with a run that nothing has disturbed.

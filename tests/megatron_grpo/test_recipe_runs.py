@@ -1,4 +1,4 @@
-"""Whole runs with options of the table `grpo` that reach beyond one step, or beyond the loss."""
+"""Whole runs with `grpo` options that affect more than one step, or more than the loss."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""With the prompt of a group computed once, loss and gradient are what they are without.
+"""Computing the prompt of a group only once does not change loss and gradient.
 
 Over layouts, microbatch budgets and recipes, against a padded, single-process computation in
 float64 on the `transformers` model, which repeats every prompt.

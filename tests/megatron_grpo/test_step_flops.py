@@ -1,4 +1,4 @@
-"""An optimizer step executes hardly more matrix products than its sequences need."""
+"""An optimizer step executes hardly more matrix-product FLOPs than its sequences need."""
 
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Whole runs that do not come to their end: what befalls one of their processes, as a user sees it.
+"""Whole runs that end early because of a fault in one of their processes, as a user sees it.
 
 `test_faults.py` has the other faults, on ranks without a launcher.
 """

@@ -1,4 +1,4 @@
-"""The gradient of one optimizer step does not depend on how the work was laid out.
+"""The gradient of one optimizer step does not depend on how the work is distributed.
 
 Loss and every parameter's gradient are compared, over layouts, microbatch budgets and recipes, with
 a padded, single-process computation in float64 on the `transformers` model.

@@ -1,4 +1,4 @@
-"""What an estimate of the divergence does to the policy, and the weight of it in a step."""
+"""The effect of the KL estimators on the policy, and the weight of the KL in a step."""
 
 import pytest
 import torch

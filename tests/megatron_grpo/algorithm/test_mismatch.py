@@ -1,4 +1,4 @@
-"""Weights of trainer over engine at their bounds, and far beyond."""
+"""Importance weights of trainer over engine at their bounds and far beyond."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Checkpoints of real ranks: what comes back is what was there, and only when it is whole."""
+"""Checkpoints of real ranks: what is loaded equals what was saved, and only if it is complete."""
 
 import io
 import json

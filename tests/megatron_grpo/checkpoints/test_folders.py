@@ -1,4 +1,4 @@
-"""Which checkpoint counts, whatever a killed process has left in the folder."""
+"""Which checkpoint is used, whatever a killed process has left in the folder."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""A generation that is being trained on comes back bit for bit, its log-probabilities too."""
+"""The generation in training is restored bit for bit, including its log-probabilities."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A file that is not what was written is found, and named."""
+"""A file that differs from what was written is found and named."""
 
 import hashlib
 import json

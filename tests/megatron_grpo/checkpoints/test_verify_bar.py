@@ -1,4 +1,4 @@
-"""Who waits for a large checkpoint sees how far it is."""
+"""Verifying a large checkpoint shows its progress."""
 
 import io
 

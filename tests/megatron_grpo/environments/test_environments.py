@@ -1,4 +1,4 @@
-"""Environments in real processes: many at once, and what becomes of those that go wrong."""
+"""Environments in real processes: many at once, and the handling of those that fail."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Evaluations: their numbers, and the samples of a real engine that they are of."""
+"""Evaluations: their metrics, and the samples of a real engine behind them."""
 
 import math
 from contextlib import closing

@@ -1,4 +1,4 @@
-"""What becomes of a generation that fails, in the thread that wants it or beside it."""
+"""The handling of a failed generation, in the calling thread or in a background one."""
 
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Which prompts take the place of those whose completions all have the same reward."""
+"""Which prompts replace those whose completions all have the same reward."""
 
 import math
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""A generation whose engines are lost: what of it counts, and what does not any more."""
+"""A generation whose engines are lost: which parts are kept and which are dropped."""
 
 import asyncio
 import json

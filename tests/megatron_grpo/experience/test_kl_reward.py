@@ -1,4 +1,4 @@
-"""How the divergence of minibatches becomes that of the samples whose rewards are compared."""
+"""How the KL of minibatches is assigned to the samples whose rewards are compared."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The token of a job: where it comes from, and what is no token."""
+"""The token of a job: where it comes from, and which ones are refused."""
 
 import pytest
 

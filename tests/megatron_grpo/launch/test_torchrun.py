@@ -1,4 +1,4 @@
-"""What our torchrun does that torch's does not; its ranks are shell scripts."""
+"""What our torchrun does differently from torch's; the ranks are shell scripts."""
 
 import resource
 import signal

@@ -1,4 +1,4 @@
-"""What the planner says layers keep for their backward, beside what autograd really saves."""
+"""The planner's activation memory of layers, compared with what autograd really saves."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""`megatron-grpo plan`, as people and scripts see it."""
+"""`megatron-grpo plan`, as people and scripts use it."""
 
 import json
 import shlex

@@ -1,4 +1,4 @@
-"""The planner's worst phase beside the memory that real ranks take, and what engines leave."""
+"""The planner's worst phase compared with the memory of real ranks, and what engines leave."""
 
 import ctypes
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The bytes that vLLM's own backends would move, by our rules and by vLLM's code."""
+"""The bytes that vLLM's own backends would move, by our formulas and by vLLM's code."""
 
 from dataclasses import replace
 from math import prod

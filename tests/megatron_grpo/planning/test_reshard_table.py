@@ -1,4 +1,4 @@
-"""`megatron-grpo plan`: what a run would do, told without weights."""
+"""`megatron-grpo plan --reshard`: the traffic of a push, computed without weights."""
 
 import json
 import subprocess

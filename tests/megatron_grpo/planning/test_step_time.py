@@ -1,4 +1,4 @@
-"""Operations and bytes of a step, by hand."""
+"""Operations and bytes of a step, compared with hand calculations."""
 
 from dataclasses import replace
 from math import prod

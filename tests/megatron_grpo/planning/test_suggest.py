@@ -1,4 +1,4 @@
-"""Layouts that the planner suggests, beside published ones of the same model and GPUs."""
+"""Layouts that the planner suggests, compared with published ones for the same model and GPUs."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path

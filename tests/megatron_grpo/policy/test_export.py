@@ -1,4 +1,4 @@
-"""What is exported is the whole model and finite, or nothing is."""
+"""An export is a complete model with finite weights, or nothing is exported."""
 
 from dataclasses import replace
 from pathlib import Path

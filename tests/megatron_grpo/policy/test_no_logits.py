@@ -1,4 +1,4 @@
-"""An optimizer step never has the logits of a microbatch, nor has a pass for log-probabilities."""
+"""Neither an optimizer step nor a log-probability pass ever holds the logits of a microbatch."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The reference that follows the policy: what it is, in checkpoints too, and when it is used."""
+"""The reference that follows the policy: its values, its checkpoints, and when it is used."""
 
 import re
 from pathlib import Path

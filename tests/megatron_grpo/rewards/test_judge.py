@@ -1,4 +1,4 @@
-"""The judge against real servers: vLLM, and one that misbehaves as it is told to."""
+"""The judge against real servers: vLLM, and one that misbehaves on demand."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Reference answers that a reward cannot read are told before the start."""
+"""Reference answers that a reward cannot read are reported before the start."""
 
 import pytest
 

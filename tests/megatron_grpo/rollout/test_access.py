@@ -1,4 +1,4 @@
-"""Only who holds the token can do anything to an engine, and the token is told to nobody else."""
+"""Only holders of the token can control an engine, and the token is not leaked."""
 
 import asyncio
 import json

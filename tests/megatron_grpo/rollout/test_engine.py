@@ -1,4 +1,4 @@
-"""What the trainer makes of an engine that answers otherwise than it should, or is slow."""
+"""How the trainer handles an engine that answers wrongly or slowly."""
 
 import asyncio
 import itertools

@@ -1,4 +1,4 @@
-"""Engines that die, hang or come back, under a trainer that goes on: with real servers.
+"""Engines that die, hang or come back while a trainer continues: with real servers.
 
 The transformers engine samples the same whichever engine serves a prompt: a generation that was
 disturbed must equal, sample for sample, one that was not.

@@ -1,4 +1,4 @@
-"""What a generation makes of the answers of engines, and keeps of them."""
+"""How a generation turns the answers of engines into samples, and what it keeps of them."""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""What a worker says of the weights that it holds, and what is made of its reports."""
+"""A worker's state of the weights that it holds, and the evaluation of its reports."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Sampling with `transformers`, as the engine of that name does it."""
+"""Sampling with `transformers`, as in the transformers engine."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Engines as processes: named when they die, gone when we are."""
+"""Engines as processes: named when they die, and ended when we end."""
 
 import os
 import re

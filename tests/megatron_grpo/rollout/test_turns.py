@@ -1,4 +1,4 @@
-"""Observations as tokens: what follows a turn is what the chat template would have written."""
+"""Observations as tokens: what follows a turn equals what the chat template would write."""
 
 import pytest
 

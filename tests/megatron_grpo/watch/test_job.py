@@ -1,4 +1,4 @@
-"""What rank 0 concludes from what it hears, without ranks, sockets or waiting."""
+"""What rank 0 concludes from the events it receives, without ranks, sockets or waiting."""
 
 import pytest
 

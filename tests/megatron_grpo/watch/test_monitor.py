@@ -1,4 +1,4 @@
-"""Who may speak to the monitor, and what it makes of noise."""
+"""Who may connect to the monitor, and how it handles invalid messages."""
 
 import json
 import socket

@@ -1,4 +1,4 @@
-"""What befalls one of four real ranks ends them all, soon, and is told once and by its name."""
+"""A fault of one of four real ranks ends them all soon and is reported once, with its cause."""
 
 import ctypes
 import errno

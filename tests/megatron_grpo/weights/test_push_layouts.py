@@ -1,4 +1,4 @@
-"""A push from real ranks into real workers: every bit where vLLM itself would have put it.
+"""A push from real ranks into real workers puts every bit where vLLM itself would.
 
 Ranks of Megatron-Core at every kind of layout push into a chain of two vLLM engines. Each worker of
 both must hold what vLLM loads from the exported folder of the same weights into a worker of its

@@ -1,4 +1,4 @@
-"""What the ranks say that an engine must hold, against the same cut out of the weight files."""
+"""Checksums that the ranks expect of an engine, compared with those cut from the weight files."""
 
 from collections.abc import Sequence
 from pathlib import Path

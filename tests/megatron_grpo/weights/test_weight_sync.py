@@ -1,4 +1,4 @@
-"""A push as the ranks do it: from their shards into a real vLLM, and once more when it failed."""
+"""A push from the shards of ranks into a real vLLM, repeated when it failed."""
 
 import os
 import socket
