@@ -87,7 +87,7 @@ def whole(async_runs: Runs) -> Path:
 
 
 def versions(run_dir: Path) -> list[int]:
-    """Of the samples of each step; all of a step have the same."""
+    """Policy version of the samples of each step, which is the same for all of them."""
     found: dict[int, set[int]] = {}
     for row in read_json_lines(run_dir / "completions.jsonl"):
         found.setdefault(row["step"], set()).add(row["policy_version"])
@@ -115,7 +115,7 @@ def assert_same_but_for_engines(run_dir: Path, whole: Path) -> None:
 
 
 def events(run_dir: Path) -> list[dict[str, Any]]:
-    """The timeline, as a viewer reads it that forgives the missing bracket."""
+    """The timeline as read by a viewer that tolerates the missing bracket."""
     text = (run_dir / "timeline.json").read_text()
     return json.loads(text.rstrip().rstrip(",") + "]")
 
@@ -155,7 +155,7 @@ def test_a_generation_is_made_while_the_one_before_is_trained_on(whole: Path) ->
 
 
 def assert_alone(found: list[dict[str, Any]]) -> None:
-    """No weights move, and nothing is evaluated, while engines are at a generation."""
+    """No weights are pushed and nothing is evaluated while engines generate."""
     made = [e for e in found if e["name"] == "generate" and e["tid"] == 1]
     others = [e for e in found if e["name"] in ("push", "eval_generate")]
     assert made and others

@@ -60,7 +60,7 @@ def arguments(model: Path, tmp_path: Path) -> list[str]:
 
 
 def finish(engine, folder: Path, num_ranks: int, *arguments: str) -> Ended:
-    """A run on forked data-parallel ranks, with an engine that is there already."""
+    """A run on forked data-parallel ranks with a running engine."""
     layout = [f"parallel.{axis}_parallel_size=1" for axis in ("tensor", "pipeline", "context")]
     url = f"rollout.base_urls=[{engine.servers.base_urls[0]}]"
     data = f"parallel.data_parallel_size={num_ranks}"

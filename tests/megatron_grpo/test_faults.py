@@ -244,7 +244,7 @@ def half_run(runs: Runs) -> Path:
 
 
 def flip(path: Path, place: float = 0.5) -> None:
-    """Change one bit, at that part of the file's length."""
+    """Flip one bit at this fraction of the file's length."""
     with path.open("r+b") as file:
         file.seek(int(path.stat().st_size * place))
         byte = file.read(1)[0]
@@ -418,7 +418,7 @@ def test_a_job_that_scores_for_long_is_preempted_all_the_same(runs: Runs, tmp_pa
 
 @pytest.fixture
 def way_to_the_engine(runs: Runs) -> Iterator[Proxy]:
-    """To the only engine, as runs get it by address."""
+    """A proxy to the only engine, whose address runs get."""
     proxy = Proxy(runs.engine.servers.base_urls[0])
     yield proxy
     proxy.cut()

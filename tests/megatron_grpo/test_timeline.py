@@ -8,7 +8,7 @@ from megatron_grpo.timing import PhaseTimer
 
 
 def opened(path: Path) -> list[dict[str, Any]]:
-    """As a viewer reads it, that does without the closing bracket."""
+    """The timeline as read by a viewer that tolerates a missing closing bracket."""
     return json.loads(path.read_text().rstrip().rstrip(",") + "]")
 
 

@@ -68,7 +68,7 @@ def finish(
     *arguments: str,
     sabotage: Sabotage | None = None,
 ) -> Ended:
-    """A run on forked ranks, `axes` of size 2, with an engine that is there already."""
+    """A run on forked ranks with `axes` of size 2 and a running engine."""
     url = f"rollout.base_urls=[{engine.servers.base_urls[0]}]"
     job = Job(
         [*arguments, *layout(*axes), url, f"train.run_dir={run_dir}"],

@@ -21,7 +21,7 @@ from runs import finish_run, marked_processes, read_metrics, start_run
 
 @pytest.fixture
 def arguments(tied_model: Path, tmp_path: Path) -> list[str]:
-    """Two ranks and an engine of their own."""
+    """Arguments of a run with two ranks and its own engine."""
     data = tmp_path / "sums.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in all_sums()))
     return [

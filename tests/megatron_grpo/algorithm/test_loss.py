@@ -45,7 +45,7 @@ def grpo_config(**options):
 
 
 def loss_of(logprobs, batch, cfg, entropy=None, mask=None, beta=None):
-    """`grpo_loss` on one rank; `beta` is the config's unless it has changed."""
+    """`grpo_loss` on one rank; `beta` is that of the config unless given."""
     mask = batch.loss_mask if mask is None else mask
     entropy = torch.zeros_like(logprobs) if entropy is None else entropy
     chosen = chosen_tokens(mask, logprobs, entropy)
@@ -351,7 +351,7 @@ RECIPES = [
 
 
 def clips(loss_type):
-    """Bounds of the ratio that tokens meet, as far as the loss type has any."""
+    """The clip bounds that apply to tokens, if the loss type has any."""
     if loss_type in ("sapo", "vespo"):
         return {}
     if loss_type == "cispo":

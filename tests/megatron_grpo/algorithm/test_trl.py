@@ -42,7 +42,7 @@ WEIGHTS = [1.0, 0.5]
 
 
 class Patched(nn.Module):
-    """A bigram model that answers as one that TRL has patched."""
+    """A bigram model with the interface of a model patched by TRL."""
 
     is_gradient_checkpointing = False
 

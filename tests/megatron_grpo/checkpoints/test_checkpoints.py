@@ -153,7 +153,7 @@ METADATA = {
 
 
 def load_by_megatron(rank: int, model: Path, run: Path, dims: ParallelDims) -> list[str]:
-    """Names of tensors that Megatron-Core's own loader finds other values for than ours."""
+    """Names of tensors for which Megatron-Core's own loader returns other values than ours."""
     from megatron.core import dist_checkpointing
 
     def sharded(policy: Policy, *, is_loading: bool) -> dict[str, Any]:
@@ -207,7 +207,7 @@ def test_a_checkpoint_explains_itself(saved):
 
 
 def save_four_and_keep_three(rank: int, model: Path, run: Path) -> list[int]:
-    """Of how many chunks an index was made, each time that one was."""
+    """The number of chunks of each index that was built."""
     dims = ParallelDims(data=2)
     policy, _ = start_policy(rank, model, dims)
     lengths = []
@@ -227,7 +227,7 @@ def save_four_and_keep_three(rank: int, model: Path, run: Path) -> list[int]:
 
 @pytest.fixture(scope="module")
 def kept(model, tmp_path_factory):
-    """The checkpoints of a run that has saved four, and its indices of both ranks."""
+    """The checkpoints of a run that saved four, and the indices of both ranks."""
     run = tmp_path_factory.mktemp("kept")
     return run / "checkpoints", run_ranks(2, save_four_and_keep_three, model, run)
 
@@ -249,7 +249,7 @@ NOT_FINITE = ("decoder", "optimizer.state.exp_avg_sq")
 
 
 def fail_to_save(rank: int, model: Path, runs: Path) -> dict[str, str]:
-    """What is said of each failure; each has a run of its own, and the same policy goes on."""
+    """The message of each failure; each has its own run, with the same policy."""
     policy, groups = start_policy(rank, model, DIMS)
     said = {}
     with pytest.MonkeyPatch.context() as patch:
@@ -368,7 +368,7 @@ def test_a_rank_that_dies_in_a_save_leaves_the_checkpoint_before(model, tmp_path
 
 
 class Bomb:
-    """What a pickle can be: loading it makes a file."""
+    """A malicious pickle: loading it creates a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -442,7 +442,7 @@ def load_nothing(rank: int, model: Path, run: Path) -> str:
 
 
 def load_past_damage(rank: int, model: Path, run: Path) -> dict[str, str]:
-    """For every file of the newest checkpoint: what is said when a bit of it is another."""
+    """For every file of the newest checkpoint: the message after one of its bits is flipped."""
     dims = ParallelDims(data=2)
     policy, groups = start_policy(rank, model, dims)
     save_checkpoint(run, 1, policy, model, dims)
@@ -480,7 +480,7 @@ def test_a_flipped_bit_in_any_file_is_named_and_the_checkpoint_before_is_used(mo
 
 
 def load_without_descriptors(rank: int, model: Path, run: Path) -> str:
-    """What is said where rank 1 can open no file for a while: an error that passes."""
+    """The message if rank 1 cannot open files for a while, which is a transient error."""
     dims = ParallelDims(data=2)
     policy, _ = start_policy(rank, model, dims)
     save_checkpoint(run, 1, policy, model, dims)
@@ -528,7 +528,7 @@ def test_random_numbers_of_another_kind_of_device_are_left_out():
 
 
 def load_past_one_that_fails_half_way(rank: int, model: Path, run: Path) -> tuple[list, list]:
-    """Steps and learning rates at step 1, and when it is loaded after step 3 has failed."""
+    """Steps and learning rates at step 1, and after loading it because step 3 has failed."""
     dims, warm_up = ParallelDims(data=2), ("train.num_steps=200", "optimizer.lr_warmup_steps=100")
     policy, groups = start_policy(rank, model, dims, *warm_up)
     step(policy, groups)

@@ -126,14 +126,14 @@ def test_names_are_given_to_what_is_on_the_disk_and_are_there_before_what_relies
 
 
 class Killed(BaseException):
-    """Nothing in the program catches it, as nothing catches SIGKILL."""
+    """Stands for SIGKILL: nothing in the program catches it."""
 
 
 SYSTEM_CALLS = ("rename", "replace", "fsync", "unlink", "rmdir")
 
 
 def killed_at(number: int, patch: pytest.MonkeyPatch) -> None:
-    """Have the call `number` of those that change a folder be the last, and not happen."""
+    """Die at call `number` (from 0) of those that change a folder, before it takes effect."""
     calls = 0
 
     def counted(call):
@@ -177,7 +177,7 @@ def test_killed_between_any_two_system_calls_a_complete_checkpoint_is_there(
 
 
 def kill_starts_after(folder: Path) -> None:
-    """Copies of the folder, in which the next start is killed too, come to the same."""
+    """Copies of the folder in which the next start is killed, too, reach the same state."""
     whole = folder.parent / f"{folder.name}_whole"
     shutil.copytree(folder, whole)
     remove_leftovers(whole)

@@ -200,7 +200,7 @@ BAD_LINES = [
 
 
 def with_bad_lines(folder: Path) -> Path:
-    """A good row, a blank line, and then every bad line with a good row behind."""
+    """A good row, a blank line, and then every bad line followed by a good row."""
     good = json.dumps(ROWS[0]).encode()
     path = folder / "rows.jsonl"
     path.write_bytes(

@@ -16,7 +16,7 @@ TORCH = Finding("packages", "torch", "ok", "2.13.0")
 
 
 def report_of_rank_0(rank: int, seconds_ahead: tuple[float, ...]) -> list[HostReport]:
-    """Gather from hosts with clocks that are ahead by so much, each with a second, silent rank."""
+    """Gather from hosts whose clocks are ahead by these values, each with a second, silent rank."""
     port = [None]
     if rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

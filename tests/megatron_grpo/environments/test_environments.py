@@ -27,7 +27,7 @@ def processes_of(pool) -> list[psutil.Process]:
 
 
 def odd(pool, deed: str, turn: int = 1):
-    """An instance that does `deed` in `turn`, reset."""
+    """An instance after its reset that does `deed` in `turn`."""
     instance = pool.open()
     instance.reset("prompt", {"deed": deed, "turn": turn}, SEED).result(SECONDS)
     return instance

@@ -31,7 +31,7 @@ NAN = math.nan
 
 
 def evaluated(*groups: list[float]) -> Evaluated:
-    """One function's scores of the samples of each prompt; the first sample of each is cut."""
+    """Scores of one function for the samples of each prompt, whose first sample is cut off."""
     samples = [
         Sample(
             prompt=Prompt(index=index, token_ids=(5,), text=f"prompt {index}", row={}),

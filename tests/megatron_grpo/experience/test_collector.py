@@ -14,7 +14,7 @@ from megatron_grpo.timing import PhaseTimer
 
 
 def waited_for(error: Exception, thread: ThreadPoolExecutor | None, is_preempted: bool) -> None:
-    """Wait for generation 3, in the making of which `error` is raised."""
+    """Wait for generation 3, which raises `error`."""
 
     def collect(*_) -> None:
         raise error

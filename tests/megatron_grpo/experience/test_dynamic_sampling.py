@@ -21,7 +21,7 @@ def config(**options) -> GRPOConfig:
 
 
 def scored(prompts, is_useful) -> list[ScoredGroup]:
-    """Groups with and without spread; the samples stand for themselves by their prompt."""
+    """Groups with and without spread; samples are identified by their prompt."""
     return [ScoredGroup([p], [{}], [0.1, 0.9 if is_useful(p) else 0.1]) for p in prompts]
 
 

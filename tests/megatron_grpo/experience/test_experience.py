@@ -29,7 +29,7 @@ def config(*overrides: str) -> Config:
 
 
 def samples(**changes) -> list[Sample]:
-    """`changes` are lists of a field of all samples."""
+    """Samples; each of `changes` lists one field for all of them."""
     return [
         Sample(
             **{
@@ -52,7 +52,7 @@ def scores(*values: float) -> list[dict[str, float]]:
 
 
 def packed(experience, cfg):
-    """For each sequence: which of its tokens count, its weights there, its advantages."""
+    """For each sequence: which tokens count, their weights and their advantages."""
     [[[batch]]] = share_out(experience, 0, CostModel(), cfg)
     of = [batch.completion_mask & (batch.sequence_index == i) for i in range(len(LENGTHS))]
     return [

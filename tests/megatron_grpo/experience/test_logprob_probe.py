@@ -54,7 +54,7 @@ def experience(logprobs: list[torch.Tensor], gap: float) -> Experience:
 def probes(
     rank: int, folder: Path, logprobs: list[torch.Tensor], gaps: dict[str, list[float]]
 ) -> list[dict[str, float] | str]:
-    """What comes of a probe for each of the `gaps`, by dtype: metrics, or what is refused."""
+    """The result of a probe for each of the `gaps`, by dtype: metrics or the error."""
     dims, found = ParallelDims(data=2), []
     device, groups = setup_device(rank), init_groups(dims)
     for dtype, of_dtype in gaps.items():

@@ -23,7 +23,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """What was made for the files of the command, with one in it."""
+    """The folder for the files of the command, with one file in it."""
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "file").touch()

@@ -31,7 +31,7 @@ while :; do sleep 0.05; done
 
 @pytest.fixture
 def start(tmp_path: Path):
-    """Starts torchrun with options and a script as ranks, and kills what is left of them."""
+    """Starts torchrun with options and a script as ranks, and finally kills what is left."""
     started = []
 
     def start(
@@ -76,7 +76,7 @@ def torchrun(start, tmp_path):
 
 @pytest.fixture
 def port():
-    """One that nobody else is given."""
+    """A port that is reserved for the test."""
     with reserve_port() as reserved:
         yield reserved.getsockname()[1]
 

@@ -78,7 +78,7 @@ RUNS = {
 
 
 def saved_bytes(rank: int, cfg: Config) -> int:
-    """Of all tensors that the forward of a microbatch leaves for the backward, weights apart."""
+    """Bytes of all tensors that the forward of a microbatch saves for backward, except weights."""
     setup_device(rank)
     groups = init_groups(cfg.dims)
     model = build_model(cfg, read_shape(cfg.model.path), groups)

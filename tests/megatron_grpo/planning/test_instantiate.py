@@ -34,7 +34,7 @@ ONE_RANK = {"parallel.tensor_parallel_size": 1, "parallel.pipeline_parallel_size
 
 
 def config(folder, **values):
-    """The tiny config with the model in `folder`, bfloat16, on one rank but for `values`."""
+    """The tiny config with the model in `folder`, bfloat16 and one rank, except for `values`."""
     values = {
         "model.path": folder,
         "model.dtype": "bfloat16",
@@ -94,7 +94,7 @@ def test_odd_layouts_of_every_family_are_as_planned(elsewhere, tmp_path, family,
 
 
 def real_bytes(rank, cfg):
-    """Bytes of weights, gradients and optimizer of a rank that has its peers and its weights."""
+    """Bytes of weights, gradients and optimizer of a real rank with its peers and weights."""
     setup_device(rank)
     policy = model.build_policy(cfg, read_shape(cfg.model.path), init_groups(cfg.dims))
     weights = sum(each.nbytes for each in policy.parameters().values())

@@ -24,13 +24,13 @@ SHORT, LONG = [[(64, 192), (32, 96), (32, 96)]] * 3, [[(64, 448)] * 16] * 3
 
 
 def resident(key: str) -> int:
-    """Bytes of this process's memory, now (VmRSS) or at most (VmHWM)."""
+    """Resident bytes of this process: current (VmRSS) or peak (VmHWM)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(key)).split()[1]) * 1024
 
 
 def measured_activations(rank: int, cfg: Config, lengths: Lengths) -> int:
-    """Most bytes that an optimizer step of this rank's microbatches takes beside its state."""
+    """Peak bytes of an optimizer step on this rank's microbatches, in addition to its state."""
     # Every tensor by itself, and given back at once: nothing of what is freed is still resident.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
     setup_device(rank)

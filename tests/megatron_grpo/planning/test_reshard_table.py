@@ -32,7 +32,7 @@ RUN = {
 
 @pytest.fixture
 def words(tmp_path):
-    """Those of `megatron-grpo plan` of the 70B model, with what differs from `RUN`."""
+    """The words of a `megatron-grpo plan` command of the 70B model, with changes to `RUN`."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
 
     def line(*arguments, **differing):

@@ -20,7 +20,7 @@ CASES = {
 
 
 def export_and_spoil(rank: int, folder: Path, dims: ParallelDims, out: Path) -> list[str]:
-    """Export a whole policy, one with a NaN on rank 1, and one of which rank 1 lacks a piece."""
+    """Export a complete policy, one with a NaN on rank 1, and one that lacks a piece on rank 1."""
     policy, groups = start_policy(rank, folder, dims)
     cfg = tiny_config(folder, dims)
     export_model(out / "whole", policy, cfg, groups)

@@ -63,7 +63,7 @@ def layout_name(dims: ParallelDims) -> str:
 
 @dataclass
 class Case:
-    """A model, and what `transformers` makes of it in float64."""
+    """A model, and the results of `transformers` for it in float64."""
 
     folder: Path
     logprobs: list[Tensor]
@@ -82,7 +82,7 @@ def load_oracle(folder: Path) -> AutoModelForCausalLM:
 
 
 def gradients_of(model: AutoModelForCausalLM, loss: Tensor) -> dict[str, Tensor]:
-    """By the names of the weight files, where each matrix of each expert has its own."""
+    """Gradients by the names of the weight files, with one for each matrix of each expert."""
     loss.backward()
     return revert_weight_conversion(model, {n: p.grad for n, p in model.named_parameters()})
 
@@ -106,7 +106,7 @@ Numbers = tuple[dict[int, Tensor], list[tuple[str, Box, Tensor]], float]
 def numbers_on_rank(
     rank: int, folders: dict[str, Path], dims: ParallelDims, lengths: Lengths, *overrides: str
 ) -> dict[str, Numbers]:
-    """Of every model: log-probabilities by sequence, boxes of the gradient, and its norm."""
+    """For every model: log-probabilities by sequence, boxes of the gradient, and its norm."""
     setup_device(rank)
     groups = init_groups(dims)
     share = pack_all(lengths, dims)[groups.coordinates.data :: dims.data]

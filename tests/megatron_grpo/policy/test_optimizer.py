@@ -113,7 +113,7 @@ def test_steps_equal_torch_adamw_on_transformers(folder, dims):
 
 
 def first_step(rank: int, folder: Path, dims: ParallelDims, limit: float) -> float:
-    """The norm of its gradient, whose clipped elements each optimizer must have as moments."""
+    """The norm of the first gradient, whose clipped elements must be each optimizer's moments."""
     limited = f"optimizer.max_grad_norm={limit}"
     policy, groups = start_policy(rank, folder, dims, *ADAMW, limited)
     accumulate(policy, groups, pack_all(LENGTHS, dims)[groups.coordinates.data :: dims.data])
@@ -138,7 +138,7 @@ def test_gradients_of_experts_and_of_the_rest_are_clipped_by_one_norm(tmp_path):
 
 
 def learning_rates(rank: int, folder: Path, schedules: list[list[str]]) -> list[list[float]]:
-    """Of the steps of a run with each of the `schedules`."""
+    """Learning rates of the steps of a run with each of the `schedules`."""
     _, groups = start_policy(rank, folder, ParallelDims())
     rates = []
     for schedule in schedules:

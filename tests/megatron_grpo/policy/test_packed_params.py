@@ -30,7 +30,7 @@ def counted(function: Callable[..., object], calls: list[object]) -> Callable[..
 def gradients_and_orders(
     rank: int, folder: Path, overrides: list[str]
 ) -> tuple[dict[str, Tensor], int]:
-    """Gradients of a step, and how often the order of tokens was made for it."""
+    """Gradients of a step, and how often the token order was computed for it."""
     policy, groups = start_policy(rank, folder, DIMS, *overrides)
     orders: list[object] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -56,7 +56,7 @@ HEAD_DIM = 16
 
 
 def rows_of_tables(rank: int, folder: Path, dims: ParallelDims) -> list[int]:
-    """Of each RoPE table that a step on microbatches of several lengths leaves behind."""
+    """Rows of each RoPE table that a step on microbatches of several lengths leaves behind."""
     policy, groups = start_policy(rank, folder, dims)
     accumulate(policy, groups, pack_all([[(3, 9)], [(7, 41)], [(5, 8)], [(4, 20)]], dims))
     tensors = [found for found in gc.get_objects() if isinstance(found, Tensor)]
@@ -73,7 +73,7 @@ def test_one_rope_table_is_kept_by_all_model_chunks_whatever_lengths_there_are(t
 def gradients_before_and_after(
     rank: int, folder: Path
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Of two sequences, without and with one before that has as many tokens as both."""
+    """Gradients of two sequences, alone and after a sequence with as many tokens as both."""
     policy, groups = start_policy(rank, folder, ParallelDims())
     found = []
     for lengths in ([[(9, 7), (9, 7)]], [[(9, 23)]], [[(9, 7), (9, 7)]]):

@@ -61,7 +61,7 @@ def start_both(
 
 
 def become(policy: Policy, folder: Path) -> None:
-    """As if steps had led there."""
+    """Set the policy's weights as if training steps had led there."""
     read_weights(folder, policy.shape, policy.layout, policy.parameters())
 
 
@@ -191,7 +191,7 @@ MIXED = ("model.dtype=bfloat16", *MOVES, "grpo.ref_model_mixup_alpha=0.3")
 
 
 def save_moved(rank: int, two: list[Path], run: Path, dims: ParallelDims) -> int:
-    """How many bytes of it are said to be this rank's."""
+    """The reported number of bytes that belong to this rank."""
     policy, groups = start_policy(rank, two[0], dims, *MIXED)
     reference = build_reference(tiny_config(two[0], dims, *MIXED), policy.shape, groups)
     accumulate(policy, groups, pack_all(LENGTHS, dims)[groups.coordinates.data :: dims.data])
@@ -226,7 +226,7 @@ def load_and_save(
 
 
 def tensors_in(run: Path) -> dict[str, Tensor]:
-    """All of them, whole. Every element is there once: `read_checkpoint` demands it."""
+    """All full tensors. `read_checkpoint` checks that every element is there exactly once."""
     found = read_checkpoint(run / "checkpoints" / "step_2")
     # The vocabulary of 250 has padding by layout.
     return {k: v[:250] if "embedding" in k or "output" in k else v for k, v in found.items()}

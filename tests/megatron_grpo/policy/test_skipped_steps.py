@@ -81,7 +81,7 @@ class Steps:
         self.policy = build_policy(self.cfg, read_shape(self.folder), self.groups)
 
     def digest(self) -> str:
-        """Of all that a step changes."""
+        """A digest of everything that a step changes."""
         schedule = sorted(self.policy.scheduler.state_dict().items())
         return f"{schedule} {self.learnt()}"
 

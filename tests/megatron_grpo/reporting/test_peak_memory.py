@@ -6,7 +6,7 @@ from megatron_grpo.reporting.peak_memory import peak_memory
 
 
 def peak_on_rank(rank: int) -> dict[str, float]:
-    """Of GPUs that stand for those that are not there."""
+    """The metrics for faked GPUs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "max_memory_allocated", lambda _: (rank + 1) * 10**9)
         patch.setattr(torch.cuda, "max_memory_reserved", lambda _: (4 - rank) * 10**9)

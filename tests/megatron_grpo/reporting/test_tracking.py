@@ -132,7 +132,7 @@ def eval_rows(value: float) -> list[dict[str, object]]:
 
 
 def evaluate(tracking: Tracking, step: int, value: float) -> None:
-    """As a run does before its first step, or where one that was ended had not."""
+    """Record an evaluation, as before the first step or for one that an ended run lacks."""
     tracking.log_evaluated(step, eval_rows(value))
     tracking.amend(step, {"eval/pass@1": value})
 

@@ -247,7 +247,7 @@ def _record_what_is_compiled():
 
 
 def code_from(completion: str, answer: str) -> list[str]:
-    """What of a completion and a reference answer is given to Python as code."""
+    """The parts of a completion and a reference answer that Python gets as code."""
     load_function(RewardFunction(name="math_answer"))  # its own file is code as well
     COMPILED.clear()
     with suppress(ValueError):  # no answer in the reference

@@ -26,7 +26,7 @@ def test_logprobs_are_those_of_the_sampled_tokens_after_temperature(engine, temp
 
 
 def tokens_left(row, top_p, top_k):
-    """Indices of the tokens that a cut leaves of log-probabilities, by its definition."""
+    """Indices of the tokens that remain after top-p and top-k, by definition."""
     ranked = sorted(range(len(row)), key=lambda token: -row[token])
     ranked = ranked[:top_k] if top_k != -1 else ranked
     mass, total, left = 0.0, sum(math.exp(row[token]) for token in ranked), []

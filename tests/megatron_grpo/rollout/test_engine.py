@@ -25,7 +25,7 @@ CHOICE = {
 
 
 def engine_of(answer: Callable[[httpx.Request], Any], stall: float = 60.0) -> Engine:
-    """One whose routes are answered by what `answer` returns, as JSON or as text."""
+    """An engine whose routes answer with what `answer` returns, as JSON or text."""
 
     def respond(request: httpx.Request) -> httpx.Response:
         body = answer(request)
@@ -37,7 +37,7 @@ def engine_of(answer: Callable[[httpx.Request], Any], stall: float = 60.0) -> En
 
 
 def generate(choice: dict[str, Any], push_afterwards: str = "7-a") -> list[dict[str, Any]]:
-    """What is taken of an engine that answers the only request by `choice`, of version 7."""
+    """The answers taken from an engine that answers its one request with `choice`, at version 7."""
     push, num_asked, taken = "7-a", 0, []
 
     def answer(request: httpx.Request) -> Any:

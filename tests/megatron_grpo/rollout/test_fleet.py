@@ -52,7 +52,7 @@ def pair(tied_model, tmp_path_factory) -> Iterator[Trainer]:
 
 @pytest.fixture(scope="module")
 def undisturbed(pair):
-    """What both engines make of `PROMPTS`, by completion ids."""
+    """The completion ids that undisturbed engines generate for `PROMPTS`."""
     return tokens_of(pair.generate(PROMPTS))
 
 
@@ -261,7 +261,7 @@ def test_an_engine_that_now_has_another_token_is_lost_and_its_requests_go_to_the
 
 @contextmanager
 def stranger(port: int, status: int) -> Iterator[None]:
-    """A server that says that it is well and refuses everything else."""
+    """A server that reports to be healthy and refuses everything else."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -385,7 +385,7 @@ def test_a_generation_that_is_given_up_leaves_an_engine_for_the_next_run(shared_
 
 
 def load(engine) -> int:
-    """How many requests the engine is at."""
+    """Number of requests that the engine is processing."""
     url, headers = engine.servers.base_urls[0], bearer(engine.servers.token)
     return httpx.get(f"{url}/load", headers=headers).json()["server_load"]
 

@@ -31,7 +31,7 @@ NO_COMPLETE_WEIGHTS = "holds no complete weights"
 
 @pytest.fixture(scope="module")
 def models(tied_model, tmp_path_factory):
-    """Two of other weights: whichever an engine holds, one of the two is news to it."""
+    """Two models with different weights: whichever an engine holds, the other one is new to it."""
     folder = tmp_path_factory.mktemp("other")
     return [served_model(folder, "qwen3", tied=True, seed=1), tied_model]
 
@@ -55,7 +55,7 @@ def speak(engine: TestEngine, action) -> None:
 
 
 async def begin_by_hand(engine: Engine, push: str) -> None:
-    """What a trainer does that gets no further: its links are to nobody."""
+    """Begin a push like a trainer that then stops; its links have no peer."""
     await engine.connect({}, 0, links=push)
     await engine.begin_push(push, links=push)
 

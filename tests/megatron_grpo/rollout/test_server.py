@@ -48,7 +48,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def short_folder() -> Iterator[str]:
-    """Whose path leaves room for those of sockets, where that of `tmp_path` may not."""
+    """A folder with a path short enough for sockets, unlike perhaps `tmp_path`."""
     with tempfile.TemporaryDirectory() as folder:
         yield folder
 

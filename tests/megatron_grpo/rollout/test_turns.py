@@ -100,7 +100,7 @@ def test_pieces_with_other_tokens_than_the_whole_are_refused():
     turns = turns_of(CHAT_TEMPLATE)
 
     class Merging(type(turns.tokenizer)):
-        """Makes one token of the last turn of a dialogue, but not of its end alone."""
+        """Merges the last turn of a dialogue into one token, but not its end alone."""
 
         def __call__(self, text, **kwargs):
             encoded = super().__call__(text, **kwargs)

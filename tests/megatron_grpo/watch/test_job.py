@@ -22,7 +22,7 @@ BUSY = '  File "/x/loss.py", line 9, in grpo_loss'
 
 
 def job(world_size: int = 4, *, step: int = 0, phase: str = "start", joined: int = 4) -> Job:
-    """Ranks that have come at second 0 and are at one place."""
+    """A job whose ranks joined at second 0 and are at the same position."""
     found = Job(world_size, LIMITS, PACE, 0.0)
     for rank in range(joined):
         found.join(rank, f"node{rank // 2}", 100 + rank, 0.0)
@@ -37,7 +37,7 @@ def all_at(found: Job, position: Position, now: float) -> None:
 
 
 def beats_until(found: Job, seconds: int) -> None:
-    """Signs of life without progress; nothing is concluded meanwhile."""
+    """Send heartbeats without progress, on which the job must not end."""
     for now in range(seconds):
         for rank, member in found.members.items():
             found.beat(rank, member.position, now)

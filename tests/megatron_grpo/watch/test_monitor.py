@@ -20,7 +20,7 @@ PACE = Pace(beat=0.2, settle=0.1)
 
 @pytest.fixture
 def monitor(tmp_path: Path) -> Iterator[Monitor]:
-    """Of a job of two ranks."""
+    """The monitor of a job of two ranks."""
     found = Monitor("127.0.0.1", 2, LIMITS, tmp_path / "stacks.txt", PACE)
     yield found
     ranks = [connect(found.address, rank, "here", 1, timeout=5) for rank in range(2)]

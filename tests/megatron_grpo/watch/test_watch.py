@@ -49,7 +49,7 @@ def reduce_forever(watch: Watch, rank: int, folder: Path) -> None:
 
 
 def told(world: World) -> list[str]:
-    """All that ranks have said on their terminal."""
+    """The terminal output of all ranks."""
     return [line for rank in range(4) for line in world.output(rank).splitlines() if line]
 
 

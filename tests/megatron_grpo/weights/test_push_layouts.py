@@ -58,7 +58,7 @@ def check_pushes(
 
 
 def uneven_model(folder: Path, family: str, **overrides: Any) -> Path:
-    """Of five layers, which split unevenly over every pipeline."""
+    """A model of five layers, which split unevenly over every pipeline."""
     return servable_model(folder, family, num_hidden_layers=5, **overrides)
 
 
@@ -76,7 +76,7 @@ def engines(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory):
-    """What the engines begin with; after that, what was pushed before is still there."""
+    """The models that the engines start with; later, an earlier push is still there."""
     folder = tmp_path_factory.mktemp("others")
     return {
         "qwen3": uneven_model(folder / "qwen3", "qwen3", tied=True, seed=99),

@@ -39,7 +39,7 @@ def rollouts() -> list[RolloutConfig]:
 
 
 class Nowhere:
-    """A link whose buffers nobody takes."""
+    """A link that discards its buffers."""
 
     def next_buffer(self) -> torch.Tensor:
         return torch.empty(BUCKET_BYTES, dtype=torch.uint8)
@@ -54,7 +54,7 @@ class Nowhere:
 def sums_of_push(
     policy: Policy, groups: Groups, workers: Sequence[Layout], dtype: torch.dtype
 ) -> Sequence[WorkerSums]:
-    """What the ranks say that the workers must hold after a push of the policy."""
+    """The checksums that the ranks expect of the workers after a push of the policy."""
     sent = {}
     sends = plan_sends(weight_sender(policy, groups), workers, BUCKET_BYTES // dtype.itemsize)
     for worker, copies in sends.items():
