@@ -261,7 +261,7 @@ def test_engines_share_the_gpus_of_the_trainers_where_these_leave_too_few():
     assert engine_devices(rollout, 4, 4, {"CUDA_VISIBLE_DEVICES": "7,6,5,4,3"}) == ["7,6", "5,4"]
     assert share_gpus(rollout, 8, 5)
     silent = rollout.model_copy(update={"vllm": {}})
-    with pytest.raises(ValueError, match=r"leave 3 of 8 GPUs, .* want 4.*gpu_memory_utilization"):
+    with pytest.raises(ValueError, match=r"leave 3 of 8 GPUs, .* need 4.*gpu_memory_utilization"):
         engine_devices(silent, 8, 5, {})
     with pytest.raises(ValueError, match=r"num_engines\(2\) \* .*\(2\) = 4 GPUs, .* host has 3"):
         engine_devices(rollout, 3, 1, {})

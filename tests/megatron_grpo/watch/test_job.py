@@ -142,7 +142,8 @@ def test_a_rank_that_does_not_tell_its_stack_is_the_one():
     assert found.end(46.9) is None
     end = found.end(47.0)
     assert (
-        end is not None and "rank 3 on node1 (pid 103), phase train of step 2:\nit does" in end.text
+        end is not None
+        and "rank 3 on node1 (pid 103), phase train of step 2:\nit did not" in end.text
     )
 
 
