@@ -1,4 +1,4 @@
-"""Tensors put together from boxes of a source, one at a time: the core of every conversion."""
+"""Assembles tensors, one at a time, from boxes of source tensors: the core of every conversion."""
 
 from collections import defaultdict
 
@@ -9,7 +9,7 @@ from parallel import Box, Copy, Layout, Shape, intersect
 
 
 class Assembly:
-    """Builds the local tensors of a layout from weights in files, reading only their boxes."""
+    """Builds the local tensors of a layout from weights in files; reads only the boxes it needs."""
 
     def __init__(self, weights: Weights | StoredChunks, layout: Layout) -> None:
         layout.check_complete()
@@ -22,25 +22,25 @@ class Assembly:
             self._zeros[name].append(box)
 
     def dtypes(self, name: str) -> set[str]:
-        """In what the values of the local tensor `name` are stored."""
+        """Stored dtypes of the source values that make up the local tensor `name`."""
         return {self._source.dtypes[copy.source] for copy in self._copies[name]}
 
     def num_elements(self, name: str) -> int:
-        """How many elements of the local tensor `name` are in the source."""
+        """Number of elements of the local tensor `name` that the source holds."""
         return sum(copy.destination_box.num_elements for copy in self._copies[name])
 
     def first_source(self, name: str) -> tuple[str, Shape]:
-        """Where in the source the local tensor `name` begins: a tensor and an index."""
-        if not self._copies[name]:  # nothing but zeros
+        """Where the local tensor `name` begins in the source: a tensor name and an index."""
+        if not self._copies[name]:  # only zeros
             return "", ()
         first = self._copies[name][0]
         return first.source, first.source_box.start
 
     def fill(self, name: str, words: Words, dtype: str) -> None:
-        """Write every element of the local tensor `name`, in `dtype`."""
+        """Write every element of the local tensor `name` into `words`, as `dtype`."""
         for copy in self._copies[name]:
             target = words[copy.destination_box.slices]
-            # Files stack tensors and do not turn them: what differs is dimensions of extent 1.
+            # Files stack tensors but never transpose them: only dimensions of size 1 differ.
             target = target.reshape(copy.source_box.size, copy=False)
             stored = self._source.dtypes[copy.source]
             if stored == dtype:

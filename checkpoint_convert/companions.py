@@ -1,4 +1,4 @@
-"""What belongs to a model besides its weights: config, generation config, tokenizer, template."""
+"""The files of a model besides its weights: config, generation config, tokenizer, templates."""
 
 import json
 import re
@@ -18,24 +18,24 @@ from checkpoint_convert.hf_config import check_folder, read_json, read_shape
 from checkpoint_convert.shape import ModelShape, differing_fields
 from parallel import Shape
 
-# Folder of the companions inside a Megatron checkpoint.
+# Folder inside a Megatron checkpoint that holds the companion files.
 CHECKPOINT_FOLDER = "hf_config"
-# Configs, tokenizers (also those of Mistral, tokenizer.model.v3), templates, and what a licence
-# asks to be passed on.
+# Configs, tokenizers (including Mistral's tokenizer.model.v3), templates, and the files that
+# licences require to be passed on.
 _COMPANION = re.compile(
     r".*\.(json|jinja|model|txt|tiktoken|v\d+)|(LICENSE|NOTICE)(\..*)?", re.IGNORECASE
 )
 _TEMPLATES = "additional_chat_templates"
-# What Megatron-LM, and a run of this project, write beside the checkpoints themselves.
+# Files that Megatron-LM and our training runs write next to the checkpoint folders.
 _POINTERS = ("latest_checkpointed_iteration.txt", "LATEST")
 
 
 @contextmanager
 def model_config(path: Path, hf_config: Path | None = None) -> Iterator[Path]:
-    """The folder of the companions of the weights at `path`.
+    """The folder with the companion files of the weights at `path`.
 
-    `hf_config` if given; else what a Megatron checkpoint carries along, the Hugging Face folder
-    itself, or what a GGUF file says, in a folder that is removed afterwards.
+    `hf_config` if given; else the folder inside a Megatron checkpoint, the Hugging Face folder
+    itself, or a temporary folder with the files derived from the metadata of a GGUF file.
     """
     if hf_config is not None:
         _check_same_model(path, hf_config)
@@ -50,7 +50,7 @@ def model_config(path: Path, hf_config: Path | None = None) -> Iterator[Path]:
             )
         yield path / CHECKPOINT_FOLDER
     elif (gguf := find_gguf(path)) is not None:
-        # Its libraries of tokenizers take as long to be imported as all the rest.
+        # Imported only here: its tokenizer libraries double the import time.
         from checkpoint_convert.formats.gguf_config import write_hf_config  # noqa: PLC0415
 
         with TemporaryDirectory() as folder:
@@ -61,10 +61,10 @@ def model_config(path: Path, hf_config: Path | None = None) -> Iterator[Path]:
 
 
 def own_shape(path: Path) -> ModelShape | None:
-    """Which model the weights at `path` themselves say that they are; None where they do not."""
+    """The model shape by the config stored with the weights at `path`; None without one."""
     _check_is_one(path)
     gguf = find_gguf(path)
-    if gguf is not None:  # whatever config.json lies beside it
+    if gguf is not None:  # a config.json next to it is ignored
         from checkpoint_convert.formats.gguf_config import gguf_shape  # noqa: PLC0415 - see above
 
         return gguf_shape(gguf)
@@ -83,7 +83,7 @@ def _check_is_one(path: Path) -> None:
 
 
 def _check_same_model(path: Path, given: Path) -> None:
-    """A config of another model can fit the sizes of all tensors, and scramble them."""
+    """Another model's config can match all tensor shapes and still scramble the weights."""
     own = own_shape(path)
     differing = differing_fields(own, read_shape(given)) if own is not None else []
     if differing:
@@ -94,7 +94,7 @@ def _check_same_model(path: Path, given: Path) -> None:
 
 
 def main_dtype(shapes: Mapping[str, Shape], dtypes: Mapping[str, str]) -> str:
-    """The dtype of most of the weights, which is the one that config.json names."""
+    """The dtype with the most elements, which is the one that config.json names."""
     totals: Counter[str] = Counter()
     for name, shape in shapes.items():
         totals[dtypes[name]] += prod(shape)
@@ -104,7 +104,7 @@ def main_dtype(shapes: Mapping[str, Shape], dtypes: Mapping[str, str]) -> str:
 def companion_files(folder: Path) -> list[Path]:
     """The files in `folder` that belong to its model besides the weights.
 
-    Raises ValueError for a link out of the folder: what it points to need not be anybody's to read.
+    Raises ValueError for a link out of the folder: its target may not be meant to be shared.
     """
     files = [
         file
@@ -119,7 +119,7 @@ def companion_files(folder: Path) -> list[Path]:
 
 
 def copy_companions(source: Path, folder: Path, dtype: str) -> None:
-    """Copy what belongs to a model from one folder to another, with `dtype` in config.json.
+    """Copy the companion files from one folder to another, and set `dtype` in config.json.
 
     Raises ValueError like `companion_files`.
     """
@@ -128,14 +128,14 @@ def copy_companions(source: Path, folder: Path, dtype: str) -> None:
         copy.parent.mkdir(exist_ok=True)
         shutil.copyfile(file, copy)
     config = read_json(source / "config.json")
-    # The first is the name of the second before transformers 5, which reads both.
+    # transformers 5 renamed torch_dtype to dtype, and reads both.
     keys = [key for key in ("torch_dtype", "dtype") if key in config] or ["dtype"]
     config |= dict.fromkeys(keys, TORCH_NAMES[dtype])
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _check_inside(folder: Path, file: Path) -> None:
-    """The hub's cache keeps all files of a model in a folder `blobs`, two floors up."""
+    """Links into `blobs`, two levels up, are fine: that is how the Hub's cache stores files."""
     target, home = file.resolve(), folder.resolve()
     if not (target.is_relative_to(home) or target.parent == home.parent.parent / "blobs"):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Values of a config file, each of the type that is wanted or a ValueError that names it."""
+"""Typed values from a config file; a value of another type is a ValueError that names its key."""
 
 import sys
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def positive(path: Path, values: Mapping[str, Any], key: str) -> int:
-    """Read a size."""
+    """Read an integer of at least 1."""
     value = values.get(key)
     if type(value) is not int or value < 1:
         raise ValueError(f"{path}: {key} is {value!r}; a whole number of at least 1 is wanted")
@@ -15,7 +15,7 @@ def positive(path: Path, values: Mapping[str, Any], key: str) -> int:
 
 
 def number(path: Path, values: Mapping[str, Any], key: str) -> float:
-    """Read a number above 0 that a float holds: JSON files may also say NaN, and Infinity."""
+    """Read a finite number above 0; JSON files may also hold NaN and Infinity."""
     value: Any = values.get(key)
     if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
         raise ValueError(f"{path}: {key} is {value!r}; a finite number above 0 is wanted")
@@ -23,7 +23,7 @@ def number(path: Path, values: Mapping[str, Any], key: str) -> float:
 
 
 def boolean(path: Path, values: Mapping[str, Any], key: str) -> bool:
-    """Read a switch."""
+    """Read true or false."""
     value = values.get(key)
     if type(value) is not bool:
         raise ValueError(f"{path}: {key} is {value!r}; true or false is wanted")
@@ -31,7 +31,7 @@ def boolean(path: Path, values: Mapping[str, Any], key: str) -> bool:
 
 
 def token_ids(path: Path, values: Mapping[str, Any], key: str) -> tuple[int, ...]:
-    """Read no token, one, or several."""
+    """Read null, one token id, or a list of them."""
     value = values[key]
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if any(type(index) is not int or index < 0 for index in ids):

@@ -1,4 +1,4 @@
-"""config.json of a Hugging Face folder -> `ModelShape`, refusing what would change the numbers."""
+"""Reads config.json into a `ModelShape`; refuses settings that would change what is computed."""
 
 import json
 from collections.abc import Mapping
@@ -11,9 +11,9 @@ from checkpoint_convert.families.description import Family
 from checkpoint_convert.rope import read_rope
 from checkpoint_convert.shape import ModelShape, MoeShape
 
-# Values that every family carries over. Absent keys have these values. Few of the keys are declared
-# by transformers' configs of our families: code that all models share reads the others, there or in
-# an inference engine.
+# Keys with one supported value in every family, which is also the value of an absent key.
+# transformers' configs of our families declare only a few of them; code shared by all models, in
+# transformers or in an inference engine, reads the others.
 _REQUIRED = {
     "hidden_act": "silu",
     "bias": False,
@@ -39,25 +39,25 @@ _REQUIRED = {
 
 
 def read_shape(folder: str | Path) -> ModelShape:
-    """Shape of the model in `folder`, from config.json (and its end tokens from
-    generation_config.json, which chat models keep up to date).
+    """Shape of the model in `folder`, from config.json; end tokens come from generation_config.json
+    if it names any, as that is the file chat models keep up to date.
 
     Raises ValueError for a missing or broken file, an unsupported `model_type`, a missing key, and
-    for any key whose value would change the model's numbers and is not carried over.
+    any key whose value would change what the model computes and is not supported.
     """
     path = Path(folder) / "config.json"
     return shape_of(path, read_json(path))
 
 
 def shape_of(path: Path, config: Mapping[str, Any]) -> ModelShape:
-    """`read_shape` of the values `config`, wherever they come from; `path` is what errors name."""
+    """`read_shape` of the values in `config`; error messages name `path` as their source."""
     family = _family(path, config)
     values = {**family.defaults, **config}
     if family.experts is not None:  # transformers reads both names, and writes the second
         for name in ("num_experts", "num_local_experts"):
             if name in config:
                 values[family.experts.num_experts] = config[name]
-    if values.get("partial_rotary_factor") is None:  # to transformers and vLLM, null is absent
+    if values.get("partial_rotary_factor") is None:  # transformers and vLLM read null as absent
         values.pop("partial_rotary_factor", None)
     _check_carried_over(path, family, values)
     rope_theta, rope_scaling = read_rope(path, values)
@@ -95,7 +95,7 @@ def shape_of(path: Path, config: Mapping[str, Any]) -> ModelShape:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ValueError unless it is a folder."""
+    """Raise ValueError unless `folder` is an existing folder."""
     if folder.is_file():
         raise ValueError(f"{folder} is a file: give its folder")
     if not folder.is_dir():
@@ -103,13 +103,13 @@ def check_folder(folder: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; ValueError naming the file when there is none."""
+    """The object in a JSON file; ValueError, naming the file, if it is missing or malformed."""
     check_folder(path.parent)
     if not path.is_file():
         raise ValueError(f"{path} does not exist: a Hugging Face model folder is wanted")
     try:
         value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:  # arrays can be nested without end
+    except (ValueError, RecursionError) as error:  # arrays can be nested arbitrarily deep
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds {type(value).__name__}, not an object")
@@ -118,7 +118,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _family(path: Path, config: Mapping[str, Any]) -> Family:
     model_type = config.get("model_type")
-    if model_type not in list(FAMILIES):  # in a list, as a JSON value may have no hash
+    if model_type not in list(FAMILIES):  # a list, as a JSON value may be unhashable
         raise ValueError(
             f"{path}: model_type {model_type!r} is not supported; supported: {sorted(FAMILIES)}"
         )
@@ -157,7 +157,7 @@ def _check_carried_over(path: Path, family: Family, config: Mapping[str, Any]) -
     refused = [
         f"{key} is {config[key]!r}, only {carried!r} is supported"
         for key, carried in {**_REQUIRED, **family.required}.items()
-        # null, false, 0 and an empty list all say that something is not used
+        # null, false, 0 and an empty list all mean that a feature is off
         if key in config and config[key] != carried and (config[key] or carried)
     ]
     layers = config.get("layer_types") or []

@@ -1,7 +1,7 @@
-"""Weights from the ranks into a Hugging Face folder, without gathering them anywhere.
+"""Exports weights from the ranks into a Hugging Face folder, without gathering them anywhere.
 
-One process lays out files of the final size; then every rank writes the boxes that it owns at
-their offsets, and one gives the folder its name.
+One process creates files of the final size; then every rank writes the boxes that it owns at their
+offsets; finally one process gives the folder its name.
 """
 
 import os
@@ -25,7 +25,7 @@ from parallel import Copy, Layout, intersect
 from parallel.views import as_whole
 
 MIN_SHARD_BYTES = 10**9
-"""However many ranks there are: a model of some GB is no folder of crumbs."""
+"""Lower limit at any number of ranks, so that a model of a few GB is not split into tiny files."""
 
 
 def create_export(
@@ -35,11 +35,11 @@ def create_export(
     dtype: torch.dtype,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Make a Hugging Face folder whose weights are zeros of `dtype`; one process calls this.
+    """Create a Hugging Face folder whose weights are zeros of `dtype`; one process calls this.
 
     Everything but the weights is copied from `source_folder`, with the dtype in config.json
-    adjusted. `folder` is empty, or not there yet. A weight file exceeds `max_shard_bytes` only when
-    one tensor does. Raises ValueError when the disk is too full.
+    adjusted. `folder` is empty or does not exist yet. A weight file exceeds `max_shard_bytes` only
+    when a single tensor does. Raises ValueError when the disk is too full.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -48,7 +48,7 @@ def create_export(
 
 
 def shard_bytes_for(num_writers: int, shape: ModelShape, dtype: torch.dtype) -> int:
-    """A `max_shard_bytes` of 1 to 5 GB with which there is a file for each of so many ranks."""
+    """The `max_shard_bytes`, within 1 to 5 GB, that makes about one file per writing rank."""
     num_bytes = dtype.itemsize * sum(map(prod, hf_tensors(shape).values()))
     return min(max(-(-num_bytes // num_writers), MIN_SHARD_BYTES), MAX_SHARD_BYTES)
 
@@ -56,15 +56,15 @@ def shard_bytes_for(num_writers: int, shape: ModelShape, dtype: torch.dtype) -> 
 def write_weights(
     folder: str | Path, layout: Layout, parameters: Mapping[str, Tensor], first_file: int = 0
 ) -> int:
-    """Write what this rank owns of `parameters` (local tensors of `layout`) into an export.
+    """Write the part of `parameters` (local tensors of `layout`) that this rank owns to an export.
 
-    Every rank calls this, at the same time or not, after `create_export` and any number of times.
-    On return the data are on the disk. Values are converted to the dtype of the export.
+    Every rank calls this after `create_export`, concurrently or not, any number of times. On
+    return the data is on disk. Values are converted to the dtype of the export.
 
-    Ranks that write to one file at a time wait for each other: each begins with another of the
-    files that it has a part in, the one that `first_file` counts to, and goes round.
+    Ranks that write to the same file at the same time wait for each other. So that they start with
+    different files, a rank cycles through its files from number `first_file` on.
 
-    Returns the number of elements written: those of all ranks together are the model's.
+    Returns the number of elements written; the sum over all ranks is that of the model.
     """
     layout.check_shapes({name: tuple(tensor.shape) for name, tensor in parameters.items()})
     places = locate_tensors(folder, {p.tensor for p in layout.pieces if not p.is_replica})
@@ -92,12 +92,12 @@ def write_weights(
 def finish_export(partial: str | Path, folder: str | Path) -> None:
     """Give a fully written export its final name; one process calls this, after all have written.
 
-    An earlier export of that name is replaced when the new one is on the disk. Both must be on one
-    file system.
+    An earlier export of that name is replaced once the new one is on disk. Both paths must be on
+    the same file system.
     """
     partial, folder = Path(partial), Path(folder)
     replaced = folder.with_name(folder.name + ".replaced")
-    # Left by a run that died in here. Without `folder` it is the only complete export, and stays.
+    # Left by a run that died in this function. Without `folder` it is the only complete export.
     if replaced.exists() and folder.exists():
         shutil.rmtree(replaced)
     sync_tree(partial)

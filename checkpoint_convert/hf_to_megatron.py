@@ -1,4 +1,4 @@
-"""A Hugging Face model to a Megatron-Core checkpoint: `checkpoint-convert import`."""
+"""Converts a Hugging Face model to a Megatron-Core checkpoint: `checkpoint-convert import`."""
 
 from contextlib import closing
 from pathlib import Path
@@ -31,11 +31,11 @@ def import_checkpoint(
 ) -> None:
     """Write the Hugging Face model `hf`, a folder or a GGUF file, as torch_dist checkpoint `out`.
 
-    The checkpoint loads at any layout; each rank of `dims` finds its parts as chunks of their own,
-    and so do those of other pipeline and expert sizes. `hf_config` is the folder with config.json
-    and tokenizer, None: `hf` says them itself. `dtype` ("BF16", as safetensors name it) converts
-    all weights; None leaves each as it is. `out` appears when it is complete. Raises ValueError for
-    what is wrong with the model, `dims` or `out`.
+    The checkpoint loads at any layout. Each rank of `dims` finds its parts as separate chunks, and
+    so do ranks with other pipeline and expert sizes. `hf_config` is the folder with config.json and
+    tokenizer; None uses those of `hf`. `dtype` (a safetensors name such as "BF16") converts all
+    weights; None keeps the dtype of each. `out` appears only when it is complete. Raises ValueError
+    if the model, `dims` or `out` is invalid.
     """
     with (
         model_config(hf, hf_config) as config,

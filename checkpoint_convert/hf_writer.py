@@ -1,4 +1,4 @@
-"""Hugging Face folders that are complete but for the values of their weights."""
+"""Creates Hugging Face folders that are complete except for the values of their weights."""
 
 import json
 from collections.abc import Mapping
@@ -22,11 +22,11 @@ def create_folder(
     dtypes: Mapping[str, str],
     max_shard_bytes: int,
 ) -> None:
-    """Put weight files of zeros into `folder`, and the rest of a model from `source_folder`.
+    """Put weight files of zeros into `folder`, and copy the rest of the model from `source_folder`.
 
-    `dtypes` are those of all tensors by name, and the main one goes into config.json. A weight file
-    exceeds `max_shard_bytes` only when one tensor does. Raises ValueError when the disk is too
-    full.
+    `dtypes` gives the dtype of every tensor by name; the main one goes into config.json. A weight
+    file exceeds `max_shard_bytes` only when a single tensor does. Raises ValueError when the disk
+    is too full.
     """
     shapes = hf_tensors(shape)
     sizes = {name: prod(size) * ITEM_SIZES[dtypes[name]] for name, size in shapes.items()}
@@ -44,7 +44,7 @@ def create_folder(
 
 
 def _shards(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
-    """Cut the tensors, in order, into files of at most `max_bytes` where that is possible."""
+    """Group the tensors, in order, into files of at most `max_bytes`, or of one larger tensor."""
     shards: list[list[str]] = []
     room = 0
     for name, size in sizes.items():

@@ -1,4 +1,4 @@
-"""What a set of weights holds, told from headers."""
+"""Describes a set of weights from file headers: `checkpoint-convert inspect`."""
 
 from collections import Counter
 from contextlib import closing
@@ -23,8 +23,8 @@ def print_inspection(
 ) -> None:
     """Print the shape of the model, what a rank of `dims` would hold, and what the files hold.
 
-    Raises ValueError when the model is not supported, `dims` cannot split it, or the files are not
-    exactly its weights.
+    Raises ValueError when the model is not supported, when `dims` cannot split it, or when the
+    files do not hold exactly its weights.
     """
     with model_config(path, hf_config) as config:
         shape = read_shape(config)
@@ -67,7 +67,7 @@ def _can_split(shape: ModelShape, dims: ParallelDims) -> bool:
 
 
 def _stage_table(shape: ModelShape, dims: ParallelDims) -> Table:
-    """What the ranks of each pipeline stage hold: within a stage all hold as much."""
+    """What the ranks of each pipeline stage hold; all ranks of a stage hold the same amount."""
     table = Table("pipeline stage", "layers", "parameters of a rank", "in bf16", box=None)
     for stage in range(dims.pipeline):
         at = Coordinates(tensor=0, context=0, data=0, pipeline=stage)

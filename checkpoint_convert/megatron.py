@@ -1,4 +1,4 @@
-"""What each Megatron-Core rank, and a torch_dist checkpoint, hold of a model. Integers only."""
+"""Which parts of a model Megatron-Core ranks and torch_dist checkpoints hold. Integers only."""
 
 from collections.abc import Iterator
 from itertools import chain
@@ -31,8 +31,8 @@ def megatron_layout(
 
     Local names are ``{chunk}.{parameter}`` with the model chunk (virtual pipeline stage) of the
     rank and Megatron-Core's parameter name, e.g. ``0.decoder.layers.3.mlp.linear_fc1.weight``.
-    Data and context ranks above 0 hold replicas only, but for experts, which are split over them.
-    `transformer_engine`: norms and experts are named and grouped as its modules do.
+    Data and context ranks above 0 hold only replicas, except of experts, which are split over
+    them. `transformer_engine`: norms and experts are named and grouped as in its modules.
     """
     return _layout(
         _chunks(shape, dims, coordinates, transformer_engine=transformer_engine), dims, coordinates
@@ -40,7 +40,7 @@ def megatron_layout(
 
 
 def _layout(chunks: list[list[Parameter]], dims: ParallelDims, coordinates: Coordinates) -> Layout:
-    """Of the rank at `coordinates`, from the unsplit parameters of its model chunks."""
+    """The layout of the rank at `coordinates`, from the unsplit parameters of its model chunks."""
     shapes, pieces, zeros = {}, [], []
     for number, chunk in enumerate(chunks):
         for parameter in chunk:
@@ -59,9 +59,9 @@ def _layout(chunks: list[list[Parameter]], dims: ParallelDims, coordinates: Coor
 def megatron_sender(
     shape: ModelShape, dims: ParallelDims, coordinates: Coordinates, *, transformer_engine: bool
 ) -> Sender:
-    """What the rank at `coordinates` can send to engines, and which ranks could as well.
+    """What the rank at `coordinates` can send to engines, and which other ranks could send it too.
 
-    Nobody sends the copy of a tied embedding: others hold it under another name.
+    The copy of a tied embedding is never sent: the ranks that hold the embedding itself send it.
     """
     chunks = _chunks(shape, dims, coordinates, transformer_engine=transformer_engine)
     return _sender(_layout(chunks, dims, coordinates), chunks, dims, coordinates)
@@ -75,7 +75,7 @@ def layout_sender(
     *,
     transformer_engine: bool,
 ) -> Sender:
-    """`megatron_sender` where the `megatron_layout` is known."""
+    """`megatron_sender` for a `megatron_layout` that is already known."""
     chunks = _chunks(shape, dims, coordinates, transformer_engine=transformer_engine)
     return _sender(layout, chunks, dims, coordinates)
 
@@ -98,7 +98,7 @@ def _sender(
 
 
 def first_senders(shape: ModelShape, dims: ParallelDims) -> Iterator[Sender]:
-    """The senders at which the holders of all tensors begin, from the first rank to the last."""
+    """The senders of all ranks that own anything, by rank: every tensor's first holder is one."""
     return (
         megatron_sender(shape, dims, at, transformer_engine=True) for at in _owners(shape, dims)
     )
@@ -121,10 +121,11 @@ def _holders(parameter: Parameter, dims: ParallelDims, at: Coordinates) -> range
 def checkpoint_layout(shape: ModelShape, padded_vocab: int) -> Layout:
     """The tensors of a torch_dist checkpoint, in the coordinates of the weight files.
 
-    They are whole, whatever the mesh that saved them, but for the rows that pad the embedding to
+    They are the same for every mesh that saves them, except for the rows that pad the embedding to
     `padded_vocab`. Layers, and the experts of a layer, are stacked: the tensor
     ``decoder.layers.mlp.linear_fc2.weight`` is [layers, hidden, intermediate], and
-    ``decoder.layers.mlp.experts.experts.linear_fc2.weight`` has a second dimension of experts.
+    ``decoder.layers.mlp.experts.experts.linear_fc2.weight`` is [layers, experts, hidden,
+    intermediate].
     """
     shapes, pieces, zeros = {}, [], []
     (chunk,) = _whole_model(shape, padded_vocab)
@@ -143,7 +144,7 @@ def checkpoint_layout(shape: ModelShape, padded_vocab: int) -> Layout:
 
 
 def checkpoint_boxes(shape: ModelShape, dims: ParallelDims) -> Iterator[list[tuple[str, Box]]]:
-    """What each rank of `dims` that owns anything saves: boxes of the tensors of a checkpoint."""
+    """For each rank of `dims` that owns anything: the boxes of checkpoint tensors that it saves."""
     for at in _owners(shape, dims):
         owned = []
         chunks = _chunks(shape, dims, at, transformer_engine=True)
@@ -156,10 +157,10 @@ def checkpoint_boxes(shape: ModelShape, dims: ParallelDims) -> Iterator[list[tup
 
 
 def extra_states(shape: ModelShape) -> list[str]:
-    """Names under which Megatron-Core's modules look for state that they have in FP8 only.
+    """Names under which Megatron-Core's modules look for state that exists only with FP8.
 
-    A load asks for those of its own modules and fails where one is missing. Here are the names of
-    its torch layers and of Transformer Engine's together.
+    Loading requires the names of the modules in use and fails if one is missing, so these are the
+    names of both Megatron-Core's torch layers and Transformer Engine's.
     """
     linears = ["self_attention.linear_qkv", "self_attention.linear_proj"]
     norms = ["input_layernorm", "pre_mlp_layernorm"]
@@ -182,7 +183,7 @@ def extra_states(shape: ModelShape) -> list[str]:
 
 
 def _place(parameter: Parameter, dims: ParallelDims, at: Coordinates) -> tuple[int, int, bool]:
-    """Tensor rank and number of tensor ranks of a parameter; whether another place owns it."""
+    """Tensor rank and number of tensor ranks for a parameter, and whether another rank owns it."""
     if parameter.is_expert:
         place = dims.expert_place(at)
         return place.tensor, dims.expert_tensor, place.data > 0
@@ -190,7 +191,7 @@ def _place(parameter: Parameter, dims: ParallelDims, at: Coordinates) -> tuple[i
 
 
 def _owners(shape: ModelShape, dims: ParallelDims) -> list[Coordinates]:
-    """Places that hold anything which is no replica: without experts one for each shard."""
+    """Coordinates of ranks that hold anything but replicas; without experts, one per shard."""
     places = [dims.coordinates(rank) for rank in range(dims.world_size)]
     return [
         at

@@ -1,4 +1,4 @@
-"""A Megatron-Core checkpoint to a Hugging Face folder: `checkpoint-convert export`."""
+"""Converts a Megatron-Core checkpoint to a Hugging Face folder: `checkpoint-convert export`."""
 
 from contextlib import closing
 from math import prod
@@ -29,10 +29,10 @@ def export_checkpoint(
 ) -> None:
     """Write the torch_dist checkpoint `megatron` as Hugging Face folder `out`.
 
-    `hf_config` is a folder with config.json, tokenizer and generation config; None takes those that
-    an import left in the checkpoint. `dtype` ("BF16", as safetensors name it) converts all weights;
-    None leaves each as it is. `out` appears when it is complete. Raises ValueError for what is
-    wrong with any of them.
+    `hf_config` is a folder with config.json, tokenizer and generation config; None uses those that
+    the checkpoint holds. `dtype` (a safetensors name such as "BF16") converts all weights; None
+    keeps the dtype of each. `out` appears only when it is complete. Raises ValueError if any
+    argument is invalid.
     """
     if not is_torch_dist(megatron):
         raise ValueError(

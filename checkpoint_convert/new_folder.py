@@ -1,4 +1,4 @@
-"""A folder that exists under its name only when it is complete."""
+"""Folders that get their final name only when they are complete."""
 
 import os
 import shutil
@@ -11,10 +11,10 @@ from checkpoint_convert.formats.tensor_io import errors_named
 
 @contextmanager
 def new_folder(out: Path, num_bytes: int) -> Iterator[Path]:
-    """A folder to write `num_bytes` into, which becomes `out` when all is well and else disappears.
+    """A folder to write `num_bytes` into; renamed to `out` on success and removed on failure.
 
     Only a process that is killed leaves it behind, as ``OUT.partial``. Raises ValueError when `out`
-    or such a left-over exists, or the disk is too full.
+    or such a leftover exists, or the disk is too full.
     """
     out = out.absolute()
     partial = out.with_name(out.name + ".partial")
@@ -40,20 +40,20 @@ def new_folder(out: Path, num_bytes: int) -> Iterator[Path]:
 
 
 def check_space(folder: Path, num_bytes: int) -> None:
-    """Raise ValueError when the disk of `folder` has less room than `num_bytes`."""
+    """Raise ValueError when the disk of `folder` has less than `num_bytes` free."""
     free = shutil.disk_usage(folder).free
     if num_bytes > free:
         raise ValueError(f"{folder} has {free:,} bytes free, the weights take {num_bytes:,}")
 
 
 def sync_tree(folder: Path) -> None:
-    """See all files below `folder`, and their names, on the disk."""
+    """Flush all files below `folder`, and their names, to disk."""
     for path in (*folder.rglob("*"), folder):
         sync(path)
 
 
 def sync(path: Path) -> None:
-    """See a file, or the names in a folder, on the disk."""
+    """Flush a file, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with errors_named(path):

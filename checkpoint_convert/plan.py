@@ -1,4 +1,4 @@
-"""How an import cuts a model into the chunks and files of a checkpoint. No weights are read."""
+"""Plans how an import cuts a model into the chunks and files of a checkpoint. Reads no weights."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ from checkpoint_convert.megatron import checkpoint_boxes, checkpoint_layout, hf_
 from checkpoint_convert.shape import ModelShape, check_divisible, padded_vocab_size
 from parallel import Box, Layout, ParallelDims, Piece, cover_exactly
 
-# Whoever loads a checkpoint reads chunks whole, so they should not be large.
+# Megatron-Core and other loaders read chunks whole, so they should not be large.
 MAX_CHUNK_BYTES = 64 << 20
 FILE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
 class ImportPlan:
-    """The chunks of a checkpoint, in files, in the order in which the model's files hold them."""
+    """The chunks of a checkpoint, grouped by file, in the order of the tensors in the model."""
 
     files: list[list[Chunk]]
     layout: Layout
@@ -24,15 +24,15 @@ class ImportPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all weights, with the padding of the vocabulary."""
+        """Bytes of all weights, including the padding of the vocabulary."""
         return sum(chunk.num_bytes for file in self.files for chunk in file)
 
 
 def plan_import(shape: ModelShape, dims: ParallelDims, dtypes: Mapping[str, str]) -> ImportPlan:
-    """Cut the model as the ranks of `dims` hold it, and then into chunks that fit into memory.
+    """Cut the model as the ranks of `dims` hold it, then into chunks of at most MAX_CHUNK_BYTES.
 
-    `dtypes` are those of the Hugging Face tensors, by safetensors' names. Raises ValueError when
-    `dims` cannot split the model, or tensors that Megatron-Core stores as one differ in dtype.
+    `dtypes` maps the Hugging Face tensors to safetensors dtype names. Raises ValueError when `dims`
+    cannot split the model, or when tensors that Megatron-Core stores as one differ in dtype.
     """
     check_divisible(shape, dims)
     whole = checkpoint_layout(shape, padded_vocab_size(shape, dims))
@@ -64,15 +64,15 @@ def _key_dtypes(whole: Layout, dtypes: Mapping[str, str]) -> dict[str, str]:
 
 
 def _in_reading_order(chunks: list[Chunk], layout: Layout) -> list[Chunk]:
-    """Chunks of all ranks that are cut from one tensor together, so that it is read once.
+    """Sort chunks so that those cut from one tensor, by any rank, are adjacent: it is read once.
 
-    The parts of a matrix that is cut by columns share the pages of a file.
+    Parts of a matrix that is split by columns share the pages of a file.
     """
     number: dict[str, int] = {}
     first: dict[str, int] = {}
     for piece in layout.pieces:
         first.setdefault(piece.local, number.setdefault(piece.tensor, len(number)))
-    return sorted(chunks, key=lambda chunk: first.get(chunk.name, -1))  # -1: padding alone
+    return sorted(chunks, key=lambda chunk: first.get(chunk.name, -1))  # -1: only padding
 
 
 def _files(chunks: list[Chunk]) -> Iterator[list[Chunk]]:

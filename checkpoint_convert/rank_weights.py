@@ -1,4 +1,4 @@
-"""Weights from files into the parameters of a rank."""
+"""Reads weights from files into the parameters of a rank."""
 
 from collections.abc import Mapping
 from contextlib import closing
@@ -20,8 +20,9 @@ def read_weights(
     """Fill every element of `parameters`, the local tensors that `layout` describes, in place.
 
     Values are converted to the dtype and device of each parameter. Raises the ValueError of
-    `open_weights` when the files at `path` do not hold what is asked for. Of a Hugging Face folder
-    no others are opened: a job of a thousand ranks would read the header of each a thousand times.
+    `open_weights` when the files at `path` do not hold the requested tensors. In a Hugging Face
+    folder only the files with those tensors are opened: otherwise a job of a thousand ranks would
+    read the header of every file a thousand times.
     """
     layout.check_shapes({name: tuple(tensor.shape) for name, tensor in parameters.items()})
     names = {piece.tensor for piece in layout.pieces}
@@ -31,4 +32,4 @@ def read_weights(
             values = parameter.detach()
             staged = values if values.is_cpu else torch.empty_like(values, device="cpu")
             assembly.fill(name, words_of(staged), DTYPE_NAMES[values.dtype])
-            values.copy_(staged)  # nothing is to be done where both are the same
+            values.copy_(staged)  # a no-op when both are the same tensor

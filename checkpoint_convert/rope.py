@@ -1,4 +1,4 @@
-"""RoPE as config.json says it, refusing what would change the numbers."""
+"""Reads the RoPE settings of config.json; refuses any that would change what is computed."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,10 +6,10 @@ from typing import Any
 
 from checkpoint_convert.config_values import number
 
-# Parameters that every kind of RoPE has with one value only; vLLM reads the last two.
+# Parameters with one supported value for every RoPE type; vLLM reads the last two.
 _REQUIRED = {"partial_rotary_factor": 1.0, "rope_dim": None, "use_fope": False}
-# Kinds of RoPE, and what else has one value: Megatron-Core applies Llama 3's scaling with these
-# numbers built in.
+# The supported RoPE types, and further parameters with one supported value: Megatron-Core has these
+# numbers of Llama 3's scaling built in.
 _REQUIRED_OF_TYPE: dict[str, dict[str, Any]] = {
     "default": {},
     "linear": {},
@@ -22,9 +22,9 @@ _REQUIRED_OF_TYPE: dict[str, dict[str, Any]] = {
 
 
 def read_rope(path: Path, config: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """Base of RoPE, and None or the `rope_type` and the parameters of a scaled one that count.
+    """The base of RoPE, and the `rope_type` and parameters of its scaling, or None without scaling.
 
-    `config` holds the values of the file at `path`. Raises ValueError for what is not carried over.
+    `config` holds the values of the file at `path`. Raises ValueError for unsupported settings.
     """
     rope = _parameters(path, config)
     _check(path, rope)
@@ -36,14 +36,14 @@ def read_rope(path: Path, config: Mapping[str, Any]) -> tuple[float, dict[str, A
 
 
 def _parameters(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """RoPE parameters in the form of transformers 5, from that form or the older one."""
+    """RoPE parameters in the format of transformers 5, from that format or the older one."""
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     scaling = config.get(key) or {}
     if not isinstance(scaling, dict):
         raise ValueError(f"{path}: {key} is {scaling!r}; null or an object is wanted")
     scaling = dict(scaling)
     rope_type = scaling.pop("rope_type", scaling.pop("type", "default"))
-    # Where config.json says this one outside too, transformers and vLLM take that.
+    # A value at the top level of config.json takes precedence in transformers and vLLM.
     trained_length = "original_max_position_embeddings"
     if rope_type == "llama3" and trained_length in config:
         scaling[trained_length] = config[trained_length]
@@ -52,7 +52,7 @@ def _parameters(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check(path: Path, rope: Mapping[str, Any]) -> None:
     rope_type = rope["rope_type"]
-    if rope_type not in list(_REQUIRED_OF_TYPE):  # in a list, as a JSON value may have no hash
+    if rope_type not in list(_REQUIRED_OF_TYPE):  # a list, as a JSON value may be unhashable
         raise ValueError(
             f"{path}: RoPE scaling {rope_type!r} is not supported; "
             f"supported: {sorted(_REQUIRED_OF_TYPE)}"

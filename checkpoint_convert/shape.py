@@ -1,4 +1,4 @@
-"""The numbers that define a decoder-only model, whatever its family."""
+"""The numbers that define a decoder-only model of any family."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
@@ -6,29 +6,30 @@ from typing import Any
 
 from parallel import ParallelDims, divisors, pipeline_layers
 
-# Mistral and Llama compute the same, and a GGUF file does not tell them apart.
+# Fields that do not change what is computed. Mistral and Llama compute the same, and a GGUF file
+# does not tell them apart.
 _NO_NUMBERS = ("family", "max_position_embeddings", "eos_token_ids")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoeShape:
-    """The mixture of experts that stands for the MLP of every layer."""
+    """The mixture of experts that replaces the MLP of every layer."""
 
     num_experts: int
     experts_per_token: int
-    """How many experts see a token: those with the largest softmax probability."""
+    """Number of experts that process a token: those with the largest softmax probability."""
     intermediate_size: int
-    """Of one expert."""
+    """Intermediate size of one expert."""
     normalize_topk: bool
     """Whether the weights of a token's experts are scaled to sum to 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """What a model computes apart from its weights; sizes count elements of the whole model."""
+    """What defines a model apart from its weights; sizes are those of the unsplit model."""
 
     family: str
-    """Name in `families.FAMILIES`, which is the `model_type` of config.json."""
+    """Key in `families.FAMILIES`, which is the `model_type` of config.json."""
     num_layers: int
     hidden_size: int
     num_attention_heads: int
@@ -36,17 +37,17 @@ class ModelShape:
     head_dim: int
     """Size of one head; heads * head_dim need not be `hidden_size`."""
     intermediate_size: int
-    """Of the dense MLP; a mixture has its own."""
+    """Intermediate size of the dense MLP; for experts see `MoeShape`."""
     vocab_size: int
     """Rows of the embedding in the weight files, without padding."""
     tie_word_embeddings: bool
     attention_bias: bool
-    """Bias on the query, key and value projections, never on the output projection."""
+    """Whether the query, key and value projections have a bias; the output projection never has."""
     qk_norm: bool
-    """RMS norm over `head_dim` on every query and key head."""
+    """Whether every query and key head has an RMS norm over `head_dim`."""
     rope_theta: float
     rope_scaling: Mapping[str, Any] | None
-    """None, or the `rope_type` and the parameters of a scaled RoPE, named as in config.json."""
+    """`rope_type` and parameters of a scaled RoPE, named as in config.json; None: not scaled."""
     rms_norm_eps: float
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
@@ -57,9 +58,9 @@ class ModelShape:
 def differing_fields(
     a: ModelShape, b: ModelShape, but_for: Collection[str] = _NO_NUMBERS
 ) -> list[str]:
-    """The fields in which two models differ: those by which the same weights compute other things.
+    """The fields in which two models differ so that the same weights compute something else.
 
-    `but_for` are those that do not count.
+    Fields in `but_for` are ignored.
     """
     fields = asdict(a), asdict(b)
     return [
@@ -70,12 +71,12 @@ def differing_fields(
 
 
 def padded_vocab_size(shape: ModelShape, dims: ParallelDims) -> int:
-    """Rows of the embedding over all tensor ranks: the next multiple of their number."""
+    """Rows of the embedding over all tensor ranks: the next multiple of the number of ranks."""
     return -(-shape.vocab_size // dims.tensor) * dims.tensor
 
 
 def check_divisible(shape: ModelShape, dims: ParallelDims) -> None:
-    """Raise ValueError, with the legal sizes, when `dims` cannot split the model."""
+    """Raise ValueError, naming the legal sizes, when `dims` cannot split the model."""
     pipeline_layers(shape.num_layers, dims)
     obstacles = _obstacles(shape, dims.tensor)
     if obstacles:
@@ -105,10 +106,10 @@ def check_divisible(shape: ModelShape, dims: ParallelDims) -> None:
 
 
 def _obstacles(shape: ModelShape, tensor: int) -> list[str]:
-    """Why Megatron-Core cannot split what is not an expert over `tensor` ranks.
+    """Why Megatron-Core cannot split the non-expert parameters over `tensor` ranks; empty: it can.
 
-    With fewer key-value heads than ranks it cuts the rows of the fused QKV projection into equal
-    shares all the same, wherever the cuts fall, and gathers the output of the projection.
+    With fewer key-value heads than ranks, Megatron-Core still splits the rows of the fused QKV
+    projection into equal shares, regardless of head boundaries, and gathers its output.
     """
     kv_heads = shape.num_key_value_heads
     split = {

@@ -1,10 +1,10 @@
-"""The tokenizer of a model, for everyone who needs one: tokenizer.json, or a SentencePiece model.
+"""Loads the tokenizer of a model: tokenizer.json, or a SentencePiece model.
 
-A tokenizer.json says by itself how text becomes tokens, so it is taken as it is: transformers'
-`AutoTokenizer` rebuilds it as the class that tokenizer_config.json names, and Llama 2's then cuts
-text after a special token otherwise than its own file says. A SentencePiece model is run by the
-sentencepiece library: transformers translates it, and without tokenizer_config.json loses the space
-in front of a text.
+A tokenizer.json fully defines how text becomes tokens, so it is used unchanged: transformers'
+`AutoTokenizer` would rebuild it as the class that tokenizer_config.json names, and Llama 2's then
+splits text after a special token differently from its own file. A SentencePiece model is run by the
+sentencepiece library: transformers would translate it, and without tokenizer_config.json would lose
+the space in front of a text.
 """
 
 import shutil
@@ -20,17 +20,17 @@ from transformers import PreTrainedTokenizer, PreTrainedTokenizerBase
 
 JSON_FILE = "tokenizer.json"
 SENTENCEPIECE_FILE = "tokenizer.model"
-# Byte-level BPE in two files, as Qwen2 was published.
+# Byte-level BPE in two files, the format in which Qwen2 was published.
 _VOCABULARY_FILE = "vocab.json"
-_SPACE = "\u2581"  # as sentencepiece writes it
+_SPACE = "\u2581"  # sentencepiece's character for a space
 
 
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in the folder `source`, or of the SentencePiece model `source`.
+    """The tokenizer in the folder `source`, or of the SentencePiece model file `source`.
 
-    Of tokenizer.json, tokenizer.model and vocab.json the first that is there counts; special
-    tokens and chat template come from the other files of the folder. Raises ValueError, naming the
-    file, when there is none of them or it is malformed.
+    Uses the first file that exists of tokenizer.json, tokenizer.model and vocab.json; special
+    tokens and chat template come from the other files of the folder. Raises ValueError if none
+    exists or if the file, which the message names, is malformed.
     """
     source = Path(source)
     if source.is_file():
@@ -49,7 +49,7 @@ def _class_for(name: str) -> Any:
         return transformers.PreTrainedTokenizerFast
     if name == SENTENCEPIECE_FILE:
         return SentencePieceTokenizer
-    # Imported where it is named, and not above: five seconds, with torch and all of generation.
+    # Lazily imported by this attribute: it takes five seconds, with torch and all generation code.
     return transformers.AutoTokenizer
 
 
@@ -57,7 +57,7 @@ def _load(tokenizer_class: Any, source: Path, file: Path) -> PreTrainedTokenizer
     try:
         if source == file:
             return tokenizer_class(vocab_file=str(file))
-        # Without False, `AutoTokenizer` asks on the terminal whether to run code of the folder.
+        # Without False, `AutoTokenizer` asks on the terminal whether to run code from the folder.
         return tokenizer_class.from_pretrained(
             source, local_files_only=True, trust_remote_code=False
         )
@@ -68,11 +68,11 @@ def _load(tokenizer_class: Any, source: Path, file: Path) -> PreTrainedTokenizer
 class SentencePieceTokenizer(PreTrainedTokenizer):
     """A SentencePiece model with the interface of transformers.
 
-    Text without special tokens becomes the ids that sentencepiece itself gives. Special tokens,
-    which are the model's control pieces and those that tokenizer_config.json adds, are found in
-    the text, and the stretches between them are encoded one by one. As sentencepiece puts a space
-    in front of what it encodes, it does so for every stretch; with `legacy: false` in
-    tokenizer_config.json only for one that begins the text.
+    Text without special tokens becomes the ids that sentencepiece itself gives. Special tokens (the
+    model's control pieces, and those that tokenizer_config.json adds) are found in the text, and
+    the stretches between them are encoded one by one. Since sentencepiece puts a space in front of
+    whatever it encodes, every stretch gets one; with `legacy: false` in tokenizer_config.json, only
+    a stretch at the beginning of the text does.
     """
 
     vocab_files_names = {"vocab_file": SENTENCEPIECE_FILE}  # noqa: RUF012 - as transformers has it
@@ -108,7 +108,7 @@ class SentencePieceTokenizer(PreTrainedTokenizer):
 
     @property
     def vocab_size(self) -> int:
-        """Number of pieces, without tokens added in tokenizer_config.json."""
+        """Number of pieces, excluding tokens added in tokenizer_config.json."""
         return len(self._pieces)
 
     def get_vocab(self) -> dict[str, int]:
@@ -119,14 +119,14 @@ class SentencePieceTokenizer(PreTrainedTokenizer):
     def build_inputs_with_special_tokens(
         self, token_ids_0: list[int], token_ids_1: list[int] | None = None
     ) -> list[int]:
-        """A text, or two, each between the tokens that begin and end a sequence, where wanted."""
+        """One text or two, each with the BOS and EOS tokens that the tokenizer is set to add."""
         before = [self.bos_token_id] if self.add_bos_token else []
         after = [self.eos_token_id] if self.add_eos_token else []
         texts = [token_ids_0] if token_ids_1 is None else [token_ids_0, token_ids_1]
         return [index for ids in texts for index in (*before, *ids, *after)]
 
     def prepare_for_tokenization(self, text: str, **kwargs: Any) -> tuple[str, dict[str, Any]]:
-        """The text with its one space in front, unless that is put before every stretch."""
+        """With `legacy: false`, add a space in front, unless a special token begins the text."""
         is_prefixed = self._is_prefixed_once and text and not self._begins_with_token(text)
         return (_SPACE + text if is_prefixed else text), kwargs
 
@@ -157,7 +157,7 @@ class SentencePieceTokenizer(PreTrainedTokenizer):
     def save_vocabulary(
         self, save_directory: str, filename_prefix: str | None = None
     ) -> tuple[str]:
-        """Copy the model."""
+        """Copy the model file to `save_directory`."""
         name = f"{filename_prefix}-{SENTENCEPIECE_FILE}" if filename_prefix else SENTENCEPIECE_FILE
         file = Path(save_directory) / name
         if not (file.exists() and file.samefile(self.vocab_file)):
@@ -166,7 +166,7 @@ class SentencePieceTokenizer(PreTrainedTokenizer):
 
 
 def _without_prefix(model: SentencePieceProcessor) -> tuple[SentencePieceProcessor, bool]:
-    """The same model putting no space in front of a text, and whether it did."""
+    """The same model without the space in front of texts, and whether the original adds one."""
     proto = ModelProto.FromString(model.serialized_model_proto())
     puts_space = proto.normalizer_spec.add_dummy_prefix
     proto.normalizer_spec.add_dummy_prefix = False

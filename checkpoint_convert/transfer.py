@@ -1,4 +1,4 @@
-"""Weights from files into the places of other files, part by part, over several processes."""
+"""Copies weights from files to places in other files, part by part, with several processes."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -15,14 +15,14 @@ from checkpoint_convert.whole_rows import WholeRows
 from checkpoint_convert.workers import add_bytes, run_tasks
 from parallel import Layout, Piece, Shape
 
-# A worker holds one part, however large the tensors, with the whole rows that it has columns of, or
-# where dtypes differ the box that goes into it. So small that it stays in the processor's cache.
+# A worker holds one part at a time, however large the tensors, plus the whole rows that contain its
+# columns or, if dtypes differ, the source box. Small enough to stay in the CPU cache.
 PART_BYTES = 4 << 20
-# What a worker takes at a time.
+# The amount of work that a worker takes at a time.
 SHARE_BYTES = 64 << 20
 
 Progress = Callable[[int, int], None]
-"""Told now and then: bytes done, bytes in all."""
+"""Called from time to time with (bytes done, total bytes)."""
 
 
 def transfer(
@@ -34,8 +34,8 @@ def transfer(
 ) -> None:
     """Write every element of the tensors that `layout` describes to their `places`.
 
-    The files are there, at their full size. Values are converted to the dtypes of the places. The
-    data begin to go to the disk; to wait for them is the caller's.
+    The files must exist at their full size. Values are converted to the dtypes of the places.
+    Writing to disk is started; waiting for it is up to the caller.
     """
     itemsize = max(ITEM_SIZES[place.dtype] for place in places.values())
     parts = Layout.of_parts(layout.shapes, PART_BYTES // itemsize)
@@ -45,7 +45,7 @@ def transfer(
         return part.box.num_elements * ITEM_SIZES[places[part.tensor].dtype]
 
     def write_share(share: Sequence[Piece]) -> None:
-        # The first touch of memory costs more than a copy: all parts go through the same.
+        # The first touch of memory costs more than a copy, so all parts reuse the same buffer.
         memory = np.empty(PART_BYTES, np.uint8)
         with ExitStack() as stack:
             files = {
@@ -70,7 +70,8 @@ def transfer(
 
 
 def _in_reading_order(parts: Iterable[Piece], weights: Weights, assembly: Assembly) -> list[Piece]:
-    """Those that take columns of the same rows come one after the other."""
+    """Sort parts by their place in the source, so that those with columns of the same rows follow
+    each other."""
     number = {name: i for i, name in enumerate(("", *weights.layout.shapes))}
 
     def key(part: Piece) -> tuple[int, Shape]:
@@ -89,7 +90,7 @@ def _check_range(tensor: str, words: Words, stored: Iterable[str], dtype: str) -
 
 
 def shares_of(parts: Iterable[Piece], size_of: Callable[[Piece], int]) -> Iterator[list[Piece]]:
-    """The parts in order, by some `SHARE_BYTES`."""
+    """The parts, in order, in shares of about `SHARE_BYTES`."""
     share: list[Piece] = []
     room = SHARE_BYTES
     for part in parts:

@@ -1,4 +1,4 @@
-"""Whether two sets of weights are the same, tensor by tensor, whatever their formats."""
+"""Compares two sets of weights, tensor by tensor, across formats: `checkpoint-convert verify`."""
 
 from collections.abc import Iterable
 from contextlib import ExitStack, closing
@@ -21,7 +21,7 @@ from checkpoint_convert.weights import Weights, open_weights
 from checkpoint_convert.workers import add_bytes, run_tasks
 from parallel import Layout, Piece
 
-_MAX_ELEMENTS = PART_BYTES // 8  # differences are told in float64
+_MAX_ELEMENTS = PART_BYTES // 8  # differences are computed in float64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Difference:
     num_different: int
     num_elements: int
     largest: float
-    """Largest absolute difference; NaN where a difference cannot be told."""
+    """Largest absolute difference; NaN if any difference is undefined."""
 
     def __str__(self) -> str:
         names = [TORCH_NAMES[dtype] for dtype in self.dtypes]
@@ -48,7 +48,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class ConfigDifference:
-    """A field of the two configs that makes equal weights compute different things."""
+    """A config field that makes equal weights compute different things on the two sides."""
 
     text: str
     """``field: its value here, its value there``."""
@@ -66,12 +66,12 @@ def verify_weights(
     num_workers: int = 1,
     progress: Progress = lambda done, total: None,
 ) -> list[ConfigDifference | Difference]:
-    """In what the models `a` and `b`, in any of the formats of `open_weights`, differ.
+    """The differences between the models `a` and `b`, in any of the formats of `open_weights`.
 
-    Without `tolerance` tensors are the same if their bytes are, dtype included; with it, if no
-    element differs by more. Each side is read as its own config says; one without, as `hf_config`
-    does, or the other side's. Raises ValueError when a side is no complete set of weights, or when
-    the models have other tensors.
+    Without `tolerance`, tensors are the same if their bytes and dtypes are; with it, if no element
+    differs by more. Each side is read by its own config; a side without one uses `hf_config`, or
+    else the config of the other side. Raises ValueError when a side is not a complete set of
+    weights, or when the two models have different tensors.
     """
     with ExitStack() as stack:
         sides = _open_both(stack, a, b, hf_config)
@@ -106,17 +106,17 @@ def verify_weights(
 def compare(
     name: str, dtypes: tuple[str, str], a: Words, b: Words, tolerance: float | None
 ) -> Difference:
-    """Compare two tensors of one shape, by their bytes or within a tolerance."""
+    """Compare two tensors of the same shape, by their bytes or within a tolerance."""
     num_different, largest = 0, 0.0
     if dtypes[0] != dtypes[1] or not np.array_equal(a, b):
         values = [
             floats(words, dtype).astype("f8") for words, dtype in zip((a, b), dtypes, strict=True)
         ]
-        # By their bits -0 is not 0, and NaN is NaN.
+        # Compared as bits, -0 differs from 0, and NaN equals NaN.
         same = a == b if dtypes[0] == dtypes[1] else values[0] == values[1]
         with np.errstate(invalid="ignore"):
             gaps = np.where(same, 0.0, np.abs(values[0] - values[1]))
-            within = same if tolerance is None else gaps <= tolerance  # NaN is within none
+            within = same if tolerance is None else gaps <= tolerance  # NaN exceeds any tolerance
         num_different, largest = int((~within).sum()), float(gaps.max())
     return Difference(
         tensor=name,
@@ -128,7 +128,7 @@ def compare(
 
 
 def _merged(parts: Iterable[Difference], tolerance: float | None) -> list[Difference]:
-    """One entry per tensor that is not the same, from those of its parts."""
+    """One entry per tensor that differs, merged from the entries of its parts."""
     tensors: dict[str, Difference] = {}
     for part in parts:
         whole = tensors.setdefault(part.tensor, part)
@@ -149,7 +149,7 @@ def _merged(parts: Iterable[Difference], tolerance: float | None) -> list[Differ
 def _open_both(
     stack: ExitStack, a: Path, b: Path, hf_config: Path | None
 ) -> tuple[Weights, Weights]:
-    """Open both sides; the models of two configs must have the same tensors."""
+    """Open both sides; ValueError unless both models have the same tensors."""
     named = [own_shape(path) for path in (a, b)]
     given = read_shape(hf_config) if hf_config else next(filter(None, named), None)
     if given is None:

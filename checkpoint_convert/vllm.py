@@ -1,7 +1,7 @@
-"""What each worker of a vLLM engine holds of a model: vLLM 0.32's parameters. Integers only.
+"""Which parts of a model each worker of a vLLM 0.32 engine holds. Integers only.
 
-vLLM is not imported: what is said here is compared with what a running engine reports
-(`check_engine`), so that another version of it stops the start and not the rewards.
+vLLM is not imported. Instead, `check_engine` compares these layouts with what a running engine
+reports, so that a vLLM version with other parameters fails at startup, not as falling rewards.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,26 +14,26 @@ from checkpoint_convert.shape import ModelShape
 from parallel import Box, Layout, Piece, Shape, divisors
 
 VOCAB_MULTIPLE = 64
-"""The vocabulary is padded to it, whatever the number of ranks."""
+"""The vocabulary is padded to a multiple of this, for any number of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineDims:
-    """Sizes of one engine."""
+    """Parallel sizes of one engine."""
 
     tensor: int = 1
-    """Workers that share every layer's matrices."""
+    """Number of workers, over which every layer's matrices are split."""
     expert_parallel: bool = False
-    """Whether the workers share the experts of a mixture among them whole, instead of sharing
-    every expert's matrices."""
+    """Whether whole experts are distributed over the workers, instead of splitting each expert's
+    matrices."""
 
 
 def engine_layouts(shape: ModelShape, dims: EngineDims) -> list[Layout]:
     """What each worker of one engine holds, in the coordinates of the weight files, by rank.
 
     Local names are those of the worker's `named_parameters()`, such as
-    ``model.layers.3.self_attn.qkv_proj.weight``; a tied head is none of them. Piece.is_replica
-    marks what a worker of lower rank holds too. Raises the ValueError of `check_engine_dims`.
+    ``model.layers.3.self_attn.qkv_proj.weight``, without a tied head. `Piece.is_replica` marks what
+    a worker of lower rank also holds. Raises the ValueError of `check_engine_dims`.
     """
     check_engine_dims(shape, dims)
     parameters = _parameters(shape)
@@ -69,7 +69,7 @@ def _worker_layout(
             pieces += part.pieces
             zeros += [(name, box) for box in part.zeros]
         elif parameter.stack[0][0] in experts:
-            # The experts of a worker are stacked in one tensor of one dimension more.
+            # The experts of a worker are stacked in one tensor with an additional first dimension.
             part = _shard(parameter, name, place, size)
             shapes[name] = (len(experts), *part.shape)
             index = parameter.stack[0][0] - experts.start
@@ -78,7 +78,8 @@ def _worker_layout(
 
 
 def _experts(shape: ModelShape, dims: EngineDims, rank: int) -> range:
-    """Those that a worker holds; where they do not divide evenly the first hold one more."""
+    """The experts that a worker holds; if they do not divide evenly, the first workers hold one
+    more."""
     if shape.moe is None:
         return range(0)
     if not dims.expert_parallel:
@@ -89,7 +90,7 @@ def _experts(shape: ModelShape, dims: EngineDims, rank: int) -> range:
 
 
 def _shard(parameter: Parameter, name: str, rank: int, size: int) -> Shard:
-    """Worker `rank`'s share of every source, one after the other; then its zero rows."""
+    """Worker `rank`'s share of every source, one after the other, followed by its zero rows."""
     sources = tuple([(source.shape, source.num_heads) for source in parameter.sources])
     parts, zeros, whole = _cut(sources, parameter.split, parameter.zero_rows, rank, size)
     pieces = [
@@ -109,9 +110,9 @@ def _cut(
 ) -> tuple[tuple[tuple[int, Box, Box, bool], ...], tuple[Box, ...], Shape]:
     """The parts of a worker's parameter, its boxes of zeros, and its shape.
 
-    Of each part: the number of its source, its box in the parameter and in the source, and whether
-    a worker of lower rank holds it too. Kept, and without names, because layers are all alike: one
-    of a kind is worked out.
+    Each part is the number of its source, its boxes in the parameter and in the source, and whether
+    a worker of lower rank also holds it. Cached, and therefore without names, because all layers
+    are alike.
     """
     parts, zeros = [], []
     row = 0
@@ -119,7 +120,7 @@ def _cut(
         box = Box.whole((shape[0] + zero_rows, *shape[1:]))
         is_replica = rank > 0
         if split is not None:
-            # With fewer key-value heads than workers, neighbours hold the same head.
+            # With fewer key-value heads than workers, neighbouring workers hold the same head.
             num_parts = min(size, num_heads or size)
             part, copy = divmod(rank, size // num_parts)
             extent = box.size[split] // num_parts
@@ -144,7 +145,7 @@ def _in_stack(piece: Piece, index: int) -> Piece:
 
 
 def check_engine_dims(shape: ModelShape, dims: EngineDims) -> None:
-    """Raise ValueError, with the legal sizes, when an engine of `dims` cannot split the model."""
+    """Raise ValueError, naming the legal sizes, when an engine of `dims` cannot split the model."""
     obstacles = _obstacles(shape, dims, dims.tensor)
     if obstacles:
         candidates = divisors(shape.num_attention_heads)
@@ -175,13 +176,13 @@ def _obstacles(shape: ModelShape, dims: EngineDims, tensor: int) -> list[str]:
 
 
 EngineReport = Mapping[str, tuple[Sequence[int], str]]
-"""Shape and dtype (``bfloat16``) of each of a worker's parameters, by name."""
+"""Shape and dtype (such as ``bfloat16``) of each of a worker's parameters, by name."""
 
 
 def check_engine(layouts: Sequence[Layout], reports: Sequence[EngineReport], dtype: str) -> None:
-    """Compare the layouts of an engine's workers with what these report, in the order of ranks.
+    """Compare the layouts of an engine's workers with their reports, both ordered by rank.
 
-    Raises ValueError that names every parameter which the layouts do not cover, which the engine
+    Raises ValueError that names every parameter that the layouts do not cover, that the engine
     lacks, or whose shape or dtype differs.
     """
     if len(layouts) != len(reports):

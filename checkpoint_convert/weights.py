@@ -1,4 +1,4 @@
-"""A model's weights in files, whatever the format: which boxes there are, and how to read them."""
+"""A model's weights in files of any format: which boxes they hold, and how to read them."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -18,18 +18,18 @@ _TENSOR_SIZES = range(1, 65)
 
 @dataclass(frozen=True)
 class Weights:
-    """A set of weights: all of a model, or those that were asked for."""
+    """A set of weights: all of a model, or the tensors that were requested."""
 
     shape: ModelShape
     layout: Layout
-    """Which boxes of the Hugging Face tensors the tensors of the files are."""
+    """Which boxes of the Hugging Face tensors the stored tensors are."""
     tensors: TensorSource
     format: str
     """``safetensors``, ``bin``, ``gguf`` or ``torch_dist``."""
 
     @property
     def dtypes(self) -> dict[str, str]:
-        """Dtype of every Hugging Face tensor, which all boxes of it have: none is of two keys."""
+        """Dtype of every Hugging Face tensor. All its boxes share it, as they have the same key."""
         return {piece.tensor: self.tensors.dtypes[piece.local] for piece in self.layout.pieces}
 
     def close(self) -> None:
@@ -41,10 +41,10 @@ def open_weights(path: Path, shape: ModelShape, names: Collection[str] | None = 
     """The weights of a model of `shape` in a Hugging Face folder (safetensors or `.bin`), a GGUF
     file, or a Megatron torch_dist checkpoint.
 
-    Reads headers, and of a tied model that stores its head as well also both tables. Raises
-    ValueError, listing all faults, unless every tensor of the model is there once, in its shape,
-    and nothing else is. With `names` of tensors a Hugging Face folder is opened and checked for
-    these alone.
+    Reads only headers, except for a tied model that also stores its head: then both tables are
+    compared. Raises ValueError that lists all faults unless exactly the tensors of the model are
+    there, each once and with its shape. `names` limits what is opened and checked in a Hugging Face
+    folder to those tensors.
     """
     if is_torch_dist(path):
         return _open_torch_dist(path, shape)
@@ -93,9 +93,10 @@ def _open_torch_dist(path: Path, shape: ModelShape) -> Weights:
 
 
 def _padded_vocab(path: Path, shape: ModelShape, num_rows: int) -> int:
-    """Rows of a stored embedding, when they are the model's with the padding of some mesh.
+    """Rows of the stored embedding; ValueError unless it is the vocabulary padded for some mesh.
 
-    Megatron-LM pads to a multiple of 128 times its tensor parallel size, we to one of the size.
+    Megatron-LM pads to a multiple of 128 times the tensor parallel size, we to a multiple of that
+    size.
     """
     units = [*_TENSOR_SIZES, *(128 * size for size in _TENSOR_SIZES)]
     possible = {-(-shape.vocab_size // unit) * unit for unit in units}
@@ -108,5 +109,5 @@ def _padded_vocab(path: Path, shape: ModelShape, num_rows: int) -> int:
 
 
 def _is_model_key(key: str) -> bool:
-    """Whether a tensor of a checkpoint is a weight: not of the optimizer, nor of the trainer."""
+    """Whether a tensor of a checkpoint is a model weight, not optimizer or trainer state."""
     return key.startswith(("embedding.", "decoder.", "output_layer."))

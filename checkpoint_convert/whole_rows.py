@@ -1,4 +1,4 @@
-"""Rows that are read whole where columns are wanted, and kept for who wants the other columns."""
+"""Reads whole rows when a box of columns is requested, and keeps them for the other columns."""
 
 import numpy as np
 
@@ -7,12 +7,12 @@ from checkpoint_convert.formats.values import WORDS, Words
 from checkpoint_convert.weights import Weights
 from parallel import Box
 
-# Of the rows that are kept. Where they would be more, columns are read alone.
+# Limit for the rows that are kept. If they are larger, only the columns are read.
 _MAX_BYTES = 64 << 20
 
 
 class WholeRows(TensorSource):
-    """The tensors of some weights, for one who reads all columns of some rows one after the other.
+    """The tensors of some weights, for a reader that takes all columns of some rows in succession.
 
     A box of columns is many small pieces of a file, and in a quantized tensor it cuts blocks.
     """
@@ -32,7 +32,7 @@ class WholeRows(TensorSource):
         return words
 
     def read_into(self, name: str, box: Box, target: Words) -> None:
-        """Put the words of `box` into `target`, from the rows that are kept if they are there."""
+        """Put the words of `box` into `target`, from the kept rows if they include it."""
         num_columns = self._shapes[name][-1]
         rows = Box((*box.start[:-1], 0), (*box.size[:-1], num_columns))
         num_bytes = rows.num_elements * WORDS[self.dtypes[name]].itemsize

@@ -1,4 +1,4 @@
-"""Tasks shared by several processes, with a count of the bytes that are done."""
+"""Runs tasks in several processes, with a shared count of the bytes that are done."""
 
 import ctypes
 import os
@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Progress = Callable[[int], None]
-"""Told how many bytes are done in all."""
+"""Called with the total number of bytes done so far."""
 POLL_SECONDS = 0.2
 SIGNALS = {signal.SIGHUP, signal.SIGINT, signal.SIGTERM}
-"""Those that ask a process to end."""
+"""Signals that ask a process to end."""
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 # Set once in each worker process, which is forked for one call of `run_tasks`.
@@ -24,7 +24,7 @@ _num_bytes: "Synchronized[int] | None" = None
 
 
 def add_bytes(count: int) -> None:
-    """Called by a task: `count` more bytes are done."""
+    """Report from within a task that `count` more bytes are done."""
     if _num_bytes is not None:
         with _num_bytes.get_lock():
             _num_bytes.value += count
@@ -38,9 +38,9 @@ def run_tasks(
 ) -> list[Result]:
     """``[task(item) for item in items]`` over `num_workers` forked processes.
 
-    Workers share `task` and what it refers to as it is now, and die with the caller. The first
-    failure is raised once the tasks that have begun have ended; a worker that was killed is a
-    ``BrokenProcessPool``.
+    Workers inherit `task` and everything it refers to in its current state, and die with the
+    caller. The first failure is raised once all tasks that have begun have ended; if a worker is
+    killed, ``BrokenProcessPool`` is raised.
     """
     context = get_context("fork")
     counter = context.Value("q", 0)
@@ -48,8 +48,8 @@ def run_tasks(
     arguments = (task, counter, os.getpid())
     executor = ProcessPoolExecutor(num_workers, context, _start_worker, arguments)
     try:
-        # The workers are forked with signals blocked, until they have let go of our handlers:
-        # Python's own work after a fork drops what a handler raises, and the signal were lost.
+        # Workers are forked with signals blocked until they have removed our handlers: Python's
+        # code that runs after a fork drops exceptions of handlers, so a signal would be lost.
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             futures = [executor.submit(_run, item) for item in items]
@@ -58,7 +58,7 @@ def run_tasks(
         pending = set(futures)
         while pending:
             done, pending = wait(pending, POLL_SECONDS, FIRST_COMPLETED)
-            progress(counter.get_obj().value)  # whoever was killed may hold the lock
+            progress(counter.get_obj().value)  # without the lock: a killed worker may hold it
             for future in done:
                 future.result()
     finally:
@@ -68,12 +68,12 @@ def run_tasks(
 
 def _start_worker(task: Callable[[Any], Any], num_bytes: "Synchronized[int]", parent: int) -> None:
     global _task, _num_bytes
-    # Linux is to kill this process when its parent ends, even by SIGKILL.
+    # Make Linux kill this process when its parent ends, even by SIGKILL.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before that
+    if os.getppid() != parent:  # the parent died before the call above
         os._exit(1)
-    # Signals are the caller's to handle. Its handlers would make them failures of a task here, and
-    # a worker that is told to end, because another was killed, would wait for its next task.
+    # Only the caller handles signals. In a worker its handlers would turn them into task failures,
+    # and a worker that is terminated because another was killed would wait for its next task.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

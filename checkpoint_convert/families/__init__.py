@@ -1,4 +1,4 @@
-"""Model families, each described once; every direction of conversion follows from it."""
+"""Model families. Each is described once; conversions in every direction follow from that."""
 
 from checkpoint_convert.families.llama import LLAMA
 from checkpoint_convert.families.mistral import MISTRAL

@@ -1,7 +1,7 @@
 """The pre-norm decoder that all families share: RoPE, GQA, gated MLP or experts, RMS norms.
 
-Each function describes parameters of Megatron-Core by the tensors of the weight files. An engine's
-parameters are the same fusions of the same tensors under other names; how they are cut is its own.
+Each function describes parameters of Megatron-Core in terms of the tensors of the weight files. An
+engine fuses the same tensors in the same way under other names, but splits them by its own rules.
 """
 
 from checkpoint_convert.families.description import Parameter, Tensor
@@ -12,7 +12,7 @@ MLP_NORM = "pre_mlp_layernorm.weight"
 
 
 def embedding(shape: ModelShape, padded_vocab: int) -> list[Parameter]:
-    """What only the first pipeline stage holds; the vocabulary padded to `padded_vocab` rows."""
+    """Parameters of the first pipeline stage only; the embedding has `padded_vocab` rows."""
     table = Tensor("model.embed_tokens.weight", (shape.vocab_size, shape.hidden_size))
     zero_rows = padded_vocab - shape.vocab_size
     return [
@@ -21,10 +21,10 @@ def embedding(shape: ModelShape, padded_vocab: int) -> list[Parameter]:
 
 
 def head(shape: ModelShape, padded_vocab: int, *, shares_embedding: bool) -> list[Parameter]:
-    """What only the last pipeline stage holds.
+    """Parameters of the last pipeline stage only.
 
-    A tied head is no parameter where the embedding is at hand (`shares_embedding`), and a copy of
-    it on a stage of its own.
+    A tied head is not a parameter when the same stage holds the embedding (`shares_embedding`);
+    otherwise it is a copy of the embedding.
     """
     norm = Tensor("model.norm.weight", (shape.hidden_size,))
     parameters = [Parameter("decoder.final_layernorm.weight", (norm,))]
@@ -42,10 +42,10 @@ def head(shape: ModelShape, padded_vocab: int, *, shares_embedding: bool) -> lis
 def layer(
     shape: ModelShape, index: int, experts: range, *, transformer_engine: bool
 ) -> list[Parameter]:
-    """Layer `index` of the model, with those of its experts; names without the layer's prefix.
+    """Layer `index` of the model with the given `experts`; names lack the layer's prefix.
 
-    Transformer Engine keeps a norm in the linear layer that follows it, but not before experts,
-    whose router reads the normalized states too. A checkpoint names norms as it does.
+    Transformer Engine keeps a norm in the linear layer that follows it, except before experts,
+    whose router also reads the normalized states. Checkpoints use Transformer Engine's norm names.
     """
     source = f"model.layers.{index}."
 
@@ -71,7 +71,7 @@ def layer(
 
 
 def attention(shape: ModelShape, source: str, target: str) -> list[Parameter]:
-    """Self-attention; `source` and `target` are prefixes of the names in files and in Megatron."""
+    """Self-attention; `source` and `target` are name prefixes in weight files and in Megatron."""
     groups, hidden = shape.num_key_value_heads, shape.hidden_size
     query, key_value = shape.num_attention_heads * shape.head_dim, groups * shape.head_dim
     rows = {"q": (query, None), "k": (key_value, groups), "v": (key_value, groups)}
@@ -103,7 +103,7 @@ def attention(shape: ModelShape, source: str, target: str) -> list[Parameter]:
 
 
 def gated_mlp(shape: ModelShape, source: str) -> list[Parameter]:
-    """MLP with a gate; `source` is the prefix of the names in files."""
+    """Gated MLP; `source` is the name prefix in weight files."""
     inward = (shape.intermediate_size, shape.hidden_size)
     gate, up = (Tensor(f"{source}{name}_proj.weight", inward) for name in ("gate", "up"))
     down = Tensor(source + "down_proj.weight", inward[::-1])

@@ -1,4 +1,4 @@
-"""The vocabulary in which a model family is described, once, for every direction."""
+"""The types that describe a model family, once for all directions of conversion."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,11 +12,11 @@ class Experts:
     """How a family names its mixture of experts, in config.json and in the weight files."""
 
     num_experts: str
-    """Key of the number of experts; their number per token is `num_experts_per_tok` everywhere."""
+    """Config key of the number of experts. That per token is `num_experts_per_tok` everywhere."""
     intermediate_size: str
-    """Key of the size of one expert."""
+    """Config key of the intermediate size of one expert."""
     normalize_topk: str | None
-    """Key of whether the weights of a token's experts are scaled to sum to 1; None: they are."""
+    """Config key: whether the weights of a token's experts are scaled to sum to 1; None: always."""
     block: str
     """Name of the module that holds router and experts."""
     gate: str
@@ -27,13 +27,13 @@ class Experts:
 
 @dataclass(frozen=True)
 class Family:
-    """A `model_type` of config.json: a decoder, and in what it differs from the others."""
+    """A `model_type` of config.json, and how it differs from the other decoders."""
 
     model_type: str
     defaults: Mapping[str, Any]
     """Values that transformers assumes for keys missing in config.json."""
     required: Mapping[str, Any]
-    """Keys that change the numbers, with the one value that is carried over."""
+    """Keys that change what the model computes, each with the only supported value."""
     attention_bias: bool = False
     qk_norm: bool = False
     experts: Experts | None = None
@@ -47,37 +47,38 @@ class Tensor:
     name: str
     shape: Shape
     num_heads: int | None = None
-    """Key-value heads in its rows, which engines copy where they have more ranks; else None."""
+    """Key-value heads in its rows, which an engine with more ranks than heads replicates; None for
+    all other tensors."""
 
 
 @dataclass(frozen=True)
 class Parameter:
     """A parameter of Megatron-Core before it is split over tensor ranks, and its other names.
 
-    Its rows are dealt like cards: every source is cut into `rounds` equal shares of rows, and round
-    i takes the i-th share of each source in turn. One round is plain concatenation; fused QKV has
-    one round per query group. `zero_rows` follow at the end.
+    Rows of the sources are interleaved: every source is cut into `rounds` equal shares of rows, and
+    round i takes the i-th share of each source in turn. One round is plain concatenation; fused QKV
+    has one round per query group. `zero_rows` follow at the end.
     """
 
     name: str
     sources: tuple[Tensor, ...]
     split: int | None = None
-    """Dimension cut into equal parts over tensor ranks; None when every rank holds the whole."""
+    """Dimension split into equal parts over tensor ranks; None: every rank holds the whole."""
     rounds: int = 1
     is_split_by_source: bool = False
-    """Whether each rank holds its share of every source, one after the other (gate and up), so that
-    there are as many rounds as ranks."""
+    """Whether each rank holds its share of every source, one after the other (gate and up), which
+    makes as many rounds as ranks."""
     zero_rows: int = 0
     is_copy: bool = False
     """Whether another parameter holds the same elements and owns them."""
     is_expert: bool = False
-    """Whether it is split and copied as experts are, over ranks of their own."""
+    """Whether it is split and replicated over the expert-parallel ranks."""
     key: str = ""
     """Name in a torch_dist checkpoint; empty: `name`."""
     engine_name: str = ""
-    """Name in a vLLM engine, which fuses the same tensors; empty: that of the only source."""
+    """Name in a vLLM engine, which fuses the same tensors; empty: the name of the only source."""
     stack: tuple[tuple[int, int], ...] = ()
-    """(index, size) of the stacks, of layers and of experts, that a checkpoint has under `key`."""
+    """(index, size) in the stacks of layers and of experts that a checkpoint stores under `key`."""
 
     @property
     def shape(self) -> Shape:
@@ -86,7 +87,7 @@ class Parameter:
         return (rows, *self.sources[0].shape[1:])
 
     def stored_as(self, name: str, key: str, index: int, size: int) -> "Parameter":
-        """The parameter under its names in the model and in a checkpoint's stack of `size`."""
+        """The parameter renamed, as entry `index` of a checkpoint's stack of `size` under `key`."""
         return replace(self, name=name, key=key, stack=((index, size), *self.stack))
 
 
@@ -100,7 +101,7 @@ class Shard:
 
 
 def shard(parameter: Parameter, rank: int, size: int) -> Shard:
-    """Cut out the part of tensor rank `rank` of `size`."""
+    """The part of a parameter that tensor rank `rank` of `size` holds."""
     local = Box.whole(parameter.shape)
     if parameter.split is not None:
         extent, rest = divmod(parameter.shape[parameter.split], size)
@@ -123,7 +124,7 @@ def shard(parameter: Parameter, rank: int, size: int) -> Shard:
 
 
 def _blocks(parameter: Parameter, rounds: int, local: Box) -> list[tuple[Box, str | None, int]]:
-    """Blocks of rows of the rounds that `local` meets: place, source (None: zeros), first row."""
+    """Row blocks of the rounds that `local` meets: box, source (None: zeros), first source row."""
     whole = Box.whole(parameter.shape)
     shares = [source.shape[0] // rounds for source in parameter.sources]
     round_rows = sum(shares)
@@ -142,10 +143,10 @@ def _blocks(parameter: Parameter, rounds: int, local: Box) -> list[tuple[Box, st
 
 
 def stored_boxes(parameter: Parameter, rank: int, size: int) -> list[Box]:
-    """What tensor rank `rank` of `size` saves of a parameter, in a checkpoint's coordinates.
+    """The boxes of a parameter that tensor rank `rank` of `size` saves, in checkpoint coordinates.
 
-    A checkpoint holds parameters unsplit, their sources in plain order where ranks hold a share of
-    each; under one key, stacked.
+    A checkpoint holds parameters unsplit and stacked under one key. Sources that are split one by
+    one (gate and up) are concatenated there.
     """
     blocks = [Box.whole(parameter.shape)]
     if parameter.is_split_by_source:
@@ -160,6 +161,6 @@ def stored_boxes(parameter: Parameter, rank: int, size: int) -> list[Box]:
 
 
 def stacked(parameter: Parameter, box: Box) -> Box:
-    """A box of a parameter as a box of the stack that a checkpoint has of it."""
+    """A box of a parameter as a box of the stacked tensor in a checkpoint."""
     indices = tuple(index for index, _ in parameter.stack)
     return Box(indices + box.start, (1,) * len(indices) + box.size)

@@ -15,7 +15,7 @@ MIXTRAL = Family(
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
     },
-    # The jitter is noise on what the router sees, while training.
+    # The jitter is noise on the router's input during training.
     required={"sliding_window": None, "router_jitter_noise": 0.0},
     experts=Experts(
         num_experts="num_local_experts",

@@ -1,4 +1,4 @@
-"""A mixture of experts in the place of an MLP: a router, and experts with a gate each."""
+"""A mixture of experts in place of an MLP: a router and gated experts."""
 
 from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.families.description import Experts, Parameter, Tensor
@@ -8,7 +8,7 @@ from checkpoint_convert.shape import ModelShape, MoeShape
 def mixture(
     shape: ModelShape, moe: MoeShape, source: str, experts: range, *, grouped: bool
 ) -> list[Parameter]:
-    """The router and those `experts` of one layer that a rank holds, numbered in the whole model.
+    """The router and the `experts` (global indices) of one layer that a rank holds.
 
     `source` is the layer's prefix in the weight files. `grouped`: Transformer Engine multiplies by
     all experts of a rank at once, and numbers their weights in one module.

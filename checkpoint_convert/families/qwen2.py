@@ -12,7 +12,7 @@ QWEN2 = Family(
         "tie_word_embeddings": False,
         "eos_token_id": None,
     },
-    # `qk_norm` is known to vLLM only.
+    # Only vLLM reads `qk_norm`.
     required={"use_sliding_window": False, "qk_norm": False},
     attention_bias=True,
 )

@@ -1,4 +1,4 @@
-"""Qwen3, dense: Llama with an RMS norm on every query and key head, and a head size of its own."""
+"""Qwen3, dense: Llama with an RMS norm on every query and key head, and an explicit head size."""
 
 from checkpoint_convert.families.description import Family
 

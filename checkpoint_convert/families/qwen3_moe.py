@@ -17,8 +17,8 @@ QWEN3_MOE = Family(
         "moe_intermediate_size": 768,
         "norm_topk_prob": False,
     },
-    # Layers without experts are those of the list, and all but every n-th. A shared expert, which
-    # sees every token, is known to vLLM only.
+    # mlp_only_layers, and all but every decoder_sparse_step-th layer, have a dense MLP. Only vLLM
+    # knows a shared expert, which sees every token.
     required={
         "attention_bias": False,
         "use_sliding_window": False,

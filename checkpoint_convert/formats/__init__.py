@@ -1,1 +1,1 @@
-"""Files of weights: safetensors, torch, GGUF; read and written box by box, in place."""
+"""Weight file formats: safetensors, torch.save, torch_dist, GGUF; accessed box by box, in place."""

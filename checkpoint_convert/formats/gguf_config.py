@@ -1,8 +1,8 @@
-"""The metadata of a GGUF file as the config files of a Hugging Face folder.
+"""Converts the metadata of a GGUF file to the config files of a Hugging Face folder.
 
-transformers reads these metadata too, but leaves out what the defaults of its configs hide on
-well-known models: the scaled RoPE of Llama 3, the head size of Qwen3, the size of an expert, the
-experts of Mixtral.
+transformers reads this metadata too, but drops the scaled RoPE of Llama 3, the head size of Qwen3,
+the expert size and the experts of Mixtral; the defaults of its configs hide that on well-known
+models.
 """
 
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ _CLASSES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
-# Key of the metadata, after the architecture -> key of config.json.
+# Metadata key without the architecture prefix -> key of config.json.
 _KEYS = {
     "block_count": "num_hidden_layers",
     "embedding_length": "hidden_size",
@@ -45,9 +45,9 @@ _OWN_KEYS = {
         "expert_feed_forward_length": "moe_intermediate_size",
     },
 }
-# The values of these are real numbers, of the other keys sizes.
+# Keys whose values are real numbers; the values of all other keys are sizes.
 _REAL = ("attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.scaling.factor")
-# Keys that are carried over in another way, or say nothing that the tensors do not.
+# Keys that are converted separately, or that the tensors make redundant.
 _OTHER_KEYS = {
     "vocab_size",
     "rope.dimension_count",
@@ -56,7 +56,7 @@ _OTHER_KEYS = {
     "rope.scaling.factor",
     "tensor_data_layout",
 }
-# For one that is missing, transformers would take the value of some other model.
+# If one of these is missing, transformers would use the default of some other model.
 _REQUIRED = (
     "block_count",
     "context_length",
@@ -70,9 +70,9 @@ _REQUIRED = (
 def write_hf_config(gguf: Path, folder: Path) -> None:
     """Write config.json, generation_config.json and the tokenizer of a GGUF file into `folder`.
 
-    The dtype is that of the matrices, float32 where they are quantized or of several types. Raises
-    ValueError, naming the key, for metadata that are missing, of another type, or would change the
-    model's numbers and are not carried over, and for a tokenizer that is not known.
+    The dtype is that of the matrices, or float32 if they are quantized or of several types. Raises
+    ValueError, naming the key, for metadata that is missing, has the wrong type, or would change
+    what the model computes but cannot be converted, and for an unsupported tokenizer.
     """
     import transformers  # noqa: PLC0415 - takes seconds, which other formats should not cost
 
@@ -83,7 +83,7 @@ def write_hf_config(gguf: Path, folder: Path) -> None:
     tokens = {role: token_id(header, name) for role, name in names.items()}
     ids = {f"{role}_token_id": index for role, index in tokens.items() if index is not None}
     transformers.AutoConfig.for_model(**config, **ids).save_pretrained(folder)
-    # The tokens that end a turn and a message also end what is generated.
+    # The end-of-turn and end-of-message tokens also end a generation.
     ends = [token_id(header, name) for name in ("eos", "eot", "eom")]
     known = sorted({index for index in ends if index is not None})
     generation = {**ids, "eos_token_id": known} if known else ids
@@ -91,9 +91,10 @@ def write_hf_config(gguf: Path, folder: Path) -> None:
 
 
 def gguf_shape(gguf: Path) -> ModelShape:
-    """Shape of the model by the metadata of a GGUF file, but for its end tokens.
+    """Shape of the model from the metadata of a GGUF file, without its end tokens.
 
-    Of a file whose tokenizer is not known, too. Raises ValueError like `write_hf_config`.
+    Does not read the tokenizer, so an unsupported one is no error. Otherwise raises ValueError like
+    `write_hf_config`.
     """
     return shape_of(gguf, _config(GgufHeader(gguf)))
 
@@ -116,7 +117,7 @@ def _config(header: GgufHeader) -> dict[str, Any]:
     config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
     _check_head(header, values, config["head_dim"])
     if model_type == "qwen3_moe":
-        config["norm_topk_prob"] = True  # llama.cpp knows no other
+        config["norm_topk_prob"] = True  # llama.cpp always normalizes
     if model_type == "mixtral":
         config["sliding_window"] = None
     embedding = header.tensors.get("token_embd.weight")
@@ -169,15 +170,15 @@ def _rope_parameters(header: GgufHeader, values: dict[str, Any]) -> dict[str, An
         "rope_type": "default",
         "rope_theta": _checked(header, "rope.freq_base", values.get("rope.freq_base", 10000.0)),
     }
-    kind = values.get("rope.scaling.type", "linear")  # so does llama.cpp take a factor by itself
+    kind = values.get("rope.scaling.type", "linear")  # llama.cpp's default for a bare factor
     if kind not in ("none", "linear"):
         raise ValueError(
             f"{header.path}: RoPE scaling {kind!r} is not supported; supported: 'none', 'linear', "
             f"and that of Llama 3, which is a tensor {ROPE_FACTORS}"
         )
     factor = values.get("rope.scaling.factor", 0.0) if kind == "linear" else 0.0
-    is_linear = factor not in (0, 1)  # to llama.cpp, 0 is no factor
-    if ROPE_FACTORS in header.tensors:  # `GgufTensors` checks every one against this
+    is_linear = factor not in (0, 1)  # llama.cpp reads 0 as no factor
+    if ROPE_FACTORS in header.tensors:  # `GgufTensors` checks all of them against this result
         if is_linear:
             raise ValueError(
                 f"{header.path} scales RoPE twice, by a tensor {ROPE_FACTORS} and by "
@@ -197,5 +198,5 @@ def _rope_parameters(header: GgufHeader, values: dict[str, Any]) -> dict[str, An
 
 
 def _shortest(value: Any) -> Any:
-    """A float as the shortest decimal number with the same float32, which is what was stored."""
+    """A float as the shortest decimal with the same float32 value; files store float32."""
     return float(str(np.float32(value))) if isinstance(value, float) else value

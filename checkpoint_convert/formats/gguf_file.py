@@ -1,10 +1,11 @@
-"""The tensors of a GGUF file, llama.cpp's format, as those of the Hugging Face folder it came from.
+"""Reads a GGUF file (llama.cpp's format) as the tensors of the Hugging Face folder it came from.
 
-A quantized tensor is rows of blocks, some 32 or 256 values with their scales. A box is read by the
-blocks that it touches, and only those are dequantized, to float32. llama.cpp rotates pairs of
-neighbours where Hugging Face rotates the two halves of a head: for the architecture "llama" (with
-Mistral and Mixtral) the rows of the query and key projections are stored in its order, row i of the
-first and of the second half of a head as rows 2i and 2i+1. Experts are stacked into one tensor.
+A quantized tensor is rows of blocks, each of some 32 or 256 values with their scales. To read a
+box, only the blocks that it touches are read and dequantized, to float32. llama.cpp's RoPE rotates
+neighbouring pairs where Hugging Face rotates the two halves of a head. For the architecture "llama"
+(which includes Mistral and Mixtral) the rows of the query and key projections are therefore stored
+interleaved: row i of the first and of the second half of a head as rows 2i and 2i+1. The experts of
+a layer are stacked into one tensor.
 """
 
 import re
@@ -34,13 +35,13 @@ ROPE_FACTORS = "rope_freqs.weight"
 _WITH_ROWS_PAIRED = "llama"
 _PAIRED_ROWS = re.compile(r"\.self_attn\.[qk]_proj\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
-# Of values that are dequantized, or have their rows put in order, at a time.
+# Bytes of values that are dequantized or reordered at a time.
 _SLICE_BYTES = 1 << 20
 _OTHER_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
 def find_gguf(path: Path) -> Path | None:
-    """The .gguf file at `path`, or the only weights file of folder `path`; None: it is no GGUF."""
+    """The .gguf file at `path`, or the only weight file in the folder `path`; None: not a GGUF."""
     if path.is_file():
         return path if path.suffix == ".gguf" else None
     found = sorted(path.glob("*.gguf"))
@@ -53,10 +54,10 @@ def find_gguf(path: Path) -> Path | None:
 
 
 class GgufTensors(TensorSource):
-    """The tensors of a GGUF file by name, shape and order of rows of the Hugging Face model.
+    """The tensors of a GGUF file, with the names, shapes and row order of the Hugging Face model.
 
-    Raises ValueError, listing all, when tensors of the model are missing, of another shape or of a
-    type that cannot be dequantized, or when the file has tensors that are not part of the model.
+    Raises ValueError that lists all tensors of the model that are missing or have another shape or
+    a type that cannot be dequantized, and all tensors that are not part of the model.
     """
 
     def __init__(self, path: str | Path, shape: ModelShape) -> None:
@@ -87,12 +88,12 @@ class GgufTensors(TensorSource):
         return words
 
     def read_into(self, name: str, box: Box, target: Words) -> None:
-        """Put the words of `box` into `target`: straight, or some rows at a time."""
+        """Put the words of `box` into `target`: directly, or some rows at a time."""
         is_paired = self._is_paired and _PAIRED_ROWS.search(name) is not None
         if self._stored[name].place.dtype != BYTES and not is_paired:
             self._bytes.read_into(name, box, target)
             return
-        # Whole heads, where their rows are in pairs: a part of one costs as much.
+        # Interleaved rows are read by whole heads: a part of a head costs as much.
         unit = self._head_dim if is_paired else 1
         row_bytes = prod(box.size[1:]) * target.itemsize
         num_rows = max(1, _SLICE_BYTES // (unit * row_bytes)) * unit
@@ -107,7 +108,7 @@ class GgufTensors(TensorSource):
             target[first : first + rows.size[0]] = values[within.slices]
 
     def _read_blocks(self, name: str, box: Box) -> Words:
-        """The words of a box of whole blocks, in the order of the file."""
+        """The words of a box of whole blocks, in file order."""
         stored = self._stored[name]
         if stored.place.dtype != BYTES:
             return self._bytes.read(name, box)
@@ -126,17 +127,17 @@ class GgufTensors(TensorSource):
 
 
 def rope_factors(header: GgufHeader) -> NDArray[Any]:
-    """By what a file divides the frequencies of RoPE: its tensor ROPE_FACTORS."""
+    """The factors by which a file divides the RoPE frequencies: its tensor ROPE_FACTORS."""
     place = header.tensors[ROPE_FACTORS].place
     with StoredTensors({ROPE_FACTORS: place}) as stored:
         return floats(stored.read(ROPE_FACTORS, Box.whole(place.shape)), place.dtype)
 
 
 def llama3_rope_factors(factor: float, theta: float, head_dim: int) -> NDArray[Any]:
-    """By what Llama 3 divides the frequencies of RoPE, which GGUF files store as a tensor.
+    """The factors by which Llama 3 divides the RoPE frequencies; GGUF files store them as a tensor.
 
-    Wavelengths beyond the original context of 8,192 are stretched by `factor`, those below a
-    quarter of it not at all, and in between the frequency is interpolated.
+    Wavelengths longer than the original context of 8,192 are stretched by `factor`, those shorter
+    than a quarter of it not at all; in between the frequency is interpolated.
     """
     wavelengths = 2 * pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     smooth = ((8192 / wavelengths - 1.0) / (4.0 - 1.0)).clip(0, 1)
@@ -144,7 +145,7 @@ def llama3_rope_factors(factor: float, theta: float, head_dim: int) -> NDArray[A
 
 
 def _stored_names(architecture: str, shape: ModelShape) -> dict[str, str]:
-    """Name in the file of every tensor of the model; all experts of a layer are in one."""
+    """Name in the file of every model tensor; all experts of a layer share one stored tensor."""
     gguf = gguf_library()
     (number,) = [arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture]
     names = gguf.get_tensor_name_map(number, shape.num_layers)
@@ -155,7 +156,7 @@ def _stored_names(architecture: str, shape: ModelShape) -> dict[str, str]:
 
 
 def _faults(header: GgufHeader, shape: ModelShape, stored_names: dict[str, str]) -> Iterator[str]:
-    """What is missing, of another shape or type, or unexpected."""
+    """Tensors that are missing or unexpected, or have the wrong shape or type."""
     checked = set()
     for name, size in hf_tensors(shape).items():
         stored_name = stored_names[name]
@@ -191,9 +192,10 @@ def _can_be_read(stored: GgufTensor) -> bool:
 
 
 def _rope_faults(header: GgufHeader, shape: ModelShape) -> Iterator[str]:
-    """llama.cpp takes Llama 3's scaling of RoPE from a tensor, we from the config: they must agree.
+    """Check that the RoPE scaling of Llama 3 in the file's tensor and in the config agree.
 
-    A file without the tensor, from before llama.cpp knew that scaling, computes another model.
+    llama.cpp reads it from the tensor; we read it from the config. A file without the tensor, from
+    before llama.cpp supported that scaling, computes another model.
     """
     scaling = shape.rope_scaling or {}
     factor = scaling["factor"] if scaling.get("rope_type") == "llama3" else 1.0
@@ -209,7 +211,7 @@ def _rope_faults(header: GgufHeader, shape: ModelShape) -> Iterator[str]:
 
 
 def _expert(stored: GgufTensor, name: str) -> GgufTensor:
-    """The part of a stack of experts that is the tensor `name`; anything else as it is."""
+    """The slice of a stack of experts that is the tensor `name`; any other tensor unchanged."""
     match = _EXPERT.search(name)
     if match is None:
         return stored
@@ -224,13 +226,13 @@ def _expert(stored: GgufTensor, name: str) -> GgufTensor:
 
 
 def _widened(box: Box, dim: int, unit: int) -> Box:
-    """The smallest box around `box` that holds whole units of indices along `dim`."""
+    """The smallest box around `box` that starts and ends at multiples of `unit` along `dim`."""
     first = box.start[dim] // unit * unit
     end = -(-box.end[dim] // unit) * unit
     return box.narrowed(dim % len(box.size), first - box.start[dim], end - first)
 
 
 def _halves(words: Words, head_dim: int) -> Words:
-    """Rows of whole heads, from neighbours that rotate together to halves that do."""
+    """Reorder the rows of whole heads: from neighbours that rotate together to halves that do."""
     pairs = words.reshape(-1, head_dim // 2, 2, *words.shape[1:])
     return pairs.swapaxes(1, 2).reshape(words.shape)

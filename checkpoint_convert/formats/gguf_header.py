@@ -1,7 +1,7 @@
-"""What a GGUF file says about itself, and where its tensors are.
+"""The header of a GGUF file: its metadata, and where its tensors are.
 
-The gguf library reads this too, but believes every length that a file declares: an array of 10^12
-numbers in a file of 133 bytes ends when the memory does. It also takes seconds for a vocabulary.
+The gguf library reads headers too, but trusts every length that a file declares: for an array of
+10^12 numbers in a file of 133 bytes it runs out of memory. It also takes seconds for a vocabulary.
 """
 
 import os
@@ -15,17 +15,17 @@ import numpy as np
 from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TensorPlace
 from parallel import Shape
 
-# `general.architecture` of a file -> the families that llama.cpp converts to it.
+# `general.architecture` of a file -> the families that llama.cpp stores under that name.
 ARCHITECTURES = {
     "llama": ("llama", "mistral", "mixtral"),
     "qwen2": ("qwen2",),
     "qwen3": ("qwen3",),
     "qwen3moe": ("qwen3_moe",),
 }
-BYTES = "U8"  # what blocks of a quantized type are stored as
+BYTES = "U8"  # the stored dtype of blocks of a quantized type
 _VERSIONS = (2, 3)
 _BIG_ENDIAN = [b"GGUF" + version.to_bytes(4, "big") for version in _VERSIONS]
-# The types of the metadata: those of a number, as numpy calls them, and two others.
+# The types of metadata values: numbers, by numpy's names, and two others.
 _NUMBERS = {
     0: "u1",
     1: "i1",
@@ -54,14 +54,14 @@ def gguf_library() -> Any:
 
 
 class GgufHeader:
-    """What a GGUF file says about itself, and where its tensors are.
+    """The metadata of a GGUF file, and where its tensors are.
 
-    Raises ValueError, naming the file, when it is truncated or malformed, of an architecture that
-    is not supported, or one of several files of a model.
+    Raises ValueError, naming the file, when it is truncated or malformed, has an unsupported
+    architecture, or is one of several files of a model.
     """
 
     def __init__(self, path: Path) -> None:
-        gguf_library()  # where it is missing, that is the fault
+        gguf_library()  # fails first where the package is missing
         self.path = path
         with path.open("rb") as file:
             if file.read(8) in _BIG_ENDIAN:
@@ -80,18 +80,18 @@ class GgufHeader:
                 "llama.cpp's llama-gguf-split --merge"
             )
         self.architecture = self.get("general.architecture")
-        if self.architecture not in list(ARCHITECTURES):  # in a list, as an array has no hash
+        if self.architecture not in list(ARCHITECTURES):  # a list, as the value may be unhashable
             raise ValueError(
                 f"{path} is of architecture {self.architecture!r}, which is not supported; "
                 f"supported: {sorted(ARCHITECTURES)}"
             )
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Value of a key of the metadata."""
+        """Value of a metadata key."""
         return self._values.get(key, default)
 
     def of_architecture(self) -> dict[str, Any]:
-        """The metadata that the architecture asks for, without its name in front of the keys."""
+        """The metadata of the architecture, with its name removed from the keys."""
         prefix = f"{self.architecture}."
         return {
             key.removeprefix(prefix): value
@@ -102,23 +102,23 @@ class GgufHeader:
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor of a GGUF file: its values' shape and type, and where its bytes are."""
+    """A tensor of a GGUF file: shape and type of its values, and where its bytes are."""
 
     shape: Shape
     kind: Any
     """`gguf.GGMLQuantizationType`."""
     block: tuple[int, int]
-    """Values of a block and bytes of a block; a block lies within a row."""
+    """Values per block and bytes per block; a block lies within a row."""
     place: TensorPlace
 
     @property
     def dtype(self) -> str:
-        """Of the values that are read: a quantized type becomes float32."""
+        """Dtype of the values that a read returns: float32 for a quantized type."""
         return self.place.dtype if self.place.dtype in ITEM_SIZES else "F32"
 
 
 class _Stream:
-    """The values of a GGUF file, one after the other; ValueError where the file ends before."""
+    """Reads the values of a GGUF file in order; ValueError where the file ends too early."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

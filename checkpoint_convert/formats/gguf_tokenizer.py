@@ -1,7 +1,7 @@
-"""The tokenizer in the metadata of a GGUF file as the files of a Hugging Face folder.
+"""Converts the tokenizer in the metadata of a GGUF file to the files of a Hugging Face folder.
 
-A tokenizer with scores (`llama`) becomes the SentencePiece model that it was made from, one with
-merges (`gpt2`) a tokenizer.json.
+A tokenizer with scores (`llama`) becomes the SentencePiece model that it was made from; one with
+merges (`gpt2`) becomes a tokenizer.json.
 """
 
 import json
@@ -16,14 +16,14 @@ from tokenizers.models import BPE
 from checkpoint_convert.config_values import boolean
 from checkpoint_convert.formats.gguf_header import GgufHeader
 
-# `tokenizer.ggml.token_type`, the same numbers as in SentencePiece.
+# Values of `tokenizer.ggml.token_type`, the same as in SentencePiece.
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}"
     r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# `tokenizer.ggml.pre`, which says how text is split before merging, and our name for it.
+# `tokenizer.ggml.pre`, which selects how text is split before merging -> our name for it.
 _SPLITTERS = {
     "gpt-2": "gpt2",
     "smollm": "smollm",
@@ -43,15 +43,15 @@ _INSTEAD = (
 def write_tokenizer(header: GgufHeader, folder: Path) -> None:
     """Write tokenizer files into `folder`.
 
-    Raises ValueError for a kind of tokenizer, or a way of splitting text, that is not known, and
-    for metadata that are missing or of another type, naming the key.
+    Raises ValueError for an unsupported kind of tokenizer or way of splitting text, and for
+    metadata that is missing or has the wrong type, naming the key.
     """
     kind = header.get("tokenizer.ggml.model")
     writers: dict[str, Callable[[GgufHeader, Path], None]] = {
         "llama": _write_sentencepiece,
         "gpt2": _write_merges,
     }
-    if kind not in list(writers):  # in a list, as an array has no hash
+    if kind not in list(writers):  # a list, as the value may be unhashable
         raise ValueError(
             f"{header.path} has a tokenizer of kind {kind!r}, supported: {sorted(writers)}; "
             f"{_INSTEAD}"
@@ -65,7 +65,7 @@ def _write_sentencepiece(header: GgufHeader, folder: Path) -> None:
     types = _list(header, "token_type", int, len(tokens))
     model = ModelProto()
     for token, score, kind in zip(tokens, scores, types, strict=True):
-        # llama.cpp writes the spaces of these as such.
+        # llama.cpp stores user-defined tokens with plain spaces.
         piece = token.replace(" ", "\u2581") if kind == _USER_DEFINED else token
         model.pieces.add(piece=piece, score=score, type=kind)
     model.trainer_spec.model_type = TrainerSpec.BPE
@@ -85,8 +85,8 @@ def _write_sentencepiece(header: GgufHeader, folder: Path) -> None:
         "tokenizer_class": "LlamaTokenizer",
         "add_bos_token": _flag(header, "add_bos_token", True),
         "add_eos_token": _flag(header, "add_eos_token", False),
-        "add_prefix_space": puts_space,  # transformers does not ask the model
-        "legacy": True,  # llama.cpp puts a space in front after every special token
+        "add_prefix_space": puts_space,  # transformers does not read it from the model
+        "legacy": True,  # llama.cpp puts a space in front of text after every special token
         "chat_template": header.get("tokenizer.chat_template"),
         **{f"{role}_token": name for role, name in _special_tokens(header).items()},
     }
@@ -138,7 +138,7 @@ def _write_merges(header: GgufHeader, folder: Path) -> None:
 
 
 def _pre_tokenizer(splitter: str) -> Any:
-    """How the models of a splitter cut text into words, as in their tokenizer.json."""
+    """The pre-tokenizer of a splitter, as in the tokenizer.json of its models."""
     if splitter == "gpt2":
         return pre_tokenizers.ByteLevel(add_prefix_space=False)
     if splitter == "smollm":
@@ -157,7 +157,7 @@ def _special_tokens(header: GgufHeader) -> dict[str, str]:
 
 
 def token_id(header: GgufHeader, name: str) -> int | None:
-    """Id of a special token, such as `eos`; ValueError where there is no token of that id."""
+    """Id of a special token such as `eos`, None if not set; ValueError if it is out of range."""
     key = f"tokenizer.ggml.{name}_token_id"
     index = header.get(key)
     if index is None:

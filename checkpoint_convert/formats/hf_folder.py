@@ -1,4 +1,4 @@
-"""The weight files of a Hugging Face folder: finding and checking tensors from headers."""
+"""The weight files of a Hugging Face folder: locates and checks tensors from file headers."""
 
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ BIN_FILE = "pytorch_model.bin"
 BIN_INDEX_FILE = "pytorch_model.bin.index.json"
 ADAPTER_FILE = "adapter_config.json"
 _MAX_NAME_BYTES = 255  # Linux's limit
-# Buffers that old checkpoints saved; they follow from config.json.
+# Buffers in old checkpoints; their values follow from config.json.
 _RECOMPUTED = ".rotary_emb.inv_freq"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -26,12 +26,12 @@ T = TypeVar("T")
 def locate_tensors(
     folder: str | Path, names: Collection[str] | None = None
 ) -> dict[str, TensorPlace]:
-    """Place of every tensor in `folder`, from one file or, without it, from a sharded index.
+    """Place of every tensor in `folder`: in its single weight file or, without one, in its shards.
 
-    With `names`, of those alone that are among them: shards with none of these are not opened.
-    Files of torch.save are read when there are no safetensors. Raises ValueError for what is no
-    folder or has neither, an index that names files outside the folder or files and tensors that
-    are not there, and malformed files.
+    `names` limits the result to those tensors; shards without any of them are not opened.
+    torch.save files are read when there are no safetensors files. Raises ValueError if `folder` is
+    not a folder or has neither kind of file, if the index names files outside the folder, missing
+    files or missing tensors, and for malformed files.
     """
     folder = Path(folder)
     check_folder(folder)
@@ -85,12 +85,12 @@ def _is_file_name(text: str) -> bool:
 def check_weights(
     folder: str | Path, shape: ModelShape, names: Collection[str] | None = None
 ) -> dict[str, TensorPlace]:
-    """Places of exactly the tensors that `shape` asks for; reads headers, not weights.
+    """Places of exactly the tensors that `shape` requires; reads headers, not weights.
 
-    The one exception is a tied model that stores its head as well: both tables are read and
-    compared. With `names`, of these alone: whatever else is there is not looked at. Raises
-    ValueError that lists every tensor that is missing, unexpected, or of another shape or a dtype
-    that is not supported, and for a folder with an adapter, which changes the weights.
+    The one exception is a tied model that also stores its head: both tables are read and compared.
+    `names` limits the check and the result to those tensors. Raises ValueError that lists every
+    tensor that is missing or unexpected or has the wrong shape or an unsupported dtype, and for a
+    folder with an adapter, which would change the weights.
     """
     if (Path(folder) / ADAPTER_FILE).is_file():
         raise ValueError(
@@ -117,11 +117,11 @@ def check_weights(
 
 
 def _faults_of_extra(name: str, places: dict[str, TensorPlace], shape: ModelShape) -> Iterator[str]:
-    """What is wrong with a tensor that is not wanted.
+    """What is wrong with a tensor that `shape` does not include.
 
-    Nothing with a head saved beside the embedding that it is tied to, byte for byte. transformers
-    unties a model whose two tables differ, so then the head is no mere copy; and vLLM unties one
-    that has the head alone, and serves it, in silence, with an embedding that was never loaded.
+    A head that equals the embedding it is tied to, byte for byte, is fine. If the two differ,
+    transformers unties them, so the head is not a mere copy. If only the head is stored, vLLM
+    unties the model and silently serves it with an embedding that was never loaded.
     """
     if name == _HEAD and shape.tie_word_embeddings:
         table = places.get(_EMBEDDING)

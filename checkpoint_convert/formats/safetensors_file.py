@@ -1,6 +1,6 @@
-"""Headers of safetensors files: where the bytes of each tensor are. No torch.
+"""Headers of safetensors files, which say where the bytes of each tensor are. Needs no torch.
 
-A file is 8 bytes of header length (little endian), the header as JSON, then the data; offsets in
+A file is 8 bytes of header length (little endian), the header as JSON, then the data. Offsets in
 the header count from the first byte of the data.
 """
 
@@ -15,9 +15,9 @@ from typing import Any
 from parallel import Shape
 
 ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""Bytes per element of the dtypes that weights may have here."""
+"""Bytes per element of the supported weight dtypes."""
 TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""Torch's names of those dtypes, which config.json uses."""
+"""Torch's names for those dtypes, which config.json uses."""
 NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
 _METADATA = "__metadata__"
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
@@ -25,7 +25,7 @@ _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Where one tensor is stored: row-major from byte `offset` of `file`."""
+    """Where one tensor is stored: row-major, from byte `offset` of `file` on."""
 
     file: Path
     dtype: str
@@ -35,9 +35,9 @@ class TensorPlace:
 
 
 def read_header(path: Path) -> dict[str, TensorPlace]:
-    """Place of every tensor of one file.
+    """Place of every tensor in one file.
 
-    Raises ValueError naming the file when it is truncated or its header is malformed.
+    Raises ValueError, naming the file, when it is truncated or its header is malformed.
     """
     file_size = path.stat().st_size
     with path.open("rb") as file:
@@ -70,7 +70,7 @@ def _place(path: Path, data_start: int, entry: Mapping[str, Any]) -> TensorPlace
 
 
 def _check_tiling(path: Path, places: Mapping[str, TensorPlace], start: int, end: int) -> None:
-    """The format asks for tensors back to back, from the end of the header to that of the file."""
+    """Check that tensors lie back to back from the header to the end of the file, as required."""
     for name, place in sorted(places.items(), key=lambda item: item[1].offset):
         if place.offset != start or place.num_bytes < 0:
             raise ValueError(f"{path}: {name} starts at byte {place.offset}, not at {start}")
@@ -80,11 +80,9 @@ def _check_tiling(path: Path, places: Mapping[str, TensorPlace], start: int, end
 
 
 def create_file(path: Path, tensors: Mapping[str, tuple[str, Shape]]) -> None:
-    """Write the header of a file of zeros that holds `tensors` in order, at its full size.
+    """Create a file of full size that holds `tensors`, given as (dtype, shape), in order, as zeros.
 
-    They are given as (dtype, shape).
-
-    The data take no disk space until they are written.
+    Only the header is written; the data takes no disk space until it is written.
     """
     header: dict[str, Any] = {_METADATA: {"format": "pt"}}
     end = 0
@@ -92,7 +90,7 @@ def create_file(path: Path, tensors: Mapping[str, tuple[str, Shape]]) -> None:
         start, end = end, end + prod(shape) * ITEM_SIZES[dtype]
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # data begin at a multiple of 8 bytes, as the format asks
+    text += b" " * (-len(text) % 8)  # the format requires data to begin at a multiple of 8 bytes
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         file.truncate(8 + len(text) + end)

@@ -1,7 +1,8 @@
-"""Boxes of stored tensors, read and written at their offsets in the file.
+"""Reads and writes boxes of stored tensors at their offsets in the file.
 
-Plain reads and writes, not a memory map: a map of a file larger than memory may be refused, and
-network file systems serve its page faults slowly and share its pages badly between hosts.
+Uses plain reads and writes rather than a memory map: mapping a file larger than memory may be
+refused, and network file systems serve page faults slowly and share mapped pages badly between
+hosts.
 """
 
 import ctypes
@@ -20,27 +21,27 @@ from checkpoint_convert.formats.safetensors_file import TensorPlace
 from checkpoint_convert.formats.values import WORDS, Words
 from parallel import Box, Shape
 
-# Linux takes one call for one large piece of page cache; to find 1 MiB of it in a row can cost
-# several times the copy. With calls of 64 KiB, at multiples of it, writing is as fast as `cp`.
+# Linux allocates one large piece of page cache per call; finding 1 MiB of contiguous memory can
+# cost several times the copy. With aligned calls of 64 KiB, writing is as fast as `cp`.
 _WRITE_BYTES = 1 << 16
-# A checkpoint of a thousand ranks has two thousand files; a process may open some 1,000.
+# A checkpoint of a thousand ranks has two thousand files; a process may open about 1,000.
 _MAX_OPEN_FILES = 256
 _SYNC_FILE_RANGE_WRITE = 2  # of sync_file_range(2)
 _libc = ctypes.CDLL(None)
 
 
 class OpenFiles:
-    """Files that are opened at their first use and kept open, for one thread.
+    """Files that are opened at first use and kept open; for one thread.
 
-    Every read names its position, so workers that are forked may share them. Files that are pickled
-    along are opened anew on the other side.
+    Every read names its position, so forked workers may share the descriptors. Pickling drops the
+    descriptors; the copy reopens its files.
     """
 
     def __init__(self) -> None:
         self._descriptors: dict[Path, int] = {}
 
     def descriptor(self, path: Path) -> int:
-        """A file descriptor to read `path` with; not to be kept."""
+        """A file descriptor for reading `path`; valid only until the next call."""
         if path not in self._descriptors:
             if len(self._descriptors) == _MAX_OPEN_FILES:
                 os.close(self._descriptors.pop(next(iter(self._descriptors))))
@@ -48,7 +49,7 @@ class OpenFiles:
         return self._descriptors[path]
 
     def close(self) -> None:
-        """Close all; they may be used again."""
+        """Close all files; they are reopened when used again."""
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
 
@@ -67,7 +68,7 @@ class TensorSource(ABC):
         """The words of `box` of a tensor, in the stored dtype; shape `box.size`."""
 
     def read_into(self, name: str, box: Box, target: Words) -> None:
-        """Put the words of `box` into `target`, of the same shape, its strides whatever."""
+        """Put the words of `box` into `target`, which has the same shape and any strides."""
         target[...] = self.read(name, box)
 
     @abstractmethod
@@ -91,7 +92,7 @@ class StoredTensors(TensorSource):
         return words
 
     def read_into(self, name: str, box: Box, target: Words) -> None:
-        """Read `box` straight into `target`."""
+        """Read `box` directly into `target`."""
         place = self._place(name)
         read_box(self._files.descriptor(place.file), place, box, target)
 
@@ -110,7 +111,7 @@ class StoredTensors(TensorSource):
 
 
 def read_box(descriptor: int, place: TensorPlace, box: Box, target: Words) -> None:
-    """Read `box` of a stored tensor into words of its shape: straight, where they are in a row."""
+    """Read `box` of a stored tensor into `target`; directly if that is contiguous."""
     words: Words = target
     if not target.flags.c_contiguous:
         words = np.empty(box.size, target.dtype)
@@ -135,9 +136,9 @@ def write_box(descriptor: int, place: TensorPlace, box: Box, words: Words) -> No
 
 
 def start_syncing(descriptor: int) -> None:
-    """Have Linux begin to put on the disk what was written to a file, and do not wait for it.
+    """Let Linux start writing a file's dirty pages to disk, without waiting for it.
 
-    What fails is told to whoever waits, by fsync.
+    A failure is reported by the fsync that waits for the data.
     """
     whole = ctypes.c_int64(0), ctypes.c_int64(0)
     _libc.sync_file_range(descriptor, *whole, _SYNC_FILE_RANGE_WRITE)
@@ -145,7 +146,7 @@ def start_syncing(descriptor: int) -> None:
 
 @contextmanager
 def errors_named(path: Path) -> Iterator[None]:
-    """Tell the file in errors of the system, which know descriptors by their numbers only."""
+    """Add `path` to OSErrors that lack a file name, as those of calls on descriptors do."""
     try:
         yield
     except OSError as error:
@@ -155,7 +156,7 @@ def errors_named(path: Path) -> Iterator[None]:
 
 
 def _runs(words: Words, place: TensorPlace, box: Box) -> Iterator[tuple[memoryview, int]]:
-    """The bytes of `words`, cut where `box` is cut in the file, each with its place there."""
+    """The bytes of `words` as runs that are contiguous in the file, each with its file offset."""
     data = words.data.cast("B")
     starts, length = _run_starts(place.shape, box)
     num_bytes = length * words.itemsize

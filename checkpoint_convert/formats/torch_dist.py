@@ -1,9 +1,9 @@
-"""Megatron-Core's torch_dist checkpoints, read and written without Megatron-Core.
+"""Reads Megatron-Core's torch_dist checkpoints without Megatron-Core.
 
 The format is that of torch.distributed.checkpoint. A tensor of the checkpoint, named by its key,
 is cut into chunks: boxes, each saved by torch.save somewhere in a file `*.distcp`. The pickle
 `.metadata` says which box is at which bytes of which file. Megatron-Core adds `common.pt`, a pickle
-of what is no tensor, never read here, and `metadata.json`, written when all the rest is there.
+of everything that is not a tensor, which is never read here, and `metadata.json`, written last.
 """
 
 import os
@@ -29,18 +29,18 @@ class StoredChunks:
     shapes: Mapping[str, Shape]
     """Shape by key."""
     layout: Layout
-    """Which boxes of which keys the chunks are. Whether they cover the keys is not checked."""
+    """Which boxes of which keys the chunks are. Not checked to cover the keys."""
     tensors: "ChunkTensors"
-    """The values, by the layout's names of the chunks."""
+    """The values, by the chunk names of the layout."""
     objects: tuple[str, ...]
-    """Entries that are no tensors with dimensions: pickled objects and scalars, never read."""
+    """Keys of pickled objects and of 0-dimensional tensors, which are never read."""
 
 
 class ChunkTensors(StoredTensors):
-    """The chunks of a checkpoint as tensors, read box by box; each is found at its first read.
+    """The chunks of a checkpoint as tensors, read box by box; each is located at its first read.
 
-    A read raises ValueError when what is stored is not the tensor that the metadata says, and
-    FileNotFoundError, which names it, for a file that is not there.
+    A read raises ValueError when the stored tensor is not the one that the metadata describes, and
+    FileNotFoundError, naming the file, when it is missing.
     """
 
     def __init__(self, folder: Path, chunks: Mapping[str, tuple[StoredChunk, str]]) -> None:
@@ -51,9 +51,9 @@ class ChunkTensors(StoredTensors):
         self._folder, self._chunks = folder, chunks
 
     def check_files(self) -> None:
-        """Raise ValueError, naming all that are missing or cut off, unless every byte is there.
+        """Raise ValueError that names all missing or truncated files, if there are any.
 
-        Asks for every file: for one process that reads all of them, not for each of many ranks.
+        Queries every file: meant for one process that reads them all, not for each of many ranks.
         """
         ends: dict[str, int] = {}
         for chunk, _ in self._chunks.values():
@@ -95,10 +95,10 @@ def is_torch_dist(folder: Path) -> bool:
 
 
 def read_chunks(folder: Path, keys: Callable[[str], bool] = lambda key: True) -> StoredChunks:
-    """The tensors of a checkpoint that `keys` chooses. No file of chunks is looked at yet.
+    """The tensors of a checkpoint whose keys `keys` accepts. Files of chunks are not opened yet.
 
-    Raises ValueError for a checkpoint that was not finished, has another format, names files
-    outside the folder, or holds those tensors in a dtype that is not supported.
+    Raises ValueError for a checkpoint that is unfinished, has another format, names files outside
+    the folder, or holds any of those tensors in an unsupported dtype.
     """
     for name in (METADATA_FILE, BACKENDS_FILE):
         if not (folder / name).is_file():
@@ -138,5 +138,5 @@ def _cut_off(num_bytes: int, end: int) -> str:
 
 
 def chunk_name(key: str, box: Box) -> str:
-    """Name of a chunk in layouts: the key and where the box begins."""
+    """Name of a chunk in layouts: its key and the start of its box."""
     return f"{key}@{'.'.join(map(str, box.start))}"

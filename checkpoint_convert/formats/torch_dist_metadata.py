@@ -1,6 +1,6 @@
-"""What `.metadata` of a torch_dist checkpoint says, read without running any of it.
+"""Reads the pickle `.metadata` of a torch_dist checkpoint without executing anything in it.
 
-The classes of torch.distributed.checkpoint are known by their names, see `torch_pickle`.
+The classes of torch.distributed.checkpoint are recognized by name; see `torch_pickle`.
 """
 
 from collections.abc import Callable
@@ -25,28 +25,28 @@ class StoredChunk:
 
     @property
     def end(self) -> int:
-        """Bytes that `file` must have."""
+        """Number of bytes that `file` must have."""
         return self.offset + self.length
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a checkpoint and the chunks that it is cut into."""
+    """A tensor of a checkpoint and its chunks."""
 
     shape: Shape
     dtype: str
-    """As in safetensors; torch's own name where it is not supported."""
+    """By safetensors' name, or by torch's if it is not supported."""
     chunks: tuple[StoredChunk, ...]
 
 
 def read_metadata(
     path: Path, keys: Callable[[str], bool]
 ) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
-    """The tensors that `keys` chooses, and the names of all entries that are no tensors with
-    dimensions: pickled objects and scalars.
+    """The tensors whose keys `keys` accepts, and the keys of all other kinds of entries: pickled
+    objects and 0-dimensional tensors.
 
-    Raises ValueError naming the file when it asks for anything but the classes of a checkpoint's
-    metadata, is malformed, or names files outside its folder.
+    Raises ValueError, naming the file, when its pickle needs anything but the classes of a
+    checkpoint's metadata, is malformed, or names files outside its folder.
     """
     content = _content(path)
     try:
@@ -68,7 +68,7 @@ def read_metadata(
 
 
 def read_object_places(path: Path) -> list[tuple[str, int, int]]:
-    """File, offset and length of every entry that is a pickled object and no tensor.
+    """File, offset and length of every entry that is a pickled object rather than a tensor.
 
     Raises ValueError like `read_metadata`.
     """

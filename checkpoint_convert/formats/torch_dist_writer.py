@@ -1,7 +1,7 @@
-"""Writing Megatron-Core's torch_dist checkpoints, without Megatron-Core. See `torch_dist`.
+"""Writes Megatron-Core's torch_dist checkpoints without Megatron-Core. See `torch_dist`.
 
-Files of the final size come first; then anybody writes the values to their places, in any order;
-the metadata come last and make it a checkpoint.
+Files of the final size are created first; then any process writes values to their places, in any
+order; the metadata is written last and makes the folder a checkpoint.
 """
 
 import json
@@ -40,22 +40,22 @@ _SIZE = Name("torch", "Size")
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor to be written. Any cut of a tensor into boxes can be loaded."""
+    """A box of a tensor to be written. A tensor may be cut into any boxes that cover it exactly."""
 
     key: str
     box: Box
     shape: Shape
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     dtype: str
 
     @property
     def name(self) -> str:
-        """The name that `read_chunks` will give it."""
+        """The name that `read_chunks` gives it."""
         return chunk_name(self.key, self.box)
 
     @property
     def num_bytes(self) -> int:
-        """Size of its values."""
+        """Bytes of its values."""
         return self.box.num_elements * ITEM_SIZES[self.dtype]
 
 
@@ -67,15 +67,15 @@ class CreatedChunk:
     file: str
     offset: int
     length: int
-    """What torch.save has written: `length` bytes of `file` from `offset` on."""
+    """The output of torch.save is `length` bytes of `file` from `offset` on."""
     place: TensorPlace
-    """Where the values belong."""
+    """Where the values go."""
 
 
 def create_chunks(folder: Path, files: Sequence[Sequence[Chunk]]) -> list[CreatedChunk]:
-    """Write files of the final size that hold `files`' chunks, in order, but for their values.
+    """Create files of the final size that hold the chunks of `files`, in order, without values.
 
-    They take no disk space until the values are written.
+    The values take no disk space until they are written.
     """
     return [
         created
@@ -85,12 +85,12 @@ def create_chunks(folder: Path, files: Sequence[Sequence[Chunk]]) -> list[Create
 
 
 def file_name(number: int) -> str:
-    """Of file `number` of chunks: Megatron-Core has one for each rank."""
+    """Name of chunk file `number`; Megatron-Core writes one file per rank."""
     return f"__{number}_0.distcp"
 
 
 def place_chunks(path: Path, chunks: Sequence[Chunk]) -> list[CreatedChunk]:
-    """Where the chunks of one file will be, in order. Nothing is written: see `file_parts`."""
+    """Where the chunks of one file will be, in order. Writes nothing; see `file_parts`."""
     created, offset = [], 0
     for chunk in chunks:
         saved = saved_tensor(chunk.box.size, chunk.dtype)
@@ -102,7 +102,7 @@ def place_chunks(path: Path, chunks: Sequence[Chunk]) -> list[CreatedChunk]:
 
 
 def file_parts(chunks: Sequence[Chunk], values: Sequence[memoryview]) -> Iterator[memoryview]:
-    """The bytes of a file of chunks with these values, one after the other."""
+    """The bytes of a file of chunks with these values, in order."""
     for chunk, bytes_of_chunk in zip(chunks, values, strict=True):
         saved = saved_tensor(chunk.box.size, chunk.dtype)
         assert len(bytes_of_chunk) == saved.num_bytes
@@ -121,10 +121,10 @@ def _create_file(path: Path, chunks: Sequence[Chunk]) -> list[CreatedChunk]:
 
 
 def index_of(created: Sequence[CreatedChunk], empty_objects: Sequence[str] = ()) -> bytes:
-    """What says which chunk is where, the same for all checkpoints of the same chunks.
+    """The content of `.metadata`: which chunk is where. The same for all checkpoints of the chunks.
 
-    `empty_objects` are entries that Megatron-Core asks for and that hold nothing, such as
-    ``decoder.layers.mlp.linear_fc1._extra_state/shard_0_2``, of layer 0 of 2. Raises ValueError
+    `empty_objects` are entries that Megatron-Core requires but that hold nothing, such as
+    ``decoder.layers.mlp.linear_fc1._extra_state/shard_0_2`` (layer 0 of 2). Raises ValueError
     unless the chunks cover each tensor exactly.
     """
     chunks = [each.chunk for each in created]
@@ -134,7 +134,7 @@ def index_of(created: Sequence[CreatedChunk], empty_objects: Sequence[str] = ())
 
 
 def finish_checkpoint(folder: Path, index: bytes) -> None:
-    """Make files whose values have been written a checkpoint; one process calls this, last."""
+    """Turn a folder of fully written files into a checkpoint; one process calls this, last."""
     _write(folder / _EMPTY_FILE, saved_object([None]))  # all empty objects are stored once
     _write(folder / METADATA_FILE, index)
     _write(folder / _COMMON_FILE, saved_object({}))
@@ -142,7 +142,7 @@ def finish_checkpoint(folder: Path, index: bytes) -> None:
 
 
 def _metadata(created: Sequence[CreatedChunk], empty_objects: Sequence[str]) -> Instance:
-    """The Metadata of torch.distributed.checkpoint, as it would be pickled."""
+    """The `Metadata` object that torch.distributed.checkpoint would pickle."""
     boxes: dict[str, list[Instance]] = {each.chunk.key: [] for each in created}
     places = {}
     for each in created:
@@ -182,13 +182,13 @@ def _size(shape: Shape) -> Call:
 
 
 def _properties(dtype: str) -> Instance:
-    """A dense tensor in contiguous order, not in pinned memory, which needs no gradient."""
+    """Properties of a dense, contiguous tensor that needs no gradient and is not pinned."""
     layout, order = Call(_LAYOUT, ("torch.strided",)), Call(_ORDER, (0,))
     return Instance(_PROPERTIES, (Name("torch", TORCH_NAMES[dtype]), layout, False, order, False))
 
 
 def _write(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:  # buffered: an unbuffered file may write a part and say so only
+    with path.open("wb") as file:  # buffered: an unbuffered write may be partial without an error
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

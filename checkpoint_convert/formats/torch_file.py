@@ -1,7 +1,7 @@
-"""Where torch.save put the bytes of tensors. Only the pickle that names them is read.
+"""Locates the bytes of tensors in torch.save files. Only the pickle that names them is read.
 
-A file of torch.save is a zip archive, uncompressed: a pickle that builds the tensors, and one
-record of bytes per storage.
+A torch.save file is an uncompressed zip archive: a pickle that builds the tensors, and one record
+of bytes per storage.
 """
 
 import os
@@ -19,17 +19,17 @@ from checkpoint_convert.formats.torch_pickle import ITEM_SIZES, load, whole_numb
 from parallel import Shape
 
 _ZIP_MAGIC = b"PK\x03\x04"
-# What comes before a record: the magic and, at the end, the lengths of its name and extra field.
+# Header of a record: starts with the magic and ends with the lengths of its name and extra field.
 _LOCAL_HEADER = struct.Struct("<4s22x2H")
 _ENCRYPTED = 1
-_MAX_PICKLE_BYTES = 100_000_000  # as for headers of safetensors; a tensor takes some 200
+_MAX_PICKLE_BYTES = 100_000_000  # as for headers of safetensors; a tensor takes about 200
 
 
 def read_places(path: Path) -> dict[str, TensorPlace]:
     """Place of every tensor of a file that holds a dict of tensors, such as pytorch_model.bin.
 
-    Raises ValueError naming the file when it is truncated, holds anything but such a dict, or its
-    pickle asks for a call that loading weights does not need.
+    Raises ValueError, naming the file, when it is truncated, holds anything but such a dict, or its
+    pickle requests a call that loading weights does not need.
     """
     with path.open("rb", buffering=0) as file:
         length = os.fstat(file.fileno()).st_size
@@ -44,14 +44,14 @@ def read_places(path: Path) -> dict[str, TensorPlace]:
 def read_place(descriptor: int, path: Path, offset: int, length: int) -> TensorPlace:
     """Place of the one tensor that was saved into `length` bytes of `path` from `offset` on.
 
-    `descriptor` is `path`, opened. Raises ValueError like `read_places`.
+    `descriptor` is an open file descriptor of `path`. Raises ValueError like `read_places`.
     """
     where = f"{path} at byte {offset}"
     return _place(_load(descriptor, path, offset, length), path, where, offset)
 
 
 def screen(descriptor: int, path: Path, offset: int, length: int) -> None:
-    """Raise ValueError unless what was saved there asks for nothing but what tensors need."""
+    """Raise ValueError if the pickle saved there requests any call that tensors do not need."""
     _load(descriptor, path, offset, length)
 
 
@@ -90,7 +90,7 @@ def _place(value: Any, path: Path, where: str, offset: int) -> TensorPlace:
 
 @dataclass(frozen=True, slots=True)
 class _Storage:
-    """A record of values: its place in the file and the dtype that the pickle names."""
+    """A record of values: its place and the dtype that the pickle names."""
 
     start: int
     num_bytes: int
@@ -99,7 +99,7 @@ class _Storage:
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """`num_bytes` of a storage from its byte `start` on."""
+    """A tensor: `num_bytes` of a storage from its byte `start` on."""
 
     storage: _Storage
     start: int
@@ -109,12 +109,12 @@ class _Tensor:
 
 
 class _NoTensorError(Exception):
-    """Says what a value is instead."""
+    """A value is not a supported tensor; the message says what it is instead."""
 
 
 def _tensor(value: Any) -> _Tensor:
-    """The tensor that a pickle would have built, from the calls that it asks for."""
-    for _ in range(_MAX_WRAPPERS):  # a pickle can have a call be its own argument
+    """The tensor that a pickle would build, from the calls that it requests."""
+    for _ in range(_MAX_WRAPPERS):  # bounded: in a pickle, a call can be its own argument
         if type(value).__name__ in _WRAPPERS:
             value = _WRAPPERS[type(value).__name__](value)
     kind = type(value).__name__
@@ -135,7 +135,7 @@ def _tensor(value: Any) -> _Tensor:
 
 _SCATTERED = "sparse or strided: save it again as .contiguous()"
 _MAX_WRAPPERS = 3
-# Around the call that builds a tensor where it is a parameter, or has attributes.
+# Calls around the one that builds a tensor, if it is a parameter or has attributes.
 _WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "_rebuild_parameter": lambda value: value.arguments[0],
     "_rebuild_parameter_with_state": lambda value: value.arguments[0],
@@ -152,7 +152,7 @@ def _is_contiguous(shape: Shape, strides: Shape) -> bool:
 
 
 class _UnreadableError(Exception):
-    """The file system does not give a file. No OSError: zipfile takes those for malformed files."""
+    """Reading the file failed. Not an OSError, which zipfile would report as a malformed file."""
 
     def __init__(self, cause: OSError) -> None:
         super().__init__(str(cause))
@@ -160,7 +160,7 @@ class _UnreadableError(Exception):
 
 
 class _Archive:
-    """The records of a file of torch.save, which are stored as they are."""
+    """The records of a torch.save file, which are stored uncompressed."""
 
     def __init__(self, file: "_FilePart") -> None:
         self._file = file
@@ -189,7 +189,7 @@ class _Archive:
         return start, record.file_size
 
     def bytes(self, name: str, max_bytes: int) -> bytes:
-        """Content of a small record."""
+        """Content of a record; ValueError if it has more than `max_bytes`."""
         start, size = self.place(name)
         if size > max_bytes:
             raise ValueError(f"its record {name} has {size} bytes, more than {max_bytes}")
@@ -208,7 +208,7 @@ class _Archive:
 
 
 class _FilePart:
-    """Some bytes of a file, for `ZipFile` to read; its position is not the descriptor's."""
+    """A byte range of a file for `ZipFile` to read; its position is not the descriptor's."""
 
     def __init__(self, descriptor: int, start: int, length: int) -> None:
         self.length = length

@@ -1,8 +1,8 @@
-"""Pickles of torch, read and written by the names in them, without torch and without a call.
+"""Reads and writes torch's pickles without torch and without calling anything that they name.
 
-To load a pickle is to call whatever it names. Here every class and function that torch, its
-distributed checkpoints and Megatron-Core write is replaced by one that only keeps what it is given,
-and everything else is refused. To write one, names are written that nobody imports.
+Loading a pickle normally calls whatever it names. Here, every class and function that torch, its
+distributed checkpoints and Megatron-Core write is replaced by an inert one that only records its
+arguments, and everything else is refused. Writing puts names into a pickle without importing them.
 """
 
 import io
@@ -24,7 +24,7 @@ ITEM_SIZES = {
     **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
     "complex128": 16,
 }
-"""Bytes per element of torch's dtypes, by their names."""
+"""Bytes per element of torch's dtypes, by name."""
 STORAGES = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
@@ -39,11 +39,11 @@ STORAGES = {
     "ComplexDoubleStorage": "complex128",
     "ComplexFloatStorage": "complex64",
 }
-"""Torch's names of the storages that have a dtype."""
+"""Dtype of each of torch's typed storages, by name."""
 
 
 class Inert:
-    """Stands for an object of a pickle, or for the result of a call: keeps what that was given."""
+    """Stands for an object of a pickle or the result of a call; keeps its arguments and state."""
 
     arguments: tuple[Any, ...] = ()
     state: Any = None
@@ -57,7 +57,7 @@ class Inert:
 
 class _Dict(dict[Any, Any]):
     def __setstate__(self, state: Any) -> None:
-        """Attributes of an OrderedDict, such as those of a state dict, are nobody's to read."""
+        """Ignore attributes of an OrderedDict, such as the metadata of a state dict."""
 
 
 _DCP = "torch.distributed.checkpoint"
@@ -66,7 +66,7 @@ _INERT = {
         "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties "
         "_MEM_FORMAT_ENCODING MetadataIndex StorageMeta"
     ),
-    # Megatron-Core keeps the plans of all ranks with the metadata.
+    # Megatron-Core stores the save plans of all ranks in the metadata.
     f"{_DCP}.planner": "SavePlan WriteItem WriteItemType TensorWriteData BytesIOWriteData",
     f"{_DCP}.filesystem": "_StorageInfo _StoragePrefix",
     "torch.distributed._shard.sharded_tensor.metadata": "TensorProperties MEM_FORMAT_ENCODING",
@@ -97,16 +97,17 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 
 
 def load(data: bytes, persistent_load: Callable[[Any], Any] | None = None) -> Any:
-    """What a pickle holds: `Inert` objects of classes of the names in it; dtypes are their names.
+    """The content of a pickle. Objects are of `Inert` classes with the original class names; dtypes
+    are their names.
 
-    Raises UnpicklingError, or whatever else a malformed pickle provokes.
+    Raises UnpicklingError, or any other error that a malformed pickle provokes.
     """
     _check_memo(data)
     return _InertUnpickler(data, persistent_load).load()
 
 
 def whole_numbers(values: Any) -> Shape:
-    """Sizes of a pickle; TypeError for what is none."""
+    """Sizes from a pickle as a tuple; TypeError unless all are integers of at least 0."""
     if not all(type(value) is int and value >= 0 for value in values):
         raise TypeError(f"{values!r} are no sizes")
     return tuple(values)
@@ -126,7 +127,7 @@ class _InertUnpickler(pickle.Unpickler):
 
 _OPERATIONS = {operation.code.encode("latin-1"): operation for operation in pickletools.opcodes}
 _REMEMBER = ("PUT", "LONG_BINPUT")  # BINPUT's index is a byte, MEMOIZE's the number before it
-# Operations in a row, as far as they have a fixed size: a million of them take 0.1 s.
+# A run of operations of fixed size: a million of them take 0.1 s.
 _FIXED_SIZE = re.compile(
     b"(?:%s)*+"
     % b"|".join(
@@ -140,9 +141,9 @@ _FIXED_SIZE = re.compile(
 
 
 def _check_memo(data: bytes) -> None:
-    """Refuse a pickle that remembers something under an index that its size does not explain.
+    """Refuse a pickle with a memo index that is not less than its size in bytes.
 
-    The unpickler makes a list of that length: ten bytes could ask for any amount of memory.
+    The unpickler allocates a list of that length: ten bytes could request any amount of memory.
     """
     stream = io.BytesIO(data)
     while True:
@@ -155,7 +156,7 @@ def _check_memo(data: bytes) -> None:
             raise pickle.UnpicklingError(f"it remembers {value} things in {len(data)} bytes")
 
 
-# Writing. The objects are compared by identity: one that occurs twice is written once.
+# Writing. Objects are compared by identity: one that occurs twice is written once.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -176,7 +177,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Instance:
-    """An object of a class, with its state: usually that is its attributes."""
+    """An object of a class, with its state (usually its attributes)."""
 
     of: Name
     state: Any = None
@@ -184,23 +185,23 @@ class Instance:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Persistent:
-    """What the reader finds elsewhere."""
+    """A reference to something stored outside the pickle, such as a tensor's storage."""
 
     id: Any
 
 
 def dump(value: Any) -> bytes:
-    """The pickle of a value made of these and of what Python builds in, in protocol 2."""
+    """Pickle a value made of the classes above and Python's builtins, in protocol 2."""
     stream = io.BytesIO()
     _NamePickler(stream, protocol=2).dump(value)
     return stream.getvalue()
 
 
-_PythonPickler: Any = pickle._Pickler  # typeshed knows a part of it
+_PythonPickler: Any = pickle._Pickler  # typeshed declares only a part of it
 
 
 class _NamePickler(_PythonPickler):
-    """The standard library's own pickler in Python, as that in C imports what it names."""
+    """The standard library's Python pickler; the C pickler would import the names."""
 
     def persistent_id(self, obj: Any) -> Any:
         return obj.id if isinstance(obj, Persistent) else None

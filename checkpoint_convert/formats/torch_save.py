@@ -1,7 +1,7 @@
-"""Files as torch.save writes them, byte for byte, without torch and without the values.
+"""Produces the files that torch.save writes, byte for byte, without torch and without the values.
 
-Such a file is a zip archive of records that are stored as they are: a pickle, the values of each
-tensor, and a few that say which format it is.
+Such a file is an uncompressed zip archive of records: a pickle, the values of each tensor, and a
+few that describe the format.
 """
 
 import struct
@@ -16,7 +16,7 @@ from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TORCH_NAMES
 from checkpoint_convert.formats.torch_pickle import STORAGES, Call, Name, Persistent, dump
 from parallel import Shape
 
-_ALIGNMENT = 64  # of the records' content
+_ALIGNMENT = 64  # of record contents
 _FLAGS = 0x0808  # sizes follow the content; names are in UTF-8
 _HEADER = struct.Struct("<4s2xH18x2H")
 _SIZES = struct.Struct("<4s3I")
@@ -24,7 +24,7 @@ _ENTRY = struct.Struct("<4s4xH6x3IH12xI")
 _END_64 = struct.Struct("<4sQ2H8x4Q 4s4xQI")  # with the locator that follows it
 _END = struct.Struct("<4s4x2H2I2x")
 _VALUES = "data/0"
-# std::hash of the names of all records; torch writes it into the last one.
+# std::hash of the names of all records, with and without values; torch writes it into the last one.
 _NAMES_HASH = {True: 15728199511854643026, False: 2908468677762923104}
 _STORAGE_OF = {dtype: Name("torch", storage) for storage, dtype in STORAGES.items()}
 _REBUILD = Name("torch._utils", "_rebuild_tensor_v2")
@@ -33,14 +33,14 @@ _ORDERED_DICT = Name("collections", "OrderedDict")
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A file of torch.save without the values of its only tensor."""
+    """A torch.save file without the values of its only tensor."""
 
     head: bytes
-    """What comes before the values."""
+    """The bytes before the values."""
     num_bytes: int
-    """Of the values."""
+    """Size of the values."""
     tail: bytes
-    """What follows them."""
+    """The bytes after the values."""
 
     @property
     def length(self) -> int:
@@ -50,9 +50,10 @@ class SavedTensor:
 
 @cache
 def saved_tensor(shape: Shape, dtype: str) -> SavedTensor:
-    """What torch.save writes of a contiguous tensor of 1 byte to 4 GiB.
+    """What torch.save writes for a contiguous tensor of 1 byte to 4 GiB.
 
-    Without checksums, as after ``torch.serialization.set_crc32_options(False)``: nobody reads them.
+    Without checksums, as after ``torch.serialization.set_crc32_options(False)``: they are never
+    read.
     """
     storage = ("storage", _STORAGE_OF[TORCH_NAMES[dtype]], "0", "cpu", prod(shape))
     strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
@@ -64,12 +65,12 @@ def saved_tensor(shape: Shape, dtype: str) -> SavedTensor:
 
 
 def saved_object(value: Any) -> bytes:
-    """What torch.save writes of a value without tensors."""
+    """What torch.save writes for a value without tensors."""
     return b"".join(_archive(_records(value, has_values=False), None))
 
 
 def _records(value: Any, *, has_values: bool) -> dict[str, bytes]:
-    """Name and content of all records; the values themselves stay empty."""
+    """Names and contents of all records; the record of values is left empty."""
     records = {
         "data.pkl": dump(value),
         ".format_version": b"1",
@@ -87,9 +88,9 @@ def _records(value: Any, *, has_values: bool) -> dict[str, bytes]:
 
 
 def _archive(records: Mapping[str, bytes], num_bytes: int | None) -> tuple[bytes, bytes]:
-    """The zip archive of the records, before and after the `num_bytes` of values.
+    """The zip archive of the records, as the bytes before and after the `num_bytes` of values.
 
-    None: it has no values, and checksums instead.
+    None: the archive has no values, and has checksums.
     """
     head, data, directory, gap = b"", bytearray(), bytearray(), 0
     for key, content in records.items():

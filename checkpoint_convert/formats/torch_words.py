@@ -1,4 +1,4 @@
-"""Tensors of torch as words. See `values`."""
+"""Torch tensors as words. See `values`."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from checkpoint_convert.formats.values import WORDS, Words
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, torch_name) for name, torch_name in TORCH_NAMES.items()
 }
-"""The dtypes that weights may have, by their names in safetensors."""
+"""The supported weight dtypes, by their names in safetensors."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -1,7 +1,7 @@
-"""Values of weights as words: numpy arrays of the bits of each element, whatever they mean.
+"""Values of weights as words: numpy arrays of the raw bits of each element.
 
-numpy has no bfloat16, and whoever copies weights need not know one dtype from another. Nothing here
-needs torch, which takes a second to be imported. Dtypes are named as in safetensors.
+numpy has no bfloat16, and code that copies weights need not know their dtype. Nothing here needs
+torch, which takes a second to import. Dtypes are named as in safetensors.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ WORDS: dict[str, np.dtype[Any]] = {
     "F32": np.dtype("<u4"),
     "F16": np.dtype("<u2"),
     "BF16": np.dtype("<u2"),
-    "U8": np.dtype("u1"),  # no values yet, such as the blocks of a quantized tensor
+    "U8": np.dtype("u1"),  # raw bytes, such as the blocks of a quantized tensor
 }
 LARGEST = {
     "F64": float(np.finfo("f8").max),
@@ -30,26 +30,26 @@ _FLOATS: dict[str, np.dtype[Any]] = {
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
 }
-_NAN = 0x7FC0  # of bfloat16
+_NAN = 0x7FC0  # in bfloat16
 
 
 def floats(words: Words, dtype: str) -> NDArray[Any]:
-    """The values of words, as floating-point numbers that hold them all."""
+    """The values of words, as floating-point numbers; exact (bfloat16 becomes float32)."""
     if dtype == "BF16":
         return (words.astype("<u4") << 16).view("<f4")
     return words.view(_FLOATS[dtype])
 
 
 def converted(words: Words, dtype: str, wanted: str) -> Words:
-    """The words of the same values in another dtype, each rounded to the nearest as torch does.
+    """The words of the same values in another dtype, rounded to nearest as torch does.
 
-    What is beyond the range of `wanted` becomes infinite.
+    Values beyond the range of `wanted` become infinite.
     """
     if dtype == wanted:
         return words
     values = floats(words, dtype)
     with np.errstate(over="ignore"):
-        if wanted != "F64":  # torch goes to the small dtypes by way of single precision
+        if wanted != "F64":  # torch converts to the 16-bit dtypes by way of float32
             values = values.astype("<f4")
         if wanted == "BF16":
             return _rounded(values.view("<u4"))
@@ -57,7 +57,7 @@ def converted(words: Words, dtype: str, wanted: str) -> Words:
 
 
 def _rounded(bits: Words) -> Words:
-    """bfloat16, the upper half of single precision, rounded half to even."""
+    """float32 bits to bfloat16, which is their upper half, rounded half to even."""
     rounded = (bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16
     rounded[(bits & 0x7FFFFFFF) > 0x7F800000] = _NAN
     return rounded.astype("<u2")
