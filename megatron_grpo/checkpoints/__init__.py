@@ -1,1 +1,1 @@
-"""Checkpoints of a run: what is in them, when they count, and how they come back."""
+"""Checkpoints of a run: their content, when they are complete, and how they are loaded."""

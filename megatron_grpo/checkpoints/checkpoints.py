@@ -1,9 +1,9 @@
-"""Checkpoints of a run: all ranks write and read them together.
+"""Checkpoints of a run, which all ranks write and read together.
 
-A save is asynchronous: what a rank has is copied to the host, a thread writes and hashes it while
-training goes on, and later calls make the folder a checkpoint. Collectives stay on the main thread,
-and on the CPU, so that no GPU waits for them. Whatever is killed whenever, the newest complete
-checkpoint is found by its manifest.
+A save is asynchronous: a rank's state is copied to host memory, a thread writes and hashes it while
+training continues, and later calls turn the folder into a checkpoint. Collectives stay on the main
+thread, and on the CPU, so that no GPU waits for them. Whenever a process is killed, the newest
+complete checkpoint can be found by its manifest.
 """
 
 import shutil
@@ -42,20 +42,20 @@ from parallel.failure import raise_first_failure
 
 @dataclass(frozen=True)
 class _Saving:
-    """A save under way: the files of this rank first, then, on rank 0, what makes it count."""
+    """A save in progress. First each rank writes its files, then rank 0 publishes the folder."""
 
     step: int
     folder: Path
     task: Future[dict[str, FileHash]]
     is_written: bool = False
-    """On all ranks; the task is the last one."""
+    """Whether the files of all ranks are written; the task is then the publishing."""
 
 
 class Checkpoints:
-    """The checkpoints of one run; every rank makes one, and calls it together.
+    """The checkpoints of one run. Every rank creates one of these, and all make the same calls.
 
-    Raises OSError on all ranks when a save fails on one: the checkpoints before it are whole; and
-    ValueError, when it is made, for a model with state that checkpoints do not hold.
+    Methods raise OSError on all ranks when a save fails on one; earlier checkpoints stay intact.
+    The constructor raises ValueError for a model with state that checkpoints cannot hold.
     """
 
     def __init__(self, cfg: Config, policy: Policy, reference: Reference | None) -> None:
@@ -68,13 +68,13 @@ class Checkpoints:
         self._index: Future[bytes] | None = None
         self._saving: _Saving | None = None
         self.newest_step = 0
-        """Step of the checkpoint that was loaded, or that was begun last."""
+        """Step of the checkpoint that was loaded, or whose save was started last."""
 
     def load(self) -> TrainerState:
-        """Load the newest good checkpoint into policy and reference; the state at its step.
+        """Load the newest good checkpoint into policy and reference; return the state at its step.
 
-        The state at step 0 when there are none. Raises the ValueError of `load_newest`, and OSError
-        on all ranks when there is no room for one more.
+        Returns the state at step 0 when there are none. Raises the ValueError of `load_newest`, and
+        OSError on all ranks when there is no disk space for one more checkpoint.
         """
         state = load_newest(self._folder, self._cfg.dims, self._policy, self._reference)
         self.newest_step = state.step
@@ -82,11 +82,11 @@ class Checkpoints:
         return state
 
     def load_experience(self, step: int, prompts: Sequence[Prompt]) -> Experience | None:
-        """The generation that the checkpoint of `step` was training on, if it was inside of one."""
+        """The generation that the checkpoint of `step` was training on; None between two."""
         return read_experience(folders.step_folder(self._folder, step), prompts)
 
     def load_ready(self, step: int, prompts: Sequence[Prompt]) -> Experience:
-        """The generation that nobody had begun to train on, where `TrainerState.ready` is there."""
+        """The next generation, if the checkpoint holds one (`TrainerState.ready` is not None)."""
         folder = folders.step_folder(self._folder, step)
         ready = read_experience(folder, prompts, READY)
         assert ready is not None, f"the manifest of {folder} is right"
@@ -98,11 +98,11 @@ class Checkpoints:
         experience: Experience | None,
         ready: Experience | None = None,
     ) -> None:
-        """Begin to save both models as they are now; waits for the end of the save before.
+        """Start to save both models in their current state, after waiting for the previous save.
 
-        `experience`, on rank 0, is what the next steps train on, if they do not begin with a new
-        generation; `ready`, what is there of a generation behind that. Raises FloatingPointError on
-        all ranks when a tensor is not finite: nothing is written then.
+        On rank 0, `experience` is the generation that the next steps train on, if they continue
+        one, and `ready` is the generation after it, if it is already there. Raises
+        FloatingPointError on all ranks, and writes nothing, when a tensor is not finite.
         """
         self.wait()
         parts = megatron_state.parts_saved(self._policy, self._reference)
@@ -123,10 +123,10 @@ class Checkpoints:
         self._saving = _Saving(state.step, folder, self._submit(folder, write))
 
     def poll(self) -> None:
-        """Bring the save under way on, if all ranks are done with its present part.
+        """Advance the save in progress, if all ranks have finished its current stage.
 
-        A byte over gloo: for wherever the ranks of a step pass together. The call after the files
-        of all are written has rank 0 make them a checkpoint.
+        Costs an all-reduce of one byte over gloo; call it wherever all ranks of a step pass. The
+        first call after the files of all ranks are written lets rank 0 publish the checkpoint.
         """
         if self._saving is None:
             return
@@ -136,16 +136,16 @@ class Checkpoints:
             self._go_on(self._saving)
 
     def wait(self) -> None:
-        """Return when the save under way is a checkpoint."""
+        """Block until the save in progress, if any, is a complete checkpoint."""
         while self._saving is not None:
             self._go_on(self._saving)
 
     def close(self) -> None:
-        """Give up a save under way; for the end of a run that failed."""
+        """Abandon a save in progress; for the end of a failed run."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _go_on(self, saving: _Saving) -> None:
-        """From the files of all ranks to a checkpoint, and from there to nothing under way."""
+        """Finish the current stage: once all files are written, start to publish; then, end."""
         self._saving = None
         hashes: dict[str, FileHash] = {}
         raise_first_failure(lambda: hashes.update(saving.task.result()), OSError)
@@ -171,7 +171,7 @@ class Checkpoints:
         def named() -> dict[str, FileHash]:
             try:
                 return work()
-            except Exception as error:  # whatever it is, all ranks are to hear of it
+            except Exception as error:  # of any kind: it must reach all ranks
                 raise OSError(f"{folder} cannot be written: {error}") from error
 
         return self._thread.submit(named)
@@ -184,7 +184,7 @@ class Checkpoints:
         experience: Experience | None,
         ready: Experience | None,
     ) -> SharedFiles | None:
-        """What rank 0 writes for all; None on the others. Collective."""
+        """The files that rank 0 writes for all ranks; None on the others. Collective."""
         random = megatron_state.random_state()
         rows = [torch.empty_like(random) for _ in range(self._num_ranks)]
         dist.gather(random, rows if self._rank == 0 else None)
@@ -193,7 +193,7 @@ class Checkpoints:
             dist.gather_object((place_chunks(file, chunks), self._objects), gathered)
             placed = [each for of_rank, _ in gathered or [] for each in of_rank]
             objects = [name for _, of_rank in gathered or [] for name in of_rank]
-            # By the thread that writes it, before it does; on the other ranks it is one of nothing.
+            # Made on the writing thread, ahead of the write; empty on all ranks but 0.
             self._index = self._thread.submit(index_of, placed, objects)
         if self._rank != 0:
             return None
@@ -216,7 +216,7 @@ class Checkpoints:
 
     def _make_folder(self, folder: Path) -> None:
         if self._rank == 0:
-            if folder.exists():  # of a save that failed
+            if folder.exists():  # left by a failed save
                 folders.remove(folder)
             folder.mkdir(parents=True)
 

@@ -1,9 +1,10 @@
-"""The generation that a checkpoint was made inside of, and one that was ready behind it.
+"""Saves and loads the generation that is being trained on at a checkpoint, and the next one.
 
-Prompts and sampling seeds are functions of the step. But the generation that is being trained on
-was sampled from a policy that is gone: inside of one, samples and their log-probabilities under the
-old policy, and under the reference of that time, are saved with the rest. So is, where generations
-are made beside the training, the next one: nobody has log-probabilities of that yet.
+Prompts and sampling seeds are functions of the step, but the current generation was sampled from a
+policy that no longer exists. Its samples, and their log-probabilities under that policy and under
+the reference of that time, are therefore saved with the checkpoint, unless it lies between two
+generations. If generation overlaps with training, the next generation is saved too when it is
+ready; its log-probabilities under policy and reference have not been computed yet.
 """
 
 import json
@@ -25,15 +26,15 @@ from parallel.packing import KNOWN
 SAMPLES_FILE = "samples.jsonl"
 TOKENS_FILE = "samples.safetensors"
 READY = "ready_"
-"""Before both names: of the generation that nobody has begun to train on."""
+"""Prefix of both file names for the next generation, on which training has not started."""
 BY_TOKEN = (*KNOWN, "token_advantages")
-"""What an experience has for all tokens of each completion, or not at all."""
+"""Optional per-token fields of an experience: given for all tokens of all completions, or None."""
 
 
 def write_experience(folder: Path, experience: Experience, prefix: str = "") -> None:
     """Write samples, rewards, advantages and log-probabilities, bit for bit.
 
-    `prefix` is READY for a generation that nobody has begun to train on.
+    `prefix` is READY for a generation on which training has not started.
     """
     samples = experience.samples
     assert prefix or experience.old_logprobs is not None, (
@@ -69,9 +70,9 @@ def write_experience(folder: Path, experience: Experience, prefix: str = "") -> 
 
 
 def read_experience(folder: Path, prompts: Sequence[Prompt], prefix: str = "") -> Experience | None:
-    """What `write_experience` wrote; None when the run stood between two generations.
+    """Read what `write_experience` wrote; None if it wrote nothing for this `prefix`.
 
-    `prompts` are those of the data. Raises ValueError when one is no longer there.
+    `prompts` are those of the data. Raises ValueError when one of the generation's is not there.
     """
     samples_file = folder / f"{prefix}{SAMPLES_FILE}"
     if not samples_file.exists():
@@ -115,7 +116,7 @@ def read_experience(folder: Path, prompts: Sequence[Prompt], prefix: str = "") -
 
 
 def _own(prompt: Prompt) -> dict[str, Any] | None:
-    """What a prompt is where an environment has made it another than the data's."""
+    """The fields of a prompt that an environment has changed; None if it is that of the data."""
     if prompt.first_observation is None:
         return None
     return {name: getattr(prompt, name) for name in ("token_ids", "text", "first_observation")}

@@ -1,7 +1,7 @@
-"""A range of a flattened tensor as boxes of the tensor. Integers only.
+"""Splits a range of a flattened tensor into boxes of the tensor. Integers only.
 
-Megatron-Core's distributed optimizer gives each data rank a range of the parameters laid end to
-end, wherever that cuts them. As boxes, its states are stored and found like everything else.
+Megatron-Core's distributed optimizer gives each data rank a range of the concatenated parameters,
+regardless of where it cuts them. As boxes, its states are stored and found like everything else.
 """
 
 from math import prod
@@ -10,9 +10,9 @@ from parallel import Box, Shape
 
 
 def boxes_of_range(shape: Shape, start: int, stop: int) -> list[Box]:
-    """Elements `start` to `stop` of a tensor that lies row by row, as boxes, in that order.
+    """Elements `start` to `stop` of a row-major tensor, as boxes in that order.
 
-    At most two for each dimension but the first, and one more.
+    At most two boxes for each dimension but the first, plus one.
     """
     if start >= stop:
         return []
@@ -20,7 +20,7 @@ def boxes_of_range(shape: Shape, start: int, stop: int) -> list[Box]:
         return [Box((start,), (stop - start,))]
     row = prod(shape[1:])
     first, last = -(-start // row), stop // row  # rows `first` to `last` are whole
-    if first > last:  # both ends are inside of one row
+    if first > last:  # both ends lie inside one row
         return _in_row(shape, last, start, stop)
     whole = [Box((first,) + (0,) * (len(shape) - 1), (last - first, *shape[1:]))]
     return [

@@ -1,7 +1,7 @@
 """The folders of a run's checkpoints: `step_N` after N optimizer steps, and `LATEST`.
 
-A checkpoint is written under a temporary name and appears under its own when all of it is on the
-disk. No torch here: a config is judged before anything starts.
+A checkpoint is written under a temporary name and renamed once all of it is on disk. Does not
+import torch, as a config is validated before anything starts.
 """
 
 import os
@@ -23,10 +23,11 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def candidates(folder: Path) -> list[int]:
-    """Steps of the checkpoints to try, the best first: that of `LATEST`, then earlier ones.
+    """Steps of the checkpoints to try, best first: the one in `LATEST`, then earlier ones.
 
-    Where `LATEST` names none that is there, all of them. Those after it are of work that the run
-    has gone back behind. Raises ValueError when there is a `LATEST` and nothing that it could mean.
+    Later ones hold work that was discarded when the run went back. If `LATEST` names no existing
+    checkpoint, all steps, newest first. Raises ValueError when there is a `LATEST` but no
+    checkpoint.
     """
     steps = sorted(_steps(folder), reverse=True)
     pointer = folder / POINTER
@@ -40,7 +41,7 @@ def candidates(folder: Path) -> list[int]:
 
 
 def latest_step(folder: Path) -> int:
-    """Optimizer steps of the checkpoint to be tried first; 0 when there is none.
+    """Optimizer steps of the checkpoint to try first; 0 when there is none.
 
     Raises ValueError like `candidates`.
     """
@@ -48,14 +49,14 @@ def latest_step(folder: Path) -> int:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Finish what was interrupted when it could no longer fail; remove what is left of the rest.
+    """Finish publications that were interrupted after the rename; remove other leftovers.
 
-    What cannot be removed stays under a name that means nothing.
+    What cannot be removed keeps a name that is ignored.
     """
     pointer = folder / (POINTER + PARTIAL)
     if step_folder(folder, _named_in(pointer)).is_dir():
         os.replace(pointer, folder / POINTER)
-    else:  # at once: below, an old folder may get the name that is in it
+    else:  # before the loop below, which may give a replaced folder the name in the pointer
         pointer.unlink(missing_ok=True)
     for replaced in folder.glob(f"step_*{REPLACED}"):
         original = replaced.with_name(replaced.name.removesuffix(REPLACED))
@@ -65,18 +66,18 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def publish(partial: Path, step: int, keep: int) -> None:
-    """Have the complete `partial` be the newest checkpoint, and drop all but `keep`.
+    """Make the complete folder `partial` the newest checkpoint, and drop all but `keep`.
 
-    Whenever this is interrupted, a complete checkpoint is there; once this one has its name, it is
-    the newest, as `remove_leftovers` moves `LATEST` then.
+    Wherever this is interrupted, a complete checkpoint exists. Once the new one has its final name,
+    it counts as the newest, because `remove_leftovers` then updates `LATEST`.
     """
     folder = partial.parent
     final = step_folder(folder, step)
     sync_tree(partial)
     replaced = final.with_name(final.name + REPLACED)
-    if final.exists():  # of work that the run has gone back behind
+    if final.exists():  # from work that was discarded when the run went back
         final.rename(replaced)
-    pointer = folder / (POINTER + PARTIAL)  # only now: with its folder it means the new one
+    pointer = folder / (POINTER + PARTIAL)  # only now: it must not refer to the replaced folder
     pointer.write_text(final.name + "\n")
     sync(pointer)
     sync(folder)
@@ -90,18 +91,18 @@ def publish(partial: Path, step: int, keep: int) -> None:
 
 
 def remove(checkpoint: Path) -> None:
-    """Remove a checkpoint, complete or not; half removed it is none, and its name is free.
+    """Remove a checkpoint, complete or not. It is renamed first, so an interrupted removal leaves
+    no incomplete checkpoint and frees the name.
 
-    Where somebody still reads it, network file systems keep files of it: the next start tries
-    again.
+    Network file systems keep files that another process still reads; the next start tries again.
     """
     name = tempfile.mkdtemp(PARTIAL, f"{checkpoint.name}.", checkpoint.parent)
-    leftover = checkpoint.rename(name)  # in place of the empty folder
+    leftover = checkpoint.rename(name)  # replaces the empty folder
     shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _drop_others(folder: Path, step: int, keep: int) -> None:
-    """Drop old checkpoints, and later ones: of a branch that was left when the run went back."""
+    """Drop old checkpoints, and later ones, which were discarded when the run went back."""
     steps = sorted(_steps(folder))
     kept = [other for other in steps if other <= step][-keep:]
     for other in steps:
@@ -110,10 +111,10 @@ def _drop_others(folder: Path, step: int, keep: int) -> None:
 
 
 def _steps(folder: Path) -> set[int]:
-    """Steps of the checkpoints that are there, and of those that were about to be replaced."""
+    """Steps of the existing checkpoints, including those that were about to be replaced."""
     if not folder.exists():
         return set()
-    # Not by glob, which leaves out what the file system cannot tell of.
+    # Not with glob, which hides errors of the file system.
     names = [entry.name for entry in os.scandir(folder) if entry.is_dir()]
     return {_step_of(name.removesuffix(REPLACED)) for name in names} - {0}
 

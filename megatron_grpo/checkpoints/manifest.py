@@ -20,20 +20,20 @@ _BLOCK_BYTES = 1 << 20  # hashed while it is in the cache of a core
 
 @dataclass(frozen=True)
 class FileHash:
-    """What a file must be."""
+    """Expected size and hash of a file."""
 
     num_bytes: int
     sha256: str
 
 
 Manifest = Mapping[str, FileHash]
-"""By path relative to the checkpoint."""
+"""File hashes by path relative to the checkpoint."""
 
 
 def hash_file(path: Path, tell: Callable[[int], None] = lambda num_bytes: None) -> FileHash:
-    """Read the file once; about 1 s per GB of one core, in which Python runs other threads.
+    """Read the file once; takes one core about 1 s per GB, during which other threads can run.
 
-    `tell` is called with the number of bytes of every block.
+    `tell` is called with the number of bytes of each block.
     """
     digest, num_bytes, block = sha256(), 0, bytearray(_BLOCK_BYTES)
     with errors_named(path), path.open("rb", buffering=0) as file:
@@ -45,7 +45,7 @@ def hash_file(path: Path, tell: Callable[[int], None] = lambda num_bytes: None) 
 
 
 def write_hashed(path: Path, parts: Iterable[memoryview]) -> FileHash:
-    """Write a file, down to the disk; what it must be when it is read."""
+    """Write a file and flush it to disk; return the hash it must have when it is read."""
     digest, num_bytes = sha256(), 0
     with errors_named(path), path.open("wb") as file:
         for part in parts:
@@ -60,20 +60,20 @@ def write_hashed(path: Path, parts: Iterable[memoryview]) -> FileHash:
 
 
 def hash_files(folder: Path, names: Iterable[str]) -> dict[str, FileHash]:
-    """Hashes of the files `names` of `folder`."""
+    """Hashes of the files `names` in `folder`."""
     return {name: hash_file(folder / name) for name in names}
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest of `folder`, in the order of names."""
+    """Write the manifest of `folder`, sorted by name."""
     files = {name: asdict(manifest[name]) for name in sorted(manifest)}
     (folder / MANIFEST_FILE).write_text(json.dumps({"files": files}, indent=1) + "\n")
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of `folder`; ValueError when there is none, or it is damaged.
+    """The manifest of `folder`; ValueError when it is missing or damaged.
 
-    OSError, which names it, when it is there and cannot be read.
+    Raises OSError, naming the file, when it exists but cannot be read.
     """
     path = folder / MANIFEST_FILE
     try:
@@ -93,10 +93,10 @@ def read_manifest(folder: Path) -> Manifest:
 def verify(
     folder: Path, manifest: Manifest, names: Iterable[str], tell: Callable[[int], None]
 ) -> None:
-    """Read the files `names` again; ValueError that names the first one that differs or is missing.
+    """Hash the files `names`; ValueError that names the first one that differs or is missing.
 
-    What is there and cannot be read, for now or for good, may be intact: OSError that names it.
-    `tell` is called with the number of bytes of every block.
+    Raises OSError, naming the file, for one that exists but cannot be read: it may be intact.
+    `tell` is called with the number of bytes of each block.
     """
     for name in names:
         expected = manifest[name]
@@ -111,9 +111,9 @@ def verify(
 
 
 def fair_share(manifest: Manifest, rank: int, num_ranks: int) -> list[str]:
-    """The files that `rank` is to verify: about as many bytes as every other rank, each file once.
+    """The files that `rank` verifies: each file has one rank, and all have about as many bytes.
 
-    Largest first, each to the rank with the least so far.
+    Files are assigned largest first, each to the rank with the fewest bytes so far.
     """
     loads = [(0, other) for other in range(num_ranks)]
     mine = []

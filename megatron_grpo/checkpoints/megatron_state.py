@@ -1,8 +1,8 @@
-"""What a rank has in memory of the state that is trained: which boxes of which whole tensors.
+"""A rank's part of the training state: which boxes of which whole tensors are in its memory.
 
 Keys, shapes and offsets are Megatron-Core's own (`sharded_state_dict`), so its `dist_checkpointing`
-can load what is written here. Master weights and moments are cut where the distributed optimizer
-cuts them: every data rank writes and reads its own range, and nobody gathers a tensor.
+can load what is written here. Master weights and moments are split where the distributed optimizer
+splits them: every data rank writes and reads its own range, and no tensor is gathered.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,9 +26,9 @@ from megatron_grpo.policy.reference import Reference
 from parallel import Box, Layout, Piece, Shape
 
 OPTIMIZER_STATES = ("param", "exp_avg", "exp_avg_sq")
-"""The master weight and its moments, float32, by Megatron's names."""
+"""The master weight and its two moments, float32, by Megatron's names."""
 REFERENCE = "reference."
-"""Before the keys of a reference that follows the policy."""
+"""Prefix of the keys of a reference that follows the policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +37,18 @@ class StatePart:
 
     key: str
     shape: Shape
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     box: Box
     values: Tensor
-    """[box.size], a view of what is trained."""
+    """[box.size], a view of the live tensor."""
     is_replica: bool
-    """Another rank has the same part, and writes it."""
+    """Whether another rank has the same part, and writes it."""
     is_padded: bool
-    """Ends in rows that exist at this layout only, and are zero."""
+    """Whether the whole tensor may end in zero rows that only this layout adds."""
 
 
 def weight_parts(policy: Policy) -> list[StatePart]:
-    """The parts of the weights."""
+    """The parts of the policy's weights."""
     return _parts_of(policy, policy.parameters(), "")
 
 
@@ -60,7 +60,7 @@ def reference_parts(reference: Reference | None) -> list[StatePart]:
 
 
 def _parts_of(model: Model, tensors: Mapping[str, Tensor], prefix: str) -> list[StatePart]:
-    """The parts of `tensors`, which are as the parameters of the same names."""
+    """The parts of `tensors`, which have the names and shapes of the model's parameters."""
     names = {parameter: name for name, parameter in model.parameters().items()}
     return [
         StatePart(
@@ -78,10 +78,10 @@ def _parts_of(model: Model, tensors: Mapping[str, Tensor], prefix: str) -> list[
 
 
 def weight_layout(model: Model) -> Layout:
-    """Which boxes of a checkpoint's tensors the parameters are, in Megatron-Core's own words.
+    """Which boxes of a checkpoint's tensors the parameters are, according to Megatron-Core.
 
-    Local names are those of `Model.parameters`. Shapes have leading dimensions of 1, along which a
-    checkpoint stacks layers and experts.
+    Local names are those of `Model.parameters`. Shapes have leading dimensions of size 1, along
+    which a checkpoint stacks layers and experts.
     """
     names = {parameter: name for name, parameter in model.parameters().items()}
     shapes, pieces = {}, []
@@ -98,7 +98,7 @@ def weight_layout(model: Model) -> Layout:
 
 
 def optimizer_parts(policy: Policy) -> list[StatePart]:
-    """The parts of master weights and moments that this rank's optimizer updates."""
+    """The parts of the master weights and moments that this rank's optimizer updates."""
     sharded_of: dict[Tensor, list[Any]] = {}
     for sharded in _sharded(policy):
         if not isinstance(sharded, ShardedObject):
@@ -113,9 +113,9 @@ def optimizer_parts(policy: Policy) -> list[StatePart]:
 
 
 def object_names(policy: Policy) -> list[str]:
-    """Entries that Megatron asks for and that hold nothing, as long as weights have 16 bits.
+    """Names of entries that Megatron requires and that are empty unless weights are in FP8.
 
-    Raises ValueError where they hold something, such as scales of fp8.
+    Raises ValueError if one holds something, such as FP8 scales.
     """
     objects = [sharded for sharded in _sharded(policy) if isinstance(sharded, ShardedObject)]
     full = [each.key for each in objects if isinstance(each.data, Tensor) and each.data.numel()]
@@ -127,12 +127,12 @@ def object_names(policy: Policy) -> list[str]:
 
 
 def parts_saved(policy: Policy, reference: Reference | None) -> list[StatePart]:
-    """All that a checkpoint holds of a rank's tensors."""
+    """All parts of a rank's tensors that a checkpoint holds."""
     return weight_parts(policy) + optimizer_parts(policy) + reference_parts(reference)
 
 
 def num_bytes_saved(policy: Policy, reference: Reference | None) -> int:
-    """Bytes of a checkpoint, over all ranks as many as the tensors have: a rank's part of them."""
+    """This rank's share of the bytes of a checkpoint's tensors; the shares add up to the total."""
     states = len(OPTIMIZER_STATES) * torch.float32.itemsize
     beside = [(part, states) for part in weight_parts(policy)]
     beside += [(part, 0) for part in reference_parts(reference)]
@@ -144,8 +144,8 @@ def num_bytes_saved(policy: Policy, reference: Reference | None) -> int:
 
 
 def first_not_finite(parts: Sequence[StatePart]) -> str | None:
-    """Key of a part that holds NaN or infinity; None when all is well."""
-    # One pass without a mask as large as the tensor: finite bounds have finite values between.
+    """Key of the first part that holds NaN or infinity; None when all are finite."""
+    # One pass without a mask as large as the tensor: if the bounds are finite, so are all values.
     bounds = [torch.stack(torch.aminmax(part.values)).double() for part in parts]
     if not bounds:
         return None
@@ -154,30 +154,30 @@ def first_not_finite(parts: Sequence[StatePart]) -> str | None:
 
 
 def counters(policy: Policy) -> dict[str, Any]:
-    """What is the same on all ranks: optimizer steps taken, and the learning-rate schedule."""
+    """State that is the same on all ranks: optimizer steps taken and the learning-rate schedule."""
     groups = [group for state in _optimizer_groups(policy) for group in state]
     steps = max((group["step"] for group in groups if "step" in group), default=0)
     return {"optimizer_steps": int(steps), "scheduler": policy.scheduler.state_dict()}
 
 
 def set_counters(policy: Policy, saved: Mapping[str, Any]) -> None:
-    """Put `counters` back. The optimizer makes new tensors for its moments, empty ones."""
+    """Restore `counters`. The optimizer allocates new, uninitialized tensors for its moments."""
     for part in policy.optimizer.chained_optimizers:
         state = part.state_dict()
         for group in state["optimizer"]["param_groups"]:
             group["step"] = saved["optimizer_steps"]
         part.load_state_dict(state)
-    policy.scheduler.num_steps = 0  # of a checkpoint that could not be used: Megatron adds to them
+    policy.scheduler.num_steps = 0  # set by a checkpoint that failed to load: Megatron adds to it
     policy.scheduler.load_state_dict(saved["scheduler"])
 
 
 def random_state() -> Tensor:
-    """Bytes [n] of torch's generators, and of Megatron's on CUDA, end to end."""
+    """Bytes [n]: the concatenated states of torch's generators and of Megatron's on CUDA."""
     return torch.cat(_random_states())
 
 
 def set_random_state(row: Tensor) -> None:
-    """Put `random_state` back, where it is of the same generators: a CPU has fewer than a GPU."""
+    """Restore `random_state`, if it is of the same generators: a CPU has fewer than a GPU."""
     lengths = [len(state) for state in _random_states()]
     if len(row) != sum(lengths):
         return
@@ -206,15 +206,16 @@ def _optimizer_groups(policy: Policy) -> list[list[dict[str, Any]]]:
 
 
 def _sharded(model: Model) -> Iterator[Any]:
-    """Megatron's description of every parameter, and of the objects beside them."""
+    """Megatron's description of every parameter and of the other objects of the modules."""
     for chunk in model.chunks:
         yield from nested_values(unwrapped(chunk).sharded_state_dict(metadata={}))
 
 
 def _parts(sharded: Any) -> Iterator[tuple[ShardedTensor, Box]]:
-    """Parts of a parameter that are apart in the whole tensor, and where in the parameter each is.
+    """The parts of a parameter that are separate in the whole tensor, each with its box in the
+    parameter.
 
-    A factory describes gate and up, which Megatron has in one parameter.
+    There are several for a factory, which describes gate and up: Megatron fuses them.
     """
     is_cut = isinstance(sharded, ShardedTensorFactory)
     for part in nested_values(sharded.build()) if is_cut else [sharded]:
@@ -232,7 +233,7 @@ def _box_within(view: Tensor, whole: Tensor) -> Box:
 
 
 def _states_of(optimizer: Any, parameter: Tensor, sharded: Any) -> Iterator[StatePart]:
-    """This rank's range of a parameter's states, box by box."""
+    """This rank's range of a parameter's optimizer states, box by box."""
     owned = optimizer._get_model_param_range_map(parameter)["param"]
     states = optimizer._get_main_param_and_optimizer_states(parameter)
     pieces, offset = list(_parts(sharded)), 0
@@ -251,14 +252,14 @@ def _states_of(optimizer: Any, parameter: Tensor, sharded: Any) -> Iterator[Stat
                     shape=tuple(part.global_shape),
                     box=_whole_box(part, common.moved(within.start, (0,) * len(within.start))),
                     values=_with_stack(part, values),
-                    # What the data ranks have of a weight are copies; of its states, parts.
+                    # Data ranks hold copies of a weight, but distinct parts of its states.
                     is_replica=not is_main_replica((*part.replica_id[:-1], 0)),
                     is_padded=part.allow_shape_mismatch,
                 )
 
 
 def _whole_box(part: ShardedTensor, inside: Box) -> Box:
-    """A box of a part, in the whole tensor."""
+    """A box of a part, in the coordinates of the whole tensor."""
     offset = tuple(part.global_offset)
     start = _stacked(part, inside.start, 0)
     return Box(
@@ -267,7 +268,7 @@ def _whole_box(part: ShardedTensor, inside: Box) -> Box:
 
 
 def _stacked(part: ShardedTensor, shape: Shape, extent: int = 1) -> Shape:
-    """A shape of a part with the dimensions along which Megatron stacks layers and experts."""
+    """A shape of a part, with the leading dimensions along which Megatron stacks parameters."""
     return (extent,) * part.prepend_axis_num + shape
 
 

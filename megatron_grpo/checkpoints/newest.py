@@ -1,4 +1,4 @@
-"""Loading the newest good checkpoint, on all ranks together."""
+"""Loads the newest good checkpoint, on all ranks together."""
 
 import sys
 from collections.abc import Callable
@@ -21,10 +21,10 @@ from parallel.failure import first_failure, raise_first_failure
 
 
 def steps_done(folder: Path) -> int:
-    """Optimizer steps of the newest checkpoint of `folder`; 0 when there is none. Collective.
+    """Optimizer steps of the newest checkpoint in `folder`; 0 when there is none. Collective.
 
-    As rank 0 sees it: what other hosts know of a network file system may be older, and ranks that
-    do not agree would wait for each other. Raises the ValueError of `folders.latest_step`.
+    Rank 0 decides: other hosts may have an outdated view of a network file system, and ranks that
+    disagree would wait for each other. Raises the ValueError of `folders.latest_step`.
     """
     done = torch.tensor(0)
 
@@ -40,12 +40,12 @@ def steps_done(folder: Path) -> int:
 def load_newest(
     folder: Path, dims: ParallelDims, policy: Policy, reference: Reference | None
 ) -> TrainerState:
-    """Load the newest good checkpoint of `folder` into both models; the state at its step.
+    """Load the newest good checkpoint in `folder` into both models; return the state at its step.
 
-    A checkpoint that is not what its manifest says is named on stderr, and the one before it is
-    tried. The state at step 0 when there are none. Raises ValueError on all ranks when there are
-    checkpoints and none is good; TimeoutError on all ranks when one cannot be read, which may be
-    good.
+    A checkpoint that does not match its manifest is reported on stderr, and the one before it is
+    tried. Returns the state at step 0 when there are no checkpoints. Raises ValueError on all ranks
+    when there are some but none is good, and TimeoutError on all ranks when one cannot be read, as
+    it may be good.
     """
     steps: list[int] = []
     raise_first_failure(lambda: steps.extend(_find(folder)), ValueError)
@@ -71,7 +71,7 @@ def load_newest(
 
 
 def _find(folder: Path) -> list[int]:
-    """Rank 0: steps of the checkpoints to try."""
+    """On rank 0, the steps of the checkpoints to try; elsewhere nothing."""
     if dist.get_rank() != 0:
         return []
     folder.mkdir(parents=True, exist_ok=True)
@@ -80,11 +80,11 @@ def _find(folder: Path) -> list[int]:
 
 
 def _damage(checkpoint: Path, read: Callable[[], None]) -> ValueError | None:
-    """What the first rank that calls `checkpoint` damaged says of it in `read`; on all ranks.
+    """Call `read`; the error of the first rank that finds `checkpoint` damaged, on all ranks.
 
-    Damaged is what is not there, or not what it was. A file system that does not answer says
-    nothing of that: with the checkpoint before, the run would leave an intact one behind and drop
-    it. Raises TimeoutError then, on all ranks: an error that passes.
+    Damaged means that data is missing or has changed. If the file system fails to answer, the
+    checkpoint may be intact: falling back to the one before would discard it. So that raises
+    TimeoutError on all ranks, a transient error.
     """
     found: list[ValueError] = []
 
@@ -123,9 +123,9 @@ def _verify(checkpoint: Path) -> None:
 def _read(
     checkpoint: Path, step: int, dims: ParallelDims, policy: Policy, reference: Reference | None
 ) -> None:
-    """Put into the models what is there for them.
+    """Load a checkpoint into the models.
 
-    What fails half-way is followed by another checkpoint that puts all of it there, or by the end.
+    It may fail half-way: then another checkpoint overwrites everything, or the run ends.
     """
     if dist.get_rank() == 0:
         screen_checkpoint(checkpoint)
@@ -134,6 +134,6 @@ def _read(
     read_parts(checkpoint, megatron_state.parts_saved(policy, reference))
     if reference:
         reference.take_mixture()
-    if record.layout == dims:  # they are those of ranks
+    if record.layout == dims:  # random states are saved per rank
         row = trainer_state.read_random_state(checkpoint, dist.get_rank())
         megatron_state.set_random_state(row)

@@ -1,8 +1,8 @@
-"""A look at the pickles of a checkpoint before anybody loads them.
+"""Checks the pickles of a checkpoint before anything loads them.
 
-To load a pickle is to run what it names. A run itself loads none, `shard_file` reads by names from
-a closed list. But torch and Megatron-Core read the index of a checkpoint and the objects in its
-files as pickles without asking what is in them, and a checkpoint that would harm them is not good.
+Loading a pickle calls whatever it names. A run itself loads none: `shard_file` only accepts names
+from a closed list. But torch and Megatron-Core load the index of a checkpoint and the objects in
+its files as unrestricted pickles, and a checkpoint that would harm them is not good.
 """
 
 import os
@@ -13,7 +13,7 @@ from checkpoint_convert.formats.torch_file import screen
 
 
 def screen_checkpoint(folder: Path) -> None:
-    """Raise ValueError when loading `folder` would call more than loading tensors needs."""
+    """Raise ValueError when loading `folder` would call more than loading tensors requires."""
     common = folder / "common.pt"
     _screen(common, 0, common.stat().st_size)
     for file, offset, length in sorted(set(read_object_places(folder / ".metadata"))):

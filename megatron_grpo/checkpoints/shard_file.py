@@ -1,7 +1,7 @@
 """A rank's own file of a checkpoint: copied to the host, written, and read box by box.
 
-The file is one of Megatron-Core's torch_dist format. Megatron's own writer forks a process for
-every file, and its reader runs pickles; here a thread can write, and nothing is run.
+The file is in Megatron-Core's torch_dist format. Megatron's own writer forks a process for every
+file, and its reader executes pickles; here a thread can write, and nothing is executed.
 """
 
 import weakref
@@ -20,19 +20,19 @@ from checkpoint_convert.formats.torch_words import DTYPE_NAMES, words_of
 from megatron_grpo.checkpoints.megatron_state import REFERENCE, StatePart
 from parallel import Box, Layout, Piece
 
-MAX_CHUNK_BYTES = 1 << 30  # torch.save has another form from 4 GiB on
+MAX_CHUNK_BYTES = 1 << 30  # torch.save uses another format from 4 GiB on
 _ALIGNMENT = 64
 
 
 class HostMemory:
-    """Memory of the host for one copy of what a rank saves, kept from save to save."""
+    """Host memory for one copy of what a rank saves, reused from save to save."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._unpin: Callable[[], object] = lambda: None
 
     def copy(self, tensors: Sequence[Tensor]) -> list[memoryview]:
-        """Copies of the tensors as they are now, row by row, until the next call."""
+        """Row-major copies of the tensors, valid until the next call."""
         room = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
         if sum(room) > len(self._bytes):
             self._make_room(sum(room))
@@ -47,9 +47,9 @@ class HostMemory:
         return copies
 
     def _make_room(self, num_bytes: int) -> None:
-        """Pinned where there is a GPU, by hand: torch's pinned memory comes in powers of two."""
+        """Allocate memory, pinned if there is a GPU. torch would round it up to a power of two."""
         self._unpin()
-        self._bytes = torch.empty(0, dtype=torch.uint8)  # let go of it before there is more
+        self._bytes = torch.empty(0, dtype=torch.uint8)  # free the old memory first
         room = torch.empty(num_bytes, dtype=torch.uint8)
         if torch.cuda.is_available():
             runtime, address = torch.cuda.cudart(), room.data_ptr()
@@ -59,7 +59,7 @@ class HostMemory:
 
 
 def chunks_to_write(parts: Iterable[StatePart]) -> tuple[list[Chunk], list[Tensor]]:
-    """What this rank writes of its parts, in chunks, and the values of each, in place."""
+    """The chunks that this rank writes of its parts, and the values of each, as views."""
     chunks, tensors = [], []
     for part in parts:
         if part.is_replica:
@@ -72,10 +72,10 @@ def chunks_to_write(parts: Iterable[StatePart]) -> tuple[list[Chunk], list[Tenso
 
 
 def read_parts(folder: Path, parts: Sequence[StatePart]) -> None:
-    """Fill all parts, in place, from a checkpoint that was saved at whatever layout.
+    """Fill all parts, in place, from a checkpoint that was saved at any layout.
 
-    Raises ValueError naming what is not there, or has another shape, or is a reference that is not
-    asked for: the one that the run began with would take its place.
+    Raises ValueError that names what is missing or has another shape, or if the checkpoint holds a
+    reference and `parts` do not: the run would silently continue with its initial reference.
     """
     keys = {part.key for part in parts}
     stored = read_chunks(folder, lambda key: key in keys or key.startswith(REFERENCE))

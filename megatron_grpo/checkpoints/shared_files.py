@@ -19,21 +19,21 @@ from megatron_grpo.experience.experience import Experience
 
 @dataclass(frozen=True, kw_only=True)
 class SharedFiles:
-    """What they will hold. Nothing in here changes while training goes on."""
+    """The content of these files. Nothing in here changes while training continues."""
 
     cfg: Config
     record: Record
     experience: Experience | None
-    """That the next steps train on, if they do not begin with a new generation."""
+    """The generation that the next steps train on, if they continue one."""
     ready: Experience | None
-    """That nobody has begun to train on."""
+    """The generation after it, if it is already there."""
     index: Future[bytes]
-    """Of the chunks in all ranks' files."""
+    """The index of the chunks in all ranks' files."""
     random_states: Tensor
     """Bytes [ranks, n]."""
 
     def write(self, folder: Path) -> dict[str, FileHash]:
-        """Write them, and say what each must be when it is read."""
+        """Write the files; return the hash that each must have when it is read."""
         companions = folder / CHECKPOINT_FOLDER
         companions.mkdir()
         copy_companions(self.cfg.model.path, companions, NAMES[self.cfg.model.dtype])

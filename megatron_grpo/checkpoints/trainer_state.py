@@ -1,4 +1,4 @@
-"""What a checkpoint knows beside Megatron's state: where the run stands, and its random numbers."""
+"""What a checkpoint holds besides Megatron's state: the run's progress and its random states."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -19,7 +19,7 @@ RANDOM_FILE = "random_states.safetensors"
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """A generation that is there and that nobody has begun to train on."""
+    """The next generation, which has been sampled but not yet trained on."""
 
     generation: int
     metrics: dict[str, float]
@@ -27,11 +27,11 @@ class Ready:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerState:
-    """Where a run stands after `step` optimizer steps."""
+    """The progress of a run after `step` optimizer steps."""
 
     step: int
     num_skipped_in_a_row: int = 0
-    """Steps before this one that were skipped, since the last that was not."""
+    """Number of consecutive skipped steps, up to this one."""
     wandb_id: str | None = None
     prompts: str | None = None
     """Fingerprint of the prompts that generations are drawn from."""
@@ -40,7 +40,7 @@ class TrainerState:
     ready: Ready | None = None
 
     def check_prompts(self, now: str) -> None:
-        """Raise ValueError when the run was saved with prompts of another fingerprint."""
+        """Raise ValueError when the run was saved with prompts that have another fingerprint."""
         if self.prompts not in (None, now):
             raise ValueError(
                 f"the checkpoint of step {self.step} was made with {self.prompts}, and data.path "
@@ -51,14 +51,14 @@ class TrainerState:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What is written of a run beside its tensors and samples."""
+    """What is saved of a run besides its tensors and samples."""
 
     state: TrainerState
     layout: ParallelDims
     counters: dict[str, Any]
-    """Of the optimizer and its schedule: the same on all ranks."""
+    """Counters of the optimizer and its schedule, the same on all ranks."""
     cursor: dict[str, int]
-    """Where the next step stands in the data; a function of the step, for whoever reads this."""
+    """Where the next step is in the data. Follows from the step; saved for human readers."""
 
 
 def write_record(folder: Path, record: Record) -> None:
@@ -69,9 +69,9 @@ def write_record(folder: Path, record: Record) -> None:
 
 
 def read_record(folder: Path, step: int) -> Record:
-    """What `trainer.json` of the checkpoint of `step` says; else ValueError.
+    """Read `trainer.json` of the checkpoint of `step`; ValueError if it is damaged.
 
-    OSError, which names it, when it cannot be read.
+    Raises OSError, naming the file, when it cannot be read.
     """
     path = folder / STATE_FILE
     try:

@@ -1,4 +1,4 @@
-"""What a person sees while a large checkpoint is verified."""
+"""The progress bar that is shown while a large checkpoint is verified."""
 
 import time
 from types import TracebackType
@@ -10,7 +10,7 @@ PATIENCE_SECONDS = 5.0
 
 
 class VerifyBar:
-    """A bar on stderr, where that is a terminal; appears when there has been time to wonder."""
+    """A progress bar on stderr, if that is a terminal; appears after PATIENCE_SECONDS."""
 
     def __init__(self, text: str, num_bytes: int, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
@@ -27,7 +27,7 @@ class VerifyBar:
         self.is_shown = False
 
     def advance(self, num_bytes: int) -> None:
-        """Tell that so many more bytes are verified."""
+        """Report that `num_bytes` more are verified."""
         self._progress.advance(self._task, num_bytes)
         if not self.is_shown and self._console.is_terminal and time.monotonic() > self._appears:
             self.is_shown = True

@@ -1,1 +1,1 @@
-"""What a job will need, before a GPU is booked: by formulas, and by ranks built on no memory."""
+"""What a job will need, before a GPU is booked: by formulas, and by ranks built without memory."""

@@ -1,7 +1,7 @@
-"""Bytes that layers keep for their backward, as Megatron-Core's modules do; estimates.
+"""Estimates the bytes that Megatron-Core's layers keep for their backward.
 
-Counted are the tensors that autograd saves, module by module: of Transformer Engine's layers from
-their documentation and source, of torch's by measurement (a test compares).
+Counts the tensors that autograd saves, module by module: for Transformer Engine's layers from their
+documentation and source, for torch's by measurement (a test compares).
 """
 
 from collections.abc import Sequence
@@ -14,24 +14,24 @@ from parallel import pipeline_layers
 from parallel.tile_columns import tile_columns
 
 DEFAULT_MODULES = ("core_attn",)
-"""What Megatron-Core recomputes by `recompute_granularity: selective` alone."""
+"""What Megatron-Core recomputes with `recompute_granularity: selective` and no list of modules."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerBytes:
-    """Of one layer, per token of a context rank, for its backward."""
+    """Bytes of one layer for its backward, per token of a context rank."""
 
     kept: float
-    """From the forward on."""
+    """Kept from the forward on."""
     recomputed: float
-    """More for a moment, when the backward reaches the layer; 0 where nothing is recomputed."""
+    """Additional bytes while the layer's backward runs; 0 without recomputation."""
 
 
 def layer_bytes(cfg: Config, shape: ModelShape) -> LayerBytes:
-    """What a layer of `cfg` keeps, with its recomputation.
+    """What a layer keeps with the recomputation that `cfg` sets.
 
-    `recompute_method: block` is counted as if its layers were spread evenly; of
-    `recompute_modules` those that are not known here count as kept.
+    `recompute_method: block` is counted as if its layers were spread evenly. Unknown entries of
+    `recompute_modules` count as kept.
     """
     parts = _parts(cfg, shape)
     stored = sum(parts.values())
@@ -56,10 +56,10 @@ def layer_bytes(cfg: Config, shape: ModelShape) -> LayerBytes:
 
 
 def stage_activations(cfg: Config, shape: ModelShape, stage: int, microbatches: int) -> int:
-    """Most bytes that a rank of a stage holds for backwards at once, the head apart.
+    """Peak bytes that a rank of a stage holds for backwards, without the head.
 
-    A microbatch has `train.max_tokens_per_microbatch`, and the stage as many of them as its
-    schedule has under way (`in_flight`).
+    Each microbatch has `train.max_tokens_per_microbatch` tokens, and the stage holds as many as its
+    schedule has in flight (`in_flight`).
     """
     dims, layer = cfg.dims, layer_bytes(cfg, shape)
     tokens = cfg.train.max_tokens_per_microbatch / dims.context
@@ -67,26 +67,27 @@ def stage_activations(cfg: Config, shape: ModelShape, stage: int, microbatches: 
     under_way = in_flight(stage, dims.pipeline, dims.virtual_pipeline, microbatches)
     layers = sum(len(chunk) * count for chunk, count in zip(chunks, under_way, strict=True))
     entry = ITEMSIZE[cfg.model.dtype] * shape.hidden_size * _token_share(cfg)
-    # An output is let go of once it is sent, but under a virtual pipeline.
+    # An output is freed once it is sent, except with a virtual pipeline.
     tensors = 0 if dims.pipeline == 1 else 1 if dims.virtual_pipeline == 1 else 2
     between = tensors * sum(under_way) * entry
     return round(tokens * (layers * layer.kept + layer.recomputed + between))
 
 
 def forward_bytes(cfg: Config, shape: ModelShape) -> int:
-    """What a forward without gradient has at once: a layer's tensors live until the next one's."""
+    """Peak bytes of a forward without gradients: a layer's tensors live until the next layer's."""
     layer = layer_bytes(cfg, shape)
     tokens = cfg.train.max_tokens_per_microbatch / cfg.dims.context
     return round(tokens * max(layer.kept, layer.recomputed))
 
 
 def head_bytes(cfg: Config, shape: ModelShape, *, backward: bool, device: str) -> int:
-    """What log-probabilities work with on the last stage, as if every token were of a response.
+    """Peak bytes of log-probabilities on the last stage, as if every token were of a response.
 
-    Hidden states, a copy of a rank's own and those of all tensor ranks, and a tile of logits, which
-    `device` (`cpu` or `cuda`) has three times in float32 (parallel/logit_tiles.py); in the backward
-    also what the norm before keeps, and both gradients: that to the hidden states in float32,
-    beside the product of a tile that is added to it where its factors are narrower.
+    Counts the hidden states (a copy of the rank's own and, with sequence parallelism, those of all
+    tensor ranks) and three float32 copies of a tile of logits, whose width depends on `device`
+    (`cpu` or `cuda`; parallel/logit_tiles.py). The backward adds what the final norm keeps and both
+    gradients. The one of the hidden states is float32; if its factors are narrower, the product of
+    a tile is held next to it before it is added.
     """
     dims, itemsize, width = cfg.dims, ITEMSIZE[cfg.model.dtype], shape.hidden_size
     tokens = cfg.train.max_tokens_per_microbatch / dims.context
@@ -103,16 +104,16 @@ def head_bytes(cfg: Config, shape: ModelShape, *, backward: bool, device: str) -
 
 
 def final_norm_bytes(cfg: Config, shape: ModelShape) -> float:
-    """What the norm before the head keeps, per token of a context rank; its output is not kept."""
+    """What the norm before the head keeps, per token of a context rank; excludes its output."""
     output = ITEMSIZE[cfg.model.dtype] * shape.hidden_size
     return (_norm(cfg, shape.hidden_size) - output) * _token_share(cfg)
 
 
 def in_flight(stage: int, pipeline: int, virtual: int, microbatches: int) -> Sequence[int]:
-    """Forwards of each model chunk of a stage that wait for their backward, at most.
+    """Largest number of forwards that await their backward, for each model chunk of a stage.
 
     1F1B (Narayanan et al., arXiv 2104.04473): `pipeline` - `stage` microbatches. Interleaved: the
-    forwards that Megatron-Core's schedule runs before its first backward, and one more.
+    forwards that Megatron-Core's schedule runs before its first backward, plus one.
     """
     if virtual == 1:
         return [min(microbatches, pipeline - stage)]
@@ -124,24 +125,24 @@ def in_flight(stage: int, pipeline: int, virtual: int, microbatches: int) -> Seq
 
 
 def _token_share(cfg: Config) -> float:
-    """The part of the tokens that a tensor rank has between its matrices."""
+    """Fraction of the tokens that a tensor rank holds outside of its split matrices."""
     return 1 / cfg.dims.tensor if cfg.parallel.sequence_parallel else 1.0
 
 
 def _uses_transformer_engine(cfg: Config) -> bool:
-    """Whether a GPU's layers are Transformer Engine's, which takes types of 16 bits."""
+    """Whether layers on a GPU are Transformer Engine's, which requires 16-bit dtypes."""
     return ITEMSIZE[cfg.model.dtype] == 2 and cfg.model.megatron.get("transformer_impl") != "local"
 
 
 def _is_fused(cfg: Config, fusion: str) -> bool:
-    """Whether a fusion is on that `policy.transformer` has on with Transformer Engine's layers."""
+    """Whether a fusion is on; `policy.transformer` turns it on for Transformer Engine's layers."""
     return bool(cfg.model.megatron.get(fusion, _uses_transformer_engine(cfg)))
 
 
 def _norm(cfg: Config, width: float) -> float:
-    """An RMS norm over rows of `width`: its input, its output, and a float32 per row.
+    """Bytes of an RMS norm over rows of `width`: its input, its output, and a float32 per row.
 
-    Torch's keeps input and normalized input in float32.
+    torch's norm keeps the input and the normalized input in float32.
     """
     itemsize = ITEMSIZE[cfg.model.dtype]
     inner = itemsize if _uses_transformer_engine(cfg) else 8
@@ -167,10 +168,11 @@ def _parts(cfg: Config, shape: ModelShape) -> dict[str, float]:
 
 
 def _core_attention(cfg: Config, shape: ModelShape) -> float:
-    """Queries, keys, values, output and a float32 per row and head; of all tensor ranks together.
+    """Queries, keys, values, output and a float32 per row and head, summed over tensor ranks.
 
-    Torch's computes in float32, gathers the keys of all context ranks, and copies the output into
-    the weights' type; Transformer Engine's passes the keys of other ranks around a ring.
+    torch's attention computes in float32, gathers the keys of all context ranks, and copies the
+    output to the dtype of the weights; Transformer Engine's passes keys of other ranks around a
+    ring.
     """
     itemsize = ITEMSIZE[cfg.model.dtype]
     query = shape.num_attention_heads * shape.head_dim
@@ -178,14 +180,14 @@ def _core_attention(cfg: Config, shape: ModelShape) -> float:
     if _uses_transformer_engine(cfg):
         return itemsize * (2 * query + 2 * key) + 4 * shape.num_attention_heads
     context = cfg.dims.context
-    # In float32 and alone, values are a view that holds on to queries and keys as well.
+    # In float32 with one context rank, values are a view that keeps queries and keys alive too.
     view = query + key if itemsize == 4 and context == 1 else 0
     inner = 4 * (2 * query + 2 * key * context + view)
     return inner + 4 * shape.num_attention_heads + itemsize * query
 
 
 def _around_attention(cfg: Config, shape: ModelShape) -> float:
-    """Norms of queries and keys, and the four tables of a RoPE that is not fused."""
+    """Norms of queries and keys, and the four tables of an unfused RoPE."""
     itemsize = ITEMSIZE[cfg.model.dtype]
     fused = _is_fused(cfg, "apply_rope_fusion")
     tables = 0.0 if fused else 4.0 * shape.head_dim * itemsize
@@ -197,20 +199,21 @@ def _around_attention(cfg: Config, shape: ModelShape) -> float:
 
 
 def _gated(cfg: Config, itemsize: int) -> float:
-    """Of a gated MLP, per intermediate element: both halves, and what is computed of them.
+    """Bytes of a gated MLP per intermediate element: both halves, and what is computed from them.
 
-    Without fusion that is the activated half, the other once more, and their product.
+    Without fusion, the latter is the activated half, another copy of the other half, and their
+    product.
     """
     return itemsize * (3 if _is_fused(cfg, "bias_activation_fusion") else 5)
 
 
 def _experts(cfg: Config, shape: ModelShape) -> float:
-    """Router, permuted tokens and experts, where every expert gets as many tokens."""
+    """Router, permuted tokens and experts, if all experts get equally many tokens."""
     moe, itemsize = shape.moe, ITEMSIZE[cfg.model.dtype]
     assert moe is not None
     router = 5 * moe.num_experts + 20 * moe.experts_per_token
-    # The ranks of one expert's matrices have the tokens of all of them, each with its float32
-    # probability, and a part of the columns.
+    # Ranks that split an expert's matrices all hold the tokens of the whole group, each with its
+    # float32 probability, and a part of the columns.
     tokens = (itemsize * shape.hidden_size + 4) * cfg.dims.expert_tensor
     weighed = 0 if _is_fused(cfg, "bias_activation_fusion") else itemsize
     columns = (_gated(cfg, itemsize) + weighed) * moe.intermediate_size
@@ -218,12 +221,12 @@ def _experts(cfg: Config, shape: ModelShape) -> float:
 
 
 def _entry_of(module: str, cfg: Config, shape: ModelShape) -> float:
-    """What a recomputed module keeps of its input that no other part counts."""
+    """What a recomputed module still keeps of its inputs and output that no other part counts."""
     if module != "core_attn":
         return 0.0
     width = shape.head_dim * (shape.num_attention_heads + 2 * shape.num_key_value_heads)
     output = shape.head_dim * shape.num_attention_heads
     queries_and_keys = shape.head_dim * (shape.num_attention_heads + shape.num_key_value_heads)
-    # Values are a view of queries, keys and values together.
+    # Values are a view of the fused queries, keys and values.
     inputs = queries_and_keys + width
     return ITEMSIZE[cfg.model.dtype] * (inputs + output) / cfg.dims.tensor

@@ -1,4 +1,4 @@
-"""One rank of a job as Megatron-Core makes it, on torch's meta device, held against its layout."""
+"""Builds one rank of a job with Megatron-Core on torch's meta device, and checks its layout."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -23,21 +23,21 @@ from parallel.fake_rank import fake_rank, without_memory
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltRank:
-    """A rank as its modules are; bytes are those of its memory."""
+    """A rank and the memory that its modules, buffers and optimizer would take."""
 
     sender: Sender
-    """What it holds, with the layout that its modules were compared with, and can send."""
+    """What it holds and can send, with the layout that its modules were compared with."""
     weight_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
     faults: tuple[str, ...]
-    """In what the modules are not as planned."""
+    """How the modules differ from the plan."""
 
 
 def build_rank(cfg: Config, shape: ModelShape, rank: int, saved: Layout) -> BuiltRank:
-    """Build the modules, gradient buffers and optimizer of a rank without their memory.
+    """Build the modules, gradient buffers and optimizer of a rank without allocating memory.
 
-    `saved` is the `checkpoint_layout` of the model. `setup_device` comes first.
+    `saved` is the `checkpoint_layout` of the model. `setup_device` must have been called.
     """
     with fake_rank(cfg.dims, rank) as groups:
         with without_memory():
@@ -55,7 +55,7 @@ def build_rank(cfg: Config, shape: ModelShape, rank: int, saved: Layout) -> Buil
 
 
 def gradient_bytes(policy: Policy) -> int:
-    """Of the buffers of all gradients, padding included."""
+    """Bytes of all gradient buffers, including padding."""
     return sum(
         buffer.grad_data.nbytes
         for chunk in policy.chunks
@@ -64,10 +64,10 @@ def gradient_bytes(policy: Policy) -> int:
 
 
 def optimizer_bytes(policy: Policy) -> int:
-    """Of this rank's share of master weights and moments.
+    """Bytes of this rank's share of master weights and moments.
 
-    Some optimizers make the moments at the first step only; here they count from the start. Master
-    copies of float32 weights are the weights themselves, and do not count.
+    Moments count even though some optimizers create them only at the first step. Float32 weights
+    are their own master weights, which therefore do not count.
     """
     masters = sum(
         parameter.nbytes
@@ -80,10 +80,10 @@ def optimizer_bytes(policy: Policy) -> int:
 
 
 def compare(model: Model, saved: Layout, dtype: torch.dtype) -> Iterator[str]:
-    """In what the modules of a rank differ from its layout.
+    """How the modules of a rank differ from its layout.
 
-    Names, shapes and types first; then which elements of the model they are, which Megatron-Core
-    says in the coordinates of a checkpoint (`saved`).
+    Compares names, shapes and dtypes; if they agree, also which elements of the model each
+    parameter holds, which Megatron-Core gives in the coordinates of a checkpoint (`saved`).
     """
     different = list(_differing_shapes(model, dtype))
     yield from different
@@ -124,14 +124,14 @@ def _differing_places(built: Layout, planned: Layout) -> Iterator[str]:
 
 
 Place = tuple[str, Shape, Shape, Shape]
-"""A tensor of the model, first index and extent of a box of it, and where that begins locally."""
+"""A tensor of the model, start and size of a box in it, and the start of that box locally."""
 
 
 def _places(pieces: Iterable[Piece]) -> dict[str, set[Place]]:
-    """Of each local tensor: which box of it is which of the model's."""
+    """For each local tensor, which of its boxes is which box of the model's tensors."""
     places: dict[str, set[Place]] = {}
     for piece in pieces:
-        # A checkpoint's stacks have dimensions in front that the parameter lacks.
+        # Stacked tensors of a checkpoint have leading dimensions that the parameter lacks.
         depth = len(piece.local_box.start) - len(piece.box.start)
         place = piece.tensor, piece.box.start, piece.box.size, piece.local_box.start[depth:]
         places.setdefault(piece.local, set()).add(place)

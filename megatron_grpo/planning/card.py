@@ -1,22 +1,22 @@
-"""What the planner has to know of a GPU and its network."""
+"""What the planner needs to know about a GPU and its network."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """A GPU of a node; rates are bytes or operations per second, by its data sheet."""
+    """A GPU of a node; rates are bytes or operations per second from its data sheet."""
 
     memory: int
-    """Bytes that CUDA says it has: more than the round number in its name."""
+    """Bytes that CUDA reports, which is more than the round number in the GPU's name."""
     flops: float
-    """Dense bfloat16."""
+    """Peak rate of dense bfloat16 operations."""
     memory_rate: float
-    """From its own memory."""
+    """Rate of reading its own memory."""
     node_rate: float
-    """To the other GPUs of the node (NVLink), in one direction."""
+    """Rate to the other GPUs of the node (NVLink), in one direction."""
     network_rate: float
-    """To other nodes: of the network card that each GPU has."""
+    """Rate to other nodes, by the network card of each GPU."""
     per_node: int = 8
 
 
@@ -34,11 +34,11 @@ CARDS = {
         memory=191 * 10**9, flops=2250e12, memory_rate=8e12, node_rate=900e9, network_rate=50e9
     ),
 }
-"""SXM modules in nodes of NVIDIA's HGX and DGX kind, one network card per GPU."""
+"""SXM modules in NVIDIA HGX and DGX nodes, with one network card per GPU."""
 
 
 def card_named(name: str) -> Card:
-    """The card of a name in `CARDS`; ValueError with the names otherwise."""
+    """The card `name` of `CARDS`; ValueError that lists the known names otherwise."""
     if name not in CARDS:
         raise ValueError(f"no GPU named {name!r} is known: --gpu is one of {', '.join(CARDS)}")
     return CARDS[name]

@@ -17,7 +17,7 @@ from megatron_grpo.planning.workload import longest_sequence, read_lengths
 def print_plan(
     cfg: Config, *, gpu: str, num_gpus: int | None, lengths_file: Path | None, as_json: bool
 ) -> None:
-    """Print what `cfg` needs; ValueError, with a layout that fits, where GPUs have too little."""
+    """Print what `cfg` needs; ValueError, naming a layout that fits, if memory is too small."""
     card, shape = card_named(gpu), read_shape(cfg.model.path)
     lengths = _lengths(cfg, shape, lengths_file)
     plan = plan_job(cfg, shape, card, lengths, num_gpus)
@@ -29,7 +29,7 @@ def print_plan(
 def print_suggestions(
     cfg: Config, *, gpu: str, num_gpus: int | None, lengths_file: Path | None, as_json: bool
 ) -> None:
-    """Print layouts that fit; ValueError where none does."""
+    """Print layouts that fit; ValueError if none does."""
     card, shape = card_named(gpu), read_shape(cfg.model.path)
     lengths = _lengths(cfg, shape, lengths_file)
     num_gpus = num_gpus or least_gpus(cfg, card, engine_bytes(cfg, shape, card))

@@ -1,7 +1,7 @@
-"""`megatron-grpo plan --instantiate`: every rank of a job, built without its peers or its memory.
+"""`megatron-grpo plan --instantiate`: builds every rank of a job without its peers or its memory.
 
-A planner reads layouts. Here they are held against Megatron-Core itself: the modules, the gradient
-buffers and the optimizer that the run would make, on torch's meta device, rank by rank.
+The planner relies on layouts. Here they are compared with Megatron-Core itself: the modules,
+gradient buffers and optimizer that the run would create, on torch's meta device, rank by rank.
 """
 
 from collections.abc import Sequence
@@ -35,19 +35,19 @@ from parallel.device import setup_device
 
 @dataclass(frozen=True, kw_only=True)
 class Instantiation:
-    """What has been found."""
+    """The result of `instantiate`."""
 
     table: str
-    """Empty when there are faults."""
+    """A summary for people; empty when there are faults."""
     faults: list[str]
-    """What is not as planned: of parameters, of their bytes, of what all ranks have together."""
+    """Differences from the plan: in parameters, their bytes, or what all ranks hold together."""
 
 
 def instantiate(cfg: Config) -> Instantiation:
-    """Build every distinct rank of `cfg` and check what the planner says of it.
+    """Build every distinct rank of `cfg` and check what the planner says about it.
 
     Only the config.json of `cfg.model.path` is read. Raises ValueError when the mesh of the trainer
-    or an engine cannot split the model, or Megatron-Core refuses its config.
+    or an engine cannot split the model, or when Megatron-Core rejects its config.
     """
     shape, dims = read_shape(cfg.model.path), cfg.dims
     check_divisible(shape, dims)
@@ -56,7 +56,7 @@ def instantiate(cfg: Config) -> Instantiation:
     senders = [built.sender for built in ranks]
     faults = [fault for built in ranks for fault in built.faults]
     faults += differing_bytes(cfg, shape, ranks)
-    if faults:  # what wrong layouts cover together tells nothing more
+    if faults:  # what wrong layouts cover together is not worth reporting
         return Instantiation(table="", faults=faults)
     try:
         cover_exactly(hf_tensors(shape), [sender.layout for sender in senders])
@@ -91,7 +91,7 @@ def build_ranks(cfg: Config, shape: ModelShape) -> list[BuiltRank]:
 
 
 def differing_bytes(cfg: Config, shape: ModelShape, ranks: Sequence[BuiltRank]) -> list[str]:
-    """Where the planner's memory of a rank is not that of its modules, buffers and optimizer."""
+    """Where the planned bytes of a rank differ from those of its modules, buffers and optimizer."""
     faults = []
     for built in ranks:
         state = state_bytes(cfg, shape, built.sender.rank)
@@ -109,9 +109,9 @@ def differing_bytes(cfg: Config, shape: ModelShape, ranks: Sequence[BuiltRank]) 
 
 
 def distinct_ranks(dims: ParallelDims) -> list[int]:
-    """The first of all ranks that are alike, ascending.
+    """The first rank of every group of identical ranks, ascending.
 
-    Data ranks are copies of each other, but for the experts that they hold.
+    Data ranks are copies of each other, except for the experts that they hold.
     """
     first: dict[tuple[int, ...], int] = {}
     for rank in range(dims.world_size):
@@ -130,7 +130,7 @@ def _model_line(shape: ModelShape, cfg: Config) -> str:
 
 
 def _rows(shape: ModelShape, dims: ParallelDims, ranks: Sequence[BuiltRank]) -> list[str]:
-    """Of each pipeline stage, the rank with the most bytes of each kind."""
+    """A row for each pipeline stage with the largest number of bytes of each kind on any rank."""
     rows = [
         f"{'trainer ranks':<16}{'stage':>6}  {'layers':<12}{'built':>6}"
         f"{'weights':>14}{'gradients':>14}{'optimizer':>14}"

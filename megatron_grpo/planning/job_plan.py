@@ -1,4 +1,4 @@
-"""A whole job on paper: what it computes, sends and holds, and whether that fits its GPUs."""
+"""Plans a whole job: what it computes, sends and holds, and whether that fits its GPUs."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -25,28 +25,28 @@ from parallel.alignment import round_up
 
 @dataclass(frozen=True, kw_only=True)
 class JobPlan:
-    """What a config needs of the GPUs of one kind."""
+    """What a config needs on GPUs of one kind."""
 
     num_gpus: int
     is_shared: bool
-    """Whether trainer and engines have the same GPUs."""
+    """Whether trainer and engines use the same GPUs."""
     memory_limit: int
-    """Bytes of a card that may be used."""
+    """Bytes per card that may be used."""
     work: Workload
     stages: Sequence[StageMemory]
     engine: EngineBytes | None
-    """None where rollouts come from no vLLM."""
+    """None if rollouts do not come from vLLM."""
     time: StepTime
     rollout: RolloutTime | None
-    """Of one generation; None where rollouts come from no vLLM."""
+    """Time of one generation; None if rollouts do not come from vLLM."""
     push: LinkUse | None
-    """Of one generation, which may serve several steps."""
+    """The push of weights for one generation, which may serve several steps."""
     shared_tokens: int | None
-    """Of an optimizer step with `grpo.shared_prompts`; None where prompts have no known length."""
+    """Tokens of a step with `grpo.shared_prompts`; None if the length of prompts is unknown."""
 
     @property
     def fullest(self) -> StageMemory:
-        """The stage that needs most memory."""
+        """The stage that needs the most memory."""
         return fullest_stage(self.stages)
 
     @property
@@ -55,7 +55,7 @@ class JobPlan:
         return self.fullest.total <= self.memory_limit
 
     def as_json(self) -> dict[str, Any]:
-        """All figures, for scripts: bytes, seconds, operations."""
+        """All figures for scripts, in bytes, seconds and operations."""
         return {
             "num_gpus": self.num_gpus,
             "is_shared": self.is_shared,
@@ -83,10 +83,10 @@ def plan_job(
     lengths: Sequence[int],
     num_gpus: int | None,
 ) -> JobPlan:
-    """Plan `cfg` on so many GPUs; None takes as few nodes as hold ranks or engines.
+    """Plan `cfg` on `num_gpus` GPUs; None takes `least_gpus`.
 
-    `lengths`, ascending, are tokens of sequences like those of the job. Raises ValueError, with a
-    legal value, for what cannot be split, placed, packed or loaded.
+    `lengths`, ascending, are token counts of sequences typical of the job. Raises ValueError, with
+    a legal value, for anything that cannot be split, placed, packed or loaded.
     """
     check_divisible(shape, cfg.dims)
     engine = engine_bytes(cfg, shape, card)
@@ -110,10 +110,10 @@ def plan_job(
 
 
 def shares_gpus(cfg: Config, card: Card, num_gpus: int) -> bool:
-    """Whether ranks and engines of a job share its GPUs, as `place` has it.
+    """Whether ranks and engines of a job share its GPUs when placed by `place`.
 
-    Raises ValueError where they are too few, or where nodes of
-    the card cannot hold the ranks or the engines.
+    Raises ValueError if the GPUs are too few, or if nodes of this card cannot hold the ranks or the
+    engines.
     """
     ranks, tensor = cfg.dims.world_size, cfg.rollout.tensor_parallel_size
     engines = cfg.rollout.num_engines * tensor
@@ -130,20 +130,20 @@ def shares_gpus(cfg: Config, card: Card, num_gpus: int) -> bool:
         engine.node in placed.trainer_nodes and engine.gpus.start < placed.ranks_per_node
         for engine in placed.engines
     )
-    # Of the last node a job may have a part, which `place` does not know.
+    # A job may have only part of its last node, which `place` does not take into account.
     return is_shared or ranks + engines > num_gpus
 
 
 def least_gpus(cfg: Config, card: Card, engine: EngineBytes | None) -> int:
-    """GPUs of as few whole nodes as hold the job; a part of one node where that holds all.
+    """GPUs of the fewest whole nodes that hold the job; part of one node if that is enough.
 
-    Ranks and engines take the same nodes, unless an `engine` alone fills what a plan may use of a
+    Ranks and engines take the same nodes, unless one `engine` alone fills what a plan may use of a
     card.
     """
     tensor, num_engines = cfg.rollout.tensor_parallel_size, cfg.rollout.num_engines
     rank_nodes = -(-cfg.dims.world_size // card.per_node)
     engine_nodes = -(-num_engines // max(1, card.per_node // tensor))
-    # Engines begin at a multiple of their size.
+    # An engine starts at a multiple of its size.
     apart = round_up(cfg.dims.world_size, tensor) + num_engines * tensor
     if engine and engine.total > memory_limit(card):
         return apart if apart <= card.per_node else (rank_nodes + engine_nodes) * card.per_node

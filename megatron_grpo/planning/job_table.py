@@ -1,4 +1,4 @@
-"""A plan for people."""
+"""Formats a plan as text for people."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ SHOWN_SUGGESTIONS = 8
 
 
 def job_table(cfg: Config, shape: ModelShape, gpu: str, plan: JobPlan) -> str:
-    """Memory of every kind of stage, the work of a step, and what goes over which links."""
+    """The memory of every kind of stage, the work of a step, and the traffic over each link."""
     where = "on the same GPUs" if plan.is_shared else "on GPUs of their own"
     rollout = cfg.rollout
     lines = [
@@ -33,7 +33,7 @@ def job_table(cfg: Config, shape: ModelShape, gpu: str, plan: JobPlan) -> str:
 
 
 def suggestion_table(suggestions: Sequence[Suggestion], num_gpus: int, gpu: str) -> str:
-    """The fastest layouts, and how to write the first of them."""
+    """The fastest layouts, and the command-line overrides for the first of them."""
     rows = [
         f"{'tp':>3}{'pp':>4}{'vp':>4}{'cp':>4}{'dp':>5}{'ep':>4}  {'recompute':<10}"
         f"{'memory':>9}{'step':>9}{'bubble':>8}{'links':>8}"
@@ -60,7 +60,7 @@ def suggestion_table(suggestions: Sequence[Suggestion], num_gpus: int, gpu: str)
 
 
 def _memory_rows(plan: JobPlan) -> list[str]:
-    """Of the first stages, the last, and the fullest."""
+    """Rows for the first stages, the last, and the fullest."""
     rows = [
         f"{'stage':>5}{'weights':>9}{'gradients':>11}{'optimizer':>11}{'reference':>11}"
         f"{'NCCL, CUDA':>12}{'engine':>8}{'at worst':>10}  {'in phase':<18}{'sum':>8}"

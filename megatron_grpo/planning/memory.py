@@ -1,4 +1,4 @@
-"""Bytes of a GPU of each pipeline stage, at the worst moment of every phase."""
+"""Peak memory of a GPU of each pipeline stage, in every phase of a step."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -13,61 +13,61 @@ from megatron_grpo.rollout.vllm_command import engine_number
 from megatron_grpo.weights.worker_layouts import worker_layouts
 
 CONTEXT_BYTES = 600 * 10**6
-"""CUDA context, kernels and workspaces of cuBLAS in a process."""
+"""CUDA context, kernels and cuBLAS workspaces of a process."""
 COMMUNICATOR_BYTES = 500 * 10**6
-"""NCCL's buffers of one communicator. Published are 7 to 10 GB for idle ones of large jobs."""
+"""NCCL's buffers of one communicator. Published figures: 7 to 10 GB for idle ones of large jobs."""
 RESERVE = 0.1
-"""Of a card, that a plan leaves free for fragmentation, and for NCCL where it takes more."""
+"""Fraction of a card that a plan leaves free for fragmentation, and for NCCL if it takes more."""
 VLLM_UTILIZATION = 0.92
-"""What vLLM takes of a card when it is not told (`gpu_memory_utilization`)."""
+"""Fraction of a card that vLLM takes by default (`gpu_memory_utilization`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineBytes:
-    """What an engine takes of each of its GPUs."""
+    """Memory that an engine takes on each of its GPUs."""
 
     weights: int
     cache: int
-    """Left for keys and values, what it computes with included."""
+    """Bytes left for keys and values, including vLLM's activations."""
     token_bytes: int
-    """Keys and values of one token."""
+    """Bytes of the keys and values of one token."""
     cached_tokens: int
-    """That fit there, over the whole engine."""
+    """Tokens that fit in the cache of the whole engine."""
     outside: int
-    """CUDA context and NCCL's buffers, which vLLM has before it looks what its share may be, and
-    the push's, which its profile does not see."""
+    """CUDA context and NCCL buffers, which vLLM allocates before it determines its share, and the
+    buffers of the push, which its memory profiling does not see."""
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all parts."""
         return self.weights + self.cache + self.outside
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """Of a GPU that runs a trainer rank of one pipeline stage."""
+    """Memory of a GPU that runs a trainer rank of one pipeline stage."""
 
     stage: int
     state: StateBytes
     communicators: int
     """NCCL's buffers and the CUDA context; an estimate."""
     engine: int
-    """Of an engine on the same GPU, which keeps it all the time."""
+    """Memory of an engine on the same GPU, which is never released."""
     phases: dict[str, int]
-    """What each phase of a step has beside that, at its worst moment."""
+    """Additional memory of each phase of a step, at its peak."""
 
     @property
     def worst(self) -> str:
-        """The phase that needs most."""
+        """The phase that needs the most memory."""
         return max(self.phases, key=lambda phase: self.phases[phase])
 
     @property
     def total(self) -> int:
-        """Bytes in that phase."""
+        """Bytes in the worst phase."""
         return self.state.total + self.communicators + self.engine + self.phases[self.worst]
 
     def as_json(self) -> dict[str, object]:
-        """For scripts."""
+        """All figures in bytes, for scripts."""
         return asdict(self) | {"worst_phase": self.worst, "total": self.total}
 
 
@@ -77,14 +77,14 @@ def memory_limit(card: Card) -> int:
 
 
 def fullest_stage(stages: Sequence[StageMemory]) -> StageMemory:
-    """The stage that needs most memory."""
+    """The stage that needs the most memory."""
     return max(stages, key=lambda stage: stage.total)
 
 
 def engine_bytes(cfg: Config, shape: ModelShape, card: Card) -> EngineBytes | None:
-    """What an engine of `cfg` takes of each GPU; None where rollouts come from no vLLM.
+    """What an engine of `cfg` takes of each GPU; None if rollouts do not come from vLLM.
 
-    Raises ValueError where its weights do not fit there.
+    Raises ValueError if its weights do not fit there.
     """
     if cfg.rollout.engine != "vllm":
         return None
@@ -105,7 +105,7 @@ def engine_bytes(cfg: Config, shape: ModelShape, card: Card) -> EngineBytes | No
 
 
 def _cache_bytes(rollout: RolloutConfig, card: Card, weights: int, per_token: int) -> int:
-    """Beside the weights of an engine, as it is told, or the rest of its share of the card."""
+    """Bytes of an engine's cache: `kv_cache_memory_bytes`, or what weights leave of its share."""
     engine = (
         f"an engine of rollout.tensor_parallel_size {rollout.tensor_parallel_size} has "
         f"{weights / 1e9:.1f} GB of weights on each GPU of {card.memory / 1e9:.0f} GB"
@@ -133,7 +133,7 @@ def _cache_bytes(rollout: RolloutConfig, card: Card, weights: int, per_token: in
 
 
 def _way_out(rollout: RolloutConfig, card: Card, weights: int) -> str:
-    """For an engine whose GPUs do not hold its weights."""
+    """Advice for an engine whose GPUs cannot hold its weights."""
     in_node = weights * rollout.tensor_parallel_size / card.per_node
     if in_node < card.memory:
         return "use a larger tensor_parallel_size"
@@ -144,7 +144,7 @@ def _way_out(rollout: RolloutConfig, card: Card, weights: int) -> str:
 
 
 def _cache_itemsize(cfg: Config) -> int:
-    """Of keys and values: bytes of an element, as in the weights unless vLLM has 8 bits for it."""
+    """Bytes per element of keys and values: as for weights, unless vLLM caches them in 8 bits."""
     kind = str(cfg.rollout.vllm.get("kv_cache_dtype", "auto"))
     return 1 if kind.startswith(("fp8", "int8")) else ITEMSIZE[cfg.model.dtype]
 
@@ -157,7 +157,7 @@ def stages_memory(
     engine: int,
     device: str = "cuda",
 ) -> list[StageMemory]:
-    """What a GPU of each stage needs, beside `stage_states` and so many bytes of an engine.
+    """What a GPU of each stage needs, including its `stage_states` and the bytes of an `engine`.
 
     With `device` "cpu", what a process without a GPU needs.
     """
@@ -176,7 +176,7 @@ def stages_memory(
 def _phases(
     cfg: Config, shape: ModelShape, stage: int, microbatches: int, device: str
 ) -> dict[str, int]:
-    """Bytes of each phase beside what is always there."""
+    """Bytes of each phase in addition to what is always allocated."""
     is_last = stage == cfg.dims.pipeline - 1
     head, backward_head = (
         head_bytes(cfg, shape, backward=backward, device=device) if is_last else 0
@@ -190,7 +190,7 @@ def _phases(
 
 
 def _communicators(cfg: Config) -> int:
-    """Groups of more than one rank in which a rank speaks by NCCL, by Megatron-Core's groups."""
+    """Number of Megatron-Core's groups in which a rank communicates by NCCL with other ranks."""
     dims = cfg.dims
     model, data = dims.tensor * dims.pipeline, dims.data * dims.context
     sizes = [

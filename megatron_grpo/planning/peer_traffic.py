@@ -1,7 +1,7 @@
-"""What a worker of an engine receives when vLLM itself moves the weights. Integers only.
+"""What an engine worker would receive if vLLM itself moved the weights. Integers only.
 
-vLLM is not imported: the rules are those of its release 0.32, for models that are not quantized on
-engines without pipeline stages, which are all that we start.
+vLLM is not imported: the rules are those of its release 0.32 for unquantized models on engines
+without pipeline stages, the only kind that we start.
 """
 
 from math import prod
@@ -11,22 +11,22 @@ from parallel import Layout
 
 
 def nccl_elements(shape: ModelShape) -> dict[str, int]:
-    """Elements of each tensor of the weight files that a worker receives by vLLM's `nccl`.
+    """Elements of each tensor of the weight files that a worker receives with vLLM's `nccl`.
 
-    One trainer rank broadcasts all tensors whole, in or out of packed buffers.
+    One trainer rank broadcasts all tensors whole, with or without packed buffers.
     """
     return {name: prod(size) for name, size in hf_tensors(shape).items()}
 
 
 def m2n_elements(shape: ModelShape, worker: Layout) -> dict[str, int]:
-    """The same by vLLM's `nccl_m2n`, for what a worker holds (all of an engine receive alike).
+    """The same with vLLM's `nccl_m2n`, for what `worker` holds (an engine's workers are alike).
 
-    A worker receives its share of a tensor where it has a parameter of the same name, filled by the
-    loader of a linear layer; any other tensor arrives whole and goes through vLLM's loading. So the
-    fused ones do (QKV, gate and up, experts), and the embedding and the head, whose loader pads the
-    vocabulary. What is left are layers that are split by columns: the output projection of the
-    attention, and `down_proj` of a dense MLP. `dst_mesh_dims` must be (engines, their tensor size)
-    for that: by vLLM's default every tensor that is split at all arrives whole.
+    A worker receives only its share of a tensor if it has a parameter of the same name that is
+    filled by the loader of a linear layer. Any other tensor arrives whole and goes through vLLM's
+    loading: the fused ones (QKV, gate and up, experts), and the embedding and the head, whose
+    loader pads the vocabulary. That leaves the layers that are split by columns: the output
+    projection of the attention, and `down_proj` of a dense MLP. It requires `dst_mesh_dims` to be
+    (engines, their tensor size): by vLLM's default, every tensor that is split arrives whole.
     """
     received = {}
     for name, size in hf_tensors(shape).items():

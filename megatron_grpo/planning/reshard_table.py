@@ -1,4 +1,4 @@
-"""What one push of weights would send, computed from the config and config.json alone."""
+"""What one push of weights would send, computed from only the config and config.json."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,10 +16,10 @@ from parallel.transport import bucket_bytes_for
 
 
 def reshard_table(cfg: Config) -> str:
-    """Who sends how many bytes to whom in one push of weights, and in which buffers, as a table.
+    """A table of the bytes that each process sends and receives in one push, and of the buffers.
 
     Raises ValueError when the mesh of the trainer or an engine cannot split the model, or when
-    `rollout.update_weights_bucket_megabytes` does not suffice for the buffers.
+    `rollout.update_weights_bucket_megabytes` is too small for the buffers.
     """
     shape, dims, num_engines = read_shape(cfg.model.path), cfg.dims, cfg.rollout.num_engines
     check_divisible(shape, dims)
@@ -63,7 +63,7 @@ def _model_line(shape: ModelShape, dtype: str, itemsize: int) -> str:
 
 
 def _peers(shape: ModelShape, worker: Layout, itemsize: int) -> dict[str, int]:
-    """Bytes that every engine rank would receive by backends of vLLM's own."""
+    """Bytes that every engine rank would receive with vLLM's own backends."""
     return {
         "nccl": sum(nccl_elements(shape).values()) * itemsize,
         "nccl_m2n": sum(m2n_elements(shape, worker).values()) * itemsize,
@@ -80,7 +80,7 @@ def _links_of_ranks(sources: Sequence[Sequence[int]]) -> Counter[int]:
 
 
 def _most_links(sources: Sequence[Sequence[int]], num_engines: int) -> int:
-    """Of any process. Workers of an engine that feeds another have as many outgoing ones."""
+    """Most links of any process. Workers that feed another engine have as many outgoing links."""
     of_workers = max(map(len, sources)) * min(num_engines, 2)
     return max(of_workers, *_links_of_ranks(sources).values())
 
@@ -128,7 +128,7 @@ def _ranks(first: int, count: int) -> str:
 
 
 def _size(num_bytes: int) -> str:
-    """Bytes for people: three digits and more, in powers of 1,000."""
+    """Format bytes for people, with two decimals, in powers of 1,000."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= scale:
             return f"{num_bytes / scale:,.2f} {unit}"

@@ -1,4 +1,4 @@
-"""Bytes that a trainer rank always holds: weights, gradients, optimizer. Exact."""
+"""Bytes that a trainer rank always holds: weights, gradients and optimizer state. Exact."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,26 +14,26 @@ GRADIENT_BYTES = 4
 """Gradients are summed in float32."""
 MOMENTS = 2
 START_MULTIPLE, BUCKET_MULTIPLE = 64, 128
-"""Elements: Megatron-Core aligns parameters and buckets in the buffer of its gradients so."""
+"""Elements to which Megatron-Core aligns parameters and buckets in its gradient buffers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateBytes:
-    """Of one rank."""
+    """Bytes that one rank always holds."""
 
     weights: int
     expert_weights: int
-    """Of these, what belongs to experts: other ranks have copies of it than of the rest."""
+    """Part of `weights` that belongs to experts, which other ranks replicate than the rest."""
     gradients: int
     optimizer: int
-    """The shard of float32 weights (with float32 weights there is no second copy) and moments."""
+    """The rank's shard of moments and of float32 master weights (none if weights are float32)."""
     reference: int
-    """Weights of the model that `grpo.beta` > 0 compares with, and the float32 ones beside them
-    that `grpo.sync_ref_model` needs where `model.dtype` would round them."""
+    """Weights of the reference model if `grpo.beta` > 0, and their float32 copy that
+    `grpo.sync_ref_model` needs if `model.dtype` would round them."""
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all parts."""
         return self.weights + self.gradients + self.optimizer + self.reference
 
 
@@ -58,9 +58,9 @@ def state_bytes(cfg: Config, shape: ModelShape, rank: int) -> StateBytes:
 
 
 def stage_states(cfg: Config, shape: ModelShape) -> list[StateBytes]:
-    """`state_bytes` of the first rank of every stage; the others differ by some padding at most.
+    """`state_bytes` of the first rank of every stage; the others differ at most by some padding.
 
-    Stages with as many layers are alike, but for the ends.
+    Stages with equally many layers are alike, except for the first and the last.
     """
     known: dict[tuple[int, ...], StateBytes] = {}
     states = []
@@ -75,14 +75,14 @@ def stage_states(cfg: Config, shape: ModelShape) -> list[StateBytes]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Bucket:
-    """Parameters whose gradients are summed together, and of which each copy updates a shard."""
+    """Parameters whose gradients are reduced together; each replica's rank updates one shard."""
 
     is_expert: bool
     sizes: Sequence[int]
-    """Elements, in its order."""
+    """Elements of each parameter, in bucket order."""
     num_shards: int
     shard: int
-    """Which one is this rank's."""
+    """Index of this rank's shard."""
 
     @property
     def _places(self) -> list[tuple[int, int]]:
@@ -95,7 +95,7 @@ class _Bucket:
 
     @property
     def padded(self) -> int:
-        """Elements with all padding."""
+        """Elements including all padding."""
         return round_up(self._places[-1][1], lcm(self.num_shards, BUCKET_MULTIPLE))
 
     @property
@@ -107,7 +107,7 @@ class _Bucket:
 
 
 def _buckets(shape: ModelShape, dims: ParallelDims, rank: int) -> Iterator[_Bucket]:
-    """Those of a rank. Experts have buckets of their own, and so has an embedding of two stages."""
+    """The buckets of a rank. Experts, and an embedding tied across stages, have separate ones."""
     at = dims.coordinates(rank)
     is_tied_over_stages = shape.tie_word_embeddings and dims.pipeline > 1
     buckets: dict[tuple[int, bool, bool], list[int]] = {}
@@ -123,19 +123,19 @@ def _buckets(shape: ModelShape, dims: ParallelDims, rank: int) -> Iterator[_Buck
 
 
 def expert_shards(dims: ParallelDims) -> int:
-    """Ranks that have copies of the same experts, and share their optimizer."""
+    """Number of ranks that hold copies of the same experts and share their optimizer state."""
     return dims.stage_size // (dims.expert * dims.expert_tensor)
 
 
 def _parameters(
     shape: ModelShape, dims: ParallelDims, at: Coordinates
 ) -> Iterator[tuple[int, str, int]]:
-    """Chunk, name and elements of what the rank at a place holds, in the model's order.
+    """Chunk, name and elements of each parameter of the rank at `at`, in model order.
 
-    Layers are alike: the layout is that of a model with one in each chunk.
+    All layers are alike, so the layout is that of a model with one layer per chunk.
     """
     shallow = replace(shape, num_layers=dims.pipeline * dims.virtual_pipeline)
-    # Transformer Engine names norms otherwise, and has as many elements in them.
+    # Transformer Engine names norms differently, but they have as many elements.
     layout = megatron_layout(shallow, dims, at, transformer_engine=False)
     sizes = [(name, prod(size)) for name, size in layout.shapes.items()]
     for chunk, layers in enumerate(pipeline_layers(shape.num_layers, dims)[at.pipeline]):

@@ -1,4 +1,4 @@
-"""What a step computes and sends, and the least time that the card and its links need for that."""
+"""What a step computes and sends, and the least time that a card and its links need for it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,11 +12,11 @@ from megatron_grpo.planning.workload import Workload
 from parallel import ParallelDims, pipeline_layers
 
 ATTAINABLE = 0.5
-"""Of the peak, by layers alone: Megatron-LM reaches 0.41 to 0.48 with all that it waits for."""
+"""Fraction of the peak, for layers alone; Megatron-LM reaches 0.41 to 0.48 including all waits."""
 ATTAINABLE_BY_EXPERTS = 0.3
-"""The same of a mixture: its matrices are small. verl reports 0.31 of Qwen3-30B-A3B on 32 GPUs."""
+"""The same for experts, whose matrices are small. verl reports 0.31: Qwen3-30B-A3B on 32 GPUs."""
 ATTAINABLE_OF_LINK = 0.8
-"""NCCL's protocol takes some 20%: 370 of an H100's 450 GB/s are left (NVIDIA/nccl-tests#212)."""
+"""NCCL's protocol takes about 20%: 370 of an H100's 450 GB/s are left (NVIDIA/nccl-tests#212)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,23 +26,23 @@ class LinkUse:
     purpose: str
     num_bytes: int
     in_node: bool
-    """Over NVLink; else by the network card."""
+    """Whether over NVLink; else over the network card."""
     seconds: float
-    """At the full rate of that link."""
+    """Time at the full rate of that link."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Of one optimizer step: training, and its share of the passes for log-probabilities."""
+    """Time of one optimizer step: training, and its share of the log-probability passes."""
 
     flops: float
-    """Of all ranks."""
+    """Operations of all ranks."""
     attainable: float
-    """The part of the peak that the estimate counts on."""
+    """Fraction of the peak that the estimate assumes."""
     compute_seconds: float
-    """Of the busiest pipeline stage at the peak of its cards: no step is faster."""
+    """Time of the busiest pipeline stage at the peak of its cards: no step is faster."""
     bubble: float
-    """Idle part of the pipeline, as a fraction of the time that it works."""
+    """Idle time of the pipeline, as a fraction of its busy time."""
     links: Sequence[LinkUse]
 
     @property
@@ -52,14 +52,14 @@ class StepTime:
 
     @property
     def estimate(self) -> float:
-        """Seconds, with no traffic behind computation."""
+        """Seconds, if no traffic is hidden behind computation."""
         return self.compute_seconds / self.attainable * (1 + self.bubble) + self.waits
 
 
 def step_time(
     cfg: Config, shape: ModelShape, first: StateBytes, work: Workload, card: Card
 ) -> StepTime:
-    """What one optimizer step of `cfg` takes at least; `first` is what stage 0 holds."""
+    """The time of one optimizer step of `cfg`; `first` is what stage 0 holds."""
     dims, flops = cfg.dims, stage_flops(cfg, shape, work.lengths)
     return StepTime(
         flops=sum(flops),
@@ -71,10 +71,10 @@ def step_time(
 
 
 def stage_flops(cfg: Config, shape: ModelShape, lengths: Sequence[int]) -> list[float]:
-    """Multiplications and additions of each pipeline stage, in a step on sequences of such lengths.
+    """Multiplications and additions of each pipeline stage, in a step on sequences of `lengths`.
 
-    A backward is two forwards (Kaplan et al., arXiv 2001.08361); recomputed layers run once more,
-    and so does the head, which counts as if every token were of a response.
+    A backward costs two forwards (Kaplan et al., arXiv 2001.08361). Recomputed layers run once
+    more, and so does the head, which counts as if every token were of a response.
     """
     forwards = _forwards_alone(cfg)
     layer = forward_flops(shape, lengths) / shape.num_layers * (3 + _recomputes(cfg) + forwards)
@@ -89,27 +89,27 @@ def _layers_of_stages(cfg: Config, shape: ModelShape) -> list[int]:
 
 
 def _forwards_alone(cfg: Config) -> float:
-    """Forwards without a backward, per step: of the policy before it is trained, of the reference.
+    """Forwards without a backward per step: of the policy before training, and of the reference.
 
-    Each is made once of a generation, and serves all `grpo.num_iterations`.
+    Each is made once per generation and serves all `grpo.num_iterations`.
     """
     return (cfg.grpo.needs_old_pass + (cfg.grpo.beta > 0)) / cfg.grpo.num_iterations
 
 
 def _recomputes(cfg: Config) -> bool:
-    """Whether every layer runs once more in the backward."""
+    """Whether every layer runs its forward again in the backward."""
     return cfg.model.megatron.get("recompute_granularity") == "full"
 
 
 def forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
-    """Of all layers for one forward: twice the weights per token, and causal attention."""
+    """Operations of all layers in a forward: twice the weights per token, and causal attention."""
     pairs = sum(length * length for length in lengths) / 2
     attention = 4.0 * shape.num_attention_heads * shape.head_dim * shape.num_layers * pairs
     return 2.0 * active_weights(shape) * sum(lengths) + attention
 
 
 def active_weights(shape: ModelShape) -> float:
-    """Elements of all layers that a token is multiplied with: of experts, those it goes to."""
+    """Weights of all layers that a token is multiplied with; of experts, only those it goes to."""
     share = shape.moe.experts_per_token / shape.moe.num_experts if shape.moe else 1.0
     one_layer = hf_tensors(replace(shape, num_layers=1))
     return shape.num_layers * sum(
@@ -122,10 +122,10 @@ def active_weights(shape: ModelShape) -> float:
 def _links(
     cfg: Config, shape: ModelShape, first: StateBytes, work: Workload, card: Card
 ) -> list[LinkUse]:
-    """By purpose: what ranks of an axis send each other.
+    """What the ranks of each axis send each other.
 
-    Tensor and context ranks of every stage exchange the activations of all its microbatches;
-    within a node when the axis, and those inside it, fill no more than one.
+    Tensor and context ranks of every stage exchange the activations of all its microbatches.
+    Traffic stays within a node if the axis, together with the axes inside it, fits in one.
     """
     dims, itemsize = cfg.dims, ITEMSIZE[cfg.model.dtype]
     tokens = (work.tokens + work.padding) / dims.data / dims.context
@@ -142,17 +142,17 @@ def _links(
     share = 1 / dims.tensor if cfg.parallel.sequence_parallel else 1.0
     sends = _pipeline_sends(dims, 1 + alone)
     experts = dims.expert * dims.expert_tensor
-    # Of all-gather and reduce-scatter; that of the experts is below.
+    # Pairs of all-gather and reduce-scatter per layer; that of the experts is below.
     pairs = 2 if shape.moe is None else 1
     uses = [
-        # Every pair has one more gather in the backward.
+        # Every pair needs one more all-gather in the backward.
         (
             "tensor",
             dims.tensor,
             dims.tensor,
             _of(dims.tensor) * width * layers * pairs * (2 * forwards + 3),
         ),
-        # Keys and values to all, and their gradients back.
+        # Keys and values go to all ranks, and their gradients come back.
         (
             "context",
             dims.context,
@@ -163,8 +163,8 @@ def _links(
         ("data", shards, dims.stage_size, copied / itemsize * (GRADIENT_BYTES + itemsize)),
     ]
     if shape.moe is not None:
-        # To the ranks of the experts and, where several have parts of one, to all of these; back,
-        # and both again in the backward.
+        # Tokens go to the ranks of their experts, to all of them if an expert is split, and come
+        # back; both again in the backward.
         sent = (_of(dims.expert) + dims.expert_tensor - 1) * shape.moe.experts_per_token
         uses.append(
             ("expert", experts, experts, sent * width * share * layers * 2 * (forwards + 1))
@@ -177,10 +177,10 @@ def _links(
 
 
 def _pipeline_sends(dims: ParallelDims, forwards: float) -> float:
-    """How often the busiest stage sends each token: outputs to the next, gradients back.
+    """How often the busiest stage sends each token: outputs to the next stage, gradients back.
 
-    A stage in the middle does both for all its chunks; of the first chunk no gradient is sent, and
-    of the last no output.
+    A middle stage does both for all its chunks. The first chunk sends no gradient, and the last no
+    output.
     """
     chunks = dims.virtual_pipeline
     return max(
@@ -190,12 +190,12 @@ def _pipeline_sends(dims: ParallelDims, forwards: float) -> float:
 
 
 def push_link(num_bytes: int, card: Card, *, in_node: bool) -> LinkUse:
-    """The weights of one engine worker, which it gets once of a generation."""
+    """The weights of one engine worker, which it receives once per generation."""
     return _link("push", num_bytes, in_node, card)
 
 
 def _of(size: int) -> float:
-    """The part of a whole that each of `size` ranks sends or gets in a ring."""
+    """Fraction of the data that each of `size` ranks sends or receives in a ring."""
     return (size - 1) / size
 
 

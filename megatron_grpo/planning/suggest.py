@@ -1,4 +1,4 @@
-"""Which layouts of the trainer fit a number of GPUs, the fastest by estimate first."""
+"""Finds the trainer layouts that fit a number of GPUs, fastest by estimate first."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -40,17 +40,17 @@ class Suggestion:
 
     cfg: Config
     memory: StageMemory
-    """Of the fullest stage."""
+    """Memory of the fullest stage."""
     time: StepTime
 
     @property
     def recomputes(self) -> bool:
-        """Whether layers run their forward again in the backward."""
+        """Whether layers recompute their forward in the backward."""
         return "recompute_granularity" in self.cfg.model.megatron
 
     @property
     def overrides(self) -> list[str]:
-        """What to write behind the config's name on the command line."""
+        """What to write after the config's name on the command line."""
         given = self.cfg.parallel.model_dump(exclude_unset=True)
         return [
             *(f"parallel.{name}={_as_yaml(value)}" for name, value in given.items()),
@@ -59,7 +59,7 @@ class Suggestion:
         ]
 
     def as_json(self) -> dict[str, object]:
-        """For scripts."""
+        """The suggestion for scripts."""
         return {
             "overrides": [word.strip("'") for word in self.overrides],
             "memory": self.memory.as_json(),
@@ -72,13 +72,13 @@ def suggest(
 ) -> list[Suggestion]:
     """Layouts of the trainer that fit `num_gpus` with the engines of `cfg`, fastest first.
 
-    Where `cfg` has its engines on GPUs of their own they keep as many, and the trainer gets the
-    others; where they share, both have all; ranks of several nodes fill them. Of the rest only
-    recomputation is changed: the batch and the size of microbatches stay. Ranks of a tensor or
-    expert group stay in a node.
+    If `cfg` puts its engines on separate GPUs, they keep as many and the trainer gets the others;
+    if they share GPUs, both get all. A trainer on several nodes fills them. Besides the layout only
+    recomputation changes: the batch and the microbatch size stay. Tensor and expert groups stay
+    within a node.
 
-    Raises ValueError where the engines leave no GPU, or do not fit theirs, and for what no layout
-    can mend: a sequence that fits no microbatch, a batch that does not come out even.
+    Raises ValueError if the engines leave no GPU or do not fit theirs, and for problems that no
+    layout can solve: a sequence that fits no microbatch, or a batch that does not divide evenly.
     """
     engine = engine_bytes(cfg, shape, card)
     cfg, num_ranks = _with_engines(cfg, card, engine, num_gpus)
@@ -98,7 +98,7 @@ def suggest(
         dims = candidate.dims
         try:
             check_divisible(shape, dims)
-            # Data and context ranks share the optimizer alike.
+            # Data and context ranks share the optimizer state in the same way.
             key = replace(dims, context=1, data=dims.data * dims.context)
             if key not in states:
                 states[key] = stage_states(candidate, shape)
@@ -111,7 +111,7 @@ def suggest(
 def _with_engines(
     cfg: Config, card: Card, engine: EngineBytes | None, num_gpus: int
 ) -> tuple[Config, int]:
-    """`cfg` with the engines of a job of so many GPUs, and how many of them train."""
+    """`cfg` with the engines of a job on `num_gpus` GPUs, and the number of trainer ranks."""
     tensor = cfg.rollout.tensor_parallel_size
     engines = cfg.rollout.num_engines * tensor
     if cfg.dims.world_size + engines > least_gpus(cfg, card, engine):  # they share
@@ -128,17 +128,17 @@ def _with_engines(
 
 
 def _whole_nodes(num_gpus: int, card: Card) -> int:
-    """How many ranks these have at most: nodes of ranks are full, or there is but a part of one."""
+    """The most ranks that these GPUs can have: part of one node, or only full nodes."""
     return num_gpus if num_gpus < card.per_node else num_gpus // card.per_node * card.per_node
 
 
 def _on_ranks(cfg: Config, num_ranks: int) -> Config:
-    """`cfg` with the simplest layout of so many."""
+    """`cfg` with the simplest layout of `num_ranks` ranks: data parallelism only."""
     return cfg.model_copy(update={"parallel": ParallelConfig(data_parallel_size=num_ranks)})
 
 
 def _as_yaml(value: object) -> str:
-    """On one line, as an override has it."""
+    """A value as YAML on one line, as in an override."""
     text: str = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=math.inf)
     return text.removesuffix("\n").removesuffix("\n...")
 
@@ -151,11 +151,11 @@ def _fitting(
     states: Sequence[StateBytes],
     beside: int,
 ) -> list[Suggestion]:
-    """`cfg` with the least recomputation with which it fits; none where it does not fit at all."""
+    """`cfg` with the least recomputation with which it fits; empty if it does not fit at all."""
     for settings in _recomputations(cfg):
         model = cfg.model.model_copy(update={"megatron": settings})
         cfg = cfg.model_copy(update={"model": model})
-        # Packing takes longest: not for what does not even fit with one microbatch.
+        # Packing takes longest, so first rule out what does not even fit with one microbatch.
         least = fullest_stage(stages_memory(cfg, shape, states, 1, beside))
         if least.total > memory_limit(card):
             continue
@@ -169,7 +169,7 @@ def _fitting(
 
 
 def _recomputations(cfg: Config) -> list[dict[str, object]]:
-    """Nothing, then all."""
+    """Settings of `model.megatron` without recomputation, then with full recomputation."""
     others = {
         name: value
         for name, value in cfg.model.megatron.items()
@@ -181,9 +181,9 @@ def _recomputations(cfg: Config) -> list[dict[str, object]]:
 def _layouts(
     cfg: Config, shape: ModelShape, card: Card, num_ranks: int
 ) -> Iterator[ParallelConfig]:
-    """Every division of the ranks over the axes, with sequence parallelism over tensor ranks.
+    """Every division of the ranks over the axes, with sequence parallelism if tensor is above 1.
 
-    That is said only where `cfg` has it otherwise.
+    `sequence_parallel` is set only if `cfg` has the other value.
     """
     for tensor in divisors(num_ranks):
         is_other = cfg.parallel.sequence_parallel != (tensor > 1)
@@ -207,6 +207,6 @@ def _layouts(
 
 
 def _experts(shape: ModelShape, card: Card, stage_size: int) -> list[int]:
-    """Over how many ranks of a stage whole experts may be divided; 1 for a dense model."""
+    """Numbers of ranks of a stage over which whole experts can be divided; 1 for a dense model."""
     count = shape.moe.num_experts if shape.moe else 1
     return [size for size in divisors(stage_size) if size <= card.per_node and count % size == 0]

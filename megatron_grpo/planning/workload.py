@@ -1,4 +1,4 @@
-"""The sequences of one optimizer step, as microbatches."""
+"""The sequences of one optimizer step, packed into microbatches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,15 +23,15 @@ class Workload:
     lengths: Sequence[int]
     """Tokens of each prompt with its completion."""
     microbatches: int
-    """Of each model copy."""
+    """Number of microbatches of each model copy."""
     padding: int
     """Tokens that alignment adds, over all copies."""
     room: int
-    """Tokens that all microbatches of all copies could take."""
+    """Tokens that all microbatches of all copies could hold."""
 
     @property
     def tokens(self) -> int:
-        """All that is trained on."""
+        """Tokens of all sequences, without padding."""
         return sum(self.lengths)
 
 
@@ -44,7 +44,7 @@ def longest_sequence(cfg: Config, shape: ModelShape) -> int:
 
 
 def read_lengths(path: Path) -> list[int]:
-    """One number of tokens per line, ascending; ValueError with the line that is none."""
+    """Read one number of tokens per line, and sort them; ValueError that names an invalid line."""
     lengths = []
     for number, line in enumerate(path.read_text().split("\n"), start=1):
         if not line.strip():
@@ -61,16 +61,16 @@ def read_lengths(path: Path) -> list[int]:
 
 
 def spread(lengths: Sequence[int], count: int) -> list[int]:
-    """`count` lengths distributed as `lengths` (ascending) are, the longest among them."""
+    """`count` lengths with the distribution of `lengths` (ascending), including the longest."""
     chosen = [lengths[len(lengths) * (2 * i + 1) // (2 * count)] for i in range(count)]
-    chosen[-1] = lengths[-1]  # which decides what must fit
+    chosen[-1] = lengths[-1]  # the longest decides what must fit
     return chosen
 
 
 def workload(cfg: Config, shape: ModelShape, lengths: Sequence[int]) -> Workload:
-    """An optimizer step whose sequences are distributed as `lengths` (ascending) are.
+    """An optimizer step whose sequence lengths have the distribution of `lengths` (ascending).
 
-    Raises ValueError where the batch arithmetic of `grpo.*` or the longest length does not work.
+    Raises ValueError if the batch arithmetic of `grpo.*` or the longest length does not work.
     """
     count = BatchSchedule.of(cfg.grpo).minibatch_size
     chosen = spread(lengths, count)
@@ -78,7 +78,7 @@ def workload(cfg: Config, shape: ModelShape, lengths: Sequence[int]) -> Workload
     filled = _filled(
         tuple(chosen),
         limit,
-        # Of the mesh only these decide which sequences go together; of expert, that there is one.
+        # Only these sizes affect how sequences are grouped; of expert, only whether it is above 1.
         ParallelDims(
             data=dims.data,
             pipeline=dims.pipeline,
@@ -97,9 +97,10 @@ def workload(cfg: Config, shape: ModelShape, lengths: Sequence[int]) -> Workload
 
 
 def shared_tokens(cfg: Config, shape: ModelShape, lengths: Sequence[int]) -> int | None:
-    """Tokens, alignment included, that a step computes of these with `grpo.shared_prompts`.
+    """Tokens, alignment included, that a step computes with `grpo.shared_prompts`.
 
-    Of prompts of `data.max_prompt_length`; None without that. `lengths` are those of a `Workload`.
+    Prompts are taken to have `data.max_prompt_length` tokens; None if that is not set. `lengths`
+    are those of a `Workload`.
     """
     if cfg.data.max_prompt_length is None:
         return None
@@ -139,7 +140,7 @@ def _filled(
 ) -> list[int]:
     """Tokens of every microbatch of every model copy, alignment included.
 
-    Layouts that are compared often share it, and it takes a tenth of a second.
+    Cached, because it takes a tenth of a second and compared layouts often share it.
     """
     cost = CostModel.transformer(hidden_size)
     plan = plan_microbatches(lengths, max_tokens, dims, alignment, cost)
