@@ -33,9 +33,9 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="""Weights between Hugging Face folders and Megatron-Core checkpoints.
+    help="""Convert weights between Hugging Face folders and Megatron-Core checkpoints.
 
-    Nothing is gathered: processes copy boxes of tensors from file to file, 4 MiB at a time.
+    No tensor is gathered: processes copy boxes of tensors from file to file, 4 MiB at a time.
 
     \b
     checkpoint-convert import --hf Qwen3-8B --out qwen3_8b --tp 8
@@ -50,33 +50,33 @@ NUM_WORKERS = min(8, os.cpu_count() or 1)
 
 Dtype = Annotated[
     Literal["bf16", "fp16", "fp32"] | None,
-    typer.Option(help="Convert all weights; by default each stays as it is."),
+    typer.Option(help="Convert all weights; by default each keeps its dtype."),
 ]
-Workers = Annotated[int, typer.Option(min=1, help="Processes that share the work.")]
+Workers = Annotated[int, typer.Option(min=1, help="Number of worker processes.")]
 TensorSize = Annotated[int, typer.Option("--tp", min=1, help="Tensor parallel size.")]
 PipelineSize = Annotated[int, typer.Option("--pp", min=1, help="Pipeline parallel size.")]
 VirtualSize = Annotated[
     int, typer.Option("--vpp", min=1, help="Model chunks per pipeline rank (interleaved 1F1B).")
 ]
 ExpertSize = Annotated[int, typer.Option("--ep", min=1, help="Expert parallel size.")]
-# Of an import: layers and experts are chunks of their own, whichever ranks are to hold them.
+# For an import, only --tp matters: each layer and expert is a separate chunk at any --pp and --ep.
 CutTensorSize = Annotated[
-    int, typer.Option("--tp", min=1, help="Tensor parallel size, for which chunks are cut.")
+    int, typer.Option("--tp", min=1, help="Tensor parallel size for which chunks are cut.")
 ]
 CheckedPipelineSize = Annotated[
-    int, typer.Option("--pp", min=1, help="Pipeline parallel size: checked, and changes nothing.")
+    int, typer.Option("--pp", min=1, help="Pipeline parallel size; only checked, changes nothing.")
 ]
 CheckedVirtualSize = Annotated[
-    int, typer.Option("--vpp", min=1, help="Model chunks per pipeline rank: likewise.")
+    int, typer.Option("--vpp", min=1, help="Model chunks per pipeline rank; only checked.")
 ]
 CheckedExpertSize = Annotated[
-    int, typer.Option("--ep", min=1, help="Expert parallel size: likewise.")
+    int, typer.Option("--ep", min=1, help="Expert parallel size; only checked.")
 ]
 HfConfig = Annotated[
     Path | None,
     typer.Option(
-        help="Folder with config.json and tokenizer, for weights that do not come with them. "
-        "Checkpoints of `import` and of training runs do: in hf_config/."
+        help="Folder with config.json and tokenizer, for weights stored without them. "
+        "Checkpoints of `import` and of training runs have both in hf_config/."
     ),
 ]
 
@@ -97,8 +97,9 @@ def import_(
 ) -> None:
     """Hugging Face weights -> a Megatron-Core checkpoint (torch_dist).
 
-    It loads at any parallel sizes. At this --tp, ranks read exactly their own bytes, at any --pp,
-    --vpp and --ep: whether the model can be split over those is checked, and that is all.
+    The checkpoint loads at any parallel sizes. When it is loaded with the same --tp, each rank
+    reads exactly its own bytes, at any --pp, --vpp and --ep: these are only checked to be able to
+    split the model.
     """
     start = time.monotonic()
     with _progress("import") as progress:
@@ -118,7 +119,7 @@ def import_(
 def export(
     megatron: Annotated[
         Path,
-        typer.Option(help="torch_dist checkpoint: of `import`, or checkpoints/step_N of a run."),
+        typer.Option(help="torch_dist checkpoint, from `import` or checkpoints/step_N of a run."),
     ],
     out: Annotated[Path, typer.Option(help="Hugging Face folder to write; must not exist.")],
     hf_config: HfConfig = None,
@@ -130,7 +131,7 @@ def export(
 ) -> None:
     """A Megatron-Core checkpoint (torch_dist) -> a Hugging Face folder.
 
-    The hashes in the manifest of a run's step are not compared: a resumed run does that.
+    The hashes in the manifest of a run's checkpoint are not verified; a resumed run does that.
     """
     max_shard_bytes = _num_bytes(max_shard_size)
     start = time.monotonic()
@@ -158,11 +159,11 @@ def verify(
     hf_config: HfConfig = None,
     workers: Workers = NUM_WORKERS,
 ) -> None:
-    """Compare two sets of weights tensor by tensor and name those that differ.
+    """Compare two sets of weights tensor by tensor and list the tensors that differ.
 
-    Fields of the two configs by which the same weights would compute something else count, too.
-    The exit code is 0 when they are the same, 1 when they differ, and another when it cannot say: 2
-    for a mistake in what is given, 3 when a worker was killed, 4 for a fault of this program.
+    Config fields with which the same weights would compute something else are compared too.
+    Exit codes: 0 when both are the same, 1 when they differ, 2 for invalid arguments or files,
+    3 when a worker process was killed, 4 for an internal error.
     """
     with _progress("verify") as progress:
         differences = verify_weights(
@@ -190,36 +191,37 @@ def inspect(
     vpp: VirtualSize = 1,
     ep: ExpertSize = 1,
 ) -> None:
-    """Say what PATH holds: family, sizes, dtypes, how it is cut.
+    """Show what PATH holds: family, sizes, dtypes and how tensors are split.
 
-    Only headers are read, but of a tied model that stores its head as well also both tables.
+    Only headers are read, except for a tied model that also stores its head: then the embedding
+    and the head are read and compared.
 
     The exit code is 2 when the model is not supported, when it cannot be split over the given
-    sizes, or when a tensor is missing, unexpected or of another shape than config.json says.
+    sizes, or when a tensor is missing, unexpected or does not have the shape config.json implies.
     """
     print_inspection(Console(), path, hf_config, _dims(tp, pp, vpp, ep))
 
 
 def _dims(tp: int, pp: int, vpp: int, ep: int) -> ParallelDims:
-    """The smallest mesh of these sizes: experts are split over data-parallel ranks."""
+    """The smallest mesh with these sizes; data = ep, as experts are split over data ranks."""
     return ParallelDims(tensor=tp, pipeline=pp, virtual_pipeline=vpp, expert=ep, data=ep)
 
 
 def _num_bytes(size: str) -> int:
-    """Bytes of a size like 5GB (10^9) or 5GiB (2^30)."""
+    """Parse a size such as 5GB (5 * 10^9 bytes) or 5GiB (5 * 2^30 bytes)."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", size.strip(), re.IGNORECASE)
     num_bytes = 0
     if match is not None:
         exponent = " KMGT".index(match[2].upper() or " ")
         num_bytes = int(float(match[1]) * (1024 if match[3] else 1000) ** exponent)
     if num_bytes == 0:
-        raise ValueError(f"--max-shard-size {size!r} is no size: write it like 5GB or 500MB")
+        raise ValueError(f"--max-shard-size {size!r} is not a size: write it like 5GB or 500MB")
     return num_bytes
 
 
 @contextmanager
 def _progress(title: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr that is told (bytes done, bytes in all)."""
+    """A progress bar on stderr; yields the callback ``(bytes done, total bytes)``."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -227,7 +229,7 @@ def _progress(title: str) -> Iterator[Callable[[int, int], None]]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    # Drawn by the caller: a thread must not be alive while worker processes are forked.
+    # Refreshed by the caller: no other thread may be alive while worker processes are forked.
     with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as bar:
         task = bar.add_task(f"{title}: planning", total=None)
 
@@ -241,7 +243,7 @@ def _progress(title: str) -> Iterator[Callable[[int, int], None]]:
 
 
 class _Stopped(BaseException):
-    """A signal asked this process to end: raised, so that what is half written is removed."""
+    """A signal asked this process to end. Raised so that partially written output is removed."""
 
 
 def _stop(signum: int, frame: object) -> None:
@@ -249,10 +251,10 @@ def _stop(signum: int, frame: object) -> None:
 
 
 def main() -> None:
-    """Entry point: what a user can mend is one message on stderr and exit code 2.
+    """Entry point. An error that the user can fix is one message on stderr, with exit code 2.
 
-    A fault of ours has its stack and an exit code of its own: that of Python, 1, says that what is
-    verified differs.
+    An internal error prints a traceback and exits with CRASHED rather than Python's usual 1, which
+    `verify` uses for "they differ".
     """
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup

@@ -79,7 +79,7 @@ def _check_is_one(path: Path) -> None:
     if any((path / name).is_file() for name in _POINTERS):
         folders = sorted(folder for folder in path.iterdir() if folder.is_dir())
         found = [folder.name for folder in folders if is_torch_dist(folder)]
-        raise ValueError(f"{path} holds checkpoints, give the path of one: {found}")
+        raise ValueError(f"{path} is a folder of checkpoints; give the path of one: {found}")
 
 
 def _check_same_model(path: Path, given: Path) -> None:
@@ -88,7 +88,7 @@ def _check_same_model(path: Path, given: Path) -> None:
     differing = differing_fields(own, read_shape(given)) if own is not None else []
     if differing:
         raise ValueError(
-            f"{given} describes another model than {path}; leave --hf-config out, or mend it:"
+            f"{given} describes another model than {path}; leave --hf-config out, or correct it:"
             "\n  " + "\n  ".join(differing)
         )
 
@@ -139,5 +139,5 @@ def _check_inside(folder: Path, file: Path) -> None:
     target, home = file.resolve(), folder.resolve()
     if not (target.is_relative_to(home) or target.parent == home.parent.parent / "blobs"):
         raise ValueError(
-            f"{file} is a link to {target}, outside of {folder}: replace it by a copy of that file"
+            f"{file} is a link to {target}, outside of {folder}: replace it with a copy of the file"
         )

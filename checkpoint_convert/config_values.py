@@ -10,7 +10,7 @@ def positive(path: Path, values: Mapping[str, Any], key: str) -> int:
     """Read an integer of at least 1."""
     value = values.get(key)
     if type(value) is not int or value < 1:
-        raise ValueError(f"{path}: {key} is {value!r}; a whole number of at least 1 is wanted")
+        raise ValueError(f"{path}: {key} is {value!r}; it must be an integer of at least 1")
     return value
 
 
@@ -18,7 +18,7 @@ def number(path: Path, values: Mapping[str, Any], key: str) -> float:
     """Read a finite number above 0; JSON files may also hold NaN and Infinity."""
     value: Any = values.get(key)
     if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
-        raise ValueError(f"{path}: {key} is {value!r}; a finite number above 0 is wanted")
+        raise ValueError(f"{path}: {key} is {value!r}; it must be a finite number above 0")
     return float(value)
 
 
@@ -26,7 +26,7 @@ def boolean(path: Path, values: Mapping[str, Any], key: str) -> bool:
     """Read true or false."""
     value = values.get(key)
     if type(value) is not bool:
-        raise ValueError(f"{path}: {key} is {value!r}; true or false is wanted")
+        raise ValueError(f"{path}: {key} is {value!r}; it must be true or false")
     return value
 
 
@@ -35,5 +35,5 @@ def token_ids(path: Path, values: Mapping[str, Any], key: str) -> tuple[int, ...
     value = values[key]
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if any(type(index) is not int or index < 0 for index in ids):
-        raise ValueError(f"{path}: {key} is {value!r}; a token id or a list of them is wanted")
+        raise ValueError(f"{path}: {key} is {value!r}; it must be a token id or a list of them")
     return tuple(ids)

@@ -99,14 +99,14 @@ def check_folder(folder: Path) -> None:
     if folder.is_file():
         raise ValueError(f"{folder} is a file: give its folder")
     if not folder.is_dir():
-        raise ValueError(f"{folder} does not exist: a Hugging Face model folder is wanted")
+        raise ValueError(f"{folder} does not exist: give a Hugging Face model folder")
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; ValueError, naming the file, if it is missing or malformed."""
     check_folder(path.parent)
     if not path.is_file():
-        raise ValueError(f"{path} does not exist: a Hugging Face model folder is wanted")
+        raise ValueError(f"{path} does not exist: give a Hugging Face model folder")
     try:
         value = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:  # arrays can be nested arbitrarily deep
@@ -128,9 +128,7 @@ def _family(path: Path, config: Mapping[str, Any]) -> Family:
 def _head_dim(path: Path, values: Mapping[str, Any]) -> int:
     head_dim = positive(path, values, "head_dim")
     if head_dim % 2:
-        raise ValueError(
-            f"{path}: head_dim is {head_dim}; an even number is wanted, as RoPE rotates pairs"
-        )
+        raise ValueError(f"{path}: head_dim is {head_dim}; it must be even, as RoPE rotates pairs")
     return head_dim
 
 
@@ -167,7 +165,8 @@ def _check_carried_over(path: Path, family: Family, config: Mapping[str, Any]) -
         refused.append(f"layer_types contains {others}, only 'full_attention' is supported")
     if refused:
         raise ValueError(
-            f"{path} asks for what {family.model_type} cannot do here: " + "; ".join(refused)
+            f"{path} has settings that are not supported for {family.model_type}: "
+            + "; ".join(refused)
         )
 
 

@@ -22,8 +22,8 @@ def new_folder(out: Path, num_bytes: int) -> Iterator[Path]:
         raise ValueError(f"{out} exists: remove it, or choose another --out")
     if os.path.lexists(partial):
         raise ValueError(
-            f"{partial} exists: it is being written, or was left by a run that was killed; then "
-            "remove it"
+            f"{partial} exists: another run is writing it, or a run that was killed left it; in "
+            "that case remove it"
         )
     out.parent.mkdir(parents=True, exist_ok=True)
     check_space(out.parent, num_bytes)
@@ -43,7 +43,7 @@ def check_space(folder: Path, num_bytes: int) -> None:
     """Raise ValueError when the disk of `folder` has less than `num_bytes` free."""
     free = shutil.disk_usage(folder).free
     if num_bytes > free:
-        raise ValueError(f"{folder} has {free:,} bytes free, the weights take {num_bytes:,}")
+        raise ValueError(f"{folder} has {free:,} bytes free, but the weights take {num_bytes:,}")
 
 
 def sync_tree(folder: Path) -> None:

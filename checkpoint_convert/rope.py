@@ -40,7 +40,7 @@ def _parameters(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     scaling = config.get(key) or {}
     if not isinstance(scaling, dict):
-        raise ValueError(f"{path}: {key} is {scaling!r}; null or an object is wanted")
+        raise ValueError(f"{path}: {key} is {scaling!r}; it must be null or an object")
     scaling = dict(scaling)
     rope_type = scaling.pop("rope_type", scaling.pop("type", "default"))
     # A value at the top level of config.json takes precedence in transformers and vLLM.
@@ -59,10 +59,10 @@ def _check(path: Path, rope: Mapping[str, Any]) -> None:
         )
     by_layer = sorted(key for key, value in rope.items() if isinstance(value, dict))
     if by_layer:
-        raise ValueError(f"{path}: RoPE parameters of their own for {by_layer} are not supported")
+        raise ValueError(f"{path}: separate RoPE parameters for {by_layer} are not supported")
     if rope_type != "default":
         if "factor" not in rope:
-            raise ValueError(f"{path}: {rope_type} RoPE scaling without its factor")
+            raise ValueError(f"{path}: {rope_type} RoPE scaling has no factor")
         number(path, rope, "factor")
     given = {**_REQUIRED, **rope}
     for key, value in {**_REQUIRED, **_REQUIRED_OF_TYPE[rope_type]}.items():

@@ -90,7 +90,7 @@ def check_divisible(shape: ModelShape, dims: ParallelDims) -> None:
     if shape.moe is None:
         if dims.expert > 1:
             raise ValueError(
-                f"expert({dims.expert}) splits experts, and {shape.family} has none: set 1"
+                f"expert({dims.expert}) splits experts, but {shape.family} has none: set 1"
             )
         return
     for axis, size, split in (

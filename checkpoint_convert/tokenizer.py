@@ -39,7 +39,7 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
         if (source / name).is_file():
             return _load(_class_for(name), source, source / name)
     raise ValueError(
-        f"{source} has no tokenizer: neither {JSON_FILE}, nor {SENTENCEPIECE_FILE}, nor "
+        f"{source} has no tokenizer: none of {JSON_FILE}, {SENTENCEPIECE_FILE} and "
         f"{_VOCABULARY_FILE} is there"
     )
 
@@ -62,7 +62,7 @@ def _load(tokenizer_class: Any, source: Path, file: Path) -> PreTrainedTokenizer
             source, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # the tokenizers library raises nothing narrower
-        raise ValueError(f"{file} is not a tokenizer that loads: {error}") from error
+        raise ValueError(f"{file} cannot be loaded as a tokenizer: {error}") from error
 
 
 class SentencePieceTokenizer(PreTrainedTokenizer):

@@ -187,7 +187,7 @@ def check_engine(layouts: Sequence[Layout], reports: Sequence[EngineReport], dty
     """
     if len(layouts) != len(reports):
         raise ValueError(
-            f"the engine has {len(reports)} workers and was planned with {len(layouts)}: start it "
+            f"the engine has {len(reports)} workers but was planned with {len(layouts)}: start it "
             f"with tensor_parallel_size {len(layouts)}"
         )
     faults = [
@@ -197,8 +197,8 @@ def check_engine(layouts: Sequence[Layout], reports: Sequence[EngineReport], dty
     ]
     if faults:
         raise ValueError(
-            "the engine's parameters are not those of the model that is trained, so that its "
-            "weights cannot be pushed:\n  " + "\n  ".join(faults)
+            "the engine's parameters do not match the model that is trained, so its weights "
+            "cannot be pushed:\n  " + "\n  ".join(faults)
         )
 
 

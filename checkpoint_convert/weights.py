@@ -64,7 +64,7 @@ def _open_torch_dist(path: Path, shape: ModelShape) -> Weights:
     if _EMBEDDING not in stored.shapes:
         found = [*read_chunks(path).shapes, "nothing"][:3]
         raise ValueError(
-            f"{path} is no checkpoint of a Megatron-Core GPTModel: it has no {_EMBEDDING}, but "
+            f"{path} is not a checkpoint of a Megatron-Core GPTModel: it has no {_EMBEDDING}, but "
             f"{', '.join(found)} ..."
         )
     wanted = checkpoint_layout(shape, _padded_vocab(path, shape, stored.shapes[_EMBEDDING][0]))
@@ -78,11 +78,11 @@ def _open_torch_dist(path: Path, shape: ModelShape) -> Weights:
             faults.append(f"{key} {list(size)} is not part of the model")
         elif size != wanted.shapes[key]:
             faults.append(
-                f"{key} has shape {list(size)}, the config asks for {list(wanted.shapes[key])}"
+                f"{key} has shape {list(size)}, the config requires {list(wanted.shapes[key])}"
             )
     if faults:
         raise ValueError(
-            f"{path} is no checkpoint of the {shape.family} model that its config describes:\n  "
+            f"{path} is not a checkpoint of the {shape.family} model that its config describes:\n  "
             + "\n  ".join(faults)
         )
     try:
@@ -102,7 +102,7 @@ def _padded_vocab(path: Path, shape: ModelShape, num_rows: int) -> int:
     possible = {-(-shape.vocab_size // unit) * unit for unit in units}
     if num_rows > shape.vocab_size and num_rows not in possible:
         raise ValueError(
-            f"{path} has an embedding of {num_rows:,} rows, and the config says vocab_size "
+            f"{path} has an embedding of {num_rows:,} rows, but the config says vocab_size "
             f"{shape.vocab_size:,}, which no mesh pads to that: were tokens added?"
         )
     return max(num_rows, shape.vocab_size)

@@ -147,7 +147,9 @@ def _check_known(header: GgufHeader, values: dict[str, Any], known: set[str]) ->
         f"{architecture}.{key} = {value}" for key, value in values.items() if type(value) is list
     ]
     if unknown:
-        raise ValueError(f"{header.path} has what cannot be carried over: {', '.join(unknown)}")
+        raise ValueError(
+            f"{header.path} has metadata that cannot be converted: {', '.join(unknown)}"
+        )
 
 
 def _checked(header: GgufHeader, key: str, value: Any) -> float:

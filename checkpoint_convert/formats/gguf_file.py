@@ -64,14 +64,14 @@ class GgufTensors(TensorSource):
         header = GgufHeader(Path(path))
         if shape.family not in ARCHITECTURES[header.architecture]:
             raise ValueError(
-                f"{path} is of architecture {header.architecture!r}, the config says {shape.family}"
+                f"{path} has architecture {header.architecture!r}, the config says {shape.family}"
             )
         self.shapes = hf_tensors(shape)
         stored_names = _stored_names(header.architecture, shape)
         faults = [*_faults(header, shape, stored_names), *_rope_faults(header, shape)]
         if faults:
             raise ValueError(
-                f"the tensors of {path} are not those of the model:\n  " + "\n  ".join(faults)
+                f"the tensors of {path} do not match the model:\n  " + "\n  ".join(faults)
             )
         self._stored = {
             name: _expert(header.tensors[stored_names[name]], name) for name in self.shapes
@@ -170,7 +170,7 @@ def _faults(header: GgufHeader, shape: ModelShape, stored_names: dict[str, str])
         stored = header.tensors[stored_name]
         if stored.shape != wanted:
             yield (
-                f"{stored_name} has shape {list(stored.shape)}, the config asks for {list(wanted)}"
+                f"{stored_name} has shape {list(stored.shape)}, the config requires {list(wanted)}"
             )
         elif not _can_be_read(stored):
             yield f"{stored_name} has type {stored.kind.name}, which cannot be dequantized"
@@ -205,7 +205,7 @@ def _rope_faults(header: GgufHeader, shape: ModelShape) -> Iterator[str]:
     if factors.shape != wanted.shape or not np.allclose(factors, wanted, rtol=1e-4):
         found = f"scales RoPE by up to {factors.max():g}" if has_factors else "is missing"
         yield (
-            f"{ROPE_FACTORS} {found}, the config asks for "
+            f"{ROPE_FACTORS} {found}, the config requires "
             f"{shape.rope_scaling or 'no scaling of RoPE'}"
         )
 

@@ -48,7 +48,7 @@ def gguf_library() -> Any:
         import gguf  # noqa: PLC0415 - an extra that only GGUF files need
     except ModuleNotFoundError:
         raise ValueError(
-            "a GGUF file is read by the package gguf: install the extra `gguf`"
+            "reading a GGUF file needs the package gguf: install the extra `gguf`"
         ) from None
     return gguf
 
@@ -82,7 +82,7 @@ class GgufHeader:
         self.architecture = self.get("general.architecture")
         if self.architecture not in list(ARCHITECTURES):  # a list, as the value may be unhashable
             raise ValueError(
-                f"{path} is of architecture {self.architecture!r}, which is not supported; "
+                f"{path} has architecture {self.architecture!r}, which is not supported; "
                 f"supported: {sorted(ARCHITECTURES)}"
             )
 
@@ -128,7 +128,9 @@ class _Stream:
     def take(self, num_bytes: int) -> bytes:
         left = self.size - self.offset
         if num_bytes > left:
-            raise ValueError(f"{num_bytes:,} bytes should follow byte {self.offset:,}, {left:,} do")
+            raise ValueError(
+                f"{num_bytes:,} bytes should follow byte {self.offset:,}, but {left:,} do"
+            )
         self.offset += num_bytes
         return self._file.read(num_bytes)
 
@@ -148,7 +150,7 @@ class _Stream:
         if kind == _ARRAY:
             return self._array(self.number("<u4"), self.number("<u8"))
         if kind not in _NUMBERS:
-            raise ValueError(f"a value before byte {self.offset:,} is of type {kind}, not 0 to 12")
+            raise ValueError(f"a value before byte {self.offset:,} has type {kind}, not 0 to 12")
         return self.number(_NUMBERS[kind])
 
     def _array(self, kind: int, count: int) -> list[Any]:
@@ -163,7 +165,7 @@ def _read(path: Path, stream: _Stream) -> tuple[dict[str, Any], dict[str, GgufTe
         raise ValueError("it does not begin with the letters GGUF")
     version = stream.number("<u4")
     if version not in _VERSIONS:
-        raise ValueError(f"it is of version {version}, supported: {_VERSIONS}")
+        raise ValueError(f"its version is {version}, supported: {_VERSIONS}")
     num_tensors, num_values = stream.numbers("<u8", 2)
     values: dict[str, Any] = {}
     for _ in range(num_values):
@@ -176,7 +178,7 @@ def _read(path: Path, stream: _Stream) -> tuple[dict[str, Any], dict[str, GgufTe
         places[name] = shape, stream.number("<u4"), stream.number("<u8")
     alignment = values.get("general.alignment", gguf_library().GGUF_DEFAULT_ALIGNMENT)
     if type(alignment) is not int or alignment <= 0:
-        raise ValueError(f"general.alignment is {alignment}, and not a positive number")
+        raise ValueError(f"general.alignment is {alignment}; it must be a positive integer")
     start = -(-stream.offset // alignment) * alignment
     tensors = {
         name: _stored(path, shape, kind, start + offset)
@@ -200,7 +202,9 @@ def _stored(path: Path, shape: Shape, kind: int, offset: int) -> GgufTensor:
     values_per_block, block_bytes = gguf.GGML_QUANT_SIZES[tensor_type]
     *rows, columns = shape
     if columns % values_per_block:
-        raise ValueError(f"a row of {columns} values is not whole blocks of {values_per_block}")
+        raise ValueError(
+            f"a row of {columns} values is not a multiple of its blocks of {values_per_block}"
+        )
     num_bytes = prod(shape) // values_per_block * block_bytes
     place = TensorPlace(path, tensor_type.name, shape, offset, num_bytes)
     if tensor_type.name not in ITEM_SIZES:  # bytes of blocks

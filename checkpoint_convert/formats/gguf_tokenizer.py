@@ -99,7 +99,7 @@ def _write_merges(header: GgufHeader, folder: Path) -> None:
     pre = header.get("tokenizer.ggml.pre")
     if pre not in list(_SPLITTERS):
         raise ValueError(
-            f"{header.path} splits text in the way {pre!r}, supported: {sorted(_SPLITTERS)}; "
+            f"{header.path} has the pre-tokenizer {pre!r}, supported: {sorted(_SPLITTERS)}; "
             f"{_INSTEAD}"
         )
     splitter = _SPLITTERS[pre]
@@ -113,8 +113,8 @@ def _write_merges(header: GgufHeader, folder: Path) -> None:
     odd = [m for m in merges if len(m) != 2 or not ids.keys() >= {*m, "".join(m)}]
     if odd:
         raise ValueError(
-            f"{header.path}: tokenizer.ggml.merges has {' '.join(odd[0])!r}; two tokens that make "
-            "a third are wanted, with a space between them"
+            f"{header.path}: tokenizer.ggml.merges has {' '.join(odd[0])!r}; a merge must be "
+            "two tokens, with a space between them, that make a third"
         )
     tokenizer = Tokenizer(BPE(ids, merges, ignore_merges=splitter == "llama3"))
     if splitter == "qwen2":
@@ -164,7 +164,7 @@ def token_id(header: GgufHeader, name: str) -> int | None:
         return None
     num_tokens = len(_list(header, "tokens", str))
     if type(index) is not int or not 0 <= index < num_tokens:
-        raise ValueError(f"{header.path}: {key} is {index!r}; 0 to {num_tokens - 1} are wanted")
+        raise ValueError(f"{header.path}: {key} is {index!r}; it must be 0 to {num_tokens - 1}")
     return index
 
 
@@ -173,7 +173,7 @@ def _list(header: GgufHeader, key: str, kind: type, length: int | None = None) -
     values = header.get(name)
     if type(values) is not list or any(type(value) is not kind for value in values):
         raise ValueError(
-            f"{header.path}: {name} is {values!s:.80}; an array of {kind.__name__} is wanted"
+            f"{header.path}: {name} is {values!s:.80}; it must be an array of {kind.__name__}"
         )
     if length not in (None, len(values)):
         raise ValueError(f"{header.path}: {name} has {len(values):,} values, for {length:,} tokens")

@@ -44,8 +44,8 @@ def locate_tensors(
         if (folder / index).is_file():
             return _locate_indexed(folder / index, read, names)
     raise ValueError(
-        f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}, neither {BIN_FILE} nor "
-        f"{BIN_INDEX_FILE}"
+        f"{folder} has no weights: none of {SINGLE_FILE}, {INDEX_FILE}, {BIN_FILE} and "
+        f"{BIN_INDEX_FILE} is there"
     )
 
 
@@ -105,7 +105,7 @@ def check_weights(
             faults += _faults_of_extra(name, places, shape)
         elif place.shape != wanted[name]:
             faults.append(
-                f"{name} has shape {list(place.shape)}, config.json asks for {list(wanted[name])}"
+                f"{name} has shape {list(place.shape)}, config.json requires {list(wanted[name])}"
             )
         elif place.dtype not in ITEM_SIZES:
             faults.append(f"{name} has dtype {place.dtype}, supported: {sorted(ITEM_SIZES)}")
@@ -126,7 +126,7 @@ def _faults_of_extra(name: str, places: dict[str, TensorPlace], shape: ModelShap
     if name == _HEAD and shape.tie_word_embeddings:
         table = places.get(_EMBEDDING)
         if table is None:
-            yield f"{_HEAD} stands for the embedding that it is tied to: save it as {_EMBEDDING}"
+            yield f"{_HEAD} is stored without the embedding it is tied to: save it as {_EMBEDDING}"
         elif not _same_bytes(places[name], table):
             yield (
                 f"{_HEAD} differs from the embedding that config.json ties it to: set "

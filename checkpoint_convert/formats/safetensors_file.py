@@ -45,8 +45,8 @@ def read_header(path: Path) -> dict[str, TensorPlace]:
         header_size = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
         if not 0 < header_size <= min(file_size - 8, _MAX_HEADER_BYTES):
             raise ValueError(
-                f"{path} is not a safetensors file: no header of {header_size} bytes is possible "
-                f"in its {file_size} bytes"
+                f"{path} is not a safetensors file: a header of {header_size} bytes is not "
+                f"possible in its {file_size} bytes"
             )
         header = file.read(header_size)
     try:
@@ -61,7 +61,7 @@ def read_header(path: Path) -> dict[str, TensorPlace]:
 def _place(path: Path, data_start: int, entry: Mapping[str, Any]) -> TensorPlace:
     shape, (start, end) = entry["shape"], entry["data_offsets"]
     if not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
-        raise ValueError(f"{entry} has numbers that are no sizes")
+        raise ValueError(f"{entry} has numbers that are not valid sizes")
     place = TensorPlace(path, entry["dtype"], tuple(shape), data_start + start, end - start)
     expected = prod(place.shape) * ITEM_SIZES.get(place.dtype, 0)
     if expected and place.num_bytes != expected:
@@ -76,7 +76,7 @@ def _check_tiling(path: Path, places: Mapping[str, TensorPlace], start: int, end
             raise ValueError(f"{path}: {name} starts at byte {place.offset}, not at {start}")
         start += place.num_bytes
     if start != end:
-        raise ValueError(f"{path} has {end} bytes, its header asks for {start}: was it truncated?")
+        raise ValueError(f"{path} has {end} bytes, its header describes {start}: was it truncated?")
 
 
 def create_file(path: Path, tensors: Mapping[str, tuple[str, Shape]]) -> None:

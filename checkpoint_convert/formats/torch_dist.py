@@ -102,7 +102,7 @@ def read_chunks(folder: Path, keys: Callable[[str], bool] = lambda key: True) ->
     """
     for name in (METADATA_FILE, BACKENDS_FILE):
         if not (folder / name).is_file():
-            raise ValueError(f"{folder} has no {name}: it is no finished torch_dist checkpoint")
+            raise ValueError(f"{folder} has no {name}: it is not a complete torch_dist checkpoint")
     backend = read_json(folder / BACKENDS_FILE).get("sharded_backend")
     if backend != "torch_dist":
         raise ValueError(f"{folder} is a checkpoint in the format {backend!r}, not 'torch_dist'")

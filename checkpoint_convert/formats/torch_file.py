@@ -60,8 +60,8 @@ def _load(descriptor: int, path: Path, offset: int, length: int) -> Any:
         magic = os.pread(descriptor, len(_ZIP_MAGIC), offset)
     if magic != _ZIP_MAGIC:
         raise ValueError(
-            f"{path} at byte {offset} is nothing that torch.save has written since torch 1.6: load "
-            "and save it again with a newer torch, if it can be trusted"
+            f"{path} at byte {offset} is not in the format of torch.save since torch 1.6: if you "
+            "trust it, load it and save it again with a newer torch"
         )
     try:
         archive = _Archive(_FilePart(descriptor, offset, length))
@@ -71,7 +71,7 @@ def _load(descriptor: int, path: Path, offset: int, length: int) -> Any:
             raise error.cause from None
     except Exception as error:  # a malformed file can provoke any
         reason = str(error) or repr(error)
-        raise ValueError(f"{path} at byte {offset} is no file of tensors: {reason}") from error
+        raise ValueError(f"{path} at byte {offset} is not a file of tensors: {reason}") from error
 
 
 def _place(value: Any, path: Path, where: str, offset: int) -> TensorPlace:

@@ -109,7 +109,7 @@ def load(data: bytes, persistent_load: Callable[[Any], Any] | None = None) -> An
 def whole_numbers(values: Any) -> Shape:
     """Sizes from a pickle as a tuple; TypeError unless all are integers of at least 0."""
     if not all(type(value) is int and value >= 0 for value in values):
-        raise TypeError(f"{values!r} are no sizes")
+        raise TypeError(f"{values!r} are not valid sizes")
     return tuple(values)
 
 
@@ -121,7 +121,9 @@ class _InertUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED:
-            raise pickle.UnpicklingError(f"its pickle asks for {module}.{name}")
+            raise pickle.UnpicklingError(
+                f"its pickle requires {module}.{name}, which is not allowed"
+            )
         return _ALLOWED[module, name]
 
 

@@ -232,8 +232,8 @@ class Checkpoints:
             free = shutil.disk_usage(self._folder).free
             if total > free:
                 raise OSError(
-                    f"{self._folder} has {free:,} bytes free, a checkpoint takes {int(total):,}: "
-                    "make room, lower train.keep_checkpoints, or set train.run_dir"
+                    f"{self._folder} has {free:,} bytes free, but a checkpoint takes "
+                    f"{int(total):,}: make room, lower train.keep_checkpoints, or set train.run_dir"
                 )
 
         raise_first_failure(check, OSError)

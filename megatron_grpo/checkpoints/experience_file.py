@@ -83,8 +83,8 @@ def read_experience(folder: Path, prompts: Sequence[Prompt], prefix: str = "") -
     missing = {row["prompt"] for row in rows} - by_index.keys()
     if missing:
         raise ValueError(
-            f"{folder} trains on the rows {sorted(missing)} of the data, which are not there: is "
-            "data.path another file than before?"
+            f"{folder} was training on the rows {sorted(missing)} of the data, which no longer "
+            "exist: has data.path changed?"
         )
     bounds = list(pairwise([0, *accumulate(tensors["lengths"].tolist())]))
     samples = [

@@ -34,8 +34,8 @@ def candidates(folder: Path) -> list[int]:
     latest = _named_in(pointer)
     if pointer.exists() and not steps:
         raise ValueError(
-            f"{pointer} says that there were checkpoints, and {folder} has none: put them back, or "
-            f"remove {POINTER} to begin anew"
+            f"{pointer} says that there were checkpoints, but {folder} has none: put them back, or "
+            f"remove {POINTER} to start over"
         )
     return [step for step in steps if step <= latest] if latest in steps else steps
 

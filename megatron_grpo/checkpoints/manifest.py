@@ -81,7 +81,7 @@ def read_manifest(folder: Path) -> Manifest:
             files = json.loads(path.read_text())["files"]
         manifest = {name: FileHash(**entry) for name, entry in files.items()}
     except FileNotFoundError:
-        raise ValueError(f"it has no {MANIFEST_FILE}: its save did not end") from None
+        raise ValueError(f"it has no {MANIFEST_FILE}: its save was not finished") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"its {MANIFEST_FILE} is damaged: {error!r}") from None
     for name in manifest:
@@ -107,7 +107,7 @@ def verify(
         if found.num_bytes != expected.num_bytes:
             raise ValueError(f"{name} has {found.num_bytes} of {expected.num_bytes} bytes")
         if found != expected:
-            raise ValueError(f"{name} is damaged: its SHA-256 is not that of the manifest")
+            raise ValueError(f"{name} is damaged: its SHA-256 differs from the manifest")
 
 
 def fair_share(manifest: Manifest, rank: int, num_ranks: int) -> list[str]:

@@ -121,7 +121,7 @@ def object_names(policy: Policy) -> list[str]:
     full = [each.key for each in objects if isinstance(each.data, Tensor) and each.data.numel()]
     if full:
         raise ValueError(
-            f"{full[0]} is state that checkpoints do not hold: leave fp8 out of model.megatron"
+            f"checkpoints cannot hold the state {full[0]}: leave fp8 out of model.megatron"
         )
     return [each.unique_key for each in objects if is_main_replica(each.replica_id)]
 

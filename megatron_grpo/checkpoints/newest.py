@@ -64,7 +64,7 @@ def load_newest(
             print(reasons[-1], file=sys.stderr)
     if reasons:
         raise ValueError(
-            "no checkpoint of this run is good; to begin anew, remove them:\n  "
+            "no checkpoint of this run can be used; to start over, remove them:\n  "
             + "\n  ".join(reasons)
         )
     return TrainerState(step=0)
@@ -98,7 +98,7 @@ def _damage(checkpoint: Path, read: Callable[[], None]) -> ValueError | None:
         except OSError as error:
             raise TimeoutError(
                 f"{checkpoint} cannot be read: {error}. It may be intact: start the same "
-                "command again when it can be read, or remove it to go on from the one before"
+                "command again when it can be read, or remove it to continue from the one before"
             ) from error
 
     def tell() -> None:

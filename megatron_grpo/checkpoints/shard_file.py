@@ -114,7 +114,7 @@ def _check_reference(folder: Path, stored: set[str], wanted: set[str]) -> None:
     if is_stored != is_wanted:
         raise ValueError(
             f"{folder} holds {'the' if is_stored else 'no'} weights of a reference model that "
-            f"follows the policy, and grpo.sync_ref_model is {str(is_wanted).lower()}: set it to "
+            f"follows the policy, but grpo.sync_ref_model is {str(is_wanted).lower()}: set it to "
             f"{str(is_stored).lower()}, or choose another train.run_dir"
         )
 
@@ -124,8 +124,8 @@ def _check_shapes(folder: Path, stored: StoredChunks, parts: Sequence[StatePart]
     for key, shape, is_padded in {(part.key, part.shape, part.is_padded) for part in parts}:
         found = stored.shapes.get(key)
         if found is None:
-            faults.append(f"{key} is not there")
+            faults.append(f"{key} is missing")
         elif found != shape and not (is_padded and found[1:] == shape[1:]):
             faults.append(f"{key} has shape {list(found)}, not {list(shape)}")
     if faults:
-        raise ValueError(f"{folder} is of another model:\n  " + "\n  ".join(sorted(faults)))
+        raise ValueError(f"{folder} belongs to another model:\n  " + "\n  ".join(sorted(faults)))

@@ -43,7 +43,7 @@ class TrainerState:
         """Raise ValueError when the run was saved with prompts that have another fingerprint."""
         if self.prompts not in (None, now):
             raise ValueError(
-                f"the checkpoint of step {self.step} was made with {self.prompts}, and data.path "
+                f"the checkpoint of step {self.step} was made with {self.prompts}, but data.path "
                 f"and the tokenizer now give {now}: put back the file and the tokenizer, or choose "
                 "another train.run_dir"
             )

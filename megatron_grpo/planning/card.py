@@ -40,5 +40,5 @@ CARDS = {
 def card_named(name: str) -> Card:
     """The card `name` of `CARDS`; ValueError that lists the known names otherwise."""
     if name not in CARDS:
-        raise ValueError(f"no GPU named {name!r} is known: --gpu is one of {', '.join(CARDS)}")
+        raise ValueError(f"unknown GPU {name!r}: --gpu must be one of {', '.join(CARDS)}")
     return CARDS[name]

@@ -40,9 +40,9 @@ def print_suggestions(
         print(suggestion_table(suggestions, num_gpus, gpu))
     if not suggestions:
         raise ValueError(
-            f"no layout fits on {num_gpus} {gpu}: take more GPUs, a smaller "
+            f"no layout fits on {num_gpus} {gpu}: use more GPUs, a smaller "
             f"train.max_tokens_per_microbatch than {cfg.train.max_tokens_per_microbatch} (the "
-            f"longest sequence has {max(lengths)}), or less rollout.vllm.gpu_memory_utilization"
+            f"longest sequence has {max(lengths)}), or a lower rollout.vllm.gpu_memory_utilization"
         )
 
 
@@ -55,9 +55,9 @@ def _too_large(
 ) -> str:
     stage = plan.fullest
     text = (
-        f"a GPU of stage {stage.stage} needs {stage.total / 1e9:.1f} GB in phase {stage.worst} and "
-        f"may have {plan.memory_limit / 1e9:.1f}"
+        f"a GPU of stage {stage.stage} needs {stage.total / 1e9:.1f} GB in phase {stage.worst}, "
+        f"but may use {plan.memory_limit / 1e9:.1f}"
     )
     for each in suggest(cfg, shape, card, lengths, plan.num_gpus)[:1]:
         return f"{text}; the fastest layout that fits: {' '.join(each.overrides)}"
-    return f"{text}; no layout fits on {plan.num_gpus}: take more GPUs, or smaller microbatches"
+    return f"{text}; no layout fits on {plan.num_gpus}: use more GPUs or smaller microbatches"

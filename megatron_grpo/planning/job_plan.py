@@ -120,9 +120,9 @@ def shares_gpus(cfg: Config, card: Card, num_gpus: int) -> bool:
     check_engine_size(tensor, card.per_node)
     if max(ranks, engines) > num_gpus:
         raise ValueError(
-            f"{cfg.dims} has {ranks} ranks, and {cfg.rollout.num_engines} engines of "
-            f"rollout.tensor_parallel_size {tensor} have {engines} GPUs: the job has {num_gpus} in "
-            f"all; take --gpus {max(ranks, engines)} or more"
+            f"{cfg.dims} needs {ranks} GPUs, and {cfg.rollout.num_engines} engines of "
+            f"rollout.tensor_parallel_size {tensor} need {engines}, but the job has {num_gpus} in "
+            f"all; use --gpus {max(ranks, engines)} or more"
         )
     nodes = [str(number) for number in range(-(-num_gpus // card.per_node))]
     placed = place(cfg, nodes, min(num_gpus, card.per_node))

@@ -122,7 +122,7 @@ def _with_engines(
     if engines >= num_gpus:
         raise ValueError(
             f"the engines of rollout.* take {engines} of {num_gpus} GPUs and leave none for the "
-            f"trainer: take --gpus {engines + 1} or more, or a smaller rollout.num_engines"
+            f"trainer: use --gpus {engines + 1} or more, or a smaller rollout.num_engines"
         )
     return cfg, _whole_nodes(num_gpus - engines, card)
 

@@ -51,8 +51,8 @@ def read_lengths(path: Path) -> list[int]:
             continue
         if not line.strip().isdigit() or int(line) == 0:
             raise ValueError(
-                f"{path}, line {number}: {line.strip()!r} is no length: write the tokens of one "
-                "prompt with its completion in each line, such as 1024"
+                f"{path}, line {number}: {line.strip()!r} is not a length: each line must be the "
+                "number of tokens of one prompt with its completion, such as 1024"
             )
         lengths.append(int(line))
     if not lengths:

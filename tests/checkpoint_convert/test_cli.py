@@ -108,7 +108,7 @@ def test_help_shows_a_whole_round_trip_and_every_command():
             [
                 "safetensors or .bin files, or a GGUF file",
                 "loads at any parallel sizes",
-                "checked, and changes nothing",
+                "only checked, changes nothing",
                 "--dtype",
             ],
         ),
@@ -117,15 +117,15 @@ def test_help_shows_a_whole_round_trip_and_every_command():
             [
                 "checkpoints/step_N of a run",
                 "such as 5GB or 500MB",
-                "and of training runs do",
-                "are not compared",
+                "and of training runs have both",
+                "are not verified",
             ],
         ),
         (
             "verify",
             [
                 "1 when they differ",
-                "4 for a fault of this program",
+                "4 for an internal error",
                 "Largest absolute difference",
                 "by default bytes",
             ],
@@ -165,7 +165,7 @@ def test_sizes_are_read_as_people_write_them(size, num_bytes):
 
 @pytest.mark.parametrize("size", ["", "5", "5G", "GB", "-5GB", "0MB", "five GB", "1e9B", "0.1B"])
 def test_nonsense_is_no_size(size):
-    with pytest.raises(ValueError, match="is no size: write it like 5GB or 500MB"):
+    with pytest.raises(ValueError, match="is not a size: write it like 5GB or 500MB"):
         _num_bytes(size)
 
 

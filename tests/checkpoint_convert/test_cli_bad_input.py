@@ -112,7 +112,7 @@ FOLDERS = {
     "header truncated": (cut_off_in_the_header, r"model\.safetensors is not a safetensors file"),
     "shard missing": (lose_a_shard, r"not there: \['model-00002-of-00002\.safetensors'\]"),
     "outside": (leave_the_folder, r"files outside the folder: \['\.\./model\.safetensors'\]"),
-    "no weights": (remove("model.safetensors"), r"neither model\.safetensors nor"),
+    "no weights": (remove("model.safetensors"), r"none of model\.safetensors,"),
     "no config": (remove("config.json"), r"config\.json does not exist"),
     "broken config": (break_config, r"config\.json is not valid JSON"),
     "unknown family": (set_config(model_type="gpt2"), r"model_type 'gpt2' is not supported"),
@@ -148,7 +148,7 @@ WEIGHTS = {
     "shape": (replaced(NORM, lambda t: t.repeat(2)), f"{NORM} has shape [128], config.json asks"),
     "transposed": (
         replaced("lm_head.weight", lambda t: t.T.contiguous()),
-        "lm_head.weight has shape [64, 250], config.json asks for [250, 64]",
+        "lm_head.weight has shape [64, 250], config.json requires [250, 64]",
     ),
     "I64": (replaced(NORM, lambda t: t.long()), f"{NORM} has dtype I64, supported: ["),
     "F8": (replaced(NORM, lambda t: t.to(torch.float8_e4m3fn)), f"{NORM} has dtype F8_E4M3, supp"),
@@ -180,7 +180,7 @@ def test_a_bin_file_that_calls_something(model, tmp_path, canary):
     (folder / "model.safetensors").unlink()
     torch.save(weights, folder / "pytorch_model.bin")
     message = refusal(tmp_path, "import", "--hf", folder)
-    assert "pytorch_model.bin" in message and "its pickle asks for io.open" in message
+    assert "pytorch_model.bin" in message and "its pickle requires io.open" in message
     assert not canary.exists()
 
 
@@ -272,7 +272,7 @@ def test_a_checkpoint_of_another_model(imported, tmp_path):
     nameless = shutil.copytree(imported, tmp_path / "nameless")
     shutil.rmtree(nameless / "hf_config")
     message = refusal(tmp_path, "export", "--megatron", nameless, "--hf-config", other)
-    assert f"{nameless} is no checkpoint of the qwen2 model" in message
+    assert f"{nameless} is not a checkpoint of the qwen2 model" in message
     assert "linear_qkv.bias [2, 128] is missing" in message
     assert "q_layernorm.weight [2, 16] is not part of the model" in message
 
@@ -281,7 +281,7 @@ def test_metadata_that_call_something(imported, tmp_path, canary):
     def damage(folder):
         (folder / ".metadata").write_bytes(pickle.dumps(Touch(canary)))
 
-    assert "its pickle asks for io.open" in refused_export(imported, tmp_path, damage)
+    assert "its pickle requires io.open" in refused_export(imported, tmp_path, damage)
     assert not canary.exists()
 
 
@@ -300,7 +300,7 @@ def test_a_chunk_that_calls_something(imported, tmp_path, canary):
         change_metadata(point_there)(folder)
 
     message = refused_export(imported, tmp_path, damage)
-    assert "__0_0.distcp" in message and "its pickle asks for io.open" in message
+    assert "__0_0.distcp" in message and "its pickle requires io.open" in message
     assert not canary.exists()
 
 
@@ -360,7 +360,7 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(tmp_path):
     tensors = {name: ("BF16", shape) for name, shape in shapes.items()}
     create_file(folder / "model.safetensors", tensors)  # sparse
     message = refusal(tmp_path, "import", "--hf", folder)
-    assert re.search(rf"{tmp_path} has [\d,]+ bytes free, the weights take 1,5[\d,]+", message)
+    assert re.search(rf"{tmp_path} has [\d,]+ bytes free, but the weights take 1,5[\d,]+", message)
 
 
 # Options.
@@ -372,7 +372,7 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(tmp_path):
         (["--tp", "3"], "tensor(3) cannot split the model"),
         (["--pp", "3"], "2 layers cannot fill pipeline(3)"),
         (["--vpp", "2"], "set pipeline to 2 or more"),
-        (["--ep", "2"], "expert(2) splits experts, and qwen3 has none"),
+        (["--ep", "2"], "expert(2) splits experts, but qwen3 has none"),
         (["--hf", "/nowhere"], "/nowhere does not exist"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -384,7 +384,7 @@ def test_sizes_and_sources_that_do_not_fit(model, tmp_path, options, culprit):
 @pytest.mark.parametrize("size", ["5", "GB", "five GB", "-1GB", "0GB", "5XB", "1e9", ""])
 def test_a_shard_size_that_is_none(imported, tmp_path, size):
     message = refusal(tmp_path, "export", "--megatron", imported, f"--max-shard-size={size}")
-    assert message.startswith(f"--max-shard-size {size!r} is no size: write it like 5GB")
+    assert message.startswith(f"--max-shard-size {size!r} is not a size: write it like 5GB")
 
 
 @pytest.mark.parametrize(

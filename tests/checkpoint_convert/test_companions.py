@@ -63,7 +63,7 @@ def test_a_link_out_of_the_folder_is_refused_and_one_within_the_hubs_cache_is_no
     assert (out / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
     (tmp_path / "secret").write_text("token")
     (snapshot / "notes.txt").symlink_to(tmp_path / "secret")
-    told = r"notes\.txt is a link to .*secret, outside of .*: replace it by a copy of that file"
+    told = r"notes\.txt is a link to .*secret, outside of .*: replace it with a copy of the file"
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(ValueError, match=told):
@@ -129,7 +129,7 @@ def test_rows_of_added_tokens_are_not_taken_for_padding(tmp_path):
     import_checkpoint(bigger, tmp_path / "megatron", ParallelDims())
     shutil.rmtree(tmp_path / "megatron" / CHECKPOINT_FOLDER)
     smaller = tiny_model(tmp_path / "smaller", "llama")
-    with pytest.raises(ValueError, match=r"an embedding of 400 rows, and the config says .* 250"):
+    with pytest.raises(ValueError, match=r"an embedding of 400 rows, but the config says .* 250"):
         export_checkpoint(tmp_path / "megatron", tmp_path / "out", hf_config=smaller)
 
 
@@ -138,7 +138,7 @@ def test_a_folder_of_checkpoints_is_told_with_those_in_it(imported, tmp_path, po
     shutil.copytree(imported, tmp_path / "iter_0000100")
     (tmp_path / pointer).write_text("100")
     with (
-        pytest.raises(ValueError, match=r"holds checkpoints, .* \['iter_0000100'\]"),
+        pytest.raises(ValueError, match=r"is a folder of checkpoints; .* \['iter_0000100'\]"),
         model_config(tmp_path),
     ):
         pass

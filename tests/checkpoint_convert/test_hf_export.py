@@ -245,7 +245,7 @@ def test_only_companions_of_the_weights_are_copied(llama, tmp_path):
 
 def test_a_disk_too_full_is_told_before_anything_is_written(llama, tmp_path):
     huge = replace(read_shape(llama), vocab_size=10**13)
-    with pytest.raises(ValueError, match="bytes free, the weights take 2,560,000,000,"):
+    with pytest.raises(ValueError, match="bytes free, but the weights take 2,560,000,000,"):
         create_export(tmp_path, llama, huge, torch.bfloat16)
     assert list(tmp_path.iterdir()) == []
 

@@ -284,7 +284,7 @@ def test_a_model_that_the_layout_cannot_split_is_refused_with_the_legal_sizes(mo
     for dims, message in (
         (ParallelDims(tensor=3), r"tensor\(3\).*legal values are \[1, 2, 4\]"),
         (ParallelDims(pipeline=3, virtual_pipeline=2), "5 layers cannot fill"),
-        (ParallelDims(data=2, expert=2), r"expert\(2\) splits experts, and qwen3 has none"),
+        (ParallelDims(data=2, expert=2), r"expert\(2\) splits experts, but qwen3 has none"),
     ):
         with pytest.raises(ValueError, match=message):
             import_checkpoint(models["qwen3"], tmp_path / "out", dims)

@@ -121,7 +121,7 @@ def test_a_config_alone_tells_the_shape_before_the_weights_are_missed(model, tmp
     (tmp_path / "config.json").write_text((model / "config.json").read_text())
     finished = run_cli("inspect", tmp_path, "--tp", "2", logs=tmp_path / "logs")
     assert finished.exit_code == 2
-    assert f"{tmp_path} has neither model.safetensors nor" in finished.message
+    assert f"{tmp_path} has no weights: none of model.safetensors," in finished.message
     assert "num_attention_heads" in finished.output
     assert "parameters of a rank" in finished.output
 

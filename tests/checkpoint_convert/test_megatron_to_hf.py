@@ -155,7 +155,7 @@ def test_the_config_of_another_model_is_refused_with_every_fault(models, nameles
         (models["qwen2", True], ["linear_qkv.bias [7, 96] is missing", "k_layernorm.weight [7,"]),
         (models["qwen3", False], ["output_layer.weight [250, 64] is missing", "[7, 96, 64], the"]),
     ):
-        with pytest.raises(ValueError, match=r"is no checkpoint of the .* model") as error:
+        with pytest.raises(ValueError, match=r"is not a checkpoint of the .* model") as error:
             export_checkpoint(nameless, tmp_path / "hf", hf_config=other)
         for fault in faults:
             assert fault in str(error.value)

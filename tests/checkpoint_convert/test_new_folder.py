@@ -46,14 +46,14 @@ def test_what_is_there_is_not_touched(tmp_path, name):
 def test_two_at_a_time_do_not_write_into_one_folder(tmp_path):
     with new_folder(tmp_path / "out", 0):
         second = new_folder(tmp_path / "out", 0)
-        with pytest.raises(ValueError, match="it is being written"):
+        with pytest.raises(ValueError, match="another run is writing it"):
             second.__enter__()
         assert (tmp_path / "out.partial").is_dir()
 
 
 def test_room_is_asked_for_before_anything_is_written(tmp_path):
     check_space(tmp_path, 0)
-    message = "bytes free, the weights take 1,000,000,000,000,000,000"
+    message = "bytes free, but the weights take 1,000,000,000,000,000,000"
     with pytest.raises(ValueError, match=message), new_folder(tmp_path / "out", 10**18):
         pass
     assert list(tmp_path.iterdir()) == []

@@ -256,7 +256,7 @@ def test_no_code_of_the_folder_is_run(file, model_type, bpe, tmp_path, monkeypat
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 10))  # to whoever asks
     if file == "vocab.json":
-        with pytest.raises(ValueError, match=f"^{folder / file} is not a tokenizer that loads: "):
+        with pytest.raises(ValueError, match=f"^{folder / file} cannot be loaded as a tokenizer: "):
             load_tokenizer(folder)
     else:
         assert ids(load_tokenizer(folder), "hello")
@@ -265,7 +265,7 @@ def test_no_code_of_the_folder_is_run(file, model_type, bpe, tmp_path, monkeypat
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(ValueError, match=f"{tmp_path} has no tokenizer: neither tokenizer.json"):
+    with pytest.raises(ValueError, match=f"{tmp_path} has no tokenizer: none of tokenizer.json"):
         load_tokenizer(tmp_path)
 
 
@@ -275,7 +275,7 @@ def test_a_model_file_that_is_none_is_named(bpe, tmp_path, content):
     file = folder / "tokenizer.model"
     file.write_bytes(file.read_bytes()[:-2000] if content is None else content)
     for source in (folder, file):
-        with pytest.raises(ValueError, match=f"^{file} is not a tokenizer that loads: "):
+        with pytest.raises(ValueError, match=f"^{file} cannot be loaded as a tokenizer: "):
             load_tokenizer(source)
 
 
@@ -284,5 +284,5 @@ def test_a_truncated_tokenizer_json_is_named(tmp_path, keep):
     character_tokenizer(250).save_pretrained(tmp_path)
     file = tmp_path / "tokenizer.json"
     file.write_bytes(file.read_bytes()[:keep])
-    with pytest.raises(ValueError, match=f"^{file} is not a tokenizer that loads: "):
+    with pytest.raises(ValueError, match=f"^{file} cannot be loaded as a tokenizer: "):
         load_tokenizer(tmp_path)

@@ -149,7 +149,7 @@ def test_different_models_are_told_by_their_sizes(model, tmp_path):
 
 def test_a_nameless_checkpoint_of_another_model_is_told_as_such(nameless, tmp_path):
     other = tiny_model(tmp_path / "other", "llama")
-    with pytest.raises(ValueError, match=f"{nameless} is no checkpoint of the llama model"):
+    with pytest.raises(ValueError, match=f"{nameless} is not a checkpoint of the llama model"):
         verify_weights(other, nameless)
 
 

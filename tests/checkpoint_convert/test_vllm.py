@@ -162,5 +162,5 @@ def test_an_engine_that_holds_anything_else_is_refused_by_the_names_of_its_param
 
 def test_an_engine_of_another_size_is_refused():
     layouts = engine_layouts(replace(LLAMA_70B, num_layers=1), EngineDims(tensor=2))
-    with pytest.raises(ValueError, match="1 workers and was planned with 2"):
+    with pytest.raises(ValueError, match="1 workers but was planned with 2"):
         check_engine(layouts, [{}], "bfloat16")

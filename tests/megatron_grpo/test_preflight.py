@@ -227,7 +227,7 @@ def test_missing_tokenizer_is_refused(config, model, tmp_path):
     for file in broken.glob("*tokenizer*"):
         file.unlink()
     # transformers would make a tokenizer without words out of nothing.
-    assert "has no tokenizer: neither tokenizer.json" in refusal(config(f"model.path={broken}"))
+    assert "has no tokenizer: none of tokenizer.json" in refusal(config(f"model.path={broken}"))
 
 
 def test_tokenizer_of_another_model_is_refused(config, model, tmp_path):
@@ -407,7 +407,7 @@ def test_a_model_with_a_file_that_no_checkpoint_could_copy_is_refused(config, mo
     (folder / "tokenizer.json").symlink_to(model / "tokenizer.json")
     message = refusal(config(f"model.path={folder}"))
     assert f"{folder / 'tokenizer.json'} is a link to {model / 'tokenizer.json'}" in message
-    assert "replace it by a copy" in message
+    assert "replace it with a copy" in message
 
 
 def test_a_model_that_the_runs_export_would_replace_is_refused(config, model, tmp_path):

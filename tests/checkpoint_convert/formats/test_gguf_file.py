@@ -188,7 +188,7 @@ def test_missing_unexpected_misshapen_and_unreadable_tensors_are_all_listed(mode
     message = refusal(path, models["llama"])
     assert "output_norm.weight [64] is missing" in message
     assert "blk.0.ffn_up.bias [96] is not part of the model" in message
-    assert "blk.1.ffn_up.weight has shape [95, 64], the config asks for [96, 64]" in message
+    assert "blk.1.ffn_up.weight has shape [95, 64], the config requires [96, 64]" in message
     assert len(message.splitlines()) == 4
 
 
@@ -209,7 +209,7 @@ def test_too_few_experts_are_named(models, tmp_path):
 
     path = write_gguf(tmp_path / "model.gguf", models["mixtral"], edit=edit)
     message = refusal(path, models["mixtral"])
-    assert "blk.0.ffn_up_exps.weight has shape [3, 96, 64], the config asks for [4," in message
+    assert "blk.0.ffn_up_exps.weight has shape [3, 96, 64], the config requires [4," in message
 
 
 def test_the_scaled_rope_of_llama_3_must_be_that_of_the_config(models, tmp_path):
@@ -222,13 +222,13 @@ def test_the_scaled_rope_of_llama_3_must_be_that_of_the_config(models, tmp_path)
     path = write_gguf(tmp_path / "model.gguf", scaled, edit=edit)
     assert open_gguf(path, scaled).shapes == hf_tensors(read_shape(scaled))
     message = refusal(path, models["llama"])
-    assert "rope_freqs.weight scales RoPE by up to 8, the config asks for no scaling" in message
+    assert "rope_freqs.weight scales RoPE by up to 8, the config requires no scaling" in message
     linear = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 8.0}
     linear = tiny_model(tmp_path / "linear", "llama", rope_parameters=linear)
-    assert "by up to 8, the config asks for {'factor': 8.0" in refusal(path, linear)
+    assert "by up to 8, the config requires {'factor': 8.0" in refusal(path, linear)
     plain = write_gguf(tmp_path / "plain.gguf", scaled)
     message = refusal(plain, scaled)
-    assert "rope_freqs.weight is missing, the config asks for {'factor': 8.0" in message
+    assert "rope_freqs.weight is missing, the config requires {'factor': 8.0" in message
     assert open_gguf(plain, linear).shapes == hf_tensors(read_shape(linear))
 
 
@@ -279,7 +279,7 @@ def test_without_the_package_the_extra_is_named(models, tmp_path, monkeypatch):
     path = write_gguf(tmp_path / "model.gguf", models["llama"])
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert refusal(path, models["llama"]) == (
-        "a GGUF file is read by the package gguf: install the extra `gguf`"
+        "reading a GGUF file needs the package gguf: install the extra `gguf`"
     )
 
 

@@ -93,13 +93,13 @@ TOO_LONG = {
 @pytest.mark.parametrize("what", TOO_LONG)
 def test_a_length_beyond_the_end_of_the_file_is_refused_at_once(what, tmp_path):
     message = refusal(one_value(tmp_path / "model.gguf", *TOO_LONG[what]))
-    assert re.search(r"[\d,]+ bytes should follow byte [\d,]+, [\d,]+ do$", message)
+    assert re.search(r"[\d,]+ bytes should follow byte [\d,]+, but [\d,]+ do$", message)
 
 
 def test_so_is_one_of_a_key_and_of_a_tensor(tmp_path):
     path = tmp_path / "model.gguf"
     path.write_bytes(struct.pack("<4sIQQQ", b"GGUF", 3, 0, 10**12, 10**12))
-    assert "1,000,000,000,000 bytes should follow byte 32, 0 do" in refusal(path)
+    assert "1,000,000,000,000 bytes should follow byte 32, but 0 do" in refusal(path)
     tensor = text("b") + struct.pack("<IQQIQ", 2, 2**32, 2**32, 0, 0)
     one_value(path, STRING, text("c") + tensor, num_tensors=1)
     assert "b should end at byte 73,786,976,294,838,206,560" in refusal(path)
@@ -114,10 +114,10 @@ def test_arrays_nested_without_end_are_refused(tmp_path):
 
 def test_what_no_gguf_file_says_is_named(tmp_path):
     path = tmp_path / "model.gguf"
-    assert "is of type 13, not 0 to 12" in refusal(one_value(path, 13, b""))
+    assert "has type 13, not 0 to 12" in refusal(one_value(path, 13, b""))
     for version in (0, 1):
         one_value(path, STRING, text("b"), version=version)
-        assert f"is of version {version}, supported: (2, 3)" in refusal(path)
+        assert f"its version is {version}, supported: (2, 3)" in refusal(path)
     alignment = {"key": "general.alignment"}
     assert "general.alignment is 0" in refusal(one_value(path, U8, b"\0", **alignment))
     twice = struct.pack("<4sIQQ", b"GGUF", 3, 0, 2) + (text("a") + struct.pack("<I?", 7, True)) * 2
@@ -125,13 +125,13 @@ def test_what_no_gguf_file_says_is_named(tmp_path):
     assert "it has 'a' twice" in refusal(path)
     tensor = text("b") + struct.pack("<IQIQ", 1, 33, int(Q8_0), 0)
     one_value(path, STRING, text("c") + tensor, num_tensors=1)
-    assert "a row of 33 values is not whole blocks of 32" in refusal(path)
+    assert "a row of 33 values is not a multiple of its blocks of 32" in refusal(path)
 
 
 @pytest.mark.parametrize("value", [(ARRAY, array(STRING, 1, text("llama"))), (U8, b"1")])
 def test_an_architecture_and_a_count_of_files_may_be_anything(tmp_path, value):
     path = one_value(tmp_path / "model.gguf", *value, key="general.architecture")
-    with pytest.raises(ValueError, match=f"^{re.escape(str(path))} is of architecture .* not supp"):
+    with pytest.raises(ValueError, match=f"^{re.escape(str(path))} has architecture .* not supp"):
         GgufHeader(path)
     path = one_value(tmp_path / "model.gguf", STRING, text("two"), key="split.count")
     with pytest.raises(ValueError, match=f"^{re.escape(str(path))} is one of two files"):

@@ -186,9 +186,9 @@ def test_engines_put_a_space_in_front_of_a_text_where_the_file_says_so(
     ("change", "said"),
     [
         ({"tokenizer.ggml.model": "rwkv"}, "a tokenizer of kind 'rwkv'"),
-        ({"tokenizer.ggml.pre": "tekken"}, "in the way 'tekken'"),
-        ({"tokenizer.ggml.pre": None}, "in the way None"),
-        ({"tokenizer.ggml.pre": ["gpt-2"]}, r"in the way \['gpt-2'\]"),
+        ({"tokenizer.ggml.pre": "tekken"}, "the pre-tokenizer 'tekken'"),
+        ({"tokenizer.ggml.pre": None}, "the pre-tokenizer None"),
+        ({"tokenizer.ggml.pre": ["gpt-2"]}, r"the pre-tokenizer \['gpt-2'\]"),
     ],
 )
 def test_a_tokenizer_that_is_not_known_is_refused(change, said, model, tmp_path):
@@ -205,23 +205,23 @@ def test_a_tokenizer_that_is_not_known_is_refused(change, said, model, tmp_path)
 @pytest.mark.parametrize(
     ("kind", "key", "value", "said"),
     [
-        ("gpt2", "tokens", None, "is None; an array of str is wanted"),
-        ("gpt2", "tokens", [1, 2], "is [1, 2]; an array of str is wanted"),
+        ("gpt2", "tokens", None, "is None; it must be an array of str"),
+        ("gpt2", "tokens", [1, 2], "is [1, 2]; it must be an array of str"),
         ("gpt2", "token_type", [1, 1], "has 2 values, for 700 tokens"),
-        ("gpt2", "merges", None, "is None; an array of str is wanted"),
-        ("gpt2", "merges", ["ab"], "has 'ab'; two tokens that make a third are wanted"),
+        ("gpt2", "merges", None, "is None; it must be an array of str"),
+        ("gpt2", "merges", ["ab"], "has 'ab'; a merge must be two tokens"),
         (
             "gpt2",
             "merges",
             ["a \u00a1\u00a1"],
-            "has 'a \u00a1\u00a1'; two tokens that make a third",
+            "has 'a \u00a1\u00a1'; a merge must be two tokens",
         ),
-        ("gpt2", "bos_token_id", 700, "is 700; 0 to 699 are wanted"),
-        ("gpt2", "add_bos_token", "yes", "is 'yes'; true or false is wanted"),
-        ("llama", "scores", None, "is None; an array of float is wanted"),
-        ("llama", "token_type", None, "is None; an array of int is wanted"),
-        ("llama", "unknown_token_id", "<unk>", "is '<unk>'; 0 to 699 are wanted"),
-        ("llama", "add_space_prefix", 1, "is 1; true or false is wanted"),
+        ("gpt2", "bos_token_id", 700, "is 700; it must be 0 to 699"),
+        ("gpt2", "add_bos_token", "yes", "is 'yes'; it must be true or false"),
+        ("llama", "scores", None, "is None; it must be an array of float"),
+        ("llama", "token_type", None, "is None; it must be an array of int"),
+        ("llama", "unknown_token_id", "<unk>", "is '<unk>'; it must be 0 to 699"),
+        ("llama", "add_space_prefix", 1, "is 1; it must be true or false"),
     ],
 )
 def test_metadata_of_a_tokenizer_that_are_missing_or_cannot_be_are_named(

@@ -110,7 +110,7 @@ def test_missing_unexpected_misshapen_and_mistyped_tensors_are_all_listed(model)
     assert "model.norm.weight [64] is missing" in message
     assert "model.layers.1.self_attn.k_proj.bias [32] is missing" in message
     assert "model.layers.0.mlp.up_proj.bias [96] is not part of the model" in message
-    assert "up_proj.weight has shape [95, 64], config.json asks for [96, 64]" in message
+    assert "up_proj.weight has shape [95, 64], config.json requires [96, 64]" in message
     assert "gate_proj.weight has dtype I8, supported: ['BF16', 'F16', 'F32', 'F64']" in message
     assert len(message.splitlines()) == 6
 
@@ -127,7 +127,7 @@ def test_a_tied_head_saved_as_well_is_accepted_only_when_it_equals_the_embedding
     edit_weights(model, lambda weights: weights.pop("model.embed_tokens.weight"))
     message = refusal(model)
     assert "model.embed_tokens.weight [250, 64] is missing" in message
-    assert "lm_head.weight stands for the embedding that it is tied to: save it as" in message
+    assert "lm_head.weight is stored without the embedding it is tied to: save it as" in message
 
 
 def test_weights_that_an_adapter_would_change_are_refused(model):
@@ -173,7 +173,7 @@ def test_a_file_of_torch_save_that_would_run_code_is_refused_and_does_not(bin_mo
 
     weights = torch.load(bin_model / "pytorch_model.bin")
     torch.save(weights | {"model.norm.weight": Touch()}, bin_model / "pytorch_model.bin")
-    assert "its pickle asks for io.open" in refusal(bin_model)
+    assert "its pickle requires io.open" in refusal(bin_model)
     assert not (bin_model / "canary").exists()
 
 
@@ -237,8 +237,8 @@ def test_what_is_no_folder_is_named(model, name, message):
 def test_a_folder_without_weights_is_named(model):
     (model / "model.safetensors").unlink()
     message = refusal(model)
-    assert "neither model.safetensors nor model.safetensors.index.json" in message
-    assert "neither pytorch_model.bin nor pytorch_model.bin.index.json" in message
+    assert "none of model.safetensors, model.safetensors.index.json," in message
+    assert "pytorch_model.bin and pytorch_model.bin.index.json is there" in message
 
 
 @pytest.mark.parametrize("keep", [0, 5, 100, 10_000, -1])

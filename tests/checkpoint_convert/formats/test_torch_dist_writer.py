@@ -58,7 +58,7 @@ def test_a_file_has_its_final_size_before_it_has_values_and_takes_no_room(tmp_pa
 def test_without_metadata_it_is_no_finished_checkpoint(tmp_path):
     create_chunks(tmp_path, [chunks_of_rows(4, 1)])
     assert is_torch_dist(tmp_path)
-    with pytest.raises(ValueError, match="it is no finished torch_dist checkpoint"):
+    with pytest.raises(ValueError, match="it is not a complete torch_dist checkpoint"):
         read_chunks(tmp_path)
 
 

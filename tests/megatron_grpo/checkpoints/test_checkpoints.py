@@ -266,7 +266,9 @@ def save_without_room(run: Path, policy: Policy, model: Path, patch: pytest.Monk
     usage = type("Usage", (), {"free": 1000})
     megatron_disk = "megatron_grpo.checkpoints.checkpoints.shutil.disk_usage"
     patch.setattr(megatron_disk, lambda folder: usage)
-    with pytest.raises(OSError, match=r"1,000 bytes free, a checkpoint takes [\d,]+: make room"):
+    with pytest.raises(
+        OSError, match=r"1,000 bytes free, but a checkpoint takes [\d,]+: make room"
+    ):
         checkpoints_of(run, policy, model, DIMS).load()
     with pytest.raises(OSError) as raised:
         save_checkpoint(run, 1, policy, model, DIMS)
@@ -334,7 +336,7 @@ def test_a_disk_that_fills_up_in_mid_save_leaves_the_checkpoint_before(failed):
 
 def test_without_room_a_run_does_not_begin_and_nothing_is_written(failed):
     runs, message = failed[0], failed[1][3][NO_ROOM]
-    assert "rank 0: " in message and "1,000 bytes free, a checkpoint takes" in message
+    assert "rank 0: " in message and "1,000 bytes free, but a checkpoint takes" in message
     assert list((runs / NO_ROOM).rglob("step_*")) == []
 
 
@@ -386,7 +388,7 @@ def test_a_pickle_that_would_run_code_is_refused_and_not_run(saved, tmp_path, na
         torch.save({"args": Bomb(made)}, folder / name)
     else:
         (folder / name).write_bytes(pickle.dumps(Bomb(made)))
-    with pytest.raises(ValueError, match=rf"{re.escape(name)}.*asks for"):
+    with pytest.raises(ValueError, match=rf"{re.escape(name)}.*requires"):
         screen_checkpoint(folder)
     assert not made.exists()
     if name == ".metadata":  # the reason for all this: what torch would have done
@@ -421,7 +423,7 @@ def test_one_that_its_manifest_vouches_for_is_not_loaded(saved, model, tmp_path)
     listed = manifest.read_manifest(folder)
     manifest.write_manifest(folder, manifest.hash_files(folder, listed))
     for message in run_ranks(4, load_nothing, model, tmp_path):
-        assert re.search(r"step_2 is not used: .*common\.pt.*asks for", message), message
+        assert re.search(r"step_2 is not used: .*common\.pt.*requires", message), message
     assert not made.exists()
 
 
@@ -429,7 +431,7 @@ def test_all_ranks_are_told_that_no_checkpoint_is_good(saved, model, tmp_path):
     os.system(f"cp -r {saved[0]}/checkpoints {tmp_path}/checkpoints")
     (tmp_path / "checkpoints" / "step_2" / "common.pt").write_bytes(b"?")
     messages = run_ranks(4, load_nothing, model, tmp_path)
-    assert all("no checkpoint of this run is good" in message for message in messages)
+    assert all("no checkpoint of this run can be used" in message for message in messages)
     assert all("step_2 is not used" in m and "common.pt has 1 of" in m for m in messages), messages
 
 

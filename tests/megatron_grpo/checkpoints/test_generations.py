@@ -158,7 +158,7 @@ def test_without_a_reference_there_are_no_logprobs_of_one(tmp_path):
 
 def test_a_row_that_the_data_no_longer_has_is_named(tmp_path):
     write_experience(tmp_path, replace(generation(), old_logprobs=[torch.zeros(0)] * NUM_SAMPLES))
-    with pytest.raises(ValueError, match=r"trains on the rows \[21\] of the data"):
+    with pytest.raises(ValueError, match=r"was training on the rows \[21\] of the data"):
         read_experience(tmp_path, prompts()[:-1])
 
 

@@ -88,7 +88,7 @@ def test_a_damaged_manifest_is_one(folder, text):
 
 def test_without_a_manifest_a_save_did_not_end(folder):
     (folder / "manifest.json").unlink()
-    with pytest.raises(ValueError, match="its save did not end"):
+    with pytest.raises(ValueError, match="its save was not finished"):
         check(folder)
 
 

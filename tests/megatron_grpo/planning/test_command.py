@@ -113,9 +113,9 @@ def test_what_cannot_work_is_refused_with_a_legal_value(cfg, overrides, message)
 
 
 def test_too_few_gpus_and_unknown_ones_are_refused(cfg):
-    with pytest.raises(ValueError, match=r"64 ranks.*has 32 in all; take --gpus 64"):
+    with pytest.raises(ValueError, match=r"needs 64 GPUs.*has 32 in all; use --gpus 64"):
         print_plan(cfg(), **DEFAULTS | {"num_gpus": 32})
-    with pytest.raises(ValueError, match=r"no GPU named 'h300'.*a100, h100, h200, b200"):
+    with pytest.raises(ValueError, match=r"unknown GPU 'h300'.*a100, h100, h200, b200"):
         print_plan(cfg(), **DEFAULTS | {"gpu": "h300"})
 
 
@@ -162,7 +162,7 @@ def test_suggestions_can_be_pasted(cfg, capsys):
 
 
 def test_where_nothing_fits_that_is_said(cfg):
-    with pytest.raises(ValueError, match="no layout fits on 8 h100: take more GPUs"):
+    with pytest.raises(ValueError, match="no layout fits on 8 h100: use more GPUs"):
         print_suggestions(cfg(), **DEFAULTS | {"num_gpus": 8})
 
 

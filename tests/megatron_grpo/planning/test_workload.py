@@ -71,7 +71,7 @@ def test_a_file_of_lengths_is_read_and_a_mistake_in_it_named(tmp_path):
     file.write_text("300\n20\n\n7\n")
     assert read_lengths(file) == [7, 20, 300]
     file.write_text("300\n-4\n")
-    with pytest.raises(ValueError, match=r"lengths\.txt, line 2: '-4' is no length"):
+    with pytest.raises(ValueError, match=r"lengths\.txt, line 2: '-4' is not a length"):
         read_lengths(file)
     file.write_text("\n")
     with pytest.raises(ValueError, match="has no lengths"):
