@@ -157,7 +157,7 @@ def _found(
 ) -> list[str]:
     num_parameters = sum(len(built.sender.layout.shapes) for built in ranks)
     return [
-        f"{len(ranks)} of {dims.world_size} ranks, all that differ, were built: name, shape, type "
+        f"{len(ranks)} of {dims.world_size} ranks, one of each kind, were built: name, shape, type "
         f"and place of their {num_parameters:,} parameters are as planned",
         "loading: every element of the weight files is owned once, and every element of a rank is "
         "filled once",

@@ -52,7 +52,7 @@ def suggestion_table(suggestions: Sequence[Suggestion], num_gpus: int, gpu: str)
             "",
             *rows,
             "",
-            "the first, to be written behind the config's name:",
+            "to use the first, add these after the config's name:",
             *(f"  {word} \\" for word in suggestions[0].overrides[:-1]),
             f"  {suggestions[0].overrides[-1]}",
         ]
@@ -70,10 +70,10 @@ def _memory_rows(plan: JobPlan) -> list[str]:
     numbers = sorted({stage.stage for stage in shown})
     rows += [_memory_row(plan.stages[number]) for number in numbers]
     limit, most = plan.memory_limit / 1e9, plan.fullest.total / 1e9
-    verdict = f"{limit - most:.1f} GB free" if plan.fits else f"{most - limit:.1f} GB too many"
+    verdict = f"{limit - most:.1f} GB free" if plan.fits else f"{most - limit:.1f} GB too much"
     left_out = len(plan.stages) - len(numbers)
     others = f"; {left_out} stages between need no more" if left_out else ""
-    return [*rows, f"GB of {limit:.1f} that a GPU may have: {verdict}{others}"]
+    return [*rows, f"all in GB; a GPU may use {limit:.1f}: {verdict}{others}"]
 
 
 def _memory_row(stage: StageMemory) -> str:
@@ -99,12 +99,12 @@ def _work_lines(cfg: Config, plan: JobPlan) -> list[str]:
         lines.append(
             f"grpo.shared_prompts=true makes that {plan.shared_tokens:,} tokens, "
             f"{(work.tokens + work.padding) / plan.shared_tokens:.2f} times fewer, where prompts "
-            f"have data.max_prompt_length {cfg.data.max_prompt_length:,}; all else here is without"
+            f"have data.max_prompt_length {cfg.data.max_prompt_length:,}; other figures are without"
         )
     lines.append(
         f"{time.flops:.3g} operations: at least {time.compute_seconds:.1f} s at the cards' peak; "
-        f"at {time.attainable:g} of it, with a bubble of {time.bubble:.3f} and all traffic "
-        f"unhidden at {ATTAINABLE_OF_LINK:g} of the links' rates, {time.estimate:.1f} s"
+        f"estimate at {time.attainable:g} of it, with a bubble of {time.bubble:.3f} and no traffic "
+        f"hidden, at {ATTAINABLE_OF_LINK:g} of the links' rates: {time.estimate:.1f} s"
     )
     if plan.engine:
         lines.append(

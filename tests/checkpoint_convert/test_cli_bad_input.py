@@ -145,7 +145,10 @@ NORM = "model.layers.1.input_layernorm.weight"
 WEIGHTS = {
     "missing": (lambda weights: weights.pop(NORM), f"{NORM} [64] is missing"),
     "extra": (lambda weights: weights.update(v_head=torch.ones(3)), "v_head [3] is not part"),
-    "shape": (replaced(NORM, lambda t: t.repeat(2)), f"{NORM} has shape [128], config.json asks"),
+    "shape": (
+        replaced(NORM, lambda t: t.repeat(2)),
+        f"{NORM} has shape [128], config.json requires",
+    ),
     "transposed": (
         replaced("lm_head.weight", lambda t: t.T.contiguous()),
         "lm_head.weight has shape [64, 250], config.json requires [250, 64]",
@@ -245,8 +248,8 @@ def forget_a_key(metadata):
 CHECKPOINTS = {
     "file truncated": (cut_off_a_distcp, r"__0_0\.distcp has 10000 of \d+ bytes"),
     "file missing": (remove("__0_0.distcp"), r"__0_0\.distcp is not there"),
-    "no metadata": (remove(".metadata"), r"no finished torch_dist checkpoint"),
-    "no backends": (remove("metadata.json"), r"no finished torch_dist checkpoint"),
+    "no metadata": (remove(".metadata"), r"not a complete torch_dist checkpoint"),
+    "no backends": (remove("metadata.json"), r"not a complete torch_dist checkpoint"),
     "no config": (lambda folder: shutil.rmtree(folder / "hf_config"), r"give --hf-config"),
     "layer missing": (
         change_metadata(lose_a_layer),

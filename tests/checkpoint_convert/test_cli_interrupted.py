@@ -103,7 +103,7 @@ def test_the_next_run_says_what_a_killed_one_left(command, model, tmp_path):
     assert "remove it" in again.message
     unfinished = run_cli("inspect", tmp_path / "out.partial", logs=tmp_path / "logs")
     assert unfinished.exit_code == 2
-    assert "no finished torch_dist checkpoint" in unfinished.message
+    assert "not a complete torch_dist checkpoint" in unfinished.message
 
 
 def test_a_killed_worker_ends_it_with_a_message(command, tmp_path):

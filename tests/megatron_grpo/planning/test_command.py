@@ -88,7 +88,7 @@ def test_scripts_get_every_figure(cfg, capsys):
 def test_what_does_not_fit_is_refused_with_a_layout_that_does(cfg, capsys):
     with pytest.raises(ValueError, match=r"needs 8\d\.\d GB in phase train") as refused:
         print_plan(cfg(*NEMO_RL), **DEFAULTS)
-    assert "GB too many" in capsys.readouterr().out
+    assert "GB too much" in capsys.readouterr().out
     suggested = cfg(*shlex.split(str(refused.value).partition("that fits: ")[2]))
     plan = plan_job(suggested, read_shape(suggested.model.path), CARDS["h100"], [4096], None)
     assert plan.fits

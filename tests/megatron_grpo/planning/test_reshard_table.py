@@ -134,6 +134,6 @@ def test_a_plan_that_cannot_be_is_refused_in_one_line(plan, arguments, differing
 def test_a_job_that_does_not_fit_is_refused_with_the_table(plan):
     exit_code, stdout, stderr = plan("--gpus", "64")  # which ranks and engines share
     assert exit_code == 2
-    assert "GB too many" in stdout
+    assert "GB too much" in stdout
     assert stderr.startswith("megatron-grpo: a GPU of stage 0 needs ")
     assert stderr.count("\n") == 1
