@@ -1,8 +1,8 @@
-"""The configuration of a run: its sections, and what they must have of one another.
+"""The configuration of a run: its sections, and the checks that span several of them.
 
-A section is in a file of its own, every key with its type, default and meaning. Checked in here is
-what the config alone can judge; `preflight.py` asks the model, the engines and, by
-`prompt_checks.py`, the data. Nothing here imports torch, so that a mistake is told at once.
+Each section has its own file, which defines the type, default and meaning of every key. The checks
+here need the config alone; `preflight.py` also checks it against the model and the engines, and
+`prompt_checks.py` against the data. Nothing here imports torch, so mistakes are reported at once.
 `config_file.py` reads and writes configs as YAML.
 """
 
@@ -36,15 +36,15 @@ class WandbConfig(Section):
     """Logging to Weights & Biases: offline without WANDB_API_KEY, unless WANDB_MODE is set."""
 
     project: str | None = None
-    """Project to log to; null: wandb is off."""
+    """Project to log to; null: nothing is logged to wandb."""
     name: str | None = None
-    """Name of the run; null: wandb invents one."""
+    """Name of the run; null: wandb chooses one."""
     num_completions: NonNegativeInt = 16
-    """Most completions of each step in wandb's table; `completions.jsonl` has all of them."""
+    """Most completions per step in wandb's table; `completions.jsonl` has all of them."""
 
 
 class Config(Section):
-    """One run. Fields have the default that a first run wants; those without one must be given."""
+    """One run. Defaults suit a first run; fields without a default must be given."""
 
     model: ModelConfig
     data: DataConfig
@@ -61,7 +61,7 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _eval_follows(cls, table: Any) -> Any:
-        """What `eval.data` and `eval.reward` leave out is as in `data` and `reward`."""
+        """Keys missing in `eval.data` and `eval.reward` are taken from `data` and `reward`."""
         if not isinstance(table, dict) or not isinstance(table.get("eval"), dict):
             return table
         evaluation = dict(table["eval"])
@@ -83,7 +83,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _shared_prompts_have_attention(self) -> Self:
-        """They are computed by our own attention, which is plain."""
+        """Shared prompts use our own attention, which supports neither of the refused options."""
         refused = {"window_size", "softmax_type"}
         for name in sorted(
             refused & self.model.megatron.keys() if self.grpo.shared_prompts else ()
@@ -138,7 +138,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _right_answers_pass(self) -> Self:
-        """What is added to or taken from a right answer must not decide whether it passes."""
+        """Bonuses and penalties on top of a right answer must not decide whether it passes."""
         if self.eval.data is None or "pass_threshold" in self.eval.model_fields_set:
             return self
         judges = [each for each in (self.eval.reward or self.reward).functions if each.weight != 0]
@@ -172,7 +172,7 @@ class Config(Section):
 
     @property
     def reward_terms(self) -> tuple[RewardFunction, ...]:
-        """What the total reward is the weighted sum of: the functions, and the environment."""
+        """The terms of the total reward, a weighted sum: the functions, and the environment."""
         if self.environment.name is None:
             return self.reward.functions
         environment = RewardFunction(name=ENVIRONMENT_TERM, weight=self.environment.weight)
@@ -180,11 +180,11 @@ class Config(Section):
 
     @property
     def mixes_in_float32(self) -> bool:
-        """Whether the reference has float32 weights beside its own, which would round them."""
+        """Whether the reference also has float32 weights, which `model.dtype` would round."""
         is_mixed = self.grpo.sync_ref_model and self.grpo.ref_model_mixup_alpha < 1
         return is_mixed and self.model.dtype != "float32"
 
     @property
     def dims(self) -> ParallelDims:
-        """The trainer's mesh; raises ValueError when the sizes cannot stand together."""
+        """The trainer's mesh; raises ValueError when the sizes are incompatible."""
         return self.parallel.dims

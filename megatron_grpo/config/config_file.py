@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from megatron_grpo.config.config import Config, RewardFunction
 
-# Options of other libraries, of chat templates and of the user's code: names are checked there.
+# Options of other libraries, chat templates and user code, which check the names themselves.
 PASS_THROUGH_KEYS = (
     "model.megatron",
     "data.chat_template_kwargs",
@@ -22,7 +22,7 @@ PASS_THROUGH_KEYS = (
     "environment.arguments",
 )
 
-# What is wanted where pydantic's own words would name Python types.
+# Replaces pydantic's messages that would name Python types.
 EXPECTED = {
     "model_type": "expected a table of keys",
     "dict_type": "expected a table of keys",
@@ -32,7 +32,7 @@ EXPECTED = {
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 with two repairs: `3e-5` is a number, and a key given twice is an error."""
+    """YAML 1.1 with two fixes: `3e-5` is a number, and a key given twice is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value]
@@ -54,8 +54,8 @@ _Loader.add_implicit_resolver(
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read a YAML config and apply overrides such as `optimizer.lr=1e-6` (values are YAML).
 
-    Relative paths inside are relative to the current directory. Raises ValueError, one line per
-    mistake, for unknown keys (with the nearest known one), wrong types and sizes that conflict.
+    Relative paths in it are relative to the current directory. Raises ValueError, one line per
+    mistake, for unknown keys (with the nearest known one), wrong types and conflicting sizes.
     """
     if not path.is_file():
         raise ValueError(f"config file {path} does not exist")
@@ -68,7 +68,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def parse_config(table: dict[str, Any]) -> Config:
-    """Check a nested table of config values; errors as in `load_config`."""
+    """Validate a nested table of config values; raises the errors of `load_config`."""
     known = [key for key, _ in _known_keys(Config)]
     unknown = [key for key in _leaves(table) if not _is_known(key, known)]
     if unknown:
@@ -90,7 +90,7 @@ def dump_config(config: Config) -> str:
 
 
 def nearest_key(key: str, known: Sequence[str]) -> str:
-    """The known key most like `key`, by the whole and by its last word (`lr` -> `optimizer.lr`)."""
+    """The known key most similar to `key`, compared in full and by its last part."""
 
     def likeness(candidate: str) -> float:
         last, candidate_last = key.rpartition(".")[2], candidate.rpartition(".")[2]
@@ -111,7 +111,7 @@ def _parse_yaml(text: str, source: str) -> Any:
 
 
 def _apply_override(table: dict[str, Any], override: str) -> None:
-    """Set one `key.sub=value` in the nested table, making sections on the way."""
+    """Set one `key.sub=value` in the nested table, creating missing sections."""
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ValueError(f"override {override!r} is not of the form key.sub=value")
@@ -154,7 +154,7 @@ def _mistakes(error: ValidationError) -> Iterator[str]:
     """One line per mistake: the key, what was given and what is expected."""
     descriptions = dict(_known_keys(Config))
     for detail in error.errors():
-        # A default that depends on another field cannot be made when that one is wrong: not news.
+        # A default that depends on an invalid field: that field's own error is reported already.
         if detail["type"] != "default_factory_not_called":
             yield _describe(detail, descriptions)
 
@@ -163,7 +163,7 @@ def _describe(detail: ErrorDetails, descriptions: Mapping[str, str]) -> str:
     key = ".".join(str(part) for part in detail["loc"])
     if detail["type"] == "missing":
         return f"config key {key} is missing. {descriptions.get(key, '')}".rstrip()
-    if detail["type"] == "extra_forbidden":  # in a list, which `_leaves` does not go through
+    if detail["type"] == "extra_forbidden":  # in a list, which `_leaves` does not descend into
         nearest = nearest_key(str(detail["loc"][-1]), list(RewardFunction.model_fields))
         return f"unknown config key {key!r}: did you mean {nearest!r}?"
     if detail["type"] == "value_error":

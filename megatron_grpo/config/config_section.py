@@ -1,4 +1,4 @@
-"""What every table of the config is."""
+"""Base class of every table of the config."""
 
 from pydantic import BaseModel, ConfigDict
 

@@ -26,7 +26,7 @@ OWN_TEMPLATE_ARGUMENTS = frozenset(
         "truncation",
     }
 )
-"""What transformers' `apply_chat_template` takes for itself, or gives the template by itself."""
+"""Parameters of transformers' `apply_chat_template`, and variables that it sets itself."""
 
 
 class DataConfig(Section):
@@ -35,26 +35,27 @@ class DataConfig(Section):
     path: str
     """A .jsonl or .parquet file, a folder of them, or the name of a Hugging Face data set."""
     subset: str | None = None
-    """Configuration of a Hugging Face data set, such as `main` of openai/gsm8k; null for files."""
+    """Subset of a Hugging Face data set, such as `main` of openai/gsm8k; null for files."""
     split: str = "train"
-    """Split of a Hugging Face data set; of a folder the files named by it, such as `train-*`, or
-    all where none is named by any."""
+    """Split of a Hugging Face data set; in a folder, the files named after it, such as `train-*`
+    (all files if none is named after a split)."""
     prompt_column: str = "prompt"
-    """Column with the question: a string, or chat messages, the last not the assistant's."""
+    """Column of the question: a string, or chat messages that do not end with the assistant's."""
     answer_column: str | None = "answer"
-    """Column with the reference answer, which rewards get under the name `answer`; null: none."""
+    """Column of the reference answer, passed to rewards as `answer`; null: none."""
     system_prompt: str | None = None
-    """Put before every prompt as the system message; needs the chat template."""
+    """System message put before every prompt; requires apply_chat_template."""
     apply_chat_template: bool = True
-    """Whether prompts go through the tokenizer's chat template; false sends the raw text."""
+    """Whether prompts go through the tokenizer's chat template; false: the raw text is sent."""
     chat_template_kwargs: dict[str, Any] = Field(default={})
-    """Variables of the chat template, such as `enable_thinking: false` of Qwen3."""
+    """Variables of the chat template, such as `enable_thinking: false` for Qwen3."""
     max_prompt_length: PositiveInt | None = None
-    """Leave out rows whose prompt has more tokens. null: a prompt that does not fit is an error."""
+    """Leave out rows with longer prompts (in tokens); null: a prompt that does not fit is an
+    error."""
     on_invalid: Literal["error", "skip"] = "error"
-    """What to do about rows that cannot be used: list them and stop, or leave them out."""
+    """Rows that cannot be used: `error` lists them and stops, `skip` leaves them out."""
     shuffle: bool = True
-    """Whether every epoch has its own order, derived from train.seed; false: the order of rows."""
+    """Whether each epoch has its own random order, derived from train.seed; false: row order."""
 
     @model_validator(mode="after")
     def _system_prompt_needs_template(self) -> Self:

@@ -11,36 +11,38 @@ from megatron_grpo.config.rollout_config import LEAST_TEMPERATURE
 
 
 class EvalConfig(Section):
-    """Held-out prompts, and how they are sampled and scored: in training, and by the command.
+    """Held-out prompts, and how they are sampled and scored in training and by the command.
 
-    No gradient is taken of what is sampled here, so that it may be cut, or greedy.
+    No gradient is taken of these samples, so the distribution may be truncated, or greedy.
     """
 
     data: DataConfig | None = None
-    """Held-out prompts: keys as of `data`, by default with its values; null: no evaluation."""
+    """Held-out prompts: the keys of `data`, whose values are the defaults; null: no evaluation."""
     reward: RewardConfig | None = None
-    """What scores completions: keys as of `reward`, by default with its values; null: the same."""
+    """Scoring: the keys of `reward`, whose values are the defaults; null: the same as `reward`."""
     interval: PositiveInt = 10
-    """Optimizer steps between evaluations; one is before the first step, one after the last."""
+    """Optimizer steps between evaluations; there is also one before the first and after the last
+    step."""
     max_prompts: PositiveInt | None = None
-    """The first so many of the prompts; null: all."""
+    """Evaluate only the first this many prompts; null: all."""
     num_generations: PositiveInt = 1
     """Completions per prompt: the n of pass@k and mean@n."""
     k: tuple[PositiveInt, ...] = Field(
         strict=False, default_factory=lambda data: tuple(sorted({1, data["num_generations"]}))
     )
-    """Each k of pass@k, at most num_generations; by default 1 and num_generations."""
+    """Values of k in pass@k, each at most num_generations; default: 1 and num_generations."""
     pass_threshold: float = 1.0
-    """A completion passes when its reward, the weighted sum, is at least this; to be given where
-    that is of several functions, or of one that shapes or weighs less than 1."""
+    """A completion passes when its weighted sum of rewards is at least this; required with several
+    functions, or with one that shapes or has a weight below 1."""
     temperature: float | None = Field(default=None, ge=0)
-    """Divides the logits; 0 takes the likeliest token; null: rollout.temperature."""
+    """Sampling temperature, 0 (greedy) or at least 0.01; null: rollout.temperature."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Sample from the likeliest tokens that make up this probability; 1: from all."""
+    """Sample from the likeliest tokens that make up this probability, above 0; 1: from all
+    tokens."""
     top_k: int = -1
-    """Sample from so many likeliest tokens; -1: from all."""
+    """Sample from this many likeliest tokens, at least 1; -1: from all tokens."""
     max_completion_length: PositiveInt | None = None
-    """Most tokens per completion, the end token included; null: rollout.max_completion_length."""
+    """Most tokens per completion, including the end token; null: rollout.max_completion_length."""
 
     @model_validator(mode="after")
     def _k_can_be_drawn(self) -> Self:

@@ -1,4 +1,4 @@
-"""The table `grpo` of the config: batch arithmetic, advantages, loss."""
+"""The table `grpo` of the config: batch sizes, advantages and loss."""
 
 from typing import Any, Literal, Self
 
@@ -25,104 +25,116 @@ _SCALE_OF: dict[str, ScaleRewards] = {"grpo": "group", "rloo": "none"}
 
 
 class GRPOConfig(Section):
-    """Batch arithmetic and loss, by the names that TRL and ms-swift users know."""
+    """Batch sizes, advantages and loss, with the names that TRL and ms-swift use."""
 
     num_generations: PositiveInt = 8
-    """Completions per prompt: the group whose rewards are compared."""
+    """Completions per prompt: the group whose rewards are compared with each other."""
     generation_batch_size: PositiveInt
-    """Completions of one generation, over all ranks."""
+    """Completions per generation, over all ranks; a multiple of num_generations and of
+    steps_per_generation."""
     steps_per_generation: PositiveInt = 1
-    """Optimizer batches that one generation is cut into; TRL counts micro-steps by that name."""
+    """Optimizer batches that one generation is split into (TRL uses the name for micro-steps)."""
     num_iterations: PositiveInt = 1
-    """Passes over one generation."""
+    """Passes over each generation."""
     shared_prompts: bool = False
-    """Compute the prompt of a group once per microbatch; minibatches are then of whole groups."""
+    """Compute the prompt of a group once per microbatch; minibatches then keep groups together."""
 
     dynamic_sample: bool = False
-    """Replace prompts whose completions all have the same reward by others (DAPO)."""
+    """Replace prompts whose completions all have the same reward with other prompts (DAPO)."""
     max_resample_times: PositiveInt = 3
-    """With dynamic_sample: how many times others are drawn; then what there is is trained on."""
+    """With dynamic_sample, most rounds of replacement; groups still missing then have equal
+    rewards."""
     overlong_filter: bool = False
-    """Leave completions that met the length limit out of the loss."""
+    """Leave completions that reached the length limit out of the loss."""
 
     advantage_estimator: AdvantageEstimator = "grpo"
-    """What a reward is compared with: its group's mean, the mean of the others, or the batch."""
+    """Baseline of a reward: `grpo` and `reinforce_plus_plus_baseline` its group's mean, `rloo` the
+    mean of the others in the group, `reinforce_plus_plus` the batch mean."""
     scale_rewards: ScaleRewards = Field(
         default_factory=lambda data: _SCALE_OF.get(data["advantage_estimator"], "batch")
     )
-    """Which standard deviation divides the advantages; default: group, for rloo none."""
+    """Standard deviation that divides the advantages; default: `group` for the estimator grpo,
+    `none` for rloo, `batch` for the others."""
     multi_objective_aggregation: Aggregation = "sum_then_normalize"
-    """Whether rewards are added up first, or normalized each for itself first (GDPO)."""
+    """Whether rewards are summed and then normalized, or each normalized and then summed (GDPO)."""
     supervision: Literal["outcome", "process"] = "outcome"
-    """One reward for each completion, or one for each step of an environment (DeepSeekMath)."""
+    """`outcome`: one reward per completion; `process`: one per environment step (DeepSeekMath)."""
 
     loss_type: LossType = "grpo"
-    """The objective, and how its tokens are averaged."""
+    """The objective, and how it is averaged over tokens."""
     importance_sampling_level: ImportanceLevel = "token"
-    """The ratio of each token, or of the whole sequence: sequence is GSPO."""
+    """Level of the importance ratio; `sequence` is GSPO, `sequence_token` GSPO-token."""
     epsilon: float = Field(default=0.2, gt=0, lt=1)
-    """The ratio is clipped below 1 - epsilon; gmpo: below exp(-epsilon)."""
+    """The ratio is clipped from below at 1 - epsilon; gmpo: at exp(-epsilon)."""
     epsilon_high: PositiveFloat = Field(default_factory=lambda data: data["epsilon"])
-    """The ratio is clipped above 1 + epsilon_high, for cispo epsilon_high; by default epsilon."""
+    """The ratio is clipped from above at 1 + epsilon_high; cispo: at epsilon_high, at least 1;
+    gmpo: at exp(epsilon_high); default: epsilon."""
     delta: float | None = None
-    """Dual clip: bound of the ratio where the advantage is negative; null: none."""
+    """Dual clip: upper bound of the ratio for negative advantages, above 1 + epsilon_high; null:
+    none."""
     sapo_temperature_pos: PositiveFloat = 1.0
-    """sapo: temperature of the gate where the advantage is positive."""
+    """sapo: temperature of the gate for positive advantages."""
     sapo_temperature_neg: PositiveFloat = 1.05
-    """sapo: temperature of the gate elsewhere."""
+    """sapo: temperature of the gate for all other advantages."""
     vespo_k_pos: PositiveFloat = 2.0
-    """vespo: k where the advantage is not negative."""
+    """vespo: k for advantages of at least 0."""
     vespo_lambda_pos: PositiveFloat = 3.0
-    """vespo: lambda where the advantage is not negative."""
+    """vespo: lambda for advantages of at least 0."""
     vespo_k_neg: PositiveFloat = 3.0
-    """vespo: k where the advantage is negative."""
+    """vespo: k for negative advantages."""
     vespo_lambda_neg: PositiveFloat = 2.0
-    """vespo: lambda where the advantage is negative."""
+    """vespo: lambda for negative advantages."""
     top_entropy_quantile: float = Field(default=1.0, ge=0, le=1)
-    """Share of the tokens, those of the highest entropy, that the objective is taken over."""
+    """Share of tokens, those with the highest entropy, that the objective is taken over; 1: all."""
     entropy_coef: NonNegativeFloat = 0.0
-    """Weight of the mean entropy of the tokens, which is added to the objective."""
+    """Weight of the mean token entropy, which is added to the objective."""
 
     beta: NonNegativeFloat = 0.04
-    """Weight of the KL divergence to the reference model; 0 loads no reference."""
+    """Weight of the KL divergence from the reference model; 0: no reference is loaded."""
     sync_ref_model: bool = False
-    """Whether the reference follows the policy; false: it stays what `model.path` is."""
+    """Whether the reference follows the policy (TR-DPO); false: it stays at `model.path`."""
     ref_model_mixup_alpha: float = Field(default=0.6, gt=0, le=1)
-    """Share of the policy that it takes on, alpha of TR-DPO (arXiv 2404.09656); 1: all of it."""
+    """Weight of the policy in an update of the reference, alpha of TR-DPO (arXiv 2404.09656); 1: a
+    copy."""
     ref_model_sync_steps: PositiveInt = 512
-    """Optimizer steps between its updates, tau of TR-DPO; for generations that begin afterwards."""
+    """Optimizer steps between updates of the reference, tau of TR-DPO; generations that begin later
+    use the new one."""
     kl_in_reward: bool = Field(default_factory=lambda data: data["advantage_estimator"] != "grpo")
-    """Subtract the divergence from the rewards, not add it to the loss; default: not for grpo."""
+    """Subtract the KL divergence from the rewards instead of adding it to the loss; default: false
+    for the estimator grpo, true for the others."""
     kl_estimator: KLEstimator = Field(
         default_factory=lambda data: "k1" if data["kl_in_reward"] else "k3"
     )
-    """Estimator of the divergence from sampled tokens (joschu.net/blog/kl-approx.html); default:
-    k3, in the reward k1."""
+    """Estimator of the KL divergence from sampled tokens (joschu.net/blog/kl-approx.html); default:
+    k1 in the reward, k3 in the loss."""
     use_bias_correction_kl: bool = False
-    """Multiply the estimate in the loss by the ratio: k1 and k3 then have an unbiased gradient."""
+    """Multiply the KL estimate in the loss by the ratio, so k1 and k3 have an unbiased gradient."""
     kl_target: PositiveFloat | None = None
-    """Divergence per token that beta is adapted to after every step; null: beta stays."""
+    """Target KL divergence per token, to which beta is adapted after every step; null: beta is
+    fixed."""
     kl_horizon: PositiveInt = 10000
-    """Completions over which beta changes by at most 20%."""
+    """Number of completions over which beta changes by at most 20%."""
 
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
-    """Old log-probabilities: of the trainer's own forward, or those of the engines."""
+    """Source of old log-probabilities: `recompute`: a forward pass of the trainer; `rollout`: the
+    engines."""
     rollout_importance_sampling_mode: MismatchMode | None = None
-    """Weight of trainer over engine, by token or sequence, cut or 0 beyond the bounds; null: 1."""
+    """Importance weight of trainer over engine by token, sequence or geometric mean; beyond the
+    bounds it is clamped (truncate) or 0 (mask); null: no weight."""
     rollout_importance_sampling_threshold: float = Field(default=2.0, gt=1)
-    """Upper bound of these weights."""
+    """Upper bound of the rollout importance weights, above 1."""
     rollout_importance_sampling_min: float = Field(default=0.0, ge=0, lt=1)
-    """Lower bound of these weights."""
+    """Lower bound of the rollout importance weights, below 1."""
     off_policy_mask_threshold: PositiveFloat | None = None
-    """Leave out completions of negative advantage whose mean log-probability per token has fallen
-    by more than this since they were sampled; null: none."""
+    """Leave out of the objective completions with a negative advantage whose mean log-probability
+    per token has fallen by more than this since they were sampled; null: keep all."""
 
     @property
     def needs_old_pass(self) -> bool:
-        """Whether the policy goes over a generation before it is trained on.
+        """Whether the policy runs a forward pass over a generation before training on it.
 
-        For entropies, or for old log-probabilities: with one update per generation these are the
-        policy's own, and wanted beforehand only where the KL is a part of the rewards.
+        It computes entropies, or old log-probabilities. With one update per generation the latter
+        are the policy's own, and needed beforehand only when the KL is part of the rewards.
         """
         if self.top_entropy_quantile < 1:
             return True
@@ -187,7 +199,7 @@ class GRPOConfig(Section):
         if self.multi_objective_aggregation == "normalize_then_sum":
             self._only(
                 "multi_objective_aggregation normalize_then_sum",
-                dynamic_sample=False,  # equal sums may be of different rewards
+                dynamic_sample=False,  # equal sums may come from different rewards
                 advantage_estimator="grpo",
                 scale_rewards="group",
                 supervision="outcome",
@@ -234,11 +246,11 @@ class GRPOConfig(Section):
         return self
 
     def _divergence_holds_the_policy_back(self) -> None:
-        """Raise ValueError where an estimate of it, so placed, would not hold the policy back.
+        """Raise ValueError for a KL estimator that would not keep the policy near the reference.
 
-        A reward multiplies the gradient of log p. With k1 = log p - log q the mean of that is the
-        gradient of KL(p || q), and with k3 it is that less the gradient of KL(q || p), which drives
-        p away from q. In a loss k1 itself is differentiated, and q is gone.
+        A reward multiplies the gradient of log p. With k1 = log p - log q the mean of the product
+        is the gradient of KL(p || q); with k3 it is that minus the gradient of KL(q || p), which
+        drives p away from q. In the loss k1 itself is differentiated, and q drops out.
         """
         if self.beta == 0:
             return
@@ -261,7 +273,7 @@ class GRPOConfig(Section):
 
     @model_validator(mode="after")
     def _nothing_is_idle(self) -> Self:
-        """An option that does nothing is refused: whoever sets it counts on it."""
+        """Refuse options that would have no effect: whoever sets one expects an effect."""
         sapo, vespo, cispo = (self.loss_type == name for name in ("sapo", "vespo", "cispo"))
         weighs = self.rollout_importance_sampling_mode is not None
         self._serve("grpo.dynamic_sample=true", self.dynamic_sample, "max_resample_times")
@@ -274,7 +286,7 @@ class GRPOConfig(Section):
         self._serve("grpo.loss_type=vespo", vespo, "vespo_k_neg", "vespo_lambda_neg")
         reference = "ref_model_mixup_alpha", "ref_model_sync_steps"
         self._serve("grpo.sync_ref_model=true", self.sync_ref_model, *reference)
-        if self.kl_in_reward:  # by default, too, but for grpo
+        if self.kl_in_reward:  # also the default, except for grpo
             self._serve("a grpo.beta above 0", self.beta > 0, "kl_in_reward")
         self._serve("a grpo.beta above 0", self.beta > 0, "kl_estimator")
         self._serve("grpo.kl_target", self.kl_target is not None, "kl_horizon")
@@ -283,9 +295,9 @@ class GRPOConfig(Section):
         return self
 
     def _serve(self, need: str, is_met: bool, *names: str) -> None:
-        """Raise ValueError for one of `names` that is not its default while the need is not met.
+        """Raise ValueError if one of `names` differs from its default while the need is not met.
 
-        That one is given says nothing: a config that was written out gives all.
+        Whether a key was given says nothing: a config that was dumped gives all of them.
         """
         for name in () if is_met else names:
             field, value = type(self).model_fields[name], getattr(self, name)

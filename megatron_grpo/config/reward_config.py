@@ -8,12 +8,12 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_v
 from megatron_grpo.config.config_section import Section
 
 ENVIRONMENT_TERM = "environment"
-"""The label of an environment's reward, beside those of the reward functions."""
+"""Label of an environment's reward; those of reward functions must differ from it."""
 
 RIGHT = ("exact", "math_answer")
-"""Built-in functions that give right answers 1 and all others 0."""
+"""Built-in functions that score right answers 1 and all others 0."""
 SHAPING = frozenset({"cosine", "repetition", "soft_overlong"})
-"""Built-in functions that say more of a completion than whether it is right, or nothing of that."""
+"""Built-in functions whose score depends on more than whether the answer is right, or not on it."""
 
 
 class RewardFunction(Section):
@@ -23,13 +23,13 @@ class RewardFunction(Section):
     """`exact`, `math_answer`, `format`, `cosine`, `repetition`, `soft_overlong`, `judge`, or
     `file.py:function`."""
     weight: float = 1.0
-    """Factor of this function in the total reward."""
+    """Weight of this function in the total reward."""
     arguments: dict[str, Any] = Field(default={})
-    """Passed to the function by keyword, such as the `pattern` of `format`."""
+    """Keyword arguments of the function, such as `pattern` of `format`."""
 
     @property
     def label(self) -> str:
-        """Short name for metrics and messages: the function's, without its file."""
+        """Short name for metrics and messages: the function's name without its file."""
         return self.name.rpartition(":")[2]
 
 
@@ -39,16 +39,16 @@ class RewardConfig(Section):
     functions: tuple[RewardFunction, ...] = Field(default=(), strict=False)
     """Reward functions: a name, or a table with name, weight and arguments."""
     timeout: PositiveFloat = 60.0
-    """Seconds in which one function must have scored the completions of one prompt."""
+    """Seconds within which a function must score all completions of one prompt."""
     max_failed_fraction: float = Field(default=0.1, ge=0, lt=1)
-    """Share of the completions of a generation, or of an evaluation, that may have a failed score,
-    and are masked."""
+    """Share of the completions of a generation or evaluation that may fail to be scored; these are
+    masked, and more stop the run."""
     max_concurrent_calls: PositiveInt = 64
-    """Calls of asynchronous functions, one prompt each, that run at once."""
+    """Most concurrent calls of asynchronous functions, one prompt each."""
     num_workers: PositiveInt = 2
-    """Processes that score in parallel."""
+    """Number of processes that score in parallel."""
     memory_megabytes: PositiveInt = 4096
-    """Most private memory (RLIMIT_DATA) of each of them, and of each process that they start."""
+    """Most private memory (RLIMIT_DATA) of each scoring process, and of each process it starts."""
 
     @field_validator("functions", mode="before")
     @classmethod
@@ -70,22 +70,23 @@ class RewardConfig(Section):
 
 
 class EnvironmentConfig(Section):
-    """What the model speaks with: code of yours that answers each of its turns."""
+    """The environment: your code, which answers each turn of the model."""
 
     name: str | None = None
-    """`file.py:ClassName`, a class with `reset` and `step`; null: a completion is one turn."""
+    """`file.py:ClassName`, a class with `reset` and `step`; null: completions have a single
+    turn."""
     arguments: dict[str, Any] = Field(default={})
-    """Passed to the class by keyword."""
+    """Keyword arguments of the class."""
     weight: float = 1.0
-    """Factor of its rewards, summed over the steps: the term `environment` of the total reward."""
+    """Weight in the total reward of the environment's reward, which is summed over its steps."""
     max_turns: PositiveInt = 8
-    """Most turns of the model in one completion."""
+    """Most turns of the model per completion."""
     observation_role: Literal["user", "tool"] = "user"
-    """Role of an observation in the chat template."""
+    """Role of observations in the chat template."""
     timeout: PositiveFloat = 60.0
-    """Seconds in which `reset` or `step` must have answered; else that sample has failed."""
+    """Seconds within which `reset` or `step` must return; otherwise the sample has failed."""
     memory_megabytes: PositiveInt = 4096
-    """Most private memory (RLIMIT_DATA) of the process of each sample, and of what it starts."""
+    """Most private memory (RLIMIT_DATA) of each sample's process, and of each process it starts."""
 
     @field_validator("name")
     @classmethod

@@ -1,4 +1,4 @@
-"""Engines: the keys of `rollout`."""
+"""The rollout engines: the keys of `rollout`."""
 
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
@@ -8,44 +8,46 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from megatron_grpo.config.config_section import Section
 
 LEAST_TEMPERATURE = 0.01
-"""vLLM takes anything lower for this, but 0, which is greedy."""
+"""vLLM raises any lower temperature to this, except 0, which is greedy."""
 
 
 class RolloutConfig(Section):
     """The engines that generate completions."""
 
     engine: Literal["vllm", "transformers"] = "vllm"
-    """Which server generates; `transformers` is slow and needs no vLLM."""
+    """The generation server; `transformers` is slow but does not need vLLM."""
     base_urls: tuple[str, ...] = Field(default=(), strict=False)
-    """Engines that run already, such as http://host:8000; empty: they are started with the run."""
+    """URLs of engines that are already running, such as http://host:8000; empty: the run starts
+    them."""
     num_engines: PositiveInt = Field(default_factory=lambda data: len(data["base_urls"]) or 1)
-    """Number of engines; by default the number of base_urls, else 1."""
+    """Number of engines; default: the number of base_urls, or 1 without any."""
     tensor_parallel_size: PositiveInt = 1
-    """Ranks of one engine."""
+    """Tensor-parallel ranks of each engine."""
     temperature: float = Field(default=1.0, ge=LEAST_TEMPERATURE)
-    """Divides the logits, in the engine and in the trainer."""
+    """Sampling temperature, at least 0.01; the trainer divides its logits by it, too."""
     top_p: float = 1.0
-    """Only 1: the trainer cannot reproduce a cut distribution."""
+    """Must be 1.0: the trainer cannot reproduce a truncated distribution."""
     top_k: int = -1
-    """Only -1: the trainer cannot reproduce a cut distribution."""
+    """Must be -1: the trainer cannot reproduce a truncated distribution."""
     max_completion_length: PositiveInt
-    """Most tokens per completion, end token and observations included."""
+    """Most tokens per completion, including the end token and observations."""
     async_generate: bool = False
-    """Generate a batch while the one before is trained on: samples are a generation older."""
+    """Generate the next batch while training on the current one; samples are one generation
+    older."""
     startup_timeout: PositiveFloat = 300.0
-    """Seconds until a started engine must answer."""
+    """Seconds within which a started engine must answer."""
     request_timeout: PositiveFloat = 600.0
-    """Seconds until an engine must have answered one request."""
+    """Seconds within which an engine must answer a request."""
     health_timeout: PositiveFloat = 30.0
-    """Seconds until an engine must have answered a health probe; else it is lost."""
+    """Seconds within which an engine must answer a health probe; otherwise it counts as lost."""
     stall_timeout: PositiveFloat = 120.0
-    """Seconds in which an engine that has requests must generate a token; else it is lost."""
+    """Seconds within which an engine with requests must generate a token, or it counts as lost."""
     vllm: dict[str, Any] = Field(default={})
-    """Fields of vLLM's EngineArgs, passed through."""
+    """Fields of vLLM's EngineArgs, passed on unchanged."""
     update_weights_bucket_megabytes: PositiveInt = 512
-    """Most megabytes of buffers in one process while new weights go to the engines."""
+    """Most megabytes of buffers per process while new weights are sent to the engines."""
     weight_transport: Literal["auto", "network"] = "auto"
-    """`auto`: memory that both ends share (host or GPU), else the network; `network`: always."""
+    """`auto`: host or GPU memory that both ends share, else the network; `network`: always that."""
 
     @model_validator(mode="after")
     def _supported(self) -> Self:

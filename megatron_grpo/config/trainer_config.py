@@ -17,60 +17,62 @@ from parallel import ParallelDims
 
 
 class ModelConfig(Section):
-    """Which model is trained."""
+    """The model to train."""
 
     path: Path = Field(strict=False)
     """Hugging Face folder: config.json, safetensors, tokenizer."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Type of the weights in forward and backward; master weights and moments are float32."""
+    """Dtype of the weights in forward and backward; master weights and moments are float32."""
     megatron: dict[str, Any] = Field(default={})
-    """Fields of Megatron-Core's TransformerConfig, passed through."""
+    """Fields of Megatron-Core's TransformerConfig, passed on unchanged."""
 
 
 class TrainConfig(Section):
-    """Length, place and budget of the run."""
+    """Length, folder and limits of the run."""
 
     run_dir: Path = Field(strict=False)
-    """Folder of everything that the run writes; the same folder again resumes the run."""
+    """Folder for everything the run writes; starting with the same folder again resumes the run."""
     num_steps: PositiveInt
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     seed: NonNegativeInt = 42
-    """Seed of the order of the data and of every sample."""
+    """Seed of the data order and of all sampling."""
     max_tokens_per_microbatch: PositiveInt = 4096
-    """Most tokens, alignment included, in one forward of one model copy."""
+    """Most tokens, alignment padding included, in one forward pass of one model replica."""
     save_interval: PositiveInt = 10
-    """Optimizer steps between checkpoints; one is always written at the end."""
+    """Optimizer steps between checkpoints; the last step always writes one."""
     export_interval: PositiveInt | None = None
-    """Optimizer steps between Hugging Face exports; null: only at the end."""
+    """Optimizer steps between Hugging Face exports; null: export only at the end."""
     keep_checkpoints: PositiveInt = 2
-    """Number of newest checkpoints that stay on disk."""
+    """Number of newest checkpoints to keep on disk."""
     hang_timeout: PositiveFloat = 45.0
-    """Seconds without progress, in training, until the run ends; the first step has more."""
+    """Seconds without progress in a training phase until the run is stopped; the first step has
+    more."""
     max_skipped_steps: PositiveInt = 3
-    """Steps with a NaN or infinite loss or gradient are skipped; so many in a row stop the run."""
+    """Steps with a NaN or infinite loss or gradient are skipped; this many in a row stop the
+    run."""
 
 
 class OptimizerConfig(Section):
-    """AdamW and its learning rate."""
+    """AdamW and its learning rate schedule."""
 
     lr: PositiveFloat
     """Peak learning rate of AdamW."""
     min_lr: NonNegativeFloat = 0.0
-    """Learning rate at the end of the decay, which is one step after the last."""
+    """Learning rate at the end of the decay, one step after the last step; at most lr."""
     lr_warmup_steps: NonNegativeInt = 0
-    """Steps of linear warm-up from 0: step 1 has rate 0, step lr_warmup_steps + 1 has lr."""
+    """Linear warm-up steps from 0: step 1 has learning rate 0, step lr_warmup_steps + 1 has lr."""
     lr_decay_style: Literal["constant", "cosine", "linear"] = "constant"
     """Shape of the decay from lr to min_lr, from the end of the warm-up to train.num_steps."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Decay of the first moment."""
+    """Decay rate of the first moment."""
     adam_beta2: float = Field(default=0.95, ge=0, lt=1)
-    """Decay of the second moment."""
+    """Decay rate of the second moment."""
     adam_eps: PositiveFloat = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the square root of the second moment."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay."""
     max_grad_norm: PositiveFloat = 1.0
-    """Gradients are scaled down to this global norm."""
+    """Gradients with a larger global norm are scaled down to this one."""
 
     @model_validator(mode="after")
     def _decay_goes_down(self) -> Self:
@@ -91,24 +93,24 @@ class ParallelConfig(Section):
     """Sizes of the trainer's mesh; ranks = tensor * pipeline * context * data."""
 
     tensor_parallel_size: PositiveInt = 1
-    """Ranks that share every layer's matrices."""
+    """Ranks that split the matrices of every layer."""
     pipeline_parallel_size: PositiveInt = 1
-    """Ranks that share the layers."""
+    """Ranks that split the layers into stages."""
     virtual_pipeline_parallel_size: PositiveInt = 1
     """Model chunks per pipeline rank (interleaved 1F1B)."""
     context_parallel_size: PositiveInt = 1
-    """Ranks that share every sequence."""
+    """Ranks that split every sequence."""
     expert_parallel_size: PositiveInt = 1
-    """Number of parts into which the experts of a layer are divided, whole experts each; 1 for
-    dense models."""
+    """Ranks that split the experts of each layer, whole experts each; 1 for dense models."""
     expert_tensor_parallel_size: PositiveInt = Field(
         default_factory=lambda data: data["tensor_parallel_size"]
     )
-    """Ranks that share the matrices of each expert; by default tensor_parallel_size."""
+    """Ranks that split the matrices of each expert; default: tensor_parallel_size."""
     data_parallel_size: PositiveInt = 1
-    """Copies of the model."""
+    """Replicas of the model."""
     sequence_parallel: bool = Field(default_factory=lambda data: data["tensor_parallel_size"] > 1)
-    """Whether tensor-parallel ranks also share the activations between matrices; default: yes."""
+    """Whether tensor-parallel ranks also split the activations between matrices; default: true when
+    tensor_parallel_size is above 1."""
 
     @model_validator(mode="after")
     def _sequence_parallel_has_ranks(self) -> Self:
@@ -121,7 +123,7 @@ class ParallelConfig(Section):
 
     @property
     def dims(self) -> ParallelDims:
-        """The mesh; raises ValueError when the sizes cannot stand together."""
+        """The mesh; raises ValueError when the sizes are incompatible."""
         return ParallelDims(
             tensor=self.tensor_parallel_size,
             pipeline=self.pipeline_parallel_size,
