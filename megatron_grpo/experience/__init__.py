@@ -1,1 +1,1 @@
-"""Prompts to completions, rewards and advantages, and these to the ranks."""
+"""From prompts to completions, rewards and advantages, and from there to the ranks."""

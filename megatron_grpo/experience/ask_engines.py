@@ -1,4 +1,4 @@
-"""What rank 0 asks of the engines, as something that all ranks do: together they push again."""
+"""Requests of rank 0 to the engines, made collective so that all ranks can push weights again."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -15,15 +15,15 @@ ANSWERED, OUT, PREEMPTED, LOST = range(4)
 
 
 def ask_engines(ask: Callable[[], T] | None, push: Callable[[], None]) -> T | None:
-    """What `ask` returns on rank 0, from engines that hold the current weights; None elsewhere.
+    """Return what `ask` returns on rank 0, and None on the other ranks.
 
-    Collective over the default group; only rank 0 has something to `ask`. When it finds that no
-    engine serves any more, all ranks `push` the current weights, which waits for an engine to come
-    back, and rank 0 asks again. The others wait on the CPU: a GPU that waits for a collective is
-    busy, and may be the one that is to generate.
+    Collective over the default group; only rank 0 passes an `ask`, which must use engines that hold
+    the current weights. If no engine serves any more, all ranks `push` the current weights, which
+    waits for an engine to come back, and rank 0 asks again. The other ranks wait on the CPU: a GPU
+    that waits in a collective is busy, and it may be the one that has to generate.
 
-    Raises on all ranks: Preempted, where rank 0 was told to end, and EnginesLost, where `ask` or
-    `push` raises it.
+    Raises on all ranks: Preempted if rank 0 was told to stop, and EnginesLost if `ask` or `push`
+    raises it.
     """
     while True:
         answer, outcome, lost = None, ANSWERED, EnginesLost("rank 0 has lost them")

@@ -1,9 +1,9 @@
 """Batch arithmetic: which optimizer step trains on which completions of which generation.
 
-Sizes count completions over all ranks, by the names of TRL and ms-swift. One generation of
-`generation_batch_size` completions, `num_generations` for each prompt, is cut into
-`steps_per_generation` minibatches, each the batch of one optimizer step, and is gone through
-`num_iterations` times before the next is generated. No torch here: a config is judged before
+Sizes count completions over all ranks and have the names of TRL and ms-swift. A generation of
+`generation_batch_size` completions, `num_generations` per prompt, is split into
+`steps_per_generation` minibatches, each the batch of one optimizer step. It is trained on
+`num_iterations` times before the next one is generated. No torch here: a config is checked before
 anything starts.
 """
 
@@ -16,7 +16,7 @@ from parallel import divisors
 
 @dataclass(frozen=True, kw_only=True)
 class Cursor:
-    """Where one optimizer step stands: a minibatch of a generation, in one pass over it."""
+    """The position of one optimizer step: a minibatch of a generation, in one pass over it."""
 
     generation: int
     iteration: int
@@ -30,14 +30,14 @@ class Cursor:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSchedule:
-    """The four sizes, checked against each other; everything else follows from them."""
+    """The four batch sizes, checked against each other; everything else follows from them."""
 
     num_generations: int
     generation_batch_size: int
     steps_per_generation: int = 1
     num_iterations: int = 1
     deals_groups: bool = False
-    """Whether the completions of a prompt stay together in a minibatch, as far as they fit."""
+    """Whether the completions of a prompt are kept in one minibatch, as far as they fit."""
 
     def __post_init__(self) -> None:
         if self.generation_batch_size % self.num_generations:
@@ -57,7 +57,7 @@ class BatchSchedule:
 
     @classmethod
     def of(cls, grpo: GRPOConfig) -> "BatchSchedule":
-        """The schedule that a config asks for; ValueError with the numbers when it cannot be."""
+        """The schedule of a config; raises ValueError with the numbers if the sizes do not fit."""
         return cls(
             num_generations=grpo.num_generations,
             generation_batch_size=grpo.generation_batch_size,
@@ -68,21 +68,21 @@ class BatchSchedule:
 
     @property
     def num_prompts(self) -> int:
-        """Prompts of one generation."""
+        """Prompts per generation."""
         return self.generation_batch_size // self.num_generations
 
     @property
     def minibatch_size(self) -> int:
-        """Completions of one optimizer step."""
+        """Completions per optimizer step."""
         return self.generation_batch_size // self.steps_per_generation
 
     @property
     def updates_per_generation(self) -> int:
-        """Optimizer steps between generations. With 1 the ratio is always 1 and clipping idle."""
+        """Optimizer steps per generation. With 1 the ratio is always 1 and nothing is clipped."""
         return self.steps_per_generation * self.num_iterations
 
     def cursor(self, step: int) -> Cursor:
-        """The place of optimizer step `step`, counted from 0."""
+        """The position of optimizer step `step`, counted from 0."""
         generation, update = divmod(step, self.updates_per_generation)
         iteration, minibatch = divmod(update, self.steps_per_generation)
         return Cursor(generation=generation, iteration=iteration, minibatch=minibatch)
@@ -90,9 +90,9 @@ class BatchSchedule:
     def minibatches(self, generation: int, seed: int) -> list[list[int]]:
         """Completions of each minibatch: ascending indices into the generation, each once.
 
-        Completions are dealt at random, as TRL does, so that a minibatch is not a few prompts only;
-        with `deals_groups`, prompts are. Every pass over the generation meets the same minibatches.
-        A function of its arguments.
+        Completions are dealt at random, as in TRL, so that a minibatch does not consist of a few
+        prompts; with `deals_groups`, prompts are dealt. Every pass over the generation uses the
+        same minibatches, which depend on the arguments alone.
         """
         together = self.num_generations if self.deals_groups else 1
         dealt = list(range(self.generation_batch_size // together))

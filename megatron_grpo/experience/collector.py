@@ -1,4 +1,4 @@
-"""Makes generations, in the thread that wants them or beside it. Rank 0 only."""
+"""Makes generations, in the calling thread or in the background. Rank 0 only."""
 
 import threading
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from megatron_grpo.watch import Watch
 
 @contextmanager
 def as_engines_lost(what: str) -> Iterator[None]:
-    """Raise EnginesLost, by which all ranks save and stop, for a failure of `what` in the block."""
+    """Turn a failure of `what` in the block into EnginesLost, on which all ranks save and stop."""
     try:
         yield
     except (EnginesOut, EnginesLost):
@@ -29,18 +29,18 @@ def as_engines_lost(what: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Asked:
-    """A generation that the engines are asked for."""
+    """A generation that was requested from the engines."""
 
     generation: int
     policy_version: int
-    """Of the weights that they serve meanwhile."""
+    """Version of the weights that the engines serve meanwhile."""
 
 
 class Collector:
-    """Has the `source` make one generation at a time.
+    """Makes one generation at a time with the `source`.
 
-    With a `thread` it is made there while the caller does something else. That thread must last as
-    long as the source does: Linux ends what it has started, such as an engine, when it ends.
+    With a `thread` it is made there while the caller does something else. That thread must live as
+    long as the source: when it ends, Linux ends the processes that it started, such as engines.
     """
 
     def __init__(
@@ -58,18 +58,18 @@ class Collector:
         self._phase, self._is_over = BETWEEN, True
 
     def begin(self, asked: Asked) -> None:
-        """Begin with it, where there is a thread."""
+        """Request this generation; with a thread, start making it there."""
         self._asked = asked
         if self._thread:
             self._phase, self._is_over = BETWEEN, False
             self._making = self._thread.submit(self._make, asked)
 
     def wait(self, timer: PhaseTimer) -> Collected:
-        """What has come of it.
+        """Wait for the requested generation and return it; without a thread, make it here.
 
-        Raises EnginesOut where engines may come back, and EnginesLost for what else fails: what has
-        been learnt is to be saved before the run ends. Preempted instead where somebody wants the
-        machine back. The watch is told what is waited for, which has limits of its own.
+        Raises EnginesOut if engines may come back, and EnginesLost for any other failure, so that
+        the run saves what it has learnt before it ends; Preempted instead of these if the scheduler
+        wants the machine back. The watch is told which phase is waited for, as each has its limit.
         """
         assert self._asked is not None
         with (
@@ -91,14 +91,14 @@ class Collector:
         return self._making.result()
 
     def close(self) -> None:
-        """End what is being made: what it works with is about to be closed."""
+        """Cancel a generation in progress, since its source is about to be closed."""
         if not self._is_over:
             self._source.cancel()
             with self._changed:
                 self._changed.wait_for(lambda: self._is_over)
 
     def _make(self, asked: Asked) -> Collected:
-        """In the thread: what is asked for, with the seconds that it took."""
+        """Make the generation, in the thread; its metrics include the seconds it took."""
 
         def record(name: str, began: float, seconds: float) -> None:
             self._timeline.add(name, began, seconds, ROLLOUT, **asdict(asked))

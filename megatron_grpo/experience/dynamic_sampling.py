@@ -1,8 +1,8 @@
 """Replacing prompts that teach nothing: dynamic sampling (DAPO, arXiv 2503.14476, section 3.2).
 
-A group whose rewards are all equal has no advantage. With ``grpo.dynamic_sample`` its prompt is
-replaced by another one, up to ``grpo.max_resample_times`` times; what then is missing are groups of
-equal rewards after all, so that a generation always has its size.
+A group whose rewards are all equal has advantage 0. With ``grpo.dynamic_sample`` such prompts are
+replaced by others in up to ``grpo.max_resample_times`` rounds. A generation that is still too small
+is filled up with groups of equal rewards, so that its size is always the same.
 """
 
 import math
@@ -17,7 +17,7 @@ from megatron_grpo.rollout.samples import Sample
 
 @dataclass(frozen=True)
 class ScoredGroup:
-    """The samples of one prompt, what each reward function gave them, and the weighted sums."""
+    """The samples of one prompt, their score by each reward function, and the weighted sums."""
 
     samples: Sequence[Sample]
     rewards: Sequence[dict[str, float]]
@@ -25,26 +25,26 @@ class ScoredGroup:
 
     @property
     def has_spread(self) -> bool:
-        """Whether two of the samples that could be scored have different rewards."""
+        """Whether any two of the samples that could be scored differ in reward."""
         return len({total for total in self.totals if not math.isnan(total)}) > 1
 
 
 class Search:
-    """The groups of one generation: those that are found, and the prompts to be tried next.
+    """The search for the groups of one generation: the groups found, and the prompts to try next.
 
-    A function of the number of the generation and of the rewards, so that a run that is repeated
-    tries the same prompts.
+    Which prompts are tried depends only on the generation's number and the rewards, so a repeated
+    run tries the same ones.
     """
 
     def __init__(self, stream: PromptStream, generation: int, cfg: GRPOConfig) -> None:
         self.round = 0
-        """How many times prompts were replaced."""
+        """Number of replacement rounds so far."""
         self.prompts: Sequence[Prompt] = stream.batch(generation)
-        """Of this round; none when all is found."""
+        """Prompts of this round; empty when the search is over."""
         self.num_failed = 0
-        """Samples so far that could not be scored, of prompts that were replaced as well."""
+        """Samples so far that could not be scored, including those of replaced prompts."""
         self.num_scored = 0
-        """All samples so far, these among them."""
+        """All samples so far, including those that could not be scored."""
         self._stream, self._generation, self._cfg = stream, generation, cfg
         self._found: list[ScoredGroup] = []
         self._equal: list[ScoredGroup] = []
@@ -52,11 +52,11 @@ class Search:
 
     @property
     def num_replaced(self) -> int:
-        """Prompts that others have taken the place of, or have tried to."""
+        """Number of replacement prompts that were tried."""
         return len(self._tried) - self._stream.batch_size
 
     def take(self, groups: Sequence[ScoredGroup]) -> None:
-        """Go on to the next round with the groups of all `prompts` of this one."""
+        """Take the groups of all `prompts` of this round, and choose those of the next one."""
         for group in groups:
             self.num_failed += sum(map(math.isnan, group.totals))
             self.num_scored += len(group.totals)
@@ -70,11 +70,11 @@ class Search:
             self._tried |= {prompt.index for prompt in self.prompts}
 
     def groups(self) -> list[ScoredGroup]:
-        """As many as a generation has prompts; the last ones may be of equal rewards."""
+        """The groups of the generation, one per prompt; the last ones may have equal rewards."""
         return [*self._found, *self._equal][: self._stream.batch_size]
 
     def _others(self, count: int) -> list[Prompt]:
-        """Prompts that were not tried, as many as there are of `count`."""
+        """Up to `count` prompts that were not tried yet."""
         untried = [prompt for prompt in self._stream.prompts if prompt.index not in self._tried]
         order = random.Random(f"resampled {self._stream.seed} {self._generation} {self.round}")
         return order.sample(untried, min(count, len(untried)))

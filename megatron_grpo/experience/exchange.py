@@ -1,4 +1,4 @@
-"""Moving packed microbatches from the rank that rolled out to the ranks that train, and back."""
+"""Moving packed microbatches from rank 0 to the ranks that train, and per-token values back."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from parallel.groups import Groups
 from parallel.packing import PackedBatch
 
 Minibatches = list[list[PackedBatch]]
-"""What one data-parallel rank trains on: for every optimizer step its microbatches."""
+"""What one data-parallel rank trains on: its microbatches for each optimizer step."""
 
 
 def distribute(
@@ -20,8 +20,8 @@ def distribute(
 
     `shares`, one for each data rank, is read on rank 0 only; the others pass None.
 
-    Two hops, so that nobody sends more than one copy of anything down a path: rank 0 scatters to
-    the first rank of every model replica, and that rank broadcasts inside its replica.
+    Done in two hops, so that no data is sent twice over the same path: rank 0 scatters to the first
+    rank of every model replica, which broadcasts within its replica.
     """
     received: list[Minibatches | None] = [None]
     leader = groups.dims.replica_ranks(groups.coordinates.data)[0]
@@ -35,12 +35,12 @@ def distribute(
 def collect_values(
     minibatches: Minibatches, values: Callable[[PackedBatch], Tensor | None], groups: Groups
 ) -> list[list[dict[int, Tensor]]] | None:
-    """The `values` [T] of all completion tokens, on rank 0; None on the others.
+    """Gather the `values` [T] of all completion tokens on rank 0; returns None on the other ranks.
 
-    For every data rank and optimizer step: by the index of the sequence in the optimizer batch, its
-    values [completion tokens] in float32. Two hops, like `distribute`: from the last pipeline
-    stage, which alone knows them, to the first, and from the first rank of every model replica to
-    rank 0.
+    The result holds, for each data rank and optimizer step, the float32 values [completion tokens]
+    of each sequence, by its index in the optimizer batch. Two hops, like `distribute`: from the
+    last pipeline stage, which alone has the values, to the first, and from the first rank of every
+    model replica to rank 0.
     """
     stages = dist.get_process_group_ranks(groups.pipeline)
     mine = [_by_sequence(minibatch, values, stages[-1], groups) for minibatch in minibatches]

@@ -1,4 +1,4 @@
-"""One generation of scored completions, and how it becomes the microbatches of every rank."""
+"""One generation of scored completions, and how it is packed into every rank's microbatches."""
 
 import math
 from collections.abc import Collection
@@ -27,7 +27,7 @@ from parallel.shared_prompts import PromptGroup, plan_shared_prompts
 
 @dataclass(frozen=True)
 class Experience:
-    """Scored samples of one generation; all lists and tensors are parallel, groups contiguous."""
+    """Scored samples of one generation; lists and tensors are parallel, and groups contiguous."""
 
     samples: list[Sample]
     rewards: list[dict[str, float]]
@@ -35,23 +35,23 @@ class Experience:
     """[N] float64, NaN for a sample that could not be scored."""
     group_ids: Tensor
     advantages: Tensor
-    """[N] float64; under process supervision those of the first tokens."""
+    """[N] float64; with process supervision, the advantage of each completion's first token."""
     token_advantages: list[Tensor] | None = None
-    """[completion tokens] each, under process supervision."""
-    # Of all tokens of every completion, in a generation that is resumed, as they were taken when it
-    # began; see `PackedBatch`.
+    """[completion tokens] for each sample; only with process supervision."""
+    # Per token of every completion, only in a resumed generation: the values that were computed
+    # when it began; see `PackedBatch`.
     old_logprobs: list[Tensor] | None = None
     ref_logprobs: list[Tensor] | None = None
     high_entropy: list[Tensor] | None = None
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all prompts and completions."""
+        """Number of tokens of all prompts and completions."""
         return sum(len(s.prompt.token_ids) + len(s.completion_ids) for s in self.samples)
 
 
 def compare(samples: list[Sample], rewards: list[dict[str, float]], cfg: Config) -> Experience:
-    """The experience of scored samples; a group is all samples of one prompt."""
+    """Compute the advantages of scored samples; a group is all samples of one prompt."""
     terms = cfg.reward_terms
     totals = torch.tensor(total_rewards(rewards, terms), dtype=torch.float64)
     group_ids = torch.tensor([sample.prompt.index for sample in samples])
@@ -75,23 +75,25 @@ def _compare_steps(
     group_ids: Tensor,
     cfg: Config,
 ) -> Experience:
-    """Steps are those of the environment, and what reward functions say is one at the end."""
+    """Compare steps: those of the environment, and the reward functions' sum as one at the end."""
     outcomes = total_rewards(rewards, cfg.reward.functions)
     steps = []
     for sample, outcome, total in zip(samples, outcomes, totals.tolist(), strict=True):
         found = [(token, cfg.environment.weight * r) for token, r in sample.step_rewards]
         if cfg.reward.functions and sample.completion_ids:
             found.append((len(sample.completion_ids) - 1, outcome))
-        # Of a sample that failed nothing is compared.
+        # The steps of a failed sample are left out.
         steps.append([] if math.isnan(total) else found)
     lengths = [len(sample.completion_ids) for sample in samples]
     by_token = process_advantages(steps, lengths, group_ids)
-    advantages = torch.stack([values[:1].sum() for values in by_token])  # one may have no token
+    advantages = torch.stack(
+        [values[:1].sum() for values in by_token]
+    )  # a completion may have no token
     return Experience(samples, rewards, totals, group_ids, advantages, token_advantages=by_token)
 
 
 def less_kl(experience: Experience, kl: Tensor, beta: float, cfg: Config) -> Experience:
-    """The same with `beta` times the divergence `kl` [N] subtracted from the rewards compared."""
+    """Recompute the advantages from the rewards minus `beta` times the KL divergence `kl` [N]."""
     totals = experience.totals - beta * kl
     return replace(experience, advantages=_advantages(totals, experience.group_ids, cfg))
 
@@ -106,10 +108,10 @@ def _advantages(totals: Tensor, group_ids: Tensor, cfg: Config) -> Tensor:
 def share_out(
     experience: Experience, generation: int, cost: CostModel, cfg: Config
 ) -> list[Minibatches]:
-    """Pack the generation: for every data rank, for every optimizer step, its microbatches.
+    """Pack the generation: the microbatches of every optimizer step, for every data rank.
 
-    `cost` is what a sequence of some length costs this model, for the balance over data ranks.
-    Loss weights are fixed here, over the whole optimizer batch, so that no packing changes them.
+    `cost` estimates the cost of a sequence by its length, to balance the data ranks. Loss weights
+    are fixed here, over the whole optimizer batch, so that they do not depend on the packing.
     """
     dims, batches = cfg.dims, BatchSchedule.of(cfg.grpo)
     alignment = Alignment.of(dims, cfg.parallel.sequence_parallel)
@@ -170,7 +172,7 @@ def _sequences(experience: Experience, indices: list[int], cfg: Config) -> list[
 
 
 def _response_mask(experience: Experience, i: int, cfg: Config) -> Tensor:
-    """Which tokens of completion `i` the loss is taken over: none where nothing is known of it."""
+    """Which tokens of completion `i` enter the loss: none if it is filtered or has no reward."""
     sample = experience.samples[i]
     is_overlong = cfg.grpo.overlong_filter and sample.finish_reason == "length"
     counts = not is_overlong and not bool(experience.totals[i].isnan())
@@ -178,5 +180,5 @@ def _response_mask(experience: Experience, i: int, cfg: Config) -> Tensor:
 
 
 def _tensor(values: Collection[float], dtype: type[np.generic]) -> Tensor:
-    """What `torch.tensor` makes of them, bit for bit, in a sixth of the time or less."""
+    """Same as `torch.tensor(values)`, bit for bit, in a sixth of the time or less."""
     return torch.from_numpy(np.fromiter(values, dtype, len(values)))

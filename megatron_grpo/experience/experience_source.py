@@ -1,4 +1,4 @@
-"""From prompts to experience: generate, score, compare. Lives on rank 0 only."""
+"""From prompts to experience: generate, score, compare. Rank 0 only."""
 
 import sys
 from collections.abc import Sequence
@@ -39,14 +39,14 @@ class Collected:
 
     experience: Experience
     metrics: dict[str, float]
-    """What there is to say of how it was made, for the step that first trains on it."""
+    """Metrics of how it was made, reported by the first step that trains on it."""
 
 
 class ExperienceSource:
-    """The rollout engines, the prompts and the rewards, as one thing that yields `Experience`.
+    """The rollout engines, the prompts and the rewards, combined to produce `Experience`.
 
-    `engines` is how weights reach the engines. Those that it starts leave the first GPUs of this
-    host to its `num_ranks` trainer ranks.
+    Weights are pushed through its `engines`. Engines that it starts itself leave the first GPUs of
+    this host to the host's `num_ranks` trainer ranks.
     """
 
     def __init__(self, cfg: Config, shape: ModelShape, token: str | None, num_ranks: int) -> None:
@@ -69,7 +69,7 @@ class ExperienceSource:
         self._open: Generation | DialogueGeneration | None = None
         self._search: Search | None = None
         self._policy_version = 0
-        """That the search asks for."""
+        """Version of the weights that the search samples from."""
         # The preflight has warned already.
         fault_of = reference_fault(cfg.reward)
         context = shape.max_position_embeddings
@@ -85,10 +85,10 @@ class ExperienceSource:
             self.evaluation = Evaluation(view, held_out, self._end_tokens, self.engines, rewards)
 
     def wait_for_memory(self) -> None:
-        """Return when engines on GPUs of trainer ranks have taken what is theirs of these.
+        """Return when engines that share GPUs with trainer ranks have allocated their memory.
 
-        They measure what is free. Others load while the trainer builds its model. Raises as
-        `wait_ready`.
+        Such engines measure how much is free, so the trainer must wait. Other engines load while
+        the trainer builds its model. Raises what waiting in `wait_ready` raises.
         """
         if self._servers.share_gpus:
             self._servers.wait_ready(self.cfg.rollout.startup_timeout)
@@ -96,7 +96,7 @@ class ExperienceSource:
     def wait_ready(self) -> None:
         """Return when every engine answers; raises when one is dead or late.
 
-        ValueError names every parameter of an engine that a push would not fill.
+        Raises ValueError that names the parameters of an engine that a push would not fill.
         """
         self._servers.wait_ready(self.cfg.rollout.startup_timeout)
         layouts = worker_layouts(self.shape, self.cfg.rollout)
@@ -107,12 +107,12 @@ class ExperienceSource:
                 raise ValueError(f"rollout engine {url}: {error}") from None
 
     def collect(self, generation: int, policy_version: int, timer: PhaseTimer) -> Collected:
-        """Sample the prompts of `generation` from weights `policy_version`, and score the answers.
+        """Sample the prompts of `generation` from weights `policy_version`, and score the samples.
 
-        The engines must serve that version. Raises EnginesOut when none does any more: called again
-        after a push of the same version, it goes on where it ended; of another one, it begins anew.
-        Raises Preempted or ScoringGivenUp when `cancel` was called, RewardError when too many
-        rewards failed. From one thread at a time.
+        The engines must serve that version. Raises EnginesOut when none does any more: when called
+        again, it continues after a push of the same version, and starts over after a push of
+        another. Raises Preempted or ScoringGivenUp when `cancel` was called, and RewardError when
+        too many rewards failed. Call it from one thread at a time.
         """
         if policy_version != self._policy_version:
             self._begin_anew()
@@ -126,7 +126,7 @@ class ExperienceSource:
             with timer.phase("score"):
                 rewards = self._score(samples)
             search.take(self._groups(samples, rewards))
-            # Those of functions and of the environment, of all rounds together.
+            # Failures of functions and of the environment, over all rounds.
             check_failed(search.num_failed, search.num_scored, self.cfg.reward)
         self._search = None
         groups = search.groups()
@@ -136,21 +136,21 @@ class ExperienceSource:
             self.cfg,
         )
         metrics: dict[str, float] = {
-            "rollout/num_engines": num_engines,  # that have answered, in the last round
-            "reward/failed": search.num_failed,  # replaced ones as well
+            "rollout/num_engines": num_engines,  # that answered in the last round
+            "reward/failed": search.num_failed,  # including replaced prompts
         }
         if self.cfg.grpo.dynamic_sample:
             metrics["rollout/num_resampled_prompts"] = search.num_replaced
         return Collected(experience, metrics)
 
     def _begin_anew(self) -> None:
-        """Leave what is open of a generation from weights that are gone."""
+        """Drop the open requests and the search of a generation from weights that are gone."""
         if isinstance(self._open, DialogueGeneration):
             self._open.abandon()
         self._open = self._search = None
 
     def _score(self, samples: Sequence[Sample]) -> list[dict[str, float]]:
-        # Of a round that only replaces prompts, failures are still a share of a generation.
+        # In a round that only replaces prompts, too, the limit is a share of a whole generation.
         size = self.cfg.grpo.generation_batch_size
         rewards = self.rewards.score(samples, num_completions=size)
         if self.environments:
@@ -169,14 +169,14 @@ class ExperienceSource:
         ]
 
     def probe(self, policy_version: int) -> Experience:
-        """Short samples of the first prompts, unscored: the same in every run of this config."""
+        """Short, unscored samples of the first prompts; the same in every run of this config."""
         self._open = self._open or Generation(
             self.stream.batch(0),
             max_completion_length=PROBE_LENGTH,
             **self._sampling(0, 0, policy_version),
         )
         samples, _ = self._generate(self._open)
-        # Cut short on purpose: no filter is to leave them out.
+        # Cut short on purpose: overlong_filter must not mask them.
         samples = [replace(sample, finish_reason="stop") for sample in samples]
         nothing = torch.zeros(len(samples), dtype=torch.float64)
         return Experience(samples, [], nothing, nothing.long(), nothing)
@@ -184,7 +184,7 @@ class ExperienceSource:
     def _ask(
         self, search: Search, generation: int, policy_version: int
     ) -> Generation | DialogueGeneration:
-        """What a round of `generation` has the engines do; environments begin at once."""
+        """The requests of one round of `generation`; environments start at once."""
         cfg = self.cfg
         most = cfg.rollout.max_completion_length
         sampling = self._sampling(generation, search.round, policy_version)
@@ -213,7 +213,7 @@ class ExperienceSource:
         }
 
     def _generate(self, requests: Generation | DialogueGeneration) -> tuple[list[Sample], int]:
-        """The samples, and how many engines have made them."""
+        """The samples, and the number of engines that made them."""
         samples = self.engines.generate(requests)
         self._open = None
         if isinstance(requests, DialogueGeneration) and (failures := requests.failures):
@@ -222,13 +222,13 @@ class ExperienceSource:
         return samples, len(requests.engines)
 
     def cancel(self) -> None:
-        """End a running `collect` or evaluation, and waits for engines, soon; from any thread."""
+        """Soon end a running `collect`, evaluation or wait for engines; safe from any thread."""
         self.engines.cancel()
         for pool in self._pools:
             pool.cancel()
 
     def close(self) -> None:
-        """End the reward workers, the environments and the engines that were started here."""
+        """Stop the reward workers, the environments, and the engines that were started here."""
         for pool in self._pools:
             pool.close()
         if self.environments:

@@ -1,4 +1,4 @@
-"""What was taken of every token when a generation began, and is not to be taken again."""
+"""Per-token values computed when a generation began, which a resumed run must not recompute."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,10 +22,10 @@ def with_kept_values(
     cfg: Config,
     groups: Groups,
 ) -> Experience | None:
-    """On rank 0, the `experience` with what only the ranks know of it; collective.
+    """Return, on rank 0, the `experience` with the values that all ranks hold; collective.
 
-    `indices` are those of the samples of each optimizer batch, which `minibatches` are this rank's
-    share of.
+    `indices` are the samples of each optimizer batch; `minibatches` are this rank's share of those
+    batches.
     """
     known: dict[str, Any] = {
         name: _collected(experience, minibatches, indices, attrgetter(name), groups)
@@ -50,7 +50,7 @@ def _collected(
     values: Callable[[PackedBatch], Tensor | None],
     groups: Groups,
 ) -> list[Tensor] | None:
-    """On rank 0, what `values` gives of every sample."""
+    """On rank 0, the `values` of every sample."""
     collected = collect_values(minibatches, values, groups)
     if collected is None or experience is None:
         return None
@@ -60,5 +60,5 @@ def _collected(
         for minibatch, sequences in enumerate(of_rank)
         for place, of_sequence in sequences.items()
     }
-    nothing = torch.zeros(0)  # of a completion without a token
+    nothing = torch.zeros(0)  # for a completion without tokens
     return [found.get(i, nothing) for i in range(len(experience.samples))]

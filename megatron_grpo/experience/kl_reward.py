@@ -1,4 +1,4 @@
-"""The divergence from the reference as a part of the reward, in the place of a term of the loss."""
+"""The KL divergence from the reference as part of the reward, instead of a term of the loss."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,17 +13,18 @@ from parallel.groups import Groups
 
 
 def sequence_kl(minibatches: Minibatches, num_sequences: int, groups: Groups) -> list[Tensor]:
-    """Sum over the response tokens of KL(old policy || reference), [num_sequences] per minibatch.
+    """Sum of KL(old policy || reference) over the response tokens: [num_sequences] per minibatch.
 
-    Estimated by k1, log old - log reference: as a reward no other has the gradient of that.
-    The same on all ranks, who call it together; `num_sequences` is that of an optimizer batch.
+    Estimated by k1, log old - log reference: used as a reward, only k1 has the gradient of the
+    divergence. Collective, with the same result on all ranks; `num_sequences` is the number of
+    sequences in an optimizer batch.
     """
     found = []
     for batches in minibatches:
         sums = torch.zeros(num_sequences, dtype=torch.float64, device=batches[0].tokens.device)
         for batch in batches:
             if batch.old_logprobs is None or batch.ref_logprobs is None:
-                continue  # before the last stage nobody knows them
+                continue  # only the last stage has them
             kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, "k1")
             kl = kl.double().where(batch.loss_mask, 0.0)
             sums.index_add_(0, batch.sequence_index.clamp(min=0), kl)
@@ -35,9 +36,9 @@ def sequence_kl(minibatches: Minibatches, num_sequences: int, groups: Groups) ->
 
 
 def by_sample(found: Sequence[Tensor], indices: Sequence[Sequence[int]]) -> Tensor:
-    """What was `found` of the sequences of each minibatch, by the samples of the generation: [N].
+    """Reorder the values `found` for the sequences of each minibatch by sample of the generation.
 
-    `indices` are those of the samples of each minibatch; float64, on the CPU.
+    `indices` are the samples of each minibatch. Returns [N] float64 on the CPU.
     """
     laid = torch.zeros(sum(map(len, indices)), dtype=torch.float64)
     for places, of_minibatch in zip(indices, found, strict=True):
@@ -46,7 +47,7 @@ def by_sample(found: Sequence[Tensor], indices: Sequence[Sequence[int]]) -> Tens
 
 
 def with_advantages(minibatches: Minibatches, advantages: Sequence[Tensor]) -> Minibatches:
-    """The minibatches with other advantages: [sequences of the optimizer batch] for each."""
+    """The minibatches with new advantages, [sequences of the optimizer batch] for each of them."""
     return [
         [
             replace(

@@ -1,9 +1,9 @@
-"""Whether engines and trainer compute the same model, asked once before the first rollout.
+"""Checks once, before the first rollout, that engines and trainer compute the same model.
 
-Checksums say that the weights are the same bytes. They cannot say that both sides turn, scale and
-normalize alike: an engine given by address may have been started with another RoPE scaling or
-temperature rule, and a kernel may be wrong on some device. So the first prompts of the data are
-sampled, a few tokens each, and the trainer's own forward predicts the same tokens.
+Checksums show that the weights are the same bytes. They cannot show that both sides rotate, scale
+and normalize alike: an engine given by address may have been started with another RoPE scaling or
+temperature rule, and a kernel may be wrong on some device. So a few tokens are sampled for the
+first prompts of the data, and compared with the trainer's log-probabilities of the same tokens.
 """
 
 import torch
@@ -18,12 +18,12 @@ from parallel.groups import Groups
 from parallel.microbatches import CostModel
 
 BOUNDS = {"float32": 1e-2, "bfloat16": 0.15}
-"""Largest mean of the absolute difference of log-probabilities, in nats, by `model.dtype`.
+"""Largest allowed mean absolute difference of log-probabilities, in nats, by `model.dtype`.
 
-Two right implementations differ by rounding alone: below 1e-5 in float32; in bfloat16 1.4e-2 on
-average, 9e-2 at most, and 0.9 at most with experts, where rounding sends a token to another one.
-The bounds leave a factor of ten on the average, for deeper models and for flips between experts.
-Wrong weights or positions miss by more: stale prefixes alone by 4 to 5.
+Two correct implementations differ only by rounding: by less than 1e-5 in float32; in bfloat16 by
+1.4e-2 on average and 9e-2 at most, or 0.9 at most with experts, where rounding can send a token to
+another expert. The bounds leave a factor of ten over the average, for deeper models and expert
+flips. Wrong weights or positions differ by more: stale prefixes alone by 4 to 5.
 """
 
 
@@ -37,8 +37,8 @@ def probe_logprobs(
 ) -> dict[str, float]:
     """Mean and largest absolute difference over the probe's tokens, as metrics, on every rank.
 
-    All ranks call it together; rank 0 holds the `experience` of the probe. Raises ValueError there
-    when the mean is beyond `BOUNDS`; the other ranks go on, to wait for it.
+    Collective; rank 0 holds the `experience` of the probe. Only rank 0 raises ValueError when the
+    mean is beyond `BOUNDS`; the other ranks continue and then wait for it.
     """
     shares = share_out(experience, 0, cost, cfg) if experience else None
     sums = torch.zeros(2, dtype=torch.float64, device=device)
@@ -50,7 +50,7 @@ def probe_logprobs(
                 gaps = (logprobs - batch.rollout_logprobs).abs()[batch.loss_mask].double()
                 sums += torch.stack([gaps.sum(), torch.ones_like(gaps).sum()])
                 largest = torch.maximum(largest, gaps.max())
-    # Tensor and context ranks have counted the same tokens each, earlier stages none.
+    # Tensor and context ranks have all counted the same tokens, earlier stages none.
     for group in (groups.data_context, groups.pipeline):
         dist.all_reduce(sums, group=group)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)

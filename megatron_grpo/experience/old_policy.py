@@ -1,7 +1,7 @@
-"""What is taken once of a generation, before any of it is trained on.
+"""Values computed once per generation, before any training on it.
 
-Log-probabilities of the policy that generated and of the reference, and which tokens the objective
-is taken over.
+These are the log-probabilities of the old policy and of the reference, and the tokens that the
+objective is taken over.
 """
 
 from collections.abc import Sequence
@@ -27,13 +27,13 @@ def add_logprobs(
     cfg: Config,
     groups: Groups,
 ) -> list[PackedBatch]:
-    """Fill `old_logprobs`, `ref_logprobs` when there is a reference, and what goes by entropies.
+    """Fill in `old_logprobs`, `ref_logprobs` if there is a reference, and what depends on entropies.
 
-    `batches` are this rank's of one optimizer batch; on the ranks before the last stage they come
-    back as they are. With one update per generation the old policy is the policy itself, and its
-    pass is left out unless something else needs it: the ratio is exactly 1, and the loss takes its
-    own log-probabilities, detached. What is there already, of a generation that is resumed, stays:
-    either model may have moved since.
+    `batches` are this rank's part of one optimizer batch; ranks before the last stage get them back
+    unchanged. With one update per generation the old policy is the policy itself, and its pass is
+    skipped unless something else needs it: the ratio is exactly 1, and the loss uses its own
+    log-probabilities, detached. Values that a resumed generation already has are kept, since either
+    model may have changed since.
     """
     filled, entropies = _with_old_logprobs(batches, policy, cfg, groups)
     if reference and batches[0].ref_logprobs is None:
@@ -53,7 +53,7 @@ def add_logprobs(
 def _with_old_logprobs(
     batches: Sequence[PackedBatch], policy: Policy, cfg: Config, groups: Groups
 ) -> tuple[list[PackedBatch], list[Tensor]]:
-    """The batches, and the entropies of the policy where they were computed."""
+    """The batches, and the policy's entropies if they were computed."""
     if cfg.grpo.old_logprobs == "rollout":
         batches = [replace(batch, old_logprobs=batch.rollout_logprobs) for batch in batches]
     if not _needs_policy(batches, cfg):
@@ -73,7 +73,7 @@ def _computed(
 def _filled(
     batches: Sequence[PackedBatch], name: str, values: Sequence[Tensor]
 ) -> list[PackedBatch]:
-    """The batches with `values` under `name`; before the last stage there are none."""
+    """The batches with `values` in field `name`; before the last stage there are no values."""
     if not values:
         return list(batches)
     of_batch: list[dict[str, Any]] = [{name: value} for value in values]
@@ -94,8 +94,8 @@ def keep_high_entropy(
 ) -> list[PackedBatch]:
     """Mark the tokens whose entropy is at least the (1 - `share`) quantile of all response tokens.
 
-    arXiv 2506.01939; exact over the whole optimizer batch: `entropies` [T] are those of this
-    rank's `batches`, and the ranks of `data_group` hold the others.
+    arXiv 2506.01939. The quantile is exact over the whole optimizer batch: `entropies` [T] are those
+    of this rank's `batches`, and the ranks of `data_group` hold the others.
     """
     masked = [entropy[batch.loss_mask] for batch, entropy in zip(batches, entropies, strict=True)]
     threshold = quantile(
@@ -110,9 +110,9 @@ def keep_high_entropy(
 def with_entropy_weights(
     batches: Sequence[PackedBatch], data_group: dist.ProcessGroup
 ) -> list[PackedBatch]:
-    """Weigh the entropies of the optimizer batch so that they add up to their mean over tokens.
+    """Weight the entropies of the optimizer batch so that they sum to their mean over tokens.
 
-    Over the tokens that the objective is taken over, whatever the loss type, as TRL.
+    The mean is over the tokens of the objective, whatever the loss type, as in TRL.
     """
     chosen = [
         batch.loss_mask if batch.high_entropy is None else batch.high_entropy for batch in batches

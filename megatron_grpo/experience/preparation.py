@@ -1,7 +1,6 @@
-"""What a generation becomes before it is trained on: packed, handed out, and known to the models.
+"""Prepares a generation for training: packs it, distributes it, and computes log-probabilities.
 
-Every rank has a `Preparation`, and all call the same method at the same time; rank 0 alone has the
-`Experience`.
+Every rank has a `Preparation`, whose methods are collective; only rank 0 has the `Experience`.
 """
 
 from dataclasses import dataclass
@@ -23,12 +22,12 @@ from parallel.microbatches import CostModel
 
 @dataclass(frozen=True)
 class Preparation:
-    """A rank's part of what is done once with each generation, or again when it is resumed."""
+    """One rank's part of the work done once per generation, and again when it is resumed."""
 
     policy: Policy
     reference: Model | None
     cost: CostModel
-    """Of a sequence of some length, for the balance over data ranks."""
+    """Cost of a sequence by its length, to balance the data ranks."""
     cfg: Config
     groups: Groups
     device: torch.device
@@ -36,7 +35,7 @@ class Preparation:
     def minibatches(
         self, experience: Experience | None, generation: int, timer: PhaseTimer
     ) -> Minibatches:
-        """This rank's share of the generation, with the log-probabilities that the loss needs."""
+        """Return this rank's share of the generation, with the log-probabilities for the loss."""
         with timer.phase("pack"):
             shares = None
             if experience:
@@ -55,8 +54,8 @@ class Preparation:
         generation: int,
         beta: float,
     ) -> tuple[Experience | None, Minibatches]:
-        """Both with `beta` times the divergence from the reference taken out of the rewards that
-        advantages compare."""
+        """Recompute the advantages of both from the rewards minus `beta` times the KL divergence
+        from the reference."""
         batches = BatchSchedule.of(self.cfg.grpo)
         found = sequence_kl(minibatches, batches.minibatch_size, self.groups)
         indices = batches.minibatches(generation, self.cfg.train.seed)

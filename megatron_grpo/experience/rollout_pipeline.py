@@ -1,10 +1,10 @@
-"""Which generation the engines are asked for, when, and with which weights.
+"""Decides which generation the engines make, when, and with which weights.
 
-In a synchronous run a generation is asked for when its first step begins, and all ranks wait. With
-`rollout.async_generate` generation g + 1 is asked for as soon as the engines serve the weights that
-g is trained on with at first, and is made while the ranks train. No weights are pushed before it is
-there: all samples of a generation are of one version, and that is the one at the begin of the
-generation before.
+In a synchronous run a generation is requested when its first step begins, and all ranks wait. With
+`rollout.async_generate`, generation g + 1 is requested as soon as the engines serve the weights
+with which the training on g begins, and is made while the ranks train. No weights are pushed before
+it is complete: all samples of a generation come from one version, the weights at the beginning of
+the training on the previous generation.
 """
 
 from collections.abc import Callable
@@ -19,47 +19,47 @@ from megatron_grpo.timing import PhaseTimer
 
 
 class RolloutPipeline:
-    """A generation that waits for its turn, and the one that is in the making: each one at most.
+    """At most one finished generation that awaits training, and at most one in progress.
 
-    Every rank has one, and all call the same method at the same time, so that all know what is
-    under way; rank 0 alone has a `collector`. `push` brings the weights, as of that many optimizer
-    steps, into the engines.
+    Every rank has a pipeline and all call the same method at the same time, so that all know what
+    is in progress; only rank 0 has a `collector`. `push(step)` pushes the weights after `step`
+    optimizer steps to the engines.
     """
 
     def __init__(
         self, cfg: Config, collector: Collector | None, push: Callable[[int], None]
     ) -> None:
         self.pending: Asked | None = None
-        """What the engines are at: they must keep their weights meanwhile."""
+        """The generation in progress; the engines must keep their weights meanwhile."""
         self.ready: int | None = None
-        """The generation that is there and that nobody has begun to train on."""
+        """Number of the finished generation that training has not started on."""
         self.collected: Collected | None = None
-        """The same, on rank 0."""
+        """That generation itself, on rank 0."""
         self._is_async = cfg.rollout.async_generate
         self._batches, self._num_steps = BatchSchedule.of(cfg.grpo), cfg.train.num_steps
         self._collector, self._push = collector, push
 
     def ask(self, generation: int, step: int) -> None:
-        """Have the engines, which serve the weights after `step` steps, make a generation."""
+        """Request a generation from the engines, which serve the weights after `step` steps."""
         assert self.pending is None, f"the engines are at {self.pending}"
         self.pending = Asked(generation, step)
         if self._collector:
             self._collector.begin(self.pending)
 
     def ask_ahead(self, step: int) -> None:
-        """The same for the generation behind the one of `step`, which is at hand, where there is
-        one and it is to be made beside the training."""
+        """In an asynchronous run, request the generation after that of `step`, which is at hand, if
+        training goes that far and it was not requested before."""
         following = self._batches.cursor(step).generation + 1
         is_last = following * self._batches.updates_per_generation >= self._num_steps
         if self._is_async and not self.pending and self.ready != following and not is_last:
             self.ask(following, step)
 
     def settle(self, step: int, timer: PhaseTimer) -> None:
-        """Wait for what is in the making; collective.
+        """Wait for the generation in progress, if any; collective.
 
-        Where no engine is left, the weights are pushed, which by now are those after `step` steps,
-        and the generation is asked for from these. Raises Preempted and EnginesLost on all ranks:
-        it is given up then.
+        If no engine is left, the current weights, after `step` steps, are pushed and the generation
+        is requested again from them. Raises Preempted or EnginesLost on all ranks, which gives the
+        generation up.
         """
         if self.pending is None:
             return
@@ -78,16 +78,16 @@ class RolloutPipeline:
             self.pending = None
 
     def settle_to_save(self, step: int, timer: PhaseTimer) -> None:
-        """The same before a checkpoint after `step` steps, where nobody could ask for it again:
-        of weights that the checkpoint does not hold."""
+        """Wait before a checkpoint after `step` steps if the generation in progress uses weights
+        that the checkpoint does not hold: a resumed run could not request it again."""
         if self.pending and self.pending.policy_version != step:
             self.settle(step, timer)
 
     def restore(self, generation: int, collected: Collected | None) -> None:
-        """Take what a checkpoint has of a generation that nobody has begun to train on."""
+        """Restore from a checkpoint a generation that training has not started on."""
         self.ready, self.collected = generation, collected
 
     def take(self) -> Collected | None:
-        """Hand out, on rank 0, the generation that is ready."""
+        """Remove the finished generation and, on rank 0, return it."""
         taken, self.ready, self.collected = self.collected, None, None
         return taken
