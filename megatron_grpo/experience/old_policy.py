@@ -27,7 +27,7 @@ def add_logprobs(
     cfg: Config,
     groups: Groups,
 ) -> list[PackedBatch]:
-    """Fill in `old_logprobs`, `ref_logprobs` if there is a reference, and what depends on entropies.
+    """Fill in `old_logprobs`, `ref_logprobs` if there is a reference, and the entropy fields.
 
     `batches` are this rank's part of one optimizer batch; ranks before the last stage get them back
     unchanged. With one update per generation the old policy is the policy itself, and its pass is
@@ -94,8 +94,8 @@ def keep_high_entropy(
 ) -> list[PackedBatch]:
     """Mark the tokens whose entropy is at least the (1 - `share`) quantile of all response tokens.
 
-    arXiv 2506.01939. The quantile is exact over the whole optimizer batch: `entropies` [T] are those
-    of this rank's `batches`, and the ranks of `data_group` hold the others.
+    arXiv 2506.01939. The quantile is exact over the whole optimizer batch: `entropies` [T] are of
+    this rank's `batches`, and the ranks of `data_group` hold the others.
     """
     masked = [entropy[batch.loss_mask] for batch, entropy in zip(batches, entropies, strict=True)]
     threshold = quantile(

@@ -1,29 +1,29 @@
-"""Rewards: completions in, one score per completion and function out.
+"""Rewards: from completions to one score per completion and reward function.
 
 A reward function is called once per prompt with all its completions, by keyword:
 
     def my_reward(completions: list[str], prompts: list[str], **columns: list) -> list[float]
 
-`columns` are those of the data row, one value per completion, the reference answer under `answer`;
-and of the completions `completion_ids` (lists of token ids, the end token included) and
-`finish_reasons` (`stop`, or `length` where the limit cut it; with an environment also `max_turns`
-and `failed`). A function may name only the parameters that it uses. One that names
-`reward_timeout` gets the seconds that it has.
+`columns` are the columns of the data row, one value per completion, with the reference answer as
+`answer`; also `completion_ids` (lists of token ids, including the end token) and `finish_reasons`
+(`stop`, or `length` if cut off by the limit; with an environment also `max_turns` and `failed`). A
+function may name only the parameters that it uses. If it names `reward_timeout`, it gets the number
+of seconds it may take.
 
-It returns a list (or an array) of one number per completion. A score that is None, NaN, infinite or
-an exception has failed, and so have all scores of a call that raises, ends late, takes too much
-memory or kills its process, which is then replaced. What has failed is NaN to the trainer and never
-a zero: those completions are masked, and more of them than `reward.max_failed_fraction` of a
-generation, or of an evaluation, stop the run. So do at once, since nothing of it can be masked, a
-list of another length, what is no list, and a score that is no number. (None does not mean, as to
-TRL, that a function does not apply to a completion: it says so with a 0 of its own.)
+It returns a list (or an array) with one number per completion. A score that is None, NaN, infinite
+or an exception has failed, and so have all scores of a call that raises, times out, uses too much
+memory or kills its process, which is then replaced. The trainer sees a failed score as NaN, never
+as zero: such completions are masked, and the run stops when they are more than
+`reward.max_failed_fraction` of a generation or evaluation. It stops at once for what cannot be
+masked: a list of another length, a result that is not a list, or a score that is not a number.
+(Unlike in TRL, None does not mean that a function does not apply to a completion: return 0 then.)
 
-An `async def` is awaited: up to `reward.max_concurrent_calls` calls run side by side, in the event
-loop of one process. One that is late is cancelled. Whatever blocks that loop blocks them all.
+An `async def` is awaited: up to `reward.max_concurrent_calls` calls run concurrently in the event
+loop of one process. A late call is cancelled. A call that blocks the loop blocks all of them.
 
-A function runs in a process of its own, with the rights of the user who trains: nothing here is a
-sandbox. The built-in functions run no code that is in a completion. Whoever has a function do so
-sees to the sandbox.
+Functions run in processes of their own, with the rights of the user who trains: nothing here is a
+sandbox. The built-in functions run no code from completions. If your function does, it must provide
+the sandbox.
 """
 
 from megatron_grpo.rewards.pool import RewardPool, ScoringGivenUp

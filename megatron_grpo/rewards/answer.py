@@ -1,4 +1,4 @@
-"""What a reward worker answers to a call."""
+"""A reward worker's answer to a call."""
 
 from dataclasses import dataclass
 
@@ -9,8 +9,8 @@ class Answer:
 
     scores: list[float] | None
     error: str = ""
-    """Why the first score that failed did so; empty when none failed."""
+    """Why the first failed score failed; empty when none failed."""
     is_misuse: bool = False
-    """Nothing that could be masked: what was returned are no scores of these completions."""
+    """Whether the return value is not a score per completion, so that nothing can be masked."""
     is_spent: bool = False
-    """The process has come to its limit of memory, and is to be replaced."""
+    """Whether the process has reached its memory limit and must be replaced."""

@@ -1,4 +1,4 @@
-"""Reward `cosine`: correctness, by the length that it took."""
+"""Reward `cosine`: correctness, scaled by the length of the completion."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -27,14 +27,14 @@ def cosine(
     reward_timeout: float = math.inf,
     **_: Any,
 ) -> list[float | Exception]:
-    """From the value at length 0 to that at `cosine_max_len` tokens, along half a cosine.
+    """Half a cosine from the value at length 0 to the value at L = `cosine_max_len` tokens.
 
-    v_L + (v_0 - v_L) * (1 + cos(pi * length / L)) / 2, with values of their own for correct and for
-    wrong completions: CosFn of the cosine length-scaling reward of arXiv 2502.03373, which has
-    right answers short and gives wrong ones room to think. Names and defaults are ms-swift's, as is
-    that the paper's r_e for length L is left out; there `cosine_max_len` is by default what here is
-    `rollout.max_completion_length`. Beyond L the value stays that at L. Correct is what reward
-    `accuracy`, `math_answer` or `exact`, gives 1.
+    v_L + (v_0 - v_L) * (1 + cos(pi * length / L)) / 2, with separate values for correct and wrong
+    completions: CosFn of the cosine length-scaling reward of arXiv 2502.03373, which favours short
+    right answers and gives wrong ones room to think. Names and defaults are ms-swift's, which also
+    leaves out the paper's r_e for length L; there `cosine_max_len` defaults to what is
+    `rollout.max_completion_length` here. Beyond L the value stays at that of L. A completion is
+    correct if the reward `accuracy`, `math_answer` or `exact`, gives it 1.
     """
     if cosine_max_len < 1:
         raise ValueError(

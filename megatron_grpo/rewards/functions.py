@@ -16,21 +16,21 @@ from megatron_grpo.rewards.answer import Answer
 from megatron_grpo.user_code.columns import required, taken
 from megatron_grpo.user_code.user_file import load_user_file
 
-# Each is a module of this package with a function of the same name. Its parameters after `*` are
-# arguments of the config, and no columns.
+# Each is a module of this package with a function of the same name. Its keyword-only parameters are
+# arguments of the config, not columns.
 BUILT_IN = ("cosine", "exact", "format", "judge", "math_answer", "repetition", "soft_overlong")
 
 GIVEN_COLUMNS = ("completions", "prompts", "completion_ids", "finish_reasons")
-"""What every call has beside the columns of the data, and which go before those."""
+"""Passed to every call besides the data's columns, and preferred to columns of the same name."""
 GIVEN_TIMEOUT = "reward_timeout"
-"""`reward.timeout`, for a function that names it: no column, and not in `**columns`."""
+"""`reward.timeout`, passed only to a function that names it; not a column, nor in `**columns`."""
 
 MAX_REASON = 1000
-"""Characters of what an exception says that is returned as a score."""
+"""Most characters quoted of an exception that is returned as a score."""
 
 
 class NoScores(ValueError):
-    """A function returned what are no scores of its completions, so that none can be masked."""
+    """A function did not return one score per completion, so that none can be masked."""
 
 
 @dataclass(frozen=True)
@@ -40,35 +40,35 @@ class LoadedFunction:
     function: Callable[..., Any]
     arguments: Mapping[str, Any]
     settings: frozenset[str] = frozenset()
-    """Parameters that only the config fills, whatever columns the data has."""
+    """Parameters that only the config sets, never a column of the data."""
 
     @property
     def is_async(self) -> bool:
-        """Whether it is `async def`, or an object whose `__call__` is."""
+        """Whether the function, or its `__call__` if it is an object, is `async def`."""
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(
-            type(self.function).__call__  # of a function that is no object: a slot of C
+            type(self.function).__call__  # for a plain function, a C slot wrapper
         )
 
     @property
     def wanted_columns(self) -> list[str]:
-        """Parameters without a default that neither the call nor the config fills."""
+        """Parameters without a default that neither the call nor the config provides."""
         given = {*GIVEN_COLUMNS, GIVEN_TIMEOUT, *self.arguments}
         return [name for name in required(self._parameters) if name not in given]
 
     def __call__(self, columns: Mapping[str, Any], timeout: float) -> Answer:
         """Score `columns["completions"]`; the other columns are GIVEN_COLUMNS and the data's.
 
-        Raises NoScores for anything but a list of one number per completion, in which None, NaN,
-        an infinity or an exception is a score that failed; and whatever the function raises.
+        None, NaN, infinity or an exception is a failed score. Raises NoScores if the result is
+        otherwise not a list of one number per completion, and whatever the function raises.
         """
         return _answer(self._call(columns, timeout), len(columns["completions"]))
 
     async def call_async(self, columns: Mapping[str, Any], timeout: float) -> Answer:
-        """The same, of an asynchronous function."""
+        """The same for an asynchronous function."""
         return _answer(await self._call(columns, timeout), len(columns["completions"]))
 
     def _call(self, columns: Mapping[str, Any], timeout: float) -> Any:
-        # What the call and the config give goes before a column of the same name.
+        # The call's and the config's values take precedence over a column of the same name.
         data = {name: column for name, column in columns.items() if name not in self.settings}
         given = {**data, **self.arguments, **{name: columns[name] for name in GIVEN_COLUMNS}}
         given = taken(given, self._parameters)
@@ -82,9 +82,10 @@ class LoadedFunction:
 
 
 def load_function(spec: RewardFunction) -> LoadedFunction:
-    """Import the function that a config names; raises ValueError when there is none.
+    """Import the function that a config names.
 
-    The same for arguments that it does not take, and of a built-in one for values that it refuses.
+    Raises ValueError if there is none, if it does not take the config's arguments or, for a
+    built-in function, if it refuses their values.
     """
     path, colon, name = spec.name.rpartition(":")
     if not colon and name not in BUILT_IN:
@@ -104,7 +105,7 @@ def load_function(spec: RewardFunction) -> LoadedFunction:
 
 
 def _built_in(spec: RewardFunction, function: Callable[..., Any]) -> LoadedFunction:
-    """A built-in function judges its arguments before anything else: it is called with nothing."""
+    """Check a built-in function's arguments by calling it without completions."""
     parameters = inspect.signature(function).parameters
     settings = frozenset(p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY)
     for name in spec.arguments:
@@ -136,7 +137,7 @@ def _check_arguments(spec: RewardFunction, function: Callable[..., Any]) -> None
 
 
 def _answer(scores: Any, num_completions: int) -> Answer:
-    if hasattr(scores, "tolist"):  # of numpy or torch
+    if hasattr(scores, "tolist"):  # numpy or torch
         scores = scores.tolist()
     if not isinstance(scores, list | tuple):
         raise NoScores(
@@ -150,13 +151,13 @@ def _answer(scores: Any, num_completions: int) -> Answer:
 
 
 def _number(score: Any) -> float:
-    """The score as a float; NaN for one that failed."""
+    """The score as a float; NaN for a failed score."""
     if score is None or isinstance(score, Exception):
         return math.nan
     try:
         if not isinstance(score, str):
             return float(score) if math.isfinite(score) else math.nan
-    except (TypeError, ValueError, RuntimeError):  # torch, of a tensor of several elements
+    except (TypeError, ValueError, RuntimeError):  # torch, for a tensor with several elements
         pass
     raise NoScores(
         f"returned the score {reprlib.repr(score)}: each must be a number, or None where it failed"

@@ -1,4 +1,4 @@
-"""Reward `judge`: a language model behind an OpenAI-compatible endpoint says the score."""
+"""Reward `judge`: a score from a language model behind an OpenAI-compatible endpoint."""
 
 import asyncio
 import os
@@ -14,20 +14,20 @@ import httpx
 
 NUMBER = r"((?:(?<![\w.])-)?\d+(?:\.\d+)?)"
 LAST_NUMBER = NUMBER + r"(?:\W*(?:/|\bout of\b|\bof\b|\bto\b)\W*\d+(?:\.\d+)?)?"
-"""Of "8/10", "8 out of 10" and "8 (of 10)" the 8."""
+"""Matches the 8 of "8/10", "8 out of 10" and "8 (of 10)"."""
 TEMPLATE_FIELD = re.compile(r"\{(prompt|completion|answer)\}")
 DEFAULT_KEY = "OPENAI_API_KEY"
 SHARE_OF_TIME = 0.9
-"""Of `reward.timeout`: who has no answer then is given up, so that the others' scores count."""
+"""Share of `reward.timeout` after which unanswered requests fail, so that other scores count."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 8.0
-"""Seconds before a request is sent again; the pause doubles from the one to the other."""
+"""Seconds before a request is sent again; the pause doubles from the first to the longest."""
 PASSING = (408, 409, 429)
-"""Like 5xx they may be over in a moment; the same as for OpenAI's own client."""
+"""Status codes that, like 5xx, may be transient; the same as in OpenAI's own client."""
 MAX_TEXT = 300
 
 
 class JudgeError(Exception):
-    """There is no score of this completion."""
+    """A completion could not be scored."""
 
 
 async def judge(
@@ -45,17 +45,16 @@ async def judge(
     extra_body: dict[str, Any] | None = None,
     **_: Any,
 ) -> list[float | JudgeError]:
-    """The number in what `model` answers to `prompt`, divided by `max_score`; a JudgeError if none.
+    """The number in `model`'s answer to `prompt`, divided by `max_score`; a JudgeError without one.
 
     A generative reward model (arXiv 2306.05685, 2408.15240). `prompt` is a template in which
     {prompt} (as the model reads it), {completion} and {answer} are filled in; the score is the
     first group of the last match of the regular expression `pattern`, by default the last number
-    (8 in "8/10" and "8 out of 10").
-    One that is larger than `max_score`, or below its negative, is none. Each completion is a
-    request of its own, at temperature 0, to `base_url`/chat/completions (`base_url` mostly ends in
-    /v1), with the fields of `extra_body`, such as max_tokens. 408, 409, 429, 5xx and lost
-    connections are tried again for as long as there is time. The key is in the environment variable
-    `api_key_env`, never in the config.
+    (8 in "8/10" and "8 out of 10"). A number above `max_score`, or below its negative, is not a
+    score. Each completion is a request of its own, at temperature 0, to
+    `base_url`/chat/completions (`base_url` usually ends in /v1), with the fields of `extra_body`,
+    such as max_tokens. 408, 409, 429, 5xx and lost connections are retried while time is left. The
+    API key is read from the environment variable `api_key_env`, never from the config.
     """
     expression = _checked(base_url, prompt, max_score, pattern)
     if completions and "{answer}" in prompt and answer is None:
@@ -73,7 +72,7 @@ async def judge(
         headers=_authorization(api_key_env),
         verify=_certificates(),
         limits=httpx.Limits(max_connections=None),
-        timeout=None,  # each request has what is left
+        timeout=None,  # each request gets the time that is left
     ) as client:
 
         async def score(text: str) -> float | JudgeError:
@@ -87,7 +86,7 @@ async def judge(
 
 
 def _checked(base_url: str, prompt: str, max_score: float, pattern: str) -> re.Pattern[str]:
-    """The compiled `pattern`; raises ValueError for arguments that no judge can work with."""
+    """The compiled `pattern`; raises ValueError for unusable arguments."""
     url, expression = urlsplit(base_url), re.compile(pattern, re.DOTALL)
     if url.scheme not in ("http", "https") or not url.hostname:
         raise ValueError(f"base_url {base_url!r} is no address like http://host:8000/v1")
@@ -101,7 +100,7 @@ def _checked(base_url: str, prompt: str, max_score: float, pattern: str) -> re.P
 
 
 def _fill(template: str, values: dict[str, Any]) -> str:
-    """In one pass: braces in a completion are text, and so are others in the template."""
+    """Fill in all fields in one pass, so that all other braces, also of completions, stay text."""
     return TEMPLATE_FIELD.sub(lambda field: str(values[field[1]]), template)
 
 
@@ -114,12 +113,12 @@ def _authorization(api_key_env: str) -> dict[str, str]:
 
 @cache
 def _certificates() -> ssl.SSLContext:
-    """Read once: it takes longer than a request."""
+    """Cached, since reading them takes longer than a request."""
     return httpx.create_ssl_context()
 
 
 async def _ask(client: httpx.AsyncClient, body: dict[str, Any], deadline: float) -> str:
-    """What the model answers; raises JudgeError where there is none before `deadline`."""
+    """The model's answer; raises JudgeError if there is none before `deadline`."""
     pause, last = FIRST_PAUSE, "no answer"
     while (left := deadline - time.monotonic()) > 0:
         try:
@@ -132,7 +131,7 @@ async def _ask(client: httpx.AsyncClient, body: dict[str, Any], deadline: float)
                 raise JudgeError(f"{client.base_url} answered {last}")
         except (httpx.RequestError, TimeoutError) as error:
             last = repr(error)
-        # Not all of those that were turned away together come back together.
+        # Jitter: requests that were turned away together do not all come back together.
         await asyncio.sleep(min(pause * random.uniform(0.5, 1), deadline - time.monotonic()))
         pause = min(2 * pause, LONGEST_PAUSE)
     raise JudgeError(f"{client.base_url} gave no answer in time, at last {last}")
@@ -149,7 +148,7 @@ def _score(text: str, expression: re.Pattern[str], max_score: float) -> float:
     found = [match[1] for match in expression.finditer(text)]
     try:
         number = float(found[-1])
-    except (LookupError, TypeError, ValueError):  # no match, or a group that is no number
+    except (LookupError, TypeError, ValueError):  # no match, or a group that is not a number
         raise JudgeError(f"no score in the judge's answer {text[-MAX_TEXT:]!r}") from None
     if not abs(number) <= max_score:
         raise JudgeError(f"the judge's score {number} is beyond max_score {max_score}")

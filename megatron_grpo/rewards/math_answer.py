@@ -7,21 +7,21 @@ from typing import Any
 
 from math_verify import parse, verify
 
-# Per expression. math-verify keeps them by SIGALRM, which works in the main thread only: the
-# reward worker calls functions there.
+# Per expression. math-verify enforces it by SIGALRM, which works only in the main thread, where the
+# reward worker calls functions.
 TIMEOUT_SECONDS = 1
 SHARE_OF_TIME = 0.8
-"""In this share of `reward.timeout` a completion must be begun with."""
+"""Share of `reward.timeout` after which no further completion is started."""
 LATE = TimeoutError("those before it took the time of the call: raise reward.timeout")
 MARKER = re.compile(r"(?<!#)####(?!#)")
 # A line that begins with a word, numbered or not: `Step 2: solve`, `2. Solve`, not `72 dollars`.
 HEADING = re.compile(r"[^\w\\]*(?:\w+[.):]\s+)?[^\W\d_]{2}")
-# What LaTeX has in words: commands do not count, and these take some as arguments.
+# LaTeX commands that take words as arguments; such words do not make a text prose.
 TEXT = re.compile(r"\\(?:begin|end|text\w*|math\w+|mbox|operatorname)(?:\s*\{[^{}]*\})+")
-# Two letters may be a product, but behind a number a unit.
+# Two letters may be a product, but after a number they are a unit.
 WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3}|\d\s[A-Za-z]{2}")
 DELIMITER = re.compile(r"(?<!\\)(?:\$|\\\(|\\\[)")
-# math-verify takes something of whatever has a letter or digit between dollars, or in a box.
+# math-verify finds an answer whenever there is a letter or digit between dollars, or in a box.
 FORMULA = re.compile(
     r"(?<![\\\d])\$(?:\\\$|[^\n$])*[^\W_](?:\\\$|[^\n$])*(?<!\\)\$|\\boxed\{.*[^\W_].*\}"
 )
@@ -32,11 +32,11 @@ def math_answer(
 ) -> list[float | Exception]:
     """1 when the completion's final answer equals the reference answer, else 0.
 
-    The final answer is what follows the last `####` (GSM8K), unless that is the heading of more
-    text or a box comes after it; else what math-verify takes for it: a box, a formula, the last
-    number. A completion without one, or with one too hard to evaluate in time, is wrong. Where many
-    are, those that no time is left for have no score. A reference answer that cannot be read raises
-    ValueError.
+    The final answer is the text after the last `####` (GSM8K), unless that is the heading of more
+    text or a box follows it; otherwise what math-verify extracts: a box, a formula or the last
+    number. A completion without a final answer, or with one too hard to evaluate in time, is wrong.
+    If so many are slow that the call runs out of time, the remaining ones get no score. Raises
+    ValueError for a reference answer that cannot be parsed.
     """
     deadline = time.monotonic() + SHARE_OF_TIME * reward_timeout
     references = {wanted: _reference(wanted) for wanted in set(map(str, answer))}
@@ -47,7 +47,7 @@ def math_answer(
 
 
 def can_read(answer: Any) -> bool:
-    """Whether there is anything to compare with in a reference answer; mostly told at a glance."""
+    """Whether a reference answer contains anything to compare with; usually needs no parsing."""
     readings = _readings(str(answer))
     return any(map(FORMULA.search, readings)) or any(map(parse, readings))
 
@@ -66,11 +66,11 @@ def _reference(answer: str) -> list[Any]:
 
 
 def _readings(answer: str) -> tuple[str, ...]:
-    """What math-verify is to look for a reference in, one text after the other."""
+    """The texts in which math-verify looks for the reference, in order."""
     final = _final_answer(answer).strip()
     if DELIMITER.search(final):
         return (final,)
-    # It looks for formulas between dollars; in a bare x^2 + 1 it would see a 1, and of prose
+    # It looks for formulas between dollars: in a bare x^2 + 1 it would find only a 1, and in prose
     # between dollars it would multiply the letters.
     formula = f"${final}$"
     return (final, formula) if WORD.search(TEXT.sub("", final)) else (formula, final)

@@ -1,4 +1,4 @@
-"""Scoring in worker processes, with limits of time and memory."""
+"""Scoring in worker processes, with time and memory limits."""
 
 import time
 from collections import deque
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megatron_grpo.rollout import Sample
 
 CANCEL_SECONDS = 3.0
-"""How long after `reward.timeout` a worker must have cancelled an asynchronous call."""
+"""Seconds after `reward.timeout` within which a worker must cancel an asynchronous call."""
 
 
 class ScoringGivenUp(Exception):
@@ -27,12 +27,12 @@ class ScoringGivenUp(Exception):
 class RewardPool:
     """Processes that run the config's reward functions, one call per prompt and function.
 
-    They start at once and load in the background; they die with this process, however it ends, and
-    so does what they have started. A function has the rights of the user who trains: limits of time
-    and memory are no sandbox.
+    They start at once and load in the background. They die with this process, however it ends, and
+    so do the processes they have started. Functions have the rights of the user who trains: time
+    and memory limits are not a sandbox.
 
-    The first process runs all calls of asynchronous functions, `reward.max_concurrent_calls` at
-    once; every process runs other calls one after the other.
+    The first process runs all calls of asynchronous functions, up to `reward.max_concurrent_calls`
+    at once; each process runs calls of ordinary functions one after the other.
     """
 
     def __init__(self, cfg: RewardConfig) -> None:
@@ -41,16 +41,16 @@ class RewardPool:
         self._wanted: list[list[str]] = []
         self._is_async: list[bool] = []
         self._calls: dict[int, Call] = {}
-        """Those that run, by number."""
+        """The calls in progress, by number."""
         self._numbers = count()
         self._told: set[int] = set()
         self._given_up, self._give_up = Pipe(duplex=False)
 
     def wait_ready(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Wait until the functions are loaded, and see that the data has what they want.
+        """Wait until the functions are loaded, and check that the data has the columns they need.
 
-        `rows` are those of all prompts that will come. Raises RewardError, and closes the pool, for
-        a function that is not loaded in time or that wants a column that some row lacks.
+        `rows` are the rows of all prompts to be scored. Raises RewardError, and closes the pool, if
+        a function is not loaded in time or requires a column that some row lacks.
         """
         try:
             while any(worker.is_loading for worker in self._workers):
@@ -62,14 +62,14 @@ class RewardPool:
             raise
 
     def score(self, samples: Sequence["Sample"], *, num_completions: int) -> list[dict[str, float]]:
-        """Scores of every sample by function label; NaN is one that failed.
+        """Scores of every sample by function label; NaN for a failed score.
 
-        Samples of one prompt must be neighbours. Failed are all scores of a call that raises, ends
-        late, takes too much memory or kills its process, and in a list each that is no finite
-        number. Raises RewardError, and closes the pool, when more completions than
-        `reward.max_failed_fraction` of `num_completions` have such a score, and for a call that
+        Samples of one prompt must be adjacent. All scores of a call fail if it raises, times out,
+        uses too much memory or kills its process; a single score fails if it is None, an exception
+        or not finite. Raises RewardError, and closes the pool, when more completions than
+        `reward.max_failed_fraction` of `num_completions` have a failed score, and for a call that
         returns anything but one score per completion. Raises ScoringGivenUp once `cancel` was
-        called: the pool is good for nothing then but `close`.
+        called: the pool can then only be closed.
         """
         assert self._workers, "the pool is closed"
         self.wait_ready([sample.prompt.row for sample in samples])
@@ -88,11 +88,11 @@ class RewardPool:
         return scoring.scores
 
     def cancel(self) -> None:
-        """End a running `score` soon; from any thread."""
+        """Soon end a running `score`; safe from any thread."""
         self._give_up.send_bytes(b"!")
 
     def close(self) -> None:
-        """Kill the workers; nothing of them is left when this returns."""
+        """Kill the workers; none of their processes is left when this returns."""
         for worker in self._workers:
             worker.tell_to_end()
         for worker in self._workers:
@@ -109,7 +109,7 @@ class RewardPool:
                     )
 
     def _begin(self, calls: Mapping[bool, deque[Call]]) -> None:
-        """Give the workers what they can take of the ordinary and of the asynchronous calls."""
+        """Send the workers as many ordinary and asynchronous calls as they can take."""
         for worker in self._workers:
             while worker is self._workers[0] and calls[True] and self._takes(worker, is_async=True):
                 self._send(worker, calls[True].popleft(), self.cfg.timeout + CANCEL_SECONDS)
@@ -127,7 +127,7 @@ class RewardPool:
         worker.send(number, (call.function, call.columns), seconds)
 
     def _advance(self) -> Iterator[tuple[Call, Answer]]:
-        """Wait until some worker has loaded, answered or failed; replace those that failed."""
+        """Wait until a worker has loaded, answered or failed; replace failed workers."""
         busy = [worker for worker in self._workers if worker.is_loading or worker.deadlines]
         ready = self._wait(busy)
         for worker in busy:
@@ -141,7 +141,7 @@ class RewardPool:
                 self._replace(worker)
 
     def _wait(self, workers: Sequence[WorkerProcess]) -> list[Any]:
-        """The connections of `workers` that have something to read before anything is late."""
+        """Wait, at most until the next deadline; return the connections with something to read."""
         is_over = any(worker.fate for worker in workers)
         deadline = 0.0 if is_over else min(worker.next_deadline for worker in workers)
         connections = [worker.connection for worker in workers]

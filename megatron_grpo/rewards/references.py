@@ -1,4 +1,4 @@
-"""Rows whose reference answer a reward function could not read, told before a run begins."""
+"""Finds rows whose reference answer a reward function cannot read, before a run begins."""
 
 import reprlib
 from collections.abc import Callable
@@ -9,11 +9,11 @@ from megatron_grpo.data.rows import Row
 
 
 def reference_fault(cfg: RewardConfig) -> Callable[[Row], Fault | None]:
-    """What is wrong with the `answer` of a row, to the functions of `cfg`."""
+    """Return a function that tells why `cfg`'s reward functions cannot read a row's `answer`."""
     readers = [function.name for function in cfg.functions if _reads_mathematics(function)]
     if not readers:
         return lambda row: None
-    # Imported here because SymPy takes a second, which other functions need not wait for.
+    # Imported here because SymPy takes a second to import, and other functions do not need it.
     from megatron_grpo.rewards.math_answer import can_read  # noqa: PLC0415
 
     def fault(row: Row) -> Fault | None:

@@ -1,4 +1,4 @@
-"""Reward `repetition`: a penalty for n-grams that come again."""
+"""Reward `repetition`: a penalty for repeated n-grams."""
 
 from typing import Any
 
@@ -10,11 +10,11 @@ def repetition(
     repetition_max_penalty: float = -1.0,
     **_: Any,
 ) -> list[float]:
-    """`repetition_max_penalty` times the share of n-grams that were there before.
+    """`repetition_max_penalty` times the share of n-grams that occurred before.
 
     (1 - distinct / all) * repetition_max_penalty: the n-gram repetition penalty of arXiv
-    2502.03373, appendix C.2, over words between blanks and in lower case as in Open-R1 and
-    ms-swift, whose names and defaults these are. 0 where there are fewer than n words.
+    2502.03373, appendix C.2, over lower-cased words split at whitespace as in Open-R1 and ms-swift,
+    from which names and defaults are taken. 0 if there are fewer than n words.
     """
     if repetition_n_grams < 1:
         raise ValueError(f"repetition_n_grams {repetition_n_grams} must be at least 1, such as 3")

@@ -1,4 +1,4 @@
-"""The scores of one generation, while they come in."""
+"""The scores of one generation as they come in."""
 
 import reprlib
 import sys
@@ -19,12 +19,12 @@ SHORTENED.maxstring = 200
 
 
 class RewardError(ValueError):
-    """A reward function failed, the text names it and the prompt; or it cannot be used."""
+    """A reward function failed (the text names it and the prompt), or it cannot be used."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One function on the completions of one prompt; `places` are theirs in the generation."""
+    """One call: a function and the completions of one prompt, by their places in the generation."""
 
     function: int
     places: Sequence[int]
@@ -32,7 +32,7 @@ class Call:
 
     @property
     def columns(self) -> Mapping[str, Any]:
-        """What the function is given, one value per completion."""
+        """Arguments of the function, one value per completion."""
         group = [self.samples[place] for place in self.places]
         data = {name: [value] * len(group) for name, value in group[0].prompt.row.items()}
         return {
@@ -45,7 +45,7 @@ class Call:
 
 
 def check_failed(num_failed: int, num_completions: int, cfg: RewardConfig) -> None:
-    """Raise RewardError when too large a share of the completions could not be scored."""
+    """Raise RewardError if too large a share of the completions could not be scored."""
     share, limit = num_failed / num_completions, cfg.max_failed_fraction
     if share <= limit:
         return
@@ -58,10 +58,10 @@ def check_failed(num_failed: int, num_completions: int, cfg: RewardConfig) -> No
 
 
 class Scoring:
-    """What is known of the scores of `samples`; those of one prompt must be neighbours.
+    """The scores of `samples` so far; samples of one prompt must be adjacent.
 
-    `told` are the functions of which a failure was printed already, `num_completions` those that
-    the limit of failures is a share of.
+    `told` holds the functions for which a failure was printed already; the limit of failures is a
+    share of `num_completions`.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class Scoring:
     def settle(self, call: Call, answer: Answer) -> None:
         """Take the answer to a call.
 
-        Raises RewardError for what cannot be masked, and as soon as more completions have a failed
-        score than `reward.max_failed_fraction` allows.
+        Raises RewardError for a result that cannot be masked, and as soon as more completions have
+        failed scores than `reward.max_failed_fraction` allows.
         """
         label = self._cfg.functions[call.function].label
         prompt = call.samples[call.places[0]].prompt

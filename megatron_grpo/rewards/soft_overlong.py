@@ -1,4 +1,4 @@
-"""Reward `soft_overlong`: a punishment that begins before a completion is too long."""
+"""Reward `soft_overlong`: a length penalty that begins before the limit is reached."""
 
 from typing import Any
 
@@ -11,11 +11,11 @@ def soft_overlong(
     soft_cache_length: int,
     **_: Any,
 ) -> list[float]:
-    """0 up to L_max - L_cache tokens, from there down in a line to -1 at L_max, and -1 beyond.
+    """0 up to L_max - L_cache tokens, then linearly down to -1 at L_max, and -1 beyond.
 
-    Equation 13 of DAPO (arXiv 2503.14476), L_max being `soft_max_length` and L_cache
-    `soft_cache_length`, as ms-swift calls them; there `soft_max_length` is by default what here is
-    `rollout.max_completion_length`.
+    Equation 13 of DAPO (arXiv 2503.14476), where L_max is `soft_max_length` and L_cache is
+    `soft_cache_length`, the names of ms-swift; there `soft_max_length` defaults to what is
+    `rollout.max_completion_length` here.
     """
     if not 0 < soft_cache_length < soft_max_length:
         raise ValueError(

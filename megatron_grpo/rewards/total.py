@@ -10,7 +10,7 @@ def total_rewards(
 ) -> list[float]:
     """Weighted sum over the functions, one per completion; `scores` are keyed by function label.
 
-    NaN where any function's score is, whatever its weight: of such a completion nothing is known.
+    NaN if any function's score is NaN, whatever its weight: such a completion counts as unscored.
     """
     return [
         sum(function.weight * score[function.label] for function in functions) for score in scores

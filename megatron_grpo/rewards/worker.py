@@ -1,13 +1,13 @@
 """The process that runs reward functions: `python -m megatron_grpo.rewards.worker FD MEGABYTES`.
 
-It reads the config's functions and `reward.timeout` from the socket FD, and answers with what each
-function wants and whether it is asynchronous, or with why they cannot be loaded. Then it answers
-every call, by the call's number. What it sends is JSON: it is not unpickled. It ends when the
-socket closes.
+It reads the config's functions and `reward.timeout` from the socket FD, and answers with the
+columns that each function requires and whether it is asynchronous, or with why they cannot be
+loaded. Then it answers every call, by the call's number. It sends JSON, so that the trainer
+unpickles nothing from it. It ends when the socket closes.
 
 Calls of ordinary functions run one after the other in the main thread, outside of any event loop;
-calls of asynchronous ones side by side in one loop. The trainer sends the one kind only when all
-of the other are answered.
+calls of asynchronous functions run concurrently in one loop. The trainer sends calls of one kind
+only when all calls of the other kind are answered.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from megatron_grpo.user_code.worker_end import begin_worker, forks_end_here
 
 
 class RewardWorker:
-    """Loads the functions and scores until the trainer hangs up."""
+    """Loads the functions, and scores until the trainer closes the socket."""
 
     def __init__(self, trainer: Connection, memory_megabytes: int) -> None:
         self._trainer = trainer
@@ -60,14 +60,14 @@ class RewardWorker:
         try:
             with forks_end_here():
                 return self._functions[index](columns, self._timeout)
-        except BaseException as error:  # sys.exit() in a user's function too is told to the trainer
+        except BaseException as error:  # report sys.exit() in a user's function, too
             return self._failed(error)
 
     async def _answer_side_by_side(self, first: Any) -> Any:
-        """Run `first` and the asynchronous calls that come meanwhile, until none is left.
+        """Run `first` and the asynchronous calls that arrive meanwhile, until none is left.
 
-        An ordinary call comes when all of them are answered, but maybe not yet done with here: it
-        is given back.
+        An ordinary call arrives once all of them are answered, perhaps before their tasks have
+        finished here; it is returned to the caller.
         """
         loop = asyncio.get_running_loop()
         tasks = set[asyncio.Task[None]]()
@@ -95,7 +95,7 @@ class RewardWorker:
     async def _answer(self, call: Any, sending: asyncio.Lock) -> None:
         number, index, columns = call
         answer = await self._score_async(index, columns)
-        # From a thread: a loop that waited until the trainer reads would not read what it sends.
+        # In a thread: a loop blocked until the trainer reads could not read what the trainer sends.
         async with sending:
             await asyncio.to_thread(self._send, [number, asdict(answer)])
 

@@ -1,4 +1,4 @@
-"""A reward worker as the trainer sees it: a process with a connection, and calls that it runs."""
+"""A reward worker as the trainer sees it: a process, its connection and its calls in progress."""
 
 import json
 import subprocess
@@ -18,11 +18,11 @@ from megatron_grpo.user_code.supervised import (
 
 WORKER_MODULE = "megatron_grpo.rewards.worker"
 DEATH_SECONDS = 2.0
-"""How long after a worker's last word its death is waited for."""
+"""Seconds to wait for a worker's death after its connection has closed."""
 
 
 class WorkerProcess:
-    """One process that runs the config's reward functions; it begins to load them at once."""
+    """One process that runs the config's reward functions; it starts loading them at once."""
 
     def __init__(self, cfg: RewardConfig) -> None:
         self.cfg = cfg
@@ -30,11 +30,11 @@ class WorkerProcess:
         self.load_seconds = load_seconds(cfg.timeout)
         self.load_deadline = time.monotonic() + self.load_seconds
         self.deadlines: dict[int, float] = {}
-        """By number the calls that it runs, and when each must have been answered."""
+        """The deadline of each call in progress, by number."""
         self.is_spent = False
-        """It takes no more calls, and is to be replaced when it has answered those it has."""
+        """Whether it takes no more calls, and is replaced once it has answered those it has."""
         self.fate = ""
-        """Why it can do nothing any more; empty while it can."""
+        """Why it has failed; empty while it works."""
         self._supervisor, self.connection = start_supervised(
             WORKER_MODULE, cfg.memory_megabytes, cfg.timeout
         )
@@ -42,16 +42,16 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of what ends as the worker ends, and with it all that the worker started."""
+        """Process id of the supervisor, which ends with the worker and all its descendants."""
         return self._supervisor.pid
 
     @property
     def next_deadline(self) -> float:
-        """When an answer is late; it must load or run something."""
+        """When the next answer is late; only valid while loading or running calls."""
         return self.load_deadline if self.is_loading else min(self.deadlines.values())
 
     def send(self, number: int, call: tuple[Any, ...], seconds: float) -> None:
-        """Have it run call `number`, to be answered in `seconds`."""
+        """Send it call `number`, to be answered within `seconds`."""
         self.deadlines[number] = time.monotonic() + seconds
         try:
             self.connection.send((number, *call))
@@ -61,13 +61,13 @@ class WorkerProcess:
             self.fate = f"its process did not read the call in {self.cfg.timeout} s: killed"
 
     def receive_functions(self) -> list[tuple[list[str], bool]] | str:
-        """What it says of its functions when they are loaded, or why they are not."""
+        """Required columns and asynchrony of each function, or why they could not be loaded."""
         self.is_loading = False
         message = self._receive()
         return self.fate if message is None else message
 
     def receive_answer(self) -> tuple[int, Answer] | None:
-        """The answer to a call, by its number; None when it has met its fate instead."""
+        """The number of a call and its answer; None if the worker has died (see `fate`)."""
         message = self._receive()
         if message is None:
             return None
@@ -78,11 +78,11 @@ class WorkerProcess:
         return number, answer
 
     def tell_to_end(self) -> None:
-        """Have it end, with all that it has started."""
+        """Tell it to end, with all that it has started."""
         tell_to_end(self._supervisor)
 
     def wait_end(self) -> None:
-        """Return when nothing of it is left, after `tell_to_end`."""
+        """After `tell_to_end`, return when none of its processes is left."""
         wait_end(self._supervisor)
         self.connection.close()
 
@@ -94,7 +94,7 @@ class WorkerProcess:
             return None
 
     def _cause_of_death(self) -> str:
-        with suppress(subprocess.TimeoutExpired):  # it may live, without the connection
+        with suppress(subprocess.TimeoutExpired):  # it may live on without the connection
             self._supervisor.wait(DEATH_SECONDS)
         limit = f"reward.memory_megabytes {self.cfg.memory_megabytes}"
         return death_text(self._supervisor.returncode, limit)
