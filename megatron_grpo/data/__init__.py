@@ -1,1 +1,1 @@
-"""Prompts, from files or a hub to tokens."""
+"""Prompts: from files or the Hugging Face hub to tokens."""

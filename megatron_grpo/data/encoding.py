@@ -1,4 +1,4 @@
-"""From a row of the data to the text and the tokens that an engine gets."""
+"""From a row of the data to the text and tokens that an engine receives."""
 
 import re
 import reprlib
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TEMPLATE_ERRORS = (TemplateError, TypeError)
-"""What a template raises, or what it does with a field of a type that it has not thought of."""
+"""Errors raised by a template itself, or by one that gets a field of an unexpected type."""
 Chat = str | list[dict[str, str]]
-"""A text that goes in as it is, or messages for the chat template."""
+"""A text that is used as it is, or messages for the chat template."""
 T = TypeVar("T")
 U = TypeVar("U")
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A prompt as text, chat template applied, and as tokens."""
+    """A prompt as text, with the chat template applied, and as tokens."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -36,7 +36,8 @@ def encode_rows(
 ) -> list[Encoded | Fault]:
     """The prompt of every row, or why it has none.
 
-    Raises ValueError where the tokenizer can make none of any row.
+    Raises ValueError if the tokenizer makes no tokens of any row, or if its chat template is
+    missing or does not use a variable of `data.chat_template_kwargs`.
     """
     chats = [_chat(data, row) for row in rows]
     if not data.apply_chat_template:
@@ -63,7 +64,7 @@ def _check_variables(data: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> 
 def _of_valid(
     items: Sequence[T | Fault], function: Callable[[list[T]], Sequence[U | Fault]]
 ) -> list[U | Fault]:
-    """What `function` makes of the valid items all at once; faults stay in their places."""
+    """Apply `function` to all valid items at once; faults stay in place."""
     valid = [item for item in items if not isinstance(item, Fault)]
     results = iter(function(valid) if valid else [])
     return [item if isinstance(item, Fault) else next(results) for item in items]
@@ -91,8 +92,8 @@ def _chat(data: DataConfig, row: Row) -> Chat | Fault:
         if isinstance(prompt, str):
             return prompt
         return Fault("chat messages, which need data.apply_chat_template=true")
-    # Tables fill a field that some message has with null in all others, and templates ask whether
-    # a field is there.
+    # Parquet tables add a field that one message has to all others, as null, and templates test
+    # whether a field is defined.
     messages = [
         {name: value for name, value in message.items() if value is not None}
         for message in messages
@@ -105,11 +106,11 @@ def _chat(data: DataConfig, row: Row) -> Chat | Fault:
 
 
 def _fault_of(column: str, row: Row) -> Fault | None:
-    """What is wrong with a column, whatever it is for."""
+    """What is wrong with a column's value, whatever the column is used for."""
     if column not in row:
         return Fault(f"no column {column!r}")
     value = row[column]
-    if value is None or value != value:  # NaN is how tables of numbers say null
+    if value is None or value != value:  # NaN is null in numeric tables
         return Fault(f"{column!r} is null")
     if isinstance(value, str) and not _is_unicode(value):
         return Fault(f"{column!r} is no valid Unicode")
@@ -126,7 +127,7 @@ def _is_chat(messages: Any) -> bool:
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether it can be written as UTF-8: JSON may hold halves of surrogate pairs."""
+    """Whether it can be encoded as UTF-8: JSON may contain lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -135,7 +136,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def render_chats(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", chats: Any) -> Any:
-    """The text of a chat, or of each in a list, up to where the model's turn begins."""
+    """The text of a chat, or of each chat in a list, up to the beginning of the model's turn."""
     return tokenizer.apply_chat_template(
         chats, tokenize=False, add_generation_prompt=True, **data.chat_template_kwargs
     )
@@ -144,7 +145,7 @@ def render_chats(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", chats: 
 def _render(
     data: DataConfig, tokenizer: "PreTrainedTokenizerBase", chats: list[Any]
 ) -> Sequence[str | Fault]:
-    """Texts of chats, all at once; one by one when the template refuses some."""
+    """Texts of chats, rendered all at once, or one by one if the template refuses some."""
 
     def render_one(chat: Any) -> str | Fault:
         try:
@@ -163,8 +164,8 @@ def _render(
 def _tokenize(
     data: DataConfig, tokenizer: "PreTrainedTokenizerBase", texts: list[Any]
 ) -> list[Encoded | Fault]:
-    """All at once: fast tokenizers use all cores."""
-    # The template has written the special tokens already.
+    """Tokenize all texts at once: fast tokenizers use all cores."""
+    # A chat template has already written the special tokens.
     token_ids = tokenizer(texts, add_special_tokens=not data.apply_chat_template)["input_ids"]
     if not any(token_ids):
         raise ValueError(

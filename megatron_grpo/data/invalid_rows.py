@@ -1,4 +1,4 @@
-"""Rows of the data that no prompt can be made of: all are counted, the first are shown."""
+"""Rows of the data that cannot become prompts: all are counted, and the first ones shown."""
 
 from bisect import insort
 from collections import Counter
@@ -9,7 +9,7 @@ NUM_SHOWN = 20
 
 @dataclass(frozen=True)
 class Fault:
-    """Why a row cannot be used: of which kind it is, and what is special about this one."""
+    """Why a row cannot be used: the kind of fault, and the details of this row."""
 
     kind: str
     detail: str = ""
@@ -19,7 +19,7 @@ class Fault:
 
 
 class InvalidRows:
-    """What is wrong with a data set."""
+    """The unusable rows of a data set."""
 
     def __init__(self) -> None:
         self.kinds: Counter[str] = Counter()
@@ -29,19 +29,19 @@ class InvalidRows:
         return self.kinds.total()
 
     def add(self, index: int, place: str, fault: Fault) -> None:
-        """Row `index` of the data, which is at `place`, has this fault."""
+        """Record a fault of row `index` of the data, which is at `place`."""
         self.kinds[fault.kind] += 1
         insort(self._first, (index, f"{place}: {fault}"))
         del self._first[NUM_SHOWN:]
 
     @property
     def summary(self) -> str:
-        """How many of which kind."""
+        """Number of rows by kind of fault."""
         return ", ".join(f"{count} {kind}" for kind, count in self.kinds.most_common())
 
     @property
     def listing(self) -> str:
-        """A line for each of the first, by their order in the data, and one for the rest."""
+        """A line for each of the first rows, in the order of the data, and one for the rest."""
         lines = [text for _, text in self._first]
         if len(self) > NUM_SHOWN:
             lines.append(f"and {len(self) - NUM_SHOWN} more")

@@ -1,4 +1,4 @@
-"""Rows of data -> prompts of token ids -> the batch of every generation."""
+"""From rows of data to prompts of token ids, and to the batch of each generation."""
 
 import logging
 import random
@@ -32,15 +32,15 @@ class Prompt:
     """Number of the row in the data, from 0."""
     token_ids: tuple[int, ...]
     text: str
-    """What `token_ids` encode: chat template applied."""
+    """The text that `token_ids` encode, with the chat template applied."""
     row: Row
-    """The columns of the row; the reference answer also under the name `answer`."""
+    """The columns of the row, with the reference answer also as `answer`."""
     first_observation: str | None = None
-    """What the environment of one sample has appended to it: then it is that sample's alone."""
+    """Text that the environment of one sample appended; the prompt is then that sample's alone."""
 
 
 class PromptStream:
-    """The prompts of a generation are a pure function of its number: resuming needs no state."""
+    """Prompts by generation number: a pure function of it, so that resuming needs no state."""
 
     def __init__(
         self, prompts: Sequence[Prompt], batch_size: int, seed: int, shuffle: bool
@@ -58,7 +58,7 @@ class PromptStream:
 
     @property
     def fingerprint(self) -> str:
-        """Number and digest of the prompts: generations draw others from any other prompts."""
+        """Number and digest of the prompts; other prompts would make other generations."""
         digest = sha256()
         for prompt in self.prompts:
             numbers = (prompt.index, len(prompt.token_ids), *prompt.token_ids)
@@ -68,8 +68,8 @@ class PromptStream:
     def batch(self, generation_index: int) -> list[Prompt]:
         """The `batch_size` different prompts of generation `generation_index` (0, 1, ...).
 
-        Shuffled, every epoch has its own order and leaves out the rows that fill no whole batch,
-        other ones each time. Otherwise rows follow in order, the first after the last.
+        With `shuffle`, every epoch has its own order and drops the rows that do not fill a whole
+        batch, different ones each time. Otherwise the rows are taken in order and wrap around.
         """
         num_prompts, size = len(self.prompts), self.batch_size
         if not self.shuffle:
@@ -83,15 +83,15 @@ class PromptStream:
 @lru_cache(maxsize=1)
 def _epoch_order(num_prompts: int, seed: int, epoch: int) -> list[int]:
     order = list(range(num_prompts))
-    # A string seeds by its SHA-512, the same in every Python and process.
+    # A string is hashed with SHA-512, so the seed is the same in every Python version and process.
     random.Random(f"prompts of epoch {epoch}, seed {seed}").shuffle(order)
     return order
 
 
 def end_tokens(shape: ModelShape, tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
-    """Tokens that end a completion: the model's own and the tokenizer's.
+    """Tokens that end a completion: the model's and the tokenizer's.
 
-    Raises ValueError when there is none, since every sample would then run to the length limit.
+    Raises ValueError if there are none, since every sample would then run to the length limit.
     """
     tokens = {*shape.eos_token_ids, tokenizer.eos_token_id} - {None}
     if not tokens:
@@ -110,12 +110,12 @@ def load_prompts(
     fault_of: Callable[[Row], Fault | None] = lambda row: None,
     warns: bool = True,
 ) -> list[Prompt]:
-    """Read the data of `cfg.data` and encode every prompt as the engine will get it.
+    """Read the data of `cfg.data` and encode every prompt as the engine will receive it.
 
     The model's context of `max_position_embeddings` tokens must hold the prompt and
-    `rollout.max_completion_length` more. The data is looked at whole: rows that cannot be used, or
-    of which `fault_of` tells a fault, raise one ValueError that lists them, or are left out when
-    `data.on_invalid` is skip. `warns`: say how many rows are left out, for that or for
+    `rollout.max_completion_length` more tokens. All rows are checked: those that cannot be used, or
+    that have a fault according to `fault_of`, are listed in one ValueError, or left out if
+    `data.on_invalid` is skip. With `warns`, log how many rows are left out for that reason or by
     `data.max_prompt_length`.
     """
     data, invalid = cfg.data, InvalidRows()
@@ -146,7 +146,7 @@ def _with_answer(data: DataConfig, row: Row) -> Row:
 
 
 def _check_columns(data: DataConfig, records: Sequence[Record]) -> None:
-    """A column that no row has is a mistake in the config."""
+    """Raise ValueError for a column that no row has, a mistake in the config."""
     wanted = {"data.prompt_column": data.prompt_column, "data.answer_column": data.answer_column}
     for key, column in wanted.items():
         if column and records and not any(column in record.row for record in records):

@@ -16,9 +16,9 @@ from megatron_grpo.data.invalid_rows import Fault, InvalidRows
 FILE_SUFFIXES = (".jsonl", ".parquet")
 DEFAULT_SPLIT = DataConfig.model_fields["split"].default
 SPLITS = frozenset({DEFAULT_SPLIT, "validation", "valid", "val", "dev", "test", "eval"})
-"""By which files of a folder are named."""
+"""Names of splits by which files of a folder can be named."""
 NUM_NAMED = 10
-"""Most files of a folder that are named."""
+"""Most files of a folder that an error message lists."""
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 Row = dict[str, Any]
@@ -29,10 +29,10 @@ Numbered = tuple[int, Row | Fault]
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A row, and where it stands."""
+    """A row, and where it was read from."""
 
     index: int
-    """Number of the row in the data, from 0. Rows that cannot be read count, blank lines do not."""
+    """Number of the row in the data, from 0; counts unreadable rows, but not blank lines."""
     source: str
     number: int
     row: Row
@@ -46,8 +46,8 @@ class Record:
 def read_rows(data: DataConfig, invalid: InvalidRows) -> list[Record]:
     """The rows of a .jsonl or .parquet file, of a folder of them, or of a Hugging Face data set.
 
-    Rows that cannot be read go to `invalid`. Raises ValueError when there are no rows at all, and
-    for a subset or a split that a file or a folder does not have.
+    Rows that cannot be read are added to `invalid`. Raises ValueError if there are no rows at all,
+    and for a subset or a split that a file or a folder does not have.
     """
     records, index = [], 0
     for source, rows in _sources(data):
@@ -63,7 +63,7 @@ def read_rows(data: DataConfig, invalid: InvalidRows) -> list[Record]:
 
 
 def _sources(data: DataConfig) -> Iterator[tuple[str, Iterator[Numbered]]]:
-    """What a row's number is counted in, and the rows."""
+    """The sources, each with a name to which row numbers are appended, and its rows."""
     path = Path(data.path)
     if not path.exists():
         yield f"{data.path} row", enumerate(_load_from_hub(data))
@@ -83,9 +83,9 @@ def _sources(data: DataConfig) -> Iterator[tuple[str, Iterator[Numbered]]]:
 
 
 def _files_of_split(path: Path, split: str) -> list[Path]:
-    """Those of a folder that are named by the split; all, where none is named by any.
+    """The files of a folder that are named after the split, or all if none is named after a split.
 
-    Where some are and some are not, who named them does not say which the others belong to.
+    If only some files are named after a split, it is unclear to which split the others belong.
     """
     if not path.is_dir():
         if split != DEFAULT_SPLIT:
@@ -156,7 +156,7 @@ def _rows(batch: pyarrow.RecordBatch) -> Iterator[Row | Fault]:
 def _load_from_hub(data: DataConfig) -> Iterator[Row]:
     if data.path.endswith(FILE_SUFFIXES) or not HUB_NAME.fullmatch(data.path):
         raise ValueError(f"data.path {data.path} does not exist")
-    # Imported here because it takes a second, which local files need not wait for.
+    # Imported here because it takes a second, and local files do not need it.
     import datasets  # noqa: PLC0415
 
     try:

@@ -1,21 +1,21 @@
-"""Environments: what the model speaks with, turn by turn.
+"""Environments: the model's partner in a dialogue, turn by turn.
 
-An environment is a class in a file of the user's:
+An environment is a class in a user's file:
 
     class Guessing:
         def reset(self, prompt: str, **columns) -> str | None:
-            ...  # `columns` are those of the data row; a text is appended to the prompt
+            ...  # `columns` are those of the data row; a returned text is appended to the prompt
         def step(self, text: str) -> tuple[str, float, bool]:
-            ...  # what the model said -> observation, reward, done
+            ...  # the model's turn -> observation, reward, done
 
-Every sample has an instance of its own, made from `environment.arguments`, and that a process of
-its own: the file is loaded once, and each instance lives in a fork of the process that did. So a
-call that hangs, dies or eats memory can be ended without touching the other samples, and a step
-that waits for something keeps nobody else waiting. Nothing here is a sandbox.
+Every sample has its own instance, made from `environment.arguments`, in its own process: the file
+is loaded once, and each instance lives in a fork of the process that loaded it. So a call that
+hangs, dies or uses too much memory can be killed without affecting other samples, and a step that
+waits for something blocks no other. Nothing here is a sandbox.
 
-A sample whose environment fails, or is late, has failed: its reward is NaN, and never a zero.
+A sample whose environment fails, or is late, has failed: its reward is NaN, never zero.
 
-What others call it: TRL's `environment_factory` (`reset` with the columns, whose text is appended
+The same elsewhere: TRL's `environment_factory` (`reset` with the columns, whose text is appended
 to the last user message), verl's agent loop with an interaction, ms-swift's `multi_turn_scheduler`
 with a gym environment.
 """

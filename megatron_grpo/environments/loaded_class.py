@@ -1,4 +1,4 @@
-"""The user's class: found, called, and what it returns looked at."""
+"""Loads and calls the user's environment class, and checks what it returns."""
 
 import inspect
 import math
@@ -12,21 +12,21 @@ from megatron_grpo.user_code.columns import required, taken
 from megatron_grpo.user_code.user_file import load_user_file
 
 MAX_CHARACTERS = 1 << 20
-"""Of one observation: no model's context holds more."""
+"""Most characters of one observation: no model's context holds more."""
 LOAD_KEY = -1
-"""In the place of an instance's, of the answer about the class."""
+"""Key of the answer about loading the class, in place of an instance's key."""
 
 
 @dataclass(frozen=True)
 class LoadedClass:
-    """An environment's class with the arguments of the config."""
+    """An environment class with the arguments of the config."""
 
     make: Callable[..., Any]
     arguments: Mapping[str, Any]
 
     @classmethod
     def load(cls, name: str, arguments: Mapping[str, Any]) -> "LoadedClass":
-        """Import `file.py:ClassName`; ValueError when it is no environment."""
+        """Import `file.py:ClassName`; raises ValueError if it is not an environment."""
         path, _, class_name = name.rpartition(":")
         found = getattr(load_user_file(Path(path), "file of an environment"), class_name, None)
         if not inspect.isclass(found):
@@ -44,11 +44,11 @@ class LoadedClass:
 
     @property
     def wanted_columns(self) -> list[str]:
-        """Parameters of `reset` without a default that the prompt does not fill."""
+        """Parameters of `reset` without a default, other than `prompt`."""
         return [name for name in required(self._reset_parameters) if name != "prompt"]
 
     def reset(self, prompt: str, columns: Mapping[str, Any]) -> tuple[Any, str | None]:
-        """A new environment, and what it says first."""
+        """A new environment, and its first observation."""
         given = taken({**columns, "prompt": prompt}, self._reset_parameters)
         environment = self.make(**self.arguments)
         observation = environment.reset(**given)
@@ -79,7 +79,7 @@ def _text(method: str, observation: Any) -> str:
             f"{method} returned an observation of {len(observation)} characters: "
             f"at most {MAX_CHARACTERS}"
         )
-    return observation.encode(errors="replace").decode()  # halves of surrogate pairs are no text
+    return observation.encode(errors="replace").decode()  # replaces lone surrogates
 
 
 def _number(reward: Any) -> float:

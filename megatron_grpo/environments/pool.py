@@ -1,4 +1,4 @@
-"""The trainer's side of environments: any number of them at once, each call a future."""
+"""The trainer's side of environments: any number at once, with a future for each call."""
 
 import json
 import threading
@@ -21,20 +21,20 @@ from megatron_grpo.user_code.supervised import (
 
 WORKER_MODULE = "megatron_grpo.environments.worker"
 SEND_SECONDS = 10
-"""The worker reads all the time: one that takes longer is broken."""
+"""The worker reads continuously: if a send takes longer than this, it is broken."""
 
 
 class EnvironmentFailed(Exception):
-    """A call failed or was late; the text says how. That sample has failed, no other."""
+    """A call failed or was late; the text says how. Only that sample has failed."""
 
 
 class EnvironmentsLost(RuntimeError):
-    """The process that environments are forked from is gone, and with it all of them."""
+    """The process that environments are forked from is gone, and all environments with it."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What an environment answers to one turn of the model."""
+    """An environment's answer to one turn of the model."""
 
     observation: str
     reward: float
@@ -42,10 +42,10 @@ class Step:
 
 
 class EnvironmentPool:
-    """A process that forks one environment per sample; it is there until `close`.
+    """A process that forks one environment per sample; it lives until `close`.
 
-    It starts at once and loads in the background; it dies with this process, however that ends, and
-    so does what it has started.
+    It starts at once and loads in the background. It dies with this process, however that ends, and
+    so do the processes it has started.
     """
 
     def __init__(self, cfg: EnvironmentConfig) -> None:
@@ -63,10 +63,10 @@ class EnvironmentPool:
         self._reader.start()
 
     def wait_ready(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Wait until the class is loaded, and see that the data has the columns that it wants.
+        """Wait until the class is loaded, and check that the data has the columns it requires.
 
-        Raises ValueError, and closes the pool, for a class that cannot be used, or is not loaded
-        `load_seconds` from now, or wants a column that some row lacks.
+        Raises ValueError, and closes the pool, if the class cannot be used, is not loaded within
+        `load_seconds` from now, or requires a column that some row lacks.
         """
         patience = load_seconds(self.cfg.timeout)
         try:
@@ -85,11 +85,11 @@ class EnvironmentPool:
                 raise ValueError(f"reset of environment {self.cfg.name} wants {name!r}: {text}")
 
     def open(self) -> "Instance":
-        """An environment for one sample; nothing runs before it is reset."""
+        """A new environment for one sample; nothing runs until it is reset."""
         return Instance(self, next(self._keys))
 
     def call(self, action: str, key: int, *what: Any) -> Future[Any]:
-        """Have the worker do something; the future raises EnvironmentFailed, EnvironmentsLost."""
+        """Send the worker a call; the future may raise EnvironmentFailed or EnvironmentsLost."""
         future = _future()
         with self._lock:
             if self._end:
@@ -101,9 +101,9 @@ class EnvironmentPool:
         return future
 
     def send(self, *message: Any) -> None:
-        """Tell the worker something; EnvironmentsLost when it does not read.
+        """Send the worker a message; raises EnvironmentsLost if it does not read.
 
-        Of its death those hear who wait for an answer.
+        If the worker is dead, this raises nothing: the futures of pending calls do.
         """
         try:
             self._connection.send(message)
@@ -115,14 +115,14 @@ class EnvironmentPool:
             pass
 
     def close(self) -> None:
-        """Kill the worker and all environments; nothing of them is left when this returns."""
+        """Kill the worker and all environments; no process of them is left when this returns."""
         tell_to_end(self._supervisor)
         wait_end(self._supervisor)
         self._reader.join()
         self._connection.close()
 
     def _read(self) -> None:
-        """Give every answer to who waits for it, until the worker ends."""
+        """Set the future of every answered call, until the worker ends."""
         try:
             while True:
                 key, is_good, result = json.loads(self._connection.recv_bytes())
@@ -134,7 +134,7 @@ class EnvironmentPool:
                     future.set_exception(EnvironmentFailed(result))
         except (EOFError, ConnectionError):
             self._give_up(self._cause_of_death())
-        except Exception as error:  # an answer that nobody asked for: whoever waits is to know
+        except Exception as error:  # an unexpected answer: fail all pending calls
             self._give_up(f"its answers make no sense: {error!r}")
 
     def _give_up(self, cause: str) -> None:
@@ -157,20 +157,20 @@ class Instance:
     key: int
 
     def reset(self, prompt: str, columns: Mapping[str, Any], seed: int) -> Future[str | None]:
-        """Its first observation, if it has one. `seed` is for the random numbers of its process."""
+        """Its first observation, or None. `seed` seeds the random generators of its process."""
         return self.pool.call("reset", self.key, seed, prompt, dict(columns))
 
     def step(self, text: str) -> "Future[list[Any]]":
-        """What it answers to a turn of the model: the fields of a `Step`."""
+        """Its answer to a turn of the model: the fields of a `Step`."""
         return self.pool.call("step", self.key, text)
 
     def end(self) -> None:
-        """Kill it, and what it has started in its process group."""
+        """Kill it, and the processes it has started in its process group."""
         self.pool.send("end", self.key)
 
 
 def _future() -> Future[Any]:
-    """A future that nobody can cancel: whoever gives up waiting may come back to it."""
+    """A future that cannot be cancelled: after a timeout it can be waited for again."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future

@@ -1,15 +1,15 @@
 """The process that environments are forked from: `python -m MODULE FD MEGABYTES`, this module.
 
-It reads the class and its limits from the socket FD, loads it, answers with the columns that
-`reset` wants, and then does as it is told, with any number of calls at once:
+It reads the class and its limits from the socket FD, loads the class, answers with the columns that
+`reset` requires, and then executes commands, with any number of calls at once:
 
     ("reset", key, seed, prompt, columns)    fork a process, make the instance `key` in it, reset it
-    ("step", key, text)    have it step
+    ("step", key, text)    call its `step`
     ("end", key)           kill it
 
-Every answer is [key, true, result] or [key, false, text of the error] in JSON: what comes from the
-user's code is not unpickled. An instance that fails or is late is killed. All end when the socket
-closes.
+Every answer is [key, true, result] or [key, false, error text] in JSON, so that nothing from the
+user's code is unpickled. An instance that fails or is late is killed. All instances end when the
+socket closes.
 """
 
 import gc
@@ -33,37 +33,37 @@ from megatron_grpo.user_code.failure_text import MAX_TEXT, death_text, error_tex
 from megatron_grpo.user_code.worker_end import begin_worker, forks_end_here
 
 DEATH_SECONDS = 0.5
-"""How long after an instance's last word its death is waited for."""
+"""Seconds to wait for an instance's death after its connection has closed."""
 REAP_SECONDS = 0.05
-"""After how long it is looked again whether a killed process is gone."""
+"""Seconds between checks whether a killed process is gone."""
 
 
 @dataclass
 class Process:
-    """One instance."""
+    """The process of one instance."""
 
     pid: int
     connection: Connection
     deadline: float | None = None
-    """Of the call that it is at (monotonic)."""
+    """Deadline of the call in progress (monotonic)."""
 
 
 class Worker:
-    """All instances, by their keys."""
+    """Serves the trainer's commands; holds all instances by key."""
 
     def __init__(self, trainer: Connection, memory_megabytes: int) -> None:
         self.trainer = trainer
         self.limit = f"environment.memory_megabytes {memory_megabytes}"
         self.processes: dict[int, Process] = {}
         self.dead: dict[int, str] = {}
-        """Of instances that ended between two calls: how, for who calls next."""
+        """Why instances ended between two calls, by key; reported to the next call."""
         self.selector = DefaultSelector()
         self.selector.register(trainer, EVENT_READ)
         self.killed: list[int] = []
-        """Processes that are yet to be reaped."""
+        """Killed processes that are not reaped yet."""
 
     def serve(self) -> None:
-        """Load the class and run instances until the trainer hangs up."""
+        """Load the class and run instances until the trainer closes the socket."""
         name, arguments, self.timeout = self.trainer.recv()
         is_loaded, loaded = self._attempt(lambda: LoadedClass.load(name, arguments))
         if not is_loaded:
@@ -71,13 +71,13 @@ class Worker:
             return
         self._answer(LOAD_KEY, True, loaded.wanted_columns)
         self.loaded: LoadedClass = loaded
-        gc.freeze()  # so that the collector of a fork does not copy what it shares with us
+        gc.freeze()  # so that the garbage collector of a fork does not copy shared pages
         with suppress(EOFError):
             while True:
                 self._wait()
 
     def _wait(self) -> None:
-        """Do what is to be done next."""
+        """Wait for the next event, and handle it."""
         deadlines = [p.deadline for p in self.processes.values() if p.deadline is not None]
         if self.killed:
             deadlines.append(time.monotonic() + REAP_SECONDS)
@@ -106,7 +106,7 @@ class Worker:
             self._step(key, *what)
         else:
             self.dead.pop(key, None)
-            if key in self.processes:  # else it has failed
+            if key in self.processes:  # else it has failed already
                 self._kill(key)
 
     def _step(self, key: int, text: str) -> None:
@@ -115,7 +115,7 @@ class Worker:
             return
         process = self.processes[key]
         process.deadline = time.monotonic() + self.timeout
-        with suppress(ConnectionError):  # its end is read as well
+        with suppress(ConnectionError):  # its end is noticed when reading
             process.connection.send(text)
 
     def _fork(self, seed: int, prompt: str, columns: Any) -> Process:
@@ -127,9 +127,9 @@ class Worker:
         return Process(pid, connection, time.monotonic() + self.timeout)
 
     def _reset(self, seed: int, prompt: str, columns: Any) -> str | None:
-        """What the environment of this process says first."""
+        """Make the environment of this process; return its first observation."""
         random.seed(seed)
-        if "numpy" in sys.modules:  # whose state all forks would share
+        if "numpy" in sys.modules:  # all forks would share its state
             sys.modules["numpy"].random.seed(seed % 2**32)
         self.environment, observation = self.loaded.reset(prompt, columns)
         return observation
@@ -141,11 +141,11 @@ class Worker:
         other_end: Connection,
         action: Callable[[], Any],
     ) -> NoReturn:
-        """Be an instance, in a process of one's own."""
+        """Run an instance, in its own process."""
         die_with_parent()
         if os.getppid() != parent:
             os._exit(1)
-        os.setsid()  # so that what it starts can be ended with it
+        os.setsid()  # so that the processes it starts can be killed with it
         self.selector.close()
         for unused in (self.trainer, other_end, *(p.connection for p in self.processes.values())):
             unused.close()
@@ -161,7 +161,7 @@ class Worker:
                 return True, action()
         except ValueError as error:
             return False, str(error)[-MAX_TEXT:]
-        except BaseException as error:  # sys.exit() in a user's method too is told to the trainer
+        except BaseException as error:  # report sys.exit() in a user's method, too
             return False, error_text(error, self.limit)
 
     def _hand_on(self, key: int) -> None:
@@ -199,7 +199,7 @@ class Worker:
         process = self.processes.pop(key)
         self.selector.unregister(process.connection)
         process.connection.close()
-        with suppress(ProcessLookupError):  # its own session, if it has come so far
+        with suppress(ProcessLookupError):  # its own session, if it got that far
             os.killpg(process.pid, signal.SIGKILL)
         os.kill(process.pid, signal.SIGKILL)
         self.killed.append(process.pid)

@@ -1,1 +1,1 @@
-"""Held-out prompts."""
+"""Evaluation on held-out prompts."""

@@ -1,4 +1,4 @@
-"""Evaluation: held-out prompts, sampled with settings of their own, scored and summed up."""
+"""Evaluation: held-out prompts, sampled with their own settings, scored and summarized."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SEEDS_OF_EVALUATION = -1
-"""In the place of the number of a generation: every evaluation of a run has the same seeds, which
-are none of the training's."""
+"""Used in place of a generation's number, so that every evaluation of a run has the same seeds, and
+training never uses them."""
 ROUNDING = 1e-9
-"""A sum of weighted rewards may miss `eval.pass_threshold` by so much, as 0.7 + 0.2 + 0.1 does."""
+"""A weighted sum of rewards may miss `eval.pass_threshold` by this, as 0.7 + 0.2 + 0.1 does."""
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What came of one evaluation; lists are parallel, the samples of a prompt neighbours.
+    """The result of one evaluation; lists are parallel, and samples of one prompt adjacent.
 
-    A score that could not be had is NaN, and so is the total then.
+    A failed score is NaN, and so is the total of its completion.
     """
 
     samples: list[Sample]
@@ -41,7 +41,7 @@ class Evaluated:
 
 
 def as_evaluated(cfg: Config) -> Config:
-    """`cfg` with data, rewards and sampling of its evaluation in the place of the training's."""
+    """`cfg` with its evaluation's data, rewards and sampling in place of the training's."""
     own, rollout = cfg.eval, cfg.rollout
     sampling: dict[str, Any] = {"top_p": own.top_p, "top_k": own.top_k}
     if own.temperature is not None:
@@ -64,7 +64,7 @@ def load_eval_prompts(
     *,
     warns: bool = True,
 ) -> list[Prompt]:
-    """The prompts of an evaluation, `view` being what `as_evaluated` made of the run's config."""
+    """The prompts of an evaluation; `view` is the run's config after `as_evaluated`."""
     try:
         fault_of = reference_fault(view.reward)
         prompts = load_prompts(
@@ -76,17 +76,17 @@ def load_eval_prompts(
 
 
 def is_due(cfg: Config, step: int) -> bool:
-    """Whether the weights after `step` optimizer steps are evaluated in training."""
+    """Whether training evaluates the weights after `step` optimizer steps."""
     if cfg.eval.data is None:
         return False
     return step % cfg.eval.interval == 0 or step == cfg.train.num_steps
 
 
 class Evaluation:
-    """The held-out prompts, evaluated as often as asked; `view` is what `as_evaluated` made.
+    """Evaluates the held-out prompts, any number of times; `view` is a config after `as_evaluated`.
 
-    Engines are asked for as many completions at once as in a generation of the training, which is
-    what limits of time and memory were chosen for.
+    It requests as many completions at once as a generation of the training has, since time and
+    memory limits were chosen for that.
     """
 
     def __init__(
@@ -109,11 +109,11 @@ class Evaluation:
     def run(
         self, policy_version: int, timer: PhaseTimer, show: Callable[[int, int], None]
     ) -> Evaluated:
-        """Sample all prompts from weights `policy_version`, which the engines serve, and score.
+        """Sample all prompts from the served weights `policy_version`, and score the samples.
 
-        `show` is told how many of how many prompts are done. Raises what `RolloutClient.generate`
-        and `RewardPool.score` raise; after EnginesOut, called again for the same version, it goes
-        on where it ended.
+        Calls `show` with the numbers of finished prompts and of all prompts. Raises what
+        `RolloutClient.generate` and `RewardPool.score` raise; after EnginesOut, a call for the same
+        version continues where it stopped.
         """
         num_samples = self._view.eval.num_generations
         size = len(self.prompts) * num_samples
@@ -157,9 +157,9 @@ class Evaluation:
 def eval_metrics(evaluated: Evaluated, cfg: EvalConfig) -> dict[str, float]:
     """pass@k and mean@n over prompts, rewards and lengths over completions.
 
-    A completion without a score counts in none of the first three, and in `eval/failed`: its prompt
-    then has fewer than n samples, and is left out of pass@k where it has fewer than k. What nothing
-    is left for has no metric.
+    A completion without a score is left out of pass@k, mean@n and the means of the missing scores,
+    and counted in `eval/failed`: its prompt then has fewer than n samples, and is left out of
+    pass@k if it has fewer than k. A metric without any values is omitted.
     """
     n, totals = cfg.num_generations, evaluated.totals
     groups = [
@@ -196,7 +196,7 @@ def eval_metrics(evaluated: Evaluated, cfg: EvalConfig) -> dict[str, float]:
 
 
 def eval_rows(evaluated: Evaluated, cfg: EvalConfig) -> list[dict[str, Any]]:
-    """One row per completion, for JSON: null stands for a score that could not be had."""
+    """One row per completion, for JSON; null stands for a failed score."""
     return [
         {
             "prompt": sample.prompt.text,
@@ -213,7 +213,7 @@ def eval_rows(evaluated: Evaluated, cfg: EvalConfig) -> list[dict[str, Any]]:
 
 
 def passes(total: float, cfg: EvalConfig) -> bool:
-    """Whether a completion of that total reward passes."""
+    """Whether a completion with this total reward passes."""
     return total >= cfg.pass_threshold - ROUNDING
 
 

@@ -1,13 +1,13 @@
-"""pass@k: the chance that one of k completions of a prompt passes. Pure numbers."""
+"""pass@k: the probability that at least one of k completions of a prompt passes."""
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
     """The unbiased estimate 1 - C(n - c, k) / C(n, k) from n samples of which c have passed.
 
     Equation 1 of Chen et al. 2021, "Evaluating large language models trained on code" (arXiv
-    2107.03374): the share of the subsets of k samples in which one has passed. As a product of
-    k or c factors of at most 1, whichever are fewer; binomials of hundreds overflow a float.
-    AssertionError unless 0 <= c <= n and 1 <= k <= n.
+    2107.03374): the share of the subsets of k samples in which at least one has passed. Computed as
+    a product of k or c factors of at most 1, whichever is smaller, since binomials of hundreds
+    overflow a float. Raises AssertionError unless 0 <= c <= n and 1 <= k <= n.
     """
     n, c = num_samples, num_passed
     assert 0 <= c <= n and 1 <= k <= n, f"pass@{k} of {c} passed of {n}"

@@ -1,1 +1,1 @@
-"""Files of the user's that a config names, and their processes."""
+"""User files that a config names, and the processes that run them."""

@@ -1,4 +1,4 @@
-"""Columns of the data, which the user's code takes as parameters of the same names."""
+"""Columns of the data, passed to user code as parameters of the same name."""
 
 from collections.abc import Mapping, Sequence
 from inspect import Parameter
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def required(parameters: Mapping[str, Parameter]) -> list[str]:
-    """The parameters that a call must fill."""
+    """The parameters that a call must provide."""
     return [
         name
         for name, parameter in parameters.items()
@@ -16,13 +16,13 @@ def required(parameters: Mapping[str, Parameter]) -> list[str]:
 
 
 def taken(given: Mapping[str, Any], parameters: Mapping[str, Parameter]) -> dict[str, Any]:
-    """Of `given` what can be passed to these parameters: all of it where one is `**columns`."""
+    """The part of `given` that these parameters accept: all of it if one is `**columns`."""
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return {name: value for name, value in given.items() if takes_all or name in parameters}
 
 
 def missing(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """How many rows lack the column `name`, and what there is instead; empty where none does."""
+    """How many rows lack column `name`, and the columns of the first; empty if none lacks it."""
     lacking = [row for row in rows if name not in row]
     if not lacking:
         return ""

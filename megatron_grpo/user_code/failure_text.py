@@ -1,6 +1,6 @@
-"""What is told of the user's code when it has failed.
+"""Error texts about user code that has failed.
 
-`limit` is that of memory by its key, such as `reward.memory_megabytes 512`.
+`limit` is the memory limit with its config key, such as `reward.memory_megabytes 512`.
 """
 
 import traceback
@@ -8,18 +8,18 @@ import traceback
 from megatron_grpo.launch.exit_status import exit_words
 
 MAX_TEXT = 4000
-"""Characters of an error that are told: its end, where a traceback says what happened."""
+"""Characters kept of an error: its end, where a traceback says what happened."""
 
 
 def error_text(error: BaseException, limit: str) -> str:
-    """Of what it has raised."""
+    """The text of an exception that user code has raised."""
     if isinstance(error, MemoryError):
         return f"more memory than {limit} allows"
     return "".join(traceback.format_exception(error)).rstrip()[-MAX_TEXT:]
 
 
 def death_text(code: int | None, limit: str) -> str:
-    """Of a process that answers no more; `code` as `subprocess` has it, None while it lives."""
+    """The text for a process that stopped answering; `code` as in `subprocess`, None if alive."""
     if code is None:
         return "its process has closed the connection to the trainer"
     died = f"its process died with {exit_words(code)}"

@@ -1,4 +1,4 @@
-"""Processes of the user's code, as the trainer starts and ends them: each below a supervisor."""
+"""Starting and ending processes for user code, each below a supervisor."""
 
 import os
 import socket
@@ -10,19 +10,20 @@ from multiprocessing.connection import Connection, Pipe
 from megatron_grpo.user_code import supervisor
 
 LOAD_SECONDS = 60.0
-"""Loading may take this long, or as long as a call: imports are slow on a busy host."""
+"""Loading may take this long, or as long as a call if that is longer: imports may be slow."""
 END_SECONDS = 10.0
-"""A supervisor that takes longer to kill what is below it is itself killed."""
+"""A supervisor that takes longer to kill its descendants is killed itself."""
 
 
 def start_supervised(
     module: str, memory_megabytes: int, send_seconds: float
 ) -> tuple[subprocess.Popen[bytes], Connection]:
-    """Run `python -m MODULE FD MEGABYTES` below a supervisor; that, and our end of the connection.
+    """Run `python -m MODULE FD MEGABYTES` below a supervisor.
 
-    A fresh interpreter rather than a fork: it holds neither torch nor the trainer's threads. A send
-    that gets no further for `send_seconds` raises BlockingIOError: a message may be larger than
-    what the kernel takes from us while the other side reads nothing.
+    Returns the supervisor and our end of the connection. The process is a fresh interpreter rather
+    than a fork, without torch and the trainer's threads. A send that makes no progress for
+    `send_seconds` raises BlockingIOError, as a message may be larger than what the kernel buffers
+    while the other side does not read.
     """
     connection, theirs = Pipe()
     arguments = [os.getpid(), theirs.fileno(), memory_megabytes, module]
@@ -30,7 +31,7 @@ def start_supervised(
         [sys.executable, supervisor.__file__, *map(str, arguments)],
         pass_fds=[theirs.fileno()],
         stdin=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C is for the trainer, which then ends it
+        start_new_session=True,  # Ctrl-C goes to the trainer alone, which then ends it
     )
     theirs.close()
     whole = int(send_seconds)
@@ -41,17 +42,17 @@ def start_supervised(
 
 
 def load_seconds(timeout: float) -> float:
-    """How long a worker may take to load what is called with a limit of `timeout` seconds."""
+    """Seconds within which a worker must load code whose calls are limited to `timeout` seconds."""
     return max(LOAD_SECONDS, timeout)
 
 
 def tell_to_end(process: subprocess.Popen[bytes]) -> None:
-    """Have a supervisor end, with all that is below it."""
+    """Tell a supervisor to end, with all its descendants."""
     process.send_signal(supervisor.END)
 
 
 def wait_end(process: subprocess.Popen[bytes]) -> None:
-    """Return when nothing of it is left, after `tell_to_end`."""
+    """After `tell_to_end`, return when the supervisor has ended; kill it if it takes too long."""
     try:
         process.wait(END_SECONDS)
     except subprocess.TimeoutExpired:

@@ -1,9 +1,9 @@
-"""The process between the trainer and a worker: where it ends, nothing of that is left.
+"""The process between the trainer and a worker: when it ends, no process of the worker is left.
 
-`python supervisor.py TRAINER_PID FD MEGABYTES MODULE` starts `python -m MODULE FD MEGABYTES`, and
-ends when that ends, or on SIGUSR2 (`END`), or when the trainer dies. The user's code in it may
-start processes, in sessions of their own, whose parents have ended: Linux makes them children of
-this one (PR_SET_CHILD_SUBREAPER), which kills its children until it has none.
+`python supervisor.py TRAINER_PID FD MEGABYTES MODULE` starts `python -m MODULE FD MEGABYTES`. It
+ends when that ends, on SIGUSR2 (`END`), or when the trainer dies. User code in the worker may start
+processes in sessions of their own, whose parents then end: Linux makes them children of this
+process (PR_SET_CHILD_SUBREAPER), which kills its children until it has none.
 """
 
 import ctypes
@@ -19,17 +19,17 @@ from megatron_grpo.launch.parent_death import die_with_parent
 
 PR_SET_CHILD_SUBREAPER = 36
 END = signal.SIGUSR2
-"""Not SIGHUP or SIGINT: who is started by `nohup` or behind a script's `&` inherits that they are
-ignored, and they are lost while this interpreter starts."""
+"""Not SIGHUP or SIGINT: a process started by `nohup` or with `&` in a script inherits that they are
+ignored, so they would be lost while this interpreter starts."""
 SIGNALS = (END, signal.SIGCHLD)
 SCHEDULERS = (signal.SIGTERM, signal.SIGUSR1)
-"""Slurm sends them to every process of a job step; what they mean is for the trainer to say."""
+"""Slurm sends these to every process of a job step; only the trainer acts on them."""
 
 
 def main() -> None:
-    """Run the worker; the exit code, or the signal that ends this process, is the worker's."""
+    """Run the worker; this process exits with the worker's exit code, or dies by its signal."""
     trainer, fd, megabytes, module = sys.argv[1:]
-    # Blocked, they wait until they are asked for, from before there is anything to kill.
+    # Block them before there is anything to kill: they stay pending until `sigwait`.
     signal.pthread_sigmask(signal.SIG_BLOCK, (*SIGNALS, *SCHEDULERS))
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     die_with_parent(END)
@@ -43,10 +43,10 @@ def main() -> None:
 
 
 def kill_all() -> None:
-    """Kill the children of this process, and those that it gets by that, until there are none."""
+    """Kill the children of this process, and those it inherits thereby, until there are none."""
     while children := Path("/proc/thread-self/children").read_text().split():
         for pid in map(int, children):
-            os.kill(pid, signal.SIGKILL)  # nobody else reaps it: the id is not another's yet
+            os.kill(pid, signal.SIGKILL)  # only we reap it, so the id is still its own
         for pid in map(int, children):
             os.waitpid(pid, 0)
 
@@ -55,7 +55,7 @@ def _start_worker(module: str, fd: str, megabytes: str) -> int:
     supervisor = os.getpid()
 
     def begin() -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, SCHEDULERS)  # until it can handle them
+        signal.pthread_sigmask(signal.SIG_SETMASK, SCHEDULERS)  # until the worker can handle them
         die_with_parent()
         if os.getppid() != supervisor:
             os._exit(1)
@@ -68,7 +68,7 @@ def _start_worker(module: str, fd: str, megabytes: str) -> int:
 
 
 def _wait(worker: int) -> int:
-    """The worker's exit status; 0 when this process was told to end it."""
+    """The worker's exit status; 0 if this process was told to end."""
     while signal.sigwait(SIGNALS) == signal.SIGCHLD:
         with suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -80,7 +80,7 @@ def _wait(worker: int) -> int:
 def _end_like(status: int) -> None:
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the worker has left its own
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the worker has dumped its own core
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         os.kill(os.getpid(), -code)
     sys.exit(code)

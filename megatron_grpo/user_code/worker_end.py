@@ -1,4 +1,4 @@
-"""Processes of the user's code from inside: how they begin, and what ends with a call."""
+"""The inside of processes for user code: how they begin, and what ends with a call."""
 
 import os
 import resource
@@ -12,25 +12,25 @@ from megatron_grpo.user_code.supervisor import SCHEDULERS
 
 
 def begin_worker() -> tuple[Connection, int]:
-    """What `start_supervised` has given this process: a connection to the trainer, and megabytes.
+    """Return the connection to the trainer and the memory limit in megabytes, from `sys.argv`.
 
-    It has no more memory than that from here on, and heeds no signal of the scheduler.
+    Limits this process's memory to that, and makes it ignore the scheduler's signals.
     """
     for number in SCHEDULERS:
-        # A handler, which programs that the user's code starts do not inherit.
+        # A handler rather than SIG_IGN, which programs started by user code would inherit.
         signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SCHEDULERS)
     fd, megabytes = map(int, sys.argv[1:])
-    # Heap, stacks of threads and other private memory, but no files that are mapped to be read.
+    # Heap, thread stacks and other private memory, but not files mapped for reading.
     resource.setrlimit(resource.RLIMIT_DATA, (megabytes << 20,) * 2)
     return Connection(fd), megabytes
 
 
 @contextmanager
 def forks_end_here() -> Iterator[None]:
-    """Run the user's code; of processes that it has forked none leaves the block: they have no say.
+    """Run user code in the block; processes that it forks exit at the end of the block.
 
-    Neither by what they return nor by what they raise.
+    So they can neither return from it nor raise out of it.
     """
     pid = os.getpid()
     try:
