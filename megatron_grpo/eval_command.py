@@ -1,4 +1,4 @@
-"""`megatron-grpo eval`: the weights of a folder, served by engines that load them themselves."""
+"""`megatron-grpo eval`: evaluates the weights of a folder, which the engines load themselves."""
 
 import json
 import time
@@ -36,9 +36,9 @@ DUMMY = "dummy"
 
 
 class FolderEvaluation:
-    """An evaluation of the weights in `model.path`; leave the context, and its engines are gone.
+    """An evaluation of the weights in `model.path`; `close` ends its engines.
 
-    Raises ValueError or OSError where `cfg` cannot be evaluated.
+    Raises ValueError or OSError if `cfg` cannot be evaluated.
     """
 
     def __init__(self, cfg: Config, out: Path) -> None:
@@ -59,14 +59,14 @@ class FolderEvaluation:
             self._stack = stack.pop_all()
 
     def close(self) -> None:
-        """End engines and reward workers."""
+        """Stop the engines and reward workers."""
         self._stack.close()
 
     def run(self) -> dict[str, float]:
-        """Evaluate, write what came of it into the folder, and return the metrics.
+        """Evaluate, write the results to the output folder, and return the metrics.
 
-        Engines that are lost meanwhile are started again, and asked for what is left. Raises
-        EnginesLost when none comes back, and RewardError.
+        Engines that are lost meanwhile are restarted, and asked for the rest. Raises EnginesLost if
+        none comes back, and RewardError.
         """
         timer = PhaseTimer(lambda phase: None)
         with progress_bar(Console()) as bar:
@@ -79,13 +79,13 @@ class FolderEvaluation:
 
     def _evaluate(self, timer: PhaseTimer, bar: EvaluationBar) -> Evaluated:
         while True:
-            # Nothing is pushed to them: whatever they hold, they have loaded.
+            # Nothing is pushed to the engines: they serve the weights that they have loaded.
             self._client.assemble(lambda workers: None)
             try:
                 self._client.serve_loaded()
                 return self._evaluation.run(LOADED_VERSION, timer, bar.show)
             except (EnginesOut, EngineDown):
-                continue  # those are lost, and `assemble` waits until one is back
+                continue  # `assemble` waits until one of the lost engines is back
 
     def _write(self, evaluated: Evaluated, metrics: dict[str, float]) -> None:
         rows = eval_rows(evaluated, self.cfg.eval)
@@ -102,7 +102,7 @@ class FolderEvaluation:
 
 
 def result_table(metrics: dict[str, float]) -> Table:
-    """The metrics for people."""
+    """The metrics as a table for the terminal."""
     table = Table("metric", box=None, header_style="dim")
     table.add_column("value", justify="right")
     for name, value in metrics.items():
@@ -112,7 +112,7 @@ def result_table(metrics: dict[str, float]) -> Table:
 
 
 def _check(cfg: Config) -> ModelShape:
-    """Raise ValueError, with a legal value, when `cfg` cannot be evaluated on this machine."""
+    """Raise ValueError, with a legal value, if `cfg` cannot be evaluated on this machine."""
     if cfg.eval.data is None:
         raise ValueError(
             "eval.data names no held-out prompts: give eval.data.path=FILE, or, where data.path "

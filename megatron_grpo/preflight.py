@@ -1,4 +1,4 @@
-"""What can be refused before a rank starts: sizes, weights, engines; data in `prompt_checks.py`."""
+"""Checks before any rank starts: sizes, weights and engines; `prompt_checks.py` checks the data."""
 
 import importlib.util
 from collections.abc import Iterator, Mapping
@@ -24,9 +24,9 @@ from megatron_grpo.weights.worker_layouts import engine_dims
 
 HEALTH_TIMEOUT_SECONDS = 5.0
 
-# What a run may change when it is resumed: how long, how fast and where, but not what is learnt.
-# Model and data may have moved: others are told by `_check_same_model` and by the fingerprint of
-# the prompts, which is in the checkpoint.
+# Keys that a resumed run may change: how long, how fast and where it runs, but not what it learns.
+# Model and data may have moved: a different model is detected by `_check_same_model`, and different
+# data by the fingerprint of the prompts in the checkpoint.
 CHANGEABLE = (
     "model.path",
     "model.megatron.recompute_",
@@ -66,11 +66,11 @@ CHANGEABLE = (
 
 
 def preflight(cfg: Config, token: str | None) -> None:
-    """Raise ValueError, with the numbers and a legal value, when `cfg` cannot run on this machine.
+    """Raise ValueError, with the numbers and a legal value, if `cfg` cannot run on this machine.
 
-    Takes seconds: reads headers and not weights, tokenizes the data, loads the reward functions in
-    their own process, and asks the engines that were given by address for their health, and whether
-    they take `token`.
+    Reads the headers of the weights, not the weights, tokenizes the data, loads the reward
+    functions in their own process, and checks that engines given by address are healthy and accept
+    `token`.
     """
     BatchSchedule.of(cfg.grpo)
     shape = _check_model(cfg)
@@ -78,7 +78,7 @@ def preflight(cfg: Config, token: str | None) -> None:
     check_same_run(cfg)
     if cfg.wandb.project and importlib.util.find_spec("wandb") is None:
         raise ValueError("wandb.project needs wandb: install the extra `wandb`, or leave it out")
-    # Behind all others: to import Megatron-Core takes seconds, and to encode a data set minutes.
+    # Last, since importing Megatron-Core takes seconds, and encoding a data set takes minutes.
     _check_transformer(cfg, shape)
     from megatron_grpo.prompt_checks import check_evaluation, check_prompts
 
@@ -88,7 +88,7 @@ def preflight(cfg: Config, token: str | None) -> None:
 
 
 def check_engines(rollout: RolloutConfig, shape: ModelShape, token: str | None) -> None:
-    """Raise ValueError when the engines cannot split the model, be started, reached or used."""
+    """Raise ValueError if the engines cannot split the model, be started, reached or used."""
     check_engine_dims(shape, engine_dims(rollout))
     for url in rollout.base_urls:
         _check_answers(url.rstrip("/"), check_token(token))
@@ -102,15 +102,15 @@ def check_engines(rollout: RolloutConfig, shape: ModelShape, token: str | None) 
 
 
 def check_same_run(cfg: Config) -> None:
-    """Raise ValueError when `train.run_dir` holds another run than `cfg` describes.
+    """Raise ValueError if `train.run_dir` holds a different run from the one that `cfg` describes.
 
-    Lists every key that differs, apart from those that a resumed run may change. The same where its
-    checkpoints are gone: a run that begins anew drops the records that are there.
+    The message lists every key that differs, except those that a resumed run may change. Also
+    raises if that run's checkpoints are gone, as starting over would drop its records.
     """
     checkpoints = cfg.train.run_dir / "checkpoints"
     if (step := latest_step(checkpoints)) == 0:
         _check_never_saved(cfg.train.run_dir)
-        return  # nothing has been learnt that another config could spoil
+        return  # nothing has been learnt that a different config could spoil
     before = dict(_flatten(yaml.safe_load(dump_config(_saved_config(cfg.train.run_dir)))))
     now = dict(_flatten(yaml.safe_load(dump_config(cfg))))
     differing = [
@@ -128,9 +128,9 @@ def check_same_run(cfg: Config) -> None:
 
 
 def _check_never_saved(run_dir: Path) -> None:
-    """Raise ValueError for the records of more steps than a run can do without a checkpoint.
+    """Raise ValueError for records of more steps than a run can take without a checkpoint.
 
-    The first save is made beside training, which at the second one has waited for its end.
+    The first checkpoint is written in the background, and is complete before the second is begun.
     """
     if (last := last_step(run_dir)) == 0:
         return
@@ -144,7 +144,7 @@ def _check_never_saved(run_dir: Path) -> None:
 
 
 def _saved_config(run_dir: Path) -> Config:
-    """That of the run there: keys newer than it have their defaults, as they had in effect."""
+    """The config of the run there; keys newer than it have their defaults, which is how it ran."""
     saved = run_dir / "config.yaml"
     try:
         return load_config(saved)
@@ -153,9 +153,9 @@ def _saved_config(run_dir: Path) -> Config:
 
 
 def _check_same_model(kept: Path, folder: Path) -> None:
-    """Raise ValueError when `folder` describes another model than `kept`, a checkpoint's copy.
+    """Raise ValueError if `folder` describes a different model from `kept`, a checkpoint's copy.
 
-    Weights are not compared: those of a run come from its checkpoints, all but a reference's.
+    Weights are not compared: a resumed run reads all but the reference's from its checkpoint.
     """
     differing = differing_fields(read_shape(kept), read_shape(folder), but_for=())
     if differing:
@@ -178,7 +178,7 @@ def _check_model(cfg: Config) -> ModelShape:
     shape = read_shape(folder)
     check_divisible(shape, cfg.dims)
     check_weights(folder, shape)
-    companion_files(folder)  # what every checkpoint and export copies
+    companion_files(folder)  # the files that every checkpoint and export copies
     return shape
 
 
@@ -201,10 +201,10 @@ def _check_transformer(cfg: Config, shape: ModelShape) -> None:
 
 def _check_answers(url: str, token: str) -> None:
     try:
-        # trust_env: a proxy of the environment is not for engines.
+        # trust_env=False: proxies set in the environment are not for engines.
         with httpx.Client(base_url=url, timeout=HEALTH_TIMEOUT_SECONDS, trust_env=False) as engine:
             engine.get("/health").raise_for_status()
-            # Any route would do that wants the token and changes nothing.
+            # Any route that requires the token and changes nothing would do.
             response = engine.get("/load", headers=bearer(token))
             if response.status_code == httpx.codes.UNAUTHORIZED:
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""What can be refused of data, rewards and environments before a rank starts."""
+"""Checks of data, rewards and environments before any rank starts."""
 
 from contextlib import ExitStack, closing
 
@@ -18,7 +18,7 @@ from parallel.microbatches import plan_microbatches
 
 
 def check_prompts(cfg: Config, shape: ModelShape) -> None:
-    """Raise ValueError when the prompts of `data` cannot be used, trained on, played or scored."""
+    """Raise ValueError if the prompts of `data` cannot be read, sampled, scored or trained on."""
     with ExitStack() as stack:
         rewards = stack.enter_context(closing(RewardPool(cfg.reward)))
         tokenizer = load_tokenizer(cfg.model.path)
@@ -41,7 +41,7 @@ def check_prompts(cfg: Config, shape: ModelShape) -> None:
 
 
 def check_evaluation(cfg: Config, shape: ModelShape) -> None:
-    """Raise ValueError when the prompts of `eval` cannot be used, served or scored."""
+    """Raise ValueError if the prompts of `eval` cannot be read, sampled or scored."""
     view = as_evaluated(cfg)
     tokenizer = load_tokenizer(cfg.model.path)
     end_tokens(shape, tokenizer)
@@ -53,7 +53,7 @@ def check_evaluation(cfg: Config, shape: ModelShape) -> None:
 
 
 def _check_vocabulary(shape: ModelShape, prompts: list[Prompt]) -> None:
-    """A tokenizer of another model would index past the embedding."""
+    """Raise ValueError for token ids beyond the embedding, as from another model's tokenizer."""
     for prompt in prompts:
         if max(prompt.token_ids) >= shape.vocab_size:
             raise ValueError(
@@ -63,11 +63,11 @@ def _check_vocabulary(shape: ModelShape, prompts: list[Prompt]) -> None:
 
 
 def _check_engine_context(cfg: Config, prompts: list[Prompt], data: str, rollout: str) -> None:
-    """The longest prompt with the longest completion must fit into what vLLM was told to hold.
+    """The longest prompt with the longest completion must fit into vLLM's `max_model_len`.
 
-    It ends a completion there, too, which would look like one that met its own limit; and a prompt
-    that is longer is refused by whichever generation first draws it. `data` and `rollout` are the
-    tables that have their limits.
+    vLLM would end completions there, which would look as if they had reached their own limit; and
+    it would refuse a longer prompt only when a generation first draws it. `data` and `rollout` name
+    the config tables that have the limits.
     """
     limit = engine_number(cfg.rollout.vllm, "max_model_len")
     longest = max(len(prompt.token_ids) for prompt in prompts)

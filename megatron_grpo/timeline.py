@@ -1,4 +1,4 @@
-"""What a run did when, for chrome://tracing and https://ui.perfetto.dev. Rank 0 only."""
+"""Timeline of a run for chrome://tracing and https://ui.perfetto.dev. Rank 0 only."""
 
 import json
 import os
@@ -9,24 +9,24 @@ from typing import Any
 
 TIMELINE_FILE = "timeline.json"
 TRAINER, ROLLOUT = 0, 1
-"""The two rows: rank 0's part of the steps, and generations that are made beside them."""
+"""The two rows: rank 0's part of the steps, and generations made in the background."""
 _ROWS = {TRAINER: "trainer", ROLLOUT: "rollout"}
 
 
 class Timeline:
     """Appends phases to the file, in Chrome's trace event format, as they end.
 
-    That is a JSON array of which the closing bracket may be missing: what a killed run leaves can
-    be opened, but for the phase that it was in. Times are of the clock on the wall, so that a run
-    which is resumed goes on in the same file, behind the gap in which nothing ran.
+    The format is a JSON array whose closing bracket may be missing: the file of a killed run can be
+    opened, and lacks only the phase that was in progress. Times are wall-clock times, so a resumed
+    run continues in the same file, after the gap in which nothing ran.
 
-    Of rank 0 alone: the ranks enter and leave phases together, and wait for each other in them. A
-    step adds some ten lines of about 130 bytes.
+    Rank 0 alone suffices: the ranks enter and leave phases together, and wait for each other in
+    them. A step adds some ten lines of about 130 bytes.
     """
 
     def __init__(self, path: Path) -> None:
         self.step = 0
-        """That the trainer is at, counted from 1; before the first, those that are done."""
+        """The trainer's current step, counted from 1; before the first, the number already done."""
         self._lock, self._is_broken = threading.Lock(), False
         is_new = not path.exists() or _cut(path) == 0
         self._file = path.open("a", encoding="utf-8")
@@ -36,13 +36,13 @@ class Timeline:
                 self._write(name="thread_name", ph="M", tid=row, args={"name": name})
 
     def add(self, name: str, start: float, seconds: float, row: int, **about: int) -> None:
-        """Something that began at `start`, of `time.time()`, and is over now; from any thread."""
+        """Add an event that began at `start` (`time.time()`) and is over; safe from any thread."""
         self._write(
             name=name, ph="X", ts=round(start * 1e6), dur=round(seconds * 1e6), tid=row, args=about
         )
 
     def add_step(self, phase: str, start: float, seconds: float) -> None:
-        """A phase of the present step."""
+        """Add a phase of the current step."""
         self.add(phase, start, seconds, TRAINER, step=self.step)
 
     def close(self) -> None:
@@ -56,13 +56,13 @@ class Timeline:
             try:
                 self._file.write(json.dumps({**event, "pid": 0}) + ",\n")
                 self._file.flush()
-            except OSError as error:  # a run does not end for its timeline
+            except OSError as error:  # a run must not fail because of its timeline
                 self._is_broken = True
                 print(f"{TIMELINE_FILE} goes no further: {error}", file=sys.stderr)
 
 
 def _cut(path: Path) -> int:
-    """Cut off a line that was being written when the run died; the bytes that are left."""
+    """Cut off a line that was being written when the run died; return the bytes that remain."""
     data = path.read_bytes()
     whole = data.rfind(b"\n") + 1
     os.truncate(path, whole)

@@ -6,21 +6,21 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 BETWEEN = ""
-"""What is entered when a phase has ended and none has begun."""
+"""The phase name between two phases."""
 WAIT = "wait_rollout"
-"""The phase in which a step waits for a generation that is made beside it."""
+"""The phase in which a step waits for a generation that is made in the background."""
 
 Record = Callable[[str, float, float], None]
-"""Told the name of a phase that is over, when it began (`time.time()`), and how long it took."""
+"""Called with the name of a finished phase, when it began (`time.time()`) and its seconds."""
 
 
 class PhaseTimer:
-    """Sums seconds by phase name; `metrics()` gives `time/{phase}` and `time/step`.
+    """Sums seconds by phase name; `metrics()` returns `time/{phase}` and `time/step`.
 
-    `enter` is told the name of every phase as it begins, and `record` when it is over.
+    `enter` is called with the name of every phase when it begins, and `record` when it is over.
 
-    On CUDA no synchronisation is added: every phase ends in a host read (a loss, a gradient norm, a
-    barrier), so what a phase has launched is also what it has waited for.
+    On CUDA this adds no synchronisation: every phase ends in a host read (a loss, a gradient norm,
+    a barrier), so a phase waits for everything that it has launched.
     """
 
     def __init__(self, enter: Callable[[str], None], record: Record | None = None) -> None:
@@ -30,7 +30,7 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: str, part: str = "") -> Iterator[None]:
-        """Add the seconds of the block to phase `name`; a `part` of it is entered by both names."""
+        """Add the block's seconds to phase `name`; with a `part`, it is entered as `name_part`."""
         both = f"{name}_{part}" if part else name
         self._enter(both)
         began, start = time.time(), time.perf_counter()
@@ -41,14 +41,14 @@ class PhaseTimer:
             self._seconds[name] += seconds
             if self._record:
                 self._record(both, began, seconds)
-        self._enter(BETWEEN)  # not after an exception: that belongs to the phase
+        self._enter(BETWEEN)  # not after an exception, which belongs to the phase
 
     def metrics(self) -> dict[str, float]:
-        """Seconds so far, by metric name, in the order in which the phases began."""
+        """Seconds so far by metric name, in the order in which the phases first ended."""
         total = time.perf_counter() - self._start
         return {**{f"time/{name}": s for name, s in self._seconds.items()}, "time/step": total}
 
 
 def is_beside(name: str, metrics: Mapping[str, object]) -> bool:
-    """Whether a metric is of a phase that ran beside the step, which then waited for it."""
+    """Whether a metric is of a phase that ran in the background, for which the step then waited."""
     return name in ("time/generate", "time/score") and f"time/{WAIT}" in metrics
