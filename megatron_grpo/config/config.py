@@ -40,7 +40,7 @@ class WandbConfig(Section):
     name: str | None = None
     """Name of the run; null: wandb chooses one."""
     num_completions: NonNegativeInt = 16
-    """Most completions per step in wandb's table; `completions.jsonl` has all of them."""
+    """Maximum completions per step in wandb's table; `completions.jsonl` has all of them."""
 
 
 class Config(Section):

@@ -24,7 +24,7 @@ class EvalConfig(Section):
     """Optimizer steps between evaluations; there is also one before the first and after the last
     step."""
     max_prompts: PositiveInt | None = None
-    """Evaluate only the first this many prompts; null: all."""
+    """Number of prompts to evaluate, the first ones of the data; null: all."""
     num_generations: PositiveInt = 1
     """Completions per prompt: the n of pass@k and mean@n."""
     k: tuple[PositiveInt, ...] = Field(
@@ -42,7 +42,8 @@ class EvalConfig(Section):
     top_k: int = -1
     """Sample from this many likeliest tokens, at least 1; -1: from all tokens."""
     max_completion_length: PositiveInt | None = None
-    """Most tokens per completion, including the end token; null: rollout.max_completion_length."""
+    """Maximum tokens per completion, including the end token; null:
+    rollout.max_completion_length."""
 
     @model_validator(mode="after")
     def _k_can_be_drawn(self) -> Self:

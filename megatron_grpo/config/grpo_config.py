@@ -42,7 +42,7 @@ class GRPOConfig(Section):
     dynamic_sample: bool = False
     """Replace prompts whose completions all have the same reward with other prompts (DAPO)."""
     max_resample_times: PositiveInt = 3
-    """With dynamic_sample, most rounds of replacement; groups still missing then have equal
+    """With dynamic_sample, maximum rounds of replacement; groups still missing have equal
     rewards."""
     overlong_filter: bool = False
     """Leave completions that reached the length limit out of the loss."""

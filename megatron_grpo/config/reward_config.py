@@ -44,11 +44,12 @@ class RewardConfig(Section):
     """Share of the completions of a generation or evaluation that may fail to be scored; these are
     masked, and more stop the run."""
     max_concurrent_calls: PositiveInt = 64
-    """Most concurrent calls of asynchronous functions, one prompt each."""
+    """Maximum concurrent calls of asynchronous functions, one prompt each."""
     num_workers: PositiveInt = 2
     """Number of processes that score in parallel."""
     memory_megabytes: PositiveInt = 4096
-    """Most private memory (RLIMIT_DATA) of each scoring process, and of each process it starts."""
+    """Maximum private memory (RLIMIT_DATA) of each scoring process, and of each process it
+    starts."""
 
     @field_validator("functions", mode="before")
     @classmethod
@@ -78,15 +79,16 @@ class EnvironmentConfig(Section):
     arguments: dict[str, Any] = Field(default={})
     """Keyword arguments of the class."""
     weight: float = 1.0
-    """Weight in the total reward of the environment's reward, which is summed over its steps."""
+    """Weight of the environment's reward, summed over the steps: term `environment` of the
+    total."""
     max_turns: PositiveInt = 8
-    """Most turns of the model per completion."""
+    """Maximum turns of the model per completion."""
     observation_role: Literal["user", "tool"] = "user"
     """Role of observations in the chat template."""
     timeout: PositiveFloat = 60.0
     """Seconds within which `reset` or `step` must return; otherwise the sample has failed."""
     memory_megabytes: PositiveInt = 4096
-    """Most private memory (RLIMIT_DATA) of each sample's process, and of each process it starts."""
+    """Maximum private memory (RLIMIT_DATA) of each sample's process and of processes it starts."""
 
     @field_validator("name")
     @classmethod

@@ -24,13 +24,13 @@ class RolloutConfig(Section):
     tensor_parallel_size: PositiveInt = 1
     """Tensor-parallel ranks of each engine."""
     temperature: float = Field(default=1.0, ge=LEAST_TEMPERATURE)
-    """Sampling temperature, at least 0.01; the trainer divides its logits by it, too."""
+    """Sampling temperature, at least 0.01; the trainer also divides its logits by it."""
     top_p: float = 1.0
     """Must be 1.0: the trainer cannot reproduce a truncated distribution."""
     top_k: int = -1
     """Must be -1: the trainer cannot reproduce a truncated distribution."""
     max_completion_length: PositiveInt
-    """Most tokens per completion, including the end token and observations."""
+    """Maximum tokens per completion, including the end token and observations."""
     async_generate: bool = False
     """Generate the next batch while training on the current one; samples are one generation
     older."""
@@ -45,9 +45,9 @@ class RolloutConfig(Section):
     vllm: dict[str, Any] = Field(default={})
     """Fields of vLLM's EngineArgs, passed on unchanged."""
     update_weights_bucket_megabytes: PositiveInt = 512
-    """Most megabytes of buffers per process while new weights are sent to the engines."""
+    """Maximum megabytes of buffers per process while weights are sent to the engines."""
     weight_transport: Literal["auto", "network"] = "auto"
-    """`auto`: host or GPU memory that both ends share, else the network; `network`: always that."""
+    """`auto`: host or GPU memory that both ends share, else the network; `network`: only that."""
 
     @model_validator(mode="after")
     def _supported(self) -> Self:

@@ -37,7 +37,7 @@ class TrainConfig(Section):
     seed: NonNegativeInt = 42
     """Seed of the data order and of all sampling."""
     max_tokens_per_microbatch: PositiveInt = 4096
-    """Most tokens, alignment padding included, in one forward pass of one model replica."""
+    """Maximum tokens, with alignment padding, in one forward pass of one model replica."""
     save_interval: PositiveInt = 10
     """Optimizer steps between checkpoints; the last step always writes one."""
     export_interval: PositiveInt | None = None
@@ -72,7 +72,7 @@ class OptimizerConfig(Section):
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay."""
     max_grad_norm: PositiveFloat = 1.0
-    """Gradients with a larger global norm are scaled down to this one."""
+    """Maximum global norm of the gradients; larger ones are scaled down to it."""
 
     @model_validator(mode="after")
     def _decay_goes_down(self) -> Self:
@@ -101,7 +101,7 @@ class ParallelConfig(Section):
     context_parallel_size: PositiveInt = 1
     """Ranks that split every sequence."""
     expert_parallel_size: PositiveInt = 1
-    """Ranks that split the experts of each layer, whole experts each; 1 for dense models."""
+    """Ranks that the experts of each layer are distributed over, whole; 1 for dense models."""
     expert_tensor_parallel_size: PositiveInt = Field(
         default_factory=lambda data: data["tensor_parallel_size"]
     )

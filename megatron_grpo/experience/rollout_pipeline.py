@@ -47,8 +47,8 @@ class RolloutPipeline:
             self._collector.begin(self.pending)
 
     def ask_ahead(self, step: int) -> None:
-        """In an asynchronous run, request the generation after that of `step`, which is at hand, if
-        training goes that far and it was not requested before."""
+        """In an asynchronous run, request the generation after that of `step`, if training goes
+        that far and it was not requested before."""
         following = self._batches.cursor(step).generation + 1
         is_last = following * self._batches.updates_per_generation >= self._num_steps
         if self._is_async and not self.pending and self.ready != following and not is_last:
