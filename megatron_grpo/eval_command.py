@@ -120,16 +120,16 @@ def _check(cfg: Config) -> ModelShape:
         )
     if cfg.rollout.base_urls:
         raise ValueError(
-            "rollout.base_urls: what engines that run already have loaded cannot be told, and eval "
-            "starts its own: set rollout.base_urls=[]"
+            "rollout.base_urls: eval starts its own engines, as it cannot tell which weights "
+            "running ones have loaded: set rollout.base_urls=[]"
         )
     if cfg.rollout.vllm.get("load_format") == DUMMY:
         raise ValueError(
-            "rollout.vllm.load_format dummy has engines begin with random weights, which nothing "
-            "replaces in eval: set rollout.vllm.load_format=auto"
+            "rollout.vllm.load_format dummy makes engines start with random weights, which eval "
+            "does not replace: set rollout.vllm.load_format=auto"
         )
     if not cfg.model.path.is_dir():
-        raise ValueError(f"model.path {cfg.model.path} is not a folder: give a model's")
+        raise ValueError(f"model.path {cfg.model.path} is not a folder: give a model's folder")
     shape = read_shape(cfg.model.path)
     check_weights(cfg.model.path, shape)
     check_engines(cfg.rollout, shape, None)

@@ -114,13 +114,13 @@ def check_same_run(cfg: Config) -> None:
     before = dict(_flatten(yaml.safe_load(dump_config(_saved_config(cfg.train.run_dir)))))
     now = dict(_flatten(yaml.safe_load(dump_config(cfg))))
     differing = [
-        f"{key}: {before.get(key, 'not there')} before, {now.get(key, 'not there')} now"
+        f"{key}: {before.get(key, 'not set')} before, {now.get(key, 'not set')} now"
         for key in sorted(before.keys() | now.keys())
         if before.get(key) != now.get(key) and not key.startswith(CHANGEABLE)
     ]
     if differing:
         raise ValueError(
-            f"train.run_dir {cfg.train.run_dir} holds a run of another config: choose another "
+            f"train.run_dir {cfg.train.run_dir} holds a run with another config: choose another "
             "folder, or remove this one.\n  " + "\n  ".join(differing)
         )
     if before["model.path"] != now["model.path"]:
@@ -172,8 +172,8 @@ def _check_model(cfg: Config) -> ModelShape:
     exported = cfg.train.run_dir / "hf"
     if folder.resolve().is_relative_to(exported.resolve()):
         raise ValueError(
-            f"model.path {folder} would be replaced by what the run exports to {exported}: choose "
-            "another train.run_dir"
+            f"model.path {folder} would be overwritten by what the run exports to {exported}: "
+            "choose another train.run_dir"
         )
     shape = read_shape(folder)
     check_divisible(shape, cfg.dims)

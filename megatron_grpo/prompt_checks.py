@@ -58,7 +58,7 @@ def _check_vocabulary(shape: ModelShape, prompts: list[Prompt]) -> None:
         if max(prompt.token_ids) >= shape.vocab_size:
             raise ValueError(
                 f"prompt {prompt.index} has the token id {max(prompt.token_ids)}, and the model's "
-                f"vocabulary ends at {shape.vocab_size - 1}: the tokenizer is another model's"
+                f"vocabulary ends at {shape.vocab_size - 1}: the tokenizer belongs to another model"
             )
 
 

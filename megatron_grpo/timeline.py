@@ -58,7 +58,7 @@ class Timeline:
                 self._file.flush()
             except OSError as error:  # a run must not fail because of its timeline
                 self._is_broken = True
-                print(f"{TIMELINE_FILE} goes no further: {error}", file=sys.stderr)
+                print(f"{TIMELINE_FILE} is not written any further: {error}", file=sys.stderr)
 
 
 def _cut(path: Path) -> int:

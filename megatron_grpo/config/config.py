@@ -76,7 +76,7 @@ class Config(Section):
         warmup, steps = self.optimizer.lr_warmup_steps, self.train.num_steps
         if warmup >= steps:
             raise ValueError(
-                f"optimizer.lr_warmup_steps {warmup} leaves none of the {steps} train.num_steps: "
+                f"optimizer.lr_warmup_steps {warmup} must be below train.num_steps {steps}: "
                 f"use at most {steps - 1}"
             )
         return self
@@ -89,7 +89,7 @@ class Config(Section):
             refused & self.model.megatron.keys() if self.grpo.shared_prompts else ()
         ):
             raise ValueError(
-                f"model.megatron.{name} is not known to the attention of grpo.shared_prompts=true: "
+                f"model.megatron.{name} is not supported with grpo.shared_prompts=true: "
                 "leave out one of the two"
             )
         return self
@@ -100,8 +100,8 @@ class Config(Section):
         if self.rollout.async_generate and old != "rollout" and mode is None:
             raise ValueError(
                 "rollout.async_generate true trains on samples of older weights, and "
-                f"grpo.old_logprobs {old} with grpo.rollout_importance_sampling_mode null takes "
-                "them for samples of the present ones: use grpo.old_logprobs=rollout, or a mode "
+                f"grpo.old_logprobs {old} with grpo.rollout_importance_sampling_mode null treats "
+                "them as samples of the current ones: use grpo.old_logprobs=rollout, or a mode "
                 "such as token_truncate"
             )
         return self
@@ -110,8 +110,8 @@ class Config(Section):
     def _environment_fits(self) -> Self:
         if self.grpo.supervision == "process" and self.environment.name is None:
             raise ValueError(
-                "grpo.supervision process compares the rewards of steps, which an environment "
-                "gives: name one in environment.name, or use outcome"
+                "grpo.supervision process compares the rewards of environment steps: name an "
+                "environment in environment.name, or use outcome"
             )
         if self.eval.data is not None and self.environment.name is not None:
             raise ValueError(
@@ -149,9 +149,9 @@ class Config(Section):
             judge = next(iter(sorted(unshaped, key=lambda name: name not in RIGHT)), "math_answer")
             sums = ", ".join(f"{function.name} * {function.weight:g}" for function in judges)
             raise ValueError(
-                f"eval.pass_threshold {self.eval.pass_threshold} is for a reward of right answers "
-                f"alone, and completions are judged by {sums}: set "
-                f"eval.reward.functions=[{judge}], or eval.pass_threshold to the least weighted "
+                f"eval.pass_threshold {self.eval.pass_threshold} is for rewards that score right "
+                f"answers alone, and completions are scored by {sums}: set "
+                f"eval.reward.functions=[{judge}], or eval.pass_threshold to the lowest weighted "
                 "sum that passes"
             )
         return self
@@ -165,8 +165,8 @@ class Config(Section):
             )
         if self.environment.name is not None and ENVIRONMENT_TERM in labels:
             raise ValueError(
-                f"reward.functions names {ENVIRONMENT_TERM}, and so is the reward of the "
-                "environment called: rename the function"
+                f"reward.functions names {ENVIRONMENT_TERM}, the name of the environment's own "
+                "reward: rename the function"
             )
         return self
 

@@ -74,7 +74,7 @@ class DataConfig(Section):
             )
         for name in sorted(OWN_TEMPLATE_ARGUMENTS & self.chat_template_kwargs.keys()):
             raise ValueError(
-                f"data.chat_template_kwargs.{name} is not free: give variables of the chat "
+                f"data.chat_template_kwargs.{name} is reserved: give variables of the chat "
                 "template, such as enable_thinking"
             )
         return self

@@ -49,7 +49,7 @@ class EvalConfig(Section):
     def _k_can_be_drawn(self) -> Self:
         if too_many := [k for k in self.k if k > self.num_generations]:
             raise ValueError(
-                f"eval.k {too_many[0]} cannot be drawn of eval.num_generations "
+                f"eval.k {too_many[0]} is above eval.num_generations "
                 f"{self.num_generations}: raise that to {max(too_many)}, or lower k"
             )
         return self
@@ -58,12 +58,12 @@ class EvalConfig(Section):
     def _can_be_sampled(self) -> Self:
         if self.temperature == 0 and self.num_generations > 1:
             raise ValueError(
-                f"eval.temperature 0 makes eval.num_generations {self.num_generations} equal "
+                f"eval.temperature 0 makes eval.num_generations {self.num_generations} identical "
                 "completions of a prompt: use eval.num_generations 1, or a temperature above 0"
             )
         if self.temperature is not None and 0 < self.temperature < LEAST_TEMPERATURE:
             raise ValueError(
-                f"eval.temperature {self.temperature} would be taken for {LEAST_TEMPERATURE}: use "
+                f"eval.temperature {self.temperature} would be raised to {LEAST_TEMPERATURE}: use "
                 f"0, or at least {LEAST_TEMPERATURE}"
             )
         if self.top_k < 1 and self.top_k != -1:

@@ -146,8 +146,8 @@ class GRPOConfig(Section):
     def _clips_fit(self) -> Self:
         if self.loss_type == "cispo" and self.epsilon_high < 1:
             raise ValueError(
-                f"grpo.epsilon_high {self.epsilon_high} is for cispo the bound of the ratio itself "
-                "and would cut ratios of 1: use at least 1, such as 5.0"
+                f"grpo.epsilon_high {self.epsilon_high} is the upper bound of the ratio itself for "
+                "cispo and would clip ratios of 1: use at least 1, such as 5.0"
             )
         if self.delta is None:
             return self
@@ -157,7 +157,7 @@ class GRPOConfig(Section):
             )
         if self.delta <= 1 + self.epsilon_high:
             raise ValueError(
-                f"grpo.delta {self.delta} would also cut ratios of positive advantages, which "
+                f"grpo.delta {self.delta} would also clip ratios of positive advantages, which "
                 f"1 + grpo.epsilon_high = {1 + self.epsilon_high} allows: use a larger one, "
                 "such as 2.0"
             )
@@ -174,8 +174,8 @@ class GRPOConfig(Section):
         mode = self.rollout_importance_sampling_mode
         if self.loss_type == "vespo" and mode and not mode.startswith("token"):
             raise ValueError(
-                f"grpo.rollout_importance_sampling_mode {mode}: vespo takes weights of tokens into "
-                "its own of the sequence, use token_truncate or token_mask"
+                f"grpo.rollout_importance_sampling_mode {mode}: vespo multiplies token weights "
+                "into its own sequence weight, use token_truncate or token_mask"
             )
         return self
 
@@ -183,8 +183,9 @@ class GRPOConfig(Section):
     def _advantages_fit(self) -> Self:
         if self.num_generations < 2 and self.advantage_estimator != "reinforce_plus_plus":
             raise ValueError(
-                f"grpo.num_generations {self.num_generations}: a completion is judged against the "
-                "others of its prompt, so at least 2 (reinforce_plus_plus takes 1 as well)"
+                f"grpo.num_generations {self.num_generations}: a completion is compared with the "
+                "others of its prompt, use at least 2 (1 is enough for "
+                "grpo.advantage_estimator=reinforce_plus_plus)"
             )
         if self.advantage_estimator.startswith("reinforce") and self.scale_rewards != "batch":
             raise ValueError(
@@ -193,8 +194,9 @@ class GRPOConfig(Section):
             )
         if self.dynamic_sample and self.num_generations < 2:
             raise ValueError(
-                "grpo.dynamic_sample looks for groups of different rewards, and a group of "
-                "grpo.num_generations 1 never is one: use false, or at least 2"
+                "grpo.dynamic_sample true needs groups with different rewards, and with "
+                "grpo.num_generations 1 there are none: use dynamic_sample false, or at least 2 "
+                "generations"
             )
         if self.multi_objective_aggregation == "normalize_then_sum":
             self._only(
@@ -220,29 +222,29 @@ class GRPOConfig(Section):
         if self.old_logprobs == "rollout" and self.rollout_importance_sampling_mode:
             raise ValueError(
                 f"grpo.rollout_importance_sampling_mode {self.rollout_importance_sampling_mode} "
-                "weighs the trainer's old log-probabilities against those of the engines, and "
-                "grpo.old_logprobs=rollout takes the latter for both: use one of the two"
+                "compares the trainer's old log-probabilities with those of the engines, and "
+                "grpo.old_logprobs=rollout uses the latter for both: use only one of the options"
             )
         if self.use_bias_correction_kl and (self.kl_in_reward or self.beta == 0):
             raise ValueError(
-                "grpo.use_bias_correction_kl true is for the divergence in the loss, and there is "
+                "grpo.use_bias_correction_kl true applies to a KL term in the loss, and there is "
                 f"none with grpo.kl_in_reward {str(self.kl_in_reward).lower()} and grpo.beta "
                 f"{self.beta}: leave it out, or use kl_in_reward false and a beta above 0"
             )
         if self.overlong_filter and self.kl_in_reward and self.beta > 0:
             raise ValueError(
-                "grpo.overlong_filter leaves no divergence to subtract from the rewards of what it "
-                "leaves out, and grpo.kl_in_reward would compare these with the others: set one of "
-                "them to false"
+                "grpo.overlong_filter masks completions, which have no KL divergence to subtract "
+                "from their rewards then, and grpo.kl_in_reward would compare these with the rest: "
+                "set one of them to false"
             )
         self._divergence_holds_the_policy_back()
         if self.sync_ref_model and self.beta == 0:
             raise ValueError(
-                "grpo.sync_ref_model true moves the reference model, and grpo.beta 0 loads none: "
+                "grpo.sync_ref_model true updates the reference model, and grpo.beta 0 loads none: "
                 "use a beta above 0, such as 0.04, or sync_ref_model false"
             )
         if self.kl_target is not None and self.beta == 0:
-            raise ValueError("grpo.kl_target needs a grpo.beta to begin with, such as 0.04")
+            raise ValueError("grpo.kl_target needs an initial grpo.beta above 0, such as 0.04")
         return self
 
     def _divergence_holds_the_policy_back(self) -> None:
@@ -256,8 +258,8 @@ class GRPOConfig(Section):
             return
         if self.kl_in_reward and self.scale_rewards == "group":
             raise ValueError(
-                "grpo.scale_rewards group would divide the divergence in the reward, of completions"
-                " that are rewarded alike, by its own spread, whatever grpo.beta: use batch or "
+                "grpo.scale_rewards group would divide the KL divergence in the reward by its own "
+                "spread where rewards are equal, so that grpo.beta has no effect: use batch or "
                 "none, or grpo.kl_in_reward=false"
             )
         if self.kl_in_reward and self.kl_estimator != "k1":
@@ -267,7 +269,7 @@ class GRPOConfig(Section):
             )
         if not self.kl_in_reward and self.kl_estimator == "k1" and not self.use_bias_correction_kl:
             raise ValueError(
-                "grpo.kl_estimator k1 in the loss has a gradient that knows of no reference: use "
+                "grpo.kl_estimator k1 in the loss has a gradient without the reference in it: use "
                 "k2 or k3, or grpo.use_bias_correction_kl=true"
             )
 
@@ -312,6 +314,6 @@ class GRPOConfig(Section):
         for name, value in legal.items():
             if (given := getattr(self, name)) != value:
                 raise ValueError(
-                    f"grpo.{what} goes with grpo.{name}={str(value).lower()} only, "
+                    f"grpo.{what} requires grpo.{name}={str(value).lower()}, "
                     f"not {str(given).lower()}"
                 )

@@ -64,8 +64,8 @@ class RewardConfig(Section):
         for label in labels:
             if labels.count(label) > 1:
                 raise ValueError(
-                    f"reward.functions names {label} {labels.count(label)} times, and metrics go "
-                    "by that name: name it once"
+                    f"reward.functions names {label} {labels.count(label)} times, and metrics have "
+                    "that name: name it once"
                 )
         return self
 

@@ -54,7 +54,7 @@ class RolloutConfig(Section):
         if self.top_p != 1.0 or self.top_k != -1:
             raise ValueError(
                 f"rollout.top_p {self.top_p} and rollout.top_k {self.top_k} would sample from a "
-                "cut distribution, whose log-probabilities the trainer cannot reproduce: "
+                "truncated distribution, whose log-probabilities the trainer cannot reproduce: "
                 "use top_p 1.0 and top_k -1"
             )
         if self.engine == "transformers" and (self.tensor_parallel_size > 1 or self.vllm):
@@ -77,9 +77,12 @@ class RolloutConfig(Section):
             parts = urlsplit(url)
             if parts.username is not None:
                 raise ValueError(
-                    f"rollout.base_urls: the address of {parts.hostname} has a user in it, whom "
-                    "the run directory would show: engines ask for MEGATRON_GRPO_TOKEN alone"
+                    f"rollout.base_urls: the address of {parts.hostname} has a user in it, which "
+                    "would be written to the run directory: leave it out, as engines only check "
+                    "MEGATRON_GRPO_TOKEN"
                 )
             if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise ValueError(f"rollout.base_urls: {url!r} is no address like http://host:8000")
+                raise ValueError(
+                    f"rollout.base_urls: {url!r} is not an address like http://host:8000"
+                )
         return self

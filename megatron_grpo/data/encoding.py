@@ -82,11 +82,11 @@ def _chat(data: DataConfig, row: Row) -> Chat | Fault:
     if not any(message["content"].strip() for message in messages):
         return Fault(f"{data.prompt_column!r} is empty")
     if not all(_is_unicode(message["content"]) for message in messages):
-        return Fault(f"{data.prompt_column!r} is no valid Unicode")
+        return Fault(f"{data.prompt_column!r} is not valid Unicode")
     if messages[-1]["role"] == "assistant":
         return Fault(
-            f"{data.prompt_column!r} ends with the assistant's own turn, which the model is to "
-            "write: leave that message out of it"
+            f"{data.prompt_column!r} ends with the assistant's own turn, which the model must "
+            "write: remove that message"
         )
     if not data.apply_chat_template:
         if isinstance(prompt, str):
@@ -101,7 +101,7 @@ def _chat(data: DataConfig, row: Row) -> Chat | Fault:
     if data.system_prompt is None:
         return messages
     if messages[0]["role"] == "system":
-        return Fault("its own system message beside data.system_prompt")
+        return Fault("its own system message in addition to data.system_prompt")
     return [{"role": "system", "content": data.system_prompt}, *messages]
 
 
@@ -113,7 +113,7 @@ def _fault_of(column: str, row: Row) -> Fault | None:
     if value is None or value != value:  # NaN is null in numeric tables
         return Fault(f"{column!r} is null")
     if isinstance(value, str) and not _is_unicode(value):
-        return Fault(f"{column!r} is no valid Unicode")
+        return Fault(f"{column!r} is not valid Unicode")
     return None
 
 
@@ -169,7 +169,7 @@ def _tokenize(
     token_ids = tokenizer(texts, add_special_tokens=not data.apply_chat_template)["input_ids"]
     if not any(token_ids):
         raise ValueError(
-            f"the model's tokenizer makes no tokens of {data.path}: are its files "
+            f"the model's tokenizer finds no tokens in {data.path}: are its files "
             "(tokenizer.json) in model.path?"
         )
     return [

@@ -47,7 +47,7 @@ class PromptStream:
     ) -> None:
         if batch_size > len(prompts):
             raise ValueError(
-                f"one generation takes {batch_size} different prompts and the data has "
+                f"one generation needs {batch_size} different prompts and the data has "
                 f"{len(prompts)}: lower grpo.generation_batch_size to at most "
                 f"{len(prompts)} * grpo.num_generations"
             )

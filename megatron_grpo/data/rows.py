@@ -70,8 +70,8 @@ def _sources(data: DataConfig) -> Iterator[tuple[str, Iterator[Numbered]]]:
         return
     if data.subset is not None:
         raise ValueError(
-            f"data.subset {data.subset} is of a data set on the hub, and data.path {path} is here: "
-            "set data.subset=null"
+            f"data.subset {data.subset} is for data sets on the hub, and data.path {path} is "
+            "local: set data.subset=null"
         )
     for file in _files_of_split(path, data.split):
         if file.suffix == ".jsonl":
@@ -90,7 +90,7 @@ def _files_of_split(path: Path, split: str) -> list[Path]:
     if not path.is_dir():
         if split != DEFAULT_SPLIT:
             raise ValueError(
-                f"data.split {split} is of a data set on the hub or of a folder, and data.path "
+                f"data.split {split} is for a data set on the hub or a folder, and data.path "
                 f"{path} is one file: give the file of that split, with data.split={DEFAULT_SPLIT}"
             )
         return [path]
@@ -102,13 +102,13 @@ def _files_of_split(path: Path, split: str) -> list[Path]:
         return files
     if split not in words.values():
         raise ValueError(
-            f"data.path {path} has no file of data.split {split}, which would be called such as "
+            f"data.path {path} has no file of data.split {split}, such as "
             f"{split}.parquet or {split}-00000-of-00001.parquet: it has {_names(files)}"
         )
     if others := [file for file, word in words.items() if word not in {split, *SPLITS}]:
         raise ValueError(
-            f"data.path {path} has files that are named by their split, and {_names(others)}: name "
-            f"these so, too, such as {split}-{others[0].name}, or take them out"
+            f"data.path {path} has files that are named after their split, and {_names(others)}: "
+            f"rename these, for example to {split}-{others[0].name}, or remove them"
         )
     return [file for file, word in words.items() if word == split]
 
@@ -131,7 +131,7 @@ def _parse(line: bytes) -> Row | Fault:
         return Fault("not UTF-8", f"byte {line[error.start]:#x} at column {error.start + 1}")
     except (ValueError, RecursionError) as error:
         return Fault("not JSON", str(error))
-    return row if isinstance(row, dict) else Fault("no JSON object", type(row).__name__)
+    return row if isinstance(row, dict) else Fault("not a JSON object", type(row).__name__)
 
 
 def _read_parquet(file: Path) -> Iterator[Row | Fault]:
@@ -163,6 +163,6 @@ def _load_from_hub(data: DataConfig) -> Iterator[Row]:
         yield from datasets.load_dataset(data.path, data.subset, split=data.split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(
-            f"data.path {data.path} is no file or folder here, and the Hugging Face data set of "
-            f"that name (subset {data.subset}, split {data.split}) cannot be loaded: {error}"
+            f"data.path {data.path} is not a local file or folder, and the Hugging Face data set "
+            f"of that name (subset {data.subset}, split {data.split}) cannot be loaded: {error}"
         ) from error

@@ -65,7 +65,7 @@ def step(environment: Any, text: str) -> tuple[str, float, bool]:
     answer = environment.step(text)
     if not isinstance(answer, tuple | list) or len(answer) != 3:
         raise ValueError(
-            f"step returned {reprlib.repr(answer)} and not (observation, reward, done)"
+            f"step returned {reprlib.repr(answer)} instead of (observation, reward, done)"
         )
     observation, reward, done = answer
     return _text("step", observation), _number(reward), _flag(done)
@@ -73,7 +73,9 @@ def step(environment: Any, text: str) -> tuple[str, float, bool]:
 
 def _text(method: str, observation: Any) -> str:
     if not isinstance(observation, str):
-        raise ValueError(f"{method} returned the observation {reprlib.repr(observation)}: no text")
+        raise ValueError(
+            f"{method} returned the observation {reprlib.repr(observation)}: not a text"
+        )
     if len(observation) > MAX_CHARACTERS:
         raise ValueError(
             f"{method} returned an observation of {len(observation)} characters: "
@@ -88,7 +90,7 @@ def _number(reward: Any) -> float:
             return float(reward)
     except (TypeError, ValueError):
         pass
-    raise ValueError(f"step returned the reward {reprlib.repr(reward)}: no finite number")
+    raise ValueError(f"step returned the reward {reprlib.repr(reward)}: not a finite number")
 
 
 def _flag(done: Any) -> bool:

@@ -82,7 +82,7 @@ class EnvironmentPool:
         for name in wanted:
             if text := missing(name, rows):
                 self.close()
-                raise ValueError(f"reset of environment {self.cfg.name} wants {name!r}: {text}")
+                raise ValueError(f"reset of environment {self.cfg.name} requires {name!r}: {text}")
 
     def open(self) -> "Instance":
         """A new environment for one sample; nothing runs until it is reset."""
@@ -109,7 +109,7 @@ class EnvironmentPool:
             self._connection.send(message)
         except BlockingIOError:
             raise EnvironmentsLost(
-                f"the process of the environments took nothing in for {SEND_SECONDS} s"
+                f"the process of the environments read nothing for {SEND_SECONDS} s"
             ) from None
         except ConnectionError:
             pass
@@ -135,7 +135,7 @@ class EnvironmentPool:
         except (EOFError, ConnectionError):
             self._give_up(self._cause_of_death())
         except Exception as error:  # an unexpected answer: fail all pending calls
-            self._give_up(f"its answers make no sense: {error!r}")
+            self._give_up(f"its answers are invalid: {error!r}")
 
     def _give_up(self, cause: str) -> None:
         with self._lock:

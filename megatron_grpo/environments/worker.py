@@ -99,7 +99,7 @@ class Worker:
             try:
                 process = self.processes[key] = self._fork(*what)
             except OSError as error:
-                self._answer(key, False, f"no process for it: {error}")
+                self._answer(key, False, f"its process could not be started: {error}")
             else:
                 self.selector.register(process.connection, EVENT_READ, key)
         elif action == "step":

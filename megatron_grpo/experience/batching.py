@@ -42,15 +42,15 @@ class BatchSchedule:
     def __post_init__(self) -> None:
         if self.generation_batch_size % self.num_generations:
             raise ValueError(
-                f"grpo.generation_batch_size {self.generation_batch_size} completions are no whole "
-                f"number of prompts with grpo.num_generations {self.num_generations} each: use "
+                f"grpo.generation_batch_size {self.generation_batch_size} is not a multiple of "
+                f"grpo.num_generations {self.num_generations}: use "
                 f"{_multiples_around(self.generation_batch_size, self.num_generations)}"
             )
         if self.generation_batch_size % self.steps_per_generation:
             legal = divisors(self.generation_batch_size)
             nearest = sorted(legal, key=lambda d: abs(d - self.steps_per_generation))[:2]
             raise ValueError(
-                f"grpo.generation_batch_size {self.generation_batch_size} does not cut into "
+                f"grpo.generation_batch_size {self.generation_batch_size} cannot be split into "
                 f"grpo.steps_per_generation {self.steps_per_generation} equal optimizer batches: "
                 f"use {' or '.join(map(str, sorted(nearest)))} steps"
             )

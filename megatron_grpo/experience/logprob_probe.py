@@ -59,8 +59,8 @@ def probe_logprobs(
     if experience and not mean <= bound:
         raise ValueError(
             f"engines and trainer do not compute the same model: over {len(experience.samples)} "
-            f"samples their log-probabilities differ by {mean:.3g} on average, {bound} is the most "
-            f"that rounding in {cfg.model.dtype} explains. Were engines in rollout.base_urls "
-            "started for another model or with other rollout.vllm arguments?"
+            f"samples their log-probabilities differ by {mean:.3g} on average, and rounding in "
+            f"{cfg.model.dtype} explains at most {bound}. Were engines in rollout.base_urls "
+            "started with another model, or with other rollout.vllm arguments?"
         )
     return {"probe/logprob_gap_mean": mean, "probe/logprob_gap_max": float(largest)}

@@ -41,7 +41,7 @@ def cosine(
             f"cosine_max_len {cosine_max_len} must be at least 1: use rollout.max_completion_length"
         )
     if accuracy not in ACCURACY:
-        raise ValueError(f"accuracy {accuracy!r} is not there: use {' or '.join(ACCURACY)}")
+        raise ValueError(f"accuracy {accuracy!r} is unknown: use {' or '.join(ACCURACY)}")
     wrong = (cosine_min_len_value_wrong, cosine_max_len_value_wrong)
     correct = (cosine_min_len_value_correct, cosine_max_len_value_correct)
     scores = ACCURACY[accuracy](completions, answer, reward_timeout=reward_timeout)

@@ -90,7 +90,7 @@ def load_function(spec: RewardFunction) -> LoadedFunction:
     path, colon, name = spec.name.rpartition(":")
     if not colon and name not in BUILT_IN:
         raise ValueError(
-            f"unknown reward function {name!r}: give {', '.join(BUILT_IN)}, or file.py:function"
+            f"unknown reward function {name!r}: use {', '.join(BUILT_IN)}, or file.py:function"
         )
     module = (
         load_user_file(Path(path), "file of reward functions")
@@ -116,7 +116,9 @@ def _built_in(spec: RewardFunction, function: Callable[..., Any]) -> LoadedFunct
             )
     for name in required(parameters):
         if name in settings - {GIVEN_TIMEOUT, *spec.arguments}:
-            raise ValueError(f"reward function {spec.name} wants {name!r}: give it in `arguments`")
+            raise ValueError(
+                f"reward function {spec.name} requires {name!r}: give it in `arguments`"
+            )
     loaded = LoadedFunction(function, spec.arguments, settings)
     nothing: dict[str, list[Any]] = {n: [] for n in (*loaded.wanted_columns, *GIVEN_COLUMNS)}
     try:
@@ -141,7 +143,7 @@ def _answer(scores: Any, num_completions: int) -> Answer:
         scores = scores.tolist()
     if not isinstance(scores, list | tuple):
         raise NoScores(
-            f"returned {type(scores).__name__} and not a list, for {num_completions} completions"
+            f"returned {type(scores).__name__} instead of a list, for {num_completions} completions"
         )
     if len(scores) != num_completions:
         raise NoScores(f"returned {len(scores)} scores for {num_completions} completions")

@@ -58,7 +58,9 @@ async def judge(
     """
     expression = _checked(base_url, prompt, max_score, pattern)
     if completions and "{answer}" in prompt and answer is None:
-        raise ValueError("the judge's prompt wants {answer}, and the data has no column `answer`")
+        raise ValueError(
+            "the judge's prompt contains {answer}, and the data has no column `answer`"
+        )
     texts = [
         _fill(prompt, {"prompt": question, "completion": completion, "answer": reference})
         for question, completion, reference in zip(
@@ -89,9 +91,11 @@ def _checked(base_url: str, prompt: str, max_score: float, pattern: str) -> re.P
     """The compiled `pattern`; raises ValueError for unusable arguments."""
     url, expression = urlsplit(base_url), re.compile(pattern, re.DOTALL)
     if url.scheme not in ("http", "https") or not url.hostname:
-        raise ValueError(f"base_url {base_url!r} is no address like http://host:8000/v1")
+        raise ValueError(f"base_url {base_url!r} is not an address like http://host:8000/v1")
     if "{completion}" not in prompt:
-        raise ValueError("prompt has no {completion}: say where the judge reads what it judges")
+        raise ValueError(
+            "prompt has no {completion}: put it where the judge is to read the completion"
+        )
     if not max_score > 0:
         raise ValueError(f"max_score {max_score} must be above 0, such as 10")
     if not expression.groups:
@@ -141,7 +145,7 @@ def _content(response: httpx.Response) -> str:
     try:
         return str(response.json()["choices"][0]["message"]["content"])
     except (ValueError, LookupError, TypeError):
-        raise JudgeError(f"no chat completion: {response.text[:MAX_TEXT]}") from None
+        raise JudgeError(f"not a chat completion: {response.text[:MAX_TEXT]}") from None
 
 
 def _score(text: str, expression: re.Pattern[str], max_score: float) -> float:

@@ -104,7 +104,7 @@ class RewardPool:
             for name in names:
                 if text := missing(name, rows):
                     raise RewardError(
-                        f"reward function {function.label} wants {name!r}: not in its "
+                        f"reward function {function.label} requires {name!r}: not in its "
                         f"arguments {function.arguments}, and {text}"
                     )
 

@@ -53,7 +53,7 @@ def check_failed(num_failed: int, num_completions: int, cfg: RewardConfig) -> No
     way_out = f", or set it to {enough} or more, below 1" if enough < 1 else ""
     raise RewardError(
         f"{num_failed} of {num_completions} completions have no score so far: more than "
-        f"reward.max_failed_fraction {limit} allows: mend what is told above{way_out}"
+        f"reward.max_failed_fraction {limit} allows: fix the failure shown above{way_out}"
     )
 
 
@@ -115,8 +115,8 @@ class Scoring:
         if function not in self._told:
             self._told.add(function)
             print(
-                f"megatron-grpo: {error}\nCompletions without a score are masked; of this function "
-                "no other failure is told",
+                f"megatron-grpo: {error}\nCompletions without a score are masked; further failures "
+                "of this function are not shown",
                 file=sys.stderr,
                 flush=True,
             )

@@ -27,6 +27,6 @@ def missing(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
     if not lacking:
         return ""
     return (
-        f"no column of {len(lacking)} of {len(rows)} rows; the first of them has "
+        f"{len(lacking)} of {len(rows)} rows have no such column; the first of them has "
         f"{', '.join(lacking[0])}"
     )

@@ -147,7 +147,7 @@ def test_samples_whose_environment_fails_are_masked_up_to_a_limit(vllm_engine, a
     assert ended.exit_codes == [1]
     assert "the environment failed in 4 samples, the first of them: prompt 2," in ended.output
     assert "4 of 16 completions have no score so far" in ended.output
-    assert "reward.max_failed_fraction 0.1 allows: mend what is told above" in ended.output
+    assert "reward.max_failed_fraction 0.1 allows: fix the failure shown above" in ended.output
 
 
 def test_what_was_learnt_is_saved_when_all_environments_are_lost_with_their_process(

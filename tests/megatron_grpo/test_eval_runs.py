@@ -234,6 +234,5 @@ def test_a_refusal_is_one_line_and_exit_code_2() -> None:
     ended = evaluate("eval.k=[4]", timeout=60)
     assert ended.exit_code == 2
     assert ended.output == (
-        "megatron-grpo: eval.k 4 cannot be drawn of eval.num_generations 1: raise that to 4, or "
-        "lower k\n"
+        "megatron-grpo: eval.k 4 is above eval.num_generations 1: raise that to 4, or lower k\n"
     )

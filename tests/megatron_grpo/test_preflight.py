@@ -101,7 +101,7 @@ def test_a_preflight_loads_no_wandb_and_leaves_no_files_behind(config, tmp_path)
         # Sizes that do not multiply.
         (["grpo.generation_batch_size=50", "grpo.num_generations=8"], ["50", "8", "48 or 56"]),
         (["grpo.steps_per_generation=3"], ["16", "3", "2 or 4"]),
-        (["grpo.generation_batch_size=84"], ["takes 21 different prompts", "has 20"]),
+        (["grpo.generation_batch_size=84"], ["needs 21 different prompts", "has 20"]),
         # Parts of the mesh that the model or each other do not allow.
         (["parallel.tensor_parallel_size=3"], ["tensor(3)", "num_attention_heads(4)", "[1, 2, 4]"]),
         (["parallel.pipeline_parallel_size=3"], ["2 layers", "pipeline(3)"]),
@@ -140,7 +140,7 @@ def test_a_preflight_loads_no_wandb_and_leaves_no_files_behind(config, tmp_path)
         (["data.answer_column=label"], ["'label'", "'prompt', 'answer'"]),
         (["reward.functions=[exct]"], ["'exct'", "cosine, exact, format"]),
         (["reward.functions=[demo/rewards.py:none]"], ["demo/rewards.py has no function 'none'"]),
-        (["reward.functions=[format]"], ["wants 'pattern'"]),
+        (["reward.functions=[format]"], ["requires 'pattern'"]),
         (
             ["reward.functions=[{name: format, arguments: {pattern: (}}]"],
             ["unterminated subpattern"],
@@ -354,7 +354,7 @@ RECOMPUTE = (
 def test_run_may_resume_with_more_or_less_recomputation(before, now, config, tmp_path):
     started_run(tmp_path / "run", config(*before))
     check_same_run(config(*now))
-    with pytest.raises(ValueError, match=r"layernorm_epsilon: not there before, 0.1 now"):
+    with pytest.raises(ValueError, match=r"layernorm_epsilon: not set before, 0.1 now"):
         check_same_run(config(*now, "model.megatron.layernorm_epsilon=0.1"))
 
 
@@ -373,7 +373,7 @@ def test_run_may_resume_where_model_and_data_have_moved(config, model, tmp_path)
 
 def test_a_resumed_run_keeps_the_variables_of_its_chat_template(config, tmp_path):
     started_run(tmp_path / "run", config())
-    told = r"enable_thinking: not there before, False now"
+    told = r"enable_thinking: not set before, False now"
     with pytest.raises(ValueError, match=told):
         check_same_run(config("data.chat_template_kwargs.enable_thinking=false"))
 
@@ -391,7 +391,7 @@ def test_what_is_wrong_in_the_config_of_the_run_itself_is_told_with_its_file(con
     [
         (["environment.name=nowhere.py:Echo"], "file of an environment nowhere.py does not exist"),
         (["environment.name=MINE:Rigid"], "missing a required argument: 'size'"),
-        (["environment.name=MINE:Curious"], "wants 'colour': no column of 20 of 20 rows"),
+        (["environment.name=MINE:Curious"], "requires 'colour': 20 of 20 rows have no such column"),
         (["environment.name=MINE:Halved"], "has no method step"),
     ],
 )
@@ -417,7 +417,7 @@ def test_a_model_that_the_runs_export_would_replace_is_refused(config, model, tm
     linked.symlink_to(folder)
     for path in (folder, linked):
         message = refusal(config(f"model.path={path}"))
-        assert f"model.path {path} would be replaced by what the run exports to" in message
+        assert f"model.path {path} would be overwritten by what the run exports to" in message
     preflight(config(f"model.path={linked}", f"train.run_dir={tmp_path / 'another'}"), None)
 
 

@@ -169,7 +169,7 @@ def test_a_password_in_an_address_is_refused_and_not_repeated():
 def test_missing_key_is_named_with_its_meaning(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(DEMO.read_text().replace("  num_steps: 15\n", ""))
-    assert refusal(path=path) == "config key train.num_steps is missing. Optimizer steps."
+    assert refusal(path=path) == "config key train.num_steps is missing. Number of optimizer steps."
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_missing_key_is_named_with_its_meaning(tmp_path):
         (["grpo.supervision=process"], ["supervision process", "environment.name", "outcome"]),
         (
             ["grpo.old_logprobs=rollout", "grpo.rollout_importance_sampling_mode=token_mask"],
-            ["token_mask", "old_logprobs=rollout", "one of the two"],
+            ["token_mask", "old_logprobs=rollout", "only one of the options"],
         ),
         (["grpo.kl_target=0.1"], ["kl_target", "grpo.beta", "0.04"]),
         (["grpo.use_bias_correction_kl=true"], ["use_bias_correction_kl", "grpo.beta 0"]),
@@ -286,8 +286,8 @@ def test_missing_key_is_named_with_its_meaning(tmp_path):
             ["data.apply_chat_template=false", "data.chat_template_kwargs.a=1"],
             ["chat_template_kwargs", "apply_chat_template=true"],
         ),
-        (["data.chat_template_kwargs.tools=[]"], ["chat_template_kwargs.tools is not free"]),
-        (["eval.data.chat_template_kwargs.tokenize=true"], ["kwargs.tokenize is not free"]),
+        (["data.chat_template_kwargs.tools=[]"], ["chat_template_kwargs.tools is reserved"]),
+        (["eval.data.chat_template_kwargs.tokenize=true"], ["kwargs.tokenize is reserved"]),
         (["train.num_steps.x=1"], ["'num_steps' is a value"]),
         (["train.num_steps"], ["'train.num_steps' is not of the form key.sub=value"]),
         (["train.seed=[1"], ["not valid YAML"]),
@@ -405,7 +405,7 @@ def test_an_environment_is_a_term_of_the_reward_and_may_be_the_only_one():
         (["reward.functions=[]"], r"reward.functions is empty: name at least 1, such as \[exact\]"),
         (
             ["environment.name=mine.py:Game", "reward.functions=[mine.py:environment]"],
-            "so is the reward of the environment called: rename the function",
+            "the name of the environment's own reward: rename the function",
         ),
     ],
 )
@@ -415,9 +415,7 @@ def test_an_environment_that_cannot_be_is_refused(overrides, told):
 
 def test_shared_prompts_refuse_what_their_attention_does_not_know():
     message = refusal("grpo.shared_prompts=true", "model.megatron.window_size=[128, 0]")
-    assert "model.megatron.window_size is not known to the attention of grpo.shared_prompts" in (
-        message
-    )
+    assert "model.megatron.window_size is not supported with grpo.shared_prompts" in message
 
 
 LONG = "{name: soft_overlong, arguments: {soft_max_length: 16, soft_cache_length: 4}}"
@@ -437,7 +435,7 @@ COSINE = "{name: cosine, arguments: {cosine_max_len: 16}}"
 def test_a_shaped_reward_does_not_judge_an_evaluation_unasked(functions, judge):
     shaped = f"reward.functions={functions}"
     message = refusal(shaped, "eval.data.path=test.jsonl")
-    assert f"set eval.reward.functions=[{judge}], or eval.pass_threshold to the least" in message
+    assert f"set eval.reward.functions=[{judge}], or eval.pass_threshold to the lowest" in message
     load_config(DEMO, [shaped])
     load_config(DEMO, [shaped, "eval.data.path=test.jsonl", "eval.pass_threshold=1.0"])
     load_config(DEMO, [shaped, "eval.data.path=test.jsonl", f"eval.reward.functions=[{judge}]"])

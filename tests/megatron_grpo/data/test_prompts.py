@@ -147,7 +147,7 @@ def test_a_folder_in_which_some_files_are_of_a_split_and_some_of_none_is_refused
     assert "no file of data.split train" in refusal(config(tmp_path))
     (tmp_path / "train.jsonl").write_text(json.dumps(ROWS[0]))
     message = refusal(config(tmp_path))
-    assert "and problems.jsonl: name these so, too, such as train-problems.jsonl" in message
+    assert "and problems.jsonl: rename these, for example to train-problems.jsonl" in message
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ BAD_LINES = [
     (b'{"prompt": ', "not JSON: Expecting value"),
     (b'{"prompt": "a", "answer": "1"} {}', "not JSON: Extra data"),
     (b"[" * 100_000, "not JSON: maximum recursion depth"),
-    (b'["prompt"]', "no JSON object: list"),
+    (b'["prompt"]', "not a JSON object: list"),
     (b'{"prompt": "caf\xe9", "answer": "1"}', "not UTF-8: byte 0xe9 at column 16"),
     (b'{"answer": "1"}', "no column 'prompt'"),
     (b'{"prompt": "a"}', "no column 'answer'"),
@@ -193,8 +193,8 @@ BAD_LINES = [
         b'{"prompt": [{"role": "user", "content": null}], "answer": "1"}',
         "messages with role and content: [{'content': None, 'role': 'user'}]",
     ),
-    (b'{"prompt": "\\ud800", "answer": "1"}', "'prompt' is no valid Unicode"),
-    (b'{"prompt": "a", "answer": "\\udfff"}', "'answer' is no valid Unicode"),
+    (b'{"prompt": "\\ud800", "answer": "1"}', "'prompt' is not valid Unicode"),
+    (b'{"prompt": "a", "answer": "\\udfff"}', "'answer' is not valid Unicode"),
     (b'{"prompt": "' + b"x" * 600 + b'", "answer": "1"}', "619 tokens of at most 500"),
 ]
 
@@ -368,7 +368,7 @@ def test_name_of_a_data_set_that_no_hub_serves_is_refused(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     message = refusal(config("nobody/no-such-data-set", "data.subset=main"))
-    assert "nobody/no-such-data-set is no file or folder here" in message
+    assert "nobody/no-such-data-set is not a local file or folder" in message
     assert "subset main, split train" in message
 
 
@@ -462,5 +462,5 @@ def test_only_the_same_prompts_have_the_same_fingerprint(tmp_path):
 
 
 def test_batch_larger_than_the_data_is_refused():
-    with pytest.raises(ValueError, match=r"takes 6 different prompts and the data has 5"):
+    with pytest.raises(ValueError, match=r"needs 6 different prompts and the data has 5"):
         PromptStream(prompts(5), 6, seed=1, shuffle=True)

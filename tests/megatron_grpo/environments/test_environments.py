@@ -86,10 +86,10 @@ def test_random_numbers_are_those_of_the_seed(tmp_path):
         ("hang_up", "closed the connection"),
         ("allocate", "more memory than environment.memory_megabytes 512"),
         ("nothing", "step returned None and not"),
-        ("number", "the observation 7: no text"),
-        ("nan", "the reward nan: no finite number"),
-        ("infinite", "the reward inf: no finite number"),
-        ("word", "the reward 'good': no finite number"),
+        ("number", "the observation 7: not a text"),
+        ("nan", "the reward nan: not a finite number"),
+        ("infinite", "the reward inf: not a finite number"),
+        ("word", "the reward 'good': not a finite number"),
         ("unsure", "done = None: neither true nor false"),
         ("endless", "2097152 characters: at most 1048576"),
     ],
@@ -180,7 +180,11 @@ def test_the_death_of_the_process_that_forks_them_is_told_to_all(tmp_path):
         ("Missing", {}, "has no class 'Missing'"),
         ("Halved", {}, "has no method step"),
         ("Rigid", {}, "environment.arguments {} of .*: missing a required argument: 'size'"),
-        ("Curious", {}, "wants 'colour': no column of 1 of 2 rows; the first of them has prompt"),
+        (
+            "Curious",
+            {},
+            "requires 'colour': 1 of 2 rows have no such column; the first of them has prompt",
+        ),
     ],
 )
 def test_a_class_that_cannot_be_used_is_refused_at_the_start(tmp_path, name, config, told):

@@ -63,7 +63,7 @@ def test_shares_depend_on_seed_and_generation_and_on_nothing_else():
         ({"num_generations": 8, "generation_batch_size": 6}, r"6 .* 8 each: use 8$"),
         (
             {"num_generations": 8, "generation_batch_size": 64, "steps_per_generation": 3},
-            r"64 does not cut into grpo.steps_per_generation 3 .*: use 2 or 4 steps",
+            r"64 cannot be split into grpo.steps_per_generation 3 .*: use 2 or 4 steps",
         ),
     ],
 )

@@ -165,7 +165,7 @@ def test_ranks_of_several_nodes_fill_them_as_jobs_are_placed(tmp_path):
     ("length", "override", "message"),
     [
         (9000, "train.seed=1", r"9000 tokens.*max_tokens_per_microbatch = \d+: set it to 9000"),
-        (4096, "grpo.num_generations=7", r"generation_batch_size \d+ .*no whole number of prompts"),
+        (4096, "grpo.num_generations=7", r"generation_batch_size \d+ is not a multiple of"),
     ],
 )
 def test_what_no_layout_can_mend_is_said_as_it_is(length, override, message, tmp_path):

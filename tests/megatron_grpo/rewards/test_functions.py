@@ -100,9 +100,9 @@ def test_soft_overlong_is_equation_13_of_dapo():
 @pytest.mark.parametrize(
     ("name", "arguments", "part"),
     [
-        ("format", {}, "wants 'pattern': give it in `arguments`"),
+        ("format", {}, "requires 'pattern': give it in `arguments`"),
         ("format", {"pattern": "("}, "missing ), unterminated subpattern"),
-        ("cosine", {}, "wants 'cosine_max_len'"),
+        ("cosine", {}, "requires 'cosine_max_len'"),
         ("cosine", {"cosine_max_len": 0}, "cosine_max_len 0 must be at least 1"),
         ("cosine", {"cosine_max_len": 9, "accuracy": "judge"}, "use exact or math_answer"),
         ("repetition", {"repetition_n_grams": 0}, "must be at least 1, such as 3"),
@@ -114,7 +114,7 @@ def test_soft_overlong_is_equation_13_of_dapo():
             "no argument 'ngram_size': it has repetition_max_penalty, repetition_n_grams",
         ),
         ("exact", {"pattern": "a"}, "no argument 'pattern': it has none"),
-        ("soft_overlong", {"soft_max_length": 100}, "wants 'soft_cache_length'"),
+        ("soft_overlong", {"soft_max_length": 100}, "requires 'soft_cache_length'"),
         ("soft_overlong", {"soft_max_length": 100, "soft_cache_length": 100}, "such as 20"),
     ],
 )
@@ -351,14 +351,14 @@ def reward(completions):
 @pytest.mark.parametrize(
     ("returned", "part"),
     [
-        ("None", "returned NoneType and not a list, for 2 completions"),
-        ("1.0", "returned float and not a list, for 2 completions"),
-        ("(1.0 for _ in completions)", "returned generator and not a list"),
-        ("{1.0, 2.0}", "returned set and not a list"),
-        ("{1.0: 0, 2.0: 0}", "returned dict and not a list"),
-        ("'12'", "returned str and not a list"),
-        ("__import__('numpy').float64(1)", "returned float and not a list"),
-        ("__import__('torch').tensor(1.0)", "returned float and not a list"),
+        ("None", "returned NoneType instead of a list, for 2 completions"),
+        ("1.0", "returned float instead of a list, for 2 completions"),
+        ("(1.0 for _ in completions)", "returned generator instead of a list"),
+        ("{1.0, 2.0}", "returned set instead of a list"),
+        ("{1.0: 0, 2.0: 0}", "returned dict instead of a list"),
+        ("'12'", "returned str instead of a list"),
+        ("__import__('numpy').float64(1)", "returned float instead of a list"),
+        ("__import__('torch').tensor(1.0)", "returned float instead of a list"),
         ("__import__('numpy').ones((2, 2))", "the score [1.0, 1.0]"),
         ("[__import__('torch').ones(2)] * 2", "the score tensor([1., 1.])"),
         ("[1.0]", "1 scores for 2 completions"),

@@ -179,8 +179,8 @@ def test_a_request_that_is_turned_away_for_now_is_sent_again(serve):
     [
         ((200, "no number"), "no score in the judge's answer 'no number'"),
         ((200, "I say 11"), "the judge's score 11.0 is beyond max_score 10"),
-        ((200, b"<html>"), "no chat completion: <html>"),
-        ((200, {"choices": []}), "no chat completion"),
+        ((200, b"<html>"), "not a chat completion: <html>"),
+        ((200, {"choices": []}), "not a chat completion"),
         ((404, {"error": "no model m"}), 'answered status 404: {"error": "no model m"}'),
         ((429, "slow down"), "gave no answer in time, at last status 429"),
         (None, "gave no answer in time, at last TimeoutError"),
@@ -226,8 +226,8 @@ def test_a_template_with_an_answer_wants_that_column(serve):
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        ({}, "wants 'base_url': give it in `arguments`"),
-        ({"base_url": "host:8000"}, "is no address like http://host:8000/v1"),
+        ({}, "requires 'base_url': give it in `arguments`"),
+        ({"base_url": "host:8000"}, "is not an address like http://host:8000/v1"),
         ({"prompt": "Rate it."}, "prompt has no {completion}"),
         ({"pattern": "[0-9]+"}, "has no group"),
         ({"pattern": "([0-9]+"}, "missing ), unterminated subpattern"),

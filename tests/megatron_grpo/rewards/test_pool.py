@@ -405,7 +405,7 @@ def test_failed_scores_up_to_the_limit_are_masked_and_beyond_it_stop_the_run(poo
     assert str(stopped.value) == (
         "reward function by_number on prompt 0 ('prompt 0'): returned the score None\n"
         "30 of 100 completions have no score so far: more than reward.max_failed_fraction 0.29 "
-        "allows: mend what is told above, or set it to 0.3 or more, below 1"
+        "allows: fix the failure shown above, or set it to 0.3 or more, below 1"
     )
     assert children() == others
 
@@ -426,10 +426,10 @@ def test_a_function_that_fails_on_everything_stops_the_run_before_it_has_seen_it
         scored(opened, samples(20, 1, bonus="[None] * 99"))
     assert str(stopped.value).endswith(
         "19 of 20 completions have no score so far: more than reward.max_failed_fraction 0.9 "
-        "allows: mend what is told above, or set it to 0.95 or more, below 1"
+        "allows: fix the failure shown above, or set it to 0.95 or more, below 1"
     )
     with pytest.raises(
-        RewardError, match=r"1 of 1 completions .* allows: mend what is told above$"
+        RewardError, match=r"1 of 1 completions .* allows: fix the failure shown above$"
     ):
         scored(pool("fail", max_failed_fraction=0.9), samples(1, 1))
 
@@ -568,7 +568,7 @@ def test_a_file_that_hangs_while_it_loads_is_killed(tmp_path, others, monkeypatc
 def test_a_wanted_column_that_is_not_there_is_named_with_those_that_are(pool):
     with pytest.raises(ValueError) as refused:
         pool("bonus").wait_ready([*ROWS, {"prompt": "p", "answer": "a"}])
-    assert "reward function bonus wants 'bonus'" in str(refused.value)
+    assert "reward function bonus requires 'bonus'" in str(refused.value)
     assert "1 of 2 rows; the first of them has prompt, answer" in str(refused.value)
 
 
