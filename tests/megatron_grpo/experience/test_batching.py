@@ -58,9 +58,9 @@ def test_shares_depend_on_seed_and_generation_and_on_nothing_else():
     [
         (
             {"num_generations": 8, "generation_batch_size": 100},
-            r"generation_batch_size 100 .*num_generations 8 each: use 96 or 104",
+            r"generation_batch_size 100 .*num_generations 8: use 96 or 104",
         ),
-        ({"num_generations": 8, "generation_batch_size": 6}, r"6 .* 8 each: use 8$"),
+        ({"num_generations": 8, "generation_batch_size": 6}, r"6 .* 8: use 8$"),
         (
             {"num_generations": 8, "generation_batch_size": 64, "steps_per_generation": 3},
             r"64 cannot be split into grpo.steps_per_generation 3 .*: use 2 or 4 steps",

@@ -219,7 +219,7 @@ def test_a_template_with_an_answer_wants_that_column(serve):
     server = serve(lambda *_: (200, "5"))
     [sample] = samples(["a"])
     sample.prompt.row.clear()
-    with pytest.raises(RewardError, match=r"wants \{answer\}, and the data has no column"):
+    with pytest.raises(RewardError, match=r"contains \{answer\}, and the data has no column"):
         scores(judge(server), [sample])
 
 
