@@ -235,7 +235,7 @@ def test_a_signal_of_the_scheduler_to_every_process_of_the_job_changes_no_score(
         ("end_of_file", "EOFError: no more"),
         ("crash", "its process died with signal SIGSEGV"),
         ("hang_up", "its process has closed the connection to the trainer"),
-        ("generator", "returned generator and not a list, for 2 completions"),
+        ("generator", "returned generator instead of a list, for 2 completions"),
     ],
 )
 def test_a_failed_reward_is_an_error_that_names_function_and_prompt(name, cause, pool, others):
@@ -569,7 +569,9 @@ def test_a_wanted_column_that_is_not_there_is_named_with_those_that_are(pool):
     with pytest.raises(ValueError) as refused:
         pool("bonus").wait_ready([*ROWS, {"prompt": "p", "answer": "a"}])
     assert "reward function bonus requires 'bonus'" in str(refused.value)
-    assert "1 of 2 rows; the first of them has prompt, answer" in str(refused.value)
+    assert "1 of 2 rows have no such column; the first of them has prompt, answer" in str(
+        refused.value
+    )
 
 
 def test_math_answer_keeps_its_own_time_limit_inside_a_worker():
