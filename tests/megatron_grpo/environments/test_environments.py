@@ -85,7 +85,7 @@ def test_random_numbers_are_those_of_the_seed(tmp_path):
         ("leave_politely", "SystemExit: enough"),
         ("hang_up", "closed the connection"),
         ("allocate", "more memory than environment.memory_megabytes 512"),
-        ("nothing", "step returned None and not"),
+        ("nothing", "step returned None instead of"),
         ("number", "the observation 7: not a text"),
         ("nan", "the reward nan: not a finite number"),
         ("infinite", "the reward inf: not a finite number"),
