@@ -41,7 +41,7 @@ def test_factors_are_formed_round_by_round_and_goals_are_judged():
     assert "| Sums | seconds | other | 2 | 1.5: met |" in page
     assert "| Sums | peak_bytes | the best of 1 | 4 | 5: **not met** |" in page
     assert "other==1.0; its default; bit for bit." in page
-    assert "By memcpy alone the work takes 0.5 s." in page
+    assert "At the rate of memcpy alone the work takes 0.5 s." in page
 
 
 def test_what_was_measured_by_another_method_is_marked():
