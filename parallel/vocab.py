@@ -210,8 +210,8 @@ def _real_columns(
     if not (size - 1) * local_width < vocab_size <= size * local_width:
         raise ValueError(
             f"{size} tensor-parallel ranks with {local_width} columns each do not split a "
-            f"vocabulary of {vocab_size}: each must hold at least one real column; "
-            f"{-(-vocab_size // size)} columns would be the least"
+            f"vocabulary of {vocab_size}: together they must hold all of it, and each at least "
+            "one column of it; use fewer ranks"
         )
     first = rank * local_width
     return first, min(local_width, vocab_size - first)
