@@ -1,4 +1,4 @@
-"""Fixtures that take long to start, shared by the tests of a session."""
+"""Fixtures that are slow to start, shared by all tests of a session."""
 
 from concurrent.futures import ProcessPoolExecutor
 
@@ -10,14 +10,14 @@ from distributed import CONTEXT
 from engines import running_engine, served_model
 from faulty_runs import NUM_RANKS, make_runs
 
-# On a machine that does other things beside, how long an example takes says nothing about it.
+# No deadline: on a busy machine the duration of an example means nothing.
 settings.register_profile("loaded", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("loaded")
 
 
 @pytest.fixture(scope="session")
 def elsewhere():
-    """Calls a function in a separate process, where the CPU may pretend to be CUDA permanently."""
+    """Calls a function in a separate process, where it may make the CPU pose as CUDA for good."""
     with ProcessPoolExecutor(1, mp_context=CONTEXT) as pool:
         yield lambda function, *args: pool.submit(function, *args).result(timeout=200)
 
@@ -45,7 +45,7 @@ def vllm_engine(tied_model, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def transformers_engine(tied_model, tmp_path_factory):
-    """The same with the transformers server."""
+    """Like `vllm_engine`, with the transformers server."""
     logs = tmp_path_factory.mktemp("transformers-logs")
     with running_engine("transformers", tied_model, logs) as engine:
         yield engine

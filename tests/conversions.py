@@ -1,4 +1,4 @@
-"""Helpers for tests of conversions: weights of a folder, and the command line as a process."""
+"""Helpers for tests of conversions: reading weights, and running the command line."""
 
 import os
 import re
@@ -33,12 +33,12 @@ from parallel import Box, cover_exactly
 
 
 def weights_of(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of a folder with safetensors."""
+    """All tensors in the safetensors files of a folder."""
     return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
 
 
 def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """The same names, shapes, dtypes and bytes."""
+    """Assert equal names, shapes, dtypes and bytes."""
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype, name
@@ -64,7 +64,7 @@ def read_tensor(source: TensorSource, name: str, box: Box) -> Tensor:
 def variant(
     model: Path, folder: Path, edit: Callable[[dict[str, Tensor]], object] = lambda weights: None
 ) -> Path:
-    """A copy of a model in one file of safetensors, its weights changed in place by `edit`."""
+    """Copy a model into one safetensors file; `edit` changes its weights in place."""
     shutil.copytree(model, folder)
     weights = weights_of(folder)
     edit(weights)
@@ -73,7 +73,7 @@ def variant(
 
 
 def random_weights(folder: Path) -> Path:
-    """Write bfloat16 weights of random bits, NaN and infinities included, and a config.json."""
+    """Write a config.json and bfloat16 weights of random bits, including NaN and infinities."""
     generator = torch.Generator().manual_seed(0)
     weights = {}
     for name, shape in hf_tensors(read_shape(folder)).items():
@@ -107,7 +107,7 @@ class Touch:
         return open, (str(self.path), "w")
 
 
-# Checkpoints of any tensors, without a model.
+# Checkpoints of arbitrary tensors, without a model.
 
 
 def write_checkpoint(
@@ -118,7 +118,7 @@ def write_checkpoint(
     max_elements: int = 1 << 20,
     empty_objects: Sequence[str] = (),
 ) -> Path:
-    """A torch_dist checkpoint of whole `tensors`, cut along their first dimensions."""
+    """Write a torch_dist checkpoint of whole `tensors`, cut along their first dimensions."""
     folder.mkdir(exist_ok=True)
     chunks = [
         Chunk(key, box, tuple(value.shape), DTYPE_NAMES[value.dtype])
@@ -137,7 +137,7 @@ def write_checkpoint(
 def read_checkpoint(
     folder: Path, keys: Callable[[str], bool] = lambda key: True
 ) -> dict[str, Tensor]:
-    """Every chosen tensor of a torch_dist checkpoint, whole."""
+    """The whole tensors of a torch_dist checkpoint that `keys` selects."""
     stored = read_chunks(folder, keys)
     cover_exactly(stored.shapes, [stored.layout])
     tensors: dict[str, Tensor] = {}
@@ -149,12 +149,12 @@ def read_checkpoint(
     return tensors
 
 
-# The command line. Each call is a process as a user's, forked where torch is imported already.
+# The command line. Each call is a process of its own, forked from one that has imported torch.
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A command that ended."""
+    """A finished command."""
 
     exit_code: int
     output: str
@@ -162,7 +162,7 @@ class Finished:
 
     @property
     def message(self) -> str:
-        """What stderr has besides the progress bar: one line, and indented continuation lines."""
+        """What stderr says besides the progress bar: one line, then indented continuation lines."""
         lines = [line for line in self.errors.splitlines() if line.strip()]
         lines = [line for line in lines if not re.match(r"(import|export|verify) .*\d/\d", line)]
         assert lines, "no message"
@@ -172,7 +172,7 @@ class Finished:
 
 
 class Command:
-    """`checkpoint-convert ARGUMENTS`, running; its stdout and stderr are files in `logs`."""
+    """A running `checkpoint-convert ARGUMENTS`; its stdout and stderr are files in `logs`."""
 
     def __init__(self, *arguments: str | Path, logs: Path) -> None:
         logs.mkdir(exist_ok=True)
@@ -187,9 +187,9 @@ class Command:
         self.pid = self._process.pid
 
     def stopped_workers(self, count: int) -> list[psutil.Process]:
-        """Wait for `count` workers and stop each where it is, at once after it began.
+        """Wait until `count` workers have started, and SIGSTOP each of them at once.
 
-        Looked for often: a worker needs less than a second for its share.
+        Polls every millisecond: a worker finishes its share in less than a second.
         """
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children")
         deadline = time.monotonic() + 60
@@ -201,7 +201,7 @@ class Command:
         return [psutil.Process(int(pid)) for pid in pids]
 
     def finish(self, seconds: float = 60) -> Finished:
-        """Wait for the end."""
+        """Wait until the command ends; kill it after `seconds`."""
         self._process.join(seconds)
         is_late = self._process.exitcode is None
         self.kill()
@@ -210,7 +210,7 @@ class Command:
         return finished
 
     def kill(self) -> None:
-        """Kill it by SIGKILL if it is running, but not its workers."""
+        """SIGKILL the command if it is running, but not its workers."""
         self._process.kill()
         self._process.join()
 

@@ -1,8 +1,8 @@
 """Run a function on several real ranks (gloo) and collect their results.
 
-The ranks are forked from one server process that has torch and Megatron-Core imported already: a
-world starts in a fraction of a second. Each world is fresh, and is killed whole on the first
-failure or at the time-out.
+The ranks are forked from a server process that has already imported torch and Megatron-Core, so a
+world starts in a fraction of a second. Each call gets new ranks, and all of them are killed on the
+first failure or at the time-out.
 """
 
 import multiprocessing
@@ -25,10 +25,10 @@ def run_ranks(
 ) -> list[Any]:
     """Call the module-level function `fn(rank, *args)` on `world_size` ranks.
 
-    The ranks see no GPU, unless `cuda`: then each must take one, and they speak NCCL.
+    The ranks see no GPU unless `cuda` is true: then each must take one, and they use NCCL.
 
     Returns one result per rank. Raises AssertionError with the first failing rank's traceback, or
-    TimeoutError after `timeout` seconds; no process outlives the call, and no temporary file.
+    TimeoutError after `timeout` seconds. No process or temporary file outlives the call.
     """
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
@@ -79,10 +79,10 @@ def _rank_main(
     import torch
 
     if not cuda:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # CUDA was not started in the server process
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the server process has not initialized CUDA
 
     torch.set_num_threads(1)
-    # vLLM has sockets there, which a killed rank leaves behind.
+    # vLLM puts sockets there, which a killed rank leaves behind.
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     try:
         torch.distributed.init_process_group(
@@ -92,7 +92,7 @@ def _rank_main(
             world_size=world_size,
             timeout=timedelta(seconds=60),
         )
-        # Plain pickle: torch's own would share tensors with a process that is about to end.
+        # Plain pickle: torch's pickler would share tensors with a process that is about to end.
         sender.send_bytes(pickle.dumps((None, fn(rank, *args))))
         torch.distributed.barrier()  # keep the sockets open until every peer has finished
     except BaseException:

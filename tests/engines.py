@@ -1,4 +1,4 @@
-"""Real rollout engines for tests, and log-probabilities of `transformers` for their samples."""
+"""Real rollout engines for tests, and the log-probabilities `transformers` gives their samples."""
 
 import threading
 import time
@@ -30,7 +30,7 @@ def served_model(folder: Path, family: str, *, tied: bool, seed: int = 0) -> Pat
 
 
 class TestEngine:
-    """One running engine; every push of weights is a new version."""
+    """One running engine; every push of weights makes a new version."""
 
     __test__ = False
 
@@ -41,7 +41,7 @@ class TestEngine:
         self.version = 0
 
     def client(self, **rollout: Any) -> RolloutClient:
-        """A client that takes the engine as serving; `rollout` is the config section."""
+        """A client of the engine; `rollout` are fields of the config section."""
         client = client_of(self.servers.base_urls, self.servers.token, **rollout)
         client.fleet.finish_push(self.servers.base_urls)
         return client
@@ -68,7 +68,7 @@ class TestEngine:
 
 
 def worker_sums(folder: Path, rollout: RolloutConfig) -> list[WorkerSums]:
-    """The checksums of the shard that each worker of an engine holds of the weights in `folder`.
+    """For each worker of an engine, the checksums of its shard of the weights in `folder`.
 
     The shards are cut from the full tensors. Padding is zero and adds nothing.
     """
@@ -89,7 +89,7 @@ def worker_sums(folder: Path, rollout: RolloutConfig) -> list[WorkerSums]:
 def running_engine(
     engine: str, folder: Path, log_dir: Path, token: str | None = None, **rollout
 ) -> Iterator[TestEngine]:
-    """An engine that serves the float32 model in `folder`; `token` is that of `base_urls`."""
+    """An engine that serves the float32 model in `folder`; `token` belongs to `base_urls`."""
     config = RolloutConfig(engine=engine, max_completion_length=16, **rollout)
     servers = EngineServers(ModelConfig(path=folder, dtype="float32"), config, log_dir, token)
     try:
@@ -100,7 +100,7 @@ def running_engine(
 
 
 def random_prompts(count: int, seed: int = 0, lengths: tuple[int, int] = (5, 80)) -> list[Prompt]:
-    """Prompts of random ordinary tokens, the longer ones over several blocks of vLLM's cache."""
+    """Prompts of random non-special tokens; the longer ones fill several blocks of vLLM's cache."""
     generator = torch.Generator().manual_seed(seed)
     prompts = []
     for index in range(count):
@@ -111,12 +111,12 @@ def random_prompts(count: int, seed: int = 0, lengths: tuple[int, int] = (5, 80)
 
 
 _LOADING = threading.Lock()
-"""transformers changes its classes while it loads a model, and of two threads one may put back the
-change of the other: then no model of this process has tied weights any more."""
+"""transformers patches its classes while it loads a model. Of two threads that load at once, one
+may restore the other's patch: then no model of this process has tied weights any more."""
 
 
 def reference_logprobs(folder: Path, sample: Sample, temperature: float = 1.0) -> torch.Tensor:
-    """Log-probabilities of the sample's tokens by one float32 forward of `transformers`."""
+    """Log-probabilities of the sample's tokens from one float32 forward pass of `transformers`."""
     with _LOADING:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     completion = torch.tensor(sample.completion_ids)

@@ -1,4 +1,4 @@
-"""Well-behaved and faulty environments for tests, in a file like a user's."""
+"""Well-behaved and faulty environments for tests, in a file such as a user would write."""
 
 import os
 from collections.abc import Iterator

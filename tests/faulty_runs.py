@@ -1,4 +1,4 @@
-"""Runs of one tiny config on four ranks, and the result that they must have despite any fault."""
+"""Runs of one tiny config on four ranks, and the result that they must reach despite any fault."""
 
 import json
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ def make_runs(model: Path, engine: TestEngine, folder: Path) -> Runs:
 
 
 def assert_same_run(run_dir: Path, undisturbed: Path) -> None:
-    """Bit for bit the same weights, samples, rewards and losses."""
+    """Assert bitwise equal weights, samples, rewards and losses."""
     name = "hf/model.safetensors"
     assert (run_dir / name).read_bytes() == (undisturbed / name).read_bytes(), name
     assert read_completions(run_dir) == read_completions(undisturbed)

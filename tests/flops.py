@@ -11,10 +11,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 @contextmanager
 def counted_flops() -> Iterator[FlopCounterMode]:
-    """The counter of the block.
+    """Yield a counter of the block's FLOPs.
 
-    torch's counts nothing for the kernels of attention that a CPU has, so that attention is made of
-    plain products here; nor for products that are added in place.
+    torch's counter ignores the attention kernels of CPUs, so attention runs as plain matrix
+    products here. It also ignores products that are added in place, which are counted here.
     """
     counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: _added_product})
     with sdpa_kernel(SDPBackend.MATH), counter:
@@ -22,5 +22,5 @@ def counted_flops() -> Iterator[FlopCounterMode]:
 
 
 def _added_product(total: Any, a: tuple[int, int], b: tuple[int, int], **_: Any) -> int:
-    """Of total += a b, from shapes."""
+    """FLOPs of total += a b, from the shapes of a and b."""
     return 2 * a[0] * a[1] * b[1]

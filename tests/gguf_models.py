@@ -62,7 +62,7 @@ def write_gguf(
 ) -> Path:
     """Write the model in folder `model`; `kind` gives the type of a tensor of 2 dimensions or more.
 
-    `metadata` replaces or adds keys, None leaves one out. `edit` may change the tensors.
+    `metadata` replaces or adds keys; the value None omits a key. `edit` may change the tensors.
     """
     config = json.loads((model / "config.json").read_text())
     architecture = ARCHITECTURES[config["model_type"]]
@@ -120,7 +120,8 @@ def model_metadata(config: Mapping[str, Any], architecture: str) -> dict[str, An
 
 
 def byte_tokenizer(vocab_size: int) -> dict[str, Any]:
-    """Of metadata: two special tokens, 240 of the 256 bytes, and what is left over."""
+    """Metadata of a tokenizer: two special tokens, 240 of the 256 bytes, one merge, and unused
+    tokens up to `vocab_size`."""
     byte_tokens = sorted(ByteLevel.alphabet())[:240]
     tokens = ["<pad>", "<eos>", *byte_tokens, "".join(byte_tokens[:2])]
     unused = [f"[PAD{i}]" for i in range(len(tokens), vocab_size)]
@@ -136,7 +137,7 @@ def byte_tokenizer(vocab_size: int) -> dict[str, Any]:
 
 
 def gguf_tensors(model: Path, config: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The tensors of folder `model` by the names of llama.cpp, with its order of rows."""
+    """The tensors of folder `model` with llama.cpp's names and order of rows."""
     tensors: dict[str, Any] = {}
     for name, values in sorted(load_file(model / "model.safetensors").items()):
         if ".experts." in name:

@@ -1,8 +1,8 @@
-"""Jobs of several ranks, started as `srun` would, for tests that break them.
+"""Jobs of several ranks, started as `srun` would start them, for tests that break them.
 
-The ranks are forked where torch and Megatron-Core are imported already, so that a job starts in a
-second or two. Each is the real `megatron-grpo train`, in a process of its own; a test may change a
-rank before it begins (`sabotage`), or signal it from outside.
+The ranks are forked from a process that has already imported torch and Megatron-Core, so a job
+starts in a second or two. Each is the real `megatron-grpo train` in its own process; a test may
+change a rank before it begins (`sabotage`), or signal it from outside.
 """
 
 import os
@@ -24,17 +24,17 @@ from megatron_grpo.rollout.server import reserve_port
 from runs import RUN_MARK, TINY_CONFIG, marked_processes
 
 Sabotage = Callable[[int], None]
-"""Called in every rank with its number, before the rank begins."""
+"""Called in every rank with the rank's number, before training begins."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A job that ended."""
+    """A finished job."""
 
     exit_codes: list[int]
-    """Of every rank; negative: the signal that ended it."""
+    """One per rank; a negative code is the number of the signal that ended it."""
     outputs: list[str]
-    """What every rank wrote to stdout and stderr."""
+    """stdout and stderr of each rank."""
     seconds: float
     """From the call of `end` to the end of the last rank."""
     survivors: list[str]
@@ -108,10 +108,10 @@ class Job:
 
     @property
     def have_met(self) -> bool:
-        """Whether every rank has reached the store of rank 0.
+        """Whether every rank has connected to the store of rank 0.
 
-        A rank that has not keeps trying for an hour, since rank 0 may have much to check first. In
-        that time only the launcher can end a job that has lost a rank.
+        A rank keeps trying for an hour, since rank 0 may have much to check first. Until all have
+        connected, only the launcher can end a job that has lost a rank.
         """
         return all(_is_connected(process.pid, self.port) for process in self.ranks)
 
@@ -132,7 +132,7 @@ class Job:
     def end(self, seconds: float) -> Ended:
         """Wait until all ranks and the processes that they started have ended.
 
-        AssertionError when a rank takes more than `seconds`.
+        Raises AssertionError if a rank still runs after `seconds`.
         """
         start = time.monotonic()
         for rank, process in enumerate(self.ranks):
@@ -169,13 +169,13 @@ def _be_rank(
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    # Buffers of a fork are the server's: what a rank says must be in its file when it dies.
+    # A fork has the server's buffers. Line-buffered, so that the file is complete if a rank dies.
     sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1) for fd in (1, 2))
     for name in [name for name in os.environ if name.startswith(("WANDB_", "SLURM_"))]:
         del os.environ[name]
     os.environ |= dict(environment)
     os.environ[OWN_LOGS_VARIABLE] = "1"
-    os.environ[LAUNCHER_VARIABLE] = str(os.getppid())  # the config is known to be good
+    os.environ[LAUNCHER_VARIABLE] = str(os.getppid())  # the launcher has validated the config
     torch.set_num_threads(1)
     sys.argv = ["megatron-grpo", *command]
     from megatron_grpo import cli

@@ -29,7 +29,7 @@ CONFIGS = {
     "qwen3": Qwen3Config,
     "qwen3_moe": Qwen3MoeConfig,
 }
-# What a family has that others have not, or calls by another name.
+# Fields that only this family has, or names differently.
 OWN_FIELDS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "mixtral": {"sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -45,7 +45,7 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {
 def tiny_model(
     folder: Path, family: str, *, tied: bool = False, seed: int = 0, **overrides: Any
 ) -> Path:
-    """Save a random float32 model of `family`, one of `CONFIGS`, and its tokenizer in `folder`.
+    """Save a random float32 model of `family` (a key of `CONFIGS`) and its tokenizer in `folder`.
 
     `overrides` are fields of the Hugging Face config. The vocabulary of 250 divides by neither 4
     nor 8, so that its padding over tensor-parallel ranks is exercised.
@@ -74,9 +74,9 @@ def tiny_model(
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() == 1:  # norms start at 1 and biases at 0: a mix-up would not show
+            if parameter.dim() == 1:  # norms start at 1, biases at 0: a mix-up would go unnoticed
                 parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
-        # transformers zeroes the padding token's embedding, where RMSNorm has a huge gradient.
+        # transformers zeroes the padding token's embedding, and at 0 RMSNorm has a huge gradient.
         padding = model.get_input_embeddings().weight[PAD_ID]
         padding.copy_(config.initializer_range * torch.randn(padding.shape, generator=generator))
     model.save_pretrained(folder)
@@ -85,13 +85,13 @@ def tiny_model(
 
 
 def servable_model(folder: Path, family: str, **overrides: Any) -> Path:
-    """A model with heads of 32, the least that vLLM serves on CPUs (Qwen2: by its hidden size)."""
+    """A model with head size 32, the least that vLLM serves on CPUs (Qwen2: by its hidden size)."""
     heads = {"hidden_size": 128} if family == "qwen2" else {"head_dim": 32}
     return tiny_model(folder, family, **(heads | overrides))
 
 
 def character_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """One token per character: special tokens, newline, ASCII, then Latin up to `vocab_size`."""
+    """One token per character; ids: special tokens, newline, ASCII, then Latin to `vocab_size`."""
     characters = ["\n", *map(chr, range(0x20, 0x7F)), *map(chr, range(0xA1, 0xA1 + vocab_size))]
     vocabulary = [*SPECIAL_TOKENS, *characters][:vocab_size]
     ids = {token: index for index, token in enumerate(vocabulary)}
@@ -109,5 +109,5 @@ def character_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
 
 
 if __name__ == "__main__":
-    # The model of configs/tiny_cpu.yaml; heads of 32 are the least that vLLM serves on a CPU.
+    # The model of configs/tiny_cpu.yaml; 32 is the least head size that vLLM serves on a CPU.
     tiny_model(Path(sys.argv[1]), "qwen3", head_dim=32)

@@ -1,8 +1,8 @@
 """An independent GRPO, written as plainly as possible, as a reference for the real code.
 
-Loops over sequences and tokens, padded batches, one process, float64; nothing shared with the code
-under test. Formulas are written as in the papers: as products of ratios or as cases by the sign of
-the advantage where the papers have these.
+It loops over sequences and tokens of padded batches, in one process and float64, and shares nothing
+with the code under test. Formulas are written as in the papers, with products of ratios and cases
+by the sign of the advantage where the papers have them.
 """
 
 import math
@@ -60,7 +60,7 @@ def oracle_advantages(
 ) -> list[float]:
     """Advantages of the completions of each group, one flat list; 0 where there is no reward.
 
-    `statistics` computes means and deviations exactly and rounds once.
+    `statistics` computes means and deviations exactly and rounds only the result.
     """
     groups = [[r for r in group if not math.isnan(r)] for group in rewards]
     everything = [r for group in groups for r in group]
@@ -101,9 +101,9 @@ def oracle_advantages(
 def oracle_gdpo_advantages(
     scores: list[list[list[float]]], weights: list[float], *, epsilon: float = 1e-4
 ) -> list[float]:
-    """Each reward normalized within its group, then their sum over the batch: arXiv 2601.05242.
+    """GDPO, arXiv 2601.05242: normalize each reward within its group, and their sum over the batch.
 
-    `scores[g][i][f]` is what reward function f said of completion i of group g.
+    `scores[g][i][f]` is the score that reward function f gave to completion i of group g.
     """
     sums = []
     for group in scores:
@@ -126,7 +126,7 @@ def oracle_process_advantages(
 ) -> list[list[float]]:
     """Advantages of every token of every completion: DeepSeekMath, arXiv 2402.03300, section 4.1.3.
 
-    `groups[g][i]` are the (index of the last token, reward) of the steps of completion i.
+    `groups[g][i]` lists (index of the last token, reward) for each step of completion i.
     """
     result = []
     for group, of_group in zip(groups, lengths, strict=True):
@@ -164,7 +164,7 @@ def oracle_loss(
     """The loss, from one tensor of response log-probabilities per sequence.
 
     An advantage is a scalar per sequence, or one value per token. Without old log-probabilities,
-    the generating policy is the current one. `beta` overrides the weight of the KL, if it changed.
+    the generating policy is the current one. `beta` overrides the KL coefficient of `cfg`.
     """
     beta = cfg.beta if beta is None else beta
     threshold = _entropy_threshold(entropies, cfg)
@@ -184,7 +184,7 @@ def oracle_loss(
         for t in range(len(sequence)):
             objective = s.objective(t) * s.stays(t)
             if threshold is not None and entropies[i][t] < threshold:
-                objective = objective * 0  # arXiv 2506.01939: the forking tokens alone
+                objective = objective * 0  # arXiv 2506.01939: forking tokens only
             else:
                 num_chosen += 1
                 if cfg.entropy_coef:
@@ -233,7 +233,8 @@ def oracle_sequence_kl(old_logprobs: list[Tensor], ref_logprobs: list[Tensor]) -
 
 
 def _entropy_threshold(entropies: list[Tensor] | None, cfg: OracleLoss) -> float | None:
-    """The lowest entropy that is among the highest `top_entropy_quantile` of all tokens."""
+    """Tokens at or above this entropy are the highest `top_entropy_quantile` of all tokens; it is
+    interpolated between two tokens."""
     if cfg.top_entropy_quantile == 1:
         return None
     ordered = sorted(h.item() for of_sequence in entropies for h in of_sequence)
@@ -253,7 +254,7 @@ class _Sequence:
     advantages: list[float]
 
     def objective(self, t: int) -> Tensor:
-        """The objective at token t, including the importance weight of trainer over engine."""
+        """The objective at token t, times the importance weight of trainer over engine."""
         cfg, a = self.cfg, self.advantages[t]
         if cfg.loss_type == "vespo":
             return self.vespo(t)
@@ -285,8 +286,8 @@ class _Sequence:
         return ratio.detach() * p / p.detach()
 
     def clipped(self, ratio: Tensor, a: float) -> Tensor:
-        """PPO's surrogate, case by case: where the objective would improve beyond the clip, it is
-        flat. With the dual clip it is also flat where it would worsen beyond delta."""
+        """PPO's surrogate, case by case: constant where the objective would improve beyond the
+        clip. With the dual clip it is also constant where it would worsen beyond delta."""
         if a >= 0:
             return a * torch.clamp(ratio, max=1 + self.cfg.epsilon_high)
         bounded = torch.clamp(ratio, min=1 - self.cfg.epsilon)
@@ -295,8 +296,8 @@ class _Sequence:
         return a * bounded
 
     def geometric_mean(self, a: float) -> Tensor:
-        """GMPO, arXiv 2507.20673: product of ratios to the 1 / length, each clipped on the side
-        where the objective would improve."""
+        """GMPO, arXiv 2507.20673: geometric mean of the ratios, each clipped on the side where the
+        objective would improve."""
         ratios = [self.token_ratio(t) for t in range(len(self.new))]
         if a >= 0:
             kept = [torch.clamp(r, max=math.exp(self.cfg.epsilon_high)) for r in ratios]
@@ -305,9 +306,10 @@ class _Sequence:
         return _product(kept) ** (1 / len(kept))
 
     def vespo(self, t: int) -> Tensor:
-        """REINFORCE weighted with w**k exp(lambda (1 - w)), w of the sequence: arXiv 2602.10693.
+        """VESPO, arXiv 2602.10693: REINFORCE weighted with w**k exp(lambda (1 - w)), where w is the
+        sequence's ratio.
 
-        The authors' code keeps each ratio within exp(+-20), and w within 1e-8 and exp(20).
+        As in the authors' code, each ratio is clamped to exp(+-20), and w to [1e-8, exp(20)].
         """
         cfg, a = self.cfg, self.advantages[t]
         w = 1.0
@@ -323,7 +325,7 @@ class _Sequence:
         return w**k * math.exp(lam * (1 - w)) * a * self.new[t]
 
     def rollout_weight(self, t: int) -> float:
-        """The ratio of trainer over engine, under the weights that generated."""
+        """The ratio of trainer over engine for the weights that generated, truncated or masked."""
         cfg = self.cfg
         if cfg.rollout_importance_sampling_mode is None:
             return 1.0
@@ -343,7 +345,8 @@ class _Sequence:
         return weight if low <= weight <= high else 0.0
 
     def stays(self, t: int) -> float:
-        """DeepSeek-V3.2, arXiv 2512.02556: 0 for a bad sequence that the policy has left."""
+        """DeepSeek-V3.2, arXiv 2512.02556: 0 for a token of negative advantage in a sequence that
+        has become too unlikely under the policy, 1 otherwise."""
         if self.cfg.off_policy_mask_threshold is None or self.advantages[t] >= 0:
             return 1.0
         gaps = [(b - a).item() for a, b in zip(self.new, self.rollout, strict=True)]
@@ -357,7 +360,7 @@ def _product(factors: list[Tensor]) -> Tensor:
     return result
 
 
-# --- on a model of transformers -----------------------------------------------------------------
+# --- on a transformers model --------------------------------------------------------------------
 
 
 def oracle_logprobs(
@@ -372,8 +375,8 @@ def oracle_logprobs_and_entropies(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Log-probability of each response token, and entropy of the distribution it was drawn from.
 
-    One right-padded batch. The weights decide the precision (call `model.double()` first), up to
-    the norms and rotary embeddings, which transformers computes in float32 whatever the weights.
+    Runs one right-padded batch in the dtype of the weights (call `model.double()` first), except
+    for norms and rotary embeddings, which transformers always computes in float32.
     """
     sequences = [
         prompt + completion for prompt, completion in zip(prompts, completions, strict=True)
@@ -402,7 +405,7 @@ def oracle_model_loss(
     ref_logprobs: list[Tensor] | None = None,
     rollout_logprobs: list[Tensor] | None = None,
 ) -> tuple[float, dict[str, Tensor]]:
-    """Loss of a `transformers` model on a padded batch, and every parameter's gradient by name."""
+    """Loss of a `transformers` model on a padded batch, and each parameter's gradient by name."""
     model.zero_grad(set_to_none=True)
     logprobs, entropies = oracle_logprobs_and_entropies(
         model, prompts, completions, cfg.temperature

@@ -26,8 +26,8 @@ from parallel.packing import PackedBatch, TokenSequence, pack
 Lengths = list[list[tuple[int, int]]]
 """(prompt, completion) lengths of the sequences of each packed microbatch."""
 
-# Unequal sequences, one that fills its pack (the RoPE table then has as many rows as there are
-# packed tokens), equal ones, and a microbatch without work.
+# Unequal sequences, one alone in its pack (the RoPE table then has as many rows as there are packed
+# tokens), equal ones, and an empty microbatch.
 LENGTHS: Lengths = [[(5, 32), (3, 9), (20, 44)], [(7, 41)], [(9, 7), (9, 7)], []]
 LOSS_WEIGHT = 0.01
 
@@ -36,7 +36,7 @@ def random_sequences(lengths: Lengths) -> list[TokenSequence]:
     generator = torch.Generator().manual_seed(0)
     return [
         TokenSequence(
-            # From 4 on: transformers has no gradient for the padding token's embedding.
+            # No special tokens: transformers gives the padding token's embedding no gradient.
             tokens=torch.randint(4, 250, (prompt + completion,), generator=generator),
             num_prompt_tokens=prompt,
             advantage=1.0,
@@ -88,7 +88,7 @@ def tiny_config(folder: Path, dims: ParallelDims, *overrides: str) -> Config:
 def start_policy(
     rank: int, folder: Path, dims: ParallelDims, *overrides: str
 ) -> tuple[Policy, Groups]:
-    """The setup of a rank before it trains."""
+    """Set up a rank up to the point where it trains."""
     setup_device(rank)
     groups = init_groups(dims)
     return build_policy(tiny_config(folder, dims, *overrides), read_shape(folder), groups), groups
@@ -106,7 +106,7 @@ def accumulate(policy: Policy, groups: Groups, batches: list[PackedBatch]) -> No
 
 
 def gradient_boxes(policy: Policy) -> list[tuple[str, Box, Tensor]]:
-    """(Hugging Face name, box, values) of the part of the summed gradient that this rank owns."""
+    """(Hugging Face name, box, values) for each part of the summed gradient that this rank owns."""
     for chunk in policy.chunks:
         for buffer in chunk.buffers + chunk.expert_parallel_buffers:
             group = buffer.data_parallel_group
@@ -129,7 +129,7 @@ def checkpoints_of(
     *overrides: str,
     reference: Reference | None = None,
 ) -> Checkpoints:
-    """The checkpoints of a run in `run_dir` that trains `policy`, of the model in `folder`."""
+    """The checkpoints of a run in `run_dir` that trains `policy`, built from `folder`."""
     cfg = tiny_config(folder, dims, f"train.run_dir={run_dir}", *overrides)
     return Checkpoints(cfg, policy, reference)
 

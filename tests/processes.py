@@ -38,7 +38,7 @@ class Child:
         return self.pipe.recv()
 
     def kill(self) -> None:
-        """SIGKILL; returns when the process is gone."""
+        """Send SIGKILL and wait until the process is gone."""
         self._process.kill()
         self._process.join()
 

@@ -1,4 +1,4 @@
-"""A proxy whose connections can be cut, like those of a network."""
+"""A proxy whose connections can be cut, to imitate a failing network."""
 
 import socket
 import threading

@@ -152,9 +152,9 @@ PUBLISHED_MODELS: dict[str, dict[str, Any]] = {
 
 
 def write_config(folder: Path, name: str, **differing: Any) -> Path:
-    """Write config.json of a published model into `folder`, which is made; returns the folder.
+    """Create `folder` and write the config.json of a published model there; returns the folder.
 
-    `differing` are keys with other values.
+    `differing` overrides keys.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(PUBLISHED_MODELS[name] | differing))

@@ -1,4 +1,4 @@
-"""Pushes of weights into running engines, as by the ranks of a trainer."""
+"""Pushes weights into running engines, as the ranks of a trainer do."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -25,7 +25,7 @@ from policies import start_policy, tiny_config
 
 
 def client_of(base_urls: Sequence[str], token: str, **rollout: Any) -> RolloutClient:
-    """Rank 0's client of engines that run at `base_urls`, without prompts and rewards."""
+    """Rank 0's client of the engines at `base_urls`."""
     overrides: dict[str, Any] = {"max_completion_length": 16, "startup_timeout": 3.0} | rollout
     config = RolloutConfig(base_urls=tuple(base_urls), **overrides)
     servers = EngineServers(ModelConfig(path=Path("unused")), config, Path("unused"), token)
@@ -43,7 +43,7 @@ def push_folder(
 
 
 def rollout_overrides(rollout: RolloutConfig, base_urls: Sequence[str]) -> list[str]:
-    """Overrides of the tiny config for engines that run at `base_urls`."""
+    """Overrides of the tiny config for the engines at `base_urls`."""
     expert_parallel = str(rollout.vllm.get("enable_expert_parallel", False)).lower()
     return [
         "model.dtype=float32",
@@ -59,7 +59,7 @@ def push_whole(
 ) -> tuple[str, list[str]]:
     """Push the weights in `folder` from a single rank; returns the error and the timed phases.
 
-    In the first `num_flips` buffers that are handed over a bit is flipped.
+    Flips a bit in each of the first `num_flips` buffers that it hands over.
     """
     flip_bits(num_flips)
     weights = load_file(folder / "model.safetensors")
@@ -77,7 +77,7 @@ def push_policy(
     version: int,
     num_flips: int = 0,
 ) -> tuple[str, list[str]]:
-    """Push the weights in `folder`, on a rank of `dims` that trains them; rank 0 flips bits."""
+    """Push from one rank of a policy that is sharded by `dims`; only rank 0 flips bits."""
     flip_bits(num_flips if rank == 0 else 0)
     policy, groups = start_policy(rank, folder, dims, *overrides)
     sender = weight_sender(policy, groups)
@@ -106,7 +106,7 @@ def push(
 
 
 def flip_bits(num_flips: int) -> None:
-    """From now on, flip the last bit of each of the first `num_flips` buffers of this process."""
+    """From now on, flip the last bit of the first `num_flips` buffers that this process sends."""
     left = iter(range(num_flips))
     for end in (LocalOutgoing, NetworkOutgoing):
 

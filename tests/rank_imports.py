@@ -1,14 +1,14 @@
-"""Modules that test ranks need, imported once in the process from which they are forked.
+"""Modules that test ranks need, imported once in the process that the ranks are forked from.
 
-That process starts in this repository and knows nothing of pytest's `pythonpath`.
+That process starts in this repository and does not have pytest's `pythonpath`.
 """
 
 import os
 import sys
 from pathlib import Path
 
-# To ask for GPUs starts CUDA, unless torch may ask the driver's management library instead; and of
-# a process that has started it none that uses it can be forked.
+# Asking torch for GPUs initializes CUDA unless torch may ask NVML instead, and a process forked
+# after CUDA was initialized cannot use it.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 from parallel.megatron_import import import_megatron

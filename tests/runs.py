@@ -1,4 +1,4 @@
-"""Complete training runs, started as by a user."""
+"""Complete training runs, started as a user would start them."""
 
 import json
 import os
@@ -23,13 +23,13 @@ TINY_CONFIG = Path(__file__).parents[1] / "configs" / "tiny_cpu.yaml"
 
 @dataclass(frozen=True)
 class Finished:
-    """A run that ended."""
+    """A finished run."""
 
     exit_code: int
     output: str
     seconds: float
     cpu_seconds: float
-    """Of it and of what was waited for; other programs of the machine do not lengthen these."""
+    """CPU time of the run and of the children that it waited for; a busy machine adds nothing."""
     survivors: list[str]
     """Command lines of processes that it started and that outlived it."""
 
@@ -37,9 +37,9 @@ class Finished:
 def start_run(
     *arguments: str | Path, config: Path = TINY_CONFIG, mark: str = "", token: str = ""
 ) -> subprocess.Popen[str]:
-    """`megatron-grpo train CONFIG ARGUMENTS`; all its processes carry `mark` in the environment.
+    """Start `megatron-grpo train CONFIG ARGUMENTS`; its processes have `mark` in their environment.
 
-    `token` is that of the engines in `rollout.base_urls`.
+    `token` belongs to the engines in `rollout.base_urls`.
     """
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
     environment |= {RUN_MARK: mark, TOKEN_VARIABLE: token}
@@ -51,7 +51,7 @@ def start_run(
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        # Tests may be in the background, where the shell has it ignored, and so would the run.
+        # If tests run in the background, the shell makes them ignore SIGINT, and so would the run.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
@@ -59,7 +59,7 @@ def start_run(
 def finish_run(
     *arguments: str | Path, config: Path = TINY_CONFIG, timeout: float = 240, token: str = ""
 ) -> Finished:
-    """Start a run and wait for its end; kills it and all it started after `timeout` seconds."""
+    """Start a run and wait for its end; after `timeout` seconds kill it and all it started."""
     start, before, mark = time.monotonic(), _cpu_seconds_of_children(), uuid.uuid4().hex
     process = start_run(*arguments, config=config, mark=mark, token=token)
     try:
@@ -95,13 +95,13 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def steps_of(run_dir: Path) -> list[int]:
-    """The steps that the log has so far."""
+    """The steps in the log so far."""
     metrics = run_dir / "metrics.jsonl"
     return [record["step"] for record in read_json_lines(metrics)] if metrics.exists() else []
 
 
 def read_completions(run_dir: Path) -> list[dict[str, Any]]:
-    """The fields of each completion that are equal in two runs that compute the same.
+    """The fields of each completion that two equal runs must agree on.
 
     Excludes what depends on the last bits of the engine's log-probabilities: their rounding depends
     on which requests happen to share a batch.

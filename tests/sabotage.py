@@ -1,6 +1,6 @@
-"""Ways to break a rank from inside, for `jobs.Job`: the deed, the place and the rank.
+"""Ways to break a rank from inside, for `jobs.Job`: what to do, where, and in which rank.
 
-A rank is a fork; what is changed here is changed in that process alone. All of it can be pickled.
+A rank is a forked process, so patches made here affect that rank only. Everything can be pickled.
 """
 
 import ctypes
@@ -59,14 +59,14 @@ def spin() -> None:
 
 
 def sleep() -> None:
-    """Hang in C, where Python handles no signal; a signal would end a single call."""
+    """Hang in C, where Python handles no signal; in a loop, since a signal ends one call."""
     while True:
         ctypes.CDLL(None).sleep(1000)
 
 
 @dataclass(frozen=True)
 class InPhase:
-    """Do `deed` where `rank` enters `phase` of a step for the `nth` time."""
+    """Run `deed` when `rank` enters `phase` for the `nth` time."""
 
     deed: Callable[[], None]
     rank: int
@@ -92,7 +92,7 @@ class InPhase:
 
 @dataclass(frozen=True)
 class InCall:
-    """Do `deed` where `rank` calls `function` of `module` for the `nth` time, before the call."""
+    """Run `deed` in `rank` just before its `nth` call of `function` of `module`."""
 
     deed: Callable[[], None]
     rank: int
@@ -122,14 +122,14 @@ def slowly() -> None:
 
 
 def preempt() -> None:
-    """Preempt this rank, then sleep until all ranks must know of it."""
+    """Preempt this rank, then sleep until all ranks must have learned of it."""
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(1.0)
 
 
 @dataclass(frozen=True)
 class Both:
-    """Two deeds of one job."""
+    """Two faults in one job."""
 
     first: InPhase
     second: InPhase
@@ -149,7 +149,7 @@ LIMIT = 8.0
 
 @dataclass(frozen=True)
 class WithoutMargin:
-    """Have waits of `LIMIT` seconds get nothing on top, and do as `then` says."""
+    """Remove the margin added to time limits, then apply `then`."""
 
     then: InCall
 
@@ -160,7 +160,7 @@ class WithoutMargin:
 
 @dataclass(frozen=True)
 class SpoilGradient:
-    """Make `rank`'s gradient of an MLP NaN in `steps`, counted from 1 where the process starts."""
+    """Make `rank`'s gradient of an MLP NaN in `steps`, counted from 1 since the process started."""
 
     rank: int
     steps: tuple[int, ...]
@@ -187,7 +187,7 @@ class SpoilGradient:
 
 @dataclass(frozen=True)
 class ListForwards:
-    """Have every rank write a line for each forward, and for each time that it tells its watch."""
+    """Make every rank write a line to `file` for each forward pass and each tick of its watch."""
 
     file: Path
 

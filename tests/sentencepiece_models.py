@@ -30,7 +30,7 @@ TEXTS = [
 
 
 def train(folder: Path, kind: str, **options: Any) -> Path:
-    """Train a model of `kind` (bpe, unigram) as Llama 2's was trained, and save it in `folder`."""
+    """Train a model of `kind` (bpe, unigram) with Llama 2's settings and save it in `folder`."""
     settings: dict[str, Any] = {
         "vocab_size": 700,
         "byte_fallback": True,

@@ -1,4 +1,4 @@
-"""Shapes of published models, and random ones with meshes that split them, for tests of layouts."""
+"""Shapes of published models, and random shapes with meshes that split them, to test layouts."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""A Slurm cluster of many nodes on this host: Debian's daemons with own files, ports and keys."""
+"""A Slurm cluster of many nodes on this host: Debian's daemons with their own files and ports."""
 
 import os
 import random
@@ -16,7 +16,7 @@ PACKAGES = "slurmctld slurmd slurm-client munge"
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged")
 REPOSITORY = Path(__file__).parents[1]
 NODES = tuple(f"n{number}" for number in range(12))
-"""Two for each of the jobs that run at the same time."""
+"""Two nodes for each of the jobs that run at the same time."""
 NODE_MEGABYTES = 8000
 
 
@@ -77,7 +77,7 @@ class Job:
         return dict(field.split("=", 1) for field in shown.split() if "=" in field)
 
     def nodes(self) -> Sequence[str]:
-        """The nodes that it runs on."""
+        """The nodes that the job runs on."""
         return self.cluster.run("scontrol", "show", "hostnames", self.fields()["NodeList"]).split()
 
     @property
@@ -116,7 +116,8 @@ def running_cluster(folder: Path) -> Iterator[Cluster]:
     (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-7]\n")
     cluster = Cluster(folder, {})
     os.environ["SLURM_CONF"] = str(folder / "slurm.conf")
-    # So that the end of `make test` is that of the daemons: who runs behind its `&` has no Ctrl-C.
+    # Clean up on SIGTERM too, or the daemons outlive `make test`, whose background jobs (`&`)
+    # ignore Ctrl-C.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         cluster.daemons["munged"] = _start(_munged(folder), folder / "munged.log")
@@ -146,11 +147,11 @@ def _configuration(folder: Path) -> str:
         "ClusterName=test",
         f"SlurmctldHost={host}(127.0.0.1)",
         f"SlurmctldPort={ports[0]}",
-        # Ports of a job go by its number: two clusters on this host must not both begin with 1.
+        # A job's ports depend on its number: two clusters on this host must not both begin at 1.
         f"FirstJobId={random.randrange(1, 100_000)}",
         "SlurmUser=root",
         "SlurmdUser=root",
-        # A job that queues itself again waits for the credentials of its steps to expire.
+        # A requeued job waits until the credentials of its steps have expired.
         f"AuthInfo=socket={folder}/munge.socket,cred_expire=5",
         "ProctrackType=proctrack/linuxproc",
         "TaskPlugin=task/none",
@@ -165,7 +166,7 @@ def _configuration(folder: Path) -> str:
         "ReturnToService=2",
         "JobRequeue=1",
         "SlurmdTimeout=10",
-        # The loss of a node is seen after 17 s, where messages wait for 10 s after 27.
+        # The loss of a node is noticed after 17 s; with a time-out of 10 s, after 27 s.
         "MessageTimeout=5",
         "KillWait=10",
         "MinJobAge=600",
@@ -227,5 +228,5 @@ def _free_ports(number: int) -> list[int]:
 
 
 def _path() -> str:
-    """PATH with the folder of Debian's daemons, which not every user's PATH has."""
+    """PATH with the folder of Debian's daemons, which is not in every user's PATH."""
     return f"{os.environ['PATH']}:/usr/sbin:/sbin"

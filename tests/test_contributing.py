@@ -29,7 +29,7 @@ NO_DROPOUT = {"attention_dropout": 0.0, "residual_dropout": 0.0}
 
 
 def add_example() -> None:
-    """Put the family of the example where its file would put it."""
+    """Register the example's family, as its file would."""
     code = re.search(
         r"```python\n(# checkpoint_convert/families/.*?)```", CONTRIBUTING.read_text(), re.DOTALL
     )

@@ -58,7 +58,7 @@ def test_the_options_of_a_published_method_stand_together(method):
 
 @pytest.fixture(scope="module")
 def sizing() -> tuple[dict[str, object], str, str]:
-    """Variables and output of the arithmetic in docs/sizing.md, and the output that it prints."""
+    """Variables and output of the code in docs/sizing.md, and the output that the page shows."""
     text = (ROOT / "docs" / "sizing.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (shown,) = re.findall(r"```text\n(.*?)```", text, re.DOTALL)

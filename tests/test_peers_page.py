@@ -1,4 +1,4 @@
-"""docs/peers.md: generated, and silent where a number would mislead."""
+"""docs/peers.md is generated, and gives no factor where it would mislead."""
 
 import json
 

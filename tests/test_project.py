@@ -1,4 +1,4 @@
-"""Consistency of what is written twice: the docs' table of keys, the lock, the shipped configs."""
+"""What is written twice agrees: the docs' table of keys, the lock file, the shipped configs."""
 
 import json
 import re

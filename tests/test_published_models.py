@@ -5,7 +5,7 @@ import pytest
 from checkpoint_convert import hf_tensors, read_shape
 from published_models import PUBLISHED_MODELS, write_config
 
-# As the model hub counts them in the weight files.
+# Counts of the parameters in the weight files, from the model hub.
 NUM_PARAMETERS = {
     "SmolLM2-135M": 134_515_008,
     "Llama-3.1-8B": 8_030_261_248,

@@ -1,4 +1,4 @@
-"""A single-rank trainer in the process of a test, which pushes weights to engines and generates.
+"""A single-rank trainer in the test's process, which pushes weights to engines and generates.
 
 It starts the engines itself or uses running ones; the test may do anything to them.
 """
@@ -27,7 +27,7 @@ from pushes import rollout_overrides
 
 
 class Trainer:
-    """What rank 0 has of the engines, and how it pushes the weights in `folder`."""
+    """Rank 0's servers, fleet and client; pushes the weights in `folder`."""
 
     def __init__(
         self, folder: Path, servers: EngineServers, rollout: RolloutConfig, sync: WeightSync
@@ -48,7 +48,7 @@ class Trainer:
         self._sync.push(self._weights, self.client, self.version, PhaseTimer(lambda name: None))
 
     def ask(self, prompts: Sequence[Prompt], **overrides: Any) -> Generation:
-        """What is to be generated."""
+        """The request for `generate`."""
         arguments: dict[str, Any] = {
             "num_generations": 2,
             "temperature": 1.0,
@@ -69,11 +69,11 @@ class Trainer:
 
 @contextmanager
 def trainer(folder: Path, servers: EngineServers, rollout: RolloutConfig) -> Iterator[Trainer]:
-    """A trainer of one rank, which holds the whole weights in `folder`."""
+    """A trainer whose only rank holds all weights in `folder`."""
     weights = load_file(folder / "model.safetensors")
     layout = Layout.of_whole_tensors({name: tuple(t.shape) for name, t in weights.items()})
     overrides = rollout_overrides(rollout, servers.base_urls)
-    is_first = not dist.is_initialized()  # a trainer of a whole module may be there
+    is_first = not dist.is_initialized()  # a module's trainer may already run
     if is_first:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -89,7 +89,7 @@ def trainer(folder: Path, servers: EngineServers, rollout: RolloutConfig) -> Ite
 
 @contextmanager
 def as_soon_as(condition: Callable[[], Any], deed: Callable[[], None]) -> Iterator[None]:
-    """Do `deed` concurrently with the block once `condition()` holds, which must happen."""
+    """Run `deed` in a thread beside the block once `condition()` holds; it must hold in 60 s."""
     came_true: list[bool] = []
 
     def wait() -> None:

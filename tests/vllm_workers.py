@@ -1,8 +1,8 @@
-"""vLLM workers without an engine, for tests of the parameters that each holds.
+"""vLLM workers without an engine, for tests of the parameters that each worker holds.
 
-A worker is the one that an engine would start, but in one of our ranks: created by vLLM's own
-wrapper with our transfer and worker extension, it sets up vLLM's groups and loads the model with
-vLLM's own loader. Without cache, scheduler and server this takes a second per model.
+A worker is the one an engine would start, but runs in one of our ranks: vLLM's own wrapper creates
+it with our weight transfer and worker extension, and it sets up vLLM's groups and loads the model
+with vLLM's own loader. Without cache, scheduler and server this takes a second per model.
 """
 
 import gc
@@ -20,13 +20,13 @@ from megatron_grpo.rollout.vllm_command import BACKEND, WORKER_EXTENSION, vllm_e
 
 Parameters = dict[str, Tensor]
 Read = Callable[[Module, Path, EngineDims], Any]
-"""Called in a worker with the model that it has loaded, the model's folder and the dims."""
+"""Called in a worker with its loaded model, the model's folder and the engine's dims."""
 
 
 def loaded_parameters(
     models: Sequence[tuple[Path, EngineDims]], dtype: str = "float32"
 ) -> list[list[Parameters]]:
-    """What each worker holds of each model after loading. All have one tensor-parallel size."""
+    """Each worker's parameters of each model, as loaded. All dims share a tensor-parallel size."""
     return read_in_workers(models, _parameters, dtype)
 
 
@@ -37,7 +37,7 @@ def _parameters(model: Module, folder: Path, dims: EngineDims) -> Parameters:
 def read_in_workers(
     models: Sequence[tuple[Path, EngineDims]], read: Read, dtype: str = "float32"
 ) -> list[list[Any]]:
-    """What `read` returns for each model in each worker. All have one tensor-parallel size."""
+    """Results of `read` for each model in each worker. All dims share a tensor-parallel size."""
     (size,) = {dims.tensor for _, dims in models}
     by_rank = run_ranks(size, _load, models, read, dtype)
     return [list(workers) for workers in zip(*by_rank, strict=True)]
@@ -55,16 +55,16 @@ def _load(
 
 
 def become_worker(tensor_parallel_size: int) -> None:
-    """Give this process the environment of a worker, which vLLM reads when it is imported."""
+    """Set the environment variables of a worker, which vLLM reads when it is imported."""
     os.environ.update(vllm_environment(tensor_parallel_size, on_gpu=False))
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
 
 
 def start_worker(rank: int, folder: Path, dims: EngineDims, dtype: str) -> Any:
-    """VLLM's worker `rank` of an engine, with the model in `folder` loaded.
+    """Worker `rank` of a vLLM engine, with the model in `folder` loaded.
 
-    Collective over the default group. An earlier worker of this process loses its groups, and keeps
-    its parameters; all are of one tensor parallel size.
+    Collective over the default group. An earlier worker of this process loses its groups but keeps
+    its parameters. All workers must have the same tensor-parallel size.
     """
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.distributed.parallel_state import destroy_model_parallel
@@ -88,15 +88,15 @@ def start_worker(rank: int, folder: Path, dims: EngineDims, dtype: str) -> Any:
         "vllm_config": config,
         "local_rank": rank,
         "rank": rank,
-        # Workers that are told different names reduce over gloo and not over shared memory, which a
-        # killed rank would leave behind.
+        # With different names, workers reduce over gloo and not over shared memory, which a killed
+        # rank would leave behind.
         "distributed_init_method": f"file:///weights-{os.getpid()}",
         "is_driver_worker": True,
     }
-    destroy_model_parallel()  # a mixture wants a group that a dense model has not made
+    destroy_model_parallel()  # an MoE model requires a group that a dense model lacks
     worker.init_worker([arguments] * dims.tensor)
     worker.init_device()
     if not gc.get_freeze_count():
-        gc.freeze()  # loading collects garbage twice, at a third of a second each among all of vLLM
+        gc.freeze()  # loading runs the GC twice, each a third of a second over all of vLLM
     worker.load_model()
     return worker

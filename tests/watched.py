@@ -1,4 +1,4 @@
-"""Ranks under a watch: real processes that a test may kill, stop or signal."""
+"""Ranks under a `Watch`: real processes that a test may kill, stop or signal."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ LIMITS = Limits(
     generate=NEVER,
     push=NEVER,
 )
-"""Of a test. Work that is meant to end differently is called `generate`."""
+"""Limits of a test. Work that must not run into `step`'s limit is called `generate`."""
 PACE = Pace(beat=0.2, silence=3.0, kill=5.0, settle=0.5, stacks=1.0, unwind=2.0)
 
 
@@ -37,13 +37,13 @@ class World:
         os.kill(self.processes[rank].pid, number)
 
     def wait_for(self, *names: str) -> None:
-        """Wait until ranks have created these files."""
-        from engines import wait_until  # with transformers, which the ranks need not import
+        """Wait until the ranks have created these files."""
+        from engines import wait_until  # imports transformers, which the ranks do not need
 
         assert wait_until(lambda: all((self.folder / name).exists() for name in names), 30)
 
     def exit_codes(self, seconds: float) -> list[int]:
-        """Exit codes of all ranks, which must end within so many seconds."""
+        """Exit codes of all ranks after at most `seconds`; None for a rank that still runs."""
         deadline = time.monotonic() + seconds
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -59,7 +59,7 @@ class World:
 
 @contextmanager
 def watched_ranks(world_size: int, folder: Path, fn: Callable[..., None], *args: Any) -> Iterator:
-    """Run the module-level `fn(watch, rank, folder, *args)` in the watch of each rank."""
+    """Run the module-level `fn(watch, rank, folder, *args)` in each rank, under its watch."""
     processes = [
         CONTEXT.Process(target=_rank_main, args=(rank, world_size, folder, fn, args))
         for rank in range(world_size)
@@ -81,7 +81,7 @@ def _rank_main(
 
     from megatron_grpo.watch import Watch
 
-    # It may have inherited that this is ignored, where the tests run behind a script's `&`.
+    # A process started behind a script's `&` inherits that SIGINT is ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (1, 2):
         os.dup2(

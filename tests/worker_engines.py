@@ -1,8 +1,8 @@
 """vLLM engines that consist only of their workers, which take calls from other processes.
 
-Pushes into them take the same path as into served engines, except for HTTP: vLLM's own routine
-opens the links, and our extension of vLLM's workers answers the client's calls. Every worker keeps
-its process groups and its process while it is given one model after the other.
+Pushes take the same path as into served engines, except for HTTP: vLLM's own routine opens the
+links, and our extension of vLLM's workers answers the client's calls. Every worker keeps its
+process and its process groups while it loads one model after another.
 """
 
 import time
@@ -26,21 +26,21 @@ from vllm_workers import become_worker, start_worker
 
 
 class WorkerProcess:
-    """The methods called in the process of one worker."""
+    """The state of one worker's process, passed to each function called there."""
 
     worker: Any
-    """vLLM's; `serve` says which."""
+    """The vLLM worker that `serve` chose last."""
     before: dict[str, Tensor]
-    """For a test: what its parameters were."""
+    """For tests: an earlier copy of its parameters."""
     plain: Tensor
-    """For a benchmark: as many bytes."""
+    """For benchmarks: a plain tensor of about as many bytes as its parameters."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self._served: dict[tuple[Path, EngineDims, str], Any] = {}
 
     def serve(self, folder: Path, dims: EngineDims, dtype: str) -> None:
-        """Make `worker` one that started with the model in `folder`."""
+        """Set `worker` to one that started with the model in `folder`."""
         key = folder, dims, dtype
         if key not in self._served:
             self._served[key] = start_worker(self.rank, folder, dims, dtype)
@@ -48,19 +48,19 @@ class WorkerProcess:
 
 
 Function = Callable[..., Any]
-"""Called in the process of a worker: with its `WorkerProcess`, then other arguments."""
+"""Called in a worker's process with its `WorkerProcess` and further arguments."""
 
 
 @dataclass(frozen=True)
 class WorkerEngines:
-    """The handle with which any process calls all workers at the same time."""
+    """A handle through which any process calls all workers at the same time."""
 
     addresses: list[list[str]]
-    """By engine, then by worker."""
+    """Indexed by engine, then by worker."""
 
     @property
     def base_urls(self) -> list[str]:
-        """Names of the engines, as a config wants them; nothing listens there."""
+        """Made-up URLs of the engines, which the config requires; nothing listens there."""
         return [f"http://127.0.0.1:{port}" for port in range(1, 1 + len(self.addresses))]
 
     def call(self, function: Function, *args: Any) -> list[list[Any]]:
@@ -68,7 +68,7 @@ class WorkerEngines:
         return self.call_each(function, [args for _ in self.addresses])
 
     def call_each(self, function: Function, args: Sequence[tuple[Any, ...]]) -> list[list[Any]]:
-        """The same with separate arguments for each engine."""
+        """Like `call`, with separate arguments for each engine."""
         with ExitStack() as stack:
             calls = [
                 [stack.enter_context(Client(address, "AF_UNIX")) for address in workers]
@@ -84,9 +84,9 @@ class WorkerEngines:
 def worker_engines(
     num_engines: int, num_workers: int, folder: Path, timeout: float
 ) -> Iterator[WorkerEngines]:
-    """Engines of `num_workers` each, for `timeout` seconds at most; `folder` is for their sockets.
+    """Engines of `num_workers` each, for `timeout` seconds at most; their sockets are in `folder`.
 
-    When a worker has failed, its traceback is raised at the end.
+    If a worker has failed, the end of the block raises its traceback.
     """
     addresses = [
         [str(folder / f"{engine}-{worker}") for worker in range(num_workers)]
@@ -120,10 +120,10 @@ def _take_calls(rank: int, addresses: Sequence[str]) -> None:
             with listener.accept() as connection:
                 try:
                     function, args = connection.recv()
-                except EOFError:  # who wanted to ask has failed
+                except EOFError:  # the caller failed before it asked
                     continue
                 answer = function(process, *args)
-                with suppress(BrokenPipeError):  # who has asked has failed
+                with suppress(BrokenPipeError):  # the caller failed after it asked
                     connection.send(answer)
 
 
@@ -143,7 +143,7 @@ class WorkerClient:
         self.base_urls = workers.base_urls
 
     def assemble(self, check: Any) -> tuple[int, int]:
-        """See `RolloutClient`, as are all below; always the same engines."""
+        """See `RolloutClient` for this method and those below; the engines never change."""
         return len(self.workers.addresses), 1
 
     def connect(self, invitation: dict[str, Any], is_sending: Any) -> None:

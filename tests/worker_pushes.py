@@ -1,7 +1,7 @@
 """Pushes from Megatron-Core ranks into vLLM workers, compared with what vLLM itself loads.
 
-The ranks also write what they push as a Hugging Face folder. To check itself, a worker makes vLLM
-load that folder for a worker of the same rank, and compares.
+The ranks also export what they push as a Hugging Face folder. To check a push, each worker lets
+vLLM load that folder into another worker of the same rank, and compares the two.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ from worker_engines import WorkerClient, WorkerEngines, WorkerProcess, parameter
 DTYPE = "bfloat16"
 
 Engines = dict[int, WorkerEngines]
-"""By their tensor parallel size."""
+"""Keyed by tensor-parallel size."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class Case:
     """One model and the kinds of engine that it is pushed into."""
 
     folder: Path
-    """Of the weights that are pushed."""
+    """The weights that are pushed."""
     others: Path
-    """Of other weights of the same shapes, with which the engines begin."""
+    """Other weights of the same shapes, with which the engines start."""
     engines: Sequence[EngineDims]
 
 
@@ -61,22 +61,22 @@ class Held:
     """The report of one worker after a push."""
 
     differing: list[str]
-    """Parameters that are not what vLLM has loaded from the exported folder."""
+    """Parameters that differ from what vLLM loads from the exported folder."""
     unchanged: list[str]
-    """Parameters that are what they were before the push."""
+    """Parameters that the push left unchanged."""
     shard_bytes: int
-    """Of its parameters, without the padding that vLLM has added."""
+    """Bytes of its parameters, without vLLM's padding."""
     bytes_received: int
 
 
 Pushed = tuple[Sent, list[list[Held]]]
-"""What the workers say, by engine, is known to rank 0."""
+"""A rank's report and, on rank 0 only, the workers' reports by engine."""
 
 
 def push_all(
     rank: int, dims: ParallelDims, cases: Sequence[Case], engines: Engines, transport: str
 ) -> list[Pushed]:
-    """Push every case into every kind of engine, on a rank that trains at `dims`."""
+    """Push every case into every kind of engine, from one rank of a trainer at `dims`."""
     setup_device(rank)
     groups = init_groups(dims)
     counts = count_bytes()
@@ -98,7 +98,7 @@ def push_all(
 
 
 def count_bytes() -> list[int]:
-    """From now on, record how many bytes of each buffer this process hands over."""
+    """From now on, record the size of each buffer that this process hands over."""
     counts: list[int] = []
     for end in (LocalOutgoing, NetworkOutgoing):
 
@@ -173,10 +173,10 @@ def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str
 
 
 def padding_bytes(worker: Any) -> int:
-    """What vLLM says that it has padded its parts of the vocabulary by."""
+    """Bytes by which vLLM has padded this worker's part of the vocabulary, as vLLM reports it."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-    padded = {  # by its weight, as a tied head is the embedding
+    padded = {  # keyed by weight: a tied head shares the embedding's
         id(module.weight): module.shard_indices.num_org_vocab_padding * module.weight[0].nbytes
         for module in worker.get_model().modules()
         if isinstance(module, VocabParallelEmbedding)
