@@ -41,7 +41,7 @@ class TestEngine:
         self.version = 0
 
     def client(self, **rollout: Any) -> RolloutClient:
-        """A client of the engine; `rollout` are fields of the config section."""
+        """A client for which the engine is ready; `rollout` are fields of the config section."""
         client = client_of(self.servers.base_urls, self.servers.token, **rollout)
         client.fleet.finish_push(self.servers.base_urls)
         return client

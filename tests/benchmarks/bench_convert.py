@@ -4,12 +4,12 @@
 
 Makes a random model of Qwen2.5-1.5B's shape (bf16, 3 GB) in FOLDER (default: here, removed at the
 end) and runs in turn: `cp` and `sync`; `checkpoint-convert import --tp 2`; `cp` and `sync` of the
-checkpoint; `checkpoint-convert export`. Each runs as a process of its own, start-up included, and
-counts until its bytes are on the disk. "Cold": the source's pages were dropped from the cache
-before. The ratio is given for the whole process and for what the command says of itself, which
-leaves out the start of Python. Memory is the sum over all processes of a run, shared pages counted
-once (PSS), sampled in a first round that is not timed: to be looked at takes a process time. At the
-end the exported weights must equal the source bit for bit.
+checkpoint; `checkpoint-convert export`. Each runs as its own process and is timed from its start-up
+until its bytes are on disk. "Cold": the source's pages were dropped from the page cache before. The
+ratio is given for the whole process and for the time the command reports, which excludes the start
+of Python. Memory is the peak of the sum over a run's processes, shared pages counted once (PSS); it
+is sampled in a first, untimed round, since sampling slows a process down. At the end the exported
+weights must equal the source bit for bit.
 
 Also prints what an import of Llama-3.1-70B would need, from its config alone.
 """
@@ -68,11 +68,11 @@ class Run:
 
     seconds: float
     own_seconds: float
-    """What the command says that it took, without the start-up of Python and torch."""
+    """The time that the command reports, without the start-up of Python and torch."""
 
 
 def main() -> None:
-    """Run all and print the table."""
+    """Run all commands and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, nargs="?", default=Path.cwd())
     parser.add_argument("--pairs", type=int, default=5, help="counted rounds; one more warms up")
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def print_plan() -> None:
-    """What an import of a 70B model needs, from its config.json."""
+    """Print what an import of a 70B model needs, from its config.json."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(LLAMA_70B))
         shape = read_shape(folder)
@@ -99,7 +99,7 @@ def print_plan() -> None:
 
 
 def measure(folder: Path, num_pairs: int) -> None:
-    """Time every command `num_pairs` times in turn, cold and warm, after a round of warming up."""
+    """Time each command `num_pairs` times, cold and warm, after a round that measures memory."""
     source, copy, megatron, exported = (folder / n for n in ("hf", "copy", "megatron", "out"))
     write_model(source)
     commands = {
@@ -132,7 +132,7 @@ def measure(folder: Path, num_pairs: int) -> None:
 
 
 def write_model(folder: Path) -> None:
-    """A random model in files of some `SHARD_BYTES`."""
+    """Write a random model in files of about `SHARD_BYTES`."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(QWEN_1_5B))
     generator = torch.Generator().manual_seed(0)
@@ -149,7 +149,7 @@ def write_model(folder: Path) -> None:
 
 
 def settle(folder: Path, cache: str) -> None:
-    """Have no write pending, and the source's pages out of the cache or in it."""
+    """Finish pending writes, and drop the folder's pages from the page cache or load them."""
     os.sync()
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
         with file.open("rb", buffering=0) as opened:
@@ -171,7 +171,7 @@ def timed(command: list[str], folder: Path) -> Run:
 
 
 def watched(command: list[str]) -> int:
-    """Run a command; the most bytes that it and its children have held at once."""
+    """Run a command and return the peak memory of it and its children, in bytes."""
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         peak_bytes = 0
         while process.poll() is None:
@@ -196,7 +196,7 @@ def resident_bytes(pid: int) -> int:
 def report(
     runs: dict[tuple[str, str], list[Run]], peak_bytes: dict[tuple[str, str], int], num_bytes: int
 ) -> None:
-    """Print medians, and the ratio of each conversion to the copy of the same round."""
+    """Print seconds, and the ratio of each conversion to the copy of the same round."""
     print(
         f"\n{os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}; {num_bytes / 1e9:.2f} GB"
     )
@@ -213,7 +213,7 @@ def report(
 
 
 def spread(values: list[float]) -> str:
-    """Median, least and largest."""
+    """Median, minimum and maximum."""
     return f"{median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
 
 

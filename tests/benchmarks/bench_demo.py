@@ -2,8 +2,8 @@
 
     python tests/benchmarks/bench_demo.py parallel.tensor_parallel_size=3
 
-Runs five steps in a temporary folder and reports the median, least and largest of the last four:
-the first step also pays for caches and lazy imports. Wall-clock figures of this machine only.
+Runs five steps in a temporary folder and reports the median, minimum and maximum of the last four:
+the first step also fills caches and runs lazy imports. Wall-clock times hold for this machine only.
 """
 
 import json

@@ -1,14 +1,14 @@
-"""The hot paths beside those of other projects: `make bench-peers`.
+"""The hot paths compared with those of other projects: `make bench-peers`.
 
     python tests/benchmarks/bench_peers.py [NAME ...] [--rounds 5] [--threads 2]
 
-Each module of `peers/` is one comparison: see its docstring. Every side of it runs in a fresh
-process with the same number of threads, in turns, forwards and then backwards, so that what the
-machine does in the meantime falls on all alike. First what a side has computed must agree with
-ours: else nothing is said of it. Counts (bytes, FLOPs, simulated time) are exact and carry over to
-other machines; seconds do not, and only ratios within a round are formed of them. No ratio of
-seconds is given where other processes took more than half a core during a round, where the load was
-above 1.5 before the first, or where the seconds of that side differ by more than 1.5 times.
+Each module of `peers/` is one comparison: see its docstring. Every side runs in a fresh process
+with the same number of threads. The order of the sides alternates from round to round, so that
+other load on the machine affects all sides alike. A side whose output differs from ours gets no
+factors. Counts (bytes, FLOPs, simulated time) are exact and carry over to other machines; seconds
+do not, so they are compared only within a round. A factor of seconds is withheld if other processes
+took more than half a core during a round, if the load was above 1.5 before the first round, or if
+the seconds of a side vary by more than 1.5 times.
 
 The other projects are installed from the package index into .peers/, without their dependencies.
 Results go to `results/peers.json`, and from there into docs/peers.md.
@@ -43,11 +43,11 @@ ROOT = HERE.parent.parent
 NAMES = sorted(path.stem for path in (HERE / "peers").glob("*.py"))
 OURS = "ours"
 TIMEOUT = 1800
-"""Seconds for one side in one round."""
+"""Seconds that one side may take in one round."""
 
 
 def main() -> None:
-    """Measure the comparisons that are named, and write the page of all that were ever measured."""
+    """Run the named comparisons, and write the page with all stored results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def this_machine() -> dict[str, Any]:
-    """Where and when this was."""
+    """The date, the processor and the versions of a measurement."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.split(":")[1].strip() for line in lines if "model name" in line), "")
     return {
@@ -91,7 +91,7 @@ def this_machine() -> dict[str, Any]:
 
 
 def compare_all(name: str, num_rounds: int, num_threads: int) -> dict[str, Any]:
-    """Every side of a comparison in every round, and whether outputs agree in the first."""
+    """Run every side of a comparison in every round; compare their outputs in the first."""
     module = importlib.import_module(f"peers.{name}")
     packages = {side: installed(lines) for side, lines in module.REQUIREMENTS.items()}
     figures: dict[str, list[dict[str, float]]] = defaultdict(list)
@@ -123,7 +123,7 @@ def compare_all(name: str, num_rounds: int, num_threads: int) -> dict[str, Any]:
 
 
 def agreement_of(module: Any, ours: Path, peer: Path) -> str:
-    """In words how far the outputs agree; beginning with "differs" where they do not."""
+    """How closely the outputs agree, in words; starts with "differs" if they do not."""
     try:
         return str(module.compare(ours, peer))
     except AssertionError as error:
@@ -131,7 +131,7 @@ def agreement_of(module: Any, ours: Path, peer: Path) -> str:
 
 
 def installed(requirements: Sequence[str]) -> Path | None:
-    """The folder of packages that are there, or are installed now, without dependencies."""
+    """The folder with these packages, which are installed without dependencies if missing."""
     if not requirements:
         return None
     digest = sha256("\n".join(requirements).encode()).hexdigest()[:12]
@@ -148,7 +148,7 @@ def installed(requirements: Sequence[str]) -> Path | None:
 def timed_side(
     name: str, side: str, folder: Path, packages: Path | None, num_threads: int
 ) -> tuple[dict[str, float], float]:
-    """The figures of a side in a fresh process, and how many cores other processes took."""
+    """Run a side in a fresh process; returns its figures and the cores used by other processes."""
     folder.mkdir()
     path = [str(HERE), str(ROOT), str(ROOT / "tests"), *([str(packages)] if packages else [])]
     environ = os.environ | {
@@ -168,24 +168,25 @@ def timed_side(
 
 
 def run_side(name: str, side: str, folder: str) -> None:
-    """In the fresh process: measure, and leave the figures in the folder of outputs."""
+    """In the fresh process: measure, and write the figures to the folder of outputs."""
     figures: Mapping[str, float] = importlib.import_module(f"peers.{name}").SIDES[side](
         Path(folder)
     )
-    # The frame counts what was waited for, and nobody waits for a fork server and its children.
+    # The parent counts only processes that were waited for, which a fork server and its children
+    # are not.
     left = sum(sum(child.cpu_times()[:4]) for child in psutil.Process().children(recursive=True))
     found = {"figures": figures, "left_cpu_seconds": left}
     (Path(folder) / "figures.json").write_text(json.dumps(found))
 
 
 def own_cpu_seconds() -> float:
-    """Of this process and of those that it has waited for."""
+    """CPU seconds of this process and of the children that it has waited for."""
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
 def busy_cpu_seconds() -> float:
-    """Of all processes of the machine."""
+    """CPU seconds of all processes on the machine."""
     fields = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
     user, nice, system, _, _, irq, softirq = fields[:7]
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")

@@ -1,19 +1,19 @@
-"""A push of a 0.5B model beside a raw copy and beside gathering and loading: `make bench-reshard`.
+"""A push of a 0.5B model against a raw copy, and against gather-then-load: `make bench-reshard`.
 
     python tests/benchmarks/bench_reshard.py [--rounds 5] [--bucket-megabytes 512]
 
 Four ranks that hold a random model of Qwen2.5-0.5B's shape (bf16, 0.99 GB) as TP2 x PP2 push it
-into the two workers of a vLLM engine, over memory that both ends share and over the network, here
-loopback. The seconds are those of the whole push, verified. "Bare": the same without checksums, in
-turns with it, so that the difference is what verification costs. "Raw": the same bytes over the
-same links in the same buckets, copied from one plain tensor into another; its seconds over those of
-the bare push are the fraction. "Gather": whole tensors to rank 0 and from there to every worker, by
-one file in memory or over the same network, and vLLM's own `load_weights` in the workers. After
-every push each parameter of the workers must equal what vLLM had loaded at first, bit for bit, and
-is wiped. Memory is the most that a rank and a worker held beyond what they held before the links
-were made; what two processes share counts in both.
+into the two workers of a vLLM engine, over shared memory and over the network (here loopback). The
+seconds are those of the whole verified push. "Bare": a push without checksums, in turns with the
+verified one, so that the difference is the cost of verification. "Raw": the same bytes over the
+same links in the same buckets, copied from one plain tensor into another; the speed of a bare push
+is given as a fraction of the raw copy's. "Gather": whole tensors to rank 0, from there to every
+worker through one file in memory or over the same network, and vLLM's own `load_weights` in the
+workers. After every push, each parameter of the workers must be bitwise equal to what vLLM loaded
+at first, and is then zeroed. Memory is the peak of a rank and of a worker above their use before
+the links were made; memory that two processes share counts in both.
 
-Also prints what each worker receives at TP8 by vLLM's own backends, from configs alone.
+Also prints what each worker receives at TP8 from vLLM's own backends, computed from configs alone.
 """
 
 import argparse
@@ -76,11 +76,11 @@ TRANSPORTS = {"memory": "auto", "network": "network"}
 KINDS = ("", " bare", " raw", " gather")
 
 Figures = dict[str, list[float]]
-"""Of each thing that is measured: one value by round."""
+"""For each name, one value per round."""
 
 
 def main() -> None:
-    """Run all and print the tables."""
+    """Run all measurements and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5, help="counted ones; one more warms up")
     parser.add_argument("--bucket-megabytes", type=int, default=512, help="buffers per process")
@@ -103,7 +103,7 @@ def main() -> None:
 
 
 def write_model(folder: Path) -> ModelShape:
-    """A random model of Qwen2.5-0.5B's shape."""
+    """Write a random model of Qwen2.5-0.5B's shape."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(QWEN_0_5B))
     shape = read_shape(folder)
@@ -119,7 +119,7 @@ def write_model(folder: Path) -> ModelShape:
 def measure(
     rank: int, folder: Path, engines: WorkerEngines, num_rounds: int, megabytes: int
 ) -> Figures:
-    """Seconds, bytes and memory of everything, on one rank; the first round is left out."""
+    """All seconds and memory, on one rank; the first round only warms up."""
     model = folder / "model"
     shape = read_shape(model)
     layouts = [
@@ -160,7 +160,7 @@ def measure(
 def weight_sync(
     rank: int, model: Path, engines: WorkerEngines, transport: str, megabytes: int
 ) -> WeightSync:
-    """What a trainer would make."""
+    """The `WeightSync` that a trainer would make."""
     cfg = tiny_config(
         model,
         RANKS,
@@ -178,7 +178,7 @@ def weight_sync(
 def push(
     sync: WeightSync, rank: int, parameters: Mapping[str, Tensor], engines: WorkerEngines
 ) -> float:
-    """Seconds of one push as a trainer does it; the links are made by the first."""
+    """Seconds of one push as a trainer does it; the first push makes the links."""
     dist.barrier()
     timer = PhaseTimer(lambda name: None)
     source: Any = WorkerClient(engines) if rank == 0 else None
@@ -188,7 +188,7 @@ def push(
 
 
 def start(process: WorkerProcess, model: Path) -> None:
-    """Have vLLM load the model, remember that, and wipe it."""
+    """Let vLLM load the model, keep a copy of its parameters, and zero them."""
     process.serve(model, ENGINE, "bfloat16")
     process.before = {k: v.clone() for k, v in parameters_of(process.worker).items()}
     process.plain = plain_bytes(process.before)
@@ -196,7 +196,7 @@ def start(process: WorkerProcess, model: Path) -> None:
 
 
 def check(rank: int, engines: WorkerEngines) -> None:
-    """Fail unless all workers hold what they held at first."""
+    """Fail unless all workers hold what vLLM loaded at first; zeroes their parameters."""
     if rank == 0:
         [differing] = engines.call(compare_and_wipe)
         assert not any(differing), differing
@@ -204,7 +204,7 @@ def check(rank: int, engines: WorkerEngines) -> None:
 
 
 def compare_and_wipe(process: WorkerProcess) -> list[str]:
-    """The parameters that are not what vLLM has loaded; all are zero afterwards."""
+    """Names of parameters that differ from what vLLM loaded; zeroes all of them."""
     held = parameters_of(process.worker)
     differing = [
         name
@@ -219,7 +219,7 @@ def compare_and_wipe(process: WorkerProcess) -> list[str]:
 
 @contextmanager
 def timed(figures: Figures, name: str) -> Iterator[None]:
-    """Seconds of the block on this rank, from when all ranks are there."""
+    """Record the seconds of the block on this rank, after a barrier."""
     dist.barrier()
     start = time.perf_counter()
     yield
@@ -228,7 +228,7 @@ def timed(figures: Figures, name: str) -> Iterator[None]:
 
 @contextmanager
 def watched(rank: int, engines: WorkerEngines, figures: Figures, name: str) -> Iterator[None]:
-    """The most bytes beyond those at the beginning, of this rank, and on rank 0 of the workers."""
+    """Record how far memory peaks above its start: of this rank and, on rank 0, of the workers."""
     before = resident_bytes(peak=False)
     if rank == 0:
         before_workers = engines.call(forget_peak)
@@ -244,26 +244,26 @@ def watched(rank: int, engines: WorkerEngines, figures: Figures, name: str) -> I
 
 
 def forget_peak(process: WorkerProcess | None) -> int:
-    """Have the peak of this process's memory begin now; its present bytes."""
+    """Reset the peak of this process's memory; returns its current bytes."""
     Path("/proc/self/clear_refs").write_text("5")
     return resident_bytes(peak=False)
 
 
 def peak_of(process: WorkerProcess) -> int:
-    """The most bytes that this process has held since; its links are closed."""
+    """Peak bytes of this process since `forget_peak`; closes its links."""
     process.worker.shutdown_weight_transfer_engine()
     return resident_bytes(peak=True)
 
 
 def resident_bytes(*, peak: bool) -> int:
-    """Of this process, with what it shares; now, or at most since `forget_peak`."""
+    """Memory of this process, including shared memory: now, or the peak since `forget_peak`."""
     field = "VmHWM" if peak else "VmRSS"
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
 
 
 def report(ranks: list[Figures], num_bytes: int) -> None:
-    """Print the figures of rank 0, and the memory of all."""
+    """Print the times of rank 0, and the largest memory of any rank and of any worker."""
     figures = ranks[0]
     cores, load = os.cpu_count(), os.getloadavg()[0]
     print(f"\n{cores} cores, load average {load:.1f}; {num_bytes / 1e9:.2f} GB")
@@ -287,12 +287,12 @@ def report(ranks: list[Figures], num_bytes: int) -> None:
 
 
 def ratios(over: list[float], under: list[float]) -> str:
-    """Round by round."""
+    """The spread of the ratios, round by round."""
     return spread([a / b for a, b in zip(over, under, strict=True)])
 
 
 def spread(values: list[float], digits: int = 2) -> str:
-    """Median, least and largest."""
+    """Median, minimum and maximum."""
     return f"{median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
 
 

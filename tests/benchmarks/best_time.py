@@ -1,11 +1,11 @@
-"""How long a piece of work takes where nothing disturbs it."""
+"""How long a piece of work takes when nothing disturbs it."""
 
 import time
 from collections.abc import Callable
 
 
 def best_time(work: Callable[[], object], num_times: int = 5) -> float:
-    """Seconds of the fastest of some times, after one that warms up."""
+    """Seconds of the fastest of `num_times` calls, after one that warms up."""
     seconds = []
     for _ in range(num_times + 1):
         start = time.perf_counter()

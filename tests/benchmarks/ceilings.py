@@ -1,4 +1,4 @@
-"""What this machine can do at most, beside which figures are to be seen."""
+"""Upper bounds of what this machine can do, to compare other figures with."""
 
 import json
 import mmap
@@ -24,7 +24,7 @@ GEMM = (512, 1024, 8192)  # rows, inner, columns
 
 
 def measure_ceilings(num_threads: int) -> dict[str, float]:
-    """The best of five, in a process of its own: in GB/s, or GFLOP/s for matrix products."""
+    """The best rates, measured in a separate process: in GB/s, or GFLOP/s for matrix products."""
     environ = os.environ | {"OMP_NUM_THREADS": str(num_threads)}
     command = [sys.executable, __file__]
     done = subprocess.run(command, env=environ, check=True, capture_output=True, text=True)
@@ -33,7 +33,7 @@ def measure_ceilings(num_threads: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Print all as JSON."""
+    """Measure all rates and print them as JSON."""
     found = {
         "memcpy": COPY_BYTES / best_time(_copy()),
         "GEMM float32": _flops() / best_time(_product(torch.float32)),
@@ -64,7 +64,7 @@ def _flops() -> float:
 
 
 def _write_to_memory(num_threads: int) -> float:
-    """Seconds, the best of five, in which so many threads write new files, one each."""
+    """Seconds in which `num_threads` threads write a new file each in /dev/shm; best of five."""
 
     def write(path: Path) -> None:
         with path.open("wb", buffering=0) as file:
@@ -89,7 +89,7 @@ def _write(path: Path) -> None:
 
 
 def _read(path: Path) -> None:
-    """Past the page cache."""
+    """Read a file, bypassing the page cache."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
     with mmap.mmap(-1, 1 << 24) as block:
         while os.readv(descriptor, [block]):

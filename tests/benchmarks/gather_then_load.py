@@ -1,8 +1,8 @@
-"""The way that does without layouts of engines: whole tensors to one rank, then `load_weights`.
+"""The baseline that needs no engine layouts: whole tensors to rank 0, then `load_weights`.
 
-What most trainers do, and no slower than that: ranks send to rank 0 alone, and nobody sends a
-replica. From rank 0 every worker gets every tensor, by a file in memory that all read, or each over
-a connection of its own, as vLLM's `nccl` backend has it.
+This is what most trainers do, and no slower: ranks send to rank 0 only, and never send a replica.
+From rank 0 every worker gets every tensor, either from one file in memory that all read, or over
+its own connection, as with vLLM's `nccl` backend.
 """
 
 import socket
@@ -36,9 +36,9 @@ def gather_then_load(
     parameters: Mapping[str, Tensor],
     deliver: Callable[[Tensors], None],
 ) -> None:
-    """Gather the weights of all ranks, of `layouts`, tensor by tensor on rank 0, which `deliver`s.
+    """Gather the weights of all ranks tensor by tensor on rank 0, and `deliver` them there.
 
-    Collective over all ranks.
+    `layouts` are the layouts of all ranks. Collective over all ranks.
     """
     rank = dist.get_rank()
     if rank == 0:
@@ -72,7 +72,7 @@ def _gathered(
 
 
 def _owned(layout: Layout) -> dict[str, list[Piece]]:
-    """The pieces of each whole tensor that this rank is to send."""
+    """The pieces of each whole tensor that a rank sends."""
     owned: dict[str, list[Piece]] = {}
     for piece in layout.pieces:
         if not piece.is_replica:
@@ -85,21 +85,21 @@ def _values(piece: Piece, parameters: Mapping[str, Tensor]) -> Tensor:
 
 
 def by_file(tensors: Tensors, file: Path, engines: WorkerEngines) -> None:
-    """Have all workers read `file`, which is in memory."""
+    """Write the tensors to `file`, which is in memory, and let all workers load it."""
     save_file(dict(tensors), file)
     engines.call(_load_file, file)
     file.unlink()
 
 
 def by_network(tensors: Tensors, shape: ModelShape, engines: WorkerEngines) -> None:
-    """Send every tensor to every worker, while the next is gathered."""
+    """Send every tensor to every worker while the next one is gathered."""
     num_workers = sum(map(len, engines.addresses))
     with socket.create_server(("127.0.0.1", 0)) as server, ExitStack() as stack:
         loading = stack.enter_context(ThreadPoolExecutor(1)).submit(
             engines.call, _load_received, server.getsockname(), hf_tensors(shape)
         )
         ends = [stack.enter_context(server.accept()[0]) for _ in range(num_workers)]
-        # A thread each: a worker does not wait for another.
+        # One thread per worker, so that no worker waits for another.
         senders = [(end, stack.enter_context(ThreadPoolExecutor(1))) for end in ends]
         sent = [
             thread.submit(end.sendall, bytes_of(tensor).numpy())
@@ -126,7 +126,7 @@ def _load_received(
 def _received(
     connection: socket.socket, buffer: Tensor, sizes: Mapping[str, tuple[int, ...]]
 ) -> Tensors:
-    """One tensor after the other, each in the same `buffer`, which is in memory already."""
+    """Yield the tensors one by one, all in the same `buffer`, whose pages are already mapped."""
     for name, size in sizes.items():
         data = buffer[: DTYPE.itemsize * prod(size)]
         count = connection.recv_into(data.numpy(), flags=socket.MSG_WAITALL)

@@ -1,4 +1,4 @@
-"""What a worker receives at TP8, by us and by vLLM's own backends, from configs alone."""
+"""Bytes that a worker receives at TP8 from us and from vLLM's own backends, from configs alone."""
 
 import json
 import tempfile
@@ -30,7 +30,7 @@ LLAMA_70B = LLAMA | {
 
 
 def print_peers() -> None:
-    """Gigabytes that a worker receives, by us and by what vLLM has of its own."""
+    """Print the gigabytes that a worker receives from us and from vLLM's own backends."""
     print(f"\n{'GB per worker, TP8':24}{'own shard':>12}{'vLLM nccl':>12}{'nccl_m2n':>12}")
     for name, config in {"Llama-3.1-8B": LLAMA_8B, "Llama-3.1-70B": LLAMA_70B}.items():
         with tempfile.TemporaryDirectory() as folder:

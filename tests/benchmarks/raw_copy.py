@@ -1,4 +1,4 @@
-"""The bytes of a push over its own links and in its own buckets, but between plain tensors."""
+"""Sends the bytes of a push over the push's links and in its buckets, but between plain tensors."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -14,13 +14,13 @@ from worker_engines import WorkerClient, WorkerEngines, WorkerProcess
 
 
 def plain_bytes(parameters: Mapping[str, Tensor]) -> Tensor:
-    """As many as the parameters have, and some for the gaps between boxes; in memory already."""
+    """As many bytes as the parameters, plus 1 MiB for gaps between boxes; the pages are mapped."""
     num_bytes = sum(value.nbytes for value in parameters.values())
     return torch.ones(num_bytes + (1 << 20), dtype=torch.uint8)
 
 
 def push_raw(sync: WeightSync, rank: int, plain: Tensor, engines: WorkerEngines) -> None:
-    """Send as many bytes of `plain` as a push would; one has made the links."""
+    """Send as many bytes of `plain` as a push would, over the links of an earlier push."""
     outbox = sync._outbox
     assert outbox is not None
     streams = [*outbox._streams.values()]
@@ -44,7 +44,7 @@ def _receive_all(process: WorkerProcess) -> None:
 
 
 def _buckets(streams: Sequence[OutStream | InStream], plain: Tensor) -> Iterator[Sequence[Tensor]]:
-    """The bytes of `plain` in parts like the buckets of each stream, one stream after the other."""
+    """For each stream, consecutive parts of `plain` of the sizes of the stream's buckets."""
     start = 0
     for stream in streams:
         sizes = [bucket.num_bytes for bucket in stream._packing.buckets]

@@ -1,4 +1,4 @@
-"""Pushes without checksums, to tell from those with them what verification costs."""
+"""Pushes without checksums, to measure what verification costs."""
 
 import ctypes
 import subprocess
@@ -20,7 +20,7 @@ SUMMING = cpu_checksum._KERNEL
 
 @contextmanager
 def unverified(rank: int, engines: WorkerEngines) -> Iterator[None]:
-    """In the block, boxes are copied at once and unsummed, and the ranks add nothing up.
+    """In the block, boxes are copied without being summed, and ranks do not reduce their sums.
 
     Collective over all ranks.
     """
@@ -38,13 +38,13 @@ def unverified(rank: int, engines: WorkerEngines) -> Iterator[None]:
 
 
 def _sum(process: WorkerProcess, is_on: bool) -> None:
-    copying = _copying()  # compiled before anything is measured
+    copying = _copying()  # compile before anything is measured
     cpu_checksum._KERNEL = SUMMING if is_on else copying
 
 
 @cache
 def _copying() -> ctypes.CDLL:
-    """The kernel that also sums, without the sums."""
+    """The checksum kernel with copies only."""
     with TemporaryDirectory() as folder:
         library = Path(folder) / "copy_rows.so"
         source = Path(__file__).with_name("copy_rows.c")

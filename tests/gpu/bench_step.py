@@ -1,14 +1,14 @@
-"""Tokens per second and memory of an optimizer step on one GPU, beside prime-rl's on an H100.
+"""Tokens per second and memory of an optimizer step on one GPU, next to prime-rl's on an H100.
 
     python tests/gpu/bench_step.py [--tokens 16384 65536] [--steps 5]
 
 A random model of Qwen3-0.6B's shape (bf16 weights, float32 gradients, masters and moments) trains
-on one packed microbatch of one sequence per step, which but for a prompt of 512 tokens is a
-completion: forward, GRPO loss, backward, clipping, Adam. Time is that of CUDA events around the
-step, the median after two that warm up; memory is the most that torch had allocated, and that it
-had reserved. Layers are recomputed in the backward pass. One JSON line for each length, with date,
-card and versions. prime-rl's figures are those of its benchmarks/results/BENCHMARKS.md, full
-fine-tuning with RL.
+on one packed microbatch per step. It is a single sequence: a prompt of 512 tokens and its
+completion. A step is forward, GRPO loss, backward, clipping and Adam; layers are recomputed in the
+backward pass. Time is the median between CUDA events around the step, after two warm-up steps;
+memory is torch's peak allocated and peak reserved. Prints one JSON line per length, with date, card
+and versions. prime-rl's figures are those of its benchmarks/results/BENCHMARKS.md, full fine-tuning
+with RL.
 """
 
 import argparse
@@ -59,13 +59,13 @@ SHAPES = {
     },
 }
 PRIME_RL = {16384: (11_900.0, 12.5), 65536: (10_150.0, 19.6)}
-"""Tokens per second and GiB on an H100, by the length of a sequence."""
+"""Tokens per second and GiB on an H100, by sequence length."""
 PROMPT, WARM_UP = 512, 2
 RECOMPUTE = ["granularity=full", "method=uniform", "num_layers=1"]
 
 
 def main() -> None:
-    """Print a line for each length."""
+    """Print a JSON line for each length."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -94,7 +94,7 @@ def main() -> None:
 
 
 def write_model(folder: Path, shape: dict[str, Any]) -> Path:
-    """A random Qwen3 of a shape."""
+    """Write a random Qwen3 model of this shape."""
     config = {
         "model_type": "qwen3",
         "architectures": ["Qwen3ForCausalLM"],
@@ -114,7 +114,7 @@ def write_model(folder: Path, shape: dict[str, Any]) -> Path:
 
 
 def measure(rank: int, folder: Path, num_tokens: int, num_steps: int) -> dict[str, float]:
-    """Speed and memory of a step; in a process of its own."""
+    """Speed and memory of a step; runs in its own process."""
     device = setup_device(rank)
     cfg = tiny_config(
         folder,
@@ -150,7 +150,7 @@ def measure(rank: int, folder: Path, num_tokens: int, num_steps: int) -> dict[st
 
 
 def one_sequence(num_tokens: int, vocab_size: int, cfg: Config) -> PackedBatch:
-    """A microbatch that is one sequence."""
+    """A microbatch of a single sequence."""
     generator = torch.Generator().manual_seed(0)
     prompt = min(PROMPT, num_tokens // 4)
     sequence = TokenSequence(
@@ -164,7 +164,7 @@ def one_sequence(num_tokens: int, vocab_size: int, cfg: Config) -> PackedBatch:
 
 
 def timed(work: Callable[[], None], device: torch.device) -> float:
-    """Seconds of `work`: between CUDA events, or on a CPU of the clock."""
+    """Seconds of `work`: between CUDA events, or wall-clock time on a CPU."""
     if device.type == "cpu":
         start = time.perf_counter()
         work()
@@ -178,7 +178,7 @@ def timed(work: Callable[[], None], device: torch.device) -> float:
 
 
 def this_machine() -> dict[str, str]:
-    """What the figures are of."""
+    """Date, card and versions of a measurement."""
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     names = ["torch", "megatron-core"]
     return {"date": date.today().isoformat(), "card": card} | {n: version(n) for n in names}

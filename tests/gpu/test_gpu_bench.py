@@ -1,4 +1,4 @@
-"""The benchmark of a step runs to its end: small anywhere, at its real shape on a GPU."""
+"""The benchmark of a step runs to its end: a small model on any machine, the real one on a GPU."""
 
 import json
 import os
@@ -13,7 +13,7 @@ BENCH = Path(__file__).with_name("bench_step.py")
 
 
 def run(*arguments: str) -> dict[str, float]:
-    """The line that it prints."""
+    """The JSON line that the benchmark prints."""
     path = os.pathsep.join(sys.path)
     done = subprocess.run(
         [sys.executable, str(BENCH), *arguments],

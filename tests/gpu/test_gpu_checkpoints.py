@@ -1,4 +1,4 @@
-"""What a save copies from a GPU into memory of the host."""
+"""What a save copies from a GPU to host memory."""
 
 import pytest
 import torch

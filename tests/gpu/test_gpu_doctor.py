@@ -1,4 +1,4 @@
-"""What the doctor reads of real GPUs."""
+"""What the doctor reads from real GPUs."""
 
 import pytest
 import torch

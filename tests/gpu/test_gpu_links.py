@@ -1,4 +1,4 @@
-"""Pushes between processes with GPUs: shared memory of one GPU (CUDA IPC), NCCL between two."""
+"""Pushes between processes with GPUs: CUDA IPC on one GPU, NCCL between two."""
 
 import ctypes
 import time
@@ -31,7 +31,7 @@ def weights(seed, device):
 
 
 def send(pipe, invitation, gpu, num_pushes):
-    """Send float32 weights as bfloat16, column by column group; then hang."""
+    """Send float32 weights as bfloat16, one group of columns after another; then hang."""
     device = torch.device("cuda", gpu)
     torch.cuda.set_device(device)
     boxes = [
@@ -54,7 +54,7 @@ def send(pipe, invitation, gpu, num_pushes):
 
 
 def receive(pipe, invitation, gpu, num_pushes):
-    """Receive and compare every push; then hang."""
+    """Receive and check every push; then hang."""
     device = torch.device("cuda", gpu)
     torch.cuda.set_device(device)
     parameter = torch.zeros(SHAPE, dtype=torch.bfloat16, device=device)
@@ -118,7 +118,7 @@ def test_a_receiver_that_is_killed_is_named_at_once(gpus):
 
 
 def test_memory_that_is_shared_takes_whole_blocks_of_the_driver():
-    """Of a part of one the other process would be given the rest as well."""
+    """CUDA IPC shares whole blocks, so the other process would also see the rest of a block."""
     device = torch.device("cuda", 0)
     memory = CudaMemory.allocate(BLOCK_BYTES + 1, device)
     address, size = ctypes.c_uint64(memory.tensor.data_ptr()), ctypes.c_size_t()

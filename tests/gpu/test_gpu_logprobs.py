@@ -1,4 +1,4 @@
-"""Log-probabilities on CUDA, where tiles of logits go through fused kernels, beside the CPU's."""
+"""Log-probabilities on CUDA, where fused kernels process the logit tiles, against the CPU's."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_fused_tiles_are_the_definition(dtype, tile_columns):
     exact = values_and_gradients(torch.float64, "cpu", 512)
     got = values_and_gradients(dtype, "cuda", tile_columns)
     for number, (one, other) in enumerate(zip(got, exact, strict=True)):
-        # Logits are not rounded to bfloat16; gradients are, and the factors of their products.
+        # Logits are not rounded to bfloat16; gradients and the factors of their products are.
         tolerance = 2e-2 if number > 1 and dtype == torch.bfloat16 else 1e-4
         assert (one - other).norm() < tolerance * other.norm(), number
 

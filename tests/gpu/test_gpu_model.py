@@ -1,4 +1,4 @@
-"""The same model on CUDA: Transformer Engine's layers beside torch's, and NCCL between GPUs."""
+"""The same model on CUDA: Transformer Engine's layers against torch's, and NCCL between GPUs."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
 ]
 LENGTHS = [[(5, 32), (3, 9), (20, 44)], [(7, 41)]]
-# Heads of 64, which every attention kernel takes.
+# Head size 64, which every attention kernel supports.
 SHAPE = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512}
 VARIANTS = {
     "torch float32": ["model.dtype=float32", "model.megatron.transformer_impl=local"],
@@ -89,7 +89,7 @@ def test_transformer_engine_layers_have_the_numbers_of_torch_layers(folder, expe
 
 
 def states_before_the_first_step(rank: int, folder: Path) -> list[set[str]]:
-    """Names of what the optimizer keeps of each parameter, of a policy that has made no step."""
+    """For each parameter, the keys of its optimizer state before the first step."""
     policy, _ = start_policy(rank, folder, ParallelDims(), *VARIANTS["fused"])
     parts = policy.optimizer.chained_optimizers
     return [set(state) for part in parts for state in part.optimizer.state.values()]

@@ -1,4 +1,4 @@
-"""Whole runs on GPUs: ranks, vLLM, the push between them, and what is left when a rank ends."""
+"""Whole runs on GPUs: ranks, vLLM, pushes, and what is left behind when a rank ends."""
 
 import json
 import signal
@@ -20,12 +20,12 @@ pytestmark = [
     pytest.mark.timeout(900),  # vLLM compiles
 ]
 MOST_GAP = 0.05
-"""Of log-probabilities in bfloat16, on average, in nats; 0.014 was seen elsewhere."""
+"""Largest mean gap of log-probabilities in bfloat16, in nats; 0.014 was seen elsewhere."""
 
 
 @pytest.fixture
 def arguments(tmp_path: Path) -> list[str]:
-    """Heads of 64, which every attention kernel takes; the engine on the GPU of rank 0."""
+    """Head size 64, which every attention kernel supports; the engine is on the GPU of rank 0."""
     model = tiny_model(
         tmp_path / "model", "qwen3", hidden_size=256, intermediate_size=512, head_dim=64
     )
@@ -53,7 +53,7 @@ def test_on_one_gpu_a_run_trains_beside_its_engine_and_both_compute_the_same(
     for record in records:
         assert record["grad_norm"] > 0 and record["skipped_steps"] == 0
         assert 0 < record["perf/max_memory_allocated_gb"] < record["perf/max_memory_reserved_gb"]
-        assert record["rollout/logprob_gap_mean"] < MOST_GAP  # also of weights that were pushed
+        assert record["rollout/logprob_gap_mean"] < MOST_GAP  # also after a push
     versions = [row["policy_version"] for row in read_completions(tmp_path / "run")]
     assert versions == [0] * 16 + [1] * 16 + [2] * 16
 

@@ -26,7 +26,7 @@ SHAPE = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512, "
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("segments", [[640, 256, 384, 124], [128, 64, 64, 4], [1000, 40, 8, 900]])
 def test_output_and_gradients_are_those_of_the_loops(segments, size):
-    """Lengths change from one microbatch to the next, and the kernel is the same."""
+    """Lengths change from one microbatch to the next, but the kernel stays the same."""
     prefix = segments[0] - 3
     prefixes = torch.tensor([(0, 0), (0, prefix), (0, prefix), (0, 0)], device="cuda")
     cu_seqlens = torch.tensor([0, *segments], device="cuda").cumsum(0).int()
@@ -67,7 +67,7 @@ def group() -> list[TokenSequence]:
 def logprobs_and_norm(
     rank: int, folder: str, dims: ParallelDims, shared: bool, implementation: str
 ) -> tuple[Tensor, float]:
-    """Log-probabilities of the completions, one behind another, and the norm of the gradient."""
+    """Concatenated log-probabilities of the completions, and the norm of the gradient."""
     policy, groups = start_policy(
         rank,
         folder,

@@ -1,4 +1,5 @@
-"""What the scripts ask of pyxis, which cannot run here: `srun` and `scontrol` are stand-ins."""
+"""The options that the scripts pass to pyxis, which cannot run here: `srun` and `scontrol` are
+stand-ins."""
 
 import os
 import subprocess
@@ -25,7 +26,7 @@ esac
 
 @pytest.fixture
 def calls(tmp_path):
-    """Runs the job of the tiny config with a run directory; what `srun` was told each time."""
+    """Runs the job of the tiny config with a run directory; returns each call of `srun`."""
     programs = tmp_path / "programs"
     programs.mkdir()
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):

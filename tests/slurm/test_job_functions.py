@@ -1,4 +1,4 @@
-"""What functions of slurm/job.sh decide, in milliseconds: Slurm's commands are stand-ins."""
+"""Decisions of the functions in slurm/job.sh, tested fast with stand-ins for Slurm's commands."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ SOURCED = "source slurm/job.sh; NETWORK_INTERFACE=${NETWORK_INTERFACE:-};"
 
 @pytest.fixture
 def bash(tmp_path):
-    """Runs a script behind `source slurm/job.sh`, with programs in the place of those of PATH."""
+    """Runs a script after `source slurm/job.sh`; `programs` come first in PATH."""
 
     def bash(
         script: str, programs: dict[str, str], **variables: str
@@ -56,7 +56,7 @@ CONCLUDE = """
 def test_a_mistake_is_final_on_the_first_start_alone(
     bash, tmp_path, code, starts_before, is_queued
 ):
-    """Later what ends with code 2 has worked before: it may be a file system that is away."""
+    """On a restart, code 2 comes from a job that has worked: a file system may be unavailable."""
     done = bash(
         CONCLUDE,
         {"scontrol": 'echo "$*"'},
@@ -68,7 +68,7 @@ def test_a_mistake_is_final_on_the_first_start_alone(
     assert done.returncode == (0 if is_queued else int(code))
 
 
-# A trainer to which the signal means nothing, for it writes.
+# A trainer that ignores the signal because it is saving.
 SLOW_SAVE = """
     place_job() { RUN_DIR=$RUN LOGS=$RUN/logs STARTUP_TIMEOUT=9; }
     start_engines() { :; }
@@ -83,7 +83,7 @@ SLOW_SAVE = """
 
 
 def slow_save(bash, folder: Path, saves: int, left: int) -> tuple[str, str]:
-    """Output of a job whose trainer saves for so many seconds; `left` are to the limit."""
+    """Output of a job whose trainer saves for `saves` seconds, `left` seconds before the limit."""
     squeue = f"echo $(($(date +$SLURM_TIME_FORMAT) + {left}))"
     programs = {"squeue": squeue, "scontrol": 'echo "$*"'}
     done = bash(SLOW_SAVE, programs, RUN=str(folder), SAVES=str(saves))
@@ -127,7 +127,7 @@ AWAIT_TRAINER = """
 def test_a_trainer_that_dies_of_the_signal_is_preempted_where_the_job_was_told(
     bash, was_told, code
 ):
-    """It was not able to take the signal yet."""
+    """The trainer had not yet installed its handler."""
     assert bash(AWAIT_TRAINER, {}, WAS_TOLD=was_told).stdout == f"{code}\n"
 
 
@@ -186,7 +186,7 @@ exit "$(wc -l <"$LOGS/folders")"
 
 @pytest.mark.parametrize("name", ["short", "long" * 20])
 def test_engines_leave_nothing_in_the_temporary_folder(bash, tmp_path, name):
-    (tmp_path / "trainer_0.log").touch()  # it runs: an engine that ends is started again
+    (tmp_path / "trainer_0.log").touch()  # the trainer runs: an engine that ends is restarted
     with tempfile.TemporaryDirectory() as short:
         place = Path(short) / name
         place.mkdir()

@@ -1,6 +1,6 @@
 """The scripts of slurm/ on a real Slurm, with the tiny config: every job has two nodes.
 
-Jobs that nobody has to touch run beside the tests: they wait for Slurm more than they compute.
+Jobs that need no interaction run in the background during the tests: mostly they wait for Slurm.
 """
 
 import json
@@ -43,7 +43,7 @@ import psutil
 def reward(completions, **_):
     psutil.Process().parents()[1].kill()
 """
-# `place` of the first restarts: what the job is when it has no run directory counts, too.
+# `place` fails in the first two restarts: failures before there is a run directory count too.
 FAILS_BETWEEN = """
 case $1/$SLURM_RESTART_COUNT in
     place/1 | place/2) exit 7 ;;
@@ -61,7 +61,7 @@ def cluster(tmp_path_factory):
 
 @contextmanager
 def submitter(cluster: Cluster, model: Path) -> Iterator[Any]:
-    """Submits a job of the tiny config with more arguments; of none is anything left."""
+    """Submits jobs of the tiny config with more arguments; leaving the block ends them all."""
     submitted = []
 
     def submit(*arguments: str, **options: Any) -> Submitted:
@@ -85,7 +85,7 @@ def submit(cluster, tied_model, tmp_path):
 
 @pytest.fixture(scope="module")
 def beside(cluster, tied_model, tmp_path_factory):
-    """Jobs that go their way beside the tests, by what befalls them."""
+    """Jobs that run in the background of the tests, keyed by what happens to them."""
     mistake, trainer, once, early = map(
         tmp_path_factory.mktemp, ("mistake", "trainer", "once", "early")
     )
@@ -111,7 +111,7 @@ def beside(cluster, tied_model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def endless(cluster, tied_model, tmp_path_factory):
-    """A job that goes on after what befalls it, and makes steps."""
+    """A job that keeps making steps whatever the tests do to it."""
     with submitter(cluster, tied_model) as submit:
         folder = tmp_path_factory.mktemp("endless")
         run = submit(TRANSFORMERS, "train.num_steps=5000", folder=folder)
@@ -120,7 +120,7 @@ def endless(cluster, tied_model, tmp_path_factory):
 
 
 class Submitted:
-    """A job of the tiny config over two nodes: its ranks and an engine's share of each."""
+    """A job of the tiny config over two nodes, with `ranks_per_node` GPUs each."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class Submitted:
                 *arguments,
             ],
             CONFIG=str(TINY_CONFIG),
-            # Which the ranks and engines take; Slurm itself has been told of eight.
+            # For the ranks and engines of a node; Slurm itself is configured with eight.
             GPUS_PER_NODE=str(ranks_per_node),
             NETWORK_INTERFACE="lo",
             VENV=str(venv),
@@ -168,7 +168,7 @@ class Submitted:
             time.sleep(0.2)
 
     def engines(self) -> list[psutil.Process]:
-        """The processes of engines (transformers) that run, by their ports."""
+        """The running engine processes (transformers), ordered by port."""
         module = "megatron_grpo.rollout.transformers_server"
         engines = {}
         for process in marked_processes(self.mark):
@@ -186,7 +186,7 @@ class Submitted:
         return engines
 
     def await_words(self, words: str, seconds: float = 60) -> None:
-        """Of the job's own log."""
+        """Wait until the job's own log contains `words`."""
         deadline = time.monotonic() + seconds
         while words not in self.job.output():
             assert time.monotonic() < deadline, self.logs()
@@ -206,13 +206,13 @@ class Submitted:
             time.sleep(0.2)
 
     def await_end(self, seconds: float = 180) -> None:
-        """Until it is complete, and nothing of it is left."""
+        """Wait until the job is complete and none of its processes is left."""
         ended = self.job.await_state("COMPLETED", "FAILED", "CANCELLED", seconds=seconds)
         assert ended["JobState"] == "COMPLETED", self.logs()
         assert self.await_silence() == []
 
     def await_silence(self, seconds: float = 20) -> list[psutil.Process]:
-        """What runs of it after that time."""
+        """Wait until no process of the job runs; returns those left after `seconds`."""
         deadline = time.monotonic() + seconds
         while (left := marked_processes(self.mark)) and time.monotonic() < deadline:
             time.sleep(0.2)
@@ -230,7 +230,7 @@ def test_a_mistake_is_told_and_not_tried_again(beside):
 def test_engines_see_the_gpus_of_their_place_and_no_others(submit):
     arguments = ["rollout.num_engines=2", "parallel.pipeline_parallel_size=1"]
     run = submit(TRANSFORMERS, *arguments, ranks_per_node=2)
-    # The ranks fill the first node.
+    # The ranks fill the first node, so both engines are on the second.
     engines = run.await_engines(2)
     seen = [engine.environ()["CUDA_VISIBLE_DEVICES"] for engine in engines]
     nodes = {engine.environ()["SLURMD_NODENAME"] for engine in engines}
@@ -241,7 +241,7 @@ def test_engines_see_the_gpus_of_their_place_and_no_others(submit):
 
 
 def test_an_engine_that_does_not_answer_in_time_is_named(submit):
-    # Less than its imports take on any machine.
+    # Its imports take longer than 1 s on any machine.
     run = submit(TRANSFORMERS, "rollout.startup_timeout=1")
     run.await_words("engine 0 did not answer within 1 s (rollout.startup_timeout): see ", 120)
     run.await_words("exit code 1: queued again")
@@ -295,13 +295,13 @@ def test_a_job_whose_node_is_lost_is_queued_again_and_goes_on(cluster, endless):
 
 
 def test_a_cancelled_job_leaves_nothing_and_does_not_come_back(endless):
-    """The last that has this job."""
+    """Must be the last test that uses this job."""
     restarts = endless.restarts()
     endless.job.cancel()
     ended = endless.job.await_state("CANCELLED", seconds=60)
     assert int(ended["Restarts"]) == restarts, endless.logs()
     assert endless.await_silence() == []
-    # A job that has been queued again is pending at once, however long it has to wait.
+    # A requeued job is PENDING at once, however long it has to wait.
     assert endless.job.state == "CANCELLED"
 
 
