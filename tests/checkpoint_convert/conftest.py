@@ -1,4 +1,4 @@
-"""Models that several files convert. Nobody writes into their folders."""
+"""Models that several test files convert. Tests must not write to their folders."""
 
 import pytest
 
@@ -7,8 +7,8 @@ from models import CONFIGS, tiny_model
 
 @pytest.fixture(scope="session")
 def seven_layer_models(tmp_path_factory):
-    """Folder by (family, tied): seven layers divide by no pipeline, and the tied ones have one
-    key-value head for all queries."""
+    """Model folders by (family, tied). No pipeline divides seven layers; tied models have a single
+    key-value head."""
     return {
         (family, tied): tiny_model(
             tmp_path_factory.mktemp(family),

@@ -1,4 +1,4 @@
-"""Reading weights: only the wanted boxes, converted, and never a partly filled parameter."""
+"""Reading weights: only the requested boxes, converted, and never a partly filled parameter."""
 
 import json
 from pathlib import Path
@@ -60,7 +60,7 @@ def test_weights_that_do_not_fit_are_refused_before_a_parameter_is_touched(model
 
 
 def num_bytes_read() -> int:
-    """Bytes that this process asked the kernel for so far."""
+    """Bytes that this process has requested from the kernel so far."""
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
@@ -93,7 +93,7 @@ EXPERTS = LARGE | {
     ids=["tensor", "experts"],
 )
 def test_a_rank_reads_the_bytes_of_its_boxes_and_no_others(tmp_path, config, dims):
-    """Of a sparse file of more than 180 GB of zeros each rank takes some 50 MB at most."""
+    """Each rank needs less than 75 MB of a sparse file of more than 180 GB of zeros."""
     (tmp_path / "config.json").write_text(json.dumps(config))
     shape = read_shape(tmp_path)
     tensors = {name: ("BF16", size) for name, size in hf_tensors(shape).items()}

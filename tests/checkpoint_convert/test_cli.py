@@ -1,4 +1,4 @@
-"""The command line as a person meets it: help, sizes, and a whole model there and back."""
+"""The command line as a user sees it: help, sizes, and a round trip of a whole model."""
 
 import json
 import subprocess
@@ -78,11 +78,11 @@ def test_it_says_what_is_complete_and_shows_bytes(tmp_path):
     assert bar.startswith("import ") and f"{num_bytes / 1000:.1f}/{num_bytes / 1000:.1f} kB" in bar
 
 
-# Help, and what options may say.
+# Help and options.
 
 
 def help_of(*command) -> str:
-    """The help as a real program prints it, spaces made one."""
+    """The help that the real program prints, with whitespace collapsed."""
     arguments = [sys.executable, "-m", "checkpoint_convert.cli", *command]
     ran = subprocess.run([*arguments, "--help"], capture_output=True, text=True, check=True)
     return " ".join(ran.stdout.replace("│", " ").split())

@@ -1,4 +1,4 @@
-"""What a user can get wrong: exit code 2, one message with the culprit, and nothing written."""
+"""Mistakes of users: exit code 2, one message that names the culprit, and nothing written."""
 
 import json
 import pickle
@@ -15,7 +15,7 @@ from checkpoint_convert.formats.safetensors_file import create_file
 from conversions import Touch, run_cli, variant, weights_of
 from models import tiny_model
 
-# Within which a mistake is told, half of them for the start of Python and torch on a busy machine.
+# Time limit of a refusal; half of it allows for starting Python and torch on a busy machine.
 SECONDS = 20
 
 
@@ -34,7 +34,7 @@ def imported(model, tmp_path_factory):
 
 @pytest.fixture
 def canary(tmp_path):
-    """A file that appears when a pickle is run; it does with torch.load as it used to be."""
+    """A file that loading a malicious pickle would create, as torch.load proves here."""
     path = tmp_path / "canary"
     torch.save(Touch(path), tmp_path / "attack.pt")
     torch.load(tmp_path / "attack.pt", weights_only=False)
@@ -45,7 +45,7 @@ def canary(tmp_path):
 
 
 def refusal(tmp_path, command, *arguments) -> str:
-    """The message of a command that writes `tmp_path / "out"`, unless it is told another place."""
+    """The message of a command that is refused; its default `--out` is `tmp_path / "out"`."""
     out = () if "--out" in arguments else ("--out", tmp_path / "out")
     before = {path for path in tmp_path.iterdir() if path.name != "logs"}
     start = time.monotonic()
@@ -71,7 +71,7 @@ def cut_off_in_the_header(folder):
 
 
 def lose_a_shard(folder):
-    """Leave an index of two files, one of which is not there."""
+    """Write an index of two files, one of which does not exist."""
     names = list(weights_of(folder))
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
     files = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]

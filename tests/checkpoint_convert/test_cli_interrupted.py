@@ -1,4 +1,4 @@
-"""Conversions that are interrupted in mid-copy: nothing that looks finished, nobody left behind."""
+"""Conversions interrupted in mid-copy leave nothing that looks finished, and no process."""
 
 import errno
 import json
@@ -27,7 +27,7 @@ NUM_WORKERS = 2
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A sparse file of zeros, which takes no room until it is converted."""
+    """A sparse file of zeros, which takes no disk space until it is converted."""
     folder = tmp_path_factory.mktemp("large")
     (folder / "config.json").write_text(json.dumps(LARGE))
     shapes = hf_tensors(read_shape(folder))
@@ -46,7 +46,7 @@ def checkpoint(model, tmp_path_factory):
 
 @pytest.fixture(params=["import", "export"])
 def command(request, tmp_path):
-    """A conversion whose workers have just begun, and are stopped."""
+    """A conversion whose workers have just started and are suspended."""
     source = {"import": ("--hf", "model"), "export": ("--megatron", "checkpoint")}[request.param]
     path = request.getfixturevalue(source[1])
     out = ("--out", tmp_path / "out", "--workers", str(NUM_WORKERS))
@@ -80,7 +80,7 @@ def test_sigterm_ends_it_as_a_failure_and_removes_what_is_half_written(command, 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
 @pytest.mark.parametrize("command", ["import"], indirect=True)
 def test_a_signal_to_all_its_processes_ends_it_as_well(command, tmp_path, number):
-    """As Slurm and a terminal send it."""
+    """Slurm and terminals send signals this way."""
     os.killpg(command.pid, number)
     resume(command)
     finished = command.finish(30)
@@ -116,7 +116,7 @@ def test_a_killed_worker_ends_it_with_a_message(command, tmp_path):
 
 
 def test_a_disk_that_fills_in_mid_copy_is_told_with_the_file(command, tmp_path):
-    for worker in command.workers:  # no byte of a file beyond the first megabyte can be written
+    for worker in command.workers:  # writes beyond the first MiB of a file fail
         resource.prlimit(worker.pid, resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
     resume(command)
     finished = command.finish(30)

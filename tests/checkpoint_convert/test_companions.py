@@ -1,4 +1,4 @@
-"""What comes with weights, and which config they are read by."""
+"""The files that accompany weights, and the config with which weights are read."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ def imported(model, tmp_path_factory):
 
 
 def edited(model, folder, **changes):
-    """A copy of the model with other fields in its config."""
+    """Copy the model and change fields of its config."""
     shutil.copytree(model, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes))
@@ -89,7 +89,7 @@ def test_the_dtype_is_told_by_every_key_that_had_it(model, tmp_path, keys, writt
 def test_a_config_under_which_the_same_sizes_mean_another_model_is_refused(
     model, imported, tmp_path
 ):
-    # 4 heads of 16 with 2 groups have the fused shapes of 8 heads of 8 with 4.
+    # 4 heads of size 16 in 2 groups have the same fused shapes as 8 heads of size 8 in 4 groups.
     other = edited(
         model, tmp_path / "other", num_attention_heads=8, num_key_value_heads=4, head_dim=8
     )
@@ -107,7 +107,7 @@ def test_a_config_may_differ_in_what_changes_no_numbers(model, imported, tmp_pat
 
 
 def test_a_gguf_files_own_metadata_are_what_another_config_is_compared_with(model, tmp_path):
-    """Whatever its tokenizer, and whatever config.json lies beside it."""
+    """Whatever its tokenizer, and whatever config.json lies next to it."""
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "llama"}')

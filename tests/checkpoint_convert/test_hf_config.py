@@ -1,4 +1,4 @@
-"""config.json -> ModelShape: what transformers writes, older forms, and what is refused by name."""
+"""config.json -> ModelShape: what transformers writes, older formats, and keys that are refused."""
 
 import inspect
 import json
@@ -88,7 +88,7 @@ def test_what_transformers_saves_is_read_back(tmp_path, family):
     )
 
 
-# Keys that must be there, since what transformers assumes without them is refused.
+# Required keys: without them transformers assumes values that we refuse.
 MUST_SAY = {"mistral": {"sliding_window": None}}
 
 
@@ -120,29 +120,29 @@ HARMLESS = {
     "_name_or_path",
     "architectures",
     "bos_token_id",
-    "chunk_size_feed_forward",  # read by no decoder of ours
-    "dtype",  # of the stored weights: their files say it too
+    "chunk_size_feed_forward",  # none of our families reads it
+    "dtype",  # of the stored weights, whose files say it too
     "id2label",
     "initializer_range",
     "label2id",
     "output_attentions",
     "output_hidden_states",
     "output_router_logits",
-    "pad_token_id",  # whose row of the embedding gets no gradient from transformers
+    "pad_token_id",  # transformers gives this row of the embedding no gradient
     "pretraining_tp",
     "problem_type",
     "return_dict",
-    "router_aux_loss_coef",  # of a loss of transformers' own
+    "router_aux_loss_coef",  # of transformers' own loss
     "transformers_version",
     "use_cache",
-    # Asked for with a default by code that all models share:
-    "classifier_dropout",  # of heads that are no language models, as the next two
+    # Shared code reads these, with a default:
+    "classifier_dropout",  # this and the next two: of heads other than language models
     "hidden_dropout",
     "token_classification_bias",
-    "compile_config",  # how and where it runs, as the next two
+    "compile_config",  # this and the next two: how and where the model runs
     "distributed_config",
     "gradient_checkpointing",
-    "init_std",  # of new weights, as the next
+    "init_std",  # this and the next: of new weights
     "initializer_factor",
     "sep_token_id",
     "target_layer_count",  # of a draft model
@@ -156,11 +156,11 @@ HARMLESS = {
     "mtp_per_layer_config",
     "num_mtp_layers",
     "unpadded_vocab_size",
-    "number_of_conv_states",  # of linear attention, which layer_types would name
+    "number_of_conv_states",  # linear attention, which layer_types would name
 }
-# The same, of families that have a switch for sliding windows.
+# Also harmless in families with the key `use_sliding_window`.
 BEHIND_USE_SLIDING_WINDOW = {"max_window_layers", "sliding_window"}
-# Another value than `tiny_config` has, where the type does not say which.
+# Values that differ from those of `tiny_config`, where `other_value` cannot derive one.
 OTHER_VALUES = {
     "eos_token_id": 3,
     "head_dim": 32,
@@ -184,7 +184,7 @@ def other_value(name, value):
     return not value if isinstance(value, bool) else (value or 0) + 1
 
 
-# Modules of transformers that take part in every model, and ask its config for what it may lack.
+# Modules of transformers that all models use, and that read keys which a config may lack.
 SHARED_MODULES = (
     "cache_utils",
     "configuration_utils",
@@ -196,23 +196,23 @@ SHARED_MODULES = (
 
 
 def asked_for(source):
-    """Names for which code asks a config that may lack them, by getattr or hasattr."""
+    """Names that code reads from a config by getattr or hasattr, since it may lack them."""
     return set(re.findall(r'attr\(\s*(?:\w+\.)*\w*config,\s*"([a-z]\w*)"', source))
 
 
 def names_that_are_read(config):
-    """What a config is saved with, and what transformers and vLLM ask it for."""
+    """Keys with which a config is saved, and those that transformers and vLLM read from it."""
     model = import_module(type(config).__module__.replace("configuration", "modeling"))
     read = re.findall(r'config(?:, "|\.)([a-z]\w+)', inspect.getsource(model))
     sources = [Path(transformers.__file__).with_name(f"{name}.py") for name in SHARED_MODULES]
-    # vLLM is not imported: its files are there for every device. Mistral derives from Llama.
+    # Find vLLM's files without importing it, which works on any device. Mistral derives from Llama.
     models = Path(find_spec("vllm").origin).with_name("model_executor") / "models"
     sources.append(models / f"{config.model_type}.py")
     if config.model_type == "mistral":
         sources.append(models / "llama.py")
     asked = set().union(*(asked_for(path.read_text()) for path in sources))
     names = {field.name for field in fields(config)} | set(config.to_dict()) | set(read) | asked
-    return names - set(config.attribute_map)  # which are other names of some of the rest
+    return names - set(config.attribute_map)  # these are aliases
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -334,7 +334,7 @@ def test_the_end_tokens_of_a_chat_model_come_from_its_generation_config(tmp_path
         ({"model_type": "qwen2", "use_sliding_window": True}, ["use_sliding_window is True"]),
         ({"model_type": "qwen3", "attention_bias": True}, ["attention_bias is True"]),
         ({"layer_types": ["sliding_attention"] * 2}, ["['sliding_attention']"]),
-        # Mistral 7B v0.1, whose windows transformers also assumes for an absent key
+        # Mistral 7B v0.1, whose window transformers also assumes if the key is absent
         (MISTRAL | {"sliding_window": 4096}, ["sliding_window is 4096, only None"]),
         ({"model_type": "mistral"}, ["sliding_window is 4096, only None"]),
         (MIXTRAL | {"sliding_window": 4096}, ["sliding_window is 4096"]),
@@ -528,7 +528,7 @@ SIZES = (
     "vocab_size",
     "max_position_embeddings",
 )
-# What config.json of well-known models says.
+# Fields of config.json of well-known models.
 PUBLISHED = {
     "Llama-2-7b": (OF_LLAMA2, 32, 4096, 32, 32, 11008, 32000, 4096),
     "Llama-3.1-8B-Instruct": (OF_LLAMA3, 32, 4096, 32, 8, 14336, 128256, 131072),

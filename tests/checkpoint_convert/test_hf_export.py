@@ -1,4 +1,4 @@
-"""Exports: every rank writes its own boxes, and the folder is the model again, bit for bit."""
+"""Exports: every rank writes its own boxes, and the folder equals the model bit for bit."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from checkpoint_convert.rank_weights import read_weights
 from models import CONFIGS, tiny_model
 from parallel import ParallelDims
 
-MESHES = [  # tensor 4 is more than the key-value heads; 7 layers divide by no pipeline
+MESHES = [  # tensor=4 exceeds the key-value heads; no pipeline divides the 7 layers
     ParallelDims(),
     ParallelDims(tensor=4),
     ParallelDims(pipeline=3, virtual_pipeline=2),
@@ -32,7 +32,7 @@ MESHES = [  # tensor 4 is more than the key-value heads; 7 layers divide by no p
     ParallelDims(tensor=4, pipeline=3),
     ParallelDims(tensor=2, context=2, data=2),
 ]
-EXPERT_MESHES = [  # each with other copies: of an expert, of a part of it, or none
+EXPERT_MESHES = [  # with replicas of whole experts, of parts of experts, or without
     ParallelDims(data=2, expert=2),
     ParallelDims(data=4, expert=2),
     ParallelDims(data=4, expert_tensor=4),
@@ -165,7 +165,7 @@ def test_a_rank_begins_with_its_own_file_and_goes_round(
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_opens_no_file_without_a_tensor_of_its_own(llama, tmp_path, monkeypatch, rank):
     shape, dims = read_shape(llama), ParallelDims(pipeline=2)
-    create_export(tmp_path, llama, shape, torch.float32, max_shard_bytes=1)  # a file for each
+    create_export(tmp_path, llama, shape, torch.float32, max_shard_bytes=1)  # one file per tensor
     opened: list[str] = []
 
     def counted(path: Path) -> dict[str, TensorPlace]:

@@ -1,4 +1,4 @@
-"""Imports: Megatron-Core loads them at any layout, to the bit; chunks, dtypes and companions."""
+"""Imports: Megatron-Core loads them at any layout, bit for bit; chunks, dtypes and companions."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ from parallel import ParallelDims, intersect
 from sentencepiece_models import train
 
 MIXTURES = ("mixtral", "qwen3_moe")
-# Imported at one layout, loaded at others; uneven pipelines, and more ranks than key-value heads.
+# Imported at one layout, loaded at others; uneven pipelines, more TP ranks than key-value heads.
 IMPORTED_AT = ParallelDims(tensor=4, pipeline=3)
 LOADED_AT = [
     (ParallelDims(tensor=2), tuple(CONFIGS)),
@@ -35,7 +35,7 @@ LOADED_AT = [
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """A model of each family, every other one tied; the tied have one key-value head."""
+    """A model of each family; every other one is tied and has a single key-value head."""
     return {
         family: tiny_model(
             tmp_path_factory.mktemp(family),
@@ -62,9 +62,9 @@ def qwen3(models):
 
 
 def load_imports(rank, models, imported, dims):
-    """(parameters, those that differ) of each model, as Megatron-Core loads its import.
+    """Load each model's import with Megatron-Core; (number of parameters, those that differ).
 
-    They are measured against what the trainer reads from the Hugging Face folder.
+    They are compared with what the trainer reads from the Hugging Face folder.
     """
     from megatron.core import dist_checkpointing
 
@@ -112,7 +112,7 @@ def test_the_vocabulary_is_padded_with_zeros_to_a_multiple_of_tp(models, importe
 
 
 def test_chunks_are_what_the_ranks_of_the_layout_hold(qwen3, tmp_path):
-    """A rank reads no chunk of which it needs a part only."""
+    """No rank reads a chunk of which it needs only a part."""
     dims, shape = ParallelDims(tensor=2, pipeline=2), read_shape(qwen3)
     import_checkpoint(qwen3, tmp_path / "out", dims)
     stored = read_chunks(tmp_path / "out")
@@ -150,7 +150,7 @@ def test_pipeline_and_expert_sizes_are_checked_and_change_nothing(models):
 
 
 def test_a_chunk_may_hold_nothing_but_padding(qwen3, tmp_path, monkeypatch):
-    # Of the 63 rows of the last of 4 ranks, the last 2 are padding.
+    # The last of 4 ranks has 63 rows, of which the last 2 are padding.
     monkeypatch.setattr("checkpoint_convert.plan.MAX_CHUNK_BYTES", 61 * 64 * 4)
     import_checkpoint(qwen3, tmp_path / "out", ParallelDims(tensor=4))
     table = read_checkpoint(tmp_path / "out")["embedding.word_embeddings.weight"]
@@ -253,7 +253,7 @@ def test_a_gguf_file_is_converted_to_the_dtype_that_is_asked_for(qwen3, tmp_path
     torch.testing.assert_close(found.float(), expected, atol=0.005, rtol=0.01)
 
 
-# What belongs to a model besides its weights.
+# Files of a model other than its weights.
 
 
 def test_tokenizer_template_and_generation_config_come_along(qwen3, tmp_path):
@@ -277,7 +277,7 @@ def test_tokenizer_template_and_generation_config_come_along(qwen3, tmp_path):
     assert read_shape(companions) == read_shape(model)
 
 
-# An import is there when it is complete.
+# An import appears only when it is complete.
 
 
 def test_a_model_that_the_layout_cannot_split_is_refused_with_the_legal_sizes(models, tmp_path):

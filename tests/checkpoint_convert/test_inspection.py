@@ -1,4 +1,4 @@
-"""`checkpoint-convert inspect`: what there is, and what would go wrong, from headers alone."""
+"""`checkpoint-convert inspect`: contents and problems of a folder, from headers alone."""
 
 import json
 import re
@@ -28,7 +28,7 @@ def inspect(tmp_path, *arguments) -> str:
     finished = run_cli("inspect", *arguments, logs=tmp_path / "logs")
     assert finished.exit_code == 0, finished.errors
     assert finished.errors == ""
-    # One space between the columns of a table.
+    # Collapse the spaces between columns of a table.
     return re.sub(r" +", " ", finished.output)
 
 

@@ -42,7 +42,7 @@ from shapes import (
     shapes,
 )
 
-# Of an expert in the weight files: its block, and its gate, up and down projections.
+# Names of an expert in the weight files: its block, and its gate, up and down projections.
 EXPERT_NAMES = {
     "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
     "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
@@ -164,7 +164,7 @@ def expected_rank(
 
 
 def expected_checkpoint(weights: Tensors, shape: ModelShape, padded_vocab: int) -> Tensors:
-    """The tensors of a checkpoint: split over no ranks, the layers and their experts stacked."""
+    """The tensors of a checkpoint: not split over ranks, with layers and experts stacked."""
     rows = padded_vocab - shape.vocab_size
     tensors = {
         "embedding.word_embeddings.weight": pad(
@@ -196,7 +196,7 @@ def random_weights(shape: ModelShape) -> Tensors:
 
 
 def received(layout: Layout, source: Layout, tensors: Mapping[str, Tensor]) -> Tensors:
-    """The local tensors of `layout`, from those of `source`; NaN where nothing fills them."""
+    """The local tensors of `layout`, filled from those of `source`; NaN where nothing is copied."""
     filled = {name: torch.full(size, torch.nan) for name, size in layout.shapes.items()}
     for copy in intersect(source, layout):
         values = as_whole(tensors[copy.source][copy.source_box.slices], copy.source_axes)

@@ -1,4 +1,4 @@
-"""Exports: any model comes back to the bit, whoever wrote the checkpoint and at whatever layout."""
+"""Exports: any model comes back bit for bit, whatever the checkpoint's writer and layout."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ from policies import LENGTHS, accumulate, pack_all, save_checkpoint, start_polic
 from sentencepiece_models import train
 
 MIXTURES = ("mixtral", "qwen3_moe")
-# Every pair of sizes of two axes; tied models have one key-value head, the others two.
+# Every size of every axis, tied and untied; tied models have one key-value head, the others two.
 ROUND_TRIPS = [
     (tied, ParallelDims(tensor=tp, pipeline=pp, virtual_pipeline=vpp))
     for tied, tp, pp, vpp in [
@@ -90,7 +90,7 @@ def test_bits_that_are_no_numbers_come_back_too(models, tmp_path):
 
 
 def train_and_save(rank, model, dims, run):
-    """Boxes of the Hugging Face tensors that this rank holds after a step of the optimizer."""
+    """Train one step and save; (Hugging Face tensor, box, values) that this rank then holds."""
     policy, groups = start_policy(rank, model, dims)
     accumulate(policy, groups, pack_all(LENGTHS, dims)[groups.coordinates.data :: dims.data])
     policy.optimizer.step()
@@ -110,7 +110,7 @@ TRAINED = {
 
 @pytest.fixture(scope="module")
 def trained(models, tmp_path_factory):
-    """By family: a checkpoint with optimizer state, and the weights that the ranks had."""
+    """By family, a checkpoint with optimizer state and the weights that the ranks had."""
     found = {}
     for family, dims in TRAINED.items():
         run, model = tmp_path_factory.mktemp(family), models[family, True]
@@ -135,7 +135,7 @@ def test_a_training_checkpoint_is_exported_as_the_ranks_had_it(models, trained, 
 
 @pytest.fixture
 def nameless(trained, tmp_path):
-    """A checkpoint without config, as other trainers write them."""
+    """A checkpoint without a config, as other trainers write it."""
     folder = shutil.copytree(trained["qwen3"][0], tmp_path / "nameless")
     shutil.rmtree(folder / CHECKPOINT_FOLDER)
     return folder

@@ -1,4 +1,4 @@
-"""Output folders: there when they are complete, and otherwise not at all."""
+"""Output folders appear only when they are complete."""
 
 import os
 
@@ -61,7 +61,7 @@ def test_room_is_asked_for_before_anything_is_written(tmp_path):
 
 @pytest.mark.parametrize("num_bytes", [500, 5000, 20_000, 200_000])
 def test_a_disk_that_fills_is_told_with_the_place_whatever_is_written(model, tmp_path, num_bytes):
-    """Companions, the frames of checkpoints without values, or files of weights."""
+    """The limits fall in companions, in checkpoint files that have no values yet, or in weights."""
     checkpoint = tmp_path / "checkpoint"
     import_checkpoint(model, checkpoint, ParallelDims())
     for convert in (

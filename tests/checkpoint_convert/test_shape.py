@@ -1,4 +1,4 @@
-"""What a mesh can split, and what is said when it cannot."""
+"""Which shapes a mesh can split, and the message when it cannot."""
 
 from dataclasses import replace
 

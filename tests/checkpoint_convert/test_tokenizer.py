@@ -1,4 +1,4 @@
-"""One way to load a tokenizer, whose ids are those of the file that it comes from."""
+"""There is one way to load a tokenizer, and its ids are those of its source file."""
 
 import io
 import json
@@ -17,7 +17,7 @@ from megatron_grpo.data.prompts import load_prompts
 from models import character_tokenizer
 from sentencepiece_models import CORPUS, TEXTS, train
 
-# What comes with Llama 2 and Mistral, but for a tokenizer.json.
+# tokenizer_config.json of Llama 2 and Mistral.
 LLAMA2 = {
     "tokenizer_class": "LlamaTokenizer",
     "bos_token": {"__type": "AddedToken", "content": "<s>", "normalized": False},
@@ -166,7 +166,7 @@ def test_prompts_are_made_with_it(bpe, tmp_path):
 
 
 def llama2_json(folder):
-    """A tokenizer.json as Llama 2's: a space is put in front of every stretch of text."""
+    """A tokenizer.json like Llama 2's, which puts a space in front of every stretch of text."""
     tokenizer = Tokenizer(BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
@@ -215,7 +215,7 @@ def test_a_tokenizer_json_comes_before_a_sentencepiece_model(bpe, tmp_path):
 
 
 def vocabulary_and_merges(folder):
-    """The files that Qwen2 was published with."""
+    """Write vocab.json and merges.txt, the files that Qwen2 was published with."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -254,7 +254,7 @@ def test_no_code_of_the_folder_is_run(file, model_type, bpe, tmp_path, monkeypat
     auto_map = {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}
     config = {"tokenizer_class": "Evil", "auto_map": auto_map}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 10))  # to whoever asks
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 10))  # in case anything asks
     if file == "vocab.json":
         with pytest.raises(ValueError, match=f"^{folder / file} cannot be loaded as a tokenizer: "):
             load_tokenizer(folder)

@@ -1,4 +1,4 @@
-"""Values on their way from file to file."""
+"""Values copied from file to file."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def test_weights_beyond_the_range_of_a_dtype_are_refused_by_name(model, tmp_path
 
 
 def num_bytes_read() -> int:
-    """Bytes that this process asked the kernel for so far."""
+    """Bytes that this process has requested from the kernel so far."""
     return int(Path("/proc/self/io").read_text().split()[1])
 
 

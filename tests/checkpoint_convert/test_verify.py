@@ -33,14 +33,14 @@ def imported(model, tmp_path_factory):
 
 @pytest.fixture
 def nameless(imported, tmp_path):
-    """A checkpoint as a training run writes it, which does not say which model it is."""
+    """A checkpoint without a config, which does not say which model it is."""
     folder = shutil.copytree(imported, tmp_path / "nameless")
     shutil.rmtree(folder / "hf_config")
     return folder
 
 
 def edited(model, tmp_path, **values):
-    """A copy of the model with other values in the first element of its last norm, or elsewhere."""
+    """Copy the model, with other values at NORM[0] (`norm`) or TABLE[7, 3] (`table`)."""
 
     def edit(weights):
         for place, value in values.items():

@@ -30,7 +30,7 @@ def report_of(parameters):
 
 
 def assert_workers_hold_what_the_layouts_say(cases, dtype=torch.float32):
-    """`cases`: (model folder, EngineDims), all of one tensor parallel size."""
+    """`cases` are (model folder, EngineDims), all with the same tensor-parallel size."""
     name = str(dtype).removeprefix("torch.")
     for (model, dims), workers in zip(cases, loaded_parameters(cases, name), strict=True):
         shape = read_shape(model)
@@ -48,7 +48,7 @@ def assert_workers_hold_what_the_layouts_say(cases, dtype=torch.float32):
 @pytest.mark.parametrize(
     ("tensor", "dtype"),
     [
-        (1, torch.bfloat16),  # the files are float32: rounded as vLLM rounds
+        (1, torch.bfloat16),  # the files are float32: we must round as vLLM does
         (2, torch.float32),
         pytest.param(4, torch.float32, marks=pytest.mark.slow),
     ],

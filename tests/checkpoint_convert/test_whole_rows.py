@@ -16,7 +16,7 @@ NAME = "model.layers.0.mlp.down_proj.weight"
 
 
 class Counted(TensorSource):
-    """Counts the boxes that are read of another source."""
+    """Records the boxes that are read from another source."""
 
     def __init__(self, source):
         self.source, self.dtypes, self.boxes = source, source.dtypes, []

@@ -38,7 +38,7 @@ def look_around():
 
 
 def test_workers_share_what_the_task_refers_to_and_are_others():
-    # Not in this process: of what other tests have imported, some starts threads after a fork.
+    # In a fresh process: modules that other tests have imported here start threads after a fork.
     with ProcessPoolExecutor(1, mp_context=CONTEXT) as pool:
         found = pool.submit(look_around).result(timeout=60)
     assert found == [(number, False, 1) for number in range(10)]
@@ -101,7 +101,7 @@ def lose_a_worker_that_waits(folder):
         (folder / f"{item}").write_text(str(os.getpid()))
         if item == 1:
             assert wait_until((folder / "0").exists, 10)
-            time.sleep(0.5)  # the other waits for a third item, behind the lock of the queue
+            time.sleep(0.5)  # the other waits for a third item and holds the queue's lock
             os.kill(int((folder / "0").read_text()), signal.SIGKILL)
             time.sleep(30)
 
@@ -110,7 +110,8 @@ def lose_a_worker_that_waits(folder):
 
 
 def test_a_handler_of_the_caller_does_not_keep_workers_alive(tmp_path):
-    """Else one that is told to end, as another was killed, would take it for a failed task."""
+    """Otherwise a worker that is told to end, since another was killed, would run the caller's
+    handler and report a failed task."""
     process = multiprocessing.get_context("fork").Process(
         target=lose_a_worker_that_waits, args=(tmp_path,)
     )
@@ -126,7 +127,7 @@ def test_ctrl_c_which_reaches_all_processes_is_for_the_caller_to_handle(tmp_path
         (tmp_path / f"{item}").write_text(str(os.getpid()))
         if item == 1:
             assert wait_until((tmp_path / "0").exists, 10)
-            time.sleep(0.3)  # the other waits
+            time.sleep(0.3)  # until the other waits for an item
             for waiting_or_busy in ("0", "1"):
                 os.kill(int((tmp_path / waiting_or_busy).read_text()), signal.SIGINT)
             time.sleep(0.3)

@@ -27,7 +27,7 @@ def random_pack(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Ten
 
 
 def naive_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
-    """One sequence, one head at a time, straight from the definition."""
+    """The definition, for one sequence and one head at a time."""
     outputs, group = torch.zeros_like(query), HEADS // KV_HEADS
     start = 0
     for length in lengths:
@@ -123,8 +123,8 @@ def test_output_and_gradients_keep_the_type_of_the_model():
     torch.testing.assert_close(output.double(), want.detach(), atol=2e-2, rtol=2e-2)
 
 
-# A prompt of 11 tokens and 5 of padding, two completions of it, a sequence of its own, a prompt of
-# 8 and a completion of that.
+# A prompt of 11 tokens padded to 16, two completions of it, an unrelated sequence, a prompt of 8
+# tokens and its completion.
 SEGMENTS = [16, 8, 24, 16, 8, 16]
 PREFIXES = [(0, 0), (0, 11), (0, 11), (0, 0), (0, 0), (64, 72)]
 
@@ -142,7 +142,7 @@ def shared_pack() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
 
 def seen_keys(segments: list[int], prefixes: list[tuple[int, int]]) -> Tensor:
-    """[T, T] bool, pair by pair: whether a packed position sees another."""
+    """[T, T] bool: whether a packed position (row) attends to another (column)."""
     total, start = sum(segments), 0
     seen = torch.zeros(total, total, dtype=torch.bool)
     for length, (first, end) in zip(segments, prefixes, strict=True):
@@ -154,7 +154,7 @@ def seen_keys(segments: list[int], prefixes: list[tuple[int, int]]) -> Tensor:
 
 
 def dense_attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
-    """Pair by pair, with a matrix of all pairs."""
+    """Attention with the full matrix of scores, masked by `seen`."""
     group = HEADS // KV_HEADS
     keys, values = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
     scores = torch.einsum("qhd,khd->hqk", query, keys) / query.shape[-1] ** 0.5
@@ -179,7 +179,7 @@ def test_completions_attend_to_the_prompt_they_share_and_to_nothing_else(size):
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_flex_attention_sees_the_same_keys(size):
-    """Without a backward, which flex attention has on GPUs only: tests/gpu."""
+    """Forward only: flex attention has a backward pass only on GPUs, tested in tests/gpu."""
     *tensors, cu_seqlens, prefixes = shared_pack()
     query, key, value = (tensor.detach() for tensor in tensors)
     seen = seen_keys(SEGMENTS, PREFIXES)

@@ -19,7 +19,7 @@ def random_tensor(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 
 
 
 def written_out(tensor: torch.Tensor) -> int:
-    """The formula of the module, word by word, on numbers without a bound."""
+    """The formula in the module's docstring, word by word, with unbounded integers."""
     rows = tensor.reshape(-1, tensor.shape[-1])
     per_word = 8 // tensor.element_size()
     rows = torch.nn.functional.pad(rows, (0, -rows.shape[1] % per_word))
@@ -77,7 +77,7 @@ def test_a_tensor_larger_than_a_block_and_its_transposed_copy():
 
 @st.composite
 def boxes(draw, max_extent: int = 21) -> tuple[Box, tuple[int, ...]]:
-    """A box of a tensor, and the shape of the tensor."""
+    """A box and the shape of the tensor that it belongs to."""
     shape = draw(st.lists(st.integers(1, max_extent), min_size=1, max_size=4))
     start = [draw(st.integers(0, extent - 1)) for extent in shape]
     size = [draw(st.integers(1, n - a)) for a, n in zip(start, shape, strict=True)]
@@ -85,7 +85,7 @@ def boxes(draw, max_extent: int = 21) -> tuple[Box, tuple[int, ...]]:
 
 
 def somewhere(data: st.DataObject, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Random values of `size` at any place in memory, with gaps, in any order of the dimensions."""
+    """Random values of `size` with any offset, gaps and order of dimensions in memory."""
     order = data.draw(st.permutations(range(len(size))))
     before = [data.draw(st.integers(0, 3)) for _ in size]
     after = [data.draw(st.integers(0, 3)) for _ in size]
@@ -153,7 +153,7 @@ def test_prepared_copies_are_made_of_what_is_there_each_time():
     prepared = PreparedCopies(
         [
             BoxCopy("a", first[:2], targets[0][:2], top, (6, 8)),
-            BoxCopy("b", second, targets[1], Box.whole((3, 5)), (3, 5)),  # of another dtype
+            BoxCopy("b", second, targets[1], Box.whole((3, 5)), (3, 5)),  # converts its dtype
             BoxCopy("a", first[2:], targets[0][2:], bottom, (6, 8)),
         ]
     )
@@ -196,12 +196,12 @@ def test_every_single_bit_shows(dtype):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda t: torch.cat([t[8:], t[:8]]),  # gate and up in each other's place
+        lambda t: torch.cat([t[8:], t[:8]]),  # gate and up swapped
         lambda t: torch.cat([t[:, 16:], t[:, :16]], 1),
         lambda t: t.roll(1, 0),
         lambda t: t.roll(1, 1),
         lambda t: t.flip(1),
-        lambda t: torch.cat([t[:8], t[:8]]),  # a box twice in the place of another
+        lambda t: torch.cat([t[:8], t[:8]]),  # one box written twice, the other missing
         lambda t: torch.cat([t[:8], torch.zeros_like(t[8:])]),
         lambda t: -t,
     ],

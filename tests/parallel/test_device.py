@@ -60,7 +60,7 @@ def test_cuda_requests_are_answered_by_the_cpu():
 
 
 def unequal_collectives(rank: int) -> dict[str, list[float]]:
-    """Rank r has r + 1 rows to give; each row holds its rank."""
+    """Collectives in which rank r has r + 1 rows."""
     setup_device(rank)
     size, group = dist.get_world_size(), dist.group.WORLD
     lengths = list(range(1, size + 1))
@@ -77,7 +77,7 @@ def unequal_collectives(rank: int) -> dict[str, list[float]]:
     dist.all_to_all_single(
         received,
         torch.full((sum(lengths), 2), float(rank)),
-        output_split_sizes=torch.tensor([rank + 1] * size),  # as Megatron's dispatcher has them
+        output_split_sizes=torch.tensor([rank + 1] * size),  # a tensor, as in Megatron's dispatcher
         input_split_sizes=torch.tensor(lengths),
         group=group,
     )

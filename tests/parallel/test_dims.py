@@ -9,7 +9,7 @@ MESHES = [
     ParallelDims(tensor=tp, context=cp, data=dp, pipeline=pp)
     for tp, cp, dp, pp in itertools.product((1, 2, 3), (1, 2), (1, 2, 4), (1, 2, 4))
 ]
-# Every way to lay out experts over a stage of tensor 2, context 1 or 2, data 4.
+# All ways to lay out experts over a pipeline stage of tensor=2, context=1 or 2, data=4.
 EXPERT_MESHES = [
     ParallelDims(tensor=2, context=cp, data=4, pipeline=pp, expert_tensor=etp, expert=ep)
     for cp, pp in itertools.product((1, 2), (1, 3))
@@ -136,7 +136,7 @@ def test_every_layer_has_one_stage_and_stages_differ_by_one_layer(
     assert list(itertools.chain(*in_order)) == list(range(num_layers))
     sizes = [len(chunk) for chunk in in_order]
     assert max(sizes) - min(sizes) <= 1
-    assert sizes[-1] == min(sizes)  # the stage of the head is never the taller one
+    assert sizes[-1] == min(sizes)  # the head's stage never has more layers than others
 
 
 def test_more_stages_than_layers_are_refused_with_the_numbers() -> None:

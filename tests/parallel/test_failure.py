@@ -17,7 +17,7 @@ def fail_on_rank_1(number: int) -> None:
 
 
 def hear(rank: int) -> list[tuple[str, int | None, bool]]:
-    """What this rank is told of a failure of each number, and whether that is a mistake."""
+    """For each errno of a failure on rank 1, the error raised here and whether it is a mistake."""
     told = []
     for number in NUMBERS:
         with pytest.raises(OSError) as raised:

@@ -24,7 +24,7 @@ def ranks_of_groups(rank: int, dims: ParallelDims) -> dict[str, list[int]]:
 
 
 def along(dims: ParallelDims, at: Coordinates, axes: tuple[str, ...]) -> list[int]:
-    """Ranks whose coordinates differ from `at` in `axes` at most."""
+    """Ranks whose coordinates differ from `at` only in `axes`."""
     others = set(vars(at)) - set(axes)
     return [
         rank

@@ -1,4 +1,4 @@
-"""Layouts: copies between any two of them equal direct slicing; every fault of a cover is found."""
+"""Layouts: copies between any two equal direct slicing, and every fault of a cover is found."""
 
 import time
 from dataclasses import replace
@@ -14,7 +14,7 @@ SHAPES = {"a": (12,), "b": (7, 10), "c": (4, 6, 5)}
 
 
 def as_whole(values: np.ndarray, axes: Axes) -> np.ndarray:
-    """A view of a box of a local tensor with the dimensions of the whole tensor."""
+    """View a box of a local tensor with the dimensions of the whole tensor."""
     if not axes:
         return values
     whole_first = np.moveaxis(values, axes, range(len(axes)))
@@ -23,7 +23,7 @@ def as_whole(values: np.ndarray, axes: Axes) -> np.ndarray:
 
 @st.composite
 def tilings(draw, shape):
-    """Boxes that cut a tensor of `shape` into parts, along any dimension, of any size."""
+    """Boxes of any size that together partition a tensor of `shape`."""
     boxes = [Box.whole(shape)]
     for _ in range(draw(st.integers(0, 6))):
         box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
@@ -39,9 +39,9 @@ def tilings(draw, shape):
 
 @st.composite
 def storages(draw, size: Shape) -> tuple[Shape, Box, Axes]:
-    """A local tensor with room for a box of `size`: in any order of dimensions, in a stack or not.
+    """A local tensor with room for a box of `size`, with dimensions in any order, stacked or not.
 
-    It has a margin before the box, along every dimension.
+    There is a margin before the box along every dimension.
     """
     num_dims = len(size) + draw(st.integers(0, 2))
     axes = tuple(draw(st.permutations(range(num_dims))))[: len(size)]
@@ -57,7 +57,7 @@ def storages(draw, size: Shape) -> tuple[Shape, Box, Axes]:
 
 @st.composite
 def systems(draw, num_ranks=3):
-    """Layouts of ranks that together own SHAPES; some also hold replicas."""
+    """Layouts of ranks that together own all of SHAPES; some also hold replicas."""
     shapes = [{} for _ in range(num_ranks)]
     pieces = [[] for _ in range(num_ranks)]
     for tensor, shape in SHAPES.items():
@@ -71,7 +71,7 @@ def systems(draw, num_ranks=3):
 
 
 def numbered(shapes: dict[str, Shape] = SHAPES) -> dict[str, np.ndarray]:
-    """Whole tensors whose elements are all different, and none of them 0."""
+    """Whole tensors whose elements are all different and nonzero."""
     sizes = np.cumsum([0, *map(np.prod, shapes.values())])
     return {
         name: np.arange(1 + start, 1 + end).reshape(shape)
@@ -80,7 +80,7 @@ def numbered(shapes: dict[str, Shape] = SHAPES) -> dict[str, np.ndarray]:
 
 
 def direct_slices(layout: Layout, wholes: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The local tensors: slices of whole ones, 0 in the zeros, -1 where nothing is described."""
+    """The local tensors: slices of whole ones, 0 in the layout's zeros, -1 elsewhere."""
     tensors = {name: np.full(shape, -1) for name, shape in layout.shapes.items()}
     for piece in layout.pieces:
         target = as_whole(tensors[piece.local][piece.local_box.slices], piece.axes)
@@ -124,10 +124,10 @@ def test_a_box_is_cut_into_runs_of_its_elements_of_bounded_size(data, shape, max
 
 @st.composite
 def keys(draw) -> tuple[dict[str, Shape], Layout]:
-    """Whole tensors, and a layout of stacks of them in any order of dimensions.
+    """Whole tensors, and a layout of stacks of them with dimensions in any order.
 
-    Slices of a stack may be zeros, replicas, or described by nothing; there may be a margin of
-    zeros at the end of one dimension.
+    Slices of a stack may be owned, replicas, zeros, or not described at all. One dimension may end
+    in a margin of zeros.
     """
     wholes, shapes, pieces, zeros = {}, {}, [], []
     for name, shape in SHAPES.items():
@@ -179,7 +179,7 @@ def test_a_layout_through_another_equals_slicing_twice(outer, data):
     np.testing.assert_equal(sliced(owned(through)), sliced_twice(owned(inner), owned(outer)))
     boxes = [piece.box for piece in through.pieces] + [box for _, box in through.zeros]
     num_described = sum((tensor >= 0).sum() for tensor in expected.values())
-    assert sum(box.num_elements for box in boxes) == num_described  # nothing twice
+    assert sum(box.num_elements for box in boxes) == num_described  # nothing is described twice
 
 
 def test_layouts_in_stacks_of_thousands_meet_in_linear_time():

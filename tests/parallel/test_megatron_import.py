@@ -1,4 +1,4 @@
-"""What comes with Megatron-Core, in a process of its own."""
+"""Side effects of importing Megatron-Core, tested in a separate process."""
 
 import json
 import subprocess

@@ -104,7 +104,7 @@ def test_ranks_get_work_of_equal_cost(quadratic):
 
 
 def schedule_time(plan, lengths, dims):
-    """Of the slowest data rank, in costs of the default model."""
+    """Time of the slowest data rank, in units of the default cost model."""
     tokens, cost = np.array(lengths, dtype=float), CostModel()
     costs = cost.linear * tokens + cost.quadratic * tokens**2
     ranks = [[costs[members].sum() + cost.overhead for members in rank] for rank in plan]
@@ -112,8 +112,10 @@ def schedule_time(plan, lengths, dims):
 
 
 def fewest_microbatches(lengths, max_tokens, dims):
-    """By best-fit-decreasing; of equal cost, sequences dealt out to the cheapest rank, and there to
-    the cheapest microbatch; the costliest first. None where they do not fit in so.
+    """A plan with the number of microbatches that best-fit-decreasing finds.
+
+    Sequences go, costliest first, to the cheapest rank and there to the cheapest microbatch. None
+    if they do not fit this way.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     bins = []
@@ -216,8 +218,8 @@ def test_the_costliest_microbatch_of_each_rank_comes_first():
 
 
 def test_where_levelling_would_break_the_limit_the_fewest_microbatches_still_stand():
-    # Dealt by cost: 6, then 4 to the other, then 4 beside it (8), then 3 beside the 6: the last 3
-    # finds 9 and 8 of 10. Best fit needs no third: 6 + 4 and 4 + 3 + 3.
+    # Balancing by cost puts 6 and 4 apart, 4 with the 4 and 3 with the 6: the last 3 finds loads of
+    # 8 and 9 of 10. Best fit needs no third microbatch: 6 + 4 and 4 + 3 + 3.
     plan = plan_microbatches([6, 4, 4, 3, 3], 10, ParallelDims(), Alignment())
     assert sorted(map(len, plan[0])) == [2, 3]
 
@@ -248,4 +250,4 @@ def test_8192_sequences_are_planned_in_well_under_a_second(lengths, pipeline):
         plan_microbatches(lengths, 20480, dims, Alignment())
         return time.process_time() - start
 
-    assert any(seconds() < 0.5 for _ in range(3))  # the machine may be busy once
+    assert any(seconds() < 0.5 for _ in range(3))  # retries: the machine may be busy

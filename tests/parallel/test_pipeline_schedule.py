@@ -1,4 +1,4 @@
-"""The simulated pipeline: event by event, over operations that are those of Megatron's tables."""
+"""The simulated pipeline against an event-by-event simulation of Megatron's schedule tables."""
 
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ SIZES = [(1, 4, 1), (2, 1, 1), (4, 2, 1), (4, 9, 1), (2, 4, 2), (4, 4, 2), (4, 1
 
 
 class Operation(NamedTuple):
-    """What a stage does with one microbatch in one of its model chunks."""
+    """A forward or backward pass of one microbatch in one model chunk of a stage."""
 
     is_backward: bool
     chunk: int
@@ -23,7 +23,7 @@ class Operation(NamedTuple):
 
 
 def stage_operations(stage, microbatches, pipeline, virtual_pipeline):
-    """What a stage does, in order.
+    """The operations of a stage, in order.
 
     With several chunks, each group of `pipeline` microbatches goes through all of them (section 2.2
     of Narayanan et al., arXiv 2104.04473).
@@ -45,7 +45,7 @@ def stage_operations(stage, microbatches, pipeline, virtual_pipeline):
 
 
 def event_by_event(costs, pipeline, virtual):
-    """Every stage does its next operation once its input is there, until all is done."""
+    """Every stage runs its next operation as soon as its input is there; returns the total time."""
     queues = [stage_operations(s, len(costs), pipeline, virtual) for s in range(pipeline)]
     last, clock, ends = pipeline * virtual - 1, [0.0] * pipeline, {}
     while any(queues):
@@ -54,7 +54,7 @@ def event_by_event(costs, pipeline, virtual):
                 is_backward, chunk, i = queue[0]
                 part = chunk * pipeline + stage
                 source = part + 1 if is_backward else part - 1
-                if is_backward and part == last:  # from its own forward
+                if is_backward and part == last:  # its input is its own forward
                     assert (False, part, i) in ends
                 elif source >= 0 and (is_backward, source, i) not in ends:
                     break

@@ -18,7 +18,7 @@ def alone(counts):
 
 
 def expected_quantile(values, q):
-    # In float64: torch.quantile interpolates in the type of the numbers.
+    # In float64, since torch.quantile interpolates in the dtype of the values.
     return torch.quantile(values.double(), q).item()
 
 
@@ -26,7 +26,7 @@ def expected_quantile(values, q):
 def test_of_any_numbers_it_is_that_of_torch(values, q):
     values = torch.tensor(values)
     found = quantile(values, q, alone)
-    # Where large numbers of both signs are interpolated, either rounds.
+    # Both results round when they interpolate between large numbers of opposite signs.
     scale = values.double().abs().max().item()
     assert found == pytest.approx(expected_quantile(values, q), rel=1e-12, abs=1e-12 * scale)
 

@@ -1,4 +1,4 @@
-"""Plans of what trainer ranks send to engine ranks, carried out on tensors in one process."""
+"""Plans of what trainer ranks send to engine workers, carried out on tensors in one process."""
 
 from collections import Counter
 from dataclasses import replace
@@ -40,7 +40,7 @@ def num_bytes(copies, itemsize=2):
 
 
 def numbered_weights(shape):
-    """Every element of the model is another number."""
+    """Weights whose elements are all different integers."""
     weights, start = {}, 1
     for name, size in hf_tensors(shape).items():
         count = torch.Size(size).numel()
@@ -50,10 +50,10 @@ def numbered_weights(shape):
 
 
 def filled(layout, weights):
-    """The local tensors of a layout, 0 where no weight is."""
+    """The local tensors of a layout, 0 where there is no weight."""
     tensors = {name: torch.zeros(size, dtype=torch.int64) for name, size in layout.shapes.items()}
     files = Layout.of_whole_tensors({name: tuple(value.shape) for name, value in weights.items()})
-    # A replica is filled like any other piece.
+    # Replicas are filled like other pieces.
     for copy in intersect(files, layout):
         move(copy, weights, tensors)
     return tensors
@@ -67,7 +67,7 @@ def move(copy, source, destination):
 
 @st.composite
 def pushes(draw):
-    """A model, the trainer's mesh, and an engine's; all of them can split the model."""
+    """A model, a trainer's mesh and the layouts of an engine's workers that can split it."""
     shape, dims = draw(models())
     engine = EngineDims(
         tensor=draw(st.sampled_from([1, 2, 3, 4, 6])), expert_parallel=draw(st.booleans())
@@ -111,7 +111,7 @@ def test_ranks_that_hold_the_same_tensors_say_so(push):
         for piece in sender.layout.pieces:
             by_name.setdefault(piece.local, set()).add((piece.tensor, piece.box, piece.local_box))
     for sender in senders:
-        own = pieces[sender.rank]  # without tensors of nothing but padding
+        own = pieces[sender.rank]  # excludes tensors that are only padding
         tied_copies = [name for name in own if not sender.holders[name]]
         assert len(tied_copies) == any(
             shape.tie_word_embeddings and name.endswith("output_layer.weight") for name in own
@@ -151,7 +151,7 @@ def test_the_traffic_is_that_of_all_plans(push, num_engines):
 
 
 def num_bytes_of_parameters(worker, itemsize=2):
-    """Without the rows that pad the vocabulary, which are zero from the start."""
+    """Bytes of a worker's parameters, without vocabulary padding, which is zero from the start."""
     elements = sum(torch.Size(size).numel() for size in worker.shapes.values())
     return (elements - sum(box.num_elements for _, box in worker.zeros)) * itemsize
 
@@ -193,10 +193,10 @@ def test_a_rank_of_a_70b_job_meets_each_worker_once_a_piece_and_sends_its_fair_s
     for rank in range(dims.world_size):
         sender = sender_at(LLAMA_70B, dims, rank)
         plan = plan_sends(sender, workers, 1 << 27)
-        # Not with every box of theirs, of which there are 5784, nor for the other ranks as well.
+        # Not compared with each of the workers' 5784 boxes, nor for the pieces of other ranks.
         assert 0 < met[rank] <= len(sender.layout.pieces) * len(workers)
         sent.append(num_bytes(copy for copies in plan.values() for copy in copies))
-        assert len(plan) <= 3  # workers that a rank speaks to
+        assert len(plan) <= 3  # workers that a rank sends to
     assert max(sent) / (sum(sent) / len(sent)) < 1.05
     assert sum(sent) == sum(map(num_bytes_of_parameters, workers))
 
@@ -209,7 +209,8 @@ def test_of_many_ranks_with_the_same_tensors_four_at_most_send_them(data, sharer
     senders = senders_by_worker(shares, len(workers))
     for worker, ranks in enumerate(senders):
         places = [dims.coordinates(rank) for rank in ranks]
-        # Norms, which all ranks of a stage have, come from those that have the rest of a worker.
+        # All ranks of a stage have the norms, but only those that hold the worker's other weights
+        # send them.
         assert {place.tensor for place in places} == {worker}
         assert len({place.data for place in places}) == sharers
         assert len(ranks) == sharers * dims.pipeline
@@ -226,7 +227,7 @@ def test_experts_are_sent_by_the_ranks_that_hold_them():
             for copy in copies
             if "experts" in copy.destination
         }
-        # Two ranks hold the same 32 experts, which are those of one worker; each sends a half.
+        # Two ranks hold the same 32 experts, which all go to one worker; each sends half.
         place = dims.expert_place(dims.coordinates(sender.rank))
         assert {worker for worker, _ in experts} == {place.expert}
         assert len(experts) in (16, 32)

@@ -7,7 +7,7 @@ from parallel.sequences import SequenceMeans, counted_lengths
 
 CU_SEQLENS = torch.tensor([0, 5, 6, 12, 16], dtype=torch.int32)
 NUM_TOKENS = 16
-# The second sequence counts nowhere, and the last tokens are padding.
+# No token of the second sequence counts, and the last tokens are padding.
 COUNTED = [0, 1, 3, 4, 6, 7, 8, 10, 11, 12]
 
 
@@ -20,14 +20,14 @@ def case():
 
 
 def owner(world_size):
-    """Which rank counts each token: unevenly, of the last sequence all but rank 0."""
+    """The rank that counts each token: uneven; the last rank has all of the last sequence."""
     ranks = torch.arange(NUM_TOKENS) * 7 % world_size
     ranks[12:] = world_size - 1
-    return ranks.clamp(min=int(world_size == 4))  # and of four rank 0 has none at all
+    return ranks.clamp(min=int(world_size == 4))  # with four ranks, rank 0 has no tokens
 
 
 def result(values, weights, mask, group):
-    """Sums and means, and the gradient of a loss that is not linear in either, at `mask`."""
+    """Sums, means, a loss that is nonlinear in both, and its gradient, at `mask`."""
     own, factors = values[mask].requires_grad_(), weights[mask]
     sequences = SequenceMeans(counted_lengths(CU_SEQLENS, mask.nonzero().squeeze(1)), group)
     sums, means = sequences.sum(own), sequences.mean(own)
@@ -37,7 +37,7 @@ def result(values, weights, mask, group):
 
 
 def whole(values, mask):
-    """In the index space of the packed tokens, NaN off the mask."""
+    """Scatter the values to all packed tokens; NaN outside the mask."""
     found = torch.full((NUM_TOKENS,), float("nan"), dtype=values.dtype)
     return found.masked_scatter(mask, values.detach())
 

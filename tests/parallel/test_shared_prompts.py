@@ -1,4 +1,4 @@
-"""Which completions of a prompt go together."""
+"""Which completions of a prompt are packed together."""
 
 import pytest
 
@@ -12,7 +12,7 @@ COST = CostModel.transformer(4096)
 
 
 def groups_of(shape: list[tuple[int, list[int]]]) -> list[PromptGroup]:
-    """(prompt, completions) of each group, completions numbered in a row."""
+    """Groups of (prompt length, completion lengths); completions are numbered consecutively."""
     groups, first = [], 0
     for prompt, responses in shape:
         numbered = dict(enumerate(responses, start=first))
@@ -22,7 +22,7 @@ def groups_of(shape: list[tuple[int, list[int]]]) -> list[PromptGroup]:
 
 
 def tokens_of(groups: list[PromptGroup], microbatch: list[int], alignment: Alignment) -> int:
-    """Of a microbatch as `pack` lays it."""
+    """Number of tokens of a microbatch as `pack` lays it out."""
     lengths = []
     for group in groups:
         responses = [group.responses[i] for i in microbatch if i in group.responses]
@@ -57,14 +57,14 @@ def test_a_group_larger_than_a_microbatch_repeats_its_prompt_in_each():
 
 
 def test_ranks_without_a_group_of_their_own_share_one():
-    """One rank would be idle, and the other take twice as long, if the group stayed together."""
+    """If the group stayed together, one rank would be idle and the other take twice as long."""
     groups = groups_of([(100, [1000] * 8)])
     plan = plan_shared_prompts(groups, 9000, ParallelDims(data=2), Alignment(), COST)
     assert [sum(map(len, rank)) for rank in plan] == [4, 4]
 
 
 def test_no_completion_is_refused_that_would_fit_alone():
-    """Alone it is packed with its prompt; cut off behind it, both would be aligned."""
+    """Alone, prompt and completion are one aligned sequence; a shared prompt is aligned itself."""
     groups = groups_of([(9, [7]), (9, [7, 7])])
     plan = plan_shared_prompts(groups, 16, ParallelDims(), Alignment(sequence=16, total=16), COST)
     assert sorted(plan[0]) == [[0], [1], [2]]

@@ -19,7 +19,7 @@ def whole_targets():
 
 
 class Case:
-    """Hidden states, a padded head, tokens of which some are wanted, and gradients to bring in."""
+    """Hidden states, a padded head, tokens of which some are selected, and output gradients."""
 
     def __init__(self, vocab_size, padded_size, dtype=torch.float64, seed=0):
         generator = torch.Generator().manual_seed(seed)
@@ -61,7 +61,7 @@ class Case:
         return chosen.whole(NUM_TOKENS)
 
     def gradients(self, logprobs, entropy, hidden=None, weight=None):
-        """To hidden states and head: of weighted log-probabilities, entropies, both at once."""
+        """Gradients of hidden states and head: for log-probabilities, entropies, both at once."""
         inputs = [
             self.hidden if hidden is None else hidden,
             self.weight if weight is None else weight,
@@ -79,7 +79,7 @@ def test_targets_are_the_next_token_and_nothing_at_the_end_of_a_sequence():
 
 
 def test_targets_follow_the_order_in_which_a_context_rank_holds_its_positions():
-    indices = torch.tensor([0, 1, 6, 7])  # zigzag rank 0 of 2 on one sequence of 8
+    indices = torch.tensor([0, 1, 6, 7])  # rank 0 of 2, zigzag, on one sequence of 8
     assert prediction_targets(torch.tensor([0, 8]), indices).tolist() == [1, 2, 7, -1]
 
 
@@ -168,7 +168,7 @@ def test_bfloat16_is_multiplied_and_summed_in_float32_where_the_cpu_only_emulate
 
 
 def test_bfloat16_products_give_what_rounded_logits_give(monkeypatch):
-    """As on a CPU with bfloat16 instructions; an emulated product has the same rounding."""
+    """Like a CPU with bfloat16 instructions; an emulated product rounds the same way."""
     monkeypatch.setattr("parallel.logit_tiles.product_dtype", lambda dtype: dtype)
     case = Case(250, 250, torch.bfloat16)
     rounded = (case.hidden @ case.weight.t()).double()
@@ -188,7 +188,7 @@ def test_no_tensor_has_more_elements_than_a_tile_or_the_inputs():
     case = Case(1000, 1000)
     with LargestTensor() as largest:
         case.gradients(*case.ours(tile_columns=50))
-    assert largest.num_elements == case.weight.numel()  # 6 columns; a whole row of logits has 1000
+    assert largest.num_elements == case.weight.numel()  # 1000 x 6; full logits have 1000 columns
 
 
 def test_a_vocabulary_that_the_ranks_do_not_split_is_refused_with_the_least_legal_width():
@@ -220,7 +220,7 @@ def tensor_parallel_rank(rank, world_size, vocab_size, sequence_parallel, num_se
 def test_tensor_parallel_ranks_all_get_the_dense_values_and_their_part_of_the_gradient(
     world_size, vocab_size, num_selected, sequence_parallel
 ):
-    """With 9 tokens only the first rank's slice has wanted rows, with 0 none."""
+    """With 9 tokens only the first rank's slice has selected rows; with 0, no slice has."""
     results = run_ranks(
         world_size, tensor_parallel_rank, world_size, vocab_size, sequence_parallel, num_selected
     )
@@ -266,7 +266,7 @@ def context_and_tensor_parallel_rank(rank):
 
 
 def test_the_sum_over_context_ranks_is_the_whole_and_each_has_the_gradient_of_its_rows():
-    """Under sequence parallelism."""
+    """With sequence parallelism."""
     results = run_ranks(4, context_and_tensor_parallel_rank)
     case = Case(13, 14)
     expected = case.dense(0.8)

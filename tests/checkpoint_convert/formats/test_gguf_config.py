@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file say what the config.json of the model said."""
+"""The metadata of a GGUF file describe the same model as its config.json."""
 
 import dataclasses
 import json
@@ -36,7 +36,7 @@ def test_the_shape_of_every_family_comes_back(family, tied, tmp_path):
     gguf = write_gguf(tmp_path / "model.gguf", model)
     folder = config_of(gguf, tmp_path / "config")
     wanted = read_shape(model)
-    if family == "mistral":  # which a file does not tell from Llama, and which computes the same
+    if family == "mistral":  # a file calls it Llama, which computes the same
         wanted = dataclasses.replace(wanted, family="llama")
     assert read_shape(folder) == wanted
     assert not differing_fields(gguf_shape(gguf), wanted)

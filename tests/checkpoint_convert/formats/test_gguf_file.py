@@ -43,7 +43,7 @@ def mixed(name):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """A folder for every family; the experts of Qwen3 are as wide as a quantized block asks for."""
+    """A folder for every family; Qwen3's experts are wide enough for a quantized block."""
     folder = tmp_path_factory.mktemp("models")
     wide = {"qwen3_moe": {"moe_intermediate_size": 64}}
     return {f: tiny_model(folder / f, f, **wide.get(f, {})) for f in ARCHITECTURES}
@@ -122,7 +122,7 @@ def test_only_the_rows_of_a_box_are_read(models, tmp_path):
     name = "model.embed_tokens.weight"
     half = Box((0, 0), (125, 64))
     before = tensors.read(name, half)
-    # The other half of the table is in the last bytes of it: with them cut off it cannot be read.
+    # The other half of the table is at its end: once that is cut off, it cannot be read.
     place = gguf_place(path, "token_embd.weight")
     with path.open("r+b") as file:
         file.truncate(place.data_offset + place.n_bytes // 2)
@@ -149,7 +149,8 @@ def test_no_more_than_a_slice_is_dequantized_at_a_time(models, family, tmp_path,
         if values.dim() > 1:
             rest = Box((1, 0), (len(values) - 1, values.shape[1]))
             assert torch.equal(read_tensor(tensors, name, rest), values[1:]), name
-    # A slice that begins within a head is put in order by the whole of two heads, of 16 rows each.
+    # Llama's rows are permuted within a head: a slice that starts inside one needs two whole heads,
+    # of 16 rows each.
     assert max(sizes) == {"llama": 32 * 64 * 4}.get(family, 20 * 64 * 4)
 
 
@@ -195,7 +196,7 @@ def test_missing_unexpected_misshapen_and_unreadable_tensors_are_all_listed(mode
 def test_a_tensor_of_integers_is_named(models, tmp_path):
     path = write_gguf(tmp_path / "model.gguf", models["llama"])
     raw = bytearray(path.read_bytes())
-    name = b"blk.0.ffn_up.weight"  # then 4 bytes of dimensions, 16 of sizes, 4 of the type
+    name = b"blk.0.ffn_up.weight"  # then 4 bytes of dimensions, 16 of sizes and 4 of type
     place = raw.index(name) + len(name) + 20
     raw[place : place + 4] = int(gguf.GGMLQuantizationType.I32).to_bytes(4, "little")
     path.write_bytes(raw)

@@ -1,4 +1,4 @@
-"""The header of a GGUF file is read as the gguf library does, and no length in it is believed."""
+"""GGUF headers are read as the gguf library reads them, and no length in them is trusted."""
 
 import re
 import struct
@@ -11,7 +11,7 @@ from gguf_models import ARCHITECTURES, F16, Q8_0, write_gguf
 from models import tiny_model
 
 U8, U32, STRING, ARRAY = 0, 4, 8, 9
-MANY = 2_000_000  # numbers, for which the library takes 22 s and 2.2 GB
+MANY = 2_000_000  # numbers, which take the library 22 s and 2.2 GB
 
 
 def text(value, length=None):
@@ -44,7 +44,7 @@ def test_values_and_tensors_are_those_that_the_library_reads(family, tmp_path):
     )
     header, reader = GgufHeader(path), gguf.GGUFReader(path)
     for key, field in reader.fields.items():
-        if not key.startswith("GGUF."):  # of which the library makes fields too
+        if not key.startswith("GGUF."):  # fields that the library adds
             assert header.get(key) == field.contents(), key
     assert len(header.tensors) == len(reader.tensors)
     for wanted in reader.tensors:

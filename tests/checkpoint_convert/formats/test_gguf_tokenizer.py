@@ -1,4 +1,4 @@
-"""The tokenizer in a GGUF file gives the ids of the tokenizer that it was made from."""
+"""The tokenizer of a GGUF file gives the same ids as the tokenizer it was made from."""
 
 import json
 
@@ -18,7 +18,7 @@ from sentencepiece_models import CORPUS, TEXTS, train
 CONTROL = ["<|end|>", "<|start|>"]
 USER_DEFINED = ["<tool>", "<a\u2581b>"]
 WORD = " return"
-# The regular expressions in the tokenizer.json of Llama 3 and of Qwen 2.
+# The regular expressions in the tokenizer.json of Llama 3 and Qwen 2, which differ in NUMBERS.
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}NUMBERS| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -61,7 +61,7 @@ def trained(pre):
         show_progress=False,
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
-    if pre == "llama-bpe":  # where a word that is a token needs no merges: one has lost its last
+    if pre == "llama-bpe":  # here a word that is a token needs no merges: drop WORD's last merge
         model = json.loads(tokenizer.to_str())["model"]
         merges = [
             tuple(merge)
@@ -104,12 +104,12 @@ def test_a_tokenizer_with_merges_gives_the_same_ids(pre, model, tmp_path):
     for text in texts:
         wanted = original.encode(text, add_special_tokens=False).ids
         assert tokenizer(text, add_special_tokens=False)["input_ids"] == wanted, text
-        if pre != "qwen2":  # whose normalizer composes accents
+        if pre != "qwen2":  # its normalizer composes accents
             assert tokenizer.decode(wanted) == text
     assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|start|>", "<|end|>")
     assert tokenizer.decode([1, 0], skip_special_tokens=True) == ""
     assert tokenizer.chat_template == "{{ messages[0]['content'] }}"
-    # What engines do with the same folder.
+    # Engines load the same folder like this.
     engine = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
     assert engine(texts)["input_ids"] == tokenizer(texts)["input_ids"]
 
@@ -176,7 +176,7 @@ def test_engines_put_a_space_in_front_of_a_text_where_the_file_says_so(
     metadata["tokenizer.ggml.add_space_prefix"] = puts_space
     tokenizer = tokenizer_of(metadata, model, tmp_path)
     engine = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
-    # In front of a space transformers puts no other.
+    # transformers adds no space before a text that starts with one.
     texts = [text for text in TEXTS if not text.startswith(" ")] + ["hi</s>there"]
     assert engine(texts)["input_ids"] == tokenizer(texts)["input_ids"]
     assert tokenizer.tokenize("hi")[0].startswith("\u2581") == puts_space

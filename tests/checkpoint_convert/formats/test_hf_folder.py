@@ -1,4 +1,4 @@
-"""Finding weights from headers: everything wrong with a folder is said, nothing leaves it."""
+"""Finding weights from headers: all faults of a folder are reported, no file outside is read."""
 
 import json
 import re
@@ -37,7 +37,7 @@ def sharded(pristine, tmp_path):
 
 @pytest.fixture
 def bin_model(model):
-    """The same model in a file of torch.save."""
+    """The same model in one file of torch.save."""
     torch.save(load_file(model / "model.safetensors"), model / "pytorch_model.bin")
     (model / "model.safetensors").unlink()
     return model
@@ -45,7 +45,7 @@ def bin_model(model):
 
 @pytest.fixture
 def bin_sharded(bin_model):
-    """The same in two."""
+    """The same model in two files of torch.save."""
     weights = list(torch.load(bin_model / "pytorch_model.bin").items())
     (bin_model / "pytorch_model.bin").unlink()
     weight_map = {}

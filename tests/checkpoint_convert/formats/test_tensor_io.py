@@ -1,4 +1,4 @@
-"""Boxes in files: any box of a stored tensor is read and written as slicing would."""
+"""Boxes in files: any box of a stored tensor is read and written as by slicing."""
 
 import pickle
 import tempfile
@@ -40,7 +40,7 @@ def test_a_box_is_written_and_read_where_slicing_puts_it(shape_and_box, dtype):
             write_box(file.fileno(), place, box, words_of(values))  # not contiguous
             around = np.zeros([n + 2 for n in box.size], WORDS[dtype])
             inner = around[(slice(1, -1),) * around.ndim]
-            read_box(file.fileno(), place, box, inner)  # nor this
+            read_box(file.fileno(), place, box, inner)  # not contiguous either
             words = np.empty(box.size, WORDS[dtype])
             read_box(file.fileno(), place, box, words)
         expected = torch.zeros(shape, dtype=DTYPES[dtype])
@@ -68,7 +68,7 @@ def test_more_files_are_read_than_may_be_open(tmp_path, monkeypatch):
             for name, value in values.items():
                 assert torch.equal(read_tensor(tensors, name, Box((1, 0), (2, 4))), value[1:])
         assert len(list(Path("/proc/self/fd").iterdir())) == before + 2
-        # Another process opens its own.
+        # A pickled copy opens its own files.
         copied = pickle.loads(pickle.dumps(tensors))
         assert len(list(Path("/proc/self/fd").iterdir())) == before + 2
         with copied:

@@ -1,4 +1,4 @@
-"""torch_dist checkpoints: Megatron-Core's own are read to the bit, and no code in them runs."""
+"""torch_dist checkpoints: those of Megatron-Core are read bit for bit, and no code in them runs."""
 
 import os
 import pickle
@@ -17,7 +17,7 @@ from parallel import Box, ParallelDims
 
 
 def save_trained(rank, model, folder):
-    """What the trainer saves, with optimizer state."""
+    """Save a checkpoint as the trainer does, with optimizer state."""
     from policies import save_checkpoint, start_policy
 
     dims = ParallelDims(tensor=2, pipeline=2)
@@ -26,7 +26,7 @@ def save_trained(rank, model, folder):
 
 
 def load_whole(rank, folder):
-    """Every tensor of a checkpoint, whole, as Megatron-Core reads it."""
+    """All whole tensors of a checkpoint, as Megatron-Core reads them."""
     from megatron.core.dist_checkpointing import load_plain_tensors
 
     from parallel.device import setup_device
@@ -53,7 +53,7 @@ def whole(trained):
 
 
 def is_number(key: str) -> bool:
-    """Not the bytes of random states."""
+    """Whether the entry holds numbers; random states are plain bytes."""
     return key != "rng_state"
 
 
@@ -84,7 +84,7 @@ def test_any_box_of_a_chunk_is_read(tmp_path):
     assert torch.equal(found, value[:1, 2:5, 3:5])
 
 
-# What is wrong with a folder is said before anything is read from its chunks.
+# Faults of a folder are reported before any of its chunks is read.
 
 
 @pytest.fixture
@@ -224,7 +224,7 @@ def test_a_chunk_that_is_not_what_the_metadata_say_is_refused_when_read(written)
         tensors.read("optimizer.w@0.0", Box((0, 0), (4, 4)))
 
 
-# A pickle can call anything. None of these may.
+# A pickle can call anything; none of these calls may run.
 
 
 @pytest.fixture
@@ -266,7 +266,7 @@ def test_only_the_classes_of_metadata_are_known(written, name):
 
 
 def test_metadata_cannot_change_the_classes_of_torch(written):
-    # The state (None, {"offset": 7}) is one of attributes to set, here on the class itself.
+    # The state (None, {"offset": 7}) sets attributes, here on the class itself.
     name = name_of("torch.distributed.checkpoint.filesystem", "_StorageInfo")
     state = b"N}" + text("offset") + b"K\x07s\x86"
     attack = b"\x80\x04" + name + state + b"b."
@@ -278,7 +278,7 @@ def test_metadata_cannot_change_the_classes_of_torch(written):
     assert not hasattr(_StorageInfo, "offset")
 
 
-LARGE = 1 << 28  # times 16 bytes of memory
+LARGE = 1 << 28  # each entry would take 16 bytes of memory
 
 
 @pytest.mark.parametrize(
@@ -301,12 +301,12 @@ def test_metadata_of_every_pickle_protocol_are_read(written, protocol):
 
 
 def text(value: str) -> bytes:
-    """The pickle operation that makes a string."""
+    """The pickle opcode for a string."""
     return b"\x8c" + bytes([len(value)]) + value.encode()
 
 
 def name_of(module: str, attribute: str) -> bytes:
-    """The pickle operations that look up a name."""
+    """The pickle opcodes that look up a name."""
     return text(module) + text(attribute) + b"\x93"
 
 

@@ -1,4 +1,5 @@
-"""Checkpoints that we write: files without values first, any cut, and what is left out is told."""
+"""Checkpoints that we write: files exist before their values, chunks are cut anywhere, and tensors
+that chunks do not cover are reported."""
 
 import os
 
@@ -25,7 +26,7 @@ TENSORS = {
 
 
 def chunks_of_rows(num_rows: int, num_chunks: int) -> list[Chunk]:
-    """A matrix of `num_rows` rows for each of `num_chunks` chunks, one below the other."""
+    """A tensor of `num_chunks` chunks of `num_rows` rows each, one below the other."""
     shape = (num_rows * num_chunks, 64)
     boxes = [Box((number * num_rows, 0), (num_rows, 64)) for number in range(num_chunks)]
     return [Chunk("w", box, shape, "F32") for box in boxes]

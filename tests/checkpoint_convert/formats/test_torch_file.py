@@ -1,4 +1,4 @@
-"""Files of torch.save: every tensor is found without being loaded, and no code runs."""
+"""Files of torch.save: every tensor is located without being loaded, and no code runs."""
 
 import ctypes
 import mmap
@@ -25,7 +25,7 @@ def path(tmp_path):
 
 
 def stored(path):
-    """All values, read at their places."""
+    """All tensors, read at the places that `read_places` gives."""
     places = read_places(path)
     with StoredTensors(places) as tensors:
         return {
@@ -81,7 +81,7 @@ def test_a_module_state_dict_is_found_with_its_metadata(path):
 
 
 def test_what_the_disk_does_not_give_is_not_called_malformed(path):
-    """The start of a file in memory, and then nothing: EIO, as from a disk."""
+    """/proc/self/mem with only the start of a file mapped: reading on gives EIO, as from a disk."""
     torch.save(torch.zeros(5000), path)
     memory = mmap.mmap(-1, 2 * mmap.PAGESIZE)
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -158,13 +158,13 @@ def test_dtypes_without_a_storage_of_their_own_are_found(path):
 
 
 def crafted(path, call):
-    """A file whose pickle says that the tensor `w` is `call`."""
+    """Write a file whose pickle has `call` as the tensor `w`."""
     torch.save({"w": torch.ones(2)}, path)
     rewrite(path, lambda name, content: dump({"w": call}) if name.endswith(".pkl") else content)
 
 
 def test_a_call_that_is_its_own_argument_is_refused(path):
-    """The list of its arguments is filled after the call is made."""
+    """The list of its arguments is filled after the call."""
     torch.save({"w": torch.ones(2)}, path)
     data = b"\x80\x02}X\1\0\0\0wctorch._tensor\n_rebuild_from_type_v2\n(ctorch._utils\n"
     data += b"_rebuild_parameter\nN]q\0tRq\1h\0h\1a0s."
@@ -232,7 +232,7 @@ def test_a_truncated_file_is_refused(path, keep):
 def test_a_tensor_that_would_end_after_its_storage_is_refused(path, count, message):
     torch.save({"w": torch.ones(100, dtype=torch.float64), "x": torch.ones(1000)}, path)
     data = path.read_bytes()
-    # The pickle's counts of elements: of the storage and, in a tuple of one, of the tensor.
+    # Element counts in the pickle: of the storage and, in a 1-tuple, of the tensor.
     before = (b"Kdtq", b"Kd\x85q")[count]
     assert data.count(before) == 1
     path.write_bytes(data.replace(before, before.replace(b"d", b"\xff")))
@@ -243,7 +243,7 @@ def test_a_tensor_that_would_end_after_its_storage_is_refused(path, count, messa
 
 
 def rewrite(path, change=lambda name, content: content, compressed=()):
-    """Write the archive anew, as an archiver does."""
+    """Rewrite the archive as another archiver would."""
     with zipfile.ZipFile(path) as archive:
         records = {name: archive.read(name) for name in archive.namelist()}
     with zipfile.ZipFile(path, "w") as archive:
@@ -284,7 +284,7 @@ def test_values_of_the_other_byte_order_are_refused(path):
 
 
 def test_files_without_a_byte_order_are_little_endian(path):
-    """As torch has written them before 2.1."""
+    """Versions of torch before 2.1 wrote such files."""
     torch.save({"w": torch.arange(10.0)}, path)
     path.write_bytes(path.read_bytes().replace(b"byteorder", b"something"))
     assert torch.equal(stored(path)["w"], torch.arange(10.0))

@@ -1,4 +1,4 @@
-"""What torch.save would have written, byte for byte, and pickles written by name."""
+"""We write what torch.save would, byte for byte, and pickles that refer to classes by name."""
 
 import io
 import pickle
@@ -28,7 +28,7 @@ from parallel import Box
 
 
 def saved(value, *, checksums: bool) -> bytes:
-    """What torch writes."""
+    """The bytes that torch writes."""
     stream = io.BytesIO()
     torch.serialization.set_crc32_options(checksums)
     try:
@@ -58,7 +58,7 @@ def test_every_dtype_of_torch_is_known_with_its_size():
     dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
     sizes = {str(dtype).removeprefix("torch."): dtype.itemsize for dtype in dtypes}
     missing = {name for name in sizes if name not in ITEM_SIZES}
-    # Types of quantized tensors, which cannot be saved as plain ones, and of a few bits.
+    # Only dtypes of quantized tensors, which torch saves differently, and dtypes of a few bits.
     assert all(name.startswith(("q", "bits", "int", "uint")) for name in missing), missing
     assert {name: sizes[name] for name in ITEM_SIZES} == ITEM_SIZES
 
@@ -99,4 +99,4 @@ def test_metadata_are_those_that_torch_would_have_pickled(tmp_path):
     )
     found = pickle.loads((tmp_path / ".metadata").read_bytes())
     assert found == expected
-    assert repr(found) == repr(expected)  # with what is not compared
+    assert repr(found) == repr(expected)  # includes fields that == ignores

@@ -1,4 +1,4 @@
-"""Values without torch: every dtype is converted to every other one as torch does."""
+"""Values without torch: conversions between all dtypes equal torch's."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ AT_THE_ENDS = [0.0, -0.0, 1e-42, 1e-8, 65519.9, 65520.0, 3.4e38, 1e300]
 
 
 def values_of(dtype: str) -> torch.Tensor:
-    """Numbers of all magnitudes that a dtype has, halfway cases of the smaller ones among them."""
+    """Values of all magnitudes of a dtype, including ties when rounding to smaller dtypes."""
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(100_000, dtype=torch.float64, generator=generator)
     numbers *= 2.0 ** torch.randint(-40, 40, numbers.shape, generator=generator)

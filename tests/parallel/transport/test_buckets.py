@@ -1,4 +1,4 @@
-"""Arrivals lie in buckets one after the other, without overlap, in bounds."""
+"""Arrivals are packed into buckets in order, without overlap and within bounds."""
 
 from itertools import pairwise
 
@@ -40,9 +40,9 @@ def test_what_is_larger_than_a_bucket_is_refused():
     ("senders", "num_engines", "links"),
     [
         ([[0]], 1, 1),
-        ([[0], [0], [0]], 1, 3),  # the rank
-        ([[0, 1, 2], [3]], 1, 3),  # the first worker
-        ([[0, 1, 2], [3]], 2, 6),  # which passes on
+        ([[0], [0], [0]], 1, 3),  # limited by the rank
+        ([[0, 1, 2], [3]], 1, 3),  # limited by the first worker
+        ([[0, 1, 2], [3]], 2, 6),  # the first worker also forwards
         ([[0]] * 5, 9, 5),
     ],
 )

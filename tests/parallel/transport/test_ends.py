@@ -1,4 +1,4 @@
-"""Whole pushes: trainer ranks and the workers of a chain of engines, each a process."""
+"""Whole pushes: trainer ranks and the workers of a chain of engines, each in its own process."""
 
 import hashlib
 import json
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 BUCKET = 5 * 16  # a link has more buckets than buffers, and most are not quite full
 TIMEOUT = timedelta(seconds=60)
 SOON = 30
-"""Seconds; less than the time-out, more than a busy machine takes."""
+"""In seconds: less than the time-out, more than a busy machine needs."""
 NUM_RANKS = NUM_WORKERS = 2
 SHAPES = {
     "embedding": (37, 12),
@@ -46,7 +46,7 @@ def whole_weights(seed):
 
 
 def part(name, start, size):
-    """A box of a whole tensor as a local one of the same name."""
+    """A box of a whole tensor that is a local tensor of the same name."""
     return Piece(name, Box.whole(size), name, Box(start, size))
 
 
@@ -105,7 +105,7 @@ def filled(layout, weights, dtype):
 
 
 def trainer_rank(pipe, invitation, rank):
-    """Send the weights of each seed that it is told, until it fails; say what happens."""
+    """Send the weights of each seed from the pipe until it fails; report over the pipe."""
     sender = sender_of(rank)
     sends = plan_sends(sender, LAYOUTS, BUCKET // 2)
     try:
@@ -124,9 +124,9 @@ def trainer_rank(pipe, invitation, rank):
 
 
 def engine_worker(pipe, invitation, engine, worker, missing=None):
-    """Receive the weights of each seed that it is told, until it fails; say what happens.
+    """Receive the weights of each seed from the pipe until it fails; report over the pipe.
 
-    The parameters are as engines have them: there are inference tensors, and views of what requires
+    As in engines, some parameters are inference tensors, and some are views of tensors that require
     gradients.
     """
     layout = LAYOUTS[worker]
@@ -163,7 +163,7 @@ def engine_worker(pipe, invitation, engine, worker, missing=None):
 
 @dataclass
 class Fleet:
-    """The processes of a push, with all links open."""
+    """The processes of pushes, with all links open."""
 
     ranks: list[Child]
     workers: dict[tuple[int, int], Child]
@@ -173,7 +173,7 @@ class Fleet:
         return [*self.ranks, *self.workers.values()]
 
     def push(self, seed):
-        """Returns what the ranks and what the workers have to say."""
+        """Push the weights of `seed`; returns the reports of the ranks and of the workers."""
         for child in self.all:
             child.say(seed)
         return [r.hear() for r in self.ranks], [w.hear() for w in self.workers.values()]
@@ -199,7 +199,7 @@ def fleet(num_engines, network_only=False):
 
 
 def num_bytes(layout):
-    """Of a worker's parameters without the padding."""
+    """Bytes of a worker's parameters, without padding."""
     return 2 * sum(piece.local_box.num_elements for piece in layout.pieces)
 
 
@@ -217,7 +217,7 @@ def test_every_parameter_of_every_engine_arrives_bit_for_bit_in_push_after_push(
 
 
 def test_links_share_memory_on_one_host_unless_told_not_to():
-    """Seen from outside: who holds mappings of weights."""
+    """Seen from outside: which processes map weights."""
     for network_only in (False, True):
         with fleet(1, network_only) as pushing:
             maps = [Path(f"/proc/{child.pid}/maps").read_text() for child in pushing.all]
@@ -243,7 +243,7 @@ def test_a_trainer_rank_killed_in_a_push_is_named_by_the_workers_and_the_rest_en
         said = {key: heard_within(SOON, child) for key, child in pushing.workers.items()}
         assert said[0, 0] == said[0, 1] == f"LinkError: trainer rank 1 {lost}"
         assert said[1, 0] == f"LinkError: engine 0 worker 0 {lost}"
-        # Rank 0 may have been done when rank 1 died.
+        # Rank 0 may have finished before rank 1 died.
         sent = heard_within(SOON, pushing.ranks[0])
         assert isinstance(sent, int) or "engine 0 worker" in sent
 
@@ -252,7 +252,7 @@ def test_a_trainer_rank_killed_in_a_push_is_named_by_the_workers_and_the_rest_en
 def test_a_worker_killed_in_a_push_is_named_by_the_one_before_it_and_all_end(network_only):
     with fleet(2, network_only) as pushing:
         for key, child in pushing.workers.items():
-            if key != (1, 1):  # takes nothing, so that nobody gets to the end
+            if key != (1, 1):  # it takes nothing, so no process finishes
                 child.say(1)
         for child in pushing.ranks:
             child.say(1)
@@ -262,7 +262,7 @@ def test_a_worker_killed_in_a_push_is_named_by_the_one_before_it_and_all_end(net
         assert heard_within(SOON, pushing.workers[0, 1]) == f"LinkError: engine 1 worker 1 {lost}"
         for child in pushing.ranks:
             said = heard_within(SOON, child)
-            # What is on its way over the network is kept by the host, so a rank may be done.
+            # The host buffers what is in flight over the network, so a rank may have finished.
             is_done = network_only and isinstance(said, int)
             assert is_done or said == f"LinkError: engine 0 worker 1 {lost}"
 
@@ -294,9 +294,9 @@ def test_workers_that_do_not_come_are_named_after_the_time_out():
 
 
 def open_all(engines, bucket_bytes=BUCKET):
-    """A trainer rank that sends the matrix `w` and a worker of each engine, at once.
+    """Open a trainer rank that sends the matrix `w` and a worker of each engine concurrently.
 
-    `engines` are the parameters of each; what rank and workers raise, or their ends.
+    `engines` are the parameters of each engine. Returns each end, or the exception it raised.
     """
     meeting, board = open_meeting("127.0.0.1")
     invitation = Invitation(meeting, bucket_bytes, len(engines), False, senders=[[0]], zeros=[[]])
@@ -327,7 +327,7 @@ MATRIX = {"w": torch.zeros(4, 4)}
 
 
 def before_opening(monkeypatch, act):
-    """Have `act` be called with the receiver's name before each sender's end is made."""
+    """Call `act` with the receiver's name before each sender's end is made."""
     open_end = LocalOutgoing.open
 
     def acted(wire, bucket_bytes, device):
@@ -338,7 +338,7 @@ def before_opening(monkeypatch, act):
 
 
 def test_all_links_of_a_chain_of_engines_are_made_at_the_same_time(monkeypatch):
-    """None is made before all are at it: so a chain takes no longer than one engine."""
+    """Each waits until all have started, so a chain takes no longer than one engine."""
     all_at_it = threading.Barrier(5, timeout=SOON / 2)
     before_opening(monkeypatch, lambda receiver: all_at_it.wait())
     ends = open_all([MATRIX] * 5)
@@ -366,7 +366,7 @@ def test_a_worker_that_cannot_pass_on_closes_the_link_that_it_was_to_receive_by(
     before_opening(monkeypatch, fail)
     outbox, first, second = open_all([MATRIX] * 2)
     assert str(first) == "too little memory" and isinstance(second, LinkError)
-    if isinstance(outbox, Outbox):  # its link was made before the other failed
+    if isinstance(outbox, Outbox):  # its link was made before the other one failed
         outbox.close()
     assert "memfd:weights" not in Path("/proc/self/maps").read_text()
 
@@ -380,7 +380,7 @@ def test_the_refusal_of_a_worker_is_told_at_once_to_all_before_it():
 
 
 def test_of_two_workers_the_one_that_waits_is_told_at_once_why_the_other_refuses():
-    """The ranks quit before they offer a link to anybody."""
+    """The ranks quit before they offer any link."""
     meeting, board = open_meeting("127.0.0.1")
     invitation = invitation_to(meeting, 1, network_only=False)
     with ExitStack() as stack:
@@ -398,7 +398,7 @@ def test_of_two_workers_the_one_that_waits_is_told_at_once_why_the_other_refuses
 
 @pytest.mark.parametrize("network_only", [False, True], ids=["local", "network"])
 def test_a_sender_whose_receiver_can_no_longer_come_is_told_at_once(network_only):
-    """The rank has offered its link when a second rank, which never came, gives up."""
+    """The rank has offered its link when it hears that another rank, which never came, gave up."""
     meeting, board = open_meeting("127.0.0.1")
     invitation = Invitation(meeting, BUCKET, 1, network_only, senders=[[0]], zeros=[[]])
     matrix = Layout.of_whole_tensors({"w": (4, 4)})
@@ -415,7 +415,7 @@ def test_a_sender_whose_receiver_can_no_longer_come_is_told_at_once(network_only
 
 @contextmanager
 def little_shared_memory():
-    """In the block this process can make no more than 64 KiB of it at once; nor of a log."""
+    """In the block, this process cannot create shared memory (or a file) larger than 64 KiB."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
     yield
@@ -488,7 +488,7 @@ def test_a_worker_holds_what_was_sent_when_the_checksums_of_both_say_so(dtype):
 
         sent, received = push()
         assert sent == received == checksums({"w": held})
-        held[5, 3] = 1  # which no push would write
+        held[5, 3] = 1  # in the padding, where no push writes
         sent, received = push()
         assert sent != received == checksums({"w": held})
         outbox.close()

@@ -1,4 +1,4 @@
-"""What every link does, inside a host and over the network."""
+"""Behaviour of all links, inside a host and over the network."""
 
 import os
 import threading
@@ -20,7 +20,7 @@ BUCKET = 1 << 20
 CPU = torch.device("cpu")
 TIMEOUT = timedelta(seconds=60)
 SOON = 30
-"""Seconds; less than the time-out, more than a busy machine takes."""
+"""In seconds: less than the time-out, more than a busy machine needs."""
 KEY = "the key of the meeting"
 
 
@@ -68,7 +68,7 @@ def receive(receiver, sizes):
 
 
 def send_from_process(pipe, kind, pushes):
-    """Send lists of messages; then hang."""
+    """Send each list of messages, then hang."""
     waiting = listener(kind)
     pipe.send(waiting.address)
     sender = outgoing(kind, waiting)
@@ -79,7 +79,7 @@ def send_from_process(pipe, kind, pushes):
 
 
 def receive_and_hang(pipe, kind, address):
-    """Take one of three messages."""
+    """Take one of three messages, then hang."""
     receiver = incoming(kind, address)
     arrivals = receiver.arrivals([BUCKET, BUCKET, BUCKET])
     next(arrivals)
@@ -117,7 +117,7 @@ def test_a_sender_is_two_buffers_ahead_at_most(kind):
         arrivals = receiver.arrivals([BUCKET] * 5)
         for number in range(5):
             buffer = next(arrivals)
-            time.sleep(0.05)  # a sender that did not wait would write into it
+            time.sleep(0.05)  # a sender that does not wait would overwrite the buffer
             assert (buffer == number).all() and not sending.done()
         assert next(arrivals, None) is None
         sending.result(timeout=SOON)
@@ -199,7 +199,7 @@ def test_who_does_not_know_the_key_is_sent_away_and_the_receiver_still_comes(kin
         for key in ("the key of the meetinG", "the", ""):
             stranger = connect(waiting.address, key, "the sender", TIMEOUT)
             if len(key) < len(KEY):
-                stranger.abort()  # it says no more
+                stranger.abort()  # it sends nothing more
             with pytest.raises(LinkError, match="closed"):
                 stranger.hear()
             stranger.close()

@@ -1,4 +1,4 @@
-"""Links inside one host leave nothing behind and hold two buffers, no more."""
+"""Links inside one host leave nothing behind and hold no more than two buffers."""
 
 import gc
 import os
@@ -38,7 +38,7 @@ def receiver(pipe, address):
 
 
 def mapped():
-    """Bytes of weights that are mapped into this process."""
+    """Bytes of shared weights that this process maps."""
     total = 0
     for line in Path("/proc/self/maps").read_text().splitlines():
         if "memfd:weights" in line:
@@ -71,7 +71,7 @@ def test_a_failure_that_has_been_handled_keeps_no_memory():
     with running(sender) as first:
         wire = connect(first.hear(), "key", "the sender", TIMEOUT)
         links = [LocalIncoming.open(wire, BUCKET, CPU)]
-        first.hear()  # it has handed over one buffer
+        first.hear()  # it has sent one buffer
         first.kill()
 
         def use_all():
@@ -102,7 +102,7 @@ def test_an_open_link_costs_each_end_one_file_descriptor():
     wire = connect(waiting.address, "key", "the sender", TIMEOUT)
     first = LocalOutgoing.open(waiting.accept("the receiver", TIMEOUT), BUCKET, CPU)
     second = LocalIncoming.open(wire, BUCKET, CPU)
-    # The listener has gone.
+    # The listener is closed.
     assert len(os.listdir("/proc/self/fd")) == before - 1 + 2
     first.close()
     second.close()
@@ -117,7 +117,7 @@ def test_all_links_are_closed_even_when_one_cannot_be(broken):
         waiting = Listener("key")
         wires.append(connect(waiting.address, "key", "the sender", TIMEOUT))
         links.append(LocalOutgoing.open(waiting.accept("the receiver", TIMEOUT), BUCKET, CPU))
-    links[broken].close()  # its memory cannot be let go of again
+    links[broken].close()  # closing it again raises
     with pytest.raises(AttributeError):
         LinkSet(links).close()
     assert not wires[1 - broken].is_open()

@@ -1,4 +1,4 @@
-"""The board where both ends of a link find each other."""
+"""The board through which the two ends of a link find each other."""
 
 import socket
 import time
@@ -45,7 +45,7 @@ def test_a_board_is_reached_at_its_own_address_only():
 
 
 def stranger_at(meeting):
-    """The whole store, as anybody who reaches the port has it."""
+    """The raw store, as anyone who can reach the port sees it."""
     return TCPStore(meeting.host, meeting.port, wait_for_workers=False, timeout=TIMEOUT)
 
 
@@ -104,7 +104,7 @@ def test_a_board_that_is_lost_is_told_without_its_key():
     del board
     for use in (
         partial(other.read, {"answer": "the other"}, TIMEOUT),
-        partial(other.publish, "answer", "here"),  # the first would still be taken by the host
+        partial(other.publish, "answer", "here"),  # not first: the host would still accept it
         partial(other.refuse, "no"),
         other.check_refusal,
     ):
@@ -123,7 +123,7 @@ def test_two_meetings_have_different_keys():
 
 def test_a_meeting_is_opened_on_an_address_of_this_host_only():
     with pytest.raises(OSError, match="assign requested address"):
-        open_meeting("192.0.2.1")  # kept free for documentation
+        open_meeting("192.0.2.1")  # reserved for documentation
 
 
 def test_a_store_that_is_gone_is_told_within_the_time_out():

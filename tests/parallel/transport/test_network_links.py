@@ -1,4 +1,4 @@
-"""Links over the network listen where they should and count every byte."""
+"""Links over the network listen only where they should, and buffers do not mix."""
 
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +41,7 @@ def test_a_link_speaks_ipv6():
 
 
 def test_what_is_filled_while_the_last_is_on_its_way_does_not_mix_with_it():
-    """Buffers far larger than what the sockets hold, so that sending takes its time."""
+    """The buffers are far larger than what the sockets hold, so that sending takes a while."""
     size = 32 << 20
     waiting = Listener("key", "127.0.0.1")
     wire = connect(waiting.address, "key", "the sender", TIMEOUT)

@@ -1,4 +1,4 @@
-"""What the two ends of a link are told of the memory that they are in."""
+"""Which kind of link a receiver is offered, depending on where both ends run."""
 
 from datetime import timedelta
 from types import SimpleNamespace
@@ -34,7 +34,7 @@ def test_others_are_offered_a_link(monkeypatch, network_only, receiver):
 
 
 def offer(monkeypatch, network_only, receiver):
-    """Whether the trainer, which is on GPU 1, offers shared memory to a receiver at a place."""
+    """Whether the trainer, which is on GPU 1, offers shared memory to a receiver at this place."""
     monkeypatch.setattr(party, "place", lambda device: HERE)
     invitation = Invitation(
         Meeting("127.0.0.1", 1, "key"), 1, 1, network_only, senders=[[0]], zeros=[[]]

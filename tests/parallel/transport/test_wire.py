@@ -1,4 +1,4 @@
-"""What a wire knows about its other end."""
+"""A wire knows whether its other end is open."""
 
 import socket
 from datetime import timedelta

@@ -1,4 +1,4 @@
-"""What is said about a push before it begins: plain data, checked before it is believed."""
+"""Invitations and plans, exchanged before a push: plain data that is checked before it is used."""
 
 import json
 
@@ -39,7 +39,7 @@ def test_an_invitation_survives_json():
     "change",
     [
         {"bucket_bytes": 0},
-        {"bucket_bytes": 65537},  # no multiple of the alignment of its contents
+        {"bucket_bytes": 65537},  # not a multiple of the alignment
         {"bucket_bytes": "65536"},
         {"num_engines": 0},
         {"network_only": 1},
@@ -106,7 +106,7 @@ def test_plans_that_fill_every_parameter_together_are_taken():
     [
         ([arriving(WHOLE[0])], r"m: 6 of 6 elements are in no piece"),
         ([arriving(*WHOLE), arriving(("m", (1, 0), (1, 2)))], r"m: 2 of 6 .* several pieces"),
-        ([arriving(("w", (0,), (4,)), WHOLE[1])], r"w: 1 of 4 .* several pieces"),  # padding
+        ([arriving(("w", (0,), (4,)), WHOLE[1])], r"w: 1 of 4 .* several pieces"),  # the padding
         ([arriving(*WHOLE, ("x", (0,), (1,)))], r"x: there is no such tensor"),
         ([arriving(WHOLE[0], ("m", (0, 0), (3, 2)))], r"m: .* is outside its shape \(2, 3\)"),
         ([arriving(WHOLE[0], ("m", (0,), (2,)))], r"m: .* is not a box of its shape \(2, 3\)"),
