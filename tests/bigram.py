@@ -27,7 +27,7 @@ class BigramModel:
         return logprobs, -(rows.exp() * rows).sum(dim=1)
 
     def of_packed(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """The same [T], packed, computed by the code of the trainer."""
+        """The same as [T] for a packed batch, computed by the trainer's code."""
         chosen = chosen_logprobs(
             torch.nn.functional.one_hot(batch.tokens, self.vocab_size).to(self.table),
             self.table.t(),

@@ -175,7 +175,7 @@ def _be_rank(
         del os.environ[name]
     os.environ |= dict(environment)
     os.environ[OWN_LOGS_VARIABLE] = "1"
-    os.environ[LAUNCHER_VARIABLE] = str(os.getppid())  # the launcher has validated the config
+    os.environ[LAUNCHER_VARIABLE] = str(os.getppid())  # skips the preflight
     torch.set_num_threads(1)
     sys.argv = ["megatron-grpo", *command]
     from megatron_grpo import cli

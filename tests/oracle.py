@@ -307,9 +307,10 @@ class _Sequence:
 
     def vespo(self, t: int) -> Tensor:
         """VESPO, arXiv 2602.10693: REINFORCE weighted with w**k exp(lambda (1 - w)), where w is the
-        sequence's ratio.
+        product of the sequence's ratios and rollout weights.
 
-        As in the authors' code, each ratio is clamped to exp(+-20), and w to [1e-8, exp(20)].
+        As in the authors' code, each ratio is clamped to exp(+-20), and each rollout weight and w
+        to [1e-8, exp(20)].
         """
         cfg, a = self.cfg, self.advantages[t]
         w = 1.0

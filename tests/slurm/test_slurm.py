@@ -1,6 +1,6 @@
 """The scripts of slurm/ on a real Slurm, with the tiny config: every job has two nodes.
 
-Jobs that need no interaction run in the background during the tests: mostly they wait for Slurm.
+Jobs that need no interaction run in the background during the tests, as they mostly wait for Slurm.
 """
 
 import json
