@@ -36,7 +36,7 @@ class Ended:
     outputs: list[str]
     """stdout and stderr of each rank."""
     seconds: float
-    """From the call of `end` to the end of the last rank."""
+    """From the call of `end` until all ranks and the processes they started have ended."""
     survivors: list[str]
     """Command lines of processes that the job started and that outlived it."""
 

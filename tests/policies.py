@@ -95,7 +95,7 @@ def start_policy(
 
 
 def accumulate(policy: Policy, groups: Groups, batches: list[PackedBatch]) -> None:
-    """Put the gradient of the weighted negative log-likelihood into the policy."""
+    """Accumulate the gradient of the weighted negative log-likelihood in the policy."""
 
     def loss_fn(hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, None]:
         chosen = response_logprobs(policy, hidden, batch, 1.0, groups)

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 
 class Proxy:
-    """Forwards connections on a port of its own to the server at `url`, until it is cut."""
+    """Forwards connections from its own port to the server at `url` until it is cut."""
 
     def __init__(self, url: str) -> None:
         self.lead_to(url)

@@ -1,4 +1,4 @@
-"""vLLM engines that consist only of their workers, which take calls from other processes.
+"""vLLM engines that consist of workers only, which take calls from other processes.
 
 Pushes take the same path as into served engines, except for HTTP: vLLM's own routine opens the
 links, and our extension of vLLM's workers answers the client's calls. Every worker keeps its

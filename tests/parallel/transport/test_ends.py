@@ -27,7 +27,7 @@ from parallel.views import as_whole
 from processes import Child, running
 
 CPU = torch.device("cpu")
-BUCKET = 5 * 16  # a link has more buckets than buffers, and most are not quite full
+BUCKET = 5 * 16  # so that a link has more buckets than buffers, and most are not quite full
 TIMEOUT = timedelta(seconds=60)
 SOON = 30
 """In seconds: less than the time-out, more than a busy machine needs."""

@@ -67,7 +67,7 @@ def test_both_ends_map_two_buffers_without_a_name_and_the_socket_ends_with_them(
 
 
 def test_a_failure_that_has_been_handled_keeps_no_memory():
-    gc.collect()  # what earlier tests have left
+    gc.collect()  # frees what earlier tests left
     with running(sender) as first:
         wire = connect(first.hear(), "key", "the sender", TIMEOUT)
         links = [LocalIncoming.open(wire, BUCKET, CPU)]
@@ -96,7 +96,7 @@ def test_a_sender_that_dies_before_it_shares_its_memory_is_named():
 
 
 def test_an_open_link_costs_each_end_one_file_descriptor():
-    gc.collect()  # what earlier tests have left
+    gc.collect()  # frees what earlier tests left
     waiting = Listener("key")
     before = len(os.listdir("/proc/self/fd"))
     wire = connect(waiting.address, "key", "the sender", TIMEOUT)
