@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megatron_grpo.checkpoints.flat_range import boxes_of_range
 from megatron_grpo.policy.model import Model, Policy, unwrapped
+from megatron_grpo.policy.optimizer import set_steps_taken, steps_taken
 from megatron_grpo.policy.reference import Reference
 from parallel import Box, Layout, Piece, Shape
 
@@ -155,18 +156,15 @@ def first_not_finite(parts: Sequence[StatePart]) -> str | None:
 
 def counters(policy: Policy) -> dict[str, Any]:
     """State that is the same on all ranks: optimizer steps taken and the learning-rate schedule."""
-    groups = [group for state in _optimizer_groups(policy) for group in state]
-    steps = max((group["step"] for group in groups if "step" in group), default=0)
-    return {"optimizer_steps": int(steps), "scheduler": policy.scheduler.state_dict()}
+    return {
+        "optimizer_steps": steps_taken(policy.optimizer),
+        "scheduler": policy.scheduler.state_dict(),
+    }
 
 
 def set_counters(policy: Policy, saved: Mapping[str, Any]) -> None:
-    """Restore `counters`. The optimizer allocates new, uninitialized tensors for its moments."""
-    for part in policy.optimizer.chained_optimizers:
-        state = part.state_dict()
-        for group in state["optimizer"]["param_groups"]:
-            group["step"] = saved["optimizer_steps"]
-        part.load_state_dict(state)
+    """Restore `counters`."""
+    set_steps_taken(policy.optimizer, saved["optimizer_steps"])
     policy.scheduler.num_steps = 0  # set by a checkpoint that failed to load: Megatron adds to it
     policy.scheduler.load_state_dict(saved["scheduler"])
 
@@ -196,13 +194,6 @@ def _random_states() -> list[Tensor]:
         tracked = get_cuda_rng_tracker().get_states()
         states += [torch.cuda.get_rng_state(), *(tracked[name].cpu() for name in sorted(tracked))]
     return states
-
-
-def _optimizer_groups(policy: Policy) -> list[list[dict[str, Any]]]:
-    return [
-        part.state_dict()["optimizer"]["param_groups"]
-        for part in policy.optimizer.chained_optimizers
-    ]
 
 
 def _sharded(model: Model) -> Iterator[Any]:

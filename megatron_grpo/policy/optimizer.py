@@ -12,6 +12,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_grpo.config.trainer_config import OptimizerConfig
 
+TORCH_ADAM = torch.optim.Adam | torch.optim.AdamW
+
 
 def make_optimizer(chunks: Sequence[Any], cfg: OptimizerConfig) -> Any:
     """Megatron's distributed optimizer for DDP-wrapped model chunks with their weights loaded.
@@ -37,8 +39,8 @@ def make_optimizer(chunks: Sequence[Any], cfg: OptimizerConfig) -> Any:
         list(chunks),
     )
     for part in optimizer.chained_optimizers:
-        if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
-            _make_loadable(part)
+        if isinstance(part.optimizer, TORCH_ADAM):
+            _make_loadable(part.optimizer)
         elif part.optimizer is not None:
             # The fused Adam of Transformer Engine and Apex has the state that Megatron expects, but
             # only from its first step on, and a run may save before taking one.
@@ -78,23 +80,44 @@ def apply_gradient(optimizer: Any, norm: float) -> None:
     optimizer.step_with_ready_grads()
 
 
-def _make_loadable(distributed: Any) -> None:
-    """Work around two problems that keep torch's Adam from resuming from a checkpoint."""
-    # The state exists only after a first step, but loading a checkpoint needs it before.
-    for group in distributed.optimizer.param_groups:
+def steps_taken(optimizer: Any) -> int:
+    """Number of updates so far, on which Adam's bias correction depends."""
+    counts = [
+        int(holder["step"])
+        for part in optimizer.chained_optimizers
+        for holder in (*part.optimizer.param_groups, *part.optimizer.state.values())
+        if "step" in holder
+    ]
+    return max(counts, default=0)
+
+
+def set_steps_taken(optimizer: Any, num_steps: int) -> None:
+    """Restore `steps_taken`.
+
+    The optimizer's own ``load_state_dict`` would do it too, but Transformer Engine's allocates new
+    moments while the old ones are alive.
+    """
+    for part in optimizer.chained_optimizers:
+        if isinstance(part.optimizer, TORCH_ADAM):
+            for state in part.optimizer.state.values():
+                state["step"].fill_(num_steps)
+        else:
+            for group in part.optimizer.param_groups:
+                group["step"] = num_steps
+
+
+def _make_loadable(adam: torch.optim.Optimizer) -> None:
+    """Make the state of torch's Adam, which would exist only after a first step.
+
+    Loading a checkpoint needs it before.
+    """
+    for group in adam.param_groups:
         for parameter in group["params"]:
-            distributed.optimizer.state[parameter] = {
+            adam.state[parameter] = {
                 "step": torch.tensor(0.0),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
-    distributed.optimizer.register_load_state_dict_post_hook(_separate_steps)
-
-
-def _separate_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Megatron loads one shared step tensor into all states; every update would increment it."""
-    for state in optimizer.state.values():
-        state["step"] = state["step"].clone()
 
 
 def make_scheduler(optimizer: Any, cfg: OptimizerConfig, num_steps: int) -> OptimizerParamScheduler:

@@ -1,4 +1,6 @@
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +10,13 @@ from transformers import AutoModelForCausalLM
 from checkpoint_convert import read_shape
 from distributed import run_ranks
 from megatron_grpo.policy.model import build_policy
-from megatron_grpo.policy.optimizer import apply_gradient, gradient_norm
+from megatron_grpo.policy.optimizer import (
+    _make_loadable,
+    apply_gradient,
+    gradient_norm,
+    set_steps_taken,
+    steps_taken,
+)
 from models import tiny_model
 from parallel import Box, ParallelDims
 from policies import (
@@ -172,3 +180,29 @@ def test_a_warm_up_begins_at_zero_and_a_decay_would_end_after_the_last_step(fold
     [found] = run_ranks(1, learning_rates, folder, schedules)
     for rates, (name, wanted) in zip(found, expected.items(), strict=True):
         assert rates == pytest.approx(wanted), name
+
+
+class FusedAdam(torch.optim.SGD):
+    """Counts steps in its groups, as Transformer Engine's does."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise AssertionError("Transformer Engine's allocates all moments a second time")
+
+
+@pytest.mark.parametrize("adam", [torch.optim.AdamW, FusedAdam])
+def test_steps_are_restored_in_the_state_that_is_there(adam):
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    inner = adam([{"params": [weight]} for weight in weights], lr=0.1)
+    if adam is torch.optim.AdamW:
+        _make_loadable(inner)
+    before = [value for state in inner.state.values() for value in state.values()]
+    optimizer = SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=inner)])
+    assert steps_taken(optimizer) == 0
+    set_steps_taken(optimizer, 7)
+    assert steps_taken(optimizer) == 7
+    after = [value for state in inner.state.values() for value in state.values()]
+    assert all(value is same for value, same in zip(before, after, strict=True))
+    if adam is torch.optim.AdamW:
+        weights[0].grad, weights[1].grad = torch.ones(2), torch.ones(2)
+        inner.step()
+        assert [int(state["step"]) for state in inner.state.values()] == [8, 8]
