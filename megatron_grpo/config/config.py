@@ -82,19 +82,6 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _shared_prompts_have_attention(self) -> Self:
-        """Shared prompts use our own attention, which supports neither of the refused options."""
-        refused = {"window_size", "softmax_type"}
-        for name in sorted(
-            refused & self.model.megatron.keys() if self.grpo.shared_prompts else ()
-        ):
-            raise ValueError(
-                f"model.megatron.{name} is not supported with grpo.shared_prompts=true: "
-                "leave out one of the two"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _staleness_is_corrected(self) -> Self:
         mode, old = self.grpo.rollout_importance_sampling_mode, self.grpo.old_logprobs
         if self.rollout.async_generate and old != "rollout" and mode is None:

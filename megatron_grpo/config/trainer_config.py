@@ -24,7 +24,8 @@ class ModelConfig(Section):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of the weights in forward and backward; master weights and moments are float32."""
     megatron: dict[str, Any] = Field(default={})
-    """Fields of Megatron-Core's TransformerConfig, passed on unchanged."""
+    """Fields of Megatron-Core's TransformerConfig for speed, memory, rounding and the losses of
+    routers; those listed above."""
 
 
 class TrainConfig(Section):

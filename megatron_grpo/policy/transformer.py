@@ -6,7 +6,6 @@ results. Code that depends on the release of Megatron-Core is in policy/, mostly
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from importlib.util import find_spec
 from typing import Any
 
@@ -25,6 +24,11 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from checkpoint_convert import ModelShape, MoeShape
+from megatron_grpo.config.megatron_fields import (
+    LEGAL_VALUES,
+    PERFORMANCE_FIELDS,
+    ROUTER_LOSS_FIELDS,
+)
 from parallel import ParallelDims, pipeline_layers
 from parallel.attention import PackedAttention
 
@@ -48,8 +52,7 @@ def transformer_config(
 
     Layers are Transformer Engine's if it is installed, CUDA is available and `dtype` has 16 bits,
     unless the override ``transformer_impl: local`` selects torch's. Raises ValueError for an
-    override that Megatron does not know, that needs a package which is not installed, or that is
-    already determined by the model, the mesh or the trainer.
+    override that is not one of `megatron_fields`, or that needs a package which is not installed.
     """
     free = {"transformer_impl": _best_implementation(dtype)} | dict(overrides)
     free = _fusions(free["transformer_impl"]) | free
@@ -90,10 +93,8 @@ def _fusions(implementation: str) -> dict[str, Any]:
 
 def balances_experts(config: TransformerConfig) -> bool:
     """Whether routers add auxiliary losses; by default they do not."""
-    coefficients = config.moe_aux_loss_coeff
-    if not isinstance(coefficients, list):
-        coefficients = [coefficients]
-    return config.num_moe_experts is not None and bool(any(coefficients) or config.moe_z_loss_coeff)
+    coefficients = config.moe_aux_loss_coeff, config.moe_z_loss_coeff
+    return config.num_moe_experts is not None and any(coefficients)
 
 
 def block_spec(config: TransformerConfig, num_layers: int, shared_prompts: bool) -> Any:
@@ -282,18 +283,15 @@ def _leave(weight: Tensor) -> None:
 
 
 def _check_overrides(overrides: Mapping[str, Any], decided: Mapping[str, Any]) -> None:
-    known = {field.name for field in fields(TransformerConfig)}
-    for name in overrides:
-        if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {nearest[0]}?" if nearest else ""
+    for name, value in overrides.items():
+        _check_field(name, decided)
+        if value not in LEGAL_VALUES.get(name, (value,)):
             raise ValueError(
-                f"model.megatron.{name} is not a field of Megatron-Core's TransformerConfig{hint}"
+                f"model.megatron.{name} is {value!r}; possible here: {[*LEGAL_VALUES[name]]}"
             )
-        if name in decided:
+        if name.endswith("_loss_coeff") and not (isinstance(value, int | float) and value >= 0):
             raise ValueError(
-                f"model.megatron.{name} is not free: it is determined by the model folder, "
-                "parallel.* or the trainer; leave it out"
+                f"model.megatron.{name} is {value!r}: use a number from 0 on, such as 0.001"
             )
     if overrides.get("gradient_accumulation_fusion") and not find_spec(WGRAD_KERNELS):
         raise ValueError(
@@ -305,4 +303,26 @@ def _check_overrides(overrides: Mapping[str, Any], decided: Mapping[str, Any]) -
         raise ValueError(
             f"model.megatron.transformer_impl is {overrides['transformer_impl']!r}; "
             f"possible here: {sorted(usable)}"
+        )
+
+
+def _check_field(name: str, decided: Mapping[str, Any]) -> None:
+    if name in decided:
+        raise ValueError(
+            f"model.megatron.{name} is not free: it is determined by the model folder, "
+            "parallel.* or the trainer; leave it out"
+        )
+    free = (*PERFORMANCE_FIELDS, *ROUTER_LOSS_FIELDS)
+    if name not in free:
+        nearest = difflib.get_close_matches(name, free, n=1)
+        hint = f": did you mean {nearest[0]}?" if nearest else "."
+        raise ValueError(
+            f"model.megatron.{name} is not supported{hint} Fields that change only speed, memory "
+            f"or rounding are {', '.join(PERFORMANCE_FIELDS)}; those of the routers' losses are "
+            f"{', '.join(ROUTER_LOSS_FIELDS)}"
+        )
+    if name.startswith("moe_") and "num_moe_experts" not in decided:
+        raise ValueError(
+            f"model.megatron.{name} needs a mixture of experts, and this model is dense: "
+            "leave it out"
         )

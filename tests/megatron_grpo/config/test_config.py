@@ -413,11 +413,6 @@ def test_an_environment_that_cannot_be_is_refused(overrides, told):
     assert re.search(told, refusal(*overrides))
 
 
-def test_shared_prompts_refuse_what_their_attention_does_not_know():
-    message = refusal("grpo.shared_prompts=true", "model.megatron.window_size=[128, 0]")
-    assert "model.megatron.window_size is not supported with grpo.shared_prompts" in message
-
-
 LONG = "{name: soft_overlong, arguments: {soft_max_length: 16, soft_cache_length: 4}}"
 COSINE = "{name: cosine, arguments: {cosine_max_len: 16}}"
 

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -6,6 +7,7 @@ import torch
 from megatron.core.models.common.embeddings import rope_utils
 
 from checkpoint_convert import ModelShape, MoeShape
+from megatron_grpo.config.megatron_fields import PERFORMANCE_FIELDS, ROUTER_LOSS_FIELDS
 from megatron_grpo.policy import transformer
 from megatron_grpo.policy.transformer import transformer_config
 from parallel import ParallelDims
@@ -76,6 +78,58 @@ def test_fused_weight_gradients_are_refused_without_apex():
 def test_an_unknown_override_is_refused_with_the_nearest_name():
     with pytest.raises(ValueError, match=r"recompute_granularty .*did you mean recompute_granular"):
         configure(recompute_granularty="full")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "softmax_scale",
+        "window_size",
+        "rotary_interleaved",
+        "moe_router_topk_scaling_factor",
+        "multi_latent_attention",
+        "cuda_graph_impl",
+        "cp_comm_type",  # packed sequences pass around a ring in every supported release
+        "fused_single_qkv_rope",  # Megatron asserts that sequences are not packed
+        "cpu_offloading",
+        "seq_length",
+    ],
+)
+def test_a_field_that_might_change_what_the_model_computes_is_refused(name):
+    with pytest.raises(
+        ValueError, match=rf"{name} is not supported.* recompute_granularity.*_loss"
+    ):
+        configure(shape=MIXTURE, **{name: 1})
+
+
+def test_fields_of_mixtures_are_refused_for_a_dense_model():
+    with pytest.raises(ValueError, match="moe_aux_loss_coeff needs a mixture of experts"):
+        configure(moe_aux_loss_coeff=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("moe_router_dtype", "bf16", r"'bf16'; possible here: \['fp32', 'fp64'\]"),
+        (
+            "moe_router_load_balancing_type",
+            "seq_aux_loss",
+            r".*possible here: \['aux_loss', 'none'",
+        ),
+        ("moe_router_load_balancing_type", ["aux_loss"], r".*possible here: \['aux_loss', 'none'"),
+        ("moe_aux_loss_coeff", [0.1], r"\[0.1\]: use a number from 0 on"),
+        ("moe_z_loss_coeff", "1e-3", "'1e-3': use a number from 0 on"),
+    ],
+)
+def test_values_that_megatron_would_ignore_or_stumble_over_are_refused(name, value, told):
+    with pytest.raises(ValueError, match=f"model.megatron.{name} is {told}"):
+        configure(shape=MIXTURE, **{name: value})
+
+
+def test_the_docs_list_every_field():
+    listed = (Path(__file__).parents[3] / "docs" / "config.md").read_text()
+    for name in (*PERFORMANCE_FIELDS, *ROUTER_LOSS_FIELDS):
+        assert f"`{name}`" in listed, name
 
 
 def test_a_layer_implementation_that_is_not_there_is_refused():

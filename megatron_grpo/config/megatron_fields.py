@@ -1,0 +1,41 @@
+"""The fields of Megatron-Core's TransformerConfig that `model.megatron` may set.
+
+All others are determined by the model, the mesh or the trainer, would change what the model
+computes, have no effect, or are not supported here.
+"""
+
+PERFORMANCE_FIELDS = (
+    "apply_rope_fusion",
+    "attention_backend",
+    "batch_p2p_sync",
+    "bias_activation_fusion",
+    "bias_dropout_fusion",
+    "clone_scatter_output_in_embedding",
+    "deterministic_mode",
+    "disable_bf16_reduced_precision_matmul",
+    "gradient_accumulation_fusion",
+    "moe_permute_fusion",
+    "moe_router_dtype",
+    "moe_router_fusion",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_modules",
+    "recompute_num_layers",
+    "transformer_impl",
+)
+"""Fields that change only speed, memory or rounding."""
+
+ROUTER_LOSS_FIELDS = (
+    "moe_aux_loss_coeff",
+    "moe_router_load_balancing_type",
+    "moe_z_loss_coeff",
+)
+"""Fields of the auxiliary losses of a mixture's routers, which change what the model learns."""
+
+LEGAL_VALUES = {
+    "moe_router_dtype": ("fp32", "fp64"),
+    # A packed microbatch is many sequences, to which seq_aux_loss would give one loss. The weight
+    # of global_aux_loss would depend on the number of data ranks.
+    "moe_router_load_balancing_type": ("aux_loss", "none"),
+}
+"""Legal values of fields of which Megatron accepts more, or ignores what it does not know."""
