@@ -33,6 +33,7 @@ ROUTER_LOSS_FIELDS = (
 """Fields of the auxiliary losses of a mixture's routers, which change what the model learns."""
 
 LEGAL_VALUES = {
+    "attention_backend": ("auto", "flash", "fused", "unfused"),
     "moe_router_dtype": ("fp32", "fp64"),
     # A packed microbatch is many sequences, to which seq_aux_loss would give one loss. The weight
     # of global_aux_loss would depend on the number of data ranks.

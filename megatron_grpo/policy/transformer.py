@@ -16,6 +16,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -68,6 +69,8 @@ def transformer_config(
         # The scores of two experts may differ by less than bfloat16 can resolve.
         free = {"moe_router_dtype": "fp32"} | free
     _check_overrides(overrides, decided)
+    if "attention_backend" in free:
+        free["attention_backend"] = AttnBackend[free["attention_backend"]]
     try:
         return TransformerConfig(**decided, **free)
     except (AssertionError, TypeError, ValueError) as error:

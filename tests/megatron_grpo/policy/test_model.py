@@ -1,5 +1,6 @@
 """Our model against `transformers`: same folder, same numbers, at every parallel layout."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,20 @@ def test_recomputing_activations_changes_nothing(folders):
     ]
     plain = run_ranks(dims.world_size, norm_of_gradient, folder, dims, [])
     assert run_ranks(dims.world_size, norm_of_gradient, folder, dims, recompute) == plain
+
+
+def attention_switches(rank: int, folder: Path, backend: str) -> list[str | None]:
+    start_policy(rank, folder, ParallelDims(), f"model.megatron.attention_backend={backend}")
+    return [os.environ.get(f"NVTE_{kind}_ATTN") for kind in ("FLASH", "FUSED", "UNFUSED")]
+
+
+@pytest.mark.parametrize(
+    ("backend", "switches"),
+    [("flash", ["1", "0", "0"]), ("fused", ["0", "1", "0"]), ("unfused", ["0", "0", "1"])],
+)
+def test_an_attention_backend_switches_off_transformer_engines_others(folders, backend, switches):
+    folder = folders["llama tied=False"]
+    assert run_ranks(1, attention_switches, folder, backend) == [switches]
 
 
 def gradients(rank: int, folder: Path, dims: ParallelDims, dtype: str) -> dict[str, Tensor]:

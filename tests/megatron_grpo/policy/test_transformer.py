@@ -110,6 +110,7 @@ def test_fields_of_mixtures_are_refused_for_a_dense_model():
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [
+        ("attention_backend", "flsh", r"'flsh'; possible here: \['auto', 'flash', 'fused', 'unf"),
         ("moe_router_dtype", "bf16", r"'bf16'; possible here: \['fp32', 'fp64'\]"),
         (
             "moe_router_load_balancing_type",
