@@ -34,6 +34,7 @@ from parallel import ParallelDims, pipeline_layers
 from parallel.attention import PackedAttention
 
 WGRAD_KERNELS = "fused_weight_gradient_mlp_cuda"
+TRANSFORMER_ENGINE_FUSIONS = ("apply_rope_fusion", "moe_permute_fusion", "moe_router_fusion")
 
 
 def uses_transformer_engine(config: TransformerConfig) -> bool:
@@ -295,6 +296,12 @@ def _check_overrides(overrides: Mapping[str, Any], decided: Mapping[str, Any]) -
         if name.endswith("_loss_coeff") and not (isinstance(value, int | float) and value >= 0):
             raise ValueError(
                 f"model.megatron.{name} is {value!r}: use a number from 0 on, such as 0.001"
+            )
+    for name in TRANSFORMER_ENGINE_FUSIONS:
+        if overrides.get(name) and not HAVE_TE:
+            raise ValueError(
+                f"model.megatron.{name} needs Transformer Engine, which this host lacks: install "
+                "the extra `gpu`, or leave the field out"
             )
     if overrides.get("gradient_accumulation_fusion") and not find_spec(WGRAD_KERNELS):
         raise ValueError(

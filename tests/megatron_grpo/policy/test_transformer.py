@@ -75,6 +75,14 @@ def test_fused_weight_gradients_are_refused_without_apex():
         configure(gradient_accumulation_fusion=True)
 
 
+@pytest.mark.parametrize("name", transformer.TRANSFORMER_ENGINE_FUSIONS)
+def test_fusions_of_transformer_engine_are_refused_without_it(name, monkeypatch):
+    monkeypatch.setattr(transformer, "HAVE_TE", False)
+    with pytest.raises(ValueError, match=f"{name} needs Transformer Engine, which this host lacks"):
+        configure(shape=MIXTURE, **{name: True})
+    assert not getattr(configure(shape=MIXTURE, **{name: False}), name)
+
+
 def test_an_unknown_override_is_refused_with_the_nearest_name():
     with pytest.raises(ValueError, match=r"recompute_granularty .*did you mean recompute_granular"):
         configure(recompute_granularty="full")
