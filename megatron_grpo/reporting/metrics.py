@@ -142,7 +142,7 @@ class TrainMetrics:
             "clip_ratio/low_min": float(counted["clipped_low"].min()),
             "clip_ratio/high_mean": mean["clipped_high"],
             "clip_ratio/high_max": float(counted["clipped_high"].max()),
-            "entropy/mean": float(counted["entropy"].mean()),
+            "entropy": mean["entropy"],
             "entropy/min": float(counted["entropy"].min()),
             "entropy/max": float(counted["entropy"].max()),
             **_mismatch_metrics(mean, maxima),
@@ -194,8 +194,8 @@ def reward_metrics(
 
     `rewards` holds the score of each reward function for each completion, `totals` [N] their
     weighted sums; `group_ids` [N] and `advantages` [N] are those of `group_advantages`.
-    `reward_std` is the standard deviation within a group, averaged over groups. A NaN score means
-    that the reward failed; it is excluded.
+    `reward_std` is the standard deviation over all completions, `reward_group_std` that within a
+    group, averaged over groups. A NaN score means that the reward failed; it is excluded.
     """
     scored = ~totals.isnan()
     metrics = {"advantages/std": _std(advantages)}
@@ -203,7 +203,8 @@ def reward_metrics(
         groups = RewardGroups(totals[scored], group_ids[scored])
         metrics |= {
             "reward": float(groups.rewards.mean()),
-            "reward_std": float(groups.std().mean()),
+            "reward_std": _std(groups.rewards),
+            "reward_group_std": float(groups.std().mean()),
             "frac_reward_zero_std": float((~groups.has_spread).double().mean()),
         }
     for name in rewards[0]:

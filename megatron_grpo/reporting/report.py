@@ -59,7 +59,7 @@ def draw_reward(axis: Axes, records: Sequence[Record]) -> None:
     """
     _name(axis, "Reward")
     _line(axis, *_curve(records, "reward"), BLUE, "mean")
-    _line(axis, *_curve(records, "reward_std"), FAINT, "std within groups")
+    _line(axis, *_curve(records, "reward_group_std"), FAINT, "std within groups")
     names = [n for n in _of_steps(records)[-1] if n.startswith("reward/") and n.endswith("/mean")]
     if len(names) > 1:
         for name, color in zip(names, cycle(PALETTE[1:]), strict=False):

@@ -106,7 +106,7 @@ def test_metrics_do_not_depend_on_the_split_over_ranks(split):
         "clip_ratio/low_min": 0.0,
         "clip_ratio/high_mean": 2 / 7,
         "clip_ratio/high_max": 1 / 2,
-        "entropy/mean": mean([0.6, 2.0, 0.4]),
+        "entropy": mean(entropy for *_, entropy in every),
         "entropy/min": 0.4,
         "entropy/max": 2.0,
         "rollout/logprob_gap_mean": (0.05 + 0.01) / 7,
@@ -199,7 +199,8 @@ def test_reward_metrics():
     assert metrics == pytest.approx(
         {
             "reward": 1.0,
-            "reward_std": (0.5**0.5 + 0) / 2,
+            "reward_std": (0.5 / 3) ** 0.5,
+            "reward_group_std": (0.5**0.5 + 0) / 2,
             "frac_reward_zero_std": 0.5,
             "advantages/std": (0.98 / 3) ** 0.5,
             "reward/exact/mean": 0.75,
@@ -223,6 +224,7 @@ def test_a_score_that_is_nan_is_in_no_mean():
         {
             "reward": 0.75,
             "reward_std": 1.5 * 0.5**0.5,
+            "reward_group_std": 1.5 * 0.5**0.5,
             "frac_reward_zero_std": 0.0,
             "advantages/std": 0.0,
             "reward/exact/mean": 2 / 3,

@@ -22,7 +22,7 @@ def record(step: int, **more: float | None) -> dict[str, float | None]:
         "loss": 0.01,
         "grad_norm": 1.5,
         "reward": 0.1 * step,
-        "reward_std": 0.3,
+        "reward_group_std": 0.3,
         "reward/exact/mean": 0.1 * step,
         "completions/mean_length": 8.0,
         "completions/min_length": 2.0,
