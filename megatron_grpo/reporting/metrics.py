@@ -15,7 +15,7 @@ from megatron_grpo.config.grpo_config import GRPOConfig
 AllReduce = Callable[[Tensor, dist.ReduceOp.RedOpType], None]
 """Reduces a tensor in place over the ranks that hold different tokens."""
 
-_BY_SEQUENCE = ("tokens", "clipped_low", "clipped_high", "entropy", "rollout_gap")
+_BY_SEQUENCE = ("tokens", "clipped_low", "clipped_high", "entropy", "rollout_gap", "rollout_masked")
 _TOTALS = (
     "loss",
     "ratio",
@@ -24,11 +24,12 @@ _TOTALS = (
     "rollout_kl",
     "rollout_ratio",
     "rollout_weight",
+    "squared_weight",
     "off_policy",
     "high_entropy",
     "stale_gap",
 )
-_MAXIMA = ("ratio", "rollout_gap")
+_MAXIMA = ("ratio", "rollout_gap", "rollout_weight", "negative_weight")
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ class StepReport:
 class TrainMetrics:
     """Token statistics of one optimizer batch, accumulated microbatch by microbatch.
 
-    Keeps sums, which add up over microbatches and ranks, and two maxima. Statistics that are
-    reported with their minimum or maximum over sequences are summed per sequence, because context
+    Keeps sums, which add up over microbatches and ranks, and maxima. Statistics that are reported
+    with their minimum or maximum over sequences are summed per sequence, because context
     parallelism splits a sequence over ranks. A rank that adds nothing (an earlier pipeline stage)
     does not change the result.
     """
@@ -60,7 +61,7 @@ class TrainMetrics:
     ) -> None:
         size = num_sequences * len(_BY_SEQUENCE)
         self.sums = torch.zeros(size + len(_TOTALS), dtype=torch.float64, device=device)
-        self.maxima = torch.zeros(len(_MAXIMA), dtype=torch.float64, device=device)
+        self.maxima = torch.full([len(_MAXIMA)], -torch.inf, dtype=torch.float64, device=device)
         self._by_sequence = self.sums[:size].view(num_sequences, len(_BY_SEQUENCE))
         self._totals = self.sums[size:]
         self._old_is_rollout = old_is_rollout
@@ -87,6 +88,8 @@ class TrainMetrics:
         mismatch = (generating - tokens.rollout_logprobs).double()
         gap = mismatch.abs()
         ratios, rollout_ratios = log_ratio.exp().sum(), mismatch.exp().sum()
+        weights = loss.rollout_weight
+        weights = torch.ones_like(gap) if weights is None else weights.detach().double()
         zero, num = ratios.new_zeros(()), ratios.new_full((), len(generating))
         totals = {
             "loss": loss.per_token.sum(dtype=torch.float64),
@@ -95,7 +98,8 @@ class TrainMetrics:
             "kl": _total(loss.kl, zero),
             "rollout_kl": rollout_ratios - num - mismatch.sum(),
             "rollout_ratio": rollout_ratios,
-            "rollout_weight": _total(loss.rollout_weight, num),
+            "rollout_weight": weights.sum(),
+            "squared_weight": weights.square().sum(),
             "off_policy": _total(loss.off_policy, zero),
             "high_entropy": _total(tokens.high_entropy, num),
             "stale_gap": zero if self._old_is_rollout else log_ratio.abs().sum(),
@@ -107,12 +111,13 @@ class TrainMetrics:
             "clipped_high": tokens.sequences.local_sums(loss.clipped_high.double()),
             "entropy": tokens.sequences.local_sums(tokens.entropy.detach().double()),
             "rollout_gap": tokens.sequences.local_sums(gap),
+            "rollout_masked": tokens.sequences.local_sums((weights == 0).double()),
         }
         # Padding and shared prompts have index -1 and only zeros, so they may be added to any row.
         rows = tokens.sequence_index.clamp(min=0)
         found = torch.stack([sums[name] for name in _BY_SEQUENCE], dim=1)
         self._by_sequence.index_add_(0, rows, found)
-        largest = torch.stack([log_ratio.amax().exp(), gap.amax()])
+        largest = torch.stack([log_ratio.amax().exp(), gap.amax(), weights.amax(), -weights.amin()])
         self.maxima = torch.maximum(self.maxima, largest)
 
     def reduce(self, all_reduce: AllReduce, grpo: GRPOConfig) -> StepReport:
@@ -124,7 +129,8 @@ class TrainMetrics:
         all_reduce(self.sums, dist.ReduceOp.SUM)
         all_reduce(self.maxima, dist.ReduceOp.MAX)
         sums = dict(zip(_BY_SEQUENCE, self._by_sequence.cpu().T, strict=True))
-        maxima = dict(zip(_MAXIMA, self.maxima.tolist(), strict=True))
+        found = self.maxima.masked_fill(self.maxima.isneginf(), 0.0)
+        maxima = dict(zip(_MAXIMA, found.tolist(), strict=True))
         num = float(sums["tokens"].sum().clamp(min=1))
         totals = dict(zip(_TOTALS, self._totals.tolist(), strict=True))
         totals |= {name: float(of.sum()) for name, of in sums.items()}
@@ -152,7 +158,7 @@ class TrainMetrics:
         if grpo.top_entropy_quantile < 1:
             metrics["entropy/high_ratio"] = mean["high_entropy"]
         if grpo.rollout_importance_sampling_mode:
-            metrics["rollout/weight_mean"] = mean["rollout_weight"]
+            metrics |= _weight_metrics(mean, maxima, counted["rollout_masked"])
         if grpo.off_policy_mask_threshold is not None:
             metrics["off_policy_mask_ratio"] = mean["off_policy"]
         return StepReport(
@@ -175,6 +181,25 @@ def _mismatch_metrics(mean: Mapping[str, float], maxima: Mapping[str, float]) ->
         "rollout/kl": mean["rollout_kl"],
         "rollout/ratio_mean": mean["rollout_ratio"],
         "rollout/stale_gap_mean": mean["stale_gap"],
+    }
+
+
+def _weight_metrics(
+    mean: Mapping[str, float], maxima: Mapping[str, float], masked: Tensor
+) -> dict[str, float]:
+    """Importance weights of trainer over engine, over tokens, after truncating or masking.
+
+    `masked` is the share of tokens of each sequence whose weight is 0. The effective sample size is
+    a share of the tokens: 1 if all weights are equal, near 0 if a few of them outweigh the others.
+    """
+    square = mean["squared_weight"]
+    return {
+        "rollout/weight_mean": mean["rollout_weight"],
+        "rollout/weight_min": -maxima["negative_weight"],
+        "rollout/weight_max": maxima["rollout_weight"],
+        "rollout/eff_sample_size": mean["rollout_weight"] ** 2 / square if square else 0.0,
+        "rollout/masked_fraction": mean["rollout_masked"],
+        "rollout/seq_masked_fraction": float((masked > 0).double().mean()),
     }
 
 

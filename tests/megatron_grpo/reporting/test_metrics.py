@@ -67,6 +67,17 @@ def count(members, cfg, tokens=TOKENS, old_is_rollout=False):
     return metrics, loss.total.item()
 
 
+def reduced(parts, cfg):
+    """The report of the ranks that hold these parts."""
+
+    def all_reduce(tensor, op):
+        name = {dist.ReduceOp.SUM: "sums", dist.ReduceOp.MAX: "maxima"}[op]
+        stacked = torch.stack([getattr(metrics, name) for metrics in parts])
+        tensor.copy_(stacked.sum(0) if name == "sums" else stacked.amax(0))
+
+    return parts[0].reduce(all_reduce, cfg)
+
+
 @pytest.mark.parametrize("split", SPLITS)
 def test_metrics_do_not_depend_on_the_split_over_ranks(split):
     cfg = grpo_config(
@@ -76,13 +87,7 @@ def test_metrics_do_not_depend_on_the_split_over_ranks(split):
     )
     parts = [count(members, cfg) for members in split]
 
-    def all_reduce(tensor, op):
-        name = {dist.ReduceOp.SUM: "sums", dist.ReduceOp.MAX: "maxima"}[op]
-        stacked = torch.stack([getattr(metrics, name) for metrics, _ in parts])
-        tensor.copy_(stacked.sum(0) if name == "sums" else stacked.amax(0))
-
-    report = parts[0][0].reduce(all_reduce, cfg)
-
+    report = reduced([metrics for metrics, _ in parts], cfg)
     every = [token for tokens in TOKENS for token in tokens]
 
     def mean(values):
@@ -92,6 +97,7 @@ def test_metrics_do_not_depend_on_the_split_over_ranks(split):
     def k3(log_p, log_q):
         return math.exp(log_q - log_p) - (log_q - log_p) - 1
 
+    weights = [math.exp(old - rollout) for _, old, _, rollout, _ in every]
     expected = {
         "loss": sum(total for _, total in parts),
         "num_response_tokens": 7,
@@ -113,7 +119,12 @@ def test_metrics_do_not_depend_on_the_split_over_ranks(split):
         "rollout/logprob_gap_max": 0.05,
         "rollout/kl": mean(k3(rollout, old) for _, old, _, rollout, _ in every),
         "rollout/ratio_mean": mean(math.exp(old - rollout) for _, old, _, rollout, _ in every),
-        "rollout/weight_mean": mean(math.exp(old - rollout) for _, old, _, rollout, _ in every),
+        "rollout/weight_mean": mean(weights),
+        "rollout/weight_min": math.exp(-0.05),
+        "rollout/weight_max": math.exp(0.01),
+        "rollout/eff_sample_size": sum(weights) ** 2 / (7 * sum(w * w for w in weights)),
+        "rollout/masked_fraction": 0.0,
+        "rollout/seq_masked_fraction": 0.0,
         "rollout/stale_gap_mean": mean(abs(new - old) for new, old, _, _, _ in every),
         "entropy/high_ratio": 4 / 7,  # 0.7, 1.5, 2.5 and 0.9
         # Of negative advantage is the second alone: the engine is ahead by 0.5 and by -0.5.
@@ -132,6 +143,7 @@ def test_what_the_config_has_no_use_for_is_not_reported():
         "kl",
         "entropy/high_ratio",
         "rollout/weight_mean",
+        "rollout/eff_sample_size",
         "off_policy_mask_ratio",
     }
 
@@ -142,6 +154,38 @@ def test_tokens_of_a_bad_sequence_that_the_policy_has_left_are_counted():
     moved = [TOKENS[0], [(-2.5, *TOKENS[1][0][1:]), TOKENS[1][1]], *TOKENS[2:]]
     metrics = count([0, 1], cfg, moved)[0].reduce(no_peers, cfg).metrics
     assert metrics["off_policy_mask_ratio"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("mode", "weights", "num_masked"),
+    [
+        # Only the first token of the third sequence is above the bound of e^0.005.
+        ("token_mask", [math.exp(-0.05), 1, 1, 1, 0, 1, 1], 1),
+        ("sequence_mask", [math.exp(-0.05)] * 2 + [1, 1, 0, 0, 0], 3),
+    ],
+)
+@pytest.mark.parametrize("split", SPLITS)
+def test_masked_weights_are_counted_by_tokens_and_by_sequences(split, mode, weights, num_masked):
+    cfg = grpo_config(
+        rollout_importance_sampling_mode=mode, rollout_importance_sampling_threshold=1.005
+    )
+    metrics = reduced([count(members, cfg)[0] for members in split], cfg).metrics
+    assert metrics["rollout/weight_mean"] == pytest.approx(sum(weights) / 7)
+    assert metrics["rollout/weight_min"] == 0
+    assert metrics["rollout/weight_max"] == pytest.approx(1)
+    share = sum(weights) ** 2 / (7 * sum(w * w for w in weights))
+    assert metrics["rollout/eff_sample_size"] == pytest.approx(share)
+    assert metrics["rollout/masked_fraction"] == pytest.approx(num_masked / 7)
+    assert metrics["rollout/seq_masked_fraction"] == pytest.approx(1 / 3)  # of those with tokens
+
+
+def test_with_every_weight_masked_the_effective_sample_is_empty():
+    cfg = grpo_config(
+        rollout_importance_sampling_mode="token_mask", rollout_importance_sampling_min=0.5
+    )
+    far_behind = [[(-2.0, -2.0, -2.0, -1.0, 0.5)]]
+    metrics = count([0], cfg, far_behind)[0].reduce(no_peers, cfg).metrics
+    assert (metrics["rollout/masked_fraction"], metrics["rollout/eff_sample_size"]) == (1, 0)
 
 
 def test_the_gap_is_to_the_policy_itself_while_no_old_logprobs_are_kept():
