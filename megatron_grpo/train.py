@@ -301,6 +301,8 @@ class Training:
         """Log the report of `step`, counted from 1, and further metrics."""
         metrics |= peak_memory(self.device)
         if self._log and self.source and self.experience:
+            num_generations = step / self.batches.updates_per_generation
+            metrics["epoch"] = self.source.stream.epochs(num_generations)
             if self.batches.cursor(step - 1).starts_generation:
                 metrics |= self.news
             self._log.step(step, metrics, report, self.experience, self.timer)

@@ -1,6 +1,7 @@
 """From rows of data to prompts of token ids, and to the batch of each generation."""
 
 import logging
+import math
 import random
 from array import array
 from collections.abc import Callable, Sequence
@@ -78,6 +79,11 @@ class PromptStream:
         epoch, batch = divmod(generation_index, num_prompts // size)
         order = _epoch_order(num_prompts, self.seed, epoch)
         return [self.prompts[i] for i in order[batch * size : (batch + 1) * size]]
+
+    def epochs(self, num_generations: float) -> float:
+        """Passes over the prompts after this many generations."""
+        per_epoch = len(self.prompts) / self.batch_size
+        return num_generations / (math.floor(per_epoch) if self.shuffle else per_epoch)
 
 
 @lru_cache(maxsize=1)

@@ -223,11 +223,17 @@ def reward_metrics(
     group, averaged over groups. A NaN score means that the reward failed; it is excluded.
     """
     scored = ~totals.isnan()
-    metrics = {"advantages/std": _std(advantages)}
+    metrics = {
+        "advantages/std": _std(advantages),
+        "advantages/min": float(advantages.min()),
+        "advantages/max": float(advantages.max()),
+    }
     if scored.any():
         groups = RewardGroups(totals[scored], group_ids[scored])
         metrics |= {
             "reward": float(groups.rewards.mean()),
+            "reward/min": float(groups.rewards.min()),
+            "reward/max": float(groups.rewards.max()),
             "reward_std": _std(groups.rewards),
             "reward_group_std": float(groups.std().mean()),
             "frac_reward_zero_std": float((~groups.has_spread).double().mean()),

@@ -166,14 +166,18 @@ def completion_rows(
 ) -> list[dict[str, Any]]:
     """One row for each completion in `indices`, the ones that `report` covers.
 
-    Unknown values are null: the score of a reward that failed, and entropy and gap of a completion
-    without counted tokens.
+    `prompt_index` is the row of the data. Unknown values are null: the score of a reward that
+    failed and the sum of all, and entropy and gap of a completion without counted tokens.
     """
     return [
         {
             "step": step,
+            "prompt_index": sample.prompt.index,
+            "sample_index": sample.sample_index,
             "prompt": sample.prompt.text,
             "completion": sample.text,
+            "num_tokens": sample.num_sampled,
+            "reward": _known(float(experience.totals[i])),
             "rewards": {name: _known(value) for name, value in experience.rewards[i].items()},
             "advantage": float(experience.advantages[i]),
             "entropy": _known(entropy),

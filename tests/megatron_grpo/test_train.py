@@ -89,6 +89,7 @@ def test_the_run_directory_holds_everything_that_is_promised(full_run: Path) -> 
     for record in read_metrics(full_run):
         assert record.keys() >= {
             "step",
+            "epoch",
             "loss",
             "grad_norm",
             "reward",

@@ -438,6 +438,12 @@ def test_an_epoch_meets_every_prompt_at_most_once_and_batches_repeat_none():
     assert epochs[0] != epochs[1]
 
 
+def test_an_epoch_is_counted_in_the_batches_that_it_fills():
+    shuffled, wrapping = (PromptStream(prompts(50), 8, seed=1, shuffle=s) for s in (True, False))
+    assert (shuffled.epochs(3), shuffled.epochs(6)) == (0.5, 1)  # two prompts are left out
+    assert (wrapping.epochs(3), wrapping.epochs(6.25)) == (0.48, 1)
+
+
 def test_unshuffled_batches_follow_the_rows_and_wrap_around():
     stream = PromptStream(prompts(5), 3, seed=1, shuffle=False)
     assert batches(stream, 3) == [[0, 1, 2], [3, 4, 0], [1, 2, 3]]

@@ -62,6 +62,9 @@ def test_metrics_are_means_over_prompts() -> None:
         "eval/completions/min_length": 1.0,
         "eval/completions/max_length": 4.0,
         "eval/completions/clipped_ratio": 0.25,
+        "eval/completions/mean_terminated_length": 3.0,
+        "eval/completions/min_terminated_length": 2.0,
+        "eval/completions/max_terminated_length": 4.0,
         "eval/failed": 0.0,
         "eval/num_prompts": 2.0,
     }

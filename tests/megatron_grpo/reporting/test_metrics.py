@@ -232,7 +232,15 @@ def test_completion_metrics():
         "completions/min_length": 3.0,
         "completions/max_length": 8.0,
         "completions/clipped_ratio": 0.25,
+        "completions/mean_terminated_length": 4.0,
+        "completions/min_terminated_length": 3.0,
+        "completions/max_terminated_length": 5.0,
     }
+
+
+def test_without_a_terminated_completion_their_length_is_0():
+    metrics = completion_metrics([8, 8], [True, True])
+    assert {value for name, value in metrics.items() if "terminated" in name} == {0}
 
 
 def test_reward_metrics():
@@ -243,10 +251,14 @@ def test_reward_metrics():
     assert metrics == pytest.approx(
         {
             "reward": 1.0,
+            "reward/min": 0.5,
+            "reward/max": 1.5,
             "reward_std": (0.5 / 3) ** 0.5,
             "reward_group_std": (0.5**0.5 + 0) / 2,
             "frac_reward_zero_std": 0.5,
             "advantages/std": (0.98 / 3) ** 0.5,
+            "advantages/min": -0.7,
+            "advantages/max": 0.7,
             "reward/exact/mean": 0.75,
             "reward/exact/std": 0.5,
             "reward/format/mean": 0.25,
@@ -267,10 +279,14 @@ def test_a_score_that_is_nan_is_in_no_mean():
     assert metrics == pytest.approx(
         {
             "reward": 0.75,
+            "reward/min": 0.0,
+            "reward/max": 1.5,
             "reward_std": 1.5 * 0.5**0.5,
             "reward_group_std": 1.5 * 0.5**0.5,
             "frac_reward_zero_std": 0.0,
             "advantages/std": 0.0,
+            "advantages/min": 0.0,
+            "advantages/max": 0.0,
             "reward/exact/mean": 2 / 3,
             "reward/exact/std": 3**-0.5,
             "reward/judge/mean": 0.5,

@@ -29,7 +29,7 @@ def read(path: Path) -> list[dict[str, object]]:
 
 def rows_of(step: int, rewards: list[float]) -> list[dict[str, object]]:
     """Rows of completions with these rewards, whose advantages are twice the rewards less 1."""
-    prompt = Prompt(index=0, token_ids=(1, 2), text="What is 7 + 5?", row={})
+    prompt = Prompt(index=4, token_ids=(1, 2), text="What is 7 + 5?", row={})
     samples = [
         Sample(
             prompt=prompt,
@@ -72,8 +72,12 @@ def test_a_step_is_one_metrics_line_and_one_line_per_completion(tmp_path: Path) 
     first, failed, last = read(tmp_path / "completions.jsonl")
     assert first == {
         "step": 1,
+        "prompt_index": 4,
+        "sample_index": 0,
         "prompt": "What is 7 + 5?",
         "completion": "żółw 12",
+        "num_tokens": 2,
+        "reward": 1.0,
         "rewards": {"exact": 1.0},
         "advantage": 1.0,
         "entropy": None,  # no token of it counts
@@ -81,6 +85,7 @@ def test_a_step_is_one_metrics_line_and_one_line_per_completion(tmp_path: Path) 
         "finish_reason": "stop",
         "policy_version": 6,
     }
+    assert (failed["sample_index"], failed["reward"]) == (1, None)
     assert failed["rewards"] == {"exact": None}
     assert (last["advantage"], last["entropy"]) == (-1.0, 2.5)
 
