@@ -1,6 +1,7 @@
 """The log of a run, step by step: terminal output and files. Rank 0 only."""
 
 import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -26,6 +27,8 @@ class RunLog:
         self.run_dir = cfg.train.run_dir
         self.batches, self.seed = BatchSchedule.of(cfg.grpo), cfg.train.seed
         self.has_environment = cfg.environment.name is not None
+        self._recent = deque[tuple[float, float]](maxlen=self.batches.updates_per_generation)
+        """Tokens and seconds of each of the last steps, as many as train on a generation."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
         write_whole(self.run_dir / "config.yaml", dump_config(cfg))
         self.tracking = Tracking(
@@ -60,10 +63,8 @@ class RunLog:
                 [sample.finish_reason == "length" for sample in samples],
             ),
             "rollout/version_lag_mean": _mean_lag(step - 1, samples),
-            "tokens_per_second": (
-                experience.num_tokens
-                / self.batches.steps_per_generation
-                / (times["time/step"] - times.get("time/eval", 0.0))
+            "tokens_per_second": self._tokens_per_second(
+                experience.num_tokens, times["time/step"] - times.get("time/eval", 0.0)
             ),
             **times,
         }
@@ -78,6 +79,16 @@ class RunLog:
             rows = completion_rows(step, experience, minibatches[cursor.minibatch], report)
         self.tracking.log(step, metrics, rows)
         self.bar.show(step, metrics)
+
+    def _tokens_per_second(self, num_tokens: int, seconds: float) -> float:
+        """Throughput of the last steps up to this one, which took `seconds`.
+
+        They are as many as train on a generation, of `num_tokens`: exactly one of them waits for
+        one, so that the figure does not jump from step to step.
+        """
+        self._recent.append((num_tokens / self.batches.updates_per_generation, seconds))
+        tokens, times = zip(*self._recent, strict=True)
+        return sum(tokens) / sum(times)
 
     def has_evaluation(self, step: int) -> bool:
         """Whether the evaluation after `step` is in the log."""

@@ -3,6 +3,7 @@
 import hashlib
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class Sample:
             object.__setattr__(self, "loss_mask", (True,) * len(self.completion_ids))
         assert len(self.loss_mask) == len(self.logprobs) == len(self.completion_ids)
 
-    @property
+    @cached_property  # every optimizer step asks for it, and it takes seconds for long generations
     def num_sampled(self) -> int:
         """Number of tokens that the model is trained on."""
         return sum(self.loss_mask)

@@ -26,6 +26,15 @@ def test_what_fails_in_closing_the_log_is_told_and_does_not_hide_why_the_run_end
     assert "curves.png could not be drawn: " in told
 
 
+def test_the_throughput_is_that_of_a_whole_generation(tied_model: Path, tmp_path: Path):
+    """Two optimizer batches, twice each: the first of the four steps waits for the generation."""
+    options = ["grpo.steps_per_generation=2", "grpo.num_iterations=2"]
+    cfg = tiny_config(tied_model, ParallelDims(), f"train.run_dir={tmp_path / 'run'}", *options)
+    with closing(RunLog(cfg, 0)) as log:
+        found = [log._tokens_per_second(800, seconds) for seconds in (7, 1, 1, 1) * 2]
+        assert found == pytest.approx([200 / 7, 400 / 8, 600 / 9, *[800 / 10] * 5])
+
+
 def test_a_full_disk_leaves_the_config_that_a_run_was_started_with(
     tied_model: Path, tmp_path: Path
 ):
