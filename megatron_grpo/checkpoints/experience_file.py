@@ -14,6 +14,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -56,9 +57,9 @@ def write_experience(folder: Path, experience: Experience, prefix: str = "") -> 
     (folder / f"{prefix}{SAMPLES_FILE}").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tensors = {
         "lengths": torch.tensor([len(sample.completion_ids) for sample in samples]),
-        "completion_ids": _joined([sample.completion_ids for sample in samples], torch.int64),
-        "loss_mask": _joined([sample.loss_mask for sample in samples], torch.bool),
-        "rollout_logprobs": _joined([sample.logprobs for sample in samples], torch.float64),
+        "completion_ids": _joined([sample.completion_ids for sample in samples], np.int64),
+        "loss_mask": _joined([sample.loss_mask for sample in samples], np.bool_),
+        "rollout_logprobs": _joined([sample.logprobs for sample in samples], np.float64),
         "totals": experience.totals,
         "group_ids": experience.group_ids,
         "advantages": experience.advantages,
@@ -126,5 +127,9 @@ def _prompt(prompt: Prompt, own: dict[str, Any] | None) -> Prompt:
     return replace(prompt, **own | {"token_ids": tuple(own["token_ids"])}) if own else prompt
 
 
-def _joined(rows: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:
-    return torch.tensor([value for row in rows for value in row], dtype=dtype)
+def _joined(rows: Sequence[Sequence[Any]], dtype: type[np.generic]) -> Tensor:
+    """Join the rows one by one: a single call over all tokens holds the GIL for all its time.
+
+    A generation may have 10^8 tokens, and the thread of the watch has to run meanwhile.
+    """
+    return torch.cat([torch.from_numpy(np.fromiter(row, dtype, len(row))) for row in rows])

@@ -1,5 +1,8 @@
 """The generation in training is restored bit for bit, including its log-probabilities."""
 
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,7 +10,7 @@ import pytest
 import torch
 
 from distributed import run_ranks
-from megatron_grpo.checkpoints.experience_file import read_experience, write_experience
+from megatron_grpo.checkpoints.experience_file import READY, read_experience, write_experience
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.experience.batching import BatchSchedule
 from megatron_grpo.experience.exchange import distribute
@@ -149,6 +152,41 @@ def test_samples_come_back_bit_for_bit(tmp_path):
         assert torch.equal(getattr(read, name), getattr(saved, name))
     for ours, theirs in zip(read.old_logprobs + read.ref_logprobs, old + ref, strict=True):
         assert torch.equal(ours, theirs)
+
+
+def longest_pause(work: Callable[[], None]) -> float:
+    """CPU seconds of the longest time during `work` in which no other thread could run, as a part
+    of all its CPU seconds. Other programs of the machine do not lengthen these."""
+    pauses, done = [], threading.Event()
+
+    def tick() -> None:
+        before = time.process_time()
+        while not done.is_set():
+            time.sleep(0.001)
+            now = time.process_time()
+            pauses.append(now - before)
+            before = now
+
+    thread, start = threading.Thread(target=tick), time.process_time()
+    thread.start()
+    work()
+    taken = time.process_time() - start
+    done.set()
+    thread.join()
+    return max(pauses) / taken
+
+
+def test_other_threads_run_while_a_large_generation_is_written(tmp_path):
+    num = 4000
+    sample = replace(
+        generation().samples[0],
+        completion_ids=(4,) * num,
+        logprobs=(0.5,) * num,
+        loss_mask=(True,) * num,
+    )
+    large = replace(generation(), samples=[sample] * 1000, rewards=[{}] * 1000)
+    pauses = [longest_pause(lambda: write_experience(tmp_path, large, READY)) for _ in range(3)]
+    assert min(pauses) < 0.1, f"of three writes, one thread ran alone for {pauses} of the time"
 
 
 def test_without_a_reference_there_are_no_logprobs_of_one(tmp_path):
