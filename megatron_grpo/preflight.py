@@ -39,6 +39,7 @@ CHANGEABLE = (
     "train.save_interval",
     "train.export_interval",
     "train.keep_checkpoints",
+    "train.keep_every",
     "train.hang_timeout",
     "train.max_skipped_steps",
     "parallel.",
@@ -169,12 +170,13 @@ def _check_model(cfg: Config) -> ModelShape:
     folder = cfg.model.path
     if not folder.is_dir():
         raise ValueError(f"model.path {folder} is not a folder: give a downloaded model")
-    exported = cfg.train.run_dir / "hf"
-    if folder.resolve().is_relative_to(exported.resolve()):
-        raise ValueError(
-            f"model.path {folder} would be overwritten by what the run exports to {exported}: "
-            "choose another train.run_dir"
-        )
+    run_dir = cfg.train.run_dir
+    for exported in [run_dir / "hf", *run_dir.glob("hf_step_*")]:
+        if folder.resolve().is_relative_to(exported.resolve()):
+            raise ValueError(
+                f"model.path {folder} would be overwritten by what the run exports to {exported}: "
+                "choose another train.run_dir"
+            )
     shape = read_shape(folder)
     check_divisible(shape, cfg.dims)
     check_weights(folder, shape)

@@ -322,7 +322,8 @@ class Training:
         with self.timer.phase("save"):
             # The export comes first: a checkpoint of the last step says that the run is complete.
             if is_last or (train.export_interval and step % train.export_interval == 0):
-                export_model(train.run_dir / "hf", self.policy, self.cfg, self.groups)
+                name = "hf" if is_last else f"hf_step_{step}"
+                export_model(train.run_dir / name, self.policy, self.cfg, self.groups)
             if saves:
                 self.checkpoint(step)
             else:

@@ -159,7 +159,10 @@ class Checkpoints:
                 hashes.update(of_rank)
             if self._rank == 0:
                 manifest.write_manifest(saving.folder, hashes)
-                folders.publish(saving.folder, saving.step, self._cfg.train.keep_checkpoints)
+                train = self._cfg.train
+                folders.publish(
+                    saving.folder, saving.step, train.keep_checkpoints, train.keep_every
+                )
             return {}
 
         task = self._submit(saving.folder, publish)

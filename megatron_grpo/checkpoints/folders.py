@@ -65,8 +65,9 @@ def remove_leftovers(folder: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def publish(partial: Path, step: int, keep: int) -> None:
-    """Make the complete folder `partial` the newest checkpoint, and drop all but `keep`.
+def publish(partial: Path, step: int, keep: int, keep_every: int | None = None) -> None:
+    """Make the complete folder `partial` the newest checkpoint; drop all but the `keep` newest and
+    those whose step is a multiple of `keep_every`.
 
     Wherever this is interrupted, a complete checkpoint exists. Once the new one has its final name,
     it counts as the newest, because `remove_leftovers` then updates `LATEST`.
@@ -87,7 +88,7 @@ def publish(partial: Path, step: int, keep: int) -> None:
     sync(folder)
     if replaced.exists():
         remove(replaced)
-    _drop_others(folder, step, keep)
+    _drop_others(folder, step, keep, keep_every)
 
 
 def remove(checkpoint: Path) -> None:
@@ -101,10 +102,11 @@ def remove(checkpoint: Path) -> None:
     shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _drop_others(folder: Path, step: int, keep: int) -> None:
+def _drop_others(folder: Path, step: int, keep: int, keep_every: int | None) -> None:
     """Drop old checkpoints, and later ones, which were discarded when the run went back."""
     steps = sorted(_steps(folder))
-    kept = [other for other in steps if other <= step][-keep:]
+    own = [other for other in steps if other <= step]
+    kept = {*own[-keep:], *(other for other in own if keep_every and other % keep_every == 0)}
     for other in steps:
         if other not in kept:
             remove(step_folder(folder, other))

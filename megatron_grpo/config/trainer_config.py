@@ -42,15 +42,29 @@ class TrainConfig(Section):
     save_interval: PositiveInt = 10
     """Optimizer steps between checkpoints; the last step always writes one."""
     export_interval: PositiveInt | None = None
-    """Optimizer steps between Hugging Face exports; null: export only at the end."""
+    """Optimizer steps between Hugging Face exports, each to a folder hf_step_N of its own; null:
+    export only the end, to hf."""
     keep_checkpoints: PositiveInt = 2
     """Number of newest checkpoints to keep on disk."""
+    keep_every: PositiveInt | None = None
+    """Checkpoints whose step is a multiple of this are kept for good; a multiple of save_interval.
+    Null: only the newest are kept."""
     hang_timeout: PositiveFloat = 45.0
     """Seconds without progress in a training phase until the run is stopped; the first step has
     more."""
     max_skipped_steps: PositiveInt = 3
     """Steps with a NaN or infinite loss or gradient are skipped; this many in a row stop the
     run."""
+
+    @model_validator(mode="after")
+    def _kept_steps_are_saved(self) -> Self:
+        if self.keep_every and self.keep_every % self.save_interval:
+            legal = self.save_interval * (self.keep_every // self.save_interval + 1)
+            raise ValueError(
+                f"train.keep_every {self.keep_every} is no multiple of train.save_interval "
+                f"{self.save_interval}: set it to {legal}"
+            )
+        return self
 
 
 class OptimizerConfig(Section):

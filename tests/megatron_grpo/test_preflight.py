@@ -410,9 +410,10 @@ def test_a_model_with_a_file_that_no_checkpoint_could_copy_is_refused(config, mo
     assert "replace it with a copy" in message
 
 
-def test_a_model_that_the_runs_export_would_replace_is_refused(config, model, tmp_path):
+@pytest.mark.parametrize("name", ["hf", "hf_step_10"])
+def test_a_model_that_the_runs_export_would_replace_is_refused(config, model, tmp_path, name):
     (tmp_path / "run").mkdir()
-    folder = copy_of(model, tmp_path / "run" / "hf")
+    folder = copy_of(model, tmp_path / "run" / name)
     linked = tmp_path / "linked"
     linked.symlink_to(folder)
     for path in (folder, linked):

@@ -54,9 +54,10 @@ def arguments(tied_model: Path, sums: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def full_run(arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two steps on four ranks, with an engine that the run starts itself."""
+    """Two steps on four ranks, with an engine that the run starts itself, and an export of each."""
     run_dir = tmp_path_factory.mktemp("runs") / "full"
-    run = finish_run(*arguments, *layout("tensor", "pipeline"), f"train.run_dir={run_dir}")
+    options = ["train.export_interval=1", f"train.run_dir={run_dir}"]
+    run = finish_run(*arguments, *layout("tensor", "pipeline"), *options)
     assert run.exit_code == 0, run.output
     return run_dir
 
@@ -120,6 +121,15 @@ def test_the_divergence_counts_by_the_weight_that_the_step_before_has_adapted(
     first, second = read_metrics(full_run)
     assert (first["beta"], second["beta"]) == (0.04, 0.04 * 0.8)
     assert second["loss"] == pytest.approx(second["beta"] * second["kl"], rel=1e-4)
+
+
+def test_each_export_has_its_own_folder_and_that_of_the_last_step_is_hf(full_run: Path) -> None:
+    assert {path.name for path in full_run.glob("hf*")} == {"hf_step_1", "hf"}
+    first, last = (
+        AutoModelForCausalLM.from_pretrained(full_run / name).state_dict()
+        for name in ("hf_step_1", "hf")
+    )
+    assert any(not torch.equal(first[name], last[name]) for name in last)
 
 
 def test_the_gap_of_the_probe_is_a_metric_of_the_first_step(full_run: Path) -> None:

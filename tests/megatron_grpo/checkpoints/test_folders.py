@@ -65,6 +65,12 @@ def test_what_a_run_wrote_before_it_went_back_is_dropped_and_not_what_it_writes_
     assert names(tmp_path) == {"step_2", "step_5", "LATEST"}
 
 
+def test_those_of_every_so_many_steps_stay_for_good(tmp_path):
+    make(tmp_path, "step_100", "step_150", "step_200", "step_290", "step_400", "step_300.partial")
+    publish(tmp_path / "step_300.partial", 300, keep=2, keep_every=100)
+    assert names(tmp_path) == {"step_100", "step_200", "step_290", "step_300", "LATEST"}
+
+
 def test_a_step_that_is_saved_again_replaces_what_was_there(tmp_path):
     make(tmp_path, "step_5", "step_5.partial")
     publish(tmp_path / "step_5.partial", 5, keep=1)

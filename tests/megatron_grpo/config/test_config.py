@@ -181,6 +181,10 @@ def test_missing_key_is_named_with_its_meaning(tmp_path):
         (["parallel.sequence_parallel=true"], ["tensor_parallel_size is 1"]),
         (["optimizer.lr_warmup_steps=15"], ["15", "at most 14"]),
         (["optimizer.min_lr=1"], ["1.0", "at most 3e-05"]),
+        (
+            ["train.save_interval=10", "train.keep_every=25"],
+            ["train.keep_every 25", "save_interval 10", "set it to 30"],
+        ),
         (["grpo.num_generations=1"], ["num_generations 1", "at least 2", "reinforce_plus_plus"]),
         (["grpo.loss_type=cispo"], ["epsilon_high 0.2", "cispo", "at least 1, such as 5.0"]),
         (["grpo.loss_type=gmpo", "grpo.delta=2.0"], ["grpo.delta 2.0", "gmpo", "null"]),
