@@ -17,6 +17,7 @@ def cosine(
     completions: list[str],
     completion_ids: list[list[int]],
     answer: list[Any],
+    finish_reasons: list[str],
     *,
     cosine_max_len: int,
     cosine_min_len_value_wrong: float = -0.5,
@@ -44,7 +45,9 @@ def cosine(
         raise ValueError(f"accuracy {accuracy!r} is unknown: use {' or '.join(ACCURACY)}")
     wrong = (cosine_min_len_value_wrong, cosine_max_len_value_wrong)
     correct = (cosine_min_len_value_correct, cosine_max_len_value_correct)
-    scores = ACCURACY[accuracy](completions, answer, reward_timeout=reward_timeout)
+    scores = ACCURACY[accuracy](
+        completions, answer, finish_reasons=finish_reasons, reward_timeout=reward_timeout
+    )
     return [
         score
         if isinstance(score, Exception)

@@ -21,6 +21,7 @@ TEXT = re.compile(r"\\(?:begin|end|text\w*|math\w+|mbox|operatorname)(?:\s*\{[^{
 # Two letters may be a product, but after a number they are a unit.
 WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3}|\d\s[A-Za-z]{2}")
 DELIMITER = re.compile(r"(?<!\\)(?:\$|\\\(|\\\[)")
+BRACE = re.compile(r"(?<!\\)[{}]")
 # math-verify finds an answer whenever there is a letter or digit between dollars, or in a box.
 FORMULA = re.compile(
     r"(?<![\\\d])\$(?:\\\$|[^\n$])*[^\W_](?:\\\$|[^\n$])*(?<!\\)\$|\\boxed\{.*[^\W_].*\}"
@@ -28,22 +29,38 @@ FORMULA = re.compile(
 
 
 def math_answer(
-    completions: list[str], answer: list[Any], *, reward_timeout: float = math.inf, **_: Any
+    completions: list[str],
+    answer: list[Any],
+    finish_reasons: list[str],
+    *,
+    boxed: bool = False,
+    only_finished: bool = False,
+    reward_timeout: float = math.inf,
+    **_: Any,
 ) -> list[float | Exception]:
     """1 when the completion's final answer equals the reference answer, else 0.
 
     The final answer is the text after the last `####` (GSM8K), unless that is the heading of more
     text or a box follows it; otherwise what math-verify extracts: a box, a formula or the last
-    number. A completion without a final answer, or with one too hard to evaluate in time, is wrong.
+    number. With `boxed` it is otherwise the last box, or there is none: reasoning that stops at the
+    right number is no answer. With `only_finished` a completion that reached the length limit has
+    none. A completion without a final answer, or with one too hard to evaluate in time, is wrong.
     If so many are slow that the call runs out of time, the remaining ones get no score. Raises
     ValueError for a reference answer that cannot be parsed.
     """
     deadline = time.monotonic() + SHARE_OF_TIME * reward_timeout
     references = {wanted: _reference(wanted) for wanted in set(map(str, answer))}
-    return [
-        float(_equal(references[str(wanted)], completion)) if time.monotonic() < deadline else LATE
-        for completion, wanted in zip(completions, answer, strict=True)
-    ]
+    final_answer = _stated_answer if boxed else _final_answer
+
+    def score(completion: str, wanted: str, finish_reason: str) -> float | Exception:
+        if only_finished and finish_reason == "length":
+            return 0.0
+        if time.monotonic() >= deadline:
+            return LATE
+        return float(_equal(references[wanted], final_answer(completion)))
+
+    given = zip(completions, map(str, answer), finish_reasons, strict=True)
+    return [score(*each) for each in given]
 
 
 def can_read(answer: Any) -> bool:
@@ -52,8 +69,8 @@ def can_read(answer: Any) -> bool:
     return any(map(FORMULA.search, readings)) or any(map(parse, readings))
 
 
-def _equal(reference: list[Any], completion: str) -> bool:
-    found = parse(_final_answer(completion), parsing_timeout=TIMEOUT_SECONDS)
+def _equal(reference: list[Any], final_answer: str) -> bool:
+    found = parse(final_answer, parsing_timeout=TIMEOUT_SECONDS)
     return bool(verify(reference, found, timeout_seconds=TIMEOUT_SECONDS))
 
 
@@ -77,7 +94,32 @@ def _readings(answer: str) -> tuple[str, ...]:
 
 
 def _final_answer(text: str) -> str:
+    marked = _marked_answer(text)
+    return text if marked is None else marked
+
+
+def _stated_answer(text: str) -> str:
+    """The final answer if the text says which one it is, else nothing."""
+    marked = _marked_answer(text)
+    return _last_box(text) if marked is None else marked
+
+
+def _marked_answer(text: str) -> str | None:
+    """What follows the last `####`; None if there is none, or if it is a heading."""
     *before, tail = MARKER.split(text)
     line, _, below = tail.strip().partition("\n")
     is_heading = "\\boxed" in below or (below and HEADING.match(line))
-    return line if before and not is_heading else text
+    return line if before and not is_heading else None
+
+
+def _last_box(text: str) -> str:
+    """The last box, with its command; empty without one, or if it is not closed."""
+    _, command, content = text.rpartition("\\boxed{")
+    if not command:
+        return ""
+    depth = 1
+    for brace in BRACE.finditer(content):
+        depth += 1 if brace[0] == "{" else -1
+        if depth == 0:
+            return command + content[: brace.end()]
+    return ""

@@ -17,19 +17,19 @@ from megatron_grpo.rewards.functions import NoScores, load_function
 REPOSITORY = Path(__file__).parents[3]
 
 
-def answer_of(name, completions, columns=None, **arguments):
+def answer_of(name, completions, columns=None, finish_reasons=None, **arguments):
     function = load_function(RewardFunction(name=name, arguments=arguments))
     given = {
         "completions": completions,
         "prompts": ["prompt"] * len(completions),
         "completion_ids": [list(map(ord, completion)) for completion in completions],
-        "finish_reasons": ["stop"] * len(completions),
+        "finish_reasons": finish_reasons or ["stop"] * len(completions),
     }
     return function({**(columns or {}), **given}, timeout=60)
 
 
-def score(name, completions, columns=None, **arguments):
-    return answer_of(name, completions, columns, **arguments).scores
+def score(name, completions, columns=None, finish_reasons=None, **arguments):
+    return answer_of(name, completions, columns, finish_reasons, **arguments).scores
 
 
 def write(folder: Path, code: str) -> str:
@@ -197,6 +197,36 @@ STEPS = "#### Step 1: read\n\n#### Step 2: solve\nx=3\n\nThe final answer is \\b
 )
 def test_a_heading_is_no_final_answer(completion, right, wrong):
     assert score("math_answer", [completion] * 2, {"answer": [right, wrong]}) == [1, 0]
+
+
+CUT_OFF = "4*5 = 20, and 9+9 = 18, hmm, that"
+
+
+@pytest.mark.parametrize(
+    ("completion", "wanted"),
+    [
+        (CUT_OFF, 0),
+        ("The answer is $18$.", 0),
+        ("so 9+9 = 18, that is \\boxed{18", 0),
+        ("not \\boxed{}, but 18", 0),
+        ("\\boxed{18}, no, \\boxed{20}", 0),
+        ("\\boxed{20}, no, \\boxed{18} as 9+9 is not 20", 1),
+        ("$x = \\boxed{\\frac{\\sqrt{36^2}}{2}}$", 1),
+        ("#### 18", 1),
+        ("#### Step 2: add\n9 + 9 = 18", 0),
+        ("#### Step 2: add\n\\boxed{18}", 1),
+    ],
+)
+def test_with_boxed_only_an_answer_that_is_marked_as_such_counts(completion, wanted):
+    assert score("math_answer", [completion], {"answer": ["18"]}, boxed=True) == [wanted]
+
+
+def test_with_only_finished_a_completion_that_was_cut_off_is_wrong():
+    completions = [CUT_OFF, "\\boxed{18}", "\\boxed{18}", "18"]
+    reasons = ["length", "length", "stop", "max_turns"]
+    given = "math_answer", completions, {"answer": ["18"] * 4}, reasons
+    assert score(*given) == [1, 1, 1, 1]
+    assert score(*given, only_finished=True) == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def fault(answer: object, *functions: object) -> str | None:
 @pytest.mark.parametrize("answer", UNREADABLE)
 def test_an_answer_that_is_no_mathematics_is_a_fault_of_its_row(answer):
     with pytest.raises(ValueError, match="no mathematical answer"):
-        math_answer(["1"], [answer])
+        math_answer(["1"], [answer], ["stop"])
     told = f"no answer that math_answer can read: {answer!r}"
     assert fault(answer, "exact", "math_answer") == told
     cosine = {"name": "cosine", "arguments": {"cosine_max_len": 9}}
@@ -37,7 +37,7 @@ def test_an_answer_that_is_no_mathematics_is_a_fault_of_its_row(answer):
 @pytest.mark.parametrize("answer", READABLE)
 def test_what_the_reward_reads_is_no_fault(answer):
     assert can_read(answer)
-    math_answer(["1"], [answer])
+    math_answer(["1"], [answer], ["stop"])
 
 
 def test_functions_that_read_no_mathematics_take_any_answer():
