@@ -157,6 +157,16 @@ class Config(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _dynamic_sample_reward_is_known(self) -> Self:
+        name, known = self.grpo.dynamic_sample_reward, [term.label for term in self.reward_terms]
+        if name is not None and name not in known:
+            raise ValueError(
+                f"grpo.dynamic_sample_reward {name}: the reward has no such term, use "
+                f"{', '.join(known)}, or null for their weighted sum"
+            )
+        return self
+
     @property
     def reward_terms(self) -> tuple[RewardFunction, ...]:
         """The terms of the total reward, a weighted sum: the functions, and the environment."""

@@ -1,5 +1,6 @@
 """The table `grpo` of the config: batch sizes, advantages and loss."""
 
+import json
 from typing import Any, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
@@ -41,6 +42,9 @@ class GRPOConfig(Section):
 
     dynamic_sample: bool = False
     """Replace prompts whose completions all have the same reward with other prompts (DAPO)."""
+    dynamic_sample_reward: str | None = None
+    """With dynamic_sample, the reward function whose scores must differ, by name without its file,
+    or `environment`; null: the total reward."""
     max_resample_times: PositiveInt = 3
     """With dynamic_sample, maximum rounds of replacement; groups still missing have equal
     rewards."""
@@ -278,7 +282,8 @@ class GRPOConfig(Section):
         """Refuse options that would have no effect: whoever sets one expects an effect."""
         sapo, vespo, cispo = (self.loss_type == name for name in ("sapo", "vespo", "cispo"))
         weighs = self.rollout_importance_sampling_mode is not None
-        self._serve("grpo.dynamic_sample=true", self.dynamic_sample, "max_resample_times")
+        sampling = "dynamic_sample_reward", "max_resample_times"
+        self._serve("grpo.dynamic_sample=true", self.dynamic_sample, *sampling)
         clips = not (sapo or vespo)
         self._serve("a grpo.loss_type that clips, such as dapo", clips, "epsilon_high")
         clips = not (sapo or vespo or cispo)
@@ -306,14 +311,17 @@ class GRPOConfig(Section):
             default = field.get_default(call_default_factory=True, validated_data=dict(self))
             if value != default:
                 raise ValueError(
-                    f"grpo.{name} {str(value).lower()} does nothing without {need}: set that, or "
-                    f"grpo.{name}={str(default).lower()}"
+                    f"grpo.{name} {_as_yaml(value)} does nothing without {need}: set that, or "
+                    f"grpo.{name}={_as_yaml(default)}"
                 )
 
     def _only(self, what: str, **legal: Any) -> None:
         for name, value in legal.items():
             if (given := getattr(self, name)) != value:
                 raise ValueError(
-                    f"grpo.{what} requires grpo.{name}={str(value).lower()}, "
-                    f"not {str(given).lower()}"
+                    f"grpo.{what} requires grpo.{name}={_as_yaml(value)}, not {_as_yaml(given)}"
                 )
+
+
+def _as_yaml(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -3,12 +3,16 @@
 A group whose rewards are all equal has advantage 0. With ``grpo.dynamic_sample`` such prompts are
 replaced by others in up to ``grpo.max_resample_times`` rounds. A generation that is still too small
 is filled up with groups of equal rewards, so that its size is always the same.
+
+DAPO compares accuracies, not total rewards: a length penalty would give most all-wrong groups
+different totals. ``grpo.dynamic_sample_reward`` names the term to compare.
 """
 
 import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from megatron_grpo.config.grpo_config import GRPOConfig
 from megatron_grpo.data.prompts import Prompt, PromptStream
@@ -23,10 +27,11 @@ class ScoredGroup:
     rewards: Sequence[dict[str, float]]
     totals: Sequence[float]
 
-    @property
-    def has_spread(self) -> bool:
-        """Whether any two of the samples that could be scored differ in reward."""
-        return len({total for total in self.totals if not math.isnan(total)}) > 1
+    def has_spread(self, term: str | None) -> bool:
+        """Whether any two samples that could be scored differ in this term; None: in the total."""
+        values = self.totals if term is None else [reward[term] for reward in self.rewards]
+        scored = zip(values, self.totals, strict=True)
+        return len({value for value, total in scored if not math.isnan(total)}) > 1
 
 
 class Search:
@@ -41,26 +46,43 @@ class Search:
         """Number of replacement rounds so far."""
         self.prompts: Sequence[Prompt] = stream.batch(generation)
         """Prompts of this round; empty when the search is over."""
-        self.num_failed = 0
-        """Samples so far that could not be scored, including those of replaced prompts."""
-        self.num_scored = 0
-        """All samples so far, including those that could not be scored."""
         self._stream, self._generation, self._cfg = stream, generation, cfg
         self._found: list[ScoredGroup] = []
         self._equal: list[ScoredGroup] = []
         self._tried = {prompt.index for prompt in self.prompts}
+        self._totals: list[float] = []
+        """Rewards of all samples so far, including those of replaced prompts."""
+
+    @property
+    def num_failed(self) -> int:
+        """Samples so far that could not be scored."""
+        return sum(map(math.isnan, self._totals))
+
+    @property
+    def num_scored(self) -> int:
+        """All samples so far, including those that could not be scored."""
+        return len(self._totals)
 
     @property
     def num_replaced(self) -> int:
         """Number of replacement prompts that were tried."""
         return len(self._tried) - self._stream.batch_size
 
+    @property
+    def unfiltered(self) -> dict[str, float]:
+        """What metrics of a generation are over all groups that were tried."""
+        num_equal = len(self._equal)
+        return {
+            "reward": fmean(total for total in self._totals if not math.isnan(total)),
+            "frac_reward_zero_std": num_equal / (num_equal + len(self._found)),
+        }
+
     def take(self, groups: Sequence[ScoredGroup]) -> None:
         """Take the groups of all `prompts` of this round, and choose those of the next one."""
         for group in groups:
-            self.num_failed += sum(map(math.isnan, group.totals))
-            self.num_scored += len(group.totals)
-            keeps = group.has_spread or not self._cfg.dynamic_sample
+            self._totals += group.totals
+            has_spread = group.has_spread(self._cfg.dynamic_sample_reward)
+            keeps = has_spread or not self._cfg.dynamic_sample
             (self._found if keeps else self._equal).append(group)
         missing = self._stream.batch_size - len(self._found)
         self.prompts = []

@@ -141,6 +141,7 @@ class ExperienceSource:
         }
         if self.cfg.grpo.dynamic_sample:
             metrics["rollout/num_resampled_prompts"] = search.num_replaced
+            metrics |= {f"unfiltered/{name}": value for name, value in search.unfiltered.items()}
         return Collected(experience, metrics)
 
     def _begin_anew(self) -> None:

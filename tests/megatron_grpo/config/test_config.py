@@ -213,6 +213,10 @@ def test_missing_key_is_named_with_its_meaning(tmp_path):
             ],
             ["normalize_then_sum", "advantage_estimator=grpo", "not rloo"],
         ),
+        (
+            ["grpo.dynamic_sample=true", "grpo.dynamic_sample_reward=exact"],
+            ["dynamic_sample_reward exact", "use last_number, or null"],
+        ),
         ([*NORMALIZED, "grpo.dynamic_sample=true"], ["grpo.dynamic_sample=false", "not true"]),
         ([*NORMALIZED, "grpo.scale_rewards=none"], ["grpo.scale_rewards=group", "not none"]),
         ([*NORMALIZED, "grpo.supervision=process"], ["grpo.supervision=outcome", "not process"]),
@@ -321,6 +325,7 @@ def test_missing_file_is_refused(tmp_path):
     ("overrides", "need"),
     [
         (["grpo.max_resample_times=9"], "grpo.dynamic_sample=true"),
+        (["grpo.dynamic_sample_reward=exact"], "grpo.dynamic_sample=true"),
         (["grpo.loss_type=sapo", "grpo.epsilon=0.1"], "that clips below, such as dapo"),
         (["grpo.loss_type=vespo", "grpo.epsilon_high=0.3"], "that clips, such as dapo"),
         (

@@ -83,9 +83,40 @@ def test_the_same_generation_tries_the_same_prompts_again():
 
 def test_samples_that_could_not_be_scored_are_no_spread():
     nan = math.nan
-    assert not ScoredGroup([], [], [nan, 0.5, 0.5]).has_spread
-    assert not ScoredGroup([], [], [nan, nan]).has_spread
-    assert ScoredGroup([], [], [nan, 0.5, 0.4]).has_spread
+    assert not ScoredGroup([], [], [nan, 0.5, 0.5]).has_spread(None)
+    assert not ScoredGroup([], [], [nan, nan]).has_spread(None)
+    assert ScoredGroup([], [], [nan, 0.5, 0.4]).has_spread(None)
+
+
+def test_a_length_penalty_is_no_spread_when_accuracy_is_compared():
+    def group(*scores: tuple[float, float]) -> ScoredGroup:
+        rewards = [{"exact": right, "soft_overlong": penalty} for right, penalty in scores]
+        return ScoredGroup([], rewards, [sum(score) for score in scores])
+
+    all_wrong = group((0, 0), (0, -0.5))
+    assert all_wrong.has_spread(None)
+    assert not all_wrong.has_spread("exact")
+    assert group((0, 0), (1, -1)).has_spread("exact")
+    assert not group((0, 0), (1, math.nan)).has_spread("exact")  # only one will be trained on
+
+
+def test_the_search_compares_the_reward_that_the_config_names():
+    def right(prompt: Prompt) -> list[dict[str, float]]:
+        return [{"exact": 0.0}, {"exact": float(prompt.index % 2)}]
+
+    search = Search(stream(), 3, config(dynamic_sample_reward="exact", max_resample_times=1))
+    tried = search.prompts
+    search.take([ScoredGroup([p], right(p), [0.1, 0.9]) for p in tried])
+    odd = [prompt.index for prompt in tried if prompt.index % 2]
+    assert len(search.prompts) == BATCH_SIZE - len(odd) > 0
+    assert found(search)[: len(odd)] == odd
+
+
+def test_unfiltered_metrics_cover_the_groups_of_replaced_prompts():
+    search = Search(stream(), 3, config(max_resample_times=1))
+    search.take([ScoredGroup([p], [], [0.0, math.nan]) for p in search.prompts])
+    search.take([ScoredGroup([p], [], [0.0, 1.0]) for p in search.prompts])
+    assert search.unfiltered == {"reward": 1 / 3, "frac_reward_zero_std": 0.5}
 
 
 def test_failures_of_prompts_that_were_replaced_count_as_well():
