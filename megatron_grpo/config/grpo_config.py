@@ -45,6 +45,9 @@ class GRPOConfig(Section):
     dynamic_sample_reward: str | None = None
     """With dynamic_sample, the reward function whose scores must differ, by name without its file,
     or `environment`; null: the total reward."""
+    dynamic_sample_oversampling: float = Field(default=1.0, ge=1)
+    """With dynamic_sample, prompts tried per missing prompt in a round of replacement, at least 1;
+    more make fewer rounds, and prompts found beyond those missing are dropped."""
     max_resample_times: PositiveInt = 3
     """With dynamic_sample, maximum rounds of replacement; groups still missing have equal
     rewards."""
@@ -282,7 +285,7 @@ class GRPOConfig(Section):
         """Refuse options that would have no effect: whoever sets one expects an effect."""
         sapo, vespo, cispo = (self.loss_type == name for name in ("sapo", "vespo", "cispo"))
         weighs = self.rollout_importance_sampling_mode is not None
-        sampling = "dynamic_sample_reward", "max_resample_times"
+        sampling = "dynamic_sample_reward", "dynamic_sample_oversampling", "max_resample_times"
         self._serve("grpo.dynamic_sample=true", self.dynamic_sample, *sampling)
         clips = not (sapo or vespo)
         self._serve("a grpo.loss_type that clips, such as dapo", clips, "epsilon_high")

@@ -1,8 +1,10 @@
 """Replacing prompts that teach nothing: dynamic sampling (DAPO, arXiv 2503.14476, section 3.2).
 
 A group whose rewards are all equal has advantage 0. With ``grpo.dynamic_sample`` such prompts are
-replaced by others in up to ``grpo.max_resample_times`` rounds. A generation that is still too small
-is filled up with groups of equal rewards, so that its size is always the same.
+replaced by others in up to ``grpo.max_resample_times`` rounds. A round ends with its longest
+completion, so that many rounds cost more than their tokens: ``grpo.dynamic_sample_oversampling``
+tries more prompts than are missing, so that fewer rounds are needed. A generation that is still too
+small is filled up with groups of equal rewards, so that its size is always the same.
 
 DAPO compares accuracies, not total rewards: a length penalty would give most all-wrong groups
 different totals. ``grpo.dynamic_sample_reward`` names the term to compare.
@@ -86,9 +88,9 @@ class Search:
             (self._found if keeps else self._equal).append(group)
         missing = self._stream.batch_size - len(self._found)
         self.prompts = []
-        if missing and self.round < self._cfg.max_resample_times:
+        if missing > 0 and self.round < self._cfg.max_resample_times:
             self.round += 1
-            self.prompts = self._others(missing)
+            self.prompts = self._others(math.ceil(missing * self._cfg.dynamic_sample_oversampling))
             self._tried |= {prompt.index for prompt in self.prompts}
 
     def groups(self) -> list[ScoredGroup]:

@@ -152,7 +152,7 @@ class ExperienceSource:
 
     def _score(self, samples: Sequence[Sample]) -> list[dict[str, float]]:
         # In a round that only replaces prompts, too, the limit is a share of a whole generation.
-        size = self.cfg.grpo.generation_batch_size
+        size = max(self.cfg.grpo.generation_batch_size, len(samples))
         rewards = self.rewards.score(samples, num_completions=size)
         if self.environments:
             for reward, sample in zip(rewards, samples, strict=True):

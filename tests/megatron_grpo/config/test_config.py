@@ -325,6 +325,7 @@ def test_missing_file_is_refused(tmp_path):
     ("overrides", "need"),
     [
         (["grpo.max_resample_times=9"], "grpo.dynamic_sample=true"),
+        (["grpo.dynamic_sample_oversampling=2.0"], "grpo.dynamic_sample=true"),
         (["grpo.dynamic_sample_reward=exact"], "grpo.dynamic_sample=true"),
         (["grpo.loss_type=sapo", "grpo.epsilon=0.1"], "that clips below, such as dapo"),
         (["grpo.loss_type=vespo", "grpo.epsilon_high=0.3"], "that clips, such as dapo"),

@@ -72,6 +72,16 @@ def rounds_last() -> int:
     return rounds[1][-1]
 
 
+def test_oversampling_tries_more_prompts_than_are_missing_and_keeps_the_first_it_finds():
+    search, rounds = run(lambda prompt: prompt.index % 2 == 0, dynamic_sample_oversampling=2.4)
+    found_at_once = [index for index in rounds[0] if index % 2 == 0]
+    missing = BATCH_SIZE - len(found_at_once)
+    assert len(rounds[1]) == math.ceil(2.4 * missing)
+    useful = [index for indices in rounds for index in indices if index % 2 == 0]
+    assert len(useful) > BATCH_SIZE
+    assert found(search) == useful[:BATCH_SIZE]
+
+
 def test_data_that_has_no_more_prompts_ends_the_search():
     _, rounds = run(lambda prompt: False, num_prompts=BATCH_SIZE + 3, max_resample_times=9)
     assert [len(indices) for indices in rounds] == [BATCH_SIZE, 3]
