@@ -115,7 +115,6 @@ class DialogueGeneration:
         """Addresses of the engines that have answered."""
         self._num_generations = num_generations
         self._sampling: Json = {
-            "n": 1,
             "temperature": temperature,
             "top_p": 1.0,
             "top_k": -1,
@@ -160,10 +159,10 @@ class DialogueGeneration:
         """Wait for all outstanding answers of environments."""
         await together(map(self._settle, self.dialogues))
 
-    async def take(self, number: int, answer: Json, url: str) -> Json | None:
+    async def take(self, number: int, choice: Json, url: str) -> Json | None:
         """Process a turn from the engine at `url`; returns the next request, None at the end."""
         dialogue = self.dialogues[number]
-        dialogue.take_turn(answer["choices"][0])
+        dialogue.take_turn(choice)
         self.engines.add(url)
         await self._settle(dialogue)
         return None if dialogue.finish_reason else self._request(number, dialogue)

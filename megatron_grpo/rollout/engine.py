@@ -68,15 +68,15 @@ class Engine:
         """
         num_asked = num_answered = 0
 
-        async def ask(position: int, request: Json | None) -> None:
+        async def ask(number: int, request: Json | None) -> None:
             nonlocal num_asked, num_answered
             while request is not None:
                 num_asked += 1
                 answer = await self.post("/inference/v1/generate", request)
-                for choice in answer["choices"]:
-                    self._check(choice, policy_version, request["sampling_params"]["max_tokens"])
+                [choice] = answer["choices"]
+                self._check(choice, policy_version, request["sampling_params"]["max_tokens"])
                 num_answered += 1
-                request = await take(position, answer, self.url)
+                request = await take(number, choice, self.url)
 
         def progress() -> float:
             return num_answered if num_answered < num_asked else time.monotonic()

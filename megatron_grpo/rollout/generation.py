@@ -20,7 +20,7 @@ class Requests(Protocol):
     async def settle(self) -> None:
         """Wait until `open` holds everything that is left to do."""
 
-    async def take(self, number: int, answer: Json, url: str) -> Json | None:
+    async def take(self, number: int, choice: Json, url: str) -> Json | None:
         """Process the answer to an open request from the engine at `url`; returns the follow-up."""
 
     def samples(self) -> list[Sample]:
@@ -30,9 +30,11 @@ class Requests(Protocol):
 class Generation:
     """`num_generations` samples of each prompt: the open requests and the samples received.
 
-    One request asks for all samples of a prompt, which then share its prefix. Each sample has its
-    own seed (`first_seed`), independent of when and where it is generated. If prompts are generated
-    in several parts, `first_position` is the position of this part's first prompt in the whole.
+    Each sample is a request of its own, so that a long answer does not wait for the others of its
+    prompt, nor is lost with them. Requests of one prompt have successive numbers: most go to one
+    engine, which has the prompt cached. Each sample has its own seed (`first_seed`), independent of
+    when and where it is generated. If prompts are generated in several parts, `first_position` is
+    the position of this part's first prompt in the whole.
     """
 
     def __init__(
@@ -54,9 +56,9 @@ class Generation:
         self.engines: set[str] = set()
         """Addresses of the engines that have answered."""
         self._prompts = prompts
-        self._samples: dict[int, list[Sample]] = {}
+        self._num_generations = num_generations
+        self._samples: dict[int, Sample] = {}
         sampling: Json = {
-            "n": num_generations,
             "temperature": temperature,
             "top_p": top_p,
             "top_k": top_k,
@@ -65,41 +67,41 @@ class Generation:
             "stop_token_ids": [*stop_token_ids],
             "ignore_eos": True,  # the tokenizer's; all of the model's are stop tokens above
         }
-        self.open: dict[int, Json] = {
-            position: {
-                "token_ids": prompt.token_ids,
-                "output_mode": "text",
-                "priority": position,
-                "sampling_params": sampling
-                | {"seed": first_seed(seed, step, first_position + position)},
-            }
-            for position, prompt in enumerate(prompts)
-        }
-        """The unanswered requests, by the position of their prompt."""
+        self.open: dict[int, Json] = {}
+        """The unanswered requests, by the number of their sample."""
+        for position, prompt in enumerate(prompts):
+            first = first_seed(seed, step, first_position + position)
+            for index in range(num_generations):
+                number = position * num_generations + index
+                self.open[number] = {
+                    "token_ids": prompt.token_ids,
+                    "output_mode": "text",
+                    "priority": number,
+                    "sampling_params": sampling | {"seed": first + index},
+                }
 
     async def settle(self) -> None:
         """Nothing to wait for."""
 
-    async def take(self, position: int, answer: Json, url: str) -> None:
-        """Turn the answer of the engine at `url` into samples; there is no follow-up request.
+    async def take(self, number: int, choice: Json, url: str) -> None:
+        """Turn the answer of the engine at `url` into a sample; there is no follow-up request.
 
         The answer itself, hundreds of bytes per token, is not kept.
         """
-        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-        prompt = self._prompts[position]
-        self._samples[position] = [self._sample(prompt, choice) for choice in choices]
-        del self.open[position]
+        self._samples[number] = self._sample(number, choice)
+        del self.open[number]
         self.engines.add(url)
 
     def samples(self) -> list[Sample]:
         """All samples, in the order of the prompts, once no request is open."""
         assert not self.open, f"{len(self.open)} requests are open"
-        return [sample for _, samples in sorted(self._samples.items()) for sample in samples]
+        return [sample for _, sample in sorted(self._samples.items())]
 
-    def _sample(self, prompt: Prompt, choice: Json) -> Sample:
+    def _sample(self, number: int, choice: Json) -> Sample:
+        position, sample_index = divmod(number, self._num_generations)
         return Sample(
-            prompt=prompt,
-            sample_index=choice["index"],
+            prompt=self._prompts[position],
+            sample_index=sample_index,
             completion_ids=tuple(choice["token_ids"]),
             logprobs=tuple(token["logprob"] for token in choice["logprobs"]["content"]),
             finish_reason=choice["finish_reason"],

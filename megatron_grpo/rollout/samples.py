@@ -61,7 +61,7 @@ def first_seed(seed: int, step: int, position: int) -> int:
 
     A pure function, so that samples depend neither on the number of engines nor on which engine
     serves which prompt. It returns 62 bits of a hash: neighbouring arguments give unrelated seeds,
-    and vLLM, which itself counts up from a request's seed, stays within int64.
+    and the seeds of all samples of a prompt stay within int64.
     """
     return _hash(seed, step, position)
 

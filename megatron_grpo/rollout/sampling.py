@@ -14,8 +14,7 @@ def sample(
     model: PreTrainedModel,
     prompt_ids: list[int],
     *,
-    n: int,
-    seed: int,
+    seeds: list[int],
     temperature: float,
     top_p: float = 1.0,
     top_k: int = -1,
@@ -23,16 +22,16 @@ def sample(
     stop_token_ids: list[int],
     note: Callable[[int], None] = lambda num_tokens: None,
 ) -> list[Completion]:
-    """Sample `n` completions of one prompt.
+    """Sample a completion of one prompt for each of `seeds`.
 
-    Log-probabilities are those after temperature, top-p and top-k. Completion i has its own random
-    generator, seeded with `seed` + i; temperature 0 is greedy. A completion ends with the first of
+    Log-probabilities are those after temperature, top-p and top-k. Each completion has its
+    own random generator; temperature 0 is greedy. A completion ends with the first of
     `stop_token_ids`, which it includes, or after `max_tokens`. `note` is called after every forward
     pass with the number of new tokens, and may stop the sampling by raising an exception.
     """
-    generators = [torch.Generator().manual_seed(seed + i) for i in range(n)]
-    completions: list[Completion] = [([], []) for _ in range(n)]
-    running = list(range(n))
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    completions: list[Completion] = [([], []) for _ in seeds]
+    running = list(range(len(seeds)))
     inputs = torch.tensor([prompt_ids], device=model.device)
     cache = None
     while running:
@@ -40,8 +39,8 @@ def sample(
         cache = output.past_key_values
         logits = output.logits[:, -1].float().cpu()
         if len(inputs) < len(running):  # the prompt is computed once for all completions
-            logits = logits.expand(n, -1)
-            cache.batch_repeat_interleave(n)
+            logits = logits.expand(len(seeds), -1)
+            cache.batch_repeat_interleave(len(seeds))
         logprobs = cut(torch.log_softmax(logits / (temperature or 1.0), dim=-1), top_p, top_k)
         chosen = [
             _draw(row, generators[i]) if temperature else int(row.argmax())

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,8 +21,26 @@ class Abandoned(Exception):
     """The client no longer waits for the answer."""
 
 
+@dataclass(eq=False)
+class _Request:
+    """An accepted request for a sample."""
+
+    body: Json
+    is_wanted: Callable[[], bool]
+    """Whether the client still waits for the answer."""
+    answer: Json | None = None
+
+    def fits(self, other: "_Request") -> bool:
+        """Whether both can be computed in one batch: they differ only in their seeds."""
+        return self._without_seed() == other._without_seed()
+
+    def _without_seed(self) -> tuple[list[int], Json]:
+        params = self.body["sampling_params"]
+        return self.body["token_ids"], params | {"seed": None}
+
+
 class TransformersEngine:
-    """A model and the version of its weights; computes one request at a time, none while paused.
+    """A model and the version of its weights; computes one prompt at a time, none while paused.
 
     The methods named in `transformers_server.ROUTES` take the body of a request and return the body
     of the response.
@@ -34,7 +53,7 @@ class TransformersEngine:
         self.state = PushState()
         self._inbox: Inbox | None = None
         self._received: dict[str, Tensor] = {}
-        self._num_accepted = 0
+        self._requests: list[_Request] = []
         self._num_tokens = 0
         self._paused = False
         self._turn = threading.Condition()
@@ -45,14 +64,14 @@ class TransformersEngine:
 
     def load(self, body: Json) -> Json:
         """Number of requests accepted but not answered."""
-        return {"server_load": self._num_accepted}
+        return {"server_load": len(self._requests)}
 
     def metrics(self, body: Json) -> bytes:
         """Number of tokens generated so far, in the format of Prometheus."""
         return f"vllm:generation_tokens_total {self._num_tokens}\n".encode()
 
     def pause(self, body: Json) -> Json:
-        """Hold requests back, after the one that is being computed."""
+        """Hold requests back, after those that are being computed."""
         with self._turn:
             self._paused = True
         return {}
@@ -140,41 +159,51 @@ class TransformersEngine:
         return {"success": True}
 
     def generate(self, body: Json, is_wanted: Callable[[], bool]) -> Json:
-        """All samples of one prompt; raises Abandoned once `is_wanted` returns False."""
-        params = body["sampling_params"]
+        """A sample of a prompt; raises Abandoned once `is_wanted` returns False.
+
+        The first request of a prompt to get its turn computes all that wait with it, in one batch.
+        """
+        request = _Request(body, is_wanted)
+        with self._turn:
+            self._requests.append(request)
+            try:
+                self._turn.wait_for(lambda: request.answer or not self._paused)
+                if request.answer is None:
+                    waiting = [other for other in self._requests if other.answer is None]
+                    self._compute([other for other in waiting if other.fits(request)])
+            finally:
+                self._requests.remove(request)
+        assert request.answer is not None
+        return request.answer
+
+    def _compute(self, requests: list[_Request]) -> None:
+        """Answer requests that differ only in their seeds."""
 
         def note(num_tokens: int) -> None:
             self._num_tokens += num_tokens
-            if not is_wanted():
+            if not any(request.is_wanted() for request in requests):
                 raise Abandoned
 
-        with self._turn:
-            self._num_accepted += 1
-            try:
-                self._turn.wait_for(lambda: not self._paused)
-                completions = sample(
-                    self.model,
-                    body["token_ids"],
-                    n=params["n"],
-                    seed=params["seed"],
-                    temperature=params["temperature"],
-                    top_p=params["top_p"],
-                    top_k=params["top_k"],
-                    max_tokens=params["max_tokens"],
-                    stop_token_ids=params["stop_token_ids"],
-                    note=note,
-                )
-            finally:
-                self._num_accepted -= 1
-        stop_ids = params["stop_token_ids"]
-        return {"choices": [self._choice(i, c, stop_ids) for i, c in enumerate(completions)]}
+        params = requests[0].body["sampling_params"]
+        completions = sample(
+            self.model,
+            requests[0].body["token_ids"],
+            seeds=[request.body["sampling_params"]["seed"] for request in requests],
+            temperature=params["temperature"],
+            top_p=params["top_p"],
+            top_k=params["top_k"],
+            max_tokens=params["max_tokens"],
+            stop_token_ids=params["stop_token_ids"],
+            note=note,
+        )
+        for request, completion in zip(requests, completions, strict=True):
+            request.answer = {"choices": [self._choice(completion, params["stop_token_ids"])]}
 
-    def _choice(self, index: int, completion: Completion, stop_ids: list[int]) -> Json:
+    def _choice(self, completion: Completion, stop_ids: list[int]) -> Json:
         token_ids, logprobs = completion
         stopped = token_ids[-1] in stop_ids
         shown = token_ids[:-1] if stopped else token_ids
         return {
-            "index": index,
             "token_ids": token_ids,
             "logprobs": {"content": [{"logprob": value} for value in logprobs]},
             "finish_reason": "stop" if stopped else "length",

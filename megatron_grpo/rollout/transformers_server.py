@@ -1,7 +1,8 @@
 """A minimal rollout engine: the routes that our client uses, on top of `transformers`.
 
 It is for machines without vLLM, and a reference for vLLM in the tests. The samples of one prompt
-are one batch, and prompts are processed one after the other: slow, but without any padding.
+that wait at the same time are one batch, and prompts are processed one after the other: slow, but
+without any padding.
 
     python -m megatron_grpo.rollout.transformers_server --model FOLDER --host 127.0.0.1 --port 8000
 """
@@ -108,7 +109,7 @@ class RequestHandler(BaseHTTPRequestHandler):
 class Server(ThreadingHTTPServer):
     """A server with a thread per connection."""
 
-    request_queue_size = 1024  # all prompts of a generation connect at once
+    request_queue_size = 4096  # all requests of a generation connect at once
 
     def __init__(self, host: str, port: int) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -29,26 +29,20 @@ class Engines:
     def generate(self, generation: Generation) -> list[Sample]:
         self.asked.append((generation, len(generation.open)))
         url = f"http://engine-{len(self.asked)}"
-        for number, request in [*generation.open.items()]:
-            asyncio.run(generation.take(number, answer(request), url))
+        for number in [*generation.open]:
+            asyncio.run(generation.take(number, choice(number), url))
             if len(self.asked) <= self.num_lost:
                 raise EnginesOut("no rollout engine serves")
         return generation.samples()
 
 
-def answer(request: dict) -> dict:
-    content = [{"logprob": -1.0}]
-    choices = [
-        {
-            "index": i,
-            "token_ids": [20 + i],
-            "logprobs": {"content": content},
-            "finish_reason": "stop",
-            "text": str(i),
-        }
-        for i in range(request["sampling_params"]["n"])
-    ]
-    return {"choices": choices}
+def choice(number: int) -> dict:
+    return {
+        "token_ids": [20 + number],
+        "logprobs": {"content": [{"logprob": -1.0}]},
+        "finish_reason": "stop",
+        "text": str(number),
+    }
 
 
 def source_of(tmp_path: Path, rows: list, *overrides: str) -> ExperienceSource:
@@ -87,7 +81,7 @@ def test_a_generation_goes_on_with_the_same_weights_and_begins_anew_with_others(
     collected = source.collect(GENERATION, 2, timer)
     asked = [generation for generation, _ in engines.asked]
     assert asked[0] is asked[1] is not asked[2] is asked[3]
-    assert [num_open for _, num_open in engines.asked] == [4, 3, 4, 3]
+    assert [num_open for _, num_open in engines.asked] == [16, 15, 16, 15]
     samples = collected.experience.samples
     assert [sample.policy_version for sample in samples] == [2] * 16
     assert [s.prompt for s in samples[::4]] == source.stream.batch(GENERATION)

@@ -37,7 +37,7 @@ def engine_of(answer: Callable[[httpx.Request], Any], stall: float = 60.0) -> En
 
 
 def generate(choice: dict[str, Any], push_afterwards: str = "7-a") -> list[dict[str, Any]]:
-    """The answers taken from an engine that answers its one request with `choice`, at version 7."""
+    """The choices taken from an engine that answers its one request with `choice`, at version 7."""
     push, num_asked, taken = "7-a", 0, []
 
     def answer(request: httpx.Request) -> Any:
@@ -51,8 +51,8 @@ def generate(choice: dict[str, Any], push_afterwards: str = "7-a") -> list[dict[
                 return {"choices": [choice]}
         return {"server_load": num_asked, "success": True}
 
-    async def take(position: int, answer: dict[str, Any], url: str) -> None:
-        taken.extend(answer["choices"])
+    async def take(number: int, choice: dict[str, Any], url: str) -> None:
+        taken.append(choice)
 
     request = {"sampling_params": {"max_tokens": MAX_TOKENS}}
     asyncio.run(engine_of(answer).generate({0: request}, 7, take))

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.rollout.generation import Generation
-from megatron_grpo.rollout.samples import Sample
+from megatron_grpo.rollout.samples import Sample, first_seed
 
 PROMPTS = [Prompt(index=7 + i, token_ids=(i,), text="", row={}) for i in range(3)]
 NUM_GENERATIONS, LENGTH = 2, 5
@@ -31,54 +31,56 @@ def generation() -> Generation:
     )
 
 
-def answer(position: int) -> Json:
-    """Choices come in any order."""
-    draw = random.Random(position)
-    choices = [
-        Json(
-            index=index,
-            token_ids=[draw.randrange(1000, 2000) for _ in range(LENGTH)],
-            logprobs={"content": [Json(token="a", logprob=-draw.random()) for _ in range(LENGTH)]},
-            finish_reason="length",
-            text=f"{position} {index}",
-        )
-        for index in reversed(range(NUM_GENERATIONS))
+def choice(number: int) -> Json:
+    draw = random.Random(number)
+    return Json(
+        token_ids=[draw.randrange(1000, 2000) for _ in range(LENGTH)],
+        logprobs={"content": [Json(token="a", logprob=-draw.random()) for _ in range(LENGTH)]},
+        finish_reason="length",
+        text=str(number),
+    )
+
+
+def test_every_sample_is_asked_for_alone_with_a_seed_and_a_priority_of_its_own():
+    requests = generation().open
+    assert list(requests) == [*range(6)] == [r["priority"] for r in requests.values()]
+    assert [r["token_ids"] for r in requests.values()] == [(0,), (0,), (1,), (1,), (2,), (2,)]
+    assert [r["sampling_params"]["seed"] for r in requests.values()] == [
+        first_seed(0, 0, position) + index for position in range(3) for index in range(2)
     ]
-    return Json(choices=choices)
+    assert not any("n" in r["sampling_params"] for r in requests.values())
 
 
-def test_samples_are_in_the_order_of_prompts_and_choices_whoever_answers_first():
+def test_samples_are_in_the_order_of_prompts_and_indices_whoever_answers_first():
     requests = generation()
-    for position in (2, 0, 1):
-        assert asyncio.run(requests.take(position, answer(position), "http://a")) is None
+    for number in (5, 2, 0, 1, 4, 3):
+        assert asyncio.run(requests.take(number, choice(number), "http://a")) is None
     assert not requests.open and requests.engines == {"http://a"}
     assert requests.samples() == [
         Sample(
-            prompt=PROMPTS[position],
-            sample_index=choice["index"],
-            completion_ids=tuple(choice["token_ids"]),
-            logprobs=tuple(token["logprob"] for token in choice["logprobs"]["content"]),
+            prompt=PROMPTS[number // 2],
+            sample_index=number % 2,
+            completion_ids=tuple(choice(number)["token_ids"]),
+            logprobs=tuple(token["logprob"] for token in choice(number)["logprobs"]["content"]),
             finish_reason="length",
-            text=f"{position} {choice['index']}",
+            text=str(number),
             policy_version=4,
         )
-        for position in range(3)
-        for choice in reversed(answer(position)["choices"])
+        for number in range(6)
     ]
 
 
-def test_nothing_of_an_answer_is_kept_but_its_samples():
-    requests, given = generation(), answer(0)
-    [first, _] = given["choices"]
-    watched = [weakref.ref(json) for json in (given, first, first["logprobs"]["content"][0])]
+def test_nothing_of_an_answer_is_kept_but_its_sample():
+    requests, given = generation(), choice(0)
+    watched = [weakref.ref(json) for json in (given, given["logprobs"]["content"][0])]
     asyncio.run(requests.take(0, given, "http://a"))
-    del given, first
-    assert [json() for json in watched] == [None] * 3
+    del given
+    assert [json() for json in watched] == [None] * 2
 
 
 def test_an_answer_that_makes_no_sample_leaves_its_request_open():
-    requests, given = generation(), answer(1)
-    given["choices"][0]["token_ids"].pop()
+    requests, given = generation(), choice(1)
+    given["token_ids"].pop()
     with pytest.raises(AssertionError):
         asyncio.run(requests.take(1, given, "http://a"))
-    assert set(requests.open) == {0, 1, 2} and requests.engines == set()
+    assert set(requests.open) == {*range(6)} and requests.engines == set()

@@ -17,8 +17,7 @@ def model(tied_model):
 
 def run(model, **overrides):
     arguments = {
-        "n": 4,
-        "seed": 7,
+        "seeds": [7, 8, 9, 10],
         "temperature": 1.0,
         "max_tokens": 12,
         "stop_token_ids": [EOS_ID],
@@ -28,15 +27,15 @@ def run(model, **overrides):
 
 def test_completions_do_not_depend_on_their_batch(model):
     together = run(model)
-    alone = [run(model, n=1, seed=7 + i)[0] for i in range(4)]
+    alone = [run(model, seeds=[7 + i])[0] for i in range(4)]
     assert [tokens for tokens, _ in together] == [tokens for tokens, _ in alone]
 
 
 def test_the_others_go_on_when_one_has_ended(model):
-    endless = run(model, n=8, stop_token_ids=[])
+    endless = run(model, seeds=[*range(8)], stop_token_ids=[])
     end = endless[0][0][3]
     for (tokens, logprobs), (full, full_logprobs) in zip(
-        run(model, n=8, stop_token_ids=[end]), endless, strict=True
+        run(model, seeds=[*range(8)], stop_token_ids=[end]), endless, strict=True
     ):
         length = full.index(end) + 1 if end in full else 12
         assert tokens == full[:length]
@@ -45,7 +44,8 @@ def test_the_others_go_on_when_one_has_ended(model):
 
 def test_tokens_are_drawn_with_their_probabilities(model):
     n, temperature = 4000, 0.5
-    draws = torch.tensor([tokens for tokens, _ in run(model, n=n, max_tokens=1, temperature=0.5)])
+    completions = run(model, seeds=[*range(n)], max_tokens=1, temperature=temperature)
+    draws = torch.tensor([tokens for tokens, _ in completions])
     with torch.inference_mode():
         logits = model(torch.tensor([PROMPT])).logits[0, -1]
     expected = n * torch.softmax(logits / temperature, -1)
