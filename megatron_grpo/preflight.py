@@ -15,6 +15,7 @@ from checkpoint_convert.vllm import check_engine_dims
 from megatron_grpo.checkpoints.folders import latest_step, step_folder
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.config_file import dump_config, load_config
+from megatron_grpo.config.megatron_fields import PERFORMANCE_FIELDS
 from megatron_grpo.config.rollout_config import RolloutConfig
 from megatron_grpo.experience.batching import BatchSchedule
 from megatron_grpo.launch.job_token import TOKEN_VARIABLE, bearer, check_token
@@ -29,7 +30,7 @@ HEALTH_TIMEOUT_SECONDS = 5.0
 # data by the fingerprint of the prompts in the checkpoint.
 CHANGEABLE = (
     "model.path",
-    "model.megatron.recompute_",
+    *(f"model.megatron.{name}" for name in PERFORMANCE_FIELDS),
     "data.path",
     "data.subset",
     "data.split",

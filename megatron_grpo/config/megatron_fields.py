@@ -23,7 +23,7 @@ PERFORMANCE_FIELDS = (
     "recompute_num_layers",
     "transformer_impl",
 )
-"""Fields that change only speed, memory or rounding."""
+"""Fields that change only speed, memory or rounding: a resumed run may change them."""
 
 ROUTER_LOSS_FIELDS = (
     "moe_aux_loss_coeff",
