@@ -153,10 +153,13 @@ def _parts(cfg: Config, shape: ModelShape) -> dict[str, float]:
     """Bytes per token of a layer's parts, by Megatron-Core's names for `recompute_modules`."""
     itemsize = ITEMSIZE[cfg.model.dtype]
     norms = 2 * _norm(cfg, shape.hidden_size) * _token_share(cfg)
-    outputs = 2 * itemsize * shape.hidden_size * _token_share(cfg)
+    # Transformer Engine fuses a norm into the linear after it, which keeps its output; only the
+    # norm before a mixture is a module of its own, whose output Megatron can recompute.
+    separate = 2 if not _uses_transformer_engine(cfg) else int(shape.moe is not None)
+    outputs = separate * itemsize * shape.hidden_size * _token_share(cfg)
     parts = {
         "layernorm": outputs,
-        "norm inputs": norms - outputs,
+        "norms": norms - outputs,
         "core_attn": _core_attention(cfg, shape) / cfg.dims.tensor,
         "around attention": _around_attention(cfg, shape),
     }

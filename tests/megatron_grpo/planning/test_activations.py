@@ -51,7 +51,8 @@ class Run:
             self.dims,
             "model.dtype=bfloat16",
             f"train.max_tokens_per_microbatch={TOKENS}",
-            f"model.megatron={{{', '.join(['transformer_impl: local', *self.megatron])}}}",
+            "model.megatron.transformer_impl=local",
+            *(f"model.megatron.{field.replace(': ', '=', 1)}" for field in self.megatron),
             *self.overrides,
         )
 
@@ -116,6 +117,29 @@ def test_layers_keep_what_autograd_saves(run, tmp_path):
     if run.dims.context == 2:
         left_out += shape.num_layers * MASK_BYTES
     assert measured == pytest.approx(planned + left_out, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("model", "implementation", "outputs"),
+    [
+        ("Llama-3.1-8B", "local", 2),
+        ("Llama-3.1-8B", "transformer_engine", 0),
+        ("Qwen3-30B-A3B", "local", 2),
+        ("Qwen3-30B-A3B", "transformer_engine", 1),
+    ],
+)
+def test_norms_that_are_fused_into_a_linear_are_not_recomputed(
+    model, implementation, outputs, tmp_path
+):
+    folder = write_config(tmp_path, model)
+    plain, again = (
+        Run(megatron=[f"transformer_impl: {implementation}", *megatron]).config(folder)
+        for megatron in ([], recomputed("layernorm"))
+    )
+    shape = read_shape(folder)
+    saved = layer_bytes(plain, shape).kept - layer_bytes(again, shape).kept
+    assert saved == outputs * 2 * shape.hidden_size
+    assert layer_bytes(again, shape).recomputed == saved
 
 
 @pytest.mark.parametrize("overrides", [[], ["model.dtype=float32"]])
