@@ -4,9 +4,7 @@ The modules are Transformer Engine's if it is installed, else torch's, with the 
 results. Code that depends on the release of Megatron-Core is in policy/, mostly in this file.
 """
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -25,16 +23,9 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from checkpoint_convert import ModelShape, MoeShape
-from megatron_grpo.config.megatron_fields import (
-    LEGAL_VALUES,
-    PERFORMANCE_FIELDS,
-    ROUTER_LOSS_FIELDS,
-)
+from megatron_grpo.policy.overrides import check_overrides
 from parallel import ParallelDims, pipeline_layers
 from parallel.attention import PackedAttention
-
-WGRAD_KERNELS = "fused_weight_gradient_mlp_cuda"
-TRANSFORMER_ENGINE_FUSIONS = ("apply_rope_fusion", "moe_permute_fusion", "moe_router_fusion")
 
 
 def uses_transformer_engine(config: TransformerConfig) -> bool:
@@ -69,7 +60,7 @@ def transformer_config(
         decided |= _mixture(shape.moe, free["transformer_impl"])
         # The scores of two experts may differ by less than bfloat16 can resolve.
         free = {"moe_router_dtype": "fp32"} | free
-    _check_overrides(overrides, decided)
+    check_overrides(overrides, decided, {"local", _best_implementation(dtype)})
     if "attention_backend" in free:
         free["attention_backend"] = AttnBackend[free["attention_backend"]]
     try:
@@ -284,55 +275,3 @@ def _no_initialization() -> dict[str, Any]:
 
 def _leave(weight: Tensor) -> None:
     """Initialization of weights that are about to be loaded: does nothing."""
-
-
-def _check_overrides(overrides: Mapping[str, Any], decided: Mapping[str, Any]) -> None:
-    for name, value in overrides.items():
-        _check_field(name, decided)
-        if value not in LEGAL_VALUES.get(name, (value,)):
-            raise ValueError(
-                f"model.megatron.{name} is {value!r}; possible here: {[*LEGAL_VALUES[name]]}"
-            )
-        if name.endswith("_loss_coeff") and not (isinstance(value, int | float) and value >= 0):
-            raise ValueError(
-                f"model.megatron.{name} is {value!r}: use a number from 0 on, such as 0.001"
-            )
-    for name in TRANSFORMER_ENGINE_FUSIONS:
-        if overrides.get(name) and not HAVE_TE:
-            raise ValueError(
-                f"model.megatron.{name} needs Transformer Engine, which this host lacks: install "
-                "the extra `gpu`, or leave the field out"
-            )
-    if overrides.get("gradient_accumulation_fusion") and not find_spec(WGRAD_KERNELS):
-        raise ValueError(
-            f"model.megatron.gradient_accumulation_fusion needs Apex's {WGRAD_KERNELS}, which is "
-            "not installed: leave it out"
-        )
-    usable = {"local", _best_implementation(decided["params_dtype"])}
-    if overrides.get("transformer_impl", "local") not in usable:
-        raise ValueError(
-            f"model.megatron.transformer_impl is {overrides['transformer_impl']!r}; "
-            f"possible here: {sorted(usable)}"
-        )
-
-
-def _check_field(name: str, decided: Mapping[str, Any]) -> None:
-    if name in decided:
-        raise ValueError(
-            f"model.megatron.{name} is not free: it is determined by the model folder, "
-            "parallel.* or the trainer; leave it out"
-        )
-    free = (*PERFORMANCE_FIELDS, *ROUTER_LOSS_FIELDS)
-    if name not in free:
-        nearest = difflib.get_close_matches(name, free, n=1)
-        hint = f": did you mean {nearest[0]}?" if nearest else "."
-        raise ValueError(
-            f"model.megatron.{name} is not supported{hint} Fields that change only speed, memory "
-            f"or rounding are {', '.join(PERFORMANCE_FIELDS)}; those of the routers' losses are "
-            f"{', '.join(ROUTER_LOSS_FIELDS)}"
-        )
-    if name.startswith("moe_") and "num_moe_experts" not in decided:
-        raise ValueError(
-            f"model.megatron.{name} needs a mixture of experts, and this model is dense: "
-            "leave it out"
-        )

@@ -8,7 +8,7 @@ from megatron.core.models.common.embeddings import rope_utils
 
 from checkpoint_convert import ModelShape, MoeShape
 from megatron_grpo.config.megatron_fields import PERFORMANCE_FIELDS, ROUTER_LOSS_FIELDS
-from megatron_grpo.policy import transformer
+from megatron_grpo.policy import overrides, transformer
 from megatron_grpo.policy.transformer import transformer_config
 from parallel import ParallelDims
 
@@ -75,9 +75,9 @@ def test_fused_weight_gradients_are_refused_without_apex():
         configure(gradient_accumulation_fusion=True)
 
 
-@pytest.mark.parametrize("name", transformer.TRANSFORMER_ENGINE_FUSIONS)
+@pytest.mark.parametrize("name", overrides.TRANSFORMER_ENGINE_FUSIONS)
 def test_fusions_of_transformer_engine_are_refused_without_it(name, monkeypatch):
-    monkeypatch.setattr(transformer, "HAVE_TE", False)
+    monkeypatch.setattr(overrides, "find_spec", lambda package: None)
     with pytest.raises(ValueError, match=f"{name} needs Transformer Engine, which this host lacks"):
         configure(shape=MIXTURE, **{name: True})
     assert not getattr(configure(shape=MIXTURE, **{name: False}), name)

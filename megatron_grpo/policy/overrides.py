@@ -1,0 +1,73 @@
+"""Checks of `model.megatron`, whose fields override those of Megatron-Core's TransformerConfig."""
+
+import difflib
+from collections.abc import Collection, Mapping
+from importlib.util import find_spec
+from typing import Any
+
+from megatron_grpo.config.megatron_fields import (
+    LEGAL_VALUES,
+    PERFORMANCE_FIELDS,
+    ROUTER_LOSS_FIELDS,
+)
+
+WGRAD_KERNELS = "fused_weight_gradient_mlp_cuda"
+TRANSFORMER_ENGINE_FUSIONS = ("apply_rope_fusion", "moe_permute_fusion", "moe_router_fusion")
+
+
+def check_overrides(
+    overrides: Mapping[str, Any], decided: Mapping[str, Any], implementations: Collection[str]
+) -> None:
+    """Raise ValueError for an override that is not legal on this host.
+
+    `decided` are the fields that the model, the mesh and the trainer determine, `implementations`
+    the values of ``transformer_impl`` that are possible here.
+    """
+    for name, value in overrides.items():
+        _check_field(name, decided)
+        if value not in LEGAL_VALUES.get(name, (value,)):
+            raise ValueError(
+                f"model.megatron.{name} is {value!r}; possible here: {[*LEGAL_VALUES[name]]}"
+            )
+        if name.endswith("_loss_coeff") and not (isinstance(value, int | float) and value >= 0):
+            raise ValueError(
+                f"model.megatron.{name} is {value!r}: use a number from 0 on, such as 0.001"
+            )
+    for name in TRANSFORMER_ENGINE_FUSIONS:
+        if overrides.get(name) and not find_spec("transformer_engine"):
+            raise ValueError(
+                f"model.megatron.{name} needs Transformer Engine, which this host lacks: install "
+                "the extra `gpu`, or leave the field out"
+            )
+    if overrides.get("gradient_accumulation_fusion") and not find_spec(WGRAD_KERNELS):
+        raise ValueError(
+            f"model.megatron.gradient_accumulation_fusion needs Apex's {WGRAD_KERNELS}, which is "
+            "not installed: leave it out"
+        )
+    if overrides.get("transformer_impl", "local") not in implementations:
+        raise ValueError(
+            f"model.megatron.transformer_impl is {overrides['transformer_impl']!r}; "
+            f"possible here: {sorted(implementations)}"
+        )
+
+
+def _check_field(name: str, decided: Mapping[str, Any]) -> None:
+    if name in decided:
+        raise ValueError(
+            f"model.megatron.{name} is not free: it is determined by the model folder, "
+            "parallel.* or the trainer; leave it out"
+        )
+    free = (*PERFORMANCE_FIELDS, *ROUTER_LOSS_FIELDS)
+    if name not in free:
+        nearest = difflib.get_close_matches(name, free, n=1)
+        hint = f": did you mean {nearest[0]}?" if nearest else "."
+        raise ValueError(
+            f"model.megatron.{name} is not supported{hint} Fields that change only speed, memory "
+            f"or rounding are {', '.join(PERFORMANCE_FIELDS)}; those of the routers' losses are "
+            f"{', '.join(ROUTER_LOSS_FIELDS)}"
+        )
+    if name.startswith("moe_") and "num_moe_experts" not in decided:
+        raise ValueError(
+            f"model.megatron.{name} needs a mixture of experts, and this model is dense: "
+            "leave it out"
+        )
