@@ -43,6 +43,7 @@ CHANGEABLE = (
     "train.keep_every",
     "train.hang_timeout",
     "train.max_skipped_steps",
+    "train.tensorboard",
     "parallel.",
     "rollout.engine",
     "rollout.base_urls",
@@ -80,6 +81,11 @@ def preflight(cfg: Config, token: str | None) -> None:
     check_same_run(cfg)
     if cfg.wandb.project and importlib.util.find_spec("wandb") is None:
         raise ValueError("wandb.project needs wandb: install the extra `wandb`, or leave it out")
+    if cfg.train.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise ValueError(
+            "train.tensorboard true needs tensorboard: install the extra `tensorboard`, or leave "
+            "it out"
+        )
     # Last, since importing Megatron-Core takes seconds, and encoding a data set takes minutes.
     _check_transformer(cfg, shape)
     from megatron_grpo.prompt_checks import check_evaluation, check_prompts

@@ -49,7 +49,7 @@ def test_the_lock_holds_every_dependency_at_an_allowed_version() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     wanted = project["dependencies"] + [
-        line for extra in ("cpu", "wandb", "demo", "dev") for line in extras[extra]
+        line for extra in ("cpu", "wandb", "tensorboard", "demo", "dev") for line in extras[extra]
     ]
     pins = re.findall(
         r"^([\w.-]+)==(\S+)",

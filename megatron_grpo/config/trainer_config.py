@@ -55,6 +55,9 @@ class TrainConfig(Section):
     max_skipped_steps: PositiveInt = 3
     """Steps with a NaN or infinite loss or gradient are skipped; this many in a row stop the
     run."""
+    tensorboard: bool = False
+    """Whether metrics are also written for TensorBoard, to `tensorboard` in run_dir; this needs the
+    extra `tensorboard`."""
 
     @model_validator(mode="after")
     def _kept_steps_are_saved(self) -> Self:

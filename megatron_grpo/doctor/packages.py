@@ -65,6 +65,7 @@ EXTRAS = (
         "pip install --no-build-isolation flash-attn",
     ),
     Extra("wandb", "wandb.project", "pip install -e '.[wandb]'"),
+    Extra("tensorboard", "train.tensorboard", "pip install -e '.[tensorboard]'"),
     Extra("gguf", "models in GGUF files", "pip install -e '.[gguf]'"),
 )
 

@@ -32,7 +32,11 @@ class RunLog:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         write_whole(self.run_dir / "config.yaml", dump_config(cfg))
         self.tracking = Tracking(
-            self.run_dir, first_step, cfg.wandb, config=cfg.model_dump(mode="json")
+            self.run_dir,
+            first_step,
+            cfg.wandb,
+            config=cfg.model_dump(mode="json"),
+            tensorboard=cfg.train.tensorboard,
         )
         self.timeline = Timeline(self.run_dir / TIMELINE_FILE)
         self.timeline.step = first_step

@@ -1,4 +1,4 @@
-"""Records of a run: metrics, completions, evaluated completions and, if configured, wandb."""
+"""Records of a run: metrics, completions, evaluated completions; also wandb and TensorBoard."""
 
 import json
 import math
@@ -21,6 +21,7 @@ METRICS_FILE = "metrics.jsonl"
 COMPLETIONS_FILE = "completions.jsonl"
 EVAL_COMPLETIONS_FILE = "eval_completions.jsonl"
 WANDB_ID_FILE = "wandb_id"
+TENSORBOARD_DIR = "tensorboard"
 BLOCK_BYTES = 2**20
 REFUSAL = re.compile(r"\berror 4\d\d\b")
 """Matches errors of wandb when it was reached but refuses the key or the project."""
@@ -36,7 +37,13 @@ class Tracking:
     """
 
     def __init__(
-        self, run_dir: Path, first_step: int, wandb: WandbConfig, config: dict[str, Any]
+        self,
+        run_dir: Path,
+        first_step: int,
+        wandb: WandbConfig,
+        config: dict[str, Any],
+        *,
+        tensorboard: bool = False,
     ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         for name in (METRICS_FILE, COMPLETIONS_FILE, EVAL_COMPLETIONS_FILE):
@@ -45,6 +52,7 @@ class Tracking:
         self._metrics = (run_dir / METRICS_FILE).open("a", encoding="utf-8")
         self._completions = (run_dir / COMPLETIONS_FILE).open("a", encoding="utf-8")
         self._wandb = WandbRun(run_dir, wandb, config) if wandb.project else None
+        self._tensorboard = TensorBoardRun(run_dir, first_step) if tensorboard else None
 
     def log(
         self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]]
@@ -61,6 +69,8 @@ class Tracking:
         print(json.dumps({**_record(step), **metrics}), file=self._metrics, flush=True)
         if self._wandb:
             self._wandb.log(step, metrics, completions)
+        if self._tensorboard:
+            self._tensorboard.log(step, metrics)
 
     def log_evaluated(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Record the completions of the evaluation after `step`, replacing earlier ones of it."""
@@ -89,11 +99,15 @@ class Tracking:
         self._metrics = path.open("a", encoding="utf-8")
         if self._wandb:
             self._wandb.log(step, metrics, [])
+        if self._tensorboard:
+            self._tensorboard.log(step, metrics)
 
     def close(self) -> None:
         """Close the files and finish the wandb run."""
         self._metrics.close()
         self._completions.close()
+        if self._tensorboard:
+            self._tensorboard.close()
         if self._wandb:
             self._wandb.close()
 
@@ -254,6 +268,29 @@ class WandbRun:
     def close(self) -> None:
         """Flush and end the run; wandb reports what it could not send within `FINISH_SECONDS`."""
         self._run.finish()
+
+
+class TensorBoardRun:
+    """Metrics as TensorBoard's event files in the run directory.
+
+    A resumed run adds a file, which hides the steps that it repeats from the older ones.
+    """
+
+    def __init__(self, run_dir: Path, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra, like wandb
+
+        purged = first_step + 1 if first_step else 0
+        self._writer = SummaryWriter(str(run_dir / TENSORBOARD_DIR), purge_step=purged)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of one step, which are on disk when this returns."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the event file."""
+        self._writer.close()
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:

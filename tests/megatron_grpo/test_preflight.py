@@ -337,6 +337,11 @@ def test_records_of_a_run_whose_checkpoints_are_gone_are_not_dropped(config, tmp
     check_same_run(again)
 
 
+def test_tensorboard_that_is_not_installed_is_refused_before_the_start(config, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)  # as if it could not be found
+    assert "install the extra `tensorboard`" in refusal(config("train.tensorboard=true"))
+
+
 def test_run_may_resume_longer_and_on_another_mesh(config, tmp_path):
     started_run(tmp_path / "run", config())
     longer = config("train.num_steps=9", "parallel.tensor_parallel_size=1", "wandb.project=x")

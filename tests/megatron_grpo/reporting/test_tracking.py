@@ -90,6 +90,24 @@ def test_a_step_is_one_metrics_line_and_one_line_per_completion(tmp_path: Path) 
     assert (last["advantage"], last["entropy"]) == (-1.0, 2.5)
 
 
+def test_tensorboard_shows_each_step_once_as_the_run_that_was_resumed_last_logged_it(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("tensorboard", reason="the extra `tensorboard` is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for first_step, steps, value in [(0, [1, 2, 3], 1.0), (2, [3, 4], 2.0)]:
+        tracking = Tracking(tmp_path, first_step, OFF, {}, tensorboard=True)
+        for step in steps:
+            tracking.log(step, {"reward": value}, [])
+        tracking.amend(steps[-1], {"eval/pass@1": 0.5})
+        tracking.close()
+    shown = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    rewards = [(event.step, event.value) for event in shown.Scalars("reward")]
+    assert rewards == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
+    assert [event.step for event in shown.Scalars("eval/pass@1")] == [4]
+
+
 def test_lines_are_on_disk_when_the_step_ends_not_when_the_run_does(tmp_path: Path) -> None:
     tracking = Tracking(tmp_path, 0, OFF, {})
     tracking.log(1, {"reward": 0.5}, rows_of(1, [1.0]))
