@@ -19,10 +19,12 @@ import random
 import signal
 import sys
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice, takewhile
 from multiprocessing.connection import Connection, Pipe
 from selectors import EVENT_READ, DefaultSelector
 from typing import Any, NoReturn
@@ -44,8 +46,6 @@ class Process:
 
     pid: int
     connection: Connection
-    deadline: float | None = None
-    """Deadline of the call in progress (monotonic)."""
 
 
 class Worker:
@@ -55,6 +55,9 @@ class Worker:
         self.trainer = trainer
         self.limit = f"environment.memory_megabytes {memory_megabytes}"
         self.processes: dict[int, Process] = {}
+        self.deadlines: OrderedDict[int, float] = OrderedDict()
+        """The deadline (monotonic) of each call in progress, by key. All calls have the same time,
+        so that the first is the next to be late, and no event walks over all instances."""
         self.dead: dict[int, str] = {}
         """Why instances ended between two calls, by key; reported to the next call."""
         self.selector = DefaultSelector()
@@ -78,18 +81,18 @@ class Worker:
 
     def _wait(self) -> None:
         """Wait for the next event, and handle it."""
-        deadlines = [p.deadline for p in self.processes.values() if p.deadline is not None]
+        now = time.monotonic()
+        wake_ups = [deadline - now for deadline in islice(self.deadlines.values(), 1)]
         if self.killed:
-            deadlines.append(time.monotonic() + REAP_SECONDS)
-        seconds = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+            wake_ups.append(REAP_SECONDS)
+        seconds = max(0.0, min(wake_ups)) if wake_ups else None
         ready = [key.data for key, _ in self.selector.select(seconds)]
         for key in ready:
             if key is not None:
                 self._hand_on(key)
         now = time.monotonic()
-        for key, process in [*self.processes.items()]:
-            if process.deadline is not None and process.deadline < now:
-                self._fail(key, f"no answer after {self.timeout:g} s (environment.timeout): killed")
+        for key in [*takewhile(lambda key: self.deadlines[key] < now, self.deadlines)]:
+            self._fail(key, f"no answer after {self.timeout:g} s (environment.timeout): killed")
         if None in ready:
             self._do(*self.trainer.recv())
         self.killed = [pid for pid in self.killed if os.waitpid(pid, os.WNOHANG) == (0, 0)]
@@ -102,6 +105,7 @@ class Worker:
                 self._answer(key, False, f"its process could not be started: {error}")
             else:
                 self.selector.register(process.connection, EVENT_READ, key)
+                self.deadlines[key] = time.monotonic() + self.timeout
         elif action == "step":
             self._step(key, *what)
         else:
@@ -113,10 +117,9 @@ class Worker:
         if key in self.dead:
             self._answer(key, False, self.dead[key])
             return
-        process = self.processes[key]
-        process.deadline = time.monotonic() + self.timeout
+        self.deadlines[key] = time.monotonic() + self.timeout
         with suppress(ConnectionError):  # its end is noticed when reading
-            process.connection.send(text)
+            self.processes[key].connection.send(text)
 
     def _fork(self, seed: int, prompt: str, columns: Any) -> Process:
         connection, theirs = Pipe()
@@ -124,7 +127,7 @@ class Worker:
         if (pid := os.fork()) == 0:
             self._live(theirs, parent, connection, partial(self._reset, seed, prompt, columns))
         theirs.close()
-        return Process(pid, connection, time.monotonic() + self.timeout)
+        return Process(pid, connection)
 
     def _reset(self, seed: int, prompt: str, columns: Any) -> str | None:
         """Make the environment of this process; return its first observation."""
@@ -172,7 +175,7 @@ class Worker:
             self._fail(key, self._cause_of_death(process))
             return
         if is_good:
-            process.deadline = None
+            del self.deadlines[key]
             self._answer(key, True, answer)
         else:
             self._fail(key, answer)
@@ -188,7 +191,7 @@ class Worker:
         return death_text(end.si_status if is_exit else -end.si_status, self.limit)
 
     def _fail(self, key: int, text: str) -> None:
-        is_at_work = self.processes[key].deadline is not None
+        is_at_work = key in self.deadlines
         self._kill(key)
         if is_at_work:
             self._answer(key, False, text)
@@ -197,6 +200,7 @@ class Worker:
 
     def _kill(self, key: int) -> None:
         process = self.processes.pop(key)
+        self.deadlines.pop(key, None)
         self.selector.unregister(process.connection)
         process.connection.close()
         with suppress(ProcessLookupError):  # its own session, if it got that far

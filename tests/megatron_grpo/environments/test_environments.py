@@ -1,8 +1,11 @@
 """Environments in real processes: many at once, and the handling of those that fail."""
 
+import json
 import os
 import signal
 import time
+from multiprocessing import Pipe
+from selectors import EVENT_READ
 
 import psutil
 import pytest
@@ -11,6 +14,7 @@ from engines import wait_until
 from environments import LONG_SLEEP, environment_pool
 from megatron_grpo.config.reward_config import EnvironmentConfig
 from megatron_grpo.environments import EnvironmentFailed, EnvironmentPool, EnvironmentsLost
+from megatron_grpo.environments.worker import Process, Worker
 
 SECONDS = 20
 SEED = 7
@@ -101,6 +105,46 @@ def test_an_instance_that_fails_is_told_and_the_others_go_on(tmp_path, deed, tol
             bad.step("x").result(SECONDS)
         assert other.step("x").result(SECONDS) == ["go on", 0.0, False]
         assert wait_until(lambda: len(processes_of(pool)) == 2, SECONDS)
+
+
+class Unwalked(dict):
+    """A table whose entries are only looked up."""
+
+    def __iter__(self):
+        raise AssertionError("all entries are walked over")
+
+    items = keys = values = __iter__
+
+
+def test_an_event_concerns_only_the_instances_that_it_is_about():
+    trainer, commands = Pipe()
+    worker = Worker(commands, memory_megabytes=512)
+    worker.timeout = SECONDS
+    pipes = {key: Pipe() for key in range(3)}
+    for key, (connection, _) in pipes.items():
+        worker.selector.register(connection, EVENT_READ, key)
+    worker.processes = Unwalked(
+        {key: Process(0, connection) for key, (connection, _) in pipes.items()}
+    )
+    for key in (2, 0):
+        trainer.send(("step", key, "x"))
+        worker._wait()
+        assert pipes[key][1].recv() == "x"
+    assert [*worker.deadlines] == [2, 0]
+    pipes[0][1].send_bytes(b'[true, "heard"]')
+    worker._wait()
+    assert json.loads(trainer.recv_bytes()) == [0, True, "heard"]
+    assert [*worker.deadlines] == [2]
+
+
+def test_those_that_are_late_together_are_all_told(tmp_path):
+    with environment_pool(tmp_path, "Odd", timeout=2.0) as pool:
+        late = [odd(pool, "hang").step("x") for _ in range(2)]
+        other = odd(pool, "go_on")
+        for call in late:
+            with pytest.raises(EnvironmentFailed, match="no answer after 2 s"):
+                call.result(SECONDS)
+        assert other.step("x").result(SECONDS) == ["go on", 0.0, False]
 
 
 @pytest.mark.parametrize("turn", [0, 1])
