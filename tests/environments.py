@@ -77,6 +77,15 @@ class Odd(Echo):
         print("x" * (1 << 22))
         return "heard?", 1.0, True
 
+class Attentive:
+    '''Says what it knows of a turn.'''
+    def reset(self, prompt, **columns): pass
+    def step(self, text, finish_reason, token_ids=(), tokens_left=0):
+        return f"{text}: {finish_reason} {token_ids} {tokens_left}", 0.0, False
+
+class Demanding(Attentive):
+    def step(self, text, tokens_left, colour): return "", 0.0, True
+
 class Slow(Echo):
     def __init__(self, seconds=0.5): super().__init__(); self.seconds = seconds
     def step(self, text):

@@ -8,6 +8,9 @@ An environment is a class in a user's file:
         def step(self, text: str) -> tuple[str, float, bool]:
             ...  # the model's turn -> observation, reward, done
 
+`step` may also take `token_ids` and `finish_reason` of the turn (`stop`, or `length` if it was cut
+off), and `tokens_left`, the number of tokens that observations and further turns may have together.
+
 Every sample has its own instance, made from `environment.arguments`, in its own process: the file
 is loaded once, and each instance lives in a fork of the process that loaded it. So a call that
 hangs, dies or uses too much memory can be killed without affecting other samples, and a step that

@@ -5,6 +5,7 @@ import math
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from megatron_grpo.user_code.user_file import load_user_file
 
 MAX_CHARACTERS = 1 << 20
 """Most characters of one observation: no model's context holds more."""
+TURN = ("token_ids", "finish_reason", "tokens_left")
+"""What `step` may ask for besides the text of the turn, by parameters of these names."""
 LOAD_KEY = -1
 """Key of the answer about loading the class, in place of an instance's key."""
 
@@ -40,6 +43,13 @@ class LoadedClass:
             raise ValueError(
                 f"environment.arguments {dict(arguments)} of {name}: {error}"
             ) from None
+        besides_text = _parameters(found.step, skip=2)  # type: ignore[attr-defined]
+        for parameter in required(besides_text):
+            if parameter not in TURN:
+                raise ValueError(
+                    f"step of {name} requires {parameter!r}: besides the text it may take "
+                    f"{', '.join(TURN)}"
+                )
         return cls(found, arguments)
 
     @property
@@ -56,19 +66,26 @@ class LoadedClass:
 
     @property
     def _reset_parameters(self) -> dict[str, inspect.Parameter]:
-        parameters = [*inspect.signature(self.make.reset).parameters.values()]  # type: ignore[attr-defined]
-        return {parameter.name: parameter for parameter in parameters[1:]}  # without self
+        return _parameters(self.make.reset, skip=1)  # type: ignore[attr-defined]
 
 
-def step(environment: Any, text: str) -> tuple[str, float, bool]:
-    """Observation, reward and done; raises ValueError for anything else."""
-    answer = environment.step(text)
+def step(environment: Any, text: str, turn: Mapping[str, Any]) -> tuple[str, float, bool]:
+    """Observation, reward and done; raises ValueError for anything else.
+
+    `turn` has the values of `TURN`, of which `step` gets those that it takes.
+    """
+    answer = environment.step(text, **taken(turn, _parameters(environment.step, skip=1)))
     if not isinstance(answer, tuple | list) or len(answer) != 3:
         raise ValueError(
             f"step returned {reprlib.repr(answer)} instead of (observation, reward, done)"
         )
     observation, reward, done = answer
     return _text("step", observation), _number(reward), _flag(done)
+
+
+def _parameters(method: Callable[..., Any], *, skip: int) -> dict[str, inspect.Parameter]:
+    """The parameters of a method by name, without the first `skip`."""
+    return dict(islice(inspect.signature(method).parameters.items(), skip, None))
 
 
 def _text(method: str, observation: Any) -> str:

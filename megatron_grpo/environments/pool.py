@@ -160,9 +160,12 @@ class Instance:
         """Its first observation, or None. `seed` seeds the random generators of its process."""
         return self.pool.call("reset", self.key, seed, prompt, dict(columns))
 
-    def step(self, text: str) -> "Future[list[Any]]":
-        """Its answer to a turn of the model: the fields of a `Step`."""
-        return self.pool.call("step", self.key, text)
+    def step(self, text: str, **turn: Any) -> "Future[list[Any]]":
+        """Its answer to a turn of the model: the fields of a `Step`.
+
+        `turn` is what the class may ask for besides the text (`loaded_class.TURN`).
+        """
+        return self.pool.call("step", self.key, text, turn)
 
     def end(self) -> None:
         """Kill it, and the processes it has started in its process group."""

@@ -4,7 +4,7 @@ It reads the class and its limits from the socket FD, loads the class, answers w
 `reset` requires, and then executes commands, with any number of calls at once:
 
     ("reset", key, seed, prompt, columns)    fork a process, make the instance `key` in it, reset it
-    ("step", key, text)    call its `step`
+    ("step", key, text, turn)    call its `step`
     ("end", key)           kill it
 
 Every answer is [key, true, result] or [key, false, error text] in JSON, so that nothing from the
@@ -113,13 +113,13 @@ class Worker:
             if key in self.processes:  # else it has failed already
                 self._kill(key)
 
-    def _step(self, key: int, text: str) -> None:
+    def _step(self, key: int, *turn: Any) -> None:
         if key in self.dead:
             self._answer(key, False, self.dead[key])
             return
         self.deadlines[key] = time.monotonic() + self.timeout
         with suppress(ConnectionError):  # its end is noticed when reading
-            self.processes[key].connection.send(text)
+            self.processes[key].connection.send(turn)
 
     def _fork(self, seed: int, prompt: str, columns: Any) -> Process:
         connection, theirs = Pipe()
@@ -155,7 +155,7 @@ class Worker:
         with suppress(EOFError, ConnectionError):
             while True:
                 worker.send_bytes(json.dumps(self._attempt(action)).encode())
-                action = partial(step, self.environment, worker.recv())
+                action = partial(step, self.environment, *worker.recv())
         os._exit(0)
 
     def _attempt(self, action: Callable[[], Any]) -> tuple[bool, Any]:

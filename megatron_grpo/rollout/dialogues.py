@@ -43,7 +43,12 @@ class Dialogue:
         self._append(tokens, [token["logprob"] for token in choice["logprobs"]["content"]], True)
         self.text += choice["text"]
         self._is_cut = choice["finish_reason"] == "length"
-        self.pending = self.instance.step(choice["text"])
+        self.pending = self.instance.step(
+            choice["text"],
+            token_ids=tokens,
+            finish_reason=choice["finish_reason"],
+            tokens_left=self.room,
+        )
 
     def take_first(self, observation: str | None, turns: Turns) -> None:
         """Begin, with the first observation (if any) appended to the prompt."""

@@ -107,6 +107,15 @@ def test_an_instance_that_fails_is_told_and_the_others_go_on(tmp_path, deed, tol
         assert wait_until(lambda: len(processes_of(pool)) == 2, SECONDS)
 
 
+def test_a_step_gets_of_its_turn_what_its_parameters_name(tmp_path):
+    turn = {"token_ids": [5, 2], "finish_reason": "stop", "tokens_left": 9}
+    with environment_pool(tmp_path, "Attentive") as pool:
+        instance = pool.open()
+        instance.reset("prompt", {}, SEED).result(SECONDS)
+        answer = instance.step("x", **turn, unknown_to_it=1).result(SECONDS)
+        assert answer == ["x: stop [5, 2] 9", 0.0, False]
+
+
 class Unwalked(dict):
     """A table whose entries are only looked up."""
 
@@ -127,9 +136,9 @@ def test_an_event_concerns_only_the_instances_that_it_is_about():
         {key: Process(0, connection) for key, (connection, _) in pipes.items()}
     )
     for key in (2, 0):
-        trainer.send(("step", key, "x"))
+        trainer.send(("step", key, "x", {}))
         worker._wait()
-        assert pipes[key][1].recv() == "x"
+        assert pipes[key][1].recv() == ("x", {})
     assert [*worker.deadlines] == [2, 0]
     pipes[0][1].send_bytes(b'[true, "heard"]')
     worker._wait()
@@ -223,6 +232,12 @@ def test_the_death_of_the_process_that_forks_them_is_told_to_all(tmp_path):
     [
         ("Missing", {}, "has no class 'Missing'"),
         ("Halved", {}, "has no method step"),
+        (
+            "Demanding",
+            {},
+            "step of .* requires 'colour': besides the text it may take "
+            "token_ids, finish_reason, tokens_left",
+        ),
         ("Rigid", {}, "environment.arguments {} of .*: missing a required argument: 'size'"),
         (
             "Curious",

@@ -17,7 +17,7 @@ from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.launch.preemption import Preempted
 from megatron_grpo.rollout import EnginesOut, Sample
 from megatron_grpo.rollout.connection import is_healthy
-from megatron_grpo.rollout.dialogues import DialogueGeneration
+from megatron_grpo.rollout.dialogues import Dialogue, DialogueGeneration
 from megatron_grpo.rollout.engine import PROBE_INTERVAL
 from megatron_grpo.rollout.samples import turn_seed
 from megatron_grpo.rollout.turns import Turns
@@ -154,6 +154,21 @@ def test_dialogues_are_the_same_next_time_and_with_two_engines(transformers, tie
         two.version = transformers.version - 1
         two.push(tied_model)
         assert samples_of(two) == first
+
+
+class Heard:
+    """Stands for an environment, and remembers its last turn."""
+
+    def step(self, text: str, **turn) -> None:
+        self.turn = {"text": text} | turn
+
+
+def test_an_environment_hears_the_tokens_of_a_turn_its_end_and_what_is_left():
+    instance = Heard()
+    dialogue = Dialogue(random_prompts(1)[0], 0, instance, None, room=10)
+    said = {"text": "x", "token_ids": [5, 2], "finish_reason": "stop"}
+    dialogue.take_turn(said | {"logprobs": {"content": [{"logprob": -1.0}] * 2}})
+    assert instance.turn == said | {"tokens_left": 8}
 
 
 def test_every_turn_of_every_sample_has_a_seed_of_its_own():
