@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.environments import EnvironmentFailed, EnvironmentPool, Instance, Step
+from megatron_grpo.rollout.choice import Choice
 from megatron_grpo.rollout.engine import Json
 from megatron_grpo.rollout.samples import Sample, turn_seed
 from megatron_grpo.rollout.tasks import together
@@ -37,16 +38,15 @@ class Dialogue:
     _is_cut: bool = False
     """Whether the last turn has no end token."""
 
-    def take_turn(self, choice: Json) -> None:
+    def take_turn(self, choice: Choice) -> None:
         """Append a turn of the model and submit it to the environment."""
-        tokens = choice["token_ids"]
-        self._append(tokens, [token["logprob"] for token in choice["logprobs"]["content"]], True)
-        self.text += choice["text"]
-        self._is_cut = choice["finish_reason"] == "length"
+        self._append(choice.token_ids, choice.token_logprobs, True)
+        self.text += choice.text
+        self._is_cut = choice.finish_reason == "length"
         self.pending = self.instance.step(
-            choice["text"],
-            token_ids=tokens,
-            finish_reason=choice["finish_reason"],
+            choice.text,
+            token_ids=choice.token_ids,
+            finish_reason=choice.finish_reason,
             tokens_left=self.room,
         )
 
@@ -164,7 +164,7 @@ class DialogueGeneration:
         """Wait for all outstanding answers of environments."""
         await together(map(self._settle, self.dialogues))
 
-    async def take(self, number: int, choice: Json, url: str) -> Json | None:
+    async def take(self, number: int, choice: Choice, url: str) -> Json | None:
         """Process a turn from the engine at `url`; returns the next request, None at the end."""
         dialogue = self.dialogues[number]
         dialogue.take_turn(choice)

@@ -11,8 +11,10 @@ from functools import partial
 from typing import Any, NoReturn
 
 import httpx
+import msgspec
 
 from megatron_grpo.launch.job_token import TOKEN_VARIABLE
+from megatron_grpo.rollout.choice import Choice, decode_choice
 from megatron_grpo.rollout.engine_error import EngineDown, EngineError, EngineStale
 from megatron_grpo.rollout.push_state import LOADED, LOADED_VERSION
 from megatron_grpo.rollout.tasks import beside, together
@@ -26,6 +28,8 @@ NOT_FINITE = -9999.0
 NO_VERSION = "none"
 # In the Prometheus metrics: one line for each replica behind the address.
 GENERATED_TOKENS = re.compile(r"^vllm:generation_tokens_total(?:{.*})? (\S+)$", re.MULTILINE)
+
+JSON_HEADERS = {"Content-Type": "application/json"}
 
 Json = dict[str, Any]
 
@@ -57,7 +61,7 @@ class Engine:
         self,
         requests: Mapping[int, Json],
         policy_version: int,
-        take: Callable[[int, Json, str], Awaitable[Json | None]],
+        take: Callable[[int, Choice, str], Awaitable[Json | None]],
     ) -> None:
         """Make the engine answer `requests`, which it starts together, in the order of priority.
 
@@ -72,8 +76,7 @@ class Engine:
             nonlocal num_asked, num_answered
             while request is not None:
                 num_asked += 1
-                answer = await self.post("/inference/v1/generate", request)
-                [choice] = answer["choices"]
+                choice = await self._complete(request)
                 self._check(choice, policy_version, request["sampling_params"]["max_tokens"])
                 num_answered += 1
                 request = await take(number, choice, self.url)
@@ -89,6 +92,16 @@ class Engine:
                     f"rollout engine {self.url} was given new weights while it generated: is "
                     "another trainer using it?"
                 )
+
+    async def _complete(self, request: Json) -> Choice:
+        response = await self._request("POST", "/inference/v1/generate", request)
+        try:
+            return decode_choice(response.content)
+        except msgspec.MsgspecError as error:
+            raise EngineError(
+                f"rollout engine {self.url} answered with something else than a completion of "
+                f"vLLM 0.32: {error}"
+            ) from error
 
     async def _at_once(self, asks: Sequence[Callable[[], Coroutine[Any, Any, None]]]) -> None:
         """Make the engine hold requests back until all of `asks` have arrived.
@@ -245,8 +258,11 @@ class Engine:
     ) -> httpx.Response:
         engine = f"rollout engine {self.url}"
         limit = self.http.timeout if timeout is None else httpx.Timeout(timeout)
+        content = None if body is None else msgspec.json.encode(body)
         try:
-            response = await self.http.request(method, route, json=body, timeout=limit)
+            response = await self.http.request(
+                method, route, content=content, headers=JSON_HEADERS, timeout=limit
+            )
         except httpx.ConnectTimeout as error:
             raise EngineDown(f"{engine} cannot be reached") from error
         except httpx.TimeoutException as error:
@@ -269,24 +285,24 @@ class Engine:
             )
         return response
 
-    def _check(self, choice: Json, policy_version: int, max_tokens: int) -> None:
-        versions = [span["version"] for span in choice["weight_versions"]]
+    def _check(self, choice: Choice, policy_version: int, max_tokens: int) -> None:
+        versions = [span.version for span in choice.weight_versions]
         if versions != [str(policy_version)]:
             raise EngineError(
                 f"rollout engine {self.url} sampled from weights of version "
                 f"{', '.join(versions)}, but version {policy_version} was requested"
             )
-        if choice["finish_reason"] not in ("stop", "length"):
+        if choice.finish_reason not in ("stop", "length"):
             raise EngineDown(  # such as `abort`, when the engine is shut down
-                f"rollout engine {self.url} gave up a sample: {choice['finish_reason']}"
+                f"rollout engine {self.url} gave up a sample: {choice.finish_reason}"
             )
-        if choice["finish_reason"] == "length" and len(choice["token_ids"]) < max_tokens:
+        if choice.finish_reason == "length" and len(choice.token_ids) < max_tokens:
             raise EngineError(
-                f"rollout engine {self.url} ended a completion after {len(choice['token_ids'])} of "
+                f"rollout engine {self.url} ended a completion after {len(choice.token_ids)} of "
                 f"{max_tokens} tokens: its context is too short; start it with a larger "
                 "rollout.vllm.max_model_len, or lower rollout.max_completion_length"
             )
-        if any(token["logprob"] <= NOT_FINITE for token in choice["logprobs"]["content"]):
+        if any(logprob <= NOT_FINITE for logprob in choice.token_logprobs):
             raise EngineError(
                 f"rollout engine {self.url} returned a log-probability that is not finite"
             )

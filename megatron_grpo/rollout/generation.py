@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.rollout.choice import Choice
 from megatron_grpo.rollout.engine import Json
 from megatron_grpo.rollout.samples import Sample, first_seed
 
@@ -20,7 +21,7 @@ class Requests(Protocol):
     async def settle(self) -> None:
         """Wait until `open` holds everything that is left to do."""
 
-    async def take(self, number: int, choice: Json, url: str) -> Json | None:
+    async def take(self, number: int, choice: Choice, url: str) -> Json | None:
         """Process the answer to an open request from the engine at `url`; returns the follow-up."""
 
     def samples(self) -> list[Sample]:
@@ -83,10 +84,10 @@ class Generation:
     async def settle(self) -> None:
         """Nothing to wait for."""
 
-    async def take(self, number: int, choice: Json, url: str) -> None:
+    async def take(self, number: int, choice: Choice, url: str) -> None:
         """Turn the answer of the engine at `url` into a sample; there is no follow-up request.
 
-        The answer itself, hundreds of bytes per token, is not kept.
+        The answer itself, over a hundred bytes per token, is not kept.
         """
         self._samples[number] = self._sample(number, choice)
         del self.open[number]
@@ -97,14 +98,14 @@ class Generation:
         assert not self.open, f"{len(self.open)} requests are open"
         return [sample for _, sample in sorted(self._samples.items())]
 
-    def _sample(self, number: int, choice: Json) -> Sample:
+    def _sample(self, number: int, choice: Choice) -> Sample:
         position, sample_index = divmod(number, self._num_generations)
         return Sample(
             prompt=self._prompts[position],
             sample_index=sample_index,
-            completion_ids=tuple(choice["token_ids"]),
-            logprobs=tuple(token["logprob"] for token in choice["logprobs"]["content"]),
-            finish_reason=choice["finish_reason"],
-            text=choice["text"],
+            completion_ids=tuple(choice.token_ids),
+            logprobs=tuple(choice.token_logprobs),
+            finish_reason=choice.finish_reason,
+            text=choice.text,
             policy_version=self.policy_version,
         )

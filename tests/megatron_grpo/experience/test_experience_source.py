@@ -12,6 +12,7 @@ from demo.make_sums import sums
 from megatron_grpo.experience.experience_source import ExperienceSource
 from megatron_grpo.launch.job_token import new_token
 from megatron_grpo.rollout import EnginesOut, Generation, Sample
+from megatron_grpo.rollout.choice import Choice, Logprobs, Token
 from megatron_grpo.timing import PhaseTimer
 from models import tiny_model
 from parallel import ParallelDims
@@ -36,13 +37,14 @@ class Engines:
         return generation.samples()
 
 
-def choice(number: int) -> dict:
-    return {
-        "token_ids": [20 + number],
-        "logprobs": {"content": [{"logprob": -1.0}]},
-        "finish_reason": "stop",
-        "text": str(number),
-    }
+def choice(number: int) -> Choice:
+    return Choice(
+        token_ids=[20 + number],
+        logprobs=Logprobs([Token(-1.0)]),
+        finish_reason="stop",
+        text=str(number),
+        weight_versions=[],
+    )
 
 
 def source_of(tmp_path: Path, rows: list, *overrides: str) -> ExperienceSource:

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from megatron_grpo.rollout import engine as engine_module
+from megatron_grpo.rollout.choice import Choice
 from megatron_grpo.rollout.engine import Engine, Patience
 from megatron_grpo.rollout.engine_error import EngineDown, EngineError
 
@@ -19,6 +21,7 @@ MAX_TOKENS = 3
 CHOICE = {
     "weight_versions": [{"version": "7"}],
     "finish_reason": "stop",
+    "text": "ab",
     "token_ids": [5, 6],
     "logprobs": {"content": [{"logprob": -0.5}, {"logprob": -9998.9}]},
 }
@@ -36,7 +39,7 @@ def engine_of(answer: Callable[[httpx.Request], Any], stall: float = 60.0) -> En
     return Engine(URL, http, Patience(health=60.0, stall=stall))
 
 
-def generate(choice: dict[str, Any], push_afterwards: str = "7-a") -> list[dict[str, Any]]:
+def generate(choice: dict[str, Any], push_afterwards: str = "7-a") -> list[Choice]:
     """The choices taken from an engine that answers its one request with `choice`, at version 7."""
     push, num_asked, taken = "7-a", 0, []
 
@@ -51,7 +54,7 @@ def generate(choice: dict[str, Any], push_afterwards: str = "7-a") -> list[dict[
                 return {"choices": [choice]}
         return {"server_load": num_asked, "success": True}
 
-    async def take(number: int, choice: dict[str, Any], url: str) -> None:
+    async def take(number: int, choice: Choice, url: str) -> None:
         taken.append(choice)
 
     request = {"sampling_params": {"max_tokens": MAX_TOKENS}}
@@ -67,7 +70,7 @@ WELL = {
 
 @pytest.mark.parametrize("differing", WELL.values(), ids=WELL)
 def test_an_answer_that_is_well_is_taken(differing):
-    assert generate(CHOICE | differing) == [CHOICE | differing]
+    assert generate(CHOICE | differing) == [msgspec.convert(CHOICE | differing, Choice)]
 
 
 DOCTORED = {
@@ -83,6 +86,11 @@ DOCTORED = {
     ),
     "given up": ({"finish_reason": "abort"}, EngineDown, "gave up a sample: abort"),
     "cut short": ({"finish_reason": "length"}, EngineError, "completion after 2 of 3 tokens"),
+    "without versions": (
+        {"weight_versions": None},
+        EngineError,
+        r"something else than a completion of vLLM 0.32: .*weight_versions",
+    ),
     # vLLM's own word for a number that JSON has not.
     "not finite": (
         {"logprobs": {"content": [{"logprob": -0.5}, {"logprob": -9999.0}]}},

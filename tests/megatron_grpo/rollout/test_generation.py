@@ -7,6 +7,7 @@ import weakref
 import pytest
 
 from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.rollout.choice import Choice, Logprobs, Token
 from megatron_grpo.rollout.generation import Generation
 from megatron_grpo.rollout.samples import Sample, first_seed
 
@@ -14,8 +15,12 @@ PROMPTS = [Prompt(index=7 + i, token_ids=(i,), text="", row={}) for i in range(3
 NUM_GENERATIONS, LENGTH = 2, 5
 
 
-class Json(dict):
-    """Unlike a dict's, its end can be watched."""
+class WatchedToken(Token, weakref=True, gc=True):
+    """Its end can be watched."""
+
+
+class WatchedChoice(Choice, weakref=True):
+    """Its end can be watched."""
 
 
 def generation() -> Generation:
@@ -31,13 +36,14 @@ def generation() -> Generation:
     )
 
 
-def choice(number: int) -> Json:
+def choice(number: int) -> WatchedChoice:
     draw = random.Random(number)
-    return Json(
+    return WatchedChoice(
         token_ids=[draw.randrange(1000, 2000) for _ in range(LENGTH)],
-        logprobs={"content": [Json(token="a", logprob=-draw.random()) for _ in range(LENGTH)]},
+        logprobs=Logprobs([WatchedToken(-draw.random()) for _ in range(LENGTH)]),
         finish_reason="length",
         text=str(number),
+        weight_versions=[],
     )
 
 
@@ -60,8 +66,8 @@ def test_samples_are_in_the_order_of_prompts_and_indices_whoever_answers_first()
         Sample(
             prompt=PROMPTS[number // 2],
             sample_index=number % 2,
-            completion_ids=tuple(choice(number)["token_ids"]),
-            logprobs=tuple(token["logprob"] for token in choice(number)["logprobs"]["content"]),
+            completion_ids=tuple(choice(number).token_ids),
+            logprobs=tuple(choice(number).token_logprobs),
             finish_reason="length",
             text=str(number),
             policy_version=4,
@@ -72,15 +78,15 @@ def test_samples_are_in_the_order_of_prompts_and_indices_whoever_answers_first()
 
 def test_nothing_of_an_answer_is_kept_but_its_sample():
     requests, given = generation(), choice(0)
-    watched = [weakref.ref(json) for json in (given, given["logprobs"]["content"][0])]
+    watched = [weakref.ref(each) for each in (given, given.logprobs.content[0])]
     asyncio.run(requests.take(0, given, "http://a"))
     del given
-    assert [json() for json in watched] == [None] * 2
+    assert [each() for each in watched] == [None] * 2
 
 
 def test_an_answer_that_makes_no_sample_leaves_its_request_open():
     requests, given = generation(), choice(1)
-    given["token_ids"].pop()
+    given.token_ids.pop()
     with pytest.raises(AssertionError):
         asyncio.run(requests.take(1, given, "http://a"))
     assert set(requests.open) == {*range(6)} and requests.engines == set()
