@@ -19,7 +19,6 @@ NEVER = Limit(300.0, "never")
 LIMITS = Limits(
     start=Limit(60.0, "rollout.startup_timeout"),
     step=Limit(1.5, "train.hang_timeout"),
-    generate=NEVER,
     push=NEVER,
 )
 """Limits of a test. Work that must not run into `step`'s limit is called `generate`."""

@@ -37,7 +37,8 @@ class RolloutConfig(Section):
     startup_timeout: PositiveFloat = 300.0
     """Seconds within which a started engine must answer."""
     request_timeout: PositiveFloat = 600.0
-    """Seconds within which an engine must answer a request."""
+    """Seconds within which an engine must answer any request but those for completions, which
+    may take any time: see stall_timeout."""
     health_timeout: PositiveFloat = 30.0
     """Seconds within which an engine must answer a health probe; otherwise it counts as lost."""
     stall_timeout: PositiveFloat = 120.0

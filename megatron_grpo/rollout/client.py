@@ -31,7 +31,7 @@ class RolloutClient:
     When an engine fails, the fleet loses it and the others carry on: a generation continues at
     once, a push starts over. Errors that another engine would not fix are raised and name the
     engine: EngineError when its answer is not what was asked for, TimeoutError when it is healthy
-    but has not answered within `rollout.request_timeout`.
+    but has not answered another request than one for a completion within `rollout.request_timeout`.
 
     A push goes to the engines found by `assemble`. An engine that fails during a push gets no more
     requests and is counted as lost at the next `assemble`.

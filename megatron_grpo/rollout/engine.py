@@ -94,7 +94,12 @@ class Engine:
                 )
 
     async def _complete(self, request: Json) -> Choice:
-        response = await self._request("POST", "/inference/v1/generate", request)
+        # It is answered at its end, after all that wait before it; `watch` notices if all hang.
+        usual = self.http.timeout
+        endless = httpx.Timeout(
+            connect=usual.connect, read=None, write=usual.write, pool=usual.pool
+        )
+        response = await self._request("POST", "/inference/v1/generate", request, endless)
         try:
             return decode_choice(response.content)
         except msgspec.MsgspecError as error:
@@ -137,13 +142,14 @@ class Engine:
         may be too busy sending answers to respond to a probe: an unanswered probe is ignored if
         `progress()` changed meanwhile.
         """
+        health = httpx.Timeout(self.patience.health)
         seen, since = None, time.monotonic()
         while True:
             await asyncio.sleep(PROBE_INTERVAL)
             before = progress()
             try:
-                await self._request("GET", "/health", timeout=self.patience.health)
-                page = await self._request("GET", "/metrics", timeout=self.patience.health)
+                await self._request("GET", "/health", limit=health)
+                page = await self._request("GET", "/metrics", limit=health)
             except TimeoutError:
                 if progress() == before:
                     raise EngineDown(
@@ -254,10 +260,14 @@ class Engine:
         return answer
 
     async def _request(
-        self, method: str, route: str, body: Json | None = None, timeout: float | None = None
+        self,
+        method: str,
+        route: str,
+        body: Json | None = None,
+        limit: httpx.Timeout | None = None,
     ) -> httpx.Response:
         engine = f"rollout engine {self.url}"
-        limit = self.http.timeout if timeout is None else httpx.Timeout(timeout)
+        limit = limit or self.http.timeout
         content = None if body is None else msgspec.json.encode(body)
         try:
             response = await self.http.request(
@@ -267,7 +277,8 @@ class Engine:
             raise EngineDown(f"{engine} cannot be reached") from error
         except httpx.TimeoutException as error:
             raise TimeoutError(
-                f"{engine} did not answer {route} within {limit.read:g} s (rollout.request_timeout)"
+                f"{engine} did not answer {route} within {limit.write:g} s "
+                "(rollout.request_timeout)"
             ) from error
         except httpx.TransportError as error:
             reason = str(error) or "it closed the connection"

@@ -27,18 +27,12 @@ class Limits:
 
     start: Limit
     step: Limit
-    generate: Limit
     push: Limit
 
     @classmethod
     def of(cls, cfg: Config) -> "Limits":
         """The limits of a run."""
         rollout = cfg.rollout
-        # A request to an engine that dies is repeated on another one or a restarted one.
-        generate = 2 * rollout.request_timeout + rollout.startup_timeout
-        if cfg.environment.name is not None:  # per turn, one request and one environment step
-            turn = rollout.request_timeout + cfg.environment.timeout
-            generate += cfg.environment.max_turns * turn
         # A link without traffic for TIMEOUT is given up; then its engine is waited for until it
         # counts as lost, and the push is repeated.
         waits = TIMEOUT.total_seconds() + rollout.stall_timeout
@@ -47,24 +41,24 @@ class Limits:
         return cls(
             start=Limit(rollout.startup_timeout + MARGIN_SECONDS, "rollout.startup_timeout"),
             step=step,
-            generate=Limit(generate + MARGIN_SECONDS, "rollout.request_timeout"),
             push=max(push, step, key=_seconds),
         )
 
     def of_phase(self, phase: str, *, is_first_step: bool) -> Limit | None:
         """The limit while rank 0 is in `phase`; None if it may take any time.
 
-        Files may be slow, and every reward call has its own limit. `pack` gets the limit of
-        `generate`: rank 0 packs the completions alone, which can take minutes if they are long. The
-        first step of a process gets more time, for compiling kernels and making connections.
+        Files may be slow, an engine that generates nothing counts as lost, every call of a reward
+        or an environment has its own limit, and rank 0 packs the completions alone, which can take
+        minutes if they are long. The first step of a process gets more time, for compiling kernels
+        and making connections.
         """
         match phase.removeprefix(f"{WAIT}_"):
             case "await_engines":
                 return self.start
-            case "load" | "score" | "eval_score" | "save" | "close":
+            case "load" | "generate" | "eval_generate" | "score" | "eval_score":
                 return None
-            case "generate" | "eval_generate" | "pack":
-                return self.generate
+            case "pack" | "save" | "close":
+                return None
             case "push" | "verify_weights":
                 usual = self.push
             case _:

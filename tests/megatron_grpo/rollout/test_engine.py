@@ -39,12 +39,18 @@ def engine_of(answer: Callable[[httpx.Request], Any], stall: float = 60.0) -> En
     return Engine(URL, http, Patience(health=60.0, stall=stall))
 
 
-def generate(choice: dict[str, Any], push_afterwards: str = "7-a") -> list[Choice]:
+def generate(
+    choice: dict[str, Any],
+    push_afterwards: str = "7-a",
+    limits: dict[str, float | None] | None = None,
+) -> list[Choice]:
     """The choices taken from an engine that answers its one request with `choice`, at version 7."""
     push, num_asked, taken = "7-a", 0, []
 
     def answer(request: httpx.Request) -> Any:
         nonlocal push, num_asked
+        if limits is not None:
+            limits[request.url.path] = request.extensions["timeout"]["read"]
         match request.url.path:
             case "/collective_rpc":
                 question = json.loads(request.content)["kwargs"]["question"]
@@ -71,6 +77,13 @@ WELL = {
 @pytest.mark.parametrize("differing", WELL.values(), ids=WELL)
 def test_an_answer_that_is_well_is_taken(differing):
     assert generate(CHOICE | differing) == [msgspec.convert(CHOICE | differing, Choice)]
+
+
+def test_a_completion_alone_may_take_any_time():
+    limits: dict[str, float | None] = {}
+    generate(CHOICE, limits=limits)
+    assert {path for path, limit in limits.items() if limit is None} == {"/inference/v1/generate"}
+    assert len(limits) > 3
 
 
 DOCTORED = {

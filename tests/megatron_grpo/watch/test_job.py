@@ -10,7 +10,6 @@ PACE = Pace(silence=20, settle=0.5, stacks=2)
 LIMITS = Limits(
     start=Limit(300, "rollout.startup_timeout"),
     step=Limit(45, "train.hang_timeout"),
-    generate=Limit(1500, "rollout.request_timeout"),
     push=Limit(75, "train.hang_timeout"),
 )
 
@@ -92,7 +91,7 @@ def test_a_rank_without_signs_of_life_is_named():
 
 @pytest.mark.parametrize(
     ("step", "phase", "seconds"),
-    [(2, "train", 45), (2, "", 45), (2, "push", 75), (2, "generate", 1500), (1, "train", 300)],
+    [(2, "train", 45), (2, "", 45), (2, "push", 75), (1, "train", 300)],
 )
 def test_how_long_nothing_may_move_depends_on_where_rank_0_is(step, phase, seconds):
     found = job(step=step, phase=phase)
@@ -100,8 +99,10 @@ def test_how_long_nothing_may_move_depends_on_where_rank_0_is(step, phase, secon
     assert found.wants_stacks(seconds)
 
 
-@pytest.mark.parametrize(("step", "phase"), [(0, "load"), (2, "score"), (2, "save"), (2, "close")])
-def test_files_and_rewards_may_take_their_time(step, phase):
+@pytest.mark.parametrize(
+    ("step", "phase"), [(0, "load"), (2, "generate"), (2, "score"), (2, "save")]
+)
+def test_files_engines_and_rewards_may_take_their_time(step, phase):
     beats_until(job(step=step, phase=phase), 10_000)
 
 
