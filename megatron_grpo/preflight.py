@@ -12,7 +12,8 @@ from checkpoint_convert import ModelShape, check_divisible, check_weights, read_
 from checkpoint_convert.companions import CHECKPOINT_FOLDER, companion_files
 from checkpoint_convert.shape import differing_fields
 from checkpoint_convert.vllm import check_engine_dims
-from megatron_grpo.checkpoints.folders import latest_step, step_folder
+from megatron_grpo.checkpoints.folders import checkpoint_at, latest_step, step_folder
+from megatron_grpo.checkpoints.manifest import read_manifest
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.config_file import dump_config, load_config
 from megatron_grpo.config.megatron_fields import PERFORMANCE_FIELDS
@@ -79,6 +80,7 @@ def preflight(cfg: Config, token: str | None) -> None:
     shape = _check_model(cfg)
     check_engines(cfg.rollout, shape, token)
     check_same_run(cfg)
+    check_start(cfg)
     if cfg.wandb.project and importlib.util.find_spec("wandb") is None:
         raise ValueError("wandb.project needs wandb: install the extra `wandb`, or leave it out")
     if cfg.train.tensorboard and importlib.util.find_spec("tensorboard") is None:
@@ -135,6 +137,18 @@ def check_same_run(cfg: Config) -> None:
         _check_same_model(step_folder(checkpoints, step) / CHECKPOINT_FOLDER, cfg.model.path)
 
 
+def check_start(cfg: Config) -> None:
+    """Raise ValueError if a new run cannot start from `train.init_from`; a resumed one does not."""
+    if cfg.train.init_from is None or latest_step(cfg.train.run_dir / "checkpoints"):
+        return
+    checkpoint = checkpoint_at(cfg.train.init_from)
+    try:
+        read_manifest(checkpoint)
+    except ValueError as error:
+        raise ValueError(f"train.init_from {checkpoint} cannot be used: {error}") from None
+    _check_same_model(checkpoint / CHECKPOINT_FOLDER, cfg.model.path)
+
+
 def _check_never_saved(run_dir: Path) -> None:
     """Raise ValueError for records of more steps than a run can take without a checkpoint.
 
@@ -163,12 +177,12 @@ def _saved_config(run_dir: Path) -> Config:
 def _check_same_model(kept: Path, folder: Path) -> None:
     """Raise ValueError if `folder` describes a different model from `kept`, a checkpoint's copy.
 
-    Weights are not compared: a resumed run reads all but the reference's from its checkpoint.
+    Weights are not compared: all but the reference's are read from the checkpoint.
     """
     differing = differing_fields(read_shape(kept), read_shape(folder), but_for=())
     if differing:
         raise ValueError(
-            f"model.path {folder} is another model than {kept}, which the run has trained:\n  "
+            f"model.path {folder} is another model than {kept}, which was trained:\n  "
             + "\n  ".join(differing)
         )
 

@@ -27,7 +27,7 @@ from megatron_grpo.checkpoints import folders, manifest, megatron_state
 from megatron_grpo.checkpoints.experience_file import READY, read_experience
 from megatron_grpo.checkpoints.manifest import FileHash
 from megatron_grpo.checkpoints.megatron_state import StatePart
-from megatron_grpo.checkpoints.newest import load_newest
+from megatron_grpo.checkpoints.newest import load_newest, load_start
 from megatron_grpo.checkpoints.shard_file import HostMemory, chunks_to_write
 from megatron_grpo.checkpoints.shared_files import SharedFiles
 from megatron_grpo.checkpoints.trainer_state import Record, TrainerState
@@ -73,10 +73,13 @@ class Checkpoints:
     def load(self) -> TrainerState:
         """Load the newest good checkpoint into policy and reference; return the state at its step.
 
-        Returns the state at step 0 when there are none. Raises the ValueError of `load_newest`, and
-        OSError on all ranks when there is no disk space for one more checkpoint.
+        When there are none, returns the state at step 0, with the policy of `train.init_from` if
+        that is set. Raises the ValueError of `load_newest` and `load_start`, and OSError on all
+        ranks when there is no disk space for one more checkpoint.
         """
         state = load_newest(self._folder, self._cfg.dims, self._policy, self._reference)
+        if state.step == 0 and (init_from := self._cfg.train.init_from):
+            load_start(init_from, self._policy)
         self.newest_step = state.step
         self._check_space()
         return state

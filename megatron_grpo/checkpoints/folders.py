@@ -48,6 +48,27 @@ def latest_step(folder: Path) -> int:
     return next(iter(candidates(folder)), 0)
 
 
+def checkpoint_at(path: Path) -> Path:
+    """The checkpoint that `train.init_from` names: the newest of a run directory, or one itself.
+
+    Raises ValueError when there is none.
+    """
+    if _step_of(path.name) and path.is_dir():
+        return path
+    checkpoints = path / "checkpoints"
+    if (step := latest_step(checkpoints)) == 0:
+        raise ValueError(
+            f"train.init_from {path} has no checkpoint: give the run_dir of a run that has saved "
+            "one, or its checkpoints/step_N"
+        )
+    return step_folder(checkpoints, step)
+
+
+def step_in(checkpoint: Path) -> int:
+    """The number of optimizer steps that a checkpoint's name gives."""
+    return _step_of(checkpoint.name)
+
+
 def remove_leftovers(folder: Path) -> None:
     """Finish publications that were interrupted after the rename; remove other leftovers.
 

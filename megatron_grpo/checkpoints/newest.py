@@ -1,4 +1,4 @@
-"""Loads the newest good checkpoint, on all ranks together."""
+"""Loads the newest good checkpoint, or that of another run, on all ranks together."""
 
 import sys
 from collections.abc import Callable
@@ -70,6 +70,28 @@ def load_newest(
     return TrainerState(step=0)
 
 
+def load_start(init_from: Path, policy: Policy) -> None:
+    """Load weights, master weights and moments from a checkpoint of another run.
+
+    The rest of that run's state is left out: its steps and schedule, random states, reference and
+    generation. Raises ValueError on all ranks when the checkpoint is not good, and TimeoutError on
+    all ranks when it cannot be read.
+    """
+    found: list[Path] = []  # by rank 0 for all: that run may be saving newer ones
+    raise_first_failure(
+        lambda: found.extend([folders.checkpoint_at(init_from)] if dist.get_rank() == 0 else []),
+        ValueError,
+    )
+    dist.broadcast_object_list(shared := [found])
+    (checkpoint,) = shared[0]
+    damage = _damage(checkpoint, partial(_verify, checkpoint))
+    damage = damage or _damage(checkpoint, partial(_read_start, checkpoint, policy))
+    if damage is not None:
+        raise ValueError(f"train.init_from {checkpoint} cannot be used: {damage}")
+    if dist.get_rank() == 0:
+        print(f"starting from the weights and moments in {checkpoint}")
+
+
 def _find(folder: Path) -> list[int]:
     """On rank 0, the steps of the checkpoints to try; elsewhere nothing."""
     if dist.get_rank() != 0:
@@ -137,3 +159,14 @@ def _read(
     if record.layout == dims:  # random states are saved per rank
         row = trainer_state.read_random_state(checkpoint, dist.get_rank())
         megatron_state.set_random_state(row)
+
+
+def _read_start(checkpoint: Path, policy: Policy) -> None:
+    """Load what a new run starts from. Adam's step count belongs to the moments."""
+    if dist.get_rank() == 0:
+        screen_checkpoint(checkpoint)
+    counters = trainer_state.read_record(checkpoint, folders.step_in(checkpoint)).counters
+    own_schedule = {"scheduler": policy.scheduler.state_dict()}
+    megatron_state.set_counters(policy, counters | own_schedule)
+    parts = megatron_state.parts_saved(policy, None)
+    read_parts(checkpoint, parts, is_resumed=False)

@@ -71,16 +71,18 @@ def chunks_to_write(parts: Iterable[StatePart]) -> tuple[list[Chunk], list[Tenso
     return chunks, tensors
 
 
-def read_parts(folder: Path, parts: Sequence[StatePart]) -> None:
+def read_parts(folder: Path, parts: Sequence[StatePart], *, is_resumed: bool = True) -> None:
     """Fill all parts, in place, from a checkpoint that was saved at any layout.
 
-    Raises ValueError that names what is missing or has another shape, or if the checkpoint holds a
-    reference and `parts` do not: the run would silently continue with its initial reference.
+    Raises ValueError that names what is missing or has another shape, or if the run is resumed and
+    only one of the checkpoint and `parts` holds a reference: the run would silently continue with
+    its initial reference.
     """
     keys = {part.key for part in parts}
     stored = read_chunks(folder, lambda key: key in keys or key.startswith(REFERENCE))
     with closing(stored.tensors):
-        _check_reference(folder, set(stored.shapes), keys)
+        if is_resumed:
+            _check_reference(folder, set(stored.shapes), keys)
         _check_shapes(folder, stored, parts)
         names = [str(number) for number in range(len(parts))]
         pieces = tuple(

@@ -33,6 +33,9 @@ class TrainConfig(Section):
 
     run_dir: Path = Field(strict=False)
     """Folder for everything the run writes; starting with the same folder again resumes the run."""
+    init_from: Path | None = Field(default=None, strict=False)
+    """Run directory, or RUN_DIR/checkpoints/step_N, whose weights and moments a new run starts
+    from, at step 0; null: the weights in model.path."""
     num_steps: PositiveInt
     """Number of optimizer steps."""
     seed: NonNegativeInt = 42

@@ -348,6 +348,30 @@ def test_run_may_resume_longer_and_on_another_mesh(config, tmp_path):
     preflight(longer, None)
 
 
+def test_a_new_run_starts_from_a_checkpoint_of_the_same_model(config, tmp_path):
+    other = tmp_path / "other"
+    told = refusal(config(f"train.init_from={other}"))
+    assert f"train.init_from {other} has no checkpoint: give the run_dir" in told
+    started_run(other, config(f"train.run_dir={other}"))
+    checkpoint = other / "checkpoints" / "step_1"
+    told = refusal(config(f"train.init_from={checkpoint}"))
+    assert f"{checkpoint} cannot be used: it has no manifest.json" in told
+    (checkpoint / "manifest.json").write_text('{"files": {}}')
+    for start in (other, checkpoint):
+        preflight(config(f"train.init_from={start}", "grpo.beta=0.1", "optimizer.lr=0.1"), None)
+    of_another = json.loads((checkpoint / "hf_config" / "config.json").read_text())
+    of_another["rope_parameters"]["rope_theta"] = 5e5
+    (checkpoint / "hf_config" / "config.json").write_text(json.dumps(of_another))
+    assert "is another model than" in refusal(config(f"train.init_from={other}"))
+
+
+def test_a_resumed_run_keeps_what_it_started_from_and_does_not_need_it(config, tmp_path):
+    start = f"train.init_from={tmp_path / 'gone'}"
+    started_run(tmp_path / "run", config(start))
+    preflight(config(start), None)
+    assert "train.init_from: " in refusal(config())
+
+
 FASTER = (
     "model.megatron.recompute_granularity=full",
     "model.megatron.recompute_method=uniform",

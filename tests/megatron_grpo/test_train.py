@@ -237,6 +237,22 @@ def test_a_run_can_be_extended_and_its_learning_rate_follows_the_new_length(
     assert rates[1:] == pytest.approx([1e-3 * 2 / 3, 1e-3 / 3])
 
 
+def test_a_new_run_starts_from_the_checkpoint_of_another_with_another_config(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    other = ("optimizer.lr=2e-3", "rollout.max_completion_length=8", f"train.init_from={first}")
+    options = [*arguments, *layout(), "train.num_steps=1", "rollout.engine=transformers"]
+    for run_dir, more in ((first, ()), (second, other)):
+        run = finish_run(*options, *more, f"train.run_dir={run_dir}")
+        assert run.exit_code == 0, run.output
+    assert f"starting from the weights and moments in {first}/checkpoints/step_1" in run.output
+    (record,) = read_metrics(second)
+    assert (record["step"], record["lr"]) == (1, 2e-3)
+    assert record["kl"] > 1e-6, "the reference is the model in model.path"
+    assert record["rollout/logprob_gap_mean"] < 1e-3, "the engines have the weights of the start"
+
+
 def test_what_goes_wrong_inside_the_ranks_is_one_message_too(
     arguments: list[str], tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 import resource
+import shutil
 import signal
 import time
 from collections.abc import Sequence
@@ -129,6 +130,58 @@ def test_weights_and_moments_come_back_from_another_layout(saved, model, tmp_pat
     after = run_ranks(4, load_state, model, run)
     for ours, theirs in zip(after, before, strict=True):
         assert same(ours, theirs[0])
+
+
+OWN_SCHEDULE = ("optimizer.lr=5e-4", "optimizer.lr_warmup_steps=2", "train.num_steps=9")
+
+
+def start_from(rank: int, model: Path, run: Path, init_from: Path) -> list[list[torch.Tensor]]:
+    """The state of a new run of other settings at its start, after a step, and when it resumes."""
+    policy, groups = start_policy(rank, model, DIMS, *OWN_SCHEDULE)
+    fresh = schedule_of(policy)
+    options = (*OWN_SCHEDULE, f"train.init_from={init_from}")
+    checkpoints = checkpoints_of(run, policy, model, DIMS, *options)
+    assert checkpoints.load() == TrainerState(step=0)
+    assert schedule_of(policy) == fresh
+    states = [state_of(policy)]
+    step(policy, groups)
+    step(policy, groups)
+    states.append(state_of(policy))
+    checkpoints.save(TrainerState(step=2), None)
+    checkpoints.wait()
+    step(policy, groups)
+    gone = (*OWN_SCHEDULE, "train.init_from=gone")
+    assert checkpoints_of(run, policy, model, DIMS, *gone).load().step == 2
+    return [*states, state_of(policy)]
+
+
+@pytest.mark.parametrize("name", ["", "checkpoints/step_2"], ids=["a run", "a checkpoint"])
+def test_a_new_run_starts_from_weights_and_moments_of_another_at_step_0(
+    saved, model, tmp_path, name
+):
+    run, before = saved
+    after = run_ranks(4, start_from, model, tmp_path, run / name)
+    for (start, trained, resumed), theirs in zip(after, before, strict=True):
+        assert same(start, theirs[0])
+        assert not same(trained, start)
+        assert same(resumed, trained), "init_from is read once"
+
+
+def start_from_damaged(rank: int, model: Path, run: Path, init_from: Path) -> str:
+    policy, _ = start_policy(rank, model, ParallelDims(data=2))
+    option = f"train.init_from={init_from}"
+    with pytest.raises(ValueError) as refused:
+        checkpoints_of(run, policy, model, ParallelDims(data=2), option).load()
+    return str(refused.value)
+
+
+def test_a_new_run_does_not_start_from_a_damaged_checkpoint(saved, model, tmp_path):
+    damaged = tmp_path / "step_2"
+    shutil.copytree(saved[0] / "checkpoints" / "step_2", damaged)
+    flip_a_bit(damaged / "__1_0.distcp")
+    for said in run_ranks(2, start_from_damaged, model, tmp_path / "new", damaged):
+        assert f"train.init_from {damaged} cannot be used: " in said
+        assert "__1_0.distcp is damaged" in said
 
 
 def save_in_small_chunks(rank: int, model: Path, run: Path, again: Path) -> None:

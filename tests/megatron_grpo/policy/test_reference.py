@@ -286,6 +286,31 @@ def test_a_checkpoint_that_holds_another_kind_of_reference_is_told(
         assert re.search(told, message), message
 
 
+def start_from(rank: int, two: list[Path], run: Path, new: Path) -> tuple[bool, bool]:
+    """Whether a new run has its own reference, and the policy of the run that it starts from."""
+    dims = ParallelDims(data=2)
+    policy, groups = start_policy(rank, two[0], dims, *MIXED)
+    cfg = tiny_config(two[0], dims, *MIXED)
+    moved, reference = (build_reference(cfg, policy.shape, groups) for _ in range(2))
+    initial = weights_of(reference)
+    become(policy, two[1])
+    moved.follow(policy, 2)
+    save(run, policy, moved, two[0], dims)
+    trained = weights_of(policy)
+    become(policy, two[0])
+    start = f"train.init_from={run}"
+    checkpoints_of(new, policy, two[0], dims, *MIXED, start, reference=reference).load()
+    return (
+        all(torch.equal(values, initial[name]) for name, values in weights_of(reference).items()),
+        all(torch.equal(values, trained[name]) for name, values in weights_of(policy).items()),
+    )
+
+
+def test_a_run_that_starts_from_another_has_a_reference_of_its_own(two, tmp_path):
+    results = run_ranks(2, start_from, two, tmp_path / "run", tmp_path / "new")
+    assert results == [(True, True)] * 2
+
+
 # In whole runs.
 
 EVERY_STEP = (
