@@ -53,7 +53,11 @@ class FolderEvaluation:
             rewards = stack.enter_context(closing(RewardPool(view.reward)))
             prompts = load_eval_prompts(view, tokenizer, shape.max_position_embeddings, warns=False)
             self._evaluation = Evaluation(
-                view, prompts, end_tokens(shape, tokenizer), self._client, rewards
+                view,
+                prompts,
+                end_tokens(shape, tokenizer, cfg.rollout),
+                self._client,
+                rewards,
             )
             self.servers.wait_ready(cfg.rollout.startup_timeout)
             self._stack = stack.pop_all()

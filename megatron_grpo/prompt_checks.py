@@ -22,7 +22,7 @@ def check_prompts(cfg: Config, shape: ModelShape) -> None:
     with ExitStack() as stack:
         rewards = stack.enter_context(closing(RewardPool(cfg.reward)))
         tokenizer = load_tokenizer(cfg.model.path)
-        ends = end_tokens(shape, tokenizer)
+        ends = end_tokens(shape, tokenizer, cfg.rollout)
         prompts = load_prompts(
             cfg, tokenizer, shape.max_position_embeddings, fault_of=reference_fault(cfg.reward)
         )
@@ -44,7 +44,7 @@ def check_evaluation(cfg: Config, shape: ModelShape) -> None:
     """Raise ValueError if the prompts of `eval` cannot be read, sampled or scored."""
     view = as_evaluated(cfg)
     tokenizer = load_tokenizer(cfg.model.path)
-    end_tokens(shape, tokenizer)
+    end_tokens(shape, tokenizer, cfg.rollout)
     prompts = load_eval_prompts(view, tokenizer, shape.max_position_embeddings)
     _check_vocabulary(shape, prompts)
     _check_engine_context(view, prompts, "eval.data", "eval")

@@ -3,7 +3,7 @@
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from megatron_grpo.config.config_section import Section
 
@@ -31,6 +31,10 @@ class RolloutConfig(Section):
     """Must be -1: the trainer cannot reproduce a truncated distribution."""
     max_completion_length: PositiveInt
     """Maximum tokens per completion, including the end token and observations."""
+    stop_token_ids: tuple[NonNegativeInt, ...] = Field(default=(), strict=False)
+    """Tokens that end a completion or turn, in addition to those of config.json and tokenizer."""
+    stop: tuple[str, ...] = Field(default=(), strict=False)
+    """Strings that end a completion or turn, and belong to it; only with engine vllm."""
     async_generate: bool = False
     """Generate the next batch while training on the current one; samples are one generation
     older."""
@@ -57,6 +61,16 @@ class RolloutConfig(Section):
                 f"rollout.top_p {self.top_p} and rollout.top_k {self.top_k} would sample from a "
                 "truncated distribution, whose log-probabilities the trainer cannot reproduce: "
                 "use top_p 1.0 and top_k -1"
+            )
+        if "" in self.stop:
+            raise ValueError(
+                f"rollout.stop {[*self.stop]} has an empty string: leave it out, or every "
+                "completion would end at once"
+            )
+        if self.engine == "transformers" and self.stop:
+            raise ValueError(
+                f"rollout.engine transformers cannot end completions at strings {[*self.stop]} "
+                "(rollout.stop): use rollout.stop_token_ids or rollout.engine=vllm"
             )
         if self.engine == "transformers" and (self.tensor_parallel_size > 1 or self.vllm):
             raise ValueError(

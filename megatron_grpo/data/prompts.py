@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from checkpoint_convert import ModelShape
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.data_config import DataConfig
+from megatron_grpo.config.rollout_config import RolloutConfig
 from megatron_grpo.data.encoding import Encoded, encode_rows
 from megatron_grpo.data.invalid_rows import Fault, InvalidRows
 from megatron_grpo.data.rows import Record, Row, read_rows
@@ -94,16 +95,24 @@ def _epoch_order(num_prompts: int, seed: int, epoch: int) -> list[int]:
     return order
 
 
-def end_tokens(shape: ModelShape, tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
-    """Tokens that end a completion: the model's and the tokenizer's.
+def end_tokens(
+    shape: ModelShape, tokenizer: "PreTrainedTokenizerBase", rollout: RolloutConfig
+) -> tuple[int, ...]:
+    """Tokens that end a completion: the model's, the tokenizer's and `rollout.stop_token_ids`.
 
-    Raises ValueError if there are none, since every sample would then run to the length limit.
+    Raises ValueError if there are none, since every sample would then run to the length limit, and
+    for a stop token that the model does not have.
     """
-    tokens = {*shape.eos_token_ids, tokenizer.eos_token_id} - {None}
+    if (most := max(rollout.stop_token_ids, default=0)) >= shape.vocab_size:
+        raise ValueError(
+            f"rollout.stop_token_ids has {most}, and the model's vocabulary ends at "
+            f"{shape.vocab_size - 1}"
+        )
+    tokens = {*shape.eos_token_ids, tokenizer.eos_token_id, *rollout.stop_token_ids} - {None}
     if not tokens:
         raise ValueError(
             "neither the model's config.json nor its tokenizer has an end token: give config.json "
-            "an eos_token_id"
+            "an eos_token_id, or set rollout.stop_token_ids"
         )
     return tuple(sorted(tokens))
 

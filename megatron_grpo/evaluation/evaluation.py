@@ -144,6 +144,7 @@ class Evaluation:
             top_k=rollout.top_k,
             max_completion_length=rollout.max_completion_length,
             stop_token_ids=self._end_tokens,
+            stop=rollout.stop,
             seed=self._view.train.seed,
             step=SEEDS_OF_EVALUATION,
             first_position=start,

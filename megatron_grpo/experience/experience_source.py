@@ -64,7 +64,7 @@ class ExperienceSource:
             self.environments = EnvironmentPool(cfg.environment)
         tokenizer = load_tokenizer(cfg.model.path)
         self.engines = RolloutClient(Fleet(self._servers, cfg.rollout), cfg.rollout)
-        self._end_tokens = end_tokens(shape, tokenizer)
+        self._end_tokens = end_tokens(shape, tokenizer, cfg.rollout)
         self._tokenizer = tokenizer
         self._open: Generation | DialogueGeneration | None = None
         self._search: Search | None = None
@@ -207,6 +207,7 @@ class ExperienceSource:
             "num_generations": self.cfg.grpo.num_generations,
             "temperature": self.cfg.rollout.temperature,
             "stop_token_ids": self._end_tokens,
+            "stop": self.cfg.rollout.stop,
             # No two rounds of a generation share seeds; no prompt has a position below 0.
             "seed": first_seed(seed, generation, -round_number) if round_number else seed,
             "step": generation,

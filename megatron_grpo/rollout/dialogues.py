@@ -73,7 +73,7 @@ class Dialogue:
         elif len(self.step_rewards) == max_turns:
             self.finish_reason = "max_turns"
         else:
-            tokens, text = turns.between(step.observation)
+            tokens, text = turns.between(step.observation, self.completion_ids[-1])
             if len(tokens) >= self.room:
                 self.finish_reason = "length"
             else:
@@ -114,6 +114,7 @@ class DialogueGeneration:
         environments: EnvironmentPool,
         turns: Turns,
         max_turns: int,
+        stop: Sequence[str] = (),
     ) -> None:
         self.policy_version = policy_version
         self.engines: set[str] = set()
@@ -125,6 +126,8 @@ class DialogueGeneration:
             "top_k": -1,
             "logprobs": 0,  # only of the sampled token
             "stop_token_ids": [*stop_token_ids],
+            "stop": [*stop],
+            "include_stop_str_in_output": bool(stop),
             "ignore_eos": True,  # the tokenizer's; all of the model's are stop tokens above
         }
         self._seed, self._step = seed, step

@@ -49,6 +49,7 @@ class Generation:
         seed: int,
         step: int,
         policy_version: int,
+        stop: Sequence[str] = (),
         top_p: float = 1.0,
         top_k: int = -1,
         first_position: int = 0,
@@ -66,6 +67,8 @@ class Generation:
             "max_tokens": max_completion_length,
             "logprobs": 0,  # only of the sampled token
             "stop_token_ids": [*stop_token_ids],
+            "stop": [*stop],
+            "include_stop_str_in_output": bool(stop),
             "ignore_eos": True,  # the tokenizer's; all of the model's are stop tokens above
         }
         self.open: dict[int, Json] = {}

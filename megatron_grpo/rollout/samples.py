@@ -23,7 +23,8 @@ class Sample:
     logprobs: tuple[float, ...]
     """Log-probability of each sampled token, after temperature; 0 for observations."""
     finish_reason: str
-    """`stop` when an end token was sampled, `length` when the limit was reached before that.
+    """`stop` when an end token or stop string was sampled, `length` when the limit was reached
+    before that.
 
     In a dialogue: `stop` when the environment was done, `max_turns` when it was not after the last
     turn allowed, `length` when a turn was cut off or no tokens were left for another one, `failed`

@@ -22,14 +22,15 @@ OBSERVED = 'qxjvzk2 "\\\n<é&> qxjvzk3'
 class Turns:
     """How an observation is encoded, so that sampled tokens are never encoded again.
 
-    A turn ends with the end token that was sampled. What follows is encoded on its own: the rest of
-    the assistant's turn, the observation as a message, and the start of the next turn, all as the
-    chat template writes them. As in prompts, names of special tokens in an observation become these
-    tokens.
+    A turn ends with the end token that was sampled, or after a stop string with the template's.
+    What follows is encoded on its own: the rest of the assistant's turn, the observation as a
+    message, and the start of the next turn, all as the chat template writes them. As in prompts,
+    names of special tokens in an observation become these tokens.
     """
 
     data: DataConfig
     tokenizer: "PreTrainedTokenizerBase"
+    end_tokens: Sequence[int] = ()
     before: str = ""
     """Template text from the end token of the model's turn to the observation."""
     after: str = ""
@@ -44,21 +45,24 @@ class Turns:
         Raises ValueError for a template with which a dialogue cannot be continued token by token.
         """
         if not cfg.data.apply_chat_template:
-            return cls(cfg.data, tokenizer)
+            return cls(cfg.data, tokenizer, end_tokens)
         role = cfg.environment.observation_role
         whole = _render(cfg.data, tokenizer, role)
         before, after = _between(whole)
-        turns = cls(cfg.data, tokenizer, before, after)
+        turns = cls(cfg.data, tokenizer, end_tokens, before, after)
         turns._check(whole, end_tokens)
         return turns
 
-    def between(self, observation: str) -> tuple[tuple[int, ...], str]:
-        """Tokens and text from after the end token of a turn to the start of the next turn."""
+    def between(self, observation: str, last_token: int) -> tuple[tuple[int, ...], str]:
+        """Tokens and text from after `last_token` of a turn to the start of the next turn."""
         if not self.data.apply_chat_template:
             ids = self.tokenizer(observation, add_special_tokens=False)["input_ids"]
             return tuple(ids), observation
-        ids = self._encode(f"{self.before}{observation}{self.after}")[1:]
-        return tuple(ids), self._without_end(f"{self.before}{observation}{self.after}")
+        text = f"{self.before}{observation}{self.after}"
+        ids = self._encode(text)
+        if last_token not in self.end_tokens:  # but of a stop string
+            return tuple(ids), text
+        return tuple(ids[1:]), self._without_end(text)
 
     def first(self, prompt: Prompt, observation: str) -> Prompt:
         """The prompt with `observation` appended to its last message."""

@@ -271,6 +271,12 @@ def test_missing_key_is_named_with_its_meaning(tmp_path):
             ["eval.data.path=x", "environment.name=mine.py:Game"],
             ["eval.data", "leave out one of the two"],
         ),
+        (
+            ["rollout.engine=transformers", "rollout.stop=[end]"],
+            ["['end']", "rollout.stop_token_ids", "rollout.engine=vllm"],
+        ),
+        (["rollout.stop=['']"], ["rollout.stop ['']", "empty string"]),
+        (["rollout.stop_token_ids=[-1]"], ["rollout.stop_token_ids", "greater than or equal to 0"]),
         (["rollout.sync_dir=/tmp"], ["rollout.sync_dir"]),
         (["rollout.base_urls=[node7]"], ["'node7'", "http://host:8000"]),
         (

@@ -12,9 +12,10 @@ from tokenizers.processors import TemplateProcessing
 
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.config_file import load_config
-from megatron_grpo.data.prompts import Prompt, PromptStream, load_prompts
+from megatron_grpo.data.prompts import Prompt, PromptStream, end_tokens, load_prompts
 from megatron_grpo.evaluation.evaluation import as_evaluated
-from models import character_tokenizer
+from models import EOS_ID, character_tokenizer
+from shapes import LLAMA_70B
 
 CONTEXT = 512
 TINY = Path(__file__).parents[3] / "configs" / "tiny_cpu.yaml"
@@ -470,3 +471,14 @@ def test_only_the_same_prompts_have_the_same_fingerprint(tmp_path):
 def test_batch_larger_than_the_data_is_refused():
     with pytest.raises(ValueError, match=r"needs 6 different prompts and the data has 5"):
         PromptStream(prompts(5), 6, seed=1, shuffle=True)
+
+
+def test_stop_tokens_of_the_config_end_completions_too():
+    def ends(*stops: int) -> tuple[int, ...]:
+        rollout = config("rows", f"rollout.stop_token_ids={[*stops]}").rollout
+        return end_tokens(LLAMA_70B, character_tokenizer(250), rollout)
+
+    assert ends() == (EOS_ID,)
+    assert ends(9, 4, 9) == (EOS_ID, 4, 9)
+    with pytest.raises(ValueError, match=r"token_ids has 128256, .*vocabulary ends at 128255"):
+        ends(4, 128256)

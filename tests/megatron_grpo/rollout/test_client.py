@@ -95,6 +95,18 @@ def test_a_completion_ends_with_the_first_end_token_and_includes_it(engine):
         assert s.text == tokenizer.decode(shown, skip_special_tokens=True)
 
 
+def test_a_completion_ends_with_the_first_stop_string_and_includes_it(vllm_engine, tied_model):
+    vllm_engine.push(tied_model)
+    tokenizer = AutoTokenizer.from_pretrained(tied_model)
+    stop = [tokenizer.decode([token]) for token in range(20, 60)]
+    samples = vllm_engine.generate(random_prompts(6), stop=stop)
+    assert {s.finish_reason for s in samples} == {"stop", "length"}
+    for s in samples:
+        assert s.text == tokenizer.decode(s.completion_ids, skip_special_tokens=True)
+        stops = s.finish_reason == "stop" and s.completion_ids[-1] != EOS_ID
+        assert sum(s.text.count(each) for each in stop) == s.text.endswith(tuple(stop)) == stops
+
+
 def test_end_tokens_are_only_those_given(engine):
     unreachable = (249,)
     samples = engine.generate(random_prompts(8), eos_token_ids=unreachable, num_generations=16)

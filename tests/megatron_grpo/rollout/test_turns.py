@@ -47,7 +47,7 @@ def test_a_dialogue_continued_by_tokens_is_the_dialogue_that_the_template_writes
 
     prompt = rendered()
     said = turns.tokenizer("x = 1" if template is not MISTRAL else " x = 1")["input_ids"]
-    observed, text = turns.between("no\nmore")
+    observed, text = turns.between("no\nmore", EOS_ID)
     messages += [{"role": "assistant", "content": "x = 1"}, {"role": "user", "content": "no\nmore"}]
     whole = [*prompt, *said, EOS_ID, *observed]
     if template is QWEN_3:  # where the template begins a turn with thoughts, these are sampled
@@ -59,7 +59,7 @@ def test_a_dialogue_continued_by_tokens_is_the_dialogue_that_the_template_writes
 
 def test_a_tool_speaks_as_the_template_has_it():
     turns = turns_of(QWEN_3, "environment.observation_role=tool")
-    _, text = turns.between("42")
+    _, text = turns.between("42", EOS_ID)
     assert text == (
         "\n<start>user\n<tool_response>\n42\n</tool_response><eos>\n<start>assistant\n<think>\n"
     )
@@ -69,12 +69,13 @@ def test_variables_of_the_config_are_in_every_turn():
     template = QWEN_3.replace("<think>\n", "{{ '<think>\n\n</think>\n' if not thinks }}")
     for thinks, begin in (("false", "<think>\n\n</think>\n"), ("true", "")):
         turns = turns_of(template, f"data.chat_template_kwargs.thinks={thinks}")
-        assert turns.between("42")[1] == f"\n<start>user\n42<eos>\n<start>assistant\n{begin}"
+        _, text = turns.between("42", EOS_ID)
+        assert text == f"\n<start>user\n42<eos>\n<start>assistant\n{begin}"
 
 
 def test_without_a_template_the_observation_stands_alone():
     turns = turns_of(CHAT_TEMPLATE, "data.apply_chat_template=false")
-    tokens, text = turns.between("42")
+    tokens, text = turns.between("42", EOS_ID)
     assert text == "42" and turns.tokenizer.decode(tokens) == "42"
 
 
@@ -89,6 +90,12 @@ def test_without_a_template_the_observation_stands_alone():
 def test_a_template_that_cannot_be_continued_is_refused(template, overrides, told):
     with pytest.raises(ValueError, match=told):
         turns_of(template, *overrides)
+
+
+def test_after_a_stop_string_the_turn_is_closed_as_the_template_does_it():
+    turns = turns_of(CHAT_TEMPLATE)
+    closed, text = turns.between("42", EOS_ID)
+    assert turns.between("42", EOS_ID + 9) == ((EOS_ID, *closed), f"<eos>{text}")
 
 
 def test_an_end_of_turn_that_ends_no_completion_is_refused():
