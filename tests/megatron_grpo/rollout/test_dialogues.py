@@ -16,8 +16,8 @@ from megatron_grpo.config.config_file import load_config
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.launch.preemption import Preempted
 from megatron_grpo.rollout import EnginesOut, Sample
-from megatron_grpo.rollout.connection import is_healthy
 from megatron_grpo.rollout.choice import Choice, Logprobs, Token
+from megatron_grpo.rollout.connection import is_healthy
 from megatron_grpo.rollout.dialogues import Dialogue, DialogueGeneration
 from megatron_grpo.rollout.engine import PROBE_INTERVAL
 from megatron_grpo.rollout.samples import turn_seed
