@@ -211,7 +211,7 @@ def _real_columns(
         raise ValueError(
             f"{size} tensor-parallel ranks with {local_width} columns each do not split a "
             f"vocabulary of {vocab_size}: together they must hold all of it, and each at least "
-            "one column of it; use fewer ranks"
+            "one column of it"
         )
     first = rank * local_width
     return first, min(local_width, vocab_size - first)
