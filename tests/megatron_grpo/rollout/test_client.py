@@ -156,7 +156,8 @@ def test_greedy_completions_are_the_same_everywhere(vllm_engine, transformers_en
 
 
 def test_the_number_of_engines_changes_nothing(tied_model, transformers_engine, tmp_path):
-    prompts = random_prompts(5)
+    # Each of two engines gets whole groups: parts of one are other batches, and round differently.
+    prompts = random_prompts(6)
     transformers_engine.push(tied_model)
     one = transformers_engine.generate(prompts)
     with running_engine("transformers", tied_model, tmp_path, num_engines=2) as two_engines:

@@ -139,8 +139,7 @@ def test_log_probabilities_are_those_of_the_dialogue_as_it_is_trained_on(engine,
 
 
 def test_dialogues_are_the_same_next_time_and_with_two_engines(transformers, tied_model, tmp_path):
-    # So that each of two engines has whole groups: parts of one would be computed in other batches,
-    # which round differently.
+    # Each of two engines gets whole groups: parts of one are other batches, and round differently.
     prompts = prompts_with(4)
 
     def samples_of(engine, **settings):
