@@ -22,7 +22,8 @@ OBSERVED = 'qxjvzk2 "\\\n<é&> qxjvzk3'
 class Turns:
     """How an observation is encoded, so that sampled tokens are never encoded again.
 
-    A turn ends with the end token that was sampled, or after a stop string with the template's.
+    A turn ends with the end token that was sampled. One that ended with a token of
+    `rollout.stop_token_ids` or a string of `rollout.stop` is then closed with the template's.
     What follows is encoded on its own: the rest of the assistant's turn, the observation as a
     message, and the start of the next turn, all as the chat template writes them. As in prompts,
     names of special tokens in an observation become these tokens.
@@ -50,8 +51,9 @@ class Turns:
         whole = _render(cfg.data, tokenizer, role)
         before, after = _between(whole)
         turns = cls(cfg.data, tokenizer, end_tokens, before, after)
-        turns._check(whole, end_tokens)
-        return turns
+        end = turns._check(whole)
+        closing = [t for t in end_tokens if t == end or t not in cfg.rollout.stop_token_ids]
+        return replace(turns, end_tokens=closing)
 
     def between(self, observation: str, last_token: int) -> tuple[tuple[int, ...], str]:
         """Tokens and text from after `last_token` of a turn to the start of the next turn."""
@@ -60,7 +62,7 @@ class Turns:
             return tuple(ids), observation
         text = f"{self.before}{observation}{self.after}"
         ids = self._encode(text)
-        if last_token not in self.end_tokens:  # but of a stop string
+        if last_token not in self.end_tokens:
             return tuple(ids), text
         return tuple(ids[1:]), self._without_end(text)
 
@@ -81,15 +83,18 @@ class Turns:
     def _without_end(self, text: str) -> str:
         return text[len(self.tokenizer.decode(self._encode(text)[:1])) :]
 
-    def _check(self, whole: str, end_tokens: Sequence[int]) -> None:
-        """Raise ValueError unless the separately encoded pieces equal the end of the whole."""
+    def _check(self, whole: str) -> int:
+        """The template's end token of a turn.
+
+        Raises ValueError unless the separately encoded pieces equal the end of the whole.
+        """
         pieces = self._encode(f"{self.before}{OBSERVED}{self.after}")
         end = pieces[0] if pieces else None
-        if end not in end_tokens:
+        if end is None or end not in self.end_tokens:
             raise ValueError(
                 "the chat template does not close the model's turn with a token that ends it: "
                 f"{self.before!r} begins with token {end}, and a completion ends with "
-                f"{', '.join(map(str, end_tokens))}: add it to eos_token_id in config.json, or use "
+                f"{', '.join(map(str, self.end_tokens))}: add it to rollout.stop_token_ids, or use "
                 "data.apply_chat_template=false"
             )
         if self._encode(whole)[-len(pieces) :] != pieces:
@@ -98,6 +103,7 @@ class Turns:
                 f"{whole!r}\nthe part after the model's turn has other tokens than when encoded "
                 f"alone, {pieces}: use data.apply_chat_template=false"
             )
+        return end
 
 
 def _render(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", role: str) -> str:

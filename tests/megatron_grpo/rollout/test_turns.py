@@ -92,6 +92,18 @@ def test_a_template_that_cannot_be_continued_is_refused(template, overrides, tol
         turns_of(template, *overrides)
 
 
+def test_after_a_stop_token_the_turn_is_closed_as_the_template_does_it():
+    stop = EOS_ID + 9
+    turns = turns_of(CHAT_TEMPLATE, f"rollout.stop_token_ids=[{stop}]", end_tokens=(EOS_ID, stop))
+    closed, text = turns.between("42", EOS_ID)
+    assert turns.between("42", stop) == ((EOS_ID, *closed), f"<eos>{text}")
+
+
+def test_the_end_of_the_template_may_be_a_stop_token_of_the_config():
+    named = turns_of(CHAT_TEMPLATE, f"rollout.stop_token_ids=[{EOS_ID}]", end_tokens=(7, EOS_ID))
+    assert named.between("42", EOS_ID) == turns_of(CHAT_TEMPLATE).between("42", EOS_ID)
+
+
 def test_after_a_stop_string_the_turn_is_closed_as_the_template_does_it():
     turns = turns_of(CHAT_TEMPLATE)
     closed, text = turns.between("42", EOS_ID)
