@@ -62,6 +62,12 @@ class Odd(Echo):
             os.kill(os.getppid(), signal.SIGKILL)
             os._exit(0)
         return "soon", 0.0, False
+    def stop_later(self):
+        if os.fork() == 0:
+            time.sleep(0.1)
+            os.kill(os.getppid(), signal.SIGSTOP)
+            os._exit(0)
+        return "soon", 0.0, False
     def fork(self):
         if os.fork() == 0: return "a fork", 0.0, True
         os.wait()

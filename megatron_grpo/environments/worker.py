@@ -32,10 +32,14 @@ from typing import Any, NoReturn
 from megatron_grpo.environments.loaded_class import LOAD_KEY, LoadedClass, step
 from megatron_grpo.launch.parent_death import die_with_parent
 from megatron_grpo.user_code.failure_text import MAX_TEXT, death_text, error_text
+from megatron_grpo.user_code.supervised import limit_sends
 from megatron_grpo.user_code.worker_end import begin_worker, forks_end_here
 
 DEATH_SECONDS = 0.5
 """Seconds to wait for an instance's death after its connection has closed."""
+SEND_SECONDS = 5.0
+"""Within which an idle instance must take a turn that is larger than what the kernel buffers: all
+others wait meanwhile."""
 REAP_SECONDS = 0.05
 """Seconds between checks whether a killed process is gone."""
 
@@ -118,8 +122,12 @@ class Worker:
             self._answer(key, False, self.dead[key])
             return
         self.deadlines[key] = time.monotonic() + self.timeout
-        with suppress(ConnectionError):  # its end is noticed when reading
+        try:
             self.processes[key].connection.send(turn)
+        except BlockingIOError:
+            self._fail(key, f"it did not take its turn within {SEND_SECONDS:g} s: killed")
+        except ConnectionError:
+            pass  # its end is noticed when reading
 
     def _fork(self, seed: int, prompt: str, columns: Any) -> Process:
         connection, theirs = Pipe()
@@ -127,6 +135,7 @@ class Worker:
         if (pid := os.fork()) == 0:
             self._live(theirs, parent, connection, partial(self._reset, seed, prompt, columns))
         theirs.close()
+        limit_sends(connection, SEND_SECONDS)
         return Process(pid, connection)
 
     def _reset(self, seed: int, prompt: str, columns: Any) -> str | None:

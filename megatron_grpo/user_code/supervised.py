@@ -21,9 +21,7 @@ def start_supervised(
     """Run `python -m MODULE FD MEGABYTES` below a supervisor.
 
     Returns the supervisor and our end of the connection. The process is a fresh interpreter rather
-    than a fork, without torch and the trainer's threads. A send that makes no progress for
-    `send_seconds` raises BlockingIOError, as a message may be larger than what the kernel buffers
-    while the other side does not read.
+    than a fork, without torch and the trainer's threads. Sends are limited as `limit_sends` says.
     """
     connection, theirs = Pipe()
     arguments = [os.getpid(), theirs.fileno(), memory_megabytes, module]
@@ -34,11 +32,19 @@ def start_supervised(
         start_new_session=True,  # Ctrl-C goes to the trainer alone, which then ends it
     )
     theirs.close()
-    whole = int(send_seconds)
-    timeval = struct.pack("ll", whole, int((send_seconds - whole) * 1e6))
+    limit_sends(connection, send_seconds)
+    return process, connection
+
+
+def limit_sends(connection: Connection, seconds: float) -> None:
+    """Let a send that makes no progress for `seconds` raise BlockingIOError.
+
+    A message may be larger than what the kernel buffers while the other side does not read.
+    """
+    whole = int(seconds)
+    timeval = struct.pack("ll", whole, int((seconds - whole) * 1e6))
     with socket.socket(fileno=os.dup(connection.fileno())) as end:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
-    return process, connection
 
 
 def load_seconds(timeout: float) -> float:

@@ -182,6 +182,18 @@ def test_one_that_dies_between_two_calls_is_told_to_the_next(tmp_path):
             instance.step("x").result(SECONDS)
 
 
+def test_one_that_takes_no_more_turns_does_not_hold_up_the_others(tmp_path):
+    long = "x" * (1 << 21)  # more than the kernel buffers
+    with environment_pool(tmp_path, "Odd") as pool:
+        other, stopped = odd(pool, "go_on"), odd(pool, "stop_later")
+        assert stopped.step("x").result(SECONDS) == ["soon", 0.0, False]
+        assert wait_until(lambda: any(p.status() == "stopped" for p in processes_of(pool)), SECONDS)
+        late, well = stopped.step(long), other.step(long)
+        with pytest.raises(EnvironmentFailed, match="did not take its turn within 5 s"):
+            late.result(SECONDS)
+        assert well.result(SECONDS) == ["go on", 0.0, False]
+
+
 def test_what_an_instance_has_started_ends_with_it(tmp_path):
     with environment_pool(tmp_path, "Odd") as pool:
         instance = odd(pool, "litter")
