@@ -38,7 +38,8 @@ class JobPlan:
     """None if rollouts do not come from vLLM."""
     time: StepTime
     rollout: RolloutTime | None
-    """Time of one generation; None if rollouts do not come from vLLM."""
+    """Time of one generation; None if rollouts do not come from vLLM, or if the length of prompts
+    is unknown."""
     push: LinkUse | None
     """The push of weights for one generation, which may serve several steps."""
     shared_tokens: int | None

@@ -39,21 +39,24 @@ class RolloutTime:
 
 def rollout_time(
     cfg: Config, shape: ModelShape, engine: EngineBytes, card: Card, lengths: Sequence[int]
-) -> RolloutTime:
+) -> RolloutTime | None:
     """A lower bound on one generation whose sequences are distributed as `lengths` (ascending) are.
 
     With completions of c_i tokens behind prompts of p_i, an engine makes as many passes as its
     longest completion has tokens, or more where its cache (or `max_num_seqs`) does not hold all
     completions at once. Each pass reads the weights; completion i reads the keys and values of
     p_i c_i + c_i^2 / 2 tokens in all. Prompts are computed once per group, as with vLLM's prefix
-    caching. Prompts have `data.max_prompt_length`, where the config has that.
+    caching. Prompts have `data.max_prompt_length`; None without that.
 
     Left out: the latency of kernels and all-reduces, scheduling, and prompts that are computed
     while completions wait.
     """
+    if cfg.data.max_prompt_length is None:
+        return None
     total = cfg.grpo.generation_batch_size
     count = ceil(total / cfg.rollout.num_engines)
-    pairs = [_split(cfg, length) for length in spread(lengths, count)]
+    limits = cfg.data.max_prompt_length, cfg.rollout.max_completion_length
+    pairs = [_split(length, *limits) for length in spread(lengths, count)]
     completions = sorted(completion for _, completion in pairs)
     tokens = sum(completions)
     group = cfg.grpo.num_generations
@@ -66,7 +69,7 @@ def rollout_time(
     num_bytes += read * engine.token_bytes
     return RolloutTime(
         completions=total,
-        tokens=sum(_split(cfg, length)[1] for length in spread(lengths, total)),
+        tokens=sum(_split(length, *limits)[1] for length in spread(lengths, total)),
         passes=passes,
         memory_seconds=num_bytes / card.memory_rate,
         compute_seconds=_flops(shape, tokens, sum(p for p, _ in pairs) / group, read)
@@ -75,10 +78,9 @@ def rollout_time(
     )
 
 
-def _split(cfg: Config, length: int) -> tuple[int, int]:
+def _split(length: int, prompt: int, longest: int) -> tuple[int, int]:
     """Tokens of prompt and completion of a sequence."""
-    prompt = cfg.data.max_prompt_length or 0
-    completion = min(max(length - prompt, 1), cfg.rollout.max_completion_length)
+    completion = min(max(length - prompt, 1), longest)
     return length - completion, completion
 
 

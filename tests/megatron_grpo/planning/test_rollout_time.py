@@ -47,6 +47,10 @@ def test_each_token_of_the_longest_completion_reads_the_weights_and_all_read_the
     assert time.seconds == pytest.approx((1000 * weights + read * token) / 3.35e12)
 
 
+def test_without_a_length_of_prompts_nothing_is_said(time_of):
+    assert time_of("Llama-3.1-8B", [1100], "data.max_prompt_length=null")[0] is None
+
+
 def test_tensor_ranks_of_an_engine_share_weights_and_cache(time_of):
     whole, _ = time_of("Llama-3.1-8B", [1100])
     split, _ = time_of("Llama-3.1-8B", [1100], "rollout.tensor_parallel_size=4")
