@@ -1,5 +1,7 @@
 """A completion as an engine answers it, with only the fields that are used."""
 
+from typing import Annotated
+
 import msgspec
 
 
@@ -39,7 +41,7 @@ class Choice(msgspec.Struct):
 class Answer(msgspec.Struct):
     """The answer to a request, which is for one completion."""
 
-    choices: list[Choice]
+    choices: Annotated[list[Choice], msgspec.Meta(min_length=1, max_length=1)]
 
 
 _DECODER = msgspec.json.Decoder(Answer)
