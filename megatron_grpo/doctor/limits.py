@@ -13,8 +13,9 @@ UNLIMITED = resource.RLIM_INFINITY
 
 SHARED_BYTES = 1e9
 """Needed in /dev/shm, which vLLM's workers and NCCL use; containers have 64 MB by default."""
-NUM_FILES = 4096
-"""With a thousand ranks, rank 0 holds two connections to each."""
+NUM_FILES = 16384
+"""Rank 0 holds a connection for each completion of a generation, and with a thousand ranks some
+3,000 to others."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def judge_limits(limits: Limits, on_gpu: bool) -> Iterator[Finding]:
     )
     few = limits.num_files != UNLIMITED and limits.num_files < NUM_FILES
     count = "unlimited" if limits.num_files == UNLIMITED else f"{limits.num_files:,}"
-    yield _finding("ulimit -Hn (open files)", count, f"ulimit -Hn {NUM_FILES * 16}" if few else "")
+    yield _finding("ulimit -Hn (open files)", count, f"ulimit -Hn {NUM_FILES * 4}" if few else "")
     yield _finding(
         "ulimit -c (core dumps)",
         _size(limits.core),
