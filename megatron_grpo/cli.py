@@ -236,17 +236,14 @@ def plan(
         list[str] | None, typer.Argument(help="key.sub=value pairs, as for train")
     ] = None,
     gpu: Annotated[
-        str | None,
-        typer.Option("--gpu", help="GPU model: a100, h100 (the default), h200 or b200."),
+        str | None, typer.Option(help="GPU model: a100, h100 (the default), h200 or b200.")
     ] = None,
     gpus: Annotated[
-        int | None,
-        typer.Option("--gpus", help="Number of GPUs. Default: as few whole nodes as needed."),
+        int | None, typer.Option(help="Number of GPUs. Default: as few whole nodes as needed.")
     ] = None,
     lengths: Annotated[
         Path | None,
         typer.Option(
-            "--lengths",
             help="File with one number per line: the tokens of a prompt and its completion. "
             "Default: every sequence has the maximum length.",
         ),
@@ -273,10 +270,10 @@ def plan(
     """Estimate memory, time and traffic of CONFIG; nothing is started.
 
     Reads only CONFIG and the model's config.json. Shows, for each pipeline stage, the memory of a
-    GPU in its worst phase; and microbatches, operations, bytes over each link, and a lower bound of
-    the time that they take. Weights, gradients, optimizer and push are exact, the rest are
-    estimates; docs/sizing.md has the formulas. If CONFIG cannot work or does not fit, it says what
-    would, and the exit code is 2.
+    GPU in its worst phase; and microbatches, operations, bytes over each link, and lower bounds of
+    the time of a step and of a generation. Weights, gradients, optimizer and push are exact, the
+    rest are estimates; docs/sizing.md has the formulas. If CONFIG cannot work or does not fit, it
+    says what would, and the exit code is 2.
 
     --instantiate compares the plan with Megatron-Core's own modules; the exit code is 1 if they
     differ. --instantiate and --reshard cannot be combined with other options.
