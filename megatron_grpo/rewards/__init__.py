@@ -7,8 +7,8 @@ A reward function is called once per prompt with all its completions, by keyword
 `columns` are the columns of the data row, one value per completion, with the reference answer as
 `answer`; also `completion_ids` (lists of token ids, including the end token) and `finish_reasons`
 (`stop`, or `length` if cut off by the limit; with an environment also `max_turns` and `failed`). A
-function may name only the parameters that it uses. If it names `reward_timeout`, it gets the number
-of seconds it may take.
+function may name only the parameters that it uses; what it does not take, `**_` included, is not
+sent to it. If it names `reward_timeout`, it gets the number of seconds it may take.
 
 It returns a list (or an array) with one number per completion. A score that is None, NaN, infinite
 or an exception has failed, and so have all scores of a call that raises, times out, uses too much
@@ -27,7 +27,16 @@ the sandbox.
 """
 
 from megatron_grpo.rewards.pool import RewardPool, ScoringGivenUp
+from megatron_grpo.rewards.pools import RewardPools
 from megatron_grpo.rewards.scoring import RewardError, check_failed
-from megatron_grpo.rewards.total import total_rewards
+from megatron_grpo.rewards.total import add_environment_rewards, total_rewards
 
-__all__ = ["RewardError", "RewardPool", "ScoringGivenUp", "check_failed", "total_rewards"]
+__all__ = [
+    "RewardError",
+    "RewardPool",
+    "RewardPools",
+    "ScoringGivenUp",
+    "add_environment_rewards",
+    "check_failed",
+    "total_rewards",
+]

@@ -25,6 +25,8 @@ def cosine(
     cosine_min_len_value_correct: float = 1.0,
     cosine_max_len_value_correct: float = 0.5,
     accuracy: str = "math_answer",
+    boxed: bool = False,
+    only_finished: bool = False,
     reward_timeout: float = math.inf,
     **_: Any,
 ) -> list[float | Exception]:
@@ -35,7 +37,8 @@ def cosine(
     right answers and gives wrong ones room to think. Names and defaults are ms-swift's, which also
     leaves out the paper's r_e for length L; there `cosine_max_len` defaults to what is
     `rollout.max_completion_length` here. Beyond L the value stays at that of L. A completion is
-    correct if the reward `accuracy`, `math_answer` or `exact`, gives it 1.
+    correct if the reward `accuracy`, `math_answer` or `exact`, gives it 1; `boxed` and
+    `only_finished` are arguments of math_answer.
     """
     if cosine_max_len < 1:
         raise ValueError(
@@ -43,10 +46,20 @@ def cosine(
         )
     if accuracy not in ACCURACY:
         raise ValueError(f"accuracy {accuracy!r} is unknown: use {' or '.join(ACCURACY)}")
+    if accuracy != "math_answer" and (boxed or only_finished):
+        raise ValueError(
+            f"boxed {boxed} and only_finished {only_finished} are for accuracy math_answer: use "
+            f"that instead of {accuracy}, or false for both"
+        )
     wrong = (cosine_min_len_value_wrong, cosine_max_len_value_wrong)
     correct = (cosine_min_len_value_correct, cosine_max_len_value_correct)
     scores = ACCURACY[accuracy](
-        completions, answer, finish_reasons=finish_reasons, reward_timeout=reward_timeout
+        completions,
+        answer,
+        finish_reasons=finish_reasons,
+        boxed=boxed,
+        only_finished=only_finished,
+        reward_timeout=reward_timeout,
     )
     return [
         score

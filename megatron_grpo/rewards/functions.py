@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_grpo.config.reward_config import RewardFunction
 from megatron_grpo.rewards.answer import Answer
-from megatron_grpo.user_code.columns import required, taken
+from megatron_grpo.user_code.columns import accepted, required, taken
 from megatron_grpo.user_code.user_file import load_user_file
 
 # Each is a module of this package with a function of the same name. Its keyword-only parameters are
@@ -55,8 +55,13 @@ class LoadedFunction:
         given = {*GIVEN_COLUMNS, GIVEN_TIMEOUT, *self.arguments}
         return [name for name in required(self._parameters) if name not in given]
 
+    @property
+    def accepted_columns(self) -> list[str] | None:
+        """The columns that it takes if they are there; None: all."""
+        return accepted(self._parameters)
+
     def __call__(self, columns: Mapping[str, Any], timeout: float) -> Answer:
-        """Score `columns["completions"]`; the other columns are GIVEN_COLUMNS and the data's.
+        """Score `columns["completions"]`; the others are GIVEN_COLUMNS and the data's, if accepted.
 
         None, NaN, infinity or an exception is a failed score. Raises NoScores if the result is
         otherwise not a list of one number per completion, and whatever the function raises.
@@ -70,8 +75,8 @@ class LoadedFunction:
     def _call(self, columns: Mapping[str, Any], timeout: float) -> Any:
         # The call's and the config's values take precedence over a column of the same name.
         data = {name: column for name, column in columns.items() if name not in self.settings}
-        given = {**data, **self.arguments, **{name: columns[name] for name in GIVEN_COLUMNS}}
-        given = taken(given, self._parameters)
+        first = {name: columns[name] for name in GIVEN_COLUMNS if name in columns}
+        given = taken({**data, **self.arguments, **first}, self._parameters)
         if GIVEN_TIMEOUT in self._parameters:
             given[GIVEN_TIMEOUT] = timeout
         return self.function(**given)

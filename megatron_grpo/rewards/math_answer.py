@@ -5,6 +5,7 @@ import re
 import time
 from typing import Any
 
+from latex2sympy2_extended.math_normalization import extract_boxed_content
 from math_verify import parse, verify
 
 # Per expression. math-verify enforces it by SIGALRM, which works only in the main thread, where the
@@ -42,9 +43,10 @@ def math_answer(
 
     The final answer is the text after the last `####` (GSM8K), unless that is the heading of more
     text or a box follows it; otherwise what math-verify extracts: a box, a formula or the last
-    number. With `boxed` it is otherwise the last box, or there is none: reasoning that stops at the
-    right number is no answer. With `only_finished` a completion that reached the length limit has
-    none. A completion without a final answer, or with one too hard to evaluate in time, is wrong.
+    number. Several boxes in a row are the members of a set. With `boxed` it is otherwise the last
+    box or boxes, or there is none: reasoning that stops at the right number is no answer. With
+    `only_finished` a completion that reached the length limit has none. A completion without a
+    final answer, or with one too hard to evaluate in time, is wrong.
     If so many are slow that the call runs out of time, the remaining ones get no score. Raises
     ValueError for a reference answer that cannot be parsed.
     """
@@ -101,7 +103,7 @@ def _final_answer(text: str) -> str:
 def _stated_answer(text: str) -> str:
     """The final answer if the text says which one it is, else nothing."""
     marked = _marked_answer(text)
-    return _last_box(text) if marked is None else marked
+    return _last_boxes(text) if marked is None else marked
 
 
 def _marked_answer(text: str) -> str | None:
@@ -112,14 +114,19 @@ def _marked_answer(text: str) -> str | None:
     return line if before and not is_heading else None
 
 
-def _last_box(text: str) -> str:
-    """The last box, with its command; empty without one, or if it is not closed."""
-    _, command, content = text.rpartition("\\boxed{")
+def _last_boxes(text: str) -> str:
+    """A box of what math-verify reads in the last ones; empty without any, or if it is not closed.
+
+    It joins boxes less than 10 characters apart, or less than 70 with an "and", "or", comma or
+    semicolon between them. Its function for that takes a `\\fbox` for one as well.
+    """
+    start, command, content = text.rpartition("\\boxed{")
     if not command:
         return ""
     depth = 1
     for brace in BRACE.finditer(content):
         depth += 1 if brace[0] == "{" else -1
         if depth == 0:
-            return command + content[: brace.end()]
+            closed = (start + command + content[: brace.end()]).replace("\\fbox", "")
+            return f"\\boxed{{{extract_boxed_content(closed)}}}"
     return ""

@@ -39,6 +39,7 @@ class RewardPool:
         self.cfg = cfg
         self._workers = [WorkerProcess(cfg) for _ in range(cfg.num_workers)]
         self._wanted: list[list[str]] = []
+        self._accepted: list[list[str] | None] = []
         self._is_async: list[bool] = []
         self._calls: dict[int, Call] = {}
         """The calls in progress, by number."""
@@ -124,7 +125,8 @@ class RewardPool:
     def _send(self, worker: WorkerProcess, call: Call, seconds: float) -> None:
         number = next(self._numbers)
         self._calls[number] = call
-        worker.send(number, (call.function, call.columns), seconds)
+        columns = call.columns(self._accepted[call.function])
+        worker.send(number, (call.function, columns), seconds)
 
     def _advance(self) -> Iterator[tuple[Call, Answer]]:
         """Wait until a worker has loaded, answered or failed; replace failed workers."""
@@ -159,8 +161,9 @@ class RewardPool:
         functions = worker.receive_functions()
         if isinstance(functions, str):
             raise RewardError(f"reward functions {self._names} cannot be loaded: {functions}")
-        self._wanted = [wanted for wanted, _ in functions]
-        self._is_async = [is_async for _, is_async in functions]
+        self._wanted = [wanted for wanted, _, _ in functions]
+        self._accepted = [accepted for _, accepted, _ in functions]
+        self._is_async = [is_async for _, _, is_async in functions]
 
     def _expire(self, worker: WorkerProcess) -> None:
         if worker.is_loading:

@@ -2,7 +2,7 @@
 
 import reprlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import ceil, isnan, nan
@@ -14,6 +14,13 @@ from megatron_grpo.rewards.answer import Answer
 if TYPE_CHECKING:
     from megatron_grpo.rollout import Sample
 
+GIVEN: dict[str, Callable[["Sample"], Any]] = {
+    "completions": lambda sample: sample.text,
+    "prompts": lambda sample: sample.prompt.text,
+    "completion_ids": lambda sample: list(sample.completion_ids),
+    "finish_reasons": lambda sample: sample.finish_reason,
+}
+"""How to get a column that every reward function may take from a sample."""
 SHORTENED = reprlib.Repr()
 SHORTENED.maxstring = 200
 
@@ -30,17 +37,19 @@ class Call:
     places: Sequence[int]
     samples: Sequence["Sample"]
 
-    @property
-    def columns(self) -> Mapping[str, Any]:
-        """Arguments of the function, one value per completion."""
+    def columns(self, accepted: Collection[str] | None) -> dict[str, list[Any]]:
+        """The completions and the `accepted` arguments, None: all; one value per completion.
+
+        What a function does not read is not sent: token ids are most of a generation's bytes.
+        """
         group = [self.samples[place] for place in self.places]
-        data = {name: [value] * len(group) for name, value in group[0].prompt.row.items()}
-        return {
-            **data,
-            "completions": [sample.text for sample in group],
-            "prompts": [sample.prompt.text for sample in group],
-            "completion_ids": [list(sample.completion_ids) for sample in group],
-            "finish_reasons": [sample.finish_reason for sample in group],
+
+        def is_sent(name: str) -> bool:
+            return accepted is None or name == "completions" or name in accepted
+
+        row = {name: [value] * len(group) for name, value in group[0].prompt.row.items()}
+        return {name: column for name, column in row.items() if is_sent(name)} | {
+            name: [of(sample) for sample in group] for name, of in GIVEN.items() if is_sent(name)
         }
 
 

@@ -1,8 +1,20 @@
-"""From the scores of several reward functions to one reward."""
+"""From the scores of several reward functions, and of the environment, to one reward."""
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from megatron_grpo.config.reward_config import RewardFunction
+from megatron_grpo.config.reward_config import ENVIRONMENT_TERM, RewardFunction
+
+if TYPE_CHECKING:
+    from megatron_grpo.rollout import Sample
+
+
+def add_environment_rewards(
+    scores: Sequence[dict[str, float]], samples: Sequence["Sample"]
+) -> None:
+    """Add the environment's reward of each dialogue to its scores, NaN where it failed."""
+    for score, sample in zip(scores, samples, strict=True):
+        score[ENVIRONMENT_TERM] = sample.environment_reward
 
 
 def total_rewards(

@@ -1,9 +1,9 @@
 """The process that runs reward functions: `python -m megatron_grpo.rewards.worker FD MEGABYTES`.
 
 It reads the config's functions and `reward.timeout` from the socket FD, and answers with the
-columns that each function requires and whether it is asynchronous, or with why they cannot be
-loaded. Then it answers every call, by the call's number. It sends JSON, so that the trainer
-unpickles nothing from it. It ends when the socket closes.
+columns that each function requires and accepts and whether it is asynchronous, or with why they
+cannot be loaded. Then it answers every call, by the call's number. It sends JSON, so that the
+trainer unpickles nothing from it. It ends when the socket closes.
 
 Calls of ordinary functions run one after the other in the main thread, outside of any event loop;
 calls of asynchronous functions run concurrently in one loop. The trainer sends calls of one kind
@@ -46,7 +46,7 @@ class RewardWorker:
                     self._send([number, asdict(self._score(index, columns))])
                     call = self._next_call()
 
-    def _load(self, specs: Any) -> list[tuple[list[str], bool]] | str:
+    def _load(self, specs: Any) -> list[tuple[list[str], list[str] | None, bool]] | str:
         try:
             with forks_end_here():
                 self._functions.extend(load_function(spec) for spec in specs)
@@ -54,7 +54,7 @@ class RewardWorker:
             return str(error)[-MAX_TEXT:]
         except BaseException as error:
             return error_text(error, self._limit)
-        return [(function.wanted_columns, function.is_async) for function in self._functions]
+        return [(f.wanted_columns, f.accepted_columns, f.is_async) for f in self._functions]
 
     def _score(self, index: int, columns: Any) -> Answer:
         try:

@@ -60,8 +60,8 @@ class WorkerProcess:
         except BlockingIOError:
             self.fate = f"its process did not read the call in {self.cfg.timeout} s: killed"
 
-    def receive_functions(self) -> list[tuple[list[str], bool]] | str:
-        """Required columns and asynchrony of each function, or why they could not be loaded."""
+    def receive_functions(self) -> list[tuple[list[str], list[str] | None, bool]] | str:
+        """Required and accepted columns and asynchrony of each function, or why none is loaded."""
         self.is_loading = False
         message = self._receive()
         return self.fate if message is None else message

@@ -15,10 +15,21 @@ def required(parameters: Mapping[str, Parameter]) -> list[str]:
     ]
 
 
+def accepted(parameters: Mapping[str, Parameter]) -> list[str] | None:
+    """Names of the columns that these parameters accept; None: all, since one is `**columns`.
+
+    `**_` accepts none: by its name, nothing reads it.
+    """
+    catch_all = [name for name, p in parameters.items() if p.kind is p.VAR_KEYWORD]
+    if catch_all and catch_all != ["_"]:
+        return None
+    return [name for name in parameters if name not in catch_all]
+
+
 def taken(given: Mapping[str, Any], parameters: Mapping[str, Parameter]) -> dict[str, Any]:
-    """The part of `given` that these parameters accept: all of it if one is `**columns`."""
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return {name: value for name, value in given.items() if takes_all or name in parameters}
+    """The part of `given` that these parameters accept."""
+    names = accepted(parameters)
+    return {name: value for name, value in given.items() if names is None or name in names}
 
 
 def missing(name: str, rows: Sequence[Mapping[str, Any]]) -> str:

@@ -91,6 +91,16 @@ def test_cosine_asks_math_answer_and_takes_its_values_from_the_config():
     assert scores == approx(1, -6 - 4 * three_quarters, 1)
 
 
+def test_cosine_asks_math_answer_with_its_arguments():
+    values = {"cosine_max_len_value_correct": 1.0, "cosine_min_len_value_wrong": 0.0}  # 1 or 0
+    completions, reasons = ["7", "\\boxed{7}", "\\boxed{7}"], ["stop", "stop", "length"]
+    given = "cosine", completions, {"answer": ["7"] * 3}, reasons
+    fields = values | {"cosine_max_len": 9}
+    assert score(*given, **fields) == [1, 1, 1]
+    assert score(*given, **fields, boxed=True) == [0, 1, 1]
+    assert score(*given, **fields, only_finished=True) == [1, 1, 0]
+
+
 def test_soft_overlong_is_equation_13_of_dapo():
     completions = ["x" * n for n in (0, 80, 81, 90, 100, 101, 200)]
     fields = {"soft_max_length": 100, "soft_cache_length": 20}
@@ -105,6 +115,11 @@ def test_soft_overlong_is_equation_13_of_dapo():
         ("cosine", {}, "requires 'cosine_max_len'"),
         ("cosine", {"cosine_max_len": 0}, "cosine_max_len 0 must be at least 1"),
         ("cosine", {"cosine_max_len": 9, "accuracy": "judge"}, "use exact or math_answer"),
+        (
+            "cosine",
+            {"cosine_max_len": 9, "accuracy": "exact", "boxed": True},
+            "boxed True and only_finished False are for accuracy math_answer: use that instead",
+        ),
         ("repetition", {"repetition_n_grams": 0}, "must be at least 1, such as 3"),
         ("repetition", {"repetition_max_penalty": 1.0}, "use at most 0, such as -1.0"),
         ("repetition", {"repetition_n_grams": "3"}, "repetition_n_grams"),
@@ -209,8 +224,8 @@ CUT_OFF = "4*5 = 20, and 9+9 = 18, hmm, that"
         ("The answer is $18$.", 0),
         ("so 9+9 = 18, that is \\boxed{18", 0),
         ("not \\boxed{}, but 18", 0),
-        ("\\boxed{18}, no, \\boxed{20}", 0),
-        ("\\boxed{20}, no, \\boxed{18} as 9+9 is not 20", 1),
+        ("\\boxed{18}. That is wrong. \\boxed{20}", 0),
+        ("\\boxed{20}. That is wrong. \\boxed{18} as 9+9 is not 20", 1),
         ("$x = \\boxed{\\frac{\\sqrt{36^2}}{2}}$", 1),
         ("#### 18", 1),
         ("#### Step 2: add\n9 + 9 = 18", 0),
@@ -219,6 +234,24 @@ CUT_OFF = "4*5 = 20, and 9+9 = 18, hmm, that"
 )
 def test_with_boxed_only_an_answer_that_is_marked_as_such_counts(completion, wanted):
     assert score("math_answer", [completion], {"answer": ["18"]}, boxed=True) == [wanted]
+
+
+@pytest.mark.parametrize("boxed", [False, True])
+@pytest.mark.parametrize(
+    ("completion", "wanted"),
+    [
+        ("$x = \\boxed{2}$ or $x = \\boxed{3}$.", 1),
+        ("\\boxed{3} and \\boxed{2}", 1),
+        ("$a$ is \\boxed{2}, as is shown above, and $b$ is \\boxed{3}", 1),
+        ("\\boxed{2, 3}", 1),
+        ("\\fbox{1}, \\boxed{2, 3}", 1),
+        ("\\boxed{2}. We still have to add one to it: \\boxed{3}", 0),
+        ("\\boxed{1}, \\boxed{2}, \\boxed{3}", 0),
+        ("\\boxed{3}", 0),
+    ],
+)
+def test_boxes_in_a_row_are_one_answer_of_several_values(completion, wanted, boxed):
+    assert score("math_answer", [completion], {"answer": ["2, 3"]}, boxed=boxed) == [wanted]
 
 
 def test_with_only_finished_a_completion_that_was_cut_off_is_wrong():
@@ -352,6 +385,13 @@ def test_share_of_digits_of_the_demo():
 def test_a_function_gets_only_the_parameters_that_it_names(tmp_path):
     name = write(tmp_path, "def reward(completions, level): return level")
     assert score(name, ["a", "b"], {"level": [3, 4], "other": [0, 0]}) == [3, 4]
+    name = write(tmp_path, "def reward(completions, **_): return [len(_)]")
+    assert score(name, ["a"], {"level": [3]}) == [0]
+
+
+def test_with_kwargs_a_function_gets_every_column(tmp_path):
+    name = write(tmp_path, "def reward(completions, **kwargs): return kwargs['level']")
+    assert score(name, ["a"], {"level": [3]}) == [3]
 
 
 def test_completions_and_arguments_go_before_columns_of_the_same_name(tmp_path):
@@ -457,6 +497,17 @@ def test_functions_that_are_not_there_are_refused(name, arguments, part, tmp_pat
     with pytest.raises(ValueError) as refused:
         load_function(RewardFunction(name=name.format(mine=mine), arguments=arguments))
     assert part in str(refused.value)
+
+
+def test_accepted_columns_are_all_or_what_is_named(tmp_path):
+    def accepted(parameters: str) -> list[str] | None:
+        name = write(tmp_path, f"def reward({parameters}): ...")
+        return load_function(RewardFunction(name=name)).accepted_columns
+
+    assert accepted("completions, a, b=1") == ["completions", "a", "b"]
+    assert accepted("completions, **columns") is None
+    assert accepted("completions, **_kwargs") is None
+    assert accepted("completions, **_") == ["completions"]
 
 
 def test_wanted_columns_are_what_neither_the_call_nor_the_config_gives(tmp_path):

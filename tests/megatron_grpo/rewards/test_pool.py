@@ -16,6 +16,7 @@ from engines import wait_until
 from megatron_grpo.config.reward_config import RewardConfig, RewardFunction
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.rewards import RewardError, RewardPool, ScoringGivenUp, total_rewards
+from megatron_grpo.rewards.worker_process import WorkerProcess
 from megatron_grpo.rollout.samples import Sample
 from megatron_grpo.user_code import supervised
 from processes import is_alive
@@ -443,6 +444,26 @@ def test_what_are_no_scores_stops_the_run_whatever_may_fail(name, pool, others):
 
 def test_functions_are_given_token_ids_finish_reasons_and_their_time(pool):
     assert scored(pool("given", timeout=30), samples(1)) == [{"given": 31.0}] * 2
+
+
+def test_a_process_is_sent_only_what_its_function_takes(pool, monkeypatch):
+    sent = {}
+
+    def send(worker, number, call, seconds):
+        function, columns = call
+        sent[function] = {*columns}
+        original(worker, number, call, seconds)
+
+    original = WorkerProcess.send
+    monkeypatch.setattr(WorkerProcess, "send", send)
+    scored(pool("length", "hang", "bonus", "given"), samples(1, bonus=1))
+    given = {"completions", "prompts", "completion_ids", "finish_reasons"}
+    assert sent == {
+        0: {"completions"},
+        1: {"completions", "prompts"},
+        2: {"completions", "bonus"},
+        3: given | {"bonus"},
+    }
 
 
 def test_asynchronous_calls_run_side_by_side_up_to_their_number(pool):
