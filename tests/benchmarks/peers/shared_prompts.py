@@ -17,11 +17,13 @@ from safetensors.torch import load_file, save_file
 from distributed import run_ranks
 from flops import counted_flops
 from megatron_grpo.data.prompts import Prompt
-from megatron_grpo.experience.experience import Experience, share_out
+from megatron_grpo.experience.experience import Experience
+from megatron_grpo.experience.shares import share_out
 from megatron_grpo.rollout.samples import Sample
 from megatron_grpo.train_step import accumulate_gradient
 from models import tiny_model
 from parallel import ParallelDims
+from parallel.alignment import Alignment
 from parallel.microbatches import CostModel
 from policies import start_policy, tiny_config
 
@@ -90,7 +92,8 @@ def _on_rank(
     )
     cfg = tiny_config(model, ParallelDims(), *options)
     policy, groups = start_policy(rank, model, ParallelDims(), *options)
-    ((batches,),) = share_out(_experience(), 0, CostModel.transformer(HIDDEN), cfg)
+    ((share,),) = share_out(_experience(), 0, CostModel.transformer(HIDDEN), cfg)
+    batches = share.pack(Alignment(), share_prompts=shared)
     with counted_flops() as counter:
         accumulate_gradient(policy, batches, cfg, groups, 0.0)
     gradients = {name: p.main_grad.clone() for name, p in policy.parameters().items()}

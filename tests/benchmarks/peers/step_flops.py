@@ -15,7 +15,7 @@ All take the same completions, rewards and log-probabilities of an engine to the
 the correction for the mismatch of engine and trainer that is TRL's default beside vLLM.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,13 +29,14 @@ from transformers import AutoModelForCausalLM
 from flops import counted_flops
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.experience.experience import compare as experience_of
-from megatron_grpo.experience.experience import share_out
 from megatron_grpo.experience.old_policy import add_logprobs
+from megatron_grpo.experience.shares import share_out
 from megatron_grpo.policy.skipped_steps import SkippedSteps
 from megatron_grpo.rollout import Sample
 from megatron_grpo.train_step import train_step
 from models import PAD_ID, tiny_model
 from parallel import ParallelDims
+from parallel.alignment import Alignment
 from parallel.microbatches import CostModel
 from policies import gradient_boxes, start_policy, tiny_config
 
@@ -136,7 +137,8 @@ def ours(folder: Path) -> dict[str, float]:
     [term] = cfg.reward_terms
     experience = experience_of(given.samples, [{term.label: r} for r in given.rewards], cfg)
     cost = CostModel.transformer(SHAPE["hidden_size"])
-    [[minibatch]] = share_out(experience, 0, cost, cfg)
+    [[share]] = share_out(experience, 0, cost, cfg)
+    minibatch = share.pack(Alignment(), share_prompts=False)
 
     def step() -> float:
         batches = add_logprobs(minibatch, policy, None, cfg, groups)
@@ -284,13 +286,13 @@ def leave(
     return {FLOPS: float(flops), EXCESS: flops / useful_flops(given), "loss": loss}
 
 
-def _logprobs(model: Any, prompt: tuple[int, ...], completion: tuple[int, ...]) -> Tensor:
+def _logprobs(model: Any, prompt: Sequence[int], completion: Sequence[int]) -> Tensor:
     """Of the completion's tokens [n], with the head at the n positions before them only."""
     tokens = torch.tensor([[*prompt, *completion]])
     assert not (tokens == PAD_ID).any()
     hidden = model.model(tokens, use_cache=False).last_hidden_state[0]
     logits = model.lm_head(hidden[len(prompt) - 1 : -1])
-    return torch.log_softmax(logits, -1).gather(1, torch.tensor(completion)[:, None])[:, 0]
+    return torch.log_softmax(logits, -1).gather(1, torch.tensor([*completion])[:, None])[:, 0]
 
 
 def _gradient(model: Any) -> dict[str, Tensor]:
