@@ -1,6 +1,7 @@
 """Sizes of the device mesh, and conversion between ranks and mesh coordinates. Integers only."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,9 @@ class ParallelDims:
     expert: int = 1
     expert_tensor: int = 0
     """0 means the same as `tensor`, and is replaced by that value."""
+    num_layers_in_first_pipeline_stage: int | None = None
+    """Layers of pipeline rank 0, in all its chunks; None: an equal share of the layers."""
+    num_layers_in_last_pipeline_stage: int | None = None
 
     def __post_init__(self) -> None:
         if self.expert_tensor == 0:
@@ -84,6 +88,13 @@ class ParallelDims:
     def stage_size(self) -> int:
         """Number of ranks of one pipeline stage."""
         return self.tensor * self.context * self.data
+
+    @property
+    def even(self) -> "ParallelDims":
+        """The same mesh with equal shares of the layers for all pipeline ranks."""
+        return replace(
+            self, num_layers_in_first_pipeline_stage=None, num_layers_in_last_pipeline_stage=None
+        )
 
     def check_world_size(self, world_size: int) -> None:
         """Raise ValueError, naming every factor, if the mesh does not have `world_size` ranks."""
@@ -136,8 +147,10 @@ def pipeline_layers(num_layers: int, dims: ParallelDims) -> list[list[range]]:
     """Global layer indices of every model chunk, as ``[pipeline rank][virtual stage]``.
 
     Chunks follow the interleaved order: virtual stage v of rank p is the (v * pipeline + p)-th
-    chunk of the model. If the layers do not divide evenly, the middle chunks take one more layer,
-    then the first: the first also holds the embedding, and the last the head, which costs more.
+    chunk of the model. The first and the last rank hold as many layers as `dims` says, and the
+    others, or all, equal shares. If layers do not divide evenly over chunks, the middle chunks take
+    one more, then the first: the first also holds the embedding, and the last the head, which costs
+    more. Where Megatron-Core accepts `dims`, its own layout is the same.
     """
     num_chunks = dims.pipeline * dims.virtual_pipeline
     if num_layers < num_chunks:
@@ -146,14 +159,44 @@ def pipeline_layers(num_layers: int, dims: ParallelDims) -> list[list[range]]:
             f"virtual_pipeline({dims.virtual_pipeline}) = {num_chunks} stages: "
             f"use at most {num_layers} stages"
         )
-    base, remainder = divmod(num_layers, num_chunks)
-    taller = set([*range(1, num_chunks - 1), 0][:remainder])
-    chunks, start = [], 0
-    for chunk in range(num_chunks):
-        size = base + (chunk in taller)
-        chunks.append(range(start, start + size))
-        start += size
-    return [
-        [chunks[v * dims.pipeline + p] for v in range(dims.virtual_pipeline)]
-        for p in range(dims.pipeline)
-    ]
+    sizes = [0] * num_chunks
+    for ranks, layers in _shares(num_layers, dims):
+        own = [chunk for chunk in range(num_chunks) if chunk % dims.pipeline in ranks]
+        own.sort(key=lambda chunk: (chunk == num_chunks - 1, chunk == 0))
+        base, remainder = divmod(layers, len(own))
+        for place, chunk in enumerate(own):
+            sizes[chunk] = base + (place < remainder)
+    ends = list(accumulate(sizes))
+    chunks = [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    return [chunks[rank :: dims.pipeline] for rank in range(dims.pipeline)]
+
+
+def _shares(num_layers: int, dims: ParallelDims) -> list[tuple[list[int], int]]:
+    """Pipeline ranks and the number of layers that they share equally.
+
+    Raises ValueError if what `dims` gives to the first and the last rank leaves a chunk without a
+    layer, or a layer without a chunk.
+    """
+    ends = {
+        0: dims.num_layers_in_first_pipeline_stage,
+        dims.pipeline - 1: dims.num_layers_in_last_pipeline_stage,
+    }
+    given = {rank: layers for rank, layers in ends.items() if layers is not None}
+    others = [rank for rank in range(dims.pipeline) if rank not in given]
+    shares = [([rank], layers) for rank, layers in given.items()]
+    if others:
+        shares.append((others, num_layers - sum(given.values())))
+    is_complete = sum(layers for _, layers in shares) == num_layers
+    if is_complete and all(
+        layers >= len(ranks) * dims.virtual_pipeline for ranks, layers in shares
+    ):
+        return shares
+    legal = [sum(map(len, chunks)) for chunks in pipeline_layers(num_layers, dims.even)]
+    names = {rank: f"num_layers_in_{'last' if rank else 'first'}_pipeline_stage" for rank in given}
+    raise ValueError(
+        f"{num_layers} layers cannot be split over pipeline({dims.pipeline}) * "
+        f"virtual_pipeline({dims.virtual_pipeline}) chunks with "
+        + " and ".join(f"{names[rank]}({layers})" for rank, layers in given.items())
+        + ": every chunk needs a layer, and every layer a chunk; legal is, for example, "
+        + " with ".join(f"{names[rank]}={legal[rank]}" for rank in given)
+    )

@@ -101,6 +101,11 @@ def models(draw) -> tuple[ModelShape, ParallelDims]:
     tensor = draw(st.sampled_from([n for n in (1, 2, 3, 4, 6) if splits(shape, n)]))
     context, data = draw(st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 2)]))
     pipeline = draw(st.integers(1, min(shape.num_layers, 3)))
+    virtual = draw(st.integers(1, shape.num_layers // pipeline)) if pipeline > 1 else 1
+    first = last = None
+    if pipeline > 1:  # all layers that every chunk can do without may go to one end
+        ends = st.none() | st.integers(virtual, shape.num_layers - (pipeline - 1) * virtual)
+        first, last = draw(st.permutations([draw(ends), None]))
     expert_tensor = expert = 1
     if shape.moe is not None:
         stage_size = tensor * context * data
@@ -114,7 +119,9 @@ def models(draw) -> tuple[ModelShape, ParallelDims]:
         context=context,
         data=data,
         pipeline=pipeline,
-        virtual_pipeline=draw(st.integers(1, shape.num_layers // pipeline)) if pipeline > 1 else 1,
+        virtual_pipeline=virtual,
+        num_layers_in_first_pipeline_stage=first,
+        num_layers_in_last_pipeline_stage=last,
         expert=expert,
         expert_tensor=expert_tensor,
     )

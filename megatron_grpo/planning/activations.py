@@ -30,8 +30,8 @@ class LayerBytes:
 def layer_bytes(cfg: Config, shape: ModelShape) -> LayerBytes:
     """What a layer keeps with the recomputation that `cfg` sets.
 
-    `recompute_method: block` is counted as if its layers were spread evenly. Unknown entries of
-    `recompute_modules` count as kept.
+    `recompute_method: block` is counted as if its layers were spread evenly, and all chunks as long
+    as the longest. Unknown entries of `recompute_modules` count as kept.
     """
     parts = _parts(cfg, shape)
     stored = sum(parts.values())
@@ -42,8 +42,9 @@ def layer_bytes(cfg: Config, shape: ModelShape) -> LayerBytes:
             layers = settings.get("recompute_num_layers") or 1
             return LayerBytes(kept=entry / layers, recomputed=stored * layers)
         case "full":
-            chunks = pipeline_layers(shape.num_layers, cfg.dims)[0]
-            share = min(1.0, (settings.get("recompute_num_layers") or 0) / len(chunks[0]))
+            stages = pipeline_layers(shape.num_layers, cfg.dims)
+            longest = max(len(chunk) for chunks in stages for chunk in chunks)
+            share = min(1.0, (settings.get("recompute_num_layers") or 0) / longest)
             return LayerBytes(kept=share * entry + (1 - share) * stored, recomputed=stored)
         case "selective":
             again = [

@@ -103,7 +103,7 @@ def plan_job(
         work=work,
         stages=stages_memory(cfg, shape, states, work.microbatches, beside),
         engine=engine,
-        time=step_time(cfg, shape, states[0], work, card),
+        time=step_time(cfg, shape, states, work, card),
         rollout=rollout_time(cfg, shape, engine, card, lengths) if engine else None,
         push=push_link(engine.weights, card, in_node=in_node) if engine else None,
         shared_tokens=shared_tokens(cfg, shape, work.lengths),

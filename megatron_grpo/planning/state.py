@@ -136,7 +136,7 @@ def _parameters(
     """
     shallow = replace(shape, num_layers=dims.pipeline * dims.virtual_pipeline)
     # Transformer Engine names norms differently, but they have as many elements.
-    layout = megatron_layout(shallow, dims, at, transformer_engine=False)
+    layout = megatron_layout(shallow, dims.even, at, transformer_engine=False)
     sizes = [(name, prod(size)) for name, size in layout.shapes.items()]
     for chunk, layers in enumerate(pipeline_layers(shape.num_layers, dims)[at.pipeline]):
         own = [(name, size) for name, size in sizes if name.startswith(f"{chunk}.")]

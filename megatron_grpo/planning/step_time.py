@@ -57,16 +57,16 @@ class StepTime:
 
 
 def step_time(
-    cfg: Config, shape: ModelShape, first: StateBytes, work: Workload, card: Card
+    cfg: Config, shape: ModelShape, states: Sequence[StateBytes], work: Workload, card: Card
 ) -> StepTime:
-    """The time of one optimizer step of `cfg`; `first` is what stage 0 holds."""
+    """The time of one optimizer step of `cfg`; `states` is what each stage holds."""
     dims, flops = cfg.dims, stage_flops(cfg, shape, work.lengths)
     return StepTime(
         flops=sum(flops),
         attainable=ATTAINABLE if shape.moe is None else ATTAINABLE_BY_EXPERTS,
         compute_seconds=max(flops) / dims.stage_size / card.flops,
         bubble=(dims.pipeline - 1) / (work.microbatches * dims.virtual_pipeline),
-        links=_links(cfg, shape, first, work, card),
+        links=_links(cfg, shape, states, work, card),
     )
 
 
@@ -120,9 +120,9 @@ def active_weights(shape: ModelShape) -> float:
 
 
 def _links(
-    cfg: Config, shape: ModelShape, first: StateBytes, work: Workload, card: Card
+    cfg: Config, shape: ModelShape, states: Sequence[StateBytes], work: Workload, card: Card
 ) -> list[LinkUse]:
-    """What the ranks of each axis send each other.
+    """What the ranks of each axis send each other, on the stage that sends most.
 
     Tensor and context ranks of every stage exchange the activations of all its microbatches.
     Traffic stays within a node if the axis, together with the axes inside it, fits in one.
@@ -135,10 +135,13 @@ def _links(
     forwards = 1 + _recomputes(cfg) + alone
     key = shape.num_key_value_heads * shape.head_dim / dims.tensor * itemsize * tokens
     shards = dims.data * dims.context
-    copied = _of(shards) * (first.weights - first.expert_weights)
+    copied = max(
+        _of(shards) * (state.weights - state.expert_weights)
+        + _of(expert_shards(dims)) * state.expert_weights
+        for state in states
+    )
     if shape.moe is not None:
         shards = max(shards, expert_shards(dims))
-        copied += _of(expert_shards(dims)) * first.expert_weights
     share = 1 / dims.tensor if cfg.parallel.sequence_parallel else 1.0
     sends = _pipeline_sends(dims, 1 + alone)
     experts = dims.expert * dims.expert_tensor

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import yaml
 from rich.console import Console
@@ -163,7 +164,7 @@ def _fitting(
         stages = stages_memory(cfg, shape, states, work.microbatches, beside)
         memory = fullest_stage(stages)
         if memory.total <= memory_limit(card):
-            time = step_time(cfg, shape, states[0], work, card)
+            time = step_time(cfg, shape, states, work, card)
             return [Suggestion(cfg=cfg, memory=memory, time=time)]
     return []
 
@@ -183,8 +184,10 @@ def _layouts(
 ) -> Iterator[ParallelConfig]:
     """Every division of the ranks over the axes, with sequence parallelism if tensor is above 1.
 
-    `sequence_parallel` is set only if `cfg` has the other value.
+    `sequence_parallel` is set only if `cfg` has the other value, and uneven stages are unset.
     """
+    ends = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+    even: dict[str, Any] = {n: None for n in ends if getattr(cfg.parallel, n) is not None}
     for tensor in divisors(num_ranks):
         is_other = cfg.parallel.sequence_parallel != (tensor > 1)
         said = {"sequence_parallel": tensor > 1} if is_other else {}
@@ -203,6 +206,7 @@ def _layouts(
                             expert_parallel_size=expert,
                             expert_tensor_parallel_size=1 if shape.moe else tensor,
                             **said,
+                            **even,
                         )
 
 

@@ -15,6 +15,7 @@ from checkpoint_convert.rank_weights import read_weights
 from megatron_grpo.config.config import Config
 from megatron_grpo.policy.optimizer import make_optimizer, make_scheduler
 from megatron_grpo.policy.packed_params import PackedRotary, packed_params
+from megatron_grpo.policy.router_replay import add_router_replay, own_routes
 from megatron_grpo.policy.transformer import block_spec, transformer_config, uses_transformer_engine
 from parallel import Layout, Sender, pipeline_layers
 from parallel.context import context_indices
@@ -86,6 +87,8 @@ class Policy(Model):
 def build_policy(cfg: Config, shape: ModelShape, groups: Groups) -> Policy:
     """The model of `cfg.model.path` with its optimizer; collective over all ranks."""
     model = build_model(cfg, shape, groups)
+    if cfg.rollout.router_replay:
+        add_router_replay(model.chunks)
     add_gradients(model)
     read_weights(cfg.model.path, shape, model.layout, model.parameters())
     # The optimizer copies the loaded weights into its float32 master weights, so it comes last.
@@ -125,11 +128,13 @@ def forward(chunk: Any, batch: PackedBatch, groups: Groups) -> Tensor:
     """
     rank, size = groups.coordinates.context, groups.dims.context
     local = context_indices(batch.cu_seqlens, rank, size)
+    params = packed_params(batch, local, rank, size)
+    params.routed_experts = own_routes(batch, local, groups)
     output: Tensor = chunk(
         input_ids=batch.tokens[local].unsqueeze(0),
         position_ids=batch.position_ids[local].unsqueeze(0),
         attention_mask=None,
-        packed_seq_params=packed_params(batch, local, rank, size),
+        packed_seq_params=params,
     )
     return output.squeeze(0) if unwrapped(chunk).post_process else output
 

@@ -10,6 +10,7 @@ from megatron_grpo.config.megatron_fields import (
     PERFORMANCE_FIELDS,
     ROUTER_LOSS_FIELDS,
 )
+from megatron_grpo.config.trainer_config import ParallelConfig
 
 WGRAD_KERNELS = "fused_weight_gradient_mlp_cuda"
 TRANSFORMER_ENGINE_FUSIONS = ("apply_rope_fusion", "moe_permute_fusion", "moe_router_fusion")
@@ -53,9 +54,10 @@ def check_overrides(
 
 def _check_field(name: str, decided: Mapping[str, Any]) -> None:
     if name in decided:
+        owner = f"parallel.{name}" if name in ParallelConfig.model_fields else "parallel.*"
         raise ValueError(
             f"model.megatron.{name} is not free: it is determined by the model folder, "
-            "parallel.* or the trainer; leave it out"
+            f"{owner} or the trainer; leave it out"
         )
     free = (*PERFORMANCE_FIELDS, *ROUTER_LOSS_FIELDS)
     if name not in free:

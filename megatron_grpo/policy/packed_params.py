@@ -24,6 +24,8 @@ class PackedParams(PackedSeqParams):
     rope_positions: Tensor | None = None
     """[T] position of each token in its sequence, for `PackedRotary`; None without shared prompts.
     """
+    routed_experts: Tensor | None = None
+    """[tokens and layers of this rank, topk], for `RouterReplay`; None: the routers choose."""
 
     @cached_property
     def context_order(self) -> tuple[Tensor, Tensor]:

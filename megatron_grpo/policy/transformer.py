@@ -204,6 +204,9 @@ def _mesh(
             dims.virtual_pipeline if dims.virtual_pipeline > 1 else None
         ),
         "pipeline_model_parallel_layout": _pipeline_layout(shape.num_layers, dims),
+        # Part of the layout, next to which Megatron refuses them.
+        "num_layers_in_first_pipeline_stage": None,
+        "num_layers_in_last_pipeline_stage": None,
         # With interleaving, every pair of stages communicates in both directions at once. Batched
         # messages of two stages would then be mixed up (gloo hangs); overlap uses two groups.
         "overlap_p2p_comm": dims.virtual_pipeline > 1,

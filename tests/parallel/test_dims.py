@@ -1,7 +1,11 @@
 import itertools
 
 import pytest
+import torch
 from megatron.core.parallel_state import RankGenerator
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from parallel.dims import Coordinates, ExpertPlace, ParallelDims, divisors, pipeline_layers
 
@@ -137,6 +141,90 @@ def test_every_layer_has_one_stage_and_stages_differ_by_one_layer(
     sizes = [len(chunk) for chunk in in_order]
     assert max(sizes) - min(sizes) <= 1
     assert sizes[-1] == min(sizes)  # the head's stage never has more layers than others
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "sizes", "stages"),
+    [
+        (94, {"last": 10}, [12] * 7 + [10]),
+        (94, {"first": 10, "last": 10}, [10, 13, 13, 12, 12, 12, 12, 10]),
+        (61, {"first": 4}, [4, 9, 8, 8, 8, 8, 8, 8]),
+    ],
+)
+def test_the_first_and_last_stage_hold_the_layers_that_are_set(
+    num_layers: int, sizes: dict[str, int], stages: list[int]
+) -> None:
+    given = {f"num_layers_in_{end}_pipeline_stage": layers for end, layers in sizes.items()}
+    chunks = pipeline_layers(num_layers, ParallelDims(pipeline=8, **given))
+    assert [[len(layers) for layers in of_stage] for of_stage in chunks] == [[n] for n in stages]
+    assert [layer for [layers] in chunks for layer in layers] == list(range(num_layers))
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "pipeline", "virtual", "first", "last"),
+    [
+        (94, 8, 1, None, 10),
+        (94, 8, 1, 11, 11),
+        (94, 8, 2, None, 10),
+        (61, 4, 1, 16, 13),
+        (28, 4, 2, 4, None),
+        (5, 2, 1, 2, 3),
+    ],
+)
+def test_set_stages_hold_the_layers_that_megatron_itself_gives_them(
+    num_layers: int, pipeline: int, virtual: int, first: int | None, last: int | None
+) -> None:
+    ends = {
+        "num_layers_in_first_pipeline_stage": first,
+        "num_layers_in_last_pipeline_stage": last,
+    }
+    config = TransformerConfig(
+        num_layers=num_layers,
+        hidden_size=8,
+        num_attention_heads=1,
+        pipeline_model_parallel_size=pipeline,
+        virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
+        pipeline_dtype=torch.float32,
+        **ends,
+    )
+
+    def of_megatron(rank: int, stage: int | None) -> range:
+        start = get_transformer_layer_offset(config, stage, rank)
+        return range(start, start + get_num_layers_to_build(config, stage, rank))
+
+    virtual_stages = range(virtual) if virtual > 1 else [None]
+    dims = ParallelDims(pipeline=pipeline, virtual_pipeline=virtual, **ends)
+    assert pipeline_layers(num_layers, dims) == [
+        [of_megatron(rank, stage) for stage in virtual_stages] for rank in range(pipeline)
+    ]
+
+
+def test_the_chunks_of_a_set_stage_share_its_layers() -> None:
+    dims = ParallelDims(pipeline=2, virtual_pipeline=2, num_layers_in_last_pipeline_stage=3)
+    assert pipeline_layers(5, dims) == [[range(1), range(3, 4)], [range(1, 3), range(4, 5)]]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "virtual", "message"),
+    [
+        ({"first": 4}, 1, r"with num_layers_in_first_pipeline_stage\(4\): .*_stage=2"),
+        ({"last": 1}, 2, r"virtual_pipeline\(2\) chunks with num_layers_in_last.*_stage=2"),
+        (
+            {"first": 2, "last": 1},
+            1,
+            r"4 layers .* pipeline\(2\) .* num_layers_in_first_pipeline_stage\(2\) and "
+            r"num_layers_in_last_pipeline_stage\(1\): every chunk needs a layer, and every layer a "
+            r"chunk; .* num_layers_in_first_pipeline_stage=2 with "
+            r"num_layers_in_last_pipeline_stage=2",
+        ),
+    ],
+)
+def test_ends_that_leave_a_chunk_or_a_layer_over_are_refused_with_a_legal_split(
+    sizes: dict[str, int], virtual: int, message: str
+) -> None:
+    given = {f"num_layers_in_{end}_pipeline_stage": layers for end, layers in sizes.items()}
+    with pytest.raises(ValueError, match=message):
+        pipeline_layers(4, ParallelDims(pipeline=2, virtual_pipeline=virtual, **given))
 
 
 def test_more_stages_than_layers_are_refused_with_the_numbers() -> None:

@@ -52,6 +52,7 @@ def check_alone(elsewhere, cfg) -> str:
     return found.table
 
 
+@pytest.mark.slow
 def test_405b_on_512_ranks_is_as_planned(elsewhere, tmp_path):
     folder = write_config(tmp_path, "Llama-3.1-405B")
     table = check_alone(elsewhere, config(folder, **ON_512))
@@ -75,6 +76,11 @@ ODD = [
     # An embedding tied over two stages, which are not equally high.
     ("qwen3", {"tied": True, "num_hidden_layers": 3}, {"tensor": 2, "pipeline": 2}),
     ("mistral", {"num_hidden_layers": 5}, {"pipeline": 2, "virtual_pipeline": 2, "context": 2}),
+    (
+        "qwen2",
+        {"num_hidden_layers": 7},
+        {"pipeline": 2, "virtual_pipeline": 2, "num_layers_in_last_pipeline_stage": 5},
+    ),
     # Experts over data and context ranks, each split over fewer tensor ranks than attention.
     (
         "qwen3_moe",
@@ -89,7 +95,10 @@ ODD = [
 @pytest.mark.parametrize(("family", "own", "sizes"), ODD, ids=str)
 def test_odd_layouts_of_every_family_are_as_planned(elsewhere, tmp_path, family, own, sizes):
     folder = tiny_model(tmp_path, family, **own)
-    values = {f"parallel.{axis}_parallel_size": size for axis, size in sizes.items()}
+    values = {
+        f"parallel.{name}" if name.startswith("num_") else f"parallel.{name}_parallel_size": value
+        for name, value in sizes.items()
+    }
     check_alone(elsewhere, config(folder, **values))
 
 

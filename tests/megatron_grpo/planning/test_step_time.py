@@ -63,18 +63,25 @@ def test_recomputation_and_other_passes_are_forwards_more(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "pipeline", "virtual", "stage", "layers", "has_head"),
+    ("name", "pipeline", "virtual", "last", "stage", "layers", "has_head"),
     [
-        ("Llama-3.3-70B", 8, 1, -1, 10, True),  # as many layers as the others, and the head
-        ("Llama-3.3-70B", 8, 2, -1, 10, True),
-        ("Llama-3.1-405B", 16, 1, 1, 8, False),  # one layer more than the last stage
+        ("Llama-3.3-70B", 8, 1, None, -1, 10, True),  # as many layers as the others, and the head
+        ("Llama-3.3-70B", 8, 2, None, -1, 10, True),
+        ("Llama-3.3-70B", 8, 1, 9, 1, 11, False),
+        ("Llama-3.1-405B", 16, 1, None, 1, 8, False),  # one layer more than the last stage
     ],
 )
 def test_a_step_takes_as_long_as_its_busiest_stage(
-    name, pipeline, virtual, stage, layers, has_head, tmp_path
+    name, pipeline, virtual, last, stage, layers, has_head, tmp_path
 ):
     folder, shape = model(tmp_path, name)
-    dims = ParallelDims(tensor=2, pipeline=pipeline, virtual_pipeline=virtual, data=2)
+    dims = ParallelDims(
+        tensor=2,
+        pipeline=pipeline,
+        virtual_pipeline=virtual,
+        data=2,
+        num_layers_in_last_pipeline_stage=last,
+    )
     cfg = tiny_config(folder, dims, "grpo.beta=0.0", LONG)
     lengths = [1000] * 16
     flops = stage_flops(cfg, shape, lengths)
@@ -118,7 +125,7 @@ def test_traffic_by_hand(tmp_path, recompute):
     assert links["context"].num_bytes == pytest.approx(keys * layers * (4 if recompute else 3))
     # Of two stages the first sends outputs, the second gradients.
     assert links["pipeline"].num_bytes == pytest.approx(width / 8)
-    parameters = plan.stages[0].state.weights / 2
+    parameters = plan.stages[1].state.weights / 2  # with the last norm
     assert links["data"].num_bytes == pytest.approx(3 / 4 * 6 * parameters)
     assert [use.purpose for use in plan.time.links if use.in_node] == ["tensor"]
     assert links["data"].seconds == links["data"].num_bytes / CARD.network_rate
@@ -178,6 +185,14 @@ def test_pipeline_traffic_is_that_of_the_busiest_stage(pipeline, virtual, sends,
     cfg = tiny_config(folder, dims, "model.dtype=bfloat16", "grpo.beta=0.04", LONG)
     # 16 sequences; a row has 4096 elements of 2 bytes.
     assert traffic(cfg, shape)["pipeline"] == sends * 16 * 1024 * 4096 * 2
+
+
+def test_gradients_are_those_of_the_stage_with_the_most_weights(tmp_path):
+    folder, shape = model(tmp_path)
+    dims = ParallelDims(pipeline=2, data=2, num_layers_in_first_pipeline_stage=2)
+    cfg = tiny_config(folder, dims, "model.dtype=bfloat16", "grpo.beta=0.0", LONG)
+    parameters = state_bytes(cfg, shape, rank=2).weights / 2
+    assert traffic(cfg, shape)["data"] == pytest.approx(1 / 2 * 6 * parameters)
 
 
 @pytest.mark.parametrize(("expert", "expert_tensor"), [(8, 1), (2, 4), (1, 4)])

@@ -127,10 +127,18 @@ def test_each_layout_is_suggested_once_and_recomputes_only_where_it_must(tmp_pat
         assert plan_job(plain, shape, CARD, [4096], 8).fits is not each.recomputes
 
 
-@pytest.mark.parametrize("given", ["false", "true"])
-def test_pasted_words_have_the_sequence_parallelism_that_was_planned(given, tmp_path):
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["sequence_parallel=false"],
+        ["sequence_parallel=true"],
+        ["pipeline_parallel_size=2", "num_layers_in_last_pipeline_stage=10"],
+    ],
+    ids=" ".join,
+)
+def test_pasted_words_have_the_layout_that_was_planned(given, tmp_path):
     folder, path = write_config(tmp_path, "Llama-3.1-8B"), CONFIGS / "grpo_8b.yaml"
-    overrides = [f"model.path={folder}", f"parallel.sequence_parallel={given}"]
+    overrides = [f"model.path={folder}", *(f"parallel.{word}" for word in given)]
     found = suggest(load_config(path, overrides), read_shape(folder), CARD, [4096], 12)
     assert {each.cfg.dims.tensor > 1 for each in found} == {False, True}
     for each in found:

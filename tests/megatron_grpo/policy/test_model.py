@@ -38,7 +38,7 @@ FEW_LAYOUTS = [
 LAYOUTS = [
     *FEW_LAYOUTS,
     ParallelDims(tensor=2),
-    ParallelDims(pipeline=2),
+    ParallelDims(pipeline=2, num_layers_in_last_pipeline_stage=1),
     ParallelDims(context=2),
     ParallelDims(tensor=2, pipeline=2, context=2),
 ]

@@ -153,6 +153,7 @@ def test_a_layer_implementation_that_is_not_there_is_refused():
         "hidden_dropout",
         "calculate_per_token_loss",
         "context_parallel_size",
+        "num_layers_in_last_pipeline_stage",
         "perform_initialization",
         "tp_comm_overlap",
         "fp8",
@@ -164,12 +165,22 @@ def test_what_the_model_the_mesh_or_the_trainer_decides_is_not_free(name):
         configure(**{name: 1})
 
 
+def test_a_field_that_parallel_has_too_is_named_there():
+    name = "num_layers_in_last_pipeline_stage"
+    with pytest.raises(ValueError, match=rf"the model folder, parallel\.{name} or the trainer"):
+        configure(**{name: 1})
+
+
 @pytest.mark.parametrize(
     ("dims", "stages"),
     [
         (ParallelDims(pipeline=2), [["embedding", 3], [2, "loss"]]),
         (ParallelDims(pipeline=3), [["embedding", 2], [2], [1, "loss"]]),
         (ParallelDims(pipeline=2, virtual_pipeline=2), [["embedding", 1, 1], [2, 1, "loss"]]),
+        (
+            ParallelDims(pipeline=2, num_layers_in_first_pipeline_stage=4),
+            [["embedding", 4], [1, "loss"]],
+        ),
     ],
     ids=str,
 )
