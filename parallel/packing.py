@@ -1,6 +1,6 @@
 """Padding-free batches: sequences laid end to end, padded only where parallelism requires it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from typing import Any
@@ -22,7 +22,7 @@ class TokenSequence:
     enter the loss.
     """
 
-    tokens: Tensor  # [L] int64
+    tokens: Tensor  # [L] int64 or int32
     num_prompt_tokens: int
     advantage: float | Tensor  # [L - num_prompt_tokens]
     loss_weight: float
@@ -32,6 +32,9 @@ class TokenSequence:
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     high_entropy: Tensor | None = None
+    # [up to L, layers, topk] uint8 or int16, experts that the engine sent the first tokens to: all
+    # but the last, which it sampled and did not read; None: the routers choose
+    routed_experts: Tensor | None = None
 
     def __post_init__(self) -> None:
         # Nothing predicts the first token of a sequence, so it cannot be a response token.
@@ -39,6 +42,8 @@ class TokenSequence:
         assert len(self.rollout_logprobs) == len(self.tokens) - self.num_prompt_tokens
 
 
+Sequences = Sequence[TokenSequence] | Mapping[int, TokenSequence]
+"""Sequences by their index in the optimizer batch: all of them, or some."""
 KNOWN = ("old_logprobs", "ref_logprobs", "high_entropy")
 """Per-token values that a resumed generation may already have."""
 
@@ -70,6 +75,9 @@ class PackedBatch:
     ref_logprobs: Tensor | None = None  # [T]
     high_entropy: Tensor | None = None  # [T] bool, restricts the objective; None: all tokens
     entropy_weights: Tensor | None = None  # [T], weights in the entropy bonus; None: no bonus
+    # [T, layers, topk] uint8 or int16, the experts of each token; None: the routers choose. On the
+    # rank that trains, only of its own layers.
+    routed_experts: Tensor | None = None
     # [n, 2] int64, first packed position and end of what each segment attends to besides itself: a
     # shared prompt without its padding, or nothing (0, 0). None: prompts are never shared.
     prefixes: Tensor | None = None
@@ -85,20 +93,22 @@ class PackedBatch:
 
 
 def pack(
-    sequences: Sequence[TokenSequence],
+    sequences: Sequences,
     indices: Sequence[int],
     alignment: Alignment,
     *,
     share_prompts: bool = False,
+    known: Collection[str] = (),
     dtype: torch.dtype = torch.float32,
 ) -> PackedBatch:
     """Pack ``sequences[i] for i in indices`` end to end.
 
-    Each of the `KNOWN` values must be set for all `sequences` or for none. With `share_prompts`,
+    Each of the `KNOWN` values must be set for all of them or for none. With `share_prompts`,
     sequences with equal prompts share one copy of the prompt if that saves tokens.
 
     `indices` may be empty: a rank without work joins its peers' collectives with one sequence of
-    padding, whose loss is zero. `dtype` is that of weights, advantages and log-probabilities.
+    padding, whose loss is zero; `known` then names the values that its peers have. `dtype` is that
+    of weights, advantages and log-probabilities.
     """
     segments = _segments(sequences, indices, alignment, share_prompts)
     lengths = [round_up(len(segment.tokens), alignment.sequence) for segment in segments]
@@ -133,11 +143,12 @@ def pack(
         loss_weights=of_responses("loss_weight") * loss_mask,
         advantages=of_responses("advantage"),
         rollout_logprobs=of_responses("rollout_logprobs"),
+        routed_experts=_routed_experts(segments, starts, total),
         prefixes=_prefixes(segments, starts) if share_prompts else None,
         **{
             name: of_responses(name, torch.bool if name == "high_entropy" else dtype)
             for name in KNOWN
-            if any(getattr(sequence, name) is not None for sequence in sequences)
+            if name in known or any(getattr(each, name) is not None for each in members)
         },
     )
 
@@ -163,13 +174,21 @@ class _Segment:
     """A contiguous part of a microbatch; each token is predicted from the one before it there."""
 
     tokens: Tensor
+    routed_experts: Tensor | None = None  # of its first tokens
     position: int = 0  # of its first token in the sequence
     index: int | None = None  # of the sequence; None for a shared prompt
     prefix: int | None = None  # number of the segment that it continues
 
+    @classmethod
+    def of(cls, sequence: TokenSequence, part: slice, **place: int) -> "_Segment":
+        """The segment of `part` of a sequence."""
+        routes = sequence.routed_experts
+        routes = None if routes is None else routes[part]
+        return cls(tokens=sequence.tokens[part], routed_experts=routes, **place)
+
 
 def _segments(
-    sequences: Sequence[TokenSequence],
+    sequences: Sequences,
     indices: Sequence[int],
     alignment: Alignment,
     share_prompts: bool,
@@ -184,27 +203,56 @@ def _segments(
         num_prompt_tokens = sequences[group[0]].num_prompt_tokens
         responses = [len(sequences[i].rollout_logprobs) for i in group]
         if not is_shared(num_prompt_tokens, responses, alignment.sequence):
-            segments += [_Segment(tokens=sequences[i].tokens, index=i) for i in group]
+            segments += [_Segment.of(sequences[i], slice(None), index=i) for i in group]
             continue
         position, prefix = num_prompt_tokens - 1, len(segments)
-        segments.append(_Segment(tokens=sequences[group[0]].tokens[:position]))
+        # Of a dialogue that failed before its first turn, the engine has not seen the prompt.
+        seen = max(group, key=lambda i: _num_routed(sequences[i]))
+        segments.append(_Segment.of(sequences[seen], slice(position)))
+        own = slice(position, None)
         segments += [
-            _Segment(
-                tokens=sequences[i].tokens[position:], position=position, index=i, prefix=prefix
-            )
-            for i in group
+            _Segment.of(sequences[i], own, position=position, index=i, prefix=prefix) for i in group
         ]
     return segments
 
 
 def _responses(
-    sequences: Sequence[TokenSequence], segments: Sequence[_Segment], whole: Sequence[slice]
+    sequences: Sequences, segments: Sequence[_Segment], whole: Sequence[slice]
 ) -> Iterator[tuple[TokenSequence, slice]]:
     """The sequences of the `segments`, which lie at `whole`, and where their responses lie."""
     for segment, place in zip(segments, whole, strict=True):
         if segment.index is not None:
             sequence = sequences[segment.index]
             yield sequence, slice(place.stop - len(sequence.rollout_logprobs), place.stop)
+
+
+def _routed_experts(
+    segments: Sequence[_Segment], starts: Sequence[int], total: int
+) -> Tensor | None:
+    """`PackedBatch.routed_experts` for segments that begin at `starts`.
+
+    Other tokens go to all experts in turn: padding, the last token of a sequence, and a sequence
+    that has no routes as it failed. None of them enters the loss, nor is read by one that does.
+    """
+    found = [
+        (start, segment.routed_experts)
+        for start, segment in zip(starts, segments, strict=False)  # no segment if all is padding
+        if segment.routed_experts is not None
+    ]
+    if not found:
+        return None
+    _, routes = found[0]
+    num_layers, topk = routes.shape[1:]
+    last = max((int(routes.max()) for _, routes in found if len(routes)), default=topk - 1)
+    in_turn = torch.arange(total * topk).view(total, 1, topk) % (last + 1)
+    laid = in_turn.to(routes.dtype).expand(-1, num_layers, -1).clone()
+    for start, routes in found:
+        laid[start : start + len(routes)] = routes
+    return laid
+
+
+def _num_routed(sequence: TokenSequence) -> int:
+    return 0 if sequence.routed_experts is None else len(sequence.routed_experts)
 
 
 def _prefixes(segments: Sequence[_Segment], starts: Sequence[int]) -> Tensor:

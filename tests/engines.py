@@ -119,7 +119,7 @@ def reference_logprobs(folder: Path, sample: Sample, temperature: float = 1.0) -
     """Log-probabilities of the sample's tokens from one float32 forward pass of `transformers`."""
     with _LOADING:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    completion = torch.tensor(sample.completion_ids)
+    completion = torch.tensor([*sample.completion_ids])
     tokens = torch.tensor([[*sample.prompt.token_ids, *sample.completion_ids]])
     with torch.inference_mode():
         logits = model(tokens).logits[0, -len(completion) - 1 : -1]

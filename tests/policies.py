@@ -1,5 +1,7 @@
 """Policies on tiny models and packed batches to train them on, for tests that run ranks."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -48,9 +50,15 @@ def random_sequences(lengths: Lengths) -> list[TokenSequence]:
     ]
 
 
-def pack_all(lengths: Lengths, dims: ParallelDims) -> list[PackedBatch]:
-    """The sequences of `random_sequences`, microbatch by microbatch."""
+def pack_all(
+    lengths: Lengths, dims: ParallelDims, routes: Sequence[Tensor] | None = None
+) -> list[PackedBatch]:
+    """The sequences of `random_sequences`, microbatch by microbatch, with `routes` if given."""
     sequences, alignment = random_sequences(lengths), Alignment.of(dims, dims.tensor > 1)
+    if routes is not None:
+        sequences = [
+            replace(each, routed_experts=its) for each, its in zip(sequences, routes, strict=True)
+        ]
     indices = iter(range(len(sequences)))
     return [
         pack(sequences, [next(indices) for _ in microbatch], alignment) for microbatch in lengths
@@ -80,6 +88,11 @@ def tiny_config(folder: Path, dims: ParallelDims, *overrides: str) -> Config:
             f"parallel.expert_parallel_size={dims.expert}",
             f"parallel.expert_tensor_parallel_size={dims.expert_tensor}",
             f"parallel.data_parallel_size={dims.data}",
+            *(
+                f"parallel.{name}={layers}"
+                for name, layers in vars(dims).items()
+                if name.startswith("num_layers_in_") and layers is not None
+            ),
             *overrides,
         ],
     )

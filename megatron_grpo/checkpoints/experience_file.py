@@ -8,7 +8,7 @@ ready; its log-probabilities under policy and reference have not been computed y
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -57,13 +57,17 @@ def write_experience(folder: Path, experience: Experience, prefix: str = "") -> 
     (folder / f"{prefix}{SAMPLES_FILE}").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tensors = {
         "lengths": torch.tensor([len(sample.completion_ids) for sample in samples]),
-        "completion_ids": _joined([sample.completion_ids for sample in samples], np.int64),
+        "completion_ids": _joined([sample.completion_ids for sample in samples], np.int32),
         "loss_mask": _joined([sample.loss_mask for sample in samples], np.bool_),
-        "rollout_logprobs": _joined([sample.logprobs for sample in samples], np.float64),
+        "rollout_logprobs": _joined([sample.logprobs for sample in samples], np.float32),
         "totals": experience.totals,
         "group_ids": experience.group_ids,
         "advantages": experience.advantages,
     }
+    routes = [sample.routed_experts for sample in samples]
+    if known := [each for each in routes if each is not None]:
+        tensors["routed_tokens"] = torch.tensor([0 if r is None else len(r) for r in routes])
+        tensors["routed_experts"] = torch.from_numpy(np.concatenate(known))
     for name in BY_TOKEN:
         if (values := getattr(experience, name)) is not None:
             tensors[name] = torch.cat(list(values))
@@ -92,15 +96,16 @@ def read_experience(folder: Path, prompts: Sequence[Prompt], prefix: str = "") -
         Sample(
             prompt=_prompt(by_index[row["prompt"]], row["own_prompt"]),
             sample_index=row["sample_index"],
-            completion_ids=tuple(tensors["completion_ids"][start:end].tolist()),
-            logprobs=tuple(tensors["rollout_logprobs"][start:end].tolist()),
+            completion_ids=tensors["completion_ids"][start:end].tolist(),
+            logprobs=tensors["rollout_logprobs"][start:end].tolist(),
             finish_reason=row["finish_reason"],
             text=row["text"],
             policy_version=row["policy_version"],
-            loss_mask=tuple(tensors["loss_mask"][start:end].tolist()),
+            loss_mask=tensors["loss_mask"][start:end].tolist(),
             step_rewards=tuple((token, reward) for token, reward in row["step_rewards"]),
+            routed_experts=routes,
         )
-        for row, (start, end) in zip(rows, bounds, strict=True)
+        for row, (start, end), routes in zip(rows, bounds, _routes(tensors), strict=True)
     ]
     return Experience(
         samples=samples,
@@ -116,6 +121,14 @@ def read_experience(folder: Path, prompts: Sequence[Prompt], prefix: str = "") -
     )
 
 
+def _routes(tensors: Mapping[str, Tensor]) -> list[np.ndarray | None]:
+    """`routed_experts` of every sample."""
+    if "routed_experts" not in tensors:
+        return [None] * len(tensors["lengths"])
+    parts = tensors["routed_experts"].split(tensors["routed_tokens"].tolist())
+    return [part.numpy() if len(part) else None for part in parts]
+
+
 def _own(prompt: Prompt) -> dict[str, Any] | None:
     """The fields of a prompt that an environment has changed; None if it is that of the data."""
     if prompt.first_observation is None:
@@ -127,9 +140,5 @@ def _prompt(prompt: Prompt, own: dict[str, Any] | None) -> Prompt:
     return replace(prompt, **own | {"token_ids": tuple(own["token_ids"])}) if own else prompt
 
 
-def _joined(rows: Sequence[Sequence[Any]], dtype: type[np.generic]) -> Tensor:
-    """Join the rows one by one: a single call over all tokens holds the GIL for all its time.
-
-    A generation may have 10^8 tokens, and the thread of the watch has to run meanwhile.
-    """
-    return torch.cat([torch.from_numpy(np.fromiter(row, dtype, len(row))) for row in rows])
+def _joined(rows: Sequence[Sequence[float]], dtype: type[np.generic]) -> Tensor:
+    return torch.from_numpy(np.concatenate([np.asarray(row, dtype) for row in rows]))

@@ -64,6 +64,17 @@ def checkpoint_at(path: Path) -> Path:
     return step_folder(checkpoints, step)
 
 
+def instead_of(checkpoint: Path) -> str:
+    """What to do if `train.init_from` cannot use `checkpoint`, with the newest other of its run."""
+    others = _steps(checkpoint.parent) - {step_in(checkpoint)}
+    other = (
+        f"another checkpoint, such as {step_folder(checkpoint.parent, max(others))}"
+        if others
+        else "another run's checkpoint, as this is the only one of its run"
+    )
+    return f"set train.init_from to {other}, or leave it out to start from model.path"
+
+
 def step_in(checkpoint: Path) -> int:
     """The number of optimizer steps that a checkpoint's name gives."""
     return _step_of(checkpoint.name)

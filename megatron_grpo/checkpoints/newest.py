@@ -51,11 +51,12 @@ def load_newest(
     raise_first_failure(lambda: steps.extend(_find(folder)), ValueError)
     dist.broadcast_object_list(shared := [steps])
     reasons: list[str] = []
+    way_out = "remove it to continue from the one before"
     for step in shared[0]:
         checkpoint = folders.step_folder(folder, step)
-        damage = _damage(checkpoint, partial(_verify, checkpoint))
+        damage = _damage(checkpoint, partial(_verify, checkpoint), way_out)
         damage = damage or _damage(
-            checkpoint, partial(_read, checkpoint, step, dims, policy, reference)
+            checkpoint, partial(_read, checkpoint, step, dims, policy, reference), way_out
         )
         if damage is None:
             return trainer_state.read_record(checkpoint, step).state
@@ -77,17 +78,20 @@ def load_start(init_from: Path, policy: Policy) -> None:
     generation. Raises ValueError on all ranks when the checkpoint is not good, and TimeoutError on
     all ranks when it cannot be read.
     """
-    found: list[Path] = []  # by rank 0 for all: that run may be saving newer ones
-    raise_first_failure(
-        lambda: found.extend([folders.checkpoint_at(init_from)] if dist.get_rank() == 0 else []),
-        ValueError,
-    )
+    found: list[tuple[Path, str]] = []
+
+    def find() -> None:
+        if dist.get_rank() == 0:  # for all: that run may be saving newer ones
+            checkpoint = folders.checkpoint_at(init_from)
+            found.append((checkpoint, folders.instead_of(checkpoint)))
+
+    raise_first_failure(find, ValueError)
     dist.broadcast_object_list(shared := [found])
-    (checkpoint,) = shared[0]
-    damage = _damage(checkpoint, partial(_verify, checkpoint))
-    damage = damage or _damage(checkpoint, partial(_read_start, checkpoint, policy))
+    ((checkpoint, way_out),) = shared[0]
+    damage = _damage(checkpoint, partial(_verify, checkpoint), way_out)
+    damage = damage or _damage(checkpoint, partial(_read_start, checkpoint, policy), way_out)
     if damage is not None:
-        raise ValueError(f"train.init_from {checkpoint} cannot be used: {damage}")
+        raise ValueError(f"train.init_from {checkpoint} cannot be used: {damage}; {way_out}")
     if dist.get_rank() == 0:
         print(f"starting from the weights and moments in {checkpoint}")
 
@@ -101,12 +105,12 @@ def _find(folder: Path) -> list[int]:
     return folders.candidates(folder)
 
 
-def _damage(checkpoint: Path, read: Callable[[], None]) -> ValueError | None:
+def _damage(checkpoint: Path, read: Callable[[], None], way_out: str) -> ValueError | None:
     """Call `read`; the error of the first rank that finds `checkpoint` damaged, on all ranks.
 
     Damaged means that data is missing or has changed. If the file system fails to answer, the
     checkpoint may be intact: falling back to the one before would discard it. So that raises
-    TimeoutError on all ranks, a transient error.
+    TimeoutError on all ranks, a transient error; `way_out` is what the user can do if it stays.
     """
     found: list[ValueError] = []
 
@@ -120,7 +124,7 @@ def _damage(checkpoint: Path, read: Callable[[], None]) -> ValueError | None:
         except OSError as error:
             raise TimeoutError(
                 f"{checkpoint} cannot be read: {error}. It may be intact: start the same "
-                "command again when it can be read, or remove it to continue from the one before"
+                f"command again when it can be read, or {way_out}"
             ) from error
 
     def tell() -> None:

@@ -1,4 +1,4 @@
-"""Moving packed microbatches from rank 0 to the ranks that train, and per-token values back."""
+"""Moving sequences from rank 0 to the ranks that train on them, and per-token values back."""
 
 from collections.abc import Callable
 
@@ -8,28 +8,27 @@ from torch import Tensor
 
 from parallel.groups import Groups
 from parallel.packing import PackedBatch
+from parallel.share import Share
 
 Minibatches = list[list[PackedBatch]]
 """What one data-parallel rank trains on: its microbatches for each optimizer step."""
 
 
-def distribute(
-    shares: list[Minibatches] | None, groups: Groups, device: torch.device
-) -> Minibatches:
-    """Give every rank its data-parallel share, on its device.
+def distribute(shares: list[Share] | None, groups: Groups) -> Share:
+    """Give every rank its data-parallel share of an optimizer batch.
 
     `shares`, one for each data rank, is read on rank 0 only; the others pass None.
 
     Done in two hops, so that no data is sent twice over the same path: rank 0 scatters to the first
     rank of every model replica, which broadcasts within its replica.
     """
-    received: list[Minibatches | None] = [None]
+    received: list[Share | None] = [None]
     leader = groups.dims.replica_ranks(groups.coordinates.data)[0]
     if groups.rank == leader:
         dist.scatter_object_list(received, shares, src=0, group=groups.data_gloo)
     dist.broadcast_object_list(received, src=leader, group=groups.replica)
     assert received[0] is not None
-    return [[batch.to(device) for batch in minibatch] for minibatch in received[0]]
+    return received[0]
 
 
 def collect_values(

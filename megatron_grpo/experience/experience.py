@@ -1,10 +1,8 @@
-"""One generation of scored completions, and how it is packed into every rank's microbatches."""
+"""One generation of scored completions, and their advantages."""
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,16 +11,9 @@ from megatron_grpo.algorithm.advantages import (
     normalized_sum_advantages,
     process_advantages,
 )
-from megatron_grpo.algorithm.loss import loss_weights
 from megatron_grpo.config.config import Config
-from megatron_grpo.experience.batching import BatchSchedule
-from megatron_grpo.experience.exchange import Minibatches
 from megatron_grpo.rewards.total import total_rewards
 from megatron_grpo.rollout.samples import Sample
-from parallel.alignment import Alignment
-from parallel.microbatches import CostModel, Plan, plan_microbatches
-from parallel.packing import KNOWN, TokenSequence, by_prompt, pack
-from parallel.shared_prompts import PromptGroup, plan_shared_prompts
 
 
 @dataclass(frozen=True)
@@ -103,82 +94,3 @@ def _advantages(totals: Tensor, group_ids: Tensor, cfg: Config) -> Tensor:
     return group_advantages(
         totals, group_ids, grpo.scale_rewards, estimator=grpo.advantage_estimator
     )
-
-
-def share_out(
-    experience: Experience, generation: int, cost: CostModel, cfg: Config
-) -> list[Minibatches]:
-    """Pack the generation: the microbatches of every optimizer step, for every data rank.
-
-    `cost` estimates the cost of a sequence by its length, to balance the data ranks. Loss weights
-    are fixed here, over the whole optimizer batch, so that they do not depend on the packing.
-    """
-    dims, batches = cfg.dims, BatchSchedule.of(cfg.grpo)
-    alignment = Alignment.of(dims, cfg.parallel.sequence_parallel)
-    shares: list[Minibatches] = [[] for _ in range(dims.data)]
-    for indices in batches.minibatches(generation, cfg.train.seed):
-        sequences = _sequences(experience, indices, cfg)
-        plan = _plan(sequences, alignment, cost, cfg)
-        for share, microbatches in zip(shares, plan, strict=True):
-            share.append(
-                [
-                    pack(sequences, chosen, alignment, share_prompts=cfg.grpo.shared_prompts)
-                    for chosen in microbatches
-                ]
-            )
-    return shares
-
-
-def _plan(
-    sequences: list[TokenSequence], alignment: Alignment, cost: CostModel, cfg: Config
-) -> Plan:
-    max_tokens = cfg.train.max_tokens_per_microbatch
-    if not cfg.grpo.shared_prompts:
-        lengths = [len(sequence.tokens) for sequence in sequences]
-        return plan_microbatches(lengths, max_tokens, cfg.dims, alignment, cost)
-    groups = [
-        PromptGroup(
-            num_prompt_tokens=sequences[members[0]].num_prompt_tokens,
-            responses={i: len(sequences[i].rollout_logprobs) for i in members},
-        )
-        for members in by_prompt(sequences)
-    ]
-    return plan_shared_prompts(groups, max_tokens, cfg.dims, alignment, cost)
-
-
-def _sequences(experience: Experience, indices: list[int], cfg: Config) -> list[TokenSequence]:
-    samples = [experience.samples[i] for i in indices]
-    known = {name: values for name in KNOWN if (values := getattr(experience, name)) is not None}
-    masks = [_response_mask(experience, i, cfg) for i in indices]
-    weights = loss_weights(
-        torch.stack([mask.sum() for mask in masks]),
-        cfg.grpo.loss_type,
-        cfg.rollout.max_completion_length,
-    )
-    return [
-        TokenSequence(
-            tokens=_tensor((*sample.prompt.token_ids, *sample.completion_ids), np.int64),
-            num_prompt_tokens=len(sample.prompt.token_ids),
-            advantage=experience.token_advantages[i]
-            if experience.token_advantages
-            else float(experience.advantages[i]),
-            loss_weight=float(weight),
-            rollout_logprobs=_tensor(sample.logprobs, np.float32),
-            response_mask=mask,
-            **{name: values[i] for name, values in known.items()},
-        )
-        for sample, i, mask, weight in zip(samples, indices, masks, weights, strict=True)
-    ]
-
-
-def _response_mask(experience: Experience, i: int, cfg: Config) -> Tensor:
-    """Which tokens of completion `i` enter the loss: none if it is filtered or has no reward."""
-    sample = experience.samples[i]
-    is_overlong = cfg.grpo.overlong_filter and sample.finish_reason == "length"
-    counts = not is_overlong and not bool(experience.totals[i].isnan())
-    return _tensor(sample.loss_mask, np.bool_) & counts
-
-
-def _tensor(values: Collection[float], dtype: type[np.generic]) -> Tensor:
-    """Same as `torch.tensor(values)`, bit for bit, in a sixth of the time or less."""
-    return torch.from_numpy(np.fromiter(values, dtype, len(values)))

@@ -1,6 +1,5 @@
 """From prompts to experience: generate, score, compare. Rank 0 only."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,14 +9,13 @@ import torch
 from checkpoint_convert import ModelShape
 from checkpoint_convert.vllm import check_engine
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.reward_config import ENVIRONMENT_TERM
 from megatron_grpo.data.prompts import PromptStream, end_tokens, load_prompts
 from megatron_grpo.environments import EnvironmentPool
-from megatron_grpo.evaluation.evaluation import Evaluation, as_evaluated, load_eval_prompts
+from megatron_grpo.evaluation.evaluations import Evaluations
 from megatron_grpo.experience.batching import BatchSchedule
 from megatron_grpo.experience.dynamic_sampling import ScoredGroup, Search
 from megatron_grpo.experience.experience import Experience, compare
-from megatron_grpo.rewards import RewardPool, check_failed, total_rewards
+from megatron_grpo.rewards import RewardPools, add_environment_rewards, check_failed, total_rewards
 from megatron_grpo.rewards.references import reference_fault
 from megatron_grpo.rollout.client import RolloutClient
 from megatron_grpo.rollout.dialogues import DialogueGeneration
@@ -57,8 +55,8 @@ class ExperienceSource:
         # The engines load while the trainer builds its model.
         logs = cfg.train.run_dir / "logs"
         self._servers = EngineServers(cfg.model, cfg.rollout, logs, token, num_ranks)
-        self.rewards = RewardPool(cfg.reward)
-        self._pools = {self.rewards}
+        self._pools = RewardPools()
+        self.rewards = self._pools.of(cfg.reward)
         self.environments: EnvironmentPool | None = None
         if cfg.environment.name is not None:
             self.environments = EnvironmentPool(cfg.environment)
@@ -76,13 +74,9 @@ class ExperienceSource:
         prompts = load_prompts(cfg, tokenizer, context, fault_of=fault_of, warns=False)
         num_prompts = BatchSchedule.of(cfg.grpo).num_prompts
         self.stream = PromptStream(prompts, num_prompts, cfg.train.seed, cfg.data.shuffle)
-        self.evaluation: Evaluation | None = None
-        if cfg.eval.data is not None:
-            view = as_evaluated(cfg)
-            held_out = load_eval_prompts(view, tokenizer, context, warns=False)
-            rewards = self.rewards if view.reward == cfg.reward else RewardPool(view.reward)
-            self._pools.add(rewards)
-            self.evaluation = Evaluation(view, held_out, self._end_tokens, self.engines, rewards)
+        self.evaluations = Evaluations(
+            cfg, shape, tokenizer, self.engines, self._pools, self.environments
+        )
 
     def wait_for_memory(self) -> None:
         """Return when engines that share GPUs with trainer ranks have allocated their memory.
@@ -155,8 +149,7 @@ class ExperienceSource:
         size = max(self.cfg.grpo.generation_batch_size, len(samples))
         rewards = self.rewards.score(samples, num_completions=size)
         if self.environments:
-            for reward, sample in zip(rewards, samples, strict=True):
-                reward[ENVIRONMENT_TERM] = sample.environment_reward
+            add_environment_rewards(rewards, samples)
         return rewards
 
     def _groups(
@@ -208,6 +201,7 @@ class ExperienceSource:
             "temperature": self.cfg.rollout.temperature,
             "stop_token_ids": self._end_tokens,
             "stop": self.cfg.rollout.stop,
+            "router_replay": self.cfg.rollout.router_replay,
             # No two rounds of a generation share seeds; no prompt has a position below 0.
             "seed": first_seed(seed, generation, -round_number) if round_number else seed,
             "step": generation,
@@ -218,21 +212,18 @@ class ExperienceSource:
         """The samples, and the number of engines that made them."""
         samples = self.engines.generate(requests)
         self._open = None
-        if isinstance(requests, DialogueGeneration) and (failures := requests.failures):
-            told = f"the environment failed in {len(failures)} samples, the first of them: "
-            print(told + failures[0], file=sys.stderr)
+        if isinstance(requests, DialogueGeneration):
+            requests.tell_failures()
         return samples, len(requests.engines)
 
     def cancel(self) -> None:
         """Soon end a running `collect`, evaluation or wait for engines; safe from any thread."""
         self.engines.cancel()
-        for pool in self._pools:
-            pool.cancel()
+        self._pools.cancel()
 
     def close(self) -> None:
         """Stop the reward workers, the environments, and the engines that were started here."""
-        for pool in self._pools:
-            pool.close()
+        self._pools.close()
         if self.environments:
             self.environments.close()
         self._servers.close()

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_grpo.config.config import Config
-from megatron_grpo.experience.exchange import distribute
-from megatron_grpo.experience.experience import Experience, share_out
+from megatron_grpo.experience.experience import Experience
+from megatron_grpo.experience.preparation import packed_minibatches
 from megatron_grpo.policy.logprobs import compute_logprobs
 from megatron_grpo.policy.model import Policy
 from parallel.groups import Groups
@@ -40,10 +40,9 @@ def probe_logprobs(
     Collective; rank 0 holds the `experience` of the probe. Only rank 0 raises ValueError when the
     mean is beyond `BOUNDS`; the other ranks continue and then wait for it.
     """
-    shares = share_out(experience, 0, cost, cfg) if experience else None
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     largest = torch.zeros(1, dtype=torch.float64, device=device)
-    for minibatch in distribute(shares, groups, device):
+    for minibatch in packed_minibatches(experience, 0, cost, cfg, groups, device):
         computed = compute_logprobs(policy, minibatch, cfg.rollout.temperature, groups) or []
         for batch, (logprobs, _) in zip(minibatch, computed, strict=bool(computed)):
             if batch.loss_mask.any():

@@ -11,13 +11,38 @@ import torch.distributed as dist
 from megatron_grpo.config.config import Config
 from megatron_grpo.experience.batching import BatchSchedule
 from megatron_grpo.experience.exchange import Minibatches, distribute
-from megatron_grpo.experience.experience import Experience, less_kl, share_out
+from megatron_grpo.experience.experience import Experience, less_kl
 from megatron_grpo.experience.kl_reward import by_sample, sequence_kl, with_advantages
 from megatron_grpo.experience.old_policy import add_logprobs
+from megatron_grpo.experience.shares import share_out
 from megatron_grpo.policy.model import Model, Policy
+from megatron_grpo.policy.router_replay import with_own_layers
 from megatron_grpo.timing import PhaseTimer
+from parallel.alignment import Alignment
 from parallel.groups import Groups
 from parallel.microbatches import CostModel
+
+
+def packed_minibatches(
+    experience: Experience | None,
+    generation: int,
+    cost: CostModel,
+    cfg: Config,
+    groups: Groups,
+    device: torch.device,
+) -> Minibatches:
+    """This rank's share of the generation; collective, and only rank 0 has the `experience`.
+
+    Rank 0 divides the next optimizer batch while the others pack theirs.
+    """
+    alignment = Alignment.of(cfg.dims, cfg.parallel.sequence_parallel)
+    shares = share_out(experience, generation, cost, cfg) if experience else None
+    minibatches = []
+    for _ in range(cfg.grpo.steps_per_generation):
+        share = distribute(next(shares) if shares else None, groups)
+        batches = share.pack(alignment, share_prompts=cfg.grpo.shared_prompts)
+        minibatches.append([with_own_layers(batch, groups).to(device) for batch in batches])
+    return minibatches
 
 
 @dataclass(frozen=True)
@@ -37,10 +62,9 @@ class Preparation:
     ) -> Minibatches:
         """Return this rank's share of the generation, with the log-probabilities for the loss."""
         with timer.phase("pack"):
-            shares = None
-            if experience:
-                shares = share_out(experience, generation, self.cost, self.cfg)
-            packed = distribute(shares, self.groups, self.device)
+            packed = packed_minibatches(
+                experience, generation, self.cost, self.cfg, self.groups, self.device
+            )
         with timer.phase("logprobs"):
             return [
                 add_logprobs(minibatch, self.policy, self.reference, self.cfg, self.groups)

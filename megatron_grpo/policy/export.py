@@ -1,12 +1,15 @@
 """The policy's weights as a Hugging Face folder, for users."""
 
+import json
 import shutil
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from checkpoint_convert.hf_config import read_json
 from checkpoint_convert.hf_export import (
     create_export,
     finish_export,
@@ -14,7 +17,9 @@ from checkpoint_convert.hf_export import (
     write_weights,
 )
 from checkpoint_convert.megatron import hf_tensors
+from checkpoint_convert.shape import ModelShape
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.config_file import load_config
 from megatron_grpo.policy.model import Policy
 from parallel.failure import raise_first_failure
 from parallel.groups import Groups
@@ -35,6 +40,7 @@ def export_model(folder: Path, policy: Policy, cfg: Config, groups: Groups) -> N
         num_writers = dims.pipeline * max(dims.tensor, dims.expert_tensor * dims.expert)
         shard_bytes = shard_bytes_for(num_writers, policy.shape, dtype)
         create_export(partial, cfg.model.path, policy.shape, dtype, shard_bytes)
+        _add_end_tokens(partial, policy.shape, cfg.rollout.stop_token_ids)
     dist.barrier()
     written = torch.tensor(
         write_weights(partial, policy.layout, policy.parameters(), first_file=groups.rank)
@@ -44,6 +50,30 @@ def export_model(folder: Path, policy: Policy, cfg: Config, groups: Groups) -> N
         wanted = sum(map(prod, hf_tensors(policy.shape).values()))
         assert written == wanted, f"{int(written)} of the model's {wanted} elements were written"
         finish_export(partial, folder)
+
+
+def keep_export(cfg: Config, step: int) -> None:
+    """Rename `hf` to hf_step_N if this run ended at `step` N and is now extended.
+
+    For a multiple of `train.export_interval`: the new end will replace `hf`. One process calls
+    this, while the run's folder still has the config with which it ended.
+    """
+    run_dir, interval = cfg.train.run_dir, cfg.train.export_interval
+    export = run_dir / "hf"
+    if step == 0 or interval is None or step % interval or not export.exists():
+        return
+    if load_config(run_dir / "config.yaml").train.num_steps == step:
+        finish_export(export, run_dir / f"hf_step_{step}")
+
+
+def _add_end_tokens(folder: Path, shape: ModelShape, stop_token_ids: Sequence[int]) -> None:
+    """Make the exported model end where it was trained to: stop tokens become end tokens."""
+    if not stop_token_ids:
+        return
+    file = folder / "generation_config.json"
+    values = read_json(file) if file.is_file() else {}
+    values["eos_token_id"] = sorted({*shape.eos_token_ids, *stop_token_ids})
+    file.write_text(json.dumps(values, indent=2) + "\n")
 
 
 def _check_finite(policy: Policy) -> None:

@@ -1,8 +1,11 @@
 """A completion as an engine answers it, with only the fields that are used."""
 
+import io
+from functools import cached_property
 from typing import Annotated
 
 import msgspec
+import numpy as np
 
 
 class Token(msgspec.Struct, gc=False):
@@ -23,7 +26,7 @@ class WeightVersion(msgspec.Struct):
     version: str
 
 
-class Choice(msgspec.Struct):
+class Choice(msgspec.Struct, dict=True):
     """A completion; the fields are those of vLLM's answer."""
 
     token_ids: list[int]
@@ -31,11 +34,26 @@ class Choice(msgspec.Struct):
     finish_reason: str
     text: str
     weight_versions: list[WeightVersion]
+    routed_experts: bytes | None = None
+    """A `.npy` file, base64 in the answer; None unless the engine returns the experts of tokens."""
 
     @property
     def token_logprobs(self) -> list[float]:
         """The log-probability of each token."""
         return [token.logprob for token in self.logprobs.content]
+
+    @cached_property
+    def routes(self) -> np.ndarray:
+        """[tokens, layers, topk] uint8 or int16: the experts that processed each token of prompt
+        and completion, but for the last token.
+
+        Raises ValueError if the engine did not return them.
+        """
+        if not self.routed_experts:
+            raise ValueError("the answer does not have the experts of its tokens")
+        routes: np.ndarray = np.load(io.BytesIO(self.routed_experts), allow_pickle=False)
+        # vLLM's for more than 256 experts is uint16, for which torch has few operations.
+        return routes if routes.dtype == np.uint8 else routes.astype(np.int16)
 
 
 class Answer(msgspec.Struct):

@@ -1,10 +1,14 @@
 """Multi-turn generation: each sample interacts with its environment at its own pace."""
 
 import asyncio
+import sys
+from array import array
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.environments import EnvironmentFailed, EnvironmentPool, Instance, Step
@@ -26,10 +30,13 @@ class Dialogue:
     """The environment's answer, while it is outstanding or not yet processed."""
     room: int
     """Number of tokens that may still be appended."""
-    completion_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    loss_mask: list[bool] = field(default_factory=list)
+    # Arrays as in a `Sample`:
+    completion_ids: "array[int]" = field(default_factory=lambda: array("i"))
+    logprobs: "array[float]" = field(default_factory=lambda: array("f"))
+    loss_mask: "array[int]" = field(default_factory=lambda: array("b"))
     text: str = ""
+    routed_experts: list[np.ndarray] = field(default_factory=list)
+    """Of each turn, the experts of the tokens that were new to the engine."""
     step_rewards: list[tuple[int, float]] = field(default_factory=list)
     finish_reason: str = ""
     """Empty until the dialogue ends."""
@@ -85,9 +92,9 @@ class Dialogue:
         self.finish_reason, self.failure = "failed", failure
 
     def _append(self, tokens: Sequence[int], logprobs: Sequence[float], is_sampled: bool) -> None:
-        self.completion_ids += tokens
-        self.logprobs += logprobs
-        self.loss_mask += [is_sampled] * len(tokens)
+        self.completion_ids.extend(tokens)
+        self.logprobs.extend(logprobs)
+        self.loss_mask.extend([is_sampled] * len(tokens))
         self.room -= len(tokens)
 
 
@@ -115,6 +122,10 @@ class DialogueGeneration:
         turns: Turns,
         max_turns: int,
         stop: Sequence[str] = (),
+        top_p: float = 1.0,
+        top_k: int = -1,
+        first_position: int = 0,
+        router_replay: bool = False,
     ) -> None:
         self.policy_version = policy_version
         self.engines: set[str] = set()
@@ -122,21 +133,22 @@ class DialogueGeneration:
         self._num_generations = num_generations
         self._sampling: Json = {
             "temperature": temperature,
-            "top_p": 1.0,
-            "top_k": -1,
+            "top_p": top_p,
+            "top_k": top_k,
             "logprobs": 0,  # only of the sampled token
             "stop_token_ids": [*stop_token_ids],
             "stop": [*stop],
             "include_stop_str_in_output": bool(stop),
             "ignore_eos": True,  # the tokenizer's; all of the model's are stop tokens above
         }
-        self._seed, self._step = seed, step
+        self._router_replay = router_replay
+        self._seed, self._step, self._first_position = seed, step, first_position
         self._turns, self._max_turns = turns, max_turns
         self.dialogues = []
         for position, prompt in enumerate(prompts):
             for index in range(num_generations):
                 instance = environments.open()
-                own_seed = turn_seed(seed, step, position, index, turn=-1)
+                own_seed = turn_seed(seed, step, first_position + position, index, turn=-1)
                 first = instance.reset(prompt.text, prompt.row, own_seed)
                 dialogue = Dialogue(prompt, index, instance, first, max_completion_length)
                 self.dialogues.append(dialogue)
@@ -163,6 +175,12 @@ class DialogueGeneration:
             if dialogue.failure
         ]
 
+    def tell_failures(self) -> None:
+        """Print in how many dialogues the environment failed, if any, and how it first did."""
+        if failures := self.failures:
+            told = f"the environment failed in {len(failures)} samples, the first of them: "
+            print(told + failures[0], file=sys.stderr)
+
     async def settle(self) -> None:
         """Wait for all outstanding answers of environments."""
         await together(map(self._settle, self.dialogues))
@@ -170,6 +188,8 @@ class DialogueGeneration:
     async def take(self, number: int, choice: Choice, url: str) -> Json | None:
         """Process a turn from the engine at `url`; returns the next request, None at the end."""
         dialogue = self.dialogues[number]
+        if self._router_replay:  # an engine of a training run returns them to evaluations, too
+            dialogue.routed_experts.append(choice.routes)
         dialogue.take_turn(choice)
         self.engines.add(url)
         await self._settle(dialogue)
@@ -182,12 +202,13 @@ class DialogueGeneration:
             Sample(
                 prompt=dialogue.prompt,
                 sample_index=dialogue.sample_index,
-                completion_ids=tuple(dialogue.completion_ids),
-                logprobs=tuple(dialogue.logprobs),
+                completion_ids=dialogue.completion_ids,
+                logprobs=dialogue.logprobs,
                 finish_reason=dialogue.finish_reason,
                 text=dialogue.text,
                 policy_version=self.policy_version,
-                loss_mask=tuple(dialogue.loss_mask),
+                loss_mask=dialogue.loss_mask,
+                routed_experts=self._routes(dialogue),
                 step_rewards=tuple(dialogue.step_rewards),
             )
             for dialogue in self.dialogues
@@ -218,13 +239,21 @@ class DialogueGeneration:
         if dialogue.finish_reason:
             dialogue.instance.end()
 
+    def _routes(self, dialogue: Dialogue) -> np.ndarray | None:
+        return np.concatenate(dialogue.routed_experts) if dialogue.routed_experts else None
+
     def _request(self, number: int, dialogue: Dialogue) -> Json:
         position, sample_index = divmod(number, self._num_generations)
+        position += self._first_position
         turn = len(dialogue.step_rewards)
         seed = turn_seed(self._seed, self._step, position, sample_index, turn)
+        sampling = self._sampling | {"seed": seed, "max_tokens": dialogue.room}
+        if self._router_replay:
+            # Those of earlier turns are kept: an engine that takes over may choose others.
+            sampling["routed_experts_prompt_start"] = sum(map(len, dialogue.routed_experts))
         return {
             "token_ids": [*dialogue.prompt.token_ids, *dialogue.completion_ids],
             "output_mode": "text",
             "priority": number,
-            "sampling_params": self._sampling | {"seed": seed, "max_tokens": dialogue.room},
+            "sampling_params": sampling,
         }

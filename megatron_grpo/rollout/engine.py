@@ -78,6 +78,7 @@ class Engine:
                 num_asked += 1
                 choice = await self._complete(request)
                 self._check(choice, policy_version, request["sampling_params"]["max_tokens"])
+                self._check_routes(choice, request)
                 num_answered += 1
                 request = await take(number, choice, self.url)
 
@@ -295,6 +296,27 @@ class Engine:
                 f"{engine} answered {route} with {response.status_code}: {response.text[:1000]}"
             )
         return response
+
+    def _check_routes(self, choice: Choice, request: Json) -> None:
+        start = request["sampling_params"].get("routed_experts_prompt_start")
+        if start is None:  # no routes were asked for
+            return
+        if not choice.routed_experts:
+            raise EngineError(
+                f"rollout engine {self.url} does not return the experts of tokens, which "
+                "rollout.router_replay true needs: start it with the same config, or with "
+                "--enable-return-routed-experts"
+            )
+        wanted = len(request["token_ids"]) + len(choice.token_ids) - 1 - start
+        try:
+            routes = choice.routes
+        except ValueError as error:
+            raise EngineError(f"rollout engine {self.url} returned no array: {error}") from None
+        if len(routes) != wanted:
+            raise EngineError(
+                f"rollout engine {self.url} returned the experts of {len(routes)} tokens instead "
+                f"of {wanted}"
+            )
 
     def _check(self, choice: Choice, policy_version: int, max_tokens: int) -> None:
         versions = [span.version for span in choice.weight_versions]

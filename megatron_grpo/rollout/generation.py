@@ -35,7 +35,8 @@ class Generation:
     prompt, nor is lost with them. Requests of one prompt have successive numbers: most go to one
     engine, which has the prompt cached. Each sample has its own seed (`first_seed`), independent of
     when and where it is generated. If prompts are generated in several parts, `first_position` is
-    the position of this part's first prompt in the whole.
+    the position of this part's first prompt in the whole. With `router_replay`, samples have the
+    experts that processed their tokens.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Generation:
         top_p: float = 1.0,
         top_k: int = -1,
         first_position: int = 0,
+        router_replay: bool = False,
     ) -> None:
         self.policy_version = policy_version
         self.engines: set[str] = set()
@@ -60,6 +62,7 @@ class Generation:
         self._prompts = prompts
         self._num_generations = num_generations
         self._samples: dict[int, Sample] = {}
+        self._router_replay = router_replay
         sampling: Json = {
             "temperature": temperature,
             "top_p": top_p,
@@ -71,6 +74,8 @@ class Generation:
             "include_stop_str_in_output": bool(stop),
             "ignore_eos": True,  # the tokenizer's; all of the model's are stop tokens above
         }
+        if router_replay:
+            sampling["routed_experts_prompt_start"] = 0
         self.open: dict[int, Json] = {}
         """The unanswered requests, by the number of their sample."""
         for position, prompt in enumerate(prompts):
@@ -106,9 +111,10 @@ class Generation:
         return Sample(
             prompt=self._prompts[position],
             sample_index=sample_index,
-            completion_ids=tuple(choice.token_ids),
-            logprobs=tuple(choice.token_logprobs),
+            completion_ids=choice.token_ids,
+            logprobs=choice.token_logprobs,
             finish_reason=choice.finish_reason,
             text=choice.text,
             policy_version=self.policy_version,
+            routed_experts=choice.routes if self._router_replay else None,
         )

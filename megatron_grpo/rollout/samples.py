@@ -2,9 +2,13 @@
 
 import hashlib
 import math
-from dataclasses import dataclass
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 if TYPE_CHECKING:
     from megatron_grpo.data.prompts import Prompt
@@ -12,16 +16,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One completion of one prompt: a single turn, or a dialogue with an environment."""
+    """One completion of one prompt: a single turn, or a dialogue with an environment.
+
+    Values per token may be given as any sequence, and are kept in arrays: 9 bytes for each token,
+    where tuples take 76, and a generation may have 10^8 tokens.
+    """
 
     prompt: "Prompt"
     """In a dialogue, it includes the first observation of the environment."""
     sample_index: int
     """Number among the completions of this prompt, from 0."""
-    completion_ids: tuple[int, ...]
-    """Sampled tokens, including a sampled end token; in a dialogue, observations between turns."""
-    logprobs: tuple[float, ...]
-    """Log-probability of each sampled token, after temperature; 0 for observations."""
+    completion_ids: Sequence[int]
+    """Sampled tokens, including a sampled end token; in a dialogue, observations between turns.
+    An array of int32."""
+    logprobs: Sequence[float]
+    """Log-probability of each sampled token, after temperature; 0 for observations. An array of
+    float32, in which engines compute them."""
     finish_reason: str
     """`stop` when an end token or stop string was sampled, `length` when the limit was reached
     before that.
@@ -34,14 +44,21 @@ class Sample:
     """The completion without special tokens, except those around observations."""
     policy_version: int
     """Version of the weights that sampled every token, as the engine reports it."""
-    loss_mask: tuple[bool, ...] = ()
-    """For each token, whether it was sampled and not part of an observation. Default: all."""
+    loss_mask: Sequence[int] = ()
+    """For each token 1 if it was sampled, and 0 if it is part of an observation. Default: all 1.
+    An array of int8."""
+    routed_experts: np.ndarray | None = field(default=None, compare=False)
+    """[tokens, layers, topk] uint8 or int16: the experts that processed each token of prompt and
+    completion, but for the last; None without `rollout.router_replay`, and for a dialogue that
+    failed before its first turn."""
     step_rewards: tuple[tuple[int, float], ...] = ()
     """For each turn that the environment answered: the index of its last token, and its reward."""
 
     def __post_init__(self) -> None:
-        if not self.loss_mask:
-            object.__setattr__(self, "loss_mask", (True,) * len(self.completion_ids))
+        mask = self.loss_mask or b"\1" * len(self.completion_ids)
+        object.__setattr__(self, "completion_ids", array("i", self.completion_ids))
+        object.__setattr__(self, "logprobs", array("f", self.logprobs))
+        object.__setattr__(self, "loss_mask", array("b", mask))
         assert len(self.loss_mask) == len(self.logprobs) == len(self.completion_ids)
 
     @cached_property  # every optimizer step asks for it, and it takes seconds for long generations

@@ -1,12 +1,45 @@
 """Token-by-token sampling of completions from a `transformers` model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-Completion = tuple[list[int], list[float]]  # token ids and their log-probabilities
+
+class Completion(NamedTuple):
+    """A sampled completion."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    routed_experts: Tensor | None
+    """[tokens, layers, topk] uint8 or uint16: the experts that processed each token of prompt and
+    completion but the last; None without a recorder."""
+
+
+class RouteRecorder:
+    """Notes which experts the routers of a model choose."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._of_layers: list[Tensor] = []
+        for module in model.modules():
+            if type(module).__name__.endswith("TopKRouter"):
+                module.register_forward_hook(self._note)
+                # vLLM returns the same type of numbers.
+                self._dtype = torch.uint8 if module.num_experts <= 256 else torch.uint16
+
+    def _note(self, _module: Any, _inputs: Any, outputs: tuple[Tensor, Tensor, Tensor]) -> None:
+        self._of_layers.append(outputs[2])  # after logits and weights: the chosen experts
+
+    def take(self, num_completions: int, is_prompt: bool) -> Sequence[Tensor]:
+        """[tokens, layers, topk] of the last forward pass, for each of the completions.
+
+        The pass had one token of each, or the prompt that they share.
+        """
+        routes = torch.stack(self._of_layers, dim=1).to("cpu", self._dtype)
+        self._of_layers.clear()
+        return [routes] * num_completions if is_prompt else routes.split(1)
 
 
 @torch.inference_mode()
@@ -21,16 +54,20 @@ def sample(
     max_tokens: int,
     stop_token_ids: list[int],
     note: Callable[[int], None] = lambda num_tokens: None,
+    recorder: RouteRecorder | None = None,
 ) -> list[Completion]:
     """Sample a completion of one prompt for each of `seeds`.
 
     Log-probabilities are those after temperature, top-p and top-k. Each completion has its
     own random generator; temperature 0 is greedy. A completion ends with the first of
     `stop_token_ids`, which it includes, or after `max_tokens`. `note` is called after every forward
-    pass with the number of new tokens, and may stop the sampling by raising an exception.
+    pass with the number of new tokens, and may stop the sampling by raising an exception. With the
+    model's `recorder`, completions have the experts that processed their tokens.
     """
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    completions: list[Completion] = [([], []) for _ in seeds]
+    token_ids: list[list[int]] = [[] for _ in seeds]
+    logprobs_of: list[list[float]] = [[] for _ in seeds]
+    routes: list[list[Tensor]] = [[] for _ in seeds]
     running = list(range(len(seeds)))
     inputs = torch.tensor([prompt_ids], device=model.device)
     cache = None
@@ -41,24 +78,31 @@ def sample(
         if len(inputs) < len(running):  # the prompt is computed once for all completions
             logits = logits.expand(len(seeds), -1)
             cache.batch_repeat_interleave(len(seeds))
+        if recorder:
+            is_prompt = not token_ids[running[0]]
+            for i, part in zip(running, recorder.take(len(running), is_prompt), strict=True):
+                routes[i].append(part)
         logprobs = cut(torch.log_softmax(logits / (temperature or 1.0), dim=-1), top_p, top_k)
         chosen = [
             _draw(row, generators[i]) if temperature else int(row.argmax())
             for i, row in zip(running, logprobs, strict=True)
         ]
         for row, i in enumerate(running):
-            completions[i][0].append(chosen[row])
-            completions[i][1].append(float(logprobs[row, chosen[row]]))
+            token_ids[i].append(chosen[row])
+            logprobs_of[i].append(float(logprobs[row, chosen[row]]))
         note(len(running))
         keep = [
             row
             for row, i in enumerate(running)
-            if chosen[row] not in stop_token_ids and len(completions[i][0]) < max_tokens
+            if chosen[row] not in stop_token_ids and len(token_ids[i]) < max_tokens
         ]
         running = [running[row] for row in keep]
         cache.batch_select_indices(torch.tensor(keep, dtype=torch.long, device=model.device))
         inputs = torch.tensor([[chosen[row]] for row in keep], device=model.device)
-    return completions
+    return [
+        Completion(ids, values, torch.cat(parts) if recorder else None)
+        for ids, values, parts in zip(token_ids, logprobs_of, routes, strict=True)
+    ]
 
 
 def cut(logprobs: Tensor, top_p: float, top_k: int) -> Tensor:

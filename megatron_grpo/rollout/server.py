@@ -32,9 +32,9 @@ LOOPBACK = "127.0.0.1"
 # A trainer rank's place in its distributed job; an engine that saw it would try to join.
 RANK_VARIABLES = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|ROLE_NAME$|MASTER_|TORCHELASTIC_|PET_|OMP_"
-    # ... and settings meant only for Megatron. vLLM's all-reduce opens memory of its other workers,
+    # ... and settings meant only for ranks. vLLM's all-reduce opens memory of its other workers,
     # which does not work with expandable segments.
-    "|CUDA_DEVICE_MAX_CONNECTIONS$|PYTORCH_(CUDA_|HIP_)?ALLOC_CONF$"
+    "|CUDA_DEVICE_MAX_CONNECTIONS$|TORCH_GLOO_LAZY_INIT$|PYTORCH_(CUDA_|HIP_)?ALLOC_CONF$"
 )
 
 
@@ -239,6 +239,8 @@ def engine_command(
         command = [sys.executable, "-P", "-m", "megatron_grpo.rollout.transformers_server"]
         command += [f"--model={model.path}", f"--dtype={model.dtype}"]
         command += [f"--host={host}", f"--port={port}"]
+        if rollout.router_replay:
+            command.append("--enable-return-routed-experts")
         return command, environment
     on_gpu = devices is not None
     environment |= vllm_environment(rollout.tensor_parallel_size, on_gpu)

@@ -1,10 +1,13 @@
 """The engine behind `transformers_server`: generation and weight updates of one model."""
 
+import base64
+import io
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -12,7 +15,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from checkpoint_convert.tokenizer import load_tokenizer
 from megatron_grpo.rollout.push_state import Json, PushState, parameter_table
-from megatron_grpo.rollout.sampling import Completion, sample
+from megatron_grpo.rollout.sampling import Completion, RouteRecorder, sample
 from parallel.checksum import checksums
 from parallel.transport import Inbox, Invitation
 
@@ -46,9 +49,12 @@ class TransformersEngine:
     of the response.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: str) -> None:
+    def __init__(
+        self, folder: Path, dtype: torch.dtype, device: str, return_routed_experts: bool = False
+    ) -> None:
         self.tokenizer = load_tokenizer(folder)
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+        self.recorder = RouteRecorder(self.model) if return_routed_experts else None
         self.weight_version = "default"
         self.state = PushState()
         self._inbox: Inbox | None = None
@@ -195,12 +201,14 @@ class TransformersEngine:
             max_tokens=params["max_tokens"],
             stop_token_ids=params["stop_token_ids"],
             note=note,
+            recorder=self.recorder,
         )
         for request, completion in zip(requests, completions, strict=True):
-            request.answer = {"choices": [self._choice(completion, params["stop_token_ids"])]}
+            request.answer = {"choices": [self._choice(completion, params)]}
 
-    def _choice(self, completion: Completion, stop_ids: list[int]) -> Json:
-        token_ids, logprobs = completion
+    def _choice(self, completion: Completion, params: Json) -> Json:
+        token_ids, logprobs, routes = completion
+        stop_ids, known = params["stop_token_ids"], params.get("routed_experts_prompt_start", 0)
         stopped = token_ids[-1] in stop_ids
         shown = token_ids[:-1] if stopped else token_ids
         return {
@@ -211,4 +219,11 @@ class TransformersEngine:
             "weight_versions": [
                 {"version": self.weight_version, "start": 0, "end": len(token_ids)}
             ],
+            "routed_experts": _encoded(routes[known:]) if routes is not None else None,
         }
+
+
+def _encoded(routes: Tensor) -> str:
+    """Routes in the format of vLLM: base64 of a `.npy` file."""
+    np.save(file := io.BytesIO(), routes.numpy())
+    return base64.b64encode(file.getvalue()).decode()

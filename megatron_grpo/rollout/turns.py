@@ -1,4 +1,4 @@
-"""Encodes the observations of an environment as the tokens between two turns of the model."""
+"""Where the model's turn ends, and the tokens between two turns: observations of an environment."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -104,6 +104,25 @@ class Turns:
                 f"alone, {pieces}: use data.apply_chat_template=false"
             )
         return end
+
+
+def end_of_turn(data: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    """The special tokens that the chat template writes after the model's turn.
+
+    After the last turn of a dialogue: some templates end earlier ones in another way. None if the
+    template refuses a dialogue, which only prompts of another form show.
+    """
+    messages = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": SAID}]
+    if data.system_prompt is not None:
+        messages = [{"role": "system", "content": data.system_prompt}, *messages]
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **data.chat_template_kwargs)
+    except TEMPLATE_ERRORS:
+        return []
+    _, _, rest = text.partition(SAID)
+    added = tokenizer.added_tokens_decoder
+    ids = tokenizer(rest, add_special_tokens=False)["input_ids"]
+    return [token for token in ids if token in added and added[token].special]
 
 
 def _render(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", role: str) -> str:

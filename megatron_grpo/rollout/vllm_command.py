@@ -37,6 +37,7 @@ RESERVED = {
     "tokenizer": "engines and trainer use the one in model.path",
     "hf_overrides": "the trainer follows config.json in model.path",
     "quantization": "weights are pushed in model.dtype",
+    "enable_return_routed_experts": "set rollout.router_replay",
     "enable_lora": "full weights are pushed, not adapters",
     "tensor_parallel_size": "set rollout.tensor_parallel_size",
     "pipeline_parallel_size": "weights are pushed to workers that hold all layers",
@@ -59,7 +60,15 @@ RESERVED = {
 def vllm_command(
     model: ModelConfig, rollout: RolloutConfig, host: str, port: int, on_gpu: bool
 ) -> list[str]:
-    """The command of one engine on `host`:`port`."""
+    """The command of one engine on `host`:`port`.
+
+    Raises ValueError if it cannot do what the config asks for.
+    """
+    if rollout.router_replay and not on_gpu:
+        raise ValueError(
+            "rollout.router_replay true: vLLM 0.32 tells the experts of tokens only on GPUs; use "
+            "rollout.engine=transformers, or leave it out"
+        )
     arguments: dict[str, Any] = {
         "model": str(model.path),
         "dtype": model.dtype,
@@ -69,6 +78,7 @@ def vllm_command(
         "weight_transfer_config": {"backend": BACKEND},
         "worker_extension_cls": WORKER_EXTENSION,
         "scheduling_policy": "priority",
+        "enable_return_routed_experts": rollout.router_replay or None,
     }
     arguments |= platform_arguments(rollout.tensor_parallel_size, on_gpu) | rollout.vllm
     # -P: files of the working directory must not be imported instead of vLLM's own.

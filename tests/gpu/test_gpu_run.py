@@ -22,6 +22,9 @@ pytestmark = [
 MOST_GAP = 0.05
 """Largest mean gap of log-probabilities in bfloat16, in nats; 0.014 was seen elsewhere."""
 
+MOST_GAP_OF_A_TOKEN = 0.2
+"""With replayed experts; 0.05 was seen on CPUs, and 0.6 without."""
+
 
 @pytest.fixture
 def arguments(tmp_path: Path) -> list[str]:
@@ -56,6 +59,27 @@ def test_on_one_gpu_a_run_trains_beside_its_engine_and_both_compute_the_same(
         assert record["rollout/logprob_gap_mean"] < MOST_GAP  # also after a push
     versions = [row["policy_version"] for row in read_completions(tmp_path / "run")]
     assert versions == [0] * 16 + [1] * 16 + [2] * 16
+
+
+def test_a_mixture_is_trained_with_the_experts_that_vllm_chose(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    """In a random model a token that takes another expert has another log-probability by far."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "head_dim": 64}
+    model = tiny_model(tmp_path / "mixture", "qwen3_moe", num_experts=8, **sizes)
+    run = finish_run(
+        *arguments,
+        f"model.path={model}",
+        "rollout.router_replay=true",
+        "optimizer.lr=1e-2",
+        "train.num_steps=3",
+        timeout=800,
+    )
+    assert run.exit_code == 0, run.output
+    for record in read_metrics(tmp_path / "run"):
+        assert record["grad_norm"] > 0
+        assert record["rollout/logprob_gap_mean"] < MOST_GAP  # also after a push
+        assert record["rollout/logprob_gap_max"] < MOST_GAP_OF_A_TOKEN
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")

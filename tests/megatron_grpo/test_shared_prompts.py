@@ -17,14 +17,16 @@ from checkpoint_convert import read_shape
 from distributed import run_ranks
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.prompts import Prompt
-from megatron_grpo.experience.experience import Experience, share_out
+from megatron_grpo.experience.experience import Experience
 from megatron_grpo.experience.old_policy import add_logprobs
+from megatron_grpo.experience.shares import share_out
 from megatron_grpo.policy.model import build_policy
 from megatron_grpo.rollout.samples import Sample
 from megatron_grpo.train_step import accumulate_gradient
 from models import tiny_model
 from oracle import OracleLoss, oracle_logprobs, oracle_model_loss
 from parallel import ParallelDims
+from parallel.alignment import Alignment
 from parallel.device import setup_device
 from parallel.groups import init_groups
 from parallel.microbatches import CostModel
@@ -180,9 +182,11 @@ def gradients_on_rank(
     for name, recipe in RECIPES.items():
         for budget in BUDGETS:
             cfg = config(folder, dims, recipe, budget)
-            shares = share_out(experience, 0, CostModel.transformer(64), cfg)
-            tokens = sum(len(batch.tokens) for share in shares for batch in share[0])
-            mine = shares[groups.coordinates.data][0]
+            [shares] = share_out(experience, 0, CostModel.transformer(64), cfg)
+            alignment = Alignment.of(dims, cfg.parallel.sequence_parallel)
+            packed = [share.pack(alignment, share_prompts=True) for share in shares]
+            tokens = sum(len(batch.tokens) for batches in packed for batch in batches)
+            mine = packed[groups.coordinates.data]
             assert all(len(batch.tokens) <= budget for batch in mine)
             batches = add_logprobs(mine, policy, None, cfg, groups)
             metrics = accumulate_gradient(policy, batches, cfg, groups, BETA)

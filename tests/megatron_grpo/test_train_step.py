@@ -18,9 +18,10 @@ from checkpoint_convert import read_shape
 from distributed import run_ranks
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.prompts import Prompt
-from megatron_grpo.experience.experience import Experience, less_kl, share_out
+from megatron_grpo.experience.experience import Experience, less_kl
 from megatron_grpo.experience.kl_reward import sequence_kl, with_advantages
 from megatron_grpo.experience.old_policy import add_logprobs
+from megatron_grpo.experience.shares import share_out
 from megatron_grpo.policy.model import Policy, build_policy
 from megatron_grpo.rollout.samples import Sample
 from megatron_grpo.train_step import accumulate_gradient
@@ -33,6 +34,7 @@ from oracle import (
     oracle_sequence_kl,
 )
 from parallel import ParallelDims
+from parallel.alignment import Alignment
 from parallel.device import setup_device
 from parallel.groups import Groups, init_groups
 from parallel.microbatches import CostModel
@@ -140,7 +142,7 @@ LAYOUTS = [
     ParallelDims(pipeline=3),
     ParallelDims(context=3),
     ParallelDims(tensor=2, context=2),
-    ParallelDims(pipeline=2, data=2),
+    ParallelDims(pipeline=2, data=2, num_layers_in_last_pipeline_stage=1),
     ParallelDims(context=2, data=2),
     ParallelDims(tensor=2, pipeline=2, virtual_pipeline=2),
     ParallelDims(tensor=2, context=2, pipeline=2),
@@ -323,8 +325,10 @@ def _batches(
     policy: Policy, experience: Experience, cfg: Config, groups: Groups
 ) -> list[PackedBatch]:
     """This rank's microbatches, as the trainer prepares them; the reference alone is made up."""
-    share = share_out(experience, 0, CostModel.transformer(64), cfg)[groups.coordinates.data]
-    batches = add_logprobs(share[0], policy, None, cfg, groups)
+    [shares] = share_out(experience, 0, CostModel.transformer(64), cfg)
+    alignment = Alignment.of(cfg.dims, cfg.parallel.sequence_parallel)
+    packed = shares[groups.coordinates.data].pack(alignment, share_prompts=False)
+    batches = add_logprobs(packed, policy, None, cfg, groups)
     if policy.is_last_stage:
         batches = [replace(batch, ref_logprobs=_reference(batch.old_logprobs)) for batch in batches]
     if cfg.grpo.kl_in_reward:

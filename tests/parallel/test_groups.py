@@ -1,11 +1,14 @@
+import tempfile
 from dataclasses import replace
 
+import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 from distributed import run_ranks
 from parallel import Coordinates, ParallelDims
-from parallel.device import setup_device
+from parallel.device import communication_backend, setup_device
 from parallel.fake_rank import fake_rank
 from parallel.groups import init_groups
 
@@ -78,3 +81,29 @@ def wrong_world(rank: int) -> str:
 def test_a_mesh_that_does_not_fill_the_world_is_refused_with_every_factor():
     for message in run_ranks(2, wrong_world):
         assert "tp(2) * pp(2) * cp(2) * dp(3) = 24 != world size 2" in message
+
+
+def connections_before_and_after_a_collective(rank: int, dims: ParallelDims) -> tuple[int, int]:
+    dist.destroy_process_group()  # `run_ranks` has made it without a device
+    setup_device(rank)
+    size = dims.world_size
+    store = dist.FileStore(f"{tempfile.tempdir}/store_of_all_groups", size)
+    dist.init_process_group(communication_backend(), store=store, rank=rank, world_size=size)
+    init_groups(dims)
+    before = connections_of_all_ranks(store, "before")[rank]
+    dist.all_reduce(torch.zeros(1))
+    return before, connections_of_all_ranks(store, "after")[rank]
+
+
+def connections_of_all_ranks(store: dist.Store, moment: str) -> list[int]:
+    """How many each rank has; no rank goes on, and connects to others, before all have counted."""
+    connections = psutil.Process().net_connections("tcp")
+    num_established = sum(each.status == psutil.CONN_ESTABLISHED for each in connections)
+    store.set(f"{moment}/{dist.get_rank()}", str(num_established))
+    return [int(store.get(f"{moment}/{rank}")) for rank in range(dist.get_world_size())]
+
+
+def test_ranks_are_connected_only_to_those_that_they_have_exchanged_something_with():
+    dims = ParallelDims(tensor=2, pipeline=2)
+    neighbours = 2  # in the ring of an all-reduce
+    assert run_ranks(4, connections_before_and_after_a_collective, dims) == [(0, neighbours)] * 4

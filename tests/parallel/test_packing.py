@@ -148,3 +148,42 @@ def test_what_saves_no_token_is_not_shared(prompt):
     batch = pack(sequences, [0, 1], Alignment(sequence=4, total=4), share_prompts=True)
     assert torch.equal(batch.tokens, alone.tokens)
     assert not batch.prefixes.any()
+
+
+def routed(sequence: TokenSequence, first: int) -> TokenSequence:
+    """The sequence with routes over one layer with two experts: `first` + position, and 99."""
+    positions = first + torch.arange(len(sequence.tokens) - 1)
+    routes = torch.stack([positions, torch.full_like(positions, 99)], dim=-1).byte()
+    return replace(sequence, routed_experts=routes[:, None])
+
+
+def test_routes_lie_at_their_tokens_and_whatever_has_none_goes_to_all_experts_in_turn():
+    given = [routed(sequence(3, 1), 10), routed(sequence(4, 1), 20)]
+    unread = replace(sequence(2, 2), routed_experts=given[0].routed_experts[:0])
+    batch = pack([*given, unread], [1, 2, 0], Alignment(sequence=4, total=8))
+    assert batch.routed_experts.dtype == torch.uint8
+    assert batch.routed_experts.shape == (16, 1, 2)
+    expected = [[2 * i % 100, (2 * i + 1) % 100] for i in range(16)]  # 99 is the last expert
+    expected[:3] = [[20, 99], [21, 99], [22, 99]]
+    expected[8:10] = [[10, 99], [11, 99]]
+    assert batch.routed_experts[:, 0].tolist() == expected
+
+
+def test_a_shared_prompt_has_the_routes_of_one_sample_and_completions_their_own():
+    prompt = [1, 2, 3, 4]
+    sequences = [routed(of_prompt(prompt, 10, 11), 10), routed(of_prompt(prompt, 20, 21), 20)]
+    batch = pack(sequences, [0, 1], Alignment(), share_prompts=True)
+    assert batch.tokens.tolist() == [1, 2, 3, 4, 10, 11, 4, 20, 21]
+    assert batch.routed_experts[:, 0, 0].tolist() == [10, 11, 12, 13, 14, 10, 23, 24, 16]
+
+
+def test_a_shared_prompt_has_the_routes_of_a_sample_whose_prompt_the_engine_has_read():
+    failed, other = of_prompt([1, 2, 3, 4], 10, 11), routed(of_prompt([1, 2, 3, 4], 20, 21), 20)
+    failed = replace(failed, routed_experts=other.routed_experts[:0])
+    batch = pack([failed, other], [0, 1], Alignment(), share_prompts=True)
+    assert batch.routed_experts[:3, 0, 0].tolist() == [20, 21, 22]
+
+
+def test_without_routes_routers_choose():
+    assert pack([sequence(3, 1)], [0], Alignment()).routed_experts is None
+    assert pack([routed(sequence(3, 1), 0)], [], Alignment()).routed_experts is None

@@ -176,12 +176,14 @@ def start_from_damaged(rank: int, model: Path, run: Path, init_from: Path) -> st
 
 
 def test_a_new_run_does_not_start_from_a_damaged_checkpoint(saved, model, tmp_path):
-    damaged = tmp_path / "step_2"
+    damaged, other = tmp_path / "step_2", tmp_path / "step_1"
+    other.mkdir()
     shutil.copytree(saved[0] / "checkpoints" / "step_2", damaged)
     flip_a_bit(damaged / "__1_0.distcp")
     for said in run_ranks(2, start_from_damaged, model, tmp_path / "new", damaged):
         assert f"train.init_from {damaged} cannot be used: " in said
         assert "__1_0.distcp is damaged" in said
+        assert f"; set train.init_from to another checkpoint, such as {other}, or leave" in said
 
 
 def save_in_small_chunks(rank: int, model: Path, run: Path, again: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,10 +14,10 @@ from distributed import run_ranks
 from megatron_grpo.checkpoints.experience_file import READY, read_experience, write_experience
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.experience.batching import BatchSchedule
-from megatron_grpo.experience.exchange import distribute
-from megatron_grpo.experience.experience import Experience, share_out
+from megatron_grpo.experience.experience import Experience
 from megatron_grpo.experience.kept_values import with_kept_values
 from megatron_grpo.experience.old_policy import add_logprobs
+from megatron_grpo.experience.preparation import packed_minibatches
 from megatron_grpo.policy.reference import build_reference
 from megatron_grpo.rollout.samples import Sample
 from models import tiny_model
@@ -83,8 +84,7 @@ def logprobs_on_rank(
     cost, device = CostModel.transformer(64), torch.device("cpu")
 
     def minibatches(experience: Experience | None) -> list[list]:
-        shares = share_out(experience, GENERATION, cost, cfg) if experience else None
-        received = distribute(shares, groups, device)
+        received = packed_minibatches(experience, GENERATION, cost, cfg, groups, device)
         return [add_logprobs(batches, policy, reference, cfg, groups) for batches in received]
 
     experience = generation() if rank == 0 else None
@@ -152,6 +152,20 @@ def test_samples_come_back_bit_for_bit(tmp_path):
         assert torch.equal(getattr(read, name), getattr(saved, name))
     for ours, theirs in zip(read.old_logprobs + read.ref_logprobs, old + ref, strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_the_experts_of_tokens_come_back(tmp_path):
+    saved, draw = generation(), np.random.default_rng(0)
+    for i, sample in enumerate(saved.samples[:-1]):  # the last failed before an engine read it
+        num_tokens = len(sample.prompt.token_ids) + i
+        routes = draw.integers(0, 256, (num_tokens, 2, 3), np.uint8)
+        saved.samples[i] = replace(sample, routed_experts=routes)
+    write_experience(tmp_path, saved, READY)
+    read = read_experience(tmp_path, prompts(), READY)
+    for ours, theirs in zip(read.samples[:-1], saved.samples[:-1], strict=True):
+        assert ours.routed_experts.dtype == np.uint8
+        np.testing.assert_array_equal(ours.routed_experts, theirs.routed_experts)
+    assert read.samples[-1].routed_experts is None
 
 
 def longest_pause(work: Callable[[], None]) -> float:

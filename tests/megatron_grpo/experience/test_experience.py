@@ -3,14 +3,17 @@
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.prompts import Prompt
-from megatron_grpo.experience.experience import compare, less_kl, share_out
+from megatron_grpo.experience.experience import compare, less_kl
+from megatron_grpo.experience.shares import share_out
 from megatron_grpo.rollout.samples import Sample
 from parallel import ParallelDims
+from parallel.alignment import Alignment
 from parallel.microbatches import CostModel
 from policies import tiny_config
 
@@ -53,7 +56,8 @@ def scores(*values: float) -> list[dict[str, float]]:
 
 def packed(experience, cfg):
     """For each sequence: which tokens count, their weights and their advantages."""
-    [[[batch]]] = share_out(experience, 0, CostModel(), cfg)
+    [[share]] = share_out(experience, 0, CostModel(), cfg)
+    [batch] = share.pack(Alignment(), share_prompts=False)
     of = [batch.completion_mask & (batch.sequence_index == i) for i in range(len(LENGTHS))]
     return [
         (batch.loss_mask[mask].tolist(), batch.loss_weights[mask], batch.advantages[mask])
@@ -83,14 +87,15 @@ def test_what_is_packed_has_the_bits_that_torch_makes_of_the_samples():
     logprobs = [tuple(-1 / (3 + i + k) for k in range(length)) for i, length in enumerate(LENGTHS)]
     masks = [tuple(k % 2 == 0 for k in range(length)) for length in LENGTHS]
     given, cfg = samples(logprobs=logprobs, loss_mask=masks), config()
-    [[[batch]]] = share_out(compare(given, scores(1, 0, 0, 1), cfg), 0, CostModel(), cfg)
+    [[share]] = share_out(compare(given, scores(1, 0, 0, 1), cfg), 0, CostModel(), cfg)
+    [batch] = share.pack(Alignment(), share_prompts=False)
     for i, sample in enumerate(given):
         place = batch.sequence_index == i
         tokens = torch.tensor([*sample.prompt.token_ids, *sample.completion_ids])
         assert torch.equal(batch.tokens[place], tokens)
         place &= batch.completion_mask
-        assert torch.equal(batch.rollout_logprobs[place], torch.tensor(sample.logprobs))
-        assert torch.equal(batch.loss_mask[place], torch.tensor(sample.loss_mask))
+        assert torch.equal(batch.rollout_logprobs[place], torch.tensor(logprobs[i]))
+        assert torch.equal(batch.loss_mask[place], torch.tensor(masks[i]))
 
 
 def test_the_overlong_filter_leaves_out_what_met_the_limit():
@@ -144,3 +149,16 @@ def test_rewards_that_are_normalized_first_are_then_added_up_by_weight():
     # Of the first prompt the larger weight decides, not the larger reward.
     assert advantages[0] < 0 < advantages[1]
     assert advantages.mean() == pytest.approx(0, abs=1e-12)
+
+
+def test_tokens_take_the_experts_that_the_engine_chose_into_training():
+    routes = [np.full((1 + length, 2, 3), length, np.uint8) for length in LENGTHS]
+    routes[2] = None  # an environment failed before the engine was asked
+    experience = compare(samples(routed_experts=routes), scores(1, 0, 0, 1), config())
+    [[share]] = share_out(experience, 0, CostModel(), config())
+    [batch] = share.pack(Alignment(), share_prompts=False)
+    for i, length in enumerate(LENGTHS):
+        of_sequence = batch.routed_experts[batch.sequence_index == i]
+        told = torch.full((1 + length, 2, 3), length) if i != 2 else torch.zeros(0, 2, 3)
+        assert torch.equal(of_sequence[: len(told)].long(), told.long())
+        assert all(len(row.unique()) == 3 for row in of_sequence[len(told) :].flatten(0, 1))

@@ -7,12 +7,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from checkpoint_convert import read_shape
 from distributed import run_ranks
-from megatron_grpo.policy.export import export_model
+from megatron_grpo.config.config_file import dump_config
+from megatron_grpo.policy.export import export_model, keep_export
 from models import tiny_model
 from parallel import ParallelDims
 from policies import start_policy, tiny_config
 
+ONE = ParallelDims()
 CASES = {
     "qwen3": ParallelDims(tensor=2, data=2),
     "qwen3_moe": ParallelDims(tensor=2, pipeline=2, data=2, expert=2),
@@ -57,3 +60,45 @@ def test_a_model_is_exported_whole_and_finite_or_not_at_all(family: str, tmp_pat
     assert told[0][0].startswith("rank 1: ")
     assert [len(errors) for errors in told] == [2] + [1] * (dims.world_size - 1)
     assert "elements were written" in told[0][1]
+
+
+def export_on_rank(rank: int, folder: Path, out: Path, *overrides: str) -> None:
+    policy, groups = start_policy(rank, folder, ONE, *overrides)
+    export_model(out, policy, tiny_config(folder, ONE, *overrides), groups)
+
+
+def test_an_exported_model_ends_with_the_stop_tokens_that_it_was_trained_with(
+    tmp_path: Path,
+) -> None:
+    folder, out = tmp_path / "model", tmp_path / "out"
+    tiny_model(folder, "qwen3")
+    before = read_shape(folder).eos_token_ids
+    run_ranks(1, export_on_rank, folder, out, "rollout.stop_token_ids=[7]")
+    assert read_shape(out).eos_token_ids == (*before, 7)
+    run_ranks(1, export_on_rank, folder, out)
+    assert read_shape(out) == read_shape(folder)
+
+
+@pytest.mark.parametrize(
+    ("ended", "step", "interval", "exports"),
+    [
+        (4, 4, 2, {"hf_step_2", "hf_step_4"}),
+        (4, 4, None, {"hf_step_2", "hf"}),
+        (4, 4, 3, {"hf_step_2", "hf"}),
+        (8, 4, 2, {"hf_step_2", "hf"}),  # sent back to an earlier checkpoint: `hf` is of step 8
+    ],
+)
+def test_the_last_export_of_a_run_that_is_extended_stays_if_it_is_on_the_interval(
+    ended: int, step: int, interval: int | None, exports: set[str], tmp_path: Path
+) -> None:
+    options = (f"train.run_dir={tmp_path}", f"train.num_steps={ended}")
+    (tmp_path / "config.yaml").write_text(dump_config(tiny_config(tmp_path, ONE, *options)))
+    for name in ("hf_step_2", "hf"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "made_as").write_text(name)
+    every = () if interval is None else (f"train.export_interval={interval}",)
+    longer = tiny_config(tmp_path, ONE, options[0], "train.num_steps=9", *every)
+    keep_export(longer, step)
+    keep_export(longer, step)  # a start that was killed is repeated
+    assert {path.name for path in tmp_path.glob("hf*")} == exports
+    assert (tmp_path / max(exports - {"hf_step_2"}) / "made_as").read_text() == "hf"

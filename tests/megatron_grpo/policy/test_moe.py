@@ -8,15 +8,21 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from transformers import AutoModelForCausalLM
-from transformers.core_model_loading import revert_weight_conversion
 
 from checkpoint_convert import read_shape
 from distributed import run_ranks
-from megatron_grpo.policy.logprobs import compute_logprobs
 from megatron_grpo.policy.model import build_policy
-from megatron_grpo.policy.optimizer import gradient_norm
+from mixtures import (
+    Numbers,
+    check_gradients,
+    check_logprobs,
+    gradients_of,
+    layout_name,
+    load_oracle,
+    numbers_of,
+)
 from models import tiny_model
-from parallel import Box, ParallelDims
+from parallel import ParallelDims
 from parallel.device import setup_device
 from parallel.groups import init_groups
 from policies import (
@@ -25,7 +31,6 @@ from policies import (
     Lengths,
     accumulate,
     checkpoints_of,
-    gradient_boxes,
     pack_all,
     random_sequences,
     save_checkpoint,
@@ -56,11 +61,6 @@ LAYOUTS = [
 ]
 
 
-def layout_name(dims: ParallelDims) -> str:
-    virtual = f" vpp({dims.virtual_pipeline})" if dims.virtual_pipeline > 1 else ""
-    return f"{dims}{virtual} ep({dims.expert}) etp({dims.expert_tensor})"
-
-
 @dataclass
 class Case:
     """A model, and the results of `transformers` for it in float64."""
@@ -72,19 +72,6 @@ class Case:
     @property
     def gradient_norm(self) -> float:
         return float(torch.cat([g.flatten() for g in self.gradients.values()]).norm())
-
-
-def load_oracle(folder: Path) -> AutoModelForCausalLM:
-    # Its other ways to compute experts know no float64.
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float64, experts_implementation="eager"
-    )
-
-
-def gradients_of(model: AutoModelForCausalLM, loss: Tensor) -> dict[str, Tensor]:
-    """Gradients by the names of the weight files, with one for each matrix of each expert."""
-    loss.backward()
-    return revert_weight_conversion(model, {n: p.grad for n, p in model.named_parameters()})
 
 
 @pytest.fixture(scope="module")
@@ -100,9 +87,6 @@ def cases(tmp_path_factory):
     return cases
 
 
-Numbers = tuple[dict[int, Tensor], list[tuple[str, Box, Tensor]], float]
-
-
 def numbers_on_rank(
     rank: int, folders: dict[str, Path], dims: ParallelDims, lengths: Lengths, *overrides: str
 ) -> dict[str, Numbers]:
@@ -113,28 +97,8 @@ def numbers_on_rank(
     results = {}
     for name, folder in folders.items():
         policy = build_policy(tiny_config(folder, dims, *overrides), read_shape(folder), groups)
-        logprobs = {
-            int(index): values[batch.loss_mask & (batch.sequence_index == index)]
-            for batch, (values, _) in zip(
-                share, compute_logprobs(policy, share, 1.0, groups) or [], strict=False
-            )
-            for index in batch.sequence_index[batch.loss_mask].unique()
-        }
-        accumulate(policy, groups, share)
-        boxes = gradient_boxes(policy)
-        results[name] = logprobs, boxes, gradient_norm(policy.optimizer)
+        results[name] = numbers_of(policy, groups, share)
     return results
-
-
-def check_gradients(ranks: list[Numbers], expected: dict[str, Tensor], norm: float) -> None:
-    actual = {name: torch.full_like(g, torch.nan) for name, g in expected.items()}
-    for _, boxes, rank_norm in ranks:
-        assert rank_norm == pytest.approx(norm, rel=1e-5)
-        for name, box, values in boxes:
-            actual[name][box.slices] = values.double()
-    for name, gradient in expected.items():
-        error = (actual[name] - gradient).norm() / gradient.norm()
-        assert error < 1e-5, f"{name}: {error:.1e}"
 
 
 @pytest.mark.parametrize("dims", LAYOUTS, ids=layout_name)
@@ -148,11 +112,9 @@ def test_logprobs_and_gradients_equal_transformers(cases, dims):
     folders = {name: case.folder for name, case in chosen.items()}
     ranks = run_ranks(dims.world_size, numbers_on_rank, folders, dims, LENGTHS)
     for name, case in chosen.items():
-        seen = [item for rank in ranks for item in rank[name][0].items()]
-        assert {index for index, _ in seen} == set(range(len(case.logprobs)))
-        for index, values in seen:
-            torch.testing.assert_close(values.double(), case.logprobs[index], atol=1e-5, rtol=0)
-        check_gradients([rank[name] for rank in ranks], case.gradients, case.gradient_norm)
+        numbers = [rank[name] for rank in ranks]
+        check_logprobs(numbers, case.logprobs)
+        check_gradients(numbers, case.gradients, case.gradient_norm)
 
 
 @pytest.mark.parametrize(

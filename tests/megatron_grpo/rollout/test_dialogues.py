@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,7 +23,7 @@ from megatron_grpo.rollout.dialogues import Dialogue, DialogueGeneration
 from megatron_grpo.rollout.engine import PROBE_INTERVAL
 from megatron_grpo.rollout.samples import turn_seed
 from megatron_grpo.rollout.turns import Turns
-from models import EOS_ID, character_tokenizer
+from models import EOS_ID, character_tokenizer, tiny_model
 from runs import TINY_CONFIG
 from trainers import as_soon_as, trainer
 
@@ -132,7 +133,8 @@ def test_log_probabilities_are_those_of_the_dialogue_as_it_is_trained_on(engine,
     with dialogues(tmp_path, "Echo", prompts_with(2), engine.version) as generation:
         samples = engine.client().generate(generation)
     for sample in samples:
-        mask, logprobs = torch.tensor(sample.loss_mask), torch.tensor(sample.logprobs)
+        mask = torch.tensor(sample.loss_mask, dtype=torch.bool)
+        logprobs = torch.tensor(sample.logprobs)
         gap = (reference_logprobs(engine.folder, sample) - logprobs).abs()
         assert gap[mask].max() < 1e-4
         assert (logprobs[~mask] == 0).all() and (~mask).any()
@@ -148,14 +150,47 @@ def test_dialogues_are_the_same_next_time_and_with_two_engines(transformers, tie
 
     first = samples_of(transformers)
     assert samples_of(transformers) == first
-    assert len({s.completion_ids for s in first}) == len(first)
-    assert not {s.completion_ids for s in samples_of(transformers, step=1)} & {
-        s.completion_ids for s in first
+    assert len({tuple(s.completion_ids) for s in first}) == len(first)
+    assert not {tuple(s.completion_ids) for s in samples_of(transformers, step=1)} & {
+        tuple(s.completion_ids) for s in first
     }
     with running_engine("transformers", tied_model, tmp_path, num_engines=2) as two:
         two.version = transformers.version - 1
         two.push(tied_model)
         assert samples_of(two) == first
+
+
+def test_a_dialogue_has_the_routes_of_all_its_turns(tmp_path):
+    folder = tiny_model(tmp_path / "model", "qwen3_moe", num_experts=8)
+    prompts = [*prompts_with(2), *prompts_with(1, first="x" * 1000)]
+    with running_engine("transformers", folder, tmp_path, router_replay=True) as engine:
+        engine.push(folder)
+
+        def ask(**settings) -> tuple[Recorded, list[Sample]]:
+            with dialogues(
+                tmp_path, "Echo", prompts, engine.version, router_replay=True, **settings
+            ) as generation:
+                return generation, engine.client().generate(generation)
+
+        generation, samples = ask()
+        assert {s.finish_reason for s in samples[6:]} == {"failed"}  # before the engine was asked
+        assert all(s.routed_experts is None for s in samples[6:])
+        for number, sample in enumerate(samples[:6]):
+            tokens = (*sample.prompt.token_ids, *sample.completion_ids)
+            asked = [request["sampling_params"] for request in generation.asked[number]]
+            ends = [token for token, _ in sample.step_rewards]
+            starts = [params["routed_experts_prompt_start"] for params in asked]
+            # A turn begins with the last token of the one before, which was sampled and not read.
+            assert starts == [0, *(len(sample.prompt.token_ids) + end for end in ends[:-1])]
+            prompt = replace(sample.prompt, token_ids=tokens[:-1])
+            [whole] = engine.generate(
+                [prompt], num_generations=1, max_completion_length=1, router_replay=True
+            )
+            np.testing.assert_array_equal(sample.routed_experts, whole.routed_experts)
+        # This engine answers with routes to all; an evaluation keeps none.
+        with dialogues(tmp_path, "Echo", prompts[:1], engine.version) as generation:
+            engine.client().generate(generation)
+        assert not any(dialogue.routed_experts for dialogue in generation.dialogues)
 
 
 class Heard:
@@ -242,7 +277,7 @@ def test_a_failing_environment_fails_its_sample_and_no_other(transformers, tmp_p
     assert len(generation.failures) == len(failed)
     assert generation.failures[0].startswith(f"prompt 1, sample {failed[0].sample_index}, turn ")
     if turn == 0:
-        assert len(failed) == 3 and all(s.completion_ids == () for s in failed)
+        assert len(failed) == 3 and not any(s.completion_ids for s in failed)
 
 
 def test_hundreds_of_samples_speak_at_once(transformers, tmp_path):

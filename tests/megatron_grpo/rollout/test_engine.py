@@ -1,6 +1,8 @@
 """How the trainer handles an engine that answers wrongly or slowly."""
 
 import asyncio
+import base64
+import io
 import itertools
 import json
 import time
@@ -9,6 +11,7 @@ from typing import Any
 
 import httpx
 import msgspec
+import numpy as np
 import pytest
 
 from megatron_grpo.rollout import engine as engine_module
@@ -43,6 +46,7 @@ def generate(
     choice: dict[str, Any],
     push_afterwards: str = "7-a",
     limits: dict[str, float | None] | None = None,
+    request: dict[str, Any] | None = None,
 ) -> list[Choice]:
     """The choices taken from an engine that answers its one request with `choice`, at version 7."""
     push, num_asked, taken = "7-a", 0, []
@@ -63,7 +67,7 @@ def generate(
     async def take(number: int, choice: Choice, url: str) -> None:
         taken.append(choice)
 
-    request = {"sampling_params": {"max_tokens": MAX_TOKENS}}
+    request = request or {"sampling_params": {"max_tokens": MAX_TOKENS}}
     asyncio.run(engine_of(answer).generate({0: request}, 7, take))
     return taken
 
@@ -77,6 +81,48 @@ WELL = {
 @pytest.mark.parametrize("differing", WELL.values(), ids=WELL)
 def test_an_answer_that_is_well_is_taken(differing):
     assert generate(CHOICE | differing) == [msgspec.convert(CHOICE | differing, Choice)]
+
+
+def routes_of(num_tokens: int, dtype: type) -> np.ndarray:
+    """Those of two layers with three experts per token, up to 257."""
+    routes = np.arange(num_tokens * 6, dtype=dtype).reshape(num_tokens, 2, 3)
+    routes[0, 0, 0] = min(257, np.iinfo(dtype).max)
+    return routes
+
+
+def encoded(routes: np.ndarray) -> str:
+    np.save(file := io.BytesIO(), routes)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+# Two tokens of the prompt are known from before; the last one of the completion was not read.
+ROUTED = {
+    "token_ids": [7, 8, 9],
+    "sampling_params": {"max_tokens": MAX_TOKENS, "routed_experts_prompt_start": 2},
+}
+
+
+@pytest.mark.parametrize(("dtype", "kept"), [(np.uint8, np.uint8), (np.uint16, np.int16)])
+def test_routes_are_read_as_vllm_writes_them(dtype, kept):
+    routes = routes_of(2, dtype)
+    [choice] = generate(CHOICE | {"routed_experts": encoded(routes)}, request=ROUTED)
+    assert choice.routes.dtype == kept
+    np.testing.assert_array_equal(choice.routes, routes)
+
+
+@pytest.mark.parametrize(
+    ("answered", "told"),
+    [
+        (None, "start it with the same config, or with --enable-return-routed-experts"),
+        (encoded(routes_of(3, np.uint8)), "returned the experts of 3 tokens instead of 2"),
+        ("", "does not return the experts"),
+        ("AAAA", "returned no array"),
+        ("?", "something else than a completion of vLLM 0.32"),
+    ],
+)
+def test_an_answer_without_the_routes_that_were_asked_for_is_refused(answered, told):
+    with pytest.raises(EngineError, match=f"^rollout engine {URL} .*{told}"):
+        generate(CHOICE | {"routed_experts": answered}, request=ROUTED)
 
 
 def test_a_completion_alone_may_take_any_time():

@@ -57,7 +57,7 @@ def undisturbed(pair):
 
 
 def tokens_of(samples) -> list[tuple[int, int, tuple[int, ...]]]:
-    return [(s.prompt.index, s.sample_index, s.completion_ids) for s in samples]
+    return [(s.prompt.index, s.sample_index, tuple(s.completion_ids)) for s in samples]
 
 
 def bring_back(ours: Trainer) -> None:

@@ -1,9 +1,11 @@
 """How a generation turns the answers of engines into samples, and what it keeps of them."""
 
 import asyncio
+import io
 import random
 import weakref
 
+import numpy as np
 import pytest
 
 from megatron_grpo.data.prompts import Prompt
@@ -23,7 +25,7 @@ class WatchedChoice(Choice, weakref=True):
     """Its end can be watched."""
 
 
-def generation() -> Generation:
+def generation(**changes) -> Generation:
     return Generation(
         PROMPTS,
         num_generations=NUM_GENERATIONS,
@@ -33,6 +35,7 @@ def generation() -> Generation:
         seed=0,
         step=0,
         policy_version=4,
+        **changes,
     )
 
 
@@ -90,3 +93,18 @@ def test_an_answer_that_makes_no_sample_leaves_its_request_open():
     with pytest.raises(AssertionError):
         asyncio.run(requests.take(1, given, "http://a"))
     assert set(requests.open) == {*range(6)} and requests.engines == set()
+
+
+@pytest.mark.parametrize("router_replay", [True, False])
+def test_samples_have_routes_only_if_they_are_replayed(router_replay):
+    requests, given = generation(router_replay=router_replay), choice(0)
+    starts = {
+        r["sampling_params"].get("routed_experts_prompt_start") for r in requests.open.values()
+    }
+    assert starts == ({0} if router_replay else {None})
+    np.save(file := io.BytesIO(), np.zeros((LENGTH, 2, 3), np.uint8))
+    given.routed_experts = file.getvalue()
+    for number in range(6):
+        asyncio.run(requests.take(number, given, "http://a"))
+    for sample in requests.samples():
+        assert sample.routed_experts is (given.routes if router_replay else None)

@@ -1,6 +1,9 @@
-"""Seeds of samples."""
+"""Seeds of samples, and what they keep for each token."""
 
-from megatron_grpo.rollout.samples import first_seed
+import numpy as np
+
+from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.rollout.samples import Sample, first_seed
 
 
 def test_seeds_of_different_samples_never_meet():
@@ -12,3 +15,19 @@ def test_seeds_of_different_samples_never_meet():
 def test_seeds_fit_the_engines_and_never_change():
     assert 0 <= first_seed(42, 10**6, 10**4) < 2**62
     assert first_seed(42, 0, 0) == 2770875209321528543
+
+
+def test_a_token_takes_nine_bytes_of_memory_and_its_logprob_keeps_the_bits_of_the_engine():
+    logprob = float(np.float32(-1 / 3))
+    sample = Sample(
+        prompt=Prompt(index=0, token_ids=(1,), text="", row={}),
+        sample_index=0,
+        completion_ids=(151_935, 7),
+        logprobs=(logprob, 0.0),
+        finish_reason="stop",
+        text="",
+        policy_version=0,
+    )
+    values = (sample.completion_ids, sample.logprobs, sample.loss_mask)
+    assert [memoryview(of_token).itemsize for of_token in values] == [4, 4, 1]
+    assert [list(of_token) for of_token in values] == [[151_935, 7], [logprob, 0.0], [1, 1]]

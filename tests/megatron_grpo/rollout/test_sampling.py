@@ -28,13 +28,13 @@ def run(model, **overrides):
 def test_completions_do_not_depend_on_their_batch(model):
     together = run(model)
     alone = [run(model, seeds=[7 + i])[0] for i in range(4)]
-    assert [tokens for tokens, _ in together] == [tokens for tokens, _ in alone]
+    assert [each.token_ids for each in together] == [each.token_ids for each in alone]
 
 
 def test_the_others_go_on_when_one_has_ended(model):
     endless = run(model, seeds=[*range(8)], stop_token_ids=[])
-    end = endless[0][0][3]
-    for (tokens, logprobs), (full, full_logprobs) in zip(
+    end = endless[0].token_ids[3]
+    for (tokens, logprobs, _), (full, full_logprobs, _) in zip(
         run(model, seeds=[*range(8)], stop_token_ids=[end]), endless, strict=True
     ):
         length = full.index(end) + 1 if end in full else 12
@@ -45,7 +45,7 @@ def test_the_others_go_on_when_one_has_ended(model):
 def test_tokens_are_drawn_with_their_probabilities(model):
     n, temperature = 4000, 0.5
     completions = run(model, seeds=[*range(n)], max_tokens=1, temperature=temperature)
-    draws = torch.tensor([tokens for tokens, _ in completions])
+    draws = torch.tensor([each.token_ids for each in completions])
     with torch.inference_mode():
         logits = model(torch.tensor([PROMPT])).logits[0, -1]
     expected = n * torch.softmax(logits / temperature, -1)

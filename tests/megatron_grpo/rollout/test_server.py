@@ -278,6 +278,7 @@ def test_an_engine_sees_nothing_of_the_trainers_ranks():
         "MASTER_ADDR": "localhost",
         "TORCHELASTIC_RUN_ID": "x",
         "OMP_NUM_THREADS": "8",
+        "TORCH_GLOO_LAZY_INIT": "1",
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         "PATH": "/bin",
         "HOME": "/root",

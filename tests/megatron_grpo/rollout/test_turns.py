@@ -4,7 +4,7 @@ import pytest
 
 from megatron_grpo.config.config_file import load_config
 from megatron_grpo.data.prompts import Prompt
-from megatron_grpo.rollout.turns import Turns
+from megatron_grpo.rollout.turns import Turns, end_of_turn
 from models import CHAT_TEMPLATE, EOS_ID, character_tokenizer
 from runs import TINY_CONFIG
 
@@ -90,6 +90,26 @@ def test_without_a_template_the_observation_stands_alone():
 def test_a_template_that_cannot_be_continued_is_refused(template, overrides, told):
     with pytest.raises(ValueError, match=told):
         turns_of(template, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        (CHAT_TEMPLATE, [EOS_ID]),
+        (LLAMA_3, [EOS_ID]),
+        (MISTRAL, [EOS_ID]),
+        (QWEN_3, [EOS_ID]),
+        (CHAT_TEMPLATE.replace("<eos>", " <unk><eos>"), [2, EOS_ID]),
+        (CHAT_TEMPLATE.replace("<eos>", "{{ '<eos>' if loop.last else '<unk>' }}"), [EOS_ID]),
+        (CHAT_TEMPLATE.replace("<eos>", ""), []),
+        ("{% for m in messages %}<start>{{ m.role }}{% endfor %}", []),  # without the messages
+        ("{% if messages | length > 1 %}{{ raise_exception('one') }}{% endif %}", []),
+    ],
+)
+def test_a_turn_ends_with_the_special_tokens_that_the_template_writes_after_it(template, end):
+    tokenizer = character_tokenizer(250)
+    tokenizer.chat_template = template
+    assert end_of_turn(load_config(TINY_CONFIG).data, tokenizer) == end
 
 
 def test_after_a_stop_token_the_turn_is_closed_as_the_template_does_it():

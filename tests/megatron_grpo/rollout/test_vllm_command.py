@@ -52,6 +52,14 @@ def test_a_gpu_engine_gets_none_of_the_settings_for_cpu():
     assert not {"--enforce-eager", "--no-enable-chunked-prefill"} & set(command(on_gpu=True))
 
 
+def test_experts_of_tokens_are_asked_for_only_where_vllm_tells_them():
+    flag = "--enable-return-routed-experts"
+    assert flag in command(on_gpu=True, router_replay=True)
+    assert flag not in command(on_gpu=True)
+    with pytest.raises(ValueError, match="tells the experts of tokens only on GPUs"):
+        command(router_replay=True)
+
+
 def test_an_unknown_argument_is_refused_with_the_nearest_known_one():
     with pytest.raises(
         ValueError, match=r"rollout\.vllm\.max_modellen .* did you mean max_model_len"

@@ -1,0 +1,101 @@
+"""Rollout routing replay (R3, arXiv 2510.11370): the engine's choice of experts, in the trainer.
+
+Engine and trainer round differently, and where the scores of two experts are close, a token goes to
+another one: both then compute different functions. With replay, the policy sends each token to the
+experts that processed it while the engine sampled. Their weights still are the trainer's own, and
+so are the gradients of the router.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from typing import Any
+
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from parallel import pipeline_layers
+from parallel.groups import Groups
+from parallel.packing import PackedBatch
+
+TopK = tuple[Tensor, Tensor]
+"""[tokens, topk] each: the scores of the chosen experts, and their numbers."""
+
+
+class RouterReplay:
+    """What a router asks for the experts of its tokens, in place of Megatron's class of this name.
+
+    Megatron's keeps the routers of all models of a process in one list, and a recomputed forward
+    takes the next routes in line. Here a layer binds those of its microbatch whenever it runs.
+    """
+
+    def __init__(self) -> None:
+        self.routed_experts: Tensor | None = None
+        """[tokens, topk] of this rank; None: the router chooses, as in a microbatch of padding."""
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        default_compute_topk: Callable[..., TopK],
+    ) -> TopK:
+        """Called by Megatron with the router's scores [tokens, experts]."""
+        if self.routed_experts is None:
+            return default_compute_topk(scores, topk, num_groups, group_topk)
+        chosen = self.routed_experts.long()
+        return scores.gather(1, chosen), chosen
+
+
+def add_router_replay(chunks: Sequence[GPTModel]) -> None:
+    """Make the layers of a model follow the routes in the params of each packed microbatch."""
+    for number, layer in enumerate(layer for chunk in chunks for layer in chunk.decoder.layers):
+        replay = layer.mlp.router.router_replay = RouterReplay()
+        # Megatron passes the params to a layer again when it recomputes the whole of it ...
+        layer.register_forward_pre_hook(partial(_bind, replay, number), with_kwargs=True)
+        if layer.mlp.moe_layer_recompute:  # ... but not when it recomputes only the experts.
+            layer.mlp.moe_layer_recompute = False
+            layer.mlp.forward = partial(_checkpointed, replay, layer.mlp.forward)
+
+
+def with_own_layers(batch: PackedBatch, groups: Groups) -> PackedBatch:
+    """The batch with the routes of this pipeline rank's layers only, in the order of its chunks."""
+    if batch.routed_experts is None:
+        return batch
+    num_layers = batch.routed_experts.shape[1]
+    own = pipeline_layers(num_layers, groups.dims)[groups.coordinates.pipeline]
+    return replace(batch, routed_experts=batch.routed_experts[:, [*chain(*own)]])
+
+
+def own_routes(batch: PackedBatch, local: Tensor, groups: Groups) -> Tensor | None:
+    """The routes [tokens, own layers, topk] of the tokens that this rank's routers see.
+
+    `local` are those of its context rank, of which each tensor rank has a part: a mixture of
+    experts over several tensor ranks needs sequence parallelism.
+    """
+    if batch.routed_experts is None:
+        return None
+    return batch.routed_experts[local].chunk(groups.dims.tensor)[groups.coordinates.tensor]
+
+
+def _bind(
+    replay: RouterReplay, number: int, _layer: Any, _: tuple[Any, ...], passed: dict[str, Any]
+) -> None:
+    routes = passed["packed_seq_params"].routed_experts
+    replay.routed_experts = None if routes is None else routes[:, number]
+
+
+def _checkpointed(
+    replay: RouterReplay, forward: Callable[..., Any], hidden: Tensor, **arguments: Any
+) -> Any:
+    """Megatron's checkpoint around a mixture, with the routes of this microbatch bound again."""
+    routes = replay.routed_experts
+
+    def run(hidden: Tensor) -> Any:
+        replay.routed_experts = routes
+        return forward(hidden, **arguments)
+
+    return tensor_parallel.checkpoint(run, False, hidden)
