@@ -136,6 +136,7 @@ def evaluate(
     eval.temperature, top_p, top_k and max_completion_length. A completion passes if its reward (by
     eval.reward, or else reward) is at least eval.pass_threshold. pass@k is the unbiased estimate of
     the probability that at least one of k completions passes; mean@n is the mean reward over n.
+    Several data sets, each with its own n, are named in eval.sets.
 
     Prints a table and writes eval.json (metrics and config) and eval_completions.jsonl, replacing
     earlier ones. The exit code is 0 when all prompts are evaluated, 1 after a failure, and 2 for a
@@ -153,16 +154,17 @@ def evaluate(
     _silence_libraries()
     from rich.console import Console
 
+    from megatron_grpo.environments import EnvironmentsLost
     from megatron_grpo.eval_command import FolderEvaluation, result_table  # torch: see above
     from megatron_grpo.rewards import RewardError
 
     with closing(FolderEvaluation(cfg, out or cfg.train.run_dir / "eval")) as evaluation:
         try:
             metrics = evaluation.run()
-        except (RewardError, OSError) as error:
+        except (RewardError, EnvironmentsLost, OSError) as error:
             print(f"megatron-grpo: {error}", file=sys.stderr)
             raise typer.Exit(1) from None
-        Console().print(result_table(metrics))
+        Console().print(result_table(metrics, cfg.eval.named_sets))
         print(evaluation.out)
 
 

@@ -2,7 +2,9 @@
 
 import json
 import time
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, closing
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +14,19 @@ from rich.table import Table
 from checkpoint_convert import ModelShape, check_weights, read_shape
 from checkpoint_convert.tokenizer import load_tokenizer
 from megatron_grpo.config.config import Config
-from megatron_grpo.data.prompts import end_tokens
+from megatron_grpo.environments import EnvironmentPool
 from megatron_grpo.evaluation.evaluation import (
     Evaluated,
-    Evaluation,
-    as_evaluated,
     eval_metrics,
     eval_rows,
-    load_eval_prompts,
+    metrics_of,
 )
+from megatron_grpo.evaluation.evaluations import Evaluations
 from megatron_grpo.preflight import check_engines
 from megatron_grpo.prompt_checks import check_evaluation
 from megatron_grpo.reporting.progress import EvaluationBar, progress_bar
 from megatron_grpo.reporting.tracking import EVAL_COMPLETIONS_FILE
-from megatron_grpo.rewards import RewardPool
+from megatron_grpo.rewards import RewardPools
 from megatron_grpo.rollout import EngineServers, EnginesOut, Fleet, RolloutClient
 from megatron_grpo.rollout.engine_error import EngineDown
 from megatron_grpo.rollout.push_state import LOADED_VERSION
@@ -42,22 +43,23 @@ class FolderEvaluation:
     """
 
     def __init__(self, cfg: Config, out: Path) -> None:
+        # Nothing is trained on these completions.
+        rollout = cfg.rollout.model_copy(update={"router_replay": False})
+        cfg = cfg.model_copy(update={"rollout": rollout})
         self.cfg, self.out = cfg, out
-        view, shape = as_evaluated(cfg), _check(cfg)
+        shape = _check(cfg)
         tokenizer = load_tokenizer(cfg.model.path)
         with ExitStack() as stack:
-            # The engines load while the reward functions do.
+            # The engines load while the reward functions do, and the data is encoded.
             self.servers = EngineServers(cfg.model, cfg.rollout, out / "logs", None)
             stack.enter_context(closing(self.servers))
             self._client = RolloutClient(Fleet(self.servers, cfg.rollout), cfg.rollout)
-            rewards = stack.enter_context(closing(RewardPool(view.reward)))
-            prompts = load_eval_prompts(view, tokenizer, shape.max_position_embeddings, warns=False)
-            self._evaluation = Evaluation(
-                view,
-                prompts,
-                end_tokens(shape, tokenizer, cfg.rollout),
-                self._client,
-                rewards,
+            pools = stack.enter_context(closing(RewardPools()))
+            environments = None
+            if cfg.environment.name is not None:
+                environments = stack.enter_context(closing(EnvironmentPool(cfg.environment)))
+            self._evaluations = Evaluations(
+                cfg, shape, tokenizer, self._client, pools, environments
             )
             self.servers.wait_ready(cfg.rollout.startup_timeout)
             self._stack = stack.pop_all()
@@ -70,32 +72,33 @@ class FolderEvaluation:
         """Evaluate, write the results to the output folder, and return the metrics.
 
         Engines that are lost meanwhile are restarted, and asked for the rest. Raises EnginesLost if
-        none comes back, and RewardError.
+        none comes back, RewardError, and EnvironmentsLost.
         """
         timer = PhaseTimer(lambda phase: None)
         with progress_bar(Console()) as bar:
             evaluated = self._evaluate(timer, EvaluationBar(bar))
-        metrics = eval_metrics(evaluated, self.cfg.eval) | {
-            "time/eval": timer.metrics()["time/eval"]
-        }
+        metrics: dict[str, float] = {}
+        for name, held_out in self.cfg.eval.named_sets.items():
+            metrics |= eval_metrics(evaluated[name], held_out, name)
+        metrics["time/eval"] = timer.metrics()["time/eval"]
         self._write(evaluated, metrics)
         return metrics
 
-    def _evaluate(self, timer: PhaseTimer, bar: EvaluationBar) -> Evaluated:
+    def _evaluate(self, timer: PhaseTimer, bar: EvaluationBar) -> dict[str, Evaluated]:
         while True:
             # Nothing is pushed to the engines: they serve the weights that they have loaded.
             self._client.assemble(lambda workers: None)
             try:
                 self._client.serve_loaded()
-                return self._evaluation.run(LOADED_VERSION, timer, bar.show)
+                return self._evaluations.run(LOADED_VERSION, timer, bar.show)
             except (EnginesOut, EngineDown):
                 continue  # `assemble` waits until one of the lost engines is back
 
-    def _write(self, evaluated: Evaluated, metrics: dict[str, float]) -> None:
-        rows = eval_rows(evaluated, self.cfg.eval)
+    def _write(self, evaluated: dict[str, Evaluated], metrics: dict[str, float]) -> None:
         with (self.out / EVAL_COMPLETIONS_FILE).open("w", encoding="utf-8") as file:
-            for row in rows:
-                print(json.dumps(row, ensure_ascii=False), file=file)
+            for name, held_out in self.cfg.eval.named_sets.items():
+                for row in eval_rows(evaluated[name], held_out, name):
+                    print(json.dumps(row, ensure_ascii=False), file=file)
         result: dict[str, Any] = {
             "model": str(self.cfg.model.path),
             "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -105,22 +108,26 @@ class FolderEvaluation:
         (self.out / RESULT_FILE).write_text(json.dumps(result, indent=1) + "\n")
 
 
-def result_table(metrics: dict[str, float]) -> Table:
-    """The metrics as a table for the terminal."""
+def result_table(metrics: Mapping[str, float], names: Iterable[str]) -> Table:
+    """The metrics as a table for the terminal, with a column for each held-out set of `names`."""
     table = Table("metric", box=None, header_style="dim")
-    table.add_column("value", justify="right")
-    for name, value in metrics.items():
-        is_count = name in ("eval/failed", "eval/num_prompts")
-        table.add_row(name.removeprefix("eval/"), f"{value:.0f}" if is_count else f"{value:.4f}")
+    columns = []
+    for name in names:
+        table.add_column(name or "value", justify="right")
+        columns.append(metrics_of(name, metrics))
+    for row in dict.fromkeys(chain(*columns)):
+        form = ".0f" if row in ("failed", "num_prompts") else ".4f"
+        table.add_row(row, *(format(own[row], form) if row in own else "" for own in columns))
+    table.caption = f"{metrics['time/eval']:.1f} s"
     return table
 
 
 def _check(cfg: Config) -> ModelShape:
     """Raise ValueError, with a legal value, if `cfg` cannot be evaluated on this machine."""
-    if cfg.eval.data is None:
+    if not cfg.eval.named_sets:
         raise ValueError(
-            "eval.data names no held-out prompts: give eval.data.path=FILE, or, where data.path "
-            "has such a split, eval.data.split=test"
+            "eval names no held-out prompts: give eval.data.path=FILE, or, where data.path has "
+            "such a split, eval.data.split=test, or several sets in eval.sets"
         )
     if cfg.rollout.base_urls:
         raise ValueError(

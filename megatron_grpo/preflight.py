@@ -1,7 +1,7 @@
 """Checks before any rank starts: sizes, weights and engines; `prompt_checks.py` checks the data."""
 
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from checkpoint_convert import ModelShape, check_divisible, check_weights, read_
 from checkpoint_convert.companions import CHECKPOINT_FOLDER, companion_files
 from checkpoint_convert.shape import differing_fields
 from checkpoint_convert.vllm import check_engine_dims
-from megatron_grpo.checkpoints.folders import checkpoint_at, latest_step, step_folder
+from megatron_grpo.checkpoints.folders import checkpoint_at, instead_of, latest_step, step_folder
 from megatron_grpo.checkpoints.manifest import read_manifest
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.config_file import dump_config, load_config
@@ -93,13 +93,18 @@ def preflight(cfg: Config, token: str | None) -> None:
     from megatron_grpo.prompt_checks import check_evaluation, check_prompts
 
     check_prompts(cfg, shape)
-    if cfg.eval.data is not None:
+    if cfg.eval.named_sets:
         check_evaluation(cfg, shape)
 
 
 def check_engines(rollout: RolloutConfig, shape: ModelShape, token: str | None) -> None:
     """Raise ValueError if the engines cannot split the model, be started, reached or used."""
     check_engine_dims(shape, engine_dims(rollout))
+    if rollout.router_replay and shape.moe is None:
+        raise ValueError(
+            "rollout.router_replay true needs a mixture of experts, and this model is dense: leave "
+            "it out"
+        )
     for url in rollout.base_urls:
         _check_answers(url.rstrip("/"), check_token(token))
     if rollout.engine == "vllm" and not rollout.base_urls:
@@ -145,8 +150,11 @@ def check_start(cfg: Config) -> None:
     try:
         read_manifest(checkpoint)
     except ValueError as error:
-        raise ValueError(f"train.init_from {checkpoint} cannot be used: {error}") from None
-    _check_same_model(checkpoint / CHECKPOINT_FOLDER, cfg.model.path)
+        raise ValueError(
+            f"train.init_from {checkpoint} cannot be used: {error}; {instead_of(checkpoint)}"
+        ) from None
+    # An export has the end tokens with which its run trained.
+    _check_same_model(checkpoint / CHECKPOINT_FOLDER, cfg.model.path, but_for=("eos_token_ids",))
 
 
 def _check_never_saved(run_dir: Path) -> None:
@@ -174,12 +182,12 @@ def _saved_config(run_dir: Path) -> Config:
         raise ValueError(f"{saved}: {error}") from None
 
 
-def _check_same_model(kept: Path, folder: Path) -> None:
+def _check_same_model(kept: Path, folder: Path, but_for: Collection[str] = ()) -> None:
     """Raise ValueError if `folder` describes a different model from `kept`, a checkpoint's copy.
 
     Weights are not compared: all but the reference's are read from the checkpoint.
     """
-    differing = differing_fields(read_shape(kept), read_shape(folder), but_for=())
+    differing = differing_fields(read_shape(kept), read_shape(folder), but_for=but_for)
     if differing:
         raise ValueError(
             f"model.path {folder} is another model than {kept}, which was trained:\n  "

@@ -1,20 +1,26 @@
 """Checks of data, rewards and environments before any rank starts."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from typing import TYPE_CHECKING
 
 from checkpoint_convert import ModelShape
 from checkpoint_convert.tokenizer import load_tokenizer
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.eval_config import section_of
 from megatron_grpo.data.prompts import Prompt, PromptStream, end_tokens, load_prompts
 from megatron_grpo.environments import EnvironmentPool
 from megatron_grpo.evaluation.evaluation import as_evaluated, load_eval_prompts
 from megatron_grpo.experience.batching import BatchSchedule
-from megatron_grpo.rewards import RewardPool
+from megatron_grpo.rewards import RewardPool, RewardPools
 from megatron_grpo.rewards.references import reference_fault
-from megatron_grpo.rollout.turns import Turns
+from megatron_grpo.rollout.turns import Turns, end_of_turn
 from megatron_grpo.rollout.vllm_command import engine_number
 from parallel.alignment import Alignment
 from parallel.microbatches import plan_microbatches
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def check_prompts(cfg: Config, shape: ModelShape) -> None:
@@ -34,22 +40,60 @@ def check_prompts(cfg: Config, shape: ModelShape) -> None:
         rows = [prompt.row for prompt in prompts]
         rewards.wait_ready(rows)
         if cfg.environment.name is not None:
-            Turns.of(cfg, tokenizer, ends)
+            Turns.of(cfg, tokenizer, ends)  # refuses more than _check_end_of_turn
             environments = EnvironmentPool(cfg.environment)
             stack.callback(environments.close)
             environments.wait_ready(rows)
+        elif cfg.data.apply_chat_template:
+            _check_end_of_turn(cfg, tokenizer, ends)
 
 
 def check_evaluation(cfg: Config, shape: ModelShape) -> None:
-    """Raise ValueError if the prompts of `eval` cannot be read, sampled or scored."""
-    view = as_evaluated(cfg)
+    """Raise ValueError if the prompts of a held-out set cannot be read, sampled or scored."""
     tokenizer = load_tokenizer(cfg.model.path)
-    end_tokens(shape, tokenizer, cfg.rollout)
-    prompts = load_eval_prompts(view, tokenizer, shape.max_position_embeddings)
-    _check_vocabulary(shape, prompts)
-    _check_engine_context(view, prompts, "eval.data", "eval")
-    with closing(RewardPool(view.reward)) as rewards:
-        rewards.wait_ready([prompt.row for prompt in prompts])
+    ends = end_tokens(shape, tokenizer, cfg.rollout)
+    with ExitStack() as stack:
+        pools, environments = stack.enter_context(closing(RewardPools())), None
+        if cfg.environment.name is not None:
+            environments = stack.enter_context(closing(EnvironmentPool(cfg.environment)))
+        for name in cfg.eval.named_sets:
+            view, section = as_evaluated(cfg, name), section_of(name)
+            prompts = load_eval_prompts(view, name, tokenizer, shape.max_position_embeddings)
+            _check_engine_context(view, prompts, f"{section}.data", section)
+            try:
+                _check_vocabulary(shape, prompts)
+                pools.of(view.reward).wait_ready([prompt.row for prompt in prompts])
+                if environments:
+                    Turns.of(view, tokenizer, ends)
+                    environments.wait_ready([prompt.row for prompt in prompts])
+                elif view.data.apply_chat_template:
+                    _check_end_of_turn(view, tokenizer, ends)
+            except ValueError as error:
+                raise ValueError(f"{section}: {error}") from None
+
+
+def _check_end_of_turn(
+    cfg: Config, tokenizer: "PreTrainedTokenizerBase", ends: Sequence[int]
+) -> None:
+    """What ends the model's turn in the chat template must end a completion, too.
+
+    Many base models have the template of ChatML, whose turns end with <|im_end|>, and <|endoftext|>
+    as their only end token: a completion would continue with the user's next turn.
+    """
+    written = end_of_turn(cfg.data, tokenizer)
+    if not written or set(written) & set(ends):
+        return
+    end = written[0]
+
+    def named(token: int) -> str:
+        return f"{tokenizer.convert_ids_to_tokens(token)} ({token})"
+
+    raise ValueError(
+        f"the chat template ends the model's turn with the token {named(end)}, and a completion "
+        f"ends with {', '.join(map(named, ends))}, so it would not stop there: set "
+        f"rollout.stop_token_ids={[*cfg.rollout.stop_token_ids, end]}, or "
+        "data.apply_chat_template=false"
+    )
 
 
 def _check_vocabulary(shape: ModelShape, prompts: list[Prompt]) -> None:

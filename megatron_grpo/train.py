@@ -14,7 +14,8 @@ from megatron_grpo.checkpoints.checkpoints import Checkpoints
 from megatron_grpo.checkpoints.newest import steps_done
 from megatron_grpo.checkpoints.trainer_state import Ready, TrainerState
 from megatron_grpo.config.config import Config
-from megatron_grpo.evaluation.evaluation import Evaluation, is_due
+from megatron_grpo.evaluation.evaluation import is_due
+from megatron_grpo.evaluation.evaluations import Evaluations
 from megatron_grpo.experience.ask_engines import ask_engines
 from megatron_grpo.experience.batching import BatchSchedule
 from megatron_grpo.experience.collector import Collector, as_engines_lost
@@ -26,7 +27,7 @@ from megatron_grpo.experience.logprob_probe import probe_logprobs
 from megatron_grpo.experience.preparation import Preparation
 from megatron_grpo.experience.rollout_pipeline import RolloutPipeline
 from megatron_grpo.launch.preemption import Preempted, preempted_instead
-from megatron_grpo.policy.export import export_model
+from megatron_grpo.policy.export import export_model, keep_export
 from megatron_grpo.policy.model import build_policy, weight_sender
 from megatron_grpo.policy.reference import build_reference
 from megatron_grpo.policy.skipped_steps import SkippedSteps
@@ -134,6 +135,7 @@ class Training:
             self.state.check_prompts(self.fingerprint)
             if self.state.wandb_id is not None:
                 write_whole(cfg.train.run_dir / WANDB_ID_FILE, self.state.wandb_id)
+            keep_export(cfg, self.first_step)  # before the log writes the new config
             self._log = stack.enter_context(closing(RunLog(cfg, self.first_step)))
             collector = Collector(self.source, thread, watch, self._log.timeline)
             stack.enter_context(closing(collector))
@@ -275,18 +277,18 @@ class Training:
         if not is_due(self.cfg, step):
             return {}
         evaluate = None
-        if self.source and self.source.evaluation and self._log:
-            evaluate = partial(self._evaluate, self.source.evaluation, self._log, step)
+        if self.source and self._log:
+            evaluate = partial(self._evaluate, self.source.evaluations, self._log, step)
         return ask_engines(evaluate, partial(self.push, step)) or {}
 
-    def _evaluate(self, evaluation: Evaluation, log: RunLog, step: int) -> dict[str, float]:
+    def _evaluate(self, evaluations: Evaluations, log: RunLog, step: int) -> dict[str, float]:
         if log.has_evaluation(step):
             return {}
         with (
             preempted_instead(lambda: self.watch.is_preempted),
             as_engines_lost(f"the evaluation after step {step}"),
         ):
-            evaluated = evaluation.run(step, self.timer, log.bar.evaluation.show)
+            evaluated = evaluations.run(step, self.timer, log.bar.evaluation.show)
         return log.evaluation(step, evaluated, self.cfg.eval)
 
     def save_and_stop(self, step: int, lost: EnginesLost) -> NoReturn:
@@ -306,7 +308,7 @@ class Training:
             if self.batches.cursor(step - 1).starts_generation:
                 metrics |= self.news
             self._log.step(step, metrics, report, self.experience, self.timer)
-            if self.source.evaluation and step == self.cfg.train.num_steps:
+            if self.cfg.eval.named_sets and step == self.cfg.train.num_steps:
                 self._log.tell_unless_evaluated(step)
         # Checkpoints are written after the log, so that they never contain a step that it lacks;
         # their time counts towards the next step.

@@ -6,13 +6,14 @@ here need the config alone; `preflight.py` also checks it against the model and 
 `config_file.py` reads and writes configs as YAML.
 """
 
+from collections.abc import Sequence
 from typing import Any, Self
 
 from pydantic import NonNegativeInt, model_validator
 
 from megatron_grpo.config.config_section import Section
 from megatron_grpo.config.data_config import DataConfig
-from megatron_grpo.config.eval_config import EvalConfig
+from megatron_grpo.config.eval_config import EvalConfig, section_of, with_defaults
 from megatron_grpo.config.grpo_config import GRPOConfig
 from megatron_grpo.config.reward_config import (
     ENVIRONMENT_TERM,
@@ -61,15 +62,9 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _eval_follows(cls, table: Any) -> Any:
-        """Keys missing in `eval.data` and `eval.reward` are taken from `data` and `reward`."""
         if not isinstance(table, dict) or not isinstance(table.get("eval"), dict):
             return table
-        evaluation = dict(table["eval"])
-        for name, own in (("data", {"shuffle": False}), ("reward", {})):
-            given, followed = evaluation.get(name), table.get(name)
-            if isinstance(given, dict) and isinstance(followed, dict):
-                evaluation[name] = {**followed, **own, **given}
-        return {**table, "eval": evaluation}
+        return {**table, "eval": with_defaults(table["eval"], table)}
 
     @model_validator(mode="after")
     def _warmup_ends(self) -> Self:
@@ -94,67 +89,64 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _environment_fits(self) -> Self:
+    def _routers_can_replay(self) -> Self:
+        if self.rollout.router_replay and self.model.megatron.get("moe_router_fusion"):
+            raise ValueError(
+                "model.megatron.moe_router_fusion true chooses experts in a kernel of its own, "
+                "which rollout.router_replay true cannot tell what to choose: leave out one of "
+                "the two"
+            )
+        if self.rollout.router_replay and self.rollout.vllm.get("enable_prefix_caching") is False:
+            raise ValueError(
+                "rollout.vllm.enable_prefix_caching false: vLLM keeps the experts of tokens in its "
+                "prefix cache, and rollout.router_replay true needs them: leave out one of the two"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _process_has_steps(self) -> Self:
         if self.grpo.supervision == "process" and self.environment.name is None:
             raise ValueError(
                 "grpo.supervision process compares the rewards of environment steps: name an "
                 "environment in environment.name, or use outcome"
-            )
-        if self.eval.data is not None and self.environment.name is not None:
-            raise ValueError(
-                "eval.data: an evaluation has completions of one turn, and environment.name "
-                f"{self.environment.name} makes dialogues: leave out one of the two"
             )
         return self
 
     @model_validator(mode="after")
     def _something_is_evaluated(self) -> Self:
         idle = [name for name, value in self.eval if value != getattr(EvalConfig(), name)]
-        if self.eval.data is None and idle:
+        if not self.eval.named_sets and idle:
             raise ValueError(
-                f"eval.{idle[0]} does nothing without eval.data: name held-out prompts, such as "
-                "eval.data.path=FILE or eval.data.split=test, or leave it out"
+                f"eval.{idle[0]} does nothing without eval.data or eval.sets: name held-out "
+                "prompts, such as eval.data.path=FILE or eval.data.split=test, or leave it out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _something_judges(self) -> Self:
-        if self.eval.reward is not None and not self.eval.reward.functions:
-            raise ValueError("eval.reward.functions is empty: name at least 1, such as [exact]")
         return self
 
     @model_validator(mode="after")
     def _right_answers_pass(self) -> Self:
-        """Bonuses and penalties on top of a right answer must not decide whether it passes."""
-        if self.eval.data is None or "pass_threshold" in self.eval.model_fields_set:
-            return self
-        judges = [each for each in (self.eval.reward or self.reward).functions if each.weight != 0]
-        names = [function.name for function in judges]
-        is_plain = len(judges) == 1 and judges[0].weight >= 1 and SHAPING.isdisjoint(names)
-        if judges and not is_plain:
-            unshaped = [name for name in names if name not in SHAPING]
-            judge = next(iter(sorted(unshaped, key=lambda name: name not in RIGHT)), "math_answer")
-            sums = ", ".join(f"{function.name} * {function.weight:g}" for function in judges)
-            raise ValueError(
-                f"eval.pass_threshold {self.eval.pass_threshold} is for rewards that score right "
-                f"answers alone, and completions are scored by {sums}: set "
-                f"eval.reward.functions=[{judge}], or eval.pass_threshold to the lowest weighted "
-                "sum that passes"
-            )
+        for name, held_out in self.eval.named_sets.items():
+            if "pass_threshold" not in held_out.model_fields_set:
+                terms = self._terms_of(held_out.reward or self.reward)
+                _check_judges(terms, held_out.pass_threshold, section_of(name))
         return self
 
     @model_validator(mode="after")
     def _something_rewards(self) -> Self:
-        labels = [function.label for function in self.reward.functions]
-        if self.environment.name is None and not labels:
-            raise ValueError(
-                "reward.functions is empty: name at least 1, such as [exact], or an environment"
-            )
-        if self.environment.name is not None and ENVIRONMENT_TERM in labels:
-            raise ValueError(
-                f"reward.functions names {ENVIRONMENT_TERM}, the name of the environment's own "
-                "reward: rename the function"
-            )
+        rewards = {f"{section_of(n)}.reward": s.reward for n, s in self.eval.named_sets.items()}
+        for section, reward in {"reward": self.reward, **rewards}.items():
+            if reward is None:
+                continue
+            labels = [function.label for function in reward.functions]
+            if self.environment.name is None and not labels:
+                raise ValueError(
+                    f"{section}.functions is empty: name at least 1, such as [exact], or an "
+                    "environment"
+                )
+            if self.environment.name is not None and ENVIRONMENT_TERM in labels:
+                raise ValueError(
+                    f"{section}.functions names {ENVIRONMENT_TERM}, the name of the environment's "
+                    "own reward: rename the function"
+                )
         return self
 
     @model_validator(mode="after")
@@ -170,10 +162,13 @@ class Config(Section):
     @property
     def reward_terms(self) -> tuple[RewardFunction, ...]:
         """The terms of the total reward, a weighted sum: the functions, and the environment."""
+        return self._terms_of(self.reward)
+
+    def _terms_of(self, reward: RewardConfig) -> tuple[RewardFunction, ...]:
         if self.environment.name is None:
-            return self.reward.functions
+            return reward.functions
         environment = RewardFunction(name=ENVIRONMENT_TERM, weight=self.environment.weight)
-        return (*self.reward.functions, environment)
+        return (*reward.functions, environment)
 
     @property
     def mixes_in_float32(self) -> bool:
@@ -185,3 +180,21 @@ class Config(Section):
     def dims(self) -> ParallelDims:
         """The trainer's mesh; raises ValueError when the sizes are incompatible."""
         return self.parallel.dims
+
+
+def _check_judges(terms: Sequence[RewardFunction], threshold: float, section: str) -> None:
+    """Raise ValueError if bonuses or penalties could decide whether a right answer passes."""
+    judges = [term for term in terms if term.weight != 0]
+    names = [term.name for term in judges]
+    is_plain = len(judges) == 1 and judges[0].weight >= 1 and SHAPING.isdisjoint(names)
+    if judges and not is_plain:
+        unshaped = [name for name in names if name not in SHAPING]
+        judge = next(iter(sorted(unshaped, key=lambda name: name not in RIGHT)), "math_answer")
+        sums = ", ".join(f"{term.name} * {term.weight:g}" for term in judges)
+        functions = f"{section}.reward.functions=[{judge}], or "
+        raise ValueError(
+            f"{section}.pass_threshold {threshold} is for rewards that score right answers alone, "
+            f"and completions are scored by {sums}: set "
+            f"{functions if ENVIRONMENT_TERM not in names else ''}{section}.pass_threshold to the "
+            "lowest weighted sum that passes"
+        )

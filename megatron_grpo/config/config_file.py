@@ -12,12 +12,13 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from megatron_grpo.config.config import Config, RewardFunction
+from megatron_grpo.config.eval_config import EvalSet, section_of
 
-# Options of other libraries, chat templates and user code, which check the names themselves.
+# Options of other libraries, chat templates and user code, which check the names themselves;
+# held-out sets have some of them, too.
 PASS_THROUGH_KEYS = (
     "model.megatron",
     "data.chat_template_kwargs",
-    "eval.data.chat_template_kwargs",
     "rollout.vllm",
     "environment.arguments",
 )
@@ -69,7 +70,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 def parse_config(table: dict[str, Any]) -> Config:
     """Validate a nested table of config values; raises the errors of `load_config`."""
-    known = [key for key, _ in _known_keys(Config)]
+    sections = {"": Config} | {f"eval.sets.{name}.": EvalSet for name in _set_names(table)}
+    known = [key for start, section in sections.items() for key, _ in _known_keys(section, start)]
     unknown = [key for key in _leaves(table) if not _is_known(key, known)]
     if unknown:
         raise ValueError(
@@ -117,10 +119,15 @@ def _apply_override(table: dict[str, Any], override: str) -> None:
         raise ValueError(f"override {override!r} is not of the form key.sub=value")
     *sections, last = key.split(".")
     for section in sections:
-        table = table.setdefault(section, {})
+        table = table.setdefault(_as_in(table, section), {})
         if not isinstance(table, dict):
             raise ValueError(f"override {override!r}: {section!r} is a value, not a section")
-    table[last] = _parse_yaml(text, f"override {override!r}")
+    table[_as_in(table, last)] = _parse_yaml(text, f"override {override!r}")
+
+
+def _as_in(table: Mapping[Any, Any], key: str) -> Any:
+    """`key` as the table has it, which is a number for a held-out set called 2024."""
+    return next((own for own in table if str(own) == key), key)
 
 
 def _known_keys(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -144,10 +151,17 @@ def _leaves(table: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{key}"
 
 
+def _set_names(table: Mapping[str, Any]) -> list[Any]:
+    evaluation = table.get("eval")
+    sets = evaluation.get("sets") if isinstance(evaluation, Mapping) else None
+    return [*sets] if isinstance(sets, Mapping) else []
+
+
 def _is_known(key: str, known: Sequence[str]) -> bool:
     """Whether `key` is a known key, a whole section, or lies in a pass-through table."""
     is_section = any(name.startswith(f"{key}.") for name in known)
-    return key in known or is_section or key.startswith(tuple(f"{p}." for p in PASS_THROUGH_KEYS))
+    passed_through = tuple(f"{name}." for name in known if name.endswith(PASS_THROUGH_KEYS))
+    return key in known or is_section or key.startswith(passed_through)
 
 
 def _mistakes(error: ValidationError) -> Iterator[str]:
@@ -167,6 +181,13 @@ def _describe(detail: ErrorDetails, descriptions: Mapping[str, str]) -> str:
         nearest = nearest_key(str(detail["loc"][-1]), list(RewardFunction.model_fields))
         return f"unknown config key {key!r}: did you mean {nearest!r}?"
     if detail["type"] == "value_error":
-        return str(detail["ctx"]["error"])
+        return f"{_held_out(detail['loc'])}{detail['ctx']['error']}"
     message = EXPECTED.get(detail["type"], detail["msg"][0].lower() + detail["msg"][1:])
     return f"config key {key} = {detail['input']!r}: {message}"
+
+
+def _held_out(location: Sequence[str | int]) -> str:
+    """Names the held-out set of a mistake, which is said in the words of the run's own keys."""
+    if location[:2] == ("eval", "sets") and len(location) > 2:
+        return f"{section_of(str(location[2]))}: "
+    return "eval: " if location[:1] == ("eval",) else ""

@@ -1,6 +1,7 @@
 """The table `grpo` of the config: batch sizes, advantages and loss."""
 
 import json
+import math
 from typing import Any, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
@@ -166,7 +167,7 @@ class GRPOConfig(Section):
             raise ValueError(
                 f"grpo.delta {self.delta} would also clip ratios of positive advantages, which "
                 f"1 + grpo.epsilon_high = {1 + self.epsilon_high} allows: use a larger one, "
-                "such as 2.0"
+                f"such as {math.floor(1 + self.epsilon_high) + 1.0}"
             )
         return self
 

@@ -32,12 +32,16 @@ class RolloutConfig(Section):
     max_completion_length: PositiveInt
     """Maximum tokens per completion, including the end token and observations."""
     stop_token_ids: tuple[NonNegativeInt, ...] = Field(default=(), strict=False)
-    """Tokens that end a completion or turn, in addition to those of config.json and tokenizer."""
+    """Tokens that end a completion or turn, in addition to those of config.json and tokenizer; for
+    a base model with a chat template, the one that ends its turns."""
     stop: tuple[str, ...] = Field(default=(), strict=False)
     """Strings that end a completion or turn, and belong to it; only with engine vllm."""
     async_generate: bool = False
     """Generate the next batch while training on the current one; samples are one generation
     older."""
+    router_replay: bool = False
+    """With a mixture of experts, send each token in training to the experts that the engine chose
+    for it (R3, arXiv 2510.11370)."""
     startup_timeout: PositiveFloat = 300.0
     """Seconds within which a started engine must answer."""
     request_timeout: PositiveFloat = 600.0

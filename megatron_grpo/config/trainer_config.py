@@ -119,6 +119,11 @@ class ParallelConfig(Section):
     """Ranks that split the layers into stages."""
     virtual_pipeline_parallel_size: PositiveInt = 1
     """Model chunks per pipeline rank (interleaved 1F1B)."""
+    num_layers_in_first_pipeline_stage: PositiveInt | None = None
+    """Layers of the first pipeline rank, in all its chunks; null: the layers are divided evenly."""
+    num_layers_in_last_pipeline_stage: PositiveInt | None = None
+    """Layers of the last pipeline rank, which also computes the logits; null: the layers are
+    divided evenly."""
     context_parallel_size: PositiveInt = 1
     """Ranks that split every sequence."""
     expert_parallel_size: PositiveInt = 1
@@ -142,6 +147,18 @@ class ParallelConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _first_and_last_stage_differ(self) -> Self:
+        for end in ("first", "last"):
+            name = f"num_layers_in_{end}_pipeline_stage"
+            if getattr(self, name) is not None and self.pipeline_parallel_size == 1:
+                raise ValueError(
+                    f"parallel.{name} splits layers over pipeline ranks and "
+                    f"parallel.pipeline_parallel_size is 1: set {name}=null, or raise "
+                    "pipeline_parallel_size"
+                )
+        return self
+
     @property
     def dims(self) -> ParallelDims:
         """The mesh; raises ValueError when the sizes are incompatible."""
@@ -153,4 +170,6 @@ class ParallelConfig(Section):
             expert=self.expert_parallel_size,
             expert_tensor=self.expert_tensor_parallel_size,
             data=self.data_parallel_size,
+            num_layers_in_first_pipeline_stage=self.num_layers_in_first_pipeline_stage,
+            num_layers_in_last_pipeline_stage=self.num_layers_in_last_pipeline_stage,
         )

@@ -123,6 +123,7 @@ def load_prompts(
     max_position_embeddings: int,
     *,
     fault_of: Callable[[Row], Fault | None] = lambda row: None,
+    limit: str = "rollout.max_completion_length",
     warns: bool = True,
 ) -> list[Prompt]:
     """Read the data of `cfg.data` and encode every prompt as the engine will receive it.
@@ -131,10 +132,10 @@ def load_prompts(
     `rollout.max_completion_length` more tokens. All rows are checked: those that cannot be used, or
     that have a fault according to `fault_of`, are listed in one ValueError, or left out if
     `data.on_invalid` is skip. With `warns`, log how many rows are left out for that reason or by
-    `data.max_prompt_length`.
+    `data.max_prompt_length`. `limit` is the key that limits completions, for messages.
     """
     data, invalid = cfg.data, InvalidRows()
-    longest = _longest_prompt(cfg, max_position_embeddings)
+    longest = _longest_prompt(cfg, max_position_embeddings, limit)
     records = read_rows(data, invalid)
     num_rows = len(records) + len(invalid)
     _check_columns(data, records)
@@ -171,13 +172,13 @@ def _check_columns(data: DataConfig, records: Sequence[Record]) -> None:
             )
 
 
-def _longest_prompt(cfg: Config, max_position_embeddings: int) -> int:
+def _longest_prompt(cfg: Config, max_position_embeddings: int, limit: str) -> int:
     longest = max_position_embeddings - cfg.rollout.max_completion_length
     if longest < 1:
         raise ValueError(
-            f"rollout.max_completion_length {cfg.rollout.max_completion_length} leaves no room for "
-            f"a prompt in the model's context of {max_position_embeddings} tokens: "
-            f"use at most {max_position_embeddings - 1}"
+            f"{limit} {cfg.rollout.max_completion_length} leaves no room for a prompt in the "
+            f"model's context of {max_position_embeddings} tokens: use at most "
+            f"{max_position_embeddings - 1}"
         )
     return longest
 

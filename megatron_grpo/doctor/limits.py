@@ -14,8 +14,8 @@ UNLIMITED = resource.RLIM_INFINITY
 SHARED_BYTES = 1e9
 """Needed in /dev/shm, which vLLM's workers and NCCL use; containers have 64 MB by default."""
 NUM_FILES = 16384
-"""Rank 0 holds a connection for each completion of a generation, and with a thousand ranks some
-3,000 to others."""
+"""Rank 0 holds a connection for each completion of a generation, and about three to each rank: of
+the watch, of torch's store (unless torchrun holds it) and of gloo, over which it gathers."""
 
 
 @dataclass(frozen=True)

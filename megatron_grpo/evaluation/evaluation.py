@@ -1,19 +1,21 @@
-"""Evaluation: held-out prompts, sampled with their own settings, scored and summarized."""
+"""Evaluation of one held-out set: sampled with its own settings, scored and summarized."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.eval_config import EvalConfig
+from megatron_grpo.config.eval_config import EvalSet, section_of
+from megatron_grpo.config.reward_config import ENVIRONMENT_TERM
 from megatron_grpo.data.prompts import Prompt, load_prompts
 from megatron_grpo.evaluation.pass_at_k import pass_at_k
-from megatron_grpo.rewards import RewardPool, check_failed, total_rewards
+from megatron_grpo.rewards import RewardPool, add_environment_rewards, check_failed, total_rewards
 from megatron_grpo.rewards.references import reference_fault
 from megatron_grpo.rollout.client import RolloutClient
-from megatron_grpo.rollout.completion_metrics import completion_metrics
+from megatron_grpo.rollout.completion_metrics import completion_metrics, dialogue_metrics
+from megatron_grpo.rollout.dialogues import DialogueGeneration
 from megatron_grpo.rollout.generation import Generation
 from megatron_grpo.rollout.samples import Sample
 from megatron_grpo.timing import PhaseTimer
@@ -40,9 +42,12 @@ class Evaluated:
     totals: list[float]
 
 
-def as_evaluated(cfg: Config) -> Config:
-    """`cfg` with its evaluation's data, rewards and sampling in place of the training's."""
-    own, rollout = cfg.eval, cfg.rollout
+def as_evaluated(cfg: Config, name: str = "") -> Config:
+    """`cfg` with the data, rewards and sampling of the held-out set `name` in place of its own.
+
+    Its `eval` describes that set alone.
+    """
+    own, rollout = cfg.eval.named_sets[name], cfg.rollout
     sampling: dict[str, Any] = {"top_p": own.top_p, "top_k": own.top_k}
     if own.temperature is not None:
         sampling["temperature"] = own.temperature
@@ -53,31 +58,38 @@ def as_evaluated(cfg: Config) -> Config:
             "data": own.data,
             "reward": own.reward or cfg.reward,
             "rollout": rollout.model_copy(update=sampling),
+            "eval": cfg.eval.model_copy(update={**dict(own), "sets": {}}),
         }
     )
 
 
 def load_eval_prompts(
     view: Config,
+    name: str,
     tokenizer: "PreTrainedTokenizerBase",
     max_position_embeddings: int,
     *,
     warns: bool = True,
 ) -> list[Prompt]:
-    """The prompts of an evaluation; `view` is the run's config after `as_evaluated`."""
+    """The prompts of the set `name`; `view` is the run's config after `as_evaluated`."""
     try:
         fault_of = reference_fault(view.reward)
         prompts = load_prompts(
-            view, tokenizer, max_position_embeddings, fault_of=fault_of, warns=warns
+            view,
+            tokenizer,
+            max_position_embeddings,
+            fault_of=fault_of,
+            limit="max_completion_length",
+            warns=warns,
         )
     except ValueError as error:
-        raise ValueError(f"eval: {error}") from None
+        raise ValueError(f"{section_of(name)}: {error}") from None
     return prompts[: view.eval.max_prompts]
 
 
 def is_due(cfg: Config, step: int) -> bool:
     """Whether training evaluates the weights after `step` optimizer steps."""
-    if cfg.eval.data is None:
+    if not cfg.eval.named_sets:
         return False
     return step % cfg.eval.interval == 0 or step == cfg.train.num_steps
 
@@ -86,7 +98,8 @@ class Evaluation:
     """Evaluates the held-out prompts, any number of times; `view` is a config after `as_evaluated`.
 
     It requests as many completions at once as a generation of the training has, since time and
-    memory limits were chosen for that.
+    memory limits were chosen for that. `ask` makes these requests from prompts and sampling
+    settings.
     """
 
     def __init__(
@@ -96,15 +109,17 @@ class Evaluation:
         end_tokens: Sequence[int],
         engines: RolloutClient,
         rewards: RewardPool,
+        ask: Callable[..., Generation | DialogueGeneration] = Generation,
     ) -> None:
         self.prompts = prompts
         self.rewards = rewards
+        self._ask = ask
         self._view, self._end_tokens, self._engines = view, end_tokens, engines
         at_once = view.grpo.generation_batch_size // view.eval.num_generations
         self._num_prompts_at_once = max(1, at_once)
         self._samples: list[Sample] = []
         self._scores: list[dict[str, float]] = []
-        self._open: Generation | None = None
+        self._open: Generation | DialogueGeneration | None = None
 
     def run(
         self, policy_version: int, timer: PhaseTimer, show: Callable[[int, int], None]
@@ -122,12 +137,15 @@ class Evaluation:
             with timer.phase("eval", "generate"):
                 samples = self._generate(policy_version)
             with timer.phase("eval", "score"):
-                self._scores += self.rewards.score(samples, num_completions=size)
+                scores = self.rewards.score(samples, num_completions=size)
+            if self._view.environment.name is not None:
+                add_environment_rewards(scores, samples)
+            self._scores += scores
             self._samples += samples
             num_failed = sum(any(map(math.isnan, scores.values())) for scores in self._scores)
             check_failed(num_failed, size, self._view.reward)
             show(len(self._samples) // num_samples, len(self.prompts))
-        totals = total_rewards(self._scores, self._view.reward.functions)
+        totals = total_rewards(self._scores, self._view.reward_terms)
         evaluated = Evaluated(self._samples, self._scores, totals)
         self._samples, self._scores = [], []
         return evaluated
@@ -136,7 +154,7 @@ class Evaluation:
         """The samples of the next prompts."""
         rollout, own = self._view.rollout, self._view.eval
         start = len(self._samples) // own.num_generations
-        self._open = self._open or Generation(
+        self._open = self._open or self._ask(
             self.prompts[start : start + self._num_prompts_at_once],
             num_generations=own.num_generations,
             temperature=rollout.temperature,
@@ -151,11 +169,13 @@ class Evaluation:
             policy_version=policy_version,
         )
         samples = self._engines.generate(self._open)
+        if isinstance(self._open, DialogueGeneration):
+            self._open.tell_failures()
         self._open = None
         return samples
 
 
-def eval_metrics(evaluated: Evaluated, cfg: EvalConfig) -> dict[str, float]:
+def eval_metrics(evaluated: Evaluated, cfg: EvalSet, name: str = "") -> dict[str, float]:
     """pass@k and mean@n over prompts, rewards and lengths over completions.
 
     A completion without a score is left out of pass@k, mean@n and the means of the missing scores,
@@ -177,32 +197,52 @@ def eval_metrics(evaluated: Evaluated, cfg: EvalConfig) -> dict[str, float]:
     }
     of_prompts[f"mean@{n}"] = [fmean(group) for group in groups if group]
     of_completions = {
-        f"reward/{name}/mean": [
-            scores[name] for scores in evaluated.rewards if not math.isnan(scores[name])
+        f"reward/{label}/mean": [
+            scores[label] for scores in evaluated.rewards if not math.isnan(scores[label])
         ]
-        for name in evaluated.rewards[0]
+        for label in evaluated.rewards[0]
     }
     means = {
-        name: fmean(values) for name, values in (of_prompts | of_completions).items() if values
+        metric: fmean(values) for metric, values in (of_prompts | of_completions).items() if values
     }
+    reasons = [sample.finish_reason for sample in evaluated.samples]
     lengths = completion_metrics(
-        [len(sample.completion_ids) for sample in evaluated.samples],
-        [sample.finish_reason == "length" for sample in evaluated.samples],
+        [sample.num_sampled for sample in evaluated.samples],
+        [reason == "length" for reason in reasons],
     )
+    if ENVIRONMENT_TERM in evaluated.rewards[0]:
+        lengths |= dialogue_metrics([len(s.step_rewards) for s in evaluated.samples], reasons)
     counts = {
         "failed": float(sum(map(math.isnan, totals))),
         "num_prompts": float(len(groups)),
     }
-    return {f"eval/{name}": value for name, value in (means | lengths | counts).items()}
+    prefix = metric_prefix(name)
+    return {f"{prefix}{metric}": value for metric, value in (means | lengths | counts).items()}
 
 
-def eval_rows(evaluated: Evaluated, cfg: EvalConfig) -> list[dict[str, Any]]:
+def metric_prefix(name: str) -> str:
+    """How the names of the metrics of the set `name` begin."""
+    return f"eval/{name}/" if name else "eval/"
+
+
+def metrics_of(name: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics of the set `name` among those of `eval_metrics`, without its name."""
+    prefix = metric_prefix(name)
+    return {
+        metric.removeprefix(prefix): value
+        for metric, value in metrics.items()
+        if metric.startswith(prefix)
+    }
+
+
+def eval_rows(evaluated: Evaluated, cfg: EvalSet, name: str = "") -> list[dict[str, Any]]:
     """One row per completion, for JSON; null stands for a failed score."""
     return [
         {
+            **({"set": name} if name else {}),
             "prompt": sample.prompt.text,
             "completion": sample.text,
-            "rewards": {name: _or_none(score) for name, score in scores.items()},
+            "rewards": {label: _or_none(score) for label, score in scores.items()},
             "reward": _or_none(total),
             "passed": None if math.isnan(total) else passes(total, cfg),
             "finish_reason": sample.finish_reason,
@@ -213,7 +253,7 @@ def eval_rows(evaluated: Evaluated, cfg: EvalConfig) -> list[dict[str, Any]]:
     ]
 
 
-def passes(total: float, cfg: EvalConfig) -> bool:
+def passes(total: float, cfg: EvalSet) -> bool:
     """Whether a completion with this total reward passes."""
     return total >= cfg.pass_threshold - ROUNDING
 

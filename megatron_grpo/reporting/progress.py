@@ -15,6 +15,7 @@ from rich.progress import (
 )
 from rich.table import Column
 
+from megatron_grpo.evaluation.evaluation import metrics_of
 from megatron_grpo.timing import is_beside
 
 SHOWN_SECONDS = 0.05
@@ -47,18 +48,18 @@ class EvaluationBar:
         self._task: TaskID | None = None
         self._told = 0.0
 
-    def show(self, num_done: int, num_prompts: int) -> None:
-        """Show the number of finished prompts: zero in the first call, all in the last."""
-        now = time.monotonic()
+    def show(self, name: str, num_done: int, num_prompts: int) -> None:
+        """Show the finished prompts of the set `name`: none in the first call, all in the last."""
+        now, what = time.monotonic(), evaluation_of(name)
         if self._task is None:
-            self._task, self._told = self._bar.add_task("evaluation", total=num_prompts), now
+            self._task, self._told = self._bar.add_task(what, total=num_prompts), now
         self._bar.update(self._task, completed=num_done)
         if num_done == num_prompts:
             self._bar.remove_task(self._task)
             self._task = None
         elif self._bar.disable and now - self._told >= LINE_SECONDS:
             self._told = now
-            self._bar.console.print(f"evaluation: {num_done} of {num_prompts} prompts")
+            self._bar.console.print(f"{what}: {num_done} of {num_prompts} prompts")
 
 
 class ProgressBar:
@@ -82,10 +83,10 @@ class ProgressBar:
             # For log files and grep: everything in one line, whatever its width.
             self._console.print(f"{line}: {phases}", soft_wrap=True)
 
-    def show_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print the line of the evaluation after `step`."""
+    def show_evaluation(self, step: int, name: str, metrics: Mapping[str, float]) -> None:
+        """Print the line of the evaluation of the set `name` after `step`."""
         width = len(str(self._num_steps))
-        line = f"step {step:>{width}}/{self._num_steps}  {evaluation_line(metrics)}"
+        line = f"step {step:>{width}}/{self._num_steps}  {evaluation_line(name, metrics)}"
         self._console.print(line, soft_wrap=True)
 
     def close(self) -> None:
@@ -114,19 +115,20 @@ def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
     )
 
 
-def evaluation_line(metrics: Mapping[str, float]) -> str:
-    """pass@k, mean@n and the number of prompts, from the metrics of `eval_metrics`."""
-    scores = [
-        f"{name.removeprefix('eval/')} {value:.3f}"
-        for name, value in metrics.items()
-        if "@" in name
-    ]
-    failed = metrics["eval/failed"]
+def evaluation_of(name: str) -> str:
+    """The evaluation of the held-out set `name`, as it is told."""
+    return f"evaluation of {name}" if name else "evaluation"
+
+
+def evaluation_line(name: str, metrics: Mapping[str, float]) -> str:
+    """pass@k, mean@n and the number of prompts of the set `name`, of `eval_metrics`."""
+    own = metrics_of(name, metrics)
+    failed = own["failed"]
     return "  ".join(
         [
-            "evaluation",
-            *scores,
-            f"{metrics['eval/num_prompts']:.0f} prompts",
+            evaluation_of(name),
+            *(f"{metric} {value:.3f}" for metric, value in own.items() if "@" in metric),
+            f"{own['num_prompts']:.0f} prompts",
             *([f"{failed:.0f} completions without a score"] if failed else []),
         ]
     )

@@ -55,7 +55,7 @@ def draw_curves(run_dir: Path) -> Path:
 def draw_reward(axis: Axes, records: Sequence[Record]) -> None:
     """Mean reward, in all and per function if there are several, and its spread within groups.
 
-    With evaluations, also pass@k and mean@n of the held-out prompts.
+    With evaluations, also pass@k and mean@n of the held-out prompts, or mean@n of each named set.
     """
     _name(axis, "Reward")
     _line(axis, *_curve(records, "reward"), BLUE, "mean")
@@ -65,10 +65,16 @@ def draw_reward(axis: Axes, records: Sequence[Record]) -> None:
         for name, color in zip(names, cycle(PALETTE[1:]), strict=False):
             label = name.removeprefix("reward/").removesuffix("/mean")
             _line(axis, *_curve(records, name), color, label)
-    held_out = dict.fromkeys(n for r in records for n in r if n.startswith("eval/") and "@" in n)
-    for name, color in zip(held_out, cycle(PALETTE[:0:-1]), strict=False):
-        axis.plot(*_curve(records, name), color=color, ls="--", marker="o", ms=3.5, label=name)
-    _legend(axis)
+    held_out = {n: text for r in records for n in r if (text := _evaluation_label(n))}
+    for (name, label), color in zip(held_out.items(), cycle(PALETTE[:0:-1]), strict=False):
+        axis.plot(*_curve(records, name), color=color, ls="--", marker="o", ms=3.5, label=label)
+    num_curves = len(axis.get_legend_handles_labels()[1])
+    if num_curves <= 4:
+        _legend(axis)
+        return
+    bottom, top = axis.get_ylim()
+    axis.set_ylim(bottom, top + 0.06 * num_curves * (top - bottom))  # room for the legend
+    _legend(axis, num_columns=2)
 
 
 def draw_kl(axis: Axes, records: Sequence[Record]) -> None:
@@ -145,6 +151,16 @@ def draw_time(axis: Axes, records: Sequence[Record]) -> None:
     num_columns = min(3, len(phases) // 2 + 1)  # as wide as the panel
     axis.set_ylim(0, (1.1 + 0.08 * len(phases) / num_columns) * below.max())
     _legend(axis, num_columns)
+
+
+def _evaluation_label(name: str) -> str | None:
+    """The legend's text for a metric of an evaluation; None if it has no curve."""
+    match name.split("/"):
+        case ["eval", metric] if "@" in metric:
+            return name
+        case ["eval", held_out, metric] if metric.startswith("mean@"):
+            return f"{held_out} {metric}"
+    return None
 
 
 def _of_steps(records: Sequence[Record]) -> Sequence[Record]:

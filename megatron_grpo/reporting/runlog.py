@@ -2,13 +2,19 @@
 
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.config_file import dump_config
 from megatron_grpo.config.eval_config import EvalConfig
-from megatron_grpo.evaluation.evaluation import Evaluated, eval_metrics, eval_rows
+from megatron_grpo.evaluation.evaluation import (
+    Evaluated,
+    eval_metrics,
+    eval_rows,
+    metric_prefix,
+)
 from megatron_grpo.experience.batching import BatchSchedule
 from megatron_grpo.experience.experience import Experience
 from megatron_grpo.reporting.metrics import StepReport, reward_metrics
@@ -27,6 +33,7 @@ class RunLog:
         self.run_dir = cfg.train.run_dir
         self.batches, self.seed = BatchSchedule.of(cfg.grpo), cfg.train.seed
         self.has_environment = cfg.environment.name is not None
+        self._held_out = tuple(cfg.eval.named_sets)
         self._recent = deque[tuple[float, float]](maxlen=self.batches.updates_per_generation)
         """Tokens and seconds of each of the last steps, as many as train on a generation."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -95,14 +102,25 @@ class RunLog:
         return sum(tokens) / sum(times)
 
     def has_evaluation(self, step: int) -> bool:
-        """Whether the evaluation after `step` is in the log."""
-        return self.tracking.has_evaluation(step)
+        """Whether the evaluation after `step` is in the log, of every held-out set."""
+        names = [f"{metric_prefix(name)}num_prompts" for name in self._held_out]
+        return self.tracking.has_metrics(step, names)
 
-    def evaluation(self, step: int, evaluated: Evaluated, cfg: EvalConfig) -> dict[str, float]:
-        """Show the evaluation after `step` and log its completions; returns its metrics."""
-        metrics = eval_metrics(evaluated, cfg)
-        self.tracking.log_evaluated(step, eval_rows(evaluated, cfg))
-        self.bar.show_evaluation(step, metrics)
+    def evaluation(
+        self, step: int, evaluated: Mapping[str, Evaluated], cfg: EvalConfig
+    ) -> dict[str, float]:
+        """Show the evaluation after `step` and log its completions; returns its metrics.
+
+        `evaluated` are the results of the held-out sets of `cfg`, by name.
+        """
+        rows: list[dict[str, Any]] = []
+        metrics: dict[str, float] = {}
+        for name, result in evaluated.items():
+            held_out = cfg.named_sets[name]
+            rows += eval_rows(result, held_out, name)
+            metrics |= eval_metrics(result, held_out, name)
+            self.bar.show_evaluation(step, name, metrics)
+        self.tracking.log_evaluated(step, rows)
         return metrics
 
     def tell_unless_evaluated(self, step: int) -> None:

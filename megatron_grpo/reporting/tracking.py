@@ -6,7 +6,7 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -80,11 +80,11 @@ class Tracking:
             for row in rows:
                 print(json.dumps({"step": step, **row}, ensure_ascii=False), file=file)
 
-    def has_evaluation(self, step: int) -> bool:
-        """Whether the last record is of `step` and contains an evaluation."""
+    def has_metrics(self, step: int, names: Iterable[str]) -> bool:
+        """Whether the last record is of `step` and contains these metrics."""
         lines = (self._run_dir / METRICS_FILE).read_text(encoding="utf-8").splitlines()
         last = json.loads(lines[-1]) if lines else {"step": None}
-        return last["step"] == step and any(name.startswith("eval/") for name in last)
+        return last["step"] == step and last.keys() >= set(names)
 
     def amend(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add metrics to the last record if it is of `step`, else to a new record."""

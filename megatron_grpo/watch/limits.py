@@ -47,17 +47,16 @@ class Limits:
     def of_phase(self, phase: str, *, is_first_step: bool) -> Limit | None:
         """The limit while rank 0 is in `phase`; None if it may take any time.
 
-        Files may be slow, an engine that generates nothing counts as lost, every call of a reward
-        or an environment has its own limit, and rank 0 packs the completions alone, which can take
-        minutes if they are long. The first step of a process gets more time, for compiling kernels
-        and making connections.
+        Files may be slow, an engine that generates nothing counts as lost, and every call of a
+        reward or an environment has its own limit. The first step of a process gets more time, for
+        compiling kernels and making connections.
         """
         match phase.removeprefix(f"{WAIT}_"):
             case "await_engines":
                 return self.start
             case "load" | "generate" | "eval_generate" | "score" | "eval_score":
                 return None
-            case "pack" | "save" | "close":
+            case "save" | "close":
                 return None
             case "push" | "verify_weights":
                 usual = self.push

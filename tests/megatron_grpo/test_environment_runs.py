@@ -74,12 +74,18 @@ def finish(engine, folder: Path, num_ranks: int, *arguments: str) -> Ended:
 def test_a_run_with_an_environment_trains_resumes_and_shows_its_dialogues(
     vllm_engine, arguments, tmp_path
 ):
+    evaluated = ["eval.data={}", "eval.max_prompts=3", "eval.num_generations=2"]
     for num_steps in (1, 2):
-        ended = finish(vllm_engine, tmp_path, 2, *arguments, f"train.num_steps={num_steps}")
+        steps = f"train.num_steps={num_steps}"
+        ended = finish(vllm_engine, tmp_path, 2, *arguments, *evaluated, steps)
         assert ended.exit_codes == [0, 0], ended.output
         assert ended.survivors == []
-    records = read_metrics(tmp_path / "run")
+    before, *records = read_metrics(tmp_path / "run")
     assert [record["step"] for record in records] == [1, 2]
+    for record in (before, *records):
+        assert record["eval/num_prompts"] == 3
+        assert 1 < record["eval/num_turns/mean"] <= 3
+        assert record["eval/mean@2"] == record["eval/reward/environment/mean"]
     rows = read_json_lines(tmp_path / "run" / "completions.jsonl")
     assert len(rows) == 32
     for record, of_step in zip(records, (rows[:16], rows[16:]), strict=True):

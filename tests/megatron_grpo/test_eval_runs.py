@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from environments import write_environments
 from faulty_runs import NUM_RANKS, NUM_STEPS, Runs, assert_same_run
 from megatron_grpo.config.config_file import load_config
 from megatron_grpo.eval_command import FolderEvaluation
@@ -29,6 +30,8 @@ SAMPLING = [
     "eval.pass_threshold=0.1",
 ]
 EVERY_TWO_STEPS = [*SAMPLING, "eval.interval=2"]
+SETS = ["eval.data=null", "eval.sets.a.data={}", "eval.sets.b.data={}"]
+"""After `SAMPLING`: two sets that are sampled so."""
 
 
 def evaluations(run_dir: Path) -> dict[int, dict[str, Any]]:
@@ -121,17 +124,26 @@ def test_a_run_whose_last_evaluation_is_missing_says_so(runs: Runs, tmp_path: Pa
     assert list(evaluations(tmp_path / "run")) == [0]
 
 
-def test_a_finished_run_can_be_evaluated_when_it_is_extended(
+def test_a_finished_run_can_be_evaluated_on_two_sets_when_it_is_extended(
     runs: Runs, undisturbed: Path, tmp_path: Path
 ) -> None:
     """`eval` is no part of what is learnt: a run may get it, or lose it, when it is resumed."""
+    sets = [*SETS, "eval.sets.b.num_generations=4", "eval.sets.b.max_prompts=3"]
     run_dir = tmp_path / "run"
     ended = runs.finish(run_dir, "train.num_steps=2")
     assert ended.exit_codes == [0] * NUM_RANKS, ended.output
-    ended = runs.finish(run_dir, *EVERY_TWO_STEPS)
+    ended = runs.finish(run_dir, *EVERY_TWO_STEPS, *sets)
     assert ended.exit_codes == [0] * NUM_RANKS, ended.output
+    assert "step 2/4  evaluation of a  pass@1 0." in ended.output
+    assert "step 2/4  evaluation of b  pass@1 0." in ended.output
     assert_same_run(run_dir, undisturbed)
     assert list(evaluations(run_dir)) == [2, NUM_STEPS]
+    for metrics in evaluations(run_dir).values():
+        assert metrics.keys() > {"eval/a/mean@8", "eval/b/mean@4", "eval/a/pass@4"}
+        assert (metrics["eval/a/num_prompts"], metrics["eval/b/num_prompts"]) == (NUM_PROMPTS, 3)
+    rows = read_json_lines(run_dir / "eval_completions.jsonl")
+    found = Counter((row["step"], row["set"]) for row in rows)
+    assert found == {(step, name): n for step in (2, 4) for name, n in (("a", 48), ("b", 12))}
 
 
 def evaluate(*arguments: str, timeout: float = 300) -> Finished:
@@ -176,6 +188,7 @@ def test_the_exported_model_gets_what_the_last_evaluation_of_its_run_got(
     ]
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_is_started_again_and_asked_for_the_rest(
     arguments: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -191,22 +204,56 @@ def test_an_engine_that_dies_is_started_again_and_asked_for_the_rest(
 
     def killing(evaluation: FolderEvaluation) -> Any:
         engine = evaluation.servers._engine(evaluation.servers.base_urls[0])
-        return as_soon_as(lambda: evaluation._evaluation._samples, engine.process.kill)
+        [held_out] = evaluation._evaluations._evaluations.values()
+        return as_soon_as(lambda: held_out._samples, engine.process.kill)
 
     undisturbed = metrics("undisturbed", lambda _: nullcontext())
     assert metrics("disturbed", killing) == undisturbed
     assert "is lost" in capfd.readouterr().err
 
 
+@pytest.mark.slow
+def test_the_command_evaluates_dialogues(arguments: list[str], tmp_path: Path) -> None:
+    cfg = load_config(
+        TINY_CONFIG,
+        [
+            *arguments,
+            "rollout.engine=transformers",
+            f"environment.name={write_environments(tmp_path)}:Echo",
+            "environment.max_turns=2",
+            f"rollout.stop_token_ids={list(range(20, 60))}",
+            "rollout.max_completion_length=100",
+        ],
+    )
+    with closing(FolderEvaluation(cfg, tmp_path / "out")) as evaluation:
+        metrics = evaluation.run()
+    assert 1 < metrics["eval/num_turns/mean"] <= 2
+    rows = read_json_lines(tmp_path / "out" / "eval_completions.jsonl")
+    assert {*rows[0]["rewards"]} == {"share_of_digits", "environment"}
+
+
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
+        (["environment.name=demo/environments.py:Chess"], ["eval: environment demo/", "Chess"]),
         (["rollout.base_urls=[http://127.0.0.1:1]"], ["set rollout.base_urls=[]"]),
         (["rollout.vllm.load_format=dummy"], ["rollout.vllm.load_format=auto"]),
         (["eval.data.path=none.jsonl"], ["eval: data.path none.jsonl does not exist"]),
         (["eval.data.answer_column=reply"], ["eval: data.answer_column 'reply'"]),
         (["rollout.vllm.max_model_len=60"], ["eval.max_completion_length 12", "max_model_len 60"]),
-        (["eval.reward.functions=[math]"], ["unknown reward function 'math'"]),
+        (
+            ["eval.reward.functions=[math]"],
+            ["eval: reward functions", "unknown reward function 'math'"],
+        ),
+        ([*SETS, "eval.sets.b.data.path=none.jsonl"], ["eval.sets.b: data.path none.jsonl does"]),
+        (
+            [*SETS, "eval.sets.b.max_completion_length=20", "rollout.vllm.max_model_len=80"],
+            ["eval.sets.b.data: a prompt", "eval.sets.b.max_completion_length 20"],
+        ),
+        (
+            [*SETS, "eval.sets.b.reward.functions=[math]"],
+            ["eval.sets.b: reward functions", "unknown reward function 'math'"],
+        ),
         (["model.path=nowhere"], ["model.path nowhere is not a folder"]),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
@@ -226,7 +273,7 @@ def test_without_held_out_prompts_nothing_is_evaluated(
     arguments: list[str], tmp_path: Path
 ) -> None:
     cfg = load_config(TINY_CONFIG, arguments[:2])
-    with pytest.raises(ValueError, match=r"give eval.data.path=FILE, or, .* eval.data.split=test"):
+    with pytest.raises(ValueError, match=r"give eval.data.path=FILE, or, .* several sets in"):
         FolderEvaluation(cfg, tmp_path / "out")
 
 
@@ -234,5 +281,5 @@ def test_a_refusal_is_one_line_and_exit_code_2() -> None:
     ended = evaluate("eval.k=[4]", timeout=60)
     assert ended.exit_code == 2
     assert ended.output == (
-        "megatron-grpo: eval.k 4 is above eval.num_generations 1: raise that to 4, or lower k\n"
+        "megatron-grpo: eval: k 4 is above num_generations 1: raise that to 4, or lower k\n"
     )

@@ -106,12 +106,17 @@ def test_a_preflight_loads_no_wandb_and_leaves_no_files_behind(config, tmp_path)
         (["parallel.tensor_parallel_size=3"], ["tensor(3)", "num_attention_heads(4)", "[1, 2, 4]"]),
         (["parallel.pipeline_parallel_size=3"], ["2 layers", "pipeline(3)"]),
         (
+            ["parallel.num_layers_in_last_pipeline_stage=2"],
+            ["2 layers", "num_layers_in_last_pipeline_stage(2)", "_stage=1"],
+        ),
+        (
             ["parallel.virtual_pipeline_parallel_size=2", "parallel.pipeline_parallel_size=1"],
             ["virtual_pipeline(2)", "pipeline > 1"],
         ),
         (["parallel.expert_parallel_size=4"], ["expert(4)", "dp(1)", "= 2", "[1, 2]"]),
         (["parallel.expert_tensor_parallel_size=3"], ["expert_tensor(3)", "4 ranks", "[1, 2, 4]"]),
         (["parallel.expert_parallel_size=2"], ["expert(2)", "qwen3 has none", "set 1"]),
+        (["rollout.router_replay=true"], ["needs a mixture of experts", "dense: leave it out"]),
         (
             ["rollout.engine=vllm", "rollout.tensor_parallel_size=3"],
             ["tensor_parallel_size(3)", "[1, 2, 4]"],
@@ -356,6 +361,7 @@ def test_a_new_run_starts_from_a_checkpoint_of_the_same_model(config, tmp_path):
     checkpoint = other / "checkpoints" / "step_1"
     told = refusal(config(f"train.init_from={checkpoint}"))
     assert f"{checkpoint} cannot be used: it has no manifest.json" in told
+    assert told.endswith("the only one of its run, or leave it out to start from model.path")
     (checkpoint / "manifest.json").write_text('{"files": {}}')
     for start in (other, checkpoint):
         preflight(config(f"train.init_from={start}", "grpo.beta=0.1", "optimizer.lr=0.1"), None)
@@ -460,6 +466,25 @@ def test_a_chat_template_that_cannot_be_continued_is_refused(config, model, tmp_
     name = f"environment.name={write_environments(tmp_path)}:Echo"
     preflight(config(f"model.path={folder}"), None)
     assert "does not close the model's turn" in refusal(config(name, f"model.path={folder}"))
+
+
+def test_a_chat_whose_turns_end_with_a_token_that_ends_no_completion_is_refused(
+    config, model, tmp_path
+):
+    folder = copy_of(model, tmp_path / "base")
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text().replace("<eos>", "<start>"))
+    path = f"model.path={folder}"
+    told = "turn with the token <start> (3), and a completion ends with <eos> (1), so it would not"
+    assert told in (refused := refusal(config(path)))
+    assert "set rollout.stop_token_ids=[3], or data.apply_chat_template=false" in refused
+    held_out = ("data.apply_chat_template=false", "eval.data.apply_chat_template=true")
+    assert refusal(config(path, *held_out)).startswith("eval: the chat template ends")
+    assert "rollout.stop_token_ids=[7, 3]" in refusal(config(path, "rollout.stop_token_ids=[7]"))
+    preflight(config(path, "rollout.stop_token_ids=[3]"), None)
+    preflight(config(path, "data.apply_chat_template=false"), None)
+    template.write_text(template.read_text().replace("}}<start>", "}}<start><eos>"))
+    preflight(config(path), None)
 
 
 def test_a_run_of_an_earlier_version_may_lack_keys_that_have_a_default(config, tmp_path):

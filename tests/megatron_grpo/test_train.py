@@ -230,13 +230,17 @@ def test_a_run_can_be_extended_and_its_learning_rate_follows_the_new_length(
             (),
             *arguments,
             f"train.num_steps={num_steps}",
+            "train.export_interval=1",
             "optimizer.lr_decay_style=linear",
         )
     assert "is complete: 3 of 3 steps" in ended.output
+    exports = {path.name for path in (tmp_path / "run").glob("hf*")}
+    assert exports == {"hf_step_1", "hf_step_2", "hf"}
     rates = [record["lr"] for record in read_metrics(tmp_path / "run")]
     assert rates[1:] == pytest.approx([1e-3 * 2 / 3, 1e-3 / 3])
 
 
+@pytest.mark.slow
 def test_a_new_run_starts_from_the_checkpoint_of_another_with_another_config(
     arguments: list[str], tmp_path: Path
 ) -> None:

@@ -106,6 +106,104 @@ def test_an_evaluation_follows_the_training_in_what_it_does_not_say(tmp_path):
     assert load_config(tmp_path / "config.yaml") == config
 
 
+def test_a_held_out_set_follows_the_evaluation_and_then_the_training(tmp_path):
+    config = load_config(
+        DEMO,
+        [
+            "data.system_prompt=Add.",
+            "reward.timeout=5",
+            "eval.reward.functions=[exact]",
+            "eval.k=[1,2]",
+            "eval.num_generations=2",
+            "eval.temperature=0.6",
+            "eval.sets.math500={data: {path: math500.jsonl}, num_generations: 4}",
+            "eval.sets.aime24.data={path: aime24.jsonl, answer_column: solution}",
+            "eval.sets.aime24.temperature=1.0",
+            "eval.sets.aime24.k=[2]",
+            "eval.sets.aime24.reward.timeout=7",
+        ],
+    )
+    assert list(config.eval.named_sets) == ["math500", "aime24"]
+    math, aime = config.eval.named_sets.values()
+    assert (math.data.path, aime.data.path) == ("math500.jsonl", "aime24.jsonl")
+    assert (math.data.answer_column, aime.data.answer_column) == ("answer", "solution")
+    assert (math.data.system_prompt, math.data.shuffle) == ("Add.", False)
+    assert (math.num_generations, aime.num_generations) == (4, 2)
+    assert (math.k, aime.k) == ((1, 2), (2,))
+    assert (math.temperature, aime.temperature) == (0.6, 1.0)
+    assert (math.reward.timeout, aime.reward.timeout) == (5.0, 7.0)
+    assert [f.name for s in (math, aime) for f in s.reward.functions] == ["exact", "exact"]
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "config.yaml") == config
+
+
+def test_an_environment_alone_may_judge_an_evaluation():
+    game = ["environment.name=mine.py:Game", "eval.data={}"]
+    config = load_config(DEMO, [*game, "eval.reward.functions=[]"])
+    assert config.eval.reward.functions == ()
+    load_config(DEMO, [*game, "reward.functions=[]"])
+    load_config(DEMO, [*game, "eval.pass_threshold=1.5"])
+    assert "environment * 0.5: set eval.pass_threshold to" in refusal(
+        *game, "eval.reward.functions=[]", "environment.weight=0.5"
+    )
+
+
+SETS = [
+    "eval.sets.math500={data: {}, num_generations: 4, reward: {timeout: 5}}",
+    "eval.sets.aime24={data: {}, num_generations: 32, reward: null}",
+]
+
+
+def test_a_default_that_each_set_has_itself_is_refused():
+    message = refusal(*SETS, "eval.num_generations=-5")
+    assert "eval.num_generations does nothing, as each of eval.sets (math500, aime24)" in message
+    assert "use eval.sets.NAME.num_generations" in message
+    assert "eval.sets.NAME.reward.timeout" in refusal(*SETS, "eval.reward.timeout=7")
+    config = load_config(DEMO, [*SETS, "eval.reward.functions=[format]", "eval.top_p=0.9"])
+    math, aime = config.eval.named_sets.values()
+    assert ([f.name for f in math.reward.functions], aime.reward) == (["format"], None)
+    assert (math.top_p, aime.top_p) == (0.9, 0.9)
+
+
+def test_a_set_that_is_null_is_left_out():
+    config = load_config(DEMO, [*SETS, "eval.sets.aime24=null"])
+    assert list(config.eval.named_sets) == ["math500"]
+    none = [*SETS, "eval.sets.math500=null", "eval.sets.aime24=null"]
+    assert load_config(DEMO, none).eval == load_config(DEMO).eval
+    assert load_config(DEMO, [*none, "eval.data={}"]).eval.named_sets.keys() == {""}
+
+
+def test_a_set_may_be_called_by_a_number(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(DEMO.read_text() + "eval: {sets: {2024: {data: {}}, 2025: {data: {}}}}\n")
+    config = load_config(path, ["eval.sets.2024.top_p=0.9", "eval.sets.2025=null"])
+    assert {name: each.top_p for name, each in config.eval.named_sets.items()} == {"2024": 0.9}
+
+
+def test_overrides_of_a_saved_config_reach_its_sets_or_are_refused(tmp_path):
+    saved = tmp_path / "config.yaml"
+    saved.write_text(dump_config(load_config(DEMO, [*SETS, "eval.temperature=0.6"])))
+    message = refusal("eval.temperature=0", "eval.num_generations=1", path=saved)
+    assert "use eval.sets.NAME.temperature" in message
+    assert "use eval.sets.NAME.num_generations" in message
+    config = load_config(saved, ["eval.sets.math500.temperature=1.0", "eval.interval=3"])
+    assert [each.temperature for each in config.eval.named_sets.values()] == [1.0, 0.6]
+    assert config.eval.interval == 3
+
+
+def test_what_one_set_needs_alone_is_no_mistake_of_the_defaults():
+    """`eval.k` is above `eval.num_generations`, which no set uses."""
+    overrides = ["eval.k=[8]", "eval.sets.a={data: {}, num_generations: 8}"]
+    assert load_config(DEMO, overrides).eval.named_sets["a"].k == (8,)
+
+
+def test_variables_of_a_chat_template_can_be_given_to_one_set():
+    thinking = "eval.sets.a.data.chat_template_kwargs.enable_thinking=true"
+    config = load_config(DEMO, [thinking, "eval.sets.b.data={}"])
+    given = [each.data.chat_template_kwargs for each in config.eval.named_sets.values()]
+    assert given == [{"enable_thinking": True}, {}]
+
+
 @pytest.mark.parametrize("text", ["3e-5", "3.0e-5", "0.00003", "3E-05"])
 def test_every_common_way_to_write_a_number_is_a_number(text):
     assert load_config(DEMO, [f"optimizer.lr={text}"]).optimizer.lr == 3e-5
@@ -119,6 +217,8 @@ def test_every_common_way_to_write_a_number_is_a_number(text):
         ("trian.num_steps", "train.num_steps"),
         ("grpo.num_generation", "grpo.num_generations"),
         ("eval.data.splt", "eval.data.split"),
+        ("eval.sets.a.data.splt", "eval.sets.a.data.split"),
+        ("eval.sets.a.interval", "eval.interval"),
     ],
 )
 def test_unknown_key_is_answered_with_the_nearest_known_one(wrong, nearest):
@@ -179,6 +279,14 @@ def test_missing_key_is_named_with_its_meaning(tmp_path):
         (["rollout.top_k=50"], ["top_k 50", "cannot reproduce", "top_k -1"]),
         (["rollout.temperature=0"], ["rollout.temperature", "greater than or equal to 0.01"]),
         (["parallel.sequence_parallel=true"], ["tensor_parallel_size is 1"]),
+        (
+            ["parallel.num_layers_in_first_pipeline_stage=1", "parallel.pipeline_parallel_size=1"],
+            ["pipeline_parallel_size is 1: set num_layers_in_first_pipeline_stage=null"],
+        ),
+        (
+            ["parallel.num_layers_in_last_pipeline_stage=0"],
+            ["parallel.num_layers_in_last_pipeline_stage", "greater than 0"],
+        ),
         (["optimizer.lr_warmup_steps=15"], ["15", "at most 14"]),
         (["optimizer.min_lr=1"], ["1.0", "at most 3e-05"]),
         (
@@ -189,6 +297,7 @@ def test_missing_key_is_named_with_its_meaning(tmp_path):
         (["grpo.loss_type=cispo"], ["epsilon_high 0.2", "cispo", "at least 1, such as 5.0"]),
         (["grpo.loss_type=gmpo", "grpo.delta=2.0"], ["grpo.delta 2.0", "gmpo", "null"]),
         (["grpo.delta=1.2"], ["delta 1.2", "1 + grpo.epsilon_high = 1.2", "such as 2.0"]),
+        (["grpo.delta=2.0", "grpo.epsilon_high=1.0"], ["1 + grpo.epsilon_high = 2.0", "as 3.0"]),
         (["grpo.loss_type=luspo"], ["luspo", "importance_sampling_level=sequence", "not token"]),
         (
             ["grpo.loss_type=vespo", "grpo.rollout_importance_sampling_mode=sequence_mask"],
@@ -230,6 +339,14 @@ def test_missing_key_is_named_with_its_meaning(tmp_path):
             ["grpo.old_logprobs=rollout", "grpo.rollout_importance_sampling_mode=token_mask"],
             ["token_mask", "old_logprobs=rollout", "only one of the options"],
         ),
+        (
+            ["rollout.router_replay=true", "model.megatron.moe_router_fusion=true"],
+            ["moe_router_fusion", "rollout.router_replay true", "leave out one"],
+        ),
+        (
+            ["rollout.router_replay=true", "rollout.vllm.enable_prefix_caching=false"],
+            ["enable_prefix_caching false", "rollout.router_replay true", "leave out one"],
+        ),
         (["grpo.kl_target=0.1"], ["kl_target", "grpo.beta", "0.04"]),
         (["grpo.use_bias_correction_kl=true"], ["use_bias_correction_kl", "grpo.beta 0"]),
         (
@@ -269,7 +386,15 @@ def test_missing_key_is_named_with_its_meaning(tmp_path):
         ),
         (
             ["eval.data.path=x", "environment.name=mine.py:Game"],
-            ["eval.data", "leave out one of the two"],
+            ["last_number * 1, environment * 1: set eval.pass_threshold to the lowest"],
+        ),
+        (
+            [
+                "environment.name=mine.py:Game",
+                "eval.sets.a={data: {}, reward: {functions: ['mine.py:environment']}}",
+                "eval.pass_threshold=1.0",
+            ],
+            ["eval.sets.a.reward.functions names environment", "rename"],
         ),
         (
             ["rollout.engine=transformers", "rollout.stop=[end]"],
@@ -283,13 +408,13 @@ def test_missing_key_is_named_with_its_meaning(tmp_path):
             ["rollout.engine=transformers", "rollout.tensor_parallel_size=2"],
             ["tensor_parallel_size 2", "must be 1"],
         ),
-        (["eval.k=[1,4,8]"], ["eval.k 4", "num_generations 1", "to 8"]),
+        (["eval.k=[1,4,8]"], ["eval: k 4", "num_generations 1", "to 8"]),
         (["eval.temperature=0", "eval.num_generations=4"], ["temperature 0", "num_generations 1"]),
         (["eval.temperature=0.001"], ["0.001", "use 0, or at least 0.01"]),
         (["eval.temperature=-1"], ["eval.temperature", "greater than or equal to 0"]),
-        (["eval.top_k=0"], ["eval.top_k 0", "-1"]),
+        (["eval.top_k=0"], ["eval: top_k 0", "-1"]),
         (["eval.top_p=0"], ["eval.top_p", "greater than 0"]),
-        (["eval.data.shuffle=true"], ["eval.data.shuffle", "leave it out"]),
+        (["eval.data.shuffle=true"], ["eval: data.shuffle", "leave it out"]),
         (["eval.data.path=3"], ["eval.data.path", "valid string"]),
         (["reward.functions=[]"], ["reward.functions", "at least 1"]),
         (["reward.functions=exact"], ["reward.functions is a list"]),
@@ -302,6 +427,22 @@ def test_missing_key_is_named_with_its_meaning(tmp_path):
         ),
         (["data.chat_template_kwargs.tools=[]"], ["chat_template_kwargs.tools is reserved"]),
         (["eval.data.chat_template_kwargs.tokenize=true"], ["kwargs.tokenize is reserved"]),
+        (["eval.sets={a/b: {data: {}}}"], ["eval: sets has the name 'a/b'", "such as aime24"]),
+        (
+            ["eval.sets.a.k=[1]"],
+            ["eval: sets.a has no held-out", "give eval.sets.a.data.path=FILE"],
+        ),
+        (
+            ["eval.data={}", "eval.sets.a.data={}"],
+            ["eval: data and sets (a)", "eval.sets.NAME.data", "set eval.sets={}"],
+        ),
+        (["eval.sets.a=3"], ["config key eval.sets.a = 3", "table of keys"]),
+        (["eval.sets.a.data={}", "eval.k=[2]"], ["eval.sets.a: k 2", "num_generations 1"]),
+        (["eval.sets.a.data.shuffle=true"], ["eval.sets.a: data.shuffle", "leave it out"]),
+        (
+            ["eval.sets.a.data={}", "eval.sets.a.reward.functions=[]"],
+            ["eval.sets.a.reward.functions is empty"],
+        ),
         (["train.num_steps.x=1"], ["'num_steps' is a value"]),
         (["train.num_steps"], ["'train.num_steps' is not of the form key.sub=value"]),
         (["train.seed=[1"], ["not valid YAML"]),
@@ -452,6 +593,10 @@ def test_a_shaped_reward_does_not_judge_an_evaluation_unasked(functions, judge):
     load_config(DEMO, [shaped, "eval.data.path=test.jsonl", f"eval.reward.functions=[{judge}]"])
     # Of which the functions are still those of training.
     assert message == refusal(shaped, "eval.data.path=test.jsonl", "eval.reward.timeout=120")
+    judged = "eval.sets.one={data: {}, pass_threshold: 0.5}"
+    message = refusal(shaped, judged, "eval.sets.two.data={}")
+    assert f"set eval.sets.two.reward.functions=[{judge}], or eval.sets.two.pass_thr" in message
+    load_config(DEMO, [shaped, judged, "eval.sets.two.data={}", "eval.pass_threshold=1.0"])
 
 
 def test_a_function_that_only_looks_on_shapes_no_reward():

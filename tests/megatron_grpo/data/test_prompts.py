@@ -13,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.config_file import load_config
 from megatron_grpo.data.prompts import Prompt, PromptStream, end_tokens, load_prompts
-from megatron_grpo.evaluation.evaluation import as_evaluated
+from megatron_grpo.evaluation.evaluation import as_evaluated, load_eval_prompts
 from models import EOS_ID, character_tokenizer
 from shapes import LLAMA_70B
 
@@ -397,8 +397,14 @@ def test_max_prompt_length_leaves_longer_rows_out_and_says_so(tmp_path, caplog):
 
 def test_completion_length_that_fills_the_context_is_refused(tmp_path):
     message = refusal(config(jsonl(tmp_path, ROWS), "rollout.max_completion_length=512"))
-    assert "max_completion_length 512" in message
+    assert "rollout.max_completion_length 512" in message
     assert "use at most 511" in message
+    held_out = "eval.sets.a={data: {}, max_completion_length: 512}"
+    view = as_evaluated(config(jsonl(tmp_path, ROWS), held_out), "a")
+    with pytest.raises(
+        ValueError, match=r"^eval\.sets\.a: max_completion_length 512 leaves no room"
+    ):
+        load_eval_prompts(view, "a", character_tokenizer(250), CONTEXT)
 
 
 def test_tokenizer_without_chat_template_is_refused(tmp_path):

@@ -1,6 +1,7 @@
 """Evaluations: their metrics, and the samples of a real engine behind them."""
 
 import math
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -159,7 +160,7 @@ class EvaluationOfEngine:
         self.pool.close()
 
 
-def completions(result: Evaluated) -> list[tuple[int, ...]]:
+def completions(result: Evaluated) -> list[Sequence[int]]:
     return [sample.completion_ids for sample in result.samples]
 
 

@@ -49,10 +49,21 @@ EVALUATION = {
 
 
 def test_the_line_of_an_evaluation_says_what_of_how_many_prompts() -> None:
-    line = evaluation_line(EVALUATION)
+    line = evaluation_line("", EVALUATION)
     assert line == "evaluation  pass@1 0.312  pass@8 0.750  mean@8 0.400  64 prompts"
-    failed = evaluation_line(EVALUATION | {"eval/failed": 3.0})
+    failed = evaluation_line("", EVALUATION | {"eval/failed": 3.0})
     assert failed.endswith("64 prompts  3 completions without a score")
+
+
+def test_the_line_of_a_set_has_its_name_and_no_metric_of_another() -> None:
+    sets = {
+        metric.replace("eval/", f"eval/{name}/"): value
+        for name in ("aime24", "aime")
+        for metric, value in EVALUATION.items()
+    }
+    assert evaluation_line("aime", sets | {"eval/aime/pass@1": 0.5}) == (
+        "evaluation of aime  pass@1 0.500  pass@8 0.750  mean@8 0.400  64 prompts"
+    )
 
 
 def test_a_long_evaluation_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,16 +73,16 @@ def test_a_long_evaluation_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch) 
         console = Console(file=io.StringIO(), force_terminal=terminal, width=60, color_system=None)
         bar = ProgressBar(2, 15, console)
         for num_done in (0, 32, 64):
-            bar.evaluation.show(num_done, 64)
+            bar.evaluation.show("aime24", num_done, 64)
             bar._bar.refresh()
-        bar.show_evaluation(2, EVALUATION)
+        bar.show_evaluation(2, "", EVALUATION)
         bar.close()
         assert isinstance(console.file, io.StringIO)
         told[terminal] = console.file.getvalue()
     assert told[False].splitlines() == [
-        "evaluation: 0 of 64 prompts",
-        "evaluation: 32 of 64 prompts",
-        f"step  2/15  {evaluation_line(EVALUATION)}",
+        "evaluation of aime24: 0 of 64 prompts",
+        "evaluation of aime24: 32 of 64 prompts",
+        f"step  2/15  {evaluation_line('', EVALUATION)}",
     ]
     assert "32/64 ━━" in told[True] and "64/64" not in told[True].split("\r")[-1]
 

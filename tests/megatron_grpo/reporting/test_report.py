@@ -112,6 +112,19 @@ def test_evaluations_have_curves_beside_the_reward_from_before_the_first_step(
         draw_curves(tmp_path)
 
 
+def test_each_of_several_held_out_sets_has_one_curve() -> None:
+    sizes = {"math500": 4, "aime24": 32}
+    evaluation = {
+        f"eval/{name}/{metric}": 0.5
+        for name, n in sizes.items()
+        for metric in ("pass@1", f"pass@{n}", f"mean@{n}", "reward/exact/mean", "num_prompts")
+    }
+    panel = axis()
+    draw_reward(panel, [record(1, **evaluation)])
+    found = [line.get_label() for line in panel.get_lines()]
+    assert found == ["mean", "std within groups", "math500 mean@4", "aime24 mean@32"]
+
+
 def test_a_line_that_was_cut_short_is_left_out(tmp_path: Path) -> None:
     write_metrics(tmp_path, [record(1), record(2)])
     with (tmp_path / "metrics.jsonl").open("a") as file:

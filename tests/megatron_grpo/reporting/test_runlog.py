@@ -1,3 +1,4 @@
+import json
 import os
 import signal
 from contextlib import closing
@@ -33,6 +34,22 @@ def test_the_throughput_is_that_of_a_whole_generation(tied_model: Path, tmp_path
     with closing(RunLog(cfg, 0)) as log:
         found = [log._tokens_per_second(800, seconds) for seconds in (7, 1, 1, 1) * 2]
         assert found == pytest.approx([200 / 7, 400 / 8, 600 / 9, *[800 / 10] * 5])
+
+
+def test_a_resumed_run_lacks_the_evaluation_of_a_set_that_it_adds(tied_model: Path, tmp_path: Path):
+    def is_evaluated(*options: str) -> bool:
+        run_dir = f"train.run_dir={tmp_path / 'run'}"
+        cfg = tiny_config(tied_model, ParallelDims(), run_dir, *options)
+        with closing(RunLog(cfg, 2)) as log:
+            return log.has_evaluation(2)
+
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text(
+        json.dumps({"step": 2, "eval/a/pass@1": 0.5, "eval/a/num_prompts": 6.0}) + "\n"
+    )
+    assert is_evaluated("eval.sets.a.data={}")
+    assert not is_evaluated("eval.sets.a.data={}", "eval.sets.b.data={}")
+    assert not is_evaluated("eval.data={}")
 
 
 def test_a_full_disk_leaves_the_config_that_a_run_was_started_with(

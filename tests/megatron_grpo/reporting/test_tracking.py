@@ -163,9 +163,9 @@ def evaluate(tracking: Tracking, step: int, value: float) -> None:
 def test_an_evaluation_before_the_first_step_has_a_record_of_its_own(tmp_path: Path) -> None:
     for value in (0.25, 0.5):  # the first run ends before its first checkpoint
         tracking = Tracking(tmp_path, 0, OFF, {})
-        assert not tracking.has_evaluation(0)
+        assert not tracking.has_metrics(0, ["eval/pass@1"])
         evaluate(tracking, 0, value)
-        assert tracking.has_evaluation(0)
+        assert tracking.has_metrics(0, ["eval/pass@1"])
         tracking.log(1, {"reward": 1.0}, [])
         tracking.close()
     first, second = read(tmp_path / "metrics.jsonl")
@@ -183,7 +183,7 @@ def test_an_evaluation_that_comes_later_joins_the_record_of_its_step(tmp_path: P
     tracking.log_evaluated(2, eval_rows(0.0))  # ... and then the process was killed
     tracking.close()
     tracking = Tracking(tmp_path, 2, OFF, {})
-    assert not tracking.has_evaluation(2)
+    assert not tracking.has_metrics(2, ["eval/pass@1"])
     evaluate(tracking, 2, 0.5)
     tracking.log(3, {"reward": 3.0}, [])
     tracking.close()
@@ -203,7 +203,7 @@ def test_a_resumed_run_drops_the_evaluations_after_its_checkpoint(tmp_path: Path
         evaluate(tracking, step, 0.5)
     tracking.close()
     tracking = Tracking(tmp_path, 3, OFF, {})
-    assert tracking.has_evaluation(2)
+    assert tracking.has_metrics(2, ["eval/pass@1"])
     tracking.close()
     assert [row["step"] for row in read(tmp_path / "eval_completions.jsonl")] == [2, 2]
 

@@ -39,7 +39,7 @@ def test_limits_are_those_that_the_docs_tell() -> None:
     assert "| a generation | unlimited, but an engine" in text
 
 
-@pytest.mark.parametrize("phase", ["generate", "score", "pack", "load", "save", "close"])
+@pytest.mark.parametrize("phase", ["generate", "score", "load", "save", "close"])
 def test_what_has_limits_of_its_own_or_none_may_take_any_time(phase) -> None:
     limits = Limits.of(tiny_config(Path("unused"), ParallelDims()))
     for whole in ("", "wait_rollout_"):
