@@ -88,6 +88,7 @@ def _rank_main(
         )
     store = dist.FileStore(str(folder / "store"), world_size)
     place = RankPlace(rank, rank, world_size, num_hosts=1)
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # as in a run: a rank may die before others connect
     with Watch(place, store, LIMITS, folder / "stacks.txt", PACE) as watch:
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(minutes=10)
