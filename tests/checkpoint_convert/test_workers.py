@@ -138,7 +138,7 @@ def test_ctrl_c_which_reaches_all_processes_is_for_the_caller_to_handle(tmp_path
 
 def sleep_for_long(folder):
     def work(item):
-        (folder / f"{item}").write_text(str(os.getpid()))
+        (folder / str(os.getpid())).touch()
         time.sleep(60)
 
     run_tasks(work, range(2), 2)
@@ -147,8 +147,8 @@ def sleep_for_long(folder):
 def test_workers_die_with_their_caller(tmp_path):
     process = multiprocessing.get_context("fork").Process(target=sleep_for_long, args=(tmp_path,))
     process.start()
-    assert wait_until(lambda: len(list(tmp_path.glob("*"))) == 2, 10)
-    pids = [int(file.read_text()) for file in tmp_path.iterdir()]
+    assert wait_until(lambda: len(list(tmp_path.iterdir())) == 2, 10)
+    pids = [int(file.name) for file in tmp_path.iterdir()]
     process.kill()
     process.join()
     assert wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), 5)
