@@ -10,6 +10,7 @@ from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.formats.gguf_file import find_gguf
 from checkpoint_convert.formats.hf_folder import ADAPTER_FILE
 from checkpoint_convert.formats.safetensors_file import TORCH_NAMES
@@ -119,9 +120,10 @@ def companion_files(folder: Path) -> list[Path]:
 
 
 def copy_companions(source: Path, folder: Path, dtype: str) -> None:
-    """Copy the companion files from one folder to another, and set `dtype` in config.json.
+    """Copy the companion files from one folder to another, and adjust config.json.
 
-    Raises ValueError like `companion_files`.
+    It names `dtype`, and no layers that predict further tokens: the weights have none. Raises
+    ValueError like `companion_files`.
     """
     for file in companion_files(source):
         copy = folder / file.relative_to(source)
@@ -131,6 +133,9 @@ def copy_companions(source: Path, folder: Path, dtype: str) -> None:
     # transformers 5 renamed torch_dtype to dtype, and reads both.
     keys = [key for key in ("torch_dtype", "dtype") if key in config] or ["dtype"]
     config |= dict.fromkeys(keys, TORCH_NAMES[dtype])
+    num_extra_layers = FAMILIES[config["model_type"]].num_extra_layers
+    if num_extra_layers is not None:
+        config[num_extra_layers] = 0
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -14,6 +14,14 @@ def positive(path: Path, values: Mapping[str, Any], key: str) -> int:
     return value
 
 
+def count(path: Path, values: Mapping[str, Any], key: str) -> int:
+    """Read an integer of at least 0."""
+    value = values.get(key)
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{path}: {key} is {value!r}; it must be an integer of at least 0")
+    return value
+
+
 def number(path: Path, values: Mapping[str, Any], key: str) -> float:
     """Read a finite number above 0; JSON files may also hold NaN and Infinity."""
     value: Any = values.get(key)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from checkpoint_convert.config_values import boolean, number, positive, token_ids
+from checkpoint_convert.config_values import boolean, count, number, positive, token_ids
 from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.families.description import Family
 from checkpoint_convert.rope import read_rope
@@ -23,7 +23,6 @@ _REQUIRED = {
     "attention_chunk_size": None,
     "dual_chunk_attention_config": None,
     "num_kv_shared_layers": None,
-    "partial_rotary_factor": 1.0,
     "rotary_pct": 1.0,
     "rotary_emb_fraction": 1.0,
     "logit_scale": 1.0,
@@ -57,15 +56,16 @@ def shape_of(path: Path, config: Mapping[str, Any]) -> ModelShape:
         for name in ("num_experts", "num_local_experts"):
             if name in config:
                 values[family.experts.num_experts] = config[name]
-    if values.get("partial_rotary_factor") is None:  # transformers and vLLM read null as absent
+    # transformers and vLLM read null as absent, except where absent is not 1.
+    if family.partial_rotary_factor == 1.0 and values.get("partial_rotary_factor") is None:
         values.pop("partial_rotary_factor", None)
     _check_carried_over(path, family, values)
-    rope_theta, rope_scaling = read_rope(path, values)
+    rope_theta, rope_scaling = read_rope(path, values, family.partial_rotary_factor)
     num_heads = positive(path, values, "num_attention_heads")
     hidden_size = positive(path, values, "hidden_size")
     if values["num_key_value_heads"] is None:
         values["num_key_value_heads"] = num_heads
-    if values["head_dim"] is None:
+    if "head_dim" in values and values["head_dim"] is None:
         values["head_dim"] = hidden_size // num_heads
     num_kv_heads = positive(path, values, "num_key_value_heads")
     if num_heads % num_kv_heads:
@@ -83,14 +83,16 @@ def shape_of(path: Path, config: Mapping[str, Any]) -> ModelShape:
         intermediate_size=positive(path, values, "intermediate_size"),
         vocab_size=positive(path, values, "vocab_size"),
         tie_word_embeddings=boolean(path, values, "tie_word_embeddings"),
-        attention_bias=family.attention_bias,
-        qk_norm=family.qk_norm,
+        attention_bias=_switch(path, values, family.attention_bias),
+        qk_norm=_switch(path, values, family.qk_norm),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         rms_norm_eps=number(path, values, "rms_norm_eps"),
         max_position_embeddings=positive(path, values, "max_position_embeddings"),
         eos_token_ids=_eos_token_ids(path, values),
+        partial_rotary_factor=family.partial_rotary_factor,
         moe=_moe(path, family, values),
+        num_extra_layers=_count(path, values, family.num_extra_layers),
     )
 
 
@@ -143,18 +145,50 @@ def _moe(path: Path, family: Family, values: Mapping[str, Any]) -> MoeShape | No
             f"{path}: num_experts_per_tok({experts_per_token}) is more than "
             f"{keys.num_experts}({num_experts})"
         )
+    if keys.score_function == "sigmoid" and experts_per_token == 1:
+        raise ValueError(
+            f"{path}: num_experts_per_tok is 1; it must be at least 2, as Megatron-Core does not "
+            "scale the weight of a single expert"
+        )
+    size = positive(path, values, keys.intermediate_size)
     return MoeShape(
         num_experts=num_experts,
         experts_per_token=experts_per_token,
-        intermediate_size=positive(path, values, keys.intermediate_size),
+        intermediate_size=size,
         normalize_topk=keys.normalize_topk is None or boolean(path, values, keys.normalize_topk),
+        score_function=keys.score_function,
+        weight_scale=1.0 if keys.weight_scale is None else number(path, values, keys.weight_scale),
+        shared_intermediate_size=size * _count(path, values, keys.num_shared),
+        num_dense_layers=_num_dense_layers(path, values, keys.num_dense_layers),
     )
+
+
+def _switch(path: Path, values: Mapping[str, Any], key: bool | str) -> bool:
+    return boolean(path, values, key) if isinstance(key, str) else key
+
+
+def _count(path: Path, values: Mapping[str, Any], key: str | None) -> int:
+    return 0 if key is None else count(path, values, key)
+
+
+def _num_dense_layers(path: Path, values: Mapping[str, Any], key: str | None) -> int:
+    num, num_layers = _count(path, values, key), positive(path, values, "num_hidden_layers")
+    if num >= num_layers:
+        raise ValueError(
+            f"{path}: {key}({num}) leaves none of num_hidden_layers({num_layers}) with experts"
+        )
+    return num
+
+
+def _required(family: Family) -> dict[str, Any]:
+    required = _REQUIRED | {"partial_rotary_factor": family.partial_rotary_factor}
+    return {**required, **family.required}
 
 
 def _check_carried_over(path: Path, family: Family, config: Mapping[str, Any]) -> None:
     refused = [
         f"{key} is {config[key]!r}, only {carried!r} is supported"
-        for key, carried in {**_REQUIRED, **family.required}.items()
+        for key, carried in _required(family).items()
         # null, false, 0 and an empty list all mean that a feature is off
         if key in config and config[key] != carried and (config[key] or carried)
     ]

@@ -18,7 +18,7 @@ from checkpoint_convert.formats.hf_folder import locate_tensors
 from checkpoint_convert.formats.tensor_io import errors_named, write_box
 from checkpoint_convert.formats.torch_words import DTYPE_NAMES, DTYPES, words_of
 from checkpoint_convert.hf_writer import MAX_SHARD_BYTES, create_folder
-from checkpoint_convert.megatron import hf_tensors
+from checkpoint_convert.megatron import hf_dtypes, hf_tensors
 from checkpoint_convert.new_folder import sync, sync_tree
 from checkpoint_convert.shape import ModelShape
 from parallel import Copy, Layout, intersect
@@ -43,7 +43,7 @@ def create_export(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    dtypes = dict.fromkeys(hf_tensors(shape), DTYPE_NAMES[dtype])
+    dtypes = hf_dtypes(shape, DTYPE_NAMES[dtype])
     create_folder(folder, Path(source_folder), shape, dtypes, max_shard_bytes)
 
 

@@ -11,7 +11,7 @@ from checkpoint_convert.companions import (
 )
 from checkpoint_convert.formats.torch_dist_writer import create_chunks, finish_checkpoint, index_of
 from checkpoint_convert.hf_config import read_shape
-from checkpoint_convert.megatron import extra_states, hf_tensors
+from checkpoint_convert.megatron import extra_states, hf_dtypes, hf_tensors
 from checkpoint_convert.new_folder import new_folder
 from checkpoint_convert.plan import plan_import
 from checkpoint_convert.transfer import Progress, transfer
@@ -42,7 +42,7 @@ def import_checkpoint(
         closing(open_weights(hf, read_shape(config))) as weights,
     ):
         shapes = hf_tensors(weights.shape)
-        dtypes = weights.dtypes if dtype is None else dict.fromkeys(shapes, dtype)
+        dtypes = weights.dtypes if dtype is None else hf_dtypes(weights.shape, dtype)
         plan = plan_import(weights.shape, dims, dtypes)
         with new_folder(out, plan.num_bytes) as folder:
             companions = folder / CHECKPOINT_FOLDER

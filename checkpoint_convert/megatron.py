@@ -24,6 +24,18 @@ def hf_tensors(shape: ModelShape) -> dict[str, Shape]:
     return {source.name: source.shape for parameter in chunk for source in parameter.sources}
 
 
+def float32_tensors(shape: ModelShape) -> set[str]:
+    """Names of the tensors of the weight files that are float32 in a model of any dtype."""
+    (chunk,) = _whole_model(shape, shape.vocab_size)
+    return {each.name for parameter in chunk for each in parameter.sources if each.is_float32}
+
+
+def hf_dtypes(shape: ModelShape, dtype: str) -> dict[str, str]:
+    """The dtype of each tensor of the weight files of a model of `dtype`, by safetensors names."""
+    float32 = float32_tensors(shape)
+    return {name: "F32" if name in float32 else dtype for name in hf_tensors(shape)}
+
+
 def megatron_layout(
     shape: ModelShape, dims: ParallelDims, coordinates: Coordinates, *, transformer_engine: bool
 ) -> Layout:
@@ -162,24 +174,40 @@ def extra_states(shape: ModelShape) -> list[str]:
     Loading requires the names of the modules in use and fails if one is missing, so these are the
     names of both Megatron-Core's torch layers and Transformer Engine's.
     """
-    linears = ["self_attention.linear_qkv", "self_attention.linear_proj"]
-    norms = ["input_layernorm", "pre_mlp_layernorm"]
-    if shape.qk_norm:
-        norms += ["self_attention.q_layernorm", "self_attention.k_layernorm"]
-    modules = [*linears, *norms, *(["mlp.linear_fc1", "mlp.linear_fc2"] if not shape.moe else [])]
-    num_layers = shape.num_layers
-    names = ["decoder.final_layernorm._extra_state/shard_0_1"]
-    for layer in range(num_layers):
-        names += [f"decoder.layers.{m}._extra_state/shard_{layer}_{num_layers}" for m in modules]
-        if shape.moe is not None:
+    names = [_extra_state("decoder.final_layernorm", [])]
+    for layer in range(shape.num_layers):
+        stack = [(layer, shape.num_layers)] if shape.has_equal_layers else []
+        prefix = "decoder.layers." if stack else f"decoder.layers.{layer}."
+        names += [_extra_state(prefix + name, stack) for name in _modules_of_layer(shape, layer)]
+        if shape.moe is not None and layer >= shape.num_dense_layers:
             count = shape.moe.num_experts
             names += [
-                f"decoder.layers.mlp.experts.experts.{linear}._extra_state/"
-                f"shard_{layer}.{expert}_{num_layers}.{count}"
+                _extra_state(f"{prefix}mlp.experts.experts.{linear}", [*stack, (expert, count)])
                 for expert in range(count)
                 for linear in ("linear_fc1", "linear_fc2")
             ]
     return names
+
+
+def _extra_state(module: str, stack: list[tuple[int, int]]) -> str:
+    """`stack` has (index, size) along each axis on which a checkpoint stacks the module."""
+    indices, sizes = zip(*stack or [(0, 1)], strict=True)
+    place = ".".join(map(str, indices)), ".".join(map(str, sizes))
+    return f"{module}._extra_state/shard_{place[0]}_{place[1]}"
+
+
+def _modules_of_layer(shape: ModelShape, layer: int) -> list[str]:
+    """The linear layers and norms of a layer, without its experts."""
+    modules = ["self_attention.linear_qkv", "self_attention.linear_proj"]
+    modules += ["input_layernorm", "pre_mlp_layernorm"]
+    if shape.qk_norm:
+        modules += ["self_attention.q_layernorm", "self_attention.k_layernorm"]
+    mlp = "mlp."
+    if shape.moe is not None and layer >= shape.num_dense_layers:
+        if not shape.moe.shared_intermediate_size:
+            return modules
+        mlp = "mlp.shared_experts."
+    return [*modules, mlp + "linear_fc1", mlp + "linear_fc2"]
 
 
 def _place(parameter: Parameter, dims: ParallelDims, at: Coordinates) -> tuple[int, int, bool]:
@@ -193,11 +221,13 @@ def _place(parameter: Parameter, dims: ParallelDims, at: Coordinates) -> tuple[i
 def _owners(shape: ModelShape, dims: ParallelDims) -> list[Coordinates]:
     """Coordinates of ranks that hold anything but replicas; without experts, one per shard."""
     places = [dims.coordinates(rank) for rank in range(dims.world_size)]
+    ends = [chunks[-1].stop for chunks in pipeline_layers(shape.num_layers, dims)]
     return [
         at
         for at in places
         if (at.data == at.context == 0)
-        or (shape.moe is not None and dims.expert_place(at).data == 0)
+        # The stage has layers with experts.
+        or (ends[at.pipeline] > shape.num_dense_layers and dims.expert_place(at).data == 0)
     ]
 
 
@@ -227,11 +257,8 @@ def _chunks(
         chunk = decoder.embedding(shape, padded_vocab) if is_first else []
         for local_index, index in enumerate(layers):
             chunk += [
-                parameter.stored_as(
-                    f"decoder.layers.{local_index}.{parameter.name}",
-                    f"decoder.layers.{parameter.key or parameter.name}",
-                    index,
-                    shape.num_layers,
+                parameter.in_layer(
+                    local_index, index, shape.num_layers if shape.has_equal_layers else 0
                 )
                 for parameter in decoder.layer(
                     shape, index, experts, transformer_engine=transformer_engine

@@ -10,7 +10,7 @@ from checkpoint_convert.formats.safetensors_file import ITEM_SIZES
 from checkpoint_convert.formats.torch_dist import is_torch_dist
 from checkpoint_convert.hf_config import read_shape
 from checkpoint_convert.hf_writer import MAX_SHARD_BYTES, create_folder
-from checkpoint_convert.megatron import hf_tensors
+from checkpoint_convert.megatron import hf_dtypes, hf_tensors
 from checkpoint_convert.new_folder import new_folder
 from checkpoint_convert.transfer import Progress, transfer
 from checkpoint_convert.weights import open_weights
@@ -44,7 +44,7 @@ def export_checkpoint(
         closing(open_weights(megatron, read_shape(config))) as weights,
     ):
         shapes = hf_tensors(weights.shape)
-        dtypes = weights.dtypes if dtype is None else dict.fromkeys(shapes, dtype)
+        dtypes = weights.dtypes if dtype is None else hf_dtypes(weights.shape, dtype)
         num_bytes = sum(prod(shape) * ITEM_SIZES[dtypes[name]] for name, shape in shapes.items())
         with new_folder(out, num_bytes) as folder:
             create_folder(folder, config, weights.shape, dtypes, max_shard_bytes)

@@ -1,13 +1,14 @@
 """Reads the RoPE settings of config.json; refuses any that would change what is computed."""
 
 from collections.abc import Mapping
+from math import log
 from pathlib import Path
 from typing import Any
 
-from checkpoint_convert.config_values import number
+from checkpoint_convert.config_values import boolean, number, positive
 
-# Parameters with one supported value for every RoPE type; vLLM reads the last two.
-_REQUIRED = {"partial_rotary_factor": 1.0, "rope_dim": None, "use_fope": False}
+# Parameters with one supported value for every RoPE type, which vLLM reads.
+_REQUIRED: dict[str, Any] = {"rope_dim": None, "use_fope": False}
 # The supported RoPE types, and further parameters with one supported value: Megatron-Core has these
 # numbers of Llama 3's scaling built in.
 _REQUIRED_OF_TYPE: dict[str, dict[str, Any]] = {
@@ -18,19 +19,31 @@ _REQUIRED_OF_TYPE: dict[str, dict[str, Any]] = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     },
+    "yarn": {},
 }
+_TRAINED_LENGTH = "original_max_position_embeddings"
 
 
-def read_rope(path: Path, config: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
+def read_rope(
+    path: Path, config: Mapping[str, Any], partial_rotary_factor: float
+) -> tuple[float, dict[str, Any] | None]:
     """The base of RoPE, and the `rope_type` and parameters of its scaling, or None without scaling.
 
-    `config` holds the values of the file at `path`. Raises ValueError for unsupported settings.
+    `config` holds the values of the file at `path`; `partial_rotary_factor` is the family's. Raises
+    ValueError for unsupported settings.
     """
     rope = _parameters(path, config)
-    _check(path, rope)
+    _check(path, rope, {"partial_rotary_factor": partial_rotary_factor, **_REQUIRED})
     theta = number(path, rope, "rope_theta")
     if rope["rope_type"] == "default":
         return theta, None
+    if rope["rope_type"] == "yarn":
+        if partial_rotary_factor != 1.0:
+            raise ValueError(
+                f"{path}: yarn RoPE scaling is not supported for a model that rotates a part of "
+                f"each head ({partial_rotary_factor:g})"
+            )
+        return theta, _yarn(path, config, rope)
     counting = ("rope_type", "factor", *_REQUIRED_OF_TYPE[rope["rope_type"]])
     return theta, {key: value for key, value in rope.items() if key in counting}
 
@@ -44,13 +57,12 @@ def _parameters(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     scaling = dict(scaling)
     rope_type = scaling.pop("rope_type", scaling.pop("type", "default"))
     # A value at the top level of config.json takes precedence in transformers and vLLM.
-    trained_length = "original_max_position_embeddings"
-    if rope_type == "llama3" and trained_length in config:
-        scaling[trained_length] = config[trained_length]
+    if rope_type in ("llama3", "yarn") and _TRAINED_LENGTH in config:
+        scaling[_TRAINED_LENGTH] = config[_TRAINED_LENGTH]
     return {"rope_theta": config.get("rope_theta", 10000.0), **scaling, "rope_type": rope_type}
 
 
-def _check(path: Path, rope: Mapping[str, Any]) -> None:
+def _check(path: Path, rope: Mapping[str, Any], required: Mapping[str, Any]) -> None:
     rope_type = rope["rope_type"]
     if rope_type not in list(_REQUIRED_OF_TYPE):  # a list, as a JSON value may be unhashable
         raise ValueError(
@@ -64,9 +76,47 @@ def _check(path: Path, rope: Mapping[str, Any]) -> None:
         if "factor" not in rope:
             raise ValueError(f"{path}: {rope_type} RoPE scaling has no factor")
         number(path, rope, "factor")
-    given = {**_REQUIRED, **rope}
-    for key, value in {**_REQUIRED, **_REQUIRED_OF_TYPE[rope_type]}.items():
+    given = {**required, **rope}
+    for key, value in {**required, **_REQUIRED_OF_TYPE[rope_type]}.items():
         if given.get(key) != value and (given.get(key) or value):
             raise ValueError(
                 f"{path}: RoPE {key} is {given.get(key)!r}, only {value!r} is supported"
             )
+
+
+def _yarn(path: Path, config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything that YaRN (arXiv 2309.00071) computes with.
+
+    Parameters that are absent have the values that transformers and vLLM take for them, except the
+    length that the model was trained on: these take `max_position_embeddings`, but that is the
+    length with scaling.
+    """
+    factor, trained_length = number(path, rope, "factor"), positive(path, rope, _TRAINED_LENGTH)
+    length = positive(path, config, "max_position_embeddings")
+    if length > factor * trained_length:  # vLLM would read beyond its table of so many positions
+        raise ValueError(
+            f"{path}: max_position_embeddings({length}) is more than factor({factor:g}) * "
+            f"{_TRAINED_LENGTH}({trained_length}) of yarn RoPE scaling: set it to at most "
+            f"{int(factor * trained_length)}"
+        )
+    given = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, **rope}
+    return {
+        "rope_type": "yarn",
+        "factor": factor,
+        _TRAINED_LENGTH: trained_length,
+        "beta_fast": number(path, given, "beta_fast"),
+        "beta_slow": number(path, given, "beta_slow"),
+        "truncate": boolean(path, given, "truncate"),
+        "attention_factor": _attention_factor(path, rope, factor),
+    }
+
+
+def _attention_factor(path: Path, rope: Mapping[str, Any], factor: float) -> float:
+    """What queries and keys are multiplied by: the paper's sqrt(1 / t), 0.1 ln(factor) + 1."""
+    if rope.get("attention_factor") is not None:
+        return number(path, rope, "attention_factor")
+    growth = 0.1 * log(max(factor, 1.0))
+    if rope.get("mscale") and rope.get("mscale_all_dim"):  # either alone means nothing
+        over, under = (number(path, rope, key) for key in ("mscale", "mscale_all_dim"))
+        return (1 + over * growth) / (1 + under * growth)
+    return 1 + growth

@@ -8,20 +8,29 @@ from parallel import ParallelDims, divisors, pipeline_layers
 
 # Fields that do not change what is computed. Mistral and Llama compute the same, and a GGUF file
 # does not tell them apart.
-_NO_NUMBERS = ("family", "max_position_embeddings", "eos_token_ids")
+_NO_NUMBERS = ("family", "max_position_embeddings", "eos_token_ids", "num_extra_layers")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoeShape:
-    """The mixture of experts that replaces the MLP of every layer."""
+    """The mixture of experts that replaces the MLP of every layer but the first few."""
 
     num_experts: int
     experts_per_token: int
-    """Number of experts that process a token: those with the largest softmax probability."""
+    """Number of experts that process a token: those with the largest scores."""
     intermediate_size: int
     """Intermediate size of one expert."""
     normalize_topk: bool
-    """Whether the weights of a token's experts are scaled to sum to 1."""
+    """Whether the weights of a token's experts, which are their scores, are scaled to sum to 1."""
+    score_function: str = "softmax"
+    """Of a router's outputs: `softmax`, or `sigmoid`. The latter adds a bias to the scores by which
+    experts are chosen, not to their weights; training leaves it as it is (arXiv 2408.15664)."""
+    weight_scale: float = 1.0
+    """Factor of the weights of a token's experts."""
+    shared_intermediate_size: int = 0
+    """Intermediate size of a further expert, which processes every token; 0: there is none."""
+    num_dense_layers: int = 0
+    """Number of layers with an MLP instead; they come first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +46,7 @@ class ModelShape:
     head_dim: int
     """Size of one head; heads * head_dim need not be `hidden_size`."""
     intermediate_size: int
-    """Intermediate size of the dense MLP; for experts see `MoeShape`."""
+    """Intermediate size of a dense MLP; for experts see `MoeShape`."""
     vocab_size: int
     """Rows of the embedding in the weight files, without padding."""
     tie_word_embeddings: bool
@@ -51,8 +60,23 @@ class ModelShape:
     rms_norm_eps: float
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
+    partial_rotary_factor: float = 1.0
+    """Part of each head that RoPE rotates; it comes first."""
     moe: MoeShape | None = None
     """None for a dense model."""
+    num_extra_layers: int = 0
+    """Number of layers that weight files may have behind the last one, to predict tokens after the
+    next (multi-token prediction). They are not read, and an export has none."""
+
+    @property
+    def num_dense_layers(self) -> int:
+        """Number of layers with a dense MLP; they come first."""
+        return self.num_layers if self.moe is None else self.moe.num_dense_layers
+
+    @property
+    def has_equal_layers(self) -> bool:
+        """Whether all layers have the same modules; Megatron then stacks them in checkpoints."""
+        return self.num_dense_layers in (0, self.num_layers)
 
 
 def differing_fields(
@@ -117,8 +141,10 @@ def _obstacles(shape: ModelShape, tensor: int) -> list[str]:
         "rows of the fused QKV projection": (shape.num_attention_heads + 2 * kv_heads)
         * shape.head_dim,
     }
-    if shape.moe is None:
+    if shape.num_dense_layers:
         split["intermediate_size"] = shape.intermediate_size
+    if shape.moe is not None:
+        split["intermediate_size of the shared expert"] = shape.moe.shared_intermediate_size
     obstacles = [f"does not divide {name}({size})" for name, size in split.items() if size % tensor]
     if kv_heads % tensor and tensor % kv_heads:
         obstacles.append(f"is neither a divisor nor a multiple of num_key_value_heads({kv_heads})")

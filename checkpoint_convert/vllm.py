@@ -163,9 +163,11 @@ def _obstacles(shape: ModelShape, dims: EngineDims, tensor: int) -> list[str]:
         "num_attention_heads": shape.num_attention_heads,
         "padded vocabulary": _padded_vocab(shape),
     }
-    if shape.moe is None:
+    if shape.num_dense_layers:
         split["intermediate_size"] = shape.intermediate_size
-    elif not dims.expert_parallel:
+    if shape.moe is not None:
+        split["intermediate_size of the shared expert"] = shape.moe.shared_intermediate_size
+    if shape.moe is not None and not dims.expert_parallel:
         split["intermediate_size of the experts"] = shape.moe.intermediate_size
     obstacles = [f"does not divide {name}({size})" for name, size in split.items() if size % tensor]
     if kv_heads % tensor and tensor % kv_heads:
@@ -175,15 +177,27 @@ def _obstacles(shape: ModelShape, dims: EngineDims, tensor: int) -> list[str]:
     return obstacles
 
 
+def engine_dtypes(shape: ModelShape, dtype: str) -> dict[str, str]:
+    """The dtype of every parameter of an engine of `dtype` (such as ``bfloat16``), by name."""
+    return {
+        parameter.engine_name or parameter.sources[0].name: (
+            "float32" if parameter.is_float32_in_engine else dtype
+        )
+        for parameter in _parameters(shape)
+    }
+
+
 EngineReport = Mapping[str, tuple[Sequence[int], str]]
 """Shape and dtype (such as ``bfloat16``) of each of a worker's parameters, by name."""
 
 
-def check_engine(layouts: Sequence[Layout], reports: Sequence[EngineReport], dtype: str) -> None:
+def check_engine(
+    layouts: Sequence[Layout], reports: Sequence[EngineReport], dtypes: Mapping[str, str]
+) -> None:
     """Compare the layouts of an engine's workers with their reports, both ordered by rank.
 
-    Raises ValueError that names every parameter that the layouts do not cover, that the engine
-    lacks, or whose shape or dtype differs.
+    `dtypes` are those of `engine_dtypes`. Raises ValueError that names every parameter that the
+    layouts do not cover, that the engine lacks, or whose shape or dtype differs.
     """
     if len(layouts) != len(reports):
         raise ValueError(
@@ -193,7 +207,7 @@ def check_engine(layouts: Sequence[Layout], reports: Sequence[EngineReport], dty
     faults = [
         f"worker {rank}: {fault}"
         for rank, (layout, report) in enumerate(zip(layouts, reports, strict=True))
-        for fault in _differences(layout, report, dtype)
+        for fault in _differences(layout, report, dtypes)
     ]
     if faults:
         raise ValueError(
@@ -202,7 +216,7 @@ def check_engine(layouts: Sequence[Layout], reports: Sequence[EngineReport], dty
         )
 
 
-def _differences(layout: Layout, report: EngineReport, dtype: str) -> list[str]:
+def _differences(layout: Layout, report: EngineReport, dtypes: Mapping[str, str]) -> list[str]:
     faults = [
         f"{name} {list(layout.shapes[name])} is missing"
         for name in layout.shapes
@@ -213,6 +227,6 @@ def _differences(layout: Layout, report: EngineReport, dtype: str) -> list[str]:
             faults.append(f"{name} {list(size)} is filled by no weight of the model")
         elif tuple(size) != layout.shapes[name]:
             faults.append(f"{name} has shape {list(size)} instead of {list(layout.shapes[name])}")
-        elif found != dtype:
-            faults.append(f"{name} has dtype {found} instead of {dtype}")
+        elif found != dtypes[name]:
+            faults.append(f"{name} has dtype {found} instead of {dtypes[name]}")
     return faults

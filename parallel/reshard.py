@@ -197,17 +197,18 @@ def traffic(
     num_workers: int,
     num_ranks: int,
     num_engines: int,
-    itemsize: int,
+    itemsizes: Mapping[str, int],
     max_elements: int,
 ) -> Traffic:
-    """The traffic of one push with elements of `itemsize` bytes from `num_ranks` trainer ranks.
+    """The traffic of one push from `num_ranks` trainer ranks.
 
-    `shares` come from `all_shares`, for the `num_workers` workers of the first engine.
+    `shares` come from `all_shares`, for the `num_workers` workers of the first engine; `itemsizes`
+    are bytes per element of each of their parameters.
     """
     sent, messages = [0] * num_ranks, 0
     received = [0] * num_workers
-    for rank, (worker, _, _, box) in shares:
-        num_bytes = box.num_elements * itemsize
+    for rank, (worker, _, want, box) in shares:
+        num_bytes = box.num_elements * itemsizes[want.local]
         sent[rank] += num_bytes
         received[worker] += num_bytes
         messages += len(box.cut(max_elements))

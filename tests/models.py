@@ -8,6 +8,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.models.glm4_moe import Glm4MoeConfig
 from transformers.models.llama import LlamaConfig
 from transformers.models.mistral import MistralConfig
 from transformers.models.mixtral import MixtralConfig
@@ -28,9 +29,23 @@ CONFIGS = {
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
     "qwen3_moe": Qwen3MoeConfig,
+    "glm4_moe": Glm4MoeConfig,
 }
+NEVER_TIED = ("glm4_moe",)
 # Fields that only this family has, or names differently.
 OWN_FIELDS: dict[str, dict[str, Any]] = {
+    "glm4_moe": {
+        "num_hidden_layers": 3,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 4,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "routed_scaling_factor": 1.5,
+        "num_mtp_layers": 0,
+    },
     "mistral": {"sliding_window": None},
     "mixtral": {"sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {
@@ -47,8 +62,9 @@ def tiny_model(
 ) -> Path:
     """Save a random float32 model of `family` (a key of `CONFIGS`) and its tokenizer in `folder`.
 
-    `overrides` are fields of the Hugging Face config. The vocabulary of 250 divides by neither 4
-    nor 8, so that its padding over tensor-parallel ranks is exercised.
+    Its head is `tied` to the embedding where the family allows it. `overrides` are fields of the
+    Hugging Face config. The vocabulary of 250 divides by neither 4 nor 8, so that its padding over
+    tensor-parallel ranks is exercised.
     """
     shape: dict[str, Any] = {
         "num_hidden_layers": 2,
@@ -60,7 +76,7 @@ def tiny_model(
         "max_position_embeddings": 512,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
         "initializer_range": 0.1,
-        "tie_word_embeddings": tied,
+        "tie_word_embeddings": tied and family not in NEVER_TIED,
         "pad_token_id": PAD_ID,
         "bos_token_id": None,
         "eos_token_id": EOS_ID,
@@ -76,6 +92,9 @@ def tiny_model(
         for parameter in model.parameters():
             if parameter.dim() == 1:  # norms start at 1, biases at 0: a mix-up would go unnoticed
                 parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+        for name, values in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                values += 0.05 * torch.randn(values.shape, generator=generator)
         # transformers zeroes the padding token's embedding, and at 0 RMSNorm has a huge gradient.
         padding = model.get_input_embeddings().weight[PAD_ID]
         padding.copy_(config.initializer_range * torch.randn(padding.shape, generator=generator))

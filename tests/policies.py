@@ -126,11 +126,11 @@ def gradient_boxes(policy: Policy) -> list[tuple[str, Box, Tensor]]:
             for bucket in buffer.buckets:  # the distributed optimizer leaves each rank one shard
                 shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
-    gradients = {name: p.main_grad for name, p in policy.parameters().items()}
+    gradients = {n: p.main_grad for n, p in policy.parameters().items() if p.requires_grad}
     return [
         (piece.tensor, piece.box, gradients[piece.local][piece.local_box.slices].clone())
         for piece in policy.layout.pieces
-        if not piece.is_replica
+        if piece.local in gradients and not piece.is_replica
     ]
 
 

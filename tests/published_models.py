@@ -35,6 +35,28 @@ _QWEN_3 = {
     "bos_token_id": 151643,
     "eos_token_id": 151645,
 }
+_GLM_4_5 = {
+    "model_type": "glm4_moe",
+    "vocab_size": 151552,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000,
+    "rope_scaling": None,
+    "max_position_embeddings": 131072,
+    "attention_bias": True,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "num_nextn_predict_layers": 1,
+    "tie_word_embeddings": False,
+    "eos_token_id": [151329, 151336, 151338],
+    "pad_token_id": 151329,
+}
 PUBLISHED_MODELS: dict[str, dict[str, Any]] = {
     "SmolLM2-135M": {
         "model_type": "llama",
@@ -147,6 +169,28 @@ PUBLISHED_MODELS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
+    },
+    "GLM-4.5-Air": _GLM_4_5
+    | {
+        "num_hidden_layers": 46,
+        "hidden_size": 4096,
+        "intermediate_size": 10944,
+        "use_qk_norm": False,
+        "n_routed_experts": 128,
+        "moe_intermediate_size": 1408,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.0,
+    },
+    "GLM-4.5": _GLM_4_5
+    | {
+        "num_hidden_layers": 92,
+        "hidden_size": 5120,
+        "intermediate_size": 12288,
+        "use_qk_norm": True,
+        "n_routed_experts": 160,
+        "moe_intermediate_size": 1536,
+        "first_k_dense_replace": 3,
+        "routed_scaling_factor": 2.5,
     },
 }
 

@@ -67,16 +67,25 @@ MIXTRAL_8X7B = replace(
 
 @st.composite
 def shapes(draw):
-    family = draw(st.sampled_from(["llama", "mixtral", "qwen3_moe"]))
+    family = draw(st.sampled_from(["llama", "mixtral", "qwen3_moe", "glm4_moe"]))
+    num_layers = draw(st.integers(1, 5))
     moe = MoeShape(
         num_experts=draw(st.sampled_from([2, 4, 6])),
         experts_per_token=1,
         intermediate_size=draw(st.integers(1, 2)) * 12,
         normalize_topk=True,
     )
+    if family == "glm4_moe":
+        moe = replace(
+            moe,
+            score_function="sigmoid",
+            weight_scale=2.5,
+            shared_intermediate_size=draw(st.integers(0, 2)) * 12,
+            num_dense_layers=draw(st.integers(0, num_layers - 1)),
+        )
     kv_heads = draw(st.integers(1, 4))
     return ModelShape(
-        num_layers=draw(st.integers(1, 5)),
+        num_layers=num_layers,
         hidden_size=draw(st.integers(1, 9)),
         num_attention_heads=kv_heads * draw(st.integers(1, 4)),
         num_key_value_heads=kv_heads,

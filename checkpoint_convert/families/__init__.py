@@ -1,5 +1,6 @@
 """Model families. Each is described once; conversions in every direction follow from that."""
 
+from checkpoint_convert.families.glm4_moe import GLM4_MOE
 from checkpoint_convert.families.llama import LLAMA
 from checkpoint_convert.families.mistral import MISTRAL
 from checkpoint_convert.families.mixtral import MIXTRAL
@@ -8,5 +9,6 @@ from checkpoint_convert.families.qwen3 import QWEN3
 from checkpoint_convert.families.qwen3_moe import QWEN3_MOE
 
 FAMILIES = {
-    family.model_type: family for family in (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE)
+    family.model_type: family
+    for family in (GLM4_MOE, LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE)
 }

@@ -6,6 +6,7 @@ engine fuses the same tensors in the same way under other names, but splits them
 
 from checkpoint_convert.families.description import Parameter, Tensor
 from checkpoint_convert.families.mixture import mixture
+from checkpoint_convert.families.mlp import gated_mlp
 from checkpoint_convert.shape import ModelShape
 
 MLP_NORM = "pre_mlp_layernorm.weight"
@@ -53,7 +54,8 @@ def layer(
         weight = Tensor(f"{source}{name}.weight", (shape.hidden_size,))
         return Parameter(fused if transformer_engine else own, (weight,), key=fused)
 
-    before_mlp = "mlp.linear_fc1.layer_norm_weight" if shape.moe is None else MLP_NORM
+    moe = None if index < shape.num_dense_layers else shape.moe
+    before_mlp = "mlp.linear_fc1.layer_norm_weight" if moe is None else MLP_NORM
     return [
         norm(
             "input_layernorm.weight",
@@ -63,9 +65,9 @@ def layer(
         *attention(shape, source + "self_attn.", "self_attention."),
         norm(MLP_NORM, before_mlp, "post_attention_layernorm"),
         *(
-            gated_mlp(shape, source + "mlp.")
-            if shape.moe is None
-            else mixture(shape, shape.moe, source, experts, grouped=transformer_engine)
+            gated_mlp((shape.intermediate_size, shape.hidden_size), source + "mlp.", "mlp.")
+            if moe is None
+            else mixture(shape, moe, source, experts, grouped=transformer_engine)
         ),
     ]
 
@@ -100,20 +102,3 @@ def attention(shape: ModelShape, source: str, target: str) -> list[Parameter]:
             norm = Tensor(f"{source}{x}_norm.weight", (shape.head_dim,))
             parameters.append(Parameter(f"{target}{x}_layernorm.weight", (norm,)))
     return parameters
-
-
-def gated_mlp(shape: ModelShape, source: str) -> list[Parameter]:
-    """Gated MLP; `source` is the name prefix in weight files."""
-    inward = (shape.intermediate_size, shape.hidden_size)
-    gate, up = (Tensor(f"{source}{name}_proj.weight", inward) for name in ("gate", "up"))
-    down = Tensor(source + "down_proj.weight", inward[::-1])
-    return [
-        Parameter(
-            "mlp.linear_fc1.weight",
-            (gate, up),
-            split=0,
-            is_split_by_source=True,
-            engine_name=source + "gate_up_proj.weight",
-        ),
-        Parameter("mlp.linear_fc2.weight", (down,), split=1),
-    ]

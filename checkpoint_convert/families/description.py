@@ -23,6 +23,14 @@ class Experts:
     up: str
     down: str
     """Names of the three matrices of an expert."""
+    score_function: str = "softmax"
+    """See `MoeShape`."""
+    weight_scale: str | None = None
+    """Config key of the factor of the experts' weights; None: 1."""
+    num_shared: str | None = None
+    """Config key: of how many experts' size the shared expert is; None: there is none."""
+    num_dense_layers: str | None = None
+    """Config key of the number of layers with a dense MLP, which come first; None: 0."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +42,15 @@ class Family:
     """Values that transformers assumes for keys missing in config.json."""
     required: Mapping[str, Any]
     """Keys that change what the model computes, each with the only supported value."""
-    attention_bias: bool = False
-    qk_norm: bool = False
+    attention_bias: bool | str = False
+    """Whether queries, keys and values have a bias, or the config key that says so."""
+    qk_norm: bool | str = False
+    """Whether query and key heads have a norm, or the config key that says so."""
+    partial_rotary_factor: float = 1.0
     experts: Experts | None = None
     """None: every layer has a dense MLP."""
+    num_extra_layers: str | None = None
+    """Config key of `ModelShape.num_extra_layers`; None: 0."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +62,8 @@ class Tensor:
     num_heads: int | None = None
     """Key-value heads in its rows, which an engine with more ranks than heads replicates; None for
     all other tensors."""
+    is_float32: bool = False
+    """Whether it is float32 in a model of any dtype."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +92,8 @@ class Parameter:
     """Name in a torch_dist checkpoint; empty: `name`."""
     engine_name: str = ""
     """Name in a vLLM engine, which fuses the same tensors; empty: the name of the only source."""
+    is_float32_in_engine: bool = False
+    """Whether a vLLM engine of any dtype keeps it in float32."""
     stack: tuple[tuple[int, int], ...] = ()
     """(index, size) in the stacks of layers and of experts that a checkpoint stores under `key`."""
 
@@ -85,6 +102,17 @@ class Parameter:
         """Shape before the split, with the zero rows."""
         rows = sum(source.shape[0] for source in self.sources) + self.zero_rows
         return (rows, *self.sources[0].shape[1:])
+
+    def in_layer(self, local_index: int, index: int, num_stacked: int) -> "Parameter":
+        """The parameter of a layer renamed as that of the whole model.
+
+        The layer is number `index` of the model and number `local_index` of its chunk. A checkpoint
+        stacks `num_stacked` layers under one key; 0: it has one key for each layer.
+        """
+        name, own = f"decoder.layers.{local_index}.{self.name}", self.key or self.name
+        if num_stacked:
+            return self.stored_as(name, f"decoder.layers.{own}", index, num_stacked)
+        return replace(self, name=name, key=f"decoder.layers.{index}.{own}")
 
     def stored_as(self, name: str, key: str, index: int, size: int) -> "Parameter":
         """The parameter renamed, as entry `index` of a checkpoint's stack of `size` under `key`."""

@@ -1,8 +1,12 @@
-"""A mixture of experts in place of an MLP: a router and gated experts."""
+"""A mixture of experts in place of an MLP: a router, gated experts, perhaps a shared expert."""
 
 from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.families.description import Experts, Parameter, Tensor
+from checkpoint_convert.families.mlp import gated_mlp
 from checkpoint_convert.shape import ModelShape, MoeShape
+
+SELECTION_BIAS = "mlp.router.expert_bias"
+"""What Megatron adds to the scores by which it chooses experts. It is not trained."""
 
 
 def mixture(
@@ -16,8 +20,13 @@ def mixture(
     names = FAMILIES[shape.family].experts
     assert names is not None, f"{shape.family} names no experts"
     block = f"{source}{names.block}."
-    router = Tensor(block + "gate.weight", (moe.num_experts, shape.hidden_size))
-    parameters = [Parameter("mlp.router.weight", (router,))]
+    parameters = _router(shape, moe, block + "gate.")
+    if moe.shared_intermediate_size:
+        parameters += gated_mlp(
+            (moe.shared_intermediate_size, shape.hidden_size),
+            block + "shared_experts.",
+            "mlp.shared_experts.",
+        )
     for local_index, index in enumerate(experts):
         for parameter in _expert(shape, moe, names, f"{block}experts.", index):
             linear = parameter.name
@@ -29,6 +38,18 @@ def mixture(
             key = f"mlp.experts.experts.{linear}"
             parameters.append(parameter.stored_as(name, key, index, moe.num_experts))
     return parameters
+
+
+def _router(shape: ModelShape, moe: MoeShape, source: str) -> list[Parameter]:
+    """One that scores by a sigmoid has a bias for each expert, and vLLM keeps it in float32."""
+    weight = Tensor(source + "weight", (moe.num_experts, shape.hidden_size))
+    if moe.score_function == "softmax":
+        return [Parameter("mlp.router.weight", (weight,))]
+    bias = Tensor(source + "e_score_correction_bias", (moe.num_experts,), is_float32=True)
+    return [
+        Parameter("mlp.router.weight", (weight,), is_float32_in_engine=True),
+        Parameter(SELECTION_BIAS, (bias,), is_float32_in_engine=True),
+    ]
 
 
 def _expert(

@@ -1,5 +1,6 @@
 """The weight files of a Hugging Face folder: locates and checks tensors from file headers."""
 
+import re
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -18,6 +19,7 @@ ADAPTER_FILE = "adapter_config.json"
 _MAX_NAME_BYTES = 255  # Linux's limit
 # Buffers in old checkpoints; their values follow from config.json.
 _RECOMPUTED = ".rotary_emb.inv_freq"
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 T = TypeVar("T")
@@ -132,8 +134,15 @@ def _faults_of_extra(name: str, places: dict[str, TensorPlace], shape: ModelShap
                 f"{_HEAD} differs from the embedding that config.json ties it to: set "
                 "tie_word_embeddings to false"
             )
-    elif not name.endswith(_RECOMPUTED):
+    elif not (name.endswith(_RECOMPUTED) or _is_of_extra_layer(name, shape)):
         yield f"{name} {list(places[name].shape)} is not part of the model"
+
+
+def _is_of_extra_layer(name: str, shape: ModelShape) -> bool:
+    """Whether a tensor is of the layers behind the last one, which predict further tokens."""
+    layer = _LAYER.match(name)
+    extra = range(shape.num_layers, shape.num_layers + shape.num_extra_layers)
+    return layer is not None and int(layer[1]) in extra
 
 
 def _same_bytes(a: TensorPlace, b: TensorPlace, chunk: int = 1 << 24) -> bool:

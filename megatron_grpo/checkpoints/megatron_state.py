@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
+from checkpoint_convert.families.mixture import SELECTION_BIAS
 from megatron_grpo.checkpoints.flat_range import boxes_of_range
 from megatron_grpo.policy.model import Model, Policy, unwrapped
 from megatron_grpo.policy.optimizer import set_steps_taken, steps_taken
@@ -135,7 +136,9 @@ def parts_saved(policy: Policy, reference: Reference | None) -> list[StatePart]:
 def num_bytes_saved(policy: Policy, reference: Reference | None) -> int:
     """This rank's share of the bytes of a checkpoint's tensors; the shares add up to the total."""
     states = len(OPTIMIZER_STATES) * torch.float32.itemsize
-    beside = [(part, states) for part in weight_parts(policy)]
+    beside = [
+        (part, 0 if part.key.endswith(SELECTION_BIAS) else states) for part in weight_parts(policy)
+    ]
     beside += [(part, 0) for part in reference_parts(reference)]
     return sum(
         part.box.num_elements * (part.values.itemsize + num_bytes)

@@ -25,7 +25,7 @@ from megatron_grpo.rollout.samples import Sample, first_seed
 from megatron_grpo.rollout.server import EngineServers
 from megatron_grpo.rollout.turns import Turns
 from megatron_grpo.timing import PhaseTimer
-from megatron_grpo.weights.worker_layouts import worker_layouts
+from megatron_grpo.weights.worker_layouts import worker_dtypes, worker_layouts
 
 PROBE_LENGTH = 8
 """Most tokens per sample of the probe."""
@@ -94,9 +94,10 @@ class ExperienceSource:
         """
         self._servers.wait_ready(self.cfg.rollout.startup_timeout)
         layouts = worker_layouts(self.shape, self.cfg.rollout)
+        dtypes = worker_dtypes(self.shape, self.cfg.rollout, self.cfg.model.dtype)
         for url, workers in self.engines.describe_parameters().items():
             try:
-                check_engine(layouts, workers, self.cfg.model.dtype)
+                check_engine(layouts, workers, dtypes)
             except ValueError as error:
                 raise ValueError(f"rollout engine {url}: {error}") from None
 

@@ -6,10 +6,12 @@ documentation and source, for torch's by measurement (a test compares).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import mul
 
 from checkpoint_convert import ModelShape
 from megatron_grpo.config.config import Config
-from megatron_grpo.planning.state import ITEMSIZE
+from megatron_grpo.planning.itemsizes import ITEMSIZE
+from megatron_grpo.planning.layer_kinds import LayerKind, layer_kinds
 from parallel import pipeline_layers
 from parallel.tile_columns import tile_columns
 
@@ -28,7 +30,7 @@ class LayerBytes:
 
 
 def layer_bytes(cfg: Config, shape: ModelShape) -> LayerBytes:
-    """What a layer keeps with the recomputation that `cfg` sets.
+    """What a layer keeps with the recomputation that `cfg` sets, in a model of layers all alike.
 
     `recompute_method: block` is counted as if its layers were spread evenly, and all chunks as long
     as the longest. Unknown entries of `recompute_modules` count as kept.
@@ -47,11 +49,10 @@ def layer_bytes(cfg: Config, shape: ModelShape) -> LayerBytes:
             share = min(1.0, (settings.get("recompute_num_layers") or 0) / longest)
             return LayerBytes(kept=share * entry + (1 - share) * stored, recomputed=stored)
         case "selective":
-            again = [
-                parts[name] - _entry_of(name, cfg, shape)
-                for name in settings.get("recompute_modules") or DEFAULT_MODULES
-                if name in parts
-            ]
+            modules = settings.get("recompute_modules") or DEFAULT_MODULES
+            if "moe" in modules and "shared_experts" in parts:  # a part of it
+                parts["moe"] += parts.pop("shared_experts")
+            again = [parts[name] - _entry_of(name, cfg, shape) for name in modules if name in parts]
             return LayerBytes(kept=stored - sum(again), recomputed=max(again, default=0.0))
     return LayerBytes(kept=stored, recomputed=0.0)
 
@@ -62,23 +63,36 @@ def stage_activations(cfg: Config, shape: ModelShape, stage: int, microbatches: 
     Each microbatch has `train.max_tokens_per_microbatch` tokens, and the stage holds as many as its
     schedule has in flight (`in_flight`).
     """
-    dims, layer = cfg.dims, layer_bytes(cfg, shape)
+    dims = cfg.dims
     tokens = cfg.train.max_tokens_per_microbatch / dims.context
     chunks = pipeline_layers(shape.num_layers, dims)[stage]
     under_way = in_flight(stage, dims.pipeline, dims.virtual_pipeline, microbatches)
-    layers = sum(len(chunk) * count for chunk, count in zip(chunks, under_way, strict=True))
+    kept = recomputed = 0.0
+    for kind in _kinds_of_stage(cfg, shape, stage):
+        layer = layer_bytes(cfg, kind.shape)
+        counts = map(kind.count_in, chunks)
+        kept += layer.kept * sum(map(mul, counts, under_way))
+        recomputed = max(recomputed, layer.recomputed)
     entry = ITEMSIZE[cfg.model.dtype] * shape.hidden_size * _token_share(cfg)
     # An output is freed once it is sent, except with a virtual pipeline.
     tensors = 0 if dims.pipeline == 1 else 1 if dims.virtual_pipeline == 1 else 2
     between = tensors * sum(under_way) * entry
-    return round(tokens * (layers * layer.kept + layer.recomputed + between))
+    return round(tokens * (kept + recomputed + between))
 
 
-def forward_bytes(cfg: Config, shape: ModelShape) -> int:
-    """Peak bytes of a forward without gradients: a layer's tensors live until the next layer's."""
-    layer = layer_bytes(cfg, shape)
+def forward_bytes(cfg: Config, shape: ModelShape, stage: int) -> int:
+    """Peak bytes of a stage's forward without gradients.
+
+    A layer's tensors live until the next layer's.
+    """
+    layers = [layer_bytes(cfg, kind.shape) for kind in _kinds_of_stage(cfg, shape, stage)]
     tokens = cfg.train.max_tokens_per_microbatch / cfg.dims.context
-    return round(tokens * max(layer.kept, layer.recomputed))
+    return round(tokens * max(max(layer.kept, layer.recomputed) for layer in layers))
+
+
+def _kinds_of_stage(cfg: Config, shape: ModelShape, stage: int) -> list[LayerKind]:
+    chunks = pipeline_layers(shape.num_layers, cfg.dims)[stage]
+    return [kind for kind in layer_kinds(shape) if kind.count_in(*chunks)]
 
 
 def head_bytes(cfg: Config, shape: ModelShape, *, backward: bool, device: str) -> int:
@@ -168,6 +182,8 @@ def _parts(cfg: Config, shape: ModelShape) -> dict[str, float]:
         parts["mlp"] = _gated(cfg, itemsize) * shape.intermediate_size / cfg.dims.tensor
     else:
         parts["moe"] = _experts(cfg, shape)
+        columns = shape.moe.shared_intermediate_size / cfg.dims.tensor
+        parts["shared_experts"] = _gated(cfg, itemsize) * columns
     return parts
 
 
@@ -194,7 +210,8 @@ def _around_attention(cfg: Config, shape: ModelShape) -> float:
     """Norms of queries and keys, and the four tables of an unfused RoPE."""
     itemsize = ITEMSIZE[cfg.model.dtype]
     fused = _is_fused(cfg, "apply_rope_fusion")
-    tables = 0.0 if fused else 4.0 * shape.head_dim * itemsize
+    rotated = shape.partial_rotary_factor * shape.head_dim
+    tables = 0.0 if fused else 4.0 * rotated * itemsize
     if not shape.qk_norm:
         return tables
     heads = shape.num_attention_heads + shape.num_key_value_heads
@@ -212,10 +229,12 @@ def _gated(cfg: Config, itemsize: int) -> float:
 
 
 def _experts(cfg: Config, shape: ModelShape) -> float:
-    """Router, permuted tokens and experts, if all experts get equally many tokens."""
+    """Router, permuted tokens and chosen experts, if all of these get equally many tokens."""
     moe, itemsize = shape.moe, ITEMSIZE[cfg.model.dtype]
     assert moe is not None
     router = 5 * moe.num_experts + 20 * moe.experts_per_token
+    if moe.score_function == "sigmoid":  # all scores, and the sum of those that are chosen
+        router += 4 * moe.num_experts + 4
     # Ranks that split an expert's matrices all hold the tokens of the whole group, each with its
     # float32 probability, and a part of the columns.
     tokens = (itemsize * shape.hidden_size + 4) * cfg.dims.expert_tensor

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from checkpoint_convert import ModelShape
+from checkpoint_convert.megatron import float32_tensors
 from megatron_grpo.checkpoints.megatron_state import OPTIMIZER_STATES, weight_layout
 from megatron_grpo.config.config import Config
 from megatron_grpo.policy.model import (
@@ -100,7 +101,12 @@ def _differing_shapes(model: Model, dtype: torch.dtype) -> Iterator[str]:
         name: (tuple(parameter.shape), parameter.dtype)
         for name, parameter in model.parameters().items()
     }
-    planned: dict[str, Any] = {name: (size, dtype) for name, size in model.layout.shapes.items()}
+    float32 = float32_tensors(model.shape)
+    source = {piece.local: piece.tensor for piece in model.layout.pieces}
+    planned: dict[str, Any] = {
+        name: (size, torch.float32 if source[name] in float32 else dtype)
+        for name, size in model.layout.shapes.items()
+    }
     for name in {**built, **planned}:
         if built.get(name) != planned.get(name):
             yield f"{name} is {_words(built, name)} as built and {_words(planned, name)} as planned"

@@ -8,9 +8,10 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.rollout_config import RolloutConfig
 from megatron_grpo.planning.activations import forward_bytes, head_bytes, stage_activations
 from megatron_grpo.planning.card import Card
-from megatron_grpo.planning.state import ITEMSIZE, StateBytes
+from megatron_grpo.planning.itemsizes import ITEMSIZE, worker_itemsizes
+from megatron_grpo.planning.state import StateBytes
 from megatron_grpo.rollout.vllm_command import engine_number
-from megatron_grpo.weights.worker_layouts import worker_layouts
+from megatron_grpo.weights.worker_layouts import shard_bytes, worker_layouts
 
 CONTEXT_BYTES = 600 * 10**6
 """CUDA context, kernels and cuBLAS workspaces of a process."""
@@ -88,8 +89,7 @@ def engine_bytes(cfg: Config, shape: ModelShape, card: Card) -> EngineBytes | No
     """
     if cfg.rollout.engine != "vllm":
         return None
-    itemsize = ITEMSIZE[cfg.model.dtype]
-    weights = max(worker.num_elements for worker in worker_layouts(shape, cfg.rollout)) * itemsize
+    weights = shard_bytes(worker_layouts(shape, cfg.rollout), worker_itemsizes(cfg, shape))
     heads = -(-shape.num_key_value_heads // cfg.rollout.tensor_parallel_size)
     per_token = 2 * shape.num_layers * heads * shape.head_dim * _cache_itemsize(cfg)
     cache = _cache_bytes(cfg.rollout, card, weights, per_token)
@@ -183,7 +183,7 @@ def _phases(
         for backward in (False, True)
     )
     return {
-        "log-probabilities": forward_bytes(cfg, shape) + head,
+        "log-probabilities": forward_bytes(cfg, shape, stage) + head,
         "train": stage_activations(cfg, shape, stage, microbatches) + backward_head,
         "push": cfg.rollout.update_weights_bucket_megabytes * 10**6,
     }

@@ -4,13 +4,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import prod
 
-import torch
-
 from checkpoint_convert import ModelShape, check_divisible, hf_tensors, read_shape
 from checkpoint_convert.megatron import first_senders
 from megatron_grpo.config.config import Config
+from megatron_grpo.planning.itemsizes import file_itemsizes, worker_itemsizes
 from megatron_grpo.planning.peer_traffic import m2n_elements, nccl_elements
-from megatron_grpo.weights.worker_layouts import worker_layouts
+from megatron_grpo.weights.worker_layouts import shard_bytes, worker_layouts
 from parallel import Layout, Traffic, all_shares, senders_by_worker, traffic
 from parallel.transport import bucket_bytes_for
 
@@ -27,21 +26,21 @@ def reshard_table(cfg: Config) -> str:
     shares = list(all_shares(first_senders(shape, dims), workers))
     sources = senders_by_worker(shares, len(workers))
     megabytes = cfg.rollout.update_weights_bucket_megabytes
-    itemsize = getattr(torch, cfg.model.dtype).itemsize
-    shard_bytes = max(worker.num_elements for worker in workers) * itemsize
-    slot = bucket_bytes_for(megabytes * 1_000_000, sources, num_engines, shard_bytes)
+    itemsizes = worker_itemsizes(cfg, shape)
+    limit = megabytes * 1_000_000
+    slot = bucket_bytes_for(limit, sources, num_engines, shard_bytes(workers, itemsizes))
     push = traffic(
         shares,
         num_workers=len(workers),
         num_ranks=dims.world_size,
         num_engines=num_engines,
-        itemsize=itemsize,
-        max_elements=slot // itemsize,
+        itemsizes=itemsizes,
+        max_elements=slot // max(itemsizes.values()),
     )
-    peers = _peers(shape, workers[0], itemsize) if cfg.rollout.engine == "vllm" else {}
+    peers = _peers(cfg, shape, workers[0]) if cfg.rollout.engine == "vllm" else {}
     return "\n".join(
         [
-            _model_line(shape, cfg.model.dtype, itemsize),
+            _model_line(cfg, shape),
             "",
             *_trainer_rows(push, _links_of_ranks(sources), dims.pipeline),
             f"sum {_size(sum(push.sent))}; the busiest rank sends {push.imbalance:.3f} times the "
@@ -57,17 +56,26 @@ def reshard_table(cfg: Config) -> str:
     )
 
 
-def _model_line(shape: ModelShape, dtype: str, itemsize: int) -> str:
-    size = sum(map(prod, hf_tensors(shape).values()))
-    return f"{shape.family}, {size / 1e9:,.2f} B parameters in {dtype}: {_size(size * itemsize)}"
+def _model_line(cfg: Config, shape: ModelShape) -> str:
+    elements = {name: prod(size) for name, size in hf_tensors(shape).items()}
+    return (
+        f"{shape.family}, {sum(elements.values()) / 1e9:,.2f} B parameters in {cfg.model.dtype}: "
+        f"{_size(_file_bytes(cfg, shape, elements))}"
+    )
 
 
-def _peers(shape: ModelShape, worker: Layout, itemsize: int) -> dict[str, int]:
+def _peers(cfg: Config, shape: ModelShape, worker: Layout) -> dict[str, int]:
     """Bytes that every engine rank would receive with vLLM's own backends."""
     return {
-        "nccl": sum(nccl_elements(shape).values()) * itemsize,
-        "nccl_m2n": sum(m2n_elements(shape, worker).values()) * itemsize,
+        "nccl": _file_bytes(cfg, shape, nccl_elements(shape)),
+        "nccl_m2n": _file_bytes(cfg, shape, m2n_elements(shape, worker)),
     }
+
+
+def _file_bytes(cfg: Config, shape: ModelShape, elements: Mapping[str, int]) -> int:
+    """Bytes of so many elements of each tensor of the weight files."""
+    itemsizes = file_itemsizes(cfg, shape)
+    return sum(itemsizes[name] * count for name, count in elements.items())
 
 
 def _times_as_much(peers: Mapping[str, int], push: Traffic) -> list[str]:

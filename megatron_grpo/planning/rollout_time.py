@@ -8,8 +8,8 @@ from math import ceil
 from checkpoint_convert import ModelShape
 from megatron_grpo.config.config import Config
 from megatron_grpo.planning.card import Card
+from megatron_grpo.planning.itemsizes import worker_itemsizes
 from megatron_grpo.planning.memory import EngineBytes
-from megatron_grpo.planning.state import ITEMSIZE
 from megatron_grpo.planning.step_time import active_weights
 from megatron_grpo.planning.workload import spread
 from megatron_grpo.rollout.vllm_command import engine_number
@@ -90,13 +90,14 @@ def _read_bytes(cfg: Config, shape: ModelShape) -> tuple[int, int]:
     An untied embedding is looked up, not read.
     """
     dense = experts = 0
+    itemsizes = worker_itemsizes(cfg, shape)
     for piece in worker_layouts(shape, cfg.rollout)[0].pieces:
+        num_bytes = piece.box.num_elements * itemsizes[piece.local]
         if ".experts." in piece.tensor:
-            experts += piece.box.num_elements
+            experts += num_bytes
         elif shape.tie_word_embeddings or ".embed_tokens." not in piece.tensor:
-            dense += piece.box.num_elements
-    itemsize = ITEMSIZE[cfg.model.dtype]
-    return dense * itemsize, experts * itemsize
+            dense += num_bytes
+    return dense, experts
 
 
 def _expert_passes(shape: ModelShape, completions: Sequence[int]) -> float:

@@ -5,16 +5,22 @@ from dataclasses import dataclass, replace
 from math import lcm, prod
 
 from checkpoint_convert import ModelShape, megatron_layout
+from checkpoint_convert.families.mixture import SELECTION_BIAS
 from megatron_grpo.config.config import Config
+from megatron_grpo.planning.itemsizes import ITEMSIZE
+from megatron_grpo.planning.layer_kinds import layer_kinds
 from parallel import Coordinates, ParallelDims, pipeline_layers
 from parallel.alignment import round_up
 
-ITEMSIZE = {"bfloat16": 2, "float32": 4}
 GRADIENT_BYTES = 4
 """Gradients are summed in float32."""
 MOMENTS = 2
 START_MULTIPLE, BUCKET_MULTIPLE = 64, 128
 """Elements to which Megatron-Core aligns parameters and buckets in its gradient buffers."""
+
+
+_Parameter = tuple[int, str, int]
+"""Chunk, name and number of elements."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,33 +46,37 @@ class StateBytes:
 def state_bytes(cfg: Config, shape: ModelShape, rank: int) -> StateBytes:
     """What a rank holds from the first step to the last."""
     weights = expert_weights = gradients = owned = 0
-    for bucket in _buckets(shape, cfg.dims, rank):
+    at = cfg.dims.coordinates(rank)
+    parameters = list(_parameters(shape, cfg.dims, at))
+    biases = sum(size for _, name, size in parameters if not _is_trained(name))
+    for bucket in _buckets(parameters, shape, cfg.dims, at):
         weights += sum(bucket.sizes)
         expert_weights += sum(bucket.sizes) if bucket.is_expert else 0
         gradients += bucket.padded
         owned += bucket.owned
-    itemsize = ITEMSIZE[cfg.model.dtype]
+    itemsize, of_biases = ITEMSIZE[cfg.model.dtype], biases * ITEMSIZE["float32"]
     copies = MOMENTS + (cfg.model.dtype != "float32")
     of_reference = itemsize + (ITEMSIZE["float32"] if cfg.mixes_in_float32 else 0)
     return StateBytes(
-        weights=weights * itemsize,
+        weights=weights * itemsize + of_biases,
         expert_weights=expert_weights * itemsize,
         gradients=gradients * GRADIENT_BYTES,
         optimizer=owned * copies * GRADIENT_BYTES,
-        reference=weights * of_reference if cfg.grpo.beta > 0 else 0,
+        reference=weights * of_reference + of_biases if cfg.grpo.beta > 0 else 0,
     )
 
 
 def stage_states(cfg: Config, shape: ModelShape) -> list[StateBytes]:
     """`state_bytes` of the first rank of every stage; the others differ at most by some padding.
 
-    Stages with equally many layers are alike, except for the first and the last.
+    Stages with equally many layers of each kind are alike, except for the first and the last.
     """
+    kinds = layer_kinds(shape)
     known: dict[tuple[int, ...], StateBytes] = {}
     states = []
     for stage, chunks in enumerate(pipeline_layers(shape.num_layers, cfg.dims)):
         ends = int(chunks[0].start == 0), int(chunks[-1].stop == shape.num_layers)
-        role = *ends, *map(len, chunks)
+        role = *ends, *(kind.count_in(chunk) for kind in kinds for chunk in chunks)
         if role not in known:
             known[role] = state_bytes(cfg, shape, stage * cfg.dims.stage_size)
         states.append(known[role])
@@ -106,14 +116,16 @@ class _Bucket:
         return sum(max(0, min(end, last) - max(start, first)) for start, end in self._places)
 
 
-def _buckets(shape: ModelShape, dims: ParallelDims, rank: int) -> Iterator[_Bucket]:
+def _buckets(
+    parameters: Sequence[_Parameter], shape: ModelShape, dims: ParallelDims, at: Coordinates
+) -> Iterator[_Bucket]:
     """The buckets of a rank. Experts, and an embedding tied across stages, have separate ones."""
-    at = dims.coordinates(rank)
     is_tied_over_stages = shape.tie_word_embeddings and dims.pipeline > 1
     buckets: dict[tuple[int, bool, bool], list[int]] = {}
-    for chunk, name, size in _parameters(shape, dims, at):
+    for chunk, name, size in parameters:
         is_shared = is_tied_over_stages and ("word_embeddings" in name or "output_layer" in name)
-        buckets.setdefault((chunk, ".experts." in name, is_shared), []).append(size)
+        if _is_trained(name):
+            buckets.setdefault((chunk, ".experts." in name, is_shared), []).append(size)
     for (_, is_expert, _), sizes in buckets.items():
         if is_expert:
             num_shards, shard = expert_shards(dims), dims.expert_place(at).data
@@ -127,21 +139,41 @@ def expert_shards(dims: ParallelDims) -> int:
     return dims.stage_size // (dims.expert * dims.expert_tensor)
 
 
-def _parameters(
-    shape: ModelShape, dims: ParallelDims, at: Coordinates
-) -> Iterator[tuple[int, str, int]]:
-    """Chunk, name and elements of each parameter of the rank at `at`, in model order.
+def _is_trained(name: str) -> bool:
+    """All but the float32 biases by which a router chooses experts: they have no gradient."""
+    return not name.endswith(SELECTION_BIAS)
 
-    All layers are alike, so the layout is that of a model with one layer per chunk.
+
+def _parameters(shape: ModelShape, dims: ParallelDims, at: Coordinates) -> Iterator[_Parameter]:
+    """The parameters of the rank at `at`, in model order.
+
+    Layers of a kind are alike, so each is that of a model with one layer of its kind per chunk.
     """
+    kinds = layer_kinds(shape)
+    chunks = pipeline_layers(shape.num_layers, dims)[at.pipeline]
+    shallow = [_shallow_chunks(kind.shape, dims, at) for kind in kinds]
+    for layers, *of_kinds in zip(chunks, *shallow, strict=True):
+        before, _, after = of_kinds[0]  # the same of all kinds
+        yield from before
+        for kind, (_, layer, _) in zip(kinds, of_kinds, strict=True):
+            yield from layer * kind.count_in(layers)
+        yield from after
+
+
+def _shallow_chunks(
+    shape: ModelShape, dims: ParallelDims, at: Coordinates
+) -> Iterator[tuple[Sequence[_Parameter], Sequence[_Parameter], Sequence[_Parameter]]]:
+    """What each chunk would hold before, in and after its layer if it had only one."""
     shallow = replace(shape, num_layers=dims.pipeline * dims.virtual_pipeline)
     # Transformer Engine names norms differently, but they have as many elements.
     layout = megatron_layout(shallow, dims.even, at, transformer_engine=False)
-    sizes = [(name, prod(size)) for name, size in layout.shapes.items()]
-    for chunk, layers in enumerate(pipeline_layers(shape.num_layers, dims)[at.pipeline]):
-        own = [(name, size) for name, size in sizes if name.startswith(f"{chunk}.")]
-        in_layer = [".layers." in name for name, _ in own]
+    for chunk in range(dims.virtual_pipeline):
+        own = [
+            (chunk, name, prod(size))
+            for name, size in layout.shapes.items()
+            if name.startswith(f"{chunk}.")
+        ]
+        in_layer = [".layers." in name for _, name, _ in own]
         begin = in_layer.index(True)
         end = begin + sum(in_layer)
-        for name, size in own[:begin] + own[begin:end] * len(layers) + own[end:]:
-            yield chunk, name, size
+        yield own[:begin], own[begin:end], own[end:]

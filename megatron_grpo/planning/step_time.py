@@ -7,7 +7,9 @@ from math import prod
 from checkpoint_convert import ModelShape, hf_tensors
 from megatron_grpo.config.config import Config
 from megatron_grpo.planning.card import Card
-from megatron_grpo.planning.state import GRADIENT_BYTES, ITEMSIZE, StateBytes, expert_shards
+from megatron_grpo.planning.itemsizes import ITEMSIZE
+from megatron_grpo.planning.layer_kinds import layer_kinds
+from megatron_grpo.planning.state import GRADIENT_BYTES, StateBytes, expert_shards
 from megatron_grpo.planning.workload import Workload
 from parallel import ParallelDims, pipeline_layers
 
@@ -77,15 +79,15 @@ def stage_flops(cfg: Config, shape: ModelShape, lengths: Sequence[int]) -> list[
     more, and so does the head, which counts as if every token were of a response.
     """
     forwards = _forwards_alone(cfg)
-    layer = forward_flops(shape, lengths) / shape.num_layers * (3 + _recomputes(cfg) + forwards)
-    flops = [layer * layers for layers in _layers_of_stages(cfg, shape)]
+    passes = 3 + _recomputes(cfg) + forwards
+    flops = [0.0] * cfg.dims.pipeline
+    for kind in layer_kinds(shape):
+        layer = forward_flops(kind.shape, lengths) / shape.num_layers * passes
+        for stage, chunks in enumerate(pipeline_layers(shape.num_layers, cfg.dims)):
+            flops[stage] += layer * kind.count_in(*chunks)
     head = 2.0 * shape.hidden_size * shape.vocab_size * sum(lengths)
     flops[-1] += head * (4 + forwards)
     return flops
-
-
-def _layers_of_stages(cfg: Config, shape: ModelShape) -> list[int]:
-    return [sum(map(len, chunks)) for chunks in pipeline_layers(shape.num_layers, cfg.dims)]
 
 
 def _forwards_alone(cfg: Config) -> float:
@@ -110,9 +112,14 @@ def forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
 
 def active_weights(shape: ModelShape) -> float:
     """Weights of all layers that a token is multiplied with; of experts, only those it goes to."""
+    return sum(len(kind.layers) * _layer_weights(kind.shape) for kind in layer_kinds(shape))
+
+
+def _layer_weights(shape: ModelShape) -> float:
+    """The same of one layer, in a model of layers all alike."""
     share = shape.moe.experts_per_token / shape.moe.num_experts if shape.moe else 1.0
     one_layer = hf_tensors(replace(shape, num_layers=1))
-    return shape.num_layers * sum(
+    return sum(
         prod(size) * (share if ".experts." in name else 1.0)
         for name, size in one_layer.items()
         if ".layers." in name
@@ -130,7 +137,7 @@ def _links(
     dims, itemsize = cfg.dims, ITEMSIZE[cfg.model.dtype]
     tokens = (work.tokens + work.padding) / dims.data / dims.context
     width = itemsize * shape.hidden_size * tokens
-    layers = max(_layers_of_stages(cfg, shape))
+    pairs, layers, mixtures = _exchanges(dims, shape)
     alone = _forwards_alone(cfg)
     forwards = 1 + _recomputes(cfg) + alone
     key = shape.num_key_value_heads * shape.head_dim / dims.tensor * itemsize * tokens
@@ -145,15 +152,13 @@ def _links(
     share = 1 / dims.tensor if cfg.parallel.sequence_parallel else 1.0
     sends = _pipeline_sends(dims, 1 + alone)
     experts = dims.expert * dims.expert_tensor
-    # Pairs of all-gather and reduce-scatter per layer; that of the experts is below.
-    pairs = 2 if shape.moe is None else 1
     uses = [
         # Every pair needs one more all-gather in the backward.
         (
             "tensor",
             dims.tensor,
             dims.tensor,
-            _of(dims.tensor) * width * layers * pairs * (2 * forwards + 3),
+            _of(dims.tensor) * width * pairs * (2 * forwards + 3),
         ),
         # Keys and values go to all ranks, and their gradients come back.
         (
@@ -170,13 +175,31 @@ def _links(
         # back; both again in the backward.
         sent = (_of(dims.expert) + dims.expert_tensor - 1) * shape.moe.experts_per_token
         uses.append(
-            ("expert", experts, experts, sent * width * share * layers * 2 * (forwards + 1))
+            ("expert", experts, experts, sent * width * share * mixtures * 2 * (forwards + 1))
         )
     return [
         _link(purpose, num_bytes, span <= card.per_node, card)
         for purpose, size, span, num_bytes in uses
         if size > 1
     ]
+
+
+def _exchanges(dims: ParallelDims, shape: ModelShape) -> tuple[int, int, int]:
+    """How often tensor, context and expert ranks exchange what a forward needs.
+
+    In each case on the stage where this is most often. Tensor ranks exchange a pair of all-gather
+    and reduce-scatter around the attention of every layer, and one around every MLP or expert that
+    all tokens go to; context ranks keys and values in every layer; expert ranks the tokens of every
+    mixture.
+    """
+    pairs, layers, mixtures = [], [], []
+    for chunks in pipeline_layers(shape.num_layers, dims):
+        counts = [(kind.shape.moe, kind.count_in(*chunks)) for kind in layer_kinds(shape)]
+        layers.append(sum(count for _, count in counts))
+        mixtures.append(sum(count for moe, count in counts if moe))
+        alone = sum(count for moe, count in counts if moe and not moe.shared_intermediate_size)
+        pairs.append(2 * layers[-1] - alone)
+    return max(pairs), max(layers), max(mixtures)
 
 
 def _pipeline_sends(dims: ParallelDims, forwards: float) -> float:

@@ -1,15 +1,19 @@
 """The trained model: Megatron-Core GPTModels with weights from a Hugging Face folder."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from checkpoint_convert import ModelShape, megatron_layout, padded_vocab_size
+from checkpoint_convert.families.mixture import SELECTION_BIAS
 from checkpoint_convert.megatron import layout_sender
 from checkpoint_convert.rank_weights import read_weights
 from megatron_grpo.config.config import Config
@@ -17,6 +21,7 @@ from megatron_grpo.policy.optimizer import make_optimizer, make_scheduler
 from megatron_grpo.policy.packed_params import PackedRotary, packed_params
 from megatron_grpo.policy.router_replay import add_router_replay, own_routes
 from megatron_grpo.policy.transformer import block_spec, transformer_config, uses_transformer_engine
+from megatron_grpo.policy.yarn import yarn_frequencies, yarn_scaling
 from parallel import Layout, Sender, pipeline_layers
 from parallel.context import context_indices
 from parallel.groups import Groups
@@ -49,11 +54,16 @@ class Model:
         return own
 
     def parameters(self) -> dict[str, Tensor]:
-        """Parameters by their local names in `layout`: ``{chunk}.{Megatron's name}``."""
+        """Parameters by their local names in `layout`: ``{chunk}.{Megatron's name}``.
+
+        They include the biases by which experts are chosen, which have no gradient.
+        """
         return {
-            f"{number}.{name}": parameter
+            f"{number}.{name}": value
             for number, chunk in enumerate(self.chunks)
-            for name, parameter in unwrapped(chunk).named_parameters()
+            for name, value in chain(
+                unwrapped(chunk).named_parameters(), _selection_biases(unwrapped(chunk))
+            )
         }
 
 
@@ -153,7 +163,7 @@ def _build_chunks(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTMod
     chunks = [
         GPTModel(
             config=config,
-            transformer_layer_spec=block_spec(config, len(layers), cfg.grpo.shared_prompts),
+            transformer_layer_spec=block_spec(config, layers, shape, cfg.grpo.shared_prompts),
             vocab_size=padded_vocab_size(shape, dims),
             max_sequence_length=shape.max_position_embeddings,
             pre_process=layers.start == 0,
@@ -162,19 +172,41 @@ def _build_chunks(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTMod
             vp_stage=virtual_stage if dims.virtual_pipeline > 1 else None,
             position_embedding_type="rope",
             rotary_base=shape.rope_theta,
+            rotary_percent=shape.partial_rotary_factor,
             **_rope_scaling(shape),
         )
         for virtual_stage, layers in enumerate(
             pipeline_layers(shape.num_layers, dims)[groups.coordinates.pipeline]
         )
     ]
-    rotary = PackedRotary(chunks[0].rotary_pos_emb)
+    rotary = chunks[0].rotary_pos_emb
+    if yarn := yarn_scaling(shape):
+        rotary.inv_freq = yarn_frequencies(rotary.inv_freq, shape.rope_theta, yarn)
+    packed_rotary = PackedRotary(rotary)
+    _keep_selection_biases(chunks)
     for chunk in chunks:
         _mark_experts(chunk)
         if chunk.post_process:
             chunk.output_layer.forward = _pass_hidden_states
-        chunk.rotary_pos_emb = rotary
+        chunk.rotary_pos_emb = packed_rotary
     return chunks
+
+
+def _selection_biases(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:
+    return (each for each in chunk.named_buffers() if each[0].endswith(SELECTION_BIAS))
+
+
+def _keep_selection_biases(chunks: Sequence[GPTModel]) -> None:
+    """Choose experts by the biases as they were read.
+
+    In pretraining Megatron counts the tokens of each expert, in a function that it compiles first,
+    and moves the biases after each step. With these flags off it still adds them to the scores.
+    """
+    chunks[0].config.moe_router_enable_expert_bias = False
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, TopKRouter):
+                module.enable_expert_bias = False
 
 
 def _pass_hidden_states(hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
@@ -195,7 +227,8 @@ def _mark_experts(chunk: GPTModel) -> None:
 
 
 def _rope_scaling(shape: ModelShape) -> dict[str, Any]:
-    if shape.rope_scaling is None:
+    """GPTModel's arguments for the kinds of RoPE scaling that it computes itself."""
+    if shape.rope_scaling is None or yarn_scaling(shape):
         return {}
     factor = shape.rope_scaling["factor"]
     if shape.rope_scaling["rope_type"] == "linear":

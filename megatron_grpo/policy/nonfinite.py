@@ -60,6 +60,8 @@ def _broken_gradients(policy: Policy) -> Iterator[tuple[str, str]]:
     """Hugging Face name and description of each non-finite gradient on this rank."""
     parameters = policy.parameters()
     for piece in policy.layout.pieces:
+        if not parameters[piece.local].requires_grad:
+            continue
         gradient: Tensor = parameters[piece.local].main_grad  # type: ignore[attr-defined]
         values = gradient[piece.local_box.slices]
         broken = values[~(values.abs() <= LARGEST_VALUE)]

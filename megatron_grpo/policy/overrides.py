@@ -30,6 +30,11 @@ def check_overrides(
             raise ValueError(
                 f"model.megatron.{name} is {value!r}; possible here: {[*LEGAL_VALUES[name]]}"
             )
+        if name == "moe_aux_loss_coeff" and value and decided.get("moe_router_enable_expert_bias"):
+            raise ValueError(
+                f"model.megatron.{name} is {value!r}, but Megatron's loss would not see the biases "
+                "by which this model chooses experts: leave it out"
+            )
         if name.endswith("_loss_coeff") and not (isinstance(value, int | float) and value >= 0):
             raise ValueError(
                 f"model.megatron.{name} is {value!r}: use a number from 0 on, such as 0.001"

@@ -39,6 +39,8 @@ class Reference(Model):
             return
         alpha = self.grpo.ref_model_mixup_alpha
         for name, trained in policy.parameters().items():
+            if not trained.requires_grad:
+                continue  # a mixture of equal values may round to others
             self.mixture[name].mul_(1 - alpha).add_(trained.detach(), alpha=alpha)
         self.take_mixture()
 

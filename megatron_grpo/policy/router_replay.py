@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
 from parallel import pipeline_layers
@@ -53,6 +54,8 @@ class RouterReplay:
 def add_router_replay(chunks: Sequence[GPTModel]) -> None:
     """Make the layers of a model follow the routes in the params of each packed microbatch."""
     for number, layer in enumerate(layer for chunk in chunks for layer in chunk.decoder.layers):
+        if not isinstance(layer.mlp, MoELayer):
+            continue  # the routes have a place for it all the same
         replay = layer.mlp.router.router_replay = RouterReplay()
         # Megatron passes the params to a layer again when it recomputes the whole of it ...
         layer.register_forward_pre_hook(partial(_bind, replay, number), with_kwargs=True)

@@ -17,13 +17,17 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import (
+    LayerNormImpl,
+    TransformerBlockSubmodules,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import silu
 
 from checkpoint_convert import ModelShape, MoeShape
 from megatron_grpo.policy.overrides import check_overrides
+from megatron_grpo.policy.yarn import yarn_scaling, yarn_softmax_scale
 from parallel import ParallelDims, pipeline_layers
 from parallel.attention import PackedAttention
 
@@ -57,7 +61,7 @@ def transformer_config(
     )
     if shape.moe is not None:
         _check_sequence_parallel(dims, sequence_parallel)
-        decided |= _mixture(shape.moe, free["transformer_impl"])
+        decided |= _mixture(shape, shape.moe, free["transformer_impl"])
         # The scores of two experts may differ by less than bfloat16 can resolve.
         free = {"moe_router_dtype": "fp32"} | free
     check_overrides(overrides, decided, {"local", _best_implementation(dtype)})
@@ -92,28 +96,46 @@ def balances_experts(config: TransformerConfig) -> bool:
     return config.num_moe_experts is not None and any(coefficients)
 
 
-def block_spec(config: TransformerConfig, num_layers: int, shared_prompts: bool) -> Any:
-    """Modules of a model chunk of `num_layers` layers."""
-    if uses_transformer_engine(config):
-        fused = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=config.num_moe_experts,
-            moe_grouped_gemm=config.moe_grouped_gemm,
-            qk_layernorm=config.qk_layernorm,
-        )
-        if shared_prompts:
-            fused.submodules.self_attention.submodules.core_attention = PackedAttention
-        return fused
-    layer = torch_layer_spec(config)
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+def block_spec(
+    config: TransformerConfig, layers: range, shape: ModelShape, shared_prompts: bool
+) -> TransformerBlockSubmodules:
+    """Modules of a model chunk with these `layers` of the model."""
+    is_fused = uses_transformer_engine(config)
+
+    def layer_spec(num_experts: int | None) -> ModuleSpec:
+        if is_fused:
+            return fused_layer_spec(config, num_experts, shared_prompts)
+        return torch_layer_spec(config, num_experts)
+
+    # One object for all equal layers: Megatron builds modules from it, and leaves it as it is.
+    dense, mixture = layer_spec(None), layer_spec(config.num_moe_experts)
+    return TransformerBlockSubmodules(
+        layer_specs=[dense if layer < shape.num_dense_layers else mixture for layer in layers],
+        layer_norm=LayerNormImpl if is_fused else RMSNorm,
+    )
 
 
-def torch_layer_spec(config: TransformerConfig) -> ModuleSpec:
+def fused_layer_spec(
+    config: TransformerConfig, num_experts: int | None, shared_prompts: bool
+) -> ModuleSpec:
+    """Transformer Engine's layer; its attention does not know shared prompts."""
+    layer = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=num_experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+    )
+    if shared_prompts:
+        layer.submodules.self_attention.submodules.core_attention = PackedAttention
+    return layer
+
+
+def torch_layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
     """Megatron's local layer, with replacements for its norms and attention.
 
     The originals refuse sequence parallelism, and packed sequences and context parallelism.
     """
     layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
+        num_experts=num_experts,
         qk_layernorm=config.qk_layernorm,
         normalization="RMSNorm",
     )
@@ -122,7 +144,7 @@ def torch_layer_spec(config: TransformerConfig) -> ModuleSpec:
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    if config.num_moe_experts is not None:
+    if num_experts is not None:
         # Checkpoints use Transformer Engine's names. It does not fuse this norm into the experts,
         # as the router needs its output as well; Megatron's table covers only dense layers.
         del modules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
@@ -147,7 +169,10 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 def _architecture(shape: ModelShape) -> dict[str, Any]:
+    yarn = yarn_scaling(shape)
     return {
+        # None: head_dim ** -0.5
+        "softmax_scale": yarn_softmax_scale(shape.head_dim, yarn) if yarn else None,
         "num_layers": shape.num_layers,
         "hidden_size": shape.hidden_size,
         "num_attention_heads": shape.num_attention_heads,
@@ -166,14 +191,20 @@ def _architecture(shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def _mixture(moe: MoeShape, implementation: str) -> dict[str, Any]:
+def _mixture(shape: ModelShape, moe: MoeShape, implementation: str) -> dict[str, Any]:
+    are_experts = [layer >= moe.num_dense_layers for layer in range(shape.num_layers)]
     return {
+        # A list makes a checkpoint have a key for each layer.
+        "moe_layer_freq": 1 if shape.has_equal_layers else [*map(int, are_experts)],
         "num_moe_experts": moe.num_experts,
         "moe_ffn_hidden_size": moe.intermediate_size,
         "moe_router_topk": moe.experts_per_token,
-        "moe_router_score_function": "softmax",
+        "moe_router_score_function": moe.score_function,
         # A softmax over the chosen logits equals the softmax over all, renormalized to sum to 1.
         "moe_router_pre_softmax": not moe.normalize_topk,
+        "moe_router_topk_scaling_factor": None if moe.weight_scale == 1.0 else moe.weight_scale,
+        "moe_router_enable_expert_bias": moe.score_function == "sigmoid",
+        "moe_shared_expert_intermediate_size": moe.shared_intermediate_size or None,
         # Every token goes to all of its experts. With a capacity, results would depend on the other
         # tokens of the microbatch, padding included.
         "moe_expert_capacity_factor": None,

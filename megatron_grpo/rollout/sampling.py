@@ -1,6 +1,7 @@
 """Token-by-token sampling of completions from a `transformers` model."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,30 +16,36 @@ class Completion(NamedTuple):
     logprobs: list[float]
     routed_experts: Tensor | None
     """[tokens, layers, topk] uint8 or uint16: the experts that processed each token of prompt and
-    completion but the last; None without a recorder."""
+    completion but the last, and 0 in layers without experts; None without a recorder."""
 
 
 class RouteRecorder:
     """Notes which experts the routers of a model choose."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._of_layers: list[Tensor] = []
-        for module in model.modules():
-            if type(module).__name__.endswith("TopKRouter"):
-                module.register_forward_hook(self._note)
-                # vLLM returns the same type of numbers.
-                self._dtype = torch.uint8 if module.num_experts <= 256 else torch.uint16
+        layers: Any = model.get_decoder().layers
+        self._num_layers = len(layers)
+        self._of_layers: dict[int, Tensor] = {}
+        for number, layer in enumerate(layers):
+            for module in layer.modules():
+                if type(module).__name__.lower().endswith("topkrouter"):
+                    module.register_forward_hook(partial(self._note, number))
+                    # vLLM returns the same type of numbers.
+                    self._dtype = torch.uint8 if module.num_experts <= 256 else torch.uint16
 
-    def _note(self, _module: Any, _inputs: Any, outputs: tuple[Tensor, Tensor, Tensor]) -> None:
-        self._of_layers.append(outputs[2])  # after logits and weights: the chosen experts
+    def _note(
+        self, number: int, _module: Any, _inputs: Any, outputs: tuple[Tensor, Tensor, Tensor]
+    ) -> None:
+        self._of_layers[number] = outputs[2]  # after logits and weights: the chosen experts
 
     def take(self, num_completions: int, is_prompt: bool) -> Sequence[Tensor]:
         """[tokens, layers, topk] of the last forward pass, for each of the completions.
 
         The pass had one token of each, or the prompt that they share.
         """
-        routes = torch.stack(self._of_layers, dim=1).to("cpu", self._dtype)
-        self._of_layers.clear()
+        none = torch.zeros_like(next(iter(self._of_layers.values())))
+        of_layers = [self._of_layers.get(number, none) for number in range(self._num_layers)]
+        routes = torch.stack(of_layers, dim=1).to("cpu", self._dtype)
         return [routes] * num_completions if is_prompt else routes.split(1)
 
 

@@ -140,13 +140,15 @@ class TransformersEngine:
                 self.state.load(checksums(self._stored_tensors()))
 
     def _stored_tensors(self) -> dict[str, Tensor]:
-        """The parameters named and shaped as in a checkpoint folder.
+        """The parameters, and the buffers that files hold, named and shaped as in a folder.
 
         In memory, transformers stacks experts and renames parameters. Most results are views of the
         model's own parameters.
         """
-        parameters = {name: p.detach() for name, p in self.model.named_parameters()}
-        return revert_weight_conversion(self.model, parameters)
+        in_files = self.model.state_dict().keys()
+        tensors = {name: p.detach() for name, p in self.model.named_parameters()}
+        tensors |= {name: b for name, b in self.model.named_buffers() if name in in_files}
+        return revert_weight_conversion(self.model, tensors)
 
     def _take_received(self) -> None:
         """Copy received tensors into the parameters that `_stored_tensors` has no view of."""

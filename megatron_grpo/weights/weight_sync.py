@@ -28,7 +28,7 @@ from megatron_grpo.launch.preemption import Preempted
 from megatron_grpo.rollout import EnginesLost, RolloutClient, WorkerSums
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.weights.weight_sums import sums_of_all_ranks
-from megatron_grpo.weights.worker_layouts import worker_layouts
+from megatron_grpo.weights.worker_layouts import shard_bytes, worker_dtypes, worker_layouts
 from parallel import Sender, cut_shares, plan_shares
 from parallel.failure import broadcast_text, first_failure
 from parallel.transport import (
@@ -64,18 +64,21 @@ class WeightSync:
         # As resolved by the last rank: on rank 0's own host, its name may resolve to loopback.
         address = meeting_address(cfg.rollout.base_urls, num_hosts, os.environ)
         self._address = broadcast_text(address, source=dist.get_world_size() - 1)
-        self._dtype = getattr(torch, cfg.model.dtype)
+        dtypes = worker_dtypes(shape, cfg.rollout, cfg.model.dtype)
+        self._dtypes = {name: getattr(torch, dtype) for name, dtype in dtypes.items()}
         self._workers = worker_layouts(shape, cfg.rollout)
         shares = plan_shares(sender, self._workers)
         self._senders = self._all_senders({worker for worker, *_ in shares})
         limit = cfg.rollout.update_weights_bucket_megabytes * 1_000_000
-        shard_bytes = max(worker.num_elements for worker in self._workers) * self._dtype.itemsize
+        itemsizes = {name: dtype.itemsize for name, dtype in self._dtypes.items()}
         self._bucket_bytes = bucket_bytes_for(
-            limit, self._senders, cfg.rollout.num_engines, shard_bytes
+            limit,
+            self._senders,
+            cfg.rollout.num_engines,
+            shard_bytes(self._workers, itemsizes),
         )
-        max_elements = self._bucket_bytes // self._dtype.itemsize
-        self._sends = cut_shares(shares, max_elements)
-        self._check_engine = partial(check_engine, self._workers, dtype=cfg.model.dtype)
+        self._sends = cut_shares(shares, self._bucket_bytes // max(itemsizes.values()))
+        self._check_engine = partial(check_engine, self._workers, dtypes=dtypes)
         self._num_engines, self._chain = 0, 0
         self._outbox: Outbox | None = None
         self._board: Board | None = None
@@ -213,7 +216,7 @@ class WeightSync:
                 rank=self._sender.rank,
                 sends=self._sends,
                 shapes=[worker.shapes for worker in self._workers],
-                dtype=self._dtype,
+                dtypes=self._dtypes,
                 device=self._device,
             )
 

@@ -1,7 +1,11 @@
-"""Layouts of the weights in an engine's workers, derived from the config alone."""
+"""Layouts, dtypes and sizes of the weights in an engine's workers, from the config alone."""
+
+from collections.abc import Mapping, Sequence
+from math import prod
 
 from checkpoint_convert import ModelShape, hf_tensors
-from checkpoint_convert.vllm import EngineDims, engine_layouts
+from checkpoint_convert.megatron import float32_tensors
+from checkpoint_convert.vllm import EngineDims, engine_dtypes, engine_layouts
 from megatron_grpo.config.rollout_config import RolloutConfig
 from parallel import Layout
 
@@ -19,3 +23,19 @@ def worker_layouts(shape: ModelShape, rollout: RolloutConfig) -> list[Layout]:
     if rollout.engine == "transformers":
         return [Layout.of_whole_tensors(hf_tensors(shape))]
     return engine_layouts(shape, engine_dims(rollout))
+
+
+def worker_dtypes(shape: ModelShape, rollout: RolloutConfig, dtype: str) -> dict[str, str]:
+    """The dtype of every parameter of the workers, by name, in engines of `dtype`."""
+    if rollout.engine == "transformers":
+        float32 = float32_tensors(shape)
+        return {name: "float32" if name in float32 else dtype for name in hf_tensors(shape)}
+    return engine_dtypes(shape, dtype)
+
+
+def shard_bytes(workers: Sequence[Layout], itemsizes: Mapping[str, int]) -> int:
+    """Bytes of the weights of an engine's fullest worker; `itemsizes` are those of `workers`."""
+    return max(
+        sum(itemsizes[name] * prod(size) for name, size in worker.shapes.items())
+        for worker in workers
+    )

@@ -46,14 +46,15 @@ class Outbox:
         rank: int,
         sends: Mapping[int, Sequence[Copy]],
         shapes: Sequence[Mapping[str, Shape]],
-        dtype: torch.dtype,
+        dtypes: Mapping[str, torch.dtype],
         device: torch.device,
         timeout: timedelta = TIMEOUT,
     ) -> "Outbox":
         """Publish what `rank` sends to each worker, and open the links to them.
 
-        `board` is that of the invitation's meeting, `shapes` are those of each worker's parameters.
-        The tensors are on `device` and are sent as `dtype`; no copy is larger than a bucket.
+        `board` is that of the invitation's meeting, `shapes` are those of each worker's parameters
+        and `dtypes` those of all workers'. The tensors are on `device` and are sent as these; no
+        copy is larger than a bucket.
         Raises LinkError when a worker does not connect within `timeout`, and at once when any
         process of the meeting has failed; the others are told if this one fails.
         """
@@ -63,12 +64,14 @@ class Outbox:
         with party.opening():
             packings = {
                 worker: Packing(
-                    [copy.destination_box for copy in copies], dtype, invitation.bucket_bytes
+                    [copy.destination_box for copy in copies],
+                    [dtypes[copy.destination] for copy in copies],
+                    invitation.bucket_bytes,
                 )
                 for worker, copies in sends.items()
             }
             for worker, copies in sends.items():
-                board.publish(f"plan/{rank}/{worker}", WirePlan.of(copies, dtype).to_json())
+                board.publish(f"plan/{rank}/{worker}", WirePlan.of(copies, dtypes).to_json())
             offers = party.offer({f"0/{rank}/{worker}": Worker(0, worker) for worker in workers})
             links = zip(workers, opened(offers), strict=True)
         streams = {
@@ -143,7 +146,7 @@ class Inbox:
             check_plans(plans, parameters, padding)
             arrivals = [plan.arrivals() for plan in plans]
             packings = [
-                Packing([box for _, box in boxes], plan.torch_dtype, invitation.bucket_bytes)
+                Packing([box for _, box in boxes], plan.torch_dtypes, invitation.bucket_bytes)
                 for plan, boxes in zip(plans, arrivals, strict=True)
             ]
             party.publish_place(me)  # before waiting: the previous engine waits for this

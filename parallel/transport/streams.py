@@ -14,26 +14,30 @@ from parallel.views import as_local, as_whole
 
 
 class Packing:
-    """How boxes, as `dtype`, are placed in the buffers of a link; the same at both ends.
+    """How boxes, each as its dtype, are placed in the buffers of a link; the same at both ends.
 
     Raises ValueError if a box is larger than a buffer.
     """
 
-    def __init__(self, boxes: Sequence[Box], dtype: torch.dtype, bucket_bytes: int) -> None:
-        sizes = [box.num_elements * dtype.itemsize for box in boxes]
+    def __init__(
+        self, boxes: Sequence[Box], dtypes: Sequence[torch.dtype], bucket_bytes: int
+    ) -> None:
+        sizes = [
+            box.num_elements * dtype.itemsize for box, dtype in zip(boxes, dtypes, strict=True)
+        ]
         if max(sizes, default=0) > bucket_bytes:
             raise ValueError(f"{max(sizes)} bytes in one piece exceed a bucket of {bucket_bytes}")
         self.num_bytes = sum(sizes)
         self.buckets = bucketed(sizes, bucket_bytes)
         self._boxes = boxes
-        self._dtype = dtype
+        self._dtypes = dtypes
 
     def views(self, bucket: Bucket, buffer: Tensor) -> Iterator[tuple[int, Tensor]]:
         """The boxes in a buffer, each with its number."""
         for number, offset in enumerate(bucket.offsets, bucket.first):
-            box = self._boxes[number]
-            data = buffer[offset : offset + box.num_elements * self._dtype.itemsize]
-            yield number, data.view(self._dtype).view(box.size)
+            box, dtype = self._boxes[number], self._dtypes[number]
+            data = buffer[offset : offset + box.num_elements * dtype.itemsize]
+            yield number, data.view(dtype).view(box.size)
 
 
 class PreparedBuckets:

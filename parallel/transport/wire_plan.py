@@ -17,21 +17,23 @@ class WirePlan:
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    dtype: str
-    """The dtype in which elements are sent, by torch's name, such as "bfloat16"."""
     names: list[str]
+    dtypes: list[str]
+    """For each of `names`, the dtype in which its elements are sent, as torch names it, such as
+    "bfloat16"."""
     boxes: list[list[NonNegativeInt]]
     """Number in `names`, then start and size along each dimension."""
 
     @classmethod
-    def of(cls, copies: Sequence[Copy], dtype: torch.dtype) -> "WirePlan":
-        """The plan of a rank's copies to one worker."""
+    def of(cls, copies: Sequence[Copy], dtypes: Mapping[str, torch.dtype]) -> "WirePlan":
+        """The plan of a rank's copies to one worker; `dtypes` are those of its parameters."""
         numbers: dict[str, int] = {}
         boxes = []
         for copy in copies:
             number = numbers.setdefault(copy.destination, len(numbers))
             boxes.append([number, *copy.destination_box.start, *copy.destination_box.size])
-        return cls(str(dtype).removeprefix("torch."), list(numbers), boxes)
+        names = [str(dtypes[name]).removeprefix("torch.") for name in numbers]
+        return cls(list(numbers), names, boxes)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "WirePlan":
@@ -40,18 +42,23 @@ class WirePlan:
             plan = TypeAdapter(cls).validate_json(text, strict=True)
         except ValidationError as error:
             raise ValueError(f"not a plan of arriving weights: {error}") from error
-        if not isinstance(getattr(torch, plan.dtype, None), torch.dtype):
-            raise ValueError(f"not a plan of arriving weights: {plan.dtype!r} is not a dtype")
+        for name in plan.dtypes:
+            if not isinstance(getattr(torch, name, None), torch.dtype):
+                raise ValueError(f"not a plan of arriving weights: {name!r} is not a dtype")
+        if len(plan.dtypes) != len(plan.names):
+            raise ValueError(
+                f"not a plan of arriving weights: {len(plan.dtypes)} dtypes of "
+                f"{len(plan.names)} parameters"
+            )
         for box in plan.boxes:
             if len(box) < 3 or not len(box) % 2 or box[0] >= len(plan.names):
                 raise ValueError(f"not a plan of arriving weights: {box} is not a box")
         return plan
 
     @property
-    def torch_dtype(self) -> torch.dtype:
-        """The dtype in which elements are sent."""
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
+    def torch_dtypes(self) -> list[torch.dtype]:
+        """The dtype in which the elements of each of `boxes` are sent."""
+        return [getattr(torch, self.dtypes[number]) for number, *_ in self.boxes]
 
     def to_json(self) -> str:
         """The plan as JSON text, as published in the store."""
@@ -76,10 +83,10 @@ def check_plans(
     shapes = {name: tuple(value.shape) for name, value in parameters.items()}
     arrivals = [arrival for plan in plans for arrival in plan.arrivals()]
     faults = {
-        f"{name} is {parameters[name].dtype}, and arrives as torch.{plan.dtype}": None
+        f"{name} is {parameters[name].dtype}, and arrives as torch.{dtype}": None
         for plan in plans
-        for name in plan.names
-        if name in parameters and str(parameters[name].dtype) != f"torch.{plan.dtype}"
+        for name, dtype in zip(plan.names, plan.dtypes, strict=True)
+        if name in parameters and str(parameters[name].dtype) != f"torch.{dtype}"
     }
     for name, box in (*arrivals, *zeros):
         if name in shapes and len(box.start) != len(shapes[name]):

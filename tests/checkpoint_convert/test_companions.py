@@ -86,6 +86,14 @@ def test_the_dtype_is_told_by_every_key_that_had_it(model, tmp_path, keys, writt
     assert copied == config | dict.fromkeys(written, "bfloat16")
 
 
+def test_layers_that_predict_further_tokens_are_left_out_of_the_config_as_of_the_weights(tmp_path):
+    model, out = tiny_model(tmp_path / "model", "glm4_moe"), tmp_path / "out"
+    source = edited(model, tmp_path / "source", num_nextn_predict_layers=1)
+    out.mkdir()
+    copy_companions(source, out, "BF16")
+    assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == 0
+
+
 def test_a_config_under_which_the_same_sizes_mean_another_model_is_refused(
     model, imported, tmp_path
 ):

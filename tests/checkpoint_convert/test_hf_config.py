@@ -13,7 +13,7 @@ import transformers
 from transformers.models.llama import LlamaConfig
 
 from checkpoint_convert import ModelShape, MoeShape, read_shape
-from models import CONFIGS, OWN_FIELDS
+from models import CONFIGS, NEVER_TIED, OWN_FIELDS
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -54,7 +54,7 @@ def tiny_config(family, **overrides):
         "vocab_size": 250,
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 512,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": family not in NEVER_TIED,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
         "eos_token_id": [7, 8],
     }
@@ -67,6 +67,18 @@ def test_what_transformers_saves_is_read_back(tmp_path, family):
     experts = MoeShape(
         num_experts=4, experts_per_token=2, intermediate_size=96, normalize_topk=True
     )
+    mixtures = {
+        "glm4_moe": replace(
+            experts,
+            intermediate_size=48,
+            score_function="sigmoid",
+            weight_scale=1.5,
+            shared_intermediate_size=96,
+            num_dense_layers=1,
+        ),
+        "mixtral": experts,
+        "qwen3_moe": replace(experts, intermediate_size=48),
+    }
     assert read_shape(tmp_path) == ModelShape(
         family=family,
         num_layers=3,
@@ -76,20 +88,21 @@ def test_what_transformers_saves_is_read_back(tmp_path, family):
         head_dim=24,
         intermediate_size=96,
         vocab_size=250,
-        tie_word_embeddings=True,
-        attention_bias=family in ("qwen2",),
-        qk_norm=family in ("qwen3", "qwen3_moe"),
+        tie_word_embeddings=family not in NEVER_TIED,
+        attention_bias=family in ("glm4_moe", "qwen2"),
+        qk_norm=family in ("glm4_moe", "qwen3", "qwen3_moe"),
         rope_theta=5e5,
         rope_scaling=None,
         rms_norm_eps=1e-5,
         max_position_embeddings=512,
         eos_token_ids=(7, 8),
-        moe={"mixtral": experts, "qwen3_moe": replace(experts, intermediate_size=48)}.get(family),
+        partial_rotary_factor=0.5 if family == "glm4_moe" else 1.0,
+        moe=mixtures.get(family),
     )
 
 
 # Required keys: without them transformers assumes values that we refuse.
-MUST_SAY = {"mistral": {"sliding_window": None}}
+MUST_SAY = {"mistral": {"sliding_window": None}, "glm4_moe": {"head_dim": 2}}
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -106,13 +119,25 @@ def test_absent_keys_have_the_defaults_of_transformers(tmp_path, family):
     eos = config.eos_token_id
     assert shape.eos_token_ids == (() if eos is None else (eos,))
     if shape.moe is not None:
-        size = {"mixtral": "intermediate_size", "qwen3_moe": "moe_intermediate_size"}[family]
+        size = getattr(config, "moe_intermediate_size", config.intermediate_size)
         assert shape.moe == MoeShape(
-            num_experts=config.num_experts,
+            num_experts=config.num_local_experts,
             experts_per_token=config.num_experts_per_tok,
-            intermediate_size=getattr(config, size),
+            intermediate_size=size,
             normalize_topk=getattr(config, "norm_topk_prob", True),
+            score_function="sigmoid" if family == "glm4_moe" else "softmax",
+            weight_scale=getattr(config, "routed_scaling_factor", 1.0),
+            shared_intermediate_size=getattr(config, "n_shared_experts", 0) * size,
+            num_dense_layers=getattr(config, "first_k_dense_replace", 0),
         )
+
+
+def test_half_rotated_heads_without_the_factor_are_refused_as_null_and_read_as_absent(tmp_path):
+    """With null, transformers rotates whole heads, and vLLM half of each."""
+    glm = LLAMA | {"model_type": "glm4_moe", "head_dim": 16, "num_key_value_heads": 2}
+    assert read_shape(folder_with(tmp_path, glm)).partial_rotary_factor == 0.5
+    with pytest.raises(ValueError, match=r"partial_rotary_factor is None, only 0\.5 is supp"):
+        read_shape(folder_with(tmp_path, glm | {"partial_rotary_factor": None}))
 
 
 # Fields of transformers' configs that cannot change the numbers of a forward pass.
@@ -220,6 +245,7 @@ def test_every_key_that_is_read_anywhere_is_carried_over_refused_or_harmless(tmp
     config = tiny_config(family)
     names = names_that_are_read(config)
     harmless = HARMLESS | (BEHIND_USE_SLIDING_WINDOW if "use_sliding_window" in names else set())
+    harmless -= {"first_k_dense_replace"} if family == "glm4_moe" else set()
     saved = json.loads(config.to_json_string())
     shape = read_shape(folder_with(tmp_path, saved))
     ignored = []
@@ -324,7 +350,7 @@ def test_the_end_tokens_of_a_chat_model_come_from_its_generation_config(tmp_path
     [
         (
             {"model_type": "gemma"},
-            ["'gemma'", "['llama', 'mistral', 'mixtral', 'qwen2', 'qwen3', 'qwen3_moe']"],
+            ["'gemma'", str(sorted(CONFIGS))],
         ),
         ({"attention_bias": True}, ["attention_bias is True, only False"]),
         ({"mlp_bias": True}, ["mlp_bias is True"]),
@@ -366,8 +392,8 @@ def test_the_end_tokens_of_a_chat_model_come_from_its_generation_config(tmp_path
         ({"per_layer_config": {"0": {"head_dim": 8}}}, ["per_layer_config is {'0'"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor is 0.5, only 1.0"]),
         (
-            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
-            ["'yarn'", "['default', 'linear', 'llama3']"],
+            {"rope_scaling": {"type": "longrope", "factor": 4.0}},
+            ["'longrope'", "['default', 'linear', 'llama3', 'yarn']"],
         ),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, ["'dynamic'"]),
         ({"rope_scaling": {"type": "linear"}}, ["linear RoPE scaling has no factor"]),

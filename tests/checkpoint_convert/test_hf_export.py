@@ -53,7 +53,7 @@ def name_of(dims):
 ROUND_TRIPS = [
     pytest.param(family, tied, dims, id=f"{family}-tied={tied}-{name_of(dims)}")
     for family, tied in MODELS
-    for dims in MESHES + (EXPERT_MESHES if family in ("mixtral", "qwen3_moe") else [])
+    for dims in MESHES + (EXPERT_MESHES if family in ("glm4_moe", "mixtral", "qwen3_moe") else [])
 ]
 
 

@@ -44,6 +44,7 @@ from shapes import (
 
 # Names of an expert in the weight files: its block, and its gate, up and down projections.
 EXPERT_NAMES = {
+    "glm4_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
     "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
     "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
 }
@@ -59,13 +60,14 @@ def expected_layer(
 ) -> Tensors:
     """One layer as Megatron-Core holds it, from `weights` named as in the files."""
     groups, rank, size = shape.num_key_value_heads, at.tensor, dims.tensor
+    is_dense = "mlp.down_proj.weight" in weights
 
     def qkv(kind: str) -> Tensor:
         parts = [weights[f"self_attn.{x}_proj.{kind}"] for x in "qkv"]
         by_group = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
         return torch.cat(by_group, dim=1).flatten(0, 1).chunk(size)[rank]
 
-    fused = "mlp.linear_fc1.layer_norm_weight" if shape.moe is None else "pre_mlp_layernorm.weight"
+    fused = "mlp.linear_fc1.layer_norm_weight" if is_dense else "pre_mlp_layernorm.weight"
     norms = (
         ("self_attention.linear_qkv.layer_norm_weight", fused)
         if transformer_engine
@@ -78,11 +80,8 @@ def expected_layer(
         "self_attention.linear_qkv.weight": qkv("weight"),
         "self_attention.linear_proj.weight": output.chunk(size, 1)[rank],
     }
-    if shape.moe is None:
-        gate, up, down = (weights[f"mlp.{x}_proj.weight"] for x in ("gate", "up", "down"))
-        layer["mlp.linear_fc1.weight"], layer["mlp.linear_fc2.weight"] = gated(
-            gate, up, down, rank, size
-        )
+    if is_dense:
+        layer |= expected_mlp(weights, "mlp.", rank, size)
     else:
         layer |= expected_experts(weights, shape, dims, at, transformer_engine)
     if shape.attention_bias:
@@ -91,6 +90,12 @@ def expected_layer(
         for x in "qk":
             layer[f"self_attention.{x}_layernorm.weight"] = weights[f"self_attn.{x}_norm.weight"]
     return layer
+
+
+def expected_mlp(weights: Tensors, name: str, rank: int, size: int) -> Tensors:
+    gate, up, down = (weights[f"{name}{x}_proj.weight"] for x in ("gate", "up", "down"))
+    inward, outward = gated(gate, up, down, rank, size)
+    return {f"{name}linear_fc1.weight": inward, f"{name}linear_fc2.weight": outward}
 
 
 def gated(gate: Tensor, up: Tensor, down: Tensor, rank: int, size: int) -> tuple[Tensor, Tensor]:
@@ -107,6 +112,10 @@ def expected_experts(
 ) -> Tensors:
     block, projections = EXPERT_NAMES[shape.family]
     layer = {"mlp.router.weight": weights[f"{block}.gate.weight"]}
+    if shape.moe.score_function == "sigmoid":
+        layer["mlp.router.expert_bias"] = weights[f"{block}.gate.e_score_correction_bias"]
+    if shape.moe.shared_intermediate_size:
+        layer |= expected_mlp(weights, "mlp.shared_experts.", at.tensor, dims.tensor)
     place, count = dims.expert_place(at), shape.moe.num_experts // dims.expert
     for local in range(count):
         prefix = f"{block}.experts.{place.expert * count + local}"
@@ -164,7 +173,7 @@ def expected_rank(
 
 
 def expected_checkpoint(weights: Tensors, shape: ModelShape, padded_vocab: int) -> Tensors:
-    """The tensors of a checkpoint: not split over ranks, with layers and experts stacked."""
+    """The tensors of a checkpoint: not split over ranks, with equal layers and experts stacked."""
     rows = padded_vocab - shape.vocab_size
     tensors = {
         "embedding.word_embeddings.weight": pad(
@@ -180,11 +189,18 @@ def expected_checkpoint(weights: Tensors, shape: ModelShape, padded_vocab: int) 
         for index in range(shape.num_layers)
     ]
     if shape.moe is not None:
-        for layer, linear in product(layers, ("linear_fc1", "linear_fc2")):
+        mixtures = layers[shape.moe.num_dense_layers :]
+        for layer, linear in product(mixtures, ("linear_fc1", "linear_fc2")):
             experts = [
                 layer.pop(f"mlp.experts.{linear}.weight{i}") for i in range(shape.moe.num_experts)
             ]
             layer[f"mlp.experts.experts.{linear}.weight"] = torch.stack(experts)
+    if shape.num_dense_layers not in (0, shape.num_layers):
+        return tensors | {
+            f"decoder.layers.{index}.{name}": values
+            for index, layer in enumerate(layers)
+            for name, values in layer.items()
+        }
     return tensors | {
         f"decoder.layers.{name}": torch.stack([layer[name] for layer in layers])
         for name in layers[0]

@@ -19,7 +19,7 @@ from parallel import ParallelDims
 from policies import LENGTHS, accumulate, pack_all, save_checkpoint, start_policy
 from sentencepiece_models import train
 
-MIXTURES = ("mixtral", "qwen3_moe")
+MIXTURES = ("glm4_moe", "mixtral", "qwen3_moe")
 # Every size of every axis, tied and untied; tied models have one key-value head, the others two.
 ROUND_TRIPS = [
     (tied, ParallelDims(tensor=tp, pipeline=pp, virtual_pipeline=vpp))
@@ -105,6 +105,7 @@ def train_and_save(rank, model, dims, run):
 TRAINED = {
     "qwen3": ParallelDims(tensor=2, pipeline=2, virtual_pipeline=2),
     "qwen3_moe": ParallelDims(tensor=2, pipeline=2, expert=2, expert_tensor=1),
+    "glm4_moe": ParallelDims(tensor=2, pipeline=2, expert=2, expert_tensor=1),
 }
 
 

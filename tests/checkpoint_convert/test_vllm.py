@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from checkpoint_convert import hf_tensors, read_shape
 from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.rank_weights import read_weights
-from checkpoint_convert.vllm import EngineDims, check_engine, check_engine_dims, engine_layouts
+from checkpoint_convert.vllm import (
+    EngineDims,
+    check_engine,
+    check_engine_dims,
+    engine_dtypes,
+    engine_layouts,
+)
 from conversions import assert_same
 from models import servable_model
 from parallel import cover_exactly
@@ -35,10 +41,11 @@ def assert_workers_hold_what_the_layouts_say(cases, dtype=torch.float32):
     for (model, dims), workers in zip(cases, loaded_parameters(cases, name), strict=True):
         shape = read_shape(model)
         layouts = engine_layouts(shape, dims)
-        check_engine(layouts, [report_of(worker) for worker in workers], name)
+        dtypes = engine_dtypes(shape, name)
+        check_engine(layouts, [report_of(worker) for worker in workers], dtypes)
         for layout, worker in zip(layouts, workers, strict=True):
             filled = {
-                name: torch.full(size, torch.nan, dtype=dtype)
+                name: torch.full(size, torch.nan, dtype=getattr(torch, dtypes[name]))
                 for name, size in layout.shapes.items()
             }
             read_weights(model, shape, layout, filled)
@@ -139,19 +146,19 @@ def test_an_engine_that_cannot_split_the_model_is_refused_with_the_legal_sizes(
 
 
 def test_an_engine_that_holds_anything_else_is_refused_by_the_names_of_its_parameters():
-    dims = EngineDims(tensor=2)
-    layouts = engine_layouts(replace(LLAMA_70B, num_layers=1), dims)
+    shape, dims = replace(LLAMA_70B, num_layers=1), EngineDims(tensor=2)
+    layouts, dtypes = engine_layouts(shape, dims), engine_dtypes(shape, "bfloat16")
     reports = [
         {name: (size, "bfloat16") for name, size in layout.shapes.items()} for layout in layouts
     ]
-    check_engine(layouts, reports, "bfloat16")
+    check_engine(layouts, reports, dtypes)
 
     reports[0]["model.layers.0.self_attn.sinks"] = ((32,), "bfloat16")
     del reports[0]["lm_head.weight"]
     reports[1]["model.norm.weight"] = ((8192,), "float32")
     reports[1]["model.layers.0.mlp.down_proj.weight"] = ((0,), "bfloat16")
     with pytest.raises(ValueError) as refusal:
-        check_engine(layouts, reports, "bfloat16")
+        check_engine(layouts, reports, dtypes)
     assert str(refusal.value).splitlines()[1:] == [
         "  worker 0: lm_head.weight [64128, 8192] is missing",
         "  worker 0: model.layers.0.self_attn.sinks [32] is filled by no weight of the model",
@@ -163,4 +170,4 @@ def test_an_engine_that_holds_anything_else_is_refused_by_the_names_of_its_param
 def test_an_engine_of_another_size_is_refused():
     layouts = engine_layouts(replace(LLAMA_70B, num_layers=1), EngineDims(tensor=2))
     with pytest.raises(ValueError, match="1 workers but was planned with 2"):
-        check_engine(layouts, [{}], "bfloat16")
+        check_engine(layouts, [{}], {})

@@ -42,7 +42,14 @@ def send(pipe, invitation, gpu, num_pushes):
     copies = {0: [Copy("source", box, "weight", box) for box in boxes]}
     store = join(invitation.meeting, TIMEOUT)
     outbox = Outbox.open(
-        invitation, store, 0, copies, [{"weight": SHAPE}], torch.bfloat16, device, TIMEOUT
+        invitation,
+        store,
+        0,
+        copies,
+        [{"weight": SHAPE}],
+        {"weight": torch.bfloat16},
+        device,
+        TIMEOUT,
     )
     try:
         for seed in range(num_pushes):

@@ -1,6 +1,7 @@
 """The same model on CUDA: Transformer Engine's layers against torch's, and NCCL between GPUs."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,10 +53,10 @@ def run_on_gpus(folder: Path, dims: ParallelDims, variant: str) -> list[tuple[Te
     return run_ranks(dims.world_size, logprobs_and_gradient_norm, folder, dims, variant, cuda=True)
 
 
-def save_model(folder: Path, family: str) -> Path:
+def save_model(folder: Path, family: str, **overrides: Any) -> Path:
     heads = {} if family == "qwen2" else {"head_dim": 64}
-    experts = {"moe_intermediate_size": 128} if family == "qwen3_moe" else {}
-    return tiny_model(folder, family, **SHAPE, **heads, **experts)
+    experts = {"moe_intermediate_size": 128} if family in ("qwen3_moe", "glm4_moe") else {}
+    return tiny_model(folder, family, **SHAPE, **heads, **experts, **overrides)
 
 
 def transformers_logprobs(folder: Path) -> Tensor:
@@ -64,7 +65,9 @@ def transformers_logprobs(folder: Path) -> Tensor:
         return torch.cat(sequence_logprobs(model, LENGTHS))
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
+@pytest.fixture(
+    scope="module", params=["llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "mixtral"]
+)
 def folder(request, tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("model"), request.param)
 
@@ -86,6 +89,21 @@ def test_transformer_engine_layers_have_the_numbers_of_torch_layers(folder, expe
     rounding = (plain - expected).abs().mean()
     assert (fused - expected).abs().mean() < 2 * rounding
     assert fused_norm == pytest.approx(plain_norm, rel=3e-2)
+
+
+@pytest.mark.skipif(not HAVE_TE, reason="needs Transformer Engine")
+def test_transformer_engine_keeps_the_attention_factor_of_yarn(tmp_path):
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "attention_factor": 2.0,
+    }
+    folder = save_model(tmp_path, "qwen3", max_position_embeddings=64, rope_parameters=rope)
+    ((logprobs, _),) = run_on_gpus(folder, ParallelDims(), "fused")
+    # Measured with torch's layers: 0.07 by rounding, and 1.4 without the factor.
+    assert (logprobs - transformers_logprobs(folder)).abs().mean() < 0.2
 
 
 def states_before_the_first_step(rank: int, folder: Path) -> list[set[str]]:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
@@ -35,8 +36,8 @@ def senders_of(shape, dims):
     return [sender_at(shape, dims, rank) for rank in range(dims.world_size)]
 
 
-def num_bytes(copies, itemsize=2):
-    return sum(copy.destination_box.num_elements for copy in copies) * itemsize
+def num_bytes(copies, itemsizes):
+    return sum(copy.destination_box.num_elements * itemsizes[copy.destination] for copy in copies)
 
 
 def numbered_weights(shape):
@@ -127,20 +128,21 @@ def test_the_traffic_is_that_of_all_plans(push, num_engines):
     shape, dims, workers = push
     senders = senders_of(shape, dims)
     shares = list(all_shares(first_senders(shape, dims), workers))
+    itemsizes = {name: 4 if "norm" in name else 2 for worker in workers for name in worker.shapes}
     found = traffic(
         shares,
         num_workers=len(workers),
         num_ranks=dims.world_size,
         num_engines=num_engines,
-        itemsize=2,
+        itemsizes=itemsizes,
         max_elements=40,
     )
     plans = [plan_sends(sender, workers, 40) for sender in senders]
     assert found.sent == [
-        num_bytes(copy for copies in plan.values() for copy in copies) for plan in plans
+        num_bytes(chain.from_iterable(plan.values()), itemsizes) for plan in plans
     ]
     assert found.num_messages == sum(len(copies) for plan in plans for copies in plan.values())
-    parameters = [num_bytes_of_parameters(worker) for worker in workers]
+    parameters = [num_bytes_of_parameters(worker, itemsizes) for worker in workers]
     assert found.received == parameters * num_engines
     assert sum(found.sent) == sum(parameters)
     assert found.forwarded == parameters * (num_engines - 1) + [0] * len(workers)
@@ -150,10 +152,10 @@ def test_the_traffic_is_that_of_all_plans(push, num_engines):
     ]
 
 
-def num_bytes_of_parameters(worker, itemsize=2):
+def num_bytes_of_parameters(worker, itemsizes):
     """Bytes of a worker's parameters, without vocabulary padding, which is zero from the start."""
-    elements = sum(torch.Size(size).numel() for size in worker.shapes.values())
-    return (elements - sum(box.num_elements for _, box in worker.zeros)) * itemsize
+    whole = sum(torch.Size(size).numel() * itemsizes[name] for name, size in worker.shapes.items())
+    return whole - sum(box.num_elements * itemsizes[name] for name, box in worker.zeros)
 
 
 def test_a_shard_that_misses_or_repeats_an_element_is_told_by_the_name_of_its_parameter():
@@ -189,16 +191,17 @@ def test_a_rank_of_a_70b_job_meets_each_worker_once_a_piece_and_sends_its_fair_s
     monkeypatch.setattr(Box, "overlap", counting)
     dims = ParallelDims(tensor=4, pipeline=4, data=4)
     workers = engine_layouts(LLAMA_70B, EngineDims(tensor=8))
+    itemsizes = dict.fromkeys(workers[0].shapes, 2)
     sent = []
     for rank in range(dims.world_size):
         sender = sender_at(LLAMA_70B, dims, rank)
         plan = plan_sends(sender, workers, 1 << 27)
         # Not compared with each of the workers' 5784 boxes, nor for the pieces of other ranks.
         assert 0 < met[rank] <= len(sender.layout.pieces) * len(workers)
-        sent.append(num_bytes(copy for copies in plan.values() for copy in copies))
+        sent.append(num_bytes(chain.from_iterable(plan.values()), itemsizes))
         assert len(plan) <= 3  # workers that a rank sends to
     assert max(sent) / (sum(sent) / len(sent)) < 1.05
-    assert sum(sent) == sum(map(num_bytes_of_parameters, workers))
+    assert sum(sent) == sum(num_bytes_of_parameters(worker, itemsizes) for worker in workers)
 
 
 @pytest.mark.parametrize(("data", "sharers"), [(3, 3), (4, 4), (6, 3), (32, 4)])

@@ -148,8 +148,8 @@ def our_rank(rank: int, network_only: bool) -> dict[str, Any]:
         sender = megatron_sender(LLAMA, TRAINER, place, transformer_engine=False)
         sends = plan_sends(sender, [worker], size // dtype.itemsize)
         board = join(invitation.meeting, TIMEOUT)
-        shapes = [worker.shapes]
-        return Outbox.open(invitation, board, rank, sends, shapes, dtype, device, TIMEOUT)
+        shapes, dtypes = [worker.shapes], dict.fromkeys(worker.shapes, dtype)
+        return Outbox.open(invitation, board, rank, sends, shapes, dtypes, device, TIMEOUT)
 
     def push() -> None:
         if not ends or not isinstance(ends[-1], Outbox | Inbox):

@@ -70,12 +70,13 @@ def ours(folder: Path) -> dict[str, float]:
         cut_shares(plan_shares(sender, workers), BUCKET_ELEMENTS)
 
     seconds = {count: best_time(partial(plan, dims), NUM_TIMES) for count, dims in RANKS.items()}
+    workers = engine_layouts(LLAMA_70B, ENGINE)
     found = traffic(
-        all_shares(first_senders(LLAMA_70B, RANKS[64]), engine_layouts(LLAMA_70B, ENGINE)),
+        all_shares(first_senders(LLAMA_70B, RANKS[64]), workers),
         num_workers=ENGINE.tensor,
         num_ranks=64,
         num_engines=64 // ENGINE.tensor,
-        itemsize=ITEMSIZE,
+        itemsizes=dict.fromkeys(workers[0].shapes, ITEMSIZE),
         max_elements=BUCKET_ELEMENTS,
     )
     return figures(folder, found.received, found.sent, seconds)

@@ -13,10 +13,13 @@ from distributed import run_ranks
 from megatron_grpo.config.config import Config
 from megatron_grpo.planning.activations import (
     final_norm_bytes,
+    forward_bytes,
     head_bytes,
     in_flight,
     layer_bytes,
+    stage_activations,
 )
+from megatron_grpo.planning.layer_kinds import layer_kinds
 from megatron_grpo.policy.model import build_model, forward
 from models import tiny_model
 from parallel import ParallelDims
@@ -75,6 +78,10 @@ RUNS = {
     "experts recomputed": Run("qwen3_moe", megatron=recomputed("moe")),
     "fused activation": Run(megatron=["bias_activation_fusion: true"]),
     "fused experts": Run("qwen3_moe", megatron=["bias_activation_fusion: true"]),
+    "a shared expert": Run("glm4_moe"),
+    "a shared expert over tensor": Run("glm4_moe", ParallelDims(tensor=2)),
+    "a shared expert recomputed": Run("glm4_moe", megatron=recomputed("shared_experts")),
+    "all experts recomputed": Run("glm4_moe", megatron=recomputed("moe")),
 }
 
 
@@ -106,8 +113,8 @@ def test_layers_keep_what_autograd_saves(run, tmp_path):
     cfg = run.config(tiny_model(tmp_path, run.family, **WIDE))
     shape = read_shape(cfg.model.path)
     measured = max(run_ranks(run.dims.world_size, saved_bytes, cfg))
-    kept = shape.num_layers * layer_bytes(cfg, shape).kept + final_norm_bytes(cfg, shape)
-    planned = TOKENS / run.dims.context * kept
+    of_kinds = [len(kind.layers) * layer_bytes(cfg, kind.shape).kept for kind in layer_kinds(shape)]
+    planned = TOKENS / run.dims.context * (sum(of_kinds) + final_norm_bytes(cfg, shape))
     # What the planner leaves out: token ids, a table of RoPE, masks of torch's attention.
     left_out = 8 * TOKENS / run.dims.context
     if run.megatron == FULL:
@@ -117,6 +124,24 @@ def test_layers_keep_what_autograd_saves(run, tmp_path):
     if run.dims.context == 2:
         left_out += shape.num_layers * MASK_BYTES
     assert measured == pytest.approx(planned + left_out, rel=0.001)
+
+
+def test_a_stage_holds_the_activations_of_the_layers_that_it_has(tmp_path):
+    folder = write_config(tmp_path, "GLM-4.5", first_k_dense_replace=30)
+    cfg = Run(dims=ParallelDims(pipeline=4)).config(folder)
+    shape = read_shape(folder)
+    dense, mixture = (layer_bytes(cfg, kind.shape).kept for kind in layer_kinds(shape))
+    between = 2 * shape.hidden_size  # what is received or sent
+    held = [stage_activations(cfg, shape, stage, 8) / TOKENS for stage in range(4)]
+    # Four stages of 23 layers; the first has four microbatches under way, the last one.
+    assert held == [
+        4 * (23 * dense + between),
+        3 * (7 * dense + 16 * mixture + between),
+        2 * (23 * mixture + between),
+        23 * mixture + between,
+    ]
+    alone = [forward_bytes(cfg, shape, stage) / TOKENS for stage in range(4)]
+    assert alone == [dense, mixture, mixture, mixture]
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,20 @@ ODD = [
     ),
     ("mixtral", {}, {"tensor": 2, "data": 2, "expert": 2, "expert_tensor": 1}),
     ("mixtral", {}, {"data": 4, "expert": 2, "expert_tensor": 2}),
+    # Dense layers first: the first chunk has only such a one, the second one of each kind.
+    (
+        "glm4_moe",
+        {"num_hidden_layers": 5, "first_k_dense_replace": 2},
+        {
+            "tensor": 4,
+            "data": 2,
+            "expert": 2,
+            "expert_tensor": 2,
+            "pipeline": 2,
+            "virtual_pipeline": 2,
+        },
+    ),
+    ("glm4_moe", {"tied": True, "first_k_dense_replace": 0}, {"pipeline": 3, "context": 2}),
 ]
 
 

@@ -1,11 +1,12 @@
 """The planner's worst phase compared with the memory of real ranks, and what engines leave."""
 
 import ctypes
+from math import prod
 from pathlib import Path
 
 import pytest
 
-from checkpoint_convert import read_shape
+from checkpoint_convert import hf_tensors, read_shape
 from distributed import run_ranks
 from megatron_grpo.config.config import Config
 from megatron_grpo.planning.card import CARDS
@@ -123,6 +124,18 @@ def test_an_engine_has_the_rest_of_its_share_for_keys_and_values(tmp_path):
     assert engine.weights == pytest.approx(8_030_261_248, rel=1e-3)  # half of it, in two bytes
     # 32 layers, 4 of 8 heads of 128, keys and values of two bytes.
     assert engine.cached_tokens == engine.cache // (32 * 4 * 128 * 2 * 2)
+
+
+def test_an_engine_holds_routers_that_choose_by_biased_scores_in_float32(tmp_path):
+    folder = write_config(tmp_path, "GLM-4.5-Air")
+    eight = "rollout.tensor_parallel_size=8"
+    cfg = tiny_config(folder, ParallelDims(), "model.dtype=bfloat16", eight)
+    shape = read_shape(folder)
+    routers = 45 * 128 * (4096 + 1)
+    norms = (2 * 46 + 1) * 4096
+    others = sum(map(prod, hf_tensors(shape).values())) - routers - norms
+    weights = engine_bytes(cfg, shape, CARDS["h100"]).weights
+    assert weights == 2 * others / 8 + 2 * norms + 4 * routers
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from math import prod
 import pytest
 import torch
 
-from checkpoint_convert import hf_tensors, read_shape
+from checkpoint_convert import ModelShape, hf_tensors, read_shape
 from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.vllm import EngineDims, engine_layouts
 from megatron_grpo.planning.peer_traffic import m2n_elements, nccl_elements
@@ -47,6 +47,12 @@ def destined(model, tensors, num_workers, shard_axis_size):
     }
 
 
+def num_mlps(shape: ModelShape) -> int:
+    """Of dense layers and shared experts."""
+    has_shared = shape.moe is not None and shape.moe.shared_intermediate_size > 0
+    return shape.num_layers if has_shared else shape.num_dense_layers
+
+
 def test_m2n_brings_every_worker_what_vllm_itself_plans(tmp_path):
     cases = []
     for number, family in enumerate(FAMILIES):
@@ -64,7 +70,7 @@ def test_m2n_brings_every_worker_what_vllm_itself_plans(tmp_path):
             assert by_default == whole
             # vLLM took these workers for such as can be split.
             split = [name for name in whole if planned[name] < whole[name]]
-            assert len(split) == shape.num_layers * (1 if shape.moe else 2)
+            assert len(split) == shape.num_layers + num_mlps(shape)
 
 
 @pytest.mark.parametrize(

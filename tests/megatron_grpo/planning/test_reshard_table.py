@@ -4,10 +4,13 @@ import json
 import subprocess
 import sys
 import time
+from math import prod
 
 import pytest
 
+from checkpoint_convert import hf_tensors, read_shape
 from megatron_grpo import cli
+from published_models import write_config
 from runs import TINY_CONFIG
 
 LLAMA_70B = {
@@ -111,6 +114,21 @@ def test_a_server_of_transformers_is_not_compared_with_backends_of_vllm(plan):
     )
     assert exit_code == 0, stderr
     assert "sum 141.11 GB\n" in stdout and "nccl" not in stdout
+
+
+def test_routers_that_an_engine_keeps_in_float32_arrive_in_it(plan, tmp_path):
+    small = {"num_hidden_layers": 2, "moe_intermediate_size": 64, "vocab_size": 256}
+    folder = write_config(tmp_path / "glm", "GLM-4.5-Air", **small)
+    routers = 128 * (4096 + 1)
+    elements = sum(map(prod, hf_tensors(read_shape(folder)).values()))
+    one = {"rollout.tensor_parallel_size": 1, "rollout.num_engines": 1}
+    exit_code, stdout, stderr = plan(
+        "--reshard", **one, **{"model.path": folder, "parallel.pipeline_parallel_size": 1}
+    )
+    assert exit_code == 0, stderr
+    (row,) = [line for line in stdout.splitlines() if line.startswith("0  ")]
+    assert row.split()[5:7] == [f"{(2 * elements + 2 * routers) / 1e6:,.2f}", "MB"]
+    assert f"in bfloat16: {2 * elements / 1e6:,.2f} MB" in stdout  # in files, only the biases are
 
 
 @pytest.mark.parametrize(

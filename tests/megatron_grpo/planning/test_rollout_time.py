@@ -79,6 +79,19 @@ def test_multiplying_is_what_takes_longest_where_very_many_run_at_once(time_of):
     assert time.seconds == time.compute_seconds == pytest.approx(flops / 989e12, rel=1e-3)
 
 
+def test_every_pass_reads_the_shared_expert_and_the_routers_in_float32(time_of):
+    engines = "rollout.num_engines=16", "rollout.tensor_parallel_size=8"
+    alone, _ = time_of("GLM-4.5-Air", [1100], *engines)
+    attention = 4096 * 128 * (96 + 8 + 8 + 96)
+    dense = 3 * 4096 * 10944
+    shared = expert = 3 * 4096 * 1408
+    split = 46 * attention + dense + 45 * (shared + 8 * expert) + 151552 * 4096
+    routers, norms = 45 * 128 * (4096 + 1), (2 * 46 + 1) * 4096
+    read = 4 * 46 * 128 * (100 * 1000 + 1000**2 / 2)  # one of 8 key-value heads
+    expected = (1000 * (2 * split / 8 + 4 * routers + 2 * norms) + read) / 3.35e12
+    assert alone.memory_seconds == pytest.approx(expected, rel=1e-4)
+
+
 def test_few_tokens_reach_few_experts(time_of):
     """8 of 128 experts are read for one token; nearly all for sixteen."""
     alone, shape = time_of("Qwen3-30B-A3B", [1100], "rollout.num_engines=16")

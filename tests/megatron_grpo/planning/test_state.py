@@ -1,10 +1,12 @@
 """Weights, gradients and optimizer of a rank, by the planner; Megatron-Core's own are compared in
 test_instantiate.py."""
 
+from math import prod
+
 import pytest
 
-from checkpoint_convert import megatron_layout, read_shape
-from megatron_grpo.planning.state import stage_states, state_bytes
+from checkpoint_convert import hf_tensors, megatron_layout, read_shape
+from megatron_grpo.planning.state import StateBytes, stage_states, state_bytes
 from parallel import ParallelDims
 from policies import tiny_config
 from published_models import write_config
@@ -49,6 +51,38 @@ def test_float32_weights_are_their_own_master_copies(tmp_path):
     half = state_bytes(tiny_config(folder, dims, "model.dtype=bfloat16"), shape, 0)
     assert full.weights == 2 * half.weights
     assert 3 * full.optimizer == 2 * half.optimizer
+
+
+def test_biases_of_routers_are_float32_and_not_trained(tmp_path):
+    folder = write_config(tmp_path, "GLM-4.5-Air")
+    shape = read_shape(folder)
+    biases = 45 * 128
+    trained = sum(map(prod, hf_tensors(shape).values())) - biases
+
+    def state(dtype: str, *overrides: str) -> StateBytes:
+        cfg = tiny_config(folder, ParallelDims(), f"model.dtype={dtype}", *overrides)
+        return state_bytes(cfg, shape, 0)
+
+    follows = "grpo.beta=0.04", "grpo.sync_ref_model=true"
+    half, full = state("bfloat16", *follows), state("float32", *follows)
+    assert half.weights == 2 * trained + 4 * biases
+    assert half.reference == 2 * trained + 4 * trained + 4 * biases  # with its mixture
+    assert half.gradients == 4 * trained
+    assert half.optimizer == 12 * trained
+    assert (full.weights, full.reference) == (4 * (trained + biases), 4 * (trained + biases))
+    assert full.optimizer == 8 * trained
+
+
+def test_a_stage_is_not_taken_for_one_with_other_layers(tmp_path):
+    folder = write_config(tmp_path, "GLM-4.5-Air", num_hidden_layers=24, first_k_dense_replace=7)
+    shape, dims = read_shape(folder), ParallelDims(pipeline=4, expert=4, data=4)
+    cfg = tiny_config(folder, dims, "model.dtype=bfloat16")
+    states = stage_states(cfg, shape)
+    assert states == [state_bytes(cfg, shape, 4 * stage) for stage in range(4)]
+    # Six layers each: all of the first are dense, one of the second, none of the third.
+    assert [state.expert_weights for state in states] == [
+        2 * layers * 32 * 3 * 4096 * 1408 for layers in (0, 5, 6, 6)
+    ]
 
 
 def test_shards_of_all_ranks_are_the_whole_optimizer(tmp_path):

@@ -102,6 +102,20 @@ def test_of_a_mixture_only_the_chosen_experts_count(tmp_path):
     assert active == pytest.approx(2.7e9, rel=0.05)
 
 
+def test_every_token_is_multiplied_with_the_shared_expert_and_with_dense_layers(tmp_path):
+    folder, shape = model(tmp_path, "GLM-4.5")
+    attention = 5120 * 128 * (96 + 8 + 8 + 96)
+    dense, router, expert = 3 * 5120 * 12288, 160 * 5120, 3 * 5120 * 1536
+    mixture = router + (8 + 1) * expert
+    active = 92 * attention + 3 * dense + 89 * mixture
+    assert forward_flops(shape, [1]) == pytest.approx(2 * active, rel=1e-3)
+    # Of four stages of 23 layers, the first has the dense ones.
+    cfg = tiny_config(folder, ParallelDims(pipeline=4), "grpo.beta=0.0")
+    first, second, *_ = stage_flops(cfg, shape, [1])
+    assert first == pytest.approx(6 * (23 * attention + 3 * dense + 20 * mixture), rel=1e-3)
+    assert second == pytest.approx(6 * 23 * (attention + mixture), rel=1e-3)
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_traffic_by_hand(tmp_path, recompute):
     folder, shape = model(tmp_path)
@@ -214,6 +228,21 @@ def test_traffic_of_a_mixture_by_hand(expert, expert_tensor, tmp_path):
     others = state_bytes(cfg, shape, 0).weights / 2 - of_experts
     shares = 3 / 4 * others + (copies - 1) / copies * of_experts
     assert links["data"] == pytest.approx(6 * shares)
+
+
+@pytest.mark.parametrize(("pipeline", "layers", "mixtures"), [(1, 46, 45), (2, 23, 23)])
+def test_a_shared_expert_is_exchanged_like_an_mlp_and_dense_layers_have_no_experts(
+    pipeline, layers, mixtures, tmp_path
+):
+    folder, shape = model(tmp_path, "GLM-4.5-Air")
+    dims = ParallelDims(tensor=2, data=2, pipeline=pipeline, expert=4, expert_tensor=1)
+    engine = "rollout.tensor_parallel_size=8"
+    cfg = tiny_config(folder, dims, "model.dtype=bfloat16", "grpo.beta=0.0", LONG, engine)
+    links = traffic(cfg, shape)
+    rows = 16 * 1024 / 2 * 4096 * 2  # of 16 sequences over 2 copies, 4096 elements of 2 bytes
+    assert links["tensor"] == pytest.approx(1 / 2 * rows * layers * 10)
+    # Half of them from each rank, of 8 experts each three in four on other ranks; four times.
+    assert links["expert"] == pytest.approx(4 * rows / 2 * 8 * 3 / 4 * mixtures)
 
 
 @pytest.mark.parametrize(("name", "share"), [("Llama-3.1-8B", 0.5), ("Qwen3-30B-A3B", 0.3)])

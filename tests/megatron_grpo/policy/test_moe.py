@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -41,6 +42,8 @@ from policies import (
 
 PLAIN_WEIGHTS = "qwen3_moe, plain weights"
 MODELS = {
+    # A shared expert, experts chosen by biased sigmoid scores, a dense layer, and half of RoPE.
+    "glm4_moe": ("glm4_moe", {}),
     "mixtral": ("mixtral", {}),
     "qwen3_moe": ("qwen3_moe", {"num_experts": 8}),
     # The weights of a token's experts do not sum to 1.
@@ -215,6 +218,20 @@ def stored_tensors(run: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def stored_before_and_after(
+    folder: Path, tmp_path: Path, saved_at: ParallelDims, loaded_at: ParallelDims
+) -> dict[str, Tensor]:
+    """The tensors of a checkpoint, after a check that a run at another layout has them, too."""
+    run, again = tmp_path / "run", tmp_path / "again"
+    run_ranks(saved_at.world_size, train_and_save, folder, saved_at, run)
+    run_ranks(loaded_at.world_size, load_and_save, folder, loaded_at, run, again)
+    before, after = stored_tensors(run), stored_tensors(again)
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name]), name
+    return before
+
+
 @pytest.mark.parametrize(
     ("saved_at", "loaded_at"),
     [
@@ -226,16 +243,27 @@ def stored_tensors(run: Path) -> dict[str, Tensor]:
 def test_a_checkpoint_loads_at_another_expert_layout_bit_by_bit(
     cases, tmp_path, saved_at, loaded_at
 ):
-    folder, run, again = cases["qwen3_moe"].folder, tmp_path / "run", tmp_path / "again"
-    run_ranks(saved_at.world_size, train_and_save, folder, saved_at, run)
-    run_ranks(loaded_at.world_size, load_and_save, folder, loaded_at, run, again)
-    before, after = stored_tensors(run), stored_tensors(again)
-    assert before.keys() == after.keys()
-    for name, tensor in before.items():
-        assert torch.equal(tensor, after[name]), name
+    before = stored_before_and_after(cases["qwen3_moe"].folder, tmp_path, saved_at, loaded_at)
     # The names and shapes that Megatron-Core has of Transformer Engine's layers.
     for prefix in ("", "optimizer.state.exp_avg."):
         assert before[f"{prefix}decoder.layers.pre_mlp_layernorm.weight"].shape == (4, 64)
         experts = f"{prefix}decoder.layers.mlp.experts.experts."
         assert before[f"{experts}linear_fc1.weight"].shape == (4, 8, 2 * 48, 64)
         assert before[f"{experts}linear_fc2.weight"].shape == (4, 8, 64, 48)
+
+
+def test_so_does_one_of_unequal_layers_and_training_leaves_the_biases_of_routers(cases, tmp_path):
+    folder = cases["glm4_moe"].folder
+    saved_at = ParallelDims(pipeline=2, virtual_pipeline=2, data=2, expert=2)
+    before = stored_before_and_after(folder, tmp_path, saved_at, ParallelDims(tensor=2))
+    weights = load_file(folder / "model.safetensors")
+    for layer in (1, 2, 3):
+        name = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
+        stored = before[f"decoder.layers.{layer}.mlp.router.expert_bias"]
+        assert torch.equal(stored, weights[name]) and stored.any()
+    for prefix in ("", "optimizer.state.exp_avg."):
+        layers = f"{prefix}decoder.layers."
+        assert before[f"{layers}0.mlp.linear_fc1.weight"].shape == (2 * 96, 64)
+        assert before[f"{layers}3.mlp.shared_experts.linear_fc1.weight"].shape == (2 * 96, 64)
+        assert before[f"{layers}3.mlp.experts.experts.linear_fc2.weight"].shape == (4, 64, 48)
+    assert not any("expert_bias" in name for name in before if name.startswith("optimizer."))

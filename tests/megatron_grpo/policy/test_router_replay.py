@@ -50,14 +50,18 @@ REPLAY = "rollout.router_replay=true"
 # Under 1F1B the next microbatch runs before the backward of this one recomputes it.
 FULL = ["recompute_granularity=full", "recompute_method=uniform", "recompute_num_layers=1"]
 EXPERTS_ONLY = ["recompute_granularity=selective", "recompute_modules=[moe]"]
-CASES: list[tuple[ParallelDims, list[str]]] = [
-    (ParallelDims(tensor=2, context=2, expert=2), []),
-    (ParallelDims(data=2, expert=2), []),
-    (ParallelDims(pipeline=2), FULL),
-    (ParallelDims(pipeline=2), EXPERTS_ONLY),
-    (ParallelDims(pipeline=2, virtual_pipeline=2), []),
-    (ParallelDims(pipeline=2, virtual_pipeline=2), FULL),
+CASES: list[tuple[str, ParallelDims, list[str]]] = [
+    ("qwen3_moe", ParallelDims(tensor=2, context=2, expert=2), []),
+    ("qwen3_moe", ParallelDims(data=2, expert=2), []),
+    ("qwen3_moe", ParallelDims(pipeline=2), FULL),
+    ("qwen3_moe", ParallelDims(pipeline=2), EXPERTS_ONLY),
+    ("qwen3_moe", ParallelDims(pipeline=2, virtual_pipeline=2), []),
+    ("qwen3_moe", ParallelDims(pipeline=2, virtual_pipeline=2), FULL),
+    # Its first layer has no experts.
+    ("glm4_moe", ParallelDims(pipeline=2, virtual_pipeline=2), FULL),
+    ("glm4_moe", ParallelDims(tensor=2, expert=2, expert_tensor=1), []),
 ]
+NUM_EXPERTS = {"qwen3_moe": "num_experts", "glm4_moe": "n_routed_experts"}
 
 
 def random_routes() -> list[Tensor]:
@@ -82,14 +86,17 @@ def follow(model: AutoModelForCausalLM, routes: list[Tensor]) -> None:
     def rerouted(layer: int) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
         chosen = padded[:, :, layer].flatten(0, 1)
 
-        def hook(_module, _inputs, outputs):
-            weights = outputs[0].softmax(-1).gather(1, chosen)
-            return outputs[0], weights / weights.sum(-1, keepdim=True), chosen
+        def hook(module, _inputs, outputs):
+            scale = getattr(module, "routed_scaling_factor", None)
+            scores = outputs[0].sigmoid() if scale else outputs[0].softmax(-1)
+            weights = scores.gather(1, chosen)
+            return outputs[0], (scale or 1.0) * weights / weights.sum(-1, keepdim=True), chosen
 
         return hook
 
     for layer, block in enumerate(model.model.layers):
-        block.mlp.gate.register_forward_hook(rerouted(layer))
+        if hasattr(block.mlp, "gate"):
+            block.mlp.gate.register_forward_hook(rerouted(layer))
 
 
 @dataclass
@@ -103,14 +110,18 @@ class Case:
 
 
 @pytest.fixture(scope="module")
-def case(tmp_path_factory) -> Case:
-    folder = tiny_model(
-        tmp_path_factory.mktemp("replay"),
-        "qwen3_moe",
-        num_hidden_layers=LAYERS,
-        num_experts=EXPERTS,
-        num_experts_per_tok=TOPK,
-    )
+def cases(tmp_path_factory) -> dict[str, Case]:
+    return {family: case_of(family, tmp_path_factory.mktemp(family)) for family in NUM_EXPERTS}
+
+
+@pytest.fixture(params=NUM_EXPERTS)
+def case(cases, request) -> Case:
+    return cases[request.param]
+
+
+def case_of(family: str, folder: Path) -> Case:
+    sizes = {NUM_EXPERTS[family]: EXPERTS, "num_experts_per_tok": TOPK}
+    tiny_model(folder, family, num_hidden_layers=LAYERS, **sizes)
     model = load_oracle(folder)
     with torch.no_grad():
         own_logprobs = sequence_logprobs(model, LENGTHS)
@@ -127,11 +138,14 @@ def numbers_on_rank(rank: int, folder: Path, dims: ParallelDims, *overrides: str
 
 
 @pytest.mark.parametrize(
-    ("dims", "recompute"),
+    ("family", "dims", "recompute"),
     CASES,
-    ids=[f"{layout_name(dims)} {' '.join(options[:1])}" for dims, options in CASES],
+    ids=[
+        f"{family} {layout_name(dims)} {' '.join(options[:1])}" for family, dims, options in CASES
+    ],
 )
-def test_logprobs_and_gradients_are_those_of_the_routes(case, dims, recompute):
+def test_logprobs_and_gradients_are_those_of_the_routes(cases, family, dims, recompute):
+    case = cases[family]
     overrides = [f"model.megatron.{option}" for option in recompute]
     ranks = run_ranks(dims.world_size, numbers_on_rank, case.folder, dims, *overrides)
     check_logprobs(ranks, case.logprobs)

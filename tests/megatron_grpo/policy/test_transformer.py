@@ -91,10 +91,8 @@ def test_an_unknown_override_is_refused_with_the_nearest_name():
 @pytest.mark.parametrize(
     "name",
     [
-        "softmax_scale",
         "window_size",
         "rotary_interleaved",
-        "moe_router_topk_scaling_factor",
         "multi_latent_attention",
         "cuda_graph_impl",
         "cp_comm_type",  # packed sequences pass around a ring in every supported release
@@ -108,6 +106,13 @@ def test_a_field_that_might_change_what_the_model_computes_is_refused(name):
         ValueError, match=rf"{name} is not supported.* recompute_granularity.*_loss"
     ):
         configure(shape=MIXTURE, **{name: 1})
+
+
+def test_the_loss_that_balances_experts_is_refused_where_biases_choose_them():
+    shape = replace(MIXTURE, moe=replace(MIXTURE.moe, score_function="sigmoid"))
+    assert not configure(shape=shape, moe_aux_loss_coeff=0.0).moe_aux_loss_coeff
+    with pytest.raises(ValueError, match="would not see the biases by which this model chooses"):
+        configure(shape=shape, moe_aux_loss_coeff=0.1)
 
 
 def test_fields_of_mixtures_are_refused_for_a_dense_model():
@@ -151,6 +156,7 @@ def test_a_layer_implementation_that_is_not_there_is_refused():
     [
         "num_layers",
         "hidden_dropout",
+        "softmax_scale",
         "calculate_per_token_loss",
         "context_parallel_size",
         "num_layers_in_last_pipeline_stage",

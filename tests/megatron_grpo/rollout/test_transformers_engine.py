@@ -15,8 +15,9 @@ from megatron_grpo.rollout.transformers_engine import TransformersEngine
 from models import tiny_model
 
 
-def test_pushed_experts_are_taken_into_the_stacks_of_the_model(tmp_path):
-    before, after = (tiny_model(tmp_path / str(i), "qwen3_moe", seed=i) for i in range(2))
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
+def test_pushed_experts_are_taken_into_the_stacks_of_the_model(tmp_path, family):
+    before, after = (tiny_model(tmp_path / str(i), family, seed=i) for i in range(2))
     with running_engine("transformers", before, tmp_path) as engine:
         engine.push(after)
         assert largest_logprob_error(after, engine.generate(random_prompts(2))) < 1e-4

@@ -19,6 +19,13 @@ def mixture_engine(tmp_path_factory):
         yield engine
 
 
+@pytest.fixture(scope="module")
+def sigmoid_engine(tmp_path_factory):
+    folder = served_model(tmp_path_factory.mktemp("sigmoid"), "glm4_moe", tied=False)
+    with running_engine("vllm", folder, tmp_path_factory.mktemp("sigmoid-logs")) as engine:
+        yield engine
+
+
 @pytest.mark.parametrize(
     ("engine_name", "family", "tied"),
     [
@@ -26,6 +33,7 @@ def mixture_engine(tmp_path_factory):
         # An engine more: what it would show, layouts that vLLM has loaded show as well.
         pytest.param("untied_engine", "llama", False, marks=pytest.mark.slow),
         ("mixture_engine", "qwen3_moe", False),
+        ("sigmoid_engine", "glm4_moe", False),
     ],
 )
 def test_after_a_push_samples_are_those_of_the_new_weights(

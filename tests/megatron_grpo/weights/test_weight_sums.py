@@ -58,7 +58,8 @@ def sums_of_push(
     sent = {}
     sends = plan_sends(weight_sender(policy, groups), workers, BUCKET_BYTES // dtype.itemsize)
     for worker, copies in sends.items():
-        packing = Packing([copy.destination_box for copy in copies], dtype, BUCKET_BYTES)
+        boxes = [copy.destination_box for copy in copies]
+        packing = Packing(boxes, [dtype] * len(boxes), BUCKET_BYTES)
         stream = OutStream(Nowhere(), copies, workers[worker].shapes, packing, CPU)
         sent[worker] = added_up(stream.send(policy.parameters()))
     return sums_of_all_ranks(sent, workers)

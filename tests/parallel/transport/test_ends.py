@@ -42,7 +42,9 @@ SHAPES = {
 
 def whole_weights(seed):
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    weights = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    weights["norm"] = weights["norm"].bfloat16().float()
+    return weights
 
 
 def part(name, start, size):
@@ -82,6 +84,8 @@ def layout_of(worker):
 
 LAYOUTS = [layout_of(worker) for worker in range(NUM_WORKERS)]
 PARAMETERS = [layout.shapes for layout in LAYOUTS]
+DTYPES = dict.fromkeys(PARAMETERS[0], torch.bfloat16) | {"norm": torch.float32}
+"""Engines may keep some parameters in float32, whatever trainers have."""
 
 
 def invitation_to(meeting, num_engines, network_only):
@@ -95,9 +99,11 @@ def invitation_to(meeting, num_engines, network_only):
     )
 
 
-def filled(layout, weights, dtype):
-    """The local tensors of a layout; padding is 0."""
-    tensors = {name: torch.zeros(shape, dtype=dtype) for name, shape in layout.shapes.items()}
+def filled(layout, weights, dtypes):
+    """The local tensors of a layout, float32 where `dtypes` names none; padding is 0."""
+    tensors = {
+        name: torch.zeros(shape, dtype=dtypes.get(name)) for name, shape in layout.shapes.items()
+    }
     for piece in layout.pieces:
         target = as_whole(tensors[piece.local][piece.local_box.slices], piece.axes)
         target.copy_(weights[piece.tensor][piece.box.slices])
@@ -107,16 +113,14 @@ def filled(layout, weights, dtype):
 def trainer_rank(pipe, invitation, rank):
     """Send the weights of each seed from the pipe until it fails; report over the pipe."""
     sender = sender_of(rank)
-    sends = plan_sends(sender, LAYOUTS, BUCKET // 2)
+    sends = plan_sends(sender, LAYOUTS, BUCKET // 4)
     try:
         board = join(invitation.meeting, TIMEOUT)
-        outbox = Outbox.open(
-            invitation, board, rank, sends, PARAMETERS, torch.bfloat16, CPU, TIMEOUT
-        )
+        outbox = Outbox.open(invitation, board, rank, sends, PARAMETERS, DTYPES, CPU, TIMEOUT)
         pipe.send("open")
         while True:
             weights = whole_weights(pipe.recv())
-            outbox.send(filled(sender.layout, weights, torch.float32))
+            outbox.send(filled(sender.layout, weights, {"norm": torch.bfloat16}))
             pipe.send(outbox.bytes_sent)
     except (LinkError, KeyError) as error:
         pipe.send(f"{type(error).__name__}: {error}")
@@ -130,7 +134,7 @@ def engine_worker(pipe, invitation, engine, worker, missing=None):
     gradients.
     """
     layout = LAYOUTS[worker]
-    parameters = filled(layout, whole_weights(0), torch.bfloat16)
+    parameters = filled(layout, whole_weights(0), DTYPES)
     stack = torch.nn.Parameter(torch.stack([parameters["columns"]] * 2))
     with torch.no_grad():
         parameters["columns"] = stack[1]
@@ -144,12 +148,12 @@ def engine_worker(pipe, invitation, engine, worker, missing=None):
         pipe.send("open")
         while (seed := pipe.recv()) is not None:
             if seed == "replace":
-                parameters["norm"] = torch.zeros(11, dtype=torch.bfloat16)
+                parameters["norm"] = torch.zeros(11)
                 continue
             before = {name: value.data_ptr() for name, value in parameters.items()}
             sums = inbox.receive(parameters)
             assert before == {name: value.data_ptr() for name, value in parameters.items()}
-            expected = filled(layout, whole_weights(seed), torch.bfloat16)
+            expected = filled(layout, whole_weights(seed), DTYPES)
             views = {name: value[:] for name, value in parameters.items()}
             wrong = [name for name in expected if not torch.equal(expected[name], views[name])]
             wrong += [
@@ -200,7 +204,9 @@ def fleet(num_engines, network_only=False):
 
 def num_bytes(layout):
     """Bytes of a worker's parameters, without padding."""
-    return 2 * sum(piece.local_box.num_elements for piece in layout.pieces)
+    return sum(
+        piece.local_box.num_elements * DTYPES[piece.local].itemsize for piece in layout.pieces
+    )
 
 
 @pytest.mark.parametrize("network_only", [False, True], ids=["local", "network"])
@@ -284,13 +290,13 @@ def open_outbox(sends, timeout=0.3, bucket_bytes=BUCKET):
     meeting, board = open_meeting("127.0.0.1")
     invitation = replace(invitation_to(meeting, 1, network_only=False), bucket_bytes=bucket_bytes)
     seconds = timedelta(seconds=timeout)
-    return Outbox.open(invitation, board, 0, sends, PARAMETERS, torch.bfloat16, CPU, seconds)
+    return Outbox.open(invitation, board, 0, sends, PARAMETERS, DTYPES, CPU, seconds)
 
 
 def test_workers_that_do_not_come_are_named_after_the_time_out():
     late = r"no message from engine 0 worker 0, engine 0 worker 1 within"
     with pytest.raises(LinkError, match=late):
-        open_outbox(plan_sends(sender_of(0), LAYOUTS, BUCKET // 2))
+        open_outbox(plan_sends(sender_of(0), LAYOUTS, BUCKET // 4))
 
 
 def open_all(engines, bucket_bytes=BUCKET):
@@ -311,7 +317,7 @@ def open_all(engines, bucket_bytes=BUCKET):
                 0,
                 sends,
                 [matrix.shapes],
-                torch.float32,
+                {"w": torch.float32},
                 CPU,
                 TIMEOUT,
             ),
@@ -405,7 +411,16 @@ def test_a_sender_whose_receiver_can_no_longer_come_is_told_at_once(network_only
     sends = plan_sends(Sender(0, matrix, {"w": range(1)}), [matrix], BUCKET // 4)
     join(meeting, TIMEOUT).publish("place/0/0", place(CPU))
     with ThreadPoolExecutor() as pool:
-        arguments = (invitation, board, 0, sends, [matrix.shapes], torch.float32, CPU, TIMEOUT)
+        arguments = (
+            invitation,
+            board,
+            0,
+            sends,
+            [matrix.shapes],
+            {"w": torch.float32},
+            CPU,
+            TIMEOUT,
+        )
         opening = pool.submit(Outbox.open, *arguments)
         join(meeting, TIMEOUT).read({"link/0/0/0": "the rank"}, TIMEOUT)
         refuse_all(invitation, "trainer rank 1 gave up")
@@ -434,7 +449,7 @@ def test_nobody_connects_where_a_stranger_says_that_a_rank_listens():
     invitation = Invitation(meeting, BUCKET, 1, True, senders=[[0]], zeros=[[]])
     matrix = Layout.of_whole_tensors({"w": (4, 4)})
     copies = plan_sends(Sender(0, matrix, {"w": range(1)}), [matrix], BUCKET // 4)[0]
-    board.publish("plan/0/0", WirePlan.of(copies, torch.float32).to_json())
+    board.publish("plan/0/0", WirePlan.of(copies, {"w": torch.float32}).to_json())
     stranger = TCPStore(meeting.host, meeting.port, wait_for_workers=False, timeout=TIMEOUT)
     prefix, _, _ = stranger.list_keys()[0].partition("/")
     with socket.create_server(("127.0.0.1", 0)) as trap:
@@ -454,7 +469,16 @@ def test_a_stranger_does_not_pass_for_a_worker():
     sends = plan_sends(Sender(0, matrix, {"w": range(1)}), [matrix], BUCKET // 4)
     stranger = TCPStore(meeting.host, meeting.port, wait_for_workers=False, timeout=TIMEOUT)
     with ThreadPoolExecutor() as pool:
-        arguments = (invitation, board, 0, sends, [matrix.shapes], torch.float32, CPU, TIMEOUT)
+        arguments = (
+            invitation,
+            board,
+            0,
+            sends,
+            [matrix.shapes],
+            {"w": torch.float32},
+            CPU,
+            TIMEOUT,
+        )
         opening = pool.submit(Outbox.open, *arguments)
         board_of_all = join(meeting, TIMEOUT)
         board_of_all.read({"plan/0/0": "the rank"}, TIMEOUT)
@@ -476,7 +500,7 @@ def test_a_worker_holds_what_was_sent_when_the_checksums_of_both_say_so(dtype):
     worker = Layout({"w": (6, 7)}, (Piece("w", whole, "w", whole),))
     sends = plan_sends(sender, [worker], max_elements=14)
     with ThreadPoolExecutor() as pool:
-        arguments = (invitation, board, 0, sends, [worker.shapes], dtype, CPU, TIMEOUT)
+        arguments = (invitation, board, 0, sends, [worker.shapes], {"w": dtype}, CPU, TIMEOUT)
         opening = pool.submit(Outbox.open, *arguments)
         inbox = Inbox.open(invitation, 0, 0, {"w": held}, CPU, TIMEOUT)
         outbox = opening.result(timeout=SOON)
@@ -503,9 +527,9 @@ def test_all_whom_nobody_refuses_have_links():
 def test_ranks_that_wait_are_told_at_once_when_the_engines_cannot_be_reached():
     meeting, board = open_meeting("127.0.0.1")
     invitation = invitation_to(meeting, 1, network_only=False)
-    sends = plan_sends(sender_of(0), LAYOUTS, BUCKET // 2)
+    sends = plan_sends(sender_of(0), LAYOUTS, BUCKET // 4)
     with ThreadPoolExecutor() as pool:
-        arguments = (invitation, board, 0, sends, PARAMETERS, torch.bfloat16, CPU, TIMEOUT)
+        arguments = (invitation, board, 0, sends, PARAMETERS, DTYPES, CPU, TIMEOUT)
         opening = pool.submit(Outbox.open, *arguments)
         join(meeting, TIMEOUT).read({"plan/0/0": "the rank"}, TIMEOUT)
         refuse_all(invitation, "nobody listens at http://127.0.0.1:9")
@@ -516,7 +540,7 @@ def test_ranks_that_wait_are_told_at_once_when_the_engines_cannot_be_reached():
 def test_a_rank_that_sends_to_nobody_has_nothing_to_wait_for():
     meeting, board = open_meeting("127.0.0.1")
     invitation = Invitation(meeting, BUCKET, 1, False, senders=[[1]], zeros=[[]])
-    outbox = Outbox.open(invitation, board, 0, {}, [], torch.bfloat16, CPU)
+    outbox = Outbox.open(invitation, board, 0, {}, [], {}, CPU)
     assert outbox.send({}) == {}
     assert outbox.bytes_sent == 0
     outbox.close()
@@ -525,7 +549,7 @@ def test_a_rank_that_sends_to_nobody_has_nothing_to_wait_for():
 def test_a_closed_outbox_sends_nothing_more():
     meeting, board = open_meeting("127.0.0.1")
     invitation = Invitation(meeting, BUCKET, 1, False, senders=[[1]], zeros=[[]])
-    outbox = Outbox.open(invitation, board, 0, {}, [], torch.bfloat16, CPU)
+    outbox = Outbox.open(invitation, board, 0, {}, [], {}, CPU)
     outbox.close()
     with pytest.raises(LinkError, match="the links were closed"):
         outbox.send({})
@@ -548,8 +572,8 @@ def test_trainer_ranks_that_do_not_come_are_named_after_the_time_out():
 def test_a_trainer_that_is_gone_is_told_at_once():
     meeting, board = open_meeting("127.0.0.1")
     invitation = invitation_to(meeting, 1, network_only=False)
-    board.publish("plan/0/0", WirePlan("float32", ["w"], [[0, 0, 4]]).to_json())
-    board.publish("plan/1/0", WirePlan("float32", ["w"], [[0, 4, 4]]).to_json())
+    board.publish("plan/0/0", WirePlan(["w"], ["float32"], [[0, 0, 4]]).to_json())
+    board.publish("plan/1/0", WirePlan(["w"], ["float32"], [[0, 4, 4]]).to_json())
     invitation = replace(invitation, zeros=[[], []])
     with ThreadPoolExecutor() as pool:
         opening = pool.submit(Inbox.open, invitation, 0, 0, {"w": torch.zeros(8)}, CPU, TIMEOUT)

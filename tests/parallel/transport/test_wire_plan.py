@@ -23,7 +23,7 @@ PADDING = (("w", Box((3,), (1,))),)
 def arriving(*boxes, dtype=torch.bfloat16):
     """The plan of these boxes: (name, start, size)."""
     copies = [Copy("source", Box(a, n), name, Box(a, n)) for name, a, n in boxes]
-    return WirePlan.of(copies, dtype)
+    return WirePlan.of(copies, {name: dtype for name, *_ in boxes})
 
 
 WHOLE = [("w", (0,), (3,)), ("m", (0, 0), (2, 3))]
@@ -65,10 +65,12 @@ def test_what_is_no_invitation_at_all_is_refused(data):
 
 
 def test_a_plan_survives_json_and_names_each_parameter_once():
-    plan = arriving(("w", (0,), (2,)), ("m", (0, 0), (2, 3)), ("w", (2,), (1,)))
+    boxes = [("w", (0,), (2,)), ("m", (0, 0), (2, 3)), ("w", (2,), (1,))]
+    copies = [Copy("source", Box(a, n), name, Box(a, n)) for name, a, n in boxes]
+    plan = WirePlan.of(copies, {"m": torch.float32, "w": torch.bfloat16})
     assert plan.names == ["w", "m"]
     assert WirePlan.from_json(plan.to_json()) == plan
-    assert plan.torch_dtype == torch.bfloat16
+    assert plan.torch_dtypes == [torch.bfloat16, torch.float32, torch.bfloat16]
     assert plan.arrivals() == [
         ("w", Box((0,), (2,))),
         ("m", Box((0, 0), (2, 3))),
@@ -81,15 +83,16 @@ def test_a_plan_survives_json_and_names_each_parameter_once():
     [
         "",
         "[]",
-        '{"dtype": "bfloat16", "names": ["w"]}',
-        '{"dtype": "bfloat16", "names": [1], "boxes": []}',
-        '{"dtype": "bfloat16", "names": ["w"], "boxes": [[0, -1, 1]]}',
-        '{"dtype": "bfloat16", "names": ["w"], "boxes": [[0, 0.5, 1]]}',
-        '{"dtype": "bfloat16", "names": ["w"], "boxes": [[1, 0, 1]]}',
-        '{"dtype": "bfloat16", "names": ["w"], "boxes": [[0, 0]]}',
-        '{"dtype": "bfloat16", "names": ["w"], "boxes": [[0]]}',
-        '{"dtype": "load", "names": ["w"], "boxes": []}',
-        '{"dtype": "bfloat16", "names": [], "boxes": [], "code": ""}',
+        '{"dtypes": ["bfloat16"], "names": ["w"]}',
+        '{"dtypes": ["bfloat16"], "names": [1], "boxes": []}',
+        '{"dtypes": ["bfloat16"], "names": ["w"], "boxes": [[0, -1, 1]]}',
+        '{"dtypes": ["bfloat16"], "names": ["w"], "boxes": [[0, 0.5, 1]]}',
+        '{"dtypes": ["bfloat16"], "names": ["w"], "boxes": [[1, 0, 1]]}',
+        '{"dtypes": ["bfloat16"], "names": ["w"], "boxes": [[0, 0]]}',
+        '{"dtypes": ["bfloat16"], "names": ["w"], "boxes": [[0]]}',
+        '{"dtypes": ["load"], "names": ["w"], "boxes": []}',
+        '{"dtypes": [], "names": ["w"], "boxes": []}',
+        '{"dtypes": [], "names": [], "boxes": [], "code": ""}',
     ],
 )
 def test_a_malformed_plan_is_refused(text):

@@ -1,0 +1,133 @@
+"""YaRN in config.json: what it means, and what is refused."""
+
+import json
+from math import log
+
+import pytest
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.qwen3 import Qwen3Config
+
+from checkpoint_convert import read_shape
+
+QWEN3 = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 250,
+    "max_position_embeddings": 131072,
+    "rope_theta": 1e6,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+DEFAULTS = YARN | {
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": True,
+    "attention_factor": 0.1 * log(4.0) + 1.0,
+}
+
+
+def shape_of_yarn(folder, rope_scaling, **changes):
+    config = QWEN3 | {"rope_scaling": rope_scaling} | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return read_shape(folder)
+
+
+@pytest.mark.parametrize(
+    ("rope_scaling", "changes"),
+    [
+        (YARN, {}),
+        ({"type": "yarn", "factor": 4, "original_max_position_embeddings": 32768}, {}),
+        ({"type": "yarn", "factor": 4.0}, {"original_max_position_embeddings": 32768}),
+        (None, {"rope_parameters": YARN | {"rope_theta": 1e6}}),
+        (DEFAULTS, {}),
+        (YARN | {"attention_factor": None, "mscale": None, "mscale_all_dim": 0}, {}),
+        (YARN | {"mscale": 2.0}, {}),  # means nothing without mscale_all_dim
+        (YARN | {"extrapolation_factor": 0.5, "attn_factor": 2.0}, {}),  # read by neither
+    ],
+    ids=str,
+)
+def test_every_way_to_write_the_same_yarn_is_the_same_model(tmp_path, rope_scaling, changes):
+    shape = shape_of_yarn(tmp_path, rope_scaling, **changes)
+    assert shape.rope_scaling == DEFAULTS
+    assert shape.rope_theta == 1e6
+
+
+def test_models_that_rotate_half_of_each_head_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"yarn .* a part of each head \(0\.5\)"):
+        shape_of_yarn(tmp_path, YARN, model_type="glm4_moe")
+
+
+@pytest.mark.parametrize("length", [32768, 40960, 131072])
+def test_the_longest_sequence_is_what_the_config_says_as_in_transformers_and_vllm(tmp_path, length):
+    shape = shape_of_yarn(tmp_path, YARN, max_position_embeddings=length)
+    assert shape.max_position_embeddings == length
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"factor": 2.5},
+        {"factor": 1.0, "original_max_position_embeddings": 131072},
+        {"factor": 0.5, "original_max_position_embeddings": 262144},
+        {"attention_factor": 1.5},
+        {"mscale": 1.0, "mscale_all_dim": 0.707},
+        {"mscale": 0.707, "attention_factor": 1.25, "mscale_all_dim": 1.0},
+    ],
+    ids=str,
+)
+def test_the_attention_factor_is_that_of_transformers(tmp_path, change):
+    shape = shape_of_yarn(tmp_path, YARN | change, max_position_embeddings=65536)
+    _, expected = ROPE_INIT_FUNCTIONS["yarn"](Qwen3Config.from_pretrained(tmp_path))
+    assert shape.rope_scaling["attention_factor"] == pytest.approx(expected, rel=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"beta_fast": 16}, "beta_fast"),
+        ({"beta_slow": 2}, "beta_slow"),
+        ({"truncate": False}, "truncate"),
+        ({"original_max_position_embeddings": 65536}, "original_max_position_embeddings"),
+        ({"factor": 8.0}, "factor"),
+    ],
+)
+def test_what_changes_the_numbers_makes_another_model(tmp_path, change, words):
+    scaling = shape_of_yarn(tmp_path, YARN | change).rope_scaling
+    assert scaling[words] == change[words]
+    assert scaling != DEFAULTS
+
+
+@pytest.mark.parametrize(
+    ("rope_scaling", "words"),
+    [
+        ({"type": "yarn"}, "yarn RoPE scaling has no factor"),
+        # transformers takes 131,072 positions for the trained length, which makes another model.
+        (
+            {"type": "yarn", "factor": 4.0},
+            "original_max_position_embeddings is None; it must be an integer of at least 1",
+        ),
+        (
+            YARN | {"factor": 3.5},
+            "max_position_embeddings(131072) is more than factor(3.5) * "
+            "original_max_position_embeddings(32768) of yarn RoPE scaling: "
+            "set it to at most 114688",
+        ),
+        (YARN | {"factor": None}, "factor is None"),  # the two disagree about it
+        (YARN | {"beta_fast": None}, "beta_fast is None; it must be a finite number above 0"),
+        (YARN | {"beta_slow": 0}, "beta_slow is 0"),
+        (YARN | {"truncate": None}, "truncate is None; it must be true or false"),
+        (YARN | {"attention_factor": 0.0}, "attention_factor is 0.0"),
+        (YARN | {"mscale": -1.0, "mscale_all_dim": 1.0}, "mscale is -1.0"),
+        (YARN | {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, only 1.0"),
+    ],
+    ids=lambda value: None if isinstance(value, dict) else value,
+)
+def test_yarn_that_is_not_computed_alike_everywhere_is_refused(tmp_path, rope_scaling, words):
+    with pytest.raises(ValueError) as error:
+        shape_of_yarn(tmp_path, rope_scaling)
+    assert str(error.value).startswith(str(tmp_path / "config.json"))
+    assert words in str(error.value)

@@ -1,0 +1,139 @@
+"""YaRN: the numbers of transformers and of vLLM, beyond the length that a model was trained on."""
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.qwen3 import Qwen3Config
+
+from checkpoint_convert import read_shape
+from checkpoint_convert.vllm import EngineDims
+from distributed import run_ranks
+from megatron_grpo.policy.yarn import yarn_frequencies
+from mixtures import Numbers, check_gradients, check_logprobs, gradients_of, load_oracle, numbers_of
+from models import servable_model, tiny_model
+from parallel import ParallelDims
+from policies import LOSS_WEIGHT, Lengths, pack_all, sequence_logprobs, start_policy
+from vllm_workers import read_in_workers
+
+QWEN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+SHORT = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+TINY = {
+    "max_position_embeddings": 256,
+    "rope_parameters": SHORT | {"rope_theta": 10_000.0},
+    "initializer_range": 0.2,  # attention is then sharp enough for its scale to matter
+}
+LENGTHS: Lengths = [[(100, 150), (5, 32)], [(20, 100)]]
+
+
+def plain_frequencies(head_dim: int, theta: float) -> Tensor:
+    return 1.0 / theta ** (torch.arange(0, head_dim, 2) / head_dim)
+
+
+@pytest.mark.parametrize(
+    ("change", "theta", "head_dim"),
+    [
+        ({}, 1e6, 128),
+        ({"factor": 2.5}, 5e5, 64),
+        ({"factor": 1.0}, 1e6, 128),
+        ({"truncate": False}, 1e6, 128),
+        ({"beta_fast": 16.0, "beta_slow": 2.0}, 1e6, 128),
+        ({"beta_fast": 1.0, "beta_slow": 32.0}, 1e6, 128),
+        # A ramp that begins below the first pair, one that ends far above the last, and none.
+        ({"original_max_position_embeddings": 4}, 1e4, 32),
+        ({"original_max_position_embeddings": 10**6, "beta_fast": 1e5}, 10.0, 32),
+        ({"beta_fast": 3.0, "beta_slow": 3.0, "truncate": False}, 1e6, 128),
+    ],
+    ids=str,
+)
+def test_frequencies_equal_those_of_transformers(tmp_path, change, theta, head_dim):
+    length = 4  # below every factor * trained length
+    config = Qwen3Config(
+        head_dim=head_dim,
+        max_position_embeddings=length,
+        rope_parameters=QWEN | change | {"rope_theta": theta},
+    )
+    config.save_pretrained(tmp_path)
+    expected, _ = ROPE_INIT_FUNCTIONS["yarn"](config)
+    scaling = read_shape(tmp_path).rope_scaling
+    frequencies = yarn_frequencies(plain_frequencies(head_dim, theta), theta, scaling)
+    torch.testing.assert_close(frequencies, expected, rtol=3e-7, atol=0)
+
+
+def test_qwens_frequencies_are_kept_slowed_by_the_factor_or_in_between():
+    """With Qwen's base, pair 23 of 64 turns 36 times in 32,768 tokens, and pair 40 0.93 times."""
+    plain = plain_frequencies(128, 1e6)
+    scaling = QWEN | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+    kept = yarn_frequencies(plain, 1e6, scaling) / plain
+    assert torch.all(kept[:24] == 1)
+    assert torch.all((kept[24:40] < 1) & (kept[24:40] > 0.25))
+    assert torch.all(kept[40:] == 0.25)
+
+
+def cosines_and_sines(model: torch.nn.Module, folder: Path, dims: EngineDims) -> Tensor:
+    """The table of a vLLM worker's model: [positions, head_dim]."""
+    (table,) = {id(m.cos_sin_cache): m.cos_sin_cache for m in rotaries(model)}.values()
+    return table.detach().clone()
+
+
+def rotaries(model: torch.nn.Module) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "cos_sin_cache")]
+
+
+def test_vllm_rotates_and_scales_by_the_same_numbers(tmp_path):
+    changes = [
+        {},
+        {"factor": 2.5, "attention_factor": 1.5},
+        {"mscale": 1.0, "mscale_all_dim": 0.707, "truncate": False},
+        {"beta_fast": 4.0, "beta_slow": 2.0, "attention_factor": None},
+    ]
+    cases = [
+        (
+            servable_model(
+                tmp_path / f"{family}-{number}",
+                family,
+                max_position_embeddings=160,
+                rope_parameters=SHORT | change | {"rope_theta": 10_000.0},
+            ),
+            EngineDims(tensor=1),
+        )
+        for number, (family, change) in enumerate(product(("qwen2", "qwen3"), changes))
+    ]
+    for (folder, _), (table,) in zip(cases, read_in_workers(cases, cosines_and_sines), strict=True):
+        shape = read_shape(folder)
+        scaling = shape.rope_scaling
+        assert len(table) >= shape.max_position_embeddings
+        frequencies = yarn_frequencies(plain_frequencies(shape.head_dim, 1e4), 1e4, scaling)
+        angles = torch.arange(len(table))[:, None] * frequencies
+        expected = scaling["attention_factor"] * torch.cat([angles.cos(), angles.sin()], dim=-1)
+        torch.testing.assert_close(table, expected, rtol=0, atol=1e-4)
+
+
+def numbers_on_rank(rank: int, folder: Path, dims: ParallelDims) -> Numbers:
+    policy, groups = start_policy(rank, folder, dims)
+    return numbers_of(policy, groups, pack_all(LENGTHS, dims))
+
+
+@pytest.mark.parametrize(
+    ("family", "dims"),
+    [
+        ("qwen2", ParallelDims()),
+        ("qwen3", ParallelDims(context=2)),
+        ("qwen3", ParallelDims(tensor=4)),  # more ranks than key-value heads
+        ("qwen2", ParallelDims(pipeline=2)),
+    ],
+    ids=str,
+)
+def test_logprobs_and_gradients_equal_transformers(tmp_path, family, dims):
+    folder = tiny_model(tmp_path / "yarn", family, **TINY)
+    oracle = load_oracle(folder)
+    logprobs = sequence_logprobs(oracle, LENGTHS)
+    gradients = gradients_of(oracle, -LOSS_WEIGHT * torch.cat(logprobs).sum())
+    norm = float(torch.cat([g.flatten() for g in gradients.values()]).norm())
+    ranks = run_ranks(dims.world_size, numbers_on_rank, folder, dims)
+    check_logprobs(ranks, [each.detach() for each in logprobs])
+    check_gradients(ranks, gradients, norm)
