@@ -58,9 +58,9 @@ class LogitTiles:
         # Separate tensors: torch.compile would compile again for aliased arguments.
         sums = SoftmaxSums(zero + torch.finfo(self.dtype).min, zero, zero.clone(), zero.clone())
         rows = self._rows()
-        for part, table in self._tiles():
-            logits = _product(rows, table.t(), self.dtype)
-            sums = add_tile(sums, logits, self.columns - part.start, 1 / self.temperature)
+        for part, table, space in self._tiles():
+            logits = _product(rows, table.t(), self.dtype, space)
+            sums = add_tile(sums, logits, self.columns - part.start, 1 / self.temperature, space)
         return sums
 
     def gradients(
@@ -81,9 +81,9 @@ class LogitTiles:
         rows = self._rows()
         of_hidden = torch.zeros_like(self.hidden, dtype=self.dtype) if needed[0] else None
         of_weight = torch.zeros_like(self.weight) if needed[1] else None
-        for part, table in self._tiles():
+        for part, table, space in self._tiles():
             gradient = gradient_of_tile(
-                _product(rows, table.t(), self.dtype),
+                _product(rows, table.t(), self.dtype, space),
                 self.columns - part.start,
                 1 / self.temperature,
                 log_normalizer,
@@ -91,38 +91,79 @@ class LogitTiles:
                 of_logprob,
                 of_entropy,
                 rows.dtype,
+                space,
             )
             if of_hidden is not None:
                 _add_product(of_hidden, gradient, table)
             if of_weight is not None:
-                of_weight[part] = gradient.t() @ rows
+                _set_product(of_weight[part], gradient.t(), rows)
         return of_hidden, of_weight
 
     def _rows(self) -> Tensor:
         return self.hidden.to(product_dtype(self.hidden.dtype))
 
-    def _tiles(self) -> Iterator[tuple[slice, Tensor]]:
-        """The columns of each tile, and their weights; no tiles if there are no rows."""
+    def _tiles(self) -> Iterator[tuple[slice, Tensor, "_Space | None"]]:
+        """The columns of each tile, their weights, and memory; no tiles if there are no rows."""
         if len(self.hidden) == 0:
             return
         rows, hidden_size = self.hidden.shape
         columns = self.tile_columns or tile_columns(
             rows, hidden_size, self.width, self.weight.device.type
         )
+        dtype = product_dtype(self.weight.dtype)
+        space = None if self.weight.is_cuda else _Space.of(rows, columns, dtype, self.dtype)
         for start in range(0, self.width, columns):
             part = slice(start, min(start + columns, self.width))
-            yield part, self.weight[part].to(product_dtype(self.weight.dtype))
+            narrowed = space.narrowed(part.stop - part.start) if space else None
+            yield part, self.weight[part].to(dtype), narrowed
 
 
-def _with_tile(sums: SoftmaxSums, logits: Tensor, columns: Tensor, scale: float) -> SoftmaxSums:
-    """Add a tile's columns to `sums`; z = scale * logits (online softmax, arXiv 1805.02867)."""
+@dataclass(frozen=True)
+class _Space:
+    """Memory of one tile [n, columns] on a CPU, which the next tile uses again.
+
+    Fresh memory costs a page fault for every 4 KB, which together may take as long as the product.
+    A GPU's allocator keeps what is freed.
+    """
+
+    product: Tensor | None
+    """In the type of the factors; None if `logits` has it."""
+    logits: Tensor
+    exp: Tensor
+
+    @classmethod
+    def of(cls, rows: int, columns: int, product: torch.dtype, dtype: torch.dtype) -> "_Space":
+        """Memory for a tile of so many columns, or fewer."""
+        return cls(
+            product=None if product == dtype else torch.empty(rows, columns, dtype=product),
+            logits=torch.empty(rows, columns, dtype=dtype),
+            exp=torch.empty(rows, columns, dtype=dtype),
+        )
+
+    def narrowed(self, columns: int) -> "_Space":
+        """The first part of the memory, for a tile of this many columns."""
+
+        def part(whole: Tensor) -> Tensor:
+            return whole.view(-1)[: len(whole) * columns].view(-1, columns)
+
+        product = None if self.product is None else part(self.product)
+        return _Space(product, part(self.logits), part(self.exp))
+
+
+def _with_tile(
+    sums: SoftmaxSums, logits: Tensor, columns: Tensor, scale: float, space: _Space | None
+) -> SoftmaxSums:
+    """Add a tile's columns to `sums`; z = scale * logits (online softmax, arXiv 1805.02867).
+
+    With `space`, `logits` are its, and are overwritten.
+    """
     maximum = torch.maximum(sums.maximum, logits.amax(dim=1) * scale)
     shift = sums.maximum - maximum
     old = shift.exp()
     at, is_here = _within(columns, logits)
     token = logits.gather(1, at).squeeze(1) * scale * is_here
-    x = torch.add(-maximum[:, None], logits, alpha=scale)
-    exp = x.exp()
+    x = torch.add(-maximum[:, None], logits, alpha=scale, out=space.logits if space else None)
+    exp = torch.exp(x, out=space.exp if space else None)
     sum_exp = exp.sum(dim=1)
     sum_x_exp = exp.mul_(x).sum(dim=1)
     return SoftmaxSums(
@@ -142,21 +183,27 @@ def _gradient_of_tile(
     of_logprob: Tensor,
     of_entropy: Tensor | None,
     dtype: torch.dtype,
+    space: _Space | None,
 ) -> Tensor:
     """The gradient of a tile's logits, with p = softmax z over the whole vocabulary, H its entropy.
 
     A log-probability contributes (one-hot of the token - p) scale, an entropy - p (log p + H)
-    scale, each times its incoming gradient.
+    scale, each times its incoming gradient. With `space`, `logits` are its, and are overwritten.
     """
     of_logprob = of_logprob * scale
-    log_p = torch.add(-log_normalizer[:, None], logits, alpha=scale)
+    log_p = torch.add(
+        -log_normalizer[:, None], logits, alpha=scale, out=space.logits if space else None
+    )
     factor = -of_logprob[:, None]
     if of_entropy is not None:
         of_entropy = of_entropy * -scale
         factor = torch.addcmul(factor + (entropy * of_entropy)[:, None], log_p, of_entropy[:, None])
     gradient = log_p.exp_().mul_(factor)
     at, is_here = _within(columns, logits)
-    return gradient.scatter_add_(1, at, (of_logprob * is_here)[:, None]).to(dtype)
+    gradient.scatter_add_(1, at, (of_logprob * is_here)[:, None])
+    if space is None or space.product is None:
+        return gradient.to(dtype)
+    return space.product.copy_(gradient)
 
 
 def _within(columns: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -165,13 +212,22 @@ def _within(columns: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
     return columns.clamp(0, last)[:, None], (columns >= 0) & (columns <= last)
 
 
-def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+def _product(a: Tensor, b: Tensor, dtype: torch.dtype, space: _Space | None = None) -> Tensor:
     """The matrix product in `dtype`; a GPU does not first round it to the type of the factors."""
     if a.dtype == dtype:
-        return a @ b
+        return torch.mm(a, b, out=space.logits if space else None)
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=dtype)
-    return (a @ b).to(dtype)
+    if space is None:
+        return (a @ b).to(dtype)
+    return space.logits.copy_(torch.mm(a, b, out=space.product))
+
+
+def _set_product(target: Tensor, a: Tensor, b: Tensor) -> None:
+    if a.dtype == target.dtype:
+        torch.mm(a, b, out=target)
+    else:
+        target.copy_(a @ b)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
