@@ -43,7 +43,7 @@ def create_export(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    dtypes = hf_dtypes(shape, DTYPE_NAMES[dtype])
+    dtypes = hf_dtypes(shape, DTYPE_NAMES[dtype], "F32")
     create_folder(folder, Path(source_folder), shape, dtypes, max_shard_bytes)
 
 

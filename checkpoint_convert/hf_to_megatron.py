@@ -42,7 +42,7 @@ def import_checkpoint(
         closing(open_weights(hf, read_shape(config))) as weights,
     ):
         shapes = hf_tensors(weights.shape)
-        dtypes = weights.dtypes if dtype is None else hf_dtypes(weights.shape, dtype)
+        dtypes = weights.dtypes if dtype is None else hf_dtypes(weights.shape, dtype, "F32")
         plan = plan_import(weights.shape, dims, dtypes)
         with new_folder(out, plan.num_bytes) as folder:
             companions = folder / CHECKPOINT_FOLDER

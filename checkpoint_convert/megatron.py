@@ -30,10 +30,13 @@ def float32_tensors(shape: ModelShape) -> set[str]:
     return {each.name for parameter in chunk for each in parameter.sources if each.is_float32}
 
 
-def hf_dtypes(shape: ModelShape, dtype: str) -> dict[str, str]:
-    """The dtype of each tensor of the weight files of a model of `dtype`, by safetensors names."""
-    float32 = float32_tensors(shape)
-    return {name: "F32" if name in float32 else dtype for name in hf_tensors(shape)}
+def hf_dtypes(shape: ModelShape, dtype: str, float32: str) -> dict[str, str]:
+    """The dtype of each tensor of the weight files of a model of `dtype`.
+
+    `float32` is the name of float32 in the language of `dtype`, such as F32 beside BF16.
+    """
+    always = float32_tensors(shape)
+    return {name: float32 if name in always else dtype for name in hf_tensors(shape)}
 
 
 def megatron_layout(

@@ -44,7 +44,7 @@ def export_checkpoint(
         closing(open_weights(megatron, read_shape(config))) as weights,
     ):
         shapes = hf_tensors(weights.shape)
-        dtypes = weights.dtypes if dtype is None else hf_dtypes(weights.shape, dtype)
+        dtypes = weights.dtypes if dtype is None else hf_dtypes(weights.shape, dtype, "F32")
         num_bytes = sum(prod(shape) * ITEM_SIZES[dtypes[name]] for name, shape in shapes.items())
         with new_folder(out, num_bytes) as folder:
             create_folder(folder, config, weights.shape, dtypes, max_shard_bytes)

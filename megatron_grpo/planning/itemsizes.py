@@ -1,7 +1,7 @@
 """Bytes per element of tensors: those of a mixture's routers may be float32 in any model."""
 
-from checkpoint_convert import ModelShape, hf_tensors
-from checkpoint_convert.megatron import float32_tensors
+from checkpoint_convert import ModelShape
+from checkpoint_convert.megatron import hf_dtypes
 from megatron_grpo.config.config import Config
 from megatron_grpo.weights.worker_layouts import worker_dtypes
 
@@ -10,11 +10,8 @@ ITEMSIZE = {"bfloat16": 2, "float32": 4}
 
 def file_itemsizes(cfg: Config, shape: ModelShape) -> dict[str, int]:
     """Of each tensor of the weight files, by its name."""
-    float32 = float32_tensors(shape)
-    return {
-        name: ITEMSIZE["float32" if name in float32 else cfg.model.dtype]
-        for name in hf_tensors(shape)
-    }
+    dtypes = hf_dtypes(shape, cfg.model.dtype, "float32")
+    return {name: ITEMSIZE[dtype] for name, dtype in dtypes.items()}
 
 
 def worker_itemsizes(cfg: Config, shape: ModelShape) -> dict[str, int]:

@@ -192,10 +192,10 @@ def _architecture(shape: ModelShape) -> dict[str, Any]:
 
 
 def _mixture(shape: ModelShape, moe: MoeShape, implementation: str) -> dict[str, Any]:
-    are_experts = [layer >= moe.num_dense_layers for layer in range(shape.num_layers)]
+    has_experts = [int(layer >= moe.num_dense_layers) for layer in range(shape.num_layers)]
     return {
         # A list makes a checkpoint have a key for each layer.
-        "moe_layer_freq": 1 if shape.has_equal_layers else [*map(int, are_experts)],
+        "moe_layer_freq": 1 if shape.has_equal_layers else has_experts,
         "num_moe_experts": moe.num_experts,
         "moe_ffn_hidden_size": moe.intermediate_size,
         "moe_router_topk": moe.experts_per_token,

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 from checkpoint_convert import ModelShape, hf_tensors
-from checkpoint_convert.megatron import float32_tensors
+from checkpoint_convert.megatron import hf_dtypes
 from checkpoint_convert.vllm import EngineDims, engine_dtypes, engine_layouts
 from megatron_grpo.config.rollout_config import RolloutConfig
 from parallel import Layout
@@ -28,8 +28,7 @@ def worker_layouts(shape: ModelShape, rollout: RolloutConfig) -> list[Layout]:
 def worker_dtypes(shape: ModelShape, rollout: RolloutConfig, dtype: str) -> dict[str, str]:
     """The dtype of every parameter of the workers, by name, in engines of `dtype`."""
     if rollout.engine == "transformers":
-        float32 = float32_tensors(shape)
-        return {name: "float32" if name in float32 else dtype for name in hf_tensors(shape)}
+        return hf_dtypes(shape, dtype, "float32")
     return engine_dtypes(shape, dtype)
 
 

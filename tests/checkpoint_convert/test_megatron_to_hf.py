@@ -14,7 +14,7 @@ from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.megatron_to_hf import export_checkpoint
 from conversions import assert_same, random_weights, variant, weights_of
 from distributed import run_ranks
-from models import CONFIGS
+from models import CONFIGS, tiny_model
 from parallel import ParallelDims
 from policies import LENGTHS, accumulate, pack_all, save_checkpoint, start_policy
 from sentencepiece_models import train
@@ -236,3 +236,15 @@ def test_progress_counts_every_byte_once(llama, imported, tmp_path):
     num_bytes = sum(value.nbytes for value in weights_of(llama).values())
     assert {total for _, total in told} == {num_bytes}
     assert told[-1][0] == num_bytes
+
+
+def test_biases_by_which_experts_are_chosen_stay_float32_in_weights_of_any_dtype(tmp_path):
+    model = tiny_model(tmp_path / "model", "glm4_moe")
+    import_checkpoint(model, tmp_path / "megatron", ParallelDims(), dtype="BF16")
+    export_checkpoint(tmp_path / "megatron", tmp_path / "out", dtype="F16")
+    before, after = weights_of(model), weights_of(tmp_path / "out")
+    for name, values in after.items():
+        if name.endswith("e_score_correction_bias"):
+            assert torch.equal(values, before[name])
+        else:
+            assert values.dtype == torch.float16
