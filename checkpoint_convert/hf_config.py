@@ -9,7 +9,7 @@ from checkpoint_convert.config_values import boolean, count, number, positive, t
 from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.families.description import Family
 from checkpoint_convert.rope import read_rope
-from checkpoint_convert.shape import ModelShape, MoeShape
+from checkpoint_convert.shape import LatentShape, ModelShape, MoeShape
 
 # Keys with one supported value in every family, which is also the value of an absent key.
 # transformers' configs of our families declare only a few of them; code shared by all models, in
@@ -60,7 +60,9 @@ def shape_of(path: Path, config: Mapping[str, Any]) -> ModelShape:
     if family.partial_rotary_factor == 1.0 and values.get("partial_rotary_factor") is None:
         values.pop("partial_rotary_factor", None)
     _check_carried_over(path, family, values)
-    rope_theta, rope_scaling = read_rope(path, values, family.partial_rotary_factor)
+    rope_theta, rope_scaling = read_rope(
+        path, values, family.partial_rotary_factor, has_latents=family.has_latents
+    )
     num_heads = positive(path, values, "num_attention_heads")
     hidden_size = positive(path, values, "hidden_size")
     if values["num_key_value_heads"] is None:
@@ -79,7 +81,7 @@ def shape_of(path: Path, config: Mapping[str, Any]) -> ModelShape:
         hidden_size=hidden_size,
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
-        head_dim=_head_dim(path, values),
+        head_dim=_latent_head_dim(path, values) if family.has_latents else _head_dim(path, values),
         intermediate_size=positive(path, values, "intermediate_size"),
         vocab_size=positive(path, values, "vocab_size"),
         tie_word_embeddings=boolean(path, values, "tie_word_embeddings"),
@@ -92,6 +94,7 @@ def shape_of(path: Path, config: Mapping[str, Any]) -> ModelShape:
         eos_token_ids=_eos_token_ids(path, values),
         partial_rotary_factor=family.partial_rotary_factor,
         moe=_moe(path, family, values),
+        latent=_latent(path, values) if family.has_latents else None,
         num_extra_layers=_count(path, values, family.num_extra_layers),
     )
 
@@ -134,6 +137,51 @@ def _head_dim(path: Path, values: Mapping[str, Any]) -> int:
     return head_dim
 
 
+def _latent_head_dim(path: Path, values: Mapping[str, Any]) -> int:
+    """Of queries and keys: the part that is not rotated, and the part that is."""
+    return sum(positive(path, values, f"qk_{part}_head_dim") for part in ("nope", "rope"))
+
+
+def _latent(path: Path, values: Mapping[str, Any]) -> LatentShape:
+    heads = [values[f"num_{kind}_heads"] for kind in ("attention", "key_value")]
+    if heads[0] != heads[1]:
+        raise ValueError(
+            f"{path}: num_key_value_heads({heads[1]}) must be num_attention_heads({heads[0]}), as "
+            "latent attention has keys and values for every head"
+        )
+    rotary_dim = positive(path, values, "qk_rope_head_dim")
+    if rotary_dim % 2:
+        raise ValueError(
+            f"{path}: qk_rope_head_dim is {rotary_dim}; it must be even, as RoPE rotates pairs"
+        )
+    has_query_rank = values["q_lora_rank"] is not None
+    return LatentShape(
+        query_rank=positive(path, values, "q_lora_rank") if has_query_rank else None,
+        rank=positive(path, values, "kv_lora_rank"),
+        rotary_dim=rotary_dim,
+        value_dim=positive(path, values, "v_head_dim"),
+    )
+
+
+def _groups(path: Path, values: Mapping[str, Any], num_experts: int) -> tuple[int, int]:
+    """The groups of experts, and of a token.
+
+    To compare groups, DeepSeek-V3 adds the two largest scores of each, and Megatron-Core as many as
+    a token has experts per group.
+    """
+    per_token = values["num_experts_per_tok"]
+    num_groups, chosen = (positive(path, values, key) for key in ("n_group", "topk_group"))
+    if num_groups == chosen == 1:
+        return 1, 1
+    if num_experts % num_groups or chosen > num_groups or per_token != 2 * chosen:
+        raise ValueError(
+            f"{path}: n_group({num_groups}) must divide n_routed_experts({num_experts}), and "
+            f"topk_group({chosen}) must be at most n_group and half of "
+            f"num_experts_per_tok({per_token}); without groups, both are 1"
+        )
+    return num_groups, chosen
+
+
 def _moe(path: Path, family: Family, values: Mapping[str, Any]) -> MoeShape | None:
     keys = family.experts
     if keys is None:
@@ -151,12 +199,15 @@ def _moe(path: Path, family: Family, values: Mapping[str, Any]) -> MoeShape | No
             "scale the weight of a single expert"
         )
     size = positive(path, values, keys.intermediate_size)
+    num_groups, groups_per_token = _groups(path, values, num_experts) if keys.has_groups else (1, 1)
     return MoeShape(
         num_experts=num_experts,
         experts_per_token=experts_per_token,
         intermediate_size=size,
         normalize_topk=keys.normalize_topk is None or boolean(path, values, keys.normalize_topk),
         score_function=keys.score_function,
+        num_groups=num_groups,
+        groups_per_token=groups_per_token,
         weight_scale=1.0 if keys.weight_scale is None else number(path, values, keys.weight_scale),
         shared_intermediate_size=size * _count(path, values, keys.num_shared),
         num_dense_layers=_num_dense_layers(path, values, keys.num_dense_layers),
@@ -191,6 +242,11 @@ def _check_carried_over(path: Path, family: Family, config: Mapping[str, Any]) -
         for key, carried in _required(family).items()
         # null, false, 0 and an empty list all mean that a feature is off
         if key in config and config[key] != carried and (config[key] or carried)
+    ]
+    refused += [
+        f"{key} is {config.get(key)!r}, only {carried!r} is supported"
+        for key, carried in family.explicit.items()
+        if config.get(key) != carried
     ]
     layers = config.get("layer_types") or []
     if not isinstance(layers, list):

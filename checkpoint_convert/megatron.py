@@ -201,10 +201,17 @@ def _extra_state(module: str, stack: list[tuple[int, int]]) -> str:
 
 def _modules_of_layer(shape: ModelShape, layer: int) -> list[str]:
     """The linear layers and norms of a layer, without its experts."""
-    modules = ["self_attention.linear_qkv", "self_attention.linear_proj"]
-    modules += ["input_layernorm", "pre_mlp_layernorm"]
+    attention = ["linear_proj", "linear_qkv"]
     if shape.qk_norm:
-        modules += ["self_attention.q_layernorm", "self_attention.k_layernorm"]
+        attention += ["q_layernorm", "k_layernorm"]
+    if shape.latent is not None:
+        attention = ["linear_proj", "linear_kv_down_proj", "linear_kv_up_proj", "kv_layernorm"]
+        if shape.latent.query_rank is None:
+            attention.append("linear_q_proj")
+        else:
+            attention += ["linear_q_down_proj", "linear_q_up_proj", "q_layernorm"]
+    modules = [f"self_attention.{name}" for name in attention]
+    modules += ["input_layernorm", "pre_mlp_layernorm"]
     mlp = "mlp."
     if shape.moe is not None and layer >= shape.num_dense_layers:
         if not shape.moe.shared_intermediate_size:

@@ -25,12 +25,12 @@ _TRAINED_LENGTH = "original_max_position_embeddings"
 
 
 def read_rope(
-    path: Path, config: Mapping[str, Any], partial_rotary_factor: float
+    path: Path, config: Mapping[str, Any], partial_rotary_factor: float, *, has_latents: bool
 ) -> tuple[float, dict[str, Any] | None]:
     """The base of RoPE, and the `rope_type` and parameters of its scaling, or None without scaling.
 
-    `config` holds the values of the file at `path`; `partial_rotary_factor` is the family's. Raises
-    ValueError for unsupported settings.
+    `config` holds the values of the file at `path`; `partial_rotary_factor` and `has_latents`
+    are the family's. Raises ValueError for unsupported settings.
     """
     rope = _parameters(path, config)
     _check(path, rope, {"partial_rotary_factor": partial_rotary_factor, **_REQUIRED})
@@ -43,7 +43,7 @@ def read_rope(
                 f"{path}: yarn RoPE scaling is not supported for a model that rotates a part of "
                 f"each head ({partial_rotary_factor:g})"
             )
-        return theta, _yarn(path, config, rope)
+        return theta, _yarn(path, config, rope, has_latents=has_latents)
     counting = ("rope_type", "factor", *_REQUIRED_OF_TYPE[rope["rope_type"]])
     return theta, {key: value for key, value in rope.items() if key in counting}
 
@@ -84,7 +84,9 @@ def _check(path: Path, rope: Mapping[str, Any], required: Mapping[str, Any]) -> 
             )
 
 
-def _yarn(path: Path, config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
+def _yarn(
+    path: Path, config: Mapping[str, Any], rope: Mapping[str, Any], *, has_latents: bool
+) -> dict[str, Any]:
     """Everything that YaRN (arXiv 2309.00071) computes with.
 
     Parameters that are absent have the values that transformers and vLLM take for them, except the
@@ -107,7 +109,11 @@ def _yarn(path: Path, config: Mapping[str, Any], rope: Mapping[str, Any]) -> dic
         "beta_fast": number(path, given, "beta_fast"),
         "beta_slow": number(path, given, "beta_slow"),
         "truncate": boolean(path, given, "truncate"),
-        "attention_factor": _attention_factor(path, rope, factor),
+        "attention_factor": (
+            _latent_attention_factor(path, given, factor)
+            if has_latents
+            else _attention_factor(path, rope, factor)
+        ),
     }
 
 
@@ -120,3 +126,19 @@ def _attention_factor(path: Path, rope: Mapping[str, Any], factor: float) -> flo
         over, under = (number(path, rope, key) for key in ("mscale", "mscale_all_dim"))
         return (1 + over * growth) / (1 + under * growth)
     return 1 + growth
+
+
+def _latent_attention_factor(path: Path, rope: Mapping[str, Any], factor: float) -> float:
+    """The same for latent attention: that of `mscale_all_dim` is for whole queries and keys.
+
+    That of `mscale` over that of `mscale_all_dim` is for the rotated part alone, and must be 1.
+    vLLM reads neither `attention_factor` nor `truncate`.
+    """
+    over, under = rope.get("mscale"), rope.get("mscale_all_dim")
+    if over is None or over != under or rope.get("attention_factor") or not rope["truncate"]:
+        raise ValueError(
+            f"{path}: yarn RoPE scaling of latent attention has mscale({over}) and "
+            f"mscale_all_dim({under}); they must be equal, without attention_factor and with "
+            "truncate as it is"
+        )
+    return 1 + number(path, rope, "mscale_all_dim") * 0.1 * log(max(factor, 1.0))

@@ -12,6 +12,22 @@ _NO_NUMBERS = ("family", "max_position_embeddings", "eos_token_ids", "num_extra_
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentShape:
+    """Multi-head latent attention: the keys and values of all heads of a token are projections of
+    one short vector, its latent (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
+
+    query_rank: int | None
+    """Size of a second latent, of which queries are projections; None: of hidden states."""
+    rank: int
+    """Size of the latent of keys and values."""
+    rotary_dim: int
+    """Size of the part of a head that RoPE rotates. It comes last, and all heads of keys have the
+    same, which is no projection of the latent."""
+    value_dim: int
+    """Size of a head of values."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class MoeShape:
     """The mixture of experts that replaces the MLP of every layer but the first few."""
 
@@ -25,6 +41,10 @@ class MoeShape:
     score_function: str = "softmax"
     """Of a router's outputs: `softmax`, or `sigmoid`. The latter adds a bias to the scores by which
     experts are chosen, not to their weights; training leaves it as it is (arXiv 2408.15664)."""
+    num_groups: int = 1
+    """Number of groups of experts. Those of a token are in `groups_per_token` of them, which have
+    the largest sums of their two largest scores (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
+    groups_per_token: int = 1
     weight_scale: float = 1.0
     """Factor of the weights of a token's experts."""
     shared_intermediate_size: int = 0
@@ -44,7 +64,7 @@ class ModelShape:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    """Size of one head; heads * head_dim need not be `hidden_size`."""
+    """Size of one head of queries and keys; heads * head_dim need not be `hidden_size`."""
     intermediate_size: int
     """Intermediate size of a dense MLP; for experts see `MoeShape`."""
     vocab_size: int
@@ -64,6 +84,8 @@ class ModelShape:
     """Part of each head that RoPE rotates; it comes first."""
     moe: MoeShape | None = None
     """None for a dense model."""
+    latent: LatentShape | None = None
+    """None: keys and values are projections of hidden states."""
     num_extra_layers: int = 0
     """Number of layers that weight files may have behind the last one, to predict tokens after the
     next (multi-token prediction). They are not read, and an export has none."""
@@ -72,6 +94,18 @@ class ModelShape:
     def num_dense_layers(self) -> int:
         """Number of layers with a dense MLP; they come first."""
         return self.num_layers if self.moe is None else self.moe.num_dense_layers
+
+    @property
+    def value_dim(self) -> int:
+        """Size of one head of values."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """Size of the part of each head that RoPE rotates."""
+        if self.latent is not None:
+            return self.latent.rotary_dim
+        return round(self.partial_rotary_factor * self.head_dim)
 
     @property
     def has_equal_layers(self) -> bool:
@@ -136,11 +170,10 @@ def _obstacles(shape: ModelShape, tensor: int) -> list[str]:
     projection into equal shares, regardless of head boundaries, and gathers its output.
     """
     kv_heads = shape.num_key_value_heads
-    split = {
-        "num_attention_heads": shape.num_attention_heads,
-        "rows of the fused QKV projection": (shape.num_attention_heads + 2 * kv_heads)
-        * shape.head_dim,
-    }
+    split = {"num_attention_heads": shape.num_attention_heads}
+    if shape.latent is None:
+        rows = (shape.num_attention_heads + 2 * kv_heads) * shape.head_dim
+        split["rows of the fused QKV projection"] = rows
     if shape.num_dense_layers:
         split["intermediate_size"] = shape.intermediate_size
     if shape.moe is not None:

@@ -5,7 +5,7 @@ reports, so that a vLLM version with other parameters fails at startup, not as f
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from checkpoint_convert.families import decoder
@@ -65,8 +65,9 @@ def _worker_layout(
         name = parameter.engine_name or parameter.sources[0].name
         if not parameter.is_expert:
             part = _shard(parameter, name, rank, dims.tensor)
-            shapes[name] = part.shape
-            pieces += part.pieces
+            first, num_rows = parameter.engine_rows or (0, part.shape[0])
+            shapes[name] = (num_rows, *part.shape[1:])
+            pieces += [_from_row(piece, first) for piece in part.pieces]
             zeros += [(name, box) for box in part.zeros]
         elif parameter.stack[0][0] in experts:
             # The experts of a worker are stacked in one tensor with an additional first dimension.
@@ -137,6 +138,12 @@ def _cut(
             parts.append((number, local, stored, is_replica))
         row += box.size[0]
     return tuple(parts), tuple(zeros), (row, *local.size[1:])
+
+
+def _from_row(piece: Piece, row: int) -> Piece:
+    """The piece of a parameter that begins at `row` of a larger one."""
+    box = piece.local_box
+    return replace(piece, local_box=replace(box, start=(box.start[0] + row, *box.start[1:])))
 
 
 def _in_stack(piece: Piece, index: int) -> Piece:

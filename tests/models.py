@@ -8,6 +8,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.models.deepseek_v3 import DeepseekV3Config
 from transformers.models.glm4_moe import Glm4MoeConfig
 from transformers.models.llama import LlamaConfig
 from transformers.models.mistral import MistralConfig
@@ -30,10 +31,31 @@ CONFIGS = {
     "qwen3": Qwen3Config,
     "qwen3_moe": Qwen3MoeConfig,
     "glm4_moe": Glm4MoeConfig,
+    "deepseek_v3": DeepseekV3Config,
 }
-NEVER_TIED = ("glm4_moe",)
+NEVER_TIED = ("deepseek_v3", "glm4_moe")
 # Fields that only this family has, or names differently.
 OWN_FIELDS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 48,
+        "routed_scaling_factor": 1.5,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "num_mtp_layers": 0,
+    },
     "glm4_moe": {
         "num_hidden_layers": 3,
         "attention_bias": True,
@@ -104,8 +126,14 @@ def tiny_model(
 
 
 def servable_model(folder: Path, family: str, **overrides: Any) -> Path:
-    """A model with head size 32, the least that vLLM serves on CPUs (Qwen2: by its hidden size)."""
-    heads = {"hidden_size": 128} if family == "qwen2" else {"head_dim": 32}
+    """A model with head size 32, the least that vLLM serves on CPUs (Qwen2: by its hidden size).
+
+    Of latents vLLM serves a single size on CPUs.
+    """
+    heads = {
+        "qwen2": {"hidden_size": 128},
+        "deepseek_v3": {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
+    }.get(family, {"head_dim": 32})
     return tiny_model(folder, family, **(heads | overrides))
 
 

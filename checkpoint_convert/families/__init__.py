@@ -1,5 +1,6 @@
 """Model families. Each is described once; conversions in every direction follow from that."""
 
+from checkpoint_convert.families.deepseek_v3 import DEEPSEEK_V3
 from checkpoint_convert.families.glm4_moe import GLM4_MOE
 from checkpoint_convert.families.llama import LLAMA
 from checkpoint_convert.families.mistral import MISTRAL
@@ -10,5 +11,5 @@ from checkpoint_convert.families.qwen3_moe import QWEN3_MOE
 
 FAMILIES = {
     family.model_type: family
-    for family in (GLM4_MOE, LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE)
+    for family in (DEEPSEEK_V3, GLM4_MOE, LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE)
 }

@@ -5,10 +5,12 @@ engine fuses the same tensors in the same way under other names, but splits them
 """
 
 from checkpoint_convert.families.description import Parameter, Tensor
+from checkpoint_convert.families.latent import latent_attention
 from checkpoint_convert.families.mixture import mixture
 from checkpoint_convert.families.mlp import gated_mlp
 from checkpoint_convert.shape import ModelShape
 
+ATTENTION_NORM = "input_layernorm.weight"
 MLP_NORM = "pre_mlp_layernorm.weight"
 
 
@@ -45,8 +47,9 @@ def layer(
 ) -> list[Parameter]:
     """Layer `index` of the model with the given `experts`; names lack the layer's prefix.
 
-    Transformer Engine keeps a norm in the linear layer that follows it, except before experts,
-    whose router also reads the normalized states. Checkpoints use Transformer Engine's norm names.
+    Transformer Engine keeps a norm in the linear layer that follows it, except where several layers
+    read the normalized states: before experts and their router, and before latent attention.
+    Checkpoints use Transformer Engine's norm names.
     """
     source = f"model.layers.{index}."
 
@@ -55,14 +58,26 @@ def layer(
         return Parameter(fused if transformer_engine else own, (weight,), key=fused)
 
     moe = None if index < shape.num_dense_layers else shape.moe
+    # Several projections read the normalized states of latent attention.
+    before_attention = (
+        ATTENTION_NORM
+        if shape.latent is not None
+        else "self_attention.linear_qkv.layer_norm_weight"
+    )
     before_mlp = "mlp.linear_fc1.layer_norm_weight" if moe is None else MLP_NORM
     return [
-        norm(
-            "input_layernorm.weight",
-            "self_attention.linear_qkv.layer_norm_weight",
-            "input_layernorm",
+        norm(ATTENTION_NORM, before_attention, "input_layernorm"),
+        *(
+            attention(shape, source + "self_attn.", "self_attention.")
+            if shape.latent is None
+            else latent_attention(
+                shape,
+                shape.latent,
+                source + "self_attn.",
+                "self_attention.",
+                transformer_engine=transformer_engine,
+            )
         ),
-        *attention(shape, source + "self_attn.", "self_attention."),
         norm(MLP_NORM, before_mlp, "post_attention_layernorm"),
         *(
             gated_mlp((shape.intermediate_size, shape.hidden_size), source + "mlp.", "mlp.")

@@ -1,7 +1,7 @@
 """The types that describe a model family, once for all directions of conversion."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from parallel import Box, Piece, Shape
@@ -31,6 +31,8 @@ class Experts:
     """Config key: of how many experts' size the shared expert is; None: there is none."""
     num_dense_layers: str | None = None
     """Config key of the number of layers with a dense MLP, which come first; None: 0."""
+    has_groups: bool = False
+    """Whether `n_group` and `topk_group` in config.json make groups of experts."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class Family:
     """Values that transformers assumes for keys missing in config.json."""
     required: Mapping[str, Any]
     """Keys that change what the model computes, each with the only supported value."""
+    explicit: Mapping[str, Any] = field(default_factory=dict)
+    """The same for keys that config.json must have: absent, they mean something else to vLLM."""
     attention_bias: bool | str = False
     """Whether queries, keys and values have a bias, or the config key that says so."""
     qk_norm: bool | str = False
@@ -49,6 +53,8 @@ class Family:
     partial_rotary_factor: float = 1.0
     experts: Experts | None = None
     """None: every layer has a dense MLP."""
+    has_latents: bool = False
+    """Whether its attention is `LatentShape`'s."""
     num_extra_layers: str | None = None
     """Config key of `ModelShape.num_extra_layers`; None: 0."""
 
@@ -92,6 +98,9 @@ class Parameter:
     """Name in a torch_dist checkpoint; empty: `name`."""
     engine_name: str = ""
     """Name in a vLLM engine, which fuses the same tensors; empty: the name of the only source."""
+    engine_rows: tuple[int, int] | None = None
+    """The first row, and the number of rows, of an engine's parameter of which this is a part;
+    None: it is the whole."""
     is_float32_in_engine: bool = False
     """Whether a vLLM engine of any dtype keeps it in float32."""
     stack: tuple[tuple[int, int], ...] = ()

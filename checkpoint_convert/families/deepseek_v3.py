@@ -1,0 +1,57 @@
+"""DeepSeek-V3 and R1: latent attention, and experts that are chosen by groups."""
+
+from checkpoint_convert.families.description import Experts, Family
+
+DEEPSEEK_V3 = Family(
+    model_type="deepseek_v3",
+    defaults={
+        "num_key_value_heads": 128,
+        "intermediate_size": 18432,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "eos_token_id": 1,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 3,
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": 1,
+    },
+    # Megatron-Core always scales sigmoid scores to sum to 1. Only transformers reads
+    # `rope_interleave`, and only vLLM the frequency of mixtures and the indexer of DeepSeek-V3.2.
+    required={
+        "attention_bias": False,
+        "sliding_window": None,
+        "norm_topk_prob": True,
+        "rope_interleave": True,
+        "moe_layer_freq": 1,
+        "index_topk": None,
+    },
+    explicit={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    experts=Experts(
+        num_experts="n_routed_experts",
+        intermediate_size="moe_intermediate_size",
+        normalize_topk="norm_topk_prob",
+        block="mlp",
+        gate="gate_proj",
+        up="up_proj",
+        down="down_proj",
+        score_function="sigmoid",
+        weight_scale="routed_scaling_factor",
+        num_shared="n_shared_experts",
+        num_dense_layers="first_k_dense_replace",
+        has_groups=True,
+    ),
+    has_latents=True,
+    num_extra_layers="num_nextn_predict_layers",
+)

@@ -1,0 +1,56 @@
+"""Multi-head latent attention: projections down to latents, their norms, and projections up."""
+
+from checkpoint_convert.families.description import Parameter, Tensor
+from checkpoint_convert.shape import LatentShape, ModelShape
+
+
+def latent_attention(
+    shape: ModelShape,
+    latent: LatentShape,
+    source: str,
+    target: str,
+    *,
+    transformer_engine: bool,
+) -> list[Parameter]:
+    """The attention of a layer; prefixes and norms are as in `decoder.layer`.
+
+    Latents are not split: every tensor rank computes them, and projects them up to its heads.
+    """
+    heads, hidden = shape.num_attention_heads, shape.hidden_size
+    query_rank, down_rows = latent.query_rank or 0, latent.rank + latent.rotary_dim
+    query_rows = heads * shape.head_dim
+    up_rows = heads * (shape.head_dim - latent.rotary_dim + latent.value_dim)
+
+    def down(x: str, name: str, first: int, rows: int) -> Parameter:
+        """An engine computes both latents at once: those of queries are the `first` rows."""
+        weight = Tensor(f"{source}{name}.weight", (rows, hidden))
+        is_fused = query_rank > 0
+        return Parameter(
+            f"{target}linear_{x}_down_proj.weight",
+            (weight,),
+            engine_name=source + "fused_qkv_a_proj.weight" if is_fused else "",
+            engine_rows=(first, query_rank + down_rows) if is_fused else None,
+        )
+
+    def up(x: str, rows: int, rank: int) -> list[Parameter]:
+        norm = Tensor(f"{source}{x}_a_layernorm.weight", (rank,))
+        fused = f"{target}linear_{x}_up_proj.layer_norm_weight"
+        own = f"{target}{x}_layernorm.weight"
+        weight = Tensor(f"{source}{x}_b_proj.weight", (rows, rank))
+        return [
+            Parameter(fused if transformer_engine else own, (norm,), key=fused),
+            Parameter(f"{target}linear_{x}_up_proj.weight", (weight,), split=0),
+        ]
+
+    if query_rank:
+        queries = [down("q", "q_a_proj", 0, query_rank), *up("q", query_rows, query_rank)]
+    else:
+        whole = Tensor(source + "q_proj.weight", (query_rows, hidden))
+        queries = [Parameter(target + "linear_q_proj.weight", (whole,), split=0)]
+    output = Tensor(source + "o_proj.weight", (hidden, heads * latent.value_dim))
+    return [
+        *queries,
+        down("kv", "kv_a_proj_with_mqa", query_rank, down_rows),
+        *up("kv", up_rows, latent.rank),
+        Parameter(target + "linear_proj.weight", (output,), split=1),
+    ]
