@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.attention.flex_attention import BlockMask
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from parallel.device import attention_dtype
 from parallel.flex import flex
@@ -47,8 +47,9 @@ def packed_attention(
 
     `query` [T / size, heads, head_dim] is in the order of `context_indices`; `key` and `value`
     [T, key-value heads, head_dim] are complete and in packed order; grouped heads are contiguous.
-    Each segment also attends to all of its prefix in `prefixes` [n, 2], as in `PackedBatch`.
-    `scale` defaults to ``head_dim ** -0.5``. The result has the shape of `query`.
+    Heads of values may have another size. Each segment also attends to all of its prefix in
+    `prefixes` [n, 2], as in `PackedBatch`. `scale` defaults to ``head_dim ** -0.5``. The result is
+    [T / size, heads, size of a value].
     """
     bounds = [int(bound) for bound in cu_seqlens.tolist()]
     lengths = [end - start for start, end in pairwise(bounds)]
@@ -79,6 +80,9 @@ def packed_attention(
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
     """Attention of `query` [L, heads, d], the last L of the S positions of `key` and `value`."""
     num_queries, num_keys = len(query), len(key)
+    value_dim = value.shape[-1]
+    if value_dim < query.shape[-1]:  # torch's kernels on CPUs take heads of one size
+        value = pad(value, (0, query.shape[-1] - value_dim))
     mask = None
     if num_queries < num_keys:  # torch's is_causal aligns the first query with the first key
         mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
@@ -92,7 +96,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> T
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return output.squeeze(0).transpose(0, 1)
+    return output.squeeze(0).transpose(0, 1)[..., :value_dim]
 
 
 class _GatherPacked(torch.autograd.Function):
@@ -147,8 +151,8 @@ class PackedAttention(torch.nn.Module):
         size = self.group.size()
         if size > 1:
             order, inverse = packed_seq_params.context_order
-            both = _GatherPacked.apply(torch.stack([key, value], dim=1), order, inverse, self.group)
-            key, value = both.unbind(dim=1)
+            both = _GatherPacked.apply(torch.cat([key, value], dim=-1), order, inverse, self.group)
+            key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
         if packed_seq_params.block_mask is not None:
             return flex(query, key, value, packed_seq_params.block_mask, self.scale)
         dtype = attention_dtype(query.dtype)

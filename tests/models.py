@@ -103,7 +103,8 @@ def tiny_model(
         "bos_token_id": None,
         "eos_token_id": EOS_ID,
     }
-    if family != "qwen2":  # Qwen2 has no such field: its heads are hidden_size / num_heads wide
+    # Qwen2's heads are hidden_size / num_heads wide, and DeepSeek's have two parts.
+    if family not in ("qwen2", "deepseek_v3"):
         shape["head_dim"] = 16
     config = CONFIGS[family](**(shape | OWN_FIELDS.get(family, {}) | overrides))
     generator = torch.Generator().manual_seed(seed)

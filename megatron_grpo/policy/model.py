@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.common.embeddings import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe.router import TopKRouter
@@ -171,18 +172,12 @@ def _build_chunks(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTMod
             share_embeddings_and_output_weights=shape.tie_word_embeddings,
             vp_stage=virtual_stage if dims.virtual_pipeline > 1 else None,
             position_embedding_type="rope",
-            rotary_base=shape.rope_theta,
-            rotary_percent=shape.partial_rotary_factor,
-            **_rope_scaling(shape),
         )
         for virtual_stage, layers in enumerate(
             pipeline_layers(shape.num_layers, dims)[groups.coordinates.pipeline]
         )
     ]
-    rotary = chunks[0].rotary_pos_emb
-    if yarn := yarn_scaling(shape):
-        rotary.inv_freq = yarn_frequencies(rotary.inv_freq, shape.rope_theta, yarn)
-    packed_rotary = PackedRotary(rotary)
+    packed_rotary = PackedRotary(_rotary(shape))
     _keep_selection_biases(chunks)
     for chunk in chunks:
         _mark_experts(chunk)
@@ -226,8 +221,21 @@ def _mark_experts(chunk: GPTModel) -> None:
             parameter.allreduce = False
 
 
+def _rotary(shape: ModelShape) -> RotaryEmbedding:
+    """RoPE's angles, for the part of each head that it rotates."""
+    rotary = RotaryEmbedding(
+        shape.rotary_dim,
+        rotary_percent=1.0,
+        rotary_base=shape.rope_theta,
+        **_rope_scaling(shape),
+    )
+    if yarn := yarn_scaling(shape):
+        rotary.inv_freq = yarn_frequencies(rotary.inv_freq, shape.rope_theta, yarn)
+    return rotary
+
+
 def _rope_scaling(shape: ModelShape) -> dict[str, Any]:
-    """GPTModel's arguments for the kinds of RoPE scaling that it computes itself."""
+    """RotaryEmbedding's arguments for the kinds of RoPE scaling that it computes itself."""
     if shape.rope_scaling is None or yarn_scaling(shape):
         return {}
     factor = shape.rope_scaling["factor"]

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from checkpoint_convert import ModelShape, MoeShape
+from megatron_grpo.policy.latent_attention import LatentAttention, WholeLinear
 from megatron_grpo.policy.overrides import check_overrides
 from megatron_grpo.policy.yarn import yarn_scaling, yarn_softmax_scale
 from parallel import ParallelDims, pipeline_layers
@@ -104,8 +105,8 @@ def block_spec(
 
     def layer_spec(num_experts: int | None) -> ModuleSpec:
         if is_fused:
-            return fused_layer_spec(config, num_experts, shared_prompts)
-        return torch_layer_spec(config, num_experts)
+            return fused_layer_spec(config, num_experts, shape, shared_prompts)
+        return torch_layer_spec(config, num_experts, shape)
 
     # One object for all equal layers: Megatron builds modules from it, and leaves it as it is.
     dense, mixture = layer_spec(None), layer_spec(config.num_moe_experts)
@@ -116,42 +117,71 @@ def block_spec(
 
 
 def fused_layer_spec(
-    config: TransformerConfig, num_experts: int | None, shared_prompts: bool
+    config: TransformerConfig, num_experts: int | None, shape: ModelShape, shared_prompts: bool
 ) -> ModuleSpec:
     """Transformer Engine's layer; its attention does not know shared prompts."""
     layer = get_gpt_layer_with_transformer_engine_spec(
         num_experts=num_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
-        qk_layernorm=config.qk_layernorm,
+        qk_layernorm=_norms_queries(shape),
+        multi_latent_attention=shape.latent is not None,
     )
     if shared_prompts:
         layer.submodules.self_attention.submodules.core_attention = PackedAttention
+    _use_latents(layer, shape)
     return layer
 
 
-def torch_layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+def torch_layer_spec(
+    config: TransformerConfig, num_experts: int | None, shape: ModelShape
+) -> ModuleSpec:
     """Megatron's local layer, with replacements for its norms and attention.
 
     The originals refuse sequence parallelism, and packed sequences and context parallelism.
     """
     layer = get_gpt_layer_local_spec(
         num_experts=num_experts,
-        qk_layernorm=config.qk_layernorm,
+        qk_layernorm=_norms_queries(shape),
+        multi_latent_attention=shape.latent is not None,
         normalization="RMSNorm",
     )
     modules, attention = layer.submodules, layer.submodules.self_attention.submodules
     modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm
     attention.core_attention = PackedAttention
-    if config.qk_layernorm:
+    if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+    # Checkpoints use Transformer Engine's names, and a norm has one of its own where it is not
+    # fused into a linear layer. Megatron's table covers only dense layers without latents.
+    fused_norms = {} if num_experts else {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+    if shape.latent is None:
+        fused_norms["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
+    else:
+        attention.linear_q_down_proj = attention.linear_kv_down_proj = WholeLinear
+        attention.q_layernorm = attention.kv_layernorm = RMSNorm
+        fused_norms |= {
+            f"self_attention.{x}_layernorm.": f"self_attention.linear_{x}_up_proj.layer_norm_"
+            for x in ("q", "kv")
+        }
+        _use_latents(layer, shape)
+    modules.sharded_state_dict_keys_map = fused_norms
     if num_experts is not None:
-        # Checkpoints use Transformer Engine's names. It does not fuse this norm into the experts,
-        # as the router needs its output as well; Megatron's table covers only dense layers.
-        del modules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
         # 0.16 imports the router's matrix product from Transformer Engine, and leaves the name
         # undefined without it.
         moe_utils.te_general_gemm = None
     return layer
+
+
+def _norms_queries(shape: ModelShape) -> bool:
+    """Megatron has one switch for the norms of heads and those of latents."""
+    return shape.qk_norm or shape.latent is not None
+
+
+def _use_latents(layer: ModuleSpec, shape: ModelShape) -> None:
+    """Replace Megatron's latent attention, if the model has latents."""
+    if shape.latent is not None:
+        attention = layer.submodules.self_attention
+        attention.module = LatentAttention
+        attention.params |= {"latent": shape.latent, "head_dim": shape.head_dim}
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -177,7 +207,7 @@ def _architecture(shape: ModelShape) -> dict[str, Any]:
         "hidden_size": shape.hidden_size,
         "num_attention_heads": shape.num_attention_heads,
         "num_query_groups": shape.num_key_value_heads,
-        "kv_channels": shape.head_dim,
+        "kv_channels": shape.value_dim,
         "ffn_hidden_size": shape.intermediate_size,
         "normalization": "RMSNorm",
         "layernorm_epsilon": shape.rms_norm_eps,
@@ -203,6 +233,8 @@ def _mixture(shape: ModelShape, moe: MoeShape, implementation: str) -> dict[str,
         # A softmax over the chosen logits equals the softmax over all, renormalized to sum to 1.
         "moe_router_pre_softmax": not moe.normalize_topk,
         "moe_router_topk_scaling_factor": None if moe.weight_scale == 1.0 else moe.weight_scale,
+        "moe_router_num_groups": None if moe.num_groups == 1 else moe.num_groups,
+        "moe_router_group_topk": None if moe.num_groups == 1 else moe.groups_per_token,
         "moe_router_enable_expert_bias": moe.score_function == "sigmoid",
         "moe_shared_expert_intermediate_size": moe.shared_intermediate_size or None,
         # Every token goes to all of its experts. With a capacity, results would depend on the other

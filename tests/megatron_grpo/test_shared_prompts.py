@@ -66,6 +66,9 @@ CASES = [
     pytest.param("qwen3", ParallelDims(tensor=2, pipeline=2), marks=pytest.mark.slow),
     ("qwen3_moe", ParallelDims()),
     ("qwen3_moe", ParallelDims(expert=2, data=2)),
+    # Latents: heads of values have another size than those of queries and keys.
+    ("deepseek_v3", ParallelDims(tensor=2)),
+    ("deepseek_v3", ParallelDims(context=2)),
 ]
 Gradients = dict[str, torch.Tensor]
 

@@ -41,7 +41,19 @@ from policies import (
 )
 
 PLAIN_WEIGHTS = "qwen3_moe, plain weights"
+# As DeepSeek's models have it; `mscale_all_dim` scales the scores.
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.7,
+}
 MODELS = {
+    # Latent attention, and groups of experts. With and without a latent of queries.
+    "deepseek_v3": ("deepseek_v3", {"rope_parameters": YARN}),
+    "deepseek_v3, whole queries": ("deepseek_v3", {"q_lora_rank": None}),
     # A shared expert, experts chosen by biased sigmoid scores, a dense layer, and half of RoPE.
     "glm4_moe": ("glm4_moe", {}),
     "mixtral": ("mixtral", {}),
@@ -121,15 +133,16 @@ def test_logprobs_and_gradients_equal_transformers(cases, dims):
 
 
 @pytest.mark.parametrize(
-    "recompute",
+    ("name", "recompute"),
     [
-        ["granularity=full", "method=uniform", "num_layers=1"],
-        ["granularity=selective", "modules=[moe]"],
+        ("mixtral", ["granularity=full", "method=uniform", "num_layers=1"]),
+        ("mixtral", ["granularity=selective", "modules=[moe]"]),
+        ("deepseek_v3", ["granularity=selective", "modules=[core_attn]"]),
     ],
-    ids=lambda options: options[0],
+    ids=lambda value: value if isinstance(value, str) else value[-1],
 )
-def test_recomputed_activations_have_the_same_gradient(cases, recompute):
-    case, dims = cases["mixtral"], ParallelDims(tensor=2, data=2, expert=2)
+def test_recomputed_activations_have_the_same_gradient(cases, name, recompute):
+    case, dims = cases[name], ParallelDims(tensor=2, data=2, expert=2)
     overrides = [f"model.megatron.recompute_{option}" for option in recompute]
     ranks = run_ranks(
         dims.world_size, numbers_on_rank, {"": case.folder}, dims, LENGTHS, *overrides
@@ -267,3 +280,23 @@ def test_so_does_one_of_unequal_layers_and_training_leaves_the_biases_of_routers
         assert before[f"{layers}3.mlp.shared_experts.linear_fc1.weight"].shape == (2 * 96, 64)
         assert before[f"{layers}3.mlp.experts.experts.linear_fc2.weight"].shape == (4, 64, 48)
     assert not any("expert_bias" in name for name in before if name.startswith("optimizer."))
+
+
+def test_so_does_one_of_latent_attention(cases, tmp_path):
+    folder = cases["deepseek_v3"].folder
+    saved_at = ParallelDims(tensor=2, data=2, expert=2)
+    before = stored_before_and_after(folder, tmp_path, saved_at, ParallelDims(pipeline=2))
+    # The names and shapes that Megatron-Core has of Transformer Engine's layers.
+    wanted = {
+        "input_layernorm.weight": (64,),
+        "self_attention.linear_q_down_proj.weight": (24, 64),
+        "self_attention.linear_q_up_proj.layer_norm_weight": (24,),
+        "self_attention.linear_q_up_proj.weight": (4 * 24, 24),
+        "self_attention.linear_kv_down_proj.weight": (32 + 8, 64),
+        "self_attention.linear_kv_up_proj.layer_norm_weight": (32,),
+        "self_attention.linear_kv_up_proj.weight": (4 * (16 + 12), 32),
+        "self_attention.linear_proj.weight": (64, 4 * 12),
+    }
+    for prefix in ("", "optimizer.state.exp_avg."):
+        for name, size in wanted.items():
+            assert before[f"{prefix}decoder.layers.3.{name}"].shape == size
