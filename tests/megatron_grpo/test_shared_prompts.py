@@ -154,7 +154,12 @@ def cases(tmp_path_factory: Any) -> dict[str, Case]:
         family: Case(
             tiny_model(tmp_path_factory.mktemp(family), family, tied=tied, num_hidden_layers=4)
         )
-        for family, tied in (("llama", True), ("qwen3", False), ("qwen3_moe", False))
+        for family, tied in (
+            ("llama", True),
+            ("qwen3", False),
+            ("qwen3_moe", False),
+            ("deepseek_v3", False),
+        )
     }
 
 
