@@ -45,6 +45,8 @@ def check_overrides(
                 f"model.megatron.{name} needs Transformer Engine, which this host lacks: install "
                 "the extra `gpu`, or leave the field out"
             )
+    if "layernorm" in (overrides.get("recompute_modules") or ()):
+        _check_layernorm()
     if overrides.get("gradient_accumulation_fusion") and not find_spec(WGRAD_KERNELS):
         raise ValueError(
             f"model.megatron.gradient_accumulation_fusion needs Apex's {WGRAD_KERNELS}, which is "
@@ -54,6 +56,15 @@ def check_overrides(
         raise ValueError(
             f"model.megatron.transformer_impl is {overrides['transformer_impl']!r}; "
             f"possible here: {sorted(implementations)}"
+        )
+
+
+def _check_layernorm() -> None:
+    """Megatron recomputes a norm with a class that asks Transformer Engine whether FP8 is on."""
+    if not find_spec("transformer_engine"):
+        raise ValueError(
+            "model.megatron.recompute_modules has layernorm, which needs Transformer Engine, and "
+            "this host lacks it: install the extra `gpu`, or leave layernorm out"
         )
 
 

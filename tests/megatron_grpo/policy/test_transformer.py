@@ -83,6 +83,14 @@ def test_fusions_of_transformer_engine_are_refused_without_it(name, monkeypatch)
     assert not getattr(configure(shape=MIXTURE, **{name: False}), name)
 
 
+def test_recomputed_norms_are_refused_without_transformer_engine(monkeypatch):
+    monkeypatch.setattr(overrides, "find_spec", lambda package: None)
+    selective = {"recompute_granularity": "selective"}
+    with pytest.raises(ValueError, match="has layernorm, which needs Transformer Engine"):
+        configure(**selective, recompute_modules=["mlp", "layernorm"])
+    assert configure(**selective, recompute_modules=["mlp"]).recompute_modules == ["mlp"]
+
+
 def test_an_unknown_override_is_refused_with_the_nearest_name():
     with pytest.raises(ValueError, match=r"recompute_granularty .*did you mean recompute_granular"):
         configure(recompute_granularty="full")
