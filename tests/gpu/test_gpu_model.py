@@ -20,7 +20,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
 ]
 LENGTHS = [[(5, 32), (3, 9), (20, 44)], [(7, 41)]]
-# Head size 64, which every attention kernel supports.
+# Head size 64, which every attention kernel supports, and for latents the sizes of DeepSeek-V3, as
+# their kernels support few.
 SHAPE = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512}
 VARIANTS = {
     "torch float32": ["model.dtype=float32", "model.megatron.transformer_impl=local"],
@@ -53,9 +54,23 @@ def run_on_gpus(folder: Path, dims: ParallelDims, variant: str) -> list[tuple[Te
     return run_ranks(dims.world_size, logprobs_and_gradient_norm, folder, dims, variant, cuda=True)
 
 
+HEADS = {
+    "qwen2": {},
+    "deepseek_v3": {
+        "q_lora_rank": 128,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+    },
+}
+OWN_SIZE = ("qwen3_moe", "glm4_moe", "deepseek_v3")
+"""Families whose experts have an intermediate size of their own."""
+
+
 def save_model(folder: Path, family: str, **overrides: Any) -> Path:
-    heads = {} if family == "qwen2" else {"head_dim": 64}
-    experts = {"moe_intermediate_size": 128} if family in ("qwen3_moe", "glm4_moe") else {}
+    heads = HEADS.get(family, {"head_dim": 64})
+    experts = {"moe_intermediate_size": 128} if family in OWN_SIZE else {}
     return tiny_model(folder, family, **SHAPE, **heads, **experts, **overrides)
 
 
@@ -66,7 +81,8 @@ def transformers_logprobs(folder: Path) -> Tensor:
 
 
 @pytest.fixture(
-    scope="module", params=["llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "mixtral"]
+    scope="module",
+    params=["llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "mixtral"],
 )
 def folder(request, tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("model"), request.param)
