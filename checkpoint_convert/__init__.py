@@ -7,9 +7,16 @@ The names exported here do not need torch. The modules that move a rank's tensor
 from checkpoint_convert.formats.hf_folder import check_weights
 from checkpoint_convert.hf_config import read_shape
 from checkpoint_convert.megatron import hf_tensors, megatron_layout
-from checkpoint_convert.shape import ModelShape, MoeShape, check_divisible, padded_vocab_size
+from checkpoint_convert.shape import (
+    LatentShape,
+    ModelShape,
+    MoeShape,
+    check_divisible,
+    padded_vocab_size,
+)
 
 __all__ = [
+    "LatentShape",
     "ModelShape",
     "MoeShape",
     "check_divisible",

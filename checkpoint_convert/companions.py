@@ -122,8 +122,8 @@ def companion_files(folder: Path) -> list[Path]:
 def copy_companions(source: Path, folder: Path, dtype: str) -> None:
     """Copy the companion files from one folder to another, and adjust config.json.
 
-    It names `dtype`, and no layers that predict further tokens: the weights have none. Raises
-    ValueError like `companion_files`.
+    It names `dtype`, no layers that predict further tokens, as the weights have none, and no code,
+    as none is copied. Raises ValueError like `companion_files`.
     """
     for file in companion_files(source):
         copy = folder / file.relative_to(source)
@@ -133,6 +133,7 @@ def copy_companions(source: Path, folder: Path, dtype: str) -> None:
     # transformers 5 renamed torch_dtype to dtype, and reads both.
     keys = [key for key in ("torch_dtype", "dtype") if key in config] or ["dtype"]
     config |= dict.fromkeys(keys, TORCH_NAMES[dtype])
+    config.pop("auto_map", None)
     num_extra_layers = FAMILIES[config["model_type"]].num_extra_layers
     if num_extra_layers is not None:
         config[num_extra_layers] = 0

@@ -11,6 +11,8 @@ from checkpoint_convert.families.description import Family
 from checkpoint_convert.rope import read_rope
 from checkpoint_convert.shape import LatentShape, ModelShape, MoeShape
 
+# Keys that say how weights are quantized.
+_QUANTIZED = ("quantization_config", "compression_config")
 # Keys with one supported value in every family, which is also the value of an absent key.
 # transformers' configs of our families declare only a few of them; code shared by all models, in
 # transformers or in an inference engine, reads the others.
@@ -21,6 +23,7 @@ _REQUIRED = {
     "attention_dropout": 0.0,
     "is_causal": True,
     "attention_chunk_size": None,
+    "rswa_window": None,
     "dual_chunk_attention_config": None,
     "num_kv_shared_layers": None,
     "rotary_pct": 1.0,
@@ -31,9 +34,8 @@ _REQUIRED = {
     "text_config": None,
     "per_layer_config": None,
     "fusion_config": None,
-    "quantization_config": None,
-    "compression_config": None,
     "transformers_weights": None,  # names another file of weights
+    **dict.fromkeys(_QUANTIZED),
 }
 
 
@@ -164,20 +166,24 @@ def _latent(path: Path, values: Mapping[str, Any]) -> LatentShape:
 
 
 def _groups(path: Path, values: Mapping[str, Any], num_experts: int) -> tuple[int, int]:
-    """The groups of experts, and of a token.
+    """Number of groups of experts, and of those of a token.
 
-    To compare groups, DeepSeek-V3 adds the two largest scores of each, and Megatron-Core as many as
-    a token has experts per group.
+    To choose groups, DeepSeek-V3 adds up the two largest scores of each. Megatron-Core adds up as
+    many as a token has experts in each of its groups, which must therefore be two.
     """
     per_token = values["num_experts_per_tok"]
     num_groups, chosen = (positive(path, values, key) for key in ("n_group", "topk_group"))
     if num_groups == chosen == 1:
         return 1, 1
-    if num_experts % num_groups or chosen > num_groups or per_token != 2 * chosen:
+    if num_experts % num_groups or num_experts == num_groups:
         raise ValueError(
-            f"{path}: n_group({num_groups}) must divide n_routed_experts({num_experts}), and "
-            f"topk_group({chosen}) must be at most n_group and half of "
-            f"num_experts_per_tok({per_token}); without groups, both are 1"
+            f"{path}: n_group({num_groups}) must divide n_routed_experts({num_experts}) into "
+            "groups of at least 2"
+        )
+    if chosen > num_groups or per_token != 2 * chosen:
+        raise ValueError(
+            f"{path}: topk_group({chosen}) must be at most n_group({num_groups}), and half of "
+            f"num_experts_per_tok({per_token}); without groups, topk_group and n_group are 1"
         )
     return num_groups, chosen
 
@@ -253,6 +259,11 @@ def _check_carried_over(path: Path, family: Family, config: Mapping[str, Any]) -
         refused.append(f"layer_types is {layers!r}, only a list of 'full_attention' is supported")
     elif others := sorted({str(kind) for kind in layers} - {"full_attention"}):
         refused.append(f"layer_types contains {others}, only 'full_attention' is supported")
+    if any(config.get(key) for key in _QUANTIZED):
+        refused.append(
+            "convert the weights to bfloat16 first, those of DeepSeek with the fp8_cast_bf16.py in "
+            "its repository, and take the key out of config.json"
+        )
     if refused:
         raise ValueError(
             f"{path} has settings that are not supported for {family.model_type}: "

@@ -44,8 +44,9 @@ def print_inspection(
 def _shape_table(shape: ModelShape) -> Table:
     table = Table("field", "value", show_header=False, box=None)
     fields = asdict(shape)
-    moe = fields.pop("moe") or {}
-    fields |= {f"moe.{name}": value for name, value in moe.items()}
+    for part in ("latent", "moe"):
+        of_part = fields.pop(part) or {}
+        fields |= {f"{part}.{name}": value for name, value in of_part.items()}
     fields["possible --tp"] = [
         size
         for size in divisors(shape.num_attention_heads)
@@ -72,7 +73,7 @@ def _stage_table(shape: ModelShape, dims: ParallelDims) -> Table:
     for stage in range(dims.pipeline):
         at = Coordinates(tensor=0, context=0, data=0, pipeline=stage)
         layout = megatron_layout(shape, dims, at, transformer_engine=True)
-        layers = sum(name.endswith("self_attention.linear_qkv.weight") for name in layout.shapes)
+        layers = sum(name.endswith("self_attention.linear_proj.weight") for name in layout.shapes)
         count = sum(prod(size) for size in layout.shapes.values())
         table.add_row(str(stage), str(layers), f"{count:,}", f"{2 * count / 1e9:,.3f} GB")
     return table

@@ -37,6 +37,11 @@ def read_rope(
     theta = number(path, rope, "rope_theta")
     if rope["rope_type"] == "default":
         return theta, None
+    if has_latents and rope["rope_type"] != "yarn":
+        raise ValueError(
+            f"{path}: RoPE scaling {rope['rope_type']!r} is not supported for latent attention, "
+            "which vLLM always scales by yarn; supported: ['default', 'yarn']"
+        )
     if rope["rope_type"] == "yarn":
         if partial_rotary_factor != 1.0:
             raise ValueError(
@@ -129,16 +134,21 @@ def _attention_factor(path: Path, rope: Mapping[str, Any], factor: float) -> flo
 
 
 def _latent_attention_factor(path: Path, rope: Mapping[str, Any], factor: float) -> float:
-    """The same for latent attention: that of `mscale_all_dim` is for whole queries and keys.
+    """The same for latent attention, where a part of queries and keys is not rotated.
 
-    That of `mscale` over that of `mscale_all_dim` is for the rotated part alone, and must be 1.
-    vLLM reads neither `attention_factor` nor `truncate`.
+    The factor of `mscale_all_dim` is for both parts. Before that, the rotated part alone has the
+    factor of `mscale` over that of `mscale_all_dim`, which must be 1. vLLM does not read the other
+    two settings.
     """
     over, under = rope.get("mscale"), rope.get("mscale_all_dim")
-    if over is None or over != under or rope.get("attention_factor") or not rope["truncate"]:
+    if over is None or over != under:
         raise ValueError(
-            f"{path}: yarn RoPE scaling of latent attention has mscale({over}) and "
-            f"mscale_all_dim({under}); they must be equal, without attention_factor and with "
-            "truncate as it is"
+            f"{path}: RoPE mscale({over}) must be mscale_all_dim({under}) for latent attention"
         )
-    return 1 + number(path, rope, "mscale_all_dim") * 0.1 * log(max(factor, 1.0))
+    for key, carried in (("attention_factor", None), ("truncate", True)):
+        if rope.get(key) != carried:
+            raise ValueError(
+                f"{path}: RoPE {key} is {rope.get(key)!r}, only {carried!r} is supported for "
+                "latent attention"
+            )
+    return 1 + 0.1 * number(path, rope, "mscale_all_dim") * log(max(factor, 1.0))

@@ -38,7 +38,6 @@ NEVER_TIED = ("deepseek_v3", "glm4_moe")
 OWN_FIELDS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
         "num_hidden_layers": 3,
-        "num_key_value_heads": 4,
         "q_lora_rank": 24,
         "kv_lora_rank": 32,
         "qk_nope_head_dim": 16,
@@ -84,8 +83,8 @@ def tiny_model(
 ) -> Path:
     """Save a random float32 model of `family` (a key of `CONFIGS`) and its tokenizer in `folder`.
 
-    Its head is `tied` to the embedding where the family allows it. `overrides` are fields of the
-    Hugging Face config. The vocabulary of 250 divides by neither 4 nor 8, so that its padding over
+    Its head is `tied` to the embedding, and heads share keys and values, where the family allows
+    it. `overrides` are fields of the Hugging Face config. The vocabulary of 250 divides by neither 4 nor 8, so that its padding over
     tensor-parallel ranks is exercised.
     """
     shape: dict[str, Any] = {
@@ -103,10 +102,13 @@ def tiny_model(
         "bos_token_id": None,
         "eos_token_id": EOS_ID,
     }
-    # Qwen2's heads are hidden_size / num_heads wide, and DeepSeek's have two parts.
+    # Qwen2's heads are hidden_size / num_heads wide, and DeepSeek-V3 names their parts.
     if family not in ("qwen2", "deepseek_v3"):
         shape["head_dim"] = 16
-    config = CONFIGS[family](**(shape | OWN_FIELDS.get(family, {}) | overrides))
+    shape |= OWN_FIELDS.get(family, {}) | overrides
+    if family == "deepseek_v3":  # latents have keys and values for every head
+        shape["num_key_value_heads"] = shape["num_attention_heads"]
+    config = CONFIGS[family](**shape)
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

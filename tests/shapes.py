@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from checkpoint_convert import ModelShape, MoeShape, check_divisible
+from checkpoint_convert import LatentShape, ModelShape, MoeShape, check_divisible
 from parallel import ParallelDims, divisors
 
 DENSE = {
@@ -63,11 +63,35 @@ MIXTRAL_8X7B = replace(
     vocab_size=32000,
     moe=MoeShape(num_experts=8, experts_per_token=2, intermediate_size=14336, normalize_topk=True),
 )
+DEEPSEEK_V3 = replace(
+    LLAMA_70B,
+    family="deepseek_v3",
+    num_layers=61,
+    hidden_size=7168,
+    num_attention_heads=128,
+    num_key_value_heads=128,
+    head_dim=192,
+    intermediate_size=18432,
+    vocab_size=129280,
+    latent=LatentShape(query_rank=1536, rank=512, rotary_dim=64, value_dim=128),
+    moe=MoeShape(
+        num_experts=256,
+        experts_per_token=8,
+        intermediate_size=2048,
+        normalize_topk=True,
+        score_function="sigmoid",
+        num_groups=8,
+        groups_per_token=4,
+        weight_scale=2.5,
+        shared_intermediate_size=2048,
+        num_dense_layers=3,
+    ),
+)
 
 
 @st.composite
 def shapes(draw):
-    family = draw(st.sampled_from(["llama", "mixtral", "qwen3_moe", "glm4_moe"]))
+    family = draw(st.sampled_from(["llama", "mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3"]))
     num_layers = draw(st.integers(1, 5))
     moe = MoeShape(
         num_experts=draw(st.sampled_from([2, 4, 6])),
@@ -75,7 +99,7 @@ def shapes(draw):
         intermediate_size=draw(st.integers(1, 2)) * 12,
         normalize_topk=True,
     )
-    if family == "glm4_moe":
+    if family in ("glm4_moe", "deepseek_v3"):
         moe = replace(
             moe,
             score_function="sigmoid",
@@ -83,23 +107,38 @@ def shapes(draw):
             shared_intermediate_size=draw(st.integers(0, 2)) * 12,
             num_dense_layers=draw(st.integers(0, num_layers - 1)),
         )
-    kv_heads = draw(st.integers(1, 4))
+    kv_heads, head_dim, latent = draw(st.integers(1, 4)), 2 * draw(st.integers(1, 3)), None
+    num_heads = kv_heads * draw(st.integers(1, 4))
+    if family == "deepseek_v3":
+        kv_heads, latent = num_heads, draw(latents())
+        head_dim = latent.rotary_dim + draw(st.integers(1, 4))
     return ModelShape(
         num_layers=num_layers,
         hidden_size=draw(st.integers(1, 9)),
-        num_attention_heads=kv_heads * draw(st.integers(1, 4)),
+        num_attention_heads=num_heads,
         num_key_value_heads=kv_heads,
-        head_dim=2 * draw(st.integers(1, 3)),
+        head_dim=head_dim,
         intermediate_size=draw(st.integers(1, 3)) * 12,
         vocab_size=draw(st.integers(1, 20)),
         moe=None if family == "llama" else moe,
+        latent=latent,
         **DENSE
         | {
             "family": family,
             "tie_word_embeddings": draw(st.booleans()),
-            "attention_bias": draw(st.booleans()),
-            "qk_norm": draw(st.booleans()),
+            "attention_bias": latent is None and draw(st.booleans()),
+            "qk_norm": latent is None and draw(st.booleans()),
         },
+    )
+
+
+@st.composite
+def latents(draw) -> LatentShape:
+    return LatentShape(
+        query_rank=draw(st.none() | st.integers(1, 5)),
+        rank=draw(st.integers(1, 5)),
+        rotary_dim=2 * draw(st.integers(1, 2)),
+        value_dim=draw(st.integers(1, 5)),
     )
 
 

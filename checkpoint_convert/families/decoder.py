@@ -57,27 +57,23 @@ def layer(
         weight = Tensor(f"{source}{name}.weight", (shape.hidden_size,))
         return Parameter(fused if transformer_engine else own, (weight,), key=fused)
 
+    if shape.latent is None:
+        before_attention = "self_attention.linear_qkv.layer_norm_weight"
+        attention = fused_attention(shape, source + "self_attn.", "self_attention.")
+    else:
+        before_attention = ATTENTION_NORM
+        attention = latent_attention(
+            shape,
+            shape.latent,
+            source + "self_attn.",
+            "self_attention.",
+            transformer_engine=transformer_engine,
+        )
     moe = None if index < shape.num_dense_layers else shape.moe
-    # Several projections read the normalized states of latent attention.
-    before_attention = (
-        ATTENTION_NORM
-        if shape.latent is not None
-        else "self_attention.linear_qkv.layer_norm_weight"
-    )
     before_mlp = "mlp.linear_fc1.layer_norm_weight" if moe is None else MLP_NORM
     return [
         norm(ATTENTION_NORM, before_attention, "input_layernorm"),
-        *(
-            attention(shape, source + "self_attn.", "self_attention.")
-            if shape.latent is None
-            else latent_attention(
-                shape,
-                shape.latent,
-                source + "self_attn.",
-                "self_attention.",
-                transformer_engine=transformer_engine,
-            )
-        ),
+        *attention,
         norm(MLP_NORM, before_mlp, "post_attention_layernorm"),
         *(
             gated_mlp((shape.intermediate_size, shape.hidden_size), source + "mlp.", "mlp.")
@@ -87,8 +83,11 @@ def layer(
     ]
 
 
-def attention(shape: ModelShape, source: str, target: str) -> list[Parameter]:
-    """Self-attention; `source` and `target` are name prefixes in weight files and in Megatron."""
+def fused_attention(shape: ModelShape, source: str, target: str) -> list[Parameter]:
+    """Attention whose queries, keys and values are one projection of hidden states.
+
+    `source` and `target` are name prefixes in weight files and in Megatron.
+    """
     groups, hidden = shape.num_key_value_heads, shape.hidden_size
     query, key_value = shape.num_attention_heads * shape.head_dim, groups * shape.head_dim
     rows = {"q": (query, None), "k": (key_value, groups), "v": (key_value, groups)}

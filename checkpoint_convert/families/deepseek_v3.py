@@ -1,4 +1,8 @@
-"""DeepSeek-V3 and R1: latent attention, and experts that are chosen by groups."""
+"""DeepSeek-V3, R1 and Moonlight: latent attention, and experts that are chosen by groups.
+
+transformers adds 1e-6 in the norms of latents whatever `rms_norm_eps` says. vLLM and Megatron-Core
+add `rms_norm_eps`, and so do we. The two are equal in DeepSeek's models, not in Moonlight.
+"""
 
 from checkpoint_convert.families.description import Experts, Family
 
@@ -27,16 +31,20 @@ DEEPSEEK_V3 = Family(
         "norm_topk_prob": True,
         "num_nextn_predict_layers": 1,
     },
-    # Megatron-Core always scales sigmoid scores to sum to 1. Only transformers reads
-    # `rope_interleave`, and only vLLM the frequency of mixtures and the indexer of DeepSeek-V3.2.
+    # vLLM never ties the head. Megatron-Core always scales sigmoid scores to sum to 1. Only
+    # transformers reads `attention_bias` and `rope_interleave`. Only vLLM reads the last three,
+    # which are of DeepSeek-V2, of DeepSeek-V3.2's indexer and of Mistral's models.
     required={
+        "tie_word_embeddings": False,
         "attention_bias": False,
         "sliding_window": None,
         "norm_topk_prob": True,
         "rope_interleave": True,
         "moe_layer_freq": 1,
         "index_topk": None,
+        "llama_4_scaling": None,
     },
+    # vLLM scores by a softmax, and adds no bias, unless these say otherwise.
     explicit={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     experts=Experts(
         num_experts="n_routed_experts",

@@ -33,6 +33,8 @@ class Experts:
     """Config key of the number of layers with a dense MLP, which come first; None: 0."""
     has_groups: bool = False
     """Whether `n_group` and `topk_group` in config.json make groups of experts."""
+    is_router_float32_in_engine: bool = False
+    """Whether a vLLM engine of any dtype keeps the matrix of the router in float32."""
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ GLM4_MOE = Family(
         "norm_topk_prob": True,
         "num_nextn_predict_layers": 1,
     },
-    # vLLM never ties the head. Megatron-Core always scales sigmoid scores to sum to 1. Groups of
-    # experts, which DeepSeek's models choose first, are not carried over.
+    # vLLM never ties the head. Megatron-Core always scales sigmoid scores to sum to 1. No published
+    # model has groups of experts.
     required={
         "tie_word_embeddings": False,
         "sliding_window": None,
@@ -43,6 +43,7 @@ GLM4_MOE = Family(
         up="up_proj",
         down="down_proj",
         score_function="sigmoid",
+        is_router_float32_in_engine=True,
         weight_scale="routed_scaling_factor",
         num_shared="n_shared_experts",
         num_dense_layers="first_k_dense_replace",

@@ -20,7 +20,7 @@ def mixture(
     names = FAMILIES[shape.family].experts
     assert names is not None, f"{shape.family} names no experts"
     block = f"{source}{names.block}."
-    parameters = _router(shape, moe, block + "gate.")
+    parameters = _router(shape, moe, names, block + "gate.")
     if moe.shared_intermediate_size:
         parameters += gated_mlp(
             (moe.shared_intermediate_size, shape.hidden_size),
@@ -40,16 +40,17 @@ def mixture(
     return parameters
 
 
-def _router(shape: ModelShape, moe: MoeShape, source: str) -> list[Parameter]:
-    """One that scores by a sigmoid has a bias for each expert, and vLLM keeps it in float32."""
-    weight = Tensor(source + "weight", (moe.num_experts, shape.hidden_size))
+def _router(shape: ModelShape, moe: MoeShape, names: Experts, source: str) -> list[Parameter]:
+    """One that scores by a sigmoid has a bias for each expert, which vLLM keeps in float32."""
+    matrix = Parameter(
+        "mlp.router.weight",
+        (Tensor(source + "weight", (moe.num_experts, shape.hidden_size)),),
+        is_float32_in_engine=names.is_router_float32_in_engine,
+    )
     if moe.score_function == "softmax":
-        return [Parameter("mlp.router.weight", (weight,))]
+        return [matrix]
     bias = Tensor(source + "e_score_correction_bias", (moe.num_experts,), is_float32=True)
-    return [
-        Parameter("mlp.router.weight", (weight,), is_float32_in_engine=True),
-        Parameter(SELECTION_BIAS, (bias,), is_float32_in_engine=True),
-    ]
+    return [matrix, Parameter(SELECTION_BIAS, (bias,), is_float32_in_engine=True)]
 
 
 def _expert(

@@ -4,6 +4,8 @@ import json
 import shutil
 
 import pytest
+from transformers import AutoConfig
+from transformers.models.deepseek_v3 import DeepseekV3Config
 
 from checkpoint_convert.companions import CHECKPOINT_FOLDER, copy_companions, model_config
 from checkpoint_convert.hf_to_megatron import import_checkpoint
@@ -86,12 +88,28 @@ def test_the_dtype_is_told_by_every_key_that_had_it(model, tmp_path, keys, writt
     assert copied == config | dict.fromkeys(written, "bfloat16")
 
 
-def test_layers_that_predict_further_tokens_are_left_out_of_the_config_as_of_the_weights(tmp_path):
-    model, out = tiny_model(tmp_path / "model", "glm4_moe"), tmp_path / "out"
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_layers_that_predict_further_tokens_are_left_out_of_the_config_as_of_the_weights(
+    tmp_path, family
+):
+    model, out = tiny_model(tmp_path / "model", family), tmp_path / "out"
     source = edited(model, tmp_path / "source", num_nextn_predict_layers=1)
     out.mkdir()
     copy_companions(source, out, "BF16")
     assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == 0
+
+
+def test_a_config_names_no_code_since_none_is_carried(tmp_path):
+    """Files that it names would be missed with `--trust-remote-code`, as DeepSeek-V3 is served."""
+    model, out = tiny_model(tmp_path / "model", "deepseek_v3"), tmp_path / "out"
+    code = {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}
+    source = edited(model, tmp_path / "source", auto_map=code)
+    with pytest.raises(OSError, match=r"configuration_deepseek\.py"):
+        AutoConfig.from_pretrained(source, trust_remote_code=True)
+    out.mkdir()
+    copy_companions(source, out, "F32")
+    found = AutoConfig.from_pretrained(out, trust_remote_code=True)
+    assert isinstance(found, DeepseekV3Config)
 
 
 def test_a_config_under_which_the_same_sizes_mean_another_model_is_refused(

@@ -12,7 +12,7 @@ import pytest
 import transformers
 from transformers.models.llama import LlamaConfig
 
-from checkpoint_convert import ModelShape, MoeShape, read_shape
+from checkpoint_convert import LatentShape, ModelShape, MoeShape, read_shape
 from models import CONFIGS, NEVER_TIED, OWN_FIELDS
 
 LLAMA3_ROPE = {
@@ -34,6 +34,16 @@ LINEAR_ROPE = {"rope_type": "linear", "factor": 4.0}
 MISTRAL = LLAMA | {"model_type": "mistral", "sliding_window": None}
 MIXTRAL = LLAMA | {"model_type": "mixtral", "num_key_value_heads": 2}
 QWEN3_MOE = LLAMA | {"model_type": "qwen3_moe"}
+ROUTER = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+DEEPSEEK_V3 = (
+    LLAMA
+    | ROUTER
+    | {
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "first_k_dense_replace": 1,
+    }
+)
 
 
 def folder_with(folder, config, generation_config=None):
@@ -58,6 +68,8 @@ def tiny_config(family, **overrides):
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
         "eos_token_id": [7, 8],
     }
+    if family == "deepseek_v3":  # where heads are 16 + 8 wide
+        tiny |= {"num_key_value_heads": 4, "head_dim": 8}
     return CONFIGS[family](**(tiny | OWN_FIELDS.get(family, {}) | overrides))
 
 
@@ -68,6 +80,18 @@ def test_what_transformers_saves_is_read_back(tmp_path, family):
         num_experts=4, experts_per_token=2, intermediate_size=96, normalize_topk=True
     )
     mixtures = {
+        "deepseek_v3": MoeShape(
+            num_experts=8,
+            experts_per_token=4,
+            intermediate_size=48,
+            normalize_topk=True,
+            score_function="sigmoid",
+            num_groups=4,
+            groups_per_token=2,
+            weight_scale=1.5,
+            shared_intermediate_size=48,
+            num_dense_layers=1,
+        ),
         "glm4_moe": replace(
             experts,
             intermediate_size=48,
@@ -84,7 +108,7 @@ def test_what_transformers_saves_is_read_back(tmp_path, family):
         num_layers=3,
         hidden_size=64,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=4 if family == "deepseek_v3" else 2,
         head_dim=24,
         intermediate_size=96,
         vocab_size=250,
@@ -98,11 +122,20 @@ def test_what_transformers_saves_is_read_back(tmp_path, family):
         eos_token_ids=(7, 8),
         partial_rotary_factor=0.5 if family == "glm4_moe" else 1.0,
         moe=mixtures.get(family),
+        latent=(
+            LatentShape(query_rank=24, rank=32, rotary_dim=8, value_dim=12)
+            if family == "deepseek_v3"
+            else None
+        ),
     )
 
 
 # Required keys: without them transformers assumes values that we refuse.
-MUST_SAY = {"mistral": {"sliding_window": None}, "glm4_moe": {"head_dim": 2}}
+MUST_SAY = {
+    "deepseek_v3": ROUTER | {"num_attention_heads": 128, "num_hidden_layers": 4},
+    "mistral": {"sliding_window": None},
+    "glm4_moe": {"head_dim": 2},
+}
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -111,7 +144,16 @@ def test_absent_keys_have_the_defaults_of_transformers(tmp_path, family):
     config = CONFIGS[family](**{k: v for k, v in minimal.items() if k != "model_type"})
     shape = read_shape(folder_with(tmp_path, minimal | {"model_type": family}))
     assert shape.num_key_value_heads == config.num_key_value_heads
-    assert shape.head_dim == (getattr(config, "head_dim", None) or 2)  # hidden_size / heads
+    if shape.latent is None:
+        assert shape.head_dim == (getattr(config, "head_dim", None) or 2)  # hidden_size / heads
+    else:
+        assert shape.head_dim == config.qk_nope_head_dim + config.qk_rope_head_dim
+        assert shape.latent == LatentShape(
+            query_rank=config.q_lora_rank,
+            rank=config.kv_lora_rank,
+            rotary_dim=config.qk_rope_head_dim,
+            value_dim=config.v_head_dim,
+        )
     assert shape.rms_norm_eps == config.rms_norm_eps
     assert shape.rope_theta == config.rope_parameters["rope_theta"]
     assert shape.max_position_embeddings == config.max_position_embeddings
@@ -125,7 +167,9 @@ def test_absent_keys_have_the_defaults_of_transformers(tmp_path, family):
             experts_per_token=config.num_experts_per_tok,
             intermediate_size=size,
             normalize_topk=getattr(config, "norm_topk_prob", True),
-            score_function="sigmoid" if family == "glm4_moe" else "softmax",
+            score_function="sigmoid" if family in ("deepseek_v3", "glm4_moe") else "softmax",
+            num_groups=getattr(config, "n_group", 1),
+            groups_per_token=getattr(config, "topk_group", 1),
             weight_scale=getattr(config, "routed_scaling_factor", 1.0),
             shared_intermediate_size=getattr(config, "n_shared_experts", 0) * size,
             num_dense_layers=getattr(config, "first_k_dense_replace", 0),
@@ -185,6 +229,16 @@ HARMLESS = {
 }
 # Also harmless in families with the key `use_sliding_window`.
 BEHIND_USE_SLIDING_WINDOW = {"max_window_layers", "sliding_window"}
+# Also harmless in a family with latent attention.
+OF_LATENTS = {
+    "head_dim",  # transformers writes the size of the rotated part here
+    "qk_head_dim",  # and the sum of both parts here
+    "moe_router_dtype",  # how exactly vLLM computes the scores of experts
+    "index_topk_freq",  # this and the next two: behind index_topk
+    "index_topk_pattern",
+    "index_skip_topk_offset",
+    "indexer_rope_interleave",
+}
 # Values that differ from those of `tiny_config`, where `other_value` cannot derive one.
 OTHER_VALUES = {
     "eos_token_id": 3,
@@ -195,11 +249,14 @@ OTHER_VALUES = {
     "logit_scale": 0.5,
     "mlp_only_layers": [1],
     "model_type": "gemma",
+    "moe_layer_freq": 2,
     "num_attention_heads": 8,
     "num_key_value_heads": 1,
     "num_local_experts": 8,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10.0},
+    "scoring_func": "softmax",
     "sliding_window": 128,
+    "topk_method": "group_limited_greedy",
 }
 
 
@@ -220,6 +277,10 @@ SHARED_MODULES = (
 )
 
 
+# Where vLLM's model of a family is, if not in a file of the same name only.
+VLLM_FILES = {"deepseek_v3": ("deepseek_v2",), "mistral": ("mistral", "llama")}
+
+
 def asked_for(source):
     """Names that code reads from a config by getattr or hasattr, since it may lack them."""
     return set(re.findall(r'attr\(\s*(?:\w+\.)*\w*config,\s*"([a-z]\w*)"', source))
@@ -230,11 +291,10 @@ def names_that_are_read(config):
     model = import_module(type(config).__module__.replace("configuration", "modeling"))
     read = re.findall(r'config(?:, "|\.)([a-z]\w+)', inspect.getsource(model))
     sources = [Path(transformers.__file__).with_name(f"{name}.py") for name in SHARED_MODULES]
-    # Find vLLM's files without importing it, which works on any device. Mistral derives from Llama.
+    # Find vLLM's files without importing it, which works on any device.
     models = Path(find_spec("vllm").origin).with_name("model_executor") / "models"
-    sources.append(models / f"{config.model_type}.py")
-    if config.model_type == "mistral":
-        sources.append(models / "llama.py")
+    files = VLLM_FILES.get(config.model_type, (config.model_type,))
+    sources += [models / f"{name}.py" for name in files]
     asked = set().union(*(asked_for(path.read_text()) for path in sources))
     names = {field.name for field in fields(config)} | set(config.to_dict()) | set(read) | asked
     return names - set(config.attribute_map)  # these are aliases
@@ -245,7 +305,8 @@ def test_every_key_that_is_read_anywhere_is_carried_over_refused_or_harmless(tmp
     config = tiny_config(family)
     names = names_that_are_read(config)
     harmless = HARMLESS | (BEHIND_USE_SLIDING_WINDOW if "use_sliding_window" in names else set())
-    harmless -= {"first_k_dense_replace"} if family == "glm4_moe" else set()
+    harmless -= {"first_k_dense_replace"} if family in ("deepseek_v3", "glm4_moe") else set()
+    harmless |= OF_LATENTS if family == "deepseek_v3" else set()
     saved = json.loads(config.to_json_string())
     shape = read_shape(folder_with(tmp_path, saved))
     ignored = []
@@ -257,6 +318,25 @@ def test_every_key_that_is_read_anywhere_is_carried_over_refused_or_harmless(tmp
         except ValueError as error:
             assert name in str(error), f"{name}: {error}"
     assert not ignored, f"do they change what a {family} computes? {ignored}"
+
+
+def test_latent_attention_may_have_no_latent_of_queries(tmp_path):
+    config = DEEPSEEK_V3 | {"q_lora_rank": None, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8}
+    shape = read_shape(folder_with(tmp_path, config))
+    assert shape.latent == LatentShape(query_rank=None, rank=512, rotary_dim=8, value_dim=128)
+    assert (shape.head_dim, shape.rotary_dim, shape.value_dim) == (32, 8, 128)
+
+
+@pytest.mark.parametrize("head_dim", [None, 8, 128])
+def test_parts_of_heads_are_named_by_their_own_keys_whatever_head_dim_says(tmp_path, head_dim):
+    shape = read_shape(folder_with(tmp_path, DEEPSEEK_V3 | {"head_dim": head_dim}))
+    assert (shape.head_dim, shape.rotary_dim) == (128 + 64, 64)
+
+
+def test_experts_without_groups_need_not_be_two_for_each(tmp_path):
+    ungrouped = {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 6, "n_routed_experts": 63}
+    moe = read_shape(folder_with(tmp_path, DEEPSEEK_V3 | ungrouped)).moe
+    assert (moe.num_groups, moe.groups_per_token, moe.experts_per_token) == (1, 1, 6)
 
 
 @pytest.mark.parametrize("spelling", ["num_experts", "num_local_experts"])
@@ -357,6 +437,71 @@ def test_the_end_tokens_of_a_chat_model_come_from_its_generation_config(tmp_path
         ({"hidden_act": "gelu"}, ["hidden_act is 'gelu', only 'silu'"]),
         ({"attention_dropout": 0.1}, ["attention_dropout is 0.1"]),
         ({"quantization_config": {"bits": 4}}, ["quantization_config is {'bits': 4}"]),
+        (
+            DEEPSEEK_V3 | {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3"}},
+            [
+                "quantization_config is {'quant_method': 'fp8'",
+                "convert the weights to bfloat16 first",
+                "fp8_cast_bf16.py",
+                "take the key out of config.json",
+            ],
+        ),
+        *[
+            (DEEPSEEK_V3 | {key: value}, [f"{key} is {value!r}, only {carried!r}"])
+            for key, value, carried in [
+                ("scoring_func", "softmax", "sigmoid"),
+                ("scoring_func", None, "sigmoid"),
+                ("topk_method", "greedy", "noaux_tc"),
+                ("topk_method", None, "noaux_tc"),
+                ("norm_topk_prob", False, True),
+                ("tie_word_embeddings", True, False),
+                ("attention_bias", True, False),
+                ("rope_interleave", False, True),
+                ("rope_interleave", None, True),  # false to transformers
+                ("moe_layer_freq", 2, 1),
+                ("index_topk", 2048, None),
+                ("llama_4_scaling", {"beta": 0.1}, None),
+                ("sliding_window", 4096, None),
+            ]
+        ],
+        (LLAMA | {"model_type": "deepseek_v3"}, ["scoring_func is None", "topk_method is None"]),
+        (
+            DEEPSEEK_V3 | {"num_key_value_heads": 2},
+            ["num_key_value_heads(2) must be num_attention_heads(4), as latent attention has"],
+        ),
+        (
+            DEEPSEEK_V3 | {"qk_rope_head_dim": 7},
+            ["qk_rope_head_dim is 7; it must be even, as RoPE rotates pairs"],
+        ),
+        (
+            DEEPSEEK_V3 | {"n_group": 7},
+            ["n_group(7) must divide n_routed_experts(256) into groups of at least 2"],
+        ),
+        (DEEPSEEK_V3 | {"n_group": 256}, ["n_group(256) must divide n_routed_experts(256)"]),
+        (
+            DEEPSEEK_V3 | {"topk_group": 3},
+            [
+                "topk_group(3) must be at most n_group(8), and half of num_experts_per_tok(8); "
+                "without groups, topk_group and n_group are 1"
+            ],
+        ),
+        (
+            DEEPSEEK_V3 | {"n_group": 2},
+            ["topk_group(4) must be at most n_group(2)"],
+        ),
+        (
+            DEEPSEEK_V3 | {"first_k_dense_replace": 2},
+            ["first_k_dense_replace(2) leaves none of num_hidden_layers(2) with experts"],
+        ),
+        (DEEPSEEK_V3 | {"num_experts_per_tok": 1}, ["num_experts_per_tok is 1; it must be at"]),
+        (
+            DEEPSEEK_V3 | {"rope_scaling": LINEAR_ROPE},
+            [
+                "RoPE scaling 'linear' is not supported for latent attention, which vLLM always "
+                "scales by yarn; supported: ['default', 'yarn']"
+            ],
+        ),
+        (DEEPSEEK_V3 | {"rope_scaling": LLAMA3_ROPE}, ["RoPE scaling 'llama3' is not supported"]),
         ({"model_type": "qwen2", "use_sliding_window": True}, ["use_sliding_window is True"]),
         ({"model_type": "qwen3", "attention_bias": True}, ["attention_bias is True"]),
         ({"layer_types": ["sliding_attention"] * 2}, ["['sliding_attention']"]),
@@ -378,6 +523,7 @@ def test_the_end_tokens_of_a_chat_model_come_from_its_generation_config(tmp_path
         (MISTRAL | {"attention_bias": True}, ["attention_bias is True"]),
         ({"is_causal": False}, ["is_causal is False, only True"]),
         ({"is_causal": None}, ["is_causal is None"]),
+        ({"rswa_window": 128}, ["rswa_window is 128, only None"]),
         (
             {"model_type": "qwen2", "dual_chunk_attention_config": {"chunk_size": 8192}},
             ["dual_chunk_attention_config is {'chunk_size': 8192}"],

@@ -50,10 +50,11 @@ def name_of(dims):
     return f"{dims} vpp({dims.virtual_pipeline}){experts}"
 
 
+MIXTURES = ("deepseek_v3", "glm4_moe", "mixtral", "qwen3_moe")
 ROUND_TRIPS = [
     pytest.param(family, tied, dims, id=f"{family}-tied={tied}-{name_of(dims)}")
     for family, tied in MODELS
-    for dims in MESHES + (EXPERT_MESHES if family in ("glm4_moe", "mixtral", "qwen3_moe") else [])
+    for dims in MESHES + (EXPERT_MESHES if family in MIXTURES else [])
 ]
 
 

@@ -32,6 +32,7 @@ from parallel import (
 )
 from parallel.views import as_whole
 from shapes import (
+    DEEPSEEK_V3,
     LLAMA_70B,
     LLAMA_405B,
     MIXTRAL_8X7B,
@@ -44,6 +45,7 @@ from shapes import (
 
 # Names of an expert in the weight files: its block, and its gate, up and down projections.
 EXPERT_NAMES = {
+    "deepseek_v3": ("mlp", ("gate_proj", "up_proj", "down_proj")),
     "glm4_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
     "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
     "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
@@ -59,37 +61,80 @@ def expected_layer(
     transformer_engine: bool,
 ) -> Tensors:
     """One layer as Megatron-Core holds it, from `weights` named as in the files."""
-    groups, rank, size = shape.num_key_value_heads, at.tensor, dims.tensor
-    is_dense = "mlp.down_proj.weight" in weights
-
-    def qkv(kind: str) -> Tensor:
-        parts = [weights[f"self_attn.{x}_proj.{kind}"] for x in "qkv"]
-        by_group = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
-        return torch.cat(by_group, dim=1).flatten(0, 1).chunk(size)[rank]
-
-    fused = "mlp.linear_fc1.layer_norm_weight" if is_dense else "pre_mlp_layernorm.weight"
-    norms = (
-        ("self_attention.linear_qkv.layer_norm_weight", fused)
-        if transformer_engine
-        else ("input_layernorm.weight", "pre_mlp_layernorm.weight")
-    )
-    output = weights["self_attn.o_proj.weight"]
+    is_dense, names = "mlp.down_proj.weight" in weights, ("input_layernorm", "pre_mlp_layernorm")
+    norms = [f"{name}.weight" for name in names]
+    if transformer_engine and shape.latent is None:
+        norms[0] = "self_attention.linear_qkv.layer_norm_weight"
+    if transformer_engine and is_dense:
+        norms[1] = "mlp.linear_fc1.layer_norm_weight"
     layer = {
         norms[0]: weights["input_layernorm.weight"],
         norms[1]: weights["post_attention_layernorm.weight"],
-        "self_attention.linear_qkv.weight": qkv("weight"),
-        "self_attention.linear_proj.weight": output.chunk(size, 1)[rank],
     }
+    attention = {
+        name.removeprefix("self_attn."): values
+        for name, values in weights.items()
+        if name.startswith("self_attn.")
+    }
+    expected = (
+        expected_attention(attention, shape, at.tensor, dims.tensor)
+        if shape.latent is None
+        else expected_latents(attention, at.tensor, dims.tensor, transformer_engine)
+    )
+    layer |= {f"self_attention.{name}": values for name, values in expected.items()}
     if is_dense:
-        layer |= expected_mlp(weights, "mlp.", rank, size)
+        layer |= expected_mlp(weights, "mlp.", at.tensor, dims.tensor)
     else:
         layer |= expected_experts(weights, shape, dims, at, transformer_engine)
-    if shape.attention_bias:
-        layer["self_attention.linear_qkv.bias"] = qkv("bias")
-    if shape.qk_norm:
-        for x in "qk":
-            layer[f"self_attention.{x}_layernorm.weight"] = weights[f"self_attn.{x}_norm.weight"]
     return layer
+
+
+def expected_attention(weights: Tensors, shape: ModelShape, rank: int, size: int) -> Tensors:
+    groups = shape.num_key_value_heads
+
+    def qkv(kind: str) -> Tensor:
+        parts = [weights[f"{x}_proj.{kind}"] for x in "qkv"]
+        by_group = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
+        return torch.cat(by_group, dim=1).flatten(0, 1).chunk(size)[rank]
+
+    attention = {
+        "linear_qkv.weight": qkv("weight"),
+        "linear_proj.weight": weights["o_proj.weight"].chunk(size, 1)[rank],
+    }
+    if shape.attention_bias:
+        attention["linear_qkv.bias"] = qkv("bias")
+    if shape.qk_norm:
+        attention |= {f"{x}_layernorm.weight": weights[f"{x}_norm.weight"] for x in "qk"}
+    return attention
+
+
+def expected_latents(weights: Tensors, rank: int, size: int, transformer_engine: bool) -> Tensors:
+    """Every rank has whole projections down to latents, and its heads of the projections up."""
+    up = {
+        "linear_q_proj": "q_proj",
+        "linear_q_up_proj": "q_b_proj",
+        "linear_kv_up_proj": "kv_b_proj",
+    }
+    whole = {
+        "linear_q_down_proj.weight": "q_a_proj",
+        "linear_kv_down_proj.weight": "kv_a_proj_with_mqa",
+    }
+    whole |= {
+        f"linear_{x}_up_proj.layer_norm_weight"
+        if transformer_engine
+        else f"{x}_layernorm.weight": (f"{x}_a_layernorm")
+        for x in ("q", "kv")
+    }
+    split = {
+        f"{own}.weight": weights[f"{name}.weight"].chunk(size)[rank]
+        for own, name in up.items()
+        if f"{name}.weight" in weights
+    }
+    shared = {
+        own: weights[f"{name}.weight"] for own, name in whole.items() if f"{name}.weight" in weights
+    }
+    output = weights["o_proj.weight"].chunk(size, 1)[rank]
+    return split | shared | {"linear_proj.weight": output}
 
 
 def expected_mlp(weights: Tensors, name: str, rank: int, size: int) -> Tensors:
@@ -325,6 +370,9 @@ def test_experts_are_owned_by_ranks_that_hold_only_replicas_of_the_rest():
 
 
 DENSE_MESH = ParallelDims(tensor=8, pipeline=8)
+DEEP_MESH = ParallelDims(
+    tensor=8, pipeline=8, data=4, expert=32, expert_tensor=1, num_layers_in_last_pipeline_stage=5
+)
 MIXED_MESH = ParallelDims(tensor=4, pipeline=2, data=8, expert=32, expert_tensor=1)
 
 
@@ -337,6 +385,7 @@ MIXED_MESH = ParallelDims(tensor=4, pipeline=2, data=8, expert=32, expert_tensor
         pytest.param(MIXTRAL_8X7B, 46.70, replace(MIXED_MESH, expert=8), 3, id="Mixtral-8x7B"),
         pytest.param(QWEN3_30B, 30.53, ParallelDims(data=8, expert=8), 9, id="Qwen3-30B-A3B"),
         pytest.param(QWEN3_235B, 235.09, MIXED_MESH, 18, id="Qwen3-235B-A22B"),
+        pytest.param(DEEPSEEK_V3, 671.03, DEEP_MESH, 15, id="DeepSeek-V3"),
     ],
 )
 def test_a_published_model_is_planned_and_saved_within_seconds_of_cpu_time(

@@ -141,19 +141,20 @@ def test_rotary_buffers_of_old_checkpoints_are_passed_over(model):
     assert name not in check_weights(model, read_shape(model))
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
 def test_layers_that_predict_further_tokens_are_passed_over_where_a_family_has_them(
-    model, tmp_path
+    model, tmp_path, family
 ):
-    glm, name = tiny_model(tmp_path / "glm", "glm4_moe", num_mtp_layers=1), "eh_proj.weight"
+    other, name = tiny_model(tmp_path / "other", family, num_mtp_layers=1), "eh_proj.weight"
 
     def add(folder, layer):
         tensor = {f"model.layers.{layer}.{name}": torch.ones(8)}
         edit_weights(folder, lambda weights: weights.update(tensor))
 
-    add(glm, 3)
-    assert f"model.layers.3.{name}" not in check_weights(glm, read_shape(glm))
-    add(glm, 4)
-    assert f"model.layers.4.{name} [8] is not part of the model" in refusal(glm)
+    add(other, 3)
+    assert f"model.layers.3.{name}" not in check_weights(other, read_shape(other))
+    add(other, 4)
+    assert f"model.layers.4.{name} [8] is not part of the model" in refusal(other)
     add(model, 2)
     assert f"model.layers.2.{name} [8] is not part of the model" in refusal(model)
 
