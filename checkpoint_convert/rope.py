@@ -143,7 +143,8 @@ def _latent_attention_factor(path: Path, rope: Mapping[str, Any], factor: float)
     over, under = rope.get("mscale"), rope.get("mscale_all_dim")
     if over is None or over != under:
         raise ValueError(
-            f"{path}: RoPE mscale({over}) must be mscale_all_dim({under}) for latent attention"
+            f"{path}: RoPE mscale({over}) and mscale_all_dim({under}) must be equal numbers for "
+            "latent attention"
         )
     for key, carried in (("attention_factor", None), ("truncate", True)):
         if rope.get(key) != carried:

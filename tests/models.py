@@ -84,8 +84,8 @@ def tiny_model(
     """Save a random float32 model of `family` (a key of `CONFIGS`) and its tokenizer in `folder`.
 
     Its head is `tied` to the embedding, and heads share keys and values, where the family allows
-    it. `overrides` are fields of the Hugging Face config. The vocabulary of 250 divides by neither 4 nor 8, so that its padding over
-    tensor-parallel ranks is exercised.
+    it. `overrides` are fields of the Hugging Face config. The vocabulary of 250 divides by neither
+    4 nor 8, so that its padding over tensor-parallel ranks is exercised.
     """
     shape: dict[str, Any] = {
         "num_hidden_layers": 2,

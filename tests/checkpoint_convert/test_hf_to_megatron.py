@@ -23,10 +23,11 @@ from parallel import ParallelDims, intersect
 from sentencepiece_models import train
 
 MIXTURES = ("deepseek_v3", "glm4_moe", "mixtral", "qwen3_moe")
+NO_QUERY_LATENT = "deepseek_v3 without a latent of queries"
 # Imported at one layout, loaded at others; uneven pipelines, more TP ranks than key-value heads.
 IMPORTED_AT = ParallelDims(tensor=4, pipeline=3)
 LOADED_AT = [
-    (ParallelDims(tensor=2), tuple(CONFIGS)),
+    (ParallelDims(tensor=2), (*CONFIGS, NO_QUERY_LATENT)),
     (ParallelDims(pipeline=2, virtual_pipeline=2), tuple(CONFIGS)),
     (ParallelDims(data=2, expert=2), MIXTURES),
     (ParallelDims(tensor=2, pipeline=2, expert=2, expert_tensor=1), MIXTURES),
@@ -36,7 +37,7 @@ LOADED_AT = [
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """A model of each family; every other one is tied and has a single key-value head."""
-    return {
+    found = {
         family: tiny_model(
             tmp_path_factory.mktemp(family),
             family,
@@ -46,6 +47,8 @@ def models(tmp_path_factory):
         )
         for number, family in enumerate(CONFIGS)
     }
+    folder = tmp_path_factory.mktemp("no_query_latent")
+    return found | {NO_QUERY_LATENT: tiny_model(folder, "deepseek_v3", q_lora_rank=None)}
 
 
 @pytest.fixture(scope="module")

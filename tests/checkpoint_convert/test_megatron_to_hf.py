@@ -77,6 +77,14 @@ def test_a_model_comes_back_bit_by_bit(models, tmp_path, family, tied, dims):
     assert read_shape(tmp_path / "hf") == read_shape(models[family, tied])
 
 
+@pytest.mark.parametrize("dims", [ParallelDims(tensor=4), ParallelDims(tensor=2, pipeline=3)])
+def test_so_does_one_whose_queries_are_no_projections_of_a_latent(tmp_path, dims):
+    model = tiny_model(tmp_path / "model", "deepseek_v3", q_lora_rank=None)
+    import_checkpoint(model, tmp_path / "megatron", dims)
+    export_checkpoint(tmp_path / "megatron", tmp_path / "hf")
+    assert_same(weights_of(tmp_path / "hf"), weights_of(model))
+
+
 def test_bits_that_are_no_numbers_come_back_too(models, tmp_path):
     model = shutil.copytree(models["qwen3", False], tmp_path / "model")
     random_weights(model)
@@ -103,6 +111,7 @@ def train_and_save(rank, model, dims, run):
 
 
 TRAINED = {
+    "deepseek_v3": ParallelDims(tensor=2, pipeline=2, expert=2, expert_tensor=1),
     "qwen3": ParallelDims(tensor=2, pipeline=2, virtual_pipeline=2),
     "qwen3_moe": ParallelDims(tensor=2, pipeline=2, expert=2, expert_tensor=1),
     "glm4_moe": ParallelDims(tensor=2, pipeline=2, expert=2, expert_tensor=1),
@@ -238,8 +247,9 @@ def test_progress_counts_every_byte_once(llama, imported, tmp_path):
     assert told[-1][0] == num_bytes
 
 
-def test_biases_by_which_experts_are_chosen_stay_float32_in_weights_of_any_dtype(tmp_path):
-    model = tiny_model(tmp_path / "model", "glm4_moe")
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_biases_by_which_experts_are_chosen_stay_float32_in_weights_of_any_dtype(tmp_path, family):
+    model = tiny_model(tmp_path / "model", family)
     import_checkpoint(model, tmp_path / "megatron", ParallelDims(), dtype="BF16")
     export_checkpoint(tmp_path / "megatron", tmp_path / "out", dtype="F16")
     before, after = weights_of(model), weights_of(tmp_path / "out")

@@ -4,7 +4,10 @@ import json
 from math import log
 
 import pytest
+import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.deepseek_v3 import DeepseekV3Config
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 from transformers.models.qwen3 import Qwen3Config
 
 from checkpoint_convert import read_shape
@@ -21,6 +24,25 @@ QWEN3 = {
     "rope_theta": 1e6,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+DEEPSEEK_V3 = QWEN3 | {
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "max_position_embeddings": 163840,
+    "rope_theta": 10000,
+}
+# As DeepSeek-V3 says it.
+OF_LATENTS = {
+    "type": "yarn",
+    "factor": 40,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 DEFAULTS = YARN | {
     "beta_fast": 32.0,
     "beta_slow": 1.0,
@@ -29,8 +51,8 @@ DEFAULTS = YARN | {
 }
 
 
-def shape_of_yarn(folder, rope_scaling, **changes):
-    config = QWEN3 | {"rope_scaling": rope_scaling} | changes
+def shape_of_yarn(folder, rope_scaling, *, config=QWEN3, **changes):
+    config = config | {"rope_scaling": rope_scaling} | changes
     (folder / "config.json").write_text(json.dumps(config))
     return read_shape(folder)
 
@@ -83,6 +105,58 @@ def test_the_attention_factor_is_that_of_transformers(tmp_path, change):
     shape = shape_of_yarn(tmp_path, YARN | change, max_position_embeddings=65536)
     _, expected = ROPE_INIT_FUNCTIONS["yarn"](Qwen3Config.from_pretrained(tmp_path))
     assert shape.rope_scaling["attention_factor"] == pytest.approx(expected, rel=1e-15)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"mscale": 0.707, "mscale_all_dim": 0.707}, {"factor": 160}, {"factor": 0.5}],
+    ids=str,
+)
+def test_the_attention_factor_of_latents_is_for_whole_heads_as_in_transformers(tmp_path, change):
+    """There the softmax has a scale of its own, and the rotated part of a head no factor."""
+    rope = OF_LATENTS | change
+    length = int(rope["factor"] * 4096)
+    shape = shape_of_yarn(tmp_path, rope, config=DEEPSEEK_V3, max_position_embeddings=length)
+    assert shape.rope_scaling == {
+        "rope_type": "yarn",
+        "factor": rope["factor"],
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": True,
+        "attention_factor": shape.rope_scaling["attention_factor"],
+    }
+    config = DeepseekV3Config.from_pretrained(tmp_path)
+    with torch.device("meta"):
+        scale = DeepseekV3Attention(config, 0).scaling
+    expected = scale * shape.head_dim**0.5
+    assert shape.rope_scaling["attention_factor"] ** 2 == pytest.approx(expected, rel=1e-15)
+    assert ROPE_INIT_FUNCTIONS["yarn"](config)[1] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"mscale": 0.707}, "RoPE mscale(0.707) and mscale_all_dim(1.0) must be equal numbers for"),
+        (
+            {"mscale": None, "mscale_all_dim": None},
+            "RoPE mscale(None) and mscale_all_dim(None) must be equal numbers",
+        ),
+        ({"mscale": 0, "mscale_all_dim": 0}, "mscale_all_dim is 0; it must be a finite number"),
+        ({"attention_factor": 1.0}, "RoPE attention_factor is 1.0, only None is supported for lat"),
+        ({"attention_factor": 0}, "RoPE attention_factor is 0, only None"),
+        (
+            {"truncate": False},
+            "RoPE truncate is False, only True is supported for latent attention",
+        ),
+        ({"factor": 39.0}, "set it to at most 159744"),
+    ],
+)
+def test_yarn_of_latents_that_is_not_computed_alike_everywhere_is_refused(tmp_path, change, words):
+    with pytest.raises(ValueError) as error:
+        shape_of_yarn(tmp_path, OF_LATENTS | change, config=DEEPSEEK_V3)
+    assert str(error.value).startswith(str(tmp_path / "config.json"))
+    assert words in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from checkpoint_convert.vllm import (
 from conversions import assert_same
 from models import servable_model
 from parallel import cover_exactly
-from shapes import LLAMA_70B, MIXTRAL_8X7B, QWEN3_30B, shapes
+from shapes import DEEPSEEK_V3, LLAMA_70B, MIXTRAL_8X7B, QWEN3_30B, shapes
 from vllm_workers import loaded_parameters
 
 MIXTURES = {name for name, family in FAMILIES.items() if family.experts is not None}
@@ -68,6 +68,8 @@ def test_vllm_loads_into_every_worker_what_its_layout_says(tmp_path, tensor, dty
         cases.append((folder, EngineDims(tensor=tensor)))
         if family in MIXTURES and tensor > 1:
             cases.append((folder, EngineDims(tensor=tensor, expert_parallel=True)))
+    folder = servable_model(tmp_path / "no latent of queries", "deepseek_v3", q_lora_rank=None)
+    cases.append((folder, EngineDims(tensor=tensor)))
     assert_workers_hold_what_the_layouts_say(cases, dtype)
 
 
@@ -81,10 +83,11 @@ def test_so_it_does_for_any_number_of_heads_and_experts(tmp_path, family, tensor
         servable_model(folder, family, num_key_value_heads=kv_heads, tied=tied)
         cases.append((folder, EngineDims(tensor=tensor)))
     if family in MIXTURES:
-        key = FAMILIES[family].experts.num_experts
+        keys = FAMILIES[family].experts
+        ungrouped = {"n_group": 1, "topk_group": 1} if keys.has_groups else {}
         for num_experts in (4, 5, 6):
             folder = tmp_path / f"{num_experts} experts"
-            servable_model(folder, family, tied=False, **{key: num_experts})
+            servable_model(folder, family, **ungrouped, **{keys.num_experts: num_experts})
             cases.append((folder, EngineDims(tensor=tensor, expert_parallel=True)))
     assert_workers_hold_what_the_layouts_say(cases)
 
@@ -113,6 +116,27 @@ def test_neighbours_hold_the_same_key_value_head_where_there_are_fewer_than_work
         for layout in layouts
     ]
     assert rows == [{(rank // 2, rank % 2 == 1)} for rank in range(16)]
+
+
+@pytest.mark.parametrize("query_rank", [1536, None])
+def test_an_engine_computes_both_latents_at_once_and_every_worker_all_of_them(query_rank):
+    shape = replace(DEEPSEEK_V3, num_layers=4)
+    shape = replace(shape, latent=replace(shape.latent, query_rank=query_rank))
+    fused, own = "fused_qkv_a_proj", "kv_a_proj_with_mqa"
+    for rank, layout in enumerate(engine_layouts(shape, EngineDims(tensor=8))):
+        pieces = {
+            (piece.local, piece.tensor, piece.local_box.start[0], piece.is_replica)
+            for piece in layout.pieces
+            if piece.local.startswith("model.layers.3.") and "_a_proj" in piece.local
+        }
+        prefix, suffix, is_replica = "model.layers.3.self_attn.", ".weight", rank > 0
+        expected = (
+            [(fused, "q_a_proj", 0), (fused, own, query_rank)] if query_rank else [(own, own, 0)]
+        )
+        assert pieces == {
+            (prefix + local + suffix, prefix + tensor + suffix, row, is_replica)
+            for local, tensor, row in expected
+        }
 
 
 @pytest.mark.parametrize(
