@@ -2,7 +2,6 @@
 
 from collections import Counter
 from contextlib import closing
-from dataclasses import asdict
 from math import prod
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from checkpoint_convert.companions import model_config
 from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TORCH_NAMES
 from checkpoint_convert.hf_config import read_shape
 from checkpoint_convert.megatron import hf_tensors, megatron_layout
-from checkpoint_convert.shape import ModelShape, check_divisible
+from checkpoint_convert.shape import ModelShape, check_divisible, named_fields
 from checkpoint_convert.weights import Weights, open_weights
 from parallel import Coordinates, ParallelDims, Shape, divisors
 
@@ -43,10 +42,7 @@ def print_inspection(
 
 def _shape_table(shape: ModelShape) -> Table:
     table = Table("field", "value", show_header=False, box=None)
-    fields = asdict(shape)
-    for part in ("latent", "moe"):
-        of_part = fields.pop(part) or {}
-        fields |= {f"{part}.{name}": value for name, value in of_part.items()}
+    fields = named_fields(shape)
     fields["possible --tp"] = [
         size
         for size in divisors(shape.num_attention_heads)

@@ -113,6 +113,15 @@ class ModelShape:
         return self.num_dense_layers in (0, self.num_layers)
 
 
+def named_fields(shape: ModelShape) -> dict[str, Any]:
+    """All fields; those of experts and latents have names such as ``moe.num_experts``."""
+    fields = asdict(shape)
+    for part in ("latent", "moe"):
+        values = fields.pop(part) or {}
+        fields |= {f"{part}.{name}": value for name, value in values.items()}
+    return fields
+
+
 def differing_fields(
     a: ModelShape, b: ModelShape, but_for: Collection[str] = _NO_NUMBERS
 ) -> list[str]:
@@ -120,11 +129,11 @@ def differing_fields(
 
     Fields in `but_for` are ignored.
     """
-    fields = asdict(a), asdict(b)
+    fields, others = named_fields(a), named_fields(b)
     return [
-        f"{name}: {value}, {fields[1][name]}"
-        for name, value in fields[0].items()
-        if value != fields[1][name] and name not in but_for
+        f"{name}: {fields.get(name)}, {others.get(name)}"
+        for name in fields | others
+        if fields.get(name) != others.get(name) and name not in but_for
     ]
 
 

@@ -126,6 +126,14 @@ def test_a_config_under_which_the_same_sizes_mean_another_model_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+def test_so_is_one_that_differs_in_how_experts_are_chosen(tmp_path):
+    model = tiny_model(tmp_path / "model", "deepseek_v3")
+    import_checkpoint(model, tmp_path / "megatron", ParallelDims())
+    other = edited(model, tmp_path / "other", n_group=2)
+    with pytest.raises(ValueError, match=r"another model than [^\n]*\n  moe\.num_groups: 4, 2$"):
+        export_checkpoint(tmp_path / "megatron", tmp_path / "out", hf_config=other)
+
+
 def test_a_config_may_differ_in_what_changes_no_numbers(model, imported, tmp_path):
     longer = edited(model, tmp_path / "longer", max_position_embeddings=1024, eos_token_id=3)
     with model_config(imported, longer) as config:

@@ -68,6 +68,18 @@ def test_all_formats_of_a_model_are_the_same(model, imported, tmp_path):
             assert told(a, b) == [], (a, b)
 
 
+def test_so_are_those_of_a_model_whose_layers_differ(tmp_path):
+    model = tiny_model(tmp_path / "model", "deepseek_v3")
+    import_checkpoint(model, tmp_path / "imported", ParallelDims(tensor=2, pipeline=2))
+    assert told(model, tmp_path / "imported") == []
+
+    def edit(weights):
+        weights["model.layers.2.self_attn.kv_b_proj.weight"][7, 3] += 0.5
+
+    (difference,) = told(tmp_path / "imported", variant(model, tmp_path / "edited", edit))
+    assert difference.startswith("model.layers.2.self_attn.kv_b_proj.weight: 1 of 3,584 elements")
+
+
 @pytest.mark.parametrize("max_elements", [100, 1 << 20])
 def test_one_element_in_one_tensor(model, imported, tmp_path, monkeypatch, max_elements):
     monkeypatch.setattr("checkpoint_convert.verify._MAX_ELEMENTS", max_elements)
@@ -143,8 +155,15 @@ def test_different_models_are_told_by_their_sizes(model, tmp_path):
     other = tiny_model(tmp_path / "other", "qwen3", num_hidden_layers=3, intermediate_size=128)
     with pytest.raises(ValueError, match="are different models") as error:
         verify_weights(model, other)
-    assert "\n  num_layers: 2, 3" in str(error.value)
+    assert "\n  num_layers: 2, 3\n" in str(error.value)
     assert "\n  intermediate_size: 96, 128" in str(error.value)
+
+
+def test_latents_and_experts_that_only_one_model_has_are_named_one_by_one(model, tmp_path):
+    with pytest.raises(ValueError, match="are different models") as error:
+        verify_weights(model, tiny_model(tmp_path / "other", "deepseek_v3"))
+    assert "\n  latent.rank: None, 32\n" in str(error.value)
+    assert "\n  moe.num_groups: None, 4\n" in str(error.value)
 
 
 def test_a_nameless_checkpoint_of_another_model_is_told_as_such(nameless, tmp_path):
