@@ -77,13 +77,18 @@ def shape_of(path: Path, config: Mapping[str, Any]) -> ModelShape:
             f"{path}: num_key_value_heads({num_kv_heads}) must divide "
             f"num_attention_heads({num_heads})"
         )
+    latent = _latent(path, values) if family.has_latents else None
     return ModelShape(
         family=family.model_type,
         num_layers=positive(path, values, "num_hidden_layers"),
         hidden_size=hidden_size,
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
-        head_dim=_latent_head_dim(path, values) if family.has_latents else _head_dim(path, values),
+        head_dim=(
+            _head_dim(path, values)
+            if latent is None
+            else positive(path, values, "qk_nope_head_dim") + latent.rotary_dim
+        ),
         intermediate_size=positive(path, values, "intermediate_size"),
         vocab_size=positive(path, values, "vocab_size"),
         tie_word_embeddings=boolean(path, values, "tie_word_embeddings"),
@@ -96,7 +101,7 @@ def shape_of(path: Path, config: Mapping[str, Any]) -> ModelShape:
         eos_token_ids=_eos_token_ids(path, values),
         partial_rotary_factor=family.partial_rotary_factor,
         moe=_moe(path, family, values),
-        latent=_latent(path, values) if family.has_latents else None,
+        latent=latent,
         num_extra_layers=_count(path, values, family.num_extra_layers),
     )
 
@@ -139,17 +144,12 @@ def _head_dim(path: Path, values: Mapping[str, Any]) -> int:
     return head_dim
 
 
-def _latent_head_dim(path: Path, values: Mapping[str, Any]) -> int:
-    """Of queries and keys: the part that is not rotated, and the part that is."""
-    return sum(positive(path, values, f"qk_{part}_head_dim") for part in ("nope", "rope"))
-
-
 def _latent(path: Path, values: Mapping[str, Any]) -> LatentShape:
-    heads = [values[f"num_{kind}_heads"] for kind in ("attention", "key_value")]
-    if heads[0] != heads[1]:
+    num_heads, num_kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
+    if num_heads != num_kv_heads:
         raise ValueError(
-            f"{path}: num_key_value_heads({heads[1]}) must be num_attention_heads({heads[0]}), as "
-            "latent attention has keys and values for every head"
+            f"{path}: num_key_value_heads({num_kv_heads}) must be num_attention_heads({num_heads}),"
+            " as latent attention has keys and values for every head"
         )
     rotary_dim = positive(path, values, "qk_rope_head_dim")
     if rotary_dim % 2:

@@ -101,7 +101,7 @@ class Parameter:
     engine_name: str = ""
     """Name in a vLLM engine, which fuses the same tensors; empty: the name of the only source."""
     engine_rows: tuple[int, int] | None = None
-    """The first row, and the number of rows, of an engine's parameter of which this is a part;
+    """Of a part of an engine's parameter: its first row there, and the number of rows of the whole;
     None: it is the whole."""
     is_float32_in_engine: bool = False
     """Whether a vLLM engine of any dtype keeps it in float32."""

@@ -14,22 +14,24 @@ def latent_attention(
 ) -> list[Parameter]:
     """The attention of a layer; prefixes and norms are as in `decoder.layer`.
 
-    Latents are not split: every tensor rank computes them, and projects them up to its heads.
+    Latents are not split: every tensor rank computes them, and projects them up to its heads. The
+    part of keys that RoPE rotates is computed with the latent of keys and values, the rest of keys
+    with values.
     """
     heads, hidden = shape.num_attention_heads, shape.hidden_size
-    query_rank, down_rows = latent.query_rank or 0, latent.rank + latent.rotary_dim
+    query_rank, kv_rows = latent.query_rank or 0, latent.rank + latent.rotary_dim
     query_rows = heads * shape.head_dim
-    up_rows = heads * (shape.head_dim - latent.rotary_dim + latent.value_dim)
+    key_value_rows = heads * (shape.head_dim - latent.rotary_dim + latent.value_dim)
 
-    def down(x: str, name: str, first: int, rows: int) -> Parameter:
-        """An engine computes both latents at once: those of queries are the `first` rows."""
+    def down(x: str, name: str, rows: int, first_row: int) -> Parameter:
+        """An engine computes both latents with one matrix, where this begins at `first_row`."""
         weight = Tensor(f"{source}{name}.weight", (rows, hidden))
         is_fused = query_rank > 0
         return Parameter(
             f"{target}linear_{x}_down_proj.weight",
             (weight,),
             engine_name=source + "fused_qkv_a_proj.weight" if is_fused else "",
-            engine_rows=(first, query_rank + down_rows) if is_fused else None,
+            engine_rows=(first_row, query_rank + kv_rows) if is_fused else None,
         )
 
     def up(x: str, rows: int, rank: int) -> list[Parameter]:
@@ -43,14 +45,14 @@ def latent_attention(
         ]
 
     if query_rank:
-        queries = [down("q", "q_a_proj", 0, query_rank), *up("q", query_rows, query_rank)]
+        queries = [down("q", "q_a_proj", query_rank, 0), *up("q", query_rows, query_rank)]
     else:
         whole = Tensor(source + "q_proj.weight", (query_rows, hidden))
         queries = [Parameter(target + "linear_q_proj.weight", (whole,), split=0)]
     output = Tensor(source + "o_proj.weight", (hidden, heads * latent.value_dim))
     return [
         *queries,
-        down("kv", "kv_a_proj_with_mqa", query_rank, down_rows),
-        *up("kv", up_rows, latent.rank),
+        down("kv", "kv_a_proj_with_mqa", kv_rows, query_rank),
+        *up("kv", key_value_rows, latent.rank),
         Parameter(target + "linear_proj.weight", (output,), split=1),
     ]

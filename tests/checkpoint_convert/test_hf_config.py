@@ -690,6 +690,30 @@ OF_QWEN3_MOE = OF_QWEN3 | {
     "num_experts": 128,
     "num_experts_per_tok": 8,
 }
+OF_MOONLIGHT = {
+    "model_type": "deepseek_v3",
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 512,
+    "moe_intermediate_size": 1408,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 6,
+    "num_nextn_predict_layers": 0,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.446,
+    "scoring_func": "sigmoid",
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 128,
+    "eos_token_id": 163586,
+}
 TIED = {"tie_word_embeddings": True}
 SIZES = (
     "num_hidden_layers",
@@ -709,6 +733,7 @@ PUBLISHED = {
     "Llama-3.3-70B": (OF_LLAMA3 | {"head_dim": 128}, 80, 8192, 64, 8, 28672, 128256, 131072),
     "Mistral-7B-v0.3": (OF_MISTRAL, 32, 4096, 32, 8, 14336, 32768, 32768),
     "Mixtral-8x7B": (OF_MIXTRAL, 32, 4096, 32, 8, 14336, 32000, 32768),
+    "Moonlight-16B-A3B": (OF_MOONLIGHT, 27, 2048, 16, 16, 11264, 163840, 8192),
     "Qwen2-7B": (OF_QWEN2, 28, 3584, 28, 4, 18944, 152064, 131072),
     "Qwen2.5-0.5B": (OF_QWEN2 | TIED, 24, 896, 14, 2, 4864, 151936, 32768),
     "Qwen2.5-72B": (OF_QWEN2, 80, 8192, 64, 8, 29568, 152064, 131072),
@@ -725,7 +750,9 @@ def test_well_known_models_are_read_as_transformers_reads_them(tmp_path, name):
     shape = read_shape(folder_with(tmp_path, config))
     expected = CONFIGS[config["model_type"]].from_pretrained(tmp_path)
     head_dim = getattr(expected, "head_dim", None) or expected.hidden_size // sizes[2]
-    assert shape.head_dim == head_dim
+    assert shape.rotary_dim == head_dim
+    assert shape.head_dim == getattr(expected, "qk_head_dim", head_dim)
+    assert shape.rms_norm_eps == expected.rms_norm_eps
     assert shape.num_key_value_heads == expected.num_key_value_heads
     assert shape.tie_word_embeddings == expected.tie_word_embeddings
     rope = shape.rope_scaling or {"rope_type": "default"}

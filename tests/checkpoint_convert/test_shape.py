@@ -4,7 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from checkpoint_convert import ModelShape, MoeShape, check_divisible, padded_vocab_size
+from checkpoint_convert import (
+    LatentShape,
+    ModelShape,
+    MoeShape,
+    check_divisible,
+    padded_vocab_size,
+)
 from parallel import ParallelDims
 
 SHAPE = ModelShape(
@@ -61,6 +67,15 @@ def test_a_mesh_that_cannot_split_the_model_is_refused_with_the_legal_sizes(dims
         check_divisible(SHAPE, dims)
     for word in words:
         assert word in str(error.value)
+
+
+def test_latents_are_split_wherever_their_heads_are():
+    latent = LatentShape(query_rank=7, rank=5, rotary_dim=4, value_dim=3)
+    shape = replace(SHAPE, num_key_value_heads=12, latent=latent)
+    for tensor in (1, 2, 3, 4, 6, 12):
+        check_divisible(shape, ParallelDims(tensor=tensor))
+    with pytest.raises(ValueError, match=r"legal values are \[1, 2, 3, 4, 6, 12\]"):
+        check_divisible(shape, ParallelDims(tensor=8))
 
 
 def test_an_intermediate_size_that_the_ranks_do_not_divide_is_refused():
