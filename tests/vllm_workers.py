@@ -16,6 +16,7 @@ from torch.nn import Module
 
 from checkpoint_convert.vllm import EngineDims
 from distributed import run_ranks
+from megatron_grpo.rollout.push_state import own_parameters
 from megatron_grpo.rollout.vllm_command import BACKEND, WORKER_EXTENSION, vllm_environment
 
 Parameters = dict[str, Tensor]
@@ -31,7 +32,7 @@ def loaded_parameters(
 
 
 def _parameters(model: Module, folder: Path, dims: EngineDims) -> Parameters:
-    return {name: value.detach().clone() for name, value in model.named_parameters()}
+    return {name: value.detach().clone() for name, value in own_parameters(model).items()}
 
 
 def read_in_workers(
@@ -78,6 +79,7 @@ def start_worker(rank: int, folder: Path, dims: EngineDims, dtype: str) -> Any:
         enable_expert_parallel=dims.expert_parallel,
         enforce_eager=True,
         block_size=32,
+        attention_backend="CPU_MLA",
         kv_cache_memory_bytes=2**20,
         distributed_executor_backend="mp",
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),

@@ -19,6 +19,7 @@ from checkpoint_convert.vllm import EngineDims
 from conversions import bytes_of
 from megatron_grpo.policy.export import export_model
 from megatron_grpo.policy.model import Policy, build_policy, weight_sender
+from megatron_grpo.rollout.push_state import own_parameters
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.weights.weight_sync import WeightSync
 from parallel import ParallelDims
@@ -147,6 +148,7 @@ def begin_with(process: WorkerProcess, others: Path, kind: EngineDims) -> None:
 def compare(process: WorkerProcess, exported: Path, kind: EngineDims) -> Held:
     held = parameters_of(process.worker)
     loaded = parameters_of(start_worker(process.rank, exported, kind, DTYPE))
+    pushed = own_parameters(process.worker.get_model())
     changed = differing(held, process.before)
     transfer = process.worker.weight_transfer_engine
     bytes_received = transfer._inbox.bytes_received
@@ -154,7 +156,7 @@ def compare(process: WorkerProcess, exported: Path, kind: EngineDims) -> Held:
     return Held(
         differing=differing(held, loaded),
         unchanged=[name for name in held if name not in changed],
-        shard_bytes=sum(v.nbytes for v in held.values()) - padding_bytes(process.worker),
+        shard_bytes=sum(v.nbytes for v in pushed.values()) - padding_bytes(process.worker),
         bytes_received=bytes_received,
     )
 

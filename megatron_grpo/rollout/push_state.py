@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.nn import Module
 
 Json = dict[str, Any]
 
@@ -83,6 +84,19 @@ class PushState:
         except Exception as error:
             traceback.print_exc()
             self.error = str(error) or repr(error)
+
+
+def own_parameters(model: "Module") -> dict[str, "Tensor"]:
+    """The parameters of a vLLM model, by name; of those that share memory, the first only.
+
+    vLLM has views of the weight that projects latents up to keys and values, as parameters for
+    decode steps. A push that writes the weight writes them too. If they were copies, which would
+    keep old values, they would be listed here, and refused as filled by no weight of the model.
+    """
+    first: dict[int, tuple[str, Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        first.setdefault(parameter.untyped_storage().data_ptr(), (name, parameter))
+    return dict(first.values())
 
 
 def parameter_table(parameters: Mapping[str, "Tensor"]) -> dict[str, tuple[list[int], str]]:

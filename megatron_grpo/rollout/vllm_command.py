@@ -100,6 +100,9 @@ def platform_arguments(tensor_parallel_size: int, on_gpu: bool) -> dict[str, Any
         "enforce_eager": True,
         # With the default of 128, prefixes shorter than that are not shared.
         "block_size": 32,
+        # Only latent attention follows this. vLLM's default for it on CPUs with AMX packs a weight
+        # and deletes it, so that it could not be pushed.
+        "attention_backend": "CPU_MLA",
         # The default is 92% of the machine's memory.
         "kv_cache_memory_bytes": 2**30,
         # A seeded request whose prompt is split into chunks crashes the engine: vLLM rewinds its

@@ -23,10 +23,11 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.platforms import current_platform
 
 from megatron_grpo.launch.parent_death import die_with_parent
-from megatron_grpo.rollout.push_state import Json, PushState, parameter_table
+from megatron_grpo.rollout.push_state import Json, PushState, own_parameters, parameter_table
 from megatron_grpo.rollout.vllm_command import BACKEND, ENGINE_VARIABLE
 from parallel.transport import Inbox, Invitation
 
@@ -43,6 +44,7 @@ def register() -> None:
     WeightTransferEngineFactory.register_engine(BACKEND, ShardTransfer)
     if current_platform.is_cpu():
         keep_weights_unpacked()
+        rotate_heads_by_torch()
 
 
 def keep_weights_unpacked() -> None:
@@ -85,6 +87,23 @@ def experts_on_unpacked_weights(
         values = (torch.nn.functional.silu(gate) * up) @ down[expert].T
         weights = expert_weights[token, slot].unsqueeze(-1)
         output.index_add_(0, token, (values * weights).to(output.dtype))
+
+
+def rotate_heads_by_torch() -> None:
+    """Let torch rotate queries and keys that have a dimension for heads, as in latent attention.
+
+    vLLM 0.32's kernel for CPUs rotates wrong numbers of them: it takes the distance between heads
+    for that between tokens. Its kernel for GPUs knows the dimension.
+    """
+    of_kernel, of_torch = RotaryEmbedding.forward_cpu, RotaryEmbedding.forward_native
+
+    def rotated(
+        self: RotaryEmbedding, positions: Tensor, query: Tensor, key: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        rotate = of_kernel if query.dim() == 2 else of_torch
+        return rotate(self, positions, query, key)
+
+    RotaryEmbedding.forward_cpu = rotated
 
 
 def unlink_group_memory() -> None:
@@ -146,7 +165,7 @@ class ShardTransfer(WeightTransferEngine[LinksInfo, PushInfo]):
                 Invitation.from_json(init_info.invitation),
                 engine=init_info.engine,
                 worker=get_tensor_model_parallel_rank(),
-                parameters=dict(self.model.named_parameters()),
+                parameters=own_parameters(self.model),
                 device=self.device,
             )
 
@@ -158,7 +177,7 @@ class ShardTransfer(WeightTransferEngine[LinksInfo, PushInfo]):
         if self._inbox is None:
             return  # the state says why
         with self.state.keep_error():
-            self.state.load(self._inbox.receive(dict(self.model.named_parameters())))
+            self.state.load(self._inbox.receive(own_parameters(self.model)))
 
     def finish_weight_update(self) -> None:
         """The weights are in place already."""
@@ -185,8 +204,9 @@ class PushWorker:
     _weight_update_active: bool
 
     def describe_parameters(self, question: str) -> Json:
-        """Shape and dtype of every parameter, by name."""
-        return {"question": question, "parameters": parameter_table(self._parameters())}
+        """Shape and dtype of every parameter that a push fills, by name."""
+        parameters = own_parameters(self.weight_transfer_engine.model)
+        return {"question": question, "parameters": parameter_table(parameters)}
 
     def begin_push(self, question: str, push: str, links: str) -> Json:
         """Declare that the weights have no version until `push` is complete.
@@ -229,7 +249,3 @@ class PushWorker:
 
     def _is_open(self, push: str) -> bool:
         return self._weight_update_active and self.weight_transfer_engine.state.push == push
-
-    def _parameters(self) -> dict[str, Tensor]:
-        model: Any = self.weight_transfer_engine.model
-        return dict(model.named_parameters())

@@ -1,10 +1,11 @@
 """A worker's state of the weights that it holds, and the evaluation of its reports."""
 
 import pytest
+from torch.nn import Linear, Module, Parameter
 
 from megatron_grpo.rollout.engine_error import EngineError
 from megatron_grpo.rollout.push_check import check_reports
-from megatron_grpo.rollout.push_state import PushState
+from megatron_grpo.rollout.push_state import PushState, own_parameters
 
 SUMS = {"a": 1, "b": 2}
 
@@ -50,3 +51,11 @@ def test_a_worker_whose_last_push_is_of_another_trainer_is_named(push, told):
     fault = rf"http://engine worker 0: another trainer has connected to it \(its push: {told}\)"
     with pytest.raises(EngineError, match=fault):
         check(state)
+
+
+def test_a_parameter_that_is_a_view_of_another_is_not_among_those_that_a_push_fills():
+    model = Module()
+    model.up, model.absorbed, model.down = Linear(4, 6), Module(), Linear(6, 4, bias=False)
+    model.absorbed.values = Parameter(model.up.weight.data[2:].T)
+    model.absorbed.copied = Parameter(model.up.weight.data[2:].T.clone())
+    assert list(own_parameters(model)) == ["up.weight", "up.bias", "absorbed.copied", "down.weight"]
