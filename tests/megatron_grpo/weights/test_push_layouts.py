@@ -79,8 +79,8 @@ def others(tmp_path_factory):
     """The models that the engines start with; later, an earlier push is still there."""
     folder = tmp_path_factory.mktemp("others")
     return {
-        "qwen3": uneven_model(folder / "qwen3", "qwen3", tied=True, seed=99),
-        "qwen3_moe": uneven_model(folder / "qwen3_moe", "qwen3_moe", seed=99),
+        family: uneven_model(folder / family, family, tied=family == "qwen3", seed=99)
+        for family in ("qwen3", "qwen3_moe", "deepseek_v3")
     }
 
 
@@ -96,9 +96,10 @@ def test_every_worker_holds_what_vllm_would_have_loaded(tmp_path, engines, other
     check_pushes(dims, [Case(folder, others["qwen3"], [TP1, TP2])], engines, transport)
 
 
-def test_so_it_does_where_ranks_share_the_experts(tmp_path, engines, others):
-    folder = uneven_model(tmp_path / "model", "qwen3_moe")
-    case = Case(folder, others["qwen3_moe"], [TP1, TP2, EXPERT_PARALLEL])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_so_it_does_where_ranks_share_the_experts(tmp_path, engines, others, family):
+    folder = uneven_model(tmp_path / "model", family)
+    case = Case(folder, others[family], [TP1, TP2, EXPERT_PARALLEL])
     check_pushes(EP2, [case], engines, "auto")
 
 

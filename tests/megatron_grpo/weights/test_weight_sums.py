@@ -83,6 +83,7 @@ def sums_of_ranks(rank: int, folder: Path, dims: ParallelDims) -> list[Sequence[
         ("llama", True, ParallelDims(data=2)),
         ("qwen3_moe", False, ParallelDims(data=2, expert=2)),
         ("qwen3_moe", False, ParallelDims(tensor=2)),
+        ("deepseek_v3", False, ParallelDims(tensor=2, pipeline=2)),
     ],
     ids=str,
 )
