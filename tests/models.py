@@ -10,6 +10,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.models.deepseek_v3 import DeepseekV3Config
 from transformers.models.glm4_moe import Glm4MoeConfig
+from transformers.models.glm4_moe_lite import Glm4MoeLiteConfig
 from transformers.models.llama import LlamaConfig
 from transformers.models.mistral import MistralConfig
 from transformers.models.mixtral import MixtralConfig
@@ -31,9 +32,12 @@ CONFIGS = {
     "qwen3": Qwen3Config,
     "qwen3_moe": Qwen3MoeConfig,
     "glm4_moe": Glm4MoeConfig,
+    "glm4_moe_lite": Glm4MoeLiteConfig,
     "deepseek_v3": DeepseekV3Config,
 }
-NEVER_TIED = ("deepseek_v3", "glm4_moe")
+LATENTS = ("deepseek_v3", "glm4_moe_lite")
+"""Families with latent attention."""
+NEVER_TIED = (*LATENTS, "glm4_moe")
 # Fields that only this family has, or names differently.
 OWN_FIELDS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
@@ -66,6 +70,21 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 48,
         "routed_scaling_factor": 1.5,
         "num_mtp_layers": 0,
+    },
+    "glm4_moe_lite": {
+        "num_hidden_layers": 3,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 24,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "routed_scaling_factor": 1.8,
+        "num_nextn_predict_layers": 0,
     },
     "mistral": {"sliding_window": None},
     "mixtral": {"sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -102,11 +121,11 @@ def tiny_model(
         "bos_token_id": None,
         "eos_token_id": EOS_ID,
     }
-    # Qwen2's heads are hidden_size / num_heads wide, and DeepSeek-V3 names their parts.
-    if family not in ("qwen2", "deepseek_v3"):
+    # Qwen2's heads are hidden_size / num_heads wide, and those of latents have named parts.
+    if family not in ("qwen2", *LATENTS):
         shape["head_dim"] = 16
     shape |= OWN_FIELDS.get(family, {}) | overrides
-    if family == "deepseek_v3":  # latents have keys and values for every head
+    if family in LATENTS:  # they have keys and values for every head
         shape["num_key_value_heads"] = shape["num_attention_heads"]
     config = CONFIGS[family](**shape)
     generator = torch.Generator().manual_seed(seed)
@@ -133,10 +152,9 @@ def servable_model(folder: Path, family: str, **overrides: Any) -> Path:
 
     Of latents vLLM serves a single size on CPUs.
     """
-    heads = {
-        "qwen2": {"hidden_size": 128},
-        "deepseek_v3": {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
-    }.get(family, {"head_dim": 32})
+    heads = {"qwen2": {"hidden_size": 128}}.get(family, {"head_dim": 32})
+    if family in LATENTS:
+        heads = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
     return tiny_model(folder, family, **(heads | overrides))
 
 

@@ -2,6 +2,7 @@
 
 from checkpoint_convert.families.deepseek_v3 import DEEPSEEK_V3
 from checkpoint_convert.families.glm4_moe import GLM4_MOE
+from checkpoint_convert.families.glm4_moe_lite import GLM4_MOE_LITE
 from checkpoint_convert.families.llama import LLAMA
 from checkpoint_convert.families.mistral import MISTRAL
 from checkpoint_convert.families.mixtral import MIXTRAL
@@ -11,5 +12,15 @@ from checkpoint_convert.families.qwen3_moe import QWEN3_MOE
 
 FAMILIES = {
     family.model_type: family
-    for family in (DEEPSEEK_V3, GLM4_MOE, LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE)
+    for family in (
+        DEEPSEEK_V3,
+        GLM4_MOE,
+        GLM4_MOE_LITE,
+        LLAMA,
+        MISTRAL,
+        MIXTRAL,
+        QWEN2,
+        QWEN3,
+        QWEN3_MOE,
+    )
 }

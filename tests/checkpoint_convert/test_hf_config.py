@@ -13,7 +13,7 @@ import transformers
 from transformers.models.llama import LlamaConfig
 
 from checkpoint_convert import LatentShape, ModelShape, MoeShape, read_shape
-from models import CONFIGS, NEVER_TIED, OWN_FIELDS
+from models import CONFIGS, LATENTS, NEVER_TIED, OWN_FIELDS
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -44,6 +44,9 @@ DEEPSEEK_V3 = (
         "first_k_dense_replace": 1,
     }
 )
+GLM4_MOE_LITE = (
+    LLAMA | {"model_type": "glm4_moe_lite", "num_key_value_heads": 4} | {"first_k_dense_replace": 1}
+)
 
 
 def folder_with(folder, config, generation_config=None):
@@ -68,7 +71,7 @@ def tiny_config(family, **overrides):
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
         "eos_token_id": [7, 8],
     }
-    if family == "deepseek_v3":  # where heads are 16 + 8 wide
+    if family in LATENTS:  # where heads are 16 + 8 wide
         tiny |= {"num_key_value_heads": 4, "head_dim": 8}
     return CONFIGS[family](**(tiny | OWN_FIELDS.get(family, {}) | overrides))
 
@@ -100,6 +103,14 @@ def test_what_transformers_saves_is_read_back(tmp_path, family):
             shared_intermediate_size=96,
             num_dense_layers=1,
         ),
+        "glm4_moe_lite": replace(
+            experts,
+            intermediate_size=48,
+            score_function="sigmoid",
+            weight_scale=1.8,
+            shared_intermediate_size=48,
+            num_dense_layers=1,
+        ),
         "mixtral": experts,
         "qwen3_moe": replace(experts, intermediate_size=48),
     }
@@ -108,7 +119,7 @@ def test_what_transformers_saves_is_read_back(tmp_path, family):
         num_layers=3,
         hidden_size=64,
         num_attention_heads=4,
-        num_key_value_heads=4 if family == "deepseek_v3" else 2,
+        num_key_value_heads=4 if family in LATENTS else 2,
         head_dim=24,
         intermediate_size=96,
         vocab_size=250,
@@ -123,8 +134,13 @@ def test_what_transformers_saves_is_read_back(tmp_path, family):
         partial_rotary_factor=0.5 if family == "glm4_moe" else 1.0,
         moe=mixtures.get(family),
         latent=(
-            LatentShape(query_rank=24, rank=32, rotary_dim=8, value_dim=12)
-            if family == "deepseek_v3"
+            LatentShape(
+                query_rank=24,
+                rank=32,
+                rotary_dim=8,
+                value_dim=12 if family == "deepseek_v3" else 24,
+            )
+            if family in LATENTS
             else None
         ),
     )
@@ -135,6 +151,7 @@ MUST_SAY = {
     "deepseek_v3": ROUTER | {"num_attention_heads": 128, "num_hidden_layers": 4},
     "mistral": {"sliding_window": None},
     "glm4_moe": {"head_dim": 2},
+    "glm4_moe_lite": {"num_attention_heads": 20, "first_k_dense_replace": 1},
 }
 
 
@@ -167,7 +184,7 @@ def test_absent_keys_have_the_defaults_of_transformers(tmp_path, family):
             experts_per_token=config.num_experts_per_tok,
             intermediate_size=size,
             normalize_topk=getattr(config, "norm_topk_prob", True),
-            score_function="sigmoid" if family in ("deepseek_v3", "glm4_moe") else "softmax",
+            score_function="sigmoid" if family in NEVER_TIED else "softmax",
             num_groups=getattr(config, "n_group", 1),
             groups_per_token=getattr(config, "topk_group", 1),
             weight_scale=getattr(config, "routed_scaling_factor", 1.0),
@@ -239,6 +256,8 @@ OF_LATENTS = {
     "index_skip_topk_offset",
     "indexer_rope_interleave",
 }
+# Harmless in a family whose mixture is not DeepSeek's, which reads these.
+OF_DEEPSEEK_MIXTURES = set(ROUTER)
 # Values that differ from those of `tiny_config`, where `other_value` cannot derive one.
 OTHER_VALUES = {
     "eos_token_id": 3,
@@ -278,7 +297,11 @@ SHARED_MODULES = (
 
 
 # Where vLLM's model of a family is, if not in a file of the same name only.
-VLLM_FILES = {"deepseek_v3": ("deepseek_v2",), "mistral": ("mistral", "llama")}
+VLLM_FILES = {
+    "deepseek_v3": ("deepseek_v2",),
+    "glm4_moe_lite": ("glm4_moe_lite", "glm4_moe", "deepseek_v2"),
+    "mistral": ("mistral", "llama"),
+}
 
 
 def asked_for(source):
@@ -305,8 +328,9 @@ def test_every_key_that_is_read_anywhere_is_carried_over_refused_or_harmless(tmp
     config = tiny_config(family)
     names = names_that_are_read(config)
     harmless = HARMLESS | (BEHIND_USE_SLIDING_WINDOW if "use_sliding_window" in names else set())
-    harmless -= {"first_k_dense_replace"} if family in ("deepseek_v3", "glm4_moe") else set()
-    harmless |= OF_LATENTS if family == "deepseek_v3" else set()
+    harmless -= {"first_k_dense_replace"} if family in NEVER_TIED else set()
+    harmless |= OF_LATENTS if family in LATENTS else set()
+    harmless |= OF_DEEPSEEK_MIXTURES if family == "glm4_moe_lite" else set()
     saved = json.loads(config.to_json_string())
     shape = read_shape(folder_with(tmp_path, saved))
     ignored = []
@@ -492,6 +516,14 @@ def test_the_end_tokens_of_a_chat_model_come_from_its_generation_config(tmp_path
         (
             DEEPSEEK_V3 | {"first_k_dense_replace": 2},
             ["first_k_dense_replace(2) leaves none of num_hidden_layers(2) with experts"],
+        ),
+        (
+            DEEPSEEK_V3 | {"mlp_layer_types": ["sparse", "sparse"]},
+            ["of num_hidden_layers(2), mlp_layer_types must have 'dense' for the first 1"],
+        ),
+        (
+            GLM4_MOE_LITE | {"first_k_dense_replace": None},
+            ["first_k_dense_replace is None, only 1 is supported"],
         ),
         (DEEPSEEK_V3 | {"num_experts_per_tok": 1}, ["num_experts_per_tok is 1; it must be at"]),
         (

@@ -50,7 +50,7 @@ def name_of(dims):
     return f"{dims} vpp({dims.virtual_pipeline}){experts}"
 
 
-MIXTURES = ("deepseek_v3", "glm4_moe", "mixtral", "qwen3_moe")
+MIXTURES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "mixtral", "qwen3_moe")
 ROUND_TRIPS = [
     pytest.param(family, tied, dims, id=f"{family}-tied={tied}-{name_of(dims)}")
     for family, tied in MODELS

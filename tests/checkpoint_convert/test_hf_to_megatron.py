@@ -22,7 +22,7 @@ from models import CONFIGS, tiny_model
 from parallel import ParallelDims, intersect
 from sentencepiece_models import train
 
-MIXTURES = ("deepseek_v3", "glm4_moe", "mixtral", "qwen3_moe")
+MIXTURES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "mixtral", "qwen3_moe")
 NO_QUERY_LATENT = "deepseek_v3 without a latent of queries"
 # Imported at one layout, loaded at others; uneven pipelines, more TP ranks than key-value heads.
 IMPORTED_AT = ParallelDims(tensor=4, pipeline=3)

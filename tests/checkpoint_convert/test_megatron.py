@@ -46,6 +46,7 @@ from shapes import (
 # Names of an expert in the weight files: its block, and its gate, up and down projections.
 EXPERT_NAMES = {
     "deepseek_v3": ("mlp", ("gate_proj", "up_proj", "down_proj")),
+    "glm4_moe_lite": ("mlp", ("gate_proj", "up_proj", "down_proj")),
     "glm4_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
     "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
     "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),

@@ -19,7 +19,7 @@ from parallel import ParallelDims
 from policies import LENGTHS, accumulate, pack_all, save_checkpoint, start_policy
 from sentencepiece_models import train
 
-MIXTURES = ("deepseek_v3", "glm4_moe", "mixtral", "qwen3_moe")
+MIXTURES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "mixtral", "qwen3_moe")
 # Every size of every axis, tied and untied; tied models have one key-value head, the others two.
 ROUND_TRIPS = [
     (tied, ParallelDims(tensor=tp, pipeline=pp, virtual_pipeline=vpp))

@@ -56,6 +56,13 @@ def run_on_gpus(folder: Path, dims: ParallelDims, variant: str) -> list[tuple[Te
 
 HEADS = {
     "qwen2": {},
+    "glm4_moe_lite": {
+        "q_lora_rank": 128,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 256,
+    },
     "deepseek_v3": {
         "q_lora_rank": 128,
         "kv_lora_rank": 512,
@@ -64,7 +71,7 @@ HEADS = {
         "v_head_dim": 128,
     },
 }
-OWN_SIZE = ("qwen3_moe", "glm4_moe", "deepseek_v3")
+OWN_SIZE = ("qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3")
 """Families whose experts have an intermediate size of their own."""
 
 
@@ -82,7 +89,7 @@ def transformers_logprobs(folder: Path) -> Tensor:
 
 @pytest.fixture(
     scope="module",
-    params=["llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "mixtral"],
+    params=["llama", "qwen2", "qwen3", "mixtral", *OWN_SIZE],
 )
 def folder(request, tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("model"), request.param)

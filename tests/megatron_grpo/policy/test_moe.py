@@ -56,6 +56,8 @@ MODELS = {
     "deepseek_v3, whole queries": ("deepseek_v3", {"q_lora_rank": None}),
     # A shared expert, experts chosen by biased sigmoid scores, a dense layer, and half of RoPE.
     "glm4_moe": ("glm4_moe", {}),
+    # transformers has this epsilon in the norms of latents, whatever the config says.
+    "glm4_moe_lite": ("glm4_moe_lite", {"rms_norm_eps": 1e-6}),
     "mixtral": ("mixtral", {}),
     "qwen3_moe": ("qwen3_moe", {"num_experts": 8}),
     # The weights of a token's experts do not sum to 1.

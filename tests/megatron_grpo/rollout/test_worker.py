@@ -62,7 +62,8 @@ def test_after_a_push_samples_are_those_of_the_new_weights(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "overrides"), [("qwen3", {"tied": True}), ("deepseek_v3", {"q_lora_rank": None})]
+    ("family", "overrides"),
+    [("qwen3", {"tied": True}), ("deepseek_v3", {"q_lora_rank": None}), ("glm4_moe_lite", {})],
 )
 def test_two_tensor_parallel_workers_take_their_shards(tmp_path, family, overrides):
     folder = servable_model(tmp_path / "model", family, **overrides)
