@@ -5,8 +5,8 @@ import pytest
 from checkpoint_convert import hf_tensors, read_shape
 from published_models import PUBLISHED_MODELS, write_config
 
-# Counts of the parameters in the weight files, from the model hub. GLM's are without the layer that
-# predicts further tokens.
+# Counts of the parameters in the weight files, from the model hub, with the biases by which routers
+# choose experts. GLM's and DeepSeek's are without the layer that predicts further tokens.
 NUM_PARAMETERS = {
     "SmolLM2-135M": 134_515_008,
     "Llama-3.1-8B": 8_030_261_248,
@@ -19,6 +19,7 @@ NUM_PARAMETERS = {
     "Qwen3-235B-A22B": 235_093_634_560,
     "GLM-4.5-Air": 106_852_251_264,
     "GLM-4.5": 352_797_829_024,
+    "DeepSeek-V3": 671_026_419_200,
 }
 
 

@@ -169,8 +169,10 @@ def _parts(cfg: Config, shape: ModelShape) -> dict[str, float]:
     itemsize = ITEMSIZE[cfg.model.dtype]
     norms = 2 * _norm(cfg, shape.hidden_size) * _token_share(cfg)
     # Transformer Engine fuses a norm into the linear after it, which keeps its output; only the
-    # norm before a mixture is a module of its own, whose output Megatron can recompute.
-    separate = 2 if not _uses_transformer_engine(cfg) else int(shape.moe is not None)
+    # norms before a mixture and before latent attention are modules of their own, whose output
+    # Megatron can recompute.
+    alone = (shape.moe is not None) + (shape.latent is not None)
+    separate = alone if _uses_transformer_engine(cfg) else 2
     outputs = separate * itemsize * shape.hidden_size * _token_share(cfg)
     parts = {
         "layernorm": outputs,
@@ -195,23 +197,38 @@ def _core_attention(cfg: Config, shape: ModelShape) -> float:
     ring.
     """
     itemsize = ITEMSIZE[cfg.model.dtype]
-    query = shape.num_attention_heads * shape.head_dim
-    key = shape.num_key_value_heads * shape.head_dim
+    heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
+    query, key = heads * shape.head_dim, kv_heads * shape.head_dim
+    value, output = kv_heads * shape.value_dim, heads * shape.value_dim
     if _uses_transformer_engine(cfg):
-        return itemsize * (2 * query + 2 * key) + 4 * shape.num_attention_heads
+        return itemsize * (query + key + value + output) + 4 * heads
     context = cfg.dims.context
-    # In float32 with one context rank, values are a view that keeps queries and keys alive too.
-    view = query + key if itemsize == 4 and context == 1 else 0
-    inner = 4 * (2 * query + 2 * key * context + view)
-    return inner + 4 * shape.num_attention_heads + itemsize * query
+    if value == key:
+        values = context
+        # In float32 with one context rank, they are a view that keeps queries and keys alive too.
+        view = query + key if itemsize == 4 and context == 1 else 0
+    else:
+        # Padded to the size of keys; with several context ranks for both chunks of a sequence, of
+        # which one sees what the other does not, and half a chunk more.
+        values = context + (0.5 if context > 1 else 0.0)
+        view = 0
+    inner = 4 * (2 * query + key * (context + values) + view)
+    return inner + 4 * heads + itemsize * output
 
 
 def _around_attention(cfg: Config, shape: ModelShape) -> float:
-    """Norms of queries and keys, and the four tables of an unfused RoPE."""
+    """Norms of queries and keys or of their latents, and the four tables of an unfused RoPE."""
     itemsize = ITEMSIZE[cfg.model.dtype]
     fused = _is_fused(cfg, "apply_rope_fusion")
-    rotated = shape.partial_rotary_factor * shape.head_dim
-    tables = 0.0 if fused else 4.0 * rotated * itemsize
+    tables = 0.0 if fused else 4.0 * shape.rotary_dim * itemsize
+    if shape.latent is not None:
+        ranks = shape.latent.query_rank, shape.latent.rank
+        norms = sum(_norm(cfg, rank) for rank in ranks if rank)
+        # The latent of keys and values is a view, which keeps the rotated part of keys alive too,
+        # unless its norm copies it to float32.
+        is_copied = itemsize == 2 and not _uses_transformer_engine(cfg)
+        view = 0 if is_copied else itemsize * shape.latent.rotary_dim
+        return tables + (norms + view) * _token_share(cfg)
     if not shape.qk_norm:
         return tables
     heads = shape.num_attention_heads + shape.num_key_value_heads
@@ -247,9 +264,10 @@ def _entry_of(module: str, cfg: Config, shape: ModelShape) -> float:
     """What a recomputed module still keeps of its inputs and output that no other part counts."""
     if module != "core_attn":
         return 0.0
-    width = shape.head_dim * (shape.num_attention_heads + 2 * shape.num_key_value_heads)
-    output = shape.head_dim * shape.num_attention_heads
-    queries_and_keys = shape.head_dim * (shape.num_attention_heads + shape.num_key_value_heads)
-    # Values are a view of the fused queries, keys and values.
-    inputs = queries_and_keys + width
+    heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
+    queries_and_keys = shape.head_dim * (heads + kv_heads)
+    values, output = kv_heads * shape.value_dim, heads * shape.value_dim
+    if shape.latent is None:  # they are a view of the fused queries, keys and values
+        values += queries_and_keys
+    inputs = queries_and_keys + values
     return ITEMSIZE[cfg.model.dtype] * (inputs + output) / cfg.dims.tensor

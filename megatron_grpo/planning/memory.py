@@ -31,7 +31,7 @@ class EngineBytes:
     cache: int
     """Bytes left for keys and values, including vLLM's activations."""
     token_bytes: int
-    """Bytes of the keys and values of one token."""
+    """Bytes of what it caches of one token: keys and values, or their latents."""
     cached_tokens: int
     """Tokens that fit in the cache of the whole engine."""
     outside: int
@@ -90,8 +90,8 @@ def engine_bytes(cfg: Config, shape: ModelShape, card: Card) -> EngineBytes | No
     if cfg.rollout.engine != "vllm":
         return None
     weights = shard_bytes(worker_layouts(shape, cfg.rollout), worker_itemsizes(cfg, shape))
-    heads = -(-shape.num_key_value_heads // cfg.rollout.tensor_parallel_size)
-    per_token = 2 * shape.num_layers * heads * shape.head_dim * _cache_itemsize(cfg)
+    elements = _cached_elements(shape, cfg.rollout.tensor_parallel_size)
+    per_token = shape.num_layers * elements * _cache_itemsize(cfg)
     cache = _cache_bytes(cfg.rollout, card, weights, per_token)
     return EngineBytes(
         weights=weights,
@@ -102,6 +102,17 @@ def engine_bytes(cfg: Config, shape: ModelShape, card: Card) -> EngineBytes | No
         + COMMUNICATOR_BYTES * (cfg.rollout.tensor_parallel_size > 1)
         + cfg.rollout.update_weights_bucket_megabytes * 10**6,
     )
+
+
+def _cached_elements(shape: ModelShape, tensor: int) -> int:
+    """What each of `tensor` workers caches of a token in one layer.
+
+    Of latent attention that is the latent and the rotated part of keys, which have no heads: every
+    worker has both whole.
+    """
+    if shape.latent is not None:
+        return shape.latent.rank + shape.latent.rotary_dim
+    return 2 * -(-shape.num_key_value_heads // tensor) * shape.head_dim
 
 
 def _cache_bytes(rollout: RolloutConfig, card: Card, weights: int, per_token: int) -> int:

@@ -9,6 +9,8 @@ from math import prod
 from checkpoint_convert import ModelShape, hf_tensors
 from parallel import Layout
 
+VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
+
 
 def nccl_elements(shape: ModelShape) -> dict[str, int]:
     """Elements of each tensor of the weight files that a worker receives with vLLM's `nccl`.
@@ -24,13 +26,11 @@ def m2n_elements(shape: ModelShape, worker: Layout) -> dict[str, int]:
     A worker receives only its share of a tensor if it has a parameter of the same name that is
     filled by the loader of a linear layer. Any other tensor arrives whole and goes through vLLM's
     loading: the fused ones (QKV, gate and up, experts), and the embedding and the head, whose
-    loader pads the vocabulary. That leaves the layers that are split by columns: the output
-    projection of the attention, and `down_proj` of a dense MLP. It requires `dst_mesh_dims` to be
-    (engines, their tensor size): by vLLM's default, every tensor that is split arrives whole.
+    loader pads the vocabulary. That leaves the output projection of the attention, `down_proj` of a
+    dense MLP, and the projections up from latents. It requires `dst_mesh_dims` to be (engines,
+    their tensor size): by vLLM's default, every tensor that is split arrives whole.
     """
-    received = {}
-    for name, size in hf_tensors(shape).items():
-        held = worker.shapes.get(name, size)
-        is_split_by_columns = held[1:] != size[1:]
-        received[name] = prod(held if is_split_by_columns else size)
-    return received
+    return {
+        name: prod(size if name in VOCABULARY else worker.shapes.get(name, size))
+        for name, size in hf_tensors(shape).items()
+    }

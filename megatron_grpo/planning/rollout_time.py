@@ -115,8 +115,17 @@ def _expert_passes(shape: ModelShape, completions: Sequence[int]) -> float:
 
 
 def _flops(shape: ModelShape, tokens: int, prompt_tokens: float, read: float) -> float:
-    """Twice the weights per token, the head for what is generated, and attention."""
+    """Twice the weights per token, the head for what is generated, and attention.
+
+    Engines generate from latents without projecting them up to keys and values: queries are
+    multiplied with them instead, and so are their weighted sums (DeepSeek-V2, arXiv 2405.04434,
+    section 2.1.2). These are as many operations per generated token as one of the projection's, and
+    a query is as long as a latent with its rotated part.
+    """
     head = shape.hidden_size * shape.vocab_size
-    attention = 4.0 * shape.num_attention_heads * shape.head_dim * shape.num_layers
+    sizes = shape.head_dim + shape.value_dim
+    if shape.latent is not None:
+        sizes = 2 * shape.latent.rank + shape.latent.rotary_dim
+    attention = 2.0 * shape.num_attention_heads * sizes * shape.num_layers
     layers = active_weights(shape)
     return 2.0 * (layers * (tokens + prompt_tokens) + head * tokens) + attention * read

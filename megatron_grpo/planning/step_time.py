@@ -104,9 +104,14 @@ def _recomputes(cfg: Config) -> bool:
 
 
 def forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
-    """Operations of all layers in a forward: twice the weights per token, and causal attention."""
+    """Operations of all layers in a forward: twice the weights per token, and causal attention.
+
+    Attention multiplies each query with the keys, and its weights with the values, of half of all
+    pairs of tokens.
+    """
     pairs = sum(length * length for length in lengths) / 2
-    attention = 4.0 * shape.num_attention_heads * shape.head_dim * shape.num_layers * pairs
+    of_pair = 2.0 * shape.num_attention_heads * (shape.head_dim + shape.value_dim)
+    attention = of_pair * shape.num_layers * pairs
     return 2.0 * active_weights(shape) * sum(lengths) + attention
 
 
@@ -137,10 +142,11 @@ def _links(
     dims, itemsize = cfg.dims, ITEMSIZE[cfg.model.dtype]
     tokens = (work.tokens + work.padding) / dims.data / dims.context
     width = itemsize * shape.hidden_size * tokens
-    pairs, layers, mixtures = _exchanges(dims, shape)
     alone = _forwards_alone(cfg)
     forwards = 1 + _recomputes(cfg) + alone
-    key = shape.num_key_value_heads * shape.head_dim / dims.tensor * itemsize * tokens
+    gathered, layers, mixtures = _exchanges(dims, shape, forwards)
+    heads = shape.num_key_value_heads / dims.tensor
+    keys_and_values = heads * (shape.head_dim + shape.value_dim) * itemsize * tokens
     shards = dims.data * dims.context
     copied = max(
         _of(shards) * (state.weights - state.expert_weights)
@@ -153,19 +159,13 @@ def _links(
     sends = _pipeline_sends(dims, 1 + alone)
     experts = dims.expert * dims.expert_tensor
     uses = [
-        # Every pair needs one more all-gather in the backward.
-        (
-            "tensor",
-            dims.tensor,
-            dims.tensor,
-            _of(dims.tensor) * width * pairs * (2 * forwards + 3),
-        ),
+        ("tensor", dims.tensor, dims.tensor, _of(dims.tensor) * itemsize * tokens * gathered),
         # Keys and values go to all ranks, and their gradients come back.
         (
             "context",
             dims.context,
             dims.tensor * dims.context,
-            (dims.context - 1) * 2 * key * layers * (forwards + 2),
+            (dims.context - 1) * keys_and_values * layers * (forwards + 2),
         ),
         ("pipeline", dims.pipeline, dims.world_size, sends * width * share),
         ("data", shards, dims.stage_size, copied / itemsize * (GRADIENT_BYTES + itemsize)),
@@ -184,22 +184,39 @@ def _links(
     ]
 
 
-def _exchanges(dims: ParallelDims, shape: ModelShape) -> tuple[int, int, int]:
-    """How often tensor, context and expert ranks exchange what a forward needs.
+def _exchanges(dims: ParallelDims, shape: ModelShape, forwards: float) -> tuple[float, int, int]:
+    """What ranks exchange, each on the stage where it is most.
 
-    In each case on the stage where this is most often. Tensor ranks exchange a pair of all-gather
-    and reduce-scatter around the attention of every layer, and one around every MLP or expert that
-    all tokens go to; context ranks keys and values in every layer; expert ranks the tokens of every
-    mixture.
+    Elements that tensor ranks gather and reduce for a token, in so many forwards and a backward; in
+    how many layers context ranks exchange keys and values; and in how many expert ranks exchange
+    tokens.
     """
-    pairs, layers, mixtures = [], [], []
+    gathered, layers, mixtures = [], [], []
     for chunks in pipeline_layers(shape.num_layers, dims):
-        counts = [(kind.shape.moe, kind.count_in(*chunks)) for kind in layer_kinds(shape)]
+        counts = [(kind.shape, kind.count_in(*chunks)) for kind in layer_kinds(shape)]
+        gathered.append(sum(count * _gathered(kind, forwards) for kind, count in counts))
         layers.append(sum(count for _, count in counts))
-        mixtures.append(sum(count for moe, count in counts if moe))
-        alone = sum(count for moe, count in counts if moe and not moe.shared_intermediate_size)
-        pairs.append(2 * layers[-1] - alone)
-    return max(pairs), max(layers), max(mixtures)
+        mixtures.append(sum(count for kind, count in counts if kind.moe))
+    return max(gathered), max(layers), max(mixtures)
+
+
+def _gathered(shape: ModelShape, forwards: float) -> float:
+    """Elements of a token that tensor ranks exchange in a layer, in a model of layers all alike.
+
+    They all-gather the inputs of split matrices, and reduce-scatter what these add to hidden
+    states: around attention, and around an MLP or expert that all tokens go to. A backward does
+    both for gradients, and gathers the inputs once more for those of weights. Of latent attention
+    the inputs are latents; the rotated part of keys is gathered like them, but no matrix's input.
+    """
+    hidden = inputs = shape.hidden_size
+    rotated = 0
+    if shape.latent is not None:
+        inputs = (shape.latent.query_rank or hidden) + shape.latent.rank
+        rotated = shape.latent.rotary_dim
+    elements = (forwards + 1) * (inputs + rotated + hidden) + inputs
+    if shape.moe is None or shape.moe.shared_intermediate_size:
+        elements += (2 * forwards + 3) * hidden
+    return elements
 
 
 def _pipeline_sends(dims: ParallelDims, forwards: float) -> float:

@@ -1,8 +1,10 @@
 """The planner's activation memory of layers, compared with what autograd really saves."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -47,6 +49,7 @@ class Run:
     dims: ParallelDims = field(default_factory=ParallelDims)
     megatron: Sequence[str] = ()
     overrides: Sequence[str] = ()
+    model: Mapping[str, Any] = field(default_factory=dict)
 
     def config(self, folder: Path) -> Config:
         return tiny_config(
@@ -82,11 +85,25 @@ RUNS = {
     "a shared expert over tensor": Run("glm4_moe", ParallelDims(tensor=2)),
     "a shared expert recomputed": Run("glm4_moe", megatron=recomputed("shared_experts")),
     "all experts recomputed": Run("glm4_moe", megatron=recomputed("moe")),
+    "latents": Run("deepseek_v3"),
+    "latents of keys and values alone": Run("deepseek_v3", model={"q_lora_rank": None}),
+    "latents, float32": Run("deepseek_v3", overrides=["model.dtype=float32"]),
+    "latents over tensor": Run("deepseek_v3", ParallelDims(tensor=2)),
+    "latents over context": Run("deepseek_v3", ParallelDims(context=2)),
+    "attention of latents recomputed": Run("deepseek_v3", megatron=recomputed("core_attn")),
+    "latents recomputed": Run("deepseek_v3", megatron=FULL),
 }
 
 
+class Saved:
+    """A tensor that autograd keeps, as long as it keeps this."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
 def saved_bytes(rank: int, cfg: Config) -> int:
-    """Bytes of all tensors that the forward of a microbatch saves for backward, except weights."""
+    """Bytes of all tensors that a microbatch's forward leaves for its backward, except weights."""
     setup_device(rank)
     groups = init_groups(cfg.dims)
     model = build_model(cfg, read_shape(cfg.model.path), groups)
@@ -95,22 +112,23 @@ def saved_bytes(rank: int, cfg: Config) -> int:
     weights = {p.untyped_storage().data_ptr() for p in model.parameters().values()}
     [batch] = pack_all(LENGTHS, cfg.dims)
     assert len(batch.tokens) == TOKENS
-    saved = {}
+    saved: WeakSet[Saved] = WeakSet()
 
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            saved[storage.data_ptr()] = storage.nbytes(), tensor  # held: no address comes twice
-        return tensor
+    def keep(tensor: Tensor) -> Saved:
+        kept = Saved(tensor)
+        saved.add(kept)
+        return kept
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        forward(model.chunks[0], batch, groups)
-    return sum(num_bytes for num_bytes, _ in saved.values())
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept.tensor):
+        states = forward(model.chunks[0], batch, groups)
+    storages = [kept.tensor.untyped_storage() for kept in saved]
+    assert states.requires_grad  # and still holds its graph
+    return sum({s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in weights}.values())
 
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 def test_layers_keep_what_autograd_saves(run, tmp_path):
-    cfg = run.config(tiny_model(tmp_path, run.family, **WIDE))
+    cfg = run.config(tiny_model(tmp_path, run.family, **WIDE, **run.model))
     shape = read_shape(cfg.model.path)
     measured = max(run_ranks(run.dims.world_size, saved_bytes, cfg))
     of_kinds = [len(kind.layers) * layer_bytes(cfg, kind.shape).kept for kind in layer_kinds(shape)]
@@ -118,7 +136,7 @@ def test_layers_keep_what_autograd_saves(run, tmp_path):
     # What the planner leaves out: token ids, a table of RoPE, masks of torch's attention.
     left_out = 8 * TOKENS / run.dims.context
     if run.megatron == FULL:
-        left_out += 4 * shape.head_dim * max(map(sum, LENGTHS[0]))
+        left_out += 4 * shape.rotary_dim * max(map(sum, LENGTHS[0]))
     if run.dims.tensor == 2:
         left_out += TOKENS  # which of the vocabulary's rows are this rank's
     if run.dims.context == 2:
@@ -151,6 +169,8 @@ def test_a_stage_holds_the_activations_of_the_layers_that_it_has(tmp_path):
         ("Llama-3.1-8B", "transformer_engine", 0),
         ("Qwen3-30B-A3B", "local", 2),
         ("Qwen3-30B-A3B", "transformer_engine", 1),
+        ("DeepSeek-V3", "local", 2),
+        ("DeepSeek-V3", "transformer_engine", 2),
     ],
 )
 def test_norms_that_are_fused_into_a_linear_are_not_recomputed(
@@ -165,6 +185,20 @@ def test_norms_that_are_fused_into_a_linear_are_not_recomputed(
     saved = layer_bytes(plain, shape).kept - layer_bytes(again, shape).kept
     assert saved == outputs * 2 * shape.hidden_size
     assert layer_bytes(again, shape).recomputed == saved
+
+
+def test_transformer_engine_keeps_every_heads_keys_and_values_and_whole_latents(tmp_path):
+    folder = write_config(tmp_path, "DeepSeek-V3")
+    fused = ["transformer_impl: transformer_engine"]
+    cfg = Run(dims=ParallelDims(tensor=2), megatron=fused).config(folder)
+    dense, _ = layer_kinds(read_shape(folder))
+    # Of 128 heads, queries and keys of 192 elements, values and output of 128, and a float32.
+    attention = 128 * (2 * (192 + 192 + 128 + 128) + 4)
+    # Inputs and outputs of norms, in two bytes, with a float32: hidden states, both latents, and
+    # the rotated part of keys, which is computed with one of them.
+    norms = 2 * (4 * 7168 + 4) + (4 * 1536 + 4) + (4 * 512 + 4) + 2 * 64
+    mlp = 2 * 3 * 18432
+    assert layer_bytes(cfg, dense.shape).kept == (attention + norms + mlp) / 2
 
 
 @pytest.mark.parametrize("overrides", [[], ["model.dtype=float32"]])

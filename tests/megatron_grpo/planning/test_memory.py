@@ -7,18 +7,20 @@ from pathlib import Path
 import pytest
 
 from checkpoint_convert import hf_tensors, read_shape
+from checkpoint_convert.vllm import EngineDims
 from distributed import run_ranks
 from megatron_grpo.config.config import Config
 from megatron_grpo.planning.card import CARDS
 from megatron_grpo.planning.memory import EngineBytes, engine_bytes, stages_memory
 from megatron_grpo.planning.state import stage_states
 from megatron_grpo.policy.model import add_gradients, add_optimizer, build_model
-from models import tiny_model
+from models import servable_model, tiny_model
 from parallel import ParallelDims
 from parallel.device import setup_device
 from parallel.groups import init_groups
 from policies import Lengths, accumulate, pack_all, tiny_config
 from published_models import write_config
+from vllm_workers import read_in_workers
 
 M_MMAP_THRESHOLD = -3
 SHORT, LONG = [[(64, 192), (32, 96), (32, 96)]] * 3, [[(64, 448)] * 16] * 3
@@ -138,12 +140,38 @@ def test_an_engine_holds_routers_that_choose_by_biased_scores_in_float32(tmp_pat
     assert weights == 2 * others / 8 + 2 * norms + 4 * routers
 
 
+def cache_and_weights(model, folder, dims):
+    """Bytes that this worker would cache of a token, and those of all its parameters."""
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+
+    layers = [module for module in model.modules() if isinstance(module, MLAAttention)]
+    specs = [layer.get_kv_cache_spec(layer._vllm_config) for layer in layers]
+    storages = [parameter.untyped_storage() for parameter in model.parameters()]
+    return (
+        sum(spec.page_size_bytes / spec.block_size for spec in specs),
+        sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()),
+    )
+
+
+def test_an_engine_caches_latents_whole_in_every_worker_and_its_projections_are_views(tmp_path):
+    # To attend to latents, vLLM has two parts of the projection that makes keys and values of them
+    # as parameters. Being views, they need no memory of their own.
+    folder = servable_model(tmp_path, "deepseek_v3")
+    [workers] = read_in_workers([(folder, EngineDims(tensor=2))], cache_and_weights, "bfloat16")
+    two = "rollout.tensor_parallel_size=2"
+    cfg = tiny_config(folder, ParallelDims(), "model.dtype=bfloat16", two)
+    engine = engine_bytes(cfg, read_shape(folder), CARDS["h100"])
+    assert workers == [(engine.token_bytes, engine.weights)] * 2
+    assert engine.token_bytes == 2 * 3 * (512 + 64)
+
+
 @pytest.mark.parametrize(
     ("name", "tensor", "message"),
     [
         ("Llama-3.3-70B", 1, r"141\.1 GB of weights on each GPU of 85 GB: use a larger tensor"),
         ("Llama-3.1-405B", 4, r"no engine on one node of 8 holds it.*more than 101 GB, and all 8"),
         ("Llama-3.1-405B", 8, r"101\.\d GB of weights on each GPU of 85 GB: no engine on one node"),
+        ("DeepSeek-V3", 8, r"169\.\d GB of weights on each GPU.*more than 170 GB, and all 8"),
     ],
 )
 @pytest.mark.parametrize(
@@ -168,6 +196,6 @@ def test_weights_that_gpus_do_not_hold_are_refused_with_ones_that_do(
             folder, ParallelDims(), "model.dtype=bfloat16", "rollout.tensor_parallel_size=8"
         ),
         shape,
-        CARDS["h200"],
+        CARDS["b200"],
     )
     assert whole.cache > 0

@@ -70,7 +70,8 @@ def test_m2n_brings_every_worker_what_vllm_itself_plans(tmp_path):
             assert by_default == whole
             # vLLM took these workers for such as can be split.
             split = [name for name in whole if planned[name] < whole[name]]
-            assert len(split) == shape.num_layers + num_mlps(shape)
+            of_attention = 1 if shape.latent is None else 3
+            assert len(split) == of_attention * shape.num_layers + num_mlps(shape)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """The least time of a generation, by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from checkpoint_convert import read_shape
@@ -16,9 +18,9 @@ GROUPS = "grpo={num_generations: 4, generation_batch_size: 16, beta: 0.0}"
 
 @pytest.fixture
 def time_of(tmp_path):
-    """`rollout_time` of a published model in bfloat16, on H100, with prompts of 100 tokens."""
+    """`rollout_time` of a published model in bfloat16, with prompts of 100 tokens."""
 
-    def rollout(name, lengths, *overrides):
+    def rollout(name, lengths, *overrides, card=H100):
         folder = write_config(tmp_path, name)
         cfg = tiny_config(
             folder,
@@ -31,7 +33,7 @@ def time_of(tmp_path):
             *overrides,
         )
         shape = read_shape(folder)
-        return rollout_time(cfg, shape, engine_bytes(cfg, shape, H100), H100, lengths), shape
+        return rollout_time(cfg, shape, engine_bytes(cfg, shape, card), card, lengths), shape
 
     return rollout
 
@@ -90,6 +92,35 @@ def test_every_pass_reads_the_shared_expert_and_the_routers_in_float32(time_of):
     read = 4 * 46 * 128 * (100 * 1000 + 1000**2 / 2)  # one of 8 key-value heads
     expected = (1000 * (2 * split / 8 + 4 * routers + 2 * norms) + read) / 3.35e12
     assert alone.memory_seconds == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("num_completions", [2, 4096])
+def test_of_latents_every_worker_reads_all_and_multiplies_them_with_queries_of_its_heads(
+    num_completions, time_of
+):
+    engines = "rollout.tensor_parallel_size=8", "rollout.num_engines=16"
+    size = 16 * num_completions
+    groups = f"grpo={{num_generations: 2, generation_batch_size: {size}, beta: 0.0}}"
+    card = replace(CARDS["b200"], memory=10**13)  # enough for all at once
+    time, _ = time_of("DeepSeek-V3", [1100], *engines, groups, card=card)
+    attention = 1536 * 128 * 192 + 512 * 128 * (128 + 128) + 128 * 128 * 7168
+    down = 7168 * (1536 + 512 + 64)
+    expert = 3 * 7168 * 2048
+    mlps = 3 * 3 * 7168 * 18432 + 58 * expert
+    head = 129280 * 7168
+    reached = 1 - (1 - 8 / 256) ** num_completions
+    split = 61 * attention + mlps + 58 * 256 * reached * expert + head
+    whole = 61 * down + 58 * 256 * 7168
+    cached = num_completions * (100 * 1000 + 1000**2 / 2)
+    read = 1000 * 2 * (split / 8 + whole) + cached * 2 * 61 * (512 + 64)
+    assert time.memory_seconds == pytest.approx(read / 8e12, rel=1e-3)
+    # Each token and head: a query with the latent and the rotated part of a key; a weight with the
+    # latent. The projection up to keys and values is applied to queries and to outputs instead.
+    active = 61 * (attention + down) + mlps + 58 * (8 * expert + 256 * 7168)
+    tokens, prompts = 1000 * num_completions, 100 * num_completions / 2
+    flops = 2 * active * (tokens + prompts) + 2 * head * tokens
+    flops += cached * 61 * 128 * 2 * (512 + 64 + 512)
+    assert time.compute_seconds == pytest.approx(flops / 8 / 2250e12, rel=1e-3)
 
 
 def test_few_tokens_reach_few_experts(time_of):

@@ -4,6 +4,8 @@ test_instantiate.py."""
 from math import prod
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from checkpoint_convert import hf_tensors, megatron_layout, read_shape
 from megatron_grpo.planning.state import StateBytes, stage_states, state_bytes
@@ -71,6 +73,30 @@ def test_biases_of_routers_are_float32_and_not_trained(tmp_path):
     assert half.optimizer == 12 * trained
     assert (full.weights, full.reference) == (4 * (trained + biases), 4 * (trained + biases))
     assert full.optimizer == 8 * trained
+
+
+def test_latent_models_weigh_what_those_of_transformers_do(tmp_path):
+    folder = write_config(tmp_path, "DeepSeek-V3")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    trained = sum(parameter.numel() for parameter in model.parameters())
+    biases = sum(each.numel() for name, each in model.named_buffers() if "correction" in name)
+    cfg = tiny_config(folder, ParallelDims(), "model.dtype=bfloat16")
+    state = state_bytes(cfg, read_shape(folder), 0)
+    assert state.weights == 2 * trained + 4 * biases
+    assert (state.gradients, state.optimizer) == (4 * trained, 12 * trained)
+
+
+def test_tensor_ranks_hold_projections_to_latents_whole(tmp_path):
+    folder = write_config(tmp_path, "DeepSeek-V3")
+    dims = ParallelDims(tensor=8, pipeline=61, expert=8, expert_tensor=1)
+    cfg = tiny_config(folder, dims, "model.dtype=bfloat16")
+    second = stage_states(cfg, read_shape(folder))[1]  # a dense layer
+    down, norms = 7168 * (1536 + 512 + 64), 2 * 7168 + 1536 + 512
+    up, output = 1536 * 128 * 192 + 512 * 128 * (128 + 128), 128 * 128 * 7168
+    parameters = down + norms + (up + output + 3 * 7168 * 18432) // 8
+    assert second.weights == 2 * parameters
+    assert second.gradients == 4 * parameters
 
 
 def test_a_stage_is_not_taken_for_one_with_other_layers(tmp_path):

@@ -116,6 +116,19 @@ def test_every_token_is_multiplied_with_the_shared_expert_and_with_dense_layers(
     assert second == pytest.approx(6 * 23 * (attention + mixture), rel=1e-3)
 
 
+def test_of_latent_attention_queries_meet_keys_and_weights_meet_values_of_another_size(tmp_path):
+    _, shape = model(tmp_path, "DeepSeek-V3")
+    down, up = 7168 * (1536 + 512 + 64), 1536 * 128 * 192 + 512 * 128 * (128 + 128)
+    output = 128 * 128 * 7168
+    expert, router = 3 * 7168 * 2048, 256 * 7168
+    active = 61 * (down + up + output) + 3 * 3 * 7168 * 18432 + 58 * (9 * expert + router)
+    assert active + 129280 * 7168 == pytest.approx(37e9, rel=0.02)  # as published, with the head
+    # Half of the pairs of 4,096 tokens; 128 heads of 192 products and sums, and of 128.
+    attention = 61 * 4096**2 / 2 * 128 * 2 * (192 + 128)
+    expected = 2 * active * 4096 + attention
+    assert forward_flops(shape, [4096]) == pytest.approx(expected, rel=1e-4)  # norms
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_traffic_by_hand(tmp_path, recompute):
     folder, shape = model(tmp_path)
@@ -243,6 +256,37 @@ def test_a_shared_expert_is_exchanged_like_an_mlp_and_dense_layers_have_no_exper
     assert links["tensor"] == pytest.approx(1 / 2 * rows * layers * 10)
     # Half of them from each rank, of 8 experts each three in four on other ranks; four times.
     assert links["expert"] == pytest.approx(4 * rows / 2 * 8 * 3 / 4 * mixtures)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(("query_rank", "inputs"), [(1536, 1536 + 512), (None, 7168 + 512)])
+def test_tensor_ranks_gather_latents_and_context_ranks_keys_and_values_of_all_heads(
+    query_rank, inputs, recompute, tmp_path
+):
+    folder = write_config(tmp_path, "DeepSeek-V3", q_lora_rank=query_rank)
+    dims = ParallelDims(tensor=4, context=2, expert=8, expert_tensor=1)
+    cfg = tiny_config(
+        folder,
+        dims,
+        "model.dtype=bfloat16",
+        "grpo.beta=0.0",
+        LONG,
+        "rollout.tensor_parallel_size=8",
+        *([FULL] if recompute else []),
+    )
+    card = replace(CARD, memory=10**15)
+    links = plan_job(cfg, read_shape(folder), card, [1024], num_gpus=8).time.links
+    sent = {link.purpose: link.num_bytes for link in links}
+    tokens, forwards = 16 * 1024 / 2, 2 if recompute else 1
+    # Forwards gather latents and the rotated part of keys, and reduce hidden states; the backward
+    # the other way round, and it gathers latents again. Likewise around dense MLPs and the shared
+    # expert, with hidden states.
+    attention = (forwards + 1) * (inputs + 64 + 7168) + inputs
+    mlp = (forwards + 1) * 2 * 7168 + 7168
+    assert sent["tensor"] == pytest.approx(3 / 4 * 2 * tokens * 61 * (attention + mlp))
+    # A quarter of 128 heads to the other rank; gradients are as much as a forward and are summed.
+    keys_and_values = 128 / 4 * (192 + 128)
+    assert sent["context"] == pytest.approx(2 * tokens * keys_and_values * 61 * (forwards + 2))
 
 
 @pytest.mark.parametrize(("name", "share"), [("Llama-3.1-8B", 0.5), ("Qwen3-30B-A3B", 0.3)])
