@@ -21,7 +21,6 @@ from parallel.microbatches import plan_microbatches
 from published_models import write_config
 
 CONFIGS = Path(__file__).parents[3] / "configs"
-H100_BYTES = CARDS["h100"].memory
 GPUS_PER_NODE = 8
 RUNS = [
     ("grpo_8b", "Llama-3.1-8B"),
@@ -32,12 +31,21 @@ RUNS = [
     ("grpo_30b_a3b", "Qwen3-30B-A3B"),
     ("grpo_106b_a12b", "GLM-4.5-Air"),
     ("grpo_235b_a22b", "Qwen3-235B-A22B"),
+    ("grpo_671b_a37b", "DeepSeek-V3"),
 ]
-OWN_NODES = ("grpo_235b_a22b",)
+ON_B200 = ("grpo_671b_a37b",)
+"""The others are for H100."""
+OWN_NODES = ("grpo_235b_a22b", "grpo_671b_a37b")
 """Whose engines are on nodes behind those of the trainer."""
 # Llama's 70B has the same sizes; the run of 32k the same axes, on half as many context ranks; and
 # test_instantiate.py builds a small model like GLM-4.5-Air.
 NEAR_OTHERS = ("Qwen2.5-72B", "DeepSeek-R1-Distill-Qwen-32B", "GLM-4.5-Air")
+
+
+def card_of(name):
+    return CARDS["b200" if name in ON_B200 else "h100"]
+
+
 of_every_run = pytest.mark.parametrize(("name", "published"), RUNS)
 
 
@@ -82,7 +90,7 @@ def test_weights_can_be_pushed(name, published, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "published"),
-    # All stages of the 235B take minutes; below its first rank is built.
+    # All stages of the largest take minutes; below their first rank is built.
     [
         pytest.param(*run, marks=pytest.mark.slow if run[1] in NEAR_OTHERS else ())
         for run in RUNS
@@ -100,7 +108,7 @@ def test_the_planner_has_no_objection(name, published, tmp_path):
     shape = read_shape(cfg.model.path)
     engine_gpus = cfg.rollout.num_engines * cfg.rollout.tensor_parallel_size
     num_gpus = cfg.dims.world_size + engine_gpus if name in OWN_NODES else None
-    assert plan_job(cfg, shape, CARDS["h100"], [longest_sequence(cfg, shape)], num_gpus).fits
+    assert plan_job(cfg, shape, card_of(name), [longest_sequence(cfg, shape)], num_gpus).fits
 
 
 def first_rank(cfg):
@@ -110,14 +118,15 @@ def first_rank(cfg):
 
 
 @of_every_run
-def test_trainer_and_engine_fit_on_an_h100(name, published, tmp_path, elsewhere):
+def test_trainer_and_engine_fit_on_a_gpu(name, published, tmp_path, elsewhere):
     cfg = run_config(name, published, tmp_path)
     first = elsewhere(first_rank, cfg)
     trainer = [first.weight_bytes, first.gradient_bytes, first.optimizer_bytes]
     share = cfg.rollout.vllm.get("gpu_memory_utilization", 0) if name not in OWN_NODES else 0
-    engine = share * H100_BYTES
+    memory = card_of(name).memory
+    engine = share * memory
     # What is left is for activations, logits and buffers of the communication.
-    assert sum(trainer) + engine < 0.82 * H100_BYTES
+    assert sum(trainer) + engine < 0.82 * memory
     # The config's reader is told the same.
     said = " + ".join(str(round(num_bytes / 1e9)) for num_bytes in trainer)
     text = " ".join((CONFIGS / f"{name}.yaml").read_text().replace("#", "").split())
