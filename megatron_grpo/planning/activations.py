@@ -203,16 +203,15 @@ def _core_attention(cfg: Config, shape: ModelShape) -> float:
     if _uses_transformer_engine(cfg):
         return itemsize * (query + key + value + output) + 4 * heads
     context = cfg.dims.context
-    if value == key:
-        values = context
-        # In float32 with one context rank, they are a view that keeps queries and keys alive too.
-        view = query + key if itemsize == 4 and context == 1 else 0
-    else:
-        # Padded to the size of keys; with several context ranks for both chunks of a sequence, of
-        # which one sees what the other does not, and half a chunk more.
-        values = context + (0.5 if context > 1 else 0.0)
-        view = 0
-    inner = 4 * (2 * query + key * (context + values) + view)
+    extra = 0.0
+    if shape.latent is None and itemsize == 4 and context == 1:
+        # In float32 with one context rank, values are a view that keeps queries and keys alive too.
+        extra = query + key
+    elif value < key and context > 1:
+        # Values are padded to the size of keys, apart for each of a rank's two chunks of a
+        # sequence, which together attend to all of it and to one chunk again: half a rank's tokens.
+        extra = key / 2
+    inner = 4 * (2 * query + 2 * key * context + extra)
     return inner + 4 * heads + itemsize * output
 
 
