@@ -6,7 +6,8 @@ from checkpoint_convert import hf_tensors, read_shape
 from published_models import PUBLISHED_MODELS, write_config
 
 # Counts of the parameters in the weight files, from the model hub, with the biases by which routers
-# choose experts. GLM's and DeepSeek's are without the layer that predicts further tokens.
+# choose experts. GLM's and DeepSeek's are without the layer that predicts further tokens; that of
+# GLM-4.7-Flash is of transformers' model.
 NUM_PARAMETERS = {
     "SmolLM2-135M": 134_515_008,
     "Llama-3.1-8B": 8_030_261_248,
@@ -17,6 +18,7 @@ NUM_PARAMETERS = {
     "Qwen3-32B": 32_762_123_264,
     "Qwen3-30B-A3B": 30_532_122_624,
     "Qwen3-235B-A22B": 235_093_634_560,
+    "GLM-4.7-Flash": 29_943_393_920,
     "GLM-4.5-Air": 106_852_251_264,
     "GLM-4.5": 352_797_829_024,
     "DeepSeek-V3": 671_026_419_200,

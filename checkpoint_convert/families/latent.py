@@ -51,8 +51,8 @@ def latent_attention(
         queries = [Parameter(target + "linear_q_proj.weight", (whole,), split=0)]
     output = Tensor(source + "o_proj.weight", (hidden, heads * latent.value_dim))
     return [
+        Parameter(target + "linear_proj.weight", (output,), split=1),
         *queries,
         down("kv", "kv_a_proj_with_mqa", kv_rows, query_rank),
         *up("kv", key_value_rows, latent.rank),
-        Parameter(target + "linear_proj.weight", (output,), split=1),
     ]

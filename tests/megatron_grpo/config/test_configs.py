@@ -29,6 +29,7 @@ RUNS = [
     ("grpo_32b_32k", "Qwen3-32B"),
     ("grpo_32b_64k", "DeepSeek-R1-Distill-Qwen-32B"),
     ("grpo_30b_a3b", "Qwen3-30B-A3B"),
+    ("grpo_30b_glm_flash", "GLM-4.7-Flash"),
     ("grpo_106b_a12b", "GLM-4.5-Air"),
     ("grpo_235b_a22b", "Qwen3-235B-A22B"),
     ("grpo_671b_a37b", "DeepSeek-V3"),
@@ -38,8 +39,8 @@ ON_B200 = ("grpo_671b_a37b",)
 OWN_NODES = ("grpo_235b_a22b", "grpo_671b_a37b")
 """Whose engines are on nodes behind those of the trainer."""
 # Llama's 70B has the same sizes; the run of 32k the same axes, on half as many context ranks; and
-# test_instantiate.py builds a small model like GLM-4.5-Air.
-NEAR_OTHERS = ("Qwen2.5-72B", "DeepSeek-R1-Distill-Qwen-32B", "GLM-4.5-Air")
+# test_instantiate.py builds small models like those of GLM.
+NEAR_OTHERS = ("Qwen2.5-72B", "DeepSeek-R1-Distill-Qwen-32B", "GLM-4.7-Flash", "GLM-4.5-Air")
 
 
 def card_of(name):

@@ -106,12 +106,7 @@ ODD = [
     ("deepseek_v3", {}, {"tensor": 2, "data": 2, "expert": 4, "expert_tensor": 1, "pipeline": 3}),
     (
         "deepseek_v3",
-        {
-            "q_lora_rank": None,
-            "kv_lora_rank": 64,
-            "num_hidden_layers": 5,
-            "first_k_dense_replace": 0,
-        },
+        {"q_lora_rank": None, "num_hidden_layers": 5, "first_k_dense_replace": 0},
         {"tensor": 2, "context": 2, "expert": 2, "pipeline": 2, "virtual_pipeline": 2},
     ),
 ]
