@@ -237,8 +237,8 @@ def _num_dense_layers(path: Path, values: Mapping[str, Any], key: str | None) ->
     kinds = values.get("mlp_layer_types")
     if kinds is not None and kinds != ["dense"] * num + ["sparse"] * (num_layers - num):
         raise ValueError(
-            f"{path}: of num_hidden_layers({num_layers}), mlp_layer_types must have 'dense' for the "
-            f"first {num} ({key}) and 'sparse' for the others"
+            f"{path}: of num_hidden_layers({num_layers}), mlp_layer_types must have 'dense' for "
+            f"the first {num} ({key}) and 'sparse' for the others"
         )
     return num
 
