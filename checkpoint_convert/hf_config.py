@@ -156,6 +156,12 @@ def _latent(path: Path, values: Mapping[str, Any]) -> LatentShape:
         raise ValueError(
             f"{path}: qk_rope_head_dim is {rotary_dim}; it must be even, as RoPE rotates pairs"
         )
+    head_dim = values.get("head_dim", rotary_dim)  # transformers gives its RoPE this size
+    if head_dim != rotary_dim:
+        raise ValueError(
+            f"{path}: head_dim is {head_dim}; in a model with latent attention it must be "
+            f"qk_rope_head_dim({rotary_dim}), or absent"
+        )
     has_query_rank = values["q_lora_rank"] is not None
     return LatentShape(
         query_rank=positive(path, values, "q_lora_rank") if has_query_rank else None,

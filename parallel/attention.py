@@ -81,7 +81,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> T
     """Attention of `query` [L, heads, d], the last L of the S positions of `key` and `value`."""
     num_queries, num_keys = len(query), len(key)
     value_dim = value.shape[-1]
-    if value_dim < query.shape[-1]:  # torch's kernels on CPUs take heads of one size
+    if value_dim < query.shape[-1]:  # torch's fast kernel on CPUs takes heads of one size
         value = pad(value, (0, query.shape[-1] - value_dim))
     mask = None
     if num_queries < num_keys:  # torch's is_causal aligns the first query with the first key

@@ -1,9 +1,10 @@
 """Multi-head latent attention (arXiv 2405.04434, section 2.1) as a module of Megatron-Core.
 
-Megatron-Core's own splits latents over tensor ranks with torch's layers and not with Transformer
-Engine's, so that checkpoints would differ, and computes RoPE apart from that of other models. Here
-both kinds of layers compute latents whole on every tensor rank, each for its own tokens, and RoPE
-is the model's. Tensor ranks need sequence parallelism, as models with latents have experts, too.
+Megatron-Core's own splits the projections down to latents over tensor ranks with torch's layers and
+not with Transformer Engine's, so that ranks would hold other parts of the weights, and it computes
+RoPE apart from that of other models. Here every tensor rank computes latents whole, for its own
+tokens, with both kinds of layers, and RoPE is the model's. Tensor ranks need sequence parallelism,
+as models with latents have experts, too.
 
 Keys and values are projected up to all heads before attention: that takes fewest FLOPs for whole
 sequences.
@@ -72,7 +73,7 @@ class LatentAttention(Attention):
         )
 
     def _down(self, module: Any, size: int, name: str) -> Any:
-        return build_module(
+        linear = build_module(
             module,
             self.config.hidden_size,
             size,
@@ -84,6 +85,10 @@ class LatentAttention(Attention):
             skip_weight_param_allocation=False,
             tp_comm_buffer_name=name,
         )
+        # Transformer Engine marks every linear weight as split, and the gradient norm would count
+        # this one once per tensor rank.
+        linear.weight.tensor_model_parallel = False
+        return linear
 
     def _norm(self, module: Any, size: int) -> Any:
         eps = self.config.layernorm_epsilon

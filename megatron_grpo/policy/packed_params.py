@@ -81,7 +81,7 @@ class PackedRotary(torch.nn.Module):
         return params
 
     def forward(self, params: PackedParams, **_: Any) -> Tensor:
-        """The rows [T or longest sequence, 1, 1, head_dim] of a microbatch."""
+        """The rows [T or longest sequence, 1, 1, rotary_dim] of a microbatch."""
         length = params.max_seqlen_q
         if self._table is None or len(self._table) < length:
             self._table = self.rotary.get_emb(length)

@@ -162,7 +162,7 @@ def torch_layer_spec(
             f"self_attention.{x}_layernorm.": f"self_attention.linear_{x}_up_proj.layer_norm_"
             for x in ("q", "kv")
         }
-        _use_latents(layer, shape)
+    _use_latents(layer, shape)
     modules.sharded_state_dict_keys_map = fused_norms
     if num_experts is not None:
         # 0.16 imports the router's matrix product from Transformer Engine, and leaves the name

@@ -2,9 +2,9 @@
 
 YaRN slows RoPE's rotations, and multiplies queries and keys by an attention factor. Megatron-Core's
 own YaRN multiplies cosines and sines by that factor, but with packed sequences Transformer Engine's
-fused RoPE takes only angles, and the factor is lost without a word. Whole heads are rotated, so the
-factor here becomes part of the softmax scale, which every attention takes: torch's, Transformer
-Engine's and flex.
+fused RoPE takes only angles, and the factor is lost without a word. Here it becomes part of the
+softmax scale, which every attention takes: torch's, Transformer Engine's and flex. That is the same
+where whole heads are rotated, and of latents the factor is one for both parts of a head.
 """
 
 from collections.abc import Mapping
@@ -30,24 +30,24 @@ def yarn_softmax_scale(head_dim: int, scaling: Mapping[str, Any]) -> float:
 
 
 def yarn_frequencies(inv_freq: Tensor, theta: float, scaling: Mapping[str, Any]) -> Tensor:
-    """Scale RoPE's angles per position, [head_dim / 2], by "NTK-by-parts" (section 3.2).
+    """Scale RoPE's angles per position, [rotary_dim / 2], by "NTK-by-parts" (section 3.2).
 
     Pairs of dimensions that turn more than `beta_fast` times within the trained length keep their
     frequency, those that turn less than `beta_slow` times become `factor` times slower, and in
     between there is a ramp. It is linear in the index of the pair, as in transformers and vLLM,
     where the paper has it linear in the number of turns.
     """
-    head_dim = 2 * len(inv_freq)
+    rotary_dim = 2 * len(inv_freq)
 
     def pair(turns: float) -> float:
         """The index of the pair that turns so often within the trained length, as a real number."""
         wavelength = scaling["original_max_position_embeddings"] / turns
-        return head_dim * log(wavelength / (2 * pi)) / (2 * log(theta))
+        return rotary_dim * log(wavelength / (2 * pi)) / (2 * log(theta))
 
     first, last = pair(scaling["beta_fast"]), pair(scaling["beta_slow"])
     if scaling["truncate"]:
         first, last = floor(first), ceil(last)
-    first, last = max(first, 0), min(last, head_dim - 1)
+    first, last = max(first, 0), min(last, rotary_dim - 1)
     if first == last:
         last += 0.001
     pairs = torch.arange(len(inv_freq), device=inv_freq.device)

@@ -95,13 +95,14 @@ def rotate_heads_by_torch() -> None:
     vLLM 0.32's kernel for CPUs rotates wrong numbers of them: it takes the distance between heads
     for that between tokens. Its kernel for GPUs knows the dimension.
     """
-    of_kernel, of_torch = RotaryEmbedding.forward_cpu, RotaryEmbedding.forward_native
+    of_kernel = RotaryEmbedding.forward_cpu
 
     def rotated(
         self: RotaryEmbedding, positions: Tensor, query: Tensor, key: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        rotate = of_kernel if query.dim() == 2 else of_torch
-        return rotate(self, positions, query, key)
+        if query.dim() == 2:
+            return of_kernel(self, positions, query, key)
+        return self.forward_native(positions, query, key)
 
     RotaryEmbedding.forward_cpu = rotated
 

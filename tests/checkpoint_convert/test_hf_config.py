@@ -248,8 +248,7 @@ HARMLESS = {
 BEHIND_USE_SLIDING_WINDOW = {"max_window_layers", "sliding_window"}
 # Also harmless in a family with latent attention.
 OF_LATENTS = {
-    "head_dim",  # transformers writes the size of the rotated part here
-    "qk_head_dim",  # and the sum of both parts here
+    "qk_head_dim",  # transformers writes the sum of both parts here
     "moe_router_dtype",  # how exactly vLLM computes the scores of experts
     "index_topk_freq",  # this and the next two: behind index_topk
     "index_topk_pattern",
@@ -351,10 +350,13 @@ def test_latent_attention_may_have_no_latent_of_queries(tmp_path):
     assert (shape.head_dim, shape.rotary_dim, shape.value_dim) == (32, 8, 128)
 
 
-@pytest.mark.parametrize("head_dim", [None, 8, 128])
-def test_parts_of_heads_are_named_by_their_own_keys_whatever_head_dim_says(tmp_path, head_dim):
-    shape = read_shape(folder_with(tmp_path, DEEPSEEK_V3 | {"head_dim": head_dim}))
-    assert (shape.head_dim, shape.rotary_dim) == (128 + 64, 64)
+@pytest.mark.parametrize("config", [DEEPSEEK_V3, GLM4_MOE_LITE], ids=lambda c: c["model_type"])
+def test_head_dim_can_only_be_the_part_of_a_head_that_transformers_rotates(tmp_path, config):
+    shape = read_shape(folder_with(tmp_path, config | {"head_dim": 64}))
+    assert (shape.head_dim - shape.rotary_dim, shape.rotary_dim) in ((128, 64), (192, 64))
+    for head_dim, found in ((128, 128), (None, 16)):  # transformers divides the hidden size by 4
+        with pytest.raises(ValueError, match=rf"head_dim is {found}; .*qk_rope_head_dim\(64\)"):
+            read_shape(folder_with(tmp_path, config | {"head_dim": head_dim}))
 
 
 def test_experts_without_groups_need_not_be_two_for_each(tmp_path):

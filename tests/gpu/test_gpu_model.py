@@ -115,6 +115,14 @@ def test_transformer_engine_layers_have_the_numbers_of_torch_layers(folder, expe
 
 
 @pytest.mark.skipif(not HAVE_TE, reason="needs Transformer Engine")
+def test_the_gradient_norm_counts_projections_to_latents_once(tmp_path):
+    folder = save_model(tmp_path, "deepseek_v3")
+    ((_, alone),) = run_on_gpus(folder, ParallelDims(), "fused")
+    for _, norm in run_on_gpus(folder, ParallelDims(tensor=2), "fused"):
+        assert norm == pytest.approx(alone, rel=3e-2)
+
+
+@pytest.mark.skipif(not HAVE_TE, reason="needs Transformer Engine")
 def test_transformer_engine_keeps_the_attention_factor_of_yarn(tmp_path):
     rope = {
         "rope_type": "yarn",

@@ -23,15 +23,20 @@ pytestmark = [
 SHAPE = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 
 
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 64), (192, 128)])
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("segments", [[640, 256, 384, 124], [128, 64, 64, 4], [1000, 40, 8, 900]])
-def test_output_and_gradients_are_those_of_the_loops(segments, size):
-    """Lengths change from one microbatch to the next, but the kernel stays the same."""
+def test_output_and_gradients_are_those_of_the_loops(segments, size, head_dim, value_dim):
+    """Lengths change from one microbatch to the next, but the kernel stays the same.
+
+    The second sizes of heads are DeepSeek-V3's.
+    """
     prefix = segments[0] - 3
     prefixes = torch.tensor([(0, 0), (0, prefix), (0, prefix), (0, 0)], device="cuda")
     cu_seqlens = torch.tensor([0, *segments], device="cuda").cumsum(0).int()
     query, key, value = (
-        torch.randn(sum(segments), heads, 64, device="cuda").requires_grad_() for heads in (8, 2, 2)
+        torch.randn(sum(segments), heads, width, device="cuda").requires_grad_()
+        for heads, width in ((8, head_dim), (2, head_dim), (2, value_dim))
     )
     for rank in range(size):
         local = context_indices(cu_seqlens, rank, size)

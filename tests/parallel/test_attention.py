@@ -11,6 +11,8 @@ from parallel.context import context_indices, context_order
 from parallel.flex import BLOCK, SLAB, block_mask, flex
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
+VALUE_DIMS = [HEAD_DIM, 5, 12]
+"""Sizes of heads of values; latent attention has others than for queries and keys."""
 LENGTHS = [16, 8, 24]
 
 
@@ -129,13 +131,13 @@ SEGMENTS = [16, 8, 24, 16, 8, 16]
 PREFIXES = [(0, 0), (0, 11), (0, 11), (0, 0), (0, 0), (64, 72)]
 
 
-def shared_pack() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def shared_pack(value_dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
         torch.randn(
-            sum(SEGMENTS), heads, HEAD_DIM, generator=generator, dtype=torch.float64
+            sum(SEGMENTS), heads, width, generator=generator, dtype=torch.float64
         ).requires_grad_()
-        for heads in (HEADS, KV_HEADS, KV_HEADS)
+        for heads, width in ((HEADS, HEAD_DIM), (KV_HEADS, HEAD_DIM), (KV_HEADS, value_dim))
     )
     cu_seqlens = torch.tensor([0, *SEGMENTS]).cumsum(0).int()
     return query, key, value, cu_seqlens, torch.tensor(PREFIXES)
@@ -162,9 +164,10 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> 
     return torch.einsum("hqk,khd->qhd", weights, values)
 
 
+@pytest.mark.parametrize("value_dim", VALUE_DIMS)
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_completions_attend_to_the_prompt_they_share_and_to_nothing_else(size):
-    query, key, value, cu_seqlens, prefixes = shared_pack()
+def test_completions_attend_to_the_prompt_they_share_and_to_nothing_else(size, value_dim):
+    query, key, value, cu_seqlens, prefixes = shared_pack(value_dim)
     seen = seen_keys(SEGMENTS, PREFIXES)
     for rank in range(size):
         local = context_indices(cu_seqlens, rank, size)
@@ -177,10 +180,11 @@ def test_completions_attend_to_the_prompt_they_share_and_to_nothing_else(size):
             torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("value_dim", VALUE_DIMS)
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_flex_attention_sees_the_same_keys(size):
+def test_flex_attention_sees_the_same_keys(size, value_dim):
     """Forward only: flex attention has a backward pass only on GPUs, tested in tests/gpu."""
-    *tensors, cu_seqlens, prefixes = shared_pack()
+    *tensors, cu_seqlens, prefixes = shared_pack(value_dim)
     query, key, value = (tensor.detach() for tensor in tensors)
     seen = seen_keys(SEGMENTS, PREFIXES)
     for rank in range(size):
