@@ -198,7 +198,7 @@ def test_what_an_instance_has_started_ends_with_it(tmp_path):
     with environment_pool(tmp_path, "Odd") as pool:
         instance = odd(pool, "litter")
         assert instance.step("x").result(SECONDS)[2]
-        assert sleepers()
+        assert wait_until(sleepers, SECONDS)  # Popen may return before it has a command line
         instance.end()
         assert wait_until(lambda: not sleepers(), SECONDS)
 
