@@ -228,7 +228,7 @@ def place(
     for node in placed.trainer_nodes:
         print(f"trainer {node}")
     for engine in placed.engines:
-        print(f"engine {engine.node} {','.join(map(str, engine.gpus))}")
+        print(f"engine {','.join(engine.nodes)} {','.join(map(str, engine.gpus))}")
 
 
 @app.command()

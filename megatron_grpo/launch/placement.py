@@ -1,6 +1,6 @@
 """Places the ranks and engines of a Slurm job on its nodes. Without torch, for batch scripts."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_grpo.config.config import Config
@@ -10,9 +10,10 @@ from megatron_grpo.config.config import Config
 class EnginePlace:
     """Where one engine runs."""
 
-    node: str
+    nodes: Sequence[str]
+    """One, or all nodes that it spans."""
     gpus: range
-    """Indices of its GPUs on the node."""
+    """Indices of its GPUs on each of them."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,9 @@ class Placement:
 def place(cfg: Config, nodes: Sequence[str], gpus_per_node: int) -> Placement:
     """Put ranks on the first nodes and engines on the remaining GPUs.
 
-    If these cannot hold all engines, engines share GPUs with the ranks. Raises ValueError if ranks
-    do not fill nodes, an engine does not fit on one, or there are too few nodes.
+    If these cannot hold all engines, engines share GPUs with the ranks. An engine of more GPUs than
+    a node has takes whole nodes. Raises ValueError if ranks or such an engine do not fill nodes, or
+    if there are too few nodes.
     """
     num_ranks, tensor = cfg.dims.world_size, cfg.rollout.tensor_parallel_size
     ranks_per_node = min(num_ranks, gpus_per_node)
@@ -45,15 +47,10 @@ def place(cfg: Config, nodes: Sequence[str], gpus_per_node: int) -> Placement:
         )
     check_engine_size(tensor, gpus_per_node)
     free = [
-        EnginePlace(node, range(first, first + tensor))
-        for number, node in enumerate(nodes)
-        for first in _blocks(ranks_per_node if number < num_trainers else 0, gpus_per_node, tensor)
+        *_places(nodes[:num_trainers], ranks_per_node, gpus_per_node, tensor),
+        *_places(nodes[num_trainers:], 0, gpus_per_node, tensor),
     ]
-    shared = [
-        EnginePlace(node, range(first, first + tensor))
-        for first in _blocks(0, gpus_per_node, tensor)
-        for node in nodes
-    ]
+    shared = sorted(_places(nodes, 0, gpus_per_node, tensor), key=lambda at: at.gpus.start)
     num_engines = cfg.rollout.num_engines
     places = free if num_engines <= len(free) else shared
     if num_engines > len(places):
@@ -65,15 +62,25 @@ def place(cfg: Config, nodes: Sequence[str], gpus_per_node: int) -> Placement:
 
 
 def check_engine_size(tensor: int, gpus_per_node: int) -> None:
-    """Raise ValueError if a node cannot hold an engine of `tensor` GPUs."""
-    if tensor > gpus_per_node:
+    """Raise ValueError if an engine of `tensor` GPUs is larger than a node and does not fill nodes.
+
+    vLLM splits an engine evenly over its nodes.
+    """
+    if tensor > gpus_per_node and tensor % gpus_per_node:
         raise ValueError(
-            f"rollout.tensor_parallel_size {tensor} is more than the {gpus_per_node} GPUs of a "
-            f"node: an engine runs on one node, set it to {gpus_per_node} or less"
+            f"rollout.tensor_parallel_size {tensor} does not fill nodes of {gpus_per_node} GPUs: "
+            f"set it to {gpus_per_node}, or to a multiple such as "
+            f"{-(-tensor // gpus_per_node) * gpus_per_node}"
         )
 
 
-def _blocks(first: int, end: int, size: int) -> range:
-    """First GPUs of the aligned blocks of `size` GPUs in the range from `first` to `end`."""
-    start = -(-first // size) * size
-    return range(start, end - size + 1, size)
+def _places(
+    nodes: Sequence[str], taken: int, gpus_per_node: int, tensor: int
+) -> Iterator[EnginePlace]:
+    """Where engines fit on `nodes`, behind the first `taken` GPUs of each, aligned by size."""
+    span = -(-tensor // gpus_per_node)
+    size = tensor // span
+    first = -(-taken // size) * size
+    for number in range(0, len(nodes) - span + 1, span):
+        for start in range(first, gpus_per_node - size + 1, size):
+            yield EnginePlace(nodes[number : number + span], range(start, start + size))

@@ -27,17 +27,26 @@ def job(ranks: int, engines: int, tensor: int = 1):
 def test_engines_get_nodes_of_their_own_where_there_are_enough():
     placed = place(job(16, 2, tensor=8), NODES, 8)
     assert (placed.trainer_nodes, placed.ranks_per_node) == (["a", "b"], 8)
-    assert placed.engines == [EnginePlace("c", range(8)), EnginePlace("d", range(8))]
+    assert placed.engines == [EnginePlace(["c"], range(8)), EnginePlace(["d"], range(8))]
 
 
 def test_engines_get_the_gpus_of_a_node_that_its_ranks_leave():
     placed = place(job(3, 2, tensor=2), ["a"], 8)
-    assert placed.engines == [EnginePlace("a", range(4, 6)), EnginePlace("a", range(6, 8))]
+    assert placed.engines == [EnginePlace(["a"], range(4, 6)), EnginePlace(["a"], range(6, 8))]
 
 
 def test_engines_share_the_ranks_gpus_where_no_others_are_left_one_per_node_first():
     placed = place(job(16, 3, tensor=4), ["a", "b"], 8)
-    assert [(at.node, at.gpus.start) for at in placed.engines] == [("a", 0), ("b", 0), ("a", 4)]
+    assert [(*at.nodes, at.gpus.start) for at in placed.engines] == [("a", 0), ("b", 0), ("a", 4)]
+
+
+def test_an_engine_of_more_gpus_than_a_node_has_takes_whole_nodes():
+    """First those without ranks; where these are too few, all engines share."""
+    apart = place(job(8, 1, tensor=16), NODES, 8)
+    assert apart.engines == [EnginePlace(["b", "c"], range(8))]
+    shared = place(job(8, 2, tensor=16), NODES, 8)
+    assert [at.nodes for at in shared.engines] == [["a", "b"], ["c", "d"]]
+    assert place(job(4, 1, tensor=16), NODES, 8).engines == apart.engines
 
 
 @pytest.mark.parametrize(
@@ -45,7 +54,8 @@ def test_engines_share_the_ranks_gpus_where_no_others_are_left_one_per_node_firs
     [
         (12, 1, 1, "12 ranks do not fill nodes of 8 GPUs: take a multiple, such as 16"),
         (40, 1, 1, "40 ranks need 5 nodes of 8 GPUs, and the job has 4"),
-        (8, 1, 16, "rollout.tensor_parallel_size 16 is more than the 8 GPUs of a node"),
+        (8, 1, 12, "12 does not fill nodes of 8 GPUs: set it to 8, or to a multiple such as 16"),
+        (8, 3, 16, "3 of 16 GPUs each do not fit on 4 nodes of 8: set it to 2 or less"),
         (32, 9, 4, "set it to 8 or less"),
     ],
 )
@@ -65,3 +75,5 @@ def test_the_command_says_it_line_by_line():
         "trainer b",
         "engine a 0",
     ]
+    said = CliRunner().invoke(cli.app, [*arguments, "rollout.tensor_parallel_size=8"])
+    assert said.output.splitlines()[-1] == "engine a,b 0,1,2,3"
