@@ -14,6 +14,7 @@ import typer
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.config_file import load_config
 from megatron_grpo.launch import placement
+from megatron_grpo.launch.engine_node import ONE_NODE, EngineNode
 from megatron_grpo.launch.job_token import check_token, take_token
 from megatron_grpo.launch.launch import LAUNCHER_VARIABLE, rank_place, start_ranks, tie_to_launcher
 from megatron_grpo.launch.mistake import is_mistake
@@ -178,6 +179,18 @@ def serve(
         str, typer.Option(help="IP address of this host that trainers connect to.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port on that address.")] = 8000,
+    nnodes: Annotated[
+        int, typer.Option(help="Nodes that the engine spans: run this command on each of them.")
+    ] = ONE_NODE.nnodes,
+    node_rank: Annotated[
+        int, typer.Option(help="Which of them this is; node 0 answers trainers.")
+    ] = ONE_NODE.node_rank,
+    master_addr: Annotated[
+        str, typer.Option(help="Address of node 0 for the others.")
+    ] = ONE_NODE.master_addr,
+    master_port: Annotated[
+        int, typer.Option(help="A free port of node 0 for the others.")
+    ] = ONE_NODE.master_port,
 ) -> None:
     """Run one rollout engine for CONFIG until interrupted.
 
@@ -191,13 +204,22 @@ def serve(
       export MEGATRON_GRPO_TOKEN=$(openssl rand -hex 32)
       megatron-grpo serve CONFIG
       megatron-grpo train CONFIG rollout.base_urls=[http://127.0.0.1:8000]
+
+    An engine whose rollout.tensor_parallel_size is more than the GPUs of a node spans several. Its
+    nodes start and end together.
+
+    \b
+    Example (with the same token on both nodes, whose addresses are 10.0.0.1 and 10.0.0.2):
+      megatron-grpo serve CONFIG --host 10.0.0.1 --nnodes 2 --node-rank 0 --master-addr 10.0.0.1
+      megatron-grpo serve CONFIG --host 10.0.0.2 --nnodes 2 --node-rank 1 --master-addr 10.0.0.1
     """
     allow_open_files()
     token = check_token(take_token(os.environ))
     cfg = load_config(config, overrides or [])
-    from megatron_grpo.rollout.server import serve_forever  # not for `--help`
+    from megatron_grpo.rollout.serve import serve as serve_engine  # not for `--help`
 
-    serve_forever(cfg.model, cfg.rollout, host, port, token)
+    node = EngineNode(nnodes, node_rank, master_addr, master_port)
+    serve_engine(cfg.model, cfg.rollout, host, port, token, node)
 
 
 @app.command()

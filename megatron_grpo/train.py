@@ -36,7 +36,7 @@ from megatron_grpo.reporting.peak_memory import peak_memory
 from megatron_grpo.reporting.runlog import RunLog
 from megatron_grpo.reporting.tracking import WANDB_ID_FILE, write_whole
 from megatron_grpo.rollout import EnginesLost
-from megatron_grpo.rollout.engine_process import COLLECTOR
+from megatron_grpo.rollout.tied_process import COLLECTOR
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.train_step import train_step
 from megatron_grpo.watch import START, Watch

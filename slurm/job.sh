@@ -1,12 +1,12 @@
 # shellcheck shell=bash
 # Shared code of the job scripts in this folder: `run_job CONFIG [key.sub=value ...]`.
 #
-# Each engine runs as one job step, and the trainer as one step with a torchrun per node. On a signal
-# before the time limit (SIGUSR1), the trainer saves and exits with code 75; then the job requeues
-# itself and resumes from there. It also requeues itself after a failure, but not after three restarts
-# in a row that brought no new checkpoint, nor after a mistake that the user has to fix: exit code 2 of
-# the first start. A job that has started before has no such mistake; what looks like one is mostly a
-# file system that is temporarily unavailable.
+# Each engine runs as one job step on each of its nodes, and the trainer as one step with a torchrun per
+# node. On a signal before the time limit (SIGUSR1), the trainer saves and exits with code 75; then the
+# job requeues itself and resumes from there. It also requeues itself after a failure, but not after
+# three restarts in a row that brought no new checkpoint, nor after a mistake that the user has to fix:
+# exit code 2 of the first start. A job that has started before has no such mistake; what looks like one
+# is mostly a file system that is temporarily unavailable.
 set -euo pipefail
 
 readonly PREEMPTED=75 FOR_THE_USER=2 MAX_STARTS=4
@@ -16,7 +16,7 @@ run_job() {
     # shellcheck source=slurm/env.sh
     source slurm/env.sh
     use_network
-    local code=1 was_told="" was_cancelled="" engines=() urls=()
+    local code=1 was_told="" was_cancelled="" engines=() engine_logs=() urls=()
     TRAINER="" GUARD="" RUN_DIR="" LOGS=""
     # The checkpoint at which each start of this job has ended.
     ENDS=.cache/slurm_ends_$SLURM_JOB_ID
@@ -69,17 +69,25 @@ mount_run_dir() {
     [[ $RUN_DIR != /* || $RUN_DIR == "$true_name" ]] || CONTAINER_MOUNTS+=,$true_name:$RUN_DIR
 }
 
+# Start every engine, on each of its nodes; sets the arrays urls (of engines), and engines and
+# engine_logs (of nodes).
 start_engines() {
-    local number node gpus port address
+    local number names gpus nodes first rank
     for number in "${!ENGINES[@]}"; do
-        read -r node gpus <<<"${ENGINES[number]}"
-        address=$(address_of "$node")
-        port=$((FIRST_PORT + 1 + number))
-        # `env` within the step, since Slurm sets CUDA_VISIBLE_DEVICES of every task to all GPUs.
-        on_node "$node" --output="$LOGS/engine_$number.log" env CUDA_VISIBLE_DEVICES="$gpus" \
-            bash slurm/engine.sh "$LOGS" "$@" --host "$address" --port "$port" &
-        engines+=($!)
-        urls+=("http://$address:$port")
+        read -r names gpus <<<"${ENGINES[number]}"
+        IFS=, read -ra nodes <<<"$names"
+        first=$(address_of "${nodes[0]}")
+        urls+=("http://$first:$((FIRST_PORT + 1 + number))")
+        for rank in "${!nodes[@]}"; do
+            engine_logs+=("$LOGS/engine_$number$([[ $rank == 0 ]] || echo "_node_$rank").log")
+            # `env` within the step, since Slurm sets CUDA_VISIBLE_DEVICES of every task to all GPUs.
+            on_node "${nodes[rank]}" --output="${engine_logs[-1]}" \
+                env CUDA_VISIBLE_DEVICES="$gpus" bash slurm/engine.sh "$LOGS" "$@" \
+                --host "$(address_of "${nodes[rank]}")" --port "$((FIRST_PORT + 1 + number))" \
+                --nnodes "${#nodes[@]}" --node-rank "$rank" --master-addr "$first" \
+                --master-port "$((FIRST_PORT + 1 + ${#ENGINES[@]} + number))" &
+            engines+=($!)
+        done
     done
 }
 
@@ -139,7 +147,7 @@ all_engines_run() {
     for number in "${!engines[@]}"; do
         kill -0 "${engines[number]}" 2>/dev/null && continue
         wait "${engines[number]}" || code=$?
-        echo "engine $number has ended: see $LOGS/engine_$number.log" >&2
+        echo "an engine has ended: see ${engine_logs[number]}" >&2
         return 1
     done
 }

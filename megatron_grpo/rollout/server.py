@@ -9,12 +9,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from subprocess import TimeoutExpired
-from typing import NoReturn
 
 from megatron_grpo.config.rollout_config import RolloutConfig
 from megatron_grpo.config.trainer_config import ModelConfig
+from megatron_grpo.launch.engine_node import ONE_NODE, EngineNode
 from megatron_grpo.launch.job_token import TOKEN_VARIABLE, check_token, new_token
-from megatron_grpo.rollout.access import check_host
 from megatron_grpo.rollout.connection import is_healthy
 from megatron_grpo.rollout.engine_error import EngineError
 from megatron_grpo.rollout.engine_process import EngineProcess
@@ -68,7 +67,7 @@ class EngineServers:
         if rollout.engine == "vllm":
             check_engine_arguments(rollout.vllm)
         log_dir.mkdir(parents=True, exist_ok=True)
-        num_devices = _num_devices()
+        num_devices = num_gpus()
         devices = engine_devices(rollout, num_devices, num_ranks, os.environ)
         self.share_gpus = share_gpus(rollout, num_devices, num_ranks)
         self._ports = [reserve_port() for _ in range(rollout.num_engines)]
@@ -108,7 +107,7 @@ class EngineServers:
 
     def end(self, url: str) -> str:
         """How the engine at `url` ended; empty while it runs or if it was not started here."""
-        return self._engine(url).end() if self.are_ours else ""
+        return self._engine(url).tied.end() if self.are_ours else ""
 
     def last_words(self, url: str) -> str:
         """The end of the log of an engine started here, to be appended to an error message."""
@@ -116,8 +115,9 @@ class EngineServers:
 
     def kill(self, url: str) -> str:
         """Kill an engine of ours and all that it started; returns how it ended by itself, if so."""
-        end = self._engine(url).end(within=EXIT_SECONDS)
-        self._engine(url).kill()
+        tied = self._engine(url).tied
+        end = tied.end(within=EXIT_SECONDS)
+        tied.kill()
         return end
 
     def restart(self, url: str) -> None:
@@ -134,32 +134,20 @@ class EngineServers:
     def close(self) -> None:
         """Terminate all engines; kill them after some seconds, and whatever they left running."""
         for engine in self._engines:
-            engine.process.terminate()
+            engine.tied.process.terminate()
         deadline = time.monotonic() + TERMINATE_TIMEOUT
         for engine in self._engines:
             with suppress(TimeoutExpired):
-                engine.process.wait(max(0.0, deadline - time.monotonic()))
-            engine.kill_others(deadline)
-            engine.process.wait()
+                engine.tied.process.wait(max(0.0, deadline - time.monotonic()))
+            engine.tied.kill_others(deadline)
+            engine.tied.process.wait()
         for reserved in self._ports:
             reserved.close()
         self._engines.clear()
 
 
-def serve_forever(
-    model: ModelConfig, rollout: RolloutConfig, host: str, port: int, token: str
-) -> NoReturn:
-    """Replace this process by an engine on `host`:`port`, for trainers that have its `token`."""
-    check_host(host)
-    if rollout.engine == "vllm":
-        check_engine_arguments(rollout.vllm)
-    one_engine = rollout.model_copy(update={"num_engines": 1})
-    [devices] = engine_devices(one_engine, _num_devices(), 0, os.environ)
-    command, environment = engine_command(model, rollout, host, port, devices, token)
-    os.execve(command[0], command, environment)
-
-
-def _num_devices() -> int:
+def num_gpus() -> int:
+    """GPUs that this process sees."""
     import torch  # takes seconds, and checks of config and address do not need it
 
     return torch.cuda.device_count()
@@ -232,8 +220,9 @@ def engine_command(
     port: int,
     devices: str | None,
     token: str,
+    node: EngineNode = ONE_NODE,
 ) -> tuple[list[str], dict[str, str]]:
-    """Command line and environment of one engine on `host`:`port`."""
+    """Command line and environment of one engine on `host`:`port`, or of one `node` of it."""
     environment = engine_environment(os.environ, devices) | {TOKEN_VARIABLE: token}
     if rollout.engine == "transformers":
         command = [sys.executable, "-P", "-m", "megatron_grpo.rollout.transformers_server"]
@@ -244,4 +233,6 @@ def engine_command(
         return command, environment
     on_gpu = devices is not None
     environment |= vllm_environment(rollout.tensor_parallel_size, on_gpu)
-    return vllm_command(model, rollout, host, port, on_gpu), environment
+    # The address for vLLM's processes on other nodes; it would take any of this host's.
+    environment["VLLM_HOST_IP"] = host
+    return vllm_command(model, rollout, host, port, on_gpu, node), environment

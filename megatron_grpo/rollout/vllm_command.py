@@ -10,12 +10,14 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from megatron_grpo.config.rollout_config import RolloutConfig
 from megatron_grpo.config.trainer_config import ModelConfig
+from megatron_grpo.launch.engine_node import ONE_NODE, EngineNode
 
 BACKEND = "megatron_grpo"
 """Our name in vLLM's registry of weight-transfer backends."""
@@ -28,6 +30,8 @@ TOKEN_GUARD = "megatron_grpo.rollout.access.TokenGuard"
 
 ENGINE_VARIABLE = "MEGATRON_GRPO_ENGINE"
 """Set in the environment of our engines; in any other process our plugin does nothing."""
+
+SPANNING = "start `megatron-grpo serve` with this option on each of the engine's nodes"
 
 # Settings that the trainer relies on: a user's value would be silently wrong, or the setting has a
 # key of its own.
@@ -42,7 +46,10 @@ RESERVED = {
     "tensor_parallel_size": "set rollout.tensor_parallel_size",
     "pipeline_parallel_size": "weights are pushed to workers that hold all layers",
     "data_parallel_size": "for more engines, set rollout.num_engines",
-    "nnodes": "an engine runs on the GPUs of one node",
+    "nnodes": SPANNING,
+    "node_rank": SPANNING,
+    "master_addr": SPANNING,
+    "master_port": SPANNING,
     "logits_processors": "the trainer would not know how they change the distribution",
     "logprobs_mode": "the trainer needs log-probabilities after temperature",
     "generation_config": "sampling follows rollout.temperature, not the model's own defaults",
@@ -58,9 +65,14 @@ RESERVED = {
 
 
 def vllm_command(
-    model: ModelConfig, rollout: RolloutConfig, host: str, port: int, on_gpu: bool
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    host: str,
+    port: int,
+    on_gpu: bool,
+    node: EngineNode = ONE_NODE,
 ) -> list[str]:
-    """The command of one engine on `host`:`port`.
+    """The command of one engine on `host`:`port`, or of a further `node` of it.
 
     Raises ValueError if it cannot do what the config asks for.
     """
@@ -82,7 +94,12 @@ def vllm_command(
     }
     arguments |= platform_arguments(rollout.tensor_parallel_size, on_gpu) | rollout.vllm
     # -P: files of the working directory must not be imported instead of vLLM's own.
-    command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
+    command = [sys.executable, "-P", "-m"]
+    if node.nnodes > 1:
+        arguments |= asdict(node)
+    if node.node_rank > 0:
+        return [*command, "megatron_grpo.rollout.headless", "--headless", *_flags(arguments)]
+    command += ["vllm.entrypoints.openai.api_server"]
     command += [f"--host={host}", f"--port={port}", "--disable-uvicorn-access-log"]
     command += [f"--middleware={TOKEN_GUARD}"]
     # Scale-out adds the route with token ids in and out; load tracking counts accepted requests.

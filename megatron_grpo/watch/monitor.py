@@ -1,6 +1,5 @@
 """The thread on rank 0 that listens to all ranks and tells them when the job is over."""
 
-import hmac
 import os
 import secrets
 import selectors
@@ -12,8 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megatron_grpo.launch.key_proof import is_proof
 from megatron_grpo.watch.job import End, Failure, Job, Limits, Pace, Position
-from megatron_grpo.watch.wire import LineReader, MonitorAddress, line, new_key, proof
+from megatron_grpo.watch.wire import LineReader, MonitorAddress, line, new_key
 
 LOOK_SECONDS = 0.05
 """Polling interval: messages of a thousand ranks must not wake the thread one by one."""
@@ -132,8 +132,7 @@ class Monitor:
         rank, job, now = connection.rank, self._job, self._now
         match message:
             case {"rank": int(claimed), "host": host, "pid": pid, "proof": str(given)}:
-                expected = proof(self.address.key, connection.challenge, claimed)
-                if not hmac.compare_digest(given.encode(), expected.encode()):
+                if not is_proof(given, self.address.key, connection.challenge, claimed):
                     raise ConnectionError("no rank of this job")
                 connection.rank = claimed
                 job.join(claimed, host, pid, now)

@@ -1,12 +1,12 @@
 """The protocol of ranks and monitor: lines of JSON, after a proof of knowing the key."""
 
-import hashlib
-import hmac
 import json
 import secrets
 import socket
 from dataclasses import dataclass
 from typing import Any
+
+from megatron_grpo.launch.key_proof import proof
 
 MAX_LINE_BYTES = 1 << 20
 
@@ -26,11 +26,6 @@ class MonitorAddress:
 def new_key() -> str:
     """A random key of 256 bits."""
     return secrets.token_hex(32)
-
-
-def proof(key: str, challenge: str, rank: int) -> str:
-    """The answer to a challenge, which requires the key."""
-    return hmac.new(key.encode(), f"{challenge} {rank}".encode(), hashlib.sha256).hexdigest()
 
 
 def line(**words: Any) -> bytes:

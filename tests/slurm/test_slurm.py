@@ -254,7 +254,9 @@ def test_an_engine_that_ends_is_told_while_another_hangs(submit):
     first, second = run.await_engines(2)
     first.suspend()
     second.kill()
-    run.await_words("engine 1 has ended: see ")
+    run.await_words(
+        f"an engine has ended: see {run.run_dir}/logs/slurm_{run.job.number}_0/engine_1.log"
+    )
     run.job.cancel()
     assert run.await_silence() == []
 

@@ -121,7 +121,7 @@ def test_close_leaves_no_process(tied_model, tmp_path, monkeypatch):
     [engine] = servers._engines
     servers.close()
     assert marked_processes(mark) == []
-    assert not engine.folder.exists()
+    assert not engine.tied.folder.exists()
 
 
 def test_what_an_engine_has_started_ends_with_it_however_young(tmp_path):
@@ -132,10 +132,10 @@ def test_what_an_engine_has_started_ends_with_it_however_young(tmp_path):
     assert wait_until(lambda: log.read_text().endswith("\n"), 30)
     core = Path("/proc") / log.read_text().strip()
     assert core.exists()
-    engine.process.kill()
-    engine.process.wait()
+    engine.tied.process.kill()
+    engine.tied.process.wait()
     assert wait_until(lambda: not core.exists(), 5)
-    engine.kill()
+    engine.tied.kill()
 
 
 HAS_MEMORY = """
@@ -154,7 +154,7 @@ def test_a_killed_engine_leaves_nothing_in_shared_memory(tmp_path):
     assert wait_until(lambda: log.read_text().endswith("\n"), 30)
     files = [Path("/dev/shm") / name for name in log.read_text().split()]
     assert all(file.exists() for file in files)
-    engine.kill()
+    engine.tied.kill()
     assert not any(file.exists() for file in files)
 
 
@@ -174,7 +174,7 @@ def test_a_killed_engine_leaves_nothing_in_the_temporary_folder(
     folder = Path(log.read_text().strip())
     assert len(list(folder.iterdir())) == 2 and folder.stat().st_mode & 0o777 == 0o700
     assert folder.parent == (place if name == "short" else Path("/tmp"))
-    engine.kill()
+    engine.tied.kill()
     assert not folder.exists()
 
 
@@ -194,7 +194,7 @@ def test_an_engine_that_dies_later_is_named(tied_model, tmp_path):
     with running_engine("transformers", tied_model, tmp_path, num_engines=2) as engine:
         engine.servers.check()
         victim = engine.servers._engines[1]
-        os.kill(victim.process.pid, signal.SIGKILL)
+        os.kill(victim.tied.process.pid, signal.SIGKILL)
         victim.process.wait()
         with pytest.raises(EngineError, match=f"{victim.url} ended with signal SIGKILL"):
             engine.servers.check()

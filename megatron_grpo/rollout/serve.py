@@ -1,0 +1,49 @@
+"""One rollout engine, or one node of it, for trainers that have its address and token."""
+
+import os
+from typing import NoReturn
+
+from megatron_grpo.config.rollout_config import RolloutConfig
+from megatron_grpo.config.trainer_config import ModelConfig
+from megatron_grpo.launch.engine_node import EngineNode
+from megatron_grpo.rollout.access import check_host
+from megatron_grpo.rollout.engine_nodes import await_end, connected
+from megatron_grpo.rollout.server import engine_command, engine_devices, num_gpus
+from megatron_grpo.rollout.tied_process import TiedProcess
+from megatron_grpo.rollout.vllm_command import check_engine_arguments
+
+
+def serve(
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    host: str,
+    port: int,
+    token: str,
+    node: EngineNode,
+) -> NoReturn:
+    """Serve on `host`:`port`, or be a further `node` of such an engine, whose address is `host`.
+
+    An engine on one node replaces this process. One that spans nodes is watched by it: as soon as
+    it ends on any node, the processes on all nodes raise EngineError.
+    """
+    check_host(host)
+    node.check(rollout.tensor_parallel_size)
+    if rollout.engine == "vllm":
+        check_engine_arguments(rollout.vllm)
+    size = rollout.tensor_parallel_size // node.nnodes
+    part = rollout.model_copy(update={"num_engines": 1, "tensor_parallel_size": size})
+    [devices] = engine_devices(part, num_gpus(), 0, os.environ)
+    command, environment = engine_command(model, rollout, host, port, devices, token, node)
+    if node.nnodes == 1:
+        os.execve(command[0], command, environment)
+    settings = (
+        f"--nnodes {node.nnodes} model.dtype={model.dtype} "
+        f"rollout.tensor_parallel_size={rollout.tensor_parallel_size} "
+        f"rollout.router_replay={rollout.router_replay} rollout.vllm={rollout.vllm}"
+    )
+    with connected(node, token, settings, rollout.startup_timeout) as others:
+        tied = TiedProcess.start(command, environment)
+        try:
+            await_end(tied.process, others)
+        finally:
+            tied.kill()
