@@ -169,14 +169,17 @@ class Submitted:
 
     def engines(self) -> list[psutil.Process]:
         """The running engine processes (transformers), ordered by port."""
-        module = "megatron_grpo.rollout.transformers_server"
-        engines = {}
+        return self.processes_of("megatron_grpo.rollout.transformers_server")
+
+    def processes_of(self, module: str) -> list[psutil.Process]:
+        """The job's processes that run `module`, ordered by their last argument."""
+        found = {}
         for process in marked_processes(self.mark):
             with suppress(psutil.Error):
                 command = process.cmdline()
-                if module in command:
-                    engines[command[-1]] = process
-        return [engines[port] for port in sorted(engines)]
+                if command[2:4] == ["-m", module]:
+                    found[command[-1]] = process
+        return [found[last] for last in sorted(found)]
 
     def await_engines(self, number: int, seconds: float = 120) -> list[psutil.Process]:
         deadline = time.monotonic() + seconds
@@ -282,6 +285,23 @@ def test_an_engine_that_dies_is_started_again_and_the_run_goes_on_with_it(endles
     assert again.pid != engine.pid
     assert endless.restarts() == restarts, endless.logs()
     assert "exit code 137: started again" in endless.logs()
+
+
+def test_an_engine_over_two_nodes_is_started_again_on_both(submit):
+    """The engine has two GPUs, and each node has one."""
+    run = submit("rollout.tensor_parallel_size=2", "train.num_steps=5000")
+    run.await_step(2, seconds=240)
+    [further] = run.processes_of("megatron_grpo.rollout.headless")
+    _, second = run.job.nodes()
+    assert further.environ()["SLURMD_NODENAME"] == second
+    further.kill()
+    run.await_step(run.steps()[-1] + 3)
+    assert run.restarts() == 0, run.logs()
+    logs = run.run_dir / "logs" / f"slurm_{run.job.number}_0"
+    for node in ("engine_0.log", "engine_0_node_1.log"):
+        assert "the engine ended with exit code 1: started again" in (logs / node).read_text()
+    run.job.cancel()
+    assert run.await_silence() == []
 
 
 def test_a_job_whose_node_is_lost_is_queued_again_and_goes_on(cluster, endless):
