@@ -199,19 +199,20 @@ def serve(
     that it sees, as do the ranks of a trainer: if both run on one host, give the engine other GPUs
     with CUDA_VISIBLE_DEVICES.
 
+    An engine of more GPUs than a node has spans several: run the command on each of them, with the
+    same token. They start together and end together.
+
     \b
     Example (run the last line in another terminal, with the same token):
       export MEGATRON_GRPO_TOKEN=$(openssl rand -hex 32)
       megatron-grpo serve CONFIG
       megatron-grpo train CONFIG rollout.base_urls=[http://127.0.0.1:8000]
 
-    An engine whose rollout.tensor_parallel_size is more than the GPUs of a node spans several. Its
-    nodes start and end together.
-
     \b
-    Example (with the same token on both nodes, whose addresses are 10.0.0.1 and 10.0.0.2):
-      megatron-grpo serve CONFIG --host 10.0.0.1 --nnodes 2 --node-rank 0 --master-addr 10.0.0.1
-      megatron-grpo serve CONFIG --host 10.0.0.2 --nnodes 2 --node-rank 1 --master-addr 10.0.0.1
+    Example of one engine with rollout.tensor_parallel_size 16 on two nodes of 8:
+      megatron-grpo serve CONFIG --host 10.0.0.1 --nnodes 2 --master-addr 10.0.0.1
+      megatron-grpo serve CONFIG --host 10.0.0.2 --nnodes 2 --node-rank 1 \\
+          --master-addr 10.0.0.1
     """
     allow_open_files()
     token = check_token(take_token(os.environ))

@@ -22,7 +22,7 @@ class RolloutConfig(Section):
     num_engines: PositiveInt = Field(default_factory=lambda data: len(data["base_urls"]) or 1)
     """Number of engines; default: the number of base_urls, or 1 without any."""
     tensor_parallel_size: PositiveInt = 1
-    """Tensor-parallel ranks of each engine."""
+    """Tensor-parallel ranks of each engine: at most the GPUs of a node, or a multiple of them."""
     temperature: float = Field(default=1.0, ge=LEAST_TEMPERATURE)
     """Sampling temperature, at least 0.01; the trainer also divides its logits by it."""
     top_p: float = 1.0

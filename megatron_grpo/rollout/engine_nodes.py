@@ -5,6 +5,7 @@ workers, and these for the first node. So a process on every node starts vLLM th
 connected to the one on the first node. When a connection breaks, all end what they have started.
 """
 
+import errno
 import json
 import secrets
 import select
@@ -12,7 +13,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 from megatron_grpo.launch.engine_node import EngineNode
@@ -38,9 +39,16 @@ def connected(
     Raises ValueError if a node does not know the `key` of node 0 or has other `settings`, and
     TimeoutError if a node is missing for `timeout` seconds.
     """
-    with ExitStack() as stack:
-        connect = _accept_others if node.node_rank == 0 else _join
-        yield list(connect(node, key, settings, time.monotonic() + timeout, stack))
+    deadline = time.monotonic() + timeout
+    if node.node_rank == 0:
+        others = _accept_others(node, key, settings, deadline)
+    else:
+        others = [_join(node, key, settings, deadline)]
+    try:
+        yield others
+    finally:
+        for other in others:
+            other.close()
 
 
 def await_end(process: subprocess.Popen[bytes], others: Sequence[socket.socket]) -> NoReturn:
@@ -52,27 +60,42 @@ def await_end(process: subprocess.Popen[bytes], others: Sequence[socket.socket])
 
 
 def _accept_others(
-    node: EngineNode, key: str, settings: str, deadline: float, stack: ExitStack
-) -> Iterator[socket.socket]:
-    family = socket.getaddrinfo(node.master_addr, None, type=socket.SOCK_STREAM)[0][0]
+    node: EngineNode, key: str, settings: str, deadline: float
+) -> Sequence[socket.socket]:
+    """Connections to all other nodes, as soon as all have joined."""
     joined: dict[int, socket.socket] = {}
-    with socket.create_server((node.master_addr, node.master_port), family=family) as listener:
+    with _listening(node) as listener:
         while missing := {*range(1, node.nnodes)} - {*joined}:
             listener.settimeout(max(0.001, deadline - time.monotonic()))
             try:
-                connection = stack.enter_context(listener.accept()[0])
+                connection, _ = listener.accept()
             except TimeoutError:
                 raise TimeoutError(
                     f"node {min(missing)} of this engine has not come to {node.meeting_point} in "
                     "time (rollout.startup_timeout)"
                 ) from None
-            with suppress(OSError, ValueError):  # not one of ours, or it has ended
+            try:
                 # A node that was started again takes the place of its first connection.
                 joined[_greet(connection, node, key, settings)] = connection
+            except (OSError, ValueError):  # not one of ours, or it has ended
+                connection.close()
     for connection in joined.values():
         with suppress(OSError):  # it has ended, which `await_end` will see
             _say(connection, start=True)
-        yield connection
+    return [*joined.values()]
+
+
+def _listening(node: EngineNode) -> socket.socket:
+    family = socket.getaddrinfo(node.master_addr, None, type=socket.SOCK_STREAM)[0][0]
+    try:
+        return socket.create_server((node.master_addr, node.master_port), family=family)
+    except OSError as error:
+        # The port may be taken only until what used it has ended.
+        kind = EngineError if error.errno == errno.EADDRINUSE else ValueError
+        raise kind(
+            f"node 0 cannot listen at {node.meeting_point} ({error.strerror}): give an address of "
+            "this host with --master-addr, and a free port with --master-port"
+        ) from None
 
 
 def _greet(connection: socket.socket, node: EngineNode, key: str, settings: str) -> int:
@@ -95,28 +118,42 @@ def _greet(connection: socket.socket, node: EngineNode, key: str, settings: str)
     return rank
 
 
-def _join(
-    node: EngineNode, key: str, settings: str, deadline: float, stack: ExitStack
-) -> Iterator[socket.socket]:
+def _join(node: EngineNode, key: str, settings: str, deadline: float) -> socket.socket:
+    """A connection to node 0, as soon as all nodes have joined."""
     while True:
         try:
-            place = node.master_addr, node.master_port
-            connection = stack.enter_context(socket.create_connection(place, ANSWER_SECONDS))
-            answer = proof(key, _hear(connection)["challenge"], node.node_rank)
-            _say(connection, node_rank=node.node_rank, proof=answer, settings=settings)
-            _keep_alive(connection)
-            said = _hear(connection)
-            break
-        except (OSError, ValueError) as error:  # not there yet, or there is something else
+            connection = socket.create_connection(
+                (node.master_addr, node.master_port), ANSWER_SECONDS
+            )
+            try:
+                return _introduced(connection, node, key, settings)
+            except BaseException:
+                connection.close()
+                raise
+        except OSError as error:  # not there yet, or there is something else
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"node 0 of this engine does not answer at {node.meeting_point} in time "
                     f"(rollout.startup_timeout): {error}"
                 ) from None
             time.sleep(RETRY_SECONDS)
-    if "refused" in said:
-        raise ValueError(f"node 0 of this engine, at {node.meeting_point}: {said['refused']}")
-    yield connection
+
+
+def _introduced(
+    connection: socket.socket, node: EngineNode, key: str, settings: str
+) -> socket.socket:
+    """`connection`, when node 0 says that all are there; raises OSError if it is not node 0."""
+    match _hear(connection):
+        case {"challenge": str(challenge)}:
+            answer = proof(key, challenge, node.node_rank)
+        case said:
+            raise ConnectionError(f"it says {said}")
+    _say(connection, node_rank=node.node_rank, proof=answer, settings=settings)
+    _keep_alive(connection)
+    match _hear(connection):
+        case {"refused": why}:
+            raise ValueError(f"node 0 of this engine, at {node.meeting_point}: {why}")
+    return connection
 
 
 def _keep_alive(connection: socket.socket) -> None:
@@ -134,6 +171,7 @@ def _say(connection: socket.socket, **words: Any) -> None:
 def _hear(connection: socket.socket) -> Any:
     with connection.makefile("rb", buffering=0) as file:
         heard = file.readline(MAX_LINE_BYTES)
-    if not heard:
-        raise ConnectionError("the connection was closed")
-    return json.loads(heard)
+    try:
+        return json.loads(heard)
+    except ValueError:
+        raise ConnectionError("no answer of a node" if heard else "it hung up") from None

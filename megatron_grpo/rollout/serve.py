@@ -6,7 +6,7 @@ from typing import NoReturn
 from megatron_grpo.config.rollout_config import RolloutConfig
 from megatron_grpo.config.trainer_config import ModelConfig
 from megatron_grpo.launch.engine_node import EngineNode
-from megatron_grpo.rollout.access import check_host
+from megatron_grpo.rollout.access import check_host, is_loopback
 from megatron_grpo.rollout.engine_nodes import await_end, connected
 from megatron_grpo.rollout.server import engine_command, engine_devices, num_gpus
 from megatron_grpo.rollout.tied_process import TiedProcess
@@ -28,6 +28,11 @@ def serve(
     """
     check_host(host)
     node.check(rollout.tensor_parallel_size)
+    if node.nnodes > 1 and is_loopback(host) and not is_loopback(node.master_addr):
+        raise ValueError(
+            f"--host {host} is out of reach for {node.master_addr} (--master-addr): give the "
+            "address of this host for the engine's other nodes"
+        )
     if rollout.engine == "vllm":
         check_engine_arguments(rollout.vllm)
     size = rollout.tensor_parallel_size // node.nnodes

@@ -117,7 +117,7 @@ def test_help_names_every_command_with_an_example_as_it_is_typed(name: str) -> N
     text = shown(name, "--help")
     _, example, lines = inspect.getdoc(COMMANDS[name]).partition("Example")
     assert example
-    for line in lines.splitlines():
+    for line in lines.replace("\b", "").splitlines():
         assert line in text, "no bracket is swallowed, and no line broken"
     assert max(map(len, text.splitlines())) <= 80
 
@@ -181,9 +181,10 @@ def serve(tied_model: Path, token: str, *options: str) -> subprocess.Popen[str]:
         (TOKEN, ["--host=0.0.0.0"], "--host 0.0.0.0 would listen on every network"),
         (TOKEN, ["--host=::"], "--host :: would listen on every network"),
         (TOKEN, ["--host="], "--host '' is not an IP address"),
+        (TOKEN, ["--nnodes=2"], "--nnodes 2 does not divide rollout.tensor_parallel_size 1"),
     ],
 )
-def test_serve_wants_a_token_and_one_address(
+def test_serve_wants_a_token_one_address_and_a_node_of_the_engine(
     tied_model: Path, token: str, options: list[str], message: str
 ) -> None:
     engine = serve(tied_model, token, *options)

@@ -121,6 +121,21 @@ def test_a_missing_node_is_named(nodes: Callable[[int], Nodes]) -> None:
         last.result(30)
 
 
+def test_node_0_needs_a_free_port_of_its_host(nodes: Callable[[int], Nodes]) -> None:
+    engine = nodes(2)
+    with (
+        socket.create_server((LOOPBACK, engine.port)),
+        pytest.raises(EngineError, match=f"port {engine.port} .*in use.* a free port with"),
+    ):
+        engine.start(0).result(10)
+    of_another_host = EngineNode(2, 0, "192.0.2.1")
+    with (
+        pytest.raises(ValueError, match=r"listen at 192\.0\.2\.1 .*an address of this host with"),
+        connected(of_another_host, KEY, SETTINGS, 1),
+    ):
+        pass
+
+
 def test_the_end_of_vllm_and_of_another_node_are_both_noticed() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs, subprocess.Popen(["sleep", "100"]) as process:

@@ -12,7 +12,10 @@ import psutil
 import pytest
 
 from engines import largest_logprob_error, random_prompts, running_engine, served_model, wait_until
+from megatron_grpo.config.config_file import load_config
+from megatron_grpo.launch.engine_node import EngineNode
 from megatron_grpo.launch.job_token import TOKEN_VARIABLE
+from megatron_grpo.rollout.serve import serve
 from megatron_grpo.rollout.server import reserve_port
 from processes import is_alive
 from runs import TINY_CONFIG
@@ -78,3 +81,12 @@ def test_an_engine_over_two_nodes_is_one_engine_and_ends_on_both(tied_model, tmp
 
 def children(node: subprocess.Popen[bytes]) -> list[psutil.Process]:
     return psutil.Process(node.pid).children(recursive=True)
+
+
+def test_a_node_that_the_others_cannot_reach_is_refused(tied_model):
+    config = load_config(
+        TINY_CONFIG, [f"model.path={tied_model}", "rollout.tensor_parallel_size=2"]
+    )
+    node = EngineNode(2, 1, master_addr="10.0.0.1")
+    with pytest.raises(ValueError, match=r"--host 127.0.0.1 is out of reach for 10.0.0.1"):
+        serve(config.model, config.rollout, "127.0.0.1", 8000, TOKEN, node)

@@ -6,6 +6,7 @@ import pytest
 
 from megatron_grpo.config.rollout_config import RolloutConfig
 from megatron_grpo.config.trainer_config import ModelConfig
+from megatron_grpo.launch.engine_node import EngineNode
 from megatron_grpo.rollout.vllm_command import (
     RESERVED,
     check_engine_arguments,
@@ -26,6 +27,20 @@ def test_the_model_its_type_and_its_address_are_the_runs():
     flags = command(tensor_parallel_size=2)
     assert {"--model=/models/tiny", "--dtype=float32", "--tensor-parallel-size=2"} < set(flags)
     assert {"--host=10.0.0.7", "--port=8000"} < set(flags)
+
+
+def test_further_nodes_of_an_engine_have_its_settings_but_no_server():
+    config = RolloutConfig(max_completion_length=16, tensor_parallel_size=16, vllm={"seed": 3})
+    commands = [
+        vllm_command(MODEL, config, "10.0.0.7", 8000, True, EngineNode(2, rank, "10.0.0.7", 29501))
+        for rank in range(2)
+    ]
+    settings = [{flag for flag in flags if flag.startswith("--")} for flags in commands]
+    server = {"--host=10.0.0.7", "--port=8000", "--enable-scale-out", "--node-rank=0"}
+    assert server < settings[0]
+    assert settings[1] - settings[0] == {"--headless", "--node-rank=1"}
+    shared = {"--tensor-parallel-size=16", "--seed=3", "--nnodes=2", "--master-addr=10.0.0.7"}
+    assert {*shared, "--master-port=29501"} < settings[0] & settings[1]
 
 
 def test_passed_through_values_become_flags_and_win():
