@@ -19,6 +19,7 @@ RECIPES = {
     "grpo": ["grpo.loss_type=grpo"],
     "dapo": ["grpo.loss_type=dapo", "grpo.epsilon_high=0.28", "grpo.dynamic_sample=true"],
     "gspo": [
+        "grpo.loss_type=grpo",
         "grpo.importance_sampling_level=sequence",
         "grpo.epsilon=0.003",
         "grpo.epsilon_high=0.004",

@@ -135,8 +135,8 @@ def check_same_run(cfg: Config) -> None:
     ]
     if differing:
         raise ValueError(
-            f"train.run_dir {cfg.train.run_dir} holds a run with another config: choose another "
-            "folder, or remove this one.\n  " + "\n  ".join(differing)
+            f"train.run_dir {cfg.train.run_dir} holds a run with another config: set what differs "
+            "as before, choose another folder, or remove this one.\n  " + "\n  ".join(differing)
         )
     if before["model.path"] != now["model.path"]:
         _check_same_model(step_folder(checkpoints, step) / CHECKPOINT_FOLDER, cfg.model.path)

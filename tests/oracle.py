@@ -22,7 +22,7 @@ Group = list[float]
 class OracleLoss:
     """Hyperparameters of the loss."""
 
-    loss_type: str = "grpo"
+    loss_type: str = "dapo"
     importance_sampling_level: str = "token"
     max_completion_length: int = 16
     epsilon: float = 0.2

@@ -68,7 +68,7 @@ class GRPOConfig(Section):
     supervision: Literal["outcome", "process"] = "outcome"
     """`outcome`: one reward per completion; `process`: one per environment step (DeepSeekMath)."""
 
-    loss_type: LossType = "grpo"
+    loss_type: LossType = "dapo"
     """The objective, and how it is averaged over tokens."""
     importance_sampling_level: ImportanceLevel = "token"
     """Level of the importance ratio; `sequence` is GSPO, `sequence_token` GSPO-token."""
@@ -97,7 +97,7 @@ class GRPOConfig(Section):
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the mean token entropy, which is added to the objective."""
 
-    beta: NonNegativeFloat = 0.04
+    beta: NonNegativeFloat = 0.0
     """Weight of the KL divergence from the reference model; 0: no reference is loaded."""
     sync_ref_model: bool = False
     """Whether the reference follows the policy (TR-DPO); false: it stays at `model.path`."""

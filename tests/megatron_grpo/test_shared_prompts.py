@@ -42,6 +42,7 @@ BUDGETS = (96, 4096)  # groups that are cut, and all in one microbatch
 RECIPES: dict[str, dict[str, Any]] = {
     "dapo": {"loss_type": "dapo", "epsilon_high": 0.3, "delta": 1.5},
     "gspo, forking tokens": {
+        "loss_type": "grpo",
         "epsilon": 0.03,
         "epsilon_high": 0.04,
         "importance_sampling_level": "sequence",

@@ -58,6 +58,7 @@ PLAIN: dict[str, Recipe] = {
 RECIPES: dict[str, Recipe] = PLAIN | {
     "gspo": {
         **NARROW,
+        "loss_type": "grpo",
         "importance_sampling_level": "sequence",
         "use_bias_correction_kl": True,
     },
@@ -126,7 +127,11 @@ RECIPES: dict[str, Recipe] = PLAIN | {
 }
 PROCESS = "gspo-token, process supervision"
 """Has other advantages at each token: elsewhere GSPO-token has the gradient of GSPO."""
-RECIPES[PROCESS] = {**NARROW, "importance_sampling_level": "sequence_token"}
+RECIPES[PROCESS] = {
+    **NARROW,
+    "loss_type": "grpo",
+    "importance_sampling_level": "sequence_token",
+}
 # Recipes know of no family: two, one at each budget, suffice to see the gradients of another.
 FAMILIES = {
     "llama tied": RECIPES,

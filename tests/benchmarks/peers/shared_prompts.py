@@ -88,6 +88,7 @@ def _on_rank(
         f"grpo.num_generations={GENERATIONS}",
         f"grpo.shared_prompts={str(shared).lower()}",
         "grpo.beta=0",
+        "grpo.loss_type=grpo",
         f"train.max_tokens_per_microbatch={GENERATIONS * (PROMPT + RESPONSE) // 2}",
     )
     cfg = tiny_config(model, ParallelDims(), *options)

@@ -41,7 +41,7 @@ FITTING = {"cispo": {"epsilon_high": 5.0}, "luspo": {"importance_sampling_level"
 
 def grpo_config(**options):
     """The options of the loss; the sizes of the batch have no influence on it."""
-    return GRPOConfig(**({"generation_batch_size": 8, "beta": 0.0} | options))
+    return GRPOConfig(generation_batch_size=8, **options)
 
 
 def loss_of(logprobs, batch, cfg, entropy=None, mask=None, beta=None):

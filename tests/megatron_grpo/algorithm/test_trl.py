@@ -13,7 +13,7 @@ with a real `GRPOConfig` and a real `Accelerator`. What stands in for something 
 """
 
 from collections import defaultdict, deque
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
@@ -208,8 +208,8 @@ def of_ours(case, options, alone):
     return advantages, loss.total.detach(), gradient
 
 
-OURS = {"loss_type": "grpo", "beta": 0.0, "use_bias_correction_kl": False}
-"""Where the defaults are others."""
+OURS = {"loss_type": "grpo", "use_bias_correction_kl": False}
+"""For both trainers, where a case does not say otherwise."""
 CLIPS = {"epsilon": 0.1, "epsilon_high": 0.15}
 CLIPS_OF = {"cispo": {"epsilon_high": 1.15}, "sapo": {}, "vespo": {}}
 """Where there are others, or none."""
@@ -296,6 +296,15 @@ def assert_equal(case, folder, of_ours_options, of_trl_options, alone):
     assert loss.item() == pytest.approx(expected_loss.item(), rel=1e-10, abs=1e-13)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-10, atol=1e-13)
     assert gradient.any()
+
+
+def test_options_that_trl_has_by_the_same_name_have_its_defaults_but_for_one():
+    theirs = {field.name: field.default for field in fields(TRLConfig)}
+    ours = GRPOConfig(generation_batch_size=8).model_dump()
+    differ = {name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]}
+    derived = {name for name in differ if theirs[name] is None}  # in TRL from other options
+    assert derived == {"generation_batch_size", "steps_per_generation", "epsilon_high"}
+    assert differ - derived == {"use_bias_correction_kl"}  # docs/recipes.md tells it
 
 
 @pytest.mark.parametrize("name", BOTH)

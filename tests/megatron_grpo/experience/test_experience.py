@@ -73,7 +73,7 @@ def test_a_group_is_all_samples_of_one_prompt():
 
 
 def test_a_sample_without_a_score_has_no_token_in_the_loss():
-    cfg = config("grpo.scale_rewards=none")
+    cfg = config("grpo.scale_rewards=none", "grpo.loss_type=grpo")
     experience = compare(samples(), scores(1, math.nan, 0, 1), cfg)
     found = packed(experience, cfg)
     assert [all(mask) for mask, _, _ in found] == [True, False, True, True]
