@@ -55,7 +55,8 @@ def train_step(
         print(f"optimizer step skipped: {cause}", file=sys.stderr, flush=True)
     skipped.count(cause)
     report = metrics.reduce(_over_other_tokens(groups), cfg.grpo)
-    reduced = {**report.metrics, "lr": policy.optimizer.param_groups[0]["lr"]}
+    lr = policy.optimizer.param_groups[0]["lr"]
+    reduced = {**report.metrics, **policy.router_losses.means(), "lr": lr}
     if cause:
         finite = {name: value for name, value in reduced.items() if math.isfinite(value)}
         return replace(report, metrics={**finite, "skipped_steps": 1.0})

@@ -20,6 +20,7 @@ from checkpoint_convert.rank_weights import read_weights
 from megatron_grpo.config.config import Config
 from megatron_grpo.policy.optimizer import make_optimizer, make_scheduler
 from megatron_grpo.policy.packed_params import PackedRotary, packed_params
+from megatron_grpo.policy.router_losses import RouterLosses
 from megatron_grpo.policy.router_replay import add_router_replay, own_routes
 from megatron_grpo.policy.transformer import block_spec, transformer_config, uses_transformer_engine
 from megatron_grpo.policy.yarn import yarn_frequencies, yarn_scaling
@@ -76,12 +77,15 @@ class Policy(Model):
     """Megatron's distributed optimizer."""
     scheduler: Any
     """Sets the optimizer's learning rate; stepped once per optimizer step."""
+    router_losses: RouterLosses
+    """What the routers of a mixture lost in the microbatches since `zero_grad`."""
 
     def zero_grad(self) -> None:
         """Zero all gradients, before the first microbatch of an optimizer step."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        self.router_losses.clear()
 
     def zero_summed_gradient(self) -> None:
         """Zero this rank's shard of the gradient summed over data and context ranks.
@@ -127,7 +131,8 @@ def add_optimizer(model: Model, cfg: Config) -> Policy:
     """Add optimizer and scheduler to a model with gradients; collective over all ranks."""
     optimizer = make_optimizer(model.chunks, cfg.optimizer)
     scheduler = make_scheduler(optimizer, cfg.optimizer, cfg.train.num_steps)
-    return Policy(**vars(model), optimizer=optimizer, scheduler=scheduler)
+    losses = RouterLosses([unwrapped(chunk) for chunk in model.chunks])
+    return Policy(**vars(model), optimizer=optimizer, scheduler=scheduler, router_losses=losses)
 
 
 def forward(chunk: Any, batch: PackedBatch, groups: Groups) -> Tensor:

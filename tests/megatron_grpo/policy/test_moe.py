@@ -1,6 +1,6 @@
 """Mixtures of experts: the numbers of `transformers`, however the experts are laid out."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM
 from checkpoint_convert import read_shape
 from distributed import run_ranks
 from megatron_grpo.policy.model import build_policy
+from megatron_grpo.policy.skipped_steps import SkippedSteps
+from megatron_grpo.train_step import train_step
 from mixtures import (
     Numbers,
     check_gradients,
@@ -157,14 +159,15 @@ WHOLE_LENGTHS: Lengths = [[(8, 32), (4, 8), (20, 44)], [(8, 40)], [(9, 7), (9, 7
 BALANCE, Z_LOSS = 0.1, 0.01
 
 
-def router_losses(model: AutoModelForCausalLM, lengths: Lengths) -> Tensor:
-    """Both losses of every router and microbatch, averaged over the tokens of all microbatches.
+def router_losses(model: AutoModelForCausalLM, lengths: Lengths) -> tuple[Tensor, Tensor]:
+    """Both losses, averaged over the tokens of all microbatches and added up over routers.
 
     Balance: Switch Transformer (arXiv:2101.03961), equations 4 to 6; z: ST-MoE (arXiv:2202.08906),
     equation 5.
     """
     sequences = iter(random_sequences(lengths))
-    topk, total, num_tokens = model.config.num_experts_per_tok, torch.zeros(()), 0
+    topk, num_tokens = model.config.num_experts_per_tok, 0
+    total_balance = total_z = torch.zeros(())
     for microbatch in lengths:
         outputs = [
             model(input_ids=next(sequences).tokens[None], output_router_logits=True).router_logits
@@ -177,10 +180,10 @@ def router_losses(model: AutoModelForCausalLM, lengths: Lengths) -> Tensor:
             balance = (
                 logits.shape[1] * (chosen.mean(dim=0) / topk * probabilities.mean(dim=0)).sum()
             )
-            z_loss = (logits.logsumexp(dim=-1) ** 2).mean()
-            total = total + len(logits) * (BALANCE * balance + Z_LOSS * z_loss)
+            total_balance = total_balance + len(logits) * balance
+            total_z = total_z + (logits.logsumexp(dim=-1) ** 2).sum()
         num_tokens += len(logits)
-    return total / num_tokens
+    return total_balance / num_tokens, total_z / num_tokens
 
 
 @pytest.mark.parametrize(
@@ -196,7 +199,9 @@ def test_losses_of_routers_are_weighted_by_tokens(cases, dims):
     folder = cases["qwen3_moe"].folder
     model = load_oracle(folder)
     logprobs = torch.cat(sequence_logprobs(model, WHOLE_LENGTHS)).sum()
-    expected = gradients_of(model, router_losses(model, WHOLE_LENGTHS) - LOSS_WEIGHT * logprobs)
+    balance, z_loss = router_losses(model, WHOLE_LENGTHS)
+    loss = BALANCE * balance + Z_LOSS * z_loss - LOSS_WEIGHT * logprobs
+    expected = gradients_of(model, loss)
     norm = float(torch.cat([g.flatten() for g in expected.values()]).norm())
     overrides = [
         f"model.megatron.moe_aux_loss_coeff={BALANCE}",
@@ -206,6 +211,71 @@ def test_losses_of_routers_are_weighted_by_tokens(cases, dims):
         dims.world_size, numbers_on_rank, {"": folder}, dims, WHOLE_LENGTHS, *overrides
     )
     check_gradients([rank[""] for rank in ranks], expected, norm)
+
+
+def reported_losses(
+    rank: int, folder: Path, dims: ParallelDims, *overrides: str
+) -> dict[str, float]:
+    """What a step reports about routers, after one on other tokens that left the weights alone."""
+    sizes = "grpo.generation_batch_size=8", "grpo.num_generations=2"
+    overrides = (*overrides, *sizes, "grpo.beta=0", "optimizer.lr_warmup_steps=1")
+    policy, groups = start_policy(rank, folder, dims, *overrides)
+    batches = pack_all(WHOLE_LENGTHS, dims)[groups.coordinates.data :: dims.data]
+    others = [replace(batch, tokens=batch.tokens.flip(0)) for batch in batches]
+    cfg, skipped = tiny_config(folder, dims, *overrides), SkippedSteps(1)
+    for each in (others, batches):
+        report = train_step(policy, each, cfg, groups, skipped, 0.0)
+    return {name: value for name, value in report.metrics.items() if name.startswith("moe/")}
+
+
+@pytest.mark.parametrize(
+    ("dims", "recompute"),
+    [
+        (ParallelDims(), ["granularity=full", "method=uniform", "num_layers=1"]),
+        (ParallelDims(pipeline=2, virtual_pipeline=2, data=2, expert=2), []),
+        (ParallelDims(tensor=2, context=2, expert=2), ["granularity=selective", "modules=[moe]"]),
+    ],
+    ids=lambda value: layout_name(value) if isinstance(value, ParallelDims) else str(value),
+)
+def test_a_step_reports_the_losses_of_routers_as_means_over_tokens(cases, dims, recompute):
+    folder = cases["qwen3_moe"].folder
+    model = load_oracle(folder)
+    with torch.no_grad():
+        balance, z_loss = (
+            float(loss) / model.config.num_hidden_layers
+            for loss in router_losses(model, WHOLE_LENGTHS)
+        )
+    overrides = [
+        f"model.megatron.moe_aux_loss_coeff={BALANCE}",
+        f"model.megatron.moe_z_loss_coeff={Z_LOSS}",
+        *(f"model.megatron.recompute_{option}" for option in recompute),
+    ]
+    for found in run_ranks(dims.world_size, reported_losses, folder, dims, *overrides):
+        assert found["moe/load_balancing_loss"] == pytest.approx(balance, rel=1e-6)
+        assert found["moe/z_loss"] == pytest.approx(z_loss, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "names"),
+    [
+        ([], []),
+        (["moe_z_loss_coeff=0.1"], ["moe/z_loss"]),
+        (
+            [
+                "moe_aux_loss_coeff=0.1",
+                "moe_router_load_balancing_type=none",
+                "moe_z_loss_coeff=0",
+            ],
+            [],
+        ),
+        (["moe_aux_loss_coeff=0.1"], ["moe/load_balancing_loss"]),
+    ],
+)
+def test_a_loss_that_routers_do_not_have_is_not_reported(cases, overrides, names):
+    given = [f"model.megatron.{override}" for override in overrides]
+    folder = cases["qwen3_moe"].folder
+    (found,) = run_ranks(1, reported_losses, folder, ParallelDims(), *given)
+    assert list(found) == names
 
 
 def train_and_save(rank: int, folder: Path, dims: ParallelDims, run: Path) -> None:
