@@ -40,15 +40,16 @@ def connected(
     TimeoutError if a node is missing for `timeout` seconds.
     """
     deadline = time.monotonic() + timeout
-    if node.node_rank == 0:
-        others = _accept_others(node, key, settings, deadline)
-    else:
-        others = [_join(node, key, settings, deadline)]
+    others: dict[int, socket.socket] = {}
     try:
-        yield others
+        if node.node_rank == 0:
+            _accept_others(node, key, settings, deadline, others)
+        else:
+            others[0] = _join(node, key, settings, deadline)
+        yield [*others.values()]
     finally:
-        for other in others:
-            other.close()
+        for connection in others.values():
+            connection.close()
 
 
 def await_end(process: subprocess.Popen[bytes], others: Sequence[socket.socket]) -> NoReturn:
@@ -60,10 +61,9 @@ def await_end(process: subprocess.Popen[bytes], others: Sequence[socket.socket])
 
 
 def _accept_others(
-    node: EngineNode, key: str, settings: str, deadline: float
-) -> Sequence[socket.socket]:
-    """Connections to all other nodes, as soon as all have joined."""
-    joined: dict[int, socket.socket] = {}
+    node: EngineNode, key: str, settings: str, deadline: float, joined: dict[int, socket.socket]
+) -> None:
+    """Put the connections to all other nodes into `joined`, and tell these when all are there."""
     with _listening(node) as listener:
         while missing := {*range(1, node.nnodes)} - {*joined}:
             listener.settimeout(max(0.001, deadline - time.monotonic()))
@@ -82,7 +82,6 @@ def _accept_others(
     for connection in joined.values():
         with suppress(OSError):  # it has ended, which `await_end` will see
             _say(connection, start=True)
-    return [*joined.values()]
 
 
 def _listening(node: EngineNode) -> socket.socket:
