@@ -40,6 +40,12 @@ def engine_layouts(shape: ModelShape, dims: EngineDims) -> list[Layout]:
     return [_worker_layout(parameters, shape, dims, rank) for rank in range(dims.tensor)]
 
 
+def first_worker_layout(shape: ModelShape, dims: EngineDims) -> Layout:
+    """What the first worker of an engine holds, in a fraction of the time; no worker holds more."""
+    check_engine_dims(shape, dims)
+    return _worker_layout(_parameters(shape), shape, dims, rank=0)
+
+
 def _parameters(shape: ModelShape) -> list[Parameter]:
     padded_vocab = _padded_vocab(shape)
     parameters = decoder.embedding(shape, padded_vocab)
@@ -155,13 +161,17 @@ def check_engine_dims(shape: ModelShape, dims: EngineDims) -> None:
     """Raise ValueError, naming the legal sizes, when an engine of `dims` cannot split the model."""
     obstacles = _obstacles(shape, dims, dims.tensor)
     if obstacles:
-        candidates = divisors(shape.num_attention_heads)
-        legal = [size for size in candidates if not _obstacles(shape, dims, size)]
         raise ValueError(
             f"an engine of tensor_parallel_size({dims.tensor}) cannot split the model: it "
             + " and ".join(obstacles)
-            + f"; legal values are {legal}"
+            + f"; legal values are {engine_sizes(shape, dims)}"
         )
+
+
+def engine_sizes(shape: ModelShape, dims: EngineDims) -> list[int]:
+    """Every value of `dims.tensor` with which an engine can split the model, ascending."""
+    candidates = divisors(shape.num_attention_heads)
+    return [size for size in candidates if not _obstacles(shape, dims, size)]
 
 
 def _obstacles(shape: ModelShape, dims: EngineDims, tensor: int) -> list[str]:

@@ -140,11 +140,14 @@ def least_gpus(cfg: Config, card: Card, engine: EngineBytes | None) -> int:
     """GPUs of the fewest whole nodes that hold the job; part of one node if that is enough.
 
     Ranks and engines take the same nodes, unless one `engine` alone fills what a plan may use of a
-    card.
+    card. An engine of more GPUs than a node has takes whole nodes.
     """
     tensor, num_engines = cfg.rollout.tensor_parallel_size, cfg.rollout.num_engines
     rank_nodes = -(-cfg.dims.world_size // card.per_node)
-    engine_nodes = -(-num_engines // max(1, card.per_node // tensor))
+    if tensor > card.per_node:
+        engine_nodes = num_engines * (tensor // card.per_node)
+    else:
+        engine_nodes = -(-num_engines // (card.per_node // tensor))
     # An engine starts at a multiple of its size.
     apart = round_up(cfg.dims.world_size, tensor) + num_engines * tensor
     if engine and engine.total > memory_limit(card):

@@ -123,6 +123,8 @@ def _rollout_line(cfg: Config, time: RolloutTime) -> str:
         if time.memory_seconds > time.compute_seconds
         else "computing it takes, at the cards' peak"
     )
+    if time.network_seconds:
+        bound += f", and its nodes add up hidden states for {time.network_seconds:.1f} s"
     steps = BatchSchedule.of(cfg.grpo).updates_per_generation
     return (
         f"a generation, for {steps} {'step' if steps == 1 else 'steps'}: "

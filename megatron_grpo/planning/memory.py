@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from checkpoint_convert import ModelShape
+from checkpoint_convert.vllm import engine_sizes, first_worker_layout
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.rollout_config import RolloutConfig
 from megatron_grpo.planning.activations import forward_bytes, head_bytes, stage_activations
@@ -11,7 +12,7 @@ from megatron_grpo.planning.card import Card
 from megatron_grpo.planning.itemsizes import ITEMSIZE, worker_itemsizes
 from megatron_grpo.planning.state import StateBytes
 from megatron_grpo.rollout.vllm_command import engine_number
-from megatron_grpo.weights.worker_layouts import shard_bytes, worker_layouts
+from megatron_grpo.weights.worker_layouts import engine_dims, shard_bytes
 
 CONTEXT_BYTES = 600 * 10**6
 """CUDA context, kernels and cuBLAS workspaces of a process."""
@@ -89,9 +90,9 @@ def engine_bytes(cfg: Config, shape: ModelShape, card: Card) -> EngineBytes | No
     """
     if cfg.rollout.engine != "vllm":
         return None
-    weights = shard_bytes(worker_layouts(shape, cfg.rollout), worker_itemsizes(cfg, shape))
-    elements = _cached_elements(shape, cfg.rollout.tensor_parallel_size)
-    per_token = shape.num_layers * elements * _cache_itemsize(cfg)
+    weights, per_token = _weight_bytes(cfg, shape), _token_bytes(cfg, shape)
+    if card.memory - weights < per_token:
+        raise ValueError(f"{_engine(cfg.rollout, card, weights)}: {_way_out(cfg, shape, card)}")
     cache = _cache_bytes(cfg.rollout, card, weights, per_token)
     return EngineBytes(
         weights=weights,
@@ -104,26 +105,28 @@ def engine_bytes(cfg: Config, shape: ModelShape, card: Card) -> EngineBytes | No
     )
 
 
-def _cached_elements(shape: ModelShape, tensor: int) -> int:
-    """What each of `tensor` workers caches of a token in one layer.
+def _weight_bytes(cfg: Config, shape: ModelShape) -> int:
+    first = first_worker_layout(shape, engine_dims(cfg.rollout))
+    return shard_bytes([first], worker_itemsizes(cfg, shape))
 
-    Of latent attention that is the latent and the rotated part of keys, which have no heads: every
-    worker has both whole.
+
+def _token_bytes(cfg: Config, shape: ModelShape) -> int:
+    """What each worker caches of a token.
+
+    At least one key-value head, however many workers there are. Of latent attention it is the
+    latent and the rotated part of keys, which have no heads: every worker has both whole.
     """
     if shape.latent is not None:
-        return shape.latent.rank + shape.latent.rotary_dim
-    return 2 * -(-shape.num_key_value_heads // tensor) * shape.head_dim
+        elements = shape.latent.rank + shape.latent.rotary_dim
+    else:
+        num_heads = -(-shape.num_key_value_heads // cfg.rollout.tensor_parallel_size)
+        elements = 2 * num_heads * shape.head_dim
+    return shape.num_layers * elements * _cache_itemsize(cfg)
 
 
 def _cache_bytes(rollout: RolloutConfig, card: Card, weights: int, per_token: int) -> int:
     """Bytes of an engine's cache: `kv_cache_memory_bytes`, or what weights leave of its share."""
-    engine = (
-        f"an engine of rollout.tensor_parallel_size {rollout.tensor_parallel_size} has "
-        f"{weights / 1e9:.1f} GB of weights on each GPU of {card.memory / 1e9:.0f} GB"
-    )
-    room = card.memory - weights
-    if room < per_token:
-        raise ValueError(f"{engine}: {_way_out(rollout, card, weights)}")
+    engine = _engine(rollout, card, weights)
     given = engine_number(rollout.vllm, "kv_cache_memory_bytes")
     if given is None:
         share = rollout.vllm.get("gpu_memory_utilization", VLLM_UTILIZATION)
@@ -135,6 +138,7 @@ def _cache_bytes(rollout: RolloutConfig, card: Card, weights: int, per_token: in
                 "larger tensor_parallel_size"
             )
         return cache
+    room = card.memory - weights
     if not per_token <= given <= room:
         raise ValueError(
             f"{engine}, and rollout.vllm.kv_cache_memory_bytes is {given}, where a token takes "
@@ -143,14 +147,31 @@ def _cache_bytes(rollout: RolloutConfig, card: Card, weights: int, per_token: in
     return given
 
 
-def _way_out(rollout: RolloutConfig, card: Card, weights: int) -> str:
-    """Advice for an engine whose GPUs cannot hold its weights."""
-    in_node = weights * rollout.tensor_parallel_size / card.per_node
-    if in_node < card.memory:
-        return "use a larger tensor_parallel_size"
+def _engine(rollout: RolloutConfig, card: Card, weights: int) -> str:
+    """How a message about the size of an engine begins."""
     return (
-        f"no engine on one node of {card.per_node} holds it, and none runs on several; take GPUs "
-        f"(--gpu) of more than {in_node / 1e9:.0f} GB, and all {card.per_node} of a node"
+        f"an engine of rollout.tensor_parallel_size {rollout.tensor_parallel_size} has "
+        f"{weights / 1e9:.1f} GB of weights on each GPU of {card.memory / 1e9:.0f} GB"
+    )
+
+
+def _way_out(cfg: Config, shape: ModelShape, card: Card) -> str:
+    """Advice for an engine whose GPUs cannot hold its weights: the fewest that can."""
+    sizes = [
+        size
+        for size in engine_sizes(shape, engine_dims(cfg.rollout))
+        if size <= card.per_node or size % card.per_node == 0
+    ]
+    for size in sizes:
+        rollout = cfg.rollout.model_copy(update={"tensor_parallel_size": size})
+        sized = cfg.model_copy(update={"rollout": rollout})
+        least = (_weight_bytes(sized, shape) + _token_bytes(sized, shape)) / VLLM_UTILIZATION
+        if least <= card.memory:
+            nodes = f", {size // card.per_node} nodes of {card.per_node}"
+            return f"set it to {size}{nodes if size > card.per_node else ''}"
+    return (
+        f"no engine holds it, as at most {sizes[-1]} GPUs can split the model; take GPUs (--gpu) "
+        f"of more than {least / 1e9:.0f} GB"
     )
 
 

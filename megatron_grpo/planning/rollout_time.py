@@ -6,14 +6,15 @@ from itertools import pairwise
 from math import ceil
 
 from checkpoint_convert import ModelShape
+from checkpoint_convert.vllm import first_worker_layout
 from megatron_grpo.config.config import Config
 from megatron_grpo.planning.card import Card
-from megatron_grpo.planning.itemsizes import worker_itemsizes
+from megatron_grpo.planning.itemsizes import ITEMSIZE, worker_itemsizes
 from megatron_grpo.planning.memory import EngineBytes
 from megatron_grpo.planning.step_time import active_weights
 from megatron_grpo.planning.workload import spread
 from megatron_grpo.rollout.vllm_command import engine_number
-from megatron_grpo.weights.worker_layouts import worker_layouts
+from megatron_grpo.weights.worker_layouts import engine_dims
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +31,14 @@ class RolloutTime:
     """To read weights, keys and values at the full rate of the GPU's memory."""
     compute_seconds: float
     """To multiply at the GPU's peak."""
+    network_seconds: float
+    """To add up hidden states over the nodes of an engine at the full rate of their network cards;
+    0 if an engine runs on one node."""
 
     @property
     def seconds(self) -> float:
-        """No generation is faster."""
-        return max(self.memory_seconds, self.compute_seconds)
+        """No generation is faster. What is added up over nodes is the next matrix's input."""
+        return max(self.memory_seconds, self.compute_seconds) + self.network_seconds
 
 
 def rollout_time(
@@ -48,8 +52,8 @@ def rollout_time(
     p_i c_i + c_i^2 / 2 tokens in all. Prompts are computed once per group, as with vLLM's prefix
     caching. Prompts have `data.max_prompt_length`; None without that.
 
-    Left out: the latency of kernels and all-reduces, scheduling, and prompts that are computed
-    while completions wait.
+    Left out: the latency of kernels and all-reduces, all-reduces within a node, scheduling, and
+    prompts that are computed while completions wait.
     """
     if cfg.data.max_prompt_length is None:
         return None
@@ -67,14 +71,19 @@ def rollout_time(
     dense, experts = _read_bytes(cfg, shape)
     num_bytes = passes * dense + _expert_passes(shape, completions) * experts
     num_bytes += read * engine.token_bytes
+    prompt_tokens = sum(p for p, _ in pairs) / group
     return RolloutTime(
         completions=total,
         tokens=sum(_split(length, *limits)[1] for length in spread(lengths, total)),
         passes=passes,
         memory_seconds=num_bytes / card.memory_rate,
-        compute_seconds=_flops(shape, tokens, sum(p for p, _ in pairs) / group, read)
+        compute_seconds=_flops(shape, tokens, prompt_tokens, read)
         / cfg.rollout.tensor_parallel_size
         / card.flops,
+        network_seconds=_summed_bytes(cfg, shape, card)
+        * (tokens + prompt_tokens)
+        / card.per_node
+        / card.network_rate,
     )
 
 
@@ -91,7 +100,7 @@ def _read_bytes(cfg: Config, shape: ModelShape) -> tuple[int, int]:
     """
     dense = experts = 0
     itemsizes = worker_itemsizes(cfg, shape)
-    for piece in worker_layouts(shape, cfg.rollout)[0].pieces:
+    for piece in first_worker_layout(shape, engine_dims(cfg.rollout)).pieces:
         num_bytes = piece.box.num_elements * itemsizes[piece.local]
         if ".experts." in piece.tensor:
             experts += num_bytes
@@ -112,6 +121,18 @@ def _expert_passes(shape: ModelShape, completions: Sequence[int]) -> float:
     running = range(len(completions), 0, -1)
     steps = (end - start for start, end in pairwise([0, *completions]))
     return sum(n * (1 - missed**b) for n, b in zip(steps, running, strict=True))
+
+
+def _summed_bytes(cfg: Config, shape: ModelShape, card: Card) -> int:
+    """Bytes of a token that each node of an engine at least sends, and receives; 0 on one node.
+
+    After attention and after the MLP or the experts, all workers add up hidden states. Whatever the
+    algorithm, and even if switches add, a node's own sum leaves it once. Left out: the embedding's
+    sum, and logits, which one worker gathers.
+    """
+    if cfg.rollout.tensor_parallel_size <= card.per_node:
+        return 0
+    return 2 * shape.num_layers * shape.hidden_size * ITEMSIZE[cfg.model.dtype]
 
 
 def _flops(shape: ModelShape, tokens: int, prompt_tokens: float, read: float) -> float:

@@ -116,8 +116,7 @@ def _with_engines(
     tensor = cfg.rollout.tensor_parallel_size
     engines = cfg.rollout.num_engines * tensor
     if cfg.dims.world_size + engines > least_gpus(cfg, card, engine):  # they share
-        on_nodes = -(-num_gpus // card.per_node) * (min(num_gpus, card.per_node) // tensor)
-        update = {"num_engines": max(1, min(num_gpus // tensor, on_nodes)), "base_urls": ()}
+        update = {"num_engines": max(1, _most_engines(num_gpus, tensor, card)), "base_urls": ()}
         cfg = cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update=update)})
         return cfg, _whole_nodes(num_gpus, card)
     if engines >= num_gpus:
@@ -126,6 +125,14 @@ def _with_engines(
             f"trainer: use --gpus {engines + 1} or more, or a smaller rollout.num_engines"
         )
     return cfg, _whole_nodes(num_gpus - engines, card)
+
+
+def _most_engines(num_gpus: int, tensor: int, card: Card) -> int:
+    """How many engines fit: several on a node, or each on whole nodes."""
+    if tensor > card.per_node:
+        return num_gpus // tensor
+    on_nodes = -(-num_gpus // card.per_node) * (min(num_gpus, card.per_node) // tensor)
+    return min(num_gpus // tensor, on_nodes)
 
 
 def _whole_nodes(num_gpus: int, card: Card) -> int:

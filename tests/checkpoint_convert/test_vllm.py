@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from itertools import product
+from math import prod
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from checkpoint_convert.vllm import (
     check_engine_dims,
     engine_dtypes,
     engine_layouts,
+    first_worker_layout,
 )
 from conversions import assert_same
 from models import servable_model
@@ -103,6 +105,9 @@ def test_the_workers_of_an_engine_hold_the_model_once(shape, tensor, expert_para
     for layout in layouts:
         layout.check_complete()
     cover_exactly(hf_tensors(shape), layouts)
+    assert first_worker_layout(shape, dims) == layouts[0]
+    held = [sum(map(prod, layout.shapes.values())) for layout in layouts]
+    assert held[0] == max(held)
 
 
 def test_neighbours_hold_the_same_key_value_head_where_there_are_fewer_than_workers():

@@ -13,13 +13,15 @@ from megatron_grpo.config.config_file import load_config
 from megatron_grpo.planning.card import CARDS
 from megatron_grpo.planning.command import print_plan, print_suggestions
 from megatron_grpo.planning.job_plan import least_gpus, plan_job, shares_gpus
-from megatron_grpo.planning.memory import engine_bytes
+from megatron_grpo.planning.memory import EngineBytes, engine_bytes
 from published_models import write_config
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 DEFAULTS = {"gpu": "h100", "num_gpus": None, "lengths_file": None, "as_json": False}
 TWELVE_RANKS = ("parallel.tensor_parallel_size=4", "parallel.data_parallel_size=3")
 TWELVE_RANKS += ("parallel.pipeline_parallel_size=1",)
+EIGHT_RANKS = ("parallel={data_parallel_size: 8}",)
+ENGINES_OF_16 = ("rollout.num_engines=3", "rollout.tensor_parallel_size=16")
 NEMO_RL = ("parallel.tensor_parallel_size=4", "parallel.data_parallel_size=4")
 """Its layout for 70B: beside an engine that keeps its memory, too much."""
 
@@ -100,7 +102,6 @@ def test_what_does_not_fit_is_refused_with_a_layout_that_does(cfg, capsys):
         (["parallel.tensor_parallel_size=3"], r"tensor\(3\) cannot split the model"),
         (["rollout.vllm.gpu_memory_utilization=0.2"], r"leaves nothing.*use more than 0\.21"),
         (["train.max_tokens_per_microbatch=4000"], r"4096 tokens.*set it to 4096"),
-        (["rollout.tensor_parallel_size=16"], r"16 is more than the 8 GPUs of a node"),
         (
             [*TWELVE_RANKS, "rollout.num_engines=1", "rollout.tensor_parallel_size=4"],
             r"12 ranks do not fill nodes of 8 GPUs: take a multiple, such as 16",
@@ -144,6 +145,42 @@ def test_engines_that_fill_their_gpus_have_gpus_of_their_own(cfg):
 
     assert num_gpus(0.4) == 64  # on those of the ranks
     assert num_gpus(0.9) == 128
+
+
+@pytest.mark.parametrize(
+    ("engine", "num_gpus"),
+    [
+        (None, 48),  # 6 nodes, the first of them with the ranks
+        (EngineBytes(weights=80 * 10**9, cache=0, token_bytes=1, cached_tokens=0, outside=0), 56),
+    ],
+    ids=["shared", "own"],
+)
+def test_engines_over_several_nodes_take_whole_ones(cfg, engine, num_gpus):
+    job, card = cfg(*EIGHT_RANKS, *ENGINES_OF_16), CARDS["h100"]
+    assert least_gpus(job, card, engine) == num_gpus
+    assert shares_gpus(job, card, num_gpus) is (engine is None)
+    with pytest.raises(ValueError, match=r"3 engines.* need 48, but the job has 40"):
+        shares_gpus(job, card, 40)
+
+
+def test_an_engine_that_does_not_fill_its_nodes_is_refused(cfg):
+    job = cfg(*EIGHT_RANKS, "rollout.num_engines=1", "rollout.tensor_parallel_size=12")
+    with pytest.raises(ValueError, match=r"12 does not fill nodes of 8 GPUs: set it to 8.* 16"):
+        shares_gpus(job, CARDS["h100"], least_gpus(job, CARDS["h100"], None))
+
+
+def test_the_plan_says_how_long_the_nodes_of_an_engine_add_up(cfg, capsys):
+    spanning = cfg("rollout.tensor_parallel_size=16", "rollout.num_engines=4")
+    print_plan(spanning, **DEFAULTS)
+    assert "; 4 engines of 16, on the same GPUs" in (text := capsys.readouterr().out)
+    # 512 completions of 3,072 tokens and 16 prompts, twice 80 layers of 8,192 elements, 8 cards.
+    seconds = (512 * 3072 + 16 * 1024) * 2 * 80 * 8192 * 2 / (8 * 50e9)
+    assert f"from memory, and its nodes add up hidden states for {seconds:.1f} s" in text
+    print_plan(spanning, **DEFAULTS | {"as_json": True})
+    figures = json.loads(capsys.readouterr().out)["rollout"]
+    assert figures["network_seconds"] == pytest.approx(seconds)
+    print_plan(cfg(), **DEFAULTS)
+    assert "add up" not in capsys.readouterr().out
 
 
 def test_lengths_of_a_file_make_the_microbatches(cfg, capsys, tmp_path):

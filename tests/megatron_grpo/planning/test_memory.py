@@ -1,6 +1,8 @@
 """The planner's worst phase compared with the memory of real ranks, and what engines leave."""
 
 import ctypes
+import re
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -168,34 +170,60 @@ def test_an_engine_caches_latents_whole_in_every_worker_and_its_projections_are_
 @pytest.mark.parametrize(
     ("name", "tensor", "message"),
     [
-        ("Llama-3.3-70B", 1, r"141\.1 GB of weights on each GPU of 85 GB: use a larger tensor"),
-        ("Llama-3.1-405B", 4, r"no engine on one node of 8 holds it.*more than 101 GB, and all 8"),
-        ("Llama-3.1-405B", 8, r"101\.\d GB of weights on each GPU of 85 GB: no engine on one node"),
-        ("DeepSeek-V3", 8, r"169\.\d GB of weights on each GPU.*more than 170 GB, and all 8"),
+        ("Llama-3.3-70B", 1, r"141\.1 GB of weights on each GPU of 85 GB: set it to 2$"),
+        ("Llama-3.1-405B", 4, r"202\.\d GB of weights .*: set it to 16, 2 nodes of 8$"),
+        ("Llama-3.1-405B", 8, r"101\.\d GB of weights .*: set it to 16, 2 nodes of 8$"),
+        (
+            "DeepSeek-V3",
+            16,
+            r"85\.\d GB of weights on each GPU of 85.*: set it to 32, 4 nodes of 8$",
+        ),
     ],
 )
 @pytest.mark.parametrize(
     "given", ["gpu_memory_utilization=0.9", "kv_cache_memory_bytes=1000000000"]
 )
-def test_weights_that_gpus_do_not_hold_are_refused_with_ones_that_do(
+def test_weights_that_gpus_do_not_hold_are_refused_with_the_fewest_gpus_that_do(
     name, tensor, message, given, tmp_path
 ):
     folder = write_config(tmp_path, name)
-    cfg = tiny_config(
-        folder,
-        ParallelDims(),
-        "model.dtype=bfloat16",
-        f"rollout.tensor_parallel_size={tensor}",
-        f"rollout.vllm.{given}",
-    )
     shape = read_shape(folder)
-    with pytest.raises(ValueError, match=message):
-        engine_bytes(cfg, shape, CARDS["h100"])
-    whole = engine_bytes(
-        tiny_config(
-            folder, ParallelDims(), "model.dtype=bfloat16", "rollout.tensor_parallel_size=8"
-        ),
-        shape,
-        CARDS["b200"],
-    )
-    assert whole.cache > 0
+
+    def engine_of(tensor):
+        cfg = tiny_config(
+            folder,
+            ParallelDims(),
+            "model.dtype=bfloat16",
+            f"rollout.tensor_parallel_size={tensor}",
+            f"rollout.vllm.{given}",
+        )
+        return engine_bytes(cfg, shape, CARDS["h100"])
+
+    with pytest.raises(ValueError, match=message) as refused:
+        engine_of(tensor)
+    [said] = re.findall(r"set it to (\d+)", str(refused.value))
+    assert engine_of(said).cache > 0
+
+
+def test_weights_that_no_number_of_gpus_holds_are_refused_with_larger_gpus(tmp_path):
+    folder = write_config(tmp_path, "Llama-3.1-8B")
+    cfg = tiny_config(folder, ParallelDims(), "model.dtype=bfloat16")
+    shape, small = read_shape(folder), replace(CARDS["h100"], memory=500 * 10**6)
+    # A 32nd of it, with one of 8 key-value heads; GPUs of 0.64 GB leave it a twelfth of that.
+    with pytest.raises(
+        ValueError, match=r"as at most 32 GPUs can split.*\(--gpu\) of more than 1 GB"
+    ):
+        engine_bytes(cfg, shape, small)
+
+
+@pytest.mark.parametrize("tensor", [16, 32])
+def test_where_workers_outnumber_key_value_heads_each_holds_and_caches_one_whole(tensor, tmp_path):
+    folder = write_config(tmp_path, "Llama-3.1-405B")
+    size = f"rollout.tensor_parallel_size={tensor}"
+    cfg = tiny_config(folder, ParallelDims(), "model.dtype=bfloat16", size)
+    engine = engine_bytes(cfg, read_shape(folder), CARDS["h100"])
+    hidden, layers, vocabulary = 16384, 126, 128256
+    split = layers * (2 * hidden * 128 * 128 + 3 * hidden * 53248) + 2 * vocabulary * hidden
+    whole = layers * 2 * hidden * 128 + (2 * layers + 1) * hidden  # keys, values; norms
+    assert engine.weights == 2 * (split // tensor + whole)
+    assert engine.token_bytes == layers * 2 * 128 * 2

@@ -61,6 +61,28 @@ def test_tensor_ranks_of_an_engine_share_weights_and_cache(time_of):
 
 
 @pytest.mark.parametrize(
+    ("name", "num_nodes", "layers", "hidden"),
+    [("Llama-3.1-8B", 2, 32, 4096), ("Llama-3.1-8B", 4, 32, 4096), ("DeepSeek-V3", 4, 61, 7168)],
+)
+def test_nodes_of_an_engine_add_up_hidden_states_twice_in_a_layer(
+    name, num_nodes, layers, hidden, time_of
+):
+    engine = "rollout.num_engines=2", f"rollout.tensor_parallel_size={8 * num_nodes}"
+    time, _ = time_of(name, [600, 1100], *engine)
+    # An engine generates half of 16 completions, and computes two prompts once.
+    tokens = 4 * 500 + 4 * 1000 + 2 * 100
+    num_bytes = tokens * layers * 2 * 2 * hidden
+    assert time.network_seconds == pytest.approx(num_bytes / (8 * 50e9))
+    assert time.seconds == time.memory_seconds + time.network_seconds
+
+
+def test_an_engine_on_one_node_waits_for_no_network(time_of):
+    time, _ = time_of("Llama-3.1-8B", [1100], "rollout.tensor_parallel_size=8")
+    assert time.network_seconds == 0
+    assert time.seconds == time.memory_seconds
+
+
+@pytest.mark.parametrize(
     "limit", ["max_num_seqs: 4", "kv_cache_memory_bytes: 286261248"], ids=["requests", "cache"]
 )
 def test_completions_that_do_not_all_run_at_once_take_more_passes(limit, time_of):

@@ -107,6 +107,23 @@ def test_engines_on_gpus_of_their_own_keep_them(tmp_path):
         suggest(cfg, read_shape(folder), CARD, [4096], 4)
 
 
+@pytest.mark.parametrize(("num_gpus", "num_engines"), [(16, 1), (24, 1), (32, 2)])
+def test_engines_over_several_nodes_that_share_gpus_take_as_many_as_they_fill(
+    num_gpus, num_engines, tmp_path
+):
+    folder = write_config(tmp_path, "Llama-3.1-8B")
+    overrides = [
+        f"model.path={folder}",
+        "rollout.num_engines=1",
+        "rollout.tensor_parallel_size=16",
+        "rollout.vllm.gpu_memory_utilization=0.1",
+    ]
+    cfg = load_config(CONFIGS / "grpo_8b.yaml", overrides)
+    first = suggest(cfg, read_shape(folder), CARD, [4096], num_gpus)[0]
+    assert (first.cfg.dims.world_size, first.cfg.rollout.num_engines) == (num_gpus, num_engines)
+    place(first.cfg, [str(number) for number in range(num_gpus // 8)], 8)
+
+
 def test_experts_stay_in_a_node(tmp_path):
     folder = write_config(tmp_path, "Qwen3-30B-A3B")
     card = replace(CARD, per_node=2, memory=8 * CARD.memory)
