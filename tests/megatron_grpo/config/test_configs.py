@@ -8,6 +8,7 @@ from checkpoint_convert import padded_vocab_size, read_shape
 from checkpoint_convert.megatron import checkpoint_layout
 from megatron_grpo.config.config_file import load_config
 from megatron_grpo.experience.batching import BatchSchedule
+from megatron_grpo.launch.placement import check_engine_size
 from megatron_grpo.planning.built_rank import build_rank
 from megatron_grpo.planning.card import CARDS
 from megatron_grpo.planning.instantiate import instantiate
@@ -32,11 +33,12 @@ RUNS = [
     ("grpo_30b_glm_flash", "GLM-4.7-Flash"),
     ("grpo_106b_a12b", "GLM-4.5-Air"),
     ("grpo_235b_a22b", "Qwen3-235B-A22B"),
+    ("grpo_405b", "Llama-3.1-405B"),
     ("grpo_671b_a37b", "DeepSeek-V3"),
 ]
-ON_B200 = ("grpo_671b_a37b",)
+ON_H200 = ("grpo_671b_a37b",)
 """The others are for H100."""
-OWN_NODES = ("grpo_235b_a22b", "grpo_671b_a37b")
+OWN_NODES = ("grpo_235b_a22b", "grpo_405b", "grpo_671b_a37b")
 """Whose engines are on nodes behind those of the trainer."""
 # Llama's 70B has the same sizes; the run of 32k the same axes, on half as many context ranks; and
 # test_instantiate.py builds small models like those of GLM.
@@ -44,7 +46,7 @@ NEAR_OTHERS = ("Qwen2.5-72B", "DeepSeek-R1-Distill-Qwen-32B", "GLM-4.7-Flash", "
 
 
 def card_of(name):
-    return CARDS["b200" if name in ON_B200 else "h100"]
+    return CARDS["h200" if name in ON_H200 else "h100"]
 
 
 of_every_run = pytest.mark.parametrize(("name", "published"), RUNS)
@@ -72,8 +74,8 @@ def test_batches_and_lengths_go_together(name, published, tmp_path):
 def test_groups_stay_in_a_node_and_every_node_is_full(name, published, tmp_path):
     cfg = run_config(name, published, tmp_path)
     dims = cfg.dims
-    in_node = max(dims.tensor, dims.expert * dims.expert_tensor, cfg.rollout.tensor_parallel_size)
-    assert in_node <= GPUS_PER_NODE
+    assert max(dims.tensor, dims.expert * dims.expert_tensor) <= GPUS_PER_NODE
+    check_engine_size(cfg.rollout.tensor_parallel_size, GPUS_PER_NODE)
     engine_gpus = cfg.rollout.num_engines * cfg.rollout.tensor_parallel_size
     if name in OWN_NODES:
         assert engine_gpus % GPUS_PER_NODE == dims.world_size % GPUS_PER_NODE == 0
@@ -84,7 +86,13 @@ def test_groups_stay_in_a_node_and_every_node_is_full(name, published, tmp_path)
         assert engine_gpus + dims.world_size == GPUS_PER_NODE
 
 
-@of_every_run
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        pytest.param(*run, marks=pytest.mark.slow if run[1] == "DeepSeek-V3" else ())
+        for run in RUNS
+    ],
+)
 def test_weights_can_be_pushed(name, published, tmp_path):
     assert "sum" in reshard_table(run_config(name, published, tmp_path))
 
