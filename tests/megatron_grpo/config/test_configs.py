@@ -88,10 +88,7 @@ def test_groups_stay_in_a_node_and_every_node_is_full(name, published, tmp_path)
 
 @pytest.mark.parametrize(
     ("name", "published"),
-    [
-        pytest.param(*run, marks=pytest.mark.slow if run[1] == "DeepSeek-V3" else ())
-        for run in RUNS
-    ],
+    [pytest.param(*run, marks=pytest.mark.slow if run[1] == "DeepSeek-V3" else ()) for run in RUNS],
 )
 def test_weights_can_be_pushed(name, published, tmp_path):
     assert "sum" in reshard_table(run_config(name, published, tmp_path))
