@@ -70,7 +70,10 @@ def train(
         for step in range(training.first_step, cfg.train.num_steps):
             training.begin_step(step + 1)
             training.stop_if_preempted(step)
-            training.roll_out(step)
+            is_new = training.roll_out(step)
+            training.rest_engines()
+            if is_new:
+                training.prepare(step)
             report = training.update(step)
             lost = training.push_unless_lost(step + 1, metrics)
             training.log(step + 1, metrics, report)
@@ -78,6 +81,11 @@ def train(
             if lost:
                 training.save_and_stop(step + 1, lost)
             metrics = {}
+
+
+def wait_for_rank_0() -> None:
+    """Return on all ranks when rank 0 has called this; waits on the CPU."""
+    dist.broadcast(torch.zeros(1), src=0)
 
 
 class Training:
@@ -109,8 +117,9 @@ class Training:
             source = ExperienceSource(cfg, shape, token, num_ranks)
             self.source = stack.enter_context(closing(source))
             source.wait_for_memory()
-        if not cfg.rollout.base_urls:
-            dist.broadcast(torch.zeros(1), src=0)  # wait: the engines measure free memory first
+        if cfg.rollout.enable_sleep_mode or not cfg.rollout.base_urls:
+            wait_for_rank_0()  # the engines measure free memory first, or give theirs back
+        self._may_be_awake = False  # the engines
         self.policy = build_policy(cfg, shape, groups)
         self.reference = build_reference(cfg, shape, groups) if cfg.grpo.beta > 0 else None
         for chunk in [*self.policy.chunks, *(self.reference.chunks if self.reference else [])]:
@@ -193,14 +202,14 @@ class Training:
             collected = Collected(experience, ready.metrics)
         self.rollouts.restore(ready.generation, collected)
 
-    def roll_out(self, step: int) -> None:
-        """Prepare what optimizer step `step`, counted from 0, trains on.
+    def roll_out(self, step: int) -> bool:
+        """Get what optimizer step `step`, counted from 0, trains on; False if it is there already.
 
         A run that was saved in the middle of a generation continues with that generation.
         """
         cursor = self.batches.cursor(step)
         if not cursor.starts_generation and step != self.first_step:
-            return
+            return False
         if cursor.starts_generation:
             try:
                 with suppress(Preempted):  # then all ranks stop below
@@ -217,6 +226,21 @@ class Training:
             self.experience, self.news = collected.experience, collected.metrics
         self.rollouts.ask_ahead(step)
         self.checkpoints.poll()  # finish a checkpoint that was written in the meantime
+        return True
+
+    def rest_engines(self) -> None:
+        """Let engines that share GPUs give their memory to the ranks, until the next push."""
+        if not (self.cfg.rollout.enable_sleep_mode and self._may_be_awake):
+            return
+        with self.timer.phase("sleep"):
+            if self.source:
+                self.source.engines.sleep()
+            wait_for_rank_0()
+        self._may_be_awake = False
+
+    def prepare(self, step: int) -> None:
+        """Compute what is needed once for all steps that train on the generation of `step`."""
+        cursor = self.batches.cursor(step)
         self.minibatches = self.preparation.minibatches(
             self.experience, cursor.generation, self.timer
         )
@@ -243,6 +267,9 @@ class Training:
 
     def push(self, policy_version: int) -> None:
         """Push the current weights to the engines; raises EnginesLost when none are left."""
+        if self.cfg.rollout.enable_sleep_mode:
+            torch.cuda.empty_cache()  # engines take their memory back once all ranks are here
+        self._may_be_awake = True
         engines = self.source.engines if self.source else None
         self.weight_sync.push(self.policy.parameters(), engines, policy_version, self.timer)
 

@@ -50,6 +50,7 @@ def rollout_overrides(rollout: RolloutConfig, base_urls: Sequence[str]) -> list[
         f"rollout.engine={rollout.engine}",
         f"rollout.base_urls=[{', '.join(base_urls)}]",
         f"rollout.tensor_parallel_size={rollout.tensor_parallel_size}",
+        f"rollout.enable_sleep_mode={str(rollout.enable_sleep_mode).lower()}",
         *([f"rollout.vllm.enable_expert_parallel={expert_parallel}"] if rollout.vllm else []),
     ]
 
@@ -96,7 +97,10 @@ def push(
 ) -> tuple[str, list[str]]:
     cfg = tiny_config(folder, dims, *overrides)
     timer = PhaseTimer(lambda name: None)
-    engines = client_of(cfg.rollout.base_urls, token) if rank == 0 else None
+    sleeps = cfg.rollout.enable_sleep_mode
+    engines = None
+    if rank == 0:
+        engines = client_of(cfg.rollout.base_urls, token, enable_sleep_mode=sleeps)
     with closing(WeightSync(cfg, read_shape(folder), sender, torch.device("cpu"), 1)) as sync:
         try:
             sync.push(parameters, engines, version, timer)

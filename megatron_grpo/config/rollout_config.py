@@ -39,6 +39,9 @@ class RolloutConfig(Section):
     async_generate: bool = False
     """Generate the next batch while training on the current one; samples are one generation
     older."""
+    enable_sleep_mode: bool = False
+    """Between generations, engines give the GPU memory of weights and cache to the ranks that share
+    these GPUs; vLLM's sleep mode of level 2."""
     router_replay: bool = False
     """With a mixture of experts, send each token in training to the experts that the engine chose
     for it (R3, arXiv 2510.11370)."""
@@ -75,6 +78,12 @@ class RolloutConfig(Section):
             raise ValueError(
                 f"rollout.engine transformers cannot end completions at strings {[*self.stop]} "
                 "(rollout.stop): use rollout.stop_token_ids or rollout.engine=vllm"
+            )
+        if self.enable_sleep_mode and (self.engine == "transformers" or self.async_generate):
+            raise ValueError(
+                "rollout.enable_sleep_mode true needs engines of vLLM that have nothing to do "
+                f"while the ranks train: leave it out with rollout.engine {self.engine} and "
+                f"rollout.async_generate {str(self.async_generate).lower()}"
             )
         if self.engine == "transformers" and (self.tensor_parallel_size > 1 or self.vllm):
             raise ValueError(

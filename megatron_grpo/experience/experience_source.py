@@ -81,10 +81,14 @@ class ExperienceSource:
     def wait_for_memory(self) -> None:
         """Return when engines that share GPUs with trainer ranks have allocated their memory.
 
-        Such engines measure how much is free, so the trainer must wait. Other engines load while
-        the trainer builds its model. Raises what waiting in `wait_ready` raises.
+        Such engines measure how much is free, so the trainer must wait. In sleep mode they have
+        given it back when this returns. Other engines load while the trainer builds its model.
+        Raises what `wait_ready` raises.
         """
-        if self._servers.share_gpus:
+        if self.cfg.rollout.enable_sleep_mode:
+            self.wait_ready()
+            self.engines.sleep()
+        elif self._servers.share_gpus:
             self._servers.wait_ready(self.cfg.rollout.startup_timeout)
 
     def wait_ready(self) -> None:

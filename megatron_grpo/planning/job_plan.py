@@ -93,7 +93,7 @@ def plan_job(
     engine = engine_bytes(cfg, shape, card)
     num_gpus = num_gpus or least_gpus(cfg, card, engine)
     is_shared = shares_gpus(cfg, card, num_gpus)
-    beside = engine.total if engine and is_shared else 0
+    beside = engine if is_shared else None
     in_node = num_gpus <= card.per_node
     work, states = workload(cfg, shape, lengths), stage_states(cfg, shape)
     return JobPlan(

@@ -54,7 +54,7 @@ class StageMemory:
     communicators: int
     """NCCL's buffers and the CUDA context; an estimate."""
     engine: int
-    """Memory of an engine on the same GPU, which is never released."""
+    """Memory that an engine on the same GPU never releases."""
     phases: dict[str, int]
     """Additional memory of each phase of a step, at its peak."""
 
@@ -186,10 +186,13 @@ def stages_memory(
     shape: ModelShape,
     states: Sequence[StateBytes],
     microbatches: int,
-    engine: int,
+    beside: EngineBytes | None,
     device: str = "cuda",
 ) -> list[StageMemory]:
-    """What a GPU of each stage needs, including its `stage_states` and the bytes of an `engine`.
+    """What a GPU of each stage needs, including its `stage_states` and an engine `beside` it.
+
+    An engine in sleep mode has no weights and no cache while the ranks compute. A push wakes its
+    weights, and then its cache.
 
     With `device` "cpu", what a process without a GPU needs.
     """
@@ -198,8 +201,8 @@ def stages_memory(
             stage=stage,
             state=state,
             communicators=CONTEXT_BYTES + COMMUNICATOR_BYTES * _communicators(cfg),
-            engine=engine,
-            phases=_phases(cfg, shape, stage, microbatches, device),
+            engine=_held(cfg, beside),
+            phases=_phases(cfg, shape, stage, microbatches, device) | _awake(cfg, beside),
         )
         for stage, state in enumerate(states)
     ]
@@ -219,6 +222,21 @@ def _phases(
         "train": stage_activations(cfg, shape, stage, microbatches) + backward_head,
         "push": cfg.rollout.update_weights_bucket_megabytes * 10**6,
     }
+
+
+def _held(cfg: Config, beside: EngineBytes | None) -> int:
+    """What an engine on the same GPU holds in every phase."""
+    if beside is None:
+        return 0
+    return beside.outside if cfg.rollout.enable_sleep_mode else beside.total
+
+
+def _awake(cfg: Config, beside: EngineBytes | None) -> dict[str, int]:
+    """The phases in which an engine in sleep mode on the same GPU is awake."""
+    if beside is None or not cfg.rollout.enable_sleep_mode:
+        return {}
+    buffers = cfg.rollout.update_weights_bucket_megabytes * 10**6
+    return {"push": buffers + beside.weights, "generate": beside.weights + beside.cache}
 
 
 def _communicators(cfg: Config) -> int:

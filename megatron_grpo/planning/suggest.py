@@ -84,7 +84,7 @@ def suggest(
     engine = engine_bytes(cfg, shape, card)
     cfg, num_ranks = _with_engines(cfg, card, engine, num_gpus)
     is_shared = shares_gpus(_on_ranks(cfg, num_ranks), card, num_gpus)
-    beside = engine.total if engine and is_shared else 0
+    beside = engine if is_shared else None
     workload(_on_ranks(cfg, 1), shape, lengths)  # what fails here fails in every layout
     found, states = [], {}
     console = Console(stderr=True)
@@ -157,7 +157,7 @@ def _fitting(
     card: Card,
     lengths: Sequence[int],
     states: Sequence[StateBytes],
-    beside: int,
+    beside: EngineBytes | None,
 ) -> list[Suggestion]:
     """`cfg` with the least recomputation with which it fits; empty if it does not fit at all."""
     for settings in _recomputations(cfg):

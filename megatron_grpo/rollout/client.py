@@ -4,7 +4,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from itertools import pairwise
 from typing import Any, NoReturn, TypeVar
 
@@ -153,6 +153,8 @@ class RolloutClient:
     def begin_push(self, push: str) -> None:
         """Pause the engines, drop their caches and mark their weights as having no version."""
         self.fleet.begin_push(self._urls)
+        if self._rollout.enable_sleep_mode:
+            self._on_all(lambda engine: engine.wake("weights"))
         self._on_all(lambda engine: engine.begin_push(push, self._links))
 
     def receive_push(self, push: str, is_sending: Callable[[], bool]) -> None:
@@ -171,8 +173,19 @@ class RolloutClient:
     def finish_push(self, push: str, policy_version: int) -> None:
         """Make every engine serve `push` as `policy_version`."""
         self._on_all(lambda engine: engine.finish_push(push, policy_version))
+        if self._rollout.enable_sleep_mode:
+            self._on_all(lambda engine: engine.wake("kv_cache"))
         self._on_all(lambda engine: engine.post("/resume"))
         self.fleet.finish_push(self._urls)
+
+    def sleep(self) -> None:
+        """Make every healthy engine give its memory to the trainer, until the next push."""
+        urls = [url for url, _ in self.fleet.up]
+        self.fleet.begin_push(urls)
+        while urls := [url for url in urls if url not in self._failed]:
+            with suppress(EngineDown):  # it is lost at the next `assemble`; the others go on
+                self._on(urls, lambda engine: engine.sleep(), self._failed)
+                break
 
     def serve_loaded(self) -> None:
         """Make every engine serve the weights that it loaded itself, as LOADED_VERSION."""

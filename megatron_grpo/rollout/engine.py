@@ -189,6 +189,16 @@ class Engine:
         await self.ask("finish_push", push=push)
         await self.post("/update_weight_version", {"new_version": str(policy_version)})
 
+    async def sleep(self) -> None:
+        """Give back the memory of weights and cache, which are lost, until `wake`."""
+        await self.post("/update_weight_version", {"new_version": NO_VERSION})
+        await self.ask("drop_weights")
+        await self.post("/sleep?level=2")
+
+    async def wake(self, part: str) -> None:
+        """Take back the memory of `weights` or `kv_cache`, if the engine sleeps."""
+        await self.post(f"/wake_up?tags={part}")
+
     async def serve_loaded(self) -> None:
         """Serve the weights that the engine loaded itself; samples get the version LOADED_VERSION.
 

@@ -52,6 +52,10 @@ class PushState:
         if links == self.links:
             self.push, self.is_loaded, self.held = push, False, ""
 
+    def drop(self) -> None:
+        """Hold no weights until the next push."""
+        self.push, self.is_loaded, self.held = "", False, ""
+
     def load(self, sums: Mapping[str, int]) -> None:
         """Record that every parameter is written, with these checksums."""
         self.is_loaded, self.sums = True, sums

@@ -44,6 +44,7 @@ def serve(
     settings = (
         f"--nnodes {node.nnodes} model.dtype={model.dtype} "
         f"rollout.tensor_parallel_size={rollout.tensor_parallel_size} "
+        f"rollout.enable_sleep_mode={rollout.enable_sleep_mode} "
         f"rollout.router_replay={rollout.router_replay} rollout.vllm={rollout.vllm}"
     )
     with connected(node, token, settings, rollout.startup_timeout) as others:

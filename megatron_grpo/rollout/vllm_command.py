@@ -42,6 +42,7 @@ RESERVED = {
     "hf_overrides": "the trainer follows config.json in model.path",
     "quantization": "weights are pushed in model.dtype",
     "enable_return_routed_experts": "set rollout.router_replay",
+    "enable_sleep_mode": "set rollout.enable_sleep_mode",
     "enable_lora": "full weights are pushed, not adapters",
     "tensor_parallel_size": "set rollout.tensor_parallel_size",
     "pipeline_parallel_size": "weights are pushed to workers that hold all layers",
@@ -91,6 +92,8 @@ def vllm_command(
         "worker_extension_cls": WORKER_EXTENSION,
         "scheduling_policy": "priority",
         "enable_return_routed_experts": rollout.router_replay or None,
+        # A CPU engine follows the same requests, but would not start with this.
+        "enable_sleep_mode": (rollout.enable_sleep_mode and on_gpu) or None,
     }
     arguments |= platform_arguments(rollout.tensor_parallel_size, on_gpu) | rollout.vllm
     # -P: files of the working directory must not be imported instead of vLLM's own.

@@ -239,6 +239,11 @@ class PushWorker:
             self.weight_transfer_engine.state.finish()
         return {"question": question}
 
+    def drop_weights(self, question: str) -> Json:
+        """From now on there are no weights, until a push is complete."""
+        self.weight_transfer_engine.state.drop()
+        return {"question": question}
+
     def hold_loaded(self, question: str) -> Json:
         """From now on the weights count as those the engine loaded itself, if there was no push."""
         self.weight_transfer_engine.state.hold_loaded()

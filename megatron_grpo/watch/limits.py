@@ -58,7 +58,7 @@ class Limits:
                 return None
             case "save" | "close":
                 return None
-            case "push" | "verify_weights":
+            case "push" | "verify_weights" | "sleep":
                 usual = self.push
             case _:
                 usual = self.step

@@ -1,6 +1,7 @@
 """Whole runs on GPUs: ranks, vLLM, pushes, and what is left behind when a rank ends."""
 
 import json
+import re
 import signal
 import uuid
 from pathlib import Path
@@ -59,6 +60,21 @@ def test_on_one_gpu_a_run_trains_beside_its_engine_and_both_compute_the_same(
         assert record["rollout/logprob_gap_mean"] < MOST_GAP  # also after a push
     versions = [row["policy_version"] for row in read_completions(tmp_path / "run")]
     assert versions == [0] * 16 + [1] * 16 + [2] * 16
+
+
+def test_an_engine_that_sleeps_gives_its_memory_to_the_rank_and_computes_the_same_again(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    sleeps = "rollout.enable_sleep_mode=true"
+    run = finish_run(*arguments, sleeps, "optimizer.lr=1e-2", "train.num_steps=3", timeout=800)
+    assert run.exit_code == 0, run.output
+    for record in read_metrics(tmp_path / "run"):
+        assert record["rollout/logprob_gap_mean"] < MOST_GAP  # from weights pushed after a sleep
+    log = (tmp_path / "run" / "logs" / "engine_0.log").read_text()
+    freed = [float(words) for words in re.findall(r"Sleep mode freed ([\d.]+) GiB memory", log)]
+    total = torch.cuda.mem_get_info()[1] / 2**30
+    # All but the context of its share of 0.3.
+    assert len(freed) == 4 and min(freed) > 0.2 * total, log
 
 
 def test_a_mixture_is_trained_with_the_experts_that_vllm_chose(

@@ -159,6 +159,27 @@ def test_another_layout_takes_the_same_steps(recipe_runs: Runs, whole: Path) -> 
             assert ours[name] == pytest.approx(theirs[name], rel=2e-4, abs=1e-7), name
 
 
+def test_a_run_whose_engines_sleep_while_it_trains_is_the_same_run(
+    recipe_runs: Runs,
+) -> None:
+    """Also where an evaluation wakes them between two steps on one generation."""
+    options = ["grpo.steps_per_generation=2", "train.num_steps=3", "eval.interval=1"]
+    options += [f"eval.data.path={recipe_runs.folder / 'sums.jsonl'}", "eval.max_prompts=4"]
+    options.append("eval.reward.functions=[demo/rewards.py:share_of_digits]")
+    awake = recipe_runs.finish("awake", "tensor", *options)
+    log = recipe_runs.engine.servers._engines[0].log
+    before = log.read_text()
+    sleeps = ["rollout.enable_sleep_mode=true"]
+    asleep = recipe_runs.finish("asleep", "tensor", *options, *sleeps)
+    assert results(asleep) == results(awake)
+    during = log.read_text().removeprefix(before)
+    # Before the ranks build the model, and before each of three steps.
+    assert during.count("seconds to fall asleep") == 4
+    for part in ("weights", "kv_cache"):
+        assert during.count(f"seconds to wake up tags ['{part}']") == 4
+    assert [("time/sleep" in record) for record in read_metrics(asleep)[1:]] == [True] * 3
+
+
 @pytest.mark.slow
 def test_a_run_with_shared_prompts_has_the_metrics_of_one_without(recipe_runs: Runs) -> None:
     options = ["train.num_steps=2", "grpo.loss_type=dapo"]

@@ -408,6 +408,14 @@ def test_missing_key_is_named_with_its_meaning(tmp_path):
             ["rollout.engine=transformers", "rollout.tensor_parallel_size=2"],
             ["tensor_parallel_size 2", "must be 1"],
         ),
+        (
+            ["rollout.enable_sleep_mode=true", "rollout.engine=transformers"],
+            ["leave it out with rollout.engine transformers"],
+        ),
+        (
+            ["rollout.enable_sleep_mode=true", "rollout.async_generate=true"],
+            ["leave it out with rollout.engine vllm and rollout.async_generate true"],
+        ),
         (["eval.k=[1,4,8]"], ["eval: k 4", "num_generations 1", "to 8"]),
         (["eval.temperature=0", "eval.num_generations=4"], ["temperature 0", "num_generations 1"]),
         (["eval.temperature=0.001"], ["0.001", "use 0, or at least 0.01"]),

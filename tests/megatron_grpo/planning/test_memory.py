@@ -66,7 +66,7 @@ def planned_and_measured(
     )
     shape = read_shape(cfg.model.path)
     states = stage_states(cfg, shape)
-    stages = stages_memory(cfg, shape, states, len(lengths), engine=0, device="cpu")
+    stages = stages_memory(cfg, shape, states, len(lengths), None, device="cpu")
     measured = run_ranks(dims.world_size, measured_activations, cfg, lengths)
     return [stage.phases["train"] for stage in stages], measured
 
@@ -104,6 +104,26 @@ def test_an_engine_that_is_given_a_cache_has_that_and_its_weights(tmp_path):
         ValueError, match=r"kv_cache_memory_bytes is 70.*: use 131072 to 689\d+, or"
     ):
         engine_of_8b(tmp_path, "rollout.vllm.kv_cache_memory_bytes=70g")
+
+
+def test_an_engine_in_sleep_mode_takes_memory_only_while_it_is_awake(tmp_path):
+    folder = write_config(tmp_path, "Llama-3.1-8B")
+    shape, share = read_shape(folder), "rollout.vllm.gpu_memory_utilization=0.5"
+    plans = []
+    for sleeps in ("false", "true"):
+        options = [share, "model.dtype=bfloat16", f"rollout.enable_sleep_mode={sleeps}"]
+        cfg = tiny_config(folder, ParallelDims(data=8), *options)
+        engine = engine_bytes(cfg, shape, CARDS["h100"])
+        plans += stages_memory(cfg, shape, stage_states(cfg, shape), 4, engine)
+    awake, asleep = plans
+    buffers = 512_000_000
+    assert awake.engine == engine.total and asleep.engine == engine.outside
+    assert {phase: asleep.phases[phase] for phase in awake.phases} == awake.phases | {
+        "push": buffers + engine.weights
+    }
+    # Its share of the card, with the ranks' weights, gradients and optimizer in the rest.
+    assert asleep.worst == "generate" and asleep.phases["generate"] == 42.5e9
+    assert awake.total - asleep.total == awake.phases["train"]
 
 
 def test_a_cache_of_8_bits_holds_twice_as_many_tokens(tmp_path):

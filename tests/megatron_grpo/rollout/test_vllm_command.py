@@ -68,6 +68,12 @@ def test_a_gpu_engine_gets_none_of_the_settings_for_cpu():
     assert not of_cpu & set(command(on_gpu=True))
 
 
+def test_sleep_mode_is_for_gpus():
+    assert "--enable-sleep-mode" in command(on_gpu=True, enable_sleep_mode=True)
+    assert "--enable-sleep-mode" not in command(on_gpu=True)
+    assert "--enable-sleep-mode" not in command(enable_sleep_mode=True)
+
+
 def test_experts_of_tokens_are_asked_for_only_where_vllm_tells_them():
     flag = "--enable-return-routed-experts"
     assert flag in command(on_gpu=True, router_replay=True)
