@@ -189,7 +189,13 @@ def serve(
         str, typer.Option(help="Address of node 0 for the others.")
     ] = ONE_NODE.master_addr,
     master_port: Annotated[
-        int, typer.Option(help="A free port of node 0 for the others.")
+        int,
+        typer.Option(
+            help="A free port of node 0. vLLM's workers meet there, on all interfaces and without "
+            "authentication: keep others off this network.",
+            min=1,
+            max=65535,
+        ),
     ] = ONE_NODE.master_port,
 ) -> None:
     """Run one rollout engine for CONFIG until interrupted.

@@ -17,7 +17,8 @@ export TMPDIR
 for ((restarts = 0; ; restarts++)); do
     folder=$(mktemp --directory)
     # Each engine has its own process group, so that the processes it leaves behind end with it and free
-    # its GPUs, and its own temporary folder, so that its sockets and files are removed.
+    # its GPUs (one over several nodes kills its own), and its own temporary folder, so that its sockets
+    # and files are removed.
     TMPDIR=$folder setsid megatron-grpo serve "${@:2}" &
     engine=$!
     wait "$engine"

@@ -80,12 +80,13 @@ start_engines() {
         urls+=("http://$first:$((FIRST_PORT + 1 + number))")
         for rank in "${!nodes[@]}"; do
             engine_logs+=("$LOGS/engine_$number$([[ $rank == 0 ]] || echo "_node_$rank").log")
+            # The nodes of an engine have no other engine, so that all can use the same port to meet.
             # `env` within the step, since Slurm sets CUDA_VISIBLE_DEVICES of every task to all GPUs.
             on_node "${nodes[rank]}" --output="${engine_logs[-1]}" \
                 env CUDA_VISIBLE_DEVICES="$gpus" bash slurm/engine.sh "$LOGS" "$@" \
                 --host "$(address_of "${nodes[rank]}")" --port "$((FIRST_PORT + 1 + number))" \
                 --nnodes "${#nodes[@]}" --node-rank "$rank" --master-addr "$first" \
-                --master-port "$((FIRST_PORT + 1 + ${#ENGINES[@]} + number))" &
+                --master-port "$((FIRST_PORT + 63))" &
             engines+=($!)
         done
     done

@@ -54,9 +54,11 @@ def place(cfg: Config, nodes: Sequence[str], gpus_per_node: int) -> Placement:
     num_engines = cfg.rollout.num_engines
     places = free if num_engines <= len(free) else shared
     if num_engines > len(places):
+        fewer = f"set it to {len(places)} or less, or take more nodes"
+        least = -(-tensor // gpus_per_node)
         raise ValueError(
             f"rollout.num_engines {num_engines} of {tensor} GPUs each do not fit on {len(nodes)} "
-            f"nodes of {gpus_per_node}: set it to {len(places)} or less, or take more nodes"
+            f"nodes of {gpus_per_node}: {fewer if places else f'take {least} nodes or more'}"
         )
     return Placement(nodes[:num_trainers], ranks_per_node, places[:num_engines])
 

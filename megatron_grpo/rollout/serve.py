@@ -1,6 +1,8 @@
 """One rollout engine, or one node of it, for trainers that have its address and token."""
 
 import os
+import signal
+import sys
 from typing import NoReturn
 
 from megatron_grpo.config.rollout_config import RolloutConfig
@@ -10,7 +12,7 @@ from megatron_grpo.rollout.access import check_host, is_loopback
 from megatron_grpo.rollout.engine_nodes import await_end, connected
 from megatron_grpo.rollout.server import engine_command, engine_devices, num_gpus
 from megatron_grpo.rollout.tied_process import TiedProcess
-from megatron_grpo.rollout.vllm_command import check_engine_arguments
+from megatron_grpo.rollout.vllm_command import check_engine_arguments, engine_flags
 
 
 def serve(
@@ -28,25 +30,28 @@ def serve(
     """
     check_host(host)
     node.check(rollout.tensor_parallel_size)
-    if node.nnodes > 1 and is_loopback(host) and not is_loopback(node.master_addr):
+    if node.nnodes > 1 and is_loopback(host) != is_loopback(node.master_addr):
         raise ValueError(
-            f"--host {host} is out of reach for {node.master_addr} (--master-addr): give the "
-            "address of this host for the engine's other nodes"
+            f"--host {host} and --master-addr {node.master_addr} do not reach each other: give "
+            "the addresses of this host and of node 0 on the network that they share"
         )
     if rollout.engine == "vllm":
         check_engine_arguments(rollout.vllm)
-    size = rollout.tensor_parallel_size // node.nnodes
+    size, num_devices = rollout.tensor_parallel_size // node.nnodes, num_gpus()
+    if num_devices == 0 and size > 1 and node.nnodes > 1:
+        raise ValueError(
+            f"--nnodes {node.nnodes} puts {size} workers of the engine on each node, and on CPUs "
+            f"vLLM takes one: use {rollout.tensor_parallel_size}"
+        )
+    # vLLM takes the visible GPUs of a node for its workers there.
     part = rollout.model_copy(update={"num_engines": 1, "tensor_parallel_size": size})
-    [devices] = engine_devices(part, num_gpus(), 0, os.environ)
+    [devices] = engine_devices(part, num_devices, 0, os.environ)
     command, environment = engine_command(model, rollout, host, port, devices, token, node)
     if node.nnodes == 1:
         os.execve(command[0], command, environment)
-    settings = (
-        f"--nnodes {node.nnodes} model.dtype={model.dtype} "
-        f"rollout.tensor_parallel_size={rollout.tensor_parallel_size} "
-        f"rollout.enable_sleep_mode={rollout.enable_sleep_mode} "
-        f"rollout.router_replay={rollout.router_replay} rollout.vllm={rollout.vllm}"
-    )
+    settings = " ".join(engine_flags(model.dtype, rollout, on_gpu=devices is not None))
+    # By default SIGTERM would end this process before the block below can kill vLLM.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with connected(node, token, settings, rollout.startup_timeout) as others:
         tied = TiedProcess.start(command, environment)
         try:

@@ -77,14 +77,33 @@ def vllm_command(
 
     Raises ValueError if it cannot do what the config asks for.
     """
+    # -P: files of the working directory must not be imported instead of vLLM's own.
+    command = [sys.executable, "-P", "-m"]
+    flags = [f"--model={model.path}", *engine_flags(model.dtype, rollout, on_gpu)]
+    if node.nnodes > 1:
+        flags += _flags(asdict(node))
+    if node.node_rank > 0:
+        return [*command, "megatron_grpo.rollout.headless", "--headless", *flags]
+    command += ["vllm.entrypoints.openai.api_server"]
+    command += [f"--host={host}", f"--port={port}", "--disable-uvicorn-access-log"]
+    command += [f"--middleware={TOKEN_GUARD}"]
+    # Scale-out adds the route with token ids in and out; load tracking counts accepted requests.
+    command += ["--enable-scale-out", "--enable-server-load-tracking"]
+    return [*command, *flags]
+
+
+def engine_flags(dtype: str, rollout: RolloutConfig, on_gpu: bool) -> list[str]:
+    """The flags that are the same on all nodes of an engine, but for the model's folder.
+
+    Raises ValueError if vLLM cannot do what the config asks for.
+    """
     if rollout.router_replay and not on_gpu:
         raise ValueError(
             "rollout.router_replay true: vLLM 0.32 tells the experts of tokens only on GPUs; use "
             "rollout.engine=transformers, or leave it out"
         )
     arguments: dict[str, Any] = {
-        "model": str(model.path),
-        "dtype": model.dtype,
+        "dtype": dtype,
         "tensor_parallel_size": rollout.tensor_parallel_size,
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
@@ -96,18 +115,7 @@ def vllm_command(
         "enable_sleep_mode": (rollout.enable_sleep_mode and on_gpu) or None,
     }
     arguments |= platform_arguments(rollout.tensor_parallel_size, on_gpu) | rollout.vllm
-    # -P: files of the working directory must not be imported instead of vLLM's own.
-    command = [sys.executable, "-P", "-m"]
-    if node.nnodes > 1:
-        arguments |= asdict(node)
-    if node.node_rank > 0:
-        return [*command, "megatron_grpo.rollout.headless", "--headless", *_flags(arguments)]
-    command += ["vllm.entrypoints.openai.api_server"]
-    command += [f"--host={host}", f"--port={port}", "--disable-uvicorn-access-log"]
-    command += [f"--middleware={TOKEN_GUARD}"]
-    # Scale-out adds the route with token ids in and out; load tracking counts accepted requests.
-    command += ["--enable-scale-out", "--enable-server-load-tracking"]
-    return [*command, *_flags(arguments)]
+    return [*_flags(arguments)]
 
 
 def platform_arguments(tensor_parallel_size: int, on_gpu: bool) -> dict[str, Any]:
@@ -152,7 +160,7 @@ def vllm_environment(tensor_parallel_size: int, on_gpu: bool) -> dict[str, str]:
         ENGINE_VARIABLE: "1",
         "VLLM_SERVER_DEV_MODE": "1",  # the routes that pause the engine and update its weights
         "VLLM_API_KEY": "",  # a key of the user's would lock us out of the routes that it guards
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # nothing that arrives is unpickled
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # nothing that arrives by HTTP is unpickled
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",  # the model is a local folder: no requests to the hub
         **platform_environment(tensor_parallel_size, on_gpu),

@@ -53,7 +53,7 @@ class LineReader:
 def _parsed(text: str) -> dict[str, Any] | str:
     try:
         words = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
     return words if isinstance(words, dict) else text
 

@@ -55,6 +55,7 @@ def test_an_engine_of_more_gpus_than_a_node_has_takes_whole_nodes():
         (12, 1, 1, "12 ranks do not fill nodes of 8 GPUs: take a multiple, such as 16"),
         (40, 1, 1, "40 ranks need 5 nodes of 8 GPUs, and the job has 4"),
         (8, 1, 12, "12 does not fill nodes of 8 GPUs: set it to 8, or to a multiple such as 16"),
+        (8, 1, 48, "1 of 48 GPUs each do not fit on 4 nodes of 8: take 6 nodes or more"),
         (8, 3, 16, "3 of 16 GPUs each do not fit on 4 nodes of 8: set it to 2 or less"),
         (32, 9, 4, "set it to 8 or less"),
     ],

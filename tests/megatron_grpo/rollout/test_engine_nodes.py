@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 
@@ -68,8 +69,13 @@ def test_a_node_that_was_started_again_takes_its_place(nodes: Callable[[int], No
     first = engine.start(0)
     with joining(engine.port) as lost:
         challenge = json.loads(lost.recv(1000))["challenge"]
-        answer = {"node_rank": 1, "proof": proof(KEY, challenge, 1), "settings": SETTINGS}
-        lost.sendall(json.dumps(answer).encode() + b"\n")
+        words = {
+            "node_rank": 1,
+            "proof": proof(KEY, challenge, 1),
+            "challenge": "",
+            "settings": SETTINGS,
+        }
+        lost.sendall(json.dumps(words).encode() + b"\n")
         again, last = engine.start(1), engine.start(2)
         engine.leave.set()
         assert [future.result(30) for future in (first, again, last)] == [2, 1, 1]
@@ -79,9 +85,9 @@ def test_other_programs_do_no_harm(nodes: Callable[[int], Nodes]) -> None:
     """Job scripts probe ports, and anyone may connect and say nothing, or something else."""
     engine = nodes(2)
     first = engine.start(0)
-    with joining(engine.port) as probe, joining(engine.port) as list_of_words:
-        probe.sendall(b"GET /health HTTP/1.1\r\n\r\n")
-        list_of_words.sendall(b"[]\n")
+    with ExitStack() as stack:
+        for said in (b"GET /health HTTP/1.1\r\n\r\n", b"[]\n", b"[" * 4000 + b"\n", b"{"):
+            stack.enter_context(joining(engine.port)).sendall(said)
         with joining(engine.port):  # closed without a word
             pass
         second = engine.start(1)
@@ -95,7 +101,7 @@ def test_other_programs_do_no_harm(nodes: Callable[[int], Nodes]) -> None:
         ({"key": "another"}, "node 0 of this engine, at 127.0.0.1 port .*another MEGATRON_GRPO"),
         (
             {"settings": "rollout.tensor_parallel_size=8"},
-            "was started for rollout.tensor_parallel_size=4, and this node for .*_size=8",
+            "was started with rollout.tensor_parallel_size=4, and this node with .*_size=8",
         ),
     ],
 )
@@ -110,6 +116,29 @@ def test_a_node_of_another_engine_is_refused(
     second = engine.start(1)
     engine.leave.set()
     assert [first.result(30), second.result(30)] == [1, 1]
+
+
+def test_a_node_starts_for_no_other_program(nodes: Callable[[int], Nodes]) -> None:
+    """What listens at the port does not know the key: it cannot answer the node's challenge."""
+    engine = nodes(2)
+    with socket.create_server((LOOPBACK, engine.port)) as listener:
+        node = engine.start(1, timeout=1)
+        for start in (b"{}\n", b'{"start": "yes"}\n'):
+            with listener.accept()[0] as accepted:
+                accepted.sendall(b'{"challenge": "0"}\n')
+                assert b"proof" in accepted.recv(1000)
+                accepted.sendall(start)
+                time.sleep(1)
+        with pytest.raises(TimeoutError, match="node 0 of this engine does not answer at"):
+            node.result(30)
+    assert engine.entered == []
+
+
+def test_long_settings_are_compared_as_well(nodes: Callable[[int], Nodes]) -> None:
+    engine, settings = nodes(2), "x" * 100_000
+    both = [engine.start(rank, settings=settings) for rank in range(2)]
+    engine.leave.set()
+    assert [future.result(30) for future in both] == [1, 1]
 
 
 def test_a_missing_node_is_named(nodes: Callable[[int], Nodes]) -> None:
@@ -146,6 +175,11 @@ def test_the_end_of_vllm_and_of_another_node_are_both_noticed() -> None:
         process.wait(10)
         with pytest.raises(EngineError, match=r"vLLM on this node of the engine .* signal SIGKILL"):
             await_end(process, [])
+    with (
+        subprocess.Popen(["sh", "-c", "exit 2"]) as process,  # as for an unknown argument
+        pytest.raises(ValueError, match="exit code 2"),
+    ):
+        await_end(process, [])
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,13 @@ import pytest
 from engines import largest_logprob_error, random_prompts, running_engine, wait_until
 from megatron_grpo.config.rollout_config import RolloutConfig
 from megatron_grpo.config.trainer_config import ModelConfig
+from megatron_grpo.launch.engine_node import EngineNode
 from megatron_grpo.rollout import EngineServers
 from megatron_grpo.rollout.engine_error import EngineError, EnginesOut, EngineStale
 from megatron_grpo.rollout.engine_process import EngineProcess
 from megatron_grpo.rollout.push_state import LOADED_VERSION
 from megatron_grpo.rollout.server import (
+    engine_command,
     engine_devices,
     engine_environment,
     reserve_port,
@@ -289,6 +291,16 @@ def test_an_engine_sees_nothing_of_the_trainers_ranks():
         "CUDA_VISIBLE_DEVICES": "2,3",
     }
     assert engine_environment(trainer, devices=None)["OMP_NUM_THREADS"] == "1"
+
+
+def test_vllm_on_other_nodes_is_told_the_address_that_was_given():
+    """By default vLLM takes any address of the host, on whichever network."""
+    rollout = RolloutConfig(tensor_parallel_size=2, max_completion_length=8)
+    for rank, host in enumerate(("10.0.0.7", "10.0.0.8")):
+        node = EngineNode(2, rank, "10.0.0.7")
+        model = ModelConfig(path=Path("model"))
+        _, environment = engine_command(model, rollout, host, 8000, None, "token", node)
+        assert environment["VLLM_HOST_IP"] == host
 
 
 def test_a_reserved_port_is_given_to_nobody_else():
