@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from subprocess import Popen
 
 from megatron_grpo.rollout.tied_process import TiedProcess
 
@@ -37,6 +38,11 @@ class EngineProcess:
             log_start = output.tell()
             tied = TiedProcess.start(command, environment, output)
         return cls(url, command, environment, log, log_start, tied)
+
+    @property
+    def process(self) -> Popen[bytes]:
+        """The engine itself."""
+        return self.tied.process
 
     def start_again(self) -> "EngineProcess":
         """Start the same engine again, with the same devices and address."""

@@ -134,13 +134,13 @@ class EngineServers:
     def close(self) -> None:
         """Terminate all engines; kill them after some seconds, and whatever they left running."""
         for engine in self._engines:
-            engine.tied.process.terminate()
+            engine.process.terminate()
         deadline = time.monotonic() + TERMINATE_TIMEOUT
         for engine in self._engines:
             with suppress(TimeoutExpired):
-                engine.tied.process.wait(max(0.0, deadline - time.monotonic()))
+                engine.process.wait(max(0.0, deadline - time.monotonic()))
             engine.tied.kill_others(deadline)
-            engine.tied.process.wait()
+            engine.process.wait()
         for reserved in self._ports:
             reserved.close()
         self._engines.clear()

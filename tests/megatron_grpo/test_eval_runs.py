@@ -205,7 +205,7 @@ def test_an_engine_that_dies_is_started_again_and_asked_for_the_rest(
     def killing(evaluation: FolderEvaluation) -> Any:
         engine = evaluation.servers._engine(evaluation.servers.base_urls[0])
         [held_out] = evaluation._evaluations._evaluations.values()
-        return as_soon_as(lambda: held_out._samples, engine.tied.process.kill)
+        return as_soon_as(lambda: held_out._samples, engine.process.kill)
 
     undisturbed = metrics("undisturbed", lambda _: nullcontext())
     assert metrics("disturbed", killing) == undisturbed

@@ -132,5 +132,8 @@ def test_an_engine_of_another_model_is_refused_with_the_names_of_its_parameters(
         run = run_one_step(tied_model, engine, tmp_path)
     assert run.exit_code != 0
     url = engine.servers.base_urls[0]
-    assert f"rollout engine {url}: the engine's parameters are not those" in run.output
+    assert (
+        f"rollout engine {url}: the engine's parameters do not match the model that is trained"
+        in run.output
+    )
     assert "model.layers.1.self_attn.q_proj.bias [128] is filled by no weight" in run.output

@@ -409,7 +409,7 @@ def test_a_vllm_that_answers_probes_and_generates_nothing_is_killed_with_all_its
             ):
                 ours.client.generate(generation)
             assert not any(map(is_alive, processes))
-            assert 0 < len(generation.open) < 300
+            assert 0 < len(generation.open) < 4 * 300
             ours.push_again()
             samples = ours.client.generate(generation)
     assert [(s.prompt.index, s.sample_index) for s in samples] == [

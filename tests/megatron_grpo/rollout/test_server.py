@@ -134,8 +134,8 @@ def test_what_an_engine_has_started_ends_with_it_however_young(tmp_path):
     assert wait_until(lambda: log.read_text().endswith("\n"), 30)
     core = Path("/proc") / log.read_text().strip()
     assert core.exists()
-    engine.tied.process.kill()
-    engine.tied.process.wait()
+    engine.process.kill()
+    engine.process.wait()
     assert wait_until(lambda: not core.exists(), 5)
     engine.tied.kill()
 
@@ -196,7 +196,7 @@ def test_an_engine_that_dies_later_is_named(tied_model, tmp_path):
     with running_engine("transformers", tied_model, tmp_path, num_engines=2) as engine:
         engine.servers.check()
         victim = engine.servers._engines[1]
-        os.kill(victim.tied.process.pid, signal.SIGKILL)
+        os.kill(victim.process.pid, signal.SIGKILL)
         victim.process.wait()
         with pytest.raises(EngineError, match=f"{victim.url} ended with signal SIGKILL"):
             engine.servers.check()
