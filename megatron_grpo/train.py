@@ -119,7 +119,7 @@ class Training:
             source.wait_for_memory()
         if cfg.rollout.enable_sleep_mode or not cfg.rollout.base_urls:
             wait_for_rank_0()  # the engines measure free memory first, or give theirs back
-        self._may_be_awake = False  # the engines
+        self._engines_may_be_awake = False
         self.policy = build_policy(cfg, shape, groups)
         self.reference = build_reference(cfg, shape, groups) if cfg.grpo.beta > 0 else None
         for chunk in [*self.policy.chunks, *(self.reference.chunks if self.reference else [])]:
@@ -173,6 +173,7 @@ class Training:
             partial(self.source.probe, self.first_step) if self.source else None,
             partial(self.push, self.first_step),
         )
+        self.rest_engines()
         probe = probe_logprobs(
             experience,
             self.policy,
@@ -181,6 +182,8 @@ class Training:
             self.groups,
             self.device,
         )
+        if self.cfg.rollout.enable_sleep_mode:
+            self.push(self.first_step)
         # The push, the probe and an evaluation (before the first step, or one that an interrupted
         # run did not get to) count towards no step's time.
         self.timer = self._new_timer()
@@ -230,13 +233,13 @@ class Training:
 
     def rest_engines(self) -> None:
         """Let engines that share GPUs give their memory to the ranks, until the next push."""
-        if not (self.cfg.rollout.enable_sleep_mode and self._may_be_awake):
+        if not (self.cfg.rollout.enable_sleep_mode and self._engines_may_be_awake):
             return
         with self.timer.phase("sleep"):
             if self.source:
                 self.source.engines.sleep()
             wait_for_rank_0()
-        self._may_be_awake = False
+        self._engines_may_be_awake = False
 
     def prepare(self, step: int) -> None:
         """Compute what is needed once for all steps that train on the generation of `step`."""
@@ -269,7 +272,7 @@ class Training:
         """Push the current weights to the engines; raises EnginesLost when none are left."""
         if self.cfg.rollout.enable_sleep_mode:
             torch.cuda.empty_cache()  # engines take their memory back once all ranks are here
-        self._may_be_awake = True
+        self._engines_may_be_awake = True
         engines = self.source.engines if self.source else None
         self.weight_sync.push(self.policy.parameters(), engines, policy_version, self.timer)
 

@@ -40,8 +40,8 @@ class RolloutConfig(Section):
     """Generate the next batch while training on the current one; samples are one generation
     older."""
     enable_sleep_mode: bool = False
-    """Between generations, engines give the GPU memory of weights and cache to the ranks that share
-    these GPUs; vLLM's sleep mode of level 2."""
+    """Between generations, engines give the memory of weights and cache to the ranks on the same
+    GPUs; vLLM's sleep mode of level 2. No use to engines on GPUs of their own."""
     router_replay: bool = False
     """With a mixture of experts, send each token in training to the experts that the engine chose
     for it (R3, arXiv 2510.11370)."""
@@ -84,6 +84,11 @@ class RolloutConfig(Section):
                 "rollout.enable_sleep_mode true needs engines of vLLM that have nothing to do "
                 f"while the ranks train: leave it out with rollout.engine {self.engine} and "
                 f"rollout.async_generate {str(self.async_generate).lower()}"
+            )
+        if self.enable_sleep_mode and self.vllm.get("speculative_config"):
+            raise ValueError(
+                "rollout.vllm.speculative_config: the weights of a draft model are not pushed, and "
+                "rollout.enable_sleep_mode true would lose them: leave out one of the two"
             )
         if self.engine == "transformers" and (self.tensor_parallel_size > 1 or self.vllm):
             raise ValueError(

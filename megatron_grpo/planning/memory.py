@@ -236,7 +236,7 @@ def _awake(cfg: Config, beside: EngineBytes | None) -> dict[str, int]:
     if beside is None or not cfg.rollout.enable_sleep_mode:
         return {}
     buffers = cfg.rollout.update_weights_bucket_megabytes * 10**6
-    return {"push": buffers + beside.weights, "generate": beside.weights + beside.cache}
+    return {"push": buffers + beside.weights, "generate": buffers + beside.weights + beside.cache}
 
 
 def _communicators(cfg: Config) -> int:

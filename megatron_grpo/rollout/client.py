@@ -4,7 +4,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from itertools import pairwise
 from typing import Any, NoReturn, TypeVar
 
@@ -146,6 +146,8 @@ class RolloutClient:
         urls = self._urls
 
         async def connect(engine: Engine) -> None:
+            if not self._rollout.enable_sleep_mode:
+                await engine.wake()  # an earlier run may have let it sleep
             await engine.connect(invitation, urls.index(engine.url), links)
 
         self._on_all(connect, is_sending)
@@ -179,13 +181,21 @@ class RolloutClient:
         self.fleet.finish_push(self._urls)
 
     def sleep(self) -> None:
-        """Make every healthy engine give its memory to the trainer, until the next push."""
-        urls = [url for url, _ in self.fleet.up]
-        self.fleet.begin_push(urls)
-        while urls := [url for url in urls if url not in self._failed]:
-            with suppress(EngineDown):  # it is lost at the next `assemble`; the others go on
-                self._on(urls, lambda engine: engine.sleep(), self._failed)
-                break
+        """Make every engine that answers give its memory to the trainer, until the next push.
+
+        One that does not is lost. Raises ValueError if an engine was not started for that.
+        """
+        urls = [*self.fleet.check_members(), *(url for url, _ in self.fleet.up)]
+        self.fleet.begin_push(url for url, _ in self.fleet.up)
+
+        async def rest(url: str) -> None:
+            try:
+                async with self._connect(url) as engine, beside(engine.watch(lambda: None)):
+                    await engine.sleep()
+            except (EngineError, TimeoutError) as error:
+                self.fleet.lose(url, str(error))
+
+        asyncio.run(together(map(rest, urls)))
 
     def serve_loaded(self) -> None:
         """Make every engine serve the weights that it loaded itself, as LOADED_VERSION."""

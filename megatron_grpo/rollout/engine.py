@@ -190,14 +190,21 @@ class Engine:
         await self.post("/update_weight_version", {"new_version": str(policy_version)})
 
     async def sleep(self) -> None:
-        """Give back the memory of weights and cache, which are lost, until `wake`."""
+        """Give back the memory of weights and cache, which are lost, until `wake`.
+
+        Raises ValueError if the engine was not started for that.
+        """
         await self.post("/update_weight_version", {"new_version": NO_VERSION})
-        await self.ask("drop_weights")
+        if not all(answer["can_sleep"] for answer in await self.ask("drop_weights")):
+            raise ValueError(
+                f"rollout engine {self.url} was started without rollout.enable_sleep_mode: start "
+                "it with the config of the run, or with --enable-sleep-mode"
+            )
         await self.post("/sleep?level=2")
 
-    async def wake(self, part: str) -> None:
-        """Take back the memory of `weights` or `kv_cache`, if the engine sleeps."""
-        await self.post(f"/wake_up?tags={part}")
+    async def wake(self, *parts: str) -> None:
+        """Take back the memory of `weights` or `kv_cache` (default: both), if the engine sleeps."""
+        await self.post("/wake_up?" + "&".join(f"tags={part}" for part in parts))
 
     async def serve_loaded(self) -> None:
         """Serve the weights that the engine loaded itself; samples get the version LOADED_VERSION.

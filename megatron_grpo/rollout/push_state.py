@@ -21,6 +21,9 @@ LOADED = f"{LOADED_VERSION}-loaded"
 """Used as the push of weights that the engine loaded from its own folder when it started."""
 
 
+DROPPED = "none, as the weights were dropped"
+
+
 @dataclass
 class PushState:
     """The state of a worker's weights with regard to pushes."""
@@ -53,8 +56,8 @@ class PushState:
             self.push, self.is_loaded, self.held = push, False, ""
 
     def drop(self) -> None:
-        """Hold no weights until the next push."""
-        self.push, self.is_loaded, self.held = "", False, ""
+        """Hold no weights until the next push, nor those that the engine loaded itself."""
+        self.push, self.is_loaded, self.held = DROPPED, False, ""
 
     def load(self, sums: Mapping[str, int]) -> None:
         """Record that every parameter is written, with these checksums."""

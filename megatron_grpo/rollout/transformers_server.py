@@ -34,6 +34,7 @@ ROUTES: dict[str, Callable[..., Json | bytes]] = {
     "/load": TransformersEngine.load,
     "/metrics": TransformersEngine.metrics,
     GENERATE: TransformersEngine.generate,
+    "/wake_up": TransformersEngine.answer_nothing,  # it never sleeps
     "/pause": TransformersEngine.pause,
     "/resume": TransformersEngine.resume,
     "/init_weight_transfer_engine": TransformersEngine.init_weight_transfer_engine,

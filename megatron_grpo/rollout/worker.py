@@ -240,9 +240,14 @@ class PushWorker:
         return {"question": question}
 
     def drop_weights(self, question: str) -> Json:
-        """From now on there are no weights, until a push is complete."""
+        """From now on there are no weights, until a push is complete.
+
+        Answers whether the engine was started so that it can give their memory back.
+        """
         self.weight_transfer_engine.state.drop()
-        return {"question": question}
+        worker: Any = self
+        can_sleep = current_platform.is_cpu() or worker.model_config.enable_sleep_mode
+        return {"question": question, "can_sleep": can_sleep}
 
     def hold_loaded(self, question: str) -> Json:
         """From now on the weights count as those the engine loaded itself, if there was no push."""

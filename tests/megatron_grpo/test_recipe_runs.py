@@ -173,10 +173,10 @@ def test_a_run_whose_engines_sleep_while_it_trains_is_the_same_run(
     asleep = recipe_runs.finish("asleep", "tensor", *options, *sleeps)
     assert results(asleep) == results(awake)
     during = log.read_text().removeprefix(before)
-    # Before the ranks build the model, and before each of three steps.
-    assert during.count("seconds to fall asleep") == 4
+    # Before the ranks build the model, before they compute the probe, and before three steps.
+    assert during.count("seconds to fall asleep") == 5
     for part in ("weights", "kv_cache"):
-        assert during.count(f"seconds to wake up tags ['{part}']") == 4
+        assert during.count(f"seconds to wake up tags ['{part}']") == 5
     assert [("time/sleep" in record) for record in read_metrics(asleep)[1:]] == [True] * 3
 
 

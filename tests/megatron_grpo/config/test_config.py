@@ -413,6 +413,10 @@ def test_missing_key_is_named_with_its_meaning(tmp_path):
             ["leave it out with rollout.engine transformers"],
         ),
         (
+            ["rollout.enable_sleep_mode=true", "rollout.vllm.speculative_config={method: ngram}"],
+            ["rollout.vllm.speculative_config", "leave out one of the two"],
+        ),
+        (
             ["rollout.enable_sleep_mode=true", "rollout.async_generate=true"],
             ["leave it out with rollout.engine vllm and rollout.async_generate true"],
         ),

@@ -11,6 +11,7 @@ import pytest
 from engines import TestEngine, largest_logprob_error, random_prompts, served_model
 from megatron_grpo.launch.job_token import bearer
 from megatron_grpo.rollout import EnginesOut
+from megatron_grpo.rollout.push_state import LOADED, PushState
 from pushes import client_of, push_folder
 
 
@@ -52,14 +53,35 @@ def test_sleeping_twice_is_sleeping_once(vllm_engine: TestEngine, tied_model: Pa
     assert not is_asleep(vllm_engine)
 
 
-def test_an_engine_that_dies_before_it_sleeps_keeps_no_other_awake(
-    vllm_engine: TestEngine, tied_model: Path
+def test_engines_that_do_not_sleep_are_lost_and_keep_no_other_awake(
+    vllm_engine: TestEngine, transformers_engine: TestEngine, tied_model: Path
 ) -> None:
     vllm_engine.push(tied_model)
     nobody = "http://127.0.0.1:9"  # the port of `discard`, where nothing listens
-    urls = [nobody, vllm_engine.servers.base_urls[0]]
-    client = client_of(urls, vllm_engine.servers.token, enable_sleep_mode=True)
+    stranger, ours = (e.servers.base_urls[0] for e in (transformers_engine, vllm_engine))
+    token = vllm_engine.servers.token  # which the other engine refuses
+    client = client_of([nobody, stranger, ours], token, enable_sleep_mode=True)
     client.sleep()
     assert is_asleep(vllm_engine)
-    assert list(client._failed) == [nobody]
+    assert client.fleet.up == [(ours, 0)]
     push_to_sleeping(vllm_engine, tied_model)
+
+
+def test_a_run_without_sleep_mode_wakes_an_engine_that_was_left_asleep(
+    vllm_engine: TestEngine, tied_model: Path
+) -> None:
+    vllm_engine.push(tied_model)
+    vllm_engine.client(enable_sleep_mode=True).sleep()
+    vllm_engine.push(tied_model)
+    assert not is_asleep(vllm_engine)
+    samples = vllm_engine.generate(random_prompts(3))
+    assert largest_logprob_error(tied_model, samples) < 1e-4
+
+
+def test_weights_that_were_dropped_are_not_those_that_an_engine_loaded() -> None:
+    state = PushState()
+    state.hold_loaded()
+    assert state.held == LOADED
+    state.drop()
+    state.hold_loaded()
+    assert state.held == ""
