@@ -115,7 +115,7 @@ def engine_flags(dtype: str, rollout: RolloutConfig, on_gpu: bool) -> list[str]:
         "enable_sleep_mode": (rollout.enable_sleep_mode and on_gpu) or None,
     }
     arguments |= platform_arguments(rollout.tensor_parallel_size, on_gpu) | rollout.vllm
-    return [*_flags(arguments)]
+    return list(_flags(arguments))
 
 
 def platform_arguments(tensor_parallel_size: int, on_gpu: bool) -> dict[str, Any]:
