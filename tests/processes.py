@@ -1,5 +1,6 @@
 """Child processes of a test that talk to it over a pipe and end with it."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -16,6 +17,12 @@ def is_alive(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return state != "Z"
+
+
+def shared_memory(pids: list[int]) -> set[Path]:
+    """The named shared memory that processes have mapped."""
+    maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in pids)
+    return {file for file in map(Path, re.findall(r"/dev/shm/\S+", maps)) if file.exists()}
 
 
 class Child:

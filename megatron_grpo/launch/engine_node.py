@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from parallel import divisors
+
 
 @dataclass(frozen=True)
 class EngineNode:
@@ -16,8 +18,7 @@ class EngineNode:
 
     def check(self, tensor_parallel_size: int) -> None:
         """Raise ValueError if an engine of so many GPUs has no such node."""
-        sizes = range(1, tensor_parallel_size + 1)
-        fitting = [count for count in sizes if tensor_parallel_size % count == 0]
+        fitting = divisors(tensor_parallel_size)
         if self.nnodes not in fitting:
             raise ValueError(
                 f"--nnodes {self.nnodes} does not divide rollout.tensor_parallel_size "

@@ -19,7 +19,7 @@ from megatron_grpo.config.config_file import load_config
 from megatron_grpo.launch.engine_node import EngineNode
 from megatron_grpo.launch.job_token import TOKEN_VARIABLE
 from megatron_grpo.rollout.serve import serve
-from processes import is_alive
+from processes import is_alive, shared_memory
 from runs import TINY_CONFIG
 
 TOKEN = "token-of-two-nodes"
@@ -85,14 +85,15 @@ def test_an_engine_over_two_nodes_is_one_engine_and_ends_on_both(tied_model, tmp
             engine.push(tied_model)
             assert largest_logprob_error(tied_model, engine.generate(random_prompts(4))) < 1e-4
         started = [child for node in nodes for child in children(node)]
-        memory = set(Path("/dev/shm").glob("*"))
+        memory = shared_memory([child.pid for child in started])
+        assert memory
         end(nodes)
         assert [node.wait(60) for node in nodes] == codes
         said = [Path(logs, f"node_{rank}.log").read_text() for rank in range(2)]
         assert any("megatron-grpo: another node of this engine has ended" in log for log in said)
         assert wait_until(lambda: not any(is_alive(child.pid) for child in started), 30)
         assert not list(Path(logs).glob("engine_*"))
-        assert set(Path("/dev/shm").glob("*")) < memory
+        assert wait_until(lambda: not any(file.exists() for file in memory), 30)
 
 
 def free_ports(count: int) -> list[int]:

@@ -1,7 +1,6 @@
 """Engines as processes: named when they die, and ended when we end."""
 
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -29,6 +28,7 @@ from megatron_grpo.rollout.server import (
     reserve_port,
     share_gpus,
 )
+from processes import shared_memory
 
 MARK = "MEGATRON_GRPO_TEST_RUN"
 # A trainer that starts an engine, says when it is ready, and waits to be killed.
@@ -67,12 +67,6 @@ def marked_processes(mark: str) -> list[int]:
         if f"{MARK}={mark}".encode() in environment and not is_zombie:
             found.append(int(folder.name))
     return found
-
-
-def shared_memory(pids: list[int]) -> set[Path]:
-    """The named shared memory that processes have mapped."""
-    maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in pids)
-    return {file for file in map(Path, re.findall(r"/dev/shm/\S+", maps)) if file.exists()}
 
 
 @pytest.mark.parametrize(
