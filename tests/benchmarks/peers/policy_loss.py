@@ -74,7 +74,8 @@ def ours(folder: Path, all_metrics: bool = False) -> dict[str, float]:
     from megatron_grpo.config.grpo_config import GRPOConfig
     from megatron_grpo.reporting.metrics import TrainMetrics
     from parallel.alignment import Alignment
-    from parallel.packing import TokenSequence, pack, per_token
+    from parallel.packing import TokenSequence, pack
+    from parallel.token_places import TokenPlaces
     from parallel.vocab import ChosenTokens
 
     given = case()
@@ -89,6 +90,7 @@ def ours(folder: Path, all_metrics: bool = False) -> dict[str, float]:
 
     members = microbatches(given.lengths)
     places = [list(completion_places(given.lengths[batch].tolist())) for batch in members]
+    token_places = [TokenPlaces(where, where[-1].stop) for where in places]
 
     def advantages() -> list[float]:
         found: list[float] = group_advantages(
@@ -99,8 +101,8 @@ def ours(folder: Path, all_metrics: bool = False) -> dict[str, float]:
     def of_batches() -> list[Tensor]:
         known = advantages()
         return [
-            per_token([known[i] for i in batch], where, where[-1].stop)
-            for batch, where in zip(members, places, strict=True)
+            where.column([known[i] for i in batch])
+            for batch, where in zip(members, token_places, strict=True)
         ]
 
     def of_tokens() -> Tensor:
