@@ -5,7 +5,9 @@ from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import DTypeLike
 from torch import Tensor
 
 from parallel.alignment import Alignment, round_up
@@ -122,25 +124,25 @@ def pack(
     whole = [slice(at, at + len(s.tokens)) for s, at in zip(segments, starts, strict=False)]
     responses = list(_responses(sequences, segments, whole))
     members = [sequence for sequence, _ in responses]
-    places = [place for _, place in responses]
+    of_segments = TokenPlaces(whole, total)
+    of_responses = TokenPlaces([place for _, place in responses], total)
+    floating = torch.empty(0, dtype=dtype).numpy().dtype
 
-    of_segments, of_responses = TokenPlaces(whole, total), TokenPlaces(places, total)
-
-    def response_column(name: str, dtype: torch.dtype = dtype) -> Tensor:
+    def response_column(name: str, dtype: DTypeLike = floating) -> Tensor:
         return of_responses.column([getattr(each, name) for each in members], dtype)
 
     masks = [True if each.response_mask is None else each.response_mask for each in members]
-    loss_mask = of_responses.column(masks, torch.bool)
+    loss_mask = of_responses.column(masks, bool)
     sequence_indices = [-1 if s.index is None else s.index for s in segments]
     return PackedBatch(
-        tokens=of_segments.column([s.tokens for s in segments], torch.int64),
+        tokens=of_segments.column([s.tokens for s in segments], np.int64),
         position_ids=torch.cat(
             [torch.arange(first, first + n) for first, n in zip(firsts, lengths, strict=True)]
         ),
         cu_seqlens=torch.tensor([*starts, total], dtype=torch.int32),
         max_seqlen=max(first + n for first, n in zip(firsts, lengths, strict=True)),
-        sequence_index=of_segments.column(sequence_indices, torch.int64, -1),
-        completion_mask=of_responses.column([True] * len(members), torch.bool),
+        sequence_index=of_segments.column(sequence_indices, np.int64, -1),
+        completion_mask=of_responses.column([True] * len(members), bool),
         loss_mask=loss_mask,
         loss_weights=response_column("loss_weight") * loss_mask,
         advantages=response_column("advantage"),
@@ -148,7 +150,7 @@ def pack(
         routed_experts=_routed_experts(segments, starts, total),
         prefixes=_prefixes(segments, starts) if share_prompts else None,
         **{
-            name: response_column(name, torch.bool if name == "high_entropy" else dtype)
+            name: response_column(name, bool if name == "high_entropy" else floating)
             for name in KNOWN
             if name in known or any(getattr(each, name) is not None for each in members)
         },

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import DTypeLike
 from torch import Tensor
 
 
@@ -19,17 +20,16 @@ class TokenPlaces:
     def column(
         self,
         values: Sequence[float | Tensor],
-        dtype: torch.dtype = torch.float32,
+        dtype: DTypeLike = np.float32,
         elsewhere: int = 0,
     ) -> Tensor:
         """[total]: at each place its value, a scalar or one per token; `elsewhere` in between."""
         if Tensor not in map(type, values):  # nearly always
-            in_turn = torch.full((len(self._lengths),), elsewhere, dtype=dtype).numpy()
+            in_turn = np.full(len(self._lengths), elsewhere, dtype)
             in_turn[1::2] = values
             # Faster than to write to a slice for each.
             return torch.from_numpy(np.repeat(in_turn, self._lengths))
-        column = torch.full((self._total,), elsewhere, dtype=dtype)
-        view = column.numpy()  # slicing takes a quarter of the time of torch's, or less
+        column = np.full(self._total, elsewhere, dtype)
         for value, place in zip(values, self._places, strict=True):
-            view[place] = value
-        return column
+            column[place] = value
+        return torch.from_numpy(column)

@@ -74,9 +74,7 @@ def _centered(groups: "RewardGroups", estimator: AdvantageEstimator) -> Tensor:
     if estimator == "reinforce_plus_plus":
         equal = groups.rewards.min() == groups.rewards.max()
         return torch.zeros_like(groups.rewards) if equal else groups.rewards - groups.rewards.mean()
-    centered = (groups.rewards - groups.mean[groups.index]).masked_fill(
-        ~groups.has_spread[groups.index], 0.0
-    )
+    centered = groups.centered.masked_fill(~groups.has_spread[groups.index], 0.0)
     if estimator == "rloo":
         n = groups.count.double()
         centered = centered * (n / (n - 1).clamp(min=1))[groups.index]
@@ -135,20 +133,21 @@ def process_advantages(
 class RewardGroups:
     """The rewards of N completions in G groups, in float64, with statistics of each group.
 
-    `index` [N] is the group (0 .. G-1) of each completion; `count`, `mean` and `has_spread` are
-    [G].
+    `index` [N] is the group (0 .. G-1) of each completion, and `centered` [N] its reward minus the
+    mean of the group; `count`, `mean` and `has_spread` are [G].
     """
 
     def __init__(self, rewards: Tensor, group_ids: Tensor) -> None:
         self.rewards = rewards.double()
         _, self.index, self.count = torch.unique(group_ids, return_inverse=True, return_counts=True)
         self.mean = self._sum(self.rewards) / self.count
+        self.centered = self.rewards - self.mean[self.index]
         low, high = (self._fold(self.rewards, how) for how in ("amin", "amax"))
         self.has_spread = low != high
 
     def std(self) -> Tensor:
         """Sample standard deviation [G]; exactly 0 where all rewards are equal."""
-        squares = self._sum((self.rewards - self.mean[self.index]) ** 2)
+        squares = self._sum(self.centered.square())
         std = (squares / (self.count - 1).clamp(min=1)).sqrt()
         return std.masked_fill(~self.has_spread, 0.0)
 
