@@ -3,17 +3,17 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from itertools import pairwise
 from typing import Any, NoReturn, TypeVar
 
 from checkpoint_convert.vllm import EngineReport
 from megatron_grpo.config.rollout_config import RolloutConfig
 from megatron_grpo.launch.preemption import Preempted
 from megatron_grpo.rollout.connection import connect
+from megatron_grpo.rollout.dealing import Dealing
 from megatron_grpo.rollout.engine import Engine, Json, Patience
-from megatron_grpo.rollout.engine_error import EngineDown, EngineError, EnginesOut, EngineStale
+from megatron_grpo.rollout.engine_error import EngineDown, EngineError
 from megatron_grpo.rollout.fleet import Fleet
 from megatron_grpo.rollout.generation import Requests
 from megatron_grpo.rollout.push_check import WorkerSums, check_reports
@@ -49,9 +49,10 @@ class RolloutClient:
     def generate(self, generation: Requests) -> list[Sample]:
         """Return all samples of `generation` once every request is answered.
 
-        Open requests are dealt to the serving engines in contiguous, equal shares; a follow-up
-        request goes to the engine that answered its predecessor. Requests that a lost engine left
-        unanswered are dealt to the remaining engines when those have finished their own shares.
+        Open requests are dealt to the serving engines in contiguous, equal shares, and some move
+        when one has room (`Dealing`); a follow-up request goes to the engine that answered its
+        predecessor. Requests that a lost engine left unanswered are dealt to the remaining engines
+        when those have finished their own.
         Raises EnginesOut when no engine is left; calling again with the same `generation` keeps the
         answers received so far. Raises Preempted once `cancel` was called.
         """
@@ -60,7 +61,7 @@ class RolloutClient:
             async with beside(self._raise_when_cancelled()):
                 await generation.settle()
                 while generation.open:
-                    await self._deal(generation)
+                    await Dealing(self.fleet, self._connect, generation).run()
                     await generation.settle()
 
         asyncio.run(until_answered())
@@ -75,26 +76,6 @@ class RolloutClient:
         while not self._is_cancelled:
             await asyncio.sleep(POLL_SECONDS)
         raise Preempted("the generation was given up")
-
-    async def _deal(self, generation: Requests) -> None:
-        """Distribute all open requests over the serving engines."""
-        serving = self.fleet.serving
-        if not serving:
-            raise EnginesOut(f"no rollout engine serves:\n{self.fleet.account()}")
-        shares = equal_shares([*generation.open.items()], len(serving))
-
-        async def generate_on(url: str, share: Mapping[int, Json]) -> None:
-            try:
-                async with self._connect(url) as engine:
-                    await engine.generate(share, generation.policy_version, generation.take)
-            except EngineStale as error:
-                self.fleet.leave_out(url, str(error))
-            except EngineDown as error:
-                self.fleet.lose(url, str(error))
-
-        await together(
-            generate_on(url, dict(share)) for url, share in zip(serving, shares, strict=True)
-        )
 
     def assemble(self, check: Callable[[list[EngineReport]], None]) -> tuple[int, int]:
         """Find the engines for the next push: all healthy ones.
@@ -183,19 +164,31 @@ class RolloutClient:
     def sleep(self) -> None:
         """Make every engine that answers give its memory to the trainer, until the next push.
 
-        One that does not is lost. Raises ValueError if an engine was not started for that.
+        One that does not is lost. Engines that the run has started again are waited for, unless
+        `cancel` was called: they would take their memory when the trainer needs it. Raises
+        ValueError if an engine was not started for that.
         """
-        urls = [*self.fleet.check_members(), *(url for url, _ in self.fleet.up)]
-        self.fleet.begin_push(url for url, _ in self.fleet.up)
+        asleep: set[str] = set()
+        while True:
+            came_back = self.fleet.check_members()
+            up = [url for url, _ in self.fleet.up]
+            self.fleet.begin_push(up)
+            awake = [url for url in (*came_back, *up) if url not in asleep]
+            rested = asyncio.run(together(map(self._rest, awake)))
+            asleep.update(url for url, rests in zip(awake, rested, strict=True) if rests)
+            if self._is_cancelled or asleep.issuperset(self.fleet.restarted):
+                return
+            time.sleep(POLL_SECONDS)
 
-        async def rest(url: str) -> None:
-            try:
-                async with self._connect(url) as engine, beside(engine.watch(lambda: None)):
-                    await engine.sleep()
-            except (EngineError, TimeoutError) as error:
-                self.fleet.lose(url, str(error))
-
-        asyncio.run(together(map(rest, urls)))
+    async def _rest(self, url: str) -> bool:
+        """Let an engine sleep; returns whether it does."""
+        try:
+            async with self._connect(url) as engine, beside(engine.watch(lambda: None)):
+                await engine.sleep()
+        except (EngineError, TimeoutError) as error:
+            self.fleet.lose(url, str(error))
+            return False
+        return True
 
     def serve_loaded(self) -> None:
         """Make every engine serve the weights that it loaded itself, as LOADED_VERSION."""
@@ -255,9 +248,3 @@ class RolloutClient:
 async def _describe(engine: Engine) -> list[EngineReport]:
     answers = await engine.ask("describe_parameters")
     return [answer["parameters"] for answer in answers]
-
-
-def equal_shares(items: Sequence[T], count: int) -> list[Sequence[T]]:
-    """Split `items` into `count` contiguous parts whose sizes differ by at most one."""
-    bounds = [len(items) * part // count for part in range(count + 1)]
-    return [items[start:end] for start, end in pairwise(bounds)]

@@ -107,6 +107,8 @@ class DialogueGeneration:
     they arrive, so sums round differently from run to run and some tokens may differ.
     """
 
+    are_movable = False  # the engine that answered the last turn has the dialogue cached
+
     def __init__(
         self,
         prompts: Sequence[Prompt],

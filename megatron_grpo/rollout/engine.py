@@ -4,10 +4,8 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NoReturn
 
 import httpx
@@ -17,17 +15,15 @@ from megatron_grpo.launch.job_token import TOKEN_VARIABLE
 from megatron_grpo.rollout.choice import Choice, decode_choice
 from megatron_grpo.rollout.engine_error import EngineDown, EngineError, EngineStale
 from megatron_grpo.rollout.push_state import LOADED, LOADED_VERSION
-from megatron_grpo.rollout.tasks import beside, together
 
-POLL_INTERVAL = 0.01
 PROBE_INTERVAL = 1.0
-RESUME_SECONDS = 2.0
 # What vLLM sends instead of a log-probability that is not finite.
 NOT_FINITE = -9999.0
 # Version that samples are labelled with while an engine holds no complete weights.
 NO_VERSION = "none"
 # In the Prometheus metrics: one line for each replica behind the address.
 GENERATED_TOKENS = re.compile(r"^vllm:generation_tokens_total(?:{.*})? (\S+)$", re.MULTILINE)
+WAITING_REQUESTS = re.compile(r"^vllm:num_requests_waiting(?:{.*})? (\S+)$", re.MULTILINE)
 
 JSON_HEADERS = {"Content-Type": "application/json"}
 
@@ -57,44 +53,8 @@ class Engine:
     http: httpx.AsyncClient
     patience: Patience
 
-    async def generate(
-        self,
-        requests: Mapping[int, Json],
-        policy_version: int,
-        take: Callable[[int, Choice, str], Awaitable[Json | None]],
-    ) -> None:
-        """Make the engine answer `requests`, which it starts together, in the order of priority.
-
-        Each answer is passed to `take` as it arrives; a follow-up request that `take` returns is
-        sent next. While every answer is being processed by `take`, the engine has nothing to do and
-        does not count as hung. The engine must hold complete weights of `policy_version` at the
-        start and those of the same push at the end, so that it held them throughout.
-        """
-        num_asked = num_answered = 0
-
-        async def ask(number: int, request: Json | None) -> None:
-            nonlocal num_asked, num_answered
-            while request is not None:
-                num_asked += 1
-                choice = await self._complete(request)
-                self._check(choice, policy_version, request["sampling_params"]["max_tokens"])
-                self._check_routes(choice, request)
-                num_answered += 1
-                request = await take(number, choice, self.url)
-
-        def progress() -> float:
-            return num_answered if num_answered < num_asked else time.monotonic()
-
-        async with beside(self.watch(progress)):
-            push = await self._push_of(policy_version)
-            await self._at_once([partial(ask, *request) for request in requests.items()])
-            if await self._held_push() != push:
-                raise EngineError(
-                    f"rollout engine {self.url} was given new weights while it generated: is "
-                    "another trainer using it?"
-                )
-
-    async def _complete(self, request: Json) -> Choice:
+    async def complete(self, request: Json, policy_version: int) -> Choice:
+        """The answer to a request for a completion, made by weights of that version."""
         # It is answered at its end, after all that wait before it; `watch` notices if all hang.
         usual = self.http.timeout
         endless = httpx.Timeout(
@@ -102,41 +62,20 @@ class Engine:
         )
         response = await self._request("POST", "/inference/v1/generate", request, endless)
         try:
-            return decode_choice(response.content)
+            choice = decode_choice(response.content)
         except msgspec.MsgspecError as error:
             raise EngineError(
                 f"rollout engine {self.url} answered with something else than a completion of "
                 f"vLLM 0.32: {error}"
             ) from error
+        self._check(choice, policy_version, request["sampling_params"]["max_tokens"])
+        self._check_routes(choice, request)
+        return choice
 
-    async def _at_once(self, asks: Sequence[Callable[[], Coroutine[Any, Any, None]]]) -> None:
-        """Make the engine hold requests back until all of `asks` have arrived.
-
-        If it started with whatever had arrived by then, batches would differ from run to run: sums
-        would round differently, and now and then a different token would be sampled.
-        """
-
-        async def release() -> None:
-            while await self._load() < before + len(asks):
-                await asyncio.sleep(POLL_INTERVAL)
-            # A counted request may not have reached vLLM's core yet: an engine's first requests ask
-            # the core something before. It answers in order, so after this call they have gone on.
-            await self._held_push()
-            await self.post("/resume")
-
-        try:
-            await self.pause()
-            before = await self._load()  # not 0 if an abandoned request is still counted
-            await together([release(), *(ask() for ask in asks)])
-        except BaseException:
-            # The requests are cancelled and the engine aborts them: it must not stay paused.
-            with suppress(Exception):
-                async with asyncio.timeout(RESUME_SECONDS):
-                    await self.post("/resume")
-            raise
-
-    async def watch(self, progress: Callable[[], object]) -> NoReturn:
-        """Raise EngineDown once the engine hangs.
+    async def watch(
+        self, progress: Callable[[], object], note: Callable[[int], None] = lambda queue: None
+    ) -> NoReturn:
+        """Raise EngineDown once the engine hangs; `note` how many requests it has not started.
 
         It hangs when a probe stays unanswered for `patience.health` seconds, or when for
         `patience.stall` seconds it generates no token and `progress()` does not change. A server
@@ -158,7 +97,8 @@ class Engine:
                         f"{self.patience.health:g} s (rollout.health_timeout)"
                     ) from None
                 continue
-            now = progress(), sum(map(float, GENERATED_TOKENS.findall(page.text)))
+            note(int(_total(WAITING_REQUESTS, page.text)))
+            now = progress(), _total(GENERATED_TOKENS, page.text)
             if now != seen:
                 seen, since = now, time.monotonic()
             elif time.monotonic() - since > self.patience.stall:
@@ -212,7 +152,7 @@ class Engine:
         Raises EngineStale if a push has changed these weights.
         """
         await self.ask("hold_loaded")
-        if await self._held_push() != LOADED:
+        if await self.held_push() != LOADED:
             raise EngineStale(
                 f"rollout engine {self.url} no longer holds the weights that it loaded itself: "
                 "a trainer has pushed others"
@@ -235,9 +175,9 @@ class Engine:
             )
         return answers
 
-    async def _push_of(self, policy_version: int) -> str:
+    async def push_of(self, policy_version: int) -> str:
         """The push whose weights the engine holds; raises unless it is of `policy_version`."""
-        push = await self._held_push()
+        push = await self.held_push()
         if not push:
             raise EngineStale(
                 f"rollout engine {self.url} holds no complete weights: it was restarted, or its "
@@ -251,12 +191,12 @@ class Engine:
             )
         return push
 
-    async def _held_push(self) -> str:
+    async def held_push(self) -> str:
         """The push whose weights all workers hold; empty if they hold none or different ones."""
         pushes = {answer["push"] for answer in await self.ask("held_push")}
         return pushes.pop() if len(pushes) == 1 else ""
 
-    async def _load(self) -> int:
+    async def load(self) -> int:
         """Number of requests that the engine has accepted but not answered."""
         load: int = (await self.get("/load"))["server_load"]
         return load
@@ -356,3 +296,7 @@ class Engine:
             raise EngineError(
                 f"rollout engine {self.url} returned a log-probability that is not finite"
             )
+
+
+def _total(metric: re.Pattern[str], page: str) -> float:
+    return sum(map(float, metric.findall(page)))

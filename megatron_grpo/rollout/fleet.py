@@ -73,6 +73,11 @@ class Fleet:
         well = self._in(State.SERVING, State.STALE)
         return [(url, self._members[url].num_starts) for url in well]
 
+    @property
+    def restarted(self) -> list[str]:
+        """Addresses of engines that the run has started again and that no push has found since."""
+        return self._in(State.DOWN) if self._servers.are_ours else []
+
     def check_members(self) -> list[str]:
         """Lose engines that have died or hang; returns those that answer again."""
         asked = self._in(State.SERVING, State.STALE, State.DOWN)

@@ -13,6 +13,8 @@ class Requests(Protocol):
     """Requests that a `RolloutClient` has the engines answer."""
 
     policy_version: int
+    are_movable: bool
+    """Whether any engine answers a request as soon as another, if neither has started it."""
 
     @property
     def open(self) -> Mapping[int, Json]:
@@ -38,6 +40,8 @@ class Generation:
     the position of this part's first prompt in the whole. With `router_replay`, samples have the
     experts that processed their tokens.
     """
+
+    are_movable = True
 
     def __init__(
         self,

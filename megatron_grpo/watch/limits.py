@@ -58,8 +58,10 @@ class Limits:
                 return None
             case "save" | "close":
                 return None
-            case "push" | "verify_weights" | "sleep":
+            case "push" | "verify_weights":
                 usual = self.push
+            case "sleep":  # waits for engines that were started again
+                usual = max(self.push, self.start, key=_seconds)
             case _:
                 usual = self.step
         return max(self.start, usual, key=_seconds) if is_first_step else usual

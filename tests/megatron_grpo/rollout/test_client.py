@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from checkpoint_convert import read_shape
 from engines import largest_logprob_error, random_prompts, running_engine
-from megatron_grpo.rollout.client import equal_shares
 from megatron_grpo.rollout.engine_error import EngineError
 from megatron_grpo.rollout.server import reserve_port
 from models import EOS_ID
@@ -196,8 +195,3 @@ def test_an_engine_that_does_not_answer_in_time_is_an_error():
             EngineError, match=rf"{url} did not answer /collective_rpc within 0.2 s"
         ):
             client.describe_parameters()
-
-
-def test_shares_are_contiguous_and_equal():
-    assert equal_shares(range(7), 3) == [range(2), range(2, 4), range(4, 7)]
-    assert equal_shares([], 2) == [[], []]

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from megatron_grpo.rollout import engine as engine_module
+from megatron_grpo.rollout.assignment import Assignment
 from megatron_grpo.rollout.choice import Choice
 from megatron_grpo.rollout.engine import Engine, Patience
 from megatron_grpo.rollout.engine_error import EngineDown, EngineError
@@ -68,7 +69,7 @@ def generate(
         taken.append(choice)
 
     request = request or {"sampling_params": {"max_tokens": MAX_TOKENS}}
-    asyncio.run(engine_of(answer).generate({0: request}, 7, take))
+    asyncio.run(Assignment(engine_of(answer), {0: request}, 7, take).answer(is_idle=True))
     return taken
 
 

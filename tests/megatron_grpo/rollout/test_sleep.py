@@ -3,16 +3,25 @@
 A CPU engine answers all of them and keeps its memory; tests/gpu has the memory.
 """
 
+import os
+import signal
 from pathlib import Path
 
 import httpx
 import pytest
 
-from engines import TestEngine, largest_logprob_error, random_prompts, served_model
+from engines import (
+    TestEngine,
+    largest_logprob_error,
+    random_prompts,
+    running_engine,
+    served_model,
+)
 from megatron_grpo.launch.job_token import bearer
 from megatron_grpo.rollout import EnginesOut
 from megatron_grpo.rollout.push_state import LOADED, PushState
 from pushes import client_of, push_folder
+from trainers import trainer
 
 
 def is_asleep(engine: TestEngine) -> bool:
@@ -65,6 +74,23 @@ def test_engines_that_do_not_sleep_are_lost_and_keep_no_other_awake(
     assert is_asleep(vllm_engine)
     assert client.fleet.up == [(ours, 0)]
     push_to_sleeping(vllm_engine, tied_model)
+
+
+@pytest.mark.slow  # 25 s: an engine starts twice
+def test_an_engine_that_died_is_back_and_asleep_before_the_trainer_has_the_memory(
+    tied_model: Path, tmp_path: Path
+) -> None:
+    with (
+        running_engine("vllm", tied_model, tmp_path, enable_sleep_mode=True) as engine,
+        trainer(tied_model, engine.servers, engine.rollout) as ours,
+    ):
+        ours.push()
+        os.kill(ours.pid(engine.servers.base_urls[0]), signal.SIGKILL)
+        ours.client.sleep()
+        assert is_asleep(engine)
+        ours.push()
+        assert not is_asleep(engine)
+        assert largest_logprob_error(tied_model, ours.generate(random_prompts(3))) < 1e-4
 
 
 def test_a_run_without_sleep_mode_wakes_an_engine_that_was_left_asleep(
