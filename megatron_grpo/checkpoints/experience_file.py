@@ -133,11 +133,15 @@ def _own(prompt: Prompt) -> dict[str, Any] | None:
     """The fields of a prompt that an environment has changed; None if it is that of the data."""
     if prompt.first_observation is None:
         return None
-    return {name: getattr(prompt, name) for name in ("token_ids", "text", "first_observation")}
+    return {
+        "token_ids": [*prompt.token_ids],
+        "text": prompt.text,
+        "first_observation": prompt.first_observation,
+    }
 
 
 def _prompt(prompt: Prompt, own: dict[str, Any] | None) -> Prompt:
-    return replace(prompt, **own | {"token_ids": tuple(own["token_ids"])}) if own else prompt
+    return replace(prompt, **own) if own else prompt
 
 
 def _joined(rows: Sequence[Sequence[float]], dtype: type[np.generic]) -> Tensor:

@@ -2,6 +2,7 @@
 
 import re
 import reprlib
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 TEMPLATE_ERRORS = (TemplateError, TypeError)
 """Errors raised by a template itself, or by one that gets a field of an unexpected type."""
+TEXTS_AT_ONCE = 4096
 Chat = str | list[dict[str, str]]
 """A text that is used as it is, or messages for the chat template."""
 T = TypeVar("T")
@@ -28,7 +30,8 @@ class Encoded:
     """A prompt as text, with the chat template applied, and as tokens."""
 
     text: str
-    token_ids: tuple[int, ...]
+    token_ids: "array[int]"
+    """Of int32: a list takes nine times the memory, and data may have 10^8 tokens."""
 
 
 def encode_rows(
@@ -164,15 +167,22 @@ def _render(
 def _tokenize(
     data: DataConfig, tokenizer: "PreTrainedTokenizerBase", texts: list[Any]
 ) -> list[Encoded | Fault]:
-    """Tokenize all texts at once: fast tokenizers use all cores."""
-    # A chat template has already written the special tokens.
-    token_ids = tokenizer(texts, add_special_tokens=not data.apply_chat_template)["input_ids"]
+    """Tokenize many texts at once: fast tokenizers use all cores."""
+    token_ids = [
+        array("i", ids)
+        for start in range(0, len(texts), TEXTS_AT_ONCE)
+        for ids in tokenizer(
+            texts[start : start + TEXTS_AT_ONCE],
+            # A chat template has already written the special tokens.
+            add_special_tokens=not data.apply_chat_template,
+        )["input_ids"]
+    ]
     if not any(token_ids):
         raise ValueError(
             f"the model's tokenizer finds no tokens in {data.path}: are its files "
             "(tokenizer.json) in model.path?"
         )
     return [
-        Encoded(text, tuple(ids)) if ids else Fault("no tokens")
+        Encoded(text, ids) if ids else Fault("no tokens")
         for text, ids in zip(texts, token_ids, strict=True)
     ]

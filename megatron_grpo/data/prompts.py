@@ -32,13 +32,17 @@ class Prompt:
 
     index: int
     """Number of the row in the data, from 0."""
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
+    """An array of int32."""
     text: str
     """The text that `token_ids` encode, with the chat template applied."""
     row: Row
     """The columns of the row, with the reference answer also as `answer`."""
     first_observation: str | None = None
     """Text that the environment of one sample appended; the prompt is then that sample's alone."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", array("i", self.token_ids))
 
 
 class PromptStream:

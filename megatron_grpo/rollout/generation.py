@@ -84,10 +84,11 @@ class Generation:
         """The unanswered requests, by the number of their sample."""
         for position, prompt in enumerate(prompts):
             first = first_seed(seed, step, first_position + position)
+            token_ids = [*prompt.token_ids]
             for index in range(num_generations):
                 number = position * num_generations + index
                 self.open[number] = {
-                    "token_ids": prompt.token_ids,
+                    "token_ids": token_ids,
                     "output_mode": "text",
                     "priority": number,
                     "sampling_params": sampling | {"seed": first + index},

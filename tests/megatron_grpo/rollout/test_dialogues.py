@@ -105,7 +105,7 @@ def test_each_turn_is_asked_with_exactly_the_tokens_so_far(engine, tmp_path):
     for number, sample in enumerate(samples):
         asked = [tuple(request["token_ids"]) for request in generation.asked[number]]
         whole = (*sample.prompt.token_ids, *sample.completion_ids)
-        assert asked[0] == sample.prompt.token_ids
+        assert asked[0] == (*sample.prompt.token_ids,)
         parts = spans(sample)
         assert [is_sampled for is_sampled, _ in parts] == [
             i % 2 == 0 for i in range(2 * len(sample.step_rewards) - 1)

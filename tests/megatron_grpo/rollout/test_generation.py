@@ -53,7 +53,7 @@ def choice(number: int) -> WatchedChoice:
 def test_every_sample_is_asked_for_alone_with_a_seed_and_a_priority_of_its_own():
     requests = generation().open
     assert list(requests) == [*range(6)] == [r["priority"] for r in requests.values()]
-    assert [r["token_ids"] for r in requests.values()] == [(0,), (0,), (1,), (1,), (2,), (2,)]
+    assert [r["token_ids"] for r in requests.values()] == [[0], [0], [1], [1], [2], [2]]
     assert [r["sampling_params"]["seed"] for r in requests.values()] == [
         first_seed(0, 0, position) + index for position in range(3) for index in range(2)
     ]

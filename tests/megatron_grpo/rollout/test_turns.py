@@ -158,6 +158,6 @@ def test_a_first_observation_is_the_end_of_the_last_message():
     for asked in ("ask", [{"role": "user", "content": "ask"}]):
         prompt = turns.first(Prompt(3, (4, 5), "x", {"prompt": asked, "answer": "1"}), " this")
         assert prompt.text == "<start>user\nask this<eos>\n<start>assistant\n"
-        assert prompt.token_ids == tuple(turns.tokenizer(prompt.text)["input_ids"])
+        assert [*prompt.token_ids] == turns.tokenizer(prompt.text)["input_ids"]
         assert (prompt.index, prompt.first_observation) == (3, " this")
         assert prompt.row["prompt"] == asked
