@@ -89,6 +89,8 @@ def checksum_by_torch(values: Tensor, box: Box, shape: Shape) -> Tensor:
     row_factors = row_factors[box.slices[:-1]].flatten()
     column_factors = column_factors[first // per_word : -(-last // per_word)]
     row_sums, column_sums = [row_factors[:0]], torch.zeros_like(column_factors)
+    if values.is_contiguous():  # not a few kernels for every expert
+        values = values.view(-1, values.shape[-1])
     row_bytes = values.shape[-1] * values.element_size()
     blocks = (matrix.split(max(1, BLOCK_BYTES // row_bytes)) for matrix in matrices_of(values))
     for block in chain.from_iterable(blocks):

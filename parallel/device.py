@@ -39,9 +39,6 @@ def setup_device(local_rank: int) -> torch.device:
                 "GPU(s): start fewer ranks, or make all GPUs visible to each (srun: "
                 "--gpus-per-node, not --gpus-per-task)"
             )
-        # Megatron's tensor-parallel layers order communication before computation by issuing both
-        # to one hardware queue; the driver reads this when it creates the context.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         torch.cuda.set_device(local_rank)
         return torch.device("cuda", local_rank)
     _install_cpu_runtime()

@@ -164,19 +164,21 @@ class RolloutClient:
     def sleep(self) -> None:
         """Make every engine that answers give its memory to the trainer, until the next push.
 
-        One that does not is lost. Engines that the run has started again are waited for, unless
-        `cancel` was called: they would take their memory when the trainer needs it. Raises
-        ValueError if an engine was not started for that.
+        One that does not is lost. Engines that were lost are waited for while they may be starting
+        again, unless `cancel` was called: they would take their memory when the trainer needs it.
+        Raises ValueError if an engine was not started for that.
         """
-        asleep: set[str] = set()
+        asleep: set[tuple[str, int]] = set()
         while True:
             came_back = self.fleet.check_members()
             up = [url for url, _ in self.fleet.up]
             self.fleet.begin_push(up)
-            awake = [url for url in (*came_back, *up) if url not in asleep]
-            rested = asyncio.run(together(map(self._rest, awake)))
-            asleep.update(url for url, rests in zip(awake, rested, strict=True) if rests)
-            if self._is_cancelled or asleep.issuperset(self.fleet.restarted):
+            lives = [
+                life for url in (*came_back, *up) if (life := self.fleet.life(url)) not in asleep
+            ]
+            rested = asyncio.run(together(self._rest(url) for url, _ in lives))
+            asleep.update(life for life, rests in zip(lives, rested, strict=True) if rests)
+            if self._is_cancelled or asleep.issuperset(self.fleet.starting):
                 return
             time.sleep(POLL_SECONDS)
 

@@ -1,22 +1,23 @@
-"""Deals the requests of a generation to the engines, and moves them to engines that have room.
+"""Deals the requests of a generation to the engines, and moves some where none waits.
 
 Every engine gets as many requests. But those of one may turn out longer, or its GPUs slower: then
-many of its requests wait for room in its cache when another engine has none left that wait. That
-one takes over half of them. An engine starts with requests in their order, so the last have not
-been started, and nothing is lost; a sample has the same seed wherever it is generated.
+many of them still wait for room in its cache when none waits in another engine. That one takes over
+its part of those that have not been started. So nothing is lost, and a sample has the same seed
+wherever it is generated.
 """
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from itertools import pairwise
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from megatron_grpo.rollout.assignment import Assignment
-from megatron_grpo.rollout.engine import Engine, Json
+from megatron_grpo.rollout.engine import Engine
 from megatron_grpo.rollout.engine_error import EngineDown, EnginesOut, EngineStale
 from megatron_grpo.rollout.fleet import Fleet
 from megatron_grpo.rollout.generation import Requests
+from megatron_grpo.rollout.tasks import beside, together
 
 BALANCE_INTERVAL = 1.0
 
@@ -24,7 +25,10 @@ T = TypeVar("T")
 
 
 class Dealing:
-    """All open `requests`, dealt to the engines of the `fleet` that serve."""
+    """All open `requests`, dealt to the engines of the `fleet` that serve.
+
+    Raises EnginesOut if none does.
+    """
 
     def __init__(
         self,
@@ -32,95 +36,67 @@ class Dealing:
         connect: Callable[[str], AbstractAsyncContextManager[Engine]],
         requests: Requests,
     ) -> None:
-        self._fleet, self._connect, self._requests = fleet, connect, requests
-        self._assignments: dict[str, list[Assignment]] = {}
-        """Of each engine that has been given its share."""
+        if not (serving := fleet.serving):
+            raise EnginesOut(f"no rollout engine serves:\n{fleet.account()}")
+        self._fleet, self._connect, self._are_movable = fleet, connect, requests.are_movable
+        self._is_over = asyncio.Event()
+        shares = equal_shares([*requests.open.items()], len(serving))
+        version, take = requests.policy_version, requests.take
+        self._assignments = {
+            url: Assignment(dict(share), version, take, self._check_over)
+            for url, share in zip(serving, shares, strict=True)
+        }
+        """Of each engine that is not lost."""
 
     async def run(self) -> None:
-        """Return when the engines have answered all requests but those of lost engines.
+        """Return when the engines have answered all requests but those of lost engines."""
+        async with beside(self._balance()):
+            await together(map(self._serve, [*self._assignments]))
 
-        Raises EnginesOut if no engine serves.
-        """
-        if not (serving := self._fleet.serving):
-            raise EnginesOut(f"no rollout engine serves:\n{self._fleet.account()}")
-        shares = equal_shares([*self._requests.open.items()], len(serving))
-        try:
-            async with asyncio.TaskGroup() as group:
-                running = {
-                    group.create_task(self._answer(url, dict(share), is_idle=True))
-                    for url, share in zip(serving, shares, strict=True)
-                }
-                while running:
-                    _, running = await asyncio.wait(running, timeout=BALANCE_INTERVAL)
-                    running |= {
-                        group.create_task(self._answer(url, requests, is_idle=False))
-                        for url, requests in self._moved()
-                    }
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None
-
-    async def _answer(self, url: str, requests: Mapping[int, Json], *, is_idle: bool) -> None:
-        """Have an engine answer these; it is lost, or left out, if it cannot."""
+    async def _serve(self, url: str) -> None:
+        """Have an engine answer what it is assigned; it is lost, or left out, if it cannot."""
         try:
             async with self._connect(url) as engine:
-                version, take = self._requests.policy_version, self._requests.take
-                assignment = Assignment(engine, requests, version, take)
-                self._assignments.setdefault(url, []).append(assignment)
-                try:
-                    await assignment.answer(is_idle=is_idle)
-                finally:
-                    self._assignments[url].remove(assignment)
+                await self._assignments[url].answer(engine, self._is_over)
         except EngineStale as error:
             self._fleet.leave_out(url, str(error))
         except EngineDown as error:
             self._fleet.lose(url, str(error))
+        del self._assignments[url]
+        self._check_over()
 
-    def _moved(self) -> Iterator[tuple[str, Mapping[int, Json]]]:
-        """Engines that take over requests, which are taken back from others."""
-        if not self._requests.are_movable:
-            return
-        serving = set(self._fleet.serving)
-        queues = {
-            url: queue
-            for url, assignments in self._assignments.items()
-            if url in serving and (queue := queue_of(assignments)) is not None
-        }
-        for giver, taker, count in moves(queues):
-            numbers = take_back(self._assignments[giver], count)
-            for each in (*self._assignments[giver], *self._assignments[taker]):
-                each.forget_queue()
-            yield taker, {number: self._requests.open[number] for number in numbers}
+    def _check_over(self) -> None:
+        if not any(assignment.open for assignment in self._assignments.values()):
+            self._is_over.set()
 
-
-def queue_of(assignments: Sequence[Assignment]) -> int | None:
-    """Requests that an engine has not started yet; None if that is unknown."""
-    queues = [assignment.queue for assignment in assignments]
-    known = [queue for queue in queues if queue is not None]
-    return max(known, default=0) if len(known) == len(queues) else None
+    async def _balance(self) -> NoReturn:
+        while True:
+            await asyncio.sleep(BALANCE_INTERVAL)
+            if not self._are_movable:
+                continue
+            known = self._assignments.items()
+            takers = [url for url, assignment in known if assignment.has_room]
+            unstarted = {url: num for url, each in known if (num := each.num_unstarted)}
+            for giver, taker, count in moves(unstarted, takers):
+                moved = self._assignments[giver].take_back(count)
+                self._assignments[taker].give(moved)
 
 
-def take_back(assignments: Sequence[Assignment], count: int) -> list[int]:
-    """Take back the last `count` requests that an engine has; returns their numbers."""
-    owners = {number: each for each in assignments for number in each.numbers}
-    last = sorted(owners)[-count:]
-    for number in last:
-        owners[number].take_back(number)
-    return last
+def moves(unstarted: Mapping[str, int], takers: Sequence[str]) -> Iterator[tuple[str, str, int]]:
+    """Who gives how many requests to whom, so that each of these engines has about as many.
 
-
-def moves(queues: Mapping[str, int]) -> Iterator[tuple[str, str, int]]:
-    """Who gives how many requests to whom, by the number that each has not started.
-
-    Each engine that has none takes half of the longest queue.
+    `unstarted` are the requests that those who give have not started; `takers` have none.
     """
-    left = {url: queue for url, queue in queues.items() if queue}
-    for taker in queues.keys() - left.keys():
-        giver = max(left, key=left.__getitem__, default=None)
-        if giver is None or left[giver] < 2:
-            return
-        count = left[giver] // 2
-        left[giver] -= count
-        yield giver, taker, count
+    left = dict(unstarted)
+    fair = sum(left.values()) // (len(left) + len(takers) or 1)
+    for taker in takers:
+        wanted = fair
+        for giver in sorted(left, key=left.__getitem__, reverse=True):
+            count = min(wanted, left[giver] - fair)
+            if count > 0:
+                left[giver] -= count
+                wanted -= count
+                yield giver, taker, count
 
 
 def equal_shares(items: Sequence[T], count: int) -> list[Sequence[T]]:

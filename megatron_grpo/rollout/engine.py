@@ -22,8 +22,14 @@ NOT_FINITE = -9999.0
 # Version that samples are labelled with while an engine holds no complete weights.
 NO_VERSION = "none"
 # In the Prometheus metrics: one line for each replica behind the address.
-GENERATED_TOKENS = re.compile(r"^vllm:generation_tokens_total(?:{.*})? (\S+)$", re.MULTILINE)
-WAITING_REQUESTS = re.compile(r"^vllm:num_requests_waiting(?:{.*})? (\S+)$", re.MULTILINE)
+COUNTS = {
+    name: re.compile(rf"^vllm:{metric}(?:{{.*}})? (\S+)$", re.MULTILINE)
+    for name, metric in {
+        "generated": "generation_tokens_total",
+        "started": "time_to_first_token_seconds_count",
+        "waiting": "num_requests_waiting",
+    }.items()
+}
 
 JSON_HEADERS = {"Content-Type": "application/json"}
 
@@ -38,6 +44,18 @@ class Patience:
     """Without an answer to a health probe."""
     stall: float
     """Without a sign of progress."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Numbers of an engine's metrics, over all who use it."""
+
+    generated: float = 0.0
+    """Tokens since its start."""
+    started: float = 0.0
+    """Requests since its start whose first token was generated."""
+    waiting: float = 0.0
+    """Requests that wait: not started, or preempted."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +91,9 @@ class Engine:
         return choice
 
     async def watch(
-        self, progress: Callable[[], object], note: Callable[[int], None] = lambda queue: None
+        self, progress: Callable[[], object], note: Callable[[Counts], None] = lambda counts: None
     ) -> NoReturn:
-        """Raise EngineDown once the engine hangs; `note` how many requests it has not started.
+        """Raise EngineDown once the engine hangs; meanwhile, `note` its counts.
 
         It hangs when a probe stays unanswered for `patience.health` seconds, or when for
         `patience.stall` seconds it generates no token and `progress()` does not change. A server
@@ -89,7 +107,7 @@ class Engine:
             before = progress()
             try:
                 await self._request("GET", "/health", limit=health)
-                page = await self._request("GET", "/metrics", limit=health)
+                counts = await self.counts(health)
             except TimeoutError:
                 if progress() == before:
                     raise EngineDown(
@@ -97,8 +115,8 @@ class Engine:
                         f"{self.patience.health:g} s (rollout.health_timeout)"
                     ) from None
                 continue
-            note(int(_total(WAITING_REQUESTS, page.text)))
-            now = progress(), _total(GENERATED_TOKENS, page.text)
+            note(counts)
+            now = progress(), counts.generated
             if now != seen:
                 seen, since = now, time.monotonic()
             elif time.monotonic() - since > self.patience.stall:
@@ -106,6 +124,11 @@ class Engine:
                     f"rollout engine {self.url} made no progress for {self.patience.stall:g} s "
                     "(rollout.stall_timeout)"
                 )
+
+    async def counts(self, limit: httpx.Timeout | None = None) -> Counts:
+        """What the engine has counted since its start."""
+        page = (await self._request("GET", "/metrics", limit=limit)).text
+        return Counts(**{name: sum(map(float, COUNTS[name].findall(page))) for name in COUNTS})
 
     async def connect(self, invitation: Json, index: int, links: str) -> None:
         """Make its workers open links, named `links`, to all ranks that send to engine `index`.
@@ -296,7 +319,3 @@ class Engine:
             raise EngineError(
                 f"rollout engine {self.url} returned a log-probability that is not finite"
             )
-
-
-def _total(metric: re.Pattern[str], page: str) -> float:
-    return sum(map(float, metric.findall(page)))

@@ -70,13 +70,17 @@ class Fleet:
     @property
     def up(self) -> list[tuple[str, int]]:
         """Address of each healthy engine, and how often it was lost."""
-        well = self._in(State.SERVING, State.STALE)
-        return [(url, self._members[url].num_starts) for url in well]
+        return [self.life(url) for url in self._in(State.SERVING, State.STALE)]
 
     @property
-    def restarted(self) -> list[str]:
-        """Addresses of engines that the run has started again and that no push has found since."""
-        return self._in(State.DOWN) if self._servers.are_ours else []
+    def starting(self) -> list[tuple[str, int]]:
+        """The same of each engine that was lost, and may be starting again."""
+        down = map(self._members.__getitem__, self._in(State.DOWN))
+        return [self.life(member.url) for member in down if not self._is_late(member)]
+
+    def life(self, url: str) -> tuple[str, int]:
+        """Address of an engine, and how often it was lost."""
+        return url, self._members[url].num_starts
 
     def check_members(self) -> list[str]:
         """Lose engines that have died or hang; returns those that answer again."""

@@ -14,7 +14,7 @@ class Requests(Protocol):
 
     policy_version: int
     are_movable: bool
-    """Whether any engine answers a request as soon as another, if neither has started it."""
+    """Whether a request that has not been started may go to any engine."""
 
     @property
     def open(self) -> Mapping[int, Json]:

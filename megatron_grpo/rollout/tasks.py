@@ -8,23 +8,27 @@ from typing import Any, NoReturn, TypeVar
 T = TypeVar("T")
 
 
-async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run all; the first failure cancels the others, and is raised when they have ended."""
+@asynccontextmanager
+async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
+    """A TaskGroup that raises its first failure itself."""
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(coroutine) for coroutine in coroutines]
+            yield group
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
+
+
+async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run all; the first failure cancels the others, and is raised when they have ended."""
+    async with task_group() as group:
+        tasks = [group.create_task(coroutine) for coroutine in coroutines]
     return [task.result() for task in tasks]
 
 
 @asynccontextmanager
 async def beside(watcher: Coroutine[Any, Any, NoReturn]) -> AsyncIterator[None]:
     """Run `watcher` concurrently with the block; what it raises ends the block."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            task = group.create_task(watcher)
-            yield
-            task.cancel()
-    except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from None
+    async with task_group() as group:
+        task = group.create_task(watcher)
+        yield
+        task.cancel()

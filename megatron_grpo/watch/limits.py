@@ -47,21 +47,19 @@ class Limits:
     def of_phase(self, phase: str, *, is_first_step: bool) -> Limit | None:
         """The limit while rank 0 is in `phase`; None if it may take any time.
 
-        Files may be slow, an engine that generates nothing counts as lost, and every call of a
-        reward or an environment has its own limit. The first step of a process gets more time, for
-        compiling kernels and making connections.
+        Files may be slow, an engine that generates nothing or does not start counts as lost, and
+        every call of a reward or an environment has its own limit. The first step of a process gets
+        more time, for compiling kernels and making connections.
         """
         match phase.removeprefix(f"{WAIT}_"):
             case "await_engines":
                 return self.start
             case "load" | "generate" | "eval_generate" | "score" | "eval_score":
                 return None
-            case "save" | "close":
+            case "save" | "close" | "sleep":
                 return None
             case "push" | "verify_weights":
                 usual = self.push
-            case "sleep":  # waits for engines that were started again
-                usual = max(self.push, self.start, key=_seconds)
             case _:
                 usual = self.step
         return max(self.start, usual, key=_seconds) if is_first_step else usual

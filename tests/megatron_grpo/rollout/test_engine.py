@@ -63,13 +63,20 @@ def generate(
             case "/inference/v1/generate":
                 push, num_asked = push_afterwards, num_asked + 1
                 return {"choices": [choice]}
+            case "/metrics":
+                return ""
         return {"server_load": num_asked, "success": True}
 
     async def take(number: int, choice: Choice, url: str) -> None:
         taken.append(choice)
 
     request = request or {"sampling_params": {"max_tokens": MAX_TOKENS}}
-    asyncio.run(Assignment(engine_of(answer), {0: request}, 7, take).answer(is_idle=True))
+
+    async def ask() -> None:
+        is_over = asyncio.Event()
+        await Assignment({0: request}, 7, take, is_over.set).answer(engine_of(answer), is_over)
+
+    asyncio.run(ask())
     return taken
 
 
