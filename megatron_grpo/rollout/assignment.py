@@ -1,6 +1,7 @@
 """Requests that one engine is to answer."""
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
@@ -12,6 +13,8 @@ from megatron_grpo.rollout.tasks import beside, task_group
 
 POLL_INTERVAL = 0.01
 RESUME_SECONDS = 2.0
+RECENT_SECONDS = 3.0
+"""Within which an engine that is well tells its counts again."""
 
 Take = Callable[[int, Choice, str], Awaitable[Json | None]]
 """Processes the answer to a request, by number, from the engine at an address; returns a follow-up
@@ -21,7 +24,7 @@ request, if there is one."""
 class Assignment:
     """Requests that one engine is to answer, by number, which is also their priority.
 
-    `ended` is called whenever nothing is left to do for a number.
+    `ended` is called when a request is answered or taken back.
     """
 
     def __init__(
@@ -35,15 +38,18 @@ class Assignment:
         """Requests that are not answered, or their follow-ups."""
         self._policy_version, self._take, self._ended = policy_version, take, ended
         self._asks: dict[int, asyncio.Task[None]] = {}
-        self._num_sent = len(requests)
         self._num_at_engine = self._num_answered = 0
-        self._has_been_given = False
         self._is_working = False
         """Whether the engine has started, and has not failed."""
+        self._num_dealt = len(requests)
+        """Of the requests with which it started, those that were not taken back."""
+        self._has_taken_over = False
         self._first = self._latest = Counts()
-        """The engine's counts before it started, and now."""
-        self._changed_at = 0.0
-        """How many tokens the engine had generated when requests last came or went."""
+        """The engine's counts before it started, and the latest."""
+        self._noted_at = -math.inf
+        self._num_notes = 0
+        self._change = 0, 0.0
+        """Number of notes, and of tokens that were generated, when requests last came or went."""
 
     async def answer(self, engine: Engine, is_over: asyncio.Event) -> None:
         """Have the engine answer all requests, and those that it is given before `is_over`.
@@ -53,11 +59,16 @@ class Assignment:
         It must hold complete weights of the version at the start and those of the same push at the
         end, so that it held them throughout.
         """
+        self._engine = engine
         async with beside(engine.watch(self._progress, self._note)):
             push = await engine.push_of(self._policy_version)
+            self._first = self._latest = await engine.counts()
             async with task_group() as self._group:
                 try:
-                    await self._start(engine)
+                    if self.open:
+                        await self._start()
+                    self._is_working = True
+                    self._note_change()
                     await is_over.wait()
                 finally:
                     self._is_working = False
@@ -70,60 +81,72 @@ class Assignment:
     @property
     def has_room(self) -> bool:
         """Whether the engine has started, and no request waits."""
-        is_free = not self.open or (self._is_known and self._latest.waiting == 0)
-        return self._is_working and is_free
+        is_known = self._is_known if self.open else self._is_recent
+        return self._is_working and is_known and self._latest.waiting == 0
 
     @property
     def num_unstarted(self) -> int:
-        """How many of the last requests the engine has not started; 0 if that is not known.
+        """How many requests the engine has not started: those with the highest numbers.
 
-        vLLM also counts those as waiting that it has preempted: they have tokens, and would lose
-        them. What an engine was given may come before what it has started.
+        0 if that is not known, or if the engine has taken over requests: these may have lower
+        numbers than what it has started. vLLM also counts those as waiting that it has preempted;
+        they have tokens, which they would lose.
         """
-        if not self._is_working or not self._is_known or self._has_been_given:
+        if not self._is_working or not self._is_known or self._has_taken_over:
             return 0
-        started = self._latest.started - self._first.started
-        return max(0, int(min(self._num_sent - started, self._latest.waiting)))
+        unstarted = self._num_dealt - (self._latest.started - self._first.started)
+        return max(0, int(min(unstarted, self._latest.waiting, len(self.open))))
 
     def give(self, requests: Mapping[int, Json]) -> None:
         """Have the engine answer these, too."""
-        self._has_been_given = True
+        self._has_taken_over = True
         self._send(requests)
-        self._changed_at = self._latest.generated
+        self._note_change()
 
     def take_back(self, count: int) -> dict[int, Json]:
         """The last `count` requests, which the engine is not to answer any more."""
         last = {number: self.open.pop(number) for number in sorted(self.open)[-count:]}
         for number in last:
             self._asks[number].cancel()
-        self._num_sent -= count
-        self._changed_at = self._latest.generated
+        self._num_dealt -= len(last)
+        self._note_change()
         return last
+
+    def _progress(self) -> object:
+        # An engine without requests is well as long as it tells its counts.
+        return self._num_answered, 0 if self._num_at_engine else self._num_notes
+
+    def _note(self, counts: Counts) -> None:
+        self._latest, self._noted_at = counts, time.monotonic()
+        self._num_notes += 1
+
+    def _note_change(self) -> None:
+        self._change = self._num_notes, self._latest.generated
+
+    @property
+    def _is_recent(self) -> bool:
+        return time.monotonic() - self._noted_at < RECENT_SECONDS
 
     @property
     def _is_known(self) -> bool:
-        # vLLM counts when it has computed a step.
-        return self._latest.generated > self._changed_at
+        """Whether the latest counts are of now, and from after requests last came or went."""
+        num_notes, generated = self._change
+        # The first note may have been asked for before, and vLLM counts when a step is computed.
+        is_later = self._num_notes - num_notes > 1 and self._latest.generated > generated
+        return self._is_recent and is_later
 
-    def _note(self, counts: Counts) -> None:
-        self._latest = counts
-
-    def _progress(self) -> float:
-        return self._num_answered if self._num_at_engine else time.monotonic()
-
-    async def _start(self, engine: Engine) -> None:
+    async def _start(self) -> None:
         """Make the engine hold requests back until all have arrived.
 
         If it started with whatever had arrived by then, batches would differ from run to run: sums
         would round differently, and now and then a different token would be sampled.
         """
-        self._engine = engine
+        engine = self._engine
         try:
             await engine.pause()
             before = await engine.load()  # not 0 if an abandoned request is still counted
-            self._first = self._latest = await engine.counts()
             self._send(self.open)
-            while await engine.load() < before + self._num_sent:
+            while await engine.load() < before + self._num_dealt:
                 await asyncio.sleep(POLL_INTERVAL)
             # A counted request may not have reached vLLM's core yet: an engine's first requests ask
             # the core something before. It answers in order, so after this call they have gone on.
@@ -135,7 +158,6 @@ class Assignment:
                 async with asyncio.timeout(RESUME_SECONDS):
                     await engine.post("/resume")
             raise
-        self._changed_at, self._is_working = self._first.generated, True
 
     def _send(self, requests: Mapping[int, Json]) -> None:
         self.open |= requests
@@ -152,7 +174,7 @@ class Assignment:
                 else:
                     del self.open[number]
         except asyncio.CancelledError:
-            if number in self.open:
+            if number in self.open:  # it was not taken back
                 raise
         except BaseException:
             self._is_working = False

@@ -2,8 +2,8 @@
 
 Every engine gets as many requests. But those of one may turn out longer, or its GPUs slower: then
 many of them still wait for room in its cache when none waits in another engine. That one takes over
-its part of those that have not been started. So nothing is lost, and a sample has the same seed
-wherever it is generated.
+its part of those that have not been started. So hardly any token is lost, and a sample has the same
+seed wherever it is generated.
 """
 
 import asyncio
@@ -72,14 +72,15 @@ class Dealing:
     async def _balance(self) -> NoReturn:
         while True:
             await asyncio.sleep(BALANCE_INTERVAL)
-            if not self._are_movable:
-                continue
-            known = self._assignments.items()
-            takers = [url for url, assignment in known if assignment.has_room]
-            unstarted = {url: num for url, each in known if (num := each.num_unstarted)}
-            for giver, taker, count in moves(unstarted, takers):
-                moved = self._assignments[giver].take_back(count)
-                self._assignments[taker].give(moved)
+            if self._are_movable:
+                self._move()
+
+    def _move(self) -> None:
+        each = self._assignments.items()
+        takers = [url for url, assignment in each if assignment.has_room]
+        unstarted = {url: num for url, assignment in each if (num := assignment.num_unstarted)}
+        for giver, taker, count in moves(unstarted, takers):
+            self._assignments[taker].give(self._assignments[giver].take_back(count))
 
 
 def moves(unstarted: Mapping[str, int], takers: Sequence[str]) -> Iterator[tuple[str, str, int]]:

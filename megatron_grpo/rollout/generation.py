@@ -14,7 +14,7 @@ class Requests(Protocol):
 
     policy_version: int
     are_movable: bool
-    """Whether a request that has not been started may go to any engine."""
+    """Whether a request that has not been started may go to any engine; then `take` never waits."""
 
     @property
     def open(self) -> Mapping[int, Json]:

@@ -159,10 +159,10 @@ def test_prompts_are_made_with_it(bpe, tmp_path):
     overrides = [f"data.path={data}", "rollout.max_completion_length=12"]
     original = SentencePieceProcessor(model_file=str(bpe))
     (chat,) = load_prompts(load_config(tiny, overrides), load_tokenizer(folder), 512)
-    assert chat.token_ids == (1, *original.encode("[INST] 1 + 2? [/INST]"))
+    assert [*chat.token_ids] == [1, *original.encode("[INST] 1 + 2? [/INST]")]
     raw_text = load_config(tiny, [*overrides, "data.apply_chat_template=false"])
     (raw,) = load_prompts(raw_text, load_tokenizer(folder), 512)
-    assert raw.token_ids == (1, *original.encode("1 + 2?"))
+    assert [*raw.token_ids] == [1, *original.encode("1 + 2?")]
 
 
 def llama2_json(folder):
