@@ -134,14 +134,14 @@ class RewardGroups:
     """The rewards of N completions in G groups, in float64, with statistics of each group.
 
     `index` [N] is the group (0 .. G-1) of each completion, and `centered` [N] its reward minus the
-    mean of the group; `count`, `mean` and `has_spread` are [G].
+    mean of the group; `count` and `has_spread` are [G].
     """
 
     def __init__(self, rewards: Tensor, group_ids: Tensor) -> None:
         self.rewards = rewards.double()
         _, self.index, self.count = torch.unique(group_ids, return_inverse=True, return_counts=True)
-        self.mean = self._sum(self.rewards) / self.count
-        self.centered = self.rewards - self.mean[self.index]
+        mean = self._sum(self.rewards) / self.count
+        self.centered = self.rewards - mean[self.index]
         low, high = (self._fold(self.rewards, how) for how in ("amin", "amax"))
         self.has_spread = low != high
 

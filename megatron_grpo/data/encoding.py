@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 TEMPLATE_ERRORS = (TemplateError, TypeError)
 """Errors raised by a template itself, or by one that gets a field of an unexpected type."""
 TEXTS_AT_ONCE = 4096
+"""Enough for all cores; the lists that the tokenizer makes of them are not kept."""
 Chat = str | list[dict[str, str]]
 """A text that is used as it is, or messages for the chat template."""
 T = TypeVar("T")
