@@ -67,18 +67,14 @@ def test_nodes_start_together_whichever_is_there_first(
 def test_a_node_that_was_started_again_takes_its_place(nodes: Callable[[int], Nodes]) -> None:
     engine = nodes(3)
     first = engine.start(0)
-    with joining(engine.port) as lost:
-        challenge = json.loads(lost.recv(1000))["challenge"]
-        words = {
-            "node_rank": 1,
-            "proof": proof(KEY, challenge, 1),
-            "challenge": "",
-            "settings": SETTINGS,
-        }
-        lost.sendall(json.dumps(words).encode() + b"\n")
-        again, last = engine.start(1), engine.start(2)
+    with joining(engine.port) as lost, joining(engine.port) as again:
+        for node_1 in (lost, again):
+            introduce(node_1, rank=1)  # node 0 has taken up this connection, and takes the next
+        last = engine.start(2)
         engine.leave.set()
-        assert [future.result(30) for future in (first, again, last)] == [2, 1, 1]
+        assert [first.result(30), last.result(30)] == [2, 1]
+        assert json.loads(again.recv(1000)) == {"start": proof(KEY, "a challenge", 0)}
+        assert lost.recv(1000) == b""  # closed
 
 
 def test_other_programs_do_no_harm(nodes: Callable[[int], Nodes]) -> None:
@@ -205,3 +201,15 @@ def joining(port: int) -> socket.socket:
         except ConnectionRefusedError:
             assert time.monotonic() < deadline
             time.sleep(0.05)
+
+
+def introduce(connection: socket.socket, rank: int) -> None:
+    """What the node of `rank` says first, when node 0 has taken up its connection."""
+    challenge = json.loads(connection.recv(1000))["challenge"]
+    words = {
+        "node_rank": rank,
+        "proof": proof(KEY, challenge, rank),
+        "challenge": "a challenge",
+        "settings": SETTINGS,
+    }
+    connection.sendall(json.dumps(words).encode() + b"\n")
