@@ -40,14 +40,21 @@ def print_suggestions(
         print(suggestion_table(suggestions, num_gpus, gpu))
     if not suggestions:
         raise ValueError(
-            f"no layout fits on {num_gpus} {gpu}: use more GPUs, a smaller "
-            f"train.max_tokens_per_microbatch than {cfg.train.max_tokens_per_microbatch} (the "
-            f"longest sequence has {max(lengths)}), or a lower rollout.vllm.gpu_memory_utilization"
+            f"no layout fits on {num_gpus} {gpu}: use more GPUs, {_less_work(cfg, lengths)}, or a "
+            "lower rollout.vllm.gpu_memory_utilization"
         )
 
 
 def _lengths(cfg: Config, shape: ModelShape, file: Path | None) -> list[int]:
     return read_lengths(file) if file else [longest_sequence(cfg, shape)]
+
+
+def _less_work(cfg: Config, lengths: Sequence[int]) -> str:
+    """What makes activations smaller; a microbatch holds at least the longest sequence."""
+    longest, room = max(lengths), cfg.train.max_tokens_per_microbatch
+    if longest < room:
+        return f"a train.max_tokens_per_microbatch of {longest} to {room - 1}"
+    return f"shorter sequences than {longest} tokens (rollout.max_completion_length)"
 
 
 def _too_large(
@@ -60,4 +67,6 @@ def _too_large(
     )
     for each in suggest(cfg, shape, card, lengths, plan.num_gpus)[:1]:
         return f"{text}; the fastest layout that fits: {' '.join(each.overrides)}"
-    return f"{text}; no layout fits on {plan.num_gpus}: use more GPUs or smaller microbatches"
+    return (
+        f"{text}; no layout fits on {plan.num_gpus}: use more GPUs, or {_less_work(cfg, lengths)}"
+    )

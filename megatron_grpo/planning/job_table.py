@@ -63,7 +63,7 @@ def _memory_rows(plan: JobPlan) -> list[str]:
     """Rows for the first stages, the last, and the fullest."""
     rows = [
         f"{'stage':>5}{'weights':>9}{'gradients':>11}{'optimizer':>11}{'reference':>11}"
-        f"{'NCCL, CUDA':>12}{'engine':>8}{'at worst':>10}  {'in phase':<18}{'sum':>8}"
+        f"{'buffers':>12}{'engine':>8}{'at worst':>10}  {'in phase':<18}{'sum':>8}"
     ]
     last = plan.stages[-1]
     shown = [*plan.stages[:SHOWN_STAGES], plan.fullest, last]
@@ -83,7 +83,7 @@ def _memory_row(stage: StageMemory) -> str:
     return (
         f"{stage.stage:>5}"
         + "".join(f"{size / 1e9:>{width}.3f}" for size, width in zip(exact, widths, strict=True))
-        + f"{stage.communicators / 1e9:>12.1f}{stage.engine / 1e9:>8.1f}"
+        + f"{stage.buffers / 1e9:>12.1f}{stage.engine / 1e9:>8.1f}"
         + f"{stage.phases[stage.worst] / 1e9:>10.2f}  {stage.worst:<18}{stage.total / 1e9:>8.1f}"
     )
 

@@ -51,8 +51,8 @@ class StageMemory:
 
     stage: int
     state: StateBytes
-    communicators: int
-    """NCCL's buffers and the CUDA context; an estimate."""
+    buffers: int
+    """Those of NCCL (an estimate) and of the push, which both stay, and the CUDA context."""
     engine: int
     """Memory that an engine on the same GPU never releases."""
     phases: dict[str, int]
@@ -66,7 +66,7 @@ class StageMemory:
     @property
     def total(self) -> int:
         """Bytes in the worst phase."""
-        return self.state.total + self.communicators + self.engine + self.phases[self.worst]
+        return self.state.total + self.buffers + self.engine + self.phases[self.worst]
 
     def as_json(self) -> dict[str, object]:
         """All figures in bytes, for scripts."""
@@ -101,8 +101,13 @@ def engine_bytes(cfg: Config, shape: ModelShape, card: Card) -> EngineBytes | No
         cached_tokens=cache // per_token,
         outside=CONTEXT_BYTES
         + COMMUNICATOR_BYTES * (cfg.rollout.tensor_parallel_size > 1)
-        + cfg.rollout.update_weights_bucket_megabytes * 10**6,
+        + _push_buffers(cfg),
     )
+
+
+def _push_buffers(cfg: Config) -> int:
+    """What a process keeps, from the first push on, to send or receive weights: at most this."""
+    return cfg.rollout.update_weights_bucket_megabytes * 10**6
 
 
 def _weight_bytes(cfg: Config, shape: ModelShape) -> int:
@@ -200,7 +205,7 @@ def stages_memory(
         StageMemory(
             stage=stage,
             state=state,
-            communicators=CONTEXT_BYTES + COMMUNICATOR_BYTES * _communicators(cfg),
+            buffers=CONTEXT_BYTES + COMMUNICATOR_BYTES * _communicators(cfg) + _push_buffers(cfg),
             engine=_held(cfg, beside),
             phases=_phases(cfg, shape, stage, microbatches, device) | _awake(cfg, beside),
         )
@@ -220,7 +225,6 @@ def _phases(
     return {
         "log-probabilities": forward_bytes(cfg, shape, stage) + head,
         "train": stage_activations(cfg, shape, stage, microbatches) + backward_head,
-        "push": cfg.rollout.update_weights_bucket_megabytes * 10**6,
     }
 
 
@@ -235,8 +239,7 @@ def _awake(cfg: Config, beside: EngineBytes | None) -> dict[str, int]:
     """The phases in which an engine in sleep mode on the same GPU is awake."""
     if beside is None or not cfg.rollout.enable_sleep_mode:
         return {}
-    buffers = cfg.rollout.update_weights_bucket_megabytes * 10**6
-    return {"push": buffers + beside.weights, "generate": buffers + beside.weights + beside.cache}
+    return {"push": beside.weights, "generate": beside.weights + beside.cache}
 
 
 def _communicators(cfg: Config) -> int:

@@ -45,6 +45,8 @@ def longest_sequence(cfg: Config, shape: ModelShape) -> int:
 
 def read_lengths(path: Path) -> list[int]:
     """Read one number of tokens per line, and sort them; ValueError that names an invalid line."""
+    if not path.is_file():
+        raise ValueError(f"{path} is no file: give one with one number of tokens per line")
     lengths = []
     for number, line in enumerate(path.read_text().split("\n"), start=1):
         if not line.strip():

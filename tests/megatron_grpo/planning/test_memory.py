@@ -116,14 +116,28 @@ def test_an_engine_in_sleep_mode_takes_memory_only_while_it_is_awake(tmp_path):
         engine = engine_bytes(cfg, shape, CARDS["h100"])
         plans += stages_memory(cfg, shape, stage_states(cfg, shape), 4, engine)
     awake, asleep = plans
-    buffers = 512_000_000
     assert awake.engine == engine.total and asleep.engine == engine.outside
-    assert {phase: asleep.phases[phase] for phase in awake.phases} == awake.phases | {
-        "push": buffers + engine.weights
-    }
-    # Its share of the card and the rank's buffers of the push, which are kept.
-    assert asleep.worst == "generate" and asleep.phases["generate"] == 42.5e9 + buffers
-    assert awake.total - asleep.total == awake.phases["train"] - buffers
+    assert asleep.phases == awake.phases | {"push": engine.weights, "generate": 42.5e9}
+    assert asleep.worst == "generate"
+    assert awake.total - asleep.total == awake.phases["train"]
+
+
+def test_the_buffers_of_the_push_stay_beside_every_phase(tmp_path):
+    folder = write_config(tmp_path, "Llama-3.1-8B")
+    shape, small, large = (
+        read_shape(folder),
+        *(
+            tiny_config(
+                folder, ParallelDims(data=8), f"rollout.update_weights_bucket_megabytes={megabytes}"
+            )
+            for megabytes in (256, 1024)
+        ),
+    )
+    (least,), (most,) = (
+        stages_memory(cfg, shape, stage_states(cfg, shape), 4, None) for cfg in (small, large)
+    )
+    assert least.worst == most.worst == "train"
+    assert most.total - least.total == 768_000_000
 
 
 def test_a_cache_of_8_bits_holds_twice_as_many_tokens(tmp_path):
