@@ -11,7 +11,7 @@ from megatron_grpo.rollout.engine import Counts, Engine, Json
 from megatron_grpo.rollout.engine_error import EngineError
 from megatron_grpo.rollout.tasks import beside, task_group
 
-POLL_INTERVAL = 0.01
+POLL_INTERVAL = 0.05
 RESUME_SECONDS = 2.0
 RECENT_SECONDS = 3.0
 """Within which an engine that is well tells its counts again."""
@@ -38,7 +38,7 @@ class Assignment:
         """Requests that are not answered, or their follow-ups."""
         self._policy_version, self._take, self._ended = policy_version, take, ended
         self._asks: dict[int, asyncio.Task[None]] = {}
-        self._num_at_engine = self._num_answered = 0
+        self._num_at_engine = self._num_arrived = self._num_answered = 0
         self._is_working = False
         """Whether the engine has started, and has not failed."""
         self._num_dealt = len(requests)
@@ -114,7 +114,8 @@ class Assignment:
 
     def _progress(self) -> object:
         # An engine without requests is well as long as it tells its counts.
-        return self._num_answered, 0 if self._num_at_engine else self._num_notes
+        num_notes = 0 if self._num_at_engine else self._num_notes
+        return self._num_arrived, self._num_answered, num_notes
 
     def _note(self, counts: Counts) -> None:
         self._latest, self._noted_at = counts, time.monotonic()
@@ -146,8 +147,9 @@ class Assignment:
             await engine.pause()
             before = await engine.load()  # not 0 if an abandoned request is still counted
             self._send(self.open)
-            while await engine.load() < before + self._num_dealt:
+            while self._num_arrived < self._num_dealt:
                 await asyncio.sleep(POLL_INTERVAL)
+                self._num_arrived = await engine.load() - before
             # A counted request may not have reached vLLM's core yet: an engine's first requests ask
             # the core something before. It answers in order, so after this call they have gone on.
             await engine.held_push()

@@ -1,31 +1,55 @@
 """The trainer's HTTP connection to an engine."""
 
 import ssl
+from contextlib import AsyncExitStack
 from functools import cache
+from itertools import cycle
 
 import httpx
 
 from megatron_grpo.launch.job_token import bearer
 
 HEALTH_TIMEOUT = 2.0
-MAX_IDLE_CONNECTIONS = 16
+NUM_POOLS = 32
+LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=1)
+"""Of each pool."""
+
+
+class ManyPools(httpx.AsyncBaseTransport):
+    """Pools of connections that take turns.
+
+    httpx goes through all connections of a pool at every request and every answer: in one pool, a
+    thousand requests at once cost the trainer's process several seconds.
+    """
+
+    def __init__(self) -> None:
+        self._pools = [
+            httpx.AsyncHTTPTransport(verify=_certificates(), limits=LIMITS)
+            for _ in range(NUM_POOLS)
+        ]
+        self._turns = cycle(self._pools)
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Send it by the next pool."""
+        return await next(self._turns).handle_async_request(request)
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        async with AsyncExitStack() as stack:
+            for pool in self._pools:
+                stack.push_async_callback(pool.aclose)
 
 
 def connect(
     url: str, token: str, request_timeout: float, connect_timeout: float
 ) -> httpx.AsyncClient:
-    """An HTTP client for the engine at `url`, without a limit on concurrent requests.
-
-    Few idle connections are kept: httpx compares all of them with each other at every request and
-    answer, which takes half a minute for a thousand requests at once.
-    """
+    """An HTTP client for the engine at `url`, without a limit on concurrent requests."""
     return httpx.AsyncClient(
         base_url=url,
         headers=bearer(token),
         timeout=httpx.Timeout(request_timeout, connect=connect_timeout),
-        limits=httpx.Limits(max_keepalive_connections=MAX_IDLE_CONNECTIONS),
+        transport=ManyPools(),
         trust_env=False,  # ignore proxy settings of the environment
-        verify=_certificates(),
     )
 
 

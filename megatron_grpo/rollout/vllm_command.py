@@ -33,12 +33,17 @@ ENGINE_VARIABLE = "MEGATRON_GRPO_ENGINE"
 
 SPANNING = "start `megatron-grpo serve` with this option on each of the engine's nodes"
 
+KEPT_ELSEWHERE = "keys and values outside the GPU's cache would outlive a push of new weights"
+OFFLOADED = "weights in host memory would replace those that were pushed; use more GPUs per engine"
+
 # Settings that the trainer relies on: a user's value would be silently wrong, or the setting has a
 # key of its own.
 RESERVED = {
     "model": "set model.path",
     "dtype": "set model.dtype",
     "tokenizer": "engines and trainer use the one in model.path",
+    "tokenizer_mode": "engines and trainer use the one in model.path",
+    "config_format": "the trainer follows config.json in model.path",
     "hf_overrides": "the trainer follows config.json in model.path",
     "quantization": "weights are pushed in model.dtype",
     "enable_return_routed_experts": "set rollout.router_replay",
@@ -60,6 +65,11 @@ RESERVED = {
     "enable_eplb": "experts would move between workers, but weights are pushed to fixed ones",
     "eplb_config": "experts do not move between workers",
     "expert_placement_strategy": "experts are pushed to workers in order",
+    "kv_offloading_size": KEPT_ELSEWHERE,
+    "kv_transfer_config": KEPT_ELSEWHERE,
+    "offload_group_size": OFFLOADED,
+    "cpu_offload_gb": OFFLOADED,
+    "skip_tokenizer_init": "the trainer asks for the text of completions, too",
     "disable_log_stats": "the trainer reads the token count to see that an engine makes progress",
     "scheduling_policy": "priorities keep batches reproducible",
 }
@@ -104,6 +114,10 @@ def engine_flags(dtype: str, rollout: RolloutConfig, on_gpu: bool) -> list[str]:
         )
     arguments: dict[str, Any] = {
         "dtype": dtype,
+        # vLLM prefers Mistral's own files, which may lie beside those that the trainer reads.
+        "config_format": "hf",
+        "load_format": "hf",
+        "tokenizer_mode": "hf",
         "tensor_parallel_size": rollout.tensor_parallel_size,
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",

@@ -32,6 +32,9 @@ class ScriptedEngine:
 
     counts: dict[str, float] = field(default_factory=dict)
     is_mute: bool = False
+    num_per_look: int = 1000
+    """How many requests arrive, at most, between two looks at its load."""
+    num_accepted: int = 0
     answers: asyncio.Event = field(default_factory=asyncio.Event)
     asked: list[int] = field(default_factory=list)
 
@@ -50,7 +53,9 @@ class ScriptedEngine:
                 self.asked.append(json.loads(request.content)["priority"])
                 await self.answers.wait()
                 return httpx.Response(200, json={"choices": [ANSWER]})
-        return httpx.Response(200, json={"server_load": len(self.asked), "success": True})
+            case "/load":
+                self.num_accepted = min(len(self.asked), self.num_accepted + self.num_per_look)
+        return httpx.Response(200, json={"server_load": self.num_accepted, "success": True})
 
     def told(self, *, generated: int, started: int, waiting: int) -> None:
         self.counts = {
@@ -69,9 +74,11 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene(numbers: range, **counts: int) -> AsyncIterator[Scene]:
+async def scene(
+    numbers: range, num_per_look: int = 1000, stall: float = 60.0, **counts: int
+) -> AsyncIterator[Scene]:
     """An engine that has been dealt requests of these numbers."""
-    engine, taken, is_over = ScriptedEngine(), [], asyncio.Event()
+    engine, taken, is_over = ScriptedEngine(num_per_look=num_per_look), [], asyncio.Event()
     engine.told(generated=100, started=50, waiting=0)
 
     async def take(number: int, choice: Any, url: str) -> None:
@@ -81,7 +88,7 @@ async def scene(numbers: range, **counts: int) -> AsyncIterator[Scene]:
     assignment = Assignment(requests, 7, take, lambda: None)
     transport = httpx.MockTransport(engine.respond)
     async with httpx.AsyncClient(base_url=URL, transport=transport) as http:
-        connected = Engine(URL, http, Patience(health=0.2, stall=60.0))
+        connected = Engine(URL, http, Patience(health=0.2, stall=stall))
         answering = asyncio.create_task(assignment.answer(connected, is_over))
         try:
             while len(engine.asked) < len(numbers):
@@ -98,6 +105,7 @@ async def scene(numbers: range, **counts: int) -> AsyncIterator[Scene]:
 @pytest.fixture(autouse=True)
 def frequent_probes(monkeypatch):
     monkeypatch.setattr(engine_module, "PROBE_INTERVAL", PROBES)
+    monkeypatch.setattr(assignment_module, "POLL_INTERVAL", PROBES / 2)
 
 
 def test_what_was_preempted_waits_but_counts_as_started():
@@ -166,5 +174,18 @@ def test_an_engine_that_hangs_without_requests_is_noticed_before_the_others_are_
                 it.engine.is_mute = True
                 await asyncio.sleep(10 * PROBES)
                 assert not it.is_over.is_set()
+
+    asyncio.run(run())
+
+
+def test_an_engine_at_which_requests_arrive_slowly_does_not_count_as_hung():
+    async def run() -> None:
+        async with scene(range(100), num_per_look=1, stall=0.5) as it:
+            async with asyncio.timeout(20):
+                while it.engine.num_accepted < 100:  # takes at least a second
+                    await asyncio.sleep(PROBES)
+            it.engine.answers.set()
+            await asyncio.sleep(10 * PROBES)
+            assert sorted(it.taken) == [*range(100)]
 
     asyncio.run(run())

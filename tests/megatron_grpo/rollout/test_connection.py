@@ -2,7 +2,7 @@
 
 import asyncio
 
-from megatron_grpo.rollout.connection import MAX_IDLE_CONNECTIONS, connect
+from megatron_grpo.rollout.connection import NUM_POOLS, connect
 
 NUM_REQUESTS = 100
 
@@ -32,10 +32,10 @@ def test_all_requests_are_open_at_once_and_few_connections_stay():
         async with connect(f"http://127.0.0.1:{port}", "token", 30.0, 30.0) as http:
             await asyncio.gather(*(http.get("/") for _ in range(NUM_REQUESTS)))
             async with asyncio.timeout(30):
-                while num_open > MAX_IDLE_CONNECTIONS:
+                while num_open > NUM_POOLS:
                     await asyncio.sleep(0.01)
         return most, num_open
 
     most, left = asyncio.run(run())
     assert most == NUM_REQUESTS
-    assert 0 < left <= MAX_IDLE_CONNECTIONS
+    assert 0 < left <= NUM_POOLS
