@@ -189,7 +189,8 @@ class Training:
         self.timer = self._new_timer()
         if (metrics := self.evaluate(self.first_step)) and self._log:
             metrics["time/eval"] = self.timer.metrics()["time/eval"]
-            self._log.tracking.amend(self.first_step, metrics)
+            with self.timer.phase("log"):
+                self._log.tracking.amend(self.first_step, metrics)
         self.timer = self._new_timer()
         self._restore_ready()
         return probe
@@ -319,14 +320,20 @@ class Training:
             as_engines_lost(f"the evaluation after step {step}"),
         ):
             evaluated = evaluations.run(step, self.timer, log.bar.evaluation.show)
-        return log.evaluation(step, evaluated, self.cfg.eval)
+        with self.timer.phase("eval", "log"):
+            return log.evaluation(step, evaluated, self.cfg.eval)
 
     def save_and_stop(self, step: int, lost: EnginesLost) -> NoReturn:
-        """Save the state at the beginning of `step`, then raise `lost`, on all ranks."""
+        """Save the state at the beginning of `step`, then raise `lost`, on all ranks.
+
+        Raises Preempted instead if any rank was told to stop: engines are told at the same time,
+        and may have ended before this was seen.
+        """
         with self.timer.phase("save"):
             if step > self.checkpoints.newest_step:
                 self.checkpoint(step)
             self.checkpoints.wait()
+        self.stop_if_preempted(step)
         raise lost
 
     def log(self, step: int, metrics: dict[str, float], report: StepReport) -> None:
@@ -337,9 +344,10 @@ class Training:
             metrics["epoch"] = self.source.stream.epochs(num_generations)
             if self.batches.cursor(step - 1).starts_generation:
                 metrics |= self.news
-            self._log.step(step, metrics, report, self.experience, self.timer)
-            if self.cfg.eval.named_sets and step == self.cfg.train.num_steps:
-                self._log.tell_unless_evaluated(step)
+            with self.timer.phase("log"):
+                self._log.step(step, metrics, report, self.experience, self.timer)
+                if self.cfg.eval.named_sets and step == self.cfg.train.num_steps:
+                    self._log.tell_unless_evaluated(step)
         # Checkpoints are written after the log, so that they never contain a step that it lacks;
         # their time counts towards the next step.
         self.timer = self._new_timer()
@@ -352,7 +360,8 @@ class Training:
         if saves:
             self._settle_to_save(step)
         with self.timer.phase("save"):
-            # The export comes first: a checkpoint of the last step says that the run is complete.
+            # The export comes first: a run that resumes from a checkpoint has all exports up to it,
+            # and a checkpoint of the last step says that the run is complete.
             if is_last or (train.export_interval and step % train.export_interval == 0):
                 name = "hf" if is_last else f"hf_step_{step}"
                 export_model(train.run_dir / name, self.policy, self.cfg, self.groups)

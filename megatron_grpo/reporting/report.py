@@ -29,8 +29,12 @@ SMOOTHED_STEPS = 60
 def draw_curves(run_dir: Path) -> Path:
     """Draw reward, KL, lengths, log-probability gap, gradient norm and time; returns the PNG.
 
-    Raises FileNotFoundError without a `metrics.jsonl`, and ValueError if it has no steps yet.
+    Raises ValueError without a `metrics.jsonl`, or if it has no steps yet.
     """
+    if not (run_dir / METRICS_FILE).is_file():
+        raise ValueError(
+            f"{run_dir} has no {METRICS_FILE}: give the folder of a run (its train.run_dir)"
+        )
     lines = (run_dir / METRICS_FILE).read_text(encoding="utf-8").splitlines(keepends=True)
     # A last line without a newline was being written when the run died.
     records: list[Record] = [json.loads(line) for line in lines if line.endswith("\n")]

@@ -82,8 +82,8 @@ class Tracking:
 
     def has_metrics(self, step: int, names: Iterable[str]) -> bool:
         """Whether the last record is of `step` and contains these metrics."""
-        lines = (self._run_dir / METRICS_FILE).read_text(encoding="utf-8").splitlines()
-        last = json.loads(lines[-1]) if lines else {"step": None}
+        with (self._run_dir / METRICS_FILE).open("rb") as file:
+            last = next((json.loads(line) for _, line in _lines_backwards(file)), {"step": None})
         return last["step"] == step and last.keys() >= set(names)
 
     def amend(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -56,7 +56,7 @@ class Limits:
                 return self.start
             case "load" | "generate" | "eval_generate" | "score" | "eval_score":
                 return None
-            case "save" | "close" | "sleep":
+            case "log" | "eval_log" | "save" | "close" | "sleep":
                 return None
             case "push" | "verify_weights":
                 usual = self.push

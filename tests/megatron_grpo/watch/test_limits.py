@@ -39,7 +39,7 @@ def test_limits_are_those_that_the_docs_tell() -> None:
     assert "| a generation | unlimited, but an engine" in text
 
 
-@pytest.mark.parametrize("phase", ["generate", "score", "load", "save", "close"])
+@pytest.mark.parametrize("phase", ["generate", "score", "load", "log", "save", "close"])
 def test_what_has_limits_of_its_own_or_none_may_take_any_time(phase) -> None:
     limits = Limits.of(tiny_config(Path("unused"), ParallelDims()))
     for whole in ("", "wait_rollout_"):
@@ -49,5 +49,5 @@ def test_what_has_limits_of_its_own_or_none_may_take_any_time(phase) -> None:
 
 def test_an_evaluation_may_take_as_long_as_the_rollouts_and_rewards_that_it_is_of() -> None:
     limits = Limits.of(tiny_config(Path("unused"), ParallelDims()))
-    for phase in ("eval_generate", "eval_score"):
+    for phase in ("eval_generate", "eval_score", "eval_log"):
         assert limits.of_phase(phase, is_first_step=False) is None
