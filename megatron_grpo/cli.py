@@ -178,7 +178,7 @@ def serve(
     host: Annotated[
         str, typer.Option(help="IP address of this host that trainers connect to.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port on that address.")] = 8000,
+    port: Annotated[int, typer.Option(help="Port on that address.", min=1, max=65535)] = 8000,
     nnodes: Annotated[
         int, typer.Option(help="Nodes that the engine spans: run this command on each of them.")
     ] = ONE_NODE.nnodes,

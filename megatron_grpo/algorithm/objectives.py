@@ -13,6 +13,8 @@ from torch import Tensor
 from megatron_grpo.config.grpo_config import GRPOConfig, ImportanceLevel
 from parallel.sequences import SequenceMeans
 
+LOG_MOST = 80.0
+"""The exp of more than 88 is infinite in float32: its gradient would be NaN where it is clipped."""
 LOG_BOUND = 20.0
 LOG_LEAST = -18.420680743952367  # of 1e-8
 """Bounds that VESPO clamps log-weights to, in the authors' code and in TRL."""
@@ -73,10 +75,12 @@ def importance_ratio(
       where advantages differ within a sequence.
     """
     if level == "token":
-        return log_ratio.exp()
-    if level == "sequence":
-        return sequences.mean(log_ratio).exp()
-    return (sequences.mean(log_ratio.detach()) + logprobs - logprobs.detach()).exp()
+        log = log_ratio
+    elif level == "sequence":
+        log = sequences.mean(log_ratio)
+    else:
+        log = sequences.mean(log_ratio.detach()) + logprobs - logprobs.detach()
+    return log.clamp(max=LOG_MOST).exp()
 
 
 def clipped(ratio: Tensor, advantages: Tensor, cfg: GRPOConfig) -> Objective:

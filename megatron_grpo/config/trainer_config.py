@@ -120,10 +120,10 @@ class ParallelConfig(Section):
     virtual_pipeline_parallel_size: PositiveInt = 1
     """Model chunks per pipeline rank (interleaved 1F1B)."""
     num_layers_in_first_pipeline_stage: PositiveInt | None = None
-    """Layers of the first pipeline rank, in all its chunks; null: the layers are divided evenly."""
+    """Layers of the first pipeline rank, in all its chunks; null: as even as possible."""
     num_layers_in_last_pipeline_stage: PositiveInt | None = None
-    """Layers of the last pipeline rank, which also computes the logits; null: the layers are
-    divided evenly."""
+    """Layers of the last pipeline rank, which also computes the logits; null: as even as
+    possible."""
     context_parallel_size: PositiveInt = 1
     """Ranks that split every sequence."""
     expert_parallel_size: PositiveInt = 1

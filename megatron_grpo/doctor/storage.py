@@ -79,7 +79,7 @@ def _read(file: int) -> float:
 
 def judge_storage(storage: Storage) -> Iterator[Finding]:
     """Findings on speed, space and locks; only a lack of locks keeps training from starting."""
-    slow = storage.written < SLOW
+    slow = min(storage.written, storage.read) < SLOW
     yield Finding(
         SECTION,
         "run directory",

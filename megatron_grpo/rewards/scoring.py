@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from math import ceil, isnan, nan
+from math import isnan, nan
 from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.config.reward_config import RewardConfig
@@ -58,11 +58,10 @@ def check_failed(num_failed: int, num_completions: int, cfg: RewardConfig) -> No
     share, limit = num_failed / num_completions, cfg.max_failed_fraction
     if share <= limit:
         return
-    enough = ceil(100 * share) / 100
-    way_out = f", or set it to {enough} or more, below 1" if enough < 1 else ""
     raise RewardError(
         f"{num_failed} of {num_completions} completions have no score so far: more than "
-        f"reward.max_failed_fraction {limit} allows: fix the failure shown above{way_out}"
+        f"reward.max_failed_fraction {limit} allows: fix the failure shown above, or raise the "
+        "limit, to less than 1, if it may happen"
     )
 
 

@@ -194,6 +194,17 @@ def test_clip_higher_widens_the_upper_side_only(advantage, ratio, moves):
     assert (grad[0] != 0) == moves
 
 
+@pytest.mark.parametrize("level", ["token", "sequence", "sequence_token"])
+@pytest.mark.parametrize("loss_type", ["grpo", "sapo"])
+def test_a_ratio_beyond_all_numbers_is_clipped_with_a_gradient_of_zero(loss_type, level):
+    """An engine may tell that a token was impossible: 0 times its infinite ratio would be NaN."""
+    options = {"loss_type": loss_type, "importance_sampling_level": level}
+    for advantage in (1.0, 0.0):
+        loss, grad = token_losses([1000.0, 1000.0], advantage, **options)
+        assert loss.total.isfinite()
+        assert grad == [0.0, 0.0]
+
+
 def test_dual_clip_bounds_the_ratio_of_negative_advantages():
     loss, grad = token_losses([math.log(5.0), math.log(2.0)], -1.0, delta=3.0)
     assert loss.per_token.tolist() == pytest.approx([3.0, 2.0])

@@ -18,6 +18,11 @@ def test_the_mount_is_the_nearest():
     assert Mount.of(Path("/home"), "fs /scratch lustre rw 0 0").options == frozenset()
 
 
+def test_the_kernel_writes_spaces_in_octal():
+    mounts = MOUNTS + "s:/x /my\\040data nfs rw,nolock 0 0\n"
+    assert Mount.of(Path("/my data/runs"), mounts).local_locks == "nolock"
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
