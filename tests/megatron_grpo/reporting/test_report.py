@@ -57,7 +57,7 @@ def test_a_run_without_steps_is_refused_by_the_name_of_its_file(tmp_path: Path) 
     write_metrics(tmp_path, [])
     with pytest.raises(ValueError, match=r"metrics\.jsonl has no steps yet"):
         draw_curves(tmp_path)
-    with pytest.raises(ValueError, match="has no metrics.jsonl: give the folder of a run"):
+    with pytest.raises(ValueError, match=r"has no metrics\.jsonl: give the folder of a run"):
         draw_curves(tmp_path / "elsewhere")
 
 
