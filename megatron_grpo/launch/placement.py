@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 from megatron_grpo.config.config import Config
+from parallel import ParallelDims
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,10 @@ def place(cfg: Config, nodes: Sequence[str], gpus_per_node: int) -> Placement:
     num_ranks, tensor = cfg.dims.world_size, cfg.rollout.tensor_parallel_size
     ranks_per_node = min(num_ranks, gpus_per_node)
     if num_ranks % ranks_per_node:
+        data = _full_data_size(cfg.dims, gpus_per_node)
         raise ValueError(
-            f"{num_ranks} ranks do not fill nodes of {gpus_per_node} GPUs: take a multiple, such "
-            f"as {-(-num_ranks // gpus_per_node) * gpus_per_node}, by parallel.data_parallel_size"
+            f"{num_ranks} ranks do not fill nodes of {gpus_per_node} GPUs: set "
+            f"parallel.data_parallel_size to {data}, for {num_ranks // cfg.dims.data * data} ranks"
         )
     num_trainers = num_ranks // ranks_per_node
     if num_trainers > len(nodes):
@@ -74,6 +77,16 @@ def check_engine_size(tensor: int, gpus_per_node: int) -> None:
             f"set it to {gpus_per_node}, or to a multiple such as "
             f"{-(-tensor // gpus_per_node) * gpus_per_node}"
         )
+
+
+def _full_data_size(dims: ParallelDims, gpus_per_node: int) -> int:
+    """The next data parallel size at which ranks fill nodes, and experts can be split over them."""
+    return next(
+        data
+        for data in count(dims.data)
+        if dims.world_size // dims.data * data % gpus_per_node == 0
+        and dims.stage_size // dims.data * data % (dims.expert * dims.expert_tensor) == 0
+    )
 
 
 def _places(

@@ -1,5 +1,6 @@
 """Which node of a job runs which ranks and engines."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,7 @@ def test_an_engine_of_more_gpus_than_a_node_has_takes_whole_nodes():
 @pytest.mark.parametrize(
     ("ranks", "engines", "tensor", "message"),
     [
-        (12, 1, 1, "12 ranks do not fill nodes of 8 GPUs: take a multiple, such as 16"),
+        (12, 1, 1, "12 ranks do not fill nodes of 8 GPUs: set .* to 16, for 16 ranks"),
         (40, 1, 1, "40 ranks need 5 nodes of 8 GPUs, and the job has 4"),
         (8, 1, 12, "12 does not fill nodes of 8 GPUs: set it to 8, or to a multiple such as 16"),
         (8, 1, 48, "1 of 48 GPUs each do not fit on 4 nodes of 8: take 6 nodes or more"),
@@ -63,6 +64,27 @@ def test_an_engine_of_more_gpus_than_a_node_has_takes_whole_nodes():
 def test_what_does_not_fit_is_refused_with_the_numbers(ranks, engines, tensor, message):
     with pytest.raises(ValueError, match=message):
         place(job(ranks, engines, tensor), NODES, 8)
+
+
+@pytest.mark.parametrize(
+    ("dims", "gpus_per_node", "data"),
+    [
+        (ParallelDims(tensor=4, pipeline=3), 8, 2),
+        (ParallelDims(tensor=4, pipeline=3, data=3), 8, 4),
+        (ParallelDims(tensor=4, context=2, data=3), 16, 4),
+        # Four copies would fill nodes, but 3 * 2 expert ranks do not divide their stages of 8.
+        (ParallelDims(tensor=2, pipeline=2, data=3, expert=3, expert_tensor=2), 8, 6),
+        (ParallelDims(tensor=4, pipeline=3, expert=4, expert_tensor=1), 8, 2),
+    ],
+)
+def test_the_data_parallel_size_that_is_named_fills_nodes(dims, gpus_per_node, data):
+    copy = dims.world_size // dims.data
+    cfg = tiny_config(Path("model"), dims, "grpo.generation_batch_size=96")
+    message = f"set parallel.data_parallel_size to {data}, for {copy * data} ranks"
+    with pytest.raises(ValueError, match=message):
+        place(cfg, NODES, gpus_per_node)
+    full = tiny_config(Path("model"), replace(dims, data=data), "grpo.generation_batch_size=96")
+    assert place(full, ["a"] * 99, gpus_per_node).ranks_per_node == gpus_per_node
 
 
 def test_the_command_says_it_line_by_line():

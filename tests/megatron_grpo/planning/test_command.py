@@ -104,7 +104,7 @@ def test_what_does_not_fit_is_refused_with_a_layout_that_does(cfg, capsys):
         (["train.max_tokens_per_microbatch=4000"], r"4096 tokens.*set it to 4096"),
         (
             [*TWELVE_RANKS, "rollout.num_engines=1", "rollout.tensor_parallel_size=4"],
-            r"12 ranks do not fill nodes of 8 GPUs: take a multiple, such as 16",
+            r"12 ranks do not fill nodes of 8 GPUs: set parallel.data_parallel_size to 4",
         ),
     ],
 )
