@@ -15,8 +15,10 @@
 # Model, data and caches are not: add their folders if they are outside of this one.
 : "${CONTAINER_MOUNTS:=$PWD}"
 
-# GPUs per node; Slurm knows the number if GPUs are configured.
-: "${GPUS_PER_NODE:=${SLURM_GPUS_ON_NODE:-8}}"
+# GPUs per node: those that the job asks for, even if its first node has more. The request may name
+# their type (h100:8).
+: "${GPUS_PER_NODE:=${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-8}}}"
+GPUS_PER_NODE=${GPUS_PER_NODE##*:}
 
 # The network interface between nodes for all but bulk data; empty: NCCL and gloo choose.
 : "${NETWORK_INTERFACE:=}"

@@ -72,19 +72,21 @@ mount_run_dir() {
 # Start every engine, on each of its nodes; sets the arrays urls (of engines), and engines and
 # engine_logs (of nodes).
 start_engines() {
-    local number names gpus nodes first rank
+    local number names gpus port nodes first rank
     for number in "${!ENGINES[@]}"; do
         read -r names gpus <<<"${ENGINES[number]}"
+        # No other engine on its nodes has the same first GPU.
+        port=$((FIRST_PORT + 1 + ${gpus%%,*}))
         IFS=, read -ra nodes <<<"$names"
         first=$(address_of "${nodes[0]}")
-        urls+=("http://$first:$((FIRST_PORT + 1 + number))")
+        urls+=("http://$first:$port")
         for rank in "${!nodes[@]}"; do
             engine_logs+=("$LOGS/engine_$number$([[ $rank == 0 ]] || echo "_node_$rank").log")
             # The nodes of an engine have no other engine, so that all can use the same port to meet.
             # `env` within the step, since Slurm sets CUDA_VISIBLE_DEVICES of every task to all GPUs.
             on_node "${nodes[rank]}" --output="${engine_logs[-1]}" \
                 env CUDA_VISIBLE_DEVICES="$gpus" bash slurm/engine.sh "$LOGS" "$@" \
-                --host "$(address_of "${nodes[rank]}")" --port "$((FIRST_PORT + 1 + number))" \
+                --host "$(address_of "${nodes[rank]}")" --port "$port" \
                 --nnodes "${#nodes[@]}" --node-rank "$rank" --master-addr "$first" \
                 --master-port "$((FIRST_PORT + 63))" &
             engines+=($!)
@@ -232,7 +234,8 @@ on_node() {
 }
 
 # Become a job step, in the container or the virtual environment, that shares the cores and GPUs of
-# its nodes with other steps. Call it in a subshell, whose process then is srun and passes signals on.
+# its nodes with other steps. Without --cpus-per-task it has all cores of each, however many these are.
+# Call it in a subshell, whose process then is srun and passes signals on.
 step() {
     local container=()
     if [[ -n $CONTAINER_IMAGE ]]; then
@@ -244,12 +247,11 @@ step() {
         PATH=$VENV/bin:$PATH
     fi
     export SLURM_CPU_BIND=none
-    exec srun --overlap --cpus-per-task="$SLURM_CPUS_ON_NODE" --mem=0 \
-        "${container[@]}" "$@"
+    exec srun --overlap --mem=0 "${container[@]}" "$@"
 }
 
-# The first of the 64 ports of a job: jobs that share a node have different job ids. All are below the
-# kernel's ephemeral ports.
+# The first of the 64 ports that a job has on each of its nodes: jobs that share a node have different
+# job ids. All are below the kernel's ephemeral ports.
 first_port() {
     echo $((20000 + SLURM_JOB_ID % 199 * 64))
 }

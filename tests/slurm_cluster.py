@@ -15,8 +15,11 @@ from pathlib import Path
 PACKAGES = "slurmctld slurmd slurm-client munge"
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged")
 REPOSITORY = Path(__file__).parents[1]
-NODES = tuple(f"n{number}" for number in range(12))
-"""Two nodes for each of the jobs that run at the same time."""
+NODES = {f"n{number}": "CPUs=8 Gres=gpu:8" for number in range(12)} | {
+    "large": "CPUs=8 Gres=gpu:8",
+    "small": "CPUs=6 Gres=gpu:4",
+}
+"""Two nodes for each of the jobs that run at the same time; those of the partition `unlike`."""
 NODE_MEGABYTES = 8000
 
 
@@ -177,11 +180,13 @@ def _configuration(folder: Path) -> str:
         f"SlurmctldPidFile={folder}/slurmctld.pid",
         f"SlurmdPidFile={folder}/%n.pid",
         *(
-            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=8 "
-            f"RealMemory={NODE_MEGABYTES} Gres=gpu:8 State=UNKNOWN"
-            for node, port in zip(NODES, ports[1:], strict=True)
+            # Each node has its own address: engines on different nodes may have the same port.
+            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.1.{number} Port={ports[number]} "
+            f"RealMemory={NODE_MEGABYTES} State=UNKNOWN {devices}"
+            for number, (node, devices) in enumerate(NODES.items(), start=1)
         ),
-        "PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP",
+        "PartitionName=all Nodes=n[0-11] Default=YES MaxTime=INFINITE State=UP",
+        "PartitionName=unlike Nodes=large,small MaxTime=INFINITE State=UP",
     ]
     return "\n".join(lines) + "\n"
 

@@ -42,7 +42,6 @@ def calls(tmp_path):
             "SLURM_SUBMIT_DIR": str(REPOSITORY),
             "SLURM_JOB_ID": "7",
             "SLURM_JOB_NODELIST": "n0",
-            "SLURM_CPUS_ON_NODE": "8",
         }
         script = ["bash", "slurm/grpo_8b.sh", f"train.run_dir={run_dir}"]
         subprocess.run(script, cwd=REPOSITORY, env=environment, timeout=60)

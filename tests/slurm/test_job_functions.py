@@ -1,6 +1,7 @@
 """Decisions of the functions in slurm/job.sh, tested fast with stand-ins for Slurm's commands."""
 
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -163,6 +164,35 @@ def test_a_node_whose_name_nobody_knows_is_told(bash):
     assert "no IPv4 address of node n1 is known" in done.stderr
 
 
+START_ENGINES = """
+    address_of() { echo "$1"; }
+    on_node() { echo "$*"; }
+    FIRST_PORT=20000 LOGS=logs urls=() engines=() engine_logs=()
+    mapfile -t ENGINES <<<"$PLACED"
+    start_engines
+    wait
+    echo "${urls[@]}" >&2
+"""
+
+
+def test_the_ports_of_80_engines_are_among_the_64_of_the_job(bash):
+    """Ports belong to a node, and no node has so many engines."""
+    placed = [f"n{node} {gpu},{gpu + 1}" for node in range(20) for gpu in range(0, 8, 2)]
+    done = bash(START_ENGINES, {}, PLACED="\n".join(placed))
+    addresses = re.findall(r"--host (\S+) --port (\d+)", done.stdout)
+    assert len(set(addresses)) == 80
+    assert {f"http://{host}:{port}" for host, port in addresses} == set(done.stderr.split())
+    assert {int(port) for _, port in addresses} == {20001, 20003, 20005, 20007}
+
+
+def test_all_nodes_of_an_engine_meet_at_a_port_of_the_first(bash):
+    placed = "n0,n1 0,1,2,3,4,5,6,7\nn2,n3 0,1,2,3,4,5,6,7"
+    done = bash(START_ENGINES, {}, PLACED=placed)
+    assert done.stderr == "http://n0:20001 http://n2:20001\n"
+    nodes = re.findall(r"--host (n\d) --port 20001 .* --master-addr (n\d) --m.* 20063", done.stdout)
+    assert sorted(nodes) == [("n0", "n0"), ("n1", "n0"), ("n2", "n2"), ("n3", "n2")]
+
+
 def test_a_run_directory_may_have_spaces(bash):
     placed = "run_dir /scratch/my runs/a  b\nranks_per_node 8\nstartup_timeout 9\ntrainer n0"
     done = bash(
@@ -211,6 +241,19 @@ def test_the_token_of_the_hub_is_not_put_beside_its_caches(bash):
     cache = REPOSITORY / ".cache" / "huggingface"
     done = bash(f"unset HF_HOME HF_HUB_CACHE HF_DATASETS_CACHE; {script}", {})
     assert done.stdout == f"none {cache}/hub {cache}/datasets\n"
+
+
+@pytest.mark.parametrize(
+    ("variables", "gpus"),
+    [
+        ({}, "8"),
+        ({"SLURM_GPUS_ON_NODE": "4"}, "4"),
+        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_GPUS_PER_NODE": "h100:4"}, "4"),
+        ({"SLURM_GPUS_PER_NODE": "4", "GPUS_PER_NODE": "2"}, "2"),
+    ],
+)
+def test_a_job_uses_the_gpus_that_it_asks_for(bash, variables, gpus):
+    assert bash('source slurm/env.sh; echo "$GPUS_PER_NODE"', {}, **variables).stdout == f"{gpus}\n"
 
 
 @pytest.mark.parametrize("given", ["", "max_split_size_mb:512"])

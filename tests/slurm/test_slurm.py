@@ -168,18 +168,18 @@ class Submitted:
             time.sleep(0.2)
 
     def engines(self) -> list[psutil.Process]:
-        """The running engine processes (transformers), ordered by port."""
+        """The running engine processes (transformers), ordered by address."""
         return self.processes_of("megatron_grpo.rollout.transformers_server")
 
     def processes_of(self, module: str) -> list[psutil.Process]:
-        """The job's processes that run `module`, ordered by their last argument."""
+        """The job's processes that run `module`, ordered by their arguments."""
         found = {}
         for process in marked_processes(self.mark):
             with suppress(psutil.Error):
                 command = process.cmdline()
                 if command[2:4] == ["-m", module]:
-                    found[command[-1]] = process
-        return [found[last] for last in sorted(found)]
+                    found[tuple(command)] = process
+        return [found[command] for command in sorted(found)]
 
     def await_engines(self, number: int, seconds: float = 120) -> list[psutil.Process]:
         deadline = time.monotonic() + seconds
@@ -413,6 +413,24 @@ def test_a_job_has_all_memory_of_its_nodes(cluster, script, tmp_path):
     resources = job.fields()["TRES"]
     job.cancel()
     assert f"mem={2 * NODE_MEGABYTES}M" in resources
+
+
+def test_a_step_has_all_cores_and_the_same_gpus_of_nodes_that_differ(cluster, tmp_path):
+    """The first node has 8 cores and 8 GPUs, the other 6 and the 4 GPUs that the job asks for."""
+    script, log = tmp_path / "job.sh", tmp_path / "job.log"
+    script.write_text(
+        "#!/usr/bin/env bash\n"
+        "source slurm/job.sh; source slurm/env.sh\n"
+        "echo $GPUS_PER_NODE GPUs per node\n"
+        "step --nodes=2 --ntasks=2 --ntasks-per-node=1 bash -c "
+        "'echo $SLURMD_NODENAME: $SLURM_CPUS_ON_NODE cores, $SLURM_GPUS_ON_NODE GPUs'\n"
+    )
+    options = ["--partition=unlike", "--nodes=2", "--exclusive", "--mem=0", "--gpus-per-node=4"]
+    submitted = cluster.run("sbatch", "--parsable", *options, f"--output={log}", str(script))
+    job = Job(cluster, submitted, log)
+    job.await_state("COMPLETED", "FAILED", seconds=60)
+    expected = {"4 GPUs per node", "large: 8 cores, 4 GPUs", "small: 6 cores, 4 GPUs"}
+    assert expected <= set(job.output().splitlines()), job.output()
 
 
 def test_all_scripts_are_clean():
