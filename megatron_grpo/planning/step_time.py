@@ -1,5 +1,6 @@
 """What a step computes and sends, and the least time that a card and its links need for it."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -9,6 +10,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.planning.card import Card
 from megatron_grpo.planning.itemsizes import ITEMSIZE
 from megatron_grpo.planning.layer_kinds import layer_kinds
+from megatron_grpo.planning.recomputation import recomputed_layers, recomputed_parts
 from megatron_grpo.planning.state import GRADIENT_BYTES, StateBytes, expert_shards
 from megatron_grpo.planning.workload import Workload
 from parallel import ParallelDims, pipeline_layers
@@ -75,16 +77,18 @@ def step_time(
 def stage_flops(cfg: Config, shape: ModelShape, lengths: Sequence[int]) -> list[float]:
     """Multiplications and additions of each pipeline stage, in a step on sequences of `lengths`.
 
-    A backward costs two forwards (Kaplan et al., arXiv 2001.08361). Recomputed layers run once
-    more, and so does the head, which counts as if every token were of a response.
+    A backward costs two forwards (Kaplan et al., arXiv 2001.08361). What is recomputed of layers
+    runs once more, and so does the head, which counts as if every token were of a response.
     """
     forwards = _forwards_alone(cfg)
-    passes = 3 + _recomputes(cfg) + forwards
     flops = [0.0] * cfg.dims.pipeline
     for kind in layer_kinds(shape):
-        layer = forward_flops(kind.shape, lengths) / shape.num_layers * passes
+        parts = _part_flops(kind.shape, lengths)
+        layer = sum(parts.values())
+        again = sum(parts[part] for part in parts if part in recomputed_parts(cfg))
         for stage, chunks in enumerate(pipeline_layers(shape.num_layers, cfg.dims)):
-            flops[stage] += layer * kind.count_in(*chunks)
+            flops[stage] += layer * (3 + forwards) * kind.count_in(*chunks)
+            flops[stage] += again * kind.count_in(*recomputed_layers(cfg, chunks))
     head = 2.0 * shape.hidden_size * shape.vocab_size * sum(lengths)
     flops[-1] += head * (4 + forwards)
     return flops
@@ -98,37 +102,52 @@ def _forwards_alone(cfg: Config) -> float:
     return (cfg.grpo.needs_old_pass + (cfg.grpo.beta > 0)) / cfg.grpo.num_iterations
 
 
-def _recomputes(cfg: Config) -> bool:
-    """Whether every layer runs its forward again in the backward."""
-    return cfg.model.megatron.get("recompute_granularity") == "full"
-
-
 def forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
-    """Operations of all layers in a forward: twice the weights per token, and causal attention.
+    """Operations of all layers in a forward."""
+    return sum(
+        len(kind.layers) * sum(_part_flops(kind.shape, lengths).values())
+        for kind in layer_kinds(shape)
+    )
 
-    Attention multiplies each query with the keys, and its weights with the values, of half of all
-    pairs of tokens.
+
+def _part_flops(shape: ModelShape, lengths: Sequence[int]) -> dict[str, float]:
+    """Operations of each of a layer's `PARTS` in a forward, in a model of layers all alike.
+
+    Twice the weights per token. Causal attention multiplies each query with the keys, and its
+    weights with the values, of half of all pairs of tokens.
     """
+    flops = {part: 2.0 * size * sum(lengths) for part, size in _part_weights(shape).items()}
     pairs = sum(length * length for length in lengths) / 2
     of_pair = 2.0 * shape.num_attention_heads * (shape.head_dim + shape.value_dim)
-    attention = of_pair * shape.num_layers * pairs
-    return 2.0 * active_weights(shape) * sum(lengths) + attention
+    return flops | {"core_attn": of_pair * pairs}
 
 
 def active_weights(shape: ModelShape) -> float:
     """Weights of all layers that a token is multiplied with; of experts, only those it goes to."""
-    return sum(len(kind.layers) * _layer_weights(kind.shape) for kind in layer_kinds(shape))
-
-
-def _layer_weights(shape: ModelShape) -> float:
-    """The same of one layer, in a model of layers all alike."""
-    share = shape.moe.experts_per_token / shape.moe.num_experts if shape.moe else 1.0
-    one_layer = hf_tensors(replace(shape, num_layers=1))
     return sum(
-        prod(size) * (share if ".experts." in name else 1.0)
-        for name, size in one_layer.items()
-        if ".layers." in name
+        len(kind.layers) * sum(_part_weights(kind.shape).values()) for kind in layer_kinds(shape)
     )
+
+
+def _part_weights(shape: ModelShape) -> dict[str, float]:
+    """The same of each part of one layer, in a model of layers all alike."""
+    share = shape.moe.experts_per_token / shape.moe.num_experts if shape.moe else 1.0
+    weights: dict[str, float] = defaultdict(float)
+    for name, size in hf_tensors(replace(shape, num_layers=1)).items():
+        if ".layers." in name:
+            weights[_part(name, shape)] += prod(size) * (share if ".experts." in name else 1.0)
+    return weights
+
+
+def _part(name: str, shape: ModelShape) -> str:
+    """Which of a layer's `PARTS` has this Hugging Face tensor."""
+    if ".self_attn." in name:
+        return "attention"
+    if ".shared_experts." in name:
+        return "shared_experts"
+    if "norm." in name:
+        return "layernorm"
+    return "mlp" if shape.moe is None else "moe"
 
 
 def _links(
@@ -143,8 +162,7 @@ def _links(
     tokens = (work.tokens + work.padding) / dims.data / dims.context
     width = itemsize * shape.hidden_size * tokens
     alone = _forwards_alone(cfg)
-    forwards = 1 + _recomputes(cfg) + alone
-    gathered, layers, mixtures = _exchanges(dims, shape, forwards)
+    gathered, attended, dispatched = _exchanges(cfg, shape)
     heads = shape.num_key_value_heads / dims.tensor
     keys_and_values = heads * (shape.head_dim + shape.value_dim) * itemsize * tokens
     shards = dims.data * dims.context
@@ -160,23 +178,19 @@ def _links(
     experts = dims.expert * dims.expert_tensor
     uses = [
         ("tensor", dims.tensor, dims.tensor, _of(dims.tensor) * itemsize * tokens * gathered),
-        # Keys and values go to all ranks, and their gradients come back.
         (
             "context",
             dims.context,
             dims.tensor * dims.context,
-            (dims.context - 1) * keys_and_values * layers * (forwards + 2),
+            (dims.context - 1) * keys_and_values * attended,
         ),
         ("pipeline", dims.pipeline, dims.world_size, sends * width * share),
         ("data", shards, dims.stage_size, copied / itemsize * (GRADIENT_BYTES + itemsize)),
     ]
     if shape.moe is not None:
-        # Tokens go to the ranks of their experts, to all of them if an expert is split, and come
-        # back; both again in the backward.
+        # Tokens go to the ranks of their experts, to all of them if an expert is split, and back.
         sent = (_of(dims.expert) + dims.expert_tensor - 1) * shape.moe.experts_per_token
-        uses.append(
-            ("expert", experts, experts, sent * width * share * mixtures * 2 * (forwards + 1))
-        )
+        uses.append(("expert", experts, experts, sent * width * share * 2 * dispatched))
     return [
         _link(purpose, num_bytes, span <= card.per_node, card)
         for purpose, size, span, num_bytes in uses
@@ -184,38 +198,63 @@ def _links(
     ]
 
 
-def _exchanges(dims: ParallelDims, shape: ModelShape, forwards: float) -> tuple[float, int, int]:
-    """What ranks exchange, each on the stage where it is most.
+def _exchanges(cfg: Config, shape: ModelShape) -> tuple[float, float, float]:
+    """What ranks exchange in all forwards and the backward, each on the stage where it is most.
 
-    Elements that tensor ranks gather and reduce for a token, in so many forwards and a backward; in
-    how many layers context ranks exchange keys and values; and in how many expert ranks exchange
-    tokens.
+    Elements that tensor ranks gather and reduce for a token; how often context ranks exchange keys
+    and values, over all layers; and how often tokens go to their experts and back. Gradients of
+    keys and values are as much as both and are summed, and those of tokens take the same ways.
     """
-    gathered, layers, mixtures = [], [], []
-    for chunks in pipeline_layers(shape.num_layers, dims):
-        counts = [(kind.shape, kind.count_in(*chunks)) for kind in layer_kinds(shape)]
-        gathered.append(sum(count * _gathered(kind, forwards) for kind, count in counts))
-        layers.append(sum(count for _, count in counts))
-        mixtures.append(sum(count for kind, count in counts if kind.moe))
-    return max(gathered), max(layers), max(mixtures)
+    forwards, parts = 1 + _forwards_alone(cfg), recomputed_parts(cfg)
+    gathered, attended, dispatched = [], [], []
+    for chunks in pipeline_layers(shape.num_layers, cfg.dims):
+        again = recomputed_layers(cfg, chunks)
+        counts = [
+            (kind.shape, kind.count_in(*chunks), kind.count_in(*again))
+            for kind in layer_kinds(shape)
+        ]
+        gathered.append(
+            sum(
+                (layers - repeated) * _gathered(kind, forwards, frozenset())
+                + repeated * _gathered(kind, forwards, parts)
+                for kind, layers, repeated in counts
+            )
+        )
+        attended.append(
+            sum(
+                layers * (forwards + 2) + repeated * ("core_attn" in parts)
+                for _, layers, repeated in counts
+            )
+        )
+        dispatched.append(
+            sum(
+                layers * (forwards + 1) + repeated * ("moe" in parts)
+                for kind, layers, repeated in counts
+                if kind.moe
+            )
+        )
+    return max(gathered), max(attended), max(dispatched)
 
 
-def _gathered(shape: ModelShape, forwards: float) -> float:
+def _gathered(shape: ModelShape, forwards: float, recomputed: frozenset[str]) -> float:
     """Elements of a token that tensor ranks exchange in a layer, in a model of layers all alike.
 
     They all-gather the inputs of split matrices, and reduce-scatter what these add to hidden
-    states: around attention, and around an MLP or expert that all tokens go to. A backward does
-    both for gradients, and gathers the inputs once more for those of weights. Of latent attention
-    the inputs are latents; the rotated part of keys is gathered like them, but no matrix's input.
+    states: around attention, and around an MLP or expert that all tokens go to; once more around a
+    `recomputed` part. A backward does both for gradients, and gathers the inputs once more for
+    those of weights. Of latent attention the inputs are latents; the rotated part of keys is
+    gathered like them, but no matrix's input.
     """
     hidden = inputs = shape.hidden_size
     rotated = 0
     if shape.latent is not None:
         inputs = (shape.latent.query_rank or hidden) + shape.latent.rank
         rotated = shape.latent.rotary_dim
-    elements = (forwards + 1) * (inputs + rotated + hidden) + inputs
+    passes = forwards + 1 + ("attention" in recomputed)
+    elements = passes * (inputs + rotated + hidden) + inputs
     if shape.moe is None or shape.moe.shared_intermediate_size:
-        elements += (2 * forwards + 3) * hidden
+        part = "mlp" if shape.moe is None else "shared_experts"
+        elements += (2 * (forwards + 1 + (part in recomputed)) + 1) * hidden
     return elements
 
 

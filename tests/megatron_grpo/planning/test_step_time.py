@@ -62,6 +62,108 @@ def test_recomputation_and_other_passes_are_forwards_more(tmp_path):
     assert flops(*in_reward) == plain + 2 * forward
 
 
+def selective(modules):
+    settings = f"recompute_granularity: selective, recompute_modules: [{modules}]"
+    return f"model.megatron={{{settings}}}"
+
+
+def block(layers):
+    settings = "recompute_granularity: full, recompute_method: block"
+    return f"model.megatron={{{settings}, recompute_num_layers: {layers}}}"
+
+
+ATTENDING = 2 * 2 * 32 * 128 * 1000**2 / 2
+"""Operations of a layer of Llama-3.1-8B in which half of all pairs of 1,000 tokens attend."""
+GLM_EXPERT, GLM_ROUTER = 3 * 4096 * 1408, 128 * 4096
+GLM_DENSE = 3 * 4096 * 10944
+"""Weights of an expert, a router and a dense MLP of GLM-4.5-Air."""
+
+
+@pytest.mark.parametrize(
+    ("name", "modules", "again"),
+    [
+        ("Llama-3.1-8B", "", 32 * ATTENDING),  # Megatron-Core's default
+        ("Llama-3.1-8B", "core_attn", 32 * ATTENDING),
+        ("Llama-3.1-8B", "mlp", 32 * 2 * 3 * 4096 * 14336 * 1000),
+        ("Llama-3.1-8B", "mlp, core_attn", 32 * (ATTENDING + 2 * 3 * 4096 * 14336 * 1000)),
+        ("Llama-3.1-8B", "moe, shared_experts", 0),  # it has none
+        ("GLM-4.5-Air", "mlp", 2 * GLM_DENSE * 1000),  # in the first layer only
+        ("GLM-4.5-Air", "shared_experts", 45 * 2 * GLM_EXPERT * 1000),
+        ("GLM-4.5-Air", "moe", 45 * 2 * (9 * GLM_EXPERT + GLM_ROUTER) * 1000),
+        ("GLM-4.5-Air", "moe, shared_experts", 45 * 2 * (9 * GLM_EXPERT + GLM_ROUTER) * 1000),
+        ("GLM-4.5-Air", "moe_act", 0),
+    ],
+)
+def test_selective_recomputation_runs_the_named_modules_again(name, modules, again, tmp_path):
+    folder, shape = model(tmp_path, name)
+
+    def flops(*overrides):
+        cfg = tiny_config(folder, ParallelDims(), "grpo.beta=0.0", *overrides)
+        return sum(stage_flops(cfg, shape, [1000]))
+
+    assert flops(selective(modules)) - flops() == pytest.approx(again, rel=1e-3)
+
+
+def test_block_recomputation_runs_the_first_layers_of_each_chunk_again(tmp_path):
+    folder, shape = model(tmp_path)
+    dims = ParallelDims(tensor=8, pipeline=2, virtual_pipeline=2, context=2)
+    options = "model.dtype=bfloat16", "grpo.beta=0.0", LONG
+
+    def flops(*overrides):
+        return stage_flops(tiny_config(folder, dims, *options, *overrides), shape, [1000])
+
+    def sent(*overrides):
+        return traffic(tiny_config(folder, dims, *options, *overrides), shape)
+
+    layer = forward_flops(shape, [1000]) / 32
+    more = [some - none for some, none in zip(flops(block(3)), flops(), strict=True)]
+    assert more == pytest.approx([2 * 3 * layer] * 2)  # of two chunks of eight layers
+    assert flops(block(9)) == flops(FULL)
+    # Of 16 layers 10 exchange as without recomputation; see `test_traffic_by_hand`.
+    plain, some = sent(), sent(block(3))
+    assert some["tensor"] == pytest.approx(plain["tensor"] * (10 * 10 + 6 * 14) / (16 * 10))
+    assert some["context"] == pytest.approx(plain["context"] * (10 * 3 + 6 * 4) / (16 * 3))
+    assert some["pipeline"] == plain["pipeline"]
+
+
+def test_the_first_layers_of_a_model_may_be_the_dense_ones(tmp_path):
+    folder, shape = model(tmp_path, "GLM-4.5-Air")
+
+    def flops(*overrides):
+        cfg = tiny_config(folder, ParallelDims(), "grpo.beta=0.0", *overrides)
+        return sum(stage_flops(cfg, shape, [1000]))
+
+    attention = 2 * 4096 * 128 * (96 + 8 + 8 + 96) * 1000 + 2 * 2 * 96 * 128 * 1000**2 / 2
+    dense = attention + 2 * GLM_DENSE * 1000
+    mixture = attention + 2 * (9 * GLM_EXPERT + GLM_ROUTER) * 1000
+    assert flops(block(1)) - flops() == pytest.approx(dense, rel=1e-3)
+    assert flops(block(2)) - flops() == pytest.approx(dense + mixture, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("modules", "tensor", "context", "expert"),
+    [
+        ("core_attn", 0, 1 / 3, 0),
+        ("layernorm", 0, 0, 0),
+        ("mlp", 2 / (46 * 10), 0, 0),  # of the dense layer
+        ("shared_experts", 45 * 2 / (46 * 10), 0, 0),
+        ("moe", 45 * 2 / (46 * 10), 0, 1 / 2),  # with its shared expert
+        ("moe_act", 0, 0, 0),
+    ],
+)
+def test_a_recomputed_module_repeats_its_own_traffic(modules, tensor, context, expert, tmp_path):
+    folder, shape = model(tmp_path, "GLM-4.5-Air")
+    dims = ParallelDims(tensor=2, context=2, data=2, expert=4, expert_tensor=1)
+    options = "model.dtype=bfloat16", "grpo.beta=0.0", LONG, "rollout.tensor_parallel_size=8"
+    plain, more = (
+        traffic(tiny_config(folder, dims, *options, *recomputed), shape)
+        for recomputed in ([], [selective(modules)])
+    )
+    growth = {purpose: more[purpose] / plain[purpose] - 1 for purpose in plain}
+    expected = {"tensor": tensor, "context": context, "data": 0, "expert": expert}
+    assert growth == pytest.approx(expected, abs=1e-9)
+
+
 @pytest.mark.parametrize(
     ("name", "pipeline", "virtual", "last", "stage", "layers", "has_head"),
     [
