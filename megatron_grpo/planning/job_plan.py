@@ -44,6 +44,8 @@ class JobPlan:
     """The push of weights for one generation, which may serve several steps."""
     shared_tokens: int | None
     """Tokens of a step with `grpo.shared_prompts`; None if the length of prompts is unknown."""
+    not_counted: Sequence[str]
+    """See `not_counted`."""
 
     @property
     def fullest(self) -> StageMemory:
@@ -62,6 +64,7 @@ class JobPlan:
             "is_shared": self.is_shared,
             "memory_limit": self.memory_limit,
             "fits": self.fits,
+            "not_counted": self.not_counted,
             "workload": {
                 "sequences": len(self.work.lengths),
                 "tokens": self.work.tokens,
@@ -107,7 +110,13 @@ def plan_job(
         rollout=rollout_time(cfg, shape, engine, card, lengths) if engine else None,
         push=push_link(engine.weights, card, in_node=in_node) if engine else None,
         shared_tokens=shared_tokens(cfg, shape, work.lengths),
+        not_counted=not_counted(cfg),
     )
+
+
+def not_counted(cfg: Config) -> list[str]:
+    """Keys that `cfg` turns on but figures leave out: they are those of a run without them."""
+    return ["grpo.shared_prompts"] if cfg.grpo.shared_prompts else []
 
 
 def shares_gpus(cfg: Config, card: Card, num_gpus: int) -> bool:

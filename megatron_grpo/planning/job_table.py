@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from checkpoint_convert import ModelShape
 from megatron_grpo.config.config import Config
 from megatron_grpo.experience.batching import BatchSchedule
-from megatron_grpo.planning.job_plan import JobPlan
+from megatron_grpo.planning.job_plan import JobPlan, not_counted
 from megatron_grpo.planning.memory import StageMemory
 from megatron_grpo.planning.rollout_time import RolloutTime
 from megatron_grpo.planning.step_time import ATTAINABLE_OF_LINK, LinkUse
@@ -13,6 +13,7 @@ from megatron_grpo.planning.suggest import Suggestion
 
 SHOWN_STAGES = 4
 SHOWN_SUGGESTIONS = 8
+NOT_COUNTED = "microbatches, operations, times and traffic are those of a run without"
 
 
 def job_table(cfg: Config, shape: ModelShape, gpu: str, plan: JobPlan) -> str:
@@ -51,6 +52,7 @@ def suggestion_table(suggestions: Sequence[Suggestion], num_gpus: int, gpu: str)
             f"{len(suggestions)} layouts fit on {num_gpus} {gpu}, the fastest by estimate first:",
             "",
             *rows,
+            *(f"{key}: {NOT_COUNTED}" for key in not_counted(suggestions[0].cfg)),
             "",
             "to use the first, add these after the config's name:",
             *(f"  {word} \\" for word in suggestions[0].overrides[:-1]),
@@ -97,10 +99,12 @@ def _work_lines(cfg: Config, plan: JobPlan) -> list[str]:
     )
     if plan.shared_tokens is not None:
         lines.append(
-            f"grpo.shared_prompts=true makes that {plan.shared_tokens:,} tokens, "
+            f"grpo.shared_prompts=true {'makes' if cfg.grpo.shared_prompts else 'would make'} that "
+            f"{plan.shared_tokens:,} tokens, "
             f"{(work.tokens + work.padding) / plan.shared_tokens:.2f} times fewer, where prompts "
-            f"have data.max_prompt_length {cfg.data.max_prompt_length:,}; other figures are without"
+            f"have data.max_prompt_length {cfg.data.max_prompt_length:,}"
         )
+    lines += [f"{key}: {NOT_COUNTED}" for key in plan.not_counted]
     lines.append(
         f"{time.flops:.3g} operations: at least {time.compute_seconds:.1f} s at the cards' peak; "
         f"estimate at {time.attainable:g} of it, with a bubble of {time.bubble:.3f} and no traffic "

@@ -13,7 +13,7 @@ from checkpoint_convert import ModelShape, check_divisible
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.trainer_config import ParallelConfig
 from megatron_grpo.planning.card import Card
-from megatron_grpo.planning.job_plan import least_gpus, shares_gpus
+from megatron_grpo.planning.job_plan import least_gpus, not_counted, shares_gpus
 from megatron_grpo.planning.memory import (
     EngineBytes,
     StageMemory,
@@ -65,6 +65,7 @@ class Suggestion:
             "overrides": [word.strip("'") for word in self.overrides],
             "memory": self.memory.as_json(),
             "step": asdict(self.time) | {"estimate_seconds": self.time.estimate},
+            "not_counted": not_counted(self.cfg),
         }
 
 

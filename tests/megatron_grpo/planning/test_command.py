@@ -73,9 +73,29 @@ def test_the_table_says_what_shared_prompts_would_save(cfg, capsys):
         lines = capsys.readouterr().out.splitlines()
         return next((line for line in lines if line.startswith("grpo.shared_prompts")), "")
 
-    assert "2,097,152 tokens, 1.00 times fewer" in line()  # one completion in each microbatch
+    # One completion in each microbatch.
+    assert "=true would make that 2,097,152 tokens, 1.00 times fewer" in line()
     assert "1.23 times fewer" in line("train.max_tokens_per_microbatch=16384")
     assert not line("data.max_prompt_length=null")
+
+
+def test_the_plan_says_that_its_figures_do_not_count_shared_prompts(cfg, capsys):
+    on = "grpo.shared_prompts=true"
+
+    def printed(*overrides: str, as_json: bool = False) -> str:
+        print_plan(cfg(*overrides), **DEFAULTS | {"as_json": as_json})
+        return capsys.readouterr().out
+
+    without = (
+        "\ngrpo.shared_prompts: microbatches, operations, times and traffic are those of a run"
+    )
+    assert without not in printed()
+    assert without in printed(on, "data.max_prompt_length=null")
+    assert "\ngrpo.shared_prompts=true makes that 2,097,152 tokens" in (text := printed(on))
+    assert without in text
+    figures = [json.loads(printed(*overrides, as_json=True)) for overrides in ((), (on,))]
+    assert [each.pop("not_counted") for each in figures] == [[], ["grpo.shared_prompts"]]
+    assert figures[0] == figures[1]
 
 
 def test_scripts_get_every_figure(cfg, capsys):
@@ -196,6 +216,21 @@ def test_suggestions_can_be_pasted(cfg, capsys):
     text = capsys.readouterr().out
     assert "layouts fit on 64 h100, the fastest by estimate first:" in text
     assert "\n  parallel.tensor_parallel_size=" in text and "rollout.num_engines=8 \\" in text
+
+
+def test_suggestions_say_that_they_do_not_count_shared_prompts(cfg, capsys):
+    print_suggestions(cfg(), **DEFAULTS)
+    plain = capsys.readouterr().out
+    print_suggestions(cfg("grpo.shared_prompts=true"), **DEFAULTS)
+    note = (
+        "grpo.shared_prompts: microbatches, operations, times and traffic are those of a run "
+        "without\n"
+    )
+    assert note in (text := capsys.readouterr().out)
+    assert text.replace(note, "") == plain
+    print_suggestions(cfg("grpo.shared_prompts=true"), **DEFAULTS | {"as_json": True})
+    found = json.loads(capsys.readouterr().out)
+    assert all(each["not_counted"] == ["grpo.shared_prompts"] for each in found)
 
 
 def test_where_nothing_fits_that_is_said(cfg):
