@@ -60,8 +60,8 @@ def check_failed(num_failed: int, num_completions: int, cfg: RewardConfig) -> No
         return
     raise RewardError(
         f"{num_failed} of {num_completions} completions have no score so far: more than "
-        f"reward.max_failed_fraction {limit} allows: fix the failure shown above, or raise the "
-        "limit, to less than 1, if it may happen"
+        f"reward.max_failed_fraction {limit} allows: fix the failure shown above, or raise that "
+        "limit if failures are to be expected (it must be below 1)"
     )
 
 
