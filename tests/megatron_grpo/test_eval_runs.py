@@ -94,8 +94,8 @@ def test_a_run_that_is_told_to_end_in_an_evaluation_makes_it_when_it_is_resumed(
 ) -> None:
     """In that of step 2: in metrics.jsonl it then stands in the record of step 2, once."""
     run_dir = tmp_path / "run"
-    # The evaluation before the first step takes 3 rounds of generating and scoring.
-    sabotage = InPhase(preempt, 0, "eval", nth=7)
+    # The evaluation before the first step takes 3 rounds of generating and scoring, and is logged.
+    sabotage = InPhase(preempt, 0, "eval", nth=8)
     with runs.start(run_dir, *EVERY_TWO_STEPS, sabotage=sabotage) as job:
         ended = job.end(120)
     assert ended.exit_codes == [75] * NUM_RANKS, ended.output
@@ -114,7 +114,7 @@ def test_a_run_that_is_told_to_end_in_an_evaluation_makes_it_when_it_is_resumed(
 
 
 def test_a_run_whose_last_evaluation_is_missing_says_so(runs: Runs, tmp_path: Path) -> None:
-    sabotage = InPhase(preempt, 0, "eval", nth=7)
+    sabotage = InPhase(preempt, 0, "eval", nth=8)
     arguments = [*SAMPLING, f"eval.interval={NUM_STEPS}"]
     with runs.start(tmp_path / "run", *arguments, sabotage=sabotage) as job:
         ended = job.end(120)
