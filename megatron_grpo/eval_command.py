@@ -137,7 +137,7 @@ def _check(cfg: Config) -> ModelShape:
     if cfg.rollout.vllm.get("load_format") == DUMMY:
         raise ValueError(
             "rollout.vllm.load_format dummy makes engines start with random weights, which eval "
-            "does not replace: set rollout.vllm.load_format=auto"
+            "does not replace: leave it out, or set rollout.vllm.load_format=hf"
         )
     if not cfg.model.path.is_dir():
         raise ValueError(f"model.path {cfg.model.path} is not a folder: give a model's folder")

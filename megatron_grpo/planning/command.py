@@ -53,7 +53,9 @@ def _less_work(cfg: Config, lengths: Sequence[int]) -> str:
     """What makes activations smaller; a microbatch holds at least the longest sequence."""
     longest, room = max(lengths), cfg.train.max_tokens_per_microbatch
     if longest < room:
-        return f"a train.max_tokens_per_microbatch of {longest} to {room - 1}"
+        return (
+            f"a train.max_tokens_per_microbatch below {room} (the longest sequence has {longest})"
+        )
     return f"shorter sequences than {longest} tokens (rollout.max_completion_length)"
 
 

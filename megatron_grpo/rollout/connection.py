@@ -18,8 +18,8 @@ LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=1)
 class ManyPools(httpx.AsyncBaseTransport):
     """Pools of connections that take turns.
 
-    httpx goes through all connections of a pool at every request and every answer: in one pool, a
-    thousand requests at once cost the trainer's process several seconds.
+    httpx goes through all connections of a pool at every request and every answer: in one pool, the
+    time that requests take of the trainer's process grows with the square of their number.
     """
 
     def __init__(self) -> None:

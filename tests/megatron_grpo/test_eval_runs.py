@@ -237,7 +237,7 @@ def test_the_command_evaluates_dialogues(arguments: list[str], tmp_path: Path) -
     [
         (["environment.name=demo/environments.py:Chess"], ["eval: environment demo/", "Chess"]),
         (["rollout.base_urls=[http://127.0.0.1:1]"], ["set rollout.base_urls=[]"]),
-        (["rollout.vllm.load_format=dummy"], ["rollout.vllm.load_format=auto"]),
+        (["rollout.vllm.load_format=dummy"], ["rollout.vllm.load_format=hf"]),
         (["eval.data.path=none.jsonl"], ["eval: data.path none.jsonl does not exist"]),
         (["eval.data.answer_column=reply"], ["eval: data.answer_column 'reply'"]),
         (["rollout.vllm.max_model_len=60"], ["eval.max_completion_length 12", "max_model_len 60"]),

@@ -124,18 +124,12 @@ def test_an_engine_in_sleep_mode_takes_memory_only_while_it_is_awake(tmp_path):
 
 def test_the_buffers_of_the_push_stay_beside_every_phase(tmp_path):
     folder = write_config(tmp_path, "Llama-3.1-8B")
-    shape, small, large = (
-        read_shape(folder),
-        *(
-            tiny_config(
-                folder, ParallelDims(data=8), f"rollout.update_weights_bucket_megabytes={megabytes}"
-            )
-            for megabytes in (256, 1024)
-        ),
-    )
-    (least,), (most,) = (
-        stages_memory(cfg, shape, stage_states(cfg, shape), 4, None) for cfg in (small, large)
-    )
+    shape, stages = read_shape(folder), []
+    for megabytes in (256, 1024):
+        size = f"rollout.update_weights_bucket_megabytes={megabytes}"
+        cfg = tiny_config(folder, ParallelDims(data=8), size)
+        stages += stages_memory(cfg, shape, stage_states(cfg, shape), 4, None)
+    least, most = stages
     assert least.worst == most.worst == "train"
     assert most.total - least.total == 768_000_000
 

@@ -29,6 +29,12 @@ def test_the_model_its_type_and_its_address_are_the_runs():
     assert {"--host=10.0.0.7", "--port=8000"} < set(flags)
 
 
+def test_engines_read_the_files_that_the_trainer_reads_even_beside_those_of_mistral():
+    formats = {"--config-format=hf", "--load-format=hf", "--tokenizer-mode=hf"}
+    assert formats < set(command())
+    assert "--load-format=dummy" in command(vllm={"load_format": "dummy"})
+
+
 def test_further_nodes_of_an_engine_have_its_settings_but_no_server():
     config = RolloutConfig(max_completion_length=16, tensor_parallel_size=16, vllm={"seed": 3})
     commands = [
