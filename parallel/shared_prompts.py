@@ -24,13 +24,18 @@ class PromptGroup:
         """Tokens that these completions take in one microbatch, alignment included."""
         return unit_length(self.num_prompt_tokens, [self.responses[i] for i in members], multiple)
 
-    def cost(self, members: Sequence[int], multiple: int, cost: CostModel) -> float:
-        """Compute cost of these completions; a shared prompt attends to itself once."""
+    def squares(self, members: Sequence[int], multiple: int) -> int:
+        """Twice the pairs of tokens that attend in one microbatch, in a prompt it shares once."""
         prompt, responses = self.num_prompt_tokens, [self.responses[i] for i in members]
         squares = sum((prompt + response) ** 2 for response in responses)
         if is_shared(prompt, responses, multiple):
             squares -= (len(members) - 1) * prompt**2
-        return cost.linear * self.length(members, multiple) + cost.quadratic * squares
+        return squares
+
+    def cost(self, members: Sequence[int], multiple: int, cost: CostModel) -> float:
+        """Compute cost of these completions."""
+        length, squares = self.length(members, multiple), self.squares(members, multiple)
+        return cost.linear * length + cost.quadratic * squares
 
 
 def plan_shared_prompts(

@@ -17,10 +17,19 @@ from megatron_grpo.planning.memory import (
     stages_memory,
 )
 from megatron_grpo.planning.rollout_time import RolloutTime, rollout_time
-from megatron_grpo.planning.state import stage_states
+from megatron_grpo.planning.state import StateBytes, stage_states
 from megatron_grpo.planning.step_time import LinkUse, StepTime, push_link, step_time
-from megatron_grpo.planning.workload import Workload, shared_tokens, workload
+from megatron_grpo.planning.workload import Workload, workload
 from parallel.alignment import round_up
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptSharing:
+    """An optimizer step with or without `grpo.shared_prompts`."""
+
+    filled_tokens: int
+    """Tokens of all microbatches, alignment included."""
+    estimate_seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +51,8 @@ class JobPlan:
     is unknown."""
     push: LinkUse | None
     """The push of weights for one generation, which may serve several steps."""
-    shared_tokens: int | None
-    """Tokens of a step with `grpo.shared_prompts`; None if the length of prompts is unknown."""
+    shared_prompts: dict[bool, PromptSharing]
+    """The step without `grpo.shared_prompts`, and with it if the length of prompts is known."""
     not_counted: Sequence[str]
     """See `not_counted`."""
 
@@ -67,10 +76,13 @@ class JobPlan:
             "not_counted": self.not_counted,
             "workload": {
                 "sequences": len(self.work.lengths),
-                "tokens": self.work.tokens,
-                "shared_tokens": self.shared_tokens,
+                "tokens": sum(self.work.lengths),
+                "computed_tokens": self.work.computed.tokens,
                 "padding": self.work.padding,
                 "microbatches": self.work.microbatches,
+            },
+            "shared_prompts": {
+                str(is_on).lower(): asdict(step) for is_on, step in self.shared_prompts.items()
             },
             "stages": [stage.as_json() for stage in self.stages],
             "engine": self.engine and asdict(self.engine),
@@ -109,14 +121,32 @@ def plan_job(
         time=step_time(cfg, shape, states, work, card),
         rollout=rollout_time(cfg, shape, engine, card, lengths) if engine else None,
         push=push_link(engine.weights, card, in_node=in_node) if engine else None,
-        shared_tokens=shared_tokens(cfg, shape, work.lengths),
+        shared_prompts=_shared_prompts(cfg, shape, states, card, lengths),
         not_counted=not_counted(cfg),
     )
 
 
+def _shared_prompts(
+    cfg: Config,
+    shape: ModelShape,
+    states: Sequence[StateBytes],
+    card: Card,
+    lengths: Sequence[int],
+) -> dict[bool, PromptSharing]:
+    steps = {}
+    for is_on in [False, True] if cfg.data.max_prompt_length is not None else [False]:
+        grpo = cfg.grpo.model_copy(update={"shared_prompts": is_on})
+        other = cfg.model_copy(update={"grpo": grpo})
+        work = workload(other, shape, lengths)
+        time = step_time(other, shape, states, work, card)
+        steps[is_on] = PromptSharing(filled_tokens=work.filled, estimate_seconds=time.estimate)
+    return steps
+
+
 def not_counted(cfg: Config) -> list[str]:
     """Keys that `cfg` turns on but figures leave out: they are those of a run without them."""
-    return ["grpo.shared_prompts"] if cfg.grpo.shared_prompts else []
+    is_counted = cfg.data.max_prompt_length is not None
+    return ["grpo.shared_prompts"] if cfg.grpo.shared_prompts and not is_counted else []
 
 
 def shares_gpus(cfg: Config, card: Card, num_gpus: int) -> bool:

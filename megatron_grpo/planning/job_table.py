@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from checkpoint_convert import ModelShape
 from megatron_grpo.config.config import Config
 from megatron_grpo.experience.batching import BatchSchedule
-from megatron_grpo.planning.job_plan import JobPlan, not_counted
+from megatron_grpo.planning.job_plan import JobPlan, PromptSharing, not_counted
 from megatron_grpo.planning.memory import StageMemory
 from megatron_grpo.planning.rollout_time import RolloutTime
 from megatron_grpo.planning.step_time import ATTAINABLE_OF_LINK, LinkUse
@@ -93,17 +93,13 @@ def _memory_row(stage: StageMemory) -> str:
 def _work_lines(cfg: Config, plan: JobPlan) -> list[str]:
     work, time, lines = plan.work, plan.time, []
     lines.append(
-        f"an optimizer step: {len(work.lengths):,} sequences, {work.tokens:,} tokens in "
-        f"{work.microbatches} microbatches per model copy, {work.tokens / work.room:.1%} full, "
+        f"an optimizer step: {len(work.lengths):,} sequences, {work.computed.tokens:,} tokens "
+        f"in {work.microbatches} microbatches per model copy, "
+        f"{work.computed.tokens / work.room:.1%} full, "
         f"{work.padding:,} tokens of padding"
     )
-    if plan.shared_tokens is not None:
-        lines.append(
-            f"grpo.shared_prompts=true {'makes' if cfg.grpo.shared_prompts else 'would make'} that "
-            f"{plan.shared_tokens:,} tokens, "
-            f"{(work.tokens + work.padding) / plan.shared_tokens:.2f} times fewer, where prompts "
-            f"have data.max_prompt_length {cfg.data.max_prompt_length:,}"
-        )
+    if len(plan.shared_prompts) == 2:
+        lines.append(_sharing_line(cfg, plan.shared_prompts[False], plan.shared_prompts[True]))
     lines += [f"{key}: {NOT_COUNTED}" for key in plan.not_counted]
     lines.append(
         f"{time.flops:.3g} operations: at least {time.compute_seconds:.1f} s at the cards' peak; "
@@ -119,6 +115,16 @@ def _work_lines(cfg: Config, plan: JobPlan) -> list[str]:
     if plan.rollout:
         lines.append(_rollout_line(cfg, plan.rollout))
     return lines
+
+
+def _sharing_line(cfg: Config, unshared: PromptSharing, shared: PromptSharing) -> str:
+    return (
+        f"with grpo.shared_prompts=true it {'is' if cfg.grpo.shared_prompts else 'would be'} "
+        f"{shared.filled_tokens:,} tokens instead of {unshared.filled_tokens:,}, "
+        f"{unshared.filled_tokens / shared.filled_tokens:.2f} times fewer, and by the estimate "
+        f"{shared.estimate_seconds:.1f} s instead of {unshared.estimate_seconds:.1f} s, where "
+        f"prompts have data.max_prompt_length {cfg.data.max_prompt_length:,}"
+    )
 
 
 def _rollout_line(cfg: Config, time: RolloutTime) -> str:

@@ -12,7 +12,7 @@ from megatron_grpo.planning.itemsizes import ITEMSIZE
 from megatron_grpo.planning.layer_kinds import layer_kinds
 from megatron_grpo.planning.recomputation import recomputed_layers, recomputed_parts
 from megatron_grpo.planning.state import GRADIENT_BYTES, StateBytes, expert_shards
-from megatron_grpo.planning.workload import Workload
+from megatron_grpo.planning.workload import Computed, Workload
 from parallel import ParallelDims, pipeline_layers
 
 ATTAINABLE = 0.5
@@ -64,7 +64,7 @@ def step_time(
     cfg: Config, shape: ModelShape, states: Sequence[StateBytes], work: Workload, card: Card
 ) -> StepTime:
     """The time of one optimizer step of `cfg`; `states` is what each stage holds."""
-    dims, flops = cfg.dims, stage_flops(cfg, shape, work.lengths)
+    dims, flops = cfg.dims, stage_flops(cfg, shape, work.computed)
     return StepTime(
         flops=sum(flops),
         attainable=ATTAINABLE if shape.moe is None else ATTAINABLE_BY_EXPERTS,
@@ -74,8 +74,8 @@ def step_time(
     )
 
 
-def stage_flops(cfg: Config, shape: ModelShape, lengths: Sequence[int]) -> list[float]:
-    """Multiplications and additions of each pipeline stage, in a step on sequences of `lengths`.
+def stage_flops(cfg: Config, shape: ModelShape, work: Computed) -> list[float]:
+    """Multiplications and additions of each pipeline stage, in a step.
 
     A backward costs two forwards (Kaplan et al., arXiv 2001.08361). What is recomputed of layers
     runs once more, and so does the head, which counts as if every token were of a response.
@@ -83,13 +83,13 @@ def stage_flops(cfg: Config, shape: ModelShape, lengths: Sequence[int]) -> list[
     forwards = _forwards_alone(cfg)
     flops = [0.0] * cfg.dims.pipeline
     for kind in layer_kinds(shape):
-        parts = _part_flops(kind.shape, lengths)
+        parts = _part_flops(kind.shape, work)
         layer = sum(parts.values())
         again = sum(parts[part] for part in parts if part in recomputed_parts(cfg))
         for stage, chunks in enumerate(pipeline_layers(shape.num_layers, cfg.dims)):
             flops[stage] += layer * (3 + forwards) * kind.count_in(*chunks)
             flops[stage] += again * kind.count_in(*recomputed_layers(cfg, chunks))
-    head = 2.0 * shape.hidden_size * shape.vocab_size * sum(lengths)
+    head = 2.0 * shape.hidden_size * shape.vocab_size * work.tokens
     flops[-1] += head * (4 + forwards)
     return flops
 
@@ -102,24 +102,23 @@ def _forwards_alone(cfg: Config) -> float:
     return (cfg.grpo.needs_old_pass + (cfg.grpo.beta > 0)) / cfg.grpo.num_iterations
 
 
-def forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
+def forward_flops(shape: ModelShape, work: Computed) -> float:
     """Operations of all layers in a forward."""
     return sum(
-        len(kind.layers) * sum(_part_flops(kind.shape, lengths).values())
+        len(kind.layers) * sum(_part_flops(kind.shape, work).values())
         for kind in layer_kinds(shape)
     )
 
 
-def _part_flops(shape: ModelShape, lengths: Sequence[int]) -> dict[str, float]:
+def _part_flops(shape: ModelShape, work: Computed) -> dict[str, float]:
     """Operations of each of a layer's `PARTS` in a forward, in a model of layers all alike.
 
-    Twice the weights per token. Causal attention multiplies each query with the keys, and its
-    weights with the values, of half of all pairs of tokens.
+    Twice the weights per token. Attention multiplies the query with the key, and its weight with
+    the value, of each pair of tokens that attend.
     """
-    flops = {part: 2.0 * size * sum(lengths) for part, size in _part_weights(shape).items()}
-    pairs = sum(length * length for length in lengths) / 2
+    flops = {part: 2.0 * size * work.tokens for part, size in _part_weights(shape).items()}
     of_pair = 2.0 * shape.num_attention_heads * (shape.head_dim + shape.value_dim)
-    return flops | {"core_attn": of_pair * pairs}
+    return flops | {"core_attn": of_pair * work.pairs}
 
 
 def active_weights(shape: ModelShape) -> float:
@@ -159,7 +158,7 @@ def _links(
     Traffic stays within a node if the axis, together with the axes inside it, fits in one.
     """
     dims, itemsize = cfg.dims, ITEMSIZE[cfg.model.dtype]
-    tokens = (work.tokens + work.padding) / dims.data / dims.context
+    tokens = work.filled / dims.data / dims.context
     width = itemsize * shape.hidden_size * tokens
     alone = _forwards_alone(cfg)
     gathered, attended, dispatched = _exchanges(cfg, shape)

@@ -17,22 +17,38 @@ from parallel.shared_prompts import PromptGroup, plan_shared_prompts
 
 
 @dataclass(frozen=True, kw_only=True)
+class Computed:
+    """What the layers compute; where a microbatch shares a prompt, it counts once."""
+
+    tokens: int
+    """Without padding."""
+    pairs: float
+    """Pairs of tokens that attend to each other: of a sequence, half of all."""
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> "Computed":
+        """Sequences of these lengths, none of which share anything."""
+        return cls(tokens=sum(lengths), pairs=sum(length**2 for length in lengths) / 2)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Workload:
     """What one optimizer step trains on."""
 
     lengths: Sequence[int]
     """Tokens of each prompt with its completion."""
+    computed: Computed
     microbatches: int
     """Number of microbatches of each model copy."""
-    padding: int
-    """Tokens that alignment adds, over all copies."""
+    filled: int
+    """Tokens of all microbatches of all copies, with those that alignment adds."""
     room: int
     """Tokens that all microbatches of all copies could hold."""
 
     @property
-    def tokens(self) -> int:
-        """Tokens of all sequences, without padding."""
-        return sum(self.lengths)
+    def padding(self) -> int:
+        """Tokens that alignment adds."""
+        return self.filled - self.computed.tokens
 
 
 def longest_sequence(cfg: Config, shape: ModelShape) -> int:
@@ -72,42 +88,70 @@ def spread(lengths: Sequence[int], count: int) -> list[int]:
 def workload(cfg: Config, shape: ModelShape, lengths: Sequence[int]) -> Workload:
     """An optimizer step whose sequence lengths have the distribution of `lengths` (ascending).
 
-    Raises ValueError if the batch arithmetic of `grpo.*` or the longest length does not work.
+    With `grpo.shared_prompts`, prompts are taken to have `data.max_prompt_length` tokens, or as
+    many as the shortest sequence has; without that length, nothing is shared. Raises ValueError if
+    the batch arithmetic of `grpo.*` or the longest length does not work.
     """
-    count = BatchSchedule.of(cfg.grpo).minibatch_size
-    chosen = spread(lengths, count)
+    chosen = spread(lengths, BatchSchedule.of(cfg.grpo).minibatch_size)
     dims, limit = cfg.dims, cfg.train.max_tokens_per_microbatch
-    filled = _filled(
-        tuple(chosen),
-        limit,
-        # Only these sizes affect how sequences are grouped; of expert, only whether it is above 1.
-        ParallelDims(
-            data=dims.data,
-            pipeline=dims.pipeline,
-            virtual_pipeline=dims.virtual_pipeline,
-            expert=dims.data if dims.expert > 1 else 1,
-        ),
-        Alignment.of(dims, cfg.parallel.sequence_parallel),
-        shape.hidden_size,
+    # Only these sizes affect how sequences are grouped; of expert, only whether it is above 1.
+    sizes = ParallelDims(
+        data=dims.data,
+        pipeline=dims.pipeline,
+        virtual_pipeline=dims.virtual_pipeline,
+        expert=dims.data if dims.expert > 1 else 1,
     )
+    alignment = Alignment.of(dims, cfg.parallel.sequence_parallel)
+    packing = tuple(chosen), limit, sizes, alignment, shape.hidden_size
+    if cfg.grpo.shared_prompts and cfg.data.max_prompt_length is not None:
+        prompt = min(cfg.data.max_prompt_length, chosen[0])
+        filled, computed = _packed_groups(prompt, cfg.grpo.num_generations, *packing)
+    else:
+        filled, computed = _packed(*packing)
     return Workload(
         lengths=chosen,
+        computed=computed,
         microbatches=len(filled) // dims.data,
-        padding=sum(filled) - sum(chosen),
+        filled=sum(filled),
         room=limit * len(filled),
     )
 
 
-def shared_tokens(cfg: Config, shape: ModelShape, lengths: Sequence[int]) -> int | None:
-    """Tokens, alignment included, that a step computes with `grpo.shared_prompts`.
+Packed = tuple[list[int], Computed]
+"""Tokens of every microbatch of every model copy, alignment included; and what they compute.
 
-    Prompts are taken to have `data.max_prompt_length` tokens; None if that is not set. `lengths`
-    are those of a `Workload`.
-    """
-    if cfg.data.max_prompt_length is None:
-        return None
-    prompt = min(cfg.data.max_prompt_length, *lengths)
-    num_groups = -(-len(lengths) // cfg.grpo.num_generations)
+Packing is cached: it takes a tenth of a second, and compared layouts often share it."""
+
+
+@lru_cache(maxsize=1024)
+def _packed(
+    lengths: tuple[int, ...],
+    max_tokens: int,
+    dims: ParallelDims,
+    alignment: Alignment,
+    hidden_size: int,
+) -> Packed:
+    cost = CostModel.transformer(hidden_size)
+    plan = plan_microbatches(lengths, max_tokens, dims, alignment, cost)
+    filled = [
+        round_up(sum(round_up(lengths[i], alignment.sequence) for i in members), alignment.total)
+        for members in chain.from_iterable(plan)
+    ]
+    return filled, Computed.of(lengths)
+
+
+@lru_cache(maxsize=1024)
+def _packed_groups(
+    prompt: int,
+    num_generations: int,
+    lengths: tuple[int, ...],
+    max_tokens: int,
+    dims: ParallelDims,
+    alignment: Alignment,
+    hidden_size: int,
+) -> Packed:
+    """Pack groups of `num_generations` sequences, whose prompts of `prompt` tokens are shared."""
+    num_groups = -(-len(lengths) // num_generations)
     groups = [
         PromptGroup(
             num_prompt_tokens=prompt,
@@ -115,39 +159,15 @@ def shared_tokens(cfg: Config, shape: ModelShape, lengths: Sequence[int]) -> int
         )
         for first in range(num_groups)
     ]
-    alignment = Alignment.of(cfg.dims, cfg.parallel.sequence_parallel)
-    plan = plan_shared_prompts(
-        groups,
-        cfg.train.max_tokens_per_microbatch,
-        cfg.dims,
-        alignment,
-        CostModel.transformer(shape.hidden_size),
-    )
-    total = 0
-    for microbatch in chain.from_iterable(plan):
-        members: dict[int, list[int]] = {}
-        for i in microbatch:
-            members.setdefault(i % num_groups, []).append(i)
-        total += sum(groups[at].length(those, alignment.sequence) for at, those in members.items())
-    return total
-
-
-@lru_cache(maxsize=1024)
-def _filled(
-    lengths: tuple[int, ...],
-    max_tokens: int,
-    dims: ParallelDims,
-    alignment: Alignment,
-    hidden_size: int,
-) -> list[int]:
-    """Tokens of every microbatch of every model copy, alignment included.
-
-    Cached, because it takes a tenth of a second and compared layouts often share it.
-    """
     cost = CostModel.transformer(hidden_size)
-    plan = plan_microbatches(lengths, max_tokens, dims, alignment, cost)
-    return [
-        round_up(sum(round_up(lengths[i], alignment.sequence) for i in members), alignment.total)
-        for rank in plan
-        for members in rank
-    ]
+    plan = plan_shared_prompts(groups, max_tokens, dims, alignment, cost)
+    multiple, filled, tokens, squares = alignment.sequence, [], 0, 0
+    for microbatch in chain.from_iterable(plan):
+        parts: dict[int, list[int]] = {}
+        for i in microbatch:
+            parts.setdefault(i % num_groups, []).append(i)
+        length = sum(groups[at].length(members, multiple) for at, members in parts.items())
+        filled.append(round_up(length, alignment.total))
+        tokens += sum(groups[at].length(members, 1) for at, members in parts.items())
+        squares += sum(groups[at].squares(members, multiple) for at, members in parts.items())
+    return filled, Computed(tokens=tokens, pairs=squares / 2)

@@ -1,8 +1,10 @@
 """`megatron-grpo plan`, as people and scripts use it."""
 
 import json
+import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -71,29 +73,55 @@ def test_the_table_says_what_shared_prompts_would_save(cfg, capsys):
     def line(*overrides: str) -> str:
         print_plan(cfg(*overrides), **DEFAULTS)
         lines = capsys.readouterr().out.splitlines()
-        return next((line for line in lines if line.startswith("grpo.shared_prompts")), "")
+        return next((line for line in lines if line.startswith("with grpo.shared_prompts")), "")
 
     # One completion in each microbatch.
-    assert "=true would make that 2,097,152 tokens, 1.00 times fewer" in line()
-    assert "1.23 times fewer" in line("train.max_tokens_per_microbatch=16384")
+    assert "=true it would be 2,097,152 tokens instead of 2,097,152, 1.00 times fewer" in line()
+    room = "train.max_tokens_per_microbatch=16384"
+    times = r"1\.23 times fewer, and by the estimate 55\.\d s instead of 67\.\d s"
+    assert re.search(f"it would be .* {times}", line(room))
+    assert re.search(f"it is .* {times}", line(room, "grpo.shared_prompts=true"))
     assert not line("data.max_prompt_length=null")
 
 
-def test_the_plan_says_that_its_figures_do_not_count_shared_prompts(cfg, capsys):
-    on = "grpo.shared_prompts=true"
+def test_with_shared_prompts_the_figures_are_those_of_the_computed_tokens(cfg, capsys):
+    room = "train.max_tokens_per_microbatch=16384"
+
+    def figures(*overrides: str) -> dict[str, Any]:
+        print_plan(cfg(room, *overrides), **DEFAULTS | {"as_json": True})
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    off, on = figures(), figures("grpo.shared_prompts=true")
+    assert off["shared_prompts"] == on["shared_prompts"]
+    for key, each in (("false", off), ("true", on)):
+        work, step = each["workload"], each["step"]
+        assert each["shared_prompts"][key] == {
+            "filled_tokens": work["computed_tokens"] + work["padding"],
+            "estimate_seconds": step["estimate_seconds"],
+        }
+    assert off["workload"]["computed_tokens"] == 512 * 4096
+    # Five completions of 3,072 fit with one prompt, and the last three of a group of eight.
+    assert on["workload"]["computed_tokens"] == 64 * (2 * 1023 + 8 * 3073)
+    assert on["step"]["flops"] < off["step"]["flops"] / 1.2
+    (sent, sent_unshared) = (each["step"]["links"][0]["num_bytes"] for each in (on, off))
+    filled = on["shared_prompts"]["true"]["filled_tokens"]
+    assert sent == pytest.approx(sent_unshared * filled / (512 * 4096))
+
+
+def test_shared_prompts_of_unknown_length_are_not_counted_and_the_plan_says_so(cfg, capsys):
+    on, unknown = "grpo.shared_prompts=true", "data.max_prompt_length=null"
+    without = (
+        "\ngrpo.shared_prompts: microbatches, operations, times and traffic are those of a run"
+    )
 
     def printed(*overrides: str, as_json: bool = False) -> str:
         print_plan(cfg(*overrides), **DEFAULTS | {"as_json": as_json})
         return capsys.readouterr().out
 
-    without = (
-        "\ngrpo.shared_prompts: microbatches, operations, times and traffic are those of a run"
-    )
-    assert without not in printed()
-    assert without in printed(on, "data.max_prompt_length=null")
-    assert "\ngrpo.shared_prompts=true makes that 2,097,152 tokens" in (text := printed(on))
-    assert without in text
-    figures = [json.loads(printed(*overrides, as_json=True)) for overrides in ((), (on,))]
+    assert without not in printed() + printed(on) + printed(unknown)
+    assert without in printed(on, unknown)
+    figures = [json.loads(printed(unknown, *each, as_json=True)) for each in ((), (on,))]
     assert [each.pop("not_counted") for each in figures] == [[], ["grpo.shared_prompts"]]
     assert figures[0] == figures[1]
 
@@ -218,19 +246,33 @@ def test_suggestions_can_be_pasted(cfg, capsys):
     assert "\n  parallel.tensor_parallel_size=" in text and "rollout.num_engines=8 \\" in text
 
 
-def test_suggestions_say_that_they_do_not_count_shared_prompts(cfg, capsys):
-    print_suggestions(cfg(), **DEFAULTS)
-    plain = capsys.readouterr().out
-    print_suggestions(cfg("grpo.shared_prompts=true"), **DEFAULTS)
+def test_suggestions_count_shared_prompts_or_say_that_they_do_not(cfg, capsys):
+    on, unknown = "grpo.shared_prompts=true", "data.max_prompt_length=null"
+    longer = "rollout.vllm.max_model_len=4096", unknown
     note = (
         "grpo.shared_prompts: microbatches, operations, times and traffic are those of a run "
         "without\n"
     )
-    assert note in (text := capsys.readouterr().out)
-    assert text.replace(note, "") == plain
-    print_suggestions(cfg("grpo.shared_prompts=true"), **DEFAULTS | {"as_json": True})
-    found = json.loads(capsys.readouterr().out)
+
+    def printed(*overrides: str, as_json: bool = False) -> str:
+        print_suggestions(cfg(*overrides), **DEFAULTS | {"as_json": as_json})
+        return capsys.readouterr().out
+
+    assert note in (text := printed(on, *longer))
+    assert text.replace(note, "") == printed(*longer)
+    found = json.loads(printed(on, *longer, as_json=True))
     assert all(each["not_counted"] == ["grpo.shared_prompts"] for each in found)
+
+    room = "train.max_tokens_per_microbatch=16384"
+    shared, unshared = (
+        {
+            tuple(each["overrides"]): each["step"]["estimate_seconds"]
+            for each in json.loads(printed(room, *others, as_json=True))
+        }
+        for others in ((on,), ())
+    )
+    assert shared.keys() == unshared.keys()
+    assert all(shared[layout] < unshared[layout] / 1.15 for layout in shared)
 
 
 def test_where_nothing_fits_that_is_said(cfg):

@@ -10,6 +10,7 @@ from megatron_grpo.planning.card import CARDS
 from megatron_grpo.planning.job_plan import plan_job
 from megatron_grpo.planning.state import state_bytes
 from megatron_grpo.planning.step_time import forward_flops, stage_flops
+from megatron_grpo.planning.workload import Computed
 from parallel import ParallelDims
 from policies import tiny_config
 from published_models import write_config
@@ -41,18 +42,22 @@ def test_a_step_is_six_operations_per_parameter_and_token_attention_and_the_head
     # Causal attention: queries with keys and weights with values, half of all pairs.
     attention = 2 * 2 * shape.num_layers * 4096 * 1000**2 / 2
     expected = 3 * (2 * matrices * 1000 + attention) + 2 * embedding * 1000
-    assert sum(stage_flops(cfg, shape, [1000])) == pytest.approx(expected, rel=1e-4)
+    assert sum(stage_flops(cfg, shape, Computed.of([1000]))) == pytest.approx(expected, rel=1e-4)
 
 
 def test_recomputation_and_other_passes_are_forwards_more(tmp_path):
     folder, shape = model(tmp_path)
 
     def flops(*overrides):
-        return sum(stage_flops(tiny_config(folder, ParallelDims(), *overrides), shape, [1000]))
+        return sum(
+            stage_flops(tiny_config(folder, ParallelDims(), *overrides), shape, Computed.of([1000]))
+        )
 
     plain = flops("grpo.beta=0.0")
-    forward = forward_flops(shape, [1000]) + 2 * shape.vocab_size * shape.hidden_size * 1000
-    assert flops("grpo.beta=0.0", FULL) == plain + forward_flops(shape, [1000])
+    forward = (
+        forward_flops(shape, Computed.of([1000])) + 2 * shape.vocab_size * shape.hidden_size * 1000
+    )
+    assert flops("grpo.beta=0.0", FULL) == plain + forward_flops(shape, Computed.of([1000]))
     assert flops("grpo.beta=0.04") == plain + forward  # the reference
     reused = "grpo.beta=0.0", "grpo.num_iterations=2"  # old log-probabilities, for two steps
     assert flops(*reused) == plain + forward / 2
@@ -99,7 +104,7 @@ def test_selective_recomputation_runs_the_named_modules_again(name, modules, aga
 
     def flops(*overrides):
         cfg = tiny_config(folder, ParallelDims(), "grpo.beta=0.0", *overrides)
-        return sum(stage_flops(cfg, shape, [1000]))
+        return sum(stage_flops(cfg, shape, Computed.of([1000])))
 
     assert flops(selective(modules)) - flops() == pytest.approx(again, rel=1e-3)
 
@@ -110,12 +115,14 @@ def test_block_recomputation_runs_the_first_layers_of_each_chunk_again(tmp_path)
     options = "model.dtype=bfloat16", "grpo.beta=0.0", LONG
 
     def flops(*overrides):
-        return stage_flops(tiny_config(folder, dims, *options, *overrides), shape, [1000])
+        return stage_flops(
+            tiny_config(folder, dims, *options, *overrides), shape, Computed.of([1000])
+        )
 
     def sent(*overrides):
         return traffic(tiny_config(folder, dims, *options, *overrides), shape)
 
-    layer = forward_flops(shape, [1000]) / 32
+    layer = forward_flops(shape, Computed.of([1000])) / 32
     more = [some - none for some, none in zip(flops(block(3)), flops(), strict=True)]
     assert more == pytest.approx([2 * 3 * layer] * 2)  # of two chunks of eight layers
     assert flops(block(9)) == flops(FULL)
@@ -131,7 +138,7 @@ def test_the_first_layers_of_a_model_may_be_the_dense_ones(tmp_path):
 
     def flops(*overrides):
         cfg = tiny_config(folder, ParallelDims(), "grpo.beta=0.0", *overrides)
-        return sum(stage_flops(cfg, shape, [1000]))
+        return sum(stage_flops(cfg, shape, Computed.of([1000])))
 
     attention = 2 * 4096 * 128 * (96 + 8 + 8 + 96) * 1000 + 2 * 2 * 96 * 128 * 1000**2 / 2
     dense = attention + 2 * GLM_DENSE * 1000
@@ -186,9 +193,9 @@ def test_a_step_takes_as_long_as_its_busiest_stage(
     )
     cfg = tiny_config(folder, dims, "grpo.beta=0.0", LONG)
     lengths = [1000] * 16
-    flops = stage_flops(cfg, shape, lengths)
+    flops = stage_flops(cfg, shape, Computed.of(lengths))
     head = 4 * 2 * shape.vocab_size * shape.hidden_size * sum(lengths) * has_head
-    busiest = 3 * forward_flops(shape, lengths) / shape.num_layers * layers + head
+    busiest = 3 * forward_flops(shape, Computed.of(lengths)) / shape.num_layers * layers + head
     assert flops[stage] == max(flops) == pytest.approx(busiest)
     card = replace(CARD, memory=10**15)
     time = plan_job(cfg, shape, card, [1000], num_gpus=4 * pipeline).time
@@ -198,8 +205,8 @@ def test_a_step_takes_as_long_as_its_busiest_stage(
 
 def test_of_a_mixture_only_the_chosen_experts_count(tmp_path):
     _, shape = model(tmp_path, "Qwen3-30B-A3B")
-    attention = forward_flops(shape, [2]) - 2 * forward_flops(shape, [1])
-    active = (forward_flops(shape, [1]) - attention / 2) / 2
+    attention = forward_flops(shape, Computed.of([2])) - 2 * forward_flops(shape, Computed.of([1]))
+    active = (forward_flops(shape, Computed.of([1])) - attention / 2) / 2
     # 3.3 B parameters are active, 0.6 B of them in embedding and head.
     assert active == pytest.approx(2.7e9, rel=0.05)
 
@@ -210,10 +217,10 @@ def test_every_token_is_multiplied_with_the_shared_expert_and_with_dense_layers(
     dense, router, expert = 3 * 5120 * 12288, 160 * 5120, 3 * 5120 * 1536
     mixture = router + (8 + 1) * expert
     active = 92 * attention + 3 * dense + 89 * mixture
-    assert forward_flops(shape, [1]) == pytest.approx(2 * active, rel=1e-3)
+    assert forward_flops(shape, Computed.of([1])) == pytest.approx(2 * active, rel=1e-3)
     # Of four stages of 23 layers, the first has the dense ones.
     cfg = tiny_config(folder, ParallelDims(pipeline=4), "grpo.beta=0.0")
-    first, second, *_ = stage_flops(cfg, shape, [1])
+    first, second, *_ = stage_flops(cfg, shape, Computed.of([1]))
     assert first == pytest.approx(6 * (23 * attention + 3 * dense + 20 * mixture), rel=1e-3)
     assert second == pytest.approx(6 * 23 * (attention + mixture), rel=1e-3)
 
@@ -228,7 +235,7 @@ def test_of_latent_attention_queries_meet_keys_and_weights_meet_values_of_anothe
     # Half of the pairs of 4,096 tokens; 128 heads of 192 products and sums, and of 128.
     attention = 61 * 4096**2 / 2 * 128 * 2 * (192 + 128)
     expected = 2 * active * 4096 + attention
-    assert forward_flops(shape, [4096]) == pytest.approx(expected, rel=1e-4)  # norms
+    assert forward_flops(shape, Computed.of([4096])) == pytest.approx(expected, rel=1e-4)  # norms
 
 
 @pytest.mark.parametrize("recompute", [False, True])

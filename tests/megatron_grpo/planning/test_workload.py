@@ -3,7 +3,13 @@
 import pytest
 
 from checkpoint_convert import read_shape
-from megatron_grpo.planning.workload import longest_sequence, read_lengths, shared_tokens, workload
+from megatron_grpo.planning.workload import (
+    Computed,
+    Workload,
+    longest_sequence,
+    read_lengths,
+    workload,
+)
 from parallel import ParallelDims
 from policies import tiny_config
 from published_models import write_config
@@ -36,17 +42,40 @@ def test_shared_prompts_are_counted_once_for_each_part_of_a_group_that_fits(fold
     shape, lengths = read_shape(folder), [2048 + 1024] * 32
     options = ["grpo.generation_batch_size=32", "grpo.num_generations=16"]
 
-    def counted(room: int, *others: str) -> int | None:
+    def planned(room: int, *others: str) -> Workload:
         room_option = f"train.max_tokens_per_microbatch={room}"
-        cfg = tiny_config(folder, ParallelDims(), *options, room_option, *others)
-        return shared_tokens(cfg, shape, lengths)
+        sharing = "grpo.shared_prompts=true", room_option
+        return workload(
+            tiny_config(folder, ParallelDims(), *options, *sharing, *others), shape, lengths
+        )
 
     length = "data.max_prompt_length=2048"
     # All of the prompt but its last token, and that with each completion.
-    assert counted(20_000, length) == 2 * (2047 + 16 * 1025)
-    assert counted(11_000, length) == 2 * (2 * 2047 + 16 * 1025)
-    assert counted(3072, length) == sum(lengths)
-    assert counted(20_000) is None
+    whole, halves = planned(20_000, length), planned(11_000, length)
+    assert whole.filled == whole.computed.tokens == 2 * (2047 + 16 * 1025)
+    assert halves.filled == halves.computed.tokens == 2 * (2 * 2047 + 16 * 1025)
+    assert (whole.microbatches, halves.microbatches) == (2, 4)
+    # Prompts attend to themselves, and completions to themselves and to their prompt.
+    one, apart = 1024 * 2048 + 1024**2 / 2, 2048**2 / 2
+    assert whole.computed.pairs == 2 * (apart + 16 * one)
+    assert halves.computed.pairs == 2 * (2 * apart + 16 * one)
+    for alone in (planned(3072, length), planned(20_000)):  # one per microbatch; length unknown
+        assert alone.computed == Computed.of(lengths)
+
+
+def test_padding_of_shared_prompts_is_what_alignment_forces(folder):
+    cfg = tiny_config(
+        folder,
+        ParallelDims(context=2, tensor=2),
+        "grpo.shared_prompts=true",
+        "grpo.num_generations=4",
+        "data.max_prompt_length=10",
+        "train.max_tokens_per_microbatch=64",
+    )
+    work = workload(cfg, read_shape(folder), [13])
+    # Each group has 9 tokens and four times 1 + 3, all in multiples of 4; one of 28 tokens.
+    assert work.computed.tokens == 4 * (9 + 4 * 4)
+    assert work.padding == 4 * 3
 
 
 def test_what_does_not_fit_is_refused_with_the_numbers(folder):
