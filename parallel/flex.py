@@ -55,7 +55,11 @@ def block_mask(cu_seqlens: Tensor, prefixes: Tensor, queries: Tensor) -> BlockMa
 
 def flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None) -> Tensor:
     """Attention of `query` [t, heads, d] to `key` and `value` [T, kv heads, d] under `mask`."""
-    attend = _compiled() if query.is_cuda else flex_attention
+    # For fewer than 128 queries torch 2.13 would take a decoding kernel, of which it has no tiles
+    # that fit our blocks if keys have several heads (pytorch/pytorch#185349).
+    attend, options = (
+        (_compiled(), {"BACKEND": "TRITON"}) if query.is_cuda else (flex_attention, None)
+    )
     output: Tensor = attend(
         query.transpose(0, 1).unsqueeze(0),
         key.transpose(0, 1).unsqueeze(0),
@@ -63,14 +67,21 @@ def flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: floa
         block_mask=mask,
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
+        kernel_options=options,
     )
     return output.squeeze(0).transpose(0, 1)
 
 
 @cache
 def _compiled() -> Any:
-    """Dynamic shapes: one kernel for all lengths, as every microbatch has a different one."""
-    return torch.compile(flex_attention, dynamic=True)
+    """Dynamic shapes: few kernels for all lengths, as every microbatch has a different one.
+
+    With and without gradients, and where there is a single block, they are compiled apart: up to
+    12. Beyond its limit, 8 by default, torch would compute all pairs of tokens instead; with
+    `fullgraph` that is an error.
+    """
+    compiler: Any = torch.compile  # torch 2.13's overloads do not tell of recompile_limit
+    return compiler(flex_attention, dynamic=True, fullgraph=True, recompile_limit=64)
 
 
 def _blocks_seen(ranges: Sequence[tuple[Tensor, Tensor]], starts: Tensor) -> tuple[Tensor, Tensor]:

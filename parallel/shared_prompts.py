@@ -24,6 +24,13 @@ class PromptGroup:
         """Tokens that these completions take in one microbatch, alignment included."""
         return unit_length(self.num_prompt_tokens, [self.responses[i] for i in members], multiple)
 
+    def num_tokens(self, members: Sequence[int], multiple: int) -> int:
+        """The same without the tokens that alignment adds."""
+        prompt, responses = self.num_prompt_tokens, [self.responses[i] for i in members]
+        if is_shared(prompt, responses, multiple):
+            return prompt - 1 + sum(1 + response for response in responses)
+        return sum(prompt + response for response in responses)
+
     def squares(self, members: Sequence[int], multiple: int) -> int:
         """Twice the pairs of tokens that attend in one microbatch, in a prompt it shares once."""
         prompt, responses = self.num_prompt_tokens, [self.responses[i] for i in members]

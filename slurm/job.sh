@@ -24,12 +24,9 @@ run_job() {
     trap leave_in_time USR2
     trap 'was_told=yes; was_cancelled=yes; forward TERM' TERM
     if place_job "$@"; then
-        mkdir -p "$LOGS"
-        mount_run_dir
-        make_token
-        start_engines "$@"
-        if await_engines; then
-            start_trainer "$@"
+        # Each is tested: what `set -e` ends is not queued again.
+        if mkdir -p "$LOGS" && mount_run_dir && make_token && start_engines "$@" && await_engines &&
+            start_trainer "$@"; then
             # A signal may have come before the trainer was started, or before its shell became srun:
             # the shell does not pass signals on.
             sleep 1
@@ -64,7 +61,7 @@ place_job() {
 # path, to which a link in the checkout may lead, and under the path in the config.
 mount_run_dir() {
     local true_name
-    true_name=$(realpath "$RUN_DIR")
+    true_name=$(realpath "$RUN_DIR") || return 1
     CONTAINER_MOUNTS+=,$true_name
     [[ $RUN_DIR != /* || $RUN_DIR == "$true_name" ]] || CONTAINER_MOUNTS+=,$true_name:$RUN_DIR
 }
@@ -78,7 +75,7 @@ start_engines() {
         # No other engine on its nodes has the same first GPU.
         port=$((FIRST_PORT + 1 + ${gpus%%,*}))
         IFS=, read -ra nodes <<<"$names"
-        first=$(address_of "${nodes[0]}")
+        first=$(address_of "${nodes[0]}") || return 1
         urls+=("http://$first:$port")
         for rank in "${!nodes[@]}"; do
             engine_logs+=("$LOGS/engine_$number$([[ $rank == 0 ]] || echo "_node_$rank").log")
@@ -159,7 +156,7 @@ all_engines_run() {
 # log of its task, every other rank to its own file in a folder next to it.
 start_trainer() {
     local address nodes others
-    address=$(address_of "${TRAINERS[0]}")
+    address=$(address_of "${TRAINERS[0]}") || return 1
     nodes=${#TRAINERS[@]}
     others=$(seq -s, -f '%g:3' 1 $((RANKS_PER_NODE - 1)))
     # shellcheck disable=SC2016  # each task fills in its own number
@@ -201,11 +198,20 @@ conclude() {
         grep --no-filename '^megatron-grpo: ' "$LOGS"/*.log | tail -n 1 >&2 || true
     if ((code != 0)) && ! is_mistake && [[ -z $was_cancelled ]] && may_start_again; then
         ((code == PREEMPTED)) || echo "exit code $code: queued again${LOGS:+, see $LOGS}" >&2
-        scontrol requeue "$SLURM_JOB_ID"
+        requeue
     else
         rm -f "$ENDS"
         exit "$code"
     fi
+}
+
+# Slurm's controller may be away for minutes, such as while it restarts.
+requeue() {
+    local tries=0
+    until scontrol requeue "$SLURM_JOB_ID"; do
+        ((++tries < 30)) || exit "$code"
+        sleep 10
+    done
 }
 
 is_mistake() {

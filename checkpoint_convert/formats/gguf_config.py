@@ -101,6 +101,9 @@ def gguf_shape(gguf: Path) -> ModelShape:
 
 def _config(header: GgufHeader) -> dict[str, Any]:
     values = {key: _shortest(value) for key, value in header.of_architecture().items()}
+    # llama.cpp writes the size of a shared expert where config.json does, even if there is none.
+    if values.get("expert_shared_feed_forward_length") == 0:
+        del values["expert_shared_feed_forward_length"]
     model_type = {
         "llama": "mixtral" if "expert_count" in values else "llama",
         "qwen3moe": "qwen3_moe",

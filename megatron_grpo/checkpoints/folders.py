@@ -6,8 +6,8 @@ import torch, as a config is validated before anything starts.
 
 import os
 import re
+import secrets
 import shutil
-import tempfile
 from pathlib import Path
 
 from checkpoint_convert.new_folder import sync, sync_tree
@@ -129,8 +129,9 @@ def remove(checkpoint: Path) -> None:
 
     Network file systems keep files that another process still reads; the next start tries again.
     """
-    name = tempfile.mkdtemp(PARTIAL, f"{checkpoint.name}.", checkpoint.parent)
-    leftover = checkpoint.rename(name)  # replaces the empty folder
+    # No new folder to replace: where a quota of files is used up, removing must still work.
+    name = f"{checkpoint.name}.{secrets.token_hex(4)}{PARTIAL}"
+    leftover = checkpoint.rename(checkpoint.with_name(name))
     shutil.rmtree(leftover, ignore_errors=True)
 
 

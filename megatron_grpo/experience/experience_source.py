@@ -171,7 +171,7 @@ class ExperienceSource:
         """Short, unscored samples of the first prompts; the same in every run of this config."""
         self._open = self._open or Generation(
             self.stream.batch(0),
-            max_completion_length=PROBE_LENGTH,
+            max_completion_length=min(PROBE_LENGTH, self.cfg.rollout.max_completion_length),
             **self._sampling(0, 0, policy_version),
         )
         samples, _ = self._generate(self._open)

@@ -88,9 +88,10 @@ def spread(lengths: Sequence[int], count: int) -> list[int]:
 def workload(cfg: Config, shape: ModelShape, lengths: Sequence[int]) -> Workload:
     """An optimizer step whose sequence lengths have the distribution of `lengths` (ascending).
 
-    With `grpo.shared_prompts`, prompts are taken to have `data.max_prompt_length` tokens, or as
-    many as the shortest sequence has; without that length, nothing is shared. Raises ValueError if
-    the batch arithmetic of `grpo.*` or the longest length does not work.
+    With `grpo.shared_prompts`, sequences of neighbouring lengths have the same prompt, of
+    `data.max_prompt_length` tokens or as many as the shortest of them has; without that length,
+    nothing is shared. Raises ValueError if the batch arithmetic of `grpo.*` or the longest length
+    does not work.
     """
     chosen = spread(lengths, BatchSchedule.of(cfg.grpo).minibatch_size)
     dims, limit = cfg.dims, cfg.train.max_tokens_per_microbatch
@@ -104,8 +105,8 @@ def workload(cfg: Config, shape: ModelShape, lengths: Sequence[int]) -> Workload
     alignment = Alignment.of(dims, cfg.parallel.sequence_parallel)
     packing = tuple(chosen), limit, sizes, alignment, shape.hidden_size
     if cfg.grpo.shared_prompts and cfg.data.max_prompt_length is not None:
-        prompt = min(cfg.data.max_prompt_length, chosen[0])
-        filled, computed = _packed_groups(prompt, cfg.grpo.num_generations, *packing)
+        group = cfg.data.max_prompt_length, cfg.grpo.num_generations
+        filled, computed = _packed_groups(*group, *packing)
     else:
         filled, computed = _packed(*packing)
     return Workload(
@@ -120,7 +121,8 @@ def workload(cfg: Config, shape: ModelShape, lengths: Sequence[int]) -> Workload
 Packed = tuple[list[int], Computed]
 """Tokens of every microbatch of every model copy, alignment included; and what they compute.
 
-Packing is cached: it takes a tenth of a second, and compared layouts often share it."""
+Packing is cached: it takes a tenth of a second, with shared prompts up to some, and compared
+layouts often share it."""
 
 
 @lru_cache(maxsize=1024)
@@ -142,7 +144,7 @@ def _packed(
 
 @lru_cache(maxsize=1024)
 def _packed_groups(
-    prompt: int,
+    max_prompt_length: int,
     num_generations: int,
     lengths: tuple[int, ...],
     max_tokens: int,
@@ -150,24 +152,22 @@ def _packed_groups(
     alignment: Alignment,
     hidden_size: int,
 ) -> Packed:
-    """Pack groups of `num_generations` sequences, whose prompts of `prompt` tokens are shared."""
-    num_groups = -(-len(lengths) // num_generations)
-    groups = [
-        PromptGroup(
-            num_prompt_tokens=prompt,
-            responses={i: lengths[i] - prompt for i in range(first, len(lengths), num_groups)},
-        )
-        for first in range(num_groups)
-    ]
+    """Pack groups of `num_generations` sequences, whose prompts are shared."""
+    groups = []
+    for first in range(0, len(lengths), num_generations):
+        members = range(first, min(first + num_generations, len(lengths)))
+        prompt = min(max_prompt_length, lengths[first])  # the shortest of the group
+        responses = {i: lengths[i] - prompt for i in members}
+        groups.append(PromptGroup(num_prompt_tokens=prompt, responses=responses))
     cost = CostModel.transformer(hidden_size)
     plan = plan_shared_prompts(groups, max_tokens, dims, alignment, cost)
     multiple, filled, tokens, squares = alignment.sequence, [], 0, 0
     for microbatch in chain.from_iterable(plan):
         parts: dict[int, list[int]] = {}
         for i in microbatch:
-            parts.setdefault(i % num_groups, []).append(i)
+            parts.setdefault(i // num_generations, []).append(i)
         length = sum(groups[at].length(members, multiple) for at, members in parts.items())
         filled.append(round_up(length, alignment.total))
-        tokens += sum(groups[at].length(members, 1) for at, members in parts.items())
+        tokens += sum(groups[at].num_tokens(members, multiple) for at, members in parts.items())
         squares += sum(groups[at].squares(members, multiple) for at, members in parts.items())
     return filled, Computed(tokens=tokens, pairs=squares / 2)

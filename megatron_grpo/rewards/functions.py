@@ -164,6 +164,8 @@ def _number(score: Any) -> float:
     try:
         if not isinstance(score, str):
             return float(score) if math.isfinite(score) else math.nan
+    except OverflowError:  # an integer beyond every float
+        return math.nan
     except (TypeError, ValueError, RuntimeError):  # torch, for a tensor with several elements
         pass
     raise NoScores(

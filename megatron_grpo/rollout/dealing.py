@@ -60,7 +60,7 @@ class Dealing:
                 await self._assignments[url].answer(engine, self._is_over)
         except EngineStale as error:
             self._fleet.leave_out(url, str(error))
-        except EngineDown as error:
+        except (EngineDown, TimeoutError) as error:  # late with an answer other than completions
             self._fleet.lose(url, str(error))
         del self._assignments[url]
         self._check_over()

@@ -62,13 +62,13 @@ class Dialogue:
         if observation is None:
             return
         longer = turns.first(self.prompt, observation)
-        self.room -= len(longer.token_ids) - len(self.prompt.token_ids)
-        self.prompt = longer
-        if self.room < 1:
+        room = self.room - (len(longer.token_ids) - len(self.prompt.token_ids))
+        if room < 1:
             raise EnvironmentFailed(
-                f"its first observation is {1 - self.room} tokens too long for "
+                f"its first observation is {1 - room} tokens too long for "
                 "rollout.max_completion_length, which includes observations: raise it"
             )
+        self.prompt, self.room = longer, room
 
     def take_step(self, step: Step, turns: Turns, max_turns: int) -> None:
         """Append the observation of an environment step, or end the dialogue."""

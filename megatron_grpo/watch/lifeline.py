@@ -166,12 +166,14 @@ class Lifeline:
     def _leave(self, end: End) -> NoReturn:
         """Exit this process; rank 0 may first close what it owns, such as engines."""
         if self._place.rank == 0 or self._place.has_own_log:
-            print(end.text, file=sys.stderr, flush=True)
+            with suppress(OSError):  # a full disk, or a pipe that nobody reads any more
+                print(end.text, file=sys.stderr, flush=True)
         if self._place.rank == 0:
             if not self._is_unwinding.is_set():
                 signal.pthread_kill(threading.main_thread().ident or 0, UNWIND)
             self._is_unwound.wait(self._pace.unwind)
             if sys.stdout.isatty():  # a progress bar may have hidden it
                 print(SHOW_CURSOR, end="")
-        sys.stdout.flush()
+        with suppress(OSError):
+            sys.stdout.flush()
         os._exit(end.code)

@@ -25,7 +25,9 @@ SHAPE = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512, "
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 64), (192, 128)])
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("segments", [[640, 256, 384, 124], [128, 64, 64, 4], [1000, 40, 8, 900]])
+@pytest.mark.parametrize(
+    "segments", [[640, 256, 384, 124], [128, 64, 64, 4], [1000, 40, 8, 900], [64, 16, 8, 12]]
+)
 def test_output_and_gradients_are_those_of_the_loops(segments, size, head_dim, value_dim):
     """Lengths change from one microbatch to the next, but the kernel stays the same.
 

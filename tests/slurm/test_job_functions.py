@@ -69,6 +69,27 @@ def test_a_mistake_is_final_on_the_first_start_alone(
     assert done.returncode == (0 if is_queued else int(code))
 
 
+def test_a_controller_that_is_away_is_asked_again(bash, tmp_path):
+    away = f'[[ -e {tmp_path}/asked ]] && echo "$*" || {{ touch {tmp_path}/asked; exit 1; }}'
+    programs = {"scontrol": away, "sleep": ""}
+    done = bash(CONCLUDE, programs, FOLDER=str(tmp_path), CODE="75", SLURM_RESTART_COUNT="0")
+    assert (done.stdout, done.returncode) == ("requeue 7\n", 0)
+
+
+@pytest.mark.parametrize("step", ["mount_run_dir", "start_engines", "start_trainer"])
+def test_a_job_whose_start_fails_is_queued_again(bash, tmp_path, step):
+    script = f"""
+        place_job() {{ RUN_DIR=$RUN LOGS=$RUN/logs STARTUP_TIMEOUT=9; }}
+        mount_run_dir() {{ :; }}
+        start_engines() {{ :; }}
+        {step}() {{ return 1; }}
+        run_job
+    """
+    done = bash(script, {"scontrol": 'echo "$*"'}, RUN=str(tmp_path))
+    assert done.stdout == "requeue 7\n"
+    assert "exit code 1: queued again" in done.stderr
+
+
 # A trainer that ignores the signal because it is saving.
 SLOW_SAVE = """
     place_job() { RUN_DIR=$RUN LOGS=$RUN/logs STARTUP_TIMEOUT=9; }

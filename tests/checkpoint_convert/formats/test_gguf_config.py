@@ -66,6 +66,16 @@ def test_every_token_that_ends_a_turn_ends_a_completion(tmp_path):
     assert read_shape(folder).eos_token_ids == (1, 5)
 
 
+def test_a_shared_expert_of_size_0_is_none(tmp_path):
+    model, key = tiny_model(tmp_path / "model", "qwen3_moe"), "expert_shared_feed_forward_length"
+    for size in (0, 48):
+        gguf = write_gguf(tmp_path / f"{size}.gguf", model, metadata={f"qwen3moe.{key}": size})
+        if size == 0:
+            assert gguf_shape(gguf).moe == read_shape(model).moe
+        else:
+            assert f"{key} = 48" in refusal(gguf, tmp_path / "config")
+
+
 def test_the_scaled_rope_of_llama_3_is_read_from_its_tensor(tmp_path):
     model = tiny_model(tmp_path / "model", "llama", rope_parameters=ROPE | LLAMA3)
 

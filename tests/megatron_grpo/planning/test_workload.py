@@ -63,6 +63,20 @@ def test_shared_prompts_are_counted_once_for_each_part_of_a_group_that_fits(fold
         assert alone.computed == Computed.of(lengths)
 
 
+def test_a_short_sequence_shortens_the_prompt_of_its_own_group_only(folder):
+    cfg = tiny_config(
+        folder,
+        ParallelDims(context=2),
+        "grpo.shared_prompts=true",
+        "grpo.num_generations=4",
+        "data.max_prompt_length=100",
+        "train.max_tokens_per_microbatch=1024",
+    )
+    work = workload(cfg, read_shape(folder), [3, *[120] * 15])
+    # What is not shared, as alignment to four tokens would cost more, counts for each.
+    assert work.computed.tokens == 3 + 3 * 120 + 3 * (99 + 4 * 21)
+
+
 def test_padding_of_shared_prompts_is_what_alignment_forces(folder):
     cfg = tiny_config(
         folder,

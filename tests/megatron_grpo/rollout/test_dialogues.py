@@ -255,6 +255,8 @@ def test_a_first_observation_is_part_of_the_prompt(transformers, tmp_path):
         samples = transformers.client().generate(generation)
     assert {s.finish_reason for s in samples} == {"failed"}
     assert "tokens too long" in generation.failures[0]
+    # As it is packed, too, it may not keep what does not fit.
+    assert all(s.prompt.token_ids == too_long[0].token_ids for s in samples)
 
 
 @pytest.mark.parametrize("deed", ["fail", "die", "hang", "nan"])
