@@ -22,6 +22,8 @@ TEXT = re.compile(r"\\(?:begin|end|text\w*|math\w+|mbox|operatorname)(?:\s*\{[^{
 # Two letters may be a product, but after a number they are a unit.
 WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3}|\d\s[A-Za-z]{2}")
 DELIMITER = re.compile(r"(?<!\\)(?:\$|\\\(|\\\[)")
+# What may surround a marked answer: spaces, Markdown, a sign of currency.
+EDGES = re.compile(r"^[\s*_`€£¥]+|[\s*_`]+$")
 BRACE = re.compile(r"(?<!\\)[{}]")
 # math-verify finds an answer whenever there is a letter or digit between dollars, or in a box.
 FORMULA = re.compile(
@@ -52,14 +54,14 @@ def math_answer(
     """
     deadline = time.monotonic() + SHARE_OF_TIME * reward_timeout
     references = {wanted: _reference(wanted) for wanted in set(map(str, answer))}
-    final_answer = _stated_answer if boxed else _final_answer
 
     def score(completion: str, wanted: str, finish_reason: str) -> float | Exception:
         if only_finished and finish_reason == "length":
             return 0.0
         if time.monotonic() >= deadline:
             return LATE
-        return float(_equal(references[wanted], final_answer(completion)))
+        found = _found(completion, boxed=boxed)
+        return float(verify(references[wanted], found, timeout_seconds=TIMEOUT_SECONDS))
 
     given = zip(completions, map(str, answer), finish_reasons, strict=True)
     return [score(*each) for each in given]
@@ -71,9 +73,18 @@ def can_read(answer: Any) -> bool:
     return any(map(FORMULA.search, readings)) or any(map(parse, readings))
 
 
-def _equal(reference: list[Any], final_answer: str) -> bool:
-    found = parse(final_answer, parsing_timeout=TIMEOUT_SECONDS)
-    return bool(verify(reference, found, timeout_seconds=TIMEOUT_SECONDS))
+def _found(completion: str, *, boxed: bool) -> list[Any]:
+    """What math-verify reads in the final answer; a marked one is read like a reference."""
+    marked = _marked_answer(completion)
+    if marked is not None:
+        readings = _readings(EDGES.sub("", marked))
+    else:
+        readings = (_last_boxes(completion) if boxed else completion,)
+    for text in readings:
+        parsed: list[Any] = parse(text, parsing_timeout=TIMEOUT_SECONDS)
+        if parsed:
+            return parsed
+    return []
 
 
 def _reference(answer: str) -> list[Any]:
@@ -98,12 +109,6 @@ def _readings(answer: str) -> tuple[str, ...]:
 def _final_answer(text: str) -> str:
     marked = _marked_answer(text)
     return text if marked is None else marked
-
-
-def _stated_answer(text: str) -> str:
-    """The final answer if the text says which one it is, else nothing."""
-    marked = _marked_answer(text)
-    return _last_boxes(text) if marked is None else marked
 
 
 def _marked_answer(text: str) -> str | None:

@@ -447,6 +447,29 @@ def test_anything_but_one_number_per_completion_is_an_error(returned, part, tmp_
 
 
 @pytest.mark.parametrize(
+    ("marked", "right", "wrong"),
+    [
+        ("x^2 + 1", "x^2+1", "1"),
+        ("2x", "2x", "2"),
+        ("A", "A", "B"),
+        (r"\sqrt{2}", r"\sqrt{2}", "2"),
+        ("(1, 2)", "(1,2)", "2"),
+        (r"3\pi", r"3\pi", "3"),
+        ("2^{10}", "1024", "10"),
+        (r"3 \times 4", "12", "4"),
+        (r"\$18.00", "18", "0"),
+        ("**18**", "18", "1"),
+        ("€18", "18", "1"),
+        ("72 clips", "72", "2"),
+    ],
+)
+@pytest.mark.parametrize("boxed", [False, True])
+def test_a_marked_answer_is_read_like_a_reference(marked, right, wrong, boxed):
+    completions, answers = [f"Thus it is so.\n#### {marked}"] * 2, {"answer": [right, wrong]}
+    assert score("math_answer", completions, answers, boxed=boxed) == [1, 0]
+
+
+@pytest.mark.parametrize(
     ("returned", "told"),
     [
         ("[1.0, None]", "returned the score None"),
