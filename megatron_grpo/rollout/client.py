@@ -28,10 +28,10 @@ T = TypeVar("T")
 class RolloutClient:
     """Talks to all engines of a fleet at once, over vLLM's HTTP routes.
 
-    When an engine fails, the fleet loses it and the others carry on: a generation continues at
-    once, a push starts over. Errors that another engine would not fix are raised and name the
-    engine: EngineError when its answer is not what was asked for, TimeoutError when it is healthy
-    but has not answered another request than one for a completion within `rollout.request_timeout`.
+    When an engine fails, or does not answer within `rollout.request_timeout` what is no request for
+    a completion, the fleet loses it and the others carry on: a generation continues at once, a push
+    starts over. An answer that is not what was asked for, which another engine would not mend, is
+    an EngineError that names the engine.
 
     A push goes to the engines found by `assemble`. An engine that fails during a push gets no more
     requests and is counted as lost at the next `assemble`.
