@@ -16,12 +16,16 @@ from megatron_grpo.config.config_file import load_config
 from megatron_grpo.launch import placement
 from megatron_grpo.launch.engine_node import ONE_NODE, EngineNode
 from megatron_grpo.launch.job_token import check_token, take_token
+from megatron_grpo.launch.lasting_output import outlive_readers
 from megatron_grpo.launch.launch import LAUNCHER_VARIABLE, rank_place, start_ranks, tie_to_launcher
 from megatron_grpo.launch.mistake import is_mistake
 from megatron_grpo.launch.open_files import allow_open_files
+from megatron_grpo.launch.preemption import exit_when_preempted
 
 SHOWN_FAULTS = 20
 """Further ones mostly repeat these on other ranks and layers."""
+
+Overrides = Annotated[list[str] | None, typer.Argument(help="key.sub=value pairs, as for train")]
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -30,11 +34,6 @@ app = typer.Typer(
     rich_markup_mode=None,  # markup would swallow the brackets of our examples
     help="GRPO training of language models: Megatron-Core trains, vLLM rolls out.",
 )
-
-
-@app.callback()
-def commands() -> None:
-    """Keep typer from merging a single subcommand into the main command."""
 
 
 @app.command()
@@ -61,9 +60,11 @@ def train(
     token = take_token(os.environ)
     place = rank_place(os.environ)
     if place is None:
+        exit_when_preempted()
         _preflight(cfg, token)
         start_ranks(cfg, ["train", str(config), *(overrides or [])], token)
     tie_to_launcher(os.environ)
+    outlive_readers()
     if place.rank == 0 and LAUNCHER_VARIABLE not in os.environ:
         _preflight(cfg, token)  # started by torchrun or srun, so not done yet
     _silence_libraries()
@@ -96,9 +97,7 @@ def _preflight(cfg: Config, token: str | None) -> None:
 @app.command()
 def check(
     config: Annotated[Path, typer.Argument(help="YAML file of the run.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="key.sub=value pairs, as for train")
-    ] = None,
+    overrides: Overrides = None,
 ) -> None:
     """Check that CONFIG can start, without starting it.
 
@@ -172,9 +171,7 @@ def evaluate(
 @app.command()
 def serve(
     config: Annotated[Path, typer.Argument(help="YAML file of the run that the engine is for.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="key.sub=value pairs, as for train")
-    ] = None,
+    overrides: Overrides = None,
     host: Annotated[
         str, typer.Option(help="IP address of this host that trainers connect to.")
     ] = "127.0.0.1",
@@ -232,9 +229,7 @@ def serve(
 @app.command()
 def place(
     config: Annotated[Path, typer.Argument(help="YAML file of the run.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="key.sub=value pairs, as for train")
-    ] = None,
+    overrides: Overrides = None,
     nodes: Annotated[
         str, typer.Option(help="Node names of the job, separated by commas.")
     ] = "localhost",
@@ -263,9 +258,7 @@ def place(
 @app.command()
 def plan(
     config: Annotated[Path, typer.Argument(help="YAML file of the run.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="key.sub=value pairs, as for train")
-    ] = None,
+    overrides: Overrides = None,
     gpu: Annotated[
         str | None, typer.Option(help="GPU model: a100, h100 (the default), h200 or b200.")
     ] = None,
@@ -371,9 +364,7 @@ def doctor(
     config: Annotated[
         Path | None, typer.Argument(help="YAML file of the run, for its directory and packages.")
     ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="key.sub=value pairs, as for train")
-    ] = None,
+    overrides: Overrides = None,
 ) -> None:
     """Check whether this machine can train, and what is missing.
 

@@ -1,6 +1,7 @@
 """Preemption: all ranks stop at the same step, save, and exit with code 75."""
 
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -9,6 +10,12 @@ EXIT_PREEMPTED = 75
 
 PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """Signals that schedulers send before they reclaim the machine."""
+
+
+def exit_when_preempted() -> None:
+    """Make the signals end this process with EXIT_PREEMPTED while there is nothing to save."""
+    for number in PREEMPTION_SIGNALS:
+        signal.signal(number, lambda *_: sys.exit(EXIT_PREEMPTED))
 
 
 class Preempted(Exception):

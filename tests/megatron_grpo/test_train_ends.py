@@ -16,6 +16,7 @@ import pytest
 
 from demo.make_sums import sums as all_sums
 from engines import wait_until
+from megatron_grpo.checkpoints.folders import latest_step
 from runs import finish_run, marked_processes, read_metrics, start_run
 
 
@@ -81,6 +82,40 @@ def test_a_run_that_is_told_to_stop_saves_and_the_same_command_goes_on(
     resumed = finish_run(*arguments, f"train.num_steps={steps + 1}")
     assert resumed.exit_code == 0, resumed.output
     assert [record["step"] for record in read_metrics(run_dir)] == list(range(1, steps + 2))
+
+
+@pytest.mark.slow
+def test_a_run_whose_output_nobody_reads_any_more_saves_all_the_same(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    """As `megatron-grpo train ... | tee log`, when a signal ends tee, too."""
+    with training(arguments, tmp_path / "run") as (run, _):
+        assert run.stdout
+        run.stdout.close()
+        run.stdout = None
+        seen = len(read_metrics(tmp_path / "run"))
+        assert wait_until(lambda: len(read_metrics(tmp_path / "run")) > seen + 1, 60)
+        run.send_signal(signal.SIGTERM)
+        assert run.wait(30) == 75
+    assert latest_step(tmp_path / "run" / "checkpoints") == len(read_metrics(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_run_that_is_preempted_while_it_is_checked_can_be_queued_again(
+    number: signal.Signals, arguments: list[str], tmp_path: Path
+) -> None:
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text(
+        "import pathlib, time\n"
+        f"pathlib.Path({str(tmp_path / 'loading')!r}).touch()\n"
+        "time.sleep(60)\n"
+        "def right(**_): return []\n"
+    )
+    run = start_run(*arguments, f"reward.functions=[{rewards}:right]")
+    assert wait_until((tmp_path / "loading").exists, 60)
+    run.send_signal(number)
+    output, _ = run.communicate(timeout=20)
+    assert (run.returncode, output) == (75, "")
 
 
 @pytest.mark.slow
