@@ -35,9 +35,7 @@ def draw_curves(run_dir: Path) -> Path:
         raise ValueError(
             f"{run_dir} has no {METRICS_FILE}: give the folder of a run (its train.run_dir)"
         )
-    lines = (run_dir / METRICS_FILE).read_text(encoding="utf-8").splitlines(keepends=True)
-    # A last line without a newline was being written when the run died.
-    records: list[Record] = [json.loads(line) for line in lines if line.endswith("\n")]
+    records = _read_records(run_dir / METRICS_FILE)
     if not records:
         raise ValueError(f"{run_dir / METRICS_FILE} has no steps yet: nothing to draw")
     if not _of_steps(records):
@@ -54,6 +52,20 @@ def draw_curves(run_dir: Path) -> Path:
     path = run_dir / CURVES_FILE
     figure.savefig(path, dpi=130)
     return path
+
+
+def _read_records(path: Path) -> list[Record]:
+    records = []
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+        if not line.endswith(b"\n"):
+            break  # the last line was being written when the run died
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            raise ValueError(
+                f"{path}: line {number} is damaged, perhaps by a host that crashed: remove it"
+            ) from None
+    return records
 
 
 def draw_reward(axis: Axes, records: Sequence[Record]) -> None:

@@ -129,7 +129,10 @@ def write_whole(path: Path, text: str) -> None:
     if path.exists() and path.read_bytes() == text.encode():
         return
     whole = path.with_name(f"{path.name}.tmp")
-    whole.write_bytes(text.encode())
+    with whole.open("wb") as file:
+        file.write(text.encode())
+        file.flush()
+        os.fsync(file.fileno())  # else a host's crash could leave the new name without the text
     whole.replace(path)
 
 
@@ -139,22 +142,31 @@ def last_step(run_dir: Path) -> int:
     if not path.exists():
         return 0
     with path.open("rb") as file:
-        steps = (int(json.loads(line)["step"]) for _, line in _lines_backwards(file))
-        return next(steps, 0)
+        steps = (_step_of(line) for _, line in _lines_backwards(file))
+        return next((int(step) for step in steps if step < math.inf), 0)
 
 
 def drop_records_after(path: Path, step: int) -> None:
     """Truncate a JSON-lines file with ascending steps after its last complete record up to `step`.
 
-    A last line without a newline was being written when the run died and is dropped, too. Only the
-    part to drop is read: after weeks, a run has gigabytes of completions.
+    A last line without a newline was being written when the run died and is dropped, too, as are
+    last lines that a host's crash has damaged. Only the part to drop is read: after weeks, a run
+    has gigabytes of completions.
     """
     if not path.exists():
         return
     with path.open("rb") as file:
-        kept = (end for end, line in _lines_backwards(file) if json.loads(line)["step"] <= step)
+        kept = (end for end, line in _lines_backwards(file) if _step_of(line) <= step)
         num_bytes = next(kept, 0)
     os.truncate(path, num_bytes)
+
+
+def _step_of(line: bytes) -> float:
+    """The step of a record; infinity if the line is damaged, such as the zeros of a lost block."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return math.inf
 
 
 def _lines_backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:

@@ -53,6 +53,14 @@ def test_curves_are_a_picture_of_a_run_of_any_length(tmp_path: Path, num_steps: 
     assert picture[..., :3].std() > 0.05  # something is drawn
 
 
+def test_a_damaged_line_is_named(tmp_path: Path) -> None:
+    write_metrics(tmp_path, [record(1)])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write("\0\0\0\n")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl: line 2 is damaged"):
+        draw_curves(tmp_path)
+
+
 def test_a_run_without_steps_is_refused_by_the_name_of_its_file(tmp_path: Path) -> None:
     write_metrics(tmp_path, [])
     with pytest.raises(ValueError, match=r"metrics\.jsonl has no steps yet"):

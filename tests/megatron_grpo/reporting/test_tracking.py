@@ -17,7 +17,12 @@ from megatron_grpo.config.config import WandbConfig
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.experience.experience import Experience
 from megatron_grpo.reporting.metrics import StepReport
-from megatron_grpo.reporting.tracking import Tracking, completion_rows, drop_records_after
+from megatron_grpo.reporting.tracking import (
+    Tracking,
+    completion_rows,
+    drop_records_after,
+    last_step,
+)
 from megatron_grpo.rollout.samples import Sample
 
 OFF = WandbConfig()
@@ -129,6 +134,17 @@ def test_a_line_that_was_cut_short_is_dropped(tmp_path: Path) -> None:
     path.write_text('{"step": 1}\n{"step": 2, "rew')
     drop_records_after(path, 2)
     assert path.read_text() == '{"step": 1}\n'
+
+
+@pytest.mark.parametrize("damaged", ["\0" * 40, '{"step"', "[1]", '{"step": null}'])
+def test_last_lines_that_a_crash_of_the_host_has_damaged_are_dropped(
+    tmp_path: Path, damaged: str
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n' + damaged + "\n" + damaged + "\n")
+    assert last_step(tmp_path) == 2
+    drop_records_after(path, 2)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
 def test_only_what_is_dropped_is_read(tmp_path: Path) -> None:
