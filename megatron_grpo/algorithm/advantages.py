@@ -14,6 +14,9 @@ from megatron_grpo.config.grpo_config import AdvantageEstimator, ScaleRewards
 EPSILON = 1e-4
 """Added to every standard deviation before dividing by it, as in TRL and ms-swift."""
 
+ROUNDING = 1e-9
+"""Rewards that differ by less are equal: sums of the same scores, rounded differently."""
+
 StepRewards = Sequence[tuple[int, float]]
 """The step rewards of one completion, as (index of the step's last token, reward)."""
 
@@ -72,8 +75,9 @@ def group_advantages(
 
 def _centered(groups: "RewardGroups", estimator: AdvantageEstimator) -> Tensor:
     if estimator == "reinforce_plus_plus":
-        equal = groups.rewards.min() == groups.rewards.max()
-        return torch.zeros_like(groups.rewards) if equal else groups.rewards - groups.rewards.mean()
+        if not differ(groups.rewards.min(), groups.rewards.max()):
+            return torch.zeros_like(groups.rewards)
+        return groups.rewards - groups.rewards.mean()
     centered = groups.centered.masked_fill(~groups.has_spread[groups.index], 0.0)
     if estimator == "rloo":
         n = groups.count.double()
@@ -130,6 +134,14 @@ def process_advantages(
     return [rewards.flip(0).cumsum(0).flip(0) for rewards in at_token]
 
 
+def differ(low: Tensor, high: Tensor) -> Tensor:
+    """Whether rewards differ by more than sums of the same scores that were rounded differently.
+
+    By `ROUNDING`, relative to the larger one; for rewards below 1, to 1.
+    """
+    return high - low > ROUNDING * torch.maximum(low.abs(), high.abs()).clamp(min=1.0)
+
+
 class RewardGroups:
     """The rewards of N completions in G groups, in float64, with statistics of each group.
 
@@ -143,7 +155,7 @@ class RewardGroups:
         mean = self._sum(self.rewards) / self.count
         self.centered = self.rewards - mean[self.index]
         low, high = (self._fold(self.rewards, how) for how in ("amin", "amax"))
-        self.has_spread = low != high
+        self.has_spread = differ(low, high)
 
     def std(self) -> Tensor:
         """Sample standard deviation [G]; exactly 0 where all rewards are equal."""

@@ -16,6 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+import torch
+
+from megatron_grpo.algorithm.advantages import differ
 from megatron_grpo.config.grpo_config import GRPOConfig
 from megatron_grpo.data.prompts import Prompt, PromptStream
 from megatron_grpo.rollout.samples import Sample
@@ -32,8 +35,9 @@ class ScoredGroup:
     def has_spread(self, term: str | None) -> bool:
         """Whether any two samples that could be scored differ in this term; None: in the total."""
         values = self.totals if term is None else [reward[term] for reward in self.rewards]
-        scored = zip(values, self.totals, strict=True)
-        return len({value for value, total in scored if not math.isnan(total)}) > 1
+        scored = torch.tensor(values, dtype=torch.float64)
+        scored = scored[~torch.tensor(self.totals, dtype=torch.float64).isnan()]
+        return len(scored) > 0 and bool(differ(scored.min(), scored.max()))
 
 
 class Search:

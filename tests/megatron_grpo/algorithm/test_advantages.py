@@ -80,6 +80,15 @@ def test_a_group_with_equal_rewards_has_advantage_exactly_zero(scale_rewards, re
     assert advantages[7] < 0 < advantages[8]
 
 
+@pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
+@pytest.mark.parametrize("size", [1.0, 1e6])
+def test_sums_that_were_rounded_differently_are_equal_rewards(scale_rewards, size):
+    rewards = torch.tensor([(0.1 + 0.2) * size, 0.3 * size, 0.0, size], dtype=torch.float64)
+    assert rewards[0] != rewards[1]
+    advantages = group_advantages(rewards, torch.tensor([0, 0, 1, 1]), scale_rewards)
+    assert advantages[:2].tolist() == [0.0, 0.0]
+
+
 def test_a_tiny_true_difference_still_counts():
     advantages = group_advantages(
         torch.tensor([0.5, 0.5 + 1e-6], dtype=torch.float64), torch.tensor([0, 0]), epsilon=0.0

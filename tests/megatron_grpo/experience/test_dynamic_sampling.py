@@ -3,6 +3,8 @@
 import math
 from itertools import pairwise
 
+import pytest
+
 from megatron_grpo.config.grpo_config import GRPOConfig
 from megatron_grpo.data.prompts import Prompt, PromptStream
 from megatron_grpo.experience.dynamic_sampling import ScoredGroup, Search
@@ -96,6 +98,14 @@ def test_samples_that_could_not_be_scored_are_no_spread():
     assert not ScoredGroup([], [], [nan, 0.5, 0.5]).has_spread(None)
     assert not ScoredGroup([], [], [nan, nan]).has_spread(None)
     assert ScoredGroup([], [], [nan, 0.5, 0.4]).has_spread(None)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e6])
+def test_sums_that_were_rounded_differently_are_no_spread(size):
+    rounded = [(0.1 + 0.2) * size, 0.3 * size]
+    assert rounded[0] != rounded[1]
+    assert not ScoredGroup([], [], rounded).has_spread(None)
+    assert ScoredGroup([], [], [0.3 * size, 0.300001 * size]).has_spread(None)
 
 
 def test_a_length_penalty_is_no_spread_when_accuracy_is_compared():
