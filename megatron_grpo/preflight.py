@@ -231,6 +231,7 @@ def _check_transformer(cfg: Config, shape: ModelShape) -> None:
 
 
 def _check_answers(url: str, token: str) -> None:
+    """Raise ValueError if what answers is no engine of ours, ConnectionError if nothing does."""
     try:
         # trust_env=False: proxies set in the environment are not for engines.
         with httpx.Client(base_url=url, timeout=HEALTH_TIMEOUT_SECONDS, trust_env=False) as engine:
@@ -244,7 +245,9 @@ def _check_answers(url: str, token: str) -> None:
                 )
             response.raise_for_status()
     except httpx.HTTPError as error:
-        raise ValueError(
+        is_other = isinstance(error, httpx.HTTPStatusError) and error.response.is_client_error
+        # An engine that is away may come back, so a job that is requeued may succeed.
+        raise (ValueError if is_other else ConnectionError)(
             f"rollout engine {url} is not healthy ({error}): start it, or correct rollout.base_urls"
         ) from error
 

@@ -113,8 +113,9 @@ class Assignment:
         return last
 
     def _progress(self) -> object:
-        # An engine without requests is well as long as it tells its counts.
-        num_notes = 0 if self._num_at_engine else self._num_notes
+        # An engine from which nothing is expected is well as long as it tells its counts.
+        is_idle = self._is_working and not self._num_at_engine
+        num_notes = self._num_notes if is_idle else 0
         return self._num_arrived, self._num_answered, num_notes
 
     def _note(self, counts: Counts) -> None:

@@ -34,6 +34,7 @@ class EngineProcess:
 
         The thread that calls this must last as long as the run: see `TiedProcess`.
         """
+        log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
             log_start = output.tell()
             tied = TiedProcess.start(command, environment, output)
@@ -58,6 +59,9 @@ def log_tail(log: Path, start: int) -> str:
 
     A process that dies takes others down, each with its own traceback: the first is the cause.
     """
-    lines = log.read_bytes()[start:].decode(errors="replace").splitlines()
+    try:
+        lines = log.read_bytes()[start:].decode(errors="replace").splitlines()
+    except OSError as error:  # such as a log that somebody removed: its engine can go on
+        return f"... ({error.strerror}: it cannot be shown)"
     errors = [line for line in lines if ERROR_LINE.match(line)]
     return "\n".join([*errors[:1], "...", *lines[-NUM_LOG_LINES_SHOWN:]])

@@ -17,6 +17,7 @@ from megatron_grpo.launch.job_token import TOKEN_VARIABLE, check_token, new_toke
 from megatron_grpo.rollout.connection import is_healthy
 from megatron_grpo.rollout.engine_error import EngineError
 from megatron_grpo.rollout.engine_process import EngineProcess
+from megatron_grpo.rollout.tied_process import KILL_SECONDS
 from megatron_grpo.rollout.vllm_command import (
     check_engine_arguments,
     vllm_command,
@@ -66,7 +67,6 @@ class EngineServers:
             return
         if rollout.engine == "vllm":
             check_engine_arguments(rollout.vllm)
-        log_dir.mkdir(parents=True, exist_ok=True)
         num_devices = num_gpus()
         devices = engine_devices(rollout, num_devices, num_ranks, os.environ)
         self.share_gpus = share_gpus(rollout, num_devices, num_ranks)
@@ -140,7 +140,7 @@ class EngineServers:
             with suppress(TimeoutExpired):
                 engine.process.wait(max(0.0, deadline - time.monotonic()))
             engine.tied.kill_others(deadline)
-            engine.process.wait()
+            engine.tied.end(within=KILL_SECONDS)
         for reserved in self._ports:
             reserved.close()
         self._engines.clear()

@@ -47,9 +47,9 @@ def config(model, tmp_path, monkeypatch):
 TOKEN = "0123456789abcdef"
 
 
-def refusal(cfg: Config, token: str | None = TOKEN) -> str:
+def refusal(cfg: Config, token: str | None = TOKEN, kind: type[Exception] = ValueError) -> str:
     start = time.monotonic()
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(kind) as refused:
         preflight(cfg, token)
     assert time.monotonic() - start < 10
     return str(refused.value)
@@ -246,8 +246,8 @@ def test_tokenizer_of_another_model_is_refused(config, model, tmp_path):
     assert "prompt 0 has the token id 366, and the model's vocabulary ends at 249" in message
 
 
-def test_engine_that_does_not_answer_is_named(config):
-    message = refusal(config("rollout.base_urls=[http://127.0.0.1:9]"))
+def test_engine_that_does_not_answer_is_named_and_the_run_may_be_queued_again(config):
+    message = refusal(config("rollout.base_urls=[http://127.0.0.1:9]"), kind=ConnectionError)
     assert "rollout engine http://127.0.0.1:9 is not healthy" in message
     assert "Connection refused" in message
 
@@ -278,11 +278,15 @@ def test_engine_that_is_healthy_and_takes_the_token_passes(config):
 
 
 @pytest.mark.parametrize(
-    "statuses", [{"/health": 503, "/load": 200}, {"/health": 200, "/load": 404}]
+    ("statuses", "kind"),
+    [
+        ({"/health": 503, "/load": 200}, ConnectionError),  # it may recover
+        ({"/health": 200, "/load": 404}, ValueError),  # it is no engine
+    ],
 )
-def test_engine_whose_routes_say_otherwise_is_refused(statuses, config):
+def test_engine_whose_routes_say_otherwise_is_refused(statuses, kind, config):
     with answering(statuses) as url:
-        message = refusal(config(f"rollout.base_urls=[{url}]"))
+        message = refusal(config(f"rollout.base_urls=[{url}]"), kind=kind)
     assert f"{url} is not healthy" in message
     assert ("503" if statuses["/health"] == 503 else "404") in message
 

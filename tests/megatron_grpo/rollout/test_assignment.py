@@ -32,6 +32,8 @@ class ScriptedEngine:
 
     counts: dict[str, float] = field(default_factory=dict)
     is_mute: bool = False
+    silent_route: str = ""
+    """A route that is never answered."""
     num_per_look: int = 1000
     """How many requests arrive, at most, between two looks at its load."""
     num_accepted: int = 0
@@ -39,6 +41,8 @@ class ScriptedEngine:
     asked: list[int] = field(default_factory=list)
 
     async def respond(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == self.silent_route:
+            await asyncio.Event().wait()
         match request.url.path:
             case "/metrics" | "/health" if self.is_mute:
                 raise httpx.ReadTimeout("no answer")
@@ -176,6 +180,28 @@ def test_an_engine_that_hangs_without_requests_is_noticed_before_the_others_are_
                 assert not it.is_over.is_set()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("route", ["/collective_rpc", "/pause", "/load", "/resume"])
+def test_an_engine_that_answers_probes_but_not_what_starts_it_counts_as_hung(route):
+    engine = ScriptedEngine(silent_route=route)
+    requests = {0: {"priority": 0, "sampling_params": {"max_tokens": 1}}}
+    assignment = Assignment(requests, 7, take_nothing, lambda: None)
+
+    async def run() -> None:
+        async with httpx.AsyncClient(
+            base_url=URL, transport=httpx.MockTransport(engine.respond)
+        ) as http:
+            with pytest.raises(EngineDown, match=r"made no progress for 0\.5 s"):
+                async with asyncio.timeout(20):
+                    connected = Engine(URL, http, Patience(health=0.2, stall=0.5))
+                    await assignment.answer(connected, asyncio.Event())
+
+    asyncio.run(run())
+
+
+async def take_nothing(number: int, choice: Any, url: str) -> None:
+    raise AssertionError("nothing was answered")
 
 
 def test_an_engine_at_which_requests_arrive_slowly_does_not_count_as_hung():

@@ -27,6 +27,7 @@ from megatron_grpo.launch.preemption import Preempted
 from megatron_grpo.rollout import EngineServers, EnginesLost, EnginesOut
 from megatron_grpo.rollout import engine as engine_module
 from megatron_grpo.rollout.connection import is_healthy
+from megatron_grpo.rollout.engine import Engine
 from megatron_grpo.rollout.fleet import MAX_COMEBACKS, Fleet
 from megatron_grpo.rollout.server import reserve_port
 from parallel.transport.local_links import LocalOutgoing
@@ -102,6 +103,25 @@ def test_a_stopped_engine_is_killed_and_its_requests_go_to_the_other(pair, undis
     assert tokens_of(samples) == undisturbed
     assert not is_alive(stopped) and pair.fleet.serving == [second]
     assert f"{first} is lost: did not answer within 3 s" in capfd.readouterr().err
+    bring_back(pair)
+
+
+def test_an_engine_that_is_late_with_an_answer_is_lost_and_its_requests_go_to_the_other(
+    pair, undisturbed, monkeypatch, capfd
+):
+    first, second = pair.servers.base_urls
+    pause = Engine.pause
+
+    async def late(self: Engine) -> None:
+        if self.url == second:
+            raise TimeoutError(f"rollout engine {second} did not answer /pause within 600 s")
+        await pause(self)
+
+    with monkeypatch.context() as planted:
+        planted.setattr(Engine, "pause", late)
+        assert tokens_of(pair.generate(PROMPTS)) == undisturbed
+    assert pair.fleet.serving == [first]
+    assert f"{second} is lost: did not answer /pause within 600 s" in capfd.readouterr().err
     bring_back(pair)
 
 

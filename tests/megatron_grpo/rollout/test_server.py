@@ -19,7 +19,7 @@ from megatron_grpo.config.trainer_config import ModelConfig
 from megatron_grpo.launch.engine_node import EngineNode
 from megatron_grpo.rollout import EngineServers
 from megatron_grpo.rollout.engine_error import EngineError, EnginesOut, EngineStale
-from megatron_grpo.rollout.engine_process import EngineProcess
+from megatron_grpo.rollout.engine_process import EngineProcess, log_tail
 from megatron_grpo.rollout.push_state import LOADED_VERSION
 from megatron_grpo.rollout.server import (
     engine_command,
@@ -184,6 +184,12 @@ def test_an_engine_that_cannot_start_is_named_with_the_cause(tmp_path):
     ):
         pass
     assert str(tmp_path / "logs" / "engine_0.log") in str(error.value)
+
+
+def test_a_log_that_was_removed_is_told_instead_of_its_end(tmp_path):
+    assert log_tail(tmp_path / "engine_0.log", 7) == (
+        "... (No such file or directory: it cannot be shown)"
+    )
 
 
 def test_an_engine_that_dies_later_is_named(tied_model, tmp_path):
