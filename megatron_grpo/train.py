@@ -8,7 +8,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from checkpoint_convert import read_shape
+from checkpoint_convert import ModelShape, read_shape
 from megatron_grpo.algorithm.kl import beta_after
 from megatron_grpo.checkpoints.checkpoints import Checkpoints
 from megatron_grpo.checkpoints.newest import steps_done
@@ -64,7 +64,7 @@ def train(
         return
     with ExitStack() as stack:
         training = Training(cfg, groups, device, num_hosts, token, watch, stack)
-        metrics = training.start()
+        training.start()
         stack.callback(watch.enter, "close")
         stack.push(watch.report)  # runs before the stack stops the engines, which takes seconds
         for step in range(training.first_step, cfg.train.num_steps):
@@ -75,17 +75,40 @@ def train(
             if is_new:
                 training.prepare(step)
             report = training.update(step)
-            lost = training.push_unless_lost(step + 1, metrics)
-            training.log(step + 1, metrics, report)
+            lost = training.push_unless_lost(step + 1)
+            training.log(step + 1, report)
             training.save(step + 1)
             if lost:
                 training.save_and_stop(step + 1, lost)
-            metrics = {}
 
 
 def wait_for_rank_0() -> None:
     """Return on all ranks when rank 0 has called this; waits on the CPU."""
     dist.broadcast(torch.zeros(1), src=0)
+
+
+def _start_source(
+    cfg: Config, shape: ModelShape, token: str | None, num_hosts: int, stack: ExitStack
+) -> tuple[ThreadPoolExecutor | None, ExperienceSource]:
+    """The thread that makes generations ahead, in an asynchronous run, and what makes them.
+
+    Returns when the ranks may use the GPUs that they share with engines.
+    """
+    thread = None
+    if cfg.rollout.async_generate:  # ends after the source: engines may be its children
+        thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix=COLLECTOR))
+    num_ranks = cfg.dims.world_size // num_hosts
+    source = stack.enter_context(closing(ExperienceSource(cfg, shape, token, num_ranks)))
+    source.wait_for_memory()
+    return thread, source
+
+
+def _open_log(cfg: Config, state: TrainerState) -> RunLog:
+    """The log of the run, continued after the step of `state`."""
+    if state.wandb_id is not None:
+        write_whole(cfg.train.run_dir / WANDB_ID_FILE, state.wandb_id)
+    keep_export(cfg, state.step)  # before the log writes the new config
+    return RunLog(cfg, state.step)
 
 
 class Training:
@@ -109,21 +132,19 @@ class Training:
         shape = read_shape(cfg.model.path)
         self.batches = BatchSchedule.of(cfg.grpo)
         self.cost = CostModel.transformer(shape.hidden_size)
-        self.source = self._log = thread = collector = None
+        self.source: ExperienceSource | None = None
+        self._log: RunLog | None = None
+        thread = collector = None
         if groups.rank == 0:
-            if cfg.rollout.async_generate:  # ends after the source: engines may be its children
-                thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix=COLLECTOR))
-            num_ranks = cfg.dims.world_size // num_hosts
-            source = ExperienceSource(cfg, shape, token, num_ranks)
-            self.source = stack.enter_context(closing(source))
-            source.wait_for_memory()
+            thread, self.source = _start_source(cfg, shape, token, num_hosts, stack)
         if cfg.rollout.enable_sleep_mode or not cfg.rollout.base_urls:
             wait_for_rank_0()  # the engines measure free memory first, or give theirs back
         self._engines_may_be_awake = False
         self.policy = build_policy(cfg, shape, groups)
         self.reference = build_reference(cfg, shape, groups) if cfg.grpo.beta > 0 else None
-        for chunk in [*self.policy.chunks, *(self.reference.chunks if self.reference else [])]:
-            chunk.register_forward_pre_hook(lambda *_: watch.tick())
+        for model in (self.policy, self.reference):
+            for chunk in model.chunks if model else ():
+                chunk.register_forward_pre_hook(lambda *_: watch.tick())
         self.preparation = Preparation(self.policy, self.reference, self.cost, cfg, groups, device)
         self.checkpoints = stack.enter_context(
             closing(Checkpoints(cfg, self.policy, self.reference))
@@ -138,19 +159,17 @@ class Training:
         self.weight_sync = stack.enter_context(
             closing(WeightSync(cfg, shape, weight_sender(self.policy, groups), device, num_hosts))
         )
-        self.fingerprint: str | None = None
         if self.source:
-            self.fingerprint = self.source.stream.fingerprint
-            self.state.check_prompts(self.fingerprint)
-            if self.state.wandb_id is not None:
-                write_whole(cfg.train.run_dir / WANDB_ID_FILE, self.state.wandb_id)
-            keep_export(cfg, self.first_step)  # before the log writes the new config
-            self._log = stack.enter_context(closing(RunLog(cfg, self.first_step)))
+            self.state.check_prompts(self.source.stream.fingerprint)
+            self._log = stack.enter_context(closing(_open_log(cfg, self.state)))
             collector = Collector(self.source, thread, watch, self._log.timeline)
             stack.enter_context(closing(collector))
         self.rollouts = RolloutPipeline(cfg, collector, self.push)
         self.experience: Experience | None = None
         self.news: dict[str, float] = {}
+        """Metrics of the generation; logged by the first step that trains on it."""
+        self._unlogged: dict[str, float] = {}
+        """Metrics of the probe or of an evaluation, which the next logged step reports."""
         self.minibatches: Minibatches = []
         self.timer = self._new_timer()
 
@@ -163,8 +182,9 @@ class Training:
         if self._log:
             self._log.timeline.step = step
 
-    def start(self) -> dict[str, float]:
-        """Push the weights to the engines and evaluate them if due; returns the probe's metrics."""
+    def start(self) -> None:
+        """Push the weights to the engines, compare log-probabilities with theirs, and evaluate if
+        due."""
         if self.source:
             self.source.wait_ready()
             self.watch.on_preempt(self.source.cancel)
@@ -174,7 +194,7 @@ class Training:
             partial(self.push, self.first_step),
         )
         self.rest_engines()
-        probe = probe_logprobs(
+        self._unlogged = probe_logprobs(
             experience,
             self.policy,
             self.cost,
@@ -193,17 +213,17 @@ class Training:
                 self._log.tracking.amend(self.first_step, metrics)
         self.timer = self._new_timer()
         self._restore_ready()
-        return probe
 
     def _restore_ready(self) -> None:
         """Restore the generation that was ready, but not trained on yet, when the run was saved."""
         if (ready := self.state.ready) is None:
             return
         collected = None
-        if self.source:
-            prompts = self.source.stream.prompts
-            experience = self.checkpoints.load_ready(self.first_step, prompts)
-            collected = Collected(experience, ready.metrics)
+        with self.timer.phase("load"):
+            if self.source:
+                prompts = self.source.stream.prompts
+                experience = self.checkpoints.load_ready(self.first_step, prompts)
+                collected = Collected(experience, ready.metrics)
         self.rollouts.restore(ready.generation, collected)
 
     def roll_out(self, step: int) -> bool:
@@ -212,25 +232,36 @@ class Training:
         A run that was saved in the middle of a generation continues with that generation.
         """
         cursor = self.batches.cursor(step)
-        if not cursor.starts_generation and step != self.first_step:
-            return False
         if cursor.starts_generation:
-            try:
-                with suppress(Preempted):  # then all ranks stop below
-                    if self.rollouts.ready != cursor.generation:
-                        self.rollouts.ask(cursor.generation, step)
-                        self.rollouts.settle(step, self.timer)
-            except EnginesLost as lost:
-                self.save_and_stop(step, lost)
-        elif self.source:
-            prompts = self.source.stream.prompts
-            self.experience = self.checkpoints.load_experience(step, prompts)
+            self._await_generation(cursor.generation, step)
+        elif step == self.first_step:
+            self._resume_generation(step)
+        else:
+            return False
+        # Before the generation is taken: a checkpoint keeps one that training has not begun.
         self.stop_if_preempted(step)
         if cursor.starts_generation and (collected := self.rollouts.take()):
             self.experience, self.news = collected.experience, collected.metrics
         self.rollouts.ask_ahead(step)
         self.checkpoints.poll()  # finish a checkpoint that was written in the meantime
         return True
+
+    def _await_generation(self, generation: int, step: int) -> None:
+        """Wait until the engines have made `generation`, requesting it if that was not done yet."""
+        try:
+            with suppress(Preempted):  # the caller then stops all ranks
+                if self.rollouts.ready != generation:
+                    self.rollouts.ask(generation, step)
+                    self.rollouts.settle(step, self.timer)
+        except EnginesLost as lost:
+            self.save_and_stop(step, lost)
+
+    def _resume_generation(self, step: int) -> None:
+        """Load the generation in the middle of which the run was saved."""
+        with self.timer.phase("load"):
+            if self.source:
+                prompts = self.source.stream.prompts
+                self.experience = self.checkpoints.load_experience(step, prompts)
 
     def rest_engines(self) -> None:
         """Let engines that share GPUs give their memory to the ranks, until the next push."""
@@ -249,7 +280,7 @@ class Training:
             self.experience, cursor.generation, self.timer
         )
         if cursor.starts_generation and self.reference and self.cfg.grpo.kl_in_reward:
-            self.experience, self.minibatches = self.preparation.less_kl(
+            self.experience, self.minibatches = self.preparation.subtract_kl(
                 self.experience, self.minibatches, cursor.generation, self.beta
             )
 
@@ -277,13 +308,11 @@ class Training:
         engines = self.source.engines if self.source else None
         self.weight_sync.push(self.policy.parameters(), engines, policy_version, self.timer)
 
-    def push_unless_lost(
-        self, policy_version: int, metrics: dict[str, float]
-    ) -> EnginesLost | None:
+    def push_unless_lost(self, policy_version: int) -> EnginesLost | None:
         """Push after a step and evaluate if due; returns EnginesLost, so that the step is logged.
 
-        Adds the metrics of the evaluation to `metrics`. Does nothing within a generation, where the
-        engines need no new weights, unless an evaluation is due or this was the last step.
+        Does nothing within a generation, where the engines need no new weights, unless an
+        evaluation is due or this was the last step.
         """
         is_last = policy_version == self.cfg.train.num_steps
         starts_generation = self.batches.cursor(policy_version).starts_generation
@@ -293,8 +322,8 @@ class Training:
             with suppress(Preempted):  # then all ranks stop before the next step
                 self.rollouts.settle(policy_version, self.timer)
                 self.push(policy_version)
-                metrics |= self.evaluate(policy_version)
-                if policy_version < self.cfg.train.num_steps:
+                self._unlogged |= self.evaluate(policy_version)
+                if not is_last:
                     self.rollouts.ask_ahead(policy_version)
         except EnginesLost as lost:
             return lost
@@ -329,16 +358,13 @@ class Training:
         Raises Preempted instead if any rank was told to stop: engines are told at the same time,
         and may have ended before this was seen.
         """
-        with self.timer.phase("save"):
-            if step > self.checkpoints.newest_step:
-                self.checkpoint(step)
-            self.checkpoints.wait()
+        self._save_now(step)
         self.stop_if_preempted(step)
         raise lost
 
-    def log(self, step: int, metrics: dict[str, float], report: StepReport) -> None:
-        """Log the report of `step`, counted from 1, and further metrics."""
-        metrics |= peak_memory(self.device)
+    def log(self, step: int, report: StepReport) -> None:
+        """Log the report of `step`, counted from 1, with all metrics since the last step's."""
+        metrics, self._unlogged = self._unlogged | peak_memory(self.device), {}
         if self._log and self.source and self.experience:
             num_generations = step / self.batches.updates_per_generation
             metrics["epoch"] = self.source.stream.epochs(num_generations)
@@ -379,12 +405,16 @@ class Training:
             return
         if step > self.checkpoints.newest_step:
             self._settle_to_save(step)
+        self._save_now(step)
+        saved = f"step {step} saved" if step else "no step was done, nothing is saved"
+        raise Preempted(f"preempted: {saved}; the same command resumes")
+
+    def _save_now(self, step: int) -> None:
+        """Save the state at the beginning of `step`, unless it was saved, and wait until it is."""
         with self.timer.phase("save"):
             if step > self.checkpoints.newest_step:
                 self.checkpoint(step)
             self.checkpoints.wait()
-        saved = f"step {step} saved" if step else "no step was done, nothing is saved"
-        raise Preempted(f"preempted: {saved}; the same command resumes")
 
     def _settle_to_save(self, step: int) -> None:
         """Wait for the pending generation if a run resumed after `step` could not request it."""
@@ -396,7 +426,7 @@ class Training:
 
     def checkpoint(self, step: int) -> None:
         """Start writing the checkpoint of `step`."""
-        inside = not self.batches.cursor(step).starts_generation
+        cursor = self.batches.cursor(step)
         ready, collected = None, self.rollouts.collected
         if self.cfg.rollout.async_generate and self.rollouts.ready is not None and collected:
             ready = Ready(generation=self.rollouts.ready, metrics=collected.metrics)
@@ -405,14 +435,13 @@ class Training:
             step=step,
             num_skipped_in_a_row=self.skipped.num_in_a_row,
             wandb_id=wandb_id.read_text() if wandb_id.exists() else None,
-            prompts=self.fingerprint,
+            prompts=self.source.stream.fingerprint if self.source else None,
             beta=self.beta,
             ready=ready,
         )
         present = None
-        if inside:
-            generation = self.batches.cursor(step).generation
-            indices = self.batches.minibatches(generation, self.cfg.train.seed)
+        if not cursor.starts_generation:
+            indices = self.batches.minibatches(cursor.generation, self.cfg.train.seed)
             present = with_kept_values(
                 self.experience, self.minibatches, indices, self.cfg, self.groups
             )

@@ -16,6 +16,7 @@ from megatron_grpo.config.rollout_config import RolloutConfig
 from megatron_grpo.config.trainer_config import ModelConfig
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.rollout import EngineServers, Generation, RolloutClient, Sample, WorkerSums
+from megatron_grpo.rollout.sampling_params import SamplingParams
 from megatron_grpo.weights.worker_layouts import worker_layouts
 from models import EOS_ID, tiny_model
 from parallel import Layout, intersect
@@ -27,6 +28,20 @@ from pushes import client_of, push_folder
 def served_model(folder: Path, family: str, *, tied: bool, seed: int = 0) -> Path:
     """A tiny model whose heads are wide enough for vLLM's attention on CPU (32, 64, 96, ...)."""
     return tiny_model(folder, family, tied=tied, seed=seed, head_dim=32)
+
+
+def sampling_params(**overrides: Any) -> SamplingParams:
+    """Two samples of each prompt, of up to 16 tokens, with `overrides`."""
+    settings: dict[str, Any] = {
+        "num_generations": 2,
+        "policy_version": 0,
+        "temperature": 1.0,
+        "max_completion_length": 16,
+        "stop_token_ids": (EOS_ID,),
+        "seed": 0,
+        "series": 0,
+    }
+    return SamplingParams(**settings | overrides)
 
 
 class TestEngine:
@@ -55,16 +70,13 @@ class TestEngine:
     def generate(
         self, prompts: Sequence[Prompt], eos_token_ids: Sequence[int] = (EOS_ID,), **overrides
     ) -> list[Sample]:
-        arguments = {
+        settings = {
             "num_generations": 4,
-            "temperature": 1.0,
-            "max_completion_length": 16,
             "stop_token_ids": eos_token_ids,
-            "seed": 0,
-            "step": 0,
             "policy_version": self.version,
         }
-        return self.client().generate(Generation(prompts, **(arguments | overrides)))
+        params = sampling_params(**settings | overrides)
+        return self.client().generate(Generation(prompts, params))
 
 
 def worker_sums(folder: Path, rollout: RolloutConfig) -> list[WorkerSums]:

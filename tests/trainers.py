@@ -14,13 +14,12 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from checkpoint_convert import read_shape
-from engines import wait_until
+from engines import sampling_params, wait_until
 from megatron_grpo.config.rollout_config import RolloutConfig
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.rollout import EngineServers, Fleet, Generation, RolloutClient, Sample
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.weights.weight_sync import WeightSync
-from models import EOS_ID
 from parallel import Layout, ParallelDims, Sender
 from policies import tiny_config
 from pushes import rollout_overrides
@@ -49,16 +48,7 @@ class Trainer:
 
     def ask(self, prompts: Sequence[Prompt], **overrides: Any) -> Generation:
         """The request for `generate`."""
-        arguments: dict[str, Any] = {
-            "num_generations": 2,
-            "temperature": 1.0,
-            "max_completion_length": 16,
-            "stop_token_ids": (EOS_ID,),
-            "seed": 0,
-            "step": 0,
-            "policy_version": self.version,
-        }
-        return Generation(prompts, **(arguments | overrides))
+        return Generation(prompts, sampling_params(**{"policy_version": self.version} | overrides))
 
     def generate(self, prompts: Sequence[Prompt], **overrides: Any) -> list[Sample]:
         return self.client.generate(self.ask(prompts, **overrides))

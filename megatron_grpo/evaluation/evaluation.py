@@ -18,14 +18,17 @@ from megatron_grpo.rollout.completion_metrics import completion_metrics, dialogu
 from megatron_grpo.rollout.dialogues import DialogueGeneration
 from megatron_grpo.rollout.generation import Generation
 from megatron_grpo.rollout.samples import Sample
+from megatron_grpo.rollout.sampling_params import SamplingParams
 from megatron_grpo.timing import PhaseTimer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SEEDS_OF_EVALUATION = -1
+SERIES_OF_EVALUATION = -1
 """Used in place of a generation's number, so that every evaluation of a run has the same seeds, and
 training never uses them."""
+Ask = Callable[[Sequence[Prompt], SamplingParams], Generation | DialogueGeneration]
+
 ROUNDING = 1e-9
 """A weighted sum of rewards may miss `eval.pass_threshold` by this, as 0.7 + 0.2 + 0.1 does."""
 
@@ -98,8 +101,7 @@ class Evaluation:
     """Evaluates the held-out prompts, any number of times; `view` is a config after `as_evaluated`.
 
     It requests as many completions at once as a generation of the training has, since time and
-    memory limits were chosen for that. `ask` makes these requests from prompts and sampling
-    settings.
+    memory limits were chosen for that. `ask` makes these requests.
     """
 
     def __init__(
@@ -109,7 +111,7 @@ class Evaluation:
         end_tokens: Sequence[int],
         engines: RolloutClient,
         rewards: RewardPool,
-        ask: Callable[..., Generation | DialogueGeneration] = Generation,
+        ask: Ask = Generation,
     ) -> None:
         self.prompts = prompts
         self.rewards = rewards
@@ -154,9 +156,9 @@ class Evaluation:
         """The samples of the next prompts."""
         rollout, own = self._view.rollout, self._view.eval
         start = len(self._samples) // own.num_generations
-        self._open = self._open or self._ask(
-            self.prompts[start : start + self._num_prompts_at_once],
+        params = SamplingParams(
             num_generations=own.num_generations,
+            policy_version=policy_version,
             temperature=rollout.temperature,
             top_p=rollout.top_p,
             top_k=rollout.top_k,
@@ -164,10 +166,11 @@ class Evaluation:
             stop_token_ids=self._end_tokens,
             stop=rollout.stop,
             seed=self._view.train.seed,
-            step=SEEDS_OF_EVALUATION,
+            series=SERIES_OF_EVALUATION,
             first_position=start,
-            policy_version=policy_version,
         )
+        end = start + self._num_prompts_at_once
+        self._open = self._open or self._ask(self.prompts[start:end], params)
         samples = self._engines.generate(self._open)
         if isinstance(self._open, DialogueGeneration):
             self._open.tell_failures()

@@ -10,6 +10,7 @@ from megatron_grpo.config.eval_config import section_of
 from megatron_grpo.data.prompts import end_tokens
 from megatron_grpo.environments import EnvironmentPool
 from megatron_grpo.evaluation.evaluation import (
+    Ask,
     Evaluated,
     Evaluation,
     as_evaluated,
@@ -48,7 +49,7 @@ class Evaluations:
             view = as_evaluated(cfg, name)
             # Whoever checked the config has warned already.
             prompts = load_eval_prompts(view, name, tokenizer, context, warns=False)
-            ask: Callable[..., Generation | DialogueGeneration] = Generation
+            ask: Ask = Generation
             if environments:
                 ask = partial(
                     DialogueGeneration,

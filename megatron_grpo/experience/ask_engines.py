@@ -26,7 +26,7 @@ def ask_engines(ask: Callable[[], T] | None, push: Callable[[], None]) -> T | No
     raises it.
     """
     while True:
-        answer, outcome, lost = None, ANSWERED, EnginesLost("rank 0 has lost all engines")
+        answer, outcome, lost = None, ANSWERED, EnginesLost("rank 0 says why generation ended")
         try:
             answer = ask() if ask else None
         except EnginesOut:

@@ -83,7 +83,7 @@ def _compare_steps(
     return Experience(samples, rewards, totals, group_ids, advantages, token_advantages=by_token)
 
 
-def less_kl(experience: Experience, kl: Tensor, beta: float, cfg: Config) -> Experience:
+def subtract_kl(experience: Experience, kl: Tensor, beta: float, cfg: Config) -> Experience:
     """Recompute the advantages from the rewards minus `beta` times the KL divergence `kl` [N]."""
     totals = experience.totals - beta * kl
     return replace(experience, advantages=_advantages(totals, experience.group_ids, cfg))

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -22,6 +21,7 @@ from megatron_grpo.rollout.dialogues import DialogueGeneration
 from megatron_grpo.rollout.fleet import Fleet
 from megatron_grpo.rollout.generation import Generation
 from megatron_grpo.rollout.samples import Sample, first_seed
+from megatron_grpo.rollout.sampling_params import SamplingParams
 from megatron_grpo.rollout.server import EngineServers
 from megatron_grpo.rollout.turns import Turns
 from megatron_grpo.timing import PhaseTimer
@@ -169,11 +169,9 @@ class ExperienceSource:
 
     def probe(self, policy_version: int) -> Experience:
         """Short, unscored samples of the first prompts; the same in every run of this config."""
-        self._open = self._open or Generation(
-            self.stream.batch(0),
-            max_completion_length=min(PROBE_LENGTH, self.cfg.rollout.max_completion_length),
-            **self._sampling(0, 0, policy_version),
-        )
+        length = min(PROBE_LENGTH, self.cfg.rollout.max_completion_length)
+        params = replace(self._params(0, 0, policy_version), max_completion_length=length)
+        self._open = self._open or Generation(self.stream.batch(0), params)
         samples, _ = self._generate(self._open)
         # Cut short on purpose: overlong_filter must not mask them.
         samples = [replace(sample, finish_reason="stop") for sample in samples]
@@ -184,34 +182,32 @@ class ExperienceSource:
         self, search: Search, generation: int, policy_version: int
     ) -> Generation | DialogueGeneration:
         """The requests of one round of `generation`; environments start at once."""
-        cfg = self.cfg
-        most = cfg.rollout.max_completion_length
-        sampling = self._sampling(generation, search.round, policy_version)
+        params = self._params(generation, search.round, policy_version)
         if self.environments is None:
-            return Generation(search.prompts, max_completion_length=most, **sampling)
+            return Generation(search.prompts, params)
         self.environments.wait_ready([prompt.row for prompt in self.stream.prompts])
         return DialogueGeneration(
             search.prompts,
-            max_completion_length=most,
+            params,
             environments=self.environments,
-            turns=Turns.of(cfg, self._tokenizer, self._end_tokens),
-            max_turns=cfg.environment.max_turns,
-            **sampling,
+            turns=Turns.of(self.cfg, self._tokenizer, self._end_tokens),
+            max_turns=self.cfg.environment.max_turns,
         )
 
-    def _sampling(self, generation: int, round_number: int, policy_version: int) -> dict[str, Any]:
-        seed = self.cfg.train.seed
-        return {
-            "num_generations": self.cfg.grpo.num_generations,
-            "temperature": self.cfg.rollout.temperature,
-            "stop_token_ids": self._end_tokens,
-            "stop": self.cfg.rollout.stop,
-            "router_replay": self.cfg.rollout.router_replay,
+    def _params(self, generation: int, round_number: int, policy_version: int) -> SamplingParams:
+        rollout, seed = self.cfg.rollout, self.cfg.train.seed
+        return SamplingParams(
+            num_generations=self.cfg.grpo.num_generations,
+            policy_version=policy_version,
+            temperature=rollout.temperature,
+            max_completion_length=rollout.max_completion_length,
+            stop_token_ids=self._end_tokens,
+            stop=rollout.stop,
+            router_replay=rollout.router_replay,
             # No two rounds of a generation share seeds; no prompt has a position below 0.
-            "seed": first_seed(seed, generation, -round_number) if round_number else seed,
-            "step": generation,
-            "policy_version": policy_version,
-        }
+            seed=first_seed(seed, generation, -round_number) if round_number else seed,
+            series=generation,
+        )
 
     def _generate(self, requests: Generation | DialogueGeneration) -> tuple[list[Sample], int]:
         """The samples, and the number of engines that made them."""

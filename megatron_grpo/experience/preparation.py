@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_grpo.config.config import Config
 from megatron_grpo.experience.batching import BatchSchedule
 from megatron_grpo.experience.exchange import Minibatches, distribute
-from megatron_grpo.experience.experience import Experience, less_kl
+from megatron_grpo.experience.experience import Experience, subtract_kl
 from megatron_grpo.experience.kl_reward import by_sample, sequence_kl, with_advantages
 from megatron_grpo.experience.old_policy import add_logprobs
 from megatron_grpo.experience.shares import share_out
@@ -71,7 +71,7 @@ class Preparation:
                 for minibatch in packed
             ]
 
-    def less_kl(
+    def subtract_kl(
         self,
         experience: Experience | None,
         minibatches: Minibatches,
@@ -84,9 +84,10 @@ class Preparation:
         found = sequence_kl(minibatches, batches.minibatch_size, self.groups)
         indices = batches.minibatches(generation, self.cfg.train.seed)
         kl = by_sample(found, indices)
+        advantages = torch.empty_like(kl)  # received from rank 0, which has the rewards
         if experience:
-            experience = less_kl(experience, kl, beta, self.cfg)
-            kl = experience.advantages
-        advantages = kl.to(self.device)
+            experience = subtract_kl(experience, kl, beta, self.cfg)
+            advantages = experience.advantages
+        advantages = advantages.to(self.device)
         dist.broadcast(advantages, src=0)
         return experience, with_advantages(minibatches, [advantages[i] for i in indices])

@@ -135,7 +135,7 @@ class RolloutClient:
 
     def begin_push(self, push: str) -> None:
         """Pause the engines, drop their caches and mark their weights as having no version."""
-        self.fleet.begin_push(self._urls)
+        self.fleet.lose_weights(self._urls)
         if self._rollout.enable_sleep_mode:
             self._on_all(lambda engine: engine.wake("weights"))
         self._on_all(lambda engine: engine.begin_push(push, self._links))
@@ -172,7 +172,7 @@ class RolloutClient:
         while True:
             came_back = self.fleet.check_members()
             up = [url for url, _ in self.fleet.up]
-            self.fleet.begin_push(up)
+            self.fleet.lose_weights(up)
             lives = [
                 life for url in (*came_back, *up) if (life := self.fleet.life(url)) not in asleep
             ]

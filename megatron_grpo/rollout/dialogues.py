@@ -15,6 +15,7 @@ from megatron_grpo.environments import EnvironmentFailed, EnvironmentPool, Insta
 from megatron_grpo.rollout.choice import Choice
 from megatron_grpo.rollout.engine import Json
 from megatron_grpo.rollout.samples import Sample, turn_seed
+from megatron_grpo.rollout.sampling_params import SamplingParams
 from megatron_grpo.rollout.tasks import together
 from megatron_grpo.rollout.turns import Turns
 
@@ -99,7 +100,7 @@ class Dialogue:
 
 
 class DialogueGeneration:
-    """`num_generations` dialogues for each prompt; otherwise like a `Generation`.
+    """Dialogues for each prompt, by `params`; otherwise like a `Generation`.
 
     Each turn is a separate request with all tokens so far; the engine has their prefix cached. If
     an engine is lost, its dialogues continue on another one with the same request, and environment
@@ -112,47 +113,23 @@ class DialogueGeneration:
     def __init__(
         self,
         prompts: Sequence[Prompt],
+        params: SamplingParams,
         *,
-        num_generations: int,
-        temperature: float,
-        max_completion_length: int,
-        stop_token_ids: Sequence[int],
-        seed: int,
-        step: int,
-        policy_version: int,
         environments: EnvironmentPool,
         turns: Turns,
         max_turns: int,
-        stop: Sequence[str] = (),
-        top_p: float = 1.0,
-        top_k: int = -1,
-        first_position: int = 0,
-        router_replay: bool = False,
     ) -> None:
-        self.policy_version = policy_version
+        self.policy_version = params.policy_version
         self.engines: set[str] = set()
         """Addresses of the engines that have answered."""
-        self._num_generations = num_generations
-        self._sampling: Json = {
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "logprobs": 0,  # only of the sampled token
-            "stop_token_ids": [*stop_token_ids],
-            "stop": [*stop],
-            "include_stop_str_in_output": bool(stop),
-            "ignore_eos": True,  # the tokenizer's; all of the model's are stop tokens above
-        }
-        self._router_replay = router_replay
-        self._seed, self._step, self._first_position = seed, step, first_position
-        self._turns, self._max_turns = turns, max_turns
-        self.dialogues = []
-        for position, prompt in enumerate(prompts):
-            for index in range(num_generations):
+        self._params, self._turns, self._max_turns = params, turns, max_turns
+        self.dialogues: list[Dialogue] = []
+        for prompt in prompts:
+            for index in range(params.num_generations):
                 instance = environments.open()
-                own_seed = turn_seed(seed, step, first_position + position, index, turn=-1)
+                own_seed = self._turn_seed(len(self.dialogues), turn=-1)
                 first = instance.reset(prompt.text, prompt.row, own_seed)
-                dialogue = Dialogue(prompt, index, instance, first, max_completion_length)
+                dialogue = Dialogue(prompt, index, instance, first, params.max_completion_length)
                 self.dialogues.append(dialogue)
 
     @property
@@ -190,7 +167,8 @@ class DialogueGeneration:
     async def take(self, number: int, choice: Choice, url: str) -> Json | None:
         """Process a turn from the engine at `url`; returns the next request, None at the end."""
         dialogue = self.dialogues[number]
-        if self._router_replay:  # an engine of a training run returns them to evaluations, too
+        # An engine of a training run returns them to evaluations, too.
+        if self._params.router_replay:
             dialogue.routed_experts.append(choice.routes)
         dialogue.take_turn(choice)
         self.engines.add(url)
@@ -245,17 +223,17 @@ class DialogueGeneration:
         return np.concatenate(dialogue.routed_experts) if dialogue.routed_experts else None
 
     def _request(self, number: int, dialogue: Dialogue) -> Json:
-        position, sample_index = divmod(number, self._num_generations)
-        position += self._first_position
-        turn = len(dialogue.step_rewards)
-        seed = turn_seed(self._seed, self._step, position, sample_index, turn)
-        sampling = self._sampling | {"seed": seed, "max_tokens": dialogue.room}
-        if self._router_replay:
+        return self._params.request(
+            [*dialogue.prompt.token_ids, *dialogue.completion_ids],
+            number=number,
+            seed=self._turn_seed(number, turn=len(dialogue.step_rewards)),
+            max_tokens=dialogue.room,
             # Those of earlier turns are kept: an engine that takes over may choose others.
-            sampling["routed_experts_prompt_start"] = sum(map(len, dialogue.routed_experts))
-        return {
-            "token_ids": [*dialogue.prompt.token_ids, *dialogue.completion_ids],
-            "output_mode": "text",
-            "priority": number,
-            "sampling_params": sampling,
-        }
+            routes_start=sum(map(len, dialogue.routed_experts)),
+        )
+
+    def _turn_seed(self, number: int, turn: int) -> int:
+        params = self._params
+        position, sample_index = divmod(number, params.num_generations)
+        position += params.first_position
+        return turn_seed(params.seed, params.series, position, sample_index, turn)

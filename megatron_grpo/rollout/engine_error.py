@@ -18,4 +18,8 @@ class EnginesOut(EngineError):
 
 
 class EnginesLost(EngineError):
-    """No engine serves, and none came back in time; the message says how each ended."""
+    """Generations have ended for good, on all ranks, which save and stop.
+
+    Mostly because no engine serves and none came back in time; but also when rewards or
+    environments fail. The message says why.
+    """

@@ -39,9 +39,9 @@ class Member:
     """Why it does not serve, if it does not."""
     is_missed: bool = False
     """Whether it was lost or left out since it last served."""
-    num_losses: int = 0
+    num_recent_losses: int = 0
     """Losses since it last completed a generation."""
-    num_starts: int = 0
+    num_losses: int = 0
     """Losses in all."""
     since: float = field(default_factory=time.monotonic)
     """When it was last started or lost."""
@@ -80,7 +80,7 @@ class Fleet:
 
     def life(self, url: str) -> tuple[str, int]:
         """Address of an engine, and how often it was lost."""
-        return url, self._members[url].num_starts
+        return url, self._members[url].num_losses
 
     def check_members(self) -> list[str]:
         """Lose engines that have died or hang; returns those that answer again."""
@@ -116,11 +116,11 @@ class Fleet:
         end = self._servers.kill(url) if self._servers.are_ours else ""
         reason = (end or reason).removeprefix(f"rollout engine {url} ")
         member.reason = reason + self._servers.last_words(url)
+        member.num_recent_losses += 1
         member.num_losses += 1
-        member.num_starts += 1
         member.is_missed = True
         member.since = time.monotonic()
-        if member.num_losses > MAX_COMEBACKS:
+        if member.num_recent_losses > MAX_COMEBACKS:
             member.state, then = (
                 State.GIVEN_UP,
                 f"it came back {MAX_COMEBACKS} times and is given up",
@@ -143,8 +143,8 @@ class Fleet:
         """Let an engine that answers again wait for the next push."""
         self._members[url].state = State.STALE
 
-    def begin_push(self, urls: Iterable[str]) -> None:
-        """Record that a push to these engines has begun: they hold no complete weights now."""
+    def lose_weights(self, urls: Iterable[str]) -> None:
+        """Record that a push to these engines has begun, or that they sleep: they cannot serve."""
         for url in urls:
             self._members[url].state = State.STALE
             self._members[url].reason = "has not completed the last push of weights"
@@ -161,7 +161,7 @@ class Fleet:
     def finish_generation(self) -> None:
         """Reset the loss counts of the engines that served a whole generation."""
         for url in self.serving:
-            self._members[url].num_losses = 0
+            self._members[url].num_recent_losses = 0
 
     def check_hope(self, deadline: float) -> None:
         """Raise EnginesLost when no engine can come back or `deadline` (monotonic) has passed."""

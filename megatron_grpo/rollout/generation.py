@@ -7,6 +7,7 @@ from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.rollout.choice import Choice
 from megatron_grpo.rollout.engine import Json
 from megatron_grpo.rollout.samples import Sample, first_seed
+from megatron_grpo.rollout.sampling_params import SamplingParams
 
 
 class Requests(Protocol):
@@ -31,68 +32,36 @@ class Requests(Protocol):
 
 
 class Generation:
-    """`num_generations` samples of each prompt: the open requests and the samples received.
+    """Samples of each prompt by `params`: the open requests and the samples received.
 
     Each sample is a request of its own, so that a long answer does not wait for the others of its
     prompt, nor is lost with them. Requests of one prompt have successive numbers: most go to one
     engine, which has the prompt cached. Each sample has its own seed (`first_seed`), independent of
-    when and where it is generated. If prompts are generated in several parts, `first_position` is
-    the position of this part's first prompt in the whole. With `router_replay`, samples have the
-    experts that processed their tokens.
+    when and where it is generated.
     """
 
     are_movable = True
 
-    def __init__(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        num_generations: int,
-        temperature: float,
-        max_completion_length: int,
-        stop_token_ids: Sequence[int],
-        seed: int,
-        step: int,
-        policy_version: int,
-        stop: Sequence[str] = (),
-        top_p: float = 1.0,
-        top_k: int = -1,
-        first_position: int = 0,
-        router_replay: bool = False,
-    ) -> None:
-        self.policy_version = policy_version
+    def __init__(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
+        self.policy_version = params.policy_version
         self.engines: set[str] = set()
         """Addresses of the engines that have answered."""
-        self._prompts = prompts
-        self._num_generations = num_generations
+        self._prompts, self._params = prompts, params
         self._samples: dict[int, Sample] = {}
-        self._router_replay = router_replay
-        sampling: Json = {
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "max_tokens": max_completion_length,
-            "logprobs": 0,  # only of the sampled token
-            "stop_token_ids": [*stop_token_ids],
-            "stop": [*stop],
-            "include_stop_str_in_output": bool(stop),
-            "ignore_eos": True,  # the tokenizer's; all of the model's are stop tokens above
-        }
-        if router_replay:
-            sampling["routed_experts_prompt_start"] = 0
         self.open: dict[int, Json] = {}
         """The unanswered requests, by the number of their sample."""
         for position, prompt in enumerate(prompts):
-            first = first_seed(seed, step, first_position + position)
+            first = first_seed(params.seed, params.series, params.first_position + position)
             token_ids = [*prompt.token_ids]
-            for index in range(num_generations):
-                number = position * num_generations + index
-                self.open[number] = {
-                    "token_ids": token_ids,
-                    "output_mode": "text",
-                    "priority": number,
-                    "sampling_params": sampling | {"seed": first + index},
-                }
+            for index in range(params.num_generations):
+                number = position * params.num_generations + index
+                self.open[number] = params.request(
+                    token_ids,
+                    number=number,
+                    seed=first + index,
+                    max_tokens=params.max_completion_length,
+                    routes_start=0,
+                )
 
     async def settle(self) -> None:
         """Nothing to wait for."""
@@ -112,7 +81,7 @@ class Generation:
         return [sample for _, sample in sorted(self._samples.items())]
 
     def _sample(self, number: int, choice: Choice) -> Sample:
-        position, sample_index = divmod(number, self._num_generations)
+        position, sample_index = divmod(number, self._params.num_generations)
         return Sample(
             prompt=self._prompts[position],
             sample_index=sample_index,
@@ -121,5 +90,5 @@ class Generation:
             finish_reason=choice.finish_reason,
             text=choice.text,
             policy_version=self.policy_version,
-            routed_experts=choice.routes if self._router_replay else None,
+            routed_experts=choice.routes if self._params.router_replay else None,
         )

@@ -74,22 +74,24 @@ class Sample:
         return math.fsum(reward for _, reward in self.step_rewards)
 
 
-def first_seed(seed: int, step: int, position: int) -> int:
-    """Seed of sample 0 of the prompt at `position` of generation `step`; sample i gets this plus i.
+def first_seed(seed: int, series: int, position: int) -> int:
+    """Seed of sample 0 of the prompt at `position` of a generation; sample i gets this plus i.
+
+    `series` is the number of the generation.
 
     A pure function, so that samples depend neither on the number of engines nor on which engine
     serves which prompt. It returns 62 bits of a hash: neighbouring arguments give unrelated seeds,
     and the seeds of all samples of a prompt stay within int64.
     """
-    return _hash(seed, step, position)
+    return _hash(seed, series, position)
 
 
-def turn_seed(seed: int, step: int, position: int, sample_index: int, turn: int) -> int:
+def turn_seed(seed: int, series: int, position: int, sample_index: int, turn: int) -> int:
     """Seed of turn `turn` (0, 1, ...) of a sample, and of its environment (-1).
 
     Like `first_seed`, a pure function: it does not depend on when a turn begins.
     """
-    return _hash(seed, step, position, sample_index, turn)
+    return _hash(seed, series, position, sample_index, turn)
 
 
 def _hash(*numbers: int) -> int:

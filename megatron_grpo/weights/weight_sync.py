@@ -108,10 +108,10 @@ class WeightSync:
         while failure := self._try_push(parameters, engines, policy_version, timer):
             self.close()
             with timer.phase("await_engines"):
-                are_others = self._assemble(engines)
-            if is_repeated and not are_others:
+                has_changed = self._assemble(engines)
+            if is_repeated and not has_changed:
                 raise EnginesLost(str(failure))
-            is_repeated = not are_others
+            is_repeated = not has_changed
             if engines is not None:
                 print(f"a push of weights failed and is repeated: {failure}", file=sys.stderr)
 
@@ -142,10 +142,10 @@ class WeightSync:
         num_engines, chain = found.tolist()
         if num_engines == PREEMPTED:
             raise Preempted("the wait for an engine was given up")
-        are_others, self._num_engines, self._chain = chain != self._chain, num_engines, chain
-        if are_others:
+        has_changed, self._num_engines, self._chain = chain != self._chain, num_engines, chain
+        if has_changed:
             self.close()
-        return are_others
+        return has_changed
 
     def _try_push(
         self,

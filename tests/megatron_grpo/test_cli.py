@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from engines import random_prompts, wait_until
+from engines import random_prompts, sampling_params, wait_until
 from megatron_grpo.cli import app
 from megatron_grpo.config.rollout_config import RolloutConfig
 from megatron_grpo.launch.job_token import TOKEN_VARIABLE
 from megatron_grpo.rollout import Generation
 from megatron_grpo.rollout.connection import is_healthy
 from megatron_grpo.rollout.server import reserve_port
-from models import EOS_ID
 from pushes import client_of, push_folder
 from runs import TINY_CONFIG, finish_run
 
@@ -209,17 +208,8 @@ def test_serve_is_an_engine_for_runs_that_name_its_address(tied_model: Path) -> 
         push_folder(tied_model, rollout, [url], TOKEN, version=1)
         client = client_of([url], TOKEN)
         client.fleet.finish_push([url])
-        generation = Generation(
-            random_prompts(1),
-            num_generations=2,
-            temperature=1.0,
-            max_completion_length=4,
-            stop_token_ids=[EOS_ID],
-            seed=0,
-            step=0,
-            policy_version=1,
-        )
-        samples = client.generate(generation)
+        params = sampling_params(policy_version=1, max_completion_length=4)
+        samples = client.generate(Generation(random_prompts(1), params))
         assert len(samples) == 2
     finally:
         engine.kill()

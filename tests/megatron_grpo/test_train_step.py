@@ -18,7 +18,7 @@ from checkpoint_convert import read_shape
 from distributed import run_ranks
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.prompts import Prompt
-from megatron_grpo.experience.experience import Experience, less_kl
+from megatron_grpo.experience.experience import Experience, subtract_kl
 from megatron_grpo.experience.kl_reward import sequence_kl, with_advantages
 from megatron_grpo.experience.old_policy import add_logprobs
 from megatron_grpo.experience.shares import share_out
@@ -338,7 +338,7 @@ def _batches(
         batches = [replace(batch, ref_logprobs=_reference(batch.old_logprobs)) for batch in batches]
     if cfg.grpo.kl_in_reward:
         kl = sequence_kl([batches], NUM_SEQUENCES, groups)
-        compared = less_kl(experience, kl[0], BETA, cfg)
+        compared = subtract_kl(experience, kl[0], BETA, cfg)
         [batches] = with_advantages([batches], [compared.advantages])
     return batches
 

@@ -12,7 +12,7 @@ from engines import random_prompts
 from megatron_grpo.config.eval_config import EvalConfig
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.evaluation.evaluation import (
-    SEEDS_OF_EVALUATION,
+    SERIES_OF_EVALUATION,
     Evaluated,
     Evaluation,
     as_evaluated,
@@ -175,7 +175,7 @@ def test_samples_do_not_depend_on_how_many_are_asked_for_at_once(engine) -> None
         max_completion_length=12,
         top_k=50,
         seed=parts.view.train.seed,
-        step=SEEDS_OF_EVALUATION,
+        series=SERIES_OF_EVALUATION,
     )
     assert completions(in_parts) == [sample.completion_ids for sample in at_once]
     assert completions(again) == completions(in_parts)

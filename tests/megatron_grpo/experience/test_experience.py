@@ -9,7 +9,7 @@ import torch
 
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.prompts import Prompt
-from megatron_grpo.experience.experience import compare, less_kl
+from megatron_grpo.experience.experience import compare, subtract_kl
 from megatron_grpo.experience.shares import share_out
 from megatron_grpo.rollout.samples import Sample
 from parallel import ParallelDims
@@ -110,7 +110,7 @@ def test_the_divergence_is_subtracted_before_rewards_are_compared():
     cfg = config("grpo.scale_rewards=none")
     experience = compare(samples(), scores(1, 0, 0, 1), cfg)
     kl = torch.tensor([2.0, 0, 0, 0], dtype=torch.float64)
-    less = less_kl(experience, kl, 0.25, cfg)
+    less = subtract_kl(experience, kl, 0.25, cfg)
     assert less.advantages.tolist() == [0.25, -0.25, -0.5, 0.5]
     assert less.totals.tolist() == experience.totals.tolist()  # the reward is what it was
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from checkpoint_convert import read_shape
 from distributed import run_ranks
-from engines import random_prompts
+from engines import random_prompts, sampling_params
 from megatron_grpo.experience.experience import Experience
 from megatron_grpo.experience.preparation import packed_minibatches
 from megatron_grpo.policy.logprobs import compute_logprobs
@@ -185,17 +185,10 @@ NUM_SAMPLES = 32
 def bfloat16_samples(folder: Path) -> list[Sample]:
     """What an engine with bfloat16 weights samples, sent as vLLM sends it."""
     engine = TransformersEngine(folder, torch.bfloat16, "cpu", return_routed_experts=True)
-    generation = Generation(
-        random_prompts(NUM_SAMPLES // 4),
-        num_generations=4,
-        temperature=1.0,
-        max_completion_length=24,
-        stop_token_ids=[],
-        seed=0,
-        step=0,
-        policy_version=0,
-        router_replay=True,
+    params = sampling_params(
+        num_generations=4, max_completion_length=24, stop_token_ids=[], router_replay=True
     )
+    generation = Generation(random_prompts(NUM_SAMPLES // 4), params)
     for number, request in [*generation.open.items()]:
         answer = json.dumps(engine.generate(request, lambda: True)).encode()
         asyncio.run(generation.take(number, decode_choice(answer), "http://a"))

@@ -119,7 +119,7 @@ def test_every_sample_has_its_own_seed_and_the_same_one_next_time(engine):
     first = completions()
     assert completions() == first
     assert len(set(first)) == len(first)
-    assert not set(completions(step=1)) & set(first)
+    assert not set(completions(series=1)) & set(first)
     assert not set(completions(seed=1)) & set(first)
 
 

@@ -1,12 +1,13 @@
 """Requests are dealt equally, and those that wait move to an engine that has room."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines import largest_logprob_error, random_prompts, running_engine
+from engines import largest_logprob_error, random_prompts, running_engine, sampling_params
 from megatron_grpo.rollout.connection import connect
 from megatron_grpo.rollout.dealing import equal_shares, moves
 from megatron_grpo.rollout.engine import Engine, Patience
@@ -59,8 +60,8 @@ def test_afterwards_no_engine_has_more_than_before_and_those_that_take_have_equa
 class Recorded(Generation):
     """A generation whose first samples are long; it records who answers which."""
 
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
+    def __init__(self, prompts, params):
+        super().__init__(prompts, params)
         self.answered_by = {}
         for number, request in self.open.items():
             request["sampling_params"]["max_tokens"] = LONG if number < NUM_LONG else SHORT
@@ -83,22 +84,16 @@ def generated_tokens(engine):
 
 
 def test_requests_that_wait_for_room_move_to_the_engine_that_had_short_ones(tied_model, tmp_path):
-    options = {
-        "num_generations": 1,
-        "temperature": 1.0,
-        "max_completion_length": LONG,
-        "stop_token_ids": [],
-        "seed": 0,
-        "step": 0,
-        "policy_version": 1,
-    }
+    params = sampling_params(
+        num_generations=1, max_completion_length=LONG, stop_token_ids=[], policy_version=1
+    )
     cache = {
         "num_gpu_blocks_override": 48
     }  # for three long ones, or more before they are preempted
     with running_engine("vllm", tied_model, tmp_path, num_engines=2, vllm=cache) as engine:
         engine.push(tied_model)
         before = generated_tokens(engine)
-        generation = Recorded(random_prompts(2 * NUM_LONG, lengths=(5, 20)), **options)
+        generation = Recorded(random_prompts(2 * NUM_LONG, lengths=(5, 20)), params)
         samples = engine.client().generate(generation)
         busy, free = engine.servers.base_urls
         long = [generation.answered_by[number] for number in range(NUM_LONG)]
@@ -109,5 +104,5 @@ def test_requests_that_wait_for_room_move_to_the_engine_that_had_short_ones(tied
         lost = generated_tokens(engine) - before - sum(len(s.completion_ids) for s in samples)
         assert lost < LONG, "only those move that were not started, or not a second ago"
         # Nothing is left behind by those that were taken back.
-        few = Generation(random_prompts(2), **options | {"max_completion_length": SHORT})
+        few = Generation(random_prompts(2), replace(params, max_completion_length=SHORT))
         assert len(engine.client().generate(few)) == 2

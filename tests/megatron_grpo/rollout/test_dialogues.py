@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from engines import random_prompts, reference_logprobs, running_engine, wait_until
+from engines import (
+    random_prompts,
+    reference_logprobs,
+    running_engine,
+    sampling_params,
+    wait_until,
+)
 from environments import environment_pool
 from megatron_grpo.config.config_file import load_config
 from megatron_grpo.data.prompts import Prompt
@@ -28,15 +34,7 @@ from runs import TINY_CONFIG
 from trainers import as_soon_as, trainer
 
 END_IDS = (EOS_ID, *range(20, 60))  # of 250: a turn is some six tokens long
-SETTINGS = {
-    "num_generations": 3,
-    "temperature": 1.0,
-    "max_completion_length": 150,
-    "stop_token_ids": END_IDS,
-    "seed": 0,
-    "step": 0,
-    "max_turns": 3,
-}
+SETTINGS = {"num_generations": 3, "max_completion_length": 150, "stop_token_ids": END_IDS}
 
 
 class Recorded(DialogueGeneration):
@@ -54,8 +52,8 @@ class Recorded(DialogueGeneration):
         return request
 
 
-def turns(*overrides: str) -> Turns:
-    return Turns.of(load_config(TINY_CONFIG, overrides), character_tokenizer(250), END_IDS)
+def turns() -> Turns:
+    return Turns.of(load_config(TINY_CONFIG, []), character_tokenizer(250), END_IDS)
 
 
 def prompts_with(count: int, **columns) -> list[Prompt]:
@@ -66,14 +64,23 @@ def prompts_with(count: int, **columns) -> list[Prompt]:
 
 @contextmanager
 def dialogues(
-    folder: Path, name: str, prompts: list[Prompt], version: int, *, pool=None, **settings
+    folder: Path,
+    name: str,
+    prompts: list[Prompt],
+    version: int,
+    *,
+    pool=None,
+    max_turns: int = 3,
+    **settings,
 ) -> Iterator[Recorded]:
+    params = sampling_params(policy_version=version, **SETTINGS | settings)
     with environment_pool(folder, name, **(pool or {})) as environments:
         yield Recorded(
             prompts,
+            params,
             environments=environments,
-            policy_version=version,
-            **{"turns": turns(), **SETTINGS, **settings},
+            turns=turns(),
+            max_turns=max_turns,
         )
 
 
@@ -151,7 +158,7 @@ def test_dialogues_are_the_same_next_time_and_with_two_engines(transformers, tie
     first = samples_of(transformers)
     assert samples_of(transformers) == first
     assert len({tuple(s.completion_ids) for s in first}) == len(first)
-    assert not {tuple(s.completion_ids) for s in samples_of(transformers, step=1)} & {
+    assert not {tuple(s.completion_ids) for s in samples_of(transformers, series=1)} & {
         tuple(s.completion_ids) for s in first
     }
     with running_engine("transformers", tied_model, tmp_path, num_engines=2) as two:

@@ -8,6 +8,7 @@ import weakref
 import numpy as np
 import pytest
 
+from engines import sampling_params
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.rollout.choice import Choice, Logprobs, Token
 from megatron_grpo.rollout.generation import Generation
@@ -26,17 +27,10 @@ class WatchedChoice(Choice, weakref=True):
 
 
 def generation(**changes) -> Generation:
-    return Generation(
-        PROMPTS,
-        num_generations=NUM_GENERATIONS,
-        temperature=1.0,
-        max_completion_length=LENGTH,
-        stop_token_ids=[1],
-        seed=0,
-        step=0,
-        policy_version=4,
-        **changes,
+    params = sampling_params(
+        num_generations=NUM_GENERATIONS, max_completion_length=LENGTH, policy_version=4, **changes
     )
+    return Generation(PROMPTS, params)
 
 
 def choice(number: int) -> WatchedChoice:
