@@ -181,7 +181,7 @@ class LatentAttention(Attention):
             halves,
             rotary_pos_emb,
             config=self.config,
-            cu_seqlens=params.cu_seqlens_q_padded,
+            cu_seqlens=params.rope_cu_seqlens,
             cp_group=self.pg_collection.cp,
         )
         return rotated

@@ -27,6 +27,12 @@ class PackedParams(PackedSeqParams):
     routed_experts: Tensor | None = None
     """[tokens and layers of this rank, topk], for `RouterReplay`; None: the routers choose."""
 
+    @property
+    def rope_cu_seqlens(self) -> Tensor:
+        """Where the sequences begin for RoPE, as Megatron's own attention chooses it."""
+        padded: Tensor | None = self.cu_seqlens_q_padded
+        return self.cu_seqlens_q if padded is None else padded
+
     @cached_property
     def context_order(self) -> tuple[Tensor, Tensor]:
         """For `PackedAttention`; computed once for all layers, as it synchronizes with the GPU."""
@@ -35,14 +41,17 @@ class PackedParams(PackedSeqParams):
 
 def packed_params(batch: PackedBatch, local: Tensor, rank: int, size: int) -> PackedParams:
     """The params of a microbatch for context rank `rank` of `size`, which holds `local`."""
+    # Transformer Engine needs these for context parallelism only. Otherwise it would compare them
+    # with the lengths below in every layer, and wait for the GPU to do so.
+    padded = batch.cu_seqlens if size > 1 else None
     params = PackedParams(
         qkv_format="thd",
         # Alignment padding counts as part of its segment: it comes last, so under causal attention
         # no other token sees it.
         cu_seqlens_q=batch.cu_seqlens,
         cu_seqlens_kv=batch.cu_seqlens,
-        cu_seqlens_q_padded=batch.cu_seqlens,
-        cu_seqlens_kv_padded=batch.cu_seqlens,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
         # Also the number of RoPE table rows that are passed on; every sequence starts at row 0.
         max_seqlen_q=batch.max_seqlen,
         max_seqlen_kv=batch.max_seqlen,

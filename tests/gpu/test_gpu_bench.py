@@ -34,6 +34,7 @@ def test_with_a_tiny_model_it_runs_to_its_end_on_any_machine():
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(700)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_16384_tokens_of_the_real_shape_fit_into_24_gib():
     found = run("--tokens", "16384", "--steps", "3")

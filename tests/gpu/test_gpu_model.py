@@ -18,6 +18,7 @@ from policies import accumulate, pack_all, sequence_logprobs, start_policy
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+    pytest.mark.timeout(600),  # the first ranks compile kernels
 ]
 LENGTHS = [[(5, 32), (3, 9), (20, 44)], [(7, 41)]]
 # Head size 64, which every attention kernel supports, and for latents the sizes of DeepSeek-V3, as
@@ -51,7 +52,9 @@ def logprobs_and_gradient_norm(
 def run_on_gpus(folder: Path, dims: ParallelDims, variant: str) -> list[tuple[Tensor, float]]:
     if torch.cuda.device_count() < dims.world_size:
         pytest.skip(f"needs {dims.world_size} GPUs")
-    return run_ranks(dims.world_size, logprobs_and_gradient_norm, folder, dims, variant, cuda=True)
+    return run_ranks(
+        dims.world_size, logprobs_and_gradient_norm, folder, dims, variant, cuda=True, timeout=240
+    )
 
 
 HEADS = {
@@ -149,6 +152,30 @@ def test_the_fused_adam_can_be_saved_before_its_first_step(folder):
     (states,) = run_ranks(1, states_before_the_first_step, folder, cuda=True)
     assert states
     assert all({"exp_avg", "exp_avg_sq"} <= names for names in states)
+
+
+@pytest.mark.skipif(not HAVE_TE, reason="needs Transformer Engine")
+@pytest.mark.parametrize(
+    ("family", "dims"),
+    [
+        ("qwen3", ParallelDims(tensor=2)),
+        ("qwen3", ParallelDims(context=2)),
+        ("qwen3", ParallelDims(pipeline=2, virtual_pipeline=2)),
+        ("qwen3_moe", ParallelDims(data=2, expert=2)),
+        ("deepseek_v3", ParallelDims(context=2)),
+        ("deepseek_v3", ParallelDims(tensor=2, data=2, expert=2)),
+    ],
+    ids=str,
+)
+def test_layouts_of_transformer_engine_agree(tmp_path, family, dims):
+    folder = save_model(tmp_path, family)
+    expected = transformers_logprobs(folder)
+    ((alone, norm),) = run_on_gpus(folder, ParallelDims(), "fused")
+    rounding = (alone - expected).abs().mean()
+    for logprobs, found in run_on_gpus(folder, dims, "fused"):
+        assert found == pytest.approx(norm, rel=3e-2)
+        if logprobs is not None and dims.data == 1:
+            assert (logprobs - expected).abs().mean() < 2 * rounding
 
 
 def check_layout(folder: Path, expected: Tensor, dims: ParallelDims) -> None:
