@@ -60,13 +60,14 @@ def train(
     token = take_token(os.environ)
     place = rank_place(os.environ)
     if place is None:
-        exit_when_preempted()
-        _preflight(cfg, token)
+        with exit_when_preempted():
+            _preflight(cfg, token)
         start_ranks(cfg, ["train", str(config), *(overrides or [])], token)
     tie_to_launcher(os.environ)
     outlive_readers()
     if place.rank == 0 and LAUNCHER_VARIABLE not in os.environ:
-        _preflight(cfg, token)  # started by torchrun or srun, so not done yet
+        with exit_when_preempted():
+            _preflight(cfg, token)  # started by torchrun or srun, so not done yet
     _silence_libraries()
     # Imported here because torch and Megatron take seconds to import, and `--help` or the error for
     # a bad config should be immediate.

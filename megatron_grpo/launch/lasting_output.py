@@ -2,8 +2,11 @@
 
 import io
 import os
+import select
 import sys
 from typing import Any
+
+STDOUT = 1
 
 
 def outlive_readers() -> None:
@@ -12,7 +15,9 @@ def outlive_readers() -> None:
     The signal on which a run saves may also end the `tee` behind it, or the terminal. What cannot
     be printed is lost, but the records of a run are in files.
     """
-    sys.stdout, sys.stderr = _lasting(sys.stdout.fileno()), _lasting(sys.stderr.fileno())
+    for name in ("stdout", "stderr"):
+        if stream := getattr(sys, name):  # None: closed when the process was started
+            setattr(sys, name, _lasting(stream.fileno()))
 
 
 class LastingFile(io.FileIO):
@@ -21,13 +26,15 @@ class LastingFile(io.FileIO):
     def write(self, data: Any, /) -> int:
         """Write `data`, and return the number of bytes."""
         try:
-            return super().write(data)
+            while (num_bytes := super().write(data)) is None:  # a non-blocking pipe that is full
+                select.select([], [self.fileno()], [])
         except OSError as error:
             with open(os.devnull, "wb") as nowhere:
                 os.dup2(nowhere.fileno(), self.fileno())
-            if self.fileno() != sys.stderr.fileno():
+            if self.fileno() == STDOUT:
                 print(f"megatron-grpo: nothing more is printed on stdout: {error}", file=sys.stderr)
             return super().write(data)
+        return num_bytes
 
 
 def _lasting(number: int) -> io.TextIOWrapper:

@@ -12,10 +12,18 @@ PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """Signals that schedulers send before they reclaim the machine."""
 
 
-def exit_when_preempted() -> None:
-    """Make the signals end this process with EXIT_PREEMPTED while there is nothing to save."""
-    for number in PREEMPTION_SIGNALS:
-        signal.signal(number, lambda *_: sys.exit(EXIT_PREEMPTED))
+@contextmanager
+def exit_when_preempted() -> Iterator[None]:
+    """In the block, the signals end this process with EXIT_PREEMPTED: there is nothing to save."""
+    before = {
+        number: signal.signal(number, lambda *_: sys.exit(EXIT_PREEMPTED))
+        for number in PREEMPTION_SIGNALS
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Preempted(Exception):

@@ -1,8 +1,12 @@
 """A process whose output nobody reads any more goes on."""
 
+import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+import pytest
 
 PROGRAM = """
 import sys
@@ -39,6 +43,33 @@ def test_a_closed_pipe_ends_nothing_and_is_told_on_stderr(tmp_path: Path) -> Non
         "third",
     ]
     assert process.wait(10) == 0 and done.exists()
+
+
+def test_a_reader_that_is_slow_is_waited_for_though_the_pipe_would_not(tmp_path: Path) -> None:
+    given = tmp_path / "given"
+    given.write_text(("x" * 79 + "\n") * 3000)  # the pipe holds 64 KiB
+    program = f"import os; os.set_blocking(1, False)\n{PROGRAM}"
+    with given.open() as file:
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, tmp_path / "done"],
+            stdin=file,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+    assert process.stdout
+    first = process.stdout.readline()
+    time.sleep(0.5)  # until the pipe is full
+    assert first + process.stdout.read() == given.read_text()
+    assert process.wait(10) == 0
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_what_is_closed_from_the_start_ends_nothing(tmp_path: Path, closed: str) -> None:
+    done = tmp_path / "done"
+    command = shlex.join([sys.executable, "-c", PROGRAM, str(done)])
+    subprocess.run(f"{command} {closed}", shell=True, input="a line\n", text=True, check=True)
+    assert done.exists()
 
 
 def test_a_full_disk_ends_nothing(tmp_path: Path) -> None:
