@@ -170,7 +170,7 @@ def _be_rank(
     os.dup2(output, 1)
     os.dup2(output, 2)
     # A fork has the server's buffers. Line-buffered, so that the file is complete if a rank dies.
-    sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1) for fd in (1, 2))
+    sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
     for name in [name for name in os.environ if name.startswith(("WANDB_", "SLURM_"))]:
         del os.environ[name]
     os.environ |= dict(environment)
