@@ -248,7 +248,8 @@ def _experts(cfg: Config, shape: ModelShape) -> float:
     """Router, permuted tokens and chosen experts, if all of these get equally many tokens."""
     moe, itemsize = shape.moe, ITEMSIZE[cfg.model.dtype]
     assert moe is not None
-    router = 5 * moe.num_experts + 20 * moe.experts_per_token
+    # 8: Megatron-Core sorts all pairs of a token and an expert, and keeps their order whole.
+    router = 8 * moe.num_experts + 20 * moe.experts_per_token
     if moe.score_function == "sigmoid":  # all scores, and the sum of those that are chosen
         router += 4 * moe.num_experts + 4
     # Ranks that split an expert's matrices all hold the tokens of the whole group, each with its

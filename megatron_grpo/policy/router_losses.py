@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
+
+from megatron_grpo.policy.releases import router_losses
 
 BALANCE, Z_LOSS = "load_balancing_loss", "z_loss"
 """Megatron's names."""
@@ -54,10 +55,9 @@ class RouterLosses:
         if not torch.is_grad_enabled():
             return  # no training, or activations will be recomputed: Megatron counts nothing
         num_tokens = inputs[0].shape[:-1].numel()
-        table = get_moe_layer_wise_logging_tracker()
         found: list[Tensor] = []
         for name in self._names:
-            value = table[name]["values"][router.layer_number - 1]
+            value = router_losses(name)[router.layer_number - 1]
             # The balance of a microbatch is a sum over the ranks that share it; the z-loss of each
             # is a mean over its own tokens.
             num_parts = router.tp_cp_group.size() if name == BALANCE else 1

@@ -1,10 +1,10 @@
 """Megatron-Core's description of a model: its TransformerConfig and the modules of its layers.
 
 The modules are Transformer Engine's if it is installed, else torch's, with the same weights and
-results. Code that depends on the release of Megatron-Core is in policy/, mostly in this file.
+results.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     LayerNormImpl,
@@ -28,6 +27,10 @@ from torch.nn.functional import silu
 from checkpoint_convert import ModelShape, MoeShape
 from megatron_grpo.policy.latent_attention import LatentAttention, WholeLinear
 from megatron_grpo.policy.overrides import check_overrides
+from megatron_grpo.policy.releases import (
+    FREES_OUTPUTS_AFTER_OVERLAPPED_SENDS,
+    no_initialization,
+)
 from megatron_grpo.policy.yarn import yarn_scaling, yarn_softmax_scale
 from parallel import ParallelDims, pipeline_layers
 from parallel.attention import PackedAttention
@@ -58,7 +61,7 @@ def transformer_config(
         _architecture(shape)
         | _mesh(shape, dims, dtype, sequence_parallel)
         | _plain_sums()
-        | _no_initialization()
+        | no_initialization()
     )
     if shape.moe is not None:
         _check_sequence_parallel(dims, sequence_parallel)
@@ -164,10 +167,6 @@ def torch_layer_spec(
         }
     _use_latents(layer, shape)
     modules.sharded_state_dict_keys_map = fused_norms
-    if num_experts is not None:
-        # 0.16 imports the router's matrix product from Transformer Engine, and leaves the name
-        # undefined without it.
-        moe_utils.te_general_gemm = None
     return layer
 
 
@@ -187,7 +186,7 @@ def _use_latents(layer: ModuleSpec, shape: ModelShape) -> None:
 class RMSNorm(torch.nn.RMSNorm):
     """Torch's RMS norm, because Megatron-Core's wrapper refuses sequence parallelism."""
 
-    returns_residual = False  # read by megatron-core 0.17 and later
+    returns_residual = False  # read by Megatron-Core, but not by 0.16.1
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__(
@@ -287,9 +286,9 @@ def _mesh(
         # experts.
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
-        # With overlap, a stage's output would be freed while it is still being sent, and whatever
-        # reuses the memory would be sent instead (fixed by Megatron-LM pull request 4047).
-        "deallocate_pipeline_outputs": dims.virtual_pipeline == 1,
+        "deallocate_pipeline_outputs": (
+            dims.virtual_pipeline == 1 or FREES_OUTPUTS_AFTER_OVERLAPPED_SENDS
+        ),
     }
 
 
@@ -326,18 +325,3 @@ def _finalize_without_division(
     model: Sequence[torch.nn.Module], num_tokens: Tensor | None, **kwargs: Any
 ) -> None:
     finalize_model_grads(model, None, **kwargs)
-
-
-def _no_initialization() -> dict[str, Any]:
-    """Leave weights uninitialized: they are read from files.
-
-    `perform_initialization=False` would do that, but in 0.16 initialization also sets the
-    tensor-parallel marks of a weight, without which the gradient norm counts only one shard.
-    """
-    leave: Callable[[Tensor], None] = _leave
-    names = ("init_method", "output_layer_init_method", "embedding_init_method")
-    return {"perform_initialization": True} | dict.fromkeys(names, leave)
-
-
-def _leave(weight: Tensor) -> None:
-    """Initialization of weights that are about to be loaded: does nothing."""

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from checkpoint_convert import read_shape
 from checkpoint_convert.hf_to_megatron import import_checkpoint
 from distributed import run_ranks
+from megatron_grpo.policy.releases import IS_OLD
 from models import tiny_model
 from parallel import ParallelDims
 from parallel.device import setup_device
@@ -114,7 +115,8 @@ def logits_of_import(rank, shape, imported):
         return model.eval()(TOKENS, positions, None)
 
 
-@pytest.mark.parametrize("query_rank", [24, None])
+# Without latents of queries, 0.19.2's own attention wants a norm that DeepSeek's models lack.
+@pytest.mark.parametrize("query_rank", [24, None] if IS_OLD else [24])
 def test_megatrons_own_latent_attention_computes_with_an_import_what_transformers_does(
     tmp_path, query_rank
 ):

@@ -23,6 +23,7 @@ from megatron_grpo.planning.activations import (
 )
 from megatron_grpo.planning.layer_kinds import layer_kinds
 from megatron_grpo.policy.model import build_model, forward
+from megatron_grpo.policy.releases import IS_OLD
 from models import tiny_model
 from parallel import ParallelDims
 from parallel.device import setup_device
@@ -141,6 +142,11 @@ def test_layers_keep_what_autograd_saves(run, tmp_path):
         left_out += TOKENS  # which of the vocabulary's rows are this rank's
     if run.dims.context == 2:
         left_out += shape.num_layers * MASK_BYTES
+    if IS_OLD and shape.moe and run.megatron not in (FULL, recomputed("moe")):
+        # 0.16.1 keeps a mask and a probability of 5 bytes, where 0.19.2 keeps a number of 8.
+        routers = sum(len(kind.layers) for kind in layer_kinds(shape) if kind.shape.moe)
+        tokens = TOKENS / run.dims.context / run.dims.tensor
+        left_out -= (8 - 5) * shape.moe.num_experts * routers * tokens
     assert measured == pytest.approx(planned + left_out, rel=0.001)
 
 

@@ -1,0 +1,50 @@
+"""What differs between Megatron-Core 0.16.1, the last release for Python 3.11, and 0.19.2.
+
+No other module asks for the release. To drop 0.16.1, keep what `IS_OLD` False selects.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core import __version__
+from megatron.core.transformer.moe import moe_utils
+from packaging.version import Version
+from torch import Tensor
+
+IS_OLD = Version(__version__) < Version("0.19")
+"""For differences in behaviour, where no name or argument tells the releases apart."""
+
+FREES_OUTPUTS_AFTER_OVERLAPPED_SENDS = not IS_OLD
+"""Whether interleaved stages wait for a message before they free the output that it carries.
+
+Megatron-LM pull request 4047. 0.16.1 frees it first, and sends whatever reuses its memory.
+"""
+
+if not hasattr(moe_utils, "te_general_gemm"):
+    # 0.16.1 imports the router's matrix product from Transformer Engine, and leaves the name
+    # undefined without it.
+    moe_utils.te_general_gemm = None
+
+
+def no_initialization() -> dict[str, Any]:
+    """Fields of a TransformerConfig that leave weights uninitialized: they are read from files."""
+    if not IS_OLD:
+        return {"perform_initialization": False}
+    # In 0.16.1 initialization also sets the tensor-parallel marks of a weight, without which the
+    # gradient norm counts only one shard.
+    leave: Callable[[Tensor], None] = _leave
+    names = ("init_method", "output_layer_init_method", "embedding_init_method")
+    return {"perform_initialization": True} | dict.fromkeys(names, leave)
+
+
+def router_losses(name: str) -> Tensor:
+    """[layers] of this process: what routers recorded as loss `name` since it was last zeroed."""
+    if hasattr(moe_utils, "get_moe_metrics_tracker"):
+        values: Tensor = moe_utils.get_moe_metrics_tracker().metrics[name].values
+    else:  # 0.16.1
+        values = moe_utils.get_moe_layer_wise_logging_tracker()[name]["values"]
+    return values
+
+
+def _leave(weight: Tensor) -> None:
+    """Initialization of weights that are about to be loaded: does nothing."""
