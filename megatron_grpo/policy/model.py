@@ -22,7 +22,12 @@ from megatron_grpo.policy.optimizer import make_optimizer, make_scheduler
 from megatron_grpo.policy.packed_params import PackedRotary, packed_params
 from megatron_grpo.policy.router_losses import RouterLosses
 from megatron_grpo.policy.router_replay import add_router_replay, own_routes
-from megatron_grpo.policy.transformer import block_spec, transformer_config, uses_transformer_engine
+from megatron_grpo.policy.transformer import (
+    accumulate_in_products,
+    block_spec,
+    transformer_config,
+    uses_transformer_engine,
+)
 from megatron_grpo.policy.yarn import yarn_frequencies, yarn_scaling
 from parallel import Layout, Sender, pipeline_layers
 from parallel.context import context_indices
@@ -189,6 +194,7 @@ def _build_chunks(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTMod
         if chunk.post_process:
             chunk.output_layer.forward = _pass_hidden_states
         chunk.rotary_pos_emb = packed_rotary
+        accumulate_in_products(chunk, cfg.model.megatron)
     return chunks
 
 

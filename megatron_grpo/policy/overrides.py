@@ -1,7 +1,7 @@
 """Checks of `model.megatron`, whose fields override those of Megatron-Core's TransformerConfig."""
 
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,12 +17,12 @@ TRANSFORMER_ENGINE_FUSIONS = ("apply_rope_fusion", "moe_permute_fusion", "moe_ro
 
 
 def check_overrides(
-    overrides: Mapping[str, Any], decided: Mapping[str, Any], implementations: Collection[str]
+    overrides: Mapping[str, Any], decided: Mapping[str, Any], best_implementation: str
 ) -> None:
     """Raise ValueError for an override that is not legal on this host.
 
-    `decided` are the fields that the model, the mesh and the trainer determine, `implementations`
-    the values of ``transformer_impl`` that are possible here.
+    `decided` are the fields that the model, the mesh and the trainer determine,
+    `best_implementation` the value of ``transformer_impl`` unless it is overridden.
     """
     for name, value in overrides.items():
         _check_field(name, decided)
@@ -47,15 +47,17 @@ def check_overrides(
             )
     if "layernorm" in (overrides.get("recompute_modules") or ()):
         _check_layernorm()
-    if overrides.get("gradient_accumulation_fusion") and not find_spec(WGRAD_KERNELS):
+    implementation = overrides.get("transformer_impl", best_implementation)
+    if implementation not in ("local", best_implementation):
         raise ValueError(
-            f"model.megatron.gradient_accumulation_fusion needs Apex's {WGRAD_KERNELS}, which is "
-            "not installed: leave it out"
+            f"model.megatron.transformer_impl is {implementation!r}; "
+            f"possible here: {sorted({'local', best_implementation})}"
         )
-    if overrides.get("transformer_impl", "local") not in implementations:
+    needs_apex = overrides.get("gradient_accumulation_fusion") and implementation == "local"
+    if needs_apex and not find_spec(WGRAD_KERNELS):
         raise ValueError(
-            f"model.megatron.transformer_impl is {overrides['transformer_impl']!r}; "
-            f"possible here: {sorted(implementations)}"
+            "model.megatron.gradient_accumulation_fusion needs Transformer Engine's layers, or "
+            f"Apex's {WGRAD_KERNELS}, and neither is here: leave it out"
         )
 
 

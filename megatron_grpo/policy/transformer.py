@@ -57,6 +57,9 @@ def transformer_config(
     """
     free = {"transformer_impl": _best_implementation(dtype)} | dict(overrides)
     free = _fusions(free["transformer_impl"]) | free
+    if free["transformer_impl"] == "transformer_engine":
+        # Megatron's head, which never runs here, would refuse it: see `accumulate_in_products`.
+        free.pop("gradient_accumulation_fusion", None)
     decided = (
         _architecture(shape)
         | _mesh(shape, dims, dtype, sequence_parallel)
@@ -68,7 +71,7 @@ def transformer_config(
         decided |= _mixture(shape, shape.moe, free["transformer_impl"])
         # The scores of two experts may differ by less than bfloat16 can resolve.
         free = {"moe_router_dtype": "fp32"} | free
-    check_overrides(overrides, decided, {"local", _best_implementation(dtype)})
+    check_overrides(overrides, decided, _best_implementation(dtype))
     if "attention_backend" in free:
         free["attention_backend"] = AttnBackend[free["attention_backend"]]
     try:
@@ -92,6 +95,21 @@ def _fusions(implementation: str) -> dict[str, Any]:
     """
     fused = implementation == "transformer_engine"
     return {"apply_rope_fusion": fused, "bias_activation_fusion": fused}
+
+
+def accumulate_in_products(chunk: torch.nn.Module, overrides: Mapping[str, Any]) -> None:
+    """Let Transformer Engine's products add weight gradients to Megatron's float32 buffers.
+
+    Otherwise the gradient of every microbatch is rounded to the dtype of the weights, written, and
+    added by a kernel of its own. Layers of torch have no such products; with Apex they get the
+    override ``gradient_accumulation_fusion: true`` from the TransformerConfig.
+    """
+    if not overrides.get("gradient_accumulation_fusion", True):
+        return
+    module: Any
+    for module in chunk.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):  # read in each forward
+            module.fuse_wgrad_accumulation = True
 
 
 def balances_experts(config: TransformerConfig) -> bool:

@@ -140,6 +140,29 @@ def test_transformer_engine_keeps_the_attention_factor_of_yarn(tmp_path):
     assert (logprobs - transformers_logprobs(folder)).abs().mean() < 0.2
 
 
+def gradients(rank: int, folder: Path, *overrides: str) -> tuple[set[str], dict[str, Tensor]]:
+    """Names of weights whose gradient a product added to its buffer; and all gradients."""
+    policy, groups = start_policy(rank, folder, ParallelDims(), *VARIANTS["fused"], *overrides)
+    batches = [batch.to("cuda") for batch in pack_all(LENGTHS, groups.dims)]
+    accumulate(policy, groups, batches)
+    named = {k: v for k, v in policy.parameters().items() if v.requires_grad}
+    added = {name for name, weight in named.items() if weight.grad_added_to_main_grad}
+    return added, {name: weight.main_grad.cpu() for name, weight in named.items()}
+
+
+@pytest.mark.skipif(not HAVE_TE, reason="needs Transformer Engine")
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_products_add_the_gradients_that_would_be_added_afterwards(tmp_path, family):
+    folder = save_model(tmp_path, family)
+    off = "model.megatron.gradient_accumulation_fusion=false"
+    ((added, fused),) = run_ranks(1, gradients, folder, cuda=True)
+    ((none, apart),) = run_ranks(1, gradients, folder, off, cuda=True)
+    assert not none
+    assert {name.split(".")[-2] for name in added} >= {"linear_qkv", "linear_proj", "linear_fc2"}
+    for name, gradient in apart.items():  # rounded to bfloat16 once per microbatch
+        assert (fused[name] - gradient).norm() <= 2**-7 * gradient.norm(), name
+
+
 def states_before_the_first_step(rank: int, folder: Path) -> list[set[str]]:
     """For each parameter, the keys of its optimizer state before the first step."""
     policy, _ = start_policy(rank, folder, ParallelDims(), *VARIANTS["fused"])

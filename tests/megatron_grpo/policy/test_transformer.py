@@ -71,7 +71,7 @@ def test_the_layers_of_transformer_engine_are_fused_unless_they_are_told_not_to(
 
 
 def test_fused_weight_gradients_are_refused_without_apex():
-    with pytest.raises(ValueError, match="gradient_accumulation_fusion needs Apex's fused_weight_"):
+    with pytest.raises(ValueError, match="gradient_accumulation_fusion needs Transformer Engine"):
         configure(gradient_accumulation_fusion=True)
 
 
