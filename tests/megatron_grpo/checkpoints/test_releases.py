@@ -1,0 +1,39 @@
+"""A run may change the release of Megatron-Core, and the layout at the same time.
+
+`make test-older` sets OTHER_PYTHON, which names the environment with the other release.
+"""
+
+import pytest
+import torch
+
+from models import tiny_model
+from parallel import ParallelDims
+from releases import OTHER_PYTHON, gradients, gradients_elsewhere
+
+pytestmark = [
+    pytest.mark.skipif(not OTHER_PYTHON, reason="needs OTHER_PYTHON"),
+    pytest.mark.timeout(600),
+]
+ONE = ParallelDims()
+CASES = [
+    ("qwen3", ParallelDims(tensor=2, pipeline=2), ParallelDims(context=2, data=2)),
+    ("qwen3_moe", ParallelDims(data=2, expert=2), ParallelDims(tensor=2, expert_tensor=1)),
+    ("deepseek_v3", ParallelDims(tensor=2), ParallelDims(pipeline=2)),
+]
+HERE, THERE = gradients, gradients_elsewhere
+
+
+@pytest.mark.parametrize(("before", "after"), [(HERE, THERE), (THERE, HERE)], ids=["to", "from"])
+@pytest.mark.parametrize(("family", "first", "second"), CASES, ids=lambda case: str(case))
+def test_a_run_goes_on_with_another_release_at_another_layout(
+    tmp_path, family, first, second, before, after
+):
+    model = tiny_model(tmp_path / "model", family)
+    steps = before(model, first, None, tmp_path / "first")
+    resumed = after(model, second, tmp_path / "first", tmp_path / "second")
+    assert steps.keys() == resumed.keys()
+    for name, gradient in steps.items():
+        torch.testing.assert_close(resumed[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
+    # What the second has saved of what it loaded is, bit for bit, what the first had saved.
+    weights = before(model, first, tmp_path / "second", tmp_path / "third")
+    assert all(torch.equal(weights[name], gradient) for name, gradient in steps.items())
