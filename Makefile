@@ -1,6 +1,7 @@
 # On a fresh machine: `make demo` and `make test`. Both set everything up first.
 
-PYTHON ?= python3
+# Which Python .venv is made with, such as python3.12; if not set, the newest that works.
+PYTHON ?=
 STEPS ?= 15
 ARGS ?=
 
@@ -11,18 +12,20 @@ TIMED := $(addprefix tests/megatron_grpo/,test_faults.py test_kills.py watch rol
 WAITS := $(addprefix tests/megatron_grpo/,rewards environments rollout/test_dialogues.py) tests/slurm
 FAULTS := $(TIMED) $(filter-out tests/slurm,$(WAITS)) $(addprefix tests/megatron_grpo/,policy/test_skipped_steps.py test_number_faults.py test_train_ends.py test_async_runs.py checkpoints)
 STAMP := .venv/setup.stamp
-PIP = $(PYTHON) -m pip --python $(BIN)/python --disable-pip-version-check
+PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .PHONY: setup demo demo-data learning-curves test test-slow test-faults test-slurm check bench bench-convert bench-reshard bench-peers
 
+# A PYTHON that is set is compared with that of .venv even if nothing else is to be done.
 setup: $(STAMP)
+	@$(if $(PYTHON),requirements/make_venv.sh $(PYTHON))
 
 $(STAMP): requirements/torch.txt requirements/lock.txt pyproject.toml $(wildcard parallel/*.c)
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "make setup needs Python 3.11 or later, but $(PYTHON) is %d.%d: name another, such as make PYTHON=python3.12" % sys.version_info[:2])'
-	test -x $(BIN)/python || $(PYTHON) -m venv --without-pip .venv
-	@echo 'Installing into .venv: some 3 GB on disk, a few minutes.'
-	$(PIP) install --quiet pip -c requirements/lock.txt -r requirements/torch.txt
-	$(PIP) install --quiet --no-deps -r requirements/lock.txt
+	@requirements/make_venv.sh $(PYTHON)
+	@echo 'Installing into .venv takes some minutes and 7 GB, or 3 GB if pip finds a CPU build of torch.'
+	$(PIP) install --quiet 'pip>=25.1' # the first that shows its progress while it installs
+	$(PIP) install -c requirements/lock.txt -r requirements/torch.txt
+	$(PIP) install --no-deps -r requirements/lock.txt
 	$(PIP) install --quiet --no-deps --no-build-isolation -e .
 	touch $@
 

@@ -1,0 +1,106 @@
+#!/bin/sh
+# Makes .venv with the newest Python that works, of 3.13, 3.12 and 3.11, or with the one named:
+#
+#   requirements/make_venv.sh [PYTHON]
+#
+# Looks on PATH, then at what pyenv and uv have installed; of two 3.13 it takes the first. A .venv that
+# exists is kept; naming another Python than it has is an error. megatron-core has no wheel for 3.14.
+set -eu
+
+NEWLINE='
+'
+# Python 2 may run this, too. The modules are those that torch, datasets and vLLM import: a Python
+# built where a library of the system was missing lacks some, and Debian packages ensurepip apart.
+EXAMINATION='
+import platform, sys, sysconfig
+version = platform.python_version()
+kind = (platform.python_implementation(), platform.system(), platform.machine())
+if kind != ("CPython", "Linux", "x86_64"):
+    sys.exit("%s on %s %s" % kind)
+if sys.version_info[:2] not in ((3, 13), (3, 12), (3, 11)):
+    sys.exit("Python " + version)
+if sysconfig.get_config_var("Py_GIL_DISABLED"):
+    sys.exit("Python %s without the GIL" % version)
+for module in ("bz2", "ctypes", "ensurepip", "lzma", "sqlite3", "ssl", "venv"):
+    try:
+        __import__(module)
+    except ImportError:
+        sys.exit("Python %s without its module %s" % (version, module))
+print(version)
+'
+
+fail() {
+    printf 'make setup: %s\n' "$1" >&2
+    exit 1
+}
+
+# Sets `answer` to the version of the Python "$1" if it works; else fails, and says there what is wrong.
+examine() {
+    if answer=$("$1" -c "$EXAMINATION" 2>&1 </dev/null); then
+        answer=${answer##*"$NEWLINE"} # what comes before are warnings
+    else
+        answer=${answer%%"$NEWLINE"*}
+        return 1
+    fi
+}
+
+# Prints every place where a Python may be; of equals, the first counts.
+places() (
+    pyenv=${PYENV_ROOT:-$HOME/.pyenv}/versions
+    uv=${UV_PYTHON_INSTALL_DIR:-${XDG_DATA_HOME:-$HOME/.local/share}/uv/python}
+    IFS=:
+    for folder in $PATH; do
+        for name in python3.13 python3.12 python3.11 python3 python; do
+            echo "$folder/$name"
+        done
+    done
+    for python in "$pyenv"/*/bin/python3 "$uv"/*/bin/python3; do
+        echo "$python"
+    done
+)
+
+# Sets `python` to the newest that works, and `version` to its version.
+find_newest() {
+    newest=0 refused=""
+    while read -r place && [ "$newest" -lt 13 ]; do
+        if [ ! -f "$place" ] || [ ! -x "$place" ]; then
+            continue
+        elif examine "$place"; then
+            minor=${answer#3.}
+            minor=${minor%%.*}
+            if [ "$minor" -gt "$newest" ]; then
+                python=$place version=$answer newest=$minor
+            fi
+        else
+            refused="$refused$NEWLINE  $place: $answer"
+        fi
+    done <<PLACES
+$(places)
+PLACES
+    [ -n "$python" ] || fail "found no Python 3.13, 3.12 or 3.11 that works on PATH, in pyenv or in uv.
+Install one: \`uv python install 3.13\` (https://docs.astral.sh/uv), \`pyenv install 3.13\`, or with
+your system's packages, such as python3 and python3-venv of Debian 12 and 13 and of Ubuntu 24.04. If
+there is one elsewhere, name it: make PYTHON=/path/to/python3.${refused:+${NEWLINE}Looked at:$refused}"
+}
+
+python="" version=""
+if [ $# -gt 0 ]; then
+    examine "$1" || fail "PYTHON=$1 does not work: $answer"
+    python=$1 version=$answer why="named by PYTHON"
+fi
+if [ -e .venv/bin/pip ]; then # else there is none, or making it was interrupted
+    examine .venv/bin/python || fail ".venv does not work ($answer): remove it (rm -r .venv)"
+    if [ -z "$version" ]; then
+        echo ".venv keeps Python $answer; to have the newest that works, remove it (rm -r .venv)"
+    elif [ "$version" != "$answer" ]; then
+        fail ".venv has Python $answer, but PYTHON=$python is $version: leave PYTHON out, or remove \
+.venv (rm -r .venv)"
+    fi
+    exit
+fi
+if [ -z "$python" ]; then
+    find_newest
+    why="the newest that works"
+fi
+echo "making .venv with Python $version, $why: $python"
+"$python" -m venv --clear .venv
