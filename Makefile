@@ -20,10 +20,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 setup: $(STAMP)
 	@$(if $(PYTHON),requirements/make_venv.sh $(PYTHON))
 
+# pip 25.1 is the first that shows its progress while it installs.
 $(STAMP): requirements/torch.txt requirements/lock.txt pyproject.toml $(wildcard parallel/*.c)
 	@requirements/make_venv.sh $(PYTHON)
 	@echo 'Installing into .venv takes some minutes and 7 GB, or 3 GB if pip finds a CPU build of torch.'
-	$(PIP) install --quiet 'pip>=25.1' # the first that shows its progress while it installs
+	$(PIP) install --quiet 'pip>=25.1'
 	$(PIP) install -c requirements/lock.txt -r requirements/torch.txt
 	$(PIP) install --no-deps -r requirements/lock.txt
 	$(PIP) install --quiet --no-deps --no-build-isolation -e .
@@ -34,7 +35,8 @@ demo-data: setup
 	$(BIN)/python demo/make_sums.py data/sums.jsonl
 
 demo: demo-data
-	$(BIN)/megatron-grpo train configs/demo_smollm2_135m.yaml train.num_steps=$(STEPS) $(ARGS)
+	dtype=$$($(BIN)/python -m demo.dtype) && \
+	$(BIN)/megatron-grpo train configs/demo_smollm2_135m.yaml $$dtype train.num_steps=$(STEPS) $(ARGS)
 
 # Draws docs/learning_curves.png; takes a few minutes.
 learning-curves: setup

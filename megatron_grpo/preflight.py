@@ -1,6 +1,7 @@
 """Checks before any rank starts: sizes, weights and engines; `prompt_checks.py` checks the data."""
 
 import importlib.util
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from megatron_grpo.config.rollout_config import RolloutConfig
 from megatron_grpo.experience.batching import BatchSchedule
 from megatron_grpo.launch.job_token import TOKEN_VARIABLE, bearer, check_token
 from megatron_grpo.reporting.tracking import last_step
-from megatron_grpo.rollout.vllm_command import check_engine_arguments
+from megatron_grpo.rollout.server import num_gpus
+from megatron_grpo.rollout.vllm_command import CPU_HEAD_SIZES, check_engine_arguments
 from megatron_grpo.weights.worker_layouts import engine_dims
 
 HEALTH_TIMEOUT_SECONDS = 5.0
@@ -114,6 +116,8 @@ def check_engines(rollout: RolloutConfig, shape: ModelShape, token: str | None) 
                 "rollout.engine=transformers"
             )
         check_engine_arguments(rollout.vllm)
+        if num_gpus() == 0:
+            _check_cpu_kernels(shape)
 
 
 def check_same_run(cfg: Config) -> None:
@@ -213,6 +217,26 @@ def _check_model(cfg: Config) -> ModelShape:
     return shape
 
 
+def _check_cpu_kernels(shape: ModelShape) -> None:
+    """Raise ValueError if vLLM's kernels for CPUs cannot run here, or not for this model.
+
+    An engine would start all the same, and die at its first request.
+    """
+    import torch
+
+    if not torch.cpu.get_capabilities().get("avx2", True):  # other architectures do not list it
+        raise ValueError(
+            "rollout.engine vllm without a GPU needs AVX2, which this CPU lacks: set "
+            "rollout.engine=transformers"
+        )
+    if shape.latent is None and shape.head_dim not in CPU_HEAD_SIZES:
+        raise ValueError(
+            f"rollout.engine vllm without a GPU needs heads of size "
+            f"{', '.join(map(str, CPU_HEAD_SIZES))}, not {shape.head_dim}: set "
+            "rollout.engine=transformers"
+        )
+
+
 def _check_transformer(cfg: Config, shape: ModelShape) -> None:
     import torch
 
@@ -220,11 +244,19 @@ def _check_transformer(cfg: Config, shape: ModelShape) -> None:
 
     import_megatron()
     from megatron_grpo.policy.transformer import transformer_config
+    from parallel.dtypes import product_dtype
 
+    dtype = getattr(torch, cfg.model.dtype)
+    if product_dtype(dtype) != dtype:
+        print(
+            f"model.dtype {cfg.model.dtype}: here, without a GPU and on a CPU without instructions "
+            "for it, training takes many times as long as with model.dtype=float32",
+            file=sys.stderr,
+        )
     transformer_config(
         shape,
         cfg.dims,
-        dtype=getattr(torch, cfg.model.dtype),
+        dtype=dtype,
         sequence_parallel=cfg.parallel.sequence_parallel,
         overrides=cfg.model.megatron,
     )

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from parallel.device import attention_dtype
+from parallel.dtypes import attention_dtype
 from parallel.flex import flex
 
 

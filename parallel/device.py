@@ -45,32 +45,6 @@ def setup_device(local_rank: int) -> torch.device:
     return torch.device("cpu")
 
 
-def attention_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which to compute torch's attention for a model of `dtype`.
-
-    float32 on the CPU, where the backward in bfloat16 takes three times as long for sequences of
-    tens of tokens, and equally long for hundreds.
-    """
-    return dtype if torch.cuda.is_available() else torch.promote_types(dtype, torch.float32)
-
-
-def product_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which to multiply large matrices for a model of `dtype`.
-
-    float32 on a CPU that emulates bfloat16: products take a seventh of the time, and are not
-    rounded.
-    """
-    if torch.cuda.is_available() or _multiplies_bfloat16():
-        return dtype
-    return torch.promote_types(dtype, torch.float32)
-
-
-@cache
-def _multiplies_bfloat16() -> bool:
-    known = torch.cpu.get_capabilities()
-    return any(known.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
-
-
 # Experts receive varying numbers of tokens. These functions add what gloo lacks for that:
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from parallel.device import product_dtype
+from parallel.dtypes import product_dtype
 from parallel.tile_columns import tile_columns
 
 

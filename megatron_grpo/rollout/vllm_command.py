@@ -74,6 +74,9 @@ RESERVED = {
     "scheduling_policy": "priorities keep batches reproducible",
 }
 
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Those for which vLLM 0.32 has an attention kernel for CPUs."""
+
 
 def vllm_command(
     model: ModelConfig,

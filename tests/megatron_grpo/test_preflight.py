@@ -11,6 +11,7 @@ from pathlib import Path
 from shutil import copyfile, rmtree
 
 import pytest
+import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
@@ -18,7 +19,7 @@ from environments import write_environments
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.config_file import dump_config, load_config
 from megatron_grpo.preflight import check_same_run, preflight
-from models import character_tokenizer, tiny_model
+from models import character_tokenizer, servable_model, tiny_model
 
 REPOSITORY = Path(__file__).parents[2]
 TINY = REPOSITORY / "configs" / "tiny_cpu.yaml"
@@ -26,7 +27,7 @@ TINY = REPOSITORY / "configs" / "tiny_cpu.yaml"
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"), "qwen3")
+    return servable_model(tmp_path_factory.mktemp("model"), "qwen3")
 
 
 @pytest.fixture
@@ -167,7 +168,7 @@ def test_bad_input_is_refused_in_seconds_with_the_numbers(overrides, parts, conf
 
 @pytest.fixture(scope="session")
 def mixture(tmp_path_factory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("mixture"), "qwen3_moe")
+    return servable_model(tmp_path_factory.mktemp("mixture"), "qwen3_moe")
 
 
 def test_a_mixture_on_a_mesh_that_holds_its_experts_passes(config, mixture):
@@ -216,6 +217,30 @@ def test_answers_that_the_reward_cannot_read_are_listed(config, tmp_path):
 def test_model_that_is_not_there_is_refused(config, tmp_path):
     assert "nowhere is not a folder" in refusal(config("model.path=nowhere"))
     assert "config.json does not exist" in refusal(config(f"model.path={tmp_path}"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="engines would run on GPUs")
+def test_what_the_kernels_of_an_engine_on_cpus_cannot_do_is_refused(config, tmp_path, monkeypatch):
+    other_heads = tiny_model(tmp_path / "model", "qwen3", head_dim=48)
+    message = refusal(config(f"model.path={other_heads}"))
+    assert "heads of size 32, 64, 80," in message and "not 48" in message
+    preflight(config(f"model.path={other_heads}", "rollout.engine=transformers"), None)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": False})
+    assert "needs AVX2" in refusal(config())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="GPUs multiply bfloat16")
+def test_bfloat16_on_a_cpu_that_emulates_it_is_told_before_the_start(config, tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(dump_config(config()))
+    check = [sys.executable, "-m", "megatron_grpo.cli", "check", str(file)]
+    emulates = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}  # whatever this CPU could do
+    for dtype, is_told in (("bfloat16", True), ("float32", False)):
+        checked = subprocess.run(
+            [*check, f"model.dtype={dtype}"], env=emulates, capture_output=True, text=True
+        )
+        assert checked.returncode == 0
+        assert ("many times as long as with model.dtype=float32" in checked.stderr) == is_told
 
 
 def test_missing_weight_is_named(config, model, tmp_path):

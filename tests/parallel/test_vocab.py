@@ -5,7 +5,7 @@ import torch.distributed as dist
 from distributed import run_ranks
 from largest_tensor import LargestTensor
 from parallel.context import context_indices
-from parallel.device import product_dtype
+from parallel.dtypes import product_dtype
 from parallel.tile_columns import even_columns
 from parallel.vocab import chosen_logprobs, prediction_targets
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from parallel.device import product_dtype
+from parallel.dtypes import product_dtype
 
 NUM_TOKENS, VOCAB_SIZE, HIDDEN_SIZE = map(
     int, os.environ.get("LOGPROBS_SHAPE", "2048x151936x1024").split("x")

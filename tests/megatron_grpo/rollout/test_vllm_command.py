@@ -1,5 +1,6 @@
 """The command line of a vLLM engine and what may be passed through to it."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from megatron_grpo.config.rollout_config import RolloutConfig
 from megatron_grpo.config.trainer_config import ModelConfig
 from megatron_grpo.launch.engine_node import EngineNode
 from megatron_grpo.rollout.vllm_command import (
+    CPU_HEAD_SIZES,
     RESERVED,
     check_engine_arguments,
     engine_argument_names,
@@ -106,6 +108,12 @@ def test_known_arguments_are_those_of_the_installed_vllm():
     names = engine_argument_names()
     assert {"max_model_len", "gpu_memory_utilization", "enable_log_requests"} < names
     assert len(names) > 100
+
+
+def test_the_head_sizes_of_cpus_are_those_of_the_installed_vllm():
+    (folder,) = find_spec("vllm").submodule_search_locations
+    attention = Path(folder) / "v1" / "attention" / "backends" / "cpu_attn.py"
+    assert f"return {list(CPU_HEAD_SIZES)}" in attention.read_text()
 
 
 @pytest.mark.parametrize(
