@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Installs this checkout for NVIDIA GPUs into the active environment: bash requirements/gpu.sh
+#
+# It needs Python with its headers, a C++ compiler and a CUDA 13 toolkit, and compiles Transformer Engine's torch
+# extension, in C++ alone: its CUDA kernels come as a wheel. MAX_JOBS bounds the processes of the compiler.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+# First the packages that the extension's build imports; torch is among our dependencies.
+python -m pip install setuptools==78.1.1 wheel ninja pybind11 packaging -e .
+
+# CUDA toolkits lack the headers of cuDNN and NCCL. Those of torch's packages have the versions that are loaded.
+packages=$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia
+export CPLUS_INCLUDE_PATH=$packages/cudnn/include:$packages/nccl/include${CPLUS_INCLUDE_PATH:+:$CPLUS_INCLUDE_PATH}
+# Without it, the build may take a binary that was compiled against another torch.
+export NVTE_PYTORCH_FORCE_BUILD=TRUE NVTE_FRAMEWORK=pytorch
+python -m pip install --no-build-isolation -e '.[gpu,test,wandb]'
+
+# Megatron-Core would hide why it does not import. No GPU is needed for this.
+python -c 'import transformer_engine.pytorch'
