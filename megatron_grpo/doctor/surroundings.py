@@ -13,15 +13,23 @@ SETTINGS = (
     "CUDA_DEVICE_MAX_CONNECTIONS",
     "CUDA_VISIBLE_DEVICES",
     "GLOO_SOCKET_IFNAME",
+    "NCCL_CUMEM_",
     "NCCL_DEBUG",
     "NCCL_IB_DISABLE",
     "NCCL_IB_HCA",
+    "NCCL_NVLS_ENABLE",
     "NCCL_P2P_DISABLE",
     "NCCL_SOCKET_IFNAME",
+    "NVIDIA_TF32_OVERRIDE",
+    "NVTE_",
     "OMP_NUM_THREADS",
+    "PYTORCH_ALLOC_CONF",
     "PYTORCH_CUDA_ALLOC_CONF",
+    "TORCH_",
 )
-"""The variables shown with their values. No others are shown, as the environment holds secrets."""
+"""How the variables begin whose values are shown, except paths: the environment holds secrets."""
+
+TF32 = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
 
 MARKS = {
     "run/.containerenv": "podman",
@@ -41,17 +49,26 @@ def judge_surroundings(
     image = environ.get("NVIDIA_PYTORCH_VERSION")
     value = f"{runtime}, NVIDIA's PyTorch image {image}" if image else runtime
     yield Finding(SECTION, "container", "ok", value)
-    given = {name: environ[name] for name in SETTINGS if name in environ}
-    queues = given.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    wrong = on_gpu and queues != "1"
+    given = {
+        name: value
+        for name, value in sorted(environ.items())
+        if name.startswith(SETTINGS) and "/" not in value
+    }
+    remedies = [
+        f"unset {name}: it rounds the factors of float32 products to 10 bits"
+        for name in TF32
+        if given.get(name) == "1"
+    ]
+    if given.get("CUDA_DEVICE_MAX_CONNECTIONS", "1") != "1":
+        remedies.append(
+            "unset CUDA_DEVICE_MAX_CONNECTIONS: Megatron's tensor parallelism requires 1"
+        )
     yield Finding(
         SECTION,
         "environment",
-        "warning" if wrong else "ok",
+        "warning" if on_gpu and remedies else "ok",
         " ".join(f"{name}={value}" for name, value in given.items()) or "nothing set",
-        "unset CUDA_DEVICE_MAX_CONNECTIONS: Megatron's tensor parallelism requires 1"
-        if wrong
-        else "",
+        "; ".join(remedies),
     )
 
 

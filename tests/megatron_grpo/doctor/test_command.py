@@ -61,7 +61,9 @@ def test_what_a_run_needs_and_lacks_is_exit_code_1_with_a_command(tmp_path):
     hidden = tmp_path / "megatron_grpo-9.dist-info"
     hidden.mkdir()
     metadata = "Metadata-Version: 2.1\nName: megatron-grpo\nVersion: 9\nRequires-Python: >=3.11\n"
-    (hidden / "METADATA").write_text(metadata + "Requires-Dist: not-on-this-machine>=2\n")
+    needs = ["not-on-this-machine>=2", 'not-for-this-python; python_version < "3"']
+    metadata += "".join(f"Requires-Dist: {each}\n" for each in needs)
+    (hidden / "METADATA").write_text(metadata)
     path = os.pathsep.join(
         [str(tmp_path), os.environ.get("PYTHONPATH", str(TINY_CONFIG.parents[1]))]
     )
@@ -69,6 +71,7 @@ def test_what_a_run_needs_and_lacks_is_exit_code_1_with_a_command(tmp_path):
     assert code == 1, output
     assert "pip install 'not-on-this-machine>=2'" in output
     assert "Training cannot start here: not-on-this-machine" in output
+    assert "not-for-this-python" not in output
 
 
 def test_a_run_directory_that_cannot_be_written_is_exit_code_1(tmp_path):

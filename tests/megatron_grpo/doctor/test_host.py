@@ -9,6 +9,7 @@ from megatron_grpo.doctor.finding import can_train
 from megatron_grpo.doctor.gpus import Gpu, Gpus, driver_version, judge_gpus
 from megatron_grpo.doctor.limits import UNLIMITED, Limits, judge_limits, read_limits
 from megatron_grpo.doctor.network import (
+    can_load,
     judge_interfaces,
     judge_own_name,
     judge_ports,
@@ -66,7 +67,7 @@ def test_ports_are_counted_by_kind_and_one_that_is_down_is_named(tmp_path):
         plant_port(tmp_path, f"mlx5_{number}", "4: ACTIVE", "InfiniBand")
     plant_port(tmp_path, "mlx5_7", "1: DOWN", "InfiniBand")
     plant_port(tmp_path, "mlx5_8", "4: ACTIVE", "Ethernet")
-    findings = list(judge_ports(read_ports(tmp_path), verbs=True, on_gpu=True))
+    findings = list(judge_ports(read_ports(tmp_path), verbs=True, library=True, on_gpu=True))
     assert [(one.status, one.value) for one in findings] == [
         ("ok", "1 x RoCE, 400 Gb/sec (4X NDR), active"),
         ("ok", "7 x InfiniBand, 400 Gb/sec (4X NDR), active"),
@@ -75,15 +76,23 @@ def test_ports_are_counted_by_kind_and_one_that_is_down_is_named(tmp_path):
     assert "NCCL_IB_HCA" in findings[-1].remedy
 
 
-def test_ports_that_a_container_cannot_open_are_a_warning(tmp_path):
+@pytest.mark.parametrize(
+    ("verbs", "library", "name"), [(False, True, "RDMA verbs"), (True, False, "RDMA library")]
+)
+def test_ports_that_a_container_cannot_use_are_a_warning(tmp_path, verbs, library, name):
     plant_port(tmp_path, "mlx5_0", "4: ACTIVE", "InfiniBand")
-    findings = judge_ports(read_ports(tmp_path), verbs=False, on_gpu=True)
-    assert unwell(findings) == ["RDMA verbs"]
+    assert unwell(judge_ports(read_ports(tmp_path), verbs, library, on_gpu=True)) == [name]
+
+
+def test_a_library_is_there_if_the_linker_finds_it():
+    assert can_load("libc.so.6")
+    assert not can_load("libibverbs.so.0")
 
 
 def test_no_rdma_is_a_warning_with_gpus_alone(tmp_path):
-    assert unwell(judge_ports(read_ports(tmp_path), verbs=False, on_gpu=True)) == ["RDMA"]
-    assert unwell(judge_ports(read_ports(tmp_path), verbs=False, on_gpu=False)) == []
+    for on_gpu, names in [(True, ["RDMA"]), (False, [])]:
+        findings = judge_ports(read_ports(tmp_path), verbs=False, library=False, on_gpu=on_gpu)
+        assert unwell(findings) == names
 
 
 def test_interfaces_are_named_as_nccl_takes_them(tmp_path):
@@ -120,7 +129,7 @@ def test_eight_gpus_are_one_line_with_driver_and_nccl():
     [
         (
             {"gpus": (), "cuda": None, "torch": "2.13.0+cpu"},
-            "pip install --no-build-isolation -e '.[gpu]'",
+            "bash requirements/gpu.sh",
         ),
         ({"gpus": ()}, "nvidia-smi"),
     ],
@@ -158,13 +167,29 @@ def test_job_container_and_settings_are_told_and_nothing_else_of_the_environment
         "SLURM_JOB_NUM_NODES": "8",
         "SLURM_JOB_USER": "alice",
         "NCCL_IB_HCA": "mlx5",
+        "NVTE_FUSED_ATTN": "1",
+        "TORCH_HOME": "/home/alice/torch",
         "WANDB_API_KEY": "hush",
     }
     findings = list(judge_surroundings(environ, on_gpu=True, root=tmp_path))
     assert [finding.value for finding in findings] == [
         "in a job of 8 nodes",
         "docker",
-        "NCCL_IB_HCA=mlx5",
+        "NCCL_IB_HCA=mlx5 NVTE_FUSED_ATTN=1",
     ]
-    environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
-    assert unwell(judge_surroundings(environ, on_gpu=True, root=tmp_path)) == ["environment"]
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "1", "8"),
+        ("NVIDIA_TF32_OVERRIDE", "0", "1"),
+        ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "0", "1"),
+    ],
+)
+def test_a_setting_that_training_does_not_bear_is_a_warning(name, good, bad):
+    assert unwell(judge_surroundings({name: good}, on_gpu=True)) == []
+    assert unwell(judge_surroundings({name: bad}, on_gpu=False)) == []
+    finding = [*judge_surroundings({name: bad}, on_gpu=True)][-1]
+    assert (finding.status, finding.value) == ("warning", f"{name}={bad}")
+    assert finding.remedy.startswith(f"unset {name}: ")

@@ -1,0 +1,19 @@
+"""Stands in for Transformer Engine where there is none: a package on disk, for other processes."""
+
+from pathlib import Path
+
+PACKAGE = """
+__version__ = "2.20.2"
+try:
+    from . import pytorch
+except ImportError:  # as the real one, which is also for JAX
+    pass
+"""
+
+
+def write_transformer_engine(folder: Path, pytorch: str) -> None:
+    """Write the package to `folder`; its part for torch is the code `pytorch`."""
+    package = folder / "transformer_engine"
+    (package / "pytorch").mkdir(parents=True)
+    (package / "__init__.py").write_text(PACKAGE)
+    (package / "pytorch" / "__init__.py").write_text(pytorch)
