@@ -28,7 +28,7 @@ from megatron_grpo.experience.preparation import Preparation
 from megatron_grpo.experience.rollout_pipeline import RolloutPipeline
 from megatron_grpo.launch.preemption import Preempted, preempted_instead
 from megatron_grpo.policy.export import export_model, keep_export
-from megatron_grpo.policy.model import build_policy, weight_sender
+from megatron_grpo.policy.model import build_policy, describe, weight_sender
 from megatron_grpo.policy.reference import build_reference
 from megatron_grpo.policy.skipped_steps import SkippedSteps
 from megatron_grpo.reporting.metrics import StepReport
@@ -141,6 +141,8 @@ class Training:
             wait_for_rank_0()  # the engines measure free memory first, or give theirs back
         self._engines_may_be_awake = False
         self.policy = build_policy(cfg, shape, groups)
+        if groups.rank == 0:
+            print(describe(self.policy))
         self.reference = build_reference(cfg, shape, groups) if cfg.grpo.beta > 0 else None
         for model in (self.policy, self.reference):
             for chunk in model.chunks if model else ():

@@ -15,6 +15,9 @@ def import_megatron() -> None:
     compiler. That is useless without CUDA, so there the functions stay uncompiled. It also tries to
     import wandb, for its own inference engine. Both together take 3.5 of the 10 seconds of CPU time
     that a rank needs to start.
+
+    Raises ValueError if Transformer Engine, which Megatron-Core imports where it is installed, or
+    another package does not work.
     """
     # Megatron's tensor-parallel layers order communication before computation by issuing both to
     # one hardware queue. The driver may read this when torch asks it for GPUs below.
@@ -25,6 +28,12 @@ def import_megatron() -> None:
     sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]
     try:
         import megatron.core  # noqa: F401, PLC0415 - see above
+    except (ImportError, OSError) as error:  # OSError: a library that does not fit torch's
+        raise ValueError(
+            f"Megatron-Core cannot be imported: {error}. Where Transformer Engine is installed, "
+            "`python -c 'import transformer_engine.pytorch'` must work: install it as "
+            "requirements/gpu.sh does, or uninstall it"
+        ) from error
     finally:
         torch.compile = compiled
         if not sys.modules["wandb"]:

@@ -11,6 +11,7 @@ from megatron.core.models.common.embeddings import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.utils import get_te_version
 from torch import Tensor
 
 from checkpoint_convert import ModelShape, megatron_layout, padded_vocab_size
@@ -125,6 +126,22 @@ def build_model(cfg: Config, shape: ModelShape, groups: Groups) -> Model:
         transformer_engine=uses_transformer_engine(chunks[0].config),
     )
     return Model(shape=shape, layout=layout, chunks=chunks)
+
+
+def describe(policy: Policy) -> str:
+    """What computes layers, attention and optimizer steps: they differ in speed and in rounding."""
+    chunk = unwrapped(policy.chunks[0])
+    fused = uses_transformer_engine(chunk.config)
+    attention = chunk.decoder.layers[0].self_attention.core_attention
+    steps = {
+        type(part.optimizer).__name__
+        for part in policy.optimizer.chained_optimizers
+        if part.optimizer is not None
+    }
+    return (
+        f"layers: {f'Transformer Engine {get_te_version()}' if fused else 'torch'}, "
+        f"attention: {type(attention).__name__}, optimizer: {', '.join(sorted(steps))}"
+    )
 
 
 def add_gradients(model: Model) -> None:

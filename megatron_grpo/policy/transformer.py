@@ -1,10 +1,11 @@
 """Megatron-Core's description of a model: its TransformerConfig and the modules of its layers.
 
-The modules are Transformer Engine's if it is installed, else torch's, with the same weights and
+The modules are Transformer Engine's on GPUs, and torch's elsewhere, with the same weights and
 results.
 """
 
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -51,10 +52,13 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron's config of one model; `overrides` are further fields, by Megatron's names.
 
-    Layers are Transformer Engine's if it is installed, CUDA is available and `dtype` has 16 bits,
-    unless the override ``transformer_impl: local`` selects torch's. Raises ValueError for an
-    override that is not one of `megatron_fields`, or that needs a package which is not installed.
+    Layers are Transformer Engine's if CUDA is available and `dtype` has 16 bits, unless the
+    override ``transformer_impl: local`` selects torch's. Raises ValueError if Transformer Engine
+    does not work then, and for an override that is not one of `megatron_fields`, or that needs a
+    package which is not installed.
     """
+    if overrides.get("transformer_impl") != "local":
+        _check_transformer_engine(dtype)
     free = {"transformer_impl": _best_implementation(dtype)} | dict(overrides)
     free = _fusions(free["transformer_impl"]) | free
     if free["transformer_impl"] == "transformer_engine":
@@ -83,9 +87,29 @@ def transformer_config(
 
 
 def _best_implementation(dtype: torch.dtype) -> str:
+    return "transformer_engine" if HAVE_TE and _can_be_fused(dtype) else "local"
+
+
+def _can_be_fused(dtype: torch.dtype) -> bool:
     """Transformer Engine's attention over packed sequences supports only 16-bit types."""
-    fused = HAVE_TE and torch.cuda.is_available() and dtype.itemsize == 2
-    return "transformer_engine" if fused else "local"
+    return torch.cuda.is_available() and dtype.itemsize == 2
+
+
+def _check_transformer_engine(dtype: torch.dtype) -> None:
+    """Raise ValueError if layers can be fused on this host, and Transformer Engine does not import.
+
+    Megatron-Core takes torch's layers then, without a word of why.
+    """
+    if HAVE_TE or not _can_be_fused(dtype):
+        return
+    try:
+        import_module("transformer_engine.pytorch.fp8")  # what Megatron-Core imports
+    except ImportError as error:
+        raise ValueError(
+            f"Transformer Engine does not work here ({error}), and without it layers take several "
+            "times as long: install it with `bash requirements/gpu.sh`, or choose torch's layers "
+            "with model.megatron.transformer_impl=local"
+        ) from error
 
 
 def _fusions(implementation: str) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.extensions.transformer_engine import HAVE_TE
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -108,7 +107,6 @@ def test_torch_layers_equal_transformers_on_cuda(folder, expected):
     torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.skipif(not HAVE_TE, reason="needs Transformer Engine")
 def test_transformer_engine_layers_have_the_numbers_of_torch_layers(folder, expected):
     ((plain, plain_norm),) = run_on_gpus(folder, ParallelDims(), "torch")
     ((fused, fused_norm),) = run_on_gpus(folder, ParallelDims(), "fused")
@@ -117,7 +115,6 @@ def test_transformer_engine_layers_have_the_numbers_of_torch_layers(folder, expe
     assert fused_norm == pytest.approx(plain_norm, rel=3e-2)
 
 
-@pytest.mark.skipif(not HAVE_TE, reason="needs Transformer Engine")
 def test_the_gradient_norm_counts_projections_to_latents_once(tmp_path):
     folder = save_model(tmp_path, "deepseek_v3")
     ((_, alone),) = run_on_gpus(folder, ParallelDims(), "fused")
@@ -125,7 +122,6 @@ def test_the_gradient_norm_counts_projections_to_latents_once(tmp_path):
         assert norm == pytest.approx(alone, rel=3e-2)
 
 
-@pytest.mark.skipif(not HAVE_TE, reason="needs Transformer Engine")
 def test_transformer_engine_keeps_the_attention_factor_of_yarn(tmp_path):
     rope = {
         "rope_type": "yarn",
@@ -170,14 +166,12 @@ def states_before_the_first_step(rank: int, folder: Path) -> list[set[str]]:
     return [set(state) for part in parts for state in part.optimizer.state.values()]
 
 
-@pytest.mark.skipif(not HAVE_TE, reason="needs Transformer Engine")
 def test_the_fused_adam_can_be_saved_before_its_first_step(folder):
     (states,) = run_ranks(1, states_before_the_first_step, folder, cuda=True)
     assert states
     assert all({"exp_avg", "exp_avg_sq"} <= names for names in states)
 
 
-@pytest.mark.skipif(not HAVE_TE, reason="needs Transformer Engine")
 @pytest.mark.parametrize(
     ("family", "dims"),
     [

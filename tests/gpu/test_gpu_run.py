@@ -50,6 +50,7 @@ def test_on_one_gpu_a_run_trains_beside_its_engine_and_both_compute_the_same(
 ) -> None:
     run = finish_run(*arguments, "optimizer.lr=1e-2", "train.num_steps=3", timeout=800)
     assert run.exit_code == 0, run.output
+    assert "layers: Transformer Engine" in run.output
     assert run.survivors == []
     records = read_metrics(tmp_path / "run")
     assert [record["step"] for record in records] == [1, 2, 3]

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from megatron.core.extensions.transformer_engine import HAVE_TE
 from torch import Tensor
 
 from distributed import run_ranks
@@ -92,7 +91,7 @@ def logprobs_and_norm(
 
 
 @pytest.mark.parametrize("dims", [ParallelDims(), ParallelDims(context=2)], ids=str)
-@pytest.mark.parametrize("implementation", ["local", *(["transformer_engine"] if HAVE_TE else [])])
+@pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
 def test_a_policy_has_the_same_numbers_with_shared_prompts(tmp_path, dims, implementation):
     if torch.cuda.device_count() < dims.world_size:
         pytest.skip(f"needs {dims.world_size} GPUs")

@@ -20,6 +20,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.config_file import dump_config, load_config
 from megatron_grpo.preflight import check_same_run, preflight
 from models import character_tokenizer, servable_model, tiny_model
+from transformer_engines import write_transformer_engine
 
 REPOSITORY = Path(__file__).parents[2]
 TINY = REPOSITORY / "configs" / "tiny_cpu.yaml"
@@ -525,3 +526,47 @@ def test_a_run_of_an_earlier_version_may_lack_keys_that_have_a_default(config, t
     mine = f"environment.name={write_environments(tmp_path)}:Echo"
     with pytest.raises(ValueError, match=r"environment.name: None before, .*mine.py:Echo now"):
         check_same_run(config(mine))
+
+
+ON_A_GPU = """
+import sys
+from pathlib import Path
+import torch
+torch.cuda.is_available = lambda: True
+from megatron_grpo.config.config_file import load_config
+from megatron_grpo.preflight import preflight
+try:
+    preflight(load_config(Path(sys.argv[1]), sys.argv[2:]), None)
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.fixture
+def told_on_a_gpu(config, tmp_path):
+    """Why a bfloat16 run is refused by a process that believes to have a GPU."""
+    (tmp_path / "config.yaml").write_text(dump_config(config("model.dtype=bfloat16")))
+    path = os.pathsep.join([str(tmp_path), str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+
+    def told(*overrides: str) -> str:
+        return subprocess.check_output(
+            [sys.executable, "-W", "ignore", "-c", ON_A_GPU, tmp_path / "config.yaml", *overrides],
+            env=os.environ | {"PYTHONPATH": path},
+            text=True,
+        )
+
+    return told
+
+
+def test_layers_of_torch_on_a_gpu_must_be_asked_for(told_on_a_gpu):
+    told = told_on_a_gpu()
+    assert "Transformer Engine does not work here (No module named 'transformer_engine')" in told
+    assert "model.megatron.transformer_impl=local" in told
+    assert told_on_a_gpu("model.megatron.transformer_impl=local") == ""
+    assert told_on_a_gpu("model.dtype=float32") == ""
+
+
+def test_a_transformer_engine_that_lacks_a_package_is_refused_by_its_name(told_on_a_gpu, tmp_path):
+    write_transformer_engine(tmp_path, "import onnxscrpt")
+    told = told_on_a_gpu()
+    assert "No module named 'onnxscrpt'" in told and "requirements/gpu.sh" in told

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from checkpoint_convert import read_shape
 from distributed import run_ranks
 from megatron_grpo.policy.logprobs import compute_logprobs
+from megatron_grpo.policy.model import describe
 from megatron_grpo.policy.optimizer import gradient_norm
 from megatron_grpo.policy.reference import build_reference
 from models import tiny_model
@@ -202,3 +203,12 @@ def test_bfloat16_weights_have_nearly_the_gradient_of_float32(folders):
             error = float((gradient - theirs[name]).norm() / theirs[name].norm())
             # Measured: 0.8% to 2.1% by rounding; 22% and more where a microbatch is missing.
             assert 0 < error < 0.04, name
+
+
+def described(rank: int, folder: Path) -> str:
+    return describe(start_policy(rank, folder, ParallelDims())[0])
+
+
+def test_what_computes_is_told_by_name(tmp_path):
+    told = run_ranks(1, described, tiny_model(tmp_path, "qwen3"))
+    assert told == ["layers: torch, attention: PackedAttention, optimizer: AdamW"]
