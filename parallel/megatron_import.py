@@ -31,7 +31,7 @@ def import_megatron() -> None:
     except (ImportError, OSError) as error:  # OSError: a library that does not fit torch's
         raise ValueError(
             f"Megatron-Core cannot be imported: {error}. Where Transformer Engine is installed, "
-            "`python -c 'import transformer_engine.pytorch'` must work: install it as "
+            "`python -c 'import torch, transformer_engine.pytorch'` must work: install it as "
             "requirements/gpu.sh does, or uninstall it"
         ) from error
     finally:

@@ -16,5 +16,5 @@ export CPLUS_INCLUDE_PATH=$packages/cudnn/include:$packages/nccl/include${CPLUS_
 export NVTE_PYTORCH_FORCE_BUILD=TRUE NVTE_FRAMEWORK=pytorch
 python -m pip install --no-build-isolation -e '.[gpu,test,wandb]'
 
-# Megatron-Core would hide why it does not import. No GPU is needed for this.
-python -c 'import transformer_engine.pytorch'
+# Needs no GPU, but torch first, whose CUDA libraries it shares.
+python -c 'import torch, transformer_engine.pytorch'
