@@ -87,7 +87,8 @@ bench-convert: setup
 bench-reshard: setup
 	OMP_NUM_THREADS=1 PYTHONPATH=.:tests $(BIN)/python tests/benchmarks/bench_reshard.py $(ARGS)
 
-# Compares with other projects, which it installs from the package index; writes docs/peers.md. Takes an
-# hour or two on an otherwise idle machine; ARGS selects some of the comparisons.
+# Compares with other projects, which it installs from the package index; writes docs/peers.md. Takes
+# an hour on an otherwise idle machine, 16 GB of free memory and, as the others do, Python 3.12; ARGS
+# selects some of the comparisons.
 bench-peers: setup
 	PYTHONPATH=.:tests $(BIN)/python tests/benchmarks/bench_peers.py $(ARGS)

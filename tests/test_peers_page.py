@@ -26,8 +26,7 @@ def result(**changes):
         "ceilings": {"memcpy": 8.0},
         "date": "2026-01-01",
         "processor": "2 x CPU",
-        "python": "3.11",
-        "torch": "2.13",
+        "versions": {"Python": "3.12", "torch": "2.13"},
         "method": method_of("packing"),
     } | changes
 
@@ -41,6 +40,7 @@ def test_factors_are_formed_round_by_round_and_goals_are_judged():
     assert "| Sums | seconds | other | 2 | 1.5: met |" in page
     assert "| Sums | peak_bytes | the best of 1 | 4 | 5: **not met** |" in page
     assert "other==1.0; its default; bit for bit." in page
+    assert "2 threads, Python 3.12, torch 2.13; load 0.20 at the start" in page
     assert "At the rate of memcpy alone the work takes 0.5 s." in page
 
 

@@ -1,17 +1,18 @@
 """The hot paths compared with those of other projects: `make bench-peers`.
 
-    python tests/benchmarks/bench_peers.py [NAME ...] [--rounds 5] [--threads 2]
+    python tests/benchmarks/bench_peers.py [NAME ...] [--rounds 1] [--threads 2]
 
 Each module of `peers/` is one comparison: see its docstring. Every side runs in a fresh process
 with the same number of threads. The order of the sides alternates from round to round, so that
-other load on the machine affects all sides alike. A side whose output differs from ours gets no
-factors. Counts (bytes, FLOPs, simulated time) are exact and carry over to other machines; seconds
-do not, so they are compared only within a round. A factor of seconds is withheld if other processes
-took more than half a core during a round, if the load was above 1.5 before the first round, or if
-the seconds of a side vary by more than 1.5 times.
+other load on the machine affects all sides alike. There are five rounds, fewer (`ROUNDS`) where all
+that is compared is exact or differs little between rounds. A side whose output differs from ours
+gets no factors. Counts (bytes, FLOPs, simulated time) are exact and carry over to other machines;
+seconds do not, so they are compared only within a round. A factor of seconds is withheld if other
+processes took more than half a core during a round, if the load was above 1.5 before the first
+round, or if the seconds of a side vary by more than 1.5 times.
 
 The other projects are installed from the package index into .peers/, without their dependencies.
-Results go to `results/peers.json`, and from there into docs/peers.md.
+They take Python 3.12 alone. Results go to `results/peers.json`, and from there into docs/peers.md.
 """
 
 import argparse
@@ -36,12 +37,13 @@ from typing import Any
 import psutil
 
 from ceilings import measure_ceilings
-from peers_page import PAGE, RESULTS, method_of, render
+from peers_page import MOST_LOAD, PAGE, RESULTS, method_of, render
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 NAMES = sorted(path.stem for path in (HERE / "peers").glob("*.py"))
-OURS = "ours"
+PYTHON = (3, 12)
+"""megatron-bridge, verl and AReaL exclude 3.13; megatron-bridge and megatron-core exclude 3.11."""
 TIMEOUT = 1800
 """Seconds that one side may take in one round."""
 
@@ -52,17 +54,26 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}")
-    parser.add_argument("--rounds", type=int, default=5, help="of every side once")
+    parser.add_argument("--rounds", type=int, help="of every side once, for every comparison")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each process")
     parser.add_argument("--run", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.run:
         run_side(*arguments.run)
         return
+    if sys.version_info[:2] != PYTHON:
+        sys.exit(
+            f"make bench-peers needs Python 3.12, and this is {platform.python_version()}: the "
+            "releases that it compares with (megatron-bridge 0.6.2, verl 0.9.1, areal 1.0.4) take "
+            "no other that megatron-core 0.19 takes. In a fresh checkout: "
+            "make bench-peers PYTHON=python3.12"
+        )
     if unknown := set(arguments.names) - set(NAMES):
         parser.error(f"no comparison is called {', '.join(unknown)}: there are {', '.join(NAMES)}")
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     load = os.getloadavg()[0]
+    if load > MOST_LOAD:
+        print(f"load {load:.1f}: no factor of seconds will be given, the machine must be idle")
     ceilings = measure_ceilings(arguments.threads)
     for name in arguments.names or NAMES:
         measured = compare_all(name, arguments.rounds, arguments.threads)
@@ -79,20 +90,21 @@ def main() -> None:
 
 
 def this_machine() -> dict[str, Any]:
-    """The date, the processor and the versions of a measurement."""
+    """The date, the processor and the versions that all sides of a measurement share."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.split(":")[1].strip() for line in lines if "model name" in line), "")
     return {
         "date": date.today().isoformat(),
         "processor": f"{os.cpu_count()} x {model or platform.machine()}",
-        "python": platform.python_version(),
-        "torch": version("torch"),
+        "versions": {"Python": platform.python_version()}
+        | {name: version(name) for name in ("torch", "megatron-core", "transformers")},
     }
 
 
-def compare_all(name: str, num_rounds: int, num_threads: int) -> dict[str, Any]:
+def compare_all(name: str, num_rounds: int | None, num_threads: int) -> dict[str, Any]:
     """Run every side of a comparison in every round; compare their outputs in the first."""
     module = importlib.import_module(f"peers.{name}")
+    num_rounds = num_rounds or getattr(module, "ROUNDS", 5)
     packages = {side: installed(lines) for side, lines in module.REQUIREMENTS.items()}
     figures: dict[str, list[dict[str, float]]] = defaultdict(list)
     others: list[float] = []

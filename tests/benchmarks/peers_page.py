@@ -136,10 +136,11 @@ def _machine(result: Mapping[str, Any]) -> str:
         f"{name} {rate:.{0 if rate > 50 else 1}f} {'GFLOP/s' if 'GEMM' in name else 'GB/s'}"
         for name, rate in result["ceilings"].items()
     )
+    versions = ", ".join(" ".join(each) for each in result["versions"].items())
     text = (
-        f"\n{result['date']}, {result['processor']}, {result['threads']} threads, torch "
-        f"{result['torch']}, Python {result['python']}; load {result['load']:.2f} at the start, "
-        f"other processes took up to {result['others']:.2f} cores. Ceilings: {ceilings}."
+        f"\n{result['date']}, {result['processor']}, {result['threads']} threads, {versions}; load "
+        f"{result['load']:.2f} at the start, other processes took up to {result['others']:.2f} "
+        f"cores. Ceilings: {ceilings}."
     )
     if result["work"]:
         name, amount = result["work"]

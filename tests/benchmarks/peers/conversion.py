@@ -73,7 +73,7 @@ NUM_BYTES = (
 DIMS = ParallelDims(tensor=2)
 FILE_BYTES = 10**9
 WARM_BYTES = NUM_BYTES * 8 // 3
-"""Megatron-Bridge's ranks take 2.9 GB each to write a model of 3.1 GB."""
+"""Megatron-Bridge 0.3.1's ranks took 2.9 GB each to write a model of 3.1 GB."""
 RANDOM = 10_000_019
 """So many random values, again and again: a prime, so that tensors do not begin alike."""
 KIB = 1024
@@ -86,17 +86,15 @@ TITLE = (
 )
 REQUIREMENTS = {
     "megatron-bridge": [
-        "megatron-bridge==0.3.1",
-        *("omegaconf==2.3.0", "antlr4-python3-runtime==4.9.3"),
-        "triton==3.9.0",
+        *("megatron-bridge==0.6.2", "omegaconf==2.4.0", "triton==3.7.1"),
     ],
     "mbridge": ["mbridge==0.15.1"],
 }
 SETTINGS = {
-    "megatron-bridge": "AutoBridge: load_hf_weights, export_hf_weights, save_hf_weights, without "
-    "progress bars where it can do without; a stub of transformer_engine, made after megatron.core "
-    "was imported; slices of columns are made contiguous before it scatters them: gloo would send "
-    "other values; torch.cuda's calls answered for the CPU as for ours",
+    "megatron-bridge": "AutoBridge: load_hf_weights, export_hf_weights, save_hf_weights with "
+    "distributed_save, without progress bars where it can do without; a stub of "
+    "transformer_engine, made after megatron.core was imported, and one of modelopt, which it asks "
+    "whether the model is quantized; torch.cuda's calls answered for the CPU as for ours",
     "mbridge": "load_weights, export_weights, save_weights, memory_efficient off, its default; "
     "its table has the norms of Transformer Engine's layers only, those of local layers "
     "were added; torch.cuda's calls answered for the CPU as for ours",
@@ -143,24 +141,19 @@ def ours() -> MakeSteps:
 
 def megatron_bridge() -> MakeSteps:
     """Every rank maps the files, and rank 0 scatters."""
-    for name in ("transformer_engine", "transformer_engine.pytorch"):
-        Stub(name)
+    Stub("transformer_engine", __version__="2.20")
+    Stub("transformer_engine.pytorch")
+    Stub("modelopt.torch.quantization.utils", is_quantized=lambda model: False)
     from megatron.bridge import AutoBridge
-
-    scatter = dist.scatter
-
-    def scatter_contiguous(output: Tensor, parts: list[Tensor] | None, **options: Any) -> None:
-        """Gloo takes a slice of columns by its first address, and sends what lies behind that."""
-        scatter(output, parts and [part.contiguous() for part in parts], **options)
-
-    dist.scatter = scatter_contiguous
 
     def make(cfg: Any, model: Any, groups: Any) -> Steps:
         bridge = AutoBridge.from_hf_pretrained(str(cfg.model.path))
         return Steps(
             lambda: bridge.load_hf_weights(model.chunks, str(cfg.model.path)),
             lambda folder: exhaust(bridge.export_hf_weights(model.chunks, show_progress=False)),
-            lambda folder: bridge.save_hf_weights(model.chunks, folder, show_progress=False),
+            lambda folder: bridge.save_hf_weights(
+                model.chunks, folder, show_progress=False, distributed_save=True
+            ),
         )
 
     return make
@@ -193,10 +186,11 @@ def mbridge() -> MakeSteps:
 
 
 class Stub(ModuleType):
-    """A module that has every name: modules in lower case, and empty classes."""
+    """Has these members and every other name: modules in lower case, and empty classes."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, **members: object) -> None:
         super().__init__(name)
+        vars(self).update(members)
         self.__spec__ = ModuleSpec(name, None)
         self.__path__: list[str] = []
         sys.modules[name] = self

@@ -1,7 +1,8 @@
 """Log-probabilities of 2,048 tokens from hidden states, and both gradients; Qwen2.5's vocabulary.
 
 From hidden states [N, H] and a head [V, H] to log-probabilities of the tokens, and the gradients of
-a weighted sum of them to both, on one rank. Ours and verl's give entropies as well. Seconds first;
+a weighted sum of them to both, on one rank. Ours, verl's and TRL's fused head give entropies as
+well. Seconds first;
 then once more for peak memory: what the process has beside its inputs, while every block of 64 KiB
 and more is given back to the system when it is freed, which would cost each side page faults.
 
@@ -16,6 +17,7 @@ import os
 import time
 from collections.abc import Callable
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -32,17 +34,17 @@ M_MMAP_THRESHOLD = -3
 WITHIN = 0.1
 """Of a log-probability: TRL takes the softmax in bfloat16."""
 
+MEGATRON, TRL = f"megatron-core {version('megatron-core')}", f"trl {version('trl')}"
+ROUNDS = 3
 TITLE = (
     "Log-probabilities without logits, forward and backward, "
     f"{NUM_TOKENS:,} x {VOCAB_SIZE:,} x {HIDDEN_SIZE:,} {str(DTYPE).removeprefix('torch.')}"
 )
 REQUIREMENTS = {
-    "megatron-core": [],
-    "trl": [],
-    "liger": ["liger-kernel==0.8.5", "triton==3.9.0"],
+    "liger": ["liger-kernel==0.8.5", "triton==3.7.1"],
     "verl": [
         "verl==0.9.1",
-        *("ray==2.60.0", "tensordict==0.15.3", "orjson==3.13.0", "omegaconf==2.4.0"),
+        *("ray==2.60.0", "tensordict==0.15.3", "orjson==3.13.0", "omegaconf==2.3.1"),
         *("antlr4-python3-runtime==4.9.3", "hydra-core==1.3.8", "pyvers==0.2.3"),
         *("cloudpickle==3.1.2", "msgpack==1.2.4", "importlib_metadata==10.2.0"),
         "codetiming==1.4.0",
@@ -50,8 +52,13 @@ REQUIREMENTS = {
 }
 SETTINGS = {
     "ours, bfloat16": "hidden states, head and gradients in bfloat16, whatever the others have",
-    "megatron-core": "0.16.1: vocab_parallel_cross_entropy behind the matrix product; no entropy",
-    "trl": "1.16.0: selective_log_softmax of whole logits, behind the product; no entropy",
+    "megatron-core": f"{MEGATRON}: vocab_parallel_cross_entropy behind the matrix product; no "
+    "entropy",
+    "megatron-core, fused": f"{MEGATRON}: fused_vocab_parallel_cross_entropy (what "
+    "cross_entropy_loss_fusion takes, compiled by torch) behind the product; no entropy",
+    "trl": f"{TRL}: the fused head of its GRPO trainer, in its chunks and its torch operations, "
+    "which on a CPU multiply float32 for the gradients",
+    "trl, whole logits": f"{TRL}: selective_log_softmax behind the product; no entropy",
     "liger": "the chunked selective log-probability of its GRPO loss, in its chunks; no entropy",
     "verl": "FusedLinearForPPO, impl_backend torch, chunk_size 512",
 }
@@ -65,7 +72,12 @@ Logprobs = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Of tokens [n], from hidden states [n, H] and head [V, H]."""
 
 
-def measured(logprobs_of: Logprobs, folder: Path, dtype: torch.dtype = DTYPE) -> dict[str, float]:
+def measured(
+    logprobs_of: Logprobs,
+    folder: Path,
+    dtype: torch.dtype = DTYPE,
+    warm_tokens: int = WARM_TOKENS,
+) -> dict[str, float]:
     """One forward and backward for time, after a short one that warms up, and one for memory."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(NUM_TOKENS, HIDDEN_SIZE, generator=generator).to(dtype)
@@ -81,7 +93,7 @@ def measured(logprobs_of: Logprobs, folder: Path, dtype: torch.dtype = DTYPE) ->
         loss = (logprobs.float() * weights[:num_tokens]).sum()
         return logprobs.detach(), *torch.autograd.grad(loss, [own, head])
 
-    run(WARM_TOKENS)
+    run(warm_tokens)
     start = time.perf_counter()
     run(NUM_TOKENS)
     seconds = time.perf_counter() - start
@@ -127,8 +139,9 @@ def ours(folder: Path, dtype: torch.dtype = DTYPE) -> dict[str, float]:
     return measured(logprobs_of, folder, dtype)
 
 
-def megatron_core(folder: Path) -> dict[str, float]:
+def megatron_core(folder: Path, fused: bool = False) -> dict[str, float]:
     """One tensor rank."""
+    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
     from parallel import ParallelDims
@@ -138,16 +151,34 @@ def megatron_core(folder: Path) -> dict[str, float]:
     setup_device(0)
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    init_groups(ParallelDims())
+    groups = init_groups(ParallelDims())
 
     def logprobs_of(hidden: Tensor, head: Tensor, tokens: Tensor) -> Tensor:
-        logits = torch.nn.functional.linear(hidden, head)
-        return -vocab_parallel_cross_entropy(logits[:, None], tokens[:, None])[:, 0]
+        logits = torch.nn.functional.linear(hidden, head)[:, None]
+        if fused:
+            return -fused_vocab_parallel_cross_entropy(logits, tokens[:, None], groups.tensor)[:, 0]
+        return -vocab_parallel_cross_entropy(logits, tokens[:, None])[:, 0]
+
+    # torch compiles for a number of tokens, and again for another.
+    return measured(logprobs_of, folder, warm_tokens=NUM_TOKENS if fused else WARM_TOKENS)
+
+
+def trl(folder: Path) -> dict[str, float]:
+    """With entropies."""
+    from trl.kernels import ChunkedLogProbFunction
+    from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
+
+    def logprobs_of(hidden: Tensor, head: Tensor, tokens: Tensor) -> Tensor:
+        softcap, scale, outputs = None, 1.0, ("log_probs", "entropy")
+        logprobs: Tensor = ChunkedLogProbFunction.apply(
+            *(hidden, head, None, tokens, 1.0, _CHUNKED_LOGPROB_CHUNK_SIZE, softcap, scale, outputs)
+        )[0]
+        return logprobs
 
     return measured(logprobs_of, folder)
 
 
-def trl(folder: Path) -> dict[str, float]:
+def trl_whole_logits(folder: Path) -> dict[str, float]:
     """Whole logits."""
     from trl.trainer.utils import selective_log_softmax
 
@@ -189,7 +220,9 @@ SIDES = {
     "ours": ours,
     "ours, bfloat16": partial(ours, dtype=torch.bfloat16),
     "megatron-core": megatron_core,
+    "megatron-core, fused": partial(megatron_core, fused=True),
     "trl": trl,
+    "trl, whole logits": trl_whole_logits,
     "liger": liger,
     "verl": verl,
 }

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -25,15 +26,19 @@ from parallel.alignment import Alignment
 from parallel.microbatches import CostModel, plan_microbatches
 from parallel.pipeline_schedule import makespan
 
+ROUNDS = 3
 TITLE = "Microbatches of packed sequences: simulated 1F1B of 4 stages, lognormal lengths"
-REQUIREMENTS = {"verl": ["verl==0.9.1"], "areal": ["areal==1.0.4"]}
+AREAL = ["areal==1.0.4"]
+REQUIREMENTS = {"verl": ["verl==0.9.1"], "areal": AREAL, "areal, kk": AREAL}
 SETTINGS = {
     "verl": "balance_batch and use_dynamic_bsz, small microbatches at both ends (its defaults); "
     "packages verl and verl.utils without their __init__, with stubs of verl.protocol, "
     "verl.utils.tensordict_utils and verl.utils.device, of which the planner uses nothing",
-    "areal": "packing_algorithm ffd (kk, which its documentation recommends for balance, was "
-    "no better), 2 * pp microbatches or more as its Megatron engine asks for; packages "
-    "areal and areal.utils without their __init__, with a stub of areal.utils.logging",
+    "areal": "packing_algorithm ffd, its default, 2 * pp microbatches or more as its Megatron "
+    "engine asks for; packages areal and areal.utils without their __init__, with a stub of "
+    "areal.utils.logging",
+    "areal, kk": "the same with packing_algorithm kk, which its documentation recommends for 4 "
+    "data ranks and more",
     "slime (rule)": "use_dynamic_batch_size and balance_data: first fit, the largest split until "
     "ranks have equally many, Karmarkar-Karp over ranks",
     "nemo_rl (rule)": "modified first-fit decreasing, which its documentation recommends; bins to "
@@ -166,7 +171,9 @@ def verl(lengths: list[int], max_tokens: int, data: int) -> tuple[Plan, float]:
     return plan, driver + seconds
 
 
-def areal(lengths: list[int], max_tokens: int, data: int) -> tuple[Plan, float]:
+def areal(
+    lengths: list[int], max_tokens: int, data: int, algorithm: str = "ffd"
+) -> tuple[Plan, float]:
     """The controller shares sequences out to ranks, equally many each; each rank packs its own."""
     packing = bare("areal.utils.seqpack")
     start = time.perf_counter()
@@ -175,14 +182,11 @@ def areal(lengths: list[int], max_tokens: int, data: int) -> tuple[Plan, float]:
 
     def pack(share: list[int], least: int) -> list[list[int]]:
         own = [lengths[i] for i in share]
-        found = packing.get_allocate_fn(AREAL_ALGORITHM)(own, max_tokens, least, PIPELINE)
+        found = packing.get_allocate_fn(algorithm)(own, max_tokens, least, PIPELINE)
         return [[share[i] for i in members] for members in sorted(map(sorted, found))]
 
     plan, seconds = in_step(pack, shares, 2 * PIPELINE)
     return plan, controller + seconds
-
-
-AREAL_ALGORITHM = "ffd"
 
 
 def in_step(
@@ -345,6 +349,7 @@ SIDES: dict[str, Callable[[Path], dict[str, float]]] = {
     "ours": lambda out: measured(ours, out),
     "verl": lambda out: measured(verl, out),
     "areal": lambda out: measured(areal, out),
+    "areal, kk": lambda out: measured(partial(areal, algorithm="kk"), out),
     "slime (rule)": lambda out: measured(slime_rule, out),
     "nemo_rl (rule)": lambda out: measured(nemo_rl_rule, out),
 }

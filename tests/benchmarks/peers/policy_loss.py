@@ -25,7 +25,7 @@ EPSILON, DELTA, STD_EPSILON = 0.2, 3.0, 1e-6
 
 VERL = [
     "verl==0.9.1",
-    *("ray==2.60.0", "tensordict==0.15.3", "orjson==3.13.0", "omegaconf==2.4.0"),
+    *("ray==2.60.0", "tensordict==0.15.3", "orjson==3.13.0", "omegaconf==2.3.1"),
     *("antlr4-python3-runtime==4.9.3", "hydra-core==1.3.8", "pyvers==0.2.3"),
     *("cloudpickle==3.1.2", "msgpack==1.2.4", "importlib_metadata==10.2.0", "codetiming==1.4.0"),
 ]

@@ -40,6 +40,7 @@ ITEMSIZE, BUCKET_ELEMENTS = 2, 1 << 27
 NCCL, M2N = "vLLM nccl (rule)", "vLLM nccl_m2n (rule)"
 NEMO, SLIME = "NeMo-RL nccl_reshard (rule)", "slime (rule)"
 
+ROUNDS = 3
 TITLE = "Plan of a push, Llama-3.1-70B, 64 trainer ranks to 64 engine GPUs, and 256 to 256"
 REQUIREMENTS = {"Awex": ["awex==0.9.0"]}
 SETTINGS = {

@@ -31,6 +31,7 @@ PROMPT, RESPONSE, GENERATIONS = 2048 // 8, 1024 // 8, 16
 HIDDEN, LAYERS = 4096 // 8, 2
 TOKEN_RATIO = GENERATIONS * (PROMPT + RESPONSE) / (PROMPT + GENERATIONS * RESPONSE)
 
+ROUNDS = 3
 TITLE = (
     f"Gradient of a group: {GENERATIONS} completions of {RESPONSE} tokens to a prompt of {PROMPT}, "
     f"{LAYERS} layers of {HIDDEN}"

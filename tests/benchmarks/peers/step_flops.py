@@ -17,6 +17,7 @@ the correction for the mismatch of engine and trainer that is TRL's default besi
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,8 @@ IS_MODE, IS_MOST = "sequence_mask", 3.0
 """TRL's defaults for `vllm_importance_sampling_mode` and `_clip_max`."""
 FLOPS, EXCESS = "flops", "executed over useful"
 
+ROUNDS = 1
+"""Nothing but counts, which are exact."""
 TITLE = (
     f"FLOPs of one optimizer step: {NUM_SAMPLES} completions of {NUM_PROMPTS} prompts, lognormal "
     f"lengths up to {LONGEST}, a Qwen3 whose head has 2% of the weights"
@@ -64,9 +67,9 @@ REQUIREMENTS: dict[str, list[str]] = {"trl": [], "limit": []}
 SETTINGS = {
     "limit": "each sequence once through transformers' model, the head at response positions only",
     "trl": (
-        "1.16.0 as in the project's environment, without gradient checkpointing (its default would "
-        "be one more forward); `_generate` returns the completions, and `_use_triton` says yes, so "
-        "that as on a GPU its head sees response positions only"
+        f"{version('trl')} as in the project's environment, without gradient checkpointing (its "
+        "default would be one more forward); `_generate` returns the completions, and "
+        "`_use_triton` says yes, so that as on a GPU its head sees response positions only"
     ),
 }
 
