@@ -83,8 +83,8 @@ def _silence_libraries() -> None:
     """Suppress warnings of libraries that are meant for developers, not for users of a run."""
     for module in ("megatron", "torch", "parallel.device"):
         warnings.filterwarnings("ignore", module=rf"{module}\b")
-    for module in ("rerun_state_machine", "models.gpt.gpt_model"):
-        logging.getLogger(f"megatron.core.{module}").setLevel(logging.ERROR)
+    for module in ("megatron", "torch.utils.cpp_extension"):
+        logging.getLogger(module).setLevel(logging.ERROR)
 
 
 def _preflight(cfg: Config, token: str | None) -> None:

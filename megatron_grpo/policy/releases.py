@@ -20,6 +20,12 @@ FREES_OUTPUTS_AFTER_OVERLAPPED_SENDS = not IS_OLD
 Megatron-LM pull request 4047. 0.16.1 frees it first, and sends whatever reuses its memory.
 """
 
+COUNTS_TOKENS_OF_ALL_RANKS = not IS_OLD
+"""Whether a router's loss is multiplied by the tokens of a microbatch on all of its ranks.
+
+0.16.1 multiplies it by those of one tensor and context rank.
+"""
+
 if not hasattr(moe_utils, "te_general_gemm"):
     # 0.16.1 imports the router's matrix product from Transformer Engine, and leaves the name
     # undefined without it.

@@ -10,6 +10,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_grpo.policy.model import Model, forward, unwrapped
+from megatron_grpo.policy.releases import COUNTS_TOKENS_OF_ALL_RANKS
 from megatron_grpo.policy.transformer import balances_experts
 from parallel.groups import Groups
 from parallel.packing import PackedBatch
@@ -64,21 +65,22 @@ def run_schedule(
 def _weigh_router_losses(model: Model, groups: Groups, batches: Sequence[PackedBatch]) -> float:
     """Weight the auxiliary losses of routers by tokens; returns the factor for the main loss.
 
-    Megatron multiplies a router's loss, a mean over the tokens of a microbatch, by their number on
-    this rank, and relies on the final division of all gradients to turn this into a mean over the
-    optimizer batch. Here gradients are not divided. Instead, this sets the function with which
-    Megatron scales every loss before the backward; the returned factor cancels it for the main
-    loss.
+    Megatron multiplies a router's loss, a mean over the tokens of a microbatch, by their number,
+    and relies on the final division of all gradients to turn this into a mean over the optimizer
+    batch. Here gradients are not divided. Instead, this sets the function with which Megatron
+    scales every loss before the backward; the returned factor cancels it for the main loss.
     """
     config = unwrapped(model.chunks[0]).config
     if not balances_experts(config):
         return 1.0
     tokens = torch.tensor(sum(len(b.tokens) for b in batches), device=batches[0].tokens.device)
     dist.all_reduce(tokens, group=groups.data)
-    # Context and sequence parallelism split the tokens of a microbatch over ranks.
-    tokens_per_rank = float(tokens) / (groups.dims.tensor * groups.dims.context)
-    config.grad_scale_func = lambda loss: loss / tokens_per_rank
-    return tokens_per_rank
+    num_tokens = float(tokens)
+    if not COUNTS_TOKENS_OF_ALL_RANKS:
+        # Context and sequence parallelism split the tokens of a microbatch over ranks.
+        num_tokens /= groups.dims.tensor * groups.dims.context
+    config.grad_scale_func = lambda loss: loss / num_tokens
+    return num_tokens
 
 
 def _per_token_loss(

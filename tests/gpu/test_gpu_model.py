@@ -146,7 +146,6 @@ def gradients(rank: int, folder: Path, *overrides: str) -> tuple[set[str], dict[
     return added, {name: weight.main_grad.cpu() for name, weight in named.items()}
 
 
-@pytest.mark.skipif(not HAVE_TE, reason="needs Transformer Engine")
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_products_add_the_gradients_that_would_be_added_afterwards(tmp_path, family):
     folder = save_model(tmp_path, family)

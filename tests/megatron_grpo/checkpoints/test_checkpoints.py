@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stderr
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -254,7 +255,7 @@ def test_a_checkpoint_explains_itself(saved):
     folder = saved[0] / "checkpoints" / "step_2"
     record = json.loads((folder / "trainer.json").read_text())
     assert record["layout"]["tensor"] == record["layout"]["pipeline"] == 2
-    assert record["versions"]["torch"] == torch.__version__
+    assert record["versions"]["torch"] == version("torch")
     listed = json.loads((folder / "manifest.json").read_text())["files"].keys()
     there = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert there == {*listed, "manifest.json"}
