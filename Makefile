@@ -1,30 +1,35 @@
 # On a fresh machine: `make demo` and `make test`. Both set everything up first.
 
-# Which Python .venv is made with, such as python3.12; if not set, the newest that works.
+# Which Python .venv is made with, such as 3.12 or /usr/bin/python3.12; if not set, the newest that works.
 PYTHON ?=
 STEPS ?= 15
 ARGS ?=
 
-BIN := .venv/bin
+VENV ?= .venv
+OLDER := .venv-3.11
+BIN := $(VENV)/bin
 # TIMED tests measure how long a process takes to end, and run alone. WAITS mostly wait, and run
 # concurrently with the rest.
 TIMED := $(addprefix tests/megatron_grpo/,test_faults.py test_kills.py watch rollout/test_fleet.py)
 WAITS := $(addprefix tests/megatron_grpo/,rewards environments rollout/test_dialogues.py) tests/slurm
 FAULTS := $(TIMED) $(filter-out tests/slurm,$(WAITS)) $(addprefix tests/megatron_grpo/,policy/test_skipped_steps.py test_number_faults.py test_train_ends.py test_async_runs.py checkpoints)
-STAMP := .venv/setup.stamp
+MEGATRON := $(addprefix tests/,parallel checkpoint_convert test_project.py) \
+	$(addprefix tests/megatron_grpo/,policy checkpoints planning/test_activations.py planning/test_instantiate.py \
+	test_train_step.py test_shared_prompts.py test_recipe_runs.py)
+STAMP := $(VENV)/setup.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup demo demo-data learning-curves test test-slow test-faults test-slurm check bench bench-convert bench-reshard bench-peers
+.PHONY: setup demo demo-data learning-curves test test-older test-slow test-faults test-slurm check bench bench-convert bench-reshard bench-peers
 
 # A PYTHON that is set is compared with that of .venv even if nothing else is to be done.
 setup: $(STAMP)
-	@$(if $(PYTHON),requirements/make_venv.sh $(PYTHON))
+	@$(if $(PYTHON),VENV=$(VENV) requirements/make_venv.sh $(PYTHON))
 
 # pip 25.1 is the first that shows its progress while it installs.
 $(STAMP): requirements/torch.txt requirements/lock.txt pyproject.toml $(wildcard parallel/*.c)
 	@command -v $(CC) >/dev/null || { echo 'make setup needs a C compiler, such as gcc'; exit 1; }
-	@requirements/make_venv.sh $(PYTHON)
-	@echo 'Installing into .venv takes some minutes and 7 GB, or 3 GB if pip finds a CPU build of torch.'
+	@VENV=$(VENV) requirements/make_venv.sh $(PYTHON)
+	@echo 'Installing into $(VENV) takes some minutes and 7 GB, or 3 GB if pip finds a CPU build of torch.'
 	$(PIP) install --quiet 'pip>=25.1'
 	$(PIP) install -c requirements/lock.txt -r requirements/torch.txt
 	$(PIP) install --no-deps -r requirements/lock.txt
@@ -62,6 +67,12 @@ test: check
 	cat $$log; rm $$log; \
 	$(BIN)/pytest $(TIMED) || failed=1; \
 	exit $$failed
+
+# The older set, Python 3.11 with megatron-core 0.16.1: what touches Megatron-Core, and runs that go
+# on with the other set.
+test-older: setup
+	$(MAKE) setup VENV=$(OLDER) PYTHON=3.11
+	OMP_NUM_THREADS=1 OTHER_PYTHON=$(CURDIR)/$(BIN)/python $(OLDER)/bin/pytest -n 2 --dist loadfile $(MEGATRON)
 
 # Every slow test, including those of faults.
 test-slow: setup

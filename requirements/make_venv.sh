@@ -1,12 +1,14 @@
 #!/bin/sh
-# Makes .venv with the newest Python that works, of 3.13, 3.12 and 3.11, or with the one named:
+# Makes .venv with the newest Python that works, of 3.13, 3.12 and 3.11, or of one of these, or with the one
+# named:
 #
-#   requirements/make_venv.sh [PYTHON]
+#   [VENV=.venv] requirements/make_venv.sh [3.12 | /path/to/python]
 #
 # Looks on PATH, then at what pyenv and uv have installed; of two 3.13 it takes the first. A .venv that
 # exists is kept; naming another Python than it has is an error. megatron-core has no wheel for 3.14.
 set -eu
 
+VENV=${VENV:-.venv}
 NEWLINE='
 '
 # Python 2 may run this, too. The modules are those that torch, datasets and vLLM import: a Python
@@ -59,7 +61,7 @@ places() (
     done
 )
 
-# Sets `python` to the newest that works, and `version` to its version.
+# Sets `python` to the newest that works, and `version` to its version; of a "$1" such as 3.12 alone, if given.
 find_newest() {
     newest=0 refused=""
     while read -r place && [ "$newest" -lt 13 ]; do
@@ -68,7 +70,7 @@ find_newest() {
         elif examine "$place"; then
             minor=${answer#3.}
             minor=${minor%%.*}
-            if [ "$minor" -gt "$newest" ]; then
+            if [ "$minor" -gt "$newest" ] && [ "${1:-3.$minor}" = "3.$minor" ]; then
                 python=$place version=$answer newest=$minor
             fi
         else
@@ -77,24 +79,31 @@ find_newest() {
     done <<PLACES
 $(places)
 PLACES
-    [ -n "$python" ] || fail "found no Python 3.13, 3.12 or 3.11 that works on PATH, in pyenv or in uv.
-Install one: \`uv python install 3.13\` (https://docs.astral.sh/uv), \`pyenv install 3.13\`, or with
+    [ -n "$python" ] || fail "found no Python ${1:-3.13, 3.12 or 3.11} that works on PATH, in pyenv or in uv.
+Install one: \`uv python install ${1:-3.13}\` (https://docs.astral.sh/uv), \`pyenv install ${1:-3.13}\`, or with
 your system's packages, such as python3 and python3-venv of Debian 12 and 13 and of Ubuntu 24.04. If
 there is one elsewhere, name it: make PYTHON=/path/to/python3.${refused:+${NEWLINE}Looked at:$refused}"
 }
 
 python="" version=""
-if [ $# -gt 0 ]; then
+case ${1:-} in
+"") ;;
+3.1[0-9])
+    find_newest "$1"
+    why="the newest $1 that works"
+    ;;
+*)
     examine "$1" || fail "PYTHON=$1 does not work: $answer"
     python=$1 version=$answer why="named by PYTHON"
-fi
-if [ -e .venv/bin/pip ]; then # else there is none, or making it was interrupted
-    examine .venv/bin/python || fail ".venv does not work ($answer): remove it (rm -r .venv)"
+    ;;
+esac
+if [ -e "$VENV/bin/pip" ]; then # else there is none, or making it was interrupted
+    examine "$VENV/bin/python" || fail "$VENV does not work ($answer): remove it (rm -r $VENV)"
     if [ -z "$version" ]; then
-        echo ".venv keeps Python $answer; to have the newest that works, remove it (rm -r .venv)"
+        echo "$VENV keeps Python $answer; to have the newest that works, remove it (rm -r $VENV)"
     elif [ "$version" != "$answer" ]; then
-        fail ".venv has Python $answer, but PYTHON=$python is $version: leave PYTHON out, or remove \
-.venv (rm -r .venv)"
+        fail "$VENV has Python $answer, but PYTHON=$1 is $version: leave PYTHON out, or remove \
+$VENV (rm -r $VENV)"
     fi
     exit
 fi
@@ -102,5 +111,5 @@ if [ -z "$python" ]; then
     find_newest
     why="the newest that works"
 fi
-echo "making .venv with Python $version, $why: $python"
-"$python" -m venv --clear .venv
+echo "making $VENV with Python $version, $why: $python"
+"$python" -m venv --clear "$VENV"

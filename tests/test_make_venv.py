@@ -87,6 +87,19 @@ def test_a_newer_one_that_pyenv_or_uv_holds_is_taken_before_one_on_path(machine,
     assert f"Python {works[-1]}, the newest that works: {newest}\n" in made.stdout
 
 
+def test_a_minor_version_can_be_named(machine):
+    older = next((v for v in interpreters() if v.startswith(("3.11.", "3.12."))), RUNNING)
+    minor = older.rpartition(".")[0]
+    place = machine.add(f"bin/python{minor}", interpreters()[older])
+    machine.add("bin/python3", interpreters()[RUNNING])
+    assert (
+        f"Python {older}, the newest {minor} that works: {place}\n"
+        in machine.make_venv(minor).stdout
+    )
+    missing = ({"3.11", "3.12", "3.13"} - {minor, RUNNING.rpartition(".")[0]}).pop()
+    assert f"found no Python {missing} that works" in machine.make_venv(missing).stderr
+
+
 def test_a_machine_without_a_python_that_works_is_told_what_was_tried_and_how_to_get_one(machine):
     shim = machine.add("shims/python3.13", machine.shim())
     told = f"  {shim}: manager: python3.13: command not found\n"
