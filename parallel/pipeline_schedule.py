@@ -1,6 +1,6 @@
 """Simulates how long a pipeline takes for microbatches of unequal cost.
 
-Stages run the operations of Megatron-Core 0.16.1, in its order (`forward_backward_pipelining_*` of
+Stages run the operations of Megatron-Core, in its order (`forward_backward_pipelining_*` of
 `megatron.core.pipeline_parallel.schedules`): warm-up forwards, then alternately one forward and one
 backward, then the remaining backwards. An operation starts when its stage has finished the previous
 one and the neighbour has sent its input. Sending takes no time, and senders do not wait for the
