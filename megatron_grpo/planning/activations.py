@@ -74,8 +74,8 @@ def stage_activations(cfg: Config, shape: ModelShape, stage: int, microbatches: 
         kept += layer.kept * sum(map(mul, counts, under_way))
         recomputed = max(recomputed, layer.recomputed)
     entry = ITEMSIZE[cfg.model.dtype] * shape.hidden_size * _token_share(cfg)
-    # An output is freed once it is sent, except with a virtual pipeline.
-    tensors = 0 if dims.pipeline == 1 else 1 if dims.virtual_pipeline == 1 else 2
+    # A chunk keeps its input; its output is freed once it is sent.
+    tensors = 0 if dims.pipeline == 1 else 1
     between = tensors * sum(under_way) * entry
     return round(tokens * (kept + recomputed + between))
 
