@@ -99,11 +99,16 @@ def worker_sums(folder: Path, rollout: RolloutConfig) -> list[WorkerSums]:
 
 @contextmanager
 def running_engine(
-    engine: str, folder: Path, log_dir: Path, token: str | None = None, **rollout
+    engine: str,
+    folder: Path,
+    log_dir: Path,
+    token: str | None = None,
+    dtype: str = "float32",
+    **rollout,
 ) -> Iterator[TestEngine]:
-    """An engine that serves the float32 model in `folder`; `token` belongs to `base_urls`."""
+    """An engine that serves the model in `folder` in `dtype`; `token` belongs to `base_urls`."""
     config = RolloutConfig(engine=engine, max_completion_length=16, **rollout)
-    servers = EngineServers(ModelConfig(path=folder, dtype="float32"), config, log_dir, token)
+    servers = EngineServers(ModelConfig(path=folder, dtype=dtype), config, log_dir, token)
     try:
         servers.wait_ready(240)
         yield TestEngine(folder, servers, config)

@@ -44,7 +44,7 @@ RESERVED = {
     "tokenizer": "engines and trainer use the one in model.path",
     "tokenizer_mode": "engines and trainer use the one in model.path",
     "config_format": "the trainer follows config.json in model.path",
-    "hf_overrides": "the trainer follows config.json in model.path",
+    "hf_overrides": "the trainer follows config.json in model.path, and computes logits in float32",
     "quantization": "weights are pushed in model.dtype",
     "enable_return_routed_experts": "set rollout.router_replay",
     "enable_sleep_mode": "set rollout.enable_sleep_mode",
@@ -138,9 +138,14 @@ def engine_flags(dtype: str, rollout: RolloutConfig, on_gpu: bool) -> list[str]:
 def platform_arguments(tensor_parallel_size: int, on_gpu: bool) -> dict[str, Any]:
     """Engine arguments that differ between CPU and GPU."""
     if on_gpu:
-        # The only backend that, on every GPU, keeps the weights of experts as they were loaded.
-        # Weights that are pushed later need that layout.
-        return {"moe_backend": "triton"}
+        return {
+            # The only backend that, on every GPU, keeps the weights of experts as they were loaded.
+            # Weights that are pushed later need that layout.
+            "moe_backend": "triton",
+            # The trainer does not round logits to 16 bits either. vLLM for CPUs would convert the
+            # whole head in every step.
+            "hf_overrides": {"head_dtype": "float32"},
+        }
     return {
         "enforce_eager": True,
         # With the default of 128, prefixes shorter than that are not shared.

@@ -20,8 +20,9 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
     pytest.mark.timeout(900),  # vLLM compiles
 ]
-MOST_GAP = 0.05
-"""Largest mean gap of log-probabilities in bfloat16, in nats; 0.014 was seen elsewhere."""
+MOST_GAP = 0.03
+"""Largest mean gap of log-probabilities in bfloat16, in nats; 0.021 was seen on CPUs, with logits
+in bfloat16 and in float32 alike: this model has small ones, that of test_gpu_engine.py large."""
 
 MOST_GAP_OF_A_TOKEN = 0.2
 """With replayed experts; 0.05 was seen on CPUs, and 0.6 without."""

@@ -76,6 +76,12 @@ def test_a_gpu_engine_gets_none_of_the_settings_for_cpu():
     assert not of_cpu & set(command(on_gpu=True))
 
 
+def test_engines_on_gpus_compute_logits_in_float32_as_the_trainer_does():
+    flag = '--hf-overrides={"head_dtype": "float32"}'
+    assert flag in command(on_gpu=True)
+    assert flag not in command()
+
+
 def test_sleep_mode_is_for_gpus():
     assert "--enable-sleep-mode" in command(on_gpu=True, enable_sleep_mode=True)
     assert "--enable-sleep-mode" not in command(on_gpu=True)
