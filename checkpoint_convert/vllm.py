@@ -1,4 +1,4 @@
-"""Which parts of a model each worker of a vLLM 0.32 engine holds. Integers only.
+"""Which parts of a model each worker of a vLLM engine holds (0.32, 0.33). Integers only.
 
 vLLM is not imported. Instead, `check_engine` compares these layouts with what a running engine
 reports, so that a vLLM version with other parameters fails at startup, not as falling rewards.

@@ -6,8 +6,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-# First the packages that the extension's build imports; torch is among our dependencies.
-python -m pip install setuptools==78.1.1 wheel ninja pybind11 packaging -e .
+# First the packages that the extension's build imports, and vLLM, which pins the torch that both are compiled against.
+python -m pip install vllm==0.32.0 setuptools==78.1.1 wheel ninja pybind11 packaging -e .
 
 # CUDA toolkits lack the headers of cuDNN and NCCL. Those of torch's packages have the versions that are loaded.
 packages=$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia

@@ -84,7 +84,7 @@ class Engine:
         except msgspec.MsgspecError as error:
             raise EngineError(
                 f"rollout engine {self.url} answered with something else than a completion of "
-                f"vLLM 0.32: {error}"
+                f"vLLM 0.32 or 0.33: {error}"
             ) from error
         self._check(choice, policy_version, request["sampling_params"]["max_tokens"])
         self._check_routes(choice, request)

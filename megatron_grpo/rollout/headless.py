@@ -4,15 +4,17 @@ The flags are those of `vllm serve`, which ends at once where vLLM is installed 
 as it is for CPUs.
 """
 
-from vllm.entrypoints.cli.serve import ServeSubcommand
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
-from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+import os
+
+# The parser as the command has it: its own module is another in vLLM 0.33 than in 0.32.
+from vllm.entrypoints.cli.serve import ServeSubcommand, make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 
 def main() -> None:
     """Run until a worker ends."""
-    cli_env_setup()
+    # As every command of vLLM: CUDA does not work in forked workers.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     parser = make_arg_parser(FlexibleArgumentParser())
     ServeSubcommand.cmd(parser.parse_args())
 

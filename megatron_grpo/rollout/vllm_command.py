@@ -112,7 +112,7 @@ def engine_flags(dtype: str, rollout: RolloutConfig, on_gpu: bool) -> list[str]:
     """
     if rollout.router_replay and not on_gpu:
         raise ValueError(
-            "rollout.router_replay true: vLLM 0.32 tells the experts of tokens only on GPUs; use "
+            "rollout.router_replay true: vLLM tells the experts of tokens only on GPUs; use "
             "rollout.engine=transformers, or leave it out"
         )
     arguments: dict[str, Any] = {

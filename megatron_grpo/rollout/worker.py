@@ -38,6 +38,8 @@ def register() -> None:
         return
     parent = multiprocessing.parent_process()
     if parent is not None:  # None in the API server, which is tied to whoever started it
+        # vLLM 0.33 starts workers on GPUs from threads that end at once, before a worker gets here:
+        # then it is the core's main thread that counts.
         die_with_parent()
         if not parent.is_alive():
             sys.exit("the process that started this one has ended")

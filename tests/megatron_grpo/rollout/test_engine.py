@@ -125,7 +125,7 @@ def test_routes_are_read_as_vllm_writes_them(dtype, kept):
         (encoded(routes_of(3, np.uint8)), "returned the experts of 3 tokens instead of 2"),
         ("", "does not return the experts"),
         ("AAAA", "returned no array"),
-        ("?", "something else than a completion of vLLM 0.32"),
+        ("?", "something else than a completion of vLLM 0.32 or 0.33"),
     ],
 )
 def test_an_answer_without_the_routes_that_were_asked_for_is_refused(answered, told):
@@ -156,7 +156,7 @@ DOCTORED = {
     "without versions": (
         {"weight_versions": None},
         EngineError,
-        r"something else than a completion of vLLM 0.32: .*weight_versions",
+        r"something else than a completion of vLLM 0.32 or 0.33: .*weight_versions",
     ),
     # vLLM's own word for a number that JSON has not.
     "not finite": (
