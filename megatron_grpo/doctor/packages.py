@@ -13,7 +13,7 @@ from megatron_grpo.doctor.finding import Finding
 
 SECTION = "packages"
 
-RUN_WITH = {"transformers": "5.19.0", "wandb": "0.31.0", "gguf": "0.19.0"}
+RUN_WITH = {"torch": "2.13.0", "transformers": "5.19.0", "wandb": "0.31.0", "gguf": "0.19.0"}
 """Versions that this project's tests ran with, of packages that may have several."""
 
 
@@ -58,7 +58,20 @@ def requirements() -> list[Requirement]:
     """The requirements that this project declares for this Python, including extras."""
     extras = ["", *(metadata.metadata("megatron-grpo").get_all("Provides-Extra") or [])]
     declared = map(Requirement, metadata.requires("megatron-grpo") or [])
-    return [each for each in declared if any(_applies(each, extra) for extra in extras)]
+    found = [each for each in declared if any(_applies(each, extra) for extra in extras)]
+    for requirement in found:
+        if requirement.name == "torch":
+            requirement.specifier &= _torch_of_vllm()
+    return found
+
+
+def _torch_of_vllm() -> SpecifierSet:
+    """The one torch that an installed vLLM for GPUs is compiled against."""
+    try:
+        lines = metadata.requires("vllm") or []
+    except metadata.PackageNotFoundError:
+        return SpecifierSet()
+    return next((r.specifier for r in map(Requirement, lines) if r.name == "torch"), SpecifierSet())
 
 
 def _applies(requirement: Requirement, extra: str = "") -> bool:
