@@ -5,7 +5,7 @@ PYTHON ?=
 STEPS ?= 15
 ARGS ?=
 
-VENV ?= .venv
+VENV := .venv
 OLDER := .venv-3.11
 BIN := $(VENV)/bin
 # TIMED tests measure how long a process takes to end, and run alone. WAITS mostly wait, and run
@@ -23,12 +23,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 # A PYTHON that is set is compared with that of .venv even if nothing else is to be done.
 setup: $(STAMP)
-	@$(if $(PYTHON),VENV=$(VENV) requirements/make_venv.sh $(PYTHON))
+	@$(if $(PYTHON),requirements/make_venv.sh $(VENV) $(PYTHON))
 
 # pip 25.1 is the first that shows its progress while it installs.
 $(STAMP): requirements/torch.txt requirements/lock.txt pyproject.toml $(wildcard parallel/*.c)
 	@command -v $(CC) >/dev/null || { echo 'make setup needs a C compiler, such as gcc'; exit 1; }
-	@VENV=$(VENV) requirements/make_venv.sh $(PYTHON)
+	@requirements/make_venv.sh $(VENV) $(PYTHON)
 	@echo 'Installing into $(VENV) takes some minutes and 7 GB, or 3 GB if pip finds a CPU build of torch.'
 	$(PIP) install --quiet 'pip>=25.1'
 	$(PIP) install -c requirements/lock.txt -r requirements/torch.txt
@@ -72,7 +72,7 @@ test: check
 # on with the other set.
 test-older: setup
 	$(MAKE) setup VENV=$(OLDER) PYTHON=3.11
-	OMP_NUM_THREADS=1 OTHER_PYTHON=$(CURDIR)/$(BIN)/python $(OLDER)/bin/pytest -n 2 --dist loadfile $(MEGATRON)
+	OMP_NUM_THREADS=1 OTHER_PYTHON=$(abspath $(BIN)/python) $(OLDER)/bin/pytest -n 2 --dist loadfile $(MEGATRON)
 
 # Every slow test, including those of faults.
 test-slow: setup

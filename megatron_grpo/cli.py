@@ -87,13 +87,13 @@ def _silence_libraries() -> None:
         logging.getLogger(module).setLevel(logging.ERROR)
 
 
-def _preflight(cfg: Config, token: str | None) -> None:
+def _preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> None:
     _silence_libraries()
     from megatron_grpo.preflight import (
         preflight,
     )  # imports httpx and more, which `--help` does not need
 
-    preflight(cfg, token)
+    preflight(cfg, token, starts_here=starts_here)
 
 
 @app.command()
@@ -115,7 +115,7 @@ def check(
     """
     allow_open_files()
     cfg = load_config(config, overrides or [])
-    _preflight(cfg, take_token(os.environ))
+    _preflight(cfg, take_token(os.environ), starts_here=False)
     print(f"{config} can start: no mistakes in settings, model, run directory, data or rewards")
 
 

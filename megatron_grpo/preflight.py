@@ -71,16 +71,18 @@ CHANGEABLE = (
 )
 
 
-def preflight(cfg: Config, token: str | None) -> None:
+def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> None:
     """Raise ValueError, with the numbers and a legal value, if `cfg` cannot run on this machine.
 
     Reads the headers of the weights, not the weights, tokenizes the data, loads the reward
     functions in their own process, and checks that engines given by address are healthy and accept
-    `token`.
+    `token`. `starts_here`: whether the run is about to start on this host, so that its CPU matters.
     """
     BatchSchedule.of(cfg.grpo)
     shape = _check_model(cfg)
     check_engines(cfg.rollout, shape, token)
+    if starts_here and num_gpus() == 0:
+        _check_cpu(cfg, shape)
     check_same_run(cfg)
     check_start(cfg)
     if cfg.wandb.project and importlib.util.find_spec("wandb") is None:
@@ -112,12 +114,11 @@ def check_engines(rollout: RolloutConfig, shape: ModelShape, token: str | None) 
     if rollout.engine == "vllm" and not rollout.base_urls:
         if importlib.util.find_spec("vllm") is None:
             raise ValueError(
-                "rollout.engine vllm is not installed: install the extra `cpu` or `gpu`, or set "
+                "rollout.engine vllm is not installed: run `make setup` (on GPUs: `bash "
+                "requirements/gpu.sh`), or set "
                 "rollout.engine=transformers"
             )
         check_engine_arguments(rollout.vllm)
-        if num_gpus() == 0:
-            _check_cpu_kernels(shape)
 
 
 def check_same_run(cfg: Config) -> None:
@@ -217,13 +218,24 @@ def _check_model(cfg: Config) -> ModelShape:
     return shape
 
 
-def _check_cpu_kernels(shape: ModelShape) -> None:
-    """Raise ValueError if vLLM's kernels for CPUs cannot run here, or not for this model.
+def _check_cpu(cfg: Config, shape: ModelShape) -> None:
+    """Warn of a slow dtype; raise ValueError if vLLM's kernels cannot run here, or not this model.
 
     An engine would start all the same, and die at its first request.
     """
     import torch
 
+    from parallel.dtypes import product_dtype
+
+    dtype = getattr(torch, cfg.model.dtype)
+    if product_dtype(dtype) != dtype:
+        print(
+            f"model.dtype {cfg.model.dtype}: here, without a GPU and on a CPU without instructions "
+            "for it, training takes many times as long as with model.dtype=float32",
+            file=sys.stderr,
+        )
+    if cfg.rollout.engine != "vllm" or cfg.rollout.base_urls:
+        return
     if not torch.cpu.get_capabilities().get("avx2", True):  # other architectures do not list it
         raise ValueError(
             "rollout.engine vllm without a GPU needs AVX2, which this CPU lacks: set "
@@ -244,19 +256,11 @@ def _check_transformer(cfg: Config, shape: ModelShape) -> None:
 
     import_megatron()
     from megatron_grpo.policy.transformer import transformer_config
-    from parallel.dtypes import product_dtype
 
-    dtype = getattr(torch, cfg.model.dtype)
-    if product_dtype(dtype) != dtype:
-        print(
-            f"model.dtype {cfg.model.dtype}: here, without a GPU and on a CPU without instructions "
-            "for it, training takes many times as long as with model.dtype=float32",
-            file=sys.stderr,
-        )
     transformer_config(
         shape,
         cfg.dims,
-        dtype=dtype,
+        dtype=getattr(torch, cfg.model.dtype),
         sequence_parallel=cfg.parallel.sequence_parallel,
         overrides=cfg.model.megatron,
     )

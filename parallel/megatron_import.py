@@ -28,7 +28,9 @@ def import_megatron() -> None:
     sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]
     try:
         import megatron.core  # noqa: F401, PLC0415 - see above
-    except (ImportError, OSError) as error:  # OSError: a library that does not fit torch's
+    # OSError: a library that does not fit torch's; the last two: packages of Transformer Engine
+    # that do not fit each other.
+    except (ImportError, OSError, AssertionError, RuntimeError) as error:
         raise ValueError(
             f"Megatron-Core cannot be imported: {error}. Where Transformer Engine is installed, "
             "`python -c 'import torch, transformer_engine.pytorch'` must work: install it as "

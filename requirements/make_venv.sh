@@ -1,14 +1,15 @@
 #!/bin/sh
-# Makes .venv with the newest Python that works, of 3.13, 3.12 and 3.11, or of one of these, or with the one
-# named:
+# Makes a virtual environment with the newest Python that works, of 3.13, 3.12 and 3.11, or of one of these, or with
+# the one named:
 #
-#   [VENV=.venv] requirements/make_venv.sh [3.12 | /path/to/python]
+#   requirements/make_venv.sh .venv [3.12 | /path/to/python]
 #
-# Looks on PATH, then at what pyenv and uv have installed; of two 3.13 it takes the first. A .venv that
-# exists is kept; naming another Python than it has is an error. megatron-core has no wheel for 3.14.
+# Looks on PATH, then at what pyenv and uv have installed; of two 3.13 it takes the first. An environment that exists
+# is kept; naming another Python than it has is an error. megatron-core has no wheel for 3.14.
 set -eu
 
-VENV=${VENV:-.venv}
+venv=$1
+shift
 NEWLINE='
 '
 # Python 2 may run this, too. The modules are those that torch, datasets and vLLM import: a Python
@@ -85,10 +86,28 @@ your system's packages, such as python3 and python3-venv of Debian 12 and 13 and
 there is one elsewhere, name it: make PYTHON=/path/to/python3.${refused:+${NEWLINE}Looked at:$refused}"
 }
 
-python="" version=""
+have=""
+if [ -e "$venv/bin/pip" ]; then
+    examine "$venv/bin/python" || fail "$venv does not work ($answer): remove it (rm -r $venv)"
+    have=$answer
+else
+    for content in "$venv"/*; do
+        [ ! -e "$content" ] ||
+            fail "$venv is not empty, and no environment with pip: remove it (rm -r $venv), or name another (VENV=...)"
+    done
+fi
+python=""
 case ${1:-} in
-"") ;;
-3.1[0-9])
+"")
+    if [ -n "$have" ]; then
+        echo "$venv keeps Python $have; to have the newest that works, remove it (rm -r $venv)"
+        exit
+    fi
+    find_newest
+    why="the newest that works"
+    ;;
+3.11 | 3.12 | 3.13)
+    [ "${have%.*}" != "$1" ] || exit 0
     find_newest "$1"
     why="the newest $1 that works"
     ;;
@@ -97,19 +116,10 @@ case ${1:-} in
     python=$1 version=$answer why="named by PYTHON"
     ;;
 esac
-if [ -e "$VENV/bin/pip" ]; then # else there is none, or making it was interrupted
-    examine "$VENV/bin/python" || fail "$VENV does not work ($answer): remove it (rm -r $VENV)"
-    if [ -z "$version" ]; then
-        echo "$VENV keeps Python $answer; to have the newest that works, remove it (rm -r $VENV)"
-    elif [ "$version" != "$answer" ]; then
-        fail "$VENV has Python $answer, but PYTHON=$1 is $version: leave PYTHON out, or remove \
-$VENV (rm -r $VENV)"
-    fi
+if [ -n "$have" ]; then
+    [ "$version" = "$have" ] || fail "$venv has Python $have, but PYTHON=$1 is $version: leave PYTHON out, or \
+remove $venv (rm -r $venv)"
     exit
 fi
-if [ -z "$python" ]; then
-    find_newest
-    why="the newest that works"
-fi
-echo "making $VENV with Python $version, $why: $python"
-"$python" -m venv --clear "$VENV"
+echo "making $venv with Python $version, $why: $python"
+"$python" -m venv "$venv"

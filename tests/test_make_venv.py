@@ -50,7 +50,7 @@ class Machine:
     def make_venv(self, *python: str) -> subprocess.CompletedProcess[str]:
         path = ":".join(map(str, self.path))
         return subprocess.run(
-            [SCRIPT, *python],
+            [SCRIPT, ".venv", *python],
             cwd=self.folder,
             env={"PATH": path, "HOME": str(self.folder)},
             capture_output=True,
@@ -125,3 +125,12 @@ def test_a_venv_is_kept_and_never_silently_with_another_python_than_the_one_name
     refused = machine.make_venv(str(interpreters()[other]))
     assert refused.returncode == 1 and f".venv has Python {RUNNING}, but" in refused.stderr
     assert machine.venv_version == RUNNING
+
+
+def test_a_folder_that_is_no_environment_is_left_alone(machine):
+    machine.add("bin/python3", interpreters()[RUNNING])
+    kept = machine.folder / ".venv" / "precious"
+    kept.mkdir(parents=True)
+    refused = machine.make_venv()
+    assert refused.returncode == 1 and ".venv is not empty, and no environment" in refused.stderr
+    assert kept.exists()

@@ -37,7 +37,7 @@ def examine(run_dir: Path, wanted: Wanted) -> Iterator[Finding]:
     versions = installed(names_of_interest(declared))
     yield from judge_packages(declared, versions, on_gpu, wanted)
     yield from judge_gpus(gpus)
-    if on_gpu and TRANSFORMER_ENGINE in versions:
+    if on_gpu and wanted.transformer_engine and TRANSFORMER_ENGINE in versions:
         yield from judge_loaded()
     verbs, library = Path("/dev/infiniband").is_dir(), can_load("libibverbs.so.1")
     yield from judge_ports(read_ports(), verbs, library, on_gpu)

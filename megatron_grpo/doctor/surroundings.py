@@ -1,6 +1,7 @@
 """The surroundings of this process: Slurm, a container, environment variables."""
 
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -52,7 +53,7 @@ def judge_surroundings(
     given = {
         name: value
         for name, value in sorted(environ.items())
-        if name.startswith(SETTINGS) and "/" not in value
+        if name.startswith(SETTINGS) and not re.search(r"(^|[:=,])/", value)
     }
     remedies = [
         f"unset {name}: it rounds the factors of float32 products to 10 bits"

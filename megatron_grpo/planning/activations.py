@@ -75,8 +75,7 @@ def stage_activations(cfg: Config, shape: ModelShape, stage: int, microbatches: 
         recomputed = max(recomputed, layer.recomputed)
     entry = ITEMSIZE[cfg.model.dtype] * shape.hidden_size * _token_share(cfg)
     # A chunk keeps its input; its output is freed once it is sent.
-    tensors = 0 if dims.pipeline == 1 else 1
-    between = tensors * sum(under_way) * entry
+    between = sum(under_way) * entry if dims.pipeline > 1 else 0
     return round(tokens * (kept + recomputed + between))
 
 

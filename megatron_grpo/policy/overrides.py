@@ -42,8 +42,8 @@ def check_overrides(
     for name in TRANSFORMER_ENGINE_FUSIONS:
         if overrides.get(name) and not find_spec("transformer_engine"):
             raise ValueError(
-                f"model.megatron.{name} needs Transformer Engine, which this host lacks: install "
-                "the extra `gpu`, or leave the field out"
+                f"model.megatron.{name} needs Transformer Engine, which this host lacks: run `bash "
+                "requirements/gpu.sh`, or leave the field out"
             )
     if "layernorm" in (overrides.get("recompute_modules") or ()):
         _check_layernorm()
@@ -66,7 +66,7 @@ def _check_layernorm() -> None:
     if not find_spec("transformer_engine"):
         raise ValueError(
             "model.megatron.recompute_modules has layernorm, which needs Transformer Engine, and "
-            "this host lacks it: install the extra `gpu`, or leave layernorm out"
+            "this host lacks it: run `bash requirements/gpu.sh`, or leave layernorm out"
         )
 
 

@@ -26,10 +26,9 @@ COUNTS_TOKENS_OF_ALL_RANKS = not IS_OLD
 0.16.1 multiplies it by those of one tensor and context rank.
 """
 
-if not hasattr(moe_utils, "te_general_gemm"):
-    # 0.16.1 imports the router's matrix product from Transformer Engine, and leaves the name
-    # undefined without it.
-    moe_utils.te_general_gemm = None
+# Routers multiply with torch. Transformer Engine's product rounds float32 factors to TF32, whatever
+# torch is told; and without it 0.16.1 leaves the name undefined.
+moe_utils.te_general_gemm = None
 
 
 def no_initialization() -> dict[str, Any]:

@@ -102,14 +102,16 @@ def _check_transformer_engine(dtype: torch.dtype) -> None:
     """
     if HAVE_TE or not _can_be_fused(dtype):
         return
+    reason = "Megatron-Core does not take this release"
     try:
         import_module("transformer_engine.pytorch.fp8")  # what Megatron-Core imports
     except ImportError as error:
-        raise ValueError(
-            f"Transformer Engine does not work here ({error}), and without it layers take several "
-            "times as long: install it with `bash requirements/gpu.sh`, or choose torch's layers "
-            "with model.megatron.transformer_impl=local"
-        ) from error
+        reason = str(error)
+    raise ValueError(
+        f"Transformer Engine does not work here ({reason}), and without it layers take several "
+        "times as long: install it with `bash requirements/gpu.sh`, or choose torch's layers with "
+        "model.megatron.transformer_impl=local"
+    )
 
 
 def _fusions(implementation: str) -> dict[str, Any]:
@@ -126,7 +128,8 @@ def accumulate_in_products(chunk: torch.nn.Module, overrides: Mapping[str, Any])
 
     Otherwise the gradient of every microbatch is rounded to the dtype of the weights, written, and
     added by a kernel of its own. Layers of torch have no such products; with Apex they get the
-    override ``gradient_accumulation_fusion: true`` from the TransformerConfig.
+    override ``gradient_accumulation_fusion: true`` from the TransformerConfig. The first microbatch
+    of a schedule overwrites the buffer, so an optimizer step is one schedule.
     """
     if not overrides.get("gradient_accumulation_fusion", True):
         return

