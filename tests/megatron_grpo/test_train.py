@@ -271,8 +271,9 @@ def test_what_goes_wrong_inside_the_ranks_is_one_message_too(
         f"train.run_dir={tmp_path / 'run'}",
     )
     assert run.exit_code == 1, run.output
-    told = "megatron-grpo: generation 0 failed: reward function broken "
-    assert run.output.startswith(told), run.output
+    layers, _, told = run.output.partition("\n")
+    assert layers == "layers: torch, attention: PackedAttention, optimizer: AdamW"
+    assert told.startswith("megatron-grpo: generation 0 failed: reward function broken "), told
     assert "Traceback" not in run.output and "torch/distributed" not in run.output
     assert run.survivors == []
 

@@ -83,10 +83,12 @@ def save_while_training(rank: int, model: Path, run: Path) -> list[list[torch.Te
     assert psutil.Process().children() == [], "a process could outlive its rank"
     step(policy, groups)
     states.append(state_of(policy))
-    while not (run / "checkpoints" / "step_2").exists():
+    is_there = torch.zeros(())
+    while not is_there:
         time.sleep(0.01)
         checkpoints.poll()
-        dist.barrier()
+        is_there.fill_((run / "checkpoints" / "step_2").exists())
+        dist.all_reduce(is_there, dist.ReduceOp.MIN)  # no rank stops while another goes on
     return states
 
 

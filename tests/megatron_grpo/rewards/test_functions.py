@@ -349,8 +349,8 @@ def test_code_in_a_completion_or_an_answer_is_not_run(hostile, tmp_path, monkeyp
 
 PARTS = [*"0123456789 ()+-*/^.,=$'\"[]{}:;%", "\n", CALL, "__class__", "lambda x:", "eval", "x"]
 PARTS += ["planted", "\\boxed{", "\\frac{", "####", "answer is", "\\text{", "٣", "×", "**", "1e9"]
-# Since Python 3.12 a digit of another script is a token like a name, which SymPy quotes.
-ARITHMETIC = re.compile(r"(Integer|Float|Symbol|[\d\s().,'+*/-])*")
+# Since Python 3.12 a digit of another script begins a token like a name, which SymPy quotes.
+ARITHMETIC = re.compile(r"(Integer|Float|Symbol \('[^'\\A-Za-z_]*' \)|[\d\s().,'+*/-])*")
 
 
 @settings(max_examples=300)
