@@ -287,6 +287,7 @@ def test_an_engine_that_dies_is_started_again_and_the_run_goes_on_with_it(endles
     assert "exit code 137: started again" in endless.logs()
 
 
+@pytest.mark.timeout(600)  # its two waits for an engine alone may take 440 s beside other tests
 def test_an_engine_over_two_nodes_is_started_again_on_both(submit):
     """The engine has two GPUs, and each node has one."""
     run = submit("rollout.tensor_parallel_size=2", "train.num_steps=5000")
