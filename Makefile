@@ -99,7 +99,7 @@ bench-reshard: setup
 	OMP_NUM_THREADS=1 PYTHONPATH=.:tests $(BIN)/python tests/benchmarks/bench_reshard.py $(ARGS)
 
 # Compares with other projects, which it installs from the package index; writes docs/peers.md. Takes
-# an hour on an otherwise idle machine, 16 GB of free memory and, as the others do, Python 3.12; ARGS
-# selects some of the comparisons.
+# about an hour, an otherwise idle machine with 16 GB of free memory and, as the others do, Python 3.12
+# (VENV=.venv-3.12 PYTHON=3.12); ARGS selects some of the comparisons.
 bench-peers: setup
 	PYTHONPATH=.:tests $(BIN)/python tests/benchmarks/bench_peers.py $(ARGS)

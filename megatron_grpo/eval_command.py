@@ -22,7 +22,7 @@ from megatron_grpo.evaluation.evaluation import (
     metrics_of,
 )
 from megatron_grpo.evaluation.evaluations import Evaluations
-from megatron_grpo.preflight import check_engines
+from megatron_grpo.preflight import check_cpu_kernels, check_engines
 from megatron_grpo.prompt_checks import check_evaluation
 from megatron_grpo.reporting.progress import EvaluationBar, progress_bar
 from megatron_grpo.reporting.tracking import EVAL_COMPLETIONS_FILE
@@ -144,5 +144,6 @@ def _check(cfg: Config) -> ModelShape:
     shape = read_shape(cfg.model.path)
     check_weights(cfg.model.path, shape)
     check_engines(cfg.rollout, shape, None)
+    check_cpu_kernels(cfg.rollout, shape)
     check_evaluation(cfg, shape)
     return shape

@@ -81,8 +81,9 @@ def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> No
     BatchSchedule.of(cfg.grpo)
     shape = _check_model(cfg)
     check_engines(cfg.rollout, shape, token)
-    if starts_here and num_gpus() == 0:
-        _check_cpu(cfg, shape)
+    if starts_here:
+        check_cpu_kernels(cfg.rollout, shape)
+        _warn_of_slow_dtype(cfg.model.dtype)
     check_same_run(cfg)
     check_start(cfg)
     if cfg.wandb.project and importlib.util.find_spec("wandb") is None:
@@ -115,10 +116,31 @@ def check_engines(rollout: RolloutConfig, shape: ModelShape, token: str | None) 
         if importlib.util.find_spec("vllm") is None:
             raise ValueError(
                 "rollout.engine vllm is not installed: run `make setup` (on GPUs: `bash "
-                "requirements/gpu.sh`), or set "
-                "rollout.engine=transformers"
+                "requirements/gpu.sh`), or set rollout.engine=transformers"
             )
         check_engine_arguments(rollout.vllm)
+
+
+def check_cpu_kernels(rollout: RolloutConfig, shape: ModelShape) -> None:
+    """Raise ValueError if vLLM, started here, would need kernels that it lacks for this CPU.
+
+    An engine would start all the same, and die at its first request.
+    """
+    if num_gpus() or rollout.engine != "vllm" or rollout.base_urls:
+        return
+    import torch
+
+    if not torch.cpu.get_capabilities().get("avx2", True):  # other architectures do not list it
+        raise ValueError(
+            "rollout.engine vllm without a GPU needs AVX2, which this CPU lacks: set "
+            "rollout.engine=transformers"
+        )
+    if shape.latent is None and shape.head_dim not in CPU_HEAD_SIZES:
+        raise ValueError(
+            f"rollout.engine vllm without a GPU needs heads of size "
+            f"{', '.join(map(str, CPU_HEAD_SIZES))}, not {shape.head_dim}: set "
+            "rollout.engine=transformers"
+        )
 
 
 def check_same_run(cfg: Config) -> None:
@@ -218,34 +240,17 @@ def _check_model(cfg: Config) -> ModelShape:
     return shape
 
 
-def _check_cpu(cfg: Config, shape: ModelShape) -> None:
-    """Warn of a slow dtype; raise ValueError if vLLM's kernels cannot run here, or not this model.
-
-    An engine would start all the same, and die at its first request.
-    """
+def _warn_of_slow_dtype(name: str) -> None:
     import torch
 
     from parallel.dtypes import product_dtype
 
-    dtype = getattr(torch, cfg.model.dtype)
+    dtype = getattr(torch, name)
     if product_dtype(dtype) != dtype:
         print(
-            f"model.dtype {cfg.model.dtype}: here, without a GPU and on a CPU without instructions "
-            "for it, training takes many times as long as with model.dtype=float32",
+            f"model.dtype {name}: here, without a GPU and on a CPU without instructions for it, "
+            "training takes many times as long as with model.dtype=float32",
             file=sys.stderr,
-        )
-    if cfg.rollout.engine != "vllm" or cfg.rollout.base_urls:
-        return
-    if not torch.cpu.get_capabilities().get("avx2", True):  # other architectures do not list it
-        raise ValueError(
-            "rollout.engine vllm without a GPU needs AVX2, which this CPU lacks: set "
-            "rollout.engine=transformers"
-        )
-    if shape.latent is None and shape.head_dim not in CPU_HEAD_SIZES:
-        raise ValueError(
-            f"rollout.engine vllm without a GPU needs heads of size "
-            f"{', '.join(map(str, CPU_HEAD_SIZES))}, not {shape.head_dim}: set "
-            "rollout.engine=transformers"
         )
 
 

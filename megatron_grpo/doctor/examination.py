@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_grpo.doctor.finding import Finding
-from megatron_grpo.doctor.gpus import Gpus, driver_version, judge_gpus
-from megatron_grpo.doctor.libraries import judge_loaded
+from megatron_grpo.doctor.gpus import Gpus, driver_version, judge_gpus, judge_loaded
 from megatron_grpo.doctor.limits import judge_limits, read_limits
 from megatron_grpo.doctor.network import (
     can_load,

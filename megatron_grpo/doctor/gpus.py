@@ -1,16 +1,20 @@
-"""Checks of GPUs, their driver, and the CUDA libraries of torch."""
+"""Checks of GPUs, their driver, and the CUDA libraries of torch and Transformer Engine."""
 
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_grpo.doctor.finding import Finding
+from megatron_grpo.doctor.packages import FOR_GPUS
 
 SECTION = "GPUs"
 LEAST_CAPABILITY = (8, 0)
 """The first compute capability with bfloat16."""
+LOAD = "import torch, transformer_engine.pytorch; print(open('/proc/self/maps').read())"
 
 
 @dataclass(frozen=True)
@@ -67,9 +71,7 @@ def judge_gpus(found: Gpus | None) -> Iterator[Finding]:
 def _unseen(found: Gpus) -> Finding:
     if found.cuda is None:
         value = f"torch {found.torch} is a build for CPUs"
-        return Finding(
-            SECTION, "GPUs", "missing", value, "use another environment: bash requirements/gpu.sh"
-        )
+        return Finding(SECTION, "GPUs", "missing", value, f"use another environment: {FOR_GPUS}")
     value = f"none seen by torch {found.torch} (CUDA {found.cuda}) through driver {found.driver}"
     remedy = "nvidia-smi; see CUDA_VISIBLE_DEVICES, --gres, and whether the driver is new enough"
     return Finding(SECTION, "GPUs", "missing", value, remedy)
@@ -82,3 +84,31 @@ def _judge_peers(found: Gpus) -> Finding:
         return Finding(SECTION, "peer access", "ok", value)
     value = f"not between {len(found.without_peer_access)} of {num_pairs} pairs"
     return Finding(SECTION, "peer access", "warning", value, "nvidia-smi topo -p2p r")
+
+
+def judge_loaded() -> Iterator[Finding]:
+    """Whether Transformer Engine imports, and whether a library is then loaded twice."""
+    loaded = subprocess.run([sys.executable, "-c", LOAD], capture_output=True, text=True)
+    if loaded.returncode:
+        last = (loaded.stderr.splitlines() or [f"exit code {loaded.returncode}"])[-1]
+        value = re.sub(r"\S*/", "", last)  # the names of files, without paths
+        yield Finding(SECTION, "import of Transformer Engine", "missing", value, FOR_GPUS)
+    else:
+        yield Finding(SECTION, "import of Transformer Engine", "ok", "works")
+        yield judge_folders(loaded.stdout)
+
+
+def judge_folders(maps: str) -> Finding:
+    """Whether each CUDA library comes from one folder; `maps` is a process's /proc/self/maps.
+
+    Two cuDNNs in a process refuse each other's parts, or compute with different releases.
+    """
+    paths = re.findall(r"(/.*)/lib(cublas|cudnn|nccl)(?:Lt|(?<=cudnn)_\w+)?\.so", maps)
+    folders = {name: {folder for folder, each in paths if each == name} for _, name in paths}
+    twice = [name for name in sorted(folders) if len(folders[name]) > 1]
+    if not twice:
+        return Finding(SECTION, "CUDA libraries", "ok", "each loaded from one folder")
+    found = "; ".join(", ".join(sorted(folders[name])) for name in twice)
+    remedy = f"unload the site's module, or uninstall the system's: {found}"
+    value = f"{', '.join(twice)} loaded from several folders"
+    return Finding(SECTION, "CUDA libraries", "warning", value, remedy)

@@ -26,10 +26,6 @@ COUNTS_TOKENS_OF_ALL_RANKS = not IS_OLD
 0.16.1 multiplies it by those of one tensor and context rank.
 """
 
-# Routers multiply with torch. Transformer Engine's product rounds float32 factors to TF32, whatever
-# torch is told; and without it 0.16.1 leaves the name undefined.
-moe_utils.te_general_gemm = None
-
 
 def no_initialization() -> dict[str, Any]:
     """Fields of a TransformerConfig that leave weights uninitialized: they are read from files."""

@@ -16,6 +16,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     LayerNormImpl,
@@ -35,6 +36,10 @@ from megatron_grpo.policy.releases import (
 from megatron_grpo.policy.yarn import yarn_scaling, yarn_softmax_scale
 from parallel import ParallelDims, pipeline_layers
 from parallel.attention import PackedAttention
+
+# Routers multiply with torch. Transformer Engine's product rounds float32 factors to TF32, whatever
+# torch is told; and without it Megatron-Core 0.16.1 leaves the name undefined.
+moe_utils.te_general_gemm = None
 
 
 def uses_transformer_engine(config: TransformerConfig) -> bool:

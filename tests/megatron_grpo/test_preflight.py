@@ -565,7 +565,17 @@ def test_layers_of_torch_on_a_gpu_must_be_asked_for(told_on_a_gpu):
     assert told_on_a_gpu("model.dtype=float32") == ""
 
 
-def test_a_transformer_engine_that_lacks_a_package_is_refused_by_its_name(told_on_a_gpu, tmp_path):
-    write_transformer_engine(tmp_path, "import onnxscrpt")
+@pytest.mark.parametrize(
+    ("pytorch", "reason"),
+    [
+        ("import onnxscrpt", "No module named 'onnxscrpt'"),
+        ("raise AssertionError('core 2.20.2 beside torch 2.19.0')", "core 2.20.2 beside torch"),
+    ],
+    ids=["a package is missing", "its packages do not fit each other"],
+)
+def test_a_broken_transformer_engine_is_refused_with_the_reason(
+    told_on_a_gpu, tmp_path, pytorch, reason
+):
+    write_transformer_engine(tmp_path, pytorch)
     told = told_on_a_gpu()
-    assert "No module named 'onnxscrpt'" in told and "requirements/gpu.sh" in told
+    assert reason in told and "requirements/gpu.sh" in told

@@ -6,7 +6,7 @@ from shutil import copyfile
 import pytest
 
 from megatron_grpo.doctor.finding import can_train
-from megatron_grpo.doctor.libraries import judge_loaded
+from megatron_grpo.doctor.gpus import judge_loaded
 from transformer_engines import write_transformer_engine
 
 
