@@ -8,11 +8,11 @@ ARGS ?=
 VENV := .venv
 OLDER := .venv-3.11
 BIN := $(VENV)/bin
-# TIMED tests measure how long a process takes to end, and run alone. WAITS mostly wait, and run
-# concurrently with the rest.
+# TIMED tests measure how long a process takes to end, and run alone, as do those on a Slurm, whose jobs
+# have more processes than the machine has cores. WAITS mostly wait, and run concurrently with the rest.
 TIMED := $(addprefix tests/megatron_grpo/,test_faults.py test_kills.py watch rollout/test_fleet.py)
-WAITS := $(addprefix tests/megatron_grpo/,rewards environments rollout/test_dialogues.py) tests/slurm
-FAULTS := $(TIMED) $(filter-out tests/slurm,$(WAITS)) $(addprefix tests/megatron_grpo/,policy/test_skipped_steps.py test_number_faults.py test_train_ends.py test_async_runs.py checkpoints)
+WAITS := $(addprefix tests/megatron_grpo/,rewards environments rollout/test_dialogues.py)
+FAULTS := $(TIMED) $(WAITS) $(addprefix tests/megatron_grpo/,policy/test_skipped_steps.py test_number_faults.py test_train_ends.py test_async_runs.py checkpoints)
 MEGATRON := $(addprefix tests/,parallel checkpoint_convert test_project.py) \
 	$(addprefix tests/megatron_grpo/,policy checkpoints planning/test_activations.py planning/test_instantiate.py \
 	test_train_step.py test_shared_prompts.py test_recipe_runs.py)
@@ -58,14 +58,14 @@ check: setup
 # One thread per process: the tests start many processes at once. Each part runs even if others fail.
 test: export OMP_NUM_THREADS = 1
 test: check
-	@echo '$(BIN)/pytest, in three parts: two at once, then the timed tests alone'
+	@echo '$(BIN)/pytest, in three parts: two at once, then what needs the machine alone'
 	@failed=0; log=$$(mktemp); \
 	$(BIN)/pytest $(WAITS) >$$log 2>&1 & waits=$$!; \
 	trap 'kill $$waits; wait $$waits; rm $$log; exit 130' INT TERM; \
-	$(BIN)/pytest -n 2 --dist loadfile $(addprefix --ignore=,$(TIMED) $(WAITS)) || failed=1; \
+	$(BIN)/pytest -n 2 --dist loadfile $(addprefix --ignore=,$(TIMED) $(WAITS) tests/slurm) || failed=1; \
 	wait $$waits || failed=1; \
 	cat $$log; rm $$log; \
-	$(BIN)/pytest $(TIMED) || failed=1; \
+	$(BIN)/pytest $(TIMED) tests/slurm || failed=1; \
 	exit $$failed
 
 # The older set, Python 3.11 with megatron-core 0.16.1: what touches Megatron-Core, and runs that go

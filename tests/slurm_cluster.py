@@ -172,7 +172,7 @@ def _configuration(folder: Path) -> str:
         # The loss of a node is noticed after 17 s; with a time-out of 10 s, after 27 s.
         "MessageTimeout=5",
         "KillWait=10",
-        "MinJobAge=600",
+        "MinJobAge=86400",  # or Slurm forgets jobs that ended before the tests do
         "SchedulerParameters=sched_interval=1,batch_sched_delay=0",
         "SlurmdParameters=config_overrides",
         f"StateSaveLocation={folder}/state",
