@@ -51,7 +51,7 @@ BUFFER_BYTES = 64_000_000
 PUSHES = 3
 TIMEOUT = timedelta(seconds=120)
 WARM_FACTOR = 0.5
-"""Of the model: Megatron-Core's receiver stages what is not contiguous, a quarter."""
+"""Of the model: Megatron-Core's receiver took 0.3 of it, for what is not contiguous."""
 
 TITLE = (
     f"Push of {LLAMA.num_layers} layers of Llama-3.2-1B, untied, bf16, TP2 to TP1 on one machine"
@@ -64,7 +64,8 @@ SETTINGS = {
     "first, which takes a GPU; models are bare parameters with Megatron's attributes; torch.cuda's "
     "calls answered for the CPU as for ours",
 }
-GOALS = [("seconds", "megatron-core", 8.0), ("peak_extra_bytes", "megatron-core", 40.0)]
+# They were 8 and 40 against megatron-core 0.16.1, which staged the model; 0.19 receives in place.
+GOALS = [("seconds", "megatron-core", 3.0), ("peak_extra_bytes", "megatron-core", 6.0)]
 
 Push = Callable[[], None]
 
