@@ -83,9 +83,7 @@ HfConfig = Annotated[
 
 @app.command("import")
 def import_(
-    hf: Annotated[
-        Path, typer.Option(help="Folder with safetensors or .bin files, or a GGUF file.")
-    ],
+    hf: Annotated[Path, typer.Option(help="Folder with safetensors or .bin files.")],
     out: Annotated[Path, typer.Option(help="Checkpoint to write; must not exist.")],
     tp: CutTensorSize = 1,
     pp: CheckedPipelineSize = 1,
@@ -150,7 +148,7 @@ def export(
 
 @app.command()
 def verify(
-    a: Annotated[Path, typer.Argument(help="Hugging Face folder, GGUF file or checkpoint.")],
+    a: Annotated[Path, typer.Argument(help="Hugging Face folder or checkpoint.")],
     b: Annotated[Path, typer.Argument(help="Another one, in the same format or not.")],
     tolerance: Annotated[
         float | None,
@@ -184,7 +182,7 @@ def verify(
 
 @app.command()
 def inspect(
-    path: Annotated[Path, typer.Argument(help="Hugging Face folder, GGUF file or checkpoint.")],
+    path: Annotated[Path, typer.Argument(help="Hugging Face folder or checkpoint.")],
     hf_config: HfConfig = None,
     tp: TensorSize = 1,
     pp: PipelineSize = 1,

@@ -4,14 +4,11 @@ import json
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from checkpoint_convert.families import FAMILIES
-from checkpoint_convert.formats.gguf_file import find_gguf
 from checkpoint_convert.formats.hf_folder import ADAPTER_FILE
 from checkpoint_convert.formats.safetensors_file import TORCH_NAMES
 from checkpoint_convert.formats.torch_dist import is_torch_dist
@@ -31,44 +28,29 @@ _TEMPLATES = "additional_chat_templates"
 _POINTERS = ("latest_checkpointed_iteration.txt", "LATEST")
 
 
-@contextmanager
-def model_config(path: Path, hf_config: Path | None = None) -> Iterator[Path]:
+def model_config(path: Path, hf_config: Path | None = None) -> Path:
     """The folder with the companion files of the weights at `path`.
 
-    `hf_config` if given; else the folder inside a Megatron checkpoint, the Hugging Face folder
-    itself, or a temporary folder with the files derived from the metadata of a GGUF file.
+    `hf_config` if given; else the folder inside a Megatron checkpoint, or the Hugging Face folder
+    itself.
     """
     if hf_config is not None:
         _check_same_model(path, hf_config)
-        yield hf_config
-        return
+        return hf_config
     _check_is_one(path)
-    if is_torch_dist(path):
-        if not (path / CHECKPOINT_FOLDER).is_dir():
-            raise ValueError(
-                f"{path} does not say which model it is: give --hf-config, a folder with the "
-                "model's config.json"
-            )
-        yield path / CHECKPOINT_FOLDER
-    elif (gguf := find_gguf(path)) is not None:
-        # Imported only here: its tokenizer libraries double the import time.
-        from checkpoint_convert.formats.gguf_config import write_hf_config  # noqa: PLC0415
-
-        with TemporaryDirectory() as folder:
-            write_hf_config(gguf, Path(folder))
-            yield Path(folder)
-    else:
-        yield path
+    if not is_torch_dist(path):
+        return path
+    if not (path / CHECKPOINT_FOLDER).is_dir():
+        raise ValueError(
+            f"{path} does not say which model it is: give --hf-config, a folder with the "
+            "model's config.json"
+        )
+    return path / CHECKPOINT_FOLDER
 
 
 def own_shape(path: Path) -> ModelShape | None:
     """The model shape by the config stored with the weights at `path`; None without one."""
     _check_is_one(path)
-    gguf = find_gguf(path)
-    if gguf is not None:  # a config.json next to it is ignored
-        from checkpoint_convert.formats.gguf_config import gguf_shape  # noqa: PLC0415 - see above
-
-        return gguf_shape(gguf)
     config = path / CHECKPOINT_FOLDER
     if not is_torch_dist(path):
         check_folder(path)

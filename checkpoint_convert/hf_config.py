@@ -47,11 +47,7 @@ def read_shape(folder: str | Path) -> ModelShape:
     any key whose value would change what the model computes and is not supported.
     """
     path = Path(folder) / "config.json"
-    return shape_of(path, read_json(path))
-
-
-def shape_of(path: Path, config: Mapping[str, Any]) -> ModelShape:
-    """`read_shape` of the values in `config`; error messages name `path` as their source."""
+    config = read_json(path)
     family = _family(path, config)
     values = {**family.defaults, **config}
     if family.experts is not None:  # transformers reads both names, and writes the second

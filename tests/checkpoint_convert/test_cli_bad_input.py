@@ -187,13 +187,6 @@ def test_a_bin_file_that_calls_something(model, tmp_path, canary):
     assert not canary.exists()
 
 
-def test_a_gguf_file_that_is_none(tmp_path):
-    (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(1000))
-    assert str(tmp_path / "model.gguf") in refusal(
-        tmp_path, "import", "--hf", tmp_path / "model.gguf"
-    )
-
-
 def test_a_garbage_tokenizer_is_carried_and_does_not_matter(model, tmp_path):
     folder = shutil.copytree(model, tmp_path / "source")
     (folder / "tokenizer.json").write_bytes(bytes(range(256)))

@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from checkpoint_convert import hf_tensors, read_shape
 from checkpoint_convert.formats.torch_dist import read_chunks
@@ -17,7 +16,6 @@ from checkpoint_convert.megatron import megatron_layout
 from checkpoint_convert.plan import plan_import
 from conversions import assert_same, read_checkpoint, variant, weights_of
 from distributed import run_ranks
-from gguf_models import BF16, F16, F32, Q8_0, write_gguf
 from models import CONFIGS, tiny_model
 from parallel import ParallelDims, intersect
 from sentencepiece_models import train
@@ -232,28 +230,6 @@ def test_an_import_of_bin_files_is_that_of_the_safetensors(models, tmp_path):
         import_checkpoint(source, tmp_path / name, ParallelDims(tensor=2, data=2, expert=2))
     bins, safetensors = (read_checkpoint(tmp_path / name) for name in ("bin", "safetensors"))
     assert_same(bins, safetensors)
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
-def test_an_import_of_a_gguf_file_is_that_of_the_folder_it_came_from(models, tmp_path, family):
-    gguf = write_gguf(tmp_path / "model.gguf", models[family])
-    for name, source in (("gguf", gguf), ("safetensors", models[family])):
-        import_checkpoint(source, tmp_path / name, ParallelDims(tensor=2))
-    found, expected = (read_checkpoint(tmp_path / name) for name in ("gguf", "safetensors"))
-    assert_same(found, expected)
-    assert read_shape(tmp_path / "gguf" / "hf_config") == read_shape(models[family])
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "gguf" / "hf_config")
-    assert tokenizer.eos_token == "<eos>"
-
-
-@pytest.mark.parametrize("kind", [F32, F16, BF16, Q8_0], ids=lambda kind: kind.name)
-def test_a_gguf_file_is_converted_to_the_dtype_that_is_asked_for(qwen3, tmp_path, kind):
-    gguf = write_gguf(tmp_path / "model.gguf", qwen3, kind=lambda name: kind)
-    import_checkpoint(gguf, tmp_path / "out", ParallelDims(), dtype="BF16")
-    found = read_checkpoint(tmp_path / "out")["output_layer.weight"]
-    assert found.dtype == torch.bfloat16
-    expected = weights_of(qwen3)["lm_head.weight"]
-    torch.testing.assert_close(found.float(), expected, atol=0.005, rtol=0.01)
 
 
 # Files of a model other than its weights.

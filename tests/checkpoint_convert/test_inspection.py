@@ -9,7 +9,6 @@ import torch
 
 from checkpoint_convert.hf_to_megatron import import_checkpoint
 from conversions import run_cli, variant, weights_of
-from gguf_models import F32, Q8_0, write_gguf
 from models import tiny_model
 from parallel import ParallelDims
 
@@ -47,7 +46,6 @@ def as_checkpoint(model, folder):
 FORMATS = {
     "safetensors": lambda model, path: model,
     "bin": as_bin,
-    "gguf": lambda model, path: write_gguf(path.with_suffix(".gguf"), model),
     "torch_dist": as_checkpoint,
 }
 
@@ -70,12 +68,6 @@ def test_mixed_dtypes_are_counted_apart(model, tmp_path):
     text = inspect(tmp_path, variant(model, tmp_path / "edited", edit))
     assert " bfloat16 1 16,000 " in text
     assert " float32 24 " in text
-
-
-def test_a_quantized_file_holds_what_it_is_dequantized_to(model, tmp_path):
-    kinds = {"output.weight": Q8_0}
-    gguf = write_gguf(tmp_path / "model.gguf", model, kind=lambda name: kinds.get(name, F32))
-    assert " float32 25 " in inspect(tmp_path, gguf)
 
 
 def test_what_a_rank_would_hold_is_told_for_every_stage(mixture, tmp_path):
