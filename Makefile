@@ -89,17 +89,17 @@ test-slurm: setup
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/slurm
 
 bench: demo-data
-	$(BIN)/python tests/benchmarks/bench_demo.py $(ARGS)
+	$(BIN)/python benchmarks/bench_demo.py $(ARGS)
 
 bench-convert: setup
-	$(BIN)/python tests/benchmarks/bench_convert.py $(ARGS)
+	$(BIN)/python benchmarks/bench_convert.py $(ARGS)
 
 # One thread per process, as torchrun has it.
 bench-reshard: setup
-	OMP_NUM_THREADS=1 PYTHONPATH=.:tests $(BIN)/python tests/benchmarks/bench_reshard.py $(ARGS)
+	OMP_NUM_THREADS=1 PYTHONPATH=.:tests $(BIN)/python benchmarks/bench_reshard.py $(ARGS)
 
 # Compares with other projects, which it installs from the package index; writes docs/peers.md. Takes
 # about an hour, an otherwise idle machine with 16 GB of free memory and, as the others do, Python 3.12
 # (VENV=.venv-3.12 PYTHON=3.12); ARGS selects some of the comparisons.
 bench-peers: setup
-	PYTHONPATH=.:tests $(BIN)/python tests/benchmarks/bench_peers.py $(ARGS)
+	PYTHONPATH=.:tests $(BIN)/python benchmarks/bench_peers.py $(ARGS)

@@ -1,6 +1,6 @@
 """The hot paths compared with those of other projects: `make bench-peers`.
 
-    python tests/benchmarks/bench_peers.py [NAME ...] [--rounds 1] [--threads 2]
+    python benchmarks/bench_peers.py [NAME ...] [--rounds 1] [--threads 2]
 
 Each module of `peers/` is one comparison: see its docstring. Every side runs in a fresh process
 with the same number of threads. The order of the sides alternates from round to round, so that
@@ -40,7 +40,7 @@ from ceilings import measure_ceilings
 from peers_page import MOST_LOAD, PAGE, RESULTS, method_of, render
 
 HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
+ROOT = HERE.parent
 NAMES = sorted(path.stem for path in (HERE / "peers").glob("*.py"))
 PYTHON = (3, 12)
 """megatron-bridge, verl and AReaL exclude 3.13; megatron-bridge and megatron-core exclude 3.11."""

@@ -1,6 +1,6 @@
 """A push of a 0.5B model against a raw copy, and against gather-then-load: `make bench-reshard`.
 
-    python tests/benchmarks/bench_reshard.py [--rounds 5] [--bucket-megabytes 512]
+    python benchmarks/bench_reshard.py [--rounds 5] [--bucket-megabytes 512]
 
 Four ranks that hold a random model of Qwen2.5-0.5B's shape (bf16, 0.99 GB) as TP2 x PP2 push it
 into the two workers of a vLLM engine, over shared memory and over the network (here loopback). The

@@ -1,6 +1,6 @@
 """Import and export of a 1.5B model against a plain copy of the same bytes: `make bench-convert`.
 
-    python tests/benchmarks/bench_convert.py [FOLDER] [--pairs 5]
+    python benchmarks/bench_convert.py [FOLDER] [--pairs 5]
 
 Makes a random model of Qwen2.5-1.5B's shape (bf16, 3 GB) in FOLDER (default: here, removed at the
 end) and runs in turn: `cp` and `sync`; `checkpoint-convert import --tp 2`; `cp` and `sync` of the

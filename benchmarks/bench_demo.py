@@ -1,6 +1,6 @@
 """Seconds per phase and tokens/s of the demo config: `make bench`, or with overrides.
 
-    python tests/benchmarks/bench_demo.py parallel.tensor_parallel_size=3
+    python benchmarks/bench_demo.py parallel.tensor_parallel_size=3
 
 Runs five steps in a temporary folder and reports the median, minimum and maximum of the last four:
 the first step also fills caches and runs lazy imports. Wall-clock times hold for this machine only.
