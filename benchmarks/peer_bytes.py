@@ -1,13 +1,19 @@
-"""Bytes that a worker receives at TP8 from us and from vLLM's own backends, from configs alone."""
+"""What an engine worker receives from us, and would receive if vLLM itself moved the weights.
+
+From configs alone, and without vLLM: the rules are those of its release 0.32 for unquantized models
+on engines without pipeline stages, the only kind that we start.
+"""
 
 import json
 import tempfile
+from math import prod
 from pathlib import Path
 
-from checkpoint_convert import read_shape
+from checkpoint_convert import ModelShape, hf_tensors, read_shape
 from checkpoint_convert.vllm import EngineDims, engine_layouts
-from megatron_grpo.planning.peer_traffic import m2n_elements, nccl_elements
+from parallel import Layout
 
+VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 LLAMA = {
     "model_type": "llama",
     "num_key_value_heads": 8,
@@ -29,8 +35,32 @@ LLAMA_70B = LLAMA | {
 }
 
 
+def nccl_elements(shape: ModelShape) -> dict[str, int]:
+    """Elements of each tensor of the weight files that a worker receives with vLLM's `nccl`.
+
+    One trainer rank broadcasts all tensors whole, with or without packed buffers.
+    """
+    return {name: prod(size) for name, size in hf_tensors(shape).items()}
+
+
+def m2n_elements(shape: ModelShape, worker: Layout) -> dict[str, int]:
+    """The same with vLLM's `nccl_m2n`, for what `worker` holds (an engine's workers are alike).
+
+    A worker receives only its share of a tensor if it has a parameter of the same name that is
+    filled by the loader of a linear layer. Any other tensor arrives whole and goes through vLLM's
+    loading: the fused ones (QKV, gate and up, experts), and the embedding and the head, whose
+    loader pads the vocabulary. That leaves the output projection of the attention, `down_proj` of a
+    dense MLP, and the projections up from latents. It requires `dst_mesh_dims` to be (engines,
+    their tensor size): by vLLM's default, every tensor that is split arrives whole.
+    """
+    return {
+        name: prod(size if name in VOCABULARY else worker.shapes.get(name, size))
+        for name, size in hf_tensors(shape).items()
+    }
+
+
 def print_peers() -> None:
-    """Print the gigabytes that a worker receives from us and from vLLM's own backends."""
+    """Print the gigabytes that a worker receives at TP8 from us and from vLLM's own backends."""
     print(f"\n{'GB per worker, TP8':24}{'own shard':>12}{'vLLM nccl':>12}{'nccl_m2n':>12}")
     for name, config in {"Llama-3.1-8B": LLAMA_8B, "Llama-3.1-70B": LLAMA_70B}.items():
         with tempfile.TemporaryDirectory() as folder:

@@ -23,8 +23,8 @@ from best_time import best_time
 from checkpoint_convert import hf_tensors
 from checkpoint_convert.megatron import first_senders, megatron_sender
 from checkpoint_convert.vllm import EngineDims, _cut, engine_layouts
-from megatron_grpo.planning.peer_traffic import m2n_elements, nccl_elements
 from parallel import Layout, ParallelDims, all_shares, cut_shares, plan_shares, traffic
+from peer_bytes import m2n_elements, nccl_elements
 from shapes import LLAMA_70B
 
 RANKS = {
@@ -196,7 +196,7 @@ def whole(worker: Layout) -> int:
 
 
 def m2n(worker: Layout) -> int:
-    """As `peer_traffic` says."""
+    """As `peer_bytes` says."""
     return sum(m2n_elements(LLAMA_70B, worker).values())
 
 

@@ -1,16 +1,15 @@
 """What one push of weights would send, computed from only the config and config.json."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import prod
 
 from checkpoint_convert import ModelShape, check_divisible, hf_tensors, read_shape
 from checkpoint_convert.megatron import first_senders
 from megatron_grpo.config.config import Config
 from megatron_grpo.planning.itemsizes import file_itemsizes, worker_itemsizes
-from megatron_grpo.planning.peer_traffic import m2n_elements, nccl_elements
 from megatron_grpo.weights.worker_layouts import shard_bytes, worker_layouts
-from parallel import Layout, Traffic, all_shares, senders_by_worker, traffic
+from parallel import Traffic, all_shares, senders_by_worker, traffic
 from parallel.transport import bucket_bytes_for
 
 
@@ -37,7 +36,6 @@ def reshard_table(cfg: Config) -> str:
         itemsizes=itemsizes,
         max_elements=slot // max(itemsizes.values()),
     )
-    peers = _peers(cfg, shape, workers[0]) if cfg.rollout.engine == "vllm" else {}
     return "\n".join(
         [
             _model_line(cfg, shape),
@@ -46,8 +44,8 @@ def reshard_table(cfg: Config) -> str:
             f"sum {_size(sum(push.sent))}; the busiest rank sends {push.imbalance:.3f} times the "
             f"mean; {push.num_messages:,} boxes of at most {_size(slot)}",
             "",
-            *_engine_rows(push, sources, peers),
-            ", ".join([f"sum {_size(sum(push.received))}", *_times_as_much(peers, push)]),
+            *_engine_rows(push, sources),
+            f"sum {_size(sum(push.received))}",
             "",
             f"each link has two buffers of {_size(slot)}: at most "
             f"{_size(2 * slot * _most_links(sources, num_engines))} in one process "
@@ -58,29 +56,12 @@ def reshard_table(cfg: Config) -> str:
 
 def _model_line(cfg: Config, shape: ModelShape) -> str:
     elements = {name: prod(size) for name, size in hf_tensors(shape).items()}
+    itemsizes = file_itemsizes(cfg, shape)
+    num_bytes = sum(itemsizes[name] * count for name, count in elements.items())
     return (
         f"{shape.family}, {sum(elements.values()) / 1e9:,.2f} B parameters in {cfg.model.dtype}: "
-        f"{_size(_file_bytes(cfg, shape, elements))}"
+        f"{_size(num_bytes)}"
     )
-
-
-def _peers(cfg: Config, shape: ModelShape, worker: Layout) -> dict[str, int]:
-    """Bytes that every engine rank would receive with vLLM's own backends."""
-    return {
-        "nccl": _file_bytes(cfg, shape, nccl_elements(shape)),
-        "nccl_m2n": _file_bytes(cfg, shape, m2n_elements(shape, worker)),
-    }
-
-
-def _file_bytes(cfg: Config, shape: ModelShape, elements: Mapping[str, int]) -> int:
-    """Bytes of so many elements of each tensor of the weight files."""
-    itemsizes = file_itemsizes(cfg, shape)
-    return sum(itemsizes[name] * count for name, count in elements.items())
-
-
-def _times_as_much(peers: Mapping[str, int], push: Traffic) -> list[str]:
-    own = max(push.received)
-    return [f"by vLLM's {name} {received / own:.2f} times that" for name, received in peers.items()]
 
 
 def _links_of_ranks(sources: Sequence[Sequence[int]]) -> Counter[int]:
@@ -108,15 +89,12 @@ def _trainer_rows(push: Traffic, links: Counter[int], num_stages: int) -> list[s
     return rows
 
 
-def _engine_rows(
-    push: Traffic, sources: Sequence[Sequence[int]], peers: Mapping[str, int]
-) -> list[str]:
+def _engine_rows(push: Traffic, sources: Sequence[Sequence[int]]) -> list[str]:
     tensor, most_links = len(sources), max(map(len, sources))
     num_engines = len(push.received) // tensor
     rows = [
         f"{'engine ranks':<13}{'engine':>7}{'fed by':>10}{'links in':>9}{'out':>5}"
         f"{'each receives':>15}{'passes on':>12}"
-        + "".join(f"{f'vLLM {name}':>14}" for name in peers)
     ]
     for engine in range(num_engines):
         ranks = slice(engine * tensor, (engine + 1) * tensor)
@@ -126,7 +104,6 @@ def _engine_rows(
             f"{_ranks(engine * tensor, tensor):<13}{engine:>7}{feeder:>10}{most_links:>9}"
             f"{links_out:>5}{_size(max(push.received[ranks])):>15}"
             f"{_size(max(push.forwarded[ranks])):>12}"
-            + "".join(f"{_size(received):>14}" for received in peers.values())
         )
     return rows
 

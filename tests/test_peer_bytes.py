@@ -9,8 +9,8 @@ import torch
 from checkpoint_convert import ModelShape, hf_tensors, read_shape
 from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.vllm import EngineDims, engine_layouts
-from megatron_grpo.planning.peer_traffic import m2n_elements, nccl_elements
 from models import servable_model
+from peer_bytes import m2n_elements, nccl_elements
 from shapes import LLAMA_70B, QWEN3_30B
 from vllm_workers import read_in_workers
 
