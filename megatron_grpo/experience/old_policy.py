@@ -98,9 +98,7 @@ def keep_high_entropy(
     this rank's `batches`, and the ranks of `data_group` hold the others.
     """
     masked = [entropy[batch.loss_mask] for batch, entropy in zip(batches, entropies, strict=True)]
-    threshold = quantile(
-        torch.cat(masked), 1 - share, lambda counts: dist.all_reduce(counts, group=data_group)
-    )
+    threshold = quantile(torch.cat(masked), 1 - share, data_group)
     return [
         replace(batch, high_entropy=(entropy.float() >= threshold) & batch.loss_mask)
         for batch, entropy in zip(batches, entropies, strict=True)

@@ -13,17 +13,13 @@ SHARES = [0.0, 0.2, 0.25, 0.5, 0.731, 0.999, 1.0]
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
-def alone(counts):
-    pass
-
-
 def expected_quantile(values, q):
     # In float64, since torch.quantile interpolates in the dtype of the values.
     return torch.quantile(values.double(), q).item()
 
 
 @given(values=st.lists(FLOATS, min_size=1, max_size=40), q=st.floats(0, 1))
-def test_of_any_numbers_it_is_that_of_torch(values, q):
+def test_of_any_numbers_it_is_that_of_torch(values, q, alone):
     values = torch.tensor(values)
     found = quantile(values, q, alone)
     # Both results round when they interpolate between large numbers of opposite signs.
@@ -32,15 +28,15 @@ def test_of_any_numbers_it_is_that_of_torch(values, q):
 
 
 @pytest.mark.parametrize("q", [0.0, 0.5, 1.0])
-def test_one_number_is_every_quantile(q):
+def test_one_number_is_every_quantile(q, alone):
     assert quantile(torch.tensor([-2.5]), q, alone) == -2.5
 
 
-def test_of_no_numbers_it_is_below_all():
+def test_of_no_numbers_it_is_below_all(alone):
     assert quantile(torch.zeros(0), 0.5, alone) == -math.inf
 
 
-def test_equal_numbers_are_met_exactly():
+def test_equal_numbers_are_met_exactly(alone):
     values = torch.tensor([0.1] * 5 + [0.7] * 4)
     for q in (0.0, 0.3, 0.5):
         assert quantile(values, q, alone) == values[0].item()
@@ -57,11 +53,8 @@ PARTS = {
 
 
 def quantiles_on_rank(rank):
-    def all_reduce(counts):
-        dist.all_reduce(counts)
-
     return {
-        name: [quantile(torch.as_tensor(parts[rank]), q, all_reduce) for q in SHARES]
+        name: [quantile(torch.as_tensor(parts[rank]), q, dist.group.WORLD) for q in SHARES]
         for name, parts in PARTS.items()
     }
 
