@@ -164,11 +164,11 @@ start_trainer() {
         --kill-on-bad-exit=0 \
         --nodelist="$(IFS=,; echo "${TRAINERS[*]}")" --output="$LOGS/trainer_%t.log" \
         bash -c 'redirects=3; ((SLURM_PROCID > 0)) || redirects=$1; exec python \
-            -m megatron_grpo.launch.torchrun --rdzv-backend=fabric --rdzv-conf="rank=$SLURM_PROCID" \
+            -m megatron_grpo.launch.torchrun --node-rank="$SLURM_PROCID" \
             --redirects="$redirects" --log-dir="$2/host_$SLURM_PROCID" "${@:3}"' \
         torchrun "${others:-0}" "$LOGS" \
-        --rdzv-endpoint="$address:$FIRST_PORT" --rdzv-id="$SLURM_JOB_ID" --nnodes="$nodes" \
-        --nproc-per-node="$RANKS_PER_NODE" \
+        --nnodes="$nodes" --nproc-per-node="$RANKS_PER_NODE" \
+        --master-addr="$address" --master-port="$FIRST_PORT" --rdzv-id="$SLURM_JOB_ID" \
         -m megatron_grpo.cli train "$@" "rollout.base_urls=[$(IFS=,; echo "${urls[*]}")]" &
     TRAINER=$!
 }

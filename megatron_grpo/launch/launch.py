@@ -85,8 +85,8 @@ def start_ranks(cfg: Config, arguments: list[str], token: str | None) -> NoRetur
         "GLOO_SOCKET_IFNAME": "lo",
     }
     torchrun = [sys.executable, "-m", "megatron_grpo.launch.torchrun"]
-    torchrun += ["--rdzv-backend=loopback", "--rdzv-id=ranks"]
-    torchrun += [f"--nproc-per-node={num_ranks}", f"--log-dir={logs}"]
+    torchrun += ["--nnodes=1", "--node-rank=0", "--master-addr=127.0.0.1", "--master-port=0"]
+    torchrun += [f"--nproc-per-node={num_ranks}", "--rdzv-id=ranks", f"--log-dir={logs}"]
     if num_ranks > 1:
         to_files = ",".join(f"{rank}:3" for rank in range(1, num_ranks))
         torchrun += [f"--redirects={to_files}"]

@@ -1,10 +1,9 @@
-"""torchrun with different handling of failures, signals and the rendezvous.
+"""torchrun with the exit codes, signals and messages of a run, over torch's static rendezvous.
 
 A failure is reported in a few lines instead of pages, and only if the ranks have not reported it:
 their watch has ended the job by then. Preemption signals are forwarded to the ranks, which save and
-exit. The rendezvous listens on one address, where torch's own ones listen on all: use
-`--rdzv-backend=loopback` for ranks on one host, and `--rdzv-backend=fabric` for several, with
-`--rdzv-endpoint=ADDRESS:PORT` of the first host and, on each, `--rdzv-conf=rank=N` and `--log-dir`.
+exit. The store listens on `--master-addr` alone, where torchrun's own would on all interfaces; with
+`--master-port=0` at any free port. `--nnodes`, `--master-port` and `--log-dir` must be given.
 """
 
 import logging
@@ -15,102 +14,26 @@ import socket
 import sys
 import threading
 import time
+from argparse import Namespace
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 
-from torch.distributed import DistError, Store, TCPStore, run
+from torch.distributed import DistError, TCPStore, run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import (
-    RendezvousConnectionError,
-    RendezvousError,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousTimeoutError,
-    rendezvous_handler_registry,
-)
-from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
-from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from megatron_grpo.launch.open_files import allow_open_files
 from megatron_grpo.launch.preemption import EXIT_PREEMPTED, PREEMPTION_SIGNALS
 
-LOOPBACK, FABRIC = "loopback", "fabric"
-MEETING_SECONDS = 600
-"""Time in which the torchruns of all hosts must join the rendezvous."""
-LOOK_SECONDS = 0.05
-"""Polling interval while hosts are missing."""
+RENDEZVOUS_SECONDS = 600
+"""Time in which the torchruns of all hosts must come."""
+POLL_SECONDS = 0.05
+"""Polling interval while hosts are missing. A wait in torch's store would delay signals."""
 NUM_LINES_SHOWN = 30
 VERDICT = re.compile(r"^megatron-grpo: .*", re.MULTILINE | re.DOTALL)
 """The verdict of the watch, at the end of a rank's log."""
-
-
-class BoundRendezvous(StaticTCPRendezvous):
-    """The rendezvous of a job's torchruns with each other and with their ranks.
-
-    It listens on exactly one address; if `port` is 0, the kernel chooses a port.
-    """
-
-    def __init__(
-        self, backend: str, run_id: str, host: str, port: int, rank: int = 0, num_hosts: int = 1
-    ) -> None:
-        super().__init__(host, port, rank, num_hosts, run_id, MEETING_SECONDS)
-        self._backend = backend
-        if rank == 0:
-            listener = socket.create_server((host, port))
-            self.master_port = listener.getsockname()[1]
-            self._store = TCPStore(
-                host,
-                self.master_port,
-                is_master=True,
-                timeout=self.timeout,
-                wait_for_workers=False,
-                master_listen_fd=listener.detach(),
-            )
-
-    def get_backend(self) -> str:
-        """Its name on the command line."""
-        return self._backend
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Join the rendezvous; the first host waits for all and names those that do not join."""
-        deadline = time.monotonic() + self.timeout.total_seconds()
-        try:
-            meeting = super().next_rendezvous()
-        except DistError as error:
-            raise RendezvousConnectionError(
-                f"host {self.rank} ({socket.gethostname()}) did not reach the first of the "
-                f"{self.world_size} at {self._where} within {self.timeout.seconds} s: "
-                f"{str(error).splitlines()[0]}"
-            ) from None
-        meeting.store.set(f"came/{self.rank}", "")
-        while self.rank == 0 and (missing := self._missing(meeting.store)):
-            if time.monotonic() > deadline:
-                raise RendezvousTimeoutError(
-                    f"{len(missing)} of {self.world_size} hosts did not come to {self._where} on "
-                    f"{socket.gethostname()} within {self.timeout.seconds} s: host "
-                    f"{', '.join(map(str, missing))}, counted from 0; their logs may say why"
-                )
-            time.sleep(LOOK_SECONDS)
-        return meeting
-
-    @property
-    def _where(self) -> str:
-        return f"{self.master_addr}:{self.master_port}"
-
-    def _missing(self, store: Store) -> list[int]:
-        return [host for host in range(self.world_size) if not store.check([f"came/{host}"])]
-
-
-def _loopback(parameters: RendezvousParameters) -> BoundRendezvous:
-    return BoundRendezvous(LOOPBACK, parameters.run_id, "127.0.0.1", 0)
-
-
-def _fabric(parameters: RendezvousParameters) -> BoundRendezvous:
-    host, port = parse_rendezvous_endpoint(parameters.endpoint, -1)
-    rank = int(parameters.config["rank"])
-    return BoundRendezvous(FABRIC, parameters.run_id, host, port, rank, parameters.max_nodes)
 
 
 def main() -> None:
@@ -118,22 +41,12 @@ def main() -> None:
     allow_open_files()
     arguments = run.parse_args(sys.argv[1:])
     arguments.signals_to_handle = ",".join(_ending_signals())
-    forwarded = set[int]()
-
-    def forward(number: int, _: FrameType | None) -> None:
-        forwarded.add(number)
-        ranks = _children()
-        for rank in ranks:
-            os.kill(rank, number)
-        if not ranks:
-            sys.exit(EXIT_PREEMPTED)
-
-    for number in PREEMPTION_SIGNALS:
-        signal.signal(number, forward)
-    rendezvous_handler_registry.register(LOOPBACK, _loopback)
-    rendezvous_handler_registry.register(FABRIC, _fabric)
+    forwarded = _forward_preemption()
     logging.disable(logging.ERROR)  # torchrun's own failure report; ours is below
     try:
+        # torch's rendezvous takes the store that this process has at the port.
+        store = _first_store(arguments) if arguments.node_rank == 0 else _further_store(arguments)
+        arguments.master_port = store.port
         run.run(arguments)
     except ChildFailedError as error:
         # Ranks that got the forwarded signal before they had a handler for it have died of it.
@@ -145,8 +58,6 @@ def main() -> None:
         sys.exit(next((code for code in codes if code > 0), 1))
     except SignalException as ended:
         sys.exit(128 + ended.sigval)
-    except RendezvousError as error:
-        sys.exit(f"megatron-grpo: {error}")
     except DistError:
         sys.exit(f"{socket.gethostname()}: the first host left before all hosts had joined")
 
@@ -161,10 +72,69 @@ def _ending_signals() -> list[str]:
     return [name for name in names if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN]
 
 
+def _forward_preemption() -> set[int]:
+    """Forward preemption signals to the ranks; before there are any, they end this process.
+
+    Returns the set of those that have been forwarded, which grows.
+    """
+    forwarded = set[int]()
+
+    def forward(number: int, _: FrameType | None) -> None:
+        forwarded.add(number)
+        ranks = _children()
+        for rank in ranks:
+            os.kill(rank, number)
+        if not ranks:
+            sys.exit(EXIT_PREEMPTED)
+
+    for number in PREEMPTION_SIGNALS:
+        signal.signal(number, forward)
+    return forwarded
+
+
 def _children() -> list[int]:
     """The ranks on this host."""
     thread = threading.main_thread().native_id
     return [int(pid) for pid in Path(f"/proc/self/task/{thread}/children").read_text().split()]
+
+
+def _first_store(arguments: Namespace) -> TCPStore:
+    """The job's store on the first host, once all hosts have connected to it."""
+    listener = socket.create_server((arguments.master_addr, arguments.master_port))
+    store = TCPStore(
+        arguments.master_addr,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
+    )
+    hosts, deadline = range(1, int(arguments.nnodes)), time.monotonic() + RENDEZVOUS_SECONDS
+    while missing := [host for host in hosts if not store.check([f"host/{host}"])]:
+        if time.monotonic() > deadline:
+            sys.exit(
+                f"megatron-grpo: {len(missing)} of {arguments.nnodes} hosts did not come to "
+                f"{arguments.master_addr}:{store.port} on {socket.gethostname()} within "
+                f"{RENDEZVOUS_SECONDS} s: host {', '.join(map(str, missing))}, counted from 0; "
+                "their logs may say why"
+            )
+        time.sleep(POLL_SECONDS)
+    return store
+
+
+def _further_store(arguments: Namespace) -> TCPStore:
+    """A further host's connection to the job's store."""
+    timeout = timedelta(seconds=RENDEZVOUS_SECONDS)
+    try:
+        store = TCPStore(arguments.master_addr, arguments.master_port, timeout=timeout)
+    except DistError as error:
+        sys.exit(
+            f"megatron-grpo: host {arguments.node_rank} ({socket.gethostname()}) did not reach the "
+            f"first of the {arguments.nnodes} at {arguments.master_addr}:{arguments.master_port} "
+            f"within {RENDEZVOUS_SECONDS} s: {str(error).splitlines()[0]}"
+        )
+    store.set(f"host/{arguments.node_rank}", "")
+    return store
 
 
 def _account(failures: Mapping[int, ProcessFailure], log_dir: Path) -> str:

@@ -16,10 +16,11 @@ import pytest
 from engines import wait_until
 from megatron_grpo.rollout.server import reserve_port
 
+ONE_HOST = ["--nnodes=1", "--node-rank=0", "--master-addr=127.0.0.1", "--master-port=0"]
 TORCHRUN = ["-m", "megatron_grpo.launch.torchrun"]
 IMPATIENT = [
     "-c",
-    "from megatron_grpo.launch import torchrun; torchrun.MEETING_SECONDS = 2; torchrun.main()",
+    "from megatron_grpo.launch import torchrun; torchrun.RENDEZVOUS_SECONDS = 2; torchrun.main()",
 ]
 ENDING = [signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]
 PATIENT = """
@@ -70,8 +71,8 @@ def start(tmp_path: Path):
 @pytest.fixture
 def torchrun(start, tmp_path):
     """Starts a script as two ranks."""
-    options = ["--rdzv-backend=loopback", "--nproc-per-node=2", "--redirects=1:3"]
-    return lambda script: start(script, *options, f"--log-dir={tmp_path}")
+    options = [*ONE_HOST, "--nproc-per-node=2", "--redirects=1:3", f"--log-dir={tmp_path}"]
+    return lambda script: start(script, *options)
 
 
 @pytest.fixture
@@ -86,9 +87,9 @@ def two_hosts(start, port, tmp_path):
     """Starts a script as a rank on each of two hosts."""
 
     def two_hosts(script: str) -> list[subprocess.Popen[str]]:
-        options = ["--rdzv-backend=fabric", f"--rdzv-endpoint=127.0.0.1:{port}"]
-        options += ["--nnodes=2", "--nproc-per-node=1", "--redirects=3"]
-        of_hosts = [[f"--rdzv-conf=rank={host}", f"--log-dir={tmp_path}/{host}"] for host in (0, 1)]
+        options = ["--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}"]
+        options += ["--nproc-per-node=1", "--redirects=3"]
+        of_hosts = [[f"--node-rank={host}", f"--log-dir={tmp_path}/{host}"] for host in (0, 1)]
         return [start(script, *options, *of_host) for of_host in of_hosts]
 
     return two_hosts
@@ -135,7 +136,7 @@ def test_signals_that_it_was_started_to_ignore_end_nothing(start, tmp_path):
         for number in ENDING:
             signal.signal(number, signal.SIG_IGN)
 
-    options = ["--rdzv-backend=loopback", "--nproc-per-node=1", f"--log-dir={tmp_path}"]
+    options = [*ONE_HOST, "--nproc-per-node=1", f"--log-dir={tmp_path}"]
     run = start("touch ready; until [ -e done ]; do sleep 0.05; done", *options, prepare=ignore)
     assert wait_until((tmp_path / "ready").exists, 60)
     [rank] = psutil.Process(run.pid).children()
@@ -192,8 +193,8 @@ def test_a_host_without_rank_0_shows_what_no_watch_can_tell(two_hosts):
 
 @pytest.mark.parametrize("host", [0, 1])
 def test_hosts_that_do_not_meet_are_told_in_a_line(start, port, tmp_path, host):
-    options = ["--rdzv-backend=fabric", f"--rdzv-endpoint=127.0.0.1:{port}", "--nnodes=3"]
-    options += ["--nproc-per-node=1", f"--rdzv-conf=rank={host}", f"--log-dir={tmp_path}"]
+    options = ["--nnodes=3", f"--node-rank={host}", "--master-addr=127.0.0.1"]
+    options += [f"--master-port={port}", "--nproc-per-node=1", f"--log-dir={tmp_path}"]
     run = start("exit 0", *options, program=IMPATIENT)
     _, told = run.communicate(timeout=60)
     assert run.returncode == 1
@@ -214,7 +215,7 @@ def test_ranks_may_open_as_many_files_as_the_system_lets_them(start, tmp_path):
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
 
-    options = ["--rdzv-backend=loopback", "--nproc-per-node=1", f"--log-dir={tmp_path}"]
+    options = [*ONE_HOST, "--nproc-per-node=1", f"--log-dir={tmp_path}"]
     run = start("ulimit -Sn >limit; ulimit -Hn >>limit", *options, prepare=few)
     run.communicate(timeout=60)
     soft, hard = (tmp_path / "limit").read_text().split()
