@@ -14,7 +14,6 @@ import typer
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.config_file import load_config
 from megatron_grpo.launch import placement
-from megatron_grpo.launch.engine_node import ONE_NODE, EngineNode
 from megatron_grpo.launch.job_token import check_token, take_token
 from megatron_grpo.launch.lasting_output import outlive_readers
 from megatron_grpo.launch.launch import LAUNCHER_VARIABLE, rank_place, start_ranks, tie_to_launcher
@@ -179,14 +178,14 @@ def serve(
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port on that address.", min=1, max=65535)] = 8000,
     nnodes: Annotated[
-        int, typer.Option(help="Nodes that the engine spans: run this command on each of them.")
-    ] = ONE_NODE.nnodes,
+        int, typer.Option(help="Nodes of a Slurm step that the engine spans: see slurm/engine.sh.")
+    ] = 1,
     node_rank: Annotated[
         int, typer.Option(help="Which of them this is; node 0 answers trainers.")
-    ] = ONE_NODE.node_rank,
+    ] = 0,
     master_addr: Annotated[
         str, typer.Option(help="Address of node 0 for the others.")
-    ] = ONE_NODE.master_addr,
+    ] = "127.0.0.1",
     master_port: Annotated[
         int,
         typer.Option(
@@ -195,7 +194,7 @@ def serve(
             min=1,
             max=65535,
         ),
-    ] = ONE_NODE.master_port,
+    ] = 29501,
 ) -> None:
     """Run one rollout engine for CONFIG until interrupted.
 
@@ -204,25 +203,20 @@ def serve(
     that it sees, as do the ranks of a trainer: if both run on one host, give the engine other GPUs
     with CUDA_VISIBLE_DEVICES.
 
-    An engine of more GPUs than a node has spans several: run the command on each of them, with the
-    same token. They start together and end together.
+    An engine of more GPUs than a node has spans several: a Slurm job runs this command on each of
+    them, and ends it on all where it ends on one. Elsewhere an engine has one host.
 
     \b
     Example (run the last line in another terminal, with the same token):
       export MEGATRON_GRPO_TOKEN=$(openssl rand -hex 32)
       megatron-grpo serve CONFIG
       megatron-grpo train CONFIG rollout.base_urls=[http://127.0.0.1:8000]
-
-    \b
-    Example of one engine with rollout.tensor_parallel_size 16 on two nodes of 8:
-      megatron-grpo serve CONFIG --host 10.0.0.1 --nnodes 2 --master-addr 10.0.0.1
-      megatron-grpo serve CONFIG --host 10.0.0.2 --nnodes 2 --node-rank 1 \\
-          --master-addr 10.0.0.1
     """
     allow_open_files()
     token = check_token(take_token(os.environ))
     cfg = load_config(config, overrides or [])
     from megatron_grpo.rollout.serve import serve as serve_engine  # not for `--help`
+    from megatron_grpo.rollout.vllm_command import EngineNode
 
     node = EngineNode(nnodes, node_rank, master_addr, master_port)
     serve_engine(cfg.model, cfg.rollout, host, port, token, node)

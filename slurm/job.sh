@@ -1,15 +1,15 @@
 # shellcheck shell=bash
 # Shared code of the job scripts in this folder: `run_job CONFIG [key.sub=value ...]`.
 #
-# Each engine runs as one job step on each of its nodes, and the trainer as one step with a torchrun per
-# node. On a signal before the time limit (SIGUSR1), the trainer saves and exits with code 75; then the
-# job requeues itself and resumes from there. It also requeues itself after a failure, but not after
-# three restarts in a row that brought no new checkpoint, nor after a mistake that the user has to fix:
-# exit code 2 of the first start. A job that has started before has no such mistake; what looks like one
-# is mostly a file system that is temporarily unavailable.
+# Each engine runs as one job step over its nodes, and the trainer as one step with a torchrun per node.
+# On a signal before the time limit (SIGUSR1), the trainer saves and exits with code 75; then the job
+# requeues itself and resumes from there. It also requeues itself after a failure, but not after three
+# restarts in a row that brought no new checkpoint, nor after a mistake that the user has to fix: exit
+# code 2 of the first start. A job that has started before has no such mistake; what looks like one is
+# mostly a file system that is temporarily unavailable.
 set -euo pipefail
 
-readonly PREEMPTED=75 FOR_THE_USER=2 MAX_STARTS=4
+readonly PREEMPTED=75 FOR_THE_USER=2 MAX_STARTS=4 MAX_ENGINE_RESTARTS=3
 
 run_job() {
     cd "$SLURM_SUBMIT_DIR"
@@ -66,28 +66,51 @@ mount_run_dir() {
     [[ $RUN_DIR != /* || $RUN_DIR == "$true_name" ]] || CONTAINER_MOUNTS+=,$true_name:$RUN_DIR
 }
 
-# Start every engine, on each of its nodes; sets the arrays urls (of engines), and engines and
-# engine_logs (of nodes).
+# Start every engine; sets the arrays urls, engines and engine_logs.
 start_engines() {
-    local number names gpus port nodes first rank
+    local number names gpus port node address addresses
     for number in "${!ENGINES[@]}"; do
         read -r names gpus <<<"${ENGINES[number]}"
+        addresses=()
+        for node in ${names//,/ }; do
+            address=$(address_of "$node") || return 1
+            addresses+=("$address")
+        done
         # No other engine on its nodes has the same first GPU.
         port=$((FIRST_PORT + 1 + ${gpus%%,*}))
-        IFS=, read -ra nodes <<<"$names"
-        first=$(address_of "${nodes[0]}") || return 1
-        urls+=("http://$first:$port")
-        for rank in "${!nodes[@]}"; do
-            engine_logs+=("$LOGS/engine_$number$([[ $rank == 0 ]] || echo "_node_$rank").log")
-            # The nodes of an engine have no other engine, so that all can use the same port to meet.
-            # `env` within the step, since Slurm sets CUDA_VISIBLE_DEVICES of every task to all GPUs.
-            on_node "${nodes[rank]}" --output="${engine_logs[-1]}" \
-                env CUDA_VISIBLE_DEVICES="$gpus" bash slurm/engine.sh "$LOGS" "$@" \
-                --host "$(address_of "${nodes[rank]}")" --port "$port" \
-                --nnodes "${#nodes[@]}" --node-rank "$rank" --master-addr "$first" \
-                --master-port "$((FIRST_PORT + 63))" &
-            engines+=($!)
-        done
+        urls+=("http://${addresses[0]}:$port")
+        engine_logs+=("$LOGS/engine_$number.log")
+        # The nodes of an engine have no other engine, so that all can use the same port to meet.
+        # `env` within the step, since Slurm sets CUDA_VISIBLE_DEVICES of every task to all GPUs.
+        keep_engine "${engine_logs[-1]}" "$names" env CUDA_VISIBLE_DEVICES="$gpus" \
+            bash slurm/engine.sh "${engine_logs[-1]}" "$(IFS=,; echo "${addresses[*]}")" \
+            "$@" --port "$port" --master-port "$((FIRST_PORT + 63))" &
+        engines+=($!)
+    done
+}
+
+# Run an engine as a job step until this is told to end (SIGTERM): `keep_engine LOG NODE,... COMMAND ...`.
+# If it ends on one of its nodes, Slurm ends it on all. If that happens while the trainer runs, it is
+# started again: meanwhile the trainer sends its requests to the other engines, and new weights to this
+# one when it answers again.
+keep_engine() {
+    local nodes restarts engine code was_told=""
+    IFS=, read -ra nodes <<<"$2"
+    trap 'was_told=yes; kill "$engine" 2>/dev/null || true' TERM
+    for ((restarts = 0; ; restarts++)); do
+        step --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 --nodelist="$2" \
+            --kill-on-bad-exit=1 --output="$1" --open-mode=append "${@:3}" &
+        engine=$!
+        code=0
+        wait "$engine" || code=$?
+        if [[ -n $was_told ]]; then
+            wait "$engine" || true
+            exit "$code"
+        elif [[ ! -e $LOGS/trainer_0.log ]] ||
+            ((code == FOR_THE_USER || restarts == MAX_ENGINE_RESTARTS)); then
+            exit "$code"
+        fi
+        echo "the engine ended with exit code $code: started again" >>"$1"
     done
 }
 

@@ -59,14 +59,6 @@ def check_host(host: str) -> None:
         ) from None
 
 
-def is_loopback(host: str) -> bool:
-    """Whether `host`, a name or an IP address, can be reached on its own host only."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def is_allowed(method: str, route: str, authorization: bytes, token: str) -> bool:
     """Whether to serve a request with the header `authorization` (empty if it has none)."""
     if (method, route) == ("GET", "/health"):

@@ -12,13 +12,14 @@ from subprocess import TimeoutExpired
 
 from megatron_grpo.config.rollout_config import RolloutConfig
 from megatron_grpo.config.trainer_config import ModelConfig
-from megatron_grpo.launch.engine_node import ONE_NODE, EngineNode
 from megatron_grpo.launch.job_token import TOKEN_VARIABLE, check_token, new_token
 from megatron_grpo.rollout.connection import is_healthy
 from megatron_grpo.rollout.engine_error import EngineError
 from megatron_grpo.rollout.engine_process import EngineProcess
 from megatron_grpo.rollout.tied_process import KILL_SECONDS
 from megatron_grpo.rollout.vllm_command import (
+    ONE_NODE,
+    EngineNode,
     check_engine_arguments,
     vllm_command,
     vllm_environment,

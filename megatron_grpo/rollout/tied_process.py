@@ -37,9 +37,9 @@ class TiedProcess:
 
     @classmethod
     def start(
-        cls, command: list[str], environment: Mapping[str, str], output: IO[bytes] | None = None
+        cls, command: list[str], environment: Mapping[str, str], output: IO[bytes]
     ) -> "TiedProcess":
-        """Start `command`, which writes to `output`, or to where this process does.
+        """Start `command`, which writes to `output`.
 
         Linux kills it when the thread that started it ends. So only a thread that lasts as long as
         the run may call this: the main thread or the `COLLECTOR`.
@@ -55,7 +55,7 @@ class TiedProcess:
             env={**environment, "TMPDIR": str(folder)},
             stdin=subprocess.DEVNULL,
             stdout=output,
-            stderr=subprocess.STDOUT if output else None,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
         )
         return cls(process, folder)

@@ -10,14 +10,13 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from megatron_grpo.config.rollout_config import RolloutConfig
 from megatron_grpo.config.trainer_config import ModelConfig
-from megatron_grpo.launch.engine_node import ONE_NODE, EngineNode
 
 BACKEND = "megatron_grpo"
 """Our name in vLLM's registry of weight-transfer backends."""
@@ -31,7 +30,7 @@ TOKEN_GUARD = "megatron_grpo.rollout.access.TokenGuard"
 ENGINE_VARIABLE = "MEGATRON_GRPO_ENGINE"
 """Set in the environment of our engines; in any other process our plugin does nothing."""
 
-SPANNING = "start `megatron-grpo serve` with this option on each of the engine's nodes"
+SPANNING = "set by the job scripts in slurm/, for an engine over several nodes"
 
 KEPT_ELSEWHERE = "keys and values outside the GPU's cache would outlive a push of new weights"
 OFFLOADED = "weights in host memory would replace those that were pushed; use more GPUs per engine"
@@ -76,6 +75,20 @@ RESERVED = {
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Those for which vLLM 0.32 has an attention kernel for CPUs."""
+
+
+@dataclass(frozen=True)
+class EngineNode:
+    """One node of an engine, by the names of vLLM's options."""
+
+    nnodes: int
+    node_rank: int
+    master_addr: str
+    """The address of node 0, where vLLM's workers meet at a port."""
+    master_port: int
+
+
+ONE_NODE = EngineNode(1, 0, "127.0.0.1", 29501)
 
 
 def vllm_command(

@@ -180,10 +180,10 @@ def serve(tied_model: Path, token: str, *options: str) -> subprocess.Popen[str]:
         (TOKEN, ["--host=0.0.0.0"], "--host 0.0.0.0 would listen on every network"),
         (TOKEN, ["--host=::"], "--host :: would listen on every network"),
         (TOKEN, ["--host="], "--host '' is not an IP address"),
-        (TOKEN, ["--nnodes=2"], "--nnodes 2 does not divide rollout.tensor_parallel_size 1"),
+        (TOKEN, ["--nnodes=2"], "--nnodes 2: an engine spans nodes only as a Slurm step over them"),
     ],
 )
-def test_serve_wants_a_token_one_address_and_a_node_of_the_engine(
+def test_serve_wants_a_token_one_address_and_one_host(
     tied_model: Path, token: str, options: list[str], message: str
 ) -> None:
     engine = serve(tied_model, token, *options)

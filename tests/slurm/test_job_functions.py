@@ -187,7 +187,7 @@ def test_a_node_whose_name_nobody_knows_is_told(bash):
 
 START_ENGINES = """
     address_of() { echo "$1"; }
-    on_node() { echo "$*"; }
+    step() { echo "$*"; }
     FIRST_PORT=20000 LOGS=logs urls=() engines=() engine_logs=()
     mapfile -t ENGINES <<<"$PLACED"
     start_engines
@@ -200,18 +200,22 @@ def test_the_ports_of_80_engines_are_among_the_64_of_the_job(bash):
     """Ports belong to a node, and no node has so many engines."""
     placed = [f"n{node} {gpu},{gpu + 1}" for node in range(20) for gpu in range(0, 8, 2)]
     done = bash(START_ENGINES, {}, PLACED="\n".join(placed))
-    addresses = re.findall(r"--host (\S+) --port (\d+)", done.stdout)
+    addresses = re.findall(r"engine_\d+.log (\S+) --port (\d+)", done.stdout)
     assert len(set(addresses)) == 80
     assert {f"http://{host}:{port}" for host, port in addresses} == set(done.stderr.split())
     assert {int(port) for _, port in addresses} == {20001, 20003, 20005, 20007}
 
 
-def test_all_nodes_of_an_engine_meet_at_a_port_of_the_first(bash):
+def test_an_engine_over_nodes_is_a_step_that_ends_on_all_of_them(bash):
     placed = "n0,n1 0,1,2,3,4,5,6,7\nn2,n3 0,1,2,3,4,5,6,7"
     done = bash(START_ENGINES, {}, PLACED=placed)
     assert done.stderr == "http://n0:20001 http://n2:20001\n"
-    nodes = re.findall(r"--host (n\d) --port 20001 .* --master-addr (n\d) --m.* 20063", done.stdout)
-    assert sorted(nodes) == [("n0", "n0"), ("n1", "n0"), ("n2", "n2"), ("n3", "n2")]
+    steps = re.findall(
+        r"--nodes=2 --ntasks=2 .* --nodelist=(\S+) --kill-on-bad-exit=1 .*"
+        r" (\S+) --port 20001 --master-port 20063",
+        done.stdout,
+    )
+    assert sorted(steps) == [("n0,n1", "n0,n1"), ("n2,n3", "n2,n3")]
 
 
 def test_a_run_directory_may_have_spaces(bash):
@@ -227,33 +231,48 @@ def test_a_run_directory_may_have_spaces(bash):
     assert done.stdout == f"{run} {run}/logs/slurm_7_0\n"
 
 
-MEGATRON_GRPO = """
-echo "$TMPDIR" >>"$LOGS/folders"
+ENGINE = "bash slurm/engine.sh $LOGS/engine_0.log n0,n1"
+LEAVES_A_FILE = """
+echo "$TMPDIR"
 stat --format=%a "$TMPDIR"
 touch "$TMPDIR/socket"
-exit "$(wc -l <"$LOGS/folders")"
 """
 
 
 @pytest.mark.parametrize("name", ["short", "long" * 20])
 def test_engines_leave_nothing_in_the_temporary_folder(bash, tmp_path, name):
-    (tmp_path / "trainer_0.log").touch()  # the trainer runs: an engine that ends is restarted
     with tempfile.TemporaryDirectory() as short:
         place = Path(short) / name
         place.mkdir()
-        programs = {"megatron-grpo": MEGATRON_GRPO}
-        done = bash("bash slurm/engine.sh $LOGS", programs, LOGS=str(tmp_path), TMPDIR=str(place))
-        folders = (tmp_path / "folders").read_text().splitlines()
-        assert done.stdout == "700\n700\n" and len(set(folders)) == 2
-        for folder in map(Path, folders):
-            assert folder.parent == (place if name == "short" else Path("/tmp"))
-            assert not folder.exists()
+        variables = {"LOGS": str(tmp_path), "TMPDIR": str(place), "SLURM_NODEID": "0"}
+        done = bash(ENGINE, {"megatron-grpo": LEAVES_A_FILE}, **variables)
+        folder, mode = done.stdout.split()
+        assert Path(folder).parent == (place if name == "short" else Path("/tmp"))
+        assert mode == "700" and not Path(folder).exists()
+
+
+def test_a_further_node_of_an_engine_has_its_own_log_and_address(bash, tmp_path):
+    programs = {"megatron-grpo": 'echo "$*"'}
+    bash(ENGINE, programs, LOGS=str(tmp_path), SLURM_NODEID="1")
+    expected = "serve --host n1 --nnodes 2 --node-rank 1 --master-addr n0\n"
+    assert (tmp_path / "engine_0_node_1.log").read_text() == expected
+
+
+@pytest.mark.parametrize(
+    ("does", "code"),
+    [("exit 0", 1), ("exit 2", 2), ("kill -TERM $PPID; exec sleep 60", 0)],
+    ids=["ends", "is refused", "is told to end"],
+)
+def test_an_engine_that_ends_by_itself_ends_the_step_on_its_other_nodes(bash, tmp_path, does, code):
+    """Slurm does that if the exit code of a task is not 0, and returns the highest."""
+    programs = {"megatron-grpo": does}
+    assert bash(ENGINE, programs, LOGS=str(tmp_path), SLURM_NODEID="0").returncode == code
 
 
 def test_an_engine_that_always_dies_is_started_again_three_times(bash, tmp_path):
     (tmp_path / "trainer_0.log").touch()
-    programs = {"megatron-grpo": "echo start; exit 1"}
-    done = bash("bash slurm/engine.sh $LOGS", programs, LOGS=str(tmp_path))
+    script = "step() { echo start; exit 1; }; keep_engine $LOGS/engine_0.log n0"
+    done = bash(script, {}, LOGS=str(tmp_path))
     assert (done.stdout, done.returncode) == ("start\n" * 4, 1)
 
 

@@ -16,7 +16,6 @@ import pytest
 from engines import largest_logprob_error, random_prompts, running_engine, wait_until
 from megatron_grpo.config.rollout_config import RolloutConfig
 from megatron_grpo.config.trainer_config import ModelConfig
-from megatron_grpo.launch.engine_node import EngineNode
 from megatron_grpo.rollout import EngineServers
 from megatron_grpo.rollout.engine_error import EngineError, EnginesOut, EngineStale
 from megatron_grpo.rollout.engine_process import EngineProcess, log_tail
@@ -28,6 +27,7 @@ from megatron_grpo.rollout.server import (
     reserve_port,
     share_gpus,
 )
+from megatron_grpo.rollout.vllm_command import EngineNode
 from processes import shared_memory
 
 MARK = "MEGATRON_GRPO_TEST_RUN"
@@ -297,7 +297,7 @@ def test_vllm_on_other_nodes_is_told_the_address_that_was_given():
     """By default vLLM takes any address of the host, on whichever network."""
     rollout = RolloutConfig(tensor_parallel_size=2, max_completion_length=8)
     for rank, host in enumerate(("10.0.0.7", "10.0.0.8")):
-        node = EngineNode(2, rank, "10.0.0.7")
+        node = EngineNode(2, rank, "10.0.0.7", 29501)
         model = ModelConfig(path=Path("model"))
         _, environment = engine_command(model, rollout, host, 8000, None, "token", node)
         assert environment["VLLM_HOST_IP"] == host

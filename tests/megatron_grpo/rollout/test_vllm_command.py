@@ -7,10 +7,10 @@ import pytest
 
 from megatron_grpo.config.rollout_config import RolloutConfig
 from megatron_grpo.config.trainer_config import ModelConfig
-from megatron_grpo.launch.engine_node import EngineNode
 from megatron_grpo.rollout.vllm_command import (
     CPU_HEAD_SIZES,
     RESERVED,
+    EngineNode,
     check_engine_arguments,
     engine_argument_names,
     engine_number,
