@@ -9,9 +9,9 @@ from math import prod
 from pathlib import Path
 
 from checkpoint_convert.families import FAMILIES
+from checkpoint_convert.formats import is_torch_dist
 from checkpoint_convert.formats.hf_folder import ADAPTER_FILE
 from checkpoint_convert.formats.safetensors_file import TORCH_NAMES
-from checkpoint_convert.formats.torch_dist import is_torch_dist
 from checkpoint_convert.hf_config import check_folder, read_json, read_shape
 from checkpoint_convert.shape import ModelShape, differing_fields
 from parallel import Shape

@@ -5,9 +5,9 @@ from math import prod
 from pathlib import Path
 
 from checkpoint_convert.companions import model_config
+from checkpoint_convert.formats import is_torch_dist
 from checkpoint_convert.formats.hf_folder import locate_tensors
 from checkpoint_convert.formats.safetensors_file import ITEM_SIZES
-from checkpoint_convert.formats.torch_dist import is_torch_dist
 from checkpoint_convert.hf_config import read_shape
 from checkpoint_convert.hf_writer import MAX_SHARD_BYTES, create_folder
 from checkpoint_convert.megatron import hf_dtypes, hf_tensors

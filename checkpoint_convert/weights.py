@@ -4,9 +4,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from checkpoint_convert.formats import is_torch_dist
 from checkpoint_convert.formats.hf_folder import check_weights
 from checkpoint_convert.formats.tensor_io import StoredTensors, TensorSource
-from checkpoint_convert.formats.torch_dist import is_torch_dist, read_chunks
+from checkpoint_convert.formats.torch_dist import read_chunks
 from checkpoint_convert.megatron import checkpoint_layout
 from checkpoint_convert.shape import ModelShape
 from parallel import Layout, cover_exactly

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TensorPlace, read_header
-from checkpoint_convert.formats.torch_file import read_places
 from checkpoint_convert.hf_config import check_folder, read_json
 from checkpoint_convert.megatron import hf_tensors
 from checkpoint_convert.shape import ModelShape
@@ -39,7 +38,7 @@ def locate_tensors(
     check_folder(folder)
     for single, index, read in (
         (SINGLE_FILE, INDEX_FILE, read_header),
-        (BIN_FILE, BIN_INDEX_FILE, read_places),
+        (BIN_FILE, BIN_INDEX_FILE, _read_places),
     ):
         if (folder / single).is_file():
             return _chosen(read(folder / single), names)
@@ -49,6 +48,13 @@ def locate_tensors(
         f"{folder} has no weights: none of {SINGLE_FILE}, {INDEX_FILE}, {BIN_FILE} and "
         f"{BIN_INDEX_FILE} is there"
     )
+
+
+def _read_places(path: Path) -> dict[str, TensorPlace]:
+    # Imported only here: torch takes seconds to start, and most models are in safetensors files.
+    from checkpoint_convert.formats.torch_file import read_places  # noqa: PLC0415
+
+    return read_places(path)
 
 
 def _chosen(found: dict[str, T], names: Collection[str] | None) -> dict[str, T]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from checkpoint_convert.formats import METADATA_FILE
 from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TensorPlace
 from checkpoint_convert.formats.tensor_io import StoredTensors
 from checkpoint_convert.formats.torch_dist_metadata import StoredChunk, StoredTensor, read_metadata
@@ -18,7 +19,6 @@ from checkpoint_convert.formats.torch_file import read_place
 from checkpoint_convert.hf_config import read_json
 from parallel import Box, Layout, Piece, Shape
 
-METADATA_FILE = ".metadata"
 BACKENDS_FILE = "metadata.json"
 
 
@@ -87,11 +87,6 @@ class ChunkTensors(StoredTensors):
                 f"{name} as {dtype} {list(chunk.box.size)}"
             )
         return place
-
-
-def is_torch_dist(folder: Path) -> bool:
-    """Whether `folder` is a torch_dist checkpoint, complete or not."""
-    return (folder / METADATA_FILE).is_file() or next(folder.glob("*.distcp"), None) is not None
 
 
 def read_chunks(folder: Path, keys: Callable[[str], bool] = lambda key: True) -> StoredChunks:

@@ -1,16 +1,22 @@
 """Reads the pickle `.metadata` of a torch_dist checkpoint without executing anything in it.
 
-The classes of torch.distributed.checkpoint are recognized by name; see `torch_pickle`.
+torch and Megatron-Core load it without restriction. Here every class of theirs that it names is
+replaced by an inert one, and everything else is refused.
 """
 
+import io
+import pickle
+import pickletools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from checkpoint_convert.formats.safetensors_file import NAMES
 from checkpoint_convert.formats.tensor_io import errors_named
-from checkpoint_convert.formats.torch_pickle import ITEM_SIZES, load, whole_numbers
 from parallel import Box, Shape
 
 
@@ -50,7 +56,7 @@ def read_metadata(
     """
     content = _content(path)
     try:
-        fields = load(content).state
+        fields = _load(content)
         places = {
             (index.state["fqn"], index.state.get("offset")): info.state
             for index, info in fields["storage_data"].items()
@@ -74,7 +80,7 @@ def read_object_places(path: Path) -> list[tuple[str, int, int]]:
     """
     content = _content(path)
     try:
-        fields = load(content).state
+        fields = _load(content)
         entries = fields["state_dict_metadata"]
         return [
             _place_in_folder(index.state["fqn"], info.state)
@@ -96,14 +102,15 @@ def _has_dimensions(entry: Any) -> bool:
 
 def _tensor(key: str, fields: dict[str, Any], places: dict[Any, dict[str, Any]]) -> StoredTensor:
     dtype = fields["properties"].state[0]
-    if dtype not in ITEM_SIZES:
+    if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{key} has the dtype {dtype!r}")
+    name = str(dtype).removeprefix("torch.")
     chunks = []
     for chunk in fields["chunks"]:
-        box = Box(whole_numbers(chunk.state["offsets"]), whole_numbers(chunk.state["sizes"]))
+        box = Box(_whole_numbers(chunk.state["offsets"]), _whole_numbers(chunk.state["sizes"]))
         place = places[key, box.start]
         chunks.append(StoredChunk(box, *_place_in_folder(key, place)))
-    return StoredTensor(whole_numbers(fields["size"]), NAMES.get(dtype, dtype), tuple(chunks))
+    return StoredTensor(_whole_numbers(fields["size"]), NAMES.get(name, name), tuple(chunks))
 
 
 def _place_in_folder(key: str, place: dict[str, Any]) -> tuple[str, int, int]:
@@ -112,5 +119,97 @@ def _place_in_folder(key: str, place: dict[str, Any]) -> tuple[str, int, int]:
     file = place["relative_path"]
     if file != Path(file).name or file == "..":
         raise ValueError(f"{key} is in a file outside the folder: {file}")
-    offset, length = whole_numbers((place["offset"], place["length"]))
+    offset, length = _whole_numbers((place["offset"], place["length"]))
     return file, offset, length
+
+
+def _whole_numbers(values: Any) -> Shape:
+    if not all(type(value) is int and value >= 0 for value in values):
+        raise TypeError(f"{values!r} are not valid sizes")
+    return tuple(values)
+
+
+class _Inert:
+    """Stands for an object or the result of a call; keeps only the attributes of the object."""
+
+    def __init__(self, *arguments: Any) -> None: ...
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+_DCP = "torch.distributed.checkpoint"
+_NAMES = {
+    f"{_DCP}.metadata": (
+        "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties "
+        "_MEM_FORMAT_ENCODING MetadataIndex StorageMeta"
+    ),
+    # Megatron-Core stores the save plans of all ranks in the metadata.
+    f"{_DCP}.planner": "SavePlan WriteItem WriteItemType TensorWriteData BytesIOWriteData",
+    f"{_DCP}.filesystem": "_StorageInfo _StoragePrefix",
+    "torch.distributed._shard.sharded_tensor.metadata": "TensorProperties MEM_FORMAT_ENCODING",
+    "torch.serialization": "_get_layout",
+    "megatron.core.dist_checkpointing.strategies.torch": "MCoreMetadata MCoreSavePlan",
+    "pathlib": "PosixPath WindowsPath",
+    "pathlib._local": "PosixPath WindowsPath",  # Python 3.13's name for the same
+}
+_ALLOWED: dict[tuple[str, str], Any] = {
+    **{
+        (module, name): type(name, (_Inert,), {})
+        for module, names in _NAMES.items()
+        for name in names.split()
+    },
+    **{
+        ("torch", key): value
+        for key, value in vars(torch).items()
+        if isinstance(value, torch.dtype)
+    },
+    ("torch", "Size"): tuple,
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _ALLOWED:
+            raise pickle.UnpicklingError(
+                f"its pickle requires {module}.{name}, which is not allowed"
+            )
+        return _ALLOWED[module, name]
+
+
+def _load(content: bytes) -> dict[str, Any]:
+    """The fields of the pickled `Metadata`, whose values are inert objects and Python's own."""
+    _check_memo(content)
+    fields: dict[str, Any] = _Unpickler(io.BytesIO(content)).load().state
+    return fields
+
+
+_OPERATIONS = {operation.code.encode("latin-1"): operation for operation in pickletools.opcodes}
+_REMEMBER = ("PUT", "LONG_BINPUT")  # BINPUT's index is a byte, MEMOIZE's the number before it
+# A run of operations of fixed size: a million of them take 0.1 s.
+_FIXED_SIZE = re.compile(
+    b"(?:%s)*+"
+    % b"|".join(
+        re.escape(code) + b"." * (operation.arg.n if operation.arg else 0)
+        for code, operation in _OPERATIONS.items()
+        if operation.name not in ("STOP", *_REMEMBER)
+        if operation.arg is None or operation.arg.n >= 0
+    ),
+    re.DOTALL,
+)
+
+
+def _check_memo(data: bytes) -> None:
+    """Refuse a pickle with a memo index that is not less than its size in bytes.
+
+    The unpickler allocates a list of that length: ten bytes could request any amount of memory.
+    """
+    stream = io.BytesIO(data)
+    while True:
+        stream.seek(_FIXED_SIZE.match(data, stream.tell()).end())  # type: ignore[union-attr]
+        operation = _OPERATIONS[stream.read(1)]
+        if operation.arg is None:  # the end
+            return
+        value = operation.arg.reader(stream)
+        if operation.name in _REMEMBER and not 0 <= value < len(data):
+            raise pickle.UnpicklingError(f"it remembers {value} things in {len(data)} bytes")

@@ -4,17 +4,32 @@ Files of the final size are created first; then any process writes values to the
 order; the metadata is written last and makes the folder a checkpoint.
 """
 
+import io
 import json
 import os
+import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TORCH_NAMES, TensorPlace
-from checkpoint_convert.formats.torch_dist import BACKENDS_FILE, METADATA_FILE, chunk_name
-from checkpoint_convert.formats.torch_pickle import Call, Instance, Name, dump
-from checkpoint_convert.formats.torch_save import saved_object, saved_tensor
+import torch
+from torch import Size
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from checkpoint_convert.formats import METADATA_FILE
+from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TensorPlace
+from checkpoint_convert.formats.torch_dist import BACKENDS_FILE, chunk_name
+from checkpoint_convert.formats.torch_file import saved_tensor
+from checkpoint_convert.formats.torch_words import DTYPES
 from parallel import Box, Layout, Piece, Shape, cover_exactly
 
 _COMMON_FILE = "common.pt"
@@ -25,17 +40,6 @@ _BACKEND_VERSIONS = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-_VERSION = "1.0.0"  # of torch.distributed.checkpoint
-_METADATA, _TENSOR, _BYTES, _CHUNK, _PROPERTIES, _ORDER, _INDEX = (
-    Name("torch.distributed.checkpoint.metadata", name)
-    for name in (
-        *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
-        *("TensorProperties", "_MEM_FORMAT_ENCODING", "MetadataIndex"),
-    )
-)
-_PLACE = Name("torch.distributed.checkpoint.filesystem", "_StorageInfo")
-_LAYOUT = Name("torch.serialization", "_get_layout")
-_SIZE = Name("torch", "Size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,61 +134,39 @@ def index_of(created: Sequence[CreatedChunk], empty_objects: Sequence[str] = ())
     chunks = [each.chunk for each in created]
     pieces = tuple(Piece(c.name, Box.whole(c.box.size), c.key, c.box) for c in chunks)
     cover_exactly({c.key: c.shape for c in chunks}, [Layout({}, pieces)])
-    return dump(_metadata(created, empty_objects))
+    return pickle.dumps(_metadata(created, empty_objects))
 
 
 def finish_checkpoint(folder: Path, index: bytes) -> None:
     """Turn a folder of fully written files into a checkpoint; one process calls this, last."""
-    _write(folder / _EMPTY_FILE, saved_object([None]))  # all empty objects are stored once
+    _write(folder / _EMPTY_FILE, _saved([None]))  # all empty objects are stored once
     _write(folder / METADATA_FILE, index)
-    _write(folder / _COMMON_FILE, saved_object({}))
+    _write(folder / _COMMON_FILE, _saved({}))
     _write(folder / BACKENDS_FILE, json.dumps(_BACKEND_VERSIONS).encode())
 
 
-def _metadata(created: Sequence[CreatedChunk], empty_objects: Sequence[str]) -> Instance:
-    """The `Metadata` object that torch.distributed.checkpoint would pickle."""
-    boxes: dict[str, list[Instance]] = {each.chunk.key: [] for each in created}
+def _metadata(created: Sequence[CreatedChunk], empty_objects: Sequence[str]) -> Metadata:
+    tensors: dict[str, TensorStorageMetadata] = {}
     places = {}
     for each in created:
-        key, start, size = each.chunk.key, _size(each.chunk.box.start), _size(each.chunk.box.size)
-        boxes[key].append(_instance(_CHUNK, offsets=start, sizes=size))
-        place = {"relative_path": each.file, "offset": each.offset, "length": each.length}
-        places[_instance(_INDEX, fqn=key, offset=start, index=None)] = _instance(_PLACE, **place)
-    entries = {
-        chunk.key: _instance(
-            _TENSOR,
-            properties=_properties(chunk.dtype),
-            size=_size(chunk.shape),
-            chunks=boxes[chunk.key],
-        )
-        for chunk in {each.chunk.key: each.chunk for each in created}.values()
-    }
-    nothing = {"relative_path": _EMPTY_FILE, "offset": 0, "length": len(saved_object([None]))}
-    for name in empty_objects:
-        entries[name] = Instance(_BYTES)
-        places[_instance(_INDEX, fqn=name, offset=None, index=None)] = _instance(_PLACE, **nothing)
-    return _instance(
-        _METADATA,
-        state_dict_metadata=entries,
-        planner_data=None,
-        storage_data=places,
-        storage_meta=None,
-        version=_VERSION,
+        chunk, start, size = each.chunk, Size(each.chunk.box.start), Size(each.chunk.box.size)
+        if chunk.key not in tensors:
+            properties = TensorProperties(DTYPES[chunk.dtype])
+            tensors[chunk.key] = TensorStorageMetadata(properties, Size(chunk.shape), [])
+        tensors[chunk.key].chunks.append(ChunkStorageMetadata(start, size))
+        places[MetadataIndex(chunk.key, start)] = _StorageInfo(each.file, each.offset, each.length)
+    nothing = _StorageInfo(_EMPTY_FILE, 0, len(_saved([None])))
+    return Metadata(
+        tensors | dict.fromkeys(empty_objects, BytesStorageMetadata()),
+        storage_data=places | {MetadataIndex(name): nothing for name in empty_objects},
+        version=CURRENT_DCP_VERSION,
     )
 
 
-def _instance(of: Name, **attributes: Any) -> Instance:
-    return Instance(of, attributes)
-
-
-def _size(shape: Shape) -> Call:
-    return Call(_SIZE, (shape,))
-
-
-def _properties(dtype: str) -> Instance:
-    """Properties of a dense, contiguous tensor that needs no gradient and is not pinned."""
-    layout, order = Call(_LAYOUT, ("torch.strided",)), Call(_ORDER, (0,))
-    return Instance(_PROPERTIES, (Name("torch", TORCH_NAMES[dtype]), layout, False, order, False))
+def _saved(value: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -1,26 +1,32 @@
-"""Locates the bytes of tensors in torch.save files. Only the pickle that names them is read.
+"""Finds the values of tensors in files of torch.save, to read or to write them in place.
 
-A torch.save file is an uncompressed zip archive: a pickle that builds the tensors, and one record
-of bytes per storage.
+Such a file is an uncompressed zip archive: a pickle that describes the tensors, and one record of
+bytes per storage. torch loads the pickle, restricted to what builds tensors, onto the meta device:
+no values are read. It computes where the storages begin from how it would have written them, so
+each place is compared with the archive's directory.
 """
 
 import os
+import pickle
+import re
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
+from functools import cache
 from pathlib import Path
 from typing import IO, Any, cast
 from zipfile import ZIP_STORED, ZipFile
 
+import torch
+from torch import Tensor
+
 from checkpoint_convert.formats.safetensors_file import NAMES, TensorPlace
 from checkpoint_convert.formats.tensor_io import errors_named
-from checkpoint_convert.formats.torch_pickle import ITEM_SIZES, load, whole_numbers
+from checkpoint_convert.formats.torch_words import DTYPES
 from parallel import Shape
 
 _ZIP_MAGIC = b"PK\x03\x04"
 # Header of a record: starts with the magic and ends with the lengths of its name and extra field.
-_LOCAL_HEADER = struct.Struct("<4s22x2H")
+_RECORD_HEADER = struct.Struct("<4s22x2H")
 _ENCRYPTED = 1
 _MAX_PICKLE_BYTES = 100_000_000  # as for headers of safetensors; a tensor takes about 200
 
@@ -33,11 +39,12 @@ def read_places(path: Path) -> dict[str, TensorPlace]:
     """
     with path.open("rb", buffering=0) as file:
         length = os.fstat(file.fileno()).st_size
-        loaded = _load(file.fileno(), path, 0, length)
+        loaded, records = _load(file.fileno(), path, 0, length)
     if not isinstance(loaded, dict):
         raise ValueError(f"{path} holds {type(loaded).__name__}, not a dict of tensors")
     return {
-        str(name): _place(value, path, f"{path}: {name!r}", 0) for name, value in loaded.items()
+        str(name): _place(value, records, path, f"{path}: {name!r}", 0)
+        for name, value in loaded.items()
     }
 
 
@@ -46,8 +53,8 @@ def read_place(descriptor: int, path: Path, offset: int, length: int) -> TensorP
 
     `descriptor` is an open file descriptor of `path`. Raises ValueError like `read_places`.
     """
-    where = f"{path} at byte {offset}"
-    return _place(_load(descriptor, path, offset, length), path, where, offset)
+    value, records = _load(descriptor, path, offset, length)
+    return _place(value, records, path, f"{path} at byte {offset}", offset)
 
 
 def screen(descriptor: int, path: Path, offset: int, length: int) -> None:
@@ -55,165 +62,95 @@ def screen(descriptor: int, path: Path, offset: int, length: int) -> None:
     _load(descriptor, path, offset, length)
 
 
-def _load(descriptor: int, path: Path, offset: int, length: int) -> Any:
-    with errors_named(path):
-        magic = os.pread(descriptor, len(_ZIP_MAGIC), offset)
-    if magic != _ZIP_MAGIC:
-        raise ValueError(
-            f"{path} at byte {offset} is not in the format of torch.save since torch 1.6: if you "
-            "trust it, load it and save it again with a newer torch"
-        )
+def _load(descriptor: int, path: Path, offset: int, length: int) -> tuple[Any, dict[int, int]]:
+    """What is saved there, on the meta device; and the size of each record, by its first byte."""
+    where = f"{path} at byte {offset}"
+    part = _FilePart(descriptor, offset, length)
     try:
-        archive = _Archive(_FilePart(descriptor, offset, length))
-        return load(archive.bytes("data.pkl", _MAX_PICKLE_BYTES), archive.storage)
-    except _UnreadableError as error:
-        with errors_named(path):
-            raise error.cause from None
+        if part.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC:
+            records = _records(part)
+            part.seek(0)
+            file = cast(IO[bytes], part)
+            return torch.load(file, map_location="meta", weights_only=True), records
     except Exception as error:  # a malformed file can provoke any
-        reason = str(error) or repr(error)
-        raise ValueError(f"{path} at byte {offset} is not a file of tensors: {reason}") from error
-
-
-def _place(value: Any, path: Path, where: str, offset: int) -> TensorPlace:
-    try:
-        tensor = _tensor(value)
-    except _NoTensorError as error:
-        raise ValueError(f"{where} is {error}") from error
-    except Exception as error:  # the arguments of a call can be anything
-        raise ValueError(f"{where} is malformed: {error!r}") from error
-    storage, start, num_bytes = tensor.storage, tensor.start, tensor.num_bytes
-    if start + num_bytes > storage.num_bytes:
-        raise ValueError(f"{where} ends at byte {start + num_bytes} of {storage.num_bytes} bytes")
-    dtype = NAMES.get(tensor.dtype, tensor.dtype)
-    return TensorPlace(path, dtype, tensor.shape, offset + storage.start + start, num_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class _Storage:
-    """A record of values: its place and the dtype that the pickle names."""
-
-    start: int
-    num_bytes: int
-    dtype: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    """A tensor: `num_bytes` of a storage from its byte `start` on."""
-
-    storage: _Storage
-    start: int
-    num_bytes: int
-    shape: Shape
-    dtype: str
-
-
-class _NoTensorError(Exception):
-    """A value is not a supported tensor; the message says what it is instead."""
-
-
-def _tensor(value: Any) -> _Tensor:
-    """The tensor that a pickle would build, from the calls that it requests."""
-    for _ in range(_MAX_WRAPPERS):  # bounded: in a pickle, a call can be its own argument
-        if type(value).__name__ in _WRAPPERS:
-            value = _WRAPPERS[type(value).__name__](value)
-    kind = type(value).__name__
-    if kind == "_rebuild_meta_tensor_no_storage":
-        raise _NoTensorError("from the meta device, saved without values")
-    if kind == "_rebuild_sparse_tensor":
-        raise _NoTensorError(_SCATTERED)
-    if kind not in ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3"):
-        raise _NoTensorError(f"{kind}, not a tensor")
-    storage, first, shape, strides = value.arguments[:4]
-    dtype = value.arguments[6] if kind.endswith("v3") else storage.dtype
-    (first,), shape, strides = map(whole_numbers, ((first,), shape, strides))
-    if not _is_contiguous(shape, strides):
-        raise _NoTensorError(_SCATTERED)
-    size = ITEM_SIZES[dtype]
-    return _Tensor(storage, first * size, prod(shape) * size, shape, dtype)
-
-
-_SCATTERED = "sparse or strided: save it again as .contiguous()"
-_MAX_WRAPPERS = 3
-# Calls around the one that builds a tensor, if it is a parameter or has attributes.
-_WRAPPERS: dict[str, Callable[[Any], Any]] = {
-    "_rebuild_parameter": lambda value: value.arguments[0],
-    "_rebuild_parameter_with_state": lambda value: value.arguments[0],
-    "_rebuild_from_type_v2": lambda value: value.arguments[0](*value.arguments[2]),
-}
-
-
-def _is_contiguous(shape: Shape, strides: Shape) -> bool:
-    wanted = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    return 0 in shape or all(
-        size == 1 or stride == step
-        for size, stride, step in zip(shape, strides, wanted, strict=True)
+        if part.failure is not None:  # both zipfile and torch hide it
+            with errors_named(path):
+                raise part.failure from None
+        raise ValueError(f"{where} is not a file of tensors: {_reason(error)}") from error
+    raise ValueError(
+        f"{where} is not in the format of torch.save since torch 1.6: if you trust it, load it and "
+        "save it again with a newer torch"
     )
 
 
-class _UnreadableError(Exception):
-    """Reading the file failed. Not an OSError, which zipfile would report as a malformed file."""
+def _reason(error: Exception) -> str:
+    """One line. The text of torch is long, and recommends to load the file without restriction."""
+    if isinstance(error, pickle.UnpicklingError):
+        name = re.search(r"GLOBAL (\S+)", str(error))
+        what = name[1] if name else "more than tensors"
+        return f"its pickle requires {what}, which is not allowed"
+    return str(error).partition("\n")[0] or repr(error)
 
-    def __init__(self, cause: OSError) -> None:
-        super().__init__(str(cause))
-        self.cause = cause
 
-
-class _Archive:
-    """The records of a torch.save file, which are stored uncompressed."""
-
-    def __init__(self, file: "_FilePart") -> None:
-        self._file = file
-        self._records = {r.filename: r for r in ZipFile(cast(IO[bytes], file)).infolist()}
-        self._root = next(iter(self._records)).partition("/")[0]
-        if self.has("byteorder") and self.bytes("byteorder", 10) != b"little":
-            raise ValueError("its bytes are not in little-endian order")
-
-    def has(self, name: str) -> bool:
-        """Whether there is a record of this name."""
-        return f"{self._root}/{name}" in self._records
-
-    def place(self, name: str) -> tuple[int, int]:
-        """First byte and size of a record."""
-        if not self.has(name):
-            raise ValueError(f"it has no record {name}")
-        record = self._records[f"{self._root}/{name}"]
+def _records(part: "_FilePart") -> dict[int, int]:
+    """Size of each record by its first byte; ValueError for records that are not plain bytes."""
+    records = {}
+    for record in ZipFile(cast(IO[bytes], part)).infolist():
+        name = record.filename.partition("/")[2]
         if record.compress_type != ZIP_STORED or record.flag_bits & _ENCRYPTED:
             raise ValueError(f"its record {name} is compressed: load it and save it with torch")
-        self._file.seek(record.header_offset)
-        header = self._file.read(_LOCAL_HEADER.size)
-        magic, *name_and_extra = _LOCAL_HEADER.unpack(header)
-        start = record.header_offset + len(header) + sum(name_and_extra)
-        if magic != _ZIP_MAGIC or start + record.file_size > self._file.length:
-            raise ValueError(f"its record {name} is not where its directory says")
-        return start, record.file_size
-
-    def bytes(self, name: str, max_bytes: int) -> bytes:
-        """Content of a record; ValueError if it has more than `max_bytes`."""
-        start, size = self.place(name)
-        if size > max_bytes:
-            raise ValueError(f"its record {name} has {size} bytes, more than {max_bytes}")
-        self._file.seek(start)
-        return self._file.read(size)
-
-    def storage(self, pid: Any) -> _Storage:
-        """The record of a storage that the pickle mentions."""
-        _, dtype, key, _, num_elements = pid
-        start, num_bytes = self.place(f"data/{key}")
-        if num_elements * ITEM_SIZES[dtype] != num_bytes:
+        if not name.startswith("data/") and record.file_size > _MAX_PICKLE_BYTES:
             raise ValueError(
-                f"its record data/{key} has {num_bytes} bytes, not {num_elements} of {dtype}"
+                f"its record {name} has {record.file_size} bytes, more than {_MAX_PICKLE_BYTES}"
             )
-        return _Storage(start, num_bytes, dtype)
+        part.seek(record.header_offset)
+        magic, *lengths = _RECORD_HEADER.unpack(part.read(_RECORD_HEADER.size))
+        start = record.header_offset + _RECORD_HEADER.size + sum(lengths)
+        if magic != _ZIP_MAGIC or start + record.file_size > part.length:
+            raise ValueError(f"its record {name} is not where its directory says")
+        part.seek(start)
+        if name == "byteorder" and part.read(record.file_size) != b"little":
+            raise ValueError("its bytes are not in little-endian order")
+        records[start] = record.file_size
+    return records
+
+
+def _place(value: Any, records: dict[int, int], path: Path, where: str, offset: int) -> TensorPlace:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{where} is {type(value).__name__}, not a tensor")
+    if value.layout != torch.strided or not value.is_contiguous():
+        raise ValueError(f"{where} is sparse or strided: save it again as .contiguous()")
+    storage = _first_byte(value)
+    if storage is None:
+        raise ValueError(f"{where} is from the meta device, saved without values")
+    if storage not in records:
+        raise ValueError(f"{where} is not where torch saves it: load it and save it with torch")
+    first = int(value.storage_offset()) * value.itemsize
+    num_bytes = value.numel() * value.itemsize
+    if first + num_bytes > records[storage]:
+        raise ValueError(f"{where} ends at byte {first + num_bytes} of {records[storage]} bytes")
+    dtype = str(value.dtype).removeprefix("torch.")
+    start = offset + storage + first
+    return TensorPlace(path, NAMES.get(dtype, dtype), tuple(value.shape), start, num_bytes)
+
+
+def _first_byte(tensor: Tensor) -> int | None:
+    """Where in its file the storage of a tensor begins that was loaded onto the meta device.
+
+    None without values in the file. torch's own attribute, for which it has no public name.
+    """
+    return tensor.untyped_storage()._checkpoint_offset
 
 
 class _FilePart:
-    """A byte range of a file for `ZipFile` to read; its position is not the descriptor's."""
+    """A byte range of a file, to be read as a file; its position is not the descriptor's."""
+
+    failure: OSError | None = None
+    """What kept it from being read."""
 
     def __init__(self, descriptor: int, start: int, length: int) -> None:
         self.length = length
-        self._descriptor, self._start = descriptor, start
-        self._position = 0
+        self._descriptor, self._start, self._position = descriptor, start, 0
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         position = offset + (0, self._position, self.length)[whence]
@@ -231,6 +168,53 @@ class _FilePart:
         try:
             data = os.pread(self._descriptor, size, self._start + self._position)
         except OSError as error:
-            raise _UnreadableError(error) from error
+            self.failure = error
+            raise
         self._position += len(data)
         return data
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """A torch.save file without the values of its only tensor."""
+
+    head: bytes
+    """The bytes before the values."""
+    num_bytes: int
+    """Size of the values."""
+    tail: bytes
+    """The bytes after the values."""
+
+    @property
+    def length(self) -> int:
+        """Bytes of the whole file."""
+        return len(self.head) + self.num_bytes + len(self.tail)
+
+
+@cache
+def saved_tensor(shape: Shape, dtype: str) -> SavedTensor:
+    """What torch.save writes for a contiguous tensor, whose memory is not touched."""
+    tensor = torch.empty(shape, dtype=DTYPES[dtype], device="cpu")
+    around = _Around()
+    with torch.serialization.skip_data():
+        torch.save(tensor, cast(IO[bytes], around))
+    head, tail = around.parts
+    num_bytes = tensor.numel() * tensor.itemsize
+    return SavedTensor(bytes(head), num_bytes, bytes(tail))
+
+
+class _Around:
+    """Keeps what is written before and after the values, which torch.save seeks past."""
+
+    def __init__(self) -> None:
+        self.parts = [bytearray()]
+
+    def write(self, data: bytes) -> int:
+        self.parts[-1] += data
+        return len(data)
+
+    def seek(self, num_bytes: int, whence: int) -> None:
+        self.parts.append(bytearray())
+
+    def flush(self) -> None:
+        pass

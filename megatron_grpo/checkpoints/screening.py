@@ -1,8 +1,8 @@
 """Checks the pickles of a checkpoint before anything loads them.
 
-Loading a pickle calls whatever it names. A run itself loads none: `shard_file` only accepts names
-from a closed list. But torch and Megatron-Core load the index of a checkpoint and the objects in
-its files as unrestricted pickles, and a checkpoint that would harm them is not good.
+Loading a pickle calls whatever it names. A run itself loads none without restriction, but torch and
+Megatron-Core so load the index of a checkpoint and the objects in its files, and a checkpoint that
+would harm them is not good.
 """
 
 import os

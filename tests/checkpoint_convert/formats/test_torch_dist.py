@@ -9,7 +9,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from checkpoint_convert.formats.torch_dist import is_torch_dist, read_chunks
+from checkpoint_convert.formats import is_torch_dist
+from checkpoint_convert.formats.torch_dist import read_chunks
 from conversions import Touch, assert_same, read_checkpoint, read_tensor, write_checkpoint
 from distributed import run_ranks
 from models import tiny_model

@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from checkpoint_convert.formats.torch_dist import is_torch_dist, read_chunks
+from checkpoint_convert.formats import is_torch_dist
+from checkpoint_convert.formats.torch_dist import read_chunks
 from checkpoint_convert.formats.torch_dist_writer import (
     Chunk,
     create_chunks,
