@@ -1,7 +1,9 @@
 """A rank's own file of a checkpoint: copied to the host, written, and read box by box.
 
 The file is in Megatron-Core's torch_dist format. Megatron's own writer forks a process for every
-file, and its reader executes pickles; here a thread can write, and nothing is executed.
+file, and its reader executes pickles; here a thread can write, and nothing is executed. torch's
+FileSystemWriter would not hash what it writes, and its FileSystemReader loads whole chunks: all of
+a tensor for an eighth of its columns.
 """
 
 import weakref
@@ -20,7 +22,7 @@ from checkpoint_convert.formats.torch_words import DTYPE_NAMES, words_of
 from megatron_grpo.checkpoints.megatron_state import REFERENCE, StatePart
 from parallel import Box, Layout, Piece
 
-MAX_CHUNK_BYTES = 1 << 30  # torch.save uses another format from 4 GiB on
+MAX_CHUNK_BYTES = 1 << 30  # other loaders read chunks whole
 _ALIGNMENT = 64
 
 
