@@ -109,6 +109,7 @@ def _records(part: "_FilePart") -> dict[int, int]:
         if magic != _ZIP_MAGIC or start + record.file_size > part.length:
             raise ValueError(f"its record {name} is not where its directory says")
         part.seek(start)
+        # torch would swap bytes on the meta device, where there are none: a segmentation fault.
         if name == "byteorder" and part.read(record.file_size) != b"little":
             raise ValueError("its bytes are not in little-endian order")
         records[start] = record.file_size
