@@ -13,15 +13,22 @@ from checkpoint_convert import read_shape
 from distributed import run_ranks
 from megatron_grpo.config.rollout_config import RolloutConfig
 from megatron_grpo.config.trainer_config import ModelConfig
-from megatron_grpo.policy.model import weight_sender
-from megatron_grpo.rollout import EngineServers, Fleet, RolloutClient
+from megatron_grpo.policy.model import Policy, weight_sender
+from megatron_grpo.rollout import EngineServers, Fleet, RolloutClient, WorkerSums
 from megatron_grpo.rollout.engine_error import EngineError
 from megatron_grpo.timing import PhaseTimer
+from megatron_grpo.weights.weight_sums import sums_of_all_ranks
 from megatron_grpo.weights.weight_sync import WeightSync
-from parallel import Layout, ParallelDims, Sender
+from parallel import Layout, ParallelDims, Sender, plan_sends
+from parallel.checksum import added_up
+from parallel.groups import Groups
 from parallel.transport.local_links import LocalOutgoing
 from parallel.transport.network_links import NetworkOutgoing
+from parallel.transport.streams import OutStream, Packing
 from policies import start_policy, tiny_config
+
+BUCKET_BYTES = 1 << 14
+"""Of the pushes without a link; several for each worker."""
 
 
 def client_of(base_urls: Sequence[str], token: str, **rollout: Any) -> RolloutClient:
@@ -124,3 +131,30 @@ def flip_bits(num_flips: int) -> None:
             hand_over(self, num_bytes)
 
         end.next_buffer, end.hand_over = remembering, flipping
+
+
+class Nowhere:
+    """A link that discards its buffers."""
+
+    def next_buffer(self) -> torch.Tensor:
+        return torch.empty(BUCKET_BYTES, dtype=torch.uint8)
+
+    def hand_over(self, num_bytes: int) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+
+def sums_of_push(
+    policy: Policy, groups: Groups, workers: Sequence[Layout], dtype: torch.dtype
+) -> Sequence[WorkerSums]:
+    """The checksums that the ranks expect of the workers after a push of the policy."""
+    sent = {}
+    sends = plan_sends(weight_sender(policy, groups), workers, BUCKET_BYTES // dtype.itemsize)
+    for worker, copies in sends.items():
+        boxes = [copy.destination_box for copy in copies]
+        packing = Packing(boxes, [dtype] * len(boxes), BUCKET_BYTES)
+        stream = OutStream(Nowhere(), copies, workers[worker].shapes, packing, torch.device("cpu"))
+        sent[worker] = added_up(stream.send(policy.parameters()))
+    return sums_of_all_ranks(sent, workers)

@@ -19,6 +19,7 @@ from megatron_grpo.launch.job_token import TOKEN_VARIABLE
 
 RUN_MARK = "TEST_RUN_MARK"
 TINY_CONFIG = Path(__file__).parents[1] / "configs" / "tiny_cpu.yaml"
+NO_RESULTS = ("time/", "tokens_per_second", "probe/")
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,15 @@ def marked_processes(mark: str) -> list[psutil.Process]:
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     return read_json_lines(run_dir / "metrics.jsonl")
+
+
+def results(run_dir: Path) -> list[dict[str, float]]:
+    """The metrics of each step that two equal runs must agree on: no times, and no probe, which a
+    resumed run repeats."""
+    return [
+        {name: value for name, value in record.items() if not name.startswith(NO_RESULTS)}
+        for record in read_metrics(run_dir)
+    ]
 
 
 def steps_of(run_dir: Path) -> list[int]:

@@ -15,7 +15,7 @@ import pytest
 from demo.make_sums import sums
 from engines import TestEngine
 from jobs import Job, Sabotage
-from runs import read_completions, read_json_lines, read_metrics, steps_of
+from runs import read_completions, read_json_lines, read_metrics, results, steps_of
 from sabotage import InPhase, die
 
 NUM_RANKS = 2
@@ -31,7 +31,6 @@ def digits(completions, **_):
     return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
 """
 ASYNC = ["rollout.async_generate=true", "grpo.rollout_importance_sampling_mode=token_truncate"]
-NO_RESULTS = ("time/", "tokens_per_second", "probe/")
 
 
 @dataclass(frozen=True)
@@ -93,13 +92,6 @@ def versions(run_dir: Path) -> list[int]:
         found.setdefault(row["step"], set()).add(row["policy_version"])
     assert all(len(of_step) == 1 for of_step in found.values())
     return [version for step in sorted(found) for version in found[step]]
-
-
-def results(run_dir: Path) -> list[dict[str, float]]:
-    return [
-        {name: value for name, value in record.items() if not name.startswith(NO_RESULTS)}
-        for record in read_metrics(run_dir)
-    ]
 
 
 def assert_same(run_dir: Path, whole: Path) -> None:

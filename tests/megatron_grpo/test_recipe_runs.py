@@ -18,7 +18,7 @@ from megatron_grpo.algorithm.kl import adapted_beta
 from megatron_grpo.checkpoints.experience_file import TOKENS_FILE
 from megatron_grpo.launch.job_token import bearer
 from oracle import oracle_advantages, oracle_sequence_kl
-from runs import read_json_lines, read_metrics
+from runs import read_json_lines, read_metrics, results
 
 REWARD = """
 def mostly(completions, **_):
@@ -40,7 +40,6 @@ RECIPE = [
     "grpo.off_policy_mask_threshold=0.001",
     "rollout.temperature=0.7",
 ]
-NO_RESULTS = ("time/", "tokens_per_second", "probe/")
 
 
 class Runs:
@@ -75,14 +74,6 @@ class Runs:
             ended = job.end(180)
         assert ended.exit_codes == [0, 0], ended.output
         return run_dir
-
-
-def results(run_dir: Path) -> list[dict[str, float]]:
-    """The metrics of every step that are no measurements of time."""
-    return [
-        {name: value for name, value in record.items() if not name.startswith(NO_RESULTS)}
-        for record in read_metrics(run_dir)
-    ]
 
 
 @pytest.fixture(scope="module")

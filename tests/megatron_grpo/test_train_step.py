@@ -4,134 +4,36 @@ Loss and every parameter's gradient are compared, over layouts, microbatch budge
 a padded, single-process computation in float64 on the `transformers` model.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from transformers import AutoModelForCausalLM
 
 from checkpoint_convert import read_shape
 from distributed import run_ranks
 from megatron_grpo.config.config import Config
-from megatron_grpo.data.prompts import Prompt
-from megatron_grpo.experience.experience import Experience, subtract_kl
-from megatron_grpo.experience.kl_reward import sequence_kl, with_advantages
-from megatron_grpo.experience.old_policy import add_logprobs
-from megatron_grpo.experience.shares import share_out
-from megatron_grpo.policy.model import Policy, build_policy
-from megatron_grpo.rollout.samples import Sample
+from megatron_grpo.experience.experience import Experience
+from megatron_grpo.policy.model import build_policy
 from megatron_grpo.train_step import accumulate_gradient
-from models import PAD_ID, tiny_model
-from oracle import (
-    OracleLoss,
-    oracle_advantages,
-    oracle_logprobs,
-    oracle_model_loss,
-    oracle_sequence_kl,
-)
+from models import tiny_model
 from parallel import ParallelDims
-from parallel.alignment import Alignment
 from parallel.device import setup_device
-from parallel.groups import Groups, init_groups
-from parallel.microbatches import CostModel
-from parallel.packing import PackedBatch
-from policies import gradient_boxes, tiny_config
+from parallel.groups import init_groups
+from train_steps import (
+    BETA,
+    BUDGETS,
+    RECIPES,
+    Case,
+    Gradients,
+    Result,
+    Run,
+    batches_of,
+    config,
+    on_ranks,
+)
 
-NUM_SEQUENCES, MAX_COMPLETION_LENGTH = 12, 24
-EMPTY, ONLY_EOS, FAILED = 3, 5, 8
-"""Samples without a token, of the end of the sequence alone, and without a reward."""
-TEMPERATURE, BETA = 0.8, 0.05
-BETA_AT_FIRST = 0.3
-"""In the config; BETA is what the weight of the divergence has become."""
-CLIPS = {"epsilon": 0.2, "epsilon_high": 0.3}
-NARROW = {"epsilon": 0.03, "epsilon_high": 0.04}
-BUDGETS = (64, 4096)  # tokens per microbatch: many small ones, and all in one
-Recipe = dict[str, Any]
-PLAIN: dict[str, Recipe] = {
-    loss_type: {"loss_type": loss_type, **CLIPS, "delta": 1.5}
-    for loss_type in ("grpo", "dapo", "dr_grpo")
-}
-RECIPES: dict[str, Recipe] = PLAIN | {
-    "gspo": {
-        **NARROW,
-        "loss_type": "grpo",
-        "importance_sampling_level": "sequence",
-        "use_bias_correction_kl": True,
-    },
-    "gspo-token, forking tokens": {
-        **NARROW,
-        "loss_type": "bnpo",
-        "importance_sampling_level": "sequence_token",
-        "kl_estimator": "k2",
-        "use_bias_correction_kl": True,
-        "top_entropy_quantile": 0.3,
-    },
-    "cispo, entropy bonus": {
-        "loss_type": "cispo",
-        "epsilon_high": 1.3,
-        "top_entropy_quantile": 0.6,
-        "entropy_coef": 0.3,
-        "rollout_importance_sampling_mode": "sequence_mask",
-        "rollout_importance_sampling_threshold": 1.15,
-        "rollout_importance_sampling_min": 0.8,
-    },
-    "gmpo": {
-        "loss_type": "gmpo",
-        **CLIPS,
-        "kl_estimator": "k1",
-        "use_bias_correction_kl": True,
-        "rollout_importance_sampling_mode": "geometric_mask",
-        "rollout_importance_sampling_threshold": 1.04,
-        "rollout_importance_sampling_min": 0.98,
-    },
-    "sapo": {
-        "loss_type": "sapo",
-        "importance_sampling_level": "sequence",
-        "sapo_temperature_pos": 2.0,
-        "entropy_coef": 0.1,
-        # Here, since no clip takes the gradient of what has been left anyway.
-        "off_policy_mask_threshold": 0.02,
-        "rollout_importance_sampling_mode": "token_mask",
-        "rollout_importance_sampling_threshold": 1.1,
-        "rollout_importance_sampling_min": 0.9,
-    },
-    "luspo": {
-        **NARROW,
-        "loss_type": "luspo",
-        "importance_sampling_level": "sequence",
-        "rollout_importance_sampling_mode": "sequence_truncate",
-        "rollout_importance_sampling_threshold": 1.15,
-        "rollout_importance_sampling_min": 0.8,
-    },
-    "vespo": {
-        "loss_type": "vespo",
-        "vespo_k_neg": 1.5,
-        "rollout_importance_sampling_mode": "token_truncate",
-        "rollout_importance_sampling_threshold": 1.1,
-    },
-    "old policy of the engine": {**CLIPS, "loss_type": "dapo", "old_logprobs": "rollout"},
-    "divergence in the rewards": {
-        **CLIPS,
-        "loss_type": "dapo",
-        "advantage_estimator": "reinforce_plus_plus_baseline",
-        "scale_rewards": "batch",
-        "kl_in_reward": True,
-        "rollout_importance_sampling_mode": "geometric_truncate",
-        "rollout_importance_sampling_threshold": 1.04,
-        "rollout_importance_sampling_min": 0.98,
-    },
-}
-PROCESS = "gspo-token, process supervision"
-"""Has other advantages at each token: elsewhere GSPO-token has the gradient of GSPO."""
-RECIPES[PROCESS] = {
-    **NARROW,
-    "loss_type": "grpo",
-    "importance_sampling_level": "sequence_token",
-}
 # Recipes know of no family: two, one at each budget, suffice to see the gradients of another.
 FAMILIES = {
     "llama tied": RECIPES,
@@ -167,11 +69,9 @@ CASES = [
     *(("qwen3 untied", dims) for dims in FEW_LAYOUTS),
 ]
 
-Gradients = dict[str, torch.Tensor]
-
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory: Any) -> dict[str, "Case"]:
+def cases(tmp_path_factory: Any) -> dict[str, Case]:
     made = {}
     for name, recipes in FAMILIES.items():
         family, tied = name.split()
@@ -181,125 +81,6 @@ def cases(tmp_path_factory: Any) -> dict[str, "Case"]:
     return made
 
 
-class Case:
-    """A model, a batch of completions of unequal lengths, and the oracle's answers."""
-
-    def __init__(self, folder: Path, recipes: dict[str, Recipe]) -> None:
-        self.folder, self.recipes = folder, recipes
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-        generator = torch.Generator().manual_seed(1)
-
-        def draw(low: int, high: int, size: int) -> list[int]:
-            return torch.randint(low, high, (size,), generator=generator).tolist()
-
-        def near(logprobs: torch.Tensor, scale: float) -> torch.Tensor:
-            noise = scale * torch.randn(logprobs.shape, generator=generator)
-            return (logprobs + noise).float().double()
-
-        self.prompts = [draw(4, 250, n) for n in draw(1, 20, NUM_SEQUENCES)]
-        self.completions = [
-            draw(4, 250, n) for n in draw(1, MAX_COMPLETION_LENGTH + 1, NUM_SEQUENCES)
-        ]
-        self.completions[EMPTY] = []
-        self.completions[ONLY_EOS] = [PAD_ID]  # of a tokenizer that pads with it
-        self.advantages = torch.randn(NUM_SEQUENCES, generator=generator).tolist()
-        self.token_advantages = [
-            torch.randn(len(completion), generator=generator, dtype=torch.float64)
-            for completion in self.completions
-        ]
-        self.rewards = torch.randn(NUM_SEQUENCES, generator=generator).tolist()
-        self.rewards[FAILED] = torch.nan
-        with torch.no_grad():
-            exact = oracle_logprobs(self.model, self.prompts, self.completions, TEMPERATURE)
-        # Off by enough for the clips on both sides, and the dual clip, to bind on some tokens.
-        self.old_logprobs = [near(logprobs, 0.4) for logprobs in exact]
-        self.rollout_logprobs = [near(logprobs, 0.1) for logprobs in self.old_logprobs]
-        self.answers = {
-            name: self.answer(recipe, range(NUM_SEQUENCES), name == PROCESS)
-            for name, recipe in recipes.items()
-        }
-
-    def answer(
-        self, recipe: Recipe, scored: Sequence[int], by_token: bool = False
-    ) -> tuple[float, Gradients]:
-        """The oracle's loss and gradients, when no other than the `scored` samples have a reward.
-
-        Of a sample without one no token counts, and so it is to the oracle as an empty one.
-        """
-
-        def counted(values: list[Any]) -> list[Any]:
-            return [
-                of_sample if i in scored and i != FAILED else of_sample[:0]
-                for i, of_sample in enumerate(values)
-            ]
-
-        advantages, options = self.advantages, dict(recipe)
-        is_engines = options.pop("old_logprobs", None) == "rollout"
-        old_logprobs = counted(self.rollout_logprobs if is_engines else self.old_logprobs)
-        ref_logprobs = [_reference(logprobs) for logprobs in old_logprobs]
-        if by_token:
-            advantages = [of_tokens.tolist() for of_tokens in counted(self.token_advantages)]
-        if recipe.get("kl_in_reward"):
-            kl = oracle_sequence_kl(old_logprobs, ref_logprobs)
-            rewards = [reward - BETA * of for reward, of in zip(self.rewards, kl, strict=True)]
-            advantages = oracle_advantages(
-                [rewards[i : i + 2] for i in range(0, NUM_SEQUENCES, 2)],
-                estimator=options.pop("advantage_estimator"),
-                scale=options.pop("scale_rewards"),
-            )
-        return oracle_model_loss(
-            self.model,
-            self.prompts,
-            counted(self.completions),
-            advantages,
-            OracleLoss(
-                max_completion_length=MAX_COMPLETION_LENGTH,
-                beta=BETA,
-                temperature=TEMPERATURE,
-                **options,
-            ),
-            old_logprobs=old_logprobs,
-            ref_logprobs=ref_logprobs,
-            rollout_logprobs=counted(self.rollout_logprobs),
-        )
-
-    def experience(self, scored: Sequence[int] = range(NUM_SEQUENCES)) -> Experience:
-        samples = [
-            Sample(
-                prompt=Prompt(index=i, token_ids=tuple(prompt), text="", row={}),
-                sample_index=0,
-                completion_ids=tuple(completion),
-                logprobs=tuple(logprobs.tolist()),
-                finish_reason="stop",
-                text="",
-                policy_version=0,
-            )
-            for i, (prompt, completion, logprobs) in enumerate(
-                zip(self.prompts, self.completions, self.rollout_logprobs, strict=True)
-            )
-        ]
-        totals = torch.full((NUM_SEQUENCES,), torch.nan, dtype=torch.float64)
-        totals[list(scored)] = torch.tensor(self.rewards, dtype=torch.float64)[list(scored)]
-        return Experience(
-            samples,
-            [],
-            totals,
-            torch.arange(NUM_SEQUENCES) // 2,
-            torch.tensor(self.advantages, dtype=torch.float64),
-            token_advantages=self.token_advantages,
-            old_logprobs=[old.float() for old in self.old_logprobs],
-        )
-
-
-def _reference(old_logprobs: torch.Tensor) -> torch.Tensor:
-    """A reference policy's log-probabilities, near the old ones."""
-    return 0.95 * old_logprobs
-
-
-Run = tuple[str, int]
-"""A recipe's name and a budget of tokens per microbatch."""
-
-
 def _every_second(names: Iterable[str], parity: int) -> list[Run]:
     """Each recipe at one of the budgets, at both over parities 0 and 1.
 
@@ -307,79 +88,6 @@ def _every_second(names: Iterable[str], parity: int) -> list[Run]:
     every recipe both budgets at layouts that split samples over ranks and at those that do not.
     """
     return [(name, BUDGETS[(number + parity) % 2]) for number, name in enumerate(names)]
-
-
-def _config(
-    folder: Path, dims: ParallelDims, recipe: Recipe, budget: int, *overrides: str
-) -> Config:
-    return tiny_config(
-        folder,
-        dims,
-        *overrides,
-        f"train.max_tokens_per_microbatch={budget}",
-        f"grpo.generation_batch_size={NUM_SEQUENCES}",
-        "grpo.num_generations=2",
-        f"grpo.beta={BETA_AT_FIRST}",
-        *(f"grpo.{name}={value}" for name, value in recipe.items()),
-        f"rollout.temperature={TEMPERATURE}",
-        f"rollout.max_completion_length={MAX_COMPLETION_LENGTH}",
-    )
-
-
-def _batches(
-    policy: Policy, experience: Experience, cfg: Config, groups: Groups
-) -> list[PackedBatch]:
-    """This rank's microbatches, as the trainer prepares them; the reference alone is made up."""
-    [shares] = share_out(experience, 0, CostModel.transformer(64), cfg)
-    alignment = Alignment.of(cfg.dims, cfg.parallel.sequence_parallel)
-    packed = shares[groups.coordinates.data].pack(alignment, share_prompts=False)
-    batches = add_logprobs(packed, policy, None, cfg, groups)
-    if policy.is_last_stage:
-        batches = [replace(batch, ref_logprobs=_reference(batch.old_logprobs)) for batch in batches]
-    if cfg.grpo.kl_in_reward:
-        kl = sequence_kl([batches], NUM_SEQUENCES, groups)
-        compared = subtract_kl(experience, kl[0], BETA, cfg)
-        [batches] = with_advantages([batches], [compared.advantages])
-    return batches
-
-
-Result = tuple[float, list[Any]]
-
-
-def gradients_on_rank(
-    rank: int,
-    dims: ParallelDims,
-    folder: Path,
-    experience: Experience,
-    configs: dict[Run, Config],
-) -> dict[Run, Result]:
-    """For each recipe and budget: the loss, and this rank's boxes of the whole gradient."""
-    setup_device(rank)
-    groups = init_groups(dims)
-    policy = build_policy(next(iter(configs.values())), read_shape(folder), groups)
-    results = {}
-    for (name, budget), cfg in configs.items():
-        by_token = experience.token_advantages if name == PROCESS else None
-        own = replace(experience, token_advantages=by_token)
-        batches = _batches(policy, own, cfg, groups)
-        metrics = accumulate_gradient(policy, batches, cfg, groups, BETA)
-        loss = torch.tensor(sum(map(float, metrics.losses)), dtype=torch.float64)
-        dist.all_reduce(loss, group=groups.data_context)
-        dist.all_reduce(loss, group=groups.pipeline)
-        results[name, budget] = (float(loss), gradient_boxes(policy))
-    return results
-
-
-def _on_ranks(
-    case: Case, dims: ParallelDims, experience: Experience, runs: Sequence[Run], *overrides: str
-) -> list[dict[Run, Result]]:
-    configs = {
-        (name, budget): _config(case.folder, dims, case.recipes[name], budget, *overrides)
-        for name, budget in runs
-    }
-    return run_ranks(
-        dims.world_size, gradients_on_rank, dims, case.folder, experience, configs, timeout=240
-    )
 
 
 def _assert_equal(
@@ -410,13 +118,13 @@ def test_loss_and_every_gradient_equal_the_float64_oracle(
 ) -> None:
     case = cases[family]
     runs = _every_second(case.recipes, LAYOUTS.index(dims))
-    _assert_equal(_on_ranks(case, dims, case.experience(), runs), case.answers)
+    _assert_equal(on_ranks(case, dims, case.experience(), runs), case.answers)
 
 
 def test_so_they_do_where_every_tensor_rank_has_all_tokens(cases: dict[str, Case]) -> None:
     case, dims = cases["qwen3 untied"], ParallelDims(tensor=2, context=2)
     runs = [("grpo", BUDGETS[0]), ("dapo", BUDGETS[1])]
-    ranks = _on_ranks(case, dims, case.experience(), runs, "parallel.sequence_parallel=false")
+    ranks = on_ranks(case, dims, case.experience(), runs, "parallel.sequence_parallel=false")
     _assert_equal(ranks, case.answers)
 
 
@@ -429,7 +137,7 @@ def test_a_rank_whose_samples_all_failed_takes_part_with_nothing(
     names = [name for name in ("gspo", "cispo, entropy bonus", "dapo") if name in case.recipes]
     runs = [(name, budget) for name in names for budget in BUDGETS]
     answers = {name: case.answer(case.recipes[name], scored) for name in names}
-    _assert_equal(_on_ranks(case, dims, case.experience(scored), runs), answers)
+    _assert_equal(on_ranks(case, dims, case.experience(scored), runs), answers)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -439,7 +147,7 @@ def test_when_all_samples_failed_loss_and_gradient_are_zero(
     case = cases[family]
     dims = ParallelDims(context=2, data=2)
     runs = _every_second(case.recipes, 0)
-    for result in _on_ranks(case, dims, case.experience([]), runs):
+    for result in on_ranks(case, dims, case.experience([]), runs):
         for loss, boxes in result.values():
             assert loss == 0
             assert not any(values.any() for _, _, values in boxes)
@@ -454,7 +162,7 @@ def stale_gaps(
     policy = build_policy(configs[0], read_shape(folder), groups)
     gaps = []
     for cfg in configs:
-        batches = _batches(policy, experience, cfg, groups)
+        batches = batches_of(policy, experience, cfg, groups)
         metrics = accumulate_gradient(policy, batches, cfg, groups, BETA)
         report = metrics.reduce(lambda tensor, op: None, cfg.grpo)
         gaps.append(report.metrics["rollout/stale_gap_mean"])
@@ -466,7 +174,7 @@ def test_where_the_engine_stands_for_the_old_policy_no_sample_is_called_stale(
 ) -> None:
     case = cases["llama tied"]
     configs = [
-        _config(case.folder, ParallelDims(), {"loss_type": "dapo", "old_logprobs": old}, BUDGETS[1])
+        config(case.folder, ParallelDims(), {"loss_type": "dapo", "old_logprobs": old}, BUDGETS[1])
         for old in ("recompute", "rollout")
     ]
     [(recomputed, of_engine)] = run_ranks(1, stale_gaps, case.folder, case.experience(), configs)

@@ -11,19 +11,13 @@ from checkpoint_convert import hf_tensors
 from distributed import run_ranks
 from engines import worker_sums
 from megatron_grpo.config.rollout_config import RolloutConfig
-from megatron_grpo.policy.model import Policy, weight_sender
 from megatron_grpo.rollout import WorkerSums
-from megatron_grpo.weights.weight_sums import sums_of_all_ranks
 from megatron_grpo.weights.worker_layouts import worker_layouts
 from models import tiny_model
-from parallel import Layout, ParallelDims, plan_sends
-from parallel.checksum import added_up, checksums
-from parallel.groups import Groups
-from parallel.transport.streams import OutStream, Packing
+from parallel import Layout, ParallelDims
+from parallel.checksum import checksums
 from policies import start_policy
-
-CPU = torch.device("cpu")
-BUCKET_BYTES = 1 << 14  # several for each worker
+from pushes import sums_of_push
 
 ENGINES = [
     {"engine": "vllm"},
@@ -36,33 +30,6 @@ ENGINES = [
 
 def rollouts() -> list[RolloutConfig]:
     return [RolloutConfig(max_completion_length=16, **engine) for engine in ENGINES]
-
-
-class Nowhere:
-    """A link that discards its buffers."""
-
-    def next_buffer(self) -> torch.Tensor:
-        return torch.empty(BUCKET_BYTES, dtype=torch.uint8)
-
-    def hand_over(self, num_bytes: int) -> None:
-        pass
-
-    def flush(self) -> None:
-        pass
-
-
-def sums_of_push(
-    policy: Policy, groups: Groups, workers: Sequence[Layout], dtype: torch.dtype
-) -> Sequence[WorkerSums]:
-    """The checksums that the ranks expect of the workers after a push of the policy."""
-    sent = {}
-    sends = plan_sends(weight_sender(policy, groups), workers, BUCKET_BYTES // dtype.itemsize)
-    for worker, copies in sends.items():
-        boxes = [copy.destination_box for copy in copies]
-        packing = Packing(boxes, [dtype] * len(boxes), BUCKET_BYTES)
-        stream = OutStream(Nowhere(), copies, workers[worker].shapes, packing, CPU)
-        sent[worker] = added_up(stream.send(policy.parameters()))
-    return sums_of_all_ranks(sent, workers)
 
 
 def sums_of_ranks(rank: int, folder: Path, dims: ParallelDims) -> list[Sequence[WorkerSums]]:
