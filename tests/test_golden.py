@@ -1,0 +1,65 @@
+"""The code computes what it computed when the golden values were recorded (golden/record.py)."""
+
+from pathlib import Path
+
+import pytest
+
+from engines import TestEngine
+from golden.record import (
+    LAYOUTS,
+    asynchronous_run,
+    config_values,
+    differences,
+    layout_values,
+    make_case,
+    push_values,
+    synchronous_run,
+)
+from mixtures import layout_name
+from parallel import ParallelDims
+from train_steps import Case, Run
+
+# On a machine that rounds otherwise. AVX2 and SSE differ from AVX-512 by up to 2e-6 of the norm of
+# a gradient. In a run that becomes 1e-5 of a metric, and 5e-7 of one that is rounding alone, such
+# as rollout/logprob_gap_max.
+STEP = {"rel": 1e-5, "abs": 1e-9}
+RUN = {"rel": 1e-4, "abs": 5e-6}
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+    return {
+        family: make_case(tmp_path_factory.mktemp(family), family)
+        for family in dict.fromkeys(family for family, _, _ in LAYOUTS)
+    }
+
+
+@pytest.mark.parametrize(
+    ("family", "dims", "recipes"),
+    LAYOUTS,
+    ids=lambda value: layout_name(value) if isinstance(value, ParallelDims) else None,
+)
+def test_loss_gradients_and_logprobs_are_those_recorded(
+    cases: dict[str, Case], family: str, dims: ParallelDims, recipes: list[Run]
+) -> None:
+    assert differences("layouts", layout_values(cases[family], family, dims, recipes), **STEP) == []
+
+
+def test_a_resumed_run_ends_with_the_recorded_weights_and_metrics(
+    transformers_engine: TestEngine, tmp_path: Path
+) -> None:
+    assert differences("runs", synchronous_run(transformers_engine, tmp_path), **RUN) == []
+
+
+def test_so_does_one_that_generates_while_it_trains_and_was_killed(
+    transformers_engine: TestEngine, tmp_path: Path
+) -> None:
+    assert differences("runs", asynchronous_run(transformers_engine, tmp_path), **RUN) == []
+
+
+def test_a_push_has_the_recorded_checksums(tmp_path: Path) -> None:
+    assert differences("push", push_values(tmp_path)) == []
+
+
+def test_the_config_has_the_recorded_keys_types_and_defaults() -> None:
+    assert differences("config", config_values()) == []
