@@ -42,7 +42,7 @@ from conversions import bytes_of
 from distributed import run_ranks
 from gather_then_load import by_file, by_network, gather_then_load
 from megatron_grpo.timing import PhaseTimer
-from megatron_grpo.weights.weight_sync import WeightSync
+from megatron_grpo.weight_sync import WeightSync
 from parallel import ParallelDims
 from peer_bytes import print_peers
 from policies import tiny_config

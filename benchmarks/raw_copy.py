@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_grpo.weights.weight_sync import WeightSync, meanwhile
-from parallel.transport.links import Incoming, Outgoing
-from parallel.transport.streams import InStream, OutStream
+from megatron_grpo.weight_sync import WeightSync, meanwhile
+from parallel.weight_transfer.links import Incoming, Outgoing
+from parallel.weight_transfer.streams import InStream, OutStream
 from worker_engines import WorkerClient, WorkerEngines, WorkerProcess
 
 

@@ -11,8 +11,8 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-from megatron_grpo.weights import weight_sync
-from parallel import cpu_checksum
+from megatron_grpo import weight_sync
+from parallel import checksum as cpu_checksum
 from worker_engines import WorkerEngines, WorkerProcess
 
 SUMMING = cpu_checksum._KERNEL

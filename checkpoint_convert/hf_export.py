@@ -17,8 +17,8 @@ from torch import Tensor
 from checkpoint_convert.formats.hf_folder import locate_tensors
 from checkpoint_convert.formats.tensor_io import errors_named, write_box
 from checkpoint_convert.formats.torch_words import DTYPE_NAMES, DTYPES, words_of
-from checkpoint_convert.hf_writer import MAX_SHARD_BYTES, create_folder
 from checkpoint_convert.megatron import hf_dtypes, hf_tensors
+from checkpoint_convert.megatron_to_hf import MAX_SHARD_BYTES, create_folder
 from checkpoint_convert.new_folder import sync, sync_tree
 from checkpoint_convert.shape import ModelShape
 from parallel import Copy, Layout, intersect

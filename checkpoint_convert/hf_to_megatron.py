@@ -13,9 +13,8 @@ from checkpoint_convert.formats.torch_dist_writer import create_chunks, finish_c
 from checkpoint_convert.hf_config import read_shape
 from checkpoint_convert.megatron import extra_states, hf_dtypes, hf_tensors
 from checkpoint_convert.new_folder import new_folder
-from checkpoint_convert.plan import plan_import
 from checkpoint_convert.transfer import Progress, transfer
-from checkpoint_convert.weights import open_weights
+from checkpoint_convert.weights import open_weights, plan_import
 from parallel import ParallelDims
 
 

@@ -7,10 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint_convert.assembly import Assembly
 from checkpoint_convert.formats.torch_words import DTYPE_NAMES, words_of
 from checkpoint_convert.shape import ModelShape
-from checkpoint_convert.weights import open_weights
+from checkpoint_convert.weights import Assembly, open_weights
 from parallel import Layout
 
 

@@ -9,16 +9,14 @@ from pathlib import Path
 
 import numpy as np
 
-from checkpoint_convert.assembly import Assembly
 from checkpoint_convert.companions import own_shape
 from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TORCH_NAMES
 from checkpoint_convert.formats.values import WORDS, Words, floats
 from checkpoint_convert.hf_config import read_shape
 from checkpoint_convert.megatron import hf_tensors
 from checkpoint_convert.shape import differing_fields
-from checkpoint_convert.transfer import PART_BYTES, Progress, shares_of
-from checkpoint_convert.weights import Weights, open_weights
-from checkpoint_convert.workers import add_bytes, run_tasks
+from checkpoint_convert.transfer import PART_BYTES, Progress, add_bytes, run_tasks, shares_of
+from checkpoint_convert.weights import Assembly, Weights, open_weights
 from parallel import Layout, Piece
 
 _MAX_ELEMENTS = PART_BYTES // 8  # differences are computed in float64

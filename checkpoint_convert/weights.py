@@ -1,16 +1,29 @@
-"""A model's weights in files of any format: which boxes they hold, and how to read them."""
+"""A model's weights in files of any format: which boxes they hold, and how to read them.
 
-from collections.abc import Collection
+Plans how an import cuts a model into the chunks and files of a checkpoint. Reads no weights.
+
+Assembles tensors, one at a time, from boxes of source tensors: the core of every conversion.
+
+Reads whole rows when a box of columns is requested, and keeps them for the other columns.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from checkpoint_convert.formats import is_torch_dist
 from checkpoint_convert.formats.hf_folder import check_weights
+from checkpoint_convert.formats.safetensors_file import ITEM_SIZES
 from checkpoint_convert.formats.tensor_io import StoredTensors, TensorSource
-from checkpoint_convert.formats.torch_dist import read_chunks
-from checkpoint_convert.megatron import checkpoint_layout
-from checkpoint_convert.shape import ModelShape
-from parallel import Layout, cover_exactly
+from checkpoint_convert.formats.torch_dist import StoredChunks, read_chunks
+from checkpoint_convert.formats.torch_dist_writer import Chunk
+from checkpoint_convert.formats.values import WORDS, Words, converted
+from checkpoint_convert.megatron import checkpoint_boxes, checkpoint_layout, hf_tensors
+from checkpoint_convert.shape import ModelShape, check_divisible, padded_vocab_size
+from parallel import Box, Copy, Layout, ParallelDims, Piece, Shape, cover_exactly, intersect
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _TENSOR_SIZES = range(1, 65)
@@ -107,3 +120,172 @@ def _padded_vocab(path: Path, shape: ModelShape, num_rows: int) -> int:
 def _is_model_key(key: str) -> bool:
     """Whether a tensor of a checkpoint is a model weight, not optimizer or trainer state."""
     return key.startswith(("embedding.", "decoder.", "output_layer."))
+
+
+# Megatron-Core and other loaders read chunks whole, so they should not be large.
+MAX_CHUNK_BYTES = 64 << 20
+FILE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class ImportPlan:
+    """The chunks of a checkpoint, grouped by file, in the order of the tensors in the model."""
+
+    files: list[list[Chunk]]
+    layout: Layout
+    """Which boxes of the Hugging Face tensors the chunks are."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all weights, including the padding of the vocabulary."""
+        return sum(chunk.num_bytes for file in self.files for chunk in file)
+
+
+def plan_import(shape: ModelShape, dims: ParallelDims, dtypes: Mapping[str, str]) -> ImportPlan:
+    """Cut the model as the ranks of `dims` hold it, then into chunks of at most MAX_CHUNK_BYTES.
+
+    `dtypes` maps the Hugging Face tensors to safetensors dtype names. Raises ValueError when `dims`
+    cannot split the model, or when tensors that Megatron-Core stores as one differ in dtype.
+    """
+    check_divisible(shape, dims)
+    whole = checkpoint_layout(shape, padded_vocab_size(shape, dims))
+    key_dtypes = _key_dtypes(whole, dtypes)
+    chunks = [
+        Chunk(key, part, whole.shapes[key], key_dtypes[key])
+        for owned in checkpoint_boxes(shape, dims)
+        for key, box in owned
+        for part in box.cut(MAX_CHUNK_BYTES // ITEM_SIZES[key_dtypes[key]])
+    ]
+    layout = Layout(
+        {chunk.name: chunk.box.size for chunk in chunks},
+        tuple(Piece(c.name, Box.whole(c.box.size), c.key, c.box) for c in chunks),
+    ).through(whole)
+    cover_exactly(hf_tensors(shape), [layout])
+    return ImportPlan(list(_files(_in_reading_order(chunks, layout))), layout)
+
+
+def _key_dtypes(whole: Layout, dtypes: Mapping[str, str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for piece in whole.pieces:
+        dtype = dtypes[piece.tensor]
+        if found.setdefault(piece.local, dtype) != dtype:
+            raise ValueError(
+                f"{piece.tensor} is {dtype}, but others that Megatron-Core stacks or fuses with it "
+                f"are {found[piece.local]}: choose one with --dtype"
+            )
+    return found
+
+
+def _in_reading_order(chunks: list[Chunk], layout: Layout) -> list[Chunk]:
+    """Sort chunks so that those cut from one tensor, by any rank, are adjacent: it is read once.
+
+    Parts of a matrix that is split by columns share the pages of a file.
+    """
+    number: dict[str, int] = {}
+    first: dict[str, int] = {}
+    for piece in layout.pieces:
+        first.setdefault(piece.local, number.setdefault(piece.tensor, len(number)))
+    return sorted(chunks, key=lambda chunk: first.get(chunk.name, -1))  # -1: only padding
+
+
+def _files(chunks: list[Chunk]) -> Iterator[list[Chunk]]:
+    file: list[Chunk] = []
+    room = FILE_BYTES
+    for chunk in chunks:
+        if file and chunk.num_bytes > room:
+            yield file
+            file, room = [], FILE_BYTES
+        file.append(chunk)
+        room -= chunk.num_bytes
+    yield file
+
+
+class Assembly:
+    """Builds the local tensors of a layout from weights in files; reads only the boxes it needs."""
+
+    def __init__(self, weights: Weights | StoredChunks, layout: Layout) -> None:
+        layout.check_complete()
+        self._source = weights.tensors
+        self._copies: dict[str, list[Copy]] = defaultdict(list)
+        for copy in intersect(weights.layout, layout):
+            self._copies[copy.destination].append(copy)
+        self._zeros: dict[str, list[Box]] = defaultdict(list)
+        for name, box in layout.zeros:
+            self._zeros[name].append(box)
+
+    def dtypes(self, name: str) -> set[str]:
+        """Stored dtypes of the source values that make up the local tensor `name`."""
+        return {self._source.dtypes[copy.source] for copy in self._copies[name]}
+
+    def num_elements(self, name: str) -> int:
+        """Number of elements of the local tensor `name` that the source holds."""
+        return sum(copy.destination_box.num_elements for copy in self._copies[name])
+
+    def first_source(self, name: str) -> tuple[str, Shape]:
+        """Where the local tensor `name` begins in the source: a tensor name and an index."""
+        if not self._copies[name]:  # only zeros
+            return "", ()
+        first = self._copies[name][0]
+        return first.source, first.source_box.start
+
+    def fill(self, name: str, words: Words, dtype: str) -> None:
+        """Write every element of the local tensor `name` into `words`, as `dtype`."""
+        for copy in self._copies[name]:
+            target = words[copy.destination_box.slices]
+            # Files stack tensors but never transpose them: only dimensions of size 1 differ.
+            target = target.reshape(copy.source_box.size, copy=False)
+            stored = self._source.dtypes[copy.source]
+            if stored == dtype:
+                self._source.read_into(copy.source, copy.source_box, target)
+            else:
+                found = self._source.read(copy.source, copy.source_box)
+                target[...] = converted(found, stored, dtype)
+        for box in self._zeros[name]:
+            words[box.slices] = 0
+
+
+# Limit for the rows that are kept. If they are larger, only the columns are read.
+_MAX_BYTES = 64 << 20
+
+
+class WholeRows(TensorSource):
+    """The tensors of some weights, for a reader that takes all columns of some rows in succession.
+
+    A box of columns is many small pieces of a file, and in a quantized tensor it cuts blocks.
+    """
+
+    def __init__(self, weights: Weights) -> None:
+        self.dtypes = weights.tensors.dtypes
+        self._source = weights.tensors
+        self._shapes = weights.layout.shapes
+        self._memory: Words = np.empty(0, np.uint8)  # grows; its first touch costs more than a copy
+        self._kept: tuple[str, Box] | None = None
+        self._rows: Words
+
+    def read(self, name: str, box: Box) -> Words:
+        """The words of `box` of a tensor, in the stored dtype; shape `box.size`."""
+        words: Words = np.empty(box.size, WORDS[self.dtypes[name]])
+        self.read_into(name, box, words)
+        return words
+
+    def read_into(self, name: str, box: Box, target: Words) -> None:
+        """Put the words of `box` into `target`, from the kept rows if they include it."""
+        num_columns = self._shapes[name][-1]
+        rows = Box((*box.start[:-1], 0), (*box.size[:-1], num_columns))
+        num_bytes = rows.num_elements * WORDS[self.dtypes[name]].itemsize
+        if rows == box or num_bytes > _MAX_BYTES:
+            self._source.read_into(name, box, target)
+            return
+        if self._kept != (name, rows):
+            self._kept = None
+            if num_bytes > self._memory.size:
+                self._memory = np.empty(num_bytes, np.uint8)
+            words = self._memory[:num_bytes].view(WORDS[self.dtypes[name]])
+            self._rows = words.reshape(rows.size)
+            self._source.read_into(name, rows, self._rows)
+            self._kept = (name, rows)
+        target[...] = self._rows[..., box.start[-1] : box.end[-1]]
+
+    def close(self) -> None:
+        """Close the files."""
+        self._source.close()

@@ -12,14 +12,16 @@ from typing import Annotated
 import typer
 
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.config_file import load_config
-from megatron_grpo.launch import placement
-from megatron_grpo.launch.job_token import check_token, take_token
-from megatron_grpo.launch.lasting_output import outlive_readers
+from megatron_grpo.config.file import load_config
 from megatron_grpo.launch.launch import LAUNCHER_VARIABLE, rank_place, start_ranks, tie_to_launcher
-from megatron_grpo.launch.mistake import is_mistake
-from megatron_grpo.launch.open_files import allow_open_files
-from megatron_grpo.launch.preemption import exit_when_preempted
+from megatron_grpo.launch.launch import place as place_job
+from megatron_grpo.launch.process import (
+    allow_open_files,
+    exit_when_preempted,
+    is_mistake,
+    outlive_readers,
+)
+from megatron_grpo.launch.run_dir import check_token, take_token
 
 SHOWN_FAULTS = 20
 """Further ones mostly repeat these on other ranks and layers."""
@@ -70,7 +72,7 @@ def train(
     _silence_libraries()
     # Imported here because torch and Megatron take seconds to import, and `--help` or the error for
     # a bad config should be immediate.
-    from parallel.megatron_import import import_megatron
+    from parallel.cpu_device import import_megatron
 
     import_megatron()
     from megatron_grpo.rank import run_rank
@@ -80,7 +82,7 @@ def train(
 
 def _silence_libraries() -> None:
     """Suppress warnings of libraries that are meant for developers, not for users of a run."""
-    for module in ("megatron", "torch", "parallel.device"):
+    for module in ("megatron", "torch", "parallel.cpu_device"):
         warnings.filterwarnings("ignore", module=rf"{module}\b")
     for module in ("megatron", "torch.utils.cpp_extension"):
         logging.getLogger(module).setLevel(logging.ERROR)
@@ -215,8 +217,8 @@ def serve(
     allow_open_files()
     token = check_token(take_token(os.environ))
     cfg = load_config(config, overrides or [])
-    from megatron_grpo.rollout.serve import serve as serve_engine  # not for `--help`
-    from megatron_grpo.rollout.vllm_command import EngineNode
+    from megatron_grpo.engines.server import serve as serve_engine  # not for `--help`
+    from megatron_grpo.engines.vllm_args import EngineNode
 
     node = EngineNode(nnodes, node_rank, master_addr, master_port)
     serve_engine(cfg.model, cfg.rollout, host, port, token, node)
@@ -242,7 +244,7 @@ def place(
       megatron-grpo place configs/grpo_8b.yaml --nodes node1 --gpus-per-node 8
     """
     cfg = load_config(config, overrides or [])
-    placed = placement.place(cfg, nodes.split(","), gpus_per_node)
+    placed = place_job(cfg, nodes.split(","), gpus_per_node)
     print(f"run_dir {cfg.train.run_dir}\nranks_per_node {placed.ranks_per_node}")
     print(f"startup_timeout {cfg.rollout.startup_timeout:.0f}")
     for node in placed.trainer_nodes:
@@ -339,7 +341,7 @@ def _check_alone(given: Sequence[str]) -> None:
 
 def _instantiate(cfg: Config) -> None:
     _silence_libraries()
-    from parallel.megatron_import import import_megatron
+    from parallel.cpu_device import import_megatron
 
     import_megatron()
     from megatron_grpo.planning.instantiate import instantiate  # Megatron: seconds, see above

@@ -14,22 +14,22 @@ from rich.table import Table
 from checkpoint_convert import ModelShape, check_weights, read_shape
 from checkpoint_convert.tokenizer import load_tokenizer
 from megatron_grpo.config.config import Config
+from megatron_grpo.engines import EngineServers, EnginesOut, Fleet, RolloutClient
+from megatron_grpo.engines.http import EngineDown
+from megatron_grpo.engines.push_protocol import LOADED_VERSION
 from megatron_grpo.environments import EnvironmentPool
 from megatron_grpo.evaluation.evaluation import (
     Evaluated,
+    Evaluations,
     eval_metrics,
     eval_rows,
     metrics_of,
 )
-from megatron_grpo.evaluation.evaluations import Evaluations
 from megatron_grpo.preflight import check_cpu_kernels, check_engines
 from megatron_grpo.prompt_checks import check_evaluation
 from megatron_grpo.reporting.progress import EvaluationBar, progress_bar
 from megatron_grpo.reporting.tracking import EVAL_COMPLETIONS_FILE
 from megatron_grpo.rewards import RewardPools
-from megatron_grpo.rollout import EngineServers, EnginesOut, Fleet, RolloutClient
-from megatron_grpo.rollout.engine_error import EngineDown
-from megatron_grpo.rollout.push_state import LOADED_VERSION
 from megatron_grpo.timing import PhaseTimer
 
 RESULT_FILE = "eval.json"

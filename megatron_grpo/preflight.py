@@ -13,18 +13,18 @@ from checkpoint_convert import ModelShape, check_divisible, check_weights, read_
 from checkpoint_convert.companions import CHECKPOINT_FOLDER, companion_files
 from checkpoint_convert.shape import differing_fields
 from checkpoint_convert.vllm import check_engine_dims
+from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.checkpoints.folders import checkpoint_at, instead_of, latest_step, step_folder
 from megatron_grpo.checkpoints.manifest import read_manifest
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.config_file import dump_config, load_config
-from megatron_grpo.config.megatron_fields import PERFORMANCE_FIELDS
-from megatron_grpo.config.rollout_config import RolloutConfig
-from megatron_grpo.experience.batching import BatchSchedule
-from megatron_grpo.launch.job_token import TOKEN_VARIABLE, bearer, check_token
+from megatron_grpo.config.file import dump_config, load_config
+from megatron_grpo.config.rollout import RolloutConfig
+from megatron_grpo.config.train import PERFORMANCE_FIELDS
+from megatron_grpo.engines.server import num_gpus
+from megatron_grpo.engines.vllm_args import CPU_HEAD_SIZES, check_engine_arguments
+from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, bearer, check_token
 from megatron_grpo.reporting.tracking import last_step
-from megatron_grpo.rollout.server import num_gpus
-from megatron_grpo.rollout.vllm_command import CPU_HEAD_SIZES, check_engine_arguments
-from megatron_grpo.weights.worker_layouts import engine_dims
+from megatron_grpo.weight_sync import engine_dims
 
 HEALTH_TIMEOUT_SECONDS = 5.0
 
@@ -257,7 +257,7 @@ def _warn_of_slow_dtype(name: str) -> None:
 def _check_transformer(cfg: Config, shape: ModelShape) -> None:
     import torch
 
-    from parallel.megatron_import import import_megatron
+    from parallel.cpu_device import import_megatron
 
     import_megatron()
     from megatron_grpo.policy.transformer import transformer_config

@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING
 
 from checkpoint_convert import ModelShape
 from checkpoint_convert.tokenizer import load_tokenizer
+from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.eval_config import section_of
+from megatron_grpo.config.eval import section_of
 from megatron_grpo.data.prompts import Prompt, PromptStream, end_tokens, load_prompts
+from megatron_grpo.engines.vllm_args import engine_number
 from megatron_grpo.environments import EnvironmentPool
+from megatron_grpo.environments.multi_turn import Turns, end_of_turn
 from megatron_grpo.evaluation.evaluation import as_evaluated, load_eval_prompts
-from megatron_grpo.experience.batching import BatchSchedule
 from megatron_grpo.rewards import RewardPool, RewardPools
-from megatron_grpo.rewards.references import reference_fault
-from megatron_grpo.rollout.turns import Turns, end_of_turn
-from megatron_grpo.rollout.vllm_command import engine_number
+from megatron_grpo.rewards.builtin import reference_fault
 from parallel.alignment import Alignment
 from parallel.microbatches import plan_microbatches
 

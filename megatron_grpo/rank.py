@@ -8,10 +8,10 @@ import torch.distributed as dist
 
 from megatron_grpo.config.config import Config
 from megatron_grpo.launch.launch import RankPlace
-from megatron_grpo.launch.run_lock import run_lock
+from megatron_grpo.launch.run_dir import run_lock
 from megatron_grpo.train import train
-from megatron_grpo.watch import Limits, Watch
-from parallel.device import communication_backend, setup_device
+from megatron_grpo.watchdog import Limits, Watch
+from parallel.cpu_device import communication_backend, setup_device
 from parallel.groups import Groups, destroy_groups, init_groups
 
 COLLECTIVE_TIMEOUT = timedelta(days=7)

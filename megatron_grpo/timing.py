@@ -1,9 +1,18 @@
-"""Wall-clock seconds of the phases of a step."""
+"""Wall-clock seconds of the phases of a step.
 
+Timeline of a run for chrome://tracing and https://ui.perfetto.dev. Rank 0 only.
+"""
+
+import json
+import os
+import sys
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 BETWEEN = ""
 """The phase name between two phases."""
@@ -52,3 +61,65 @@ class PhaseTimer:
 def is_beside(name: str, metrics: Mapping[str, object]) -> bool:
     """Whether a metric is of a phase that ran in the background, for which the step then waited."""
     return name in ("time/generate", "time/score") and f"time/{WAIT}" in metrics
+
+
+TIMELINE_FILE = "timeline.json"
+TRAINER, ROLLOUT = 0, 1
+"""The two rows: rank 0's part of the steps, and generations made in the background."""
+_ROWS = {TRAINER: "trainer", ROLLOUT: "rollout"}
+
+
+class Timeline:
+    """Appends phases to the file, in Chrome's trace event format, as they end.
+
+    The format is a JSON array whose closing bracket may be missing: the file of a killed run can be
+    opened, and lacks only the phase that was in progress. Times are wall-clock times, so a resumed
+    run continues in the same file, after the gap in which nothing ran.
+
+    Rank 0 alone suffices: the ranks enter and leave phases together, and wait for each other in
+    them. A step adds some ten lines of about 130 bytes.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.step = 0
+        """The trainer's current step, counted from 1; before the first, the number already done."""
+        self._lock, self._is_broken = threading.Lock(), False
+        is_new = not path.exists() or _cut(path) == 0
+        self._file = path.open("a", encoding="utf-8")
+        if is_new:
+            self._file.write("[\n")
+            for row, name in _ROWS.items():
+                self._write(name="thread_name", ph="M", tid=row, args={"name": name})
+
+    def add(self, name: str, start: float, seconds: float, row: int, **about: int) -> None:
+        """Add an event that began at `start` (`time.time()`) and is over; safe from any thread."""
+        self._write(
+            name=name, ph="X", ts=round(start * 1e6), dur=round(seconds * 1e6), tid=row, args=about
+        )
+
+    def add_step(self, phase: str, start: float, seconds: float) -> None:
+        """Add a phase of the current step."""
+        self.add(phase, start, seconds, TRAINER, step=self.step)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _write(self, **event: Any) -> None:
+        with self._lock:
+            if self._is_broken:
+                return
+            try:
+                self._file.write(json.dumps({**event, "pid": 0}) + ",\n")
+                self._file.flush()
+            except OSError as error:  # a run must not fail because of its timeline
+                self._is_broken = True
+                print(f"{TIMELINE_FILE} is not written any further: {error}", file=sys.stderr)
+
+
+def _cut(path: Path) -> int:
+    """Cut off a line that was being written when the run died; return the bytes that remain."""
+    data = path.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    os.truncate(path, whole)
+    return whole

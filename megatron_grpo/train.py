@@ -10,38 +10,34 @@ import torch.distributed as dist
 
 from checkpoint_convert import ModelShape, read_shape
 from megatron_grpo.algorithm.kl import beta_after
-from megatron_grpo.checkpoints.checkpoints import Checkpoints
+from megatron_grpo.batch.distribute import Minibatches
+from megatron_grpo.batch.experience import Experience
+from megatron_grpo.batch.kept_values import with_kept_values
+from megatron_grpo.batch.prepare import Preparation
+from megatron_grpo.batch.schedule import BatchSchedule
+from megatron_grpo.checkpoints.checkpointer import Checkpoints
 from megatron_grpo.checkpoints.newest import steps_done
 from megatron_grpo.checkpoints.trainer_state import Ready, TrainerState
 from megatron_grpo.config.config import Config
-from megatron_grpo.evaluation.evaluation import is_due
-from megatron_grpo.evaluation.evaluations import Evaluations
-from megatron_grpo.experience.ask_engines import ask_engines
-from megatron_grpo.experience.batching import BatchSchedule
-from megatron_grpo.experience.collector import Collector, as_engines_lost
-from megatron_grpo.experience.exchange import Minibatches
-from megatron_grpo.experience.experience import Experience
-from megatron_grpo.experience.experience_source import Collected, ExperienceSource
-from megatron_grpo.experience.kept_values import with_kept_values
-from megatron_grpo.experience.logprob_probe import probe_logprobs
-from megatron_grpo.experience.preparation import Preparation
-from megatron_grpo.experience.rollout_pipeline import RolloutPipeline
-from megatron_grpo.launch.preemption import Preempted, preempted_instead
+from megatron_grpo.engines import EnginesLost
+from megatron_grpo.evaluation.evaluation import Evaluations, is_due
+from megatron_grpo.launch.process import Preempted, preempted_instead
 from megatron_grpo.policy.export import export_model, keep_export
 from megatron_grpo.policy.model import build_policy, describe, weight_sender
 from megatron_grpo.policy.reference import build_reference
 from megatron_grpo.policy.skipped_steps import SkippedSteps
-from megatron_grpo.reporting.metrics import StepReport
-from megatron_grpo.reporting.peak_memory import peak_memory
+from megatron_grpo.reporting.metrics import StepReport, peak_memory
 from megatron_grpo.reporting.runlog import RunLog
 from megatron_grpo.reporting.tracking import WANDB_ID_FILE, write_whole
-from megatron_grpo.rollout import EnginesLost
-from megatron_grpo.rollout.tied_process import COLLECTOR
+from megatron_grpo.rollout.generate import Collected, ExperienceSource
+from megatron_grpo.rollout.probe import probe_logprobs
+from megatron_grpo.rollout.rollouts import Collector, RolloutPipeline, as_engines_lost, ask_engines
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.train_step import train_step
-from megatron_grpo.watch import START, Watch
-from megatron_grpo.watch.agreement import agree_to_stop
-from megatron_grpo.weights.weight_sync import WeightSync
+from megatron_grpo.watchdog import START, Watch
+from megatron_grpo.watchdog.watchdog import agree_to_stop
+from megatron_grpo.weight_sync import WeightSync
+from megatron_grpo.workers.child_process import COLLECTOR
 from parallel.groups import Groups
 from parallel.microbatches import CostModel
 

@@ -9,20 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_grpo.algorithm.loss import grpo_loss
-from megatron_grpo.algorithm.loss_tokens import LossTokens
+from megatron_grpo.algorithm.loss import LossTokens, grpo_loss
+from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
-from megatron_grpo.experience.batching import BatchSchedule
-from megatron_grpo.policy.logprobs import response_logprobs
+from megatron_grpo.policy.forward import response_logprobs, run_schedule
 from megatron_grpo.policy.model import Policy
-from megatron_grpo.policy.nonfinite import is_so_on_all_ranks, name_nonfinite
 from megatron_grpo.policy.optimizer import (
     apply_gradient,
     gradient_norm,
     own_gradient_is_finite,
 )
-from megatron_grpo.policy.schedule import run_schedule
-from megatron_grpo.policy.skipped_steps import SkippedSteps
+from megatron_grpo.policy.skipped_steps import SkippedSteps, is_so_on_all_ranks, name_nonfinite
 from megatron_grpo.reporting.metrics import AllReduce, StepReport, TrainMetrics
 from parallel.groups import Groups
 from parallel.packing import PackedBatch

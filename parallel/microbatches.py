@@ -8,10 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from parallel.alignment import Alignment, round_up
+from parallel.balance import Units, best_fit, dealt, evened, fill, fill_by_rank, numbered
 from parallel.dims import ParallelDims
-from parallel.microbatch_targets import RAMPS, promising, run_orders
-from parallel.pipeline_schedule import makespan
-from parallel.slots import Units, best_fit, dealt, evened, fill, fill_by_rank, numbered
+from parallel.pipeline_sim import RAMPS, makespan, promising, run_orders
 
 Plan = list[list[list[int]]]
 """``plan[data rank][microbatch]``: the indices of its sequences."""

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from parallel.logprobs import chosen_logprobs, prediction_targets
 from parallel.packing import PackedBatch
-from parallel.vocab import chosen_logprobs, prediction_targets
 
 TEMPERATURE = 0.7
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from parallel.vocab import ChosenTokens
+from parallel.logprobs import ChosenTokens
 
 
 def chosen_tokens(mask: Tensor, logprobs: Tensor, entropy: Tensor) -> ChosenTokens:

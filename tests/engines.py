@@ -12,12 +12,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from checkpoint_convert import read_shape
-from megatron_grpo.config.rollout_config import RolloutConfig
-from megatron_grpo.config.trainer_config import ModelConfig
+from megatron_grpo.config.rollout import RolloutConfig
+from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.data.prompts import Prompt
-from megatron_grpo.rollout import EngineServers, Generation, RolloutClient, Sample, WorkerSums
-from megatron_grpo.rollout.sampling_params import SamplingParams
-from megatron_grpo.weights.worker_layouts import worker_layouts
+from megatron_grpo.data.samples import Sample
+from megatron_grpo.engines import EngineServers, Generation, RolloutClient, WorkerSums
+from megatron_grpo.engines.sampling_params import SamplingParams
+from megatron_grpo.weight_sync import worker_layouts
 from models import EOS_ID, tiny_model
 from parallel import Layout, intersect
 from parallel.checksum import whole_checksum

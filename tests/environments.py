@@ -6,7 +6,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.config.reward_config import EnvironmentConfig
+from megatron_grpo.config.reward import EnvironmentConfig
 from megatron_grpo.environments import EnvironmentPool
 
 LONG_SLEEP = str(20_000_000 + os.getpid())  # seconds, so that the process can be recognised

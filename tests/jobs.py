@@ -18,9 +18,9 @@ from typing import Any
 import psutil
 
 from distributed import CONTEXT
-from megatron_grpo.launch.job_token import TOKEN_VARIABLE
+from megatron_grpo.engines.server import reserve_port
 from megatron_grpo.launch.launch import LAUNCHER_VARIABLE, OWN_LOGS_VARIABLE
-from megatron_grpo.rollout.server import reserve_port
+from megatron_grpo.launch.run_dir import TOKEN_VARIABLE
 from runs import RUN_MARK, TINY_CONFIG, marked_processes
 
 Sabotage = Callable[[int], None]

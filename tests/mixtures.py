@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
-from megatron_grpo.policy.logprobs import compute_logprobs
+from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.policy.model import Policy
 from megatron_grpo.policy.optimizer import gradient_norm
 from parallel import Box, ParallelDims

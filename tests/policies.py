@@ -10,18 +10,17 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from checkpoint_convert import read_shape
-from megatron_grpo.checkpoints.checkpoints import Checkpoints
+from megatron_grpo.checkpoints.checkpointer import Checkpoints
 from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.config_file import load_config
-from megatron_grpo.policy.logprobs import response_logprobs
+from megatron_grpo.config.file import load_config
+from megatron_grpo.policy.forward import response_logprobs, run_schedule
 from megatron_grpo.policy.model import Policy, build_policy
 from megatron_grpo.policy.reference import Reference
-from megatron_grpo.policy.schedule import run_schedule
 from oracle import oracle_logprobs
 from parallel import Box, ParallelDims
 from parallel.alignment import Alignment
-from parallel.device import setup_device
+from parallel.cpu_device import setup_device
 from parallel.groups import Groups, init_groups
 from parallel.packing import PackedBatch, TokenSequence, pack
 

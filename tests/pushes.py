@@ -11,20 +11,19 @@ from torch import Tensor
 
 from checkpoint_convert import read_shape
 from distributed import run_ranks
-from megatron_grpo.config.rollout_config import RolloutConfig
-from megatron_grpo.config.trainer_config import ModelConfig
+from megatron_grpo.config.rollout import RolloutConfig
+from megatron_grpo.config.train import ModelConfig
+from megatron_grpo.engines import EngineServers, Fleet, RolloutClient, WorkerSums
+from megatron_grpo.engines.http import EngineError
 from megatron_grpo.policy.model import Policy, weight_sender
-from megatron_grpo.rollout import EngineServers, Fleet, RolloutClient, WorkerSums
-from megatron_grpo.rollout.engine_error import EngineError
 from megatron_grpo.timing import PhaseTimer
-from megatron_grpo.weights.weight_sums import sums_of_all_ranks
-from megatron_grpo.weights.weight_sync import WeightSync
+from megatron_grpo.weight_sync import WeightSync, sums_of_all_ranks
 from parallel import Layout, ParallelDims, Sender, plan_sends
 from parallel.checksum import added_up
 from parallel.groups import Groups
-from parallel.transport.local_links import LocalOutgoing
-from parallel.transport.network_links import NetworkOutgoing
-from parallel.transport.streams import OutStream, Packing
+from parallel.weight_transfer.local_links import LocalOutgoing
+from parallel.weight_transfer.network_links import NetworkOutgoing
+from parallel.weight_transfer.streams import OutStream, Packing
 from policies import start_policy, tiny_config
 
 BUCKET_BYTES = 1 << 14

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from megatron_grpo.launch.job_token import TOKEN_VARIABLE
+from megatron_grpo.launch.run_dir import TOKEN_VARIABLE
 
 RUN_MARK = "TEST_RUN_MARK"
 TINY_CONFIG = Path(__file__).parents[1] / "configs" / "tiny_cpu.yaml"

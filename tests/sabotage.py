@@ -154,7 +154,7 @@ class WithoutMargin:
     then: InCall
 
     def __call__(self, rank: int) -> None:
-        importlib.import_module("megatron_grpo.watch.limits").MARGIN_SECONDS = 0.0
+        importlib.import_module("megatron_grpo.watchdog.job").MARGIN_SECONDS = 0.0
         self.then(rank)
 
 
@@ -193,7 +193,7 @@ class ListForwards:
 
     def __call__(self, rank: int) -> None:
         gpt = importlib.import_module("megatron.core.models.gpt").GPTModel
-        watch = importlib.import_module("megatron_grpo.watch").Watch
+        watch = importlib.import_module("megatron_grpo.watchdog").Watch
         tick = watch.tick
 
         def write(word: str) -> None:

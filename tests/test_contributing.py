@@ -17,10 +17,10 @@ from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.hf_export import create_export, write_weights
 from checkpoint_convert.rank_weights import read_weights
 from distributed import run_ranks
-from megatron_grpo.policy.logprobs import compute_logprobs
+from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.policy.reference import build_reference
 from parallel import ParallelDims
-from parallel.device import setup_device
+from parallel.cpu_device import setup_device
 from parallel.groups import init_groups
 from policies import LENGTHS, pack_all, sequence_logprobs, tiny_config
 

@@ -10,8 +10,8 @@ import yaml
 
 from checkpoint_convert import megatron_layout, read_shape
 from megatron_grpo.cli import app
-from megatron_grpo.config.config_file import load_config
-from megatron_grpo.config.grpo_config import GRPOConfig
+from megatron_grpo.config.file import load_config
+from megatron_grpo.config.grpo import GRPOConfig
 from published_models import write_config
 
 ROOT = Path(__file__).parents[1]

@@ -11,14 +11,13 @@ import torch.distributed as dist
 
 from checkpoint_convert import read_shape
 from distributed import run_ranks
+from megatron_grpo.batch.distribute import share_out
+from megatron_grpo.batch.experience import Experience, subtract_kl
+from megatron_grpo.batch.prepare import add_logprobs, sequence_kl, with_advantages
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.prompts import Prompt
-from megatron_grpo.experience.experience import Experience, subtract_kl
-from megatron_grpo.experience.kl_reward import sequence_kl, with_advantages
-from megatron_grpo.experience.old_policy import add_logprobs
-from megatron_grpo.experience.shares import share_out
+from megatron_grpo.data.samples import Sample
 from megatron_grpo.policy.model import Policy, build_policy
-from megatron_grpo.rollout.samples import Sample
 from megatron_grpo.train_step import accumulate_gradient
 from mixtures import load_oracle
 from models import PAD_ID
@@ -31,7 +30,7 @@ from oracle import (
 )
 from parallel import ParallelDims
 from parallel.alignment import Alignment
-from parallel.device import setup_device
+from parallel.cpu_device import setup_device
 from parallel.groups import Groups, init_groups
 from parallel.microbatches import CostModel
 from parallel.packing import PackedBatch

@@ -15,11 +15,12 @@ from safetensors.torch import load_file
 
 from checkpoint_convert import read_shape
 from engines import sampling_params, wait_until
-from megatron_grpo.config.rollout_config import RolloutConfig
+from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.data.prompts import Prompt
-from megatron_grpo.rollout import EngineServers, Fleet, Generation, RolloutClient, Sample
+from megatron_grpo.data.samples import Sample
+from megatron_grpo.engines import EngineServers, Fleet, Generation, RolloutClient
 from megatron_grpo.timing import PhaseTimer
-from megatron_grpo.weights.weight_sync import WeightSync
+from megatron_grpo.weight_sync import WeightSync
 from parallel import Layout, ParallelDims, Sender
 from policies import tiny_config
 from pushes import rollout_overrides

@@ -16,8 +16,8 @@ from torch.nn import Module
 
 from checkpoint_convert.vllm import EngineDims
 from distributed import run_ranks
-from megatron_grpo.rollout.push_state import own_parameters
-from megatron_grpo.rollout.vllm_command import BACKEND, WORKER_EXTENSION, vllm_environment
+from megatron_grpo.engines.push_protocol import own_parameters
+from megatron_grpo.engines.vllm_args import BACKEND, WORKER_EXTENSION, vllm_environment
 
 Parameters = dict[str, Tensor]
 Read = Callable[[Module, Path, EngineDims], Any]

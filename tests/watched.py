@@ -12,8 +12,7 @@ from typing import Any
 
 from distributed import CONTEXT
 from megatron_grpo.launch.launch import RankPlace
-from megatron_grpo.watch.job import Pace
-from megatron_grpo.watch.limits import Limit, Limits
+from megatron_grpo.watchdog.job import Limit, Limits, Pace
 
 NEVER = Limit(300.0, "never")
 LIMITS = Limits(
@@ -78,7 +77,7 @@ def _rank_main(
 ) -> None:
     import torch.distributed as dist
 
-    from megatron_grpo.watch import Watch
+    from megatron_grpo.watchdog import Watch
 
     # A process started behind a script's `&` inherits that SIGINT is ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)

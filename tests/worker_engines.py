@@ -20,8 +20,8 @@ from torch import Tensor
 
 from checkpoint_convert.vllm import EngineDims
 from distributed import run_ranks
-from megatron_grpo.rollout import WorkerSums
-from megatron_grpo.rollout.push_check import check_reports
+from megatron_grpo.engines import WorkerSums
+from megatron_grpo.engines.push_protocol import check_reports
 from vllm_workers import become_worker, start_worker
 
 

@@ -17,16 +17,16 @@ from torch import Tensor
 from checkpoint_convert import read_shape
 from checkpoint_convert.vllm import EngineDims
 from conversions import bytes_of
+from megatron_grpo.engines.push_protocol import own_parameters
 from megatron_grpo.policy.export import export_model
 from megatron_grpo.policy.model import Policy, build_policy, weight_sender
-from megatron_grpo.rollout.push_state import own_parameters
 from megatron_grpo.timing import PhaseTimer
-from megatron_grpo.weights.weight_sync import WeightSync
+from megatron_grpo.weight_sync import WeightSync
 from parallel import ParallelDims
-from parallel.device import setup_device
+from parallel.cpu_device import setup_device
 from parallel.groups import Groups, init_groups
-from parallel.transport.local_links import LocalOutgoing
-from parallel.transport.network_links import NetworkOutgoing
+from parallel.weight_transfer.local_links import LocalOutgoing
+from parallel.weight_transfer.network_links import NetworkOutgoing
 from policies import tiny_config
 from vllm_workers import start_worker
 from worker_engines import WorkerClient, WorkerEngines, WorkerProcess, parameters_of

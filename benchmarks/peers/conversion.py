@@ -212,7 +212,7 @@ def exhaust(tensors: Any) -> None:
 def measure_rank(rank: int, side: str, source: Path, folder: Path) -> None:
     """Leave the figures of this rank, and the digests of its parameters."""
     from megatron_grpo.policy.model import build_model
-    from parallel.device import setup_device
+    from parallel.cpu_device import setup_device
     from parallel.groups import init_groups
     from policies import tiny_config
 

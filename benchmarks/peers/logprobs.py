@@ -117,7 +117,7 @@ def resident(key: str) -> int:
 
 def ours(folder: Path, dtype: torch.dtype = DTYPE) -> dict[str, float]:
     """With entropies."""
-    from parallel.vocab import chosen_logprobs
+    from parallel.logprobs import chosen_logprobs
 
     def logprobs_of(hidden: Tensor, head: Tensor, tokens: Tensor) -> Tensor:
         # Position t predicts token t + 1; the first token is of the prompt.
@@ -145,7 +145,7 @@ def megatron_core(folder: Path, fused: bool = False) -> dict[str, float]:
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
     from parallel import ParallelDims
-    from parallel.device import setup_device
+    from parallel.cpu_device import setup_device
     from parallel.groups import init_groups
 
     setup_device(0)

@@ -24,7 +24,7 @@ import numpy as np
 from parallel import ParallelDims
 from parallel.alignment import Alignment
 from parallel.microbatches import CostModel, plan_microbatches
-from parallel.pipeline_schedule import makespan
+from parallel.pipeline_sim import makespan
 
 ROUNDS = 3
 TITLE = "Microbatches of packed sequences: simulated 1F1B of 4 stages, lognormal lengths"

@@ -69,14 +69,12 @@ def case() -> SimpleNamespace:
 def ours(folder: Path, all_metrics: bool = False) -> dict[str, float]:
     """Packed."""
     from megatron_grpo.algorithm.advantages import group_advantages
-    from megatron_grpo.algorithm.loss import grpo_loss
-    from megatron_grpo.algorithm.loss_tokens import LossTokens
-    from megatron_grpo.config.grpo_config import GRPOConfig
+    from megatron_grpo.algorithm.loss import LossTokens, grpo_loss
+    from megatron_grpo.config.grpo import GRPOConfig
     from megatron_grpo.reporting.metrics import TrainMetrics
     from parallel.alignment import Alignment
-    from parallel.packing import TokenSequence, pack
-    from parallel.token_places import TokenPlaces
-    from parallel.vocab import ChosenTokens
+    from parallel.logprobs import ChosenTokens
+    from parallel.packing import TokenPlaces, TokenSequence, pack
 
     given = case()
     cfg = GRPOConfig(

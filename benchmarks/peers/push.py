@@ -126,10 +126,10 @@ def bits(shape: Shape, seed: int) -> Tensor:
 
 def our_rank(rank: int, network_only: bool) -> dict[str, Any]:
     """One process of ours."""
-    from megatron_grpo.weights.weight_sums import sums_of_all_ranks
+    from megatron_grpo.weight_sync import sums_of_all_ranks
     from parallel import plan_sends
-    from parallel.transport import Inbox, Invitation, Outbox, bucket_bytes_for
-    from parallel.transport.meeting import Meeting, join, open_meeting
+    from parallel.weight_transfer import Inbox, Invitation, Outbox, bucket_bytes_for
+    from parallel.weight_transfer.rendezvous import Meeting, join, open_meeting
 
     weights = weights_of(rank)
     device, dtype = torch.device("cpu"), torch.bfloat16
@@ -173,7 +173,7 @@ def megatron_rank(rank: int) -> dict[str, Any]:
     """One process of Megatron-Core's, which has one of the two models."""
     from megatron.core.resharding.refit import swap_model_weights
 
-    from parallel.device import setup_device
+    from parallel.cpu_device import setup_device
 
     setup_device(rank)
     weights = weights_of(rank)

@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 
 from distributed import run_ranks
 from flops import counted_flops
+from megatron_grpo.batch.distribute import share_out
+from megatron_grpo.batch.experience import Experience
 from megatron_grpo.data.prompts import Prompt
-from megatron_grpo.experience.experience import Experience
-from megatron_grpo.experience.shares import share_out
-from megatron_grpo.rollout.samples import Sample
+from megatron_grpo.data.samples import Sample
 from megatron_grpo.train_step import accumulate_gradient
 from models import tiny_model
 from parallel import ParallelDims

@@ -28,12 +28,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from flops import counted_flops
+from megatron_grpo.batch.distribute import share_out
+from megatron_grpo.batch.experience import compare as experience_of
+from megatron_grpo.batch.prepare import add_logprobs
 from megatron_grpo.data.prompts import Prompt
-from megatron_grpo.experience.experience import compare as experience_of
-from megatron_grpo.experience.old_policy import add_logprobs
-from megatron_grpo.experience.shares import share_out
+from megatron_grpo.data.samples import Sample
 from megatron_grpo.policy.skipped_steps import SkippedSteps
-from megatron_grpo.rollout import Sample
 from megatron_grpo.train_step import train_step
 from models import PAD_ID, tiny_model
 from parallel import ParallelDims

@@ -5,9 +5,8 @@ engine fuses the same tensors in the same way under other names, but splits them
 """
 
 from checkpoint_convert.families.description import Parameter, Tensor
-from checkpoint_convert.families.latent import latent_attention
-from checkpoint_convert.families.mixture import mixture
-from checkpoint_convert.families.mlp import gated_mlp
+from checkpoint_convert.families.ffn import gated_mlp, mixture
+from checkpoint_convert.families.mla import latent_attention
 from checkpoint_convert.shape import ModelShape
 
 ATTENTION_NORM = "input_layernorm.weight"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_grpo.config.grpo_config import AdvantageEstimator, ScaleRewards
+from megatron_grpo.config.grpo import AdvantageEstimator, ScaleRewards
 
 EPSILON = 1e-4
 """Added to every standard deviation before dividing by it, as in TRL and ms-swift."""

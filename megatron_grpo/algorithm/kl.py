@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from megatron_grpo.config.grpo_config import KLEstimator
+from megatron_grpo.config.grpo import KLEstimator
 
 MAX_ERROR = 0.2
 """Bound on the relative error ``kl / target - 1``; larger errors are clipped."""

@@ -6,7 +6,7 @@ and the choice of experts differ. A completion may also be older than the policy
 
 from torch import Tensor
 
-from megatron_grpo.config.grpo_config import GRPOConfig
+from megatron_grpo.config.grpo import GRPOConfig
 from parallel.sequences import SequenceMeans
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_grpo.config.grpo_config import GRPOConfig, ImportanceLevel
+from megatron_grpo.config.grpo import GRPOConfig, ImportanceLevel
 from parallel.sequences import SequenceMeans
 
 LOG_MOST = 80.0

@@ -19,9 +19,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatron_grpo.batch.experience import Experience
 from megatron_grpo.data.prompts import Prompt
-from megatron_grpo.experience.experience import Experience
-from megatron_grpo.rollout.samples import Sample
+from megatron_grpo.data.samples import Sample
 from parallel.packing import KNOWN
 
 SAMPLES_FILE = "samples.jsonl"

@@ -93,8 +93,8 @@ def remove_leftovers(folder: Path) -> None:
     for replaced in folder.glob(f"step_*{REPLACED}"):
         original = replaced.with_name(replaced.name.removesuffix(REPLACED))
         remove(replaced) if original.exists() else replaced.rename(original)
-    for partial in folder.glob(f"*{PARTIAL}"):
-        shutil.rmtree(partial, ignore_errors=True)
+    for unfinished in folder.glob(f"*{PARTIAL}"):
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def publish(partial: Path, step: int, keep: int, keep_every: int | None = None) -> None:

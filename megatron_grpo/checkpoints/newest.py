@@ -9,15 +9,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_grpo.checkpoints import folders, manifest, megatron_state, trainer_state
+from megatron_grpo.checkpoints import folders, manifest, trainer_state
+from megatron_grpo.checkpoints import state as megatron_state
+from megatron_grpo.checkpoints.manifest import VerifyBar
 from megatron_grpo.checkpoints.screening import screen_checkpoint
 from megatron_grpo.checkpoints.shard_file import read_parts
 from megatron_grpo.checkpoints.trainer_state import TrainerState
-from megatron_grpo.checkpoints.verify_bar import VerifyBar
 from megatron_grpo.policy.model import Policy
 from megatron_grpo.policy.reference import Reference
 from parallel import ParallelDims
-from parallel.failure import first_failure, raise_first_failure
+from parallel.collectives import first_failure, raise_first_failure
 
 
 def steps_done(folder: Path) -> int:

@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint_convert.assembly import Assembly
 from checkpoint_convert.formats.torch_dist import StoredChunks, read_chunks
 from checkpoint_convert.formats.torch_dist_writer import Chunk
 from checkpoint_convert.formats.torch_words import DTYPE_NAMES, words_of
-from megatron_grpo.checkpoints.megatron_state import REFERENCE, StatePart
+from checkpoint_convert.weights import Assembly
+from megatron_grpo.checkpoints.state import REFERENCE, StatePart
 from parallel import Box, Layout, Piece
 
 MAX_CHUNK_BYTES = 1 << 30  # other loaders read chunks whole

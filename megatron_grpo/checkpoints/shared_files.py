@@ -9,12 +9,12 @@ from torch import Tensor
 from checkpoint_convert.companions import CHECKPOINT_FOLDER, copy_companions
 from checkpoint_convert.formats.safetensors_file import NAMES
 from checkpoint_convert.formats.torch_dist_writer import file_name, finish_checkpoint
+from megatron_grpo.batch.experience import Experience
 from megatron_grpo.checkpoints.experience_file import READY, write_experience
 from megatron_grpo.checkpoints.manifest import FileHash, hash_files
 from megatron_grpo.checkpoints.trainer_state import Record, write_random_states, write_record
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.config_file import dump_config
-from megatron_grpo.experience.experience import Experience
+from megatron_grpo.config.file import dump_config
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,11 +11,10 @@ from typing import Any, Self
 
 from pydantic import NonNegativeInt, model_validator
 
-from megatron_grpo.config.config_section import Section
-from megatron_grpo.config.data_config import DataConfig
-from megatron_grpo.config.eval_config import EvalConfig, section_of, with_defaults
-from megatron_grpo.config.grpo_config import GRPOConfig
-from megatron_grpo.config.reward_config import (
+from megatron_grpo.config.data import DataConfig
+from megatron_grpo.config.eval import EvalConfig, section_of, with_defaults
+from megatron_grpo.config.grpo import GRPOConfig
+from megatron_grpo.config.reward import (
     ENVIRONMENT_TERM,
     RIGHT,
     SHAPING,
@@ -23,8 +22,9 @@ from megatron_grpo.config.reward_config import (
     RewardConfig,
     RewardFunction,
 )
-from megatron_grpo.config.rollout_config import RolloutConfig
-from megatron_grpo.config.trainer_config import (
+from megatron_grpo.config.rollout import RolloutConfig
+from megatron_grpo.config.section import Section
+from megatron_grpo.config.train import (
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,

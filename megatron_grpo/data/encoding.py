@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from jinja2 import TemplateError
 
-from megatron_grpo.config.data_config import DataConfig
-from megatron_grpo.data.invalid_rows import Fault
-from megatron_grpo.data.rows import Row
+from megatron_grpo.config.data import DataConfig
+from megatron_grpo.data.rows import Fault, Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

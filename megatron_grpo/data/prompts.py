@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 
 from checkpoint_convert import ModelShape
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.data_config import DataConfig
-from megatron_grpo.config.rollout_config import RolloutConfig
+from megatron_grpo.config.data import DataConfig
+from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.data.encoding import Encoded, encode_rows
-from megatron_grpo.data.invalid_rows import Fault, InvalidRows
-from megatron_grpo.data.rows import Record, Row, read_rows
+from megatron_grpo.data.rows import Fault, InvalidRows, Record, Row, read_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,4 +1,7 @@
-"""Checks of GPUs, their driver, and the CUDA libraries of torch and Transformer Engine."""
+"""Checks of GPUs, their driver, and the CUDA libraries of torch and Transformer Engine.
+
+The GPUs of this host as torch sees them.
+"""
 
 import re
 import subprocess
@@ -112,3 +115,22 @@ def judge_folders(maps: str) -> Finding:
     remedy = f"unload the site's module, or uninstall the system's: {found}"
     value = f"{', '.join(twice)} loaded from several folders"
     return Finding(SECTION, "CUDA libraries", "warning", value, remedy)
+
+
+def read_gpus(driver: str) -> Gpus:
+    """All GPUs visible to this process, and which pairs lack peer access."""
+    import torch  # seconds, where there is no GPU
+
+    count = torch.cuda.device_count()
+    properties = [torch.cuda.get_device_properties(index) for index in range(count)]
+    pairs = [(one, other) for one in range(count) for other in range(count) if one != other]
+    return Gpus(
+        driver=driver,
+        torch=torch.__version__,
+        cuda=torch.version.cuda,
+        nccl=".".join(map(str, torch.cuda.nccl.version())) if count else None,
+        gpus=tuple(Gpu(one.name, one.total_memory, (one.major, one.minor)) for one in properties),
+        without_peer_access=tuple(
+            pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)
+        ),
+    )

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from megatron_grpo.config.reward_config import EnvironmentConfig
-from megatron_grpo.environments.loaded_class import LOAD_KEY
-from megatron_grpo.launch.exit_status import exit_words
-from megatron_grpo.user_code.columns import missing
-from megatron_grpo.user_code.supervised import (
+from megatron_grpo.config.reward import EnvironmentConfig
+from megatron_grpo.environments.worker import LOAD_KEY
+from megatron_grpo.launch.process import exit_words
+from megatron_grpo.workers.supervised import (
     load_seconds,
     start_supervised,
     tell_to_end,
     wait_end,
 )
+from megatron_grpo.workers.user_file import missing
 
 WORKER_MODULE = "megatron_grpo.environments.worker"
 SEND_SECONDS = 10

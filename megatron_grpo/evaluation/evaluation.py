@@ -1,25 +1,58 @@
-"""Evaluation of one held-out set: sampled with its own settings, scored and summarized."""
+"""Evaluation of one held-out set: sampled with its own settings, scored and summarized.
+
+The evaluations of a run: of every held-out set, one after the other.
+
+pass@k: the probability that at least one of k completions of a prompt passes.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from checkpoint_convert import ModelShape
+from megatron_grpo.batch.experience import completion_metrics, dialogue_metrics
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.eval_config import EvalSet, section_of
-from megatron_grpo.config.reward_config import ENVIRONMENT_TERM
-from megatron_grpo.data.prompts import Prompt, load_prompts
-from megatron_grpo.evaluation.pass_at_k import pass_at_k
-from megatron_grpo.rewards import RewardPool, add_environment_rewards, check_failed, total_rewards
-from megatron_grpo.rewards.references import reference_fault
-from megatron_grpo.rollout.client import RolloutClient
-from megatron_grpo.rollout.completion_metrics import completion_metrics, dialogue_metrics
-from megatron_grpo.rollout.dialogues import DialogueGeneration
-from megatron_grpo.rollout.generation import Generation
-from megatron_grpo.rollout.samples import Sample
-from megatron_grpo.rollout.sampling_params import SamplingParams
+from megatron_grpo.config.eval import EvalSet, section_of
+from megatron_grpo.config.reward import ENVIRONMENT_TERM
+from megatron_grpo.data.prompts import Prompt, end_tokens, load_prompts
+from megatron_grpo.data.samples import Sample
+from megatron_grpo.engines.client import RolloutClient
+from megatron_grpo.engines.generation import Generation
+from megatron_grpo.engines.sampling_params import SamplingParams
+from megatron_grpo.environments import EnvironmentPool
+from megatron_grpo.environments.multi_turn import DialogueGeneration, Turns
+from megatron_grpo.rewards import (
+    RewardError,
+    RewardPool,
+    RewardPools,
+    add_environment_rewards,
+    check_failed,
+    total_rewards,
+)
+from megatron_grpo.rewards.builtin import reference_fault
 from megatron_grpo.timing import PhaseTimer
+
+
+def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
+    """The unbiased estimate 1 - C(n - c, k) / C(n, k) from n samples of which c have passed.
+
+    Equation 1 of Chen et al. 2021, "Evaluating large language models trained on code" (arXiv
+    2107.03374): the share of the subsets of k samples in which at least one has passed. Computed as
+    a product of k or c factors of at most 1, whichever is smaller, since binomials of hundreds
+    overflow a float. Raises AssertionError unless 0 <= c <= n and 1 <= k <= n.
+    """
+    n, c = num_samples, num_passed
+    assert 0 <= c <= n and 1 <= k <= n, f"pass@{k} of {c} passed of {n}"
+    # C(n - c, k) / C(n, k) = C(n - k, c) / C(n, c)
+    few, many = sorted((c, k))
+    failed = 1.0
+    for i in range(few):
+        failed *= max(n - many - i, 0) / (n - i)
+    return 1.0 - failed
+
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -263,3 +296,62 @@ def passes(total: float, cfg: EvalSet) -> bool:
 
 def _or_none(score: float) -> float | None:
     return None if math.isnan(score) else score
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Evaluations:
+    """Evaluates all held-out sets of a config, any number of times.
+
+    A set gets the same completions whatever other sets there are.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        shape: ModelShape,
+        tokenizer: "PreTrainedTokenizerBase",
+        engines: RolloutClient,
+        pools: RewardPools,
+        environments: EnvironmentPool | None,
+    ) -> None:
+        ends = end_tokens(shape, tokenizer, cfg.rollout)
+        context = shape.max_position_embeddings
+        self._evaluations: dict[str, Evaluation] = {}
+        for name in cfg.eval.named_sets:
+            view = as_evaluated(cfg, name)
+            # Whoever checked the config has warned already.
+            prompts = load_eval_prompts(view, name, tokenizer, context, warns=False)
+            ask: Ask = Generation
+            if environments:
+                ask = partial(
+                    DialogueGeneration,
+                    environments=environments,
+                    turns=Turns.of(view, tokenizer, ends),
+                    max_turns=cfg.environment.max_turns,
+                )
+            pool = pools.of(view.reward)
+            self._evaluations[name] = Evaluation(view, prompts, ends, engines, pool, ask)
+        self._environments = environments
+        self._done: dict[str, Evaluated] = {}
+
+    def run(
+        self, policy_version: int, timer: PhaseTimer, show: Callable[[str, int, int], None]
+    ) -> dict[str, Evaluated]:
+        """The results by the name of the set; `show` is called with that name first.
+
+        Otherwise like `Evaluation.run`: after EnginesOut, a call for the same version continues
+        where it stopped.
+        """
+        for name, evaluation in self._evaluations.items():
+            if name not in self._done:
+                if self._environments:
+                    self._environments.wait_ready([prompt.row for prompt in evaluation.prompts])
+                try:
+                    self._done[name] = evaluation.run(policy_version, timer, partial(show, name))
+                except RewardError as error:
+                    raise RewardError(f"{section_of(name)}: {error}") from None
+        done, self._done = self._done, {}
+        return done

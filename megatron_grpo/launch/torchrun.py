@@ -24,8 +24,7 @@ from torch.distributed import DistError, TCPStore, run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from megatron_grpo.launch.open_files import allow_open_files
-from megatron_grpo.launch.preemption import EXIT_PREEMPTED, PREEMPTION_SIGNALS
+from megatron_grpo.launch.process import EXIT_PREEMPTED, PREEMPTION_SIGNALS, allow_open_files
 
 RENDEZVOUS_SECONDS = 600
 """Time in which the torchruns of all hosts must come."""

@@ -2,18 +2,51 @@
 
 Counts the tensors that autograd saves, module by module: for Transformer Engine's layers from their
 documentation and source, for torch's by measurement (a test compares).
+
+Which layers of a model are alike: those with a dense MLP, those with a mixture of experts.
+
+Which parts of which layers run their forward a second time, in the backward.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import mul
 
 from checkpoint_convert import ModelShape
 from megatron_grpo.config.config import Config
-from megatron_grpo.planning.itemsizes import ITEMSIZE
-from megatron_grpo.planning.layer_kinds import LayerKind, layer_kinds
+from megatron_grpo.planning.card import ITEMSIZE
 from parallel import pipeline_layers
-from parallel.tile_columns import tile_columns
+from parallel.logit_tiles import tile_columns
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerKind:
+    """Successive layers that are alike."""
+
+    layers: range
+    """Their indices in the model."""
+    shape: ModelShape
+    """The model if all of its layers were like these."""
+
+    def count_in(self, *chunks: range) -> int:
+        """How many of these layers are in model chunks."""
+        return sum(
+            len(range(max(self.layers.start, chunk.start), min(self.layers.stop, chunk.stop)))
+            for chunk in chunks
+        )
+
+
+def layer_kinds(shape: ModelShape) -> list[LayerKind]:
+    """The kinds of layers of a model, in its order: dense ones come before mixtures."""
+    if shape.moe is None:
+        return [LayerKind(layers=range(shape.num_layers), shape=shape)]
+    mixture = replace(shape, moe=replace(shape.moe, num_dense_layers=0))
+    kinds = [
+        LayerKind(layers=range(shape.num_dense_layers), shape=replace(shape, moe=None)),
+        LayerKind(layers=range(shape.num_dense_layers, shape.num_layers), shape=mixture),
+    ]
+    return [kind for kind in kinds if kind.layers]
+
 
 DEFAULT_MODULES = ("core_attn",)
 """What Megatron-Core recomputes with `recompute_granularity: selective` and no list of modules."""
@@ -270,3 +303,30 @@ def _entry_of(module: str, cfg: Config, shape: ModelShape) -> float:
         values += queries_and_keys
     inputs = queries_and_keys + values
     return ITEMSIZE[cfg.model.dtype] * (inputs + output) / cfg.dims.tensor
+
+
+PARTS = frozenset({"attention", "core_attn", "layernorm", "mlp", "moe", "shared_experts"})
+"""The parts of a layer, by Megatron-Core's names for `recompute_modules`; those that it lacks have
+no operations that count (`moe_act`) or are refused by the trainer (`mla_up_proj`). `attention` is
+all of it but `core_attn`, and only full recomputation repeats it."""
+
+
+def recomputed_parts(cfg: Config) -> frozenset[str]:
+    """The parts that a layer of `recomputed_layers` recomputes."""
+    settings = cfg.model.megatron
+    match settings.get("recompute_granularity"):
+        case "full":
+            return PARTS
+        case "selective":
+            modules = frozenset(settings.get("recompute_modules") or DEFAULT_MODULES)
+            return modules | {"shared_experts"} if "moe" in modules else modules
+    return frozenset()
+
+
+def recomputed_layers(cfg: Config, chunks: Sequence[range]) -> list[range]:
+    """The layers of model chunks that recompute: with `recompute_method: block` the first ones."""
+    settings = cfg.model.megatron
+    chosen = settings.get("recompute_granularity"), settings.get("recompute_method")
+    if chosen == ("full", "block"):
+        return [chunk[: settings.get("recompute_num_layers") or 0] for chunk in chunks]
+    return list(chunks)

@@ -1,17 +1,174 @@
-"""`megatron-grpo plan`: a plan, or suggestions, printed for people or for scripts."""
+"""`megatron-grpo plan`: a plan, or suggestions, printed for people or for scripts.
+
+Formats a plan as text for people.
+"""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from checkpoint_convert import ModelShape, read_shape
+from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
 from megatron_grpo.planning.card import Card, card_named
-from megatron_grpo.planning.job_plan import JobPlan, least_gpus, plan_job
-from megatron_grpo.planning.job_table import job_table, suggestion_table
-from megatron_grpo.planning.memory import engine_bytes
-from megatron_grpo.planning.suggest import suggest
+from megatron_grpo.planning.job_plan import (
+    JobPlan,
+    PromptSharing,
+    least_gpus,
+    not_counted,
+    plan_job,
+)
+from megatron_grpo.planning.memory import StageMemory, engine_bytes
+from megatron_grpo.planning.rollout_time import RolloutTime
+from megatron_grpo.planning.step_time import ATTAINABLE_OF_LINK, LinkUse
+from megatron_grpo.planning.suggest import Suggestion, suggest
 from megatron_grpo.planning.workload import longest_sequence, read_lengths
+
+SHOWN_STAGES = 4
+SHOWN_SUGGESTIONS = 8
+NOT_COUNTED = "microbatches, operations, times and traffic are those of a run without"
+
+
+def job_table(cfg: Config, shape: ModelShape, gpu: str, plan: JobPlan) -> str:
+    """The memory of every kind of stage, the work of a step, and the traffic over each link."""
+    where = "on the same GPUs" if plan.is_shared else "on GPUs of their own"
+    rollout = cfg.rollout
+    lines = [
+        f"{shape.family} in {cfg.model.dtype} on {plan.num_gpus} {gpu}: trainer {cfg.dims}; "
+        f"{rollout.num_engines} engines of {rollout.tensor_parallel_size}, {where}",
+        "",
+        *_memory_rows(plan),
+        "",
+        *_work_lines(cfg, plan),
+        "",
+        *_link_rows(cfg, plan),
+    ]
+    return "\n".join(lines)
+
+
+def suggestion_table(suggestions: Sequence[Suggestion], num_gpus: int, gpu: str) -> str:
+    """The fastest layouts, and the command-line overrides for the first of them."""
+    rows = [
+        f"{'tp':>3}{'pp':>4}{'vp':>4}{'cp':>4}{'dp':>5}{'ep':>4}  {'recompute':<10}"
+        f"{'memory':>9}{'step':>9}{'bubble':>8}{'links':>8}"
+    ]
+    for each in suggestions[:SHOWN_SUGGESTIONS]:
+        dims = each.cfg.dims
+        rows.append(
+            f"{dims.tensor:>3}{dims.pipeline:>4}{dims.virtual_pipeline:>4}{dims.context:>4}"
+            f"{dims.data:>5}{dims.expert:>4}  {'full' if each.recomputes else 'none':<10}"
+            f"{each.memory.total / 1e9:>6.1f} GB{each.time.estimate:>7.1f} s"
+            f"{each.time.bubble:>8.3f}{each.time.waits:>6.1f} s"
+        )
+    return "\n".join(
+        [
+            f"{len(suggestions)} layouts fit on {num_gpus} {gpu}, the fastest by estimate first:",
+            "",
+            *rows,
+            *(f"{key}: {NOT_COUNTED}" for key in not_counted(suggestions[0].cfg)),
+            "",
+            "to use the first, add these after the config's name:",
+            *(f"  {word} \\" for word in suggestions[0].overrides[:-1]),
+            f"  {suggestions[0].overrides[-1]}",
+        ]
+    )
+
+
+def _memory_rows(plan: JobPlan) -> list[str]:
+    """Rows for the first stages, the last, and the fullest."""
+    rows = [
+        f"{'stage':>5}{'weights':>9}{'gradients':>11}{'optimizer':>11}{'reference':>11}"
+        f"{'buffers':>12}{'engine':>8}{'at worst':>10}  {'in phase':<18}{'sum':>8}"
+    ]
+    last = plan.stages[-1]
+    shown = [*plan.stages[:SHOWN_STAGES], plan.fullest, last]
+    numbers = sorted({stage.stage for stage in shown})
+    rows += [_memory_row(plan.stages[number]) for number in numbers]
+    limit, most = plan.memory_limit / 1e9, plan.fullest.total / 1e9
+    verdict = f"{limit - most:.1f} GB free" if plan.fits else f"{most - limit:.1f} GB too much"
+    left_out = len(plan.stages) - len(numbers)
+    others = f"; {left_out} stages between need no more" if left_out else ""
+    return [*rows, f"all in GB; a GPU may use {limit:.1f}: {verdict}{others}"]
+
+
+def _memory_row(stage: StageMemory) -> str:
+    state = stage.state
+    exact = [state.weights, state.gradients, state.optimizer, state.reference]
+    widths = [9, 11, 11, 11]
+    return (
+        f"{stage.stage:>5}"
+        + "".join(f"{size / 1e9:>{width}.3f}" for size, width in zip(exact, widths, strict=True))
+        + f"{stage.buffers / 1e9:>12.1f}{stage.engine / 1e9:>8.1f}"
+        + f"{stage.phases[stage.worst] / 1e9:>10.2f}  {stage.worst:<18}{stage.total / 1e9:>8.1f}"
+    )
+
+
+def _work_lines(cfg: Config, plan: JobPlan) -> list[str]:
+    work, time, lines = plan.work, plan.time, []
+    lines.append(
+        f"an optimizer step: {len(work.lengths):,} sequences, {work.computed.tokens:,} tokens "
+        f"in {work.microbatches} microbatches per model copy, "
+        f"{work.computed.tokens / work.room:.1%} full, "
+        f"{work.padding:,} tokens of padding"
+    )
+    if len(plan.shared_prompts) == 2:
+        lines.append(_sharing_line(cfg, plan.shared_prompts[False], plan.shared_prompts[True]))
+    lines += [f"{key}: {NOT_COUNTED}" for key in plan.not_counted]
+    lines.append(
+        f"{time.flops:.3g} operations: at least {time.compute_seconds:.1f} s at the cards' peak; "
+        f"estimate at {time.attainable:g} of it, with a bubble of {time.bubble:.3f} and no traffic "
+        f"hidden, at {ATTAINABLE_OF_LINK:g} of the links' rates: {time.estimate:.1f} s"
+    )
+    if plan.engine:
+        lines.append(
+            f"an engine has {plan.engine.weights / 1e9:.2f} GB of weights and "
+            f"{plan.engine.cache / 1e9:.1f} GB for keys and values on each GPU: "
+            f"{plan.engine.cached_tokens:,} tokens at once"
+        )
+    if plan.rollout:
+        lines.append(_rollout_line(cfg, plan.rollout))
+    return lines
+
+
+def _sharing_line(cfg: Config, unshared: PromptSharing, shared: PromptSharing) -> str:
+    return (
+        f"with grpo.shared_prompts=true it {'is' if cfg.grpo.shared_prompts else 'would be'} "
+        f"{shared.filled_tokens:,} tokens instead of {unshared.filled_tokens:,}, "
+        f"{unshared.filled_tokens / shared.filled_tokens:.2f} times fewer, and by the estimate "
+        f"{shared.estimate_seconds:.1f} s instead of {unshared.estimate_seconds:.1f} s, where "
+        f"prompts have data.max_prompt_length {cfg.data.max_prompt_length:,}"
+    )
+
+
+def _rollout_line(cfg: Config, time: RolloutTime) -> str:
+    bound = (
+        f"an engine reads its weights {time.passes:,} times, and the keys and values, from memory"
+        if time.memory_seconds > time.compute_seconds
+        else "computing it takes, at the cards' peak"
+    )
+    if time.network_seconds:
+        bound += f", and its nodes add up hidden states for {time.network_seconds:.1f} s"
+    steps = BatchSchedule.of(cfg.grpo).updates_per_generation
+    return (
+        f"a generation, for {steps} {'step' if steps == 1 else 'steps'}: "
+        f"{time.completions:,} completions, {time.tokens:,} tokens, by "
+        f"{cfg.rollout.num_engines} engines: at least {time.seconds:.1f} s, in which {bound}"
+    )
+
+
+def _link_rows(cfg: Config, plan: JobPlan) -> list[str]:
+    rows = [f"{'per step and GPU':<18}{'bytes':>12}  {'over':<10}{'at least':>10}"]
+    rows += [_link_row(use.purpose, use) for use in plan.time.links]
+    if plan.push:
+        updates = BatchSchedule.of(cfg.grpo).updates_per_generation
+        steps = f", 1 step of {updates}" if updates > 1 else ""
+        rows.append(_link_row(f"{plan.push.purpose}{steps}", plan.push))
+    return rows
+
+
+def _link_row(label: str, use: LinkUse) -> str:
+    over = "NVLink" if use.in_node else "network"
+    return f"{label:<18}{use.num_bytes / 1e9:>9.2f} GB  {over:<10}{use.seconds:>8.2f} s"
 
 
 def print_plan(

@@ -6,7 +6,7 @@ from typing import Any
 
 from checkpoint_convert import ModelShape, check_divisible
 from megatron_grpo.config.config import Config
-from megatron_grpo.launch.placement import check_engine_size, place
+from megatron_grpo.launch.launch import check_engine_size, place
 from megatron_grpo.planning.card import Card
 from megatron_grpo.planning.memory import (
     EngineBytes,

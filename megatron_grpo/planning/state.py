@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from math import lcm, prod
 
 from checkpoint_convert import ModelShape, megatron_layout
-from checkpoint_convert.families.mixture import SELECTION_BIAS
+from checkpoint_convert.families.ffn import SELECTION_BIAS
 from megatron_grpo.config.config import Config
-from megatron_grpo.planning.itemsizes import ITEMSIZE
-from megatron_grpo.planning.layer_kinds import layer_kinds
+from megatron_grpo.planning.activations import layer_kinds
+from megatron_grpo.planning.card import ITEMSIZE
 from parallel import Coordinates, ParallelDims, pipeline_layers
 from parallel.alignment import round_up
 

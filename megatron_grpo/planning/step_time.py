@@ -7,10 +7,8 @@ from math import prod
 
 from checkpoint_convert import ModelShape, hf_tensors
 from megatron_grpo.config.config import Config
-from megatron_grpo.planning.card import Card
-from megatron_grpo.planning.itemsizes import ITEMSIZE
-from megatron_grpo.planning.layer_kinds import layer_kinds
-from megatron_grpo.planning.recomputation import recomputed_layers, recomputed_parts
+from megatron_grpo.planning.activations import layer_kinds, recomputed_layers, recomputed_parts
+from megatron_grpo.planning.card import ITEMSIZE, Card
 from megatron_grpo.planning.state import GRADIENT_BYTES, StateBytes, expert_shards
 from megatron_grpo.planning.workload import Computed, Workload
 from parallel import ParallelDims, pipeline_layers

@@ -11,7 +11,7 @@ from rich.progress import track
 
 from checkpoint_convert import ModelShape, check_divisible
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.trainer_config import ParallelConfig
+from megatron_grpo.config.train import ParallelConfig
 from megatron_grpo.planning.card import Card
 from megatron_grpo.planning.job_plan import least_gpus, not_counted, shares_gpus
 from megatron_grpo.planning.memory import (

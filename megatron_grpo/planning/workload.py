@@ -7,13 +7,13 @@ from itertools import chain
 from pathlib import Path
 
 from checkpoint_convert import ModelShape
+from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
-from megatron_grpo.experience.batching import BatchSchedule
-from megatron_grpo.rollout.vllm_command import engine_number
+from megatron_grpo.engines.vllm_args import engine_number
 from parallel import ParallelDims
 from parallel.alignment import Alignment, round_up
 from parallel.microbatches import CostModel, plan_microbatches
-from parallel.shared_prompts import PromptGroup, plan_shared_prompts
+from parallel.shared_prefix import PromptGroup, plan_shared_prompts
 
 
 @dataclass(frozen=True, kw_only=True)

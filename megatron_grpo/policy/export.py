@@ -19,9 +19,9 @@ from checkpoint_convert.hf_export import (
 from checkpoint_convert.megatron import hf_tensors
 from checkpoint_convert.shape import ModelShape
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.config_file import load_config
+from megatron_grpo.config.file import load_config
 from megatron_grpo.policy.model import Policy
-from parallel.failure import raise_first_failure
+from parallel.collectives import raise_first_failure
 from parallel.groups import Groups
 
 

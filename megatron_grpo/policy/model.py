@@ -15,21 +15,20 @@ from megatron.core.utils import get_te_version
 from torch import Tensor
 
 from checkpoint_convert import ModelShape, megatron_layout, padded_vocab_size
-from checkpoint_convert.families.mixture import SELECTION_BIAS
+from checkpoint_convert.families.ffn import SELECTION_BIAS
 from checkpoint_convert.megatron import layout_sender
 from checkpoint_convert.rank_weights import read_weights
 from megatron_grpo.config.config import Config
+from megatron_grpo.policy.mla import yarn_frequencies, yarn_scaling
 from megatron_grpo.policy.optimizer import make_optimizer, make_scheduler
 from megatron_grpo.policy.packed_params import PackedRotary, packed_params
-from megatron_grpo.policy.router_losses import RouterLosses
-from megatron_grpo.policy.router_replay import add_router_replay, own_routes
+from megatron_grpo.policy.router import RouterLosses, add_router_replay, own_routes
 from megatron_grpo.policy.transformer import (
     accumulate_in_products,
     block_spec,
     transformer_config,
     uses_transformer_engine,
 )
-from megatron_grpo.policy.yarn import yarn_frequencies, yarn_scaling
 from parallel import Layout, Sender, pipeline_layers
 from parallel.context import context_indices
 from parallel.groups import Groups
@@ -233,7 +232,7 @@ def _keep_selection_biases(chunks: Sequence[GPTModel]) -> None:
 
 
 def _pass_hidden_states(hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
-    """Replaces the output layer: parallel/vocab.py computes logits from the head's weight."""
+    """Replaces the output layer: parallel/logprobs.py computes logits from the head's weight."""
     return hidden, None
 
 

@@ -10,7 +10,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron_grpo.config.trainer_config import OptimizerConfig
+from megatron_grpo.config.train import OptimizerConfig
 
 TORCH_ADAM = torch.optim.Adam | torch.optim.AdamW
 

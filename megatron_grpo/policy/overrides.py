@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from megatron_grpo.config.megatron_fields import (
+from megatron_grpo.config.train import (
     LEGAL_VALUES,
     PERFORMANCE_FIELDS,
     ROUTER_LOSS_FIELDS,
+    ParallelConfig,
 )
-from megatron_grpo.config.trainer_config import ParallelConfig
 
 WGRAD_KERNELS = "fused_weight_gradient_mlp_cuda"
 TRANSFORMER_ENGINE_FUSIONS = ("apply_rope_fusion", "moe_permute_fusion", "moe_router_fusion")

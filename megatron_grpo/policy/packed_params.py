@@ -9,8 +9,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from parallel.attention import block_mask
 from parallel.context import context_indices, context_order
-from parallel.flex import block_mask
 from parallel.packing import PackedBatch
 
 

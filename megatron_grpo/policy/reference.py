@@ -7,7 +7,7 @@ from torch import Tensor
 from checkpoint_convert import ModelShape
 from checkpoint_convert.rank_weights import read_weights
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.grpo_config import GRPOConfig
+from megatron_grpo.config.grpo import GRPOConfig
 from megatron_grpo.policy.model import Model, Policy, build_model
 from parallel.groups import Groups
 

@@ -1,4 +1,19 @@
-"""Counts optimizer steps in a row that were skipped because a value was not finite."""
+"""Counts optimizer steps in a row that were skipped because a value was not finite.
+
+Find which value of an optimizer step is NaN or infinite, and on which rank.
+
+Runs only when a value is not finite; it then inspects every tensor.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from checkpoint_convert import hf_tensors
+from megatron_grpo.policy.model import Policy
+from parallel.collectives import broadcast_text
 
 
 class SkippedSteps:
@@ -26,4 +41,64 @@ class SkippedSteps:
             raise FloatingPointError(
                 f"{self.num_in_a_row} optimizer steps in a row were skipped, and "
                 f"train.max_skipped_steps is {self.limit}: " + "; ".join([*before, *self._causes])
+            )
+
+
+LARGEST_VALUE = 1e12
+"""The norm of a gradient overflows float32 only if some value is larger than this."""
+
+
+def is_so_on_all_ranks(is_so: bool, device: torch.device) -> bool:
+    """Whether `is_so` is true on every rank; collective over the default group."""
+    differs = torch.tensor(int(not is_so), device=device)
+    dist.all_reduce(differs, dist.ReduceOp.MAX)
+    return not differs
+
+
+def name_nonfinite(policy: Policy, losses: Sequence[Tensor], device: torch.device) -> str:
+    """The loss or gradient that first became non-finite, in words; collective over all ranks.
+
+    `losses` are those of this rank's microbatches. Losses come before gradients, and gradients in
+    the order of the backward pass, in which one corrupts the next: from the last layer to the
+    first. Zeroes part of the gradient buffers.
+    """
+    urgency, text = _found_here(policy, losses)
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    # The most urgent; among equals, the one on the lowest rank.
+    first = torch.tensor((urgency + 1) * num_ranks - 1 - rank, device=device)
+    dist.all_reduce(first, dist.ReduceOp.MAX)
+    source = num_ranks - 1 - int(first) % num_ranks
+    return f"{broadcast_text(text, source)} on rank {source}"
+
+
+def _found_here(policy: Policy, losses: Sequence[Tensor]) -> tuple[int, str]:
+    """What is not finite on this rank, and its urgency: how close it is to the origin."""
+    place = {name: number for number, name in enumerate(hf_tensors(policy.shape))}
+    found = [(-1, "nothing")]
+    for number, loss in enumerate(losses):
+        if not loss.isfinite():
+            found.append((2 * len(place), f"the loss of microbatch {number} is {float(loss)}"))
+            break
+    found += [(2 * place[name], text) for name, text in _broken_gradients(policy)]
+    # The sum over data ranks may have been corrupted by another rank; what this rank contributed
+    # to it is stronger evidence.
+    policy.zero_summed_gradient()
+    found += [(2 * place[name] + 1, text) for name, text in _broken_gradients(policy)]
+    return max(found, key=lambda one: one[0])
+
+
+def _broken_gradients(policy: Policy) -> Iterator[tuple[str, str]]:
+    """Hugging Face name and description of each non-finite gradient on this rank."""
+    parameters = policy.parameters()
+    for piece in policy.layout.pieces:
+        if not parameters[piece.local].requires_grad:
+            continue
+        gradient: Tensor = parameters[piece.local].main_grad  # type: ignore[attr-defined]
+        values = gradient[piece.local_box.slices]
+        broken = values[~(values.abs() <= LARGEST_VALUE)]
+        if len(broken):
+            yield (
+                piece.tensor,
+                f"the gradient of {piece.tensor} has {len(broken)} of {values.numel()} values that "
+                f"are NaN, infinite or beyond {LARGEST_VALUE:.0e}, the first {broken[0]:.1e},",
             )

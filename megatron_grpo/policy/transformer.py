@@ -27,13 +27,12 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from checkpoint_convert import ModelShape, MoeShape
-from megatron_grpo.policy.latent_attention import LatentAttention, WholeLinear
+from megatron_grpo.policy.mla import LatentAttention, WholeLinear, yarn_scaling, yarn_softmax_scale
 from megatron_grpo.policy.overrides import check_overrides
 from megatron_grpo.policy.releases import (
     FREES_OUTPUTS_AFTER_OVERLAPPED_SENDS,
     no_initialization,
 )
-from megatron_grpo.policy.yarn import yarn_scaling, yarn_softmax_scale
 from parallel import ParallelDims, pipeline_layers
 from parallel.attention import PackedAttention
 

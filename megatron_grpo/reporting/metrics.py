@@ -1,4 +1,7 @@
-"""Metrics of a step, which do not depend on how its tokens are distributed over ranks."""
+"""Metrics of a step, which do not depend on how its tokens are distributed over ranks.
+
+Peak GPU memory, so that a plan can be checked against a run.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_grpo.algorithm.advantages import RewardGroups
-from megatron_grpo.algorithm.loss import GRPOLoss
-from megatron_grpo.algorithm.loss_tokens import LossTokens
-from megatron_grpo.config.grpo_config import GRPOConfig
+from megatron_grpo.algorithm.loss import GRPOLoss, LossTokens
+from megatron_grpo.config.grpo import GRPOConfig
 
 AllReduce = Callable[[Tensor, dist.ReduceOp.RedOpType], None]
 """Reduces a tensor in place over the ranks that hold different tokens."""
@@ -249,3 +251,19 @@ def reward_metrics(
 
 def _std(values: Tensor) -> float:
     return float(values.double().std()) if len(values) > 1 else 0.0
+
+
+def peak_memory(device: torch.device) -> dict[str, float]:
+    """Peak memory since the last call, in GB (1e9 bytes): the maximum over all ranks.
+
+    From torch's allocator: memory allocated to tensors, and memory reserved from the GPU.
+    Collective; empty without CUDA.
+    """
+    if device.type != "cuda":
+        return {}
+    taken = [torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)]
+    torch.cuda.reset_peak_memory_stats(device)
+    peaks = torch.tensor(taken, dtype=torch.float64)
+    dist.all_reduce(peaks, dist.ReduceOp.MAX)
+    allocated, reserved = (peaks / 1e9).tolist()
+    return {"perf/max_memory_allocated_gb": allocated, "perf/max_memory_reserved_gb": reserved}

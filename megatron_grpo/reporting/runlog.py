@@ -6,24 +6,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from megatron_grpo.batch.experience import Experience, completion_metrics, dialogue_metrics
+from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.config_file import dump_config
-from megatron_grpo.config.eval_config import EvalConfig
+from megatron_grpo.config.eval import EvalConfig
+from megatron_grpo.config.file import dump_config
+from megatron_grpo.data.samples import Sample
 from megatron_grpo.evaluation.evaluation import (
     Evaluated,
     eval_metrics,
     eval_rows,
     metric_prefix,
 )
-from megatron_grpo.experience.batching import BatchSchedule
-from megatron_grpo.experience.experience import Experience
 from megatron_grpo.reporting.metrics import StepReport, reward_metrics
 from megatron_grpo.reporting.progress import ProgressBar
 from megatron_grpo.reporting.tracking import METRICS_FILE, Tracking, completion_rows, write_whole
-from megatron_grpo.rollout.completion_metrics import completion_metrics, dialogue_metrics
-from megatron_grpo.rollout.samples import Sample
-from megatron_grpo.timeline import TIMELINE_FILE, Timeline
-from megatron_grpo.timing import PhaseTimer
+from megatron_grpo.timing import TIMELINE_FILE, PhaseTimer, Timeline
 
 
 class RunLog:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from megatron_grpo.config.config import WandbConfig
 
 if TYPE_CHECKING:
-    from megatron_grpo.experience.experience import Experience
+    from megatron_grpo.batch.experience import Experience
     from megatron_grpo.reporting.metrics import StepReport
 
 METRICS_FILE = "metrics.jsonl"

@@ -26,10 +26,13 @@ sandbox. The built-in functions run no code from completions. If your function d
 the sandbox.
 """
 
-from megatron_grpo.rewards.pool import RewardPool, ScoringGivenUp
-from megatron_grpo.rewards.pools import RewardPools
-from megatron_grpo.rewards.scoring import RewardError, check_failed
-from megatron_grpo.rewards.total import add_environment_rewards, total_rewards
+from megatron_grpo.rewards.pool import RewardPool, RewardPools, ScoringGivenUp
+from megatron_grpo.rewards.scoring import (
+    RewardError,
+    add_environment_rewards,
+    check_failed,
+    total_rewards,
+)
 
 __all__ = [
     "RewardError",

@@ -11,10 +11,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.config.reward_config import RewardFunction
+from megatron_grpo.config.reward import RewardFunction
 from megatron_grpo.rewards.answer import Answer
-from megatron_grpo.user_code.columns import accepted, required, taken
-from megatron_grpo.user_code.user_file import load_user_file
+from megatron_grpo.workers.user_file import accepted, load_user_file, required, taken
 
 # Each is a module of this package with a function of the same name. Its keyword-only parameters are
 # arguments of the config, not columns.

@@ -1,18 +1,21 @@
-"""The scores of one generation as they come in."""
+"""The scores of one generation as they come in.
+
+From the scores of several reward functions, and of the environment, to one reward.
+"""
 
 import reprlib
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import isnan, nan
 from typing import TYPE_CHECKING, Any
 
-from megatron_grpo.config.reward_config import RewardConfig
+from megatron_grpo.config.reward import ENVIRONMENT_TERM, RewardConfig, RewardFunction
 from megatron_grpo.rewards.answer import Answer
 
 if TYPE_CHECKING:
-    from megatron_grpo.rollout import Sample
+    from megatron_grpo.data.samples import Sample
 
 GIVEN: dict[str, Callable[["Sample"], Any]] = {
     "completions": lambda sample: sample.text,
@@ -128,3 +131,27 @@ class Scoring:
                 file=sys.stderr,
                 flush=True,
             )
+
+
+if TYPE_CHECKING:
+    from megatron_grpo.data.samples import Sample
+
+
+def add_environment_rewards(
+    scores: Sequence[dict[str, float]], samples: Sequence["Sample"]
+) -> None:
+    """Add the environment's reward of each dialogue to its scores, NaN where it failed."""
+    for score, sample in zip(scores, samples, strict=True):
+        score[ENVIRONMENT_TERM] = sample.environment_reward
+
+
+def total_rewards(
+    scores: Sequence[Mapping[str, float]], functions: Sequence[RewardFunction]
+) -> list[float]:
+    """Weighted sum over the functions, one per completion; `scores` are keyed by function label.
+
+    NaN if any function's score is NaN, whatever its weight: such a completion counts as unscored.
+    """
+    return [
+        sum(function.weight * score[function.label] for function in functions) for score in scores
+    ]

@@ -19,8 +19,8 @@ from typing import Any
 
 from megatron_grpo.rewards.answer import Answer
 from megatron_grpo.rewards.functions import LoadedFunction, NoScores, load_function
-from megatron_grpo.user_code.failure_text import MAX_TEXT, error_text
-from megatron_grpo.user_code.worker_end import begin_worker, forks_end_here
+from megatron_grpo.workers.user_file import MAX_TEXT, error_text
+from megatron_grpo.workers.worker_side import begin_worker, forks_end_here
 
 
 class RewardWorker:

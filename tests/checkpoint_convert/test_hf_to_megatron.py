@@ -13,7 +13,7 @@ from checkpoint_convert.formats.torch_file import read_places
 from checkpoint_convert.formats.torch_words import DTYPE_NAMES
 from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.megatron import megatron_layout
-from checkpoint_convert.plan import plan_import
+from checkpoint_convert.weights import plan_import
 from conversions import assert_same, read_checkpoint, variant, weights_of
 from distributed import run_ranks
 from models import CONFIGS, tiny_model
@@ -71,7 +71,7 @@ def load_imports(rank, models, imported, dims):
 
     from megatron_grpo.policy.model import unwrapped
     from megatron_grpo.policy.reference import build_reference
-    from parallel.device import setup_device
+    from parallel.cpu_device import setup_device
     from parallel.groups import init_groups
     from policies import tiny_config
 
@@ -131,8 +131,8 @@ def test_chunks_are_what_the_ranks_of_the_layout_hold(qwen3, tmp_path):
 
 
 def test_chunks_and_files_have_bounded_size(qwen3, tmp_path, monkeypatch):
-    monkeypatch.setattr("checkpoint_convert.plan.MAX_CHUNK_BYTES", 5000)
-    monkeypatch.setattr("checkpoint_convert.plan.FILE_BYTES", 100_000)
+    monkeypatch.setattr("checkpoint_convert.weights.MAX_CHUNK_BYTES", 5000)
+    monkeypatch.setattr("checkpoint_convert.weights.FILE_BYTES", 100_000)
     import_checkpoint(qwen3, tmp_path / "out", ParallelDims(), num_workers=2)
     stored = read_chunks(tmp_path / "out")
     assert max(4 * torch.Size(size).numel() for size in stored.layout.shapes.values()) <= 5000
@@ -152,7 +152,7 @@ def test_pipeline_and_expert_sizes_are_checked_and_change_nothing(models):
 
 def test_a_chunk_may_hold_nothing_but_padding(qwen3, tmp_path, monkeypatch):
     # The last of 4 ranks has 63 rows, of which the last 2 are padding.
-    monkeypatch.setattr("checkpoint_convert.plan.MAX_CHUNK_BYTES", 61 * 64 * 4)
+    monkeypatch.setattr("checkpoint_convert.weights.MAX_CHUNK_BYTES", 61 * 64 * 4)
     import_checkpoint(qwen3, tmp_path / "out", ParallelDims(tensor=4))
     table = read_checkpoint(tmp_path / "out")["embedding.word_embeddings.weight"]
     assert torch.equal(table[:250], weights_of(qwen3)["model.embed_tokens.weight"])

@@ -22,7 +22,7 @@ from distributed import run_ranks
 from megatron_grpo.policy.releases import IS_OLD
 from models import tiny_model
 from parallel import ParallelDims
-from parallel.device import setup_device
+from parallel.cpu_device import setup_device
 from parallel.groups import init_groups
 
 TOKENS = torch.arange(250).reshape(2, 125)

@@ -12,7 +12,7 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
 from checkpoint_convert.tokenizer import load_tokenizer
-from megatron_grpo.config.config_file import load_config
+from megatron_grpo.config.file import load_config
 from megatron_grpo.data.prompts import load_prompts
 from models import character_tokenizer
 from sentencepiece_models import CORPUS, TEXTS, train

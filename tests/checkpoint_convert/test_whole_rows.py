@@ -7,8 +7,7 @@ import pytest
 
 from checkpoint_convert import read_shape
 from checkpoint_convert.formats.tensor_io import TensorSource
-from checkpoint_convert.weights import open_weights
-from checkpoint_convert.whole_rows import WholeRows
+from checkpoint_convert.weights import WholeRows, open_weights
 from models import tiny_model
 from parallel import Box
 
@@ -65,7 +64,7 @@ def test_whole_rows_go_straight_where_they_belong(weights):
 
 
 def test_rows_too_large_to_be_kept_are_not_read(weights, monkeypatch):
-    monkeypatch.setattr("checkpoint_convert.whole_rows._MAX_BYTES", 100)
+    monkeypatch.setattr("checkpoint_convert.weights._MAX_BYTES", 100)
     box = columns(0, 7)
     expected = weights.tensors.read(NAME, box)
     assert np.array_equal(WholeRows(weights).read(NAME, box), expected)

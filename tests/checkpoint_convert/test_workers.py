@@ -10,7 +10,7 @@ from concurrent.futures.process import BrokenProcessPool
 import psutil
 import pytest
 
-from checkpoint_convert.workers import _start_worker, add_bytes, run_tasks
+from checkpoint_convert.transfer import _start_worker, add_bytes, run_tasks
 from distributed import CONTEXT
 from engines import wait_until
 

@@ -25,9 +25,9 @@ from distributed import run_ranks
 from engines import TestEngine, running_engine, served_model
 from faulty_runs import NUM_RANKS, make_runs
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.rollout_config import RolloutConfig
-from megatron_grpo.rollout import WorkerSums
-from megatron_grpo.weights.worker_layouts import worker_layouts
+from megatron_grpo.config.rollout import RolloutConfig
+from megatron_grpo.engines import WorkerSums
+from megatron_grpo.weight_sync import worker_layouts
 from mixtures import layout_name, numbers_of
 from models import tiny_model
 from parallel import Box, ParallelDims

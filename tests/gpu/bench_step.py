@@ -33,7 +33,7 @@ from megatron_grpo.policy.skipped_steps import SkippedSteps
 from megatron_grpo.train_step import train_step
 from parallel import ParallelDims
 from parallel.alignment import Alignment
-from parallel.device import setup_device
+from parallel.cpu_device import setup_device
 from parallel.groups import init_groups
 from parallel.packing import PackedBatch, TokenSequence, pack
 from policies import tiny_config

@@ -12,7 +12,7 @@ pytestmark = [
 
 
 def test_every_gpu_is_seen_with_driver_and_nccl():
-    from megatron_grpo.doctor.cuda import read_gpus
+    from megatron_grpo.doctor.gpus import read_gpus
 
     driver = driver_version()
     assert driver is not None

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engines import running_engine
-from megatron_grpo.launch.job_token import bearer
+from megatron_grpo.launch.run_dir import bearer
 from models import tiny_model
 
 pytestmark = [

@@ -10,10 +10,9 @@ import torch
 
 from parallel import Box, Copy
 from parallel.checksum import whole_checksum
-from parallel.transport import Inbox, Invitation, LinkError, Outbox
-from parallel.transport.cuda_driver import call_driver
-from parallel.transport.cuda_memory import BLOCK_BYTES, CudaMemory
-from parallel.transport.meeting import join, open_meeting
+from parallel.weight_transfer import Inbox, Invitation, LinkError, Outbox
+from parallel.weight_transfer.local_links import BLOCK_BYTES, CudaMemory, call_driver
+from parallel.weight_transfer.rendezvous import join, open_meeting
 from processes import running
 
 pytestmark = [

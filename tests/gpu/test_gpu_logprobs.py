@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from parallel.vocab import chosen_logprobs, prediction_targets
+from parallel.logprobs import chosen_logprobs, prediction_targets
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from distributed import run_ranks
-from megatron_grpo.policy.logprobs import compute_logprobs
+from megatron_grpo.policy.forward import compute_logprobs
 from models import tiny_model
 from parallel import ParallelDims
 from policies import accumulate, pack_all, sequence_logprobs, start_policy

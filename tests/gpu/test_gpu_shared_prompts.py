@@ -5,13 +5,12 @@ import torch
 from torch import Tensor
 
 from distributed import run_ranks
-from megatron_grpo.policy.logprobs import compute_logprobs
+from megatron_grpo.policy.forward import compute_logprobs
 from models import tiny_model
 from parallel import ParallelDims
 from parallel.alignment import Alignment
-from parallel.attention import packed_attention
+from parallel.attention import block_mask, flex, packed_attention
 from parallel.context import context_indices
-from parallel.flex import block_mask, flex
 from parallel.packing import TokenSequence, pack
 from policies import accumulate, start_policy
 

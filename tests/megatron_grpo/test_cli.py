@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 
 from engines import random_prompts, sampling_params, wait_until
 from megatron_grpo.cli import app
-from megatron_grpo.config.rollout_config import RolloutConfig
-from megatron_grpo.launch.job_token import TOKEN_VARIABLE
-from megatron_grpo.rollout import Generation
-from megatron_grpo.rollout.connection import is_healthy
-from megatron_grpo.rollout.server import reserve_port
+from megatron_grpo.config.rollout import RolloutConfig
+from megatron_grpo.engines import Generation
+from megatron_grpo.engines.http import is_healthy
+from megatron_grpo.engines.server import reserve_port
+from megatron_grpo.launch.run_dir import TOKEN_VARIABLE
 from pushes import client_of, push_folder
 from runs import TINY_CONFIG, finish_run
 
@@ -99,7 +99,7 @@ def test_an_empty_data_set_and_a_missing_weight_are_refused(
 
 def test_sizes_and_addresses_are_checked_without_torch() -> None:
     code = (
-        "import sys, megatron_grpo.preflight, megatron_grpo.rollout.server;"
+        "import sys, megatron_grpo.preflight, megatron_grpo.engines.server;"
         "print({'torch', 'transformers', 'megatron'} & sys.modules.keys())"
     )
     command = [sys.executable, "-c", code]

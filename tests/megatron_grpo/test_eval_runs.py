@@ -13,7 +13,7 @@ import pytest
 
 from environments import write_environments
 from faulty_runs import NUM_RANKS, NUM_STEPS, Runs, assert_same_run
-from megatron_grpo.config.config_file import load_config
+from megatron_grpo.config.file import load_config
 from megatron_grpo.eval_command import FolderEvaluation
 from runs import TINY_CONFIG, Finished, read_json_lines, read_metrics
 from sabotage import InPhase, preempt

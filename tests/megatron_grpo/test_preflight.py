@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from environments import write_environments
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.config_file import dump_config, load_config
+from megatron_grpo.config.file import dump_config, load_config
 from megatron_grpo.preflight import check_same_run, preflight
 from models import character_tokenizer, servable_model, tiny_model
 from transformer_engines import write_transformer_engine
@@ -72,7 +72,7 @@ def test_a_config_that_can_run_passes(config):
 EXAMINED = """
 import os, sys
 from pathlib import Path
-from megatron_grpo.config.config_file import load_config
+from megatron_grpo.config.file import load_config
 from megatron_grpo.preflight import preflight
 preflight(load_config(Path(sys.argv[1])), None)
 print([name for name in ("megatron.core", "wandb") if name in sys.modules])
@@ -532,7 +532,7 @@ import sys
 from pathlib import Path
 import torch
 torch.cuda.is_available = lambda: True
-from megatron_grpo.config.config_file import load_config
+from megatron_grpo.config.file import load_config
 from megatron_grpo.preflight import preflight
 try:
     preflight(load_config(Path(sys.argv[1]), sys.argv[2:]), None)

@@ -16,7 +16,7 @@ from engines import TestEngine
 from jobs import Job
 from megatron_grpo.algorithm.kl import adapted_beta
 from megatron_grpo.checkpoints.experience_file import TOKENS_FILE
-from megatron_grpo.launch.job_token import bearer
+from megatron_grpo.launch.run_dir import bearer
 from oracle import oracle_advantages, oracle_sequence_kl
 from runs import read_json_lines, read_metrics, results
 

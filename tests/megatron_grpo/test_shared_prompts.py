@@ -15,19 +15,19 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from checkpoint_convert import read_shape
 from distributed import run_ranks
+from megatron_grpo.batch.distribute import share_out
+from megatron_grpo.batch.experience import Experience
+from megatron_grpo.batch.prepare import add_logprobs
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.prompts import Prompt
-from megatron_grpo.experience.experience import Experience
-from megatron_grpo.experience.old_policy import add_logprobs
-from megatron_grpo.experience.shares import share_out
+from megatron_grpo.data.samples import Sample
 from megatron_grpo.policy.model import build_policy
-from megatron_grpo.rollout.samples import Sample
 from megatron_grpo.train_step import accumulate_gradient
 from models import tiny_model
 from oracle import OracleLoss, oracle_logprobs, oracle_model_loss
 from parallel import ParallelDims
 from parallel.alignment import Alignment
-from parallel.device import setup_device
+from parallel.cpu_device import setup_device
 from parallel.groups import init_groups
 from parallel.microbatches import CostModel
 from policies import gradient_boxes, tiny_config

@@ -3,8 +3,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.timeline import ROLLOUT, TRAINER, Timeline
-from megatron_grpo.timing import PhaseTimer
+from megatron_grpo.timing import ROLLOUT, TRAINER, PhaseTimer, Timeline
 
 
 def opened(path: Path) -> list[dict[str, Any]]:

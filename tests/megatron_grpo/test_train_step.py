@@ -13,13 +13,13 @@ import torch
 
 from checkpoint_convert import read_shape
 from distributed import run_ranks
+from megatron_grpo.batch.experience import Experience
 from megatron_grpo.config.config import Config
-from megatron_grpo.experience.experience import Experience
 from megatron_grpo.policy.model import build_policy
 from megatron_grpo.train_step import accumulate_gradient
 from models import tiny_model
 from parallel import ParallelDims
-from parallel.device import setup_device
+from parallel.cpu_device import setup_device
 from parallel.groups import init_groups
 from train_steps import (
     BETA,

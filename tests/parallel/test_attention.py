@@ -6,9 +6,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 from distributed import run_ranks
-from parallel.attention import PackedAttention, packed_attention
+from parallel.attention import BLOCK, SLAB, PackedAttention, block_mask, flex, packed_attention
 from parallel.context import context_indices, context_order
-from parallel.flex import BLOCK, SLAB, block_mask, flex
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 VALUE_DIMS = [HEAD_DIM, 5, 12]
@@ -216,7 +215,7 @@ def test_flex_attention_is_compiled_once_for_all_lengths():
 def test_the_block_mask_skips_blocks_that_are_not_seen_and_asks_nothing_of_whole_ones(
     monkeypatch, size, slab
 ):
-    monkeypatch.setattr("parallel.flex.SLAB", slab)
+    monkeypatch.setattr("parallel.attention.SLAB", slab)
     segments = [640, 256, 384, 124]
     prefixes = [(0, 0), (0, 637), (0, 637), (0, 0)]
     cu_seqlens = torch.tensor([0, *segments]).cumsum(0).int()

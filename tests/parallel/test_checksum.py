@@ -8,8 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel import Box
-from parallel.checksum import checksum, checksum_by_torch, copy_and_sum, whole_checksum
-from parallel.cpu_checksum import BLOCK_BYTES, BoxCopy, PreparedCopies
+from parallel.checksum import (
+    CPU_BLOCK_BYTES,
+    BoxCopy,
+    PreparedCopies,
+    checksum,
+    checksum_by_torch,
+    copy_and_sum,
+    whole_checksum,
+)
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
@@ -65,7 +72,7 @@ def test_boxes_add_up_to_the_whole_wherever_it_is_cut(shape, dtype):
 
 def test_a_tensor_larger_than_a_block_and_its_transposed_copy():
     tensor = random_tensor(1024, 1536)
-    assert tensor.nbytes > 2 * BLOCK_BYTES
+    assert tensor.nbytes > 2 * CPU_BLOCK_BYTES
     top, bottom = tensor.split([1000, 24])
     parts = checksum(top, Box((0, 0), (1000, 1536)), (1024, 1536)) + checksum(
         bottom, Box((1000, 0), (24, 1536)), (1024, 1536)
@@ -140,7 +147,7 @@ def test_rows_longer_than_a_tile_of_the_kernel(num_rows, start, end):
 def test_a_copy_larger_than_a_block_changes_the_dtype_row_by_row(shape, dtypes):
     source = random_tensor(*shape, dtype=dtypes[0])
     target = torch.zeros(shape, dtype=dtypes[1])
-    assert target.nbytes > BLOCK_BYTES
+    assert target.nbytes > CPU_BLOCK_BYTES
     added = copy_and_sum(source, target, Box.whole(shape), shape)
     assert torch.equal(target, source.to(dtypes[1]))
     assert added == checksum_by_torch(target, Box.whole(shape), shape)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from distributed import run_ranks
 from parallel import Coordinates, ParallelDims
-from parallel.device import communication_backend, setup_device
+from parallel.cpu_device import communication_backend, setup_device
 from parallel.fake_rank import fake_rank
 from parallel.groups import init_groups
 

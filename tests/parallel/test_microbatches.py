@@ -11,7 +11,7 @@ from parallel import ParallelDims
 from parallel.alignment import Alignment
 from parallel.microbatches import CostModel, plan_microbatches
 from parallel.packing import TokenSequence, pack
-from parallel.pipeline_schedule import makespan
+from parallel.pipeline_sim import makespan
 
 ALL_DIMS = st.builds(
     ParallelDims,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
 
-from parallel.pipeline_schedule import ABSENT, LANES, makespan
+from parallel.pipeline_sim import ABSENT, LANES, makespan
 
 SIZES = [(1, 4, 1), (2, 1, 1), (4, 2, 1), (4, 9, 1), (2, 4, 2), (4, 4, 2), (4, 12, 3), (8, 16, 2)]
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distributed import run_ranks
-from parallel.quantile import quantile
+from parallel.collectives import quantile
 
 SHARES = [0.0, 0.2, 0.25, 0.5, 0.731, 0.999, 1.0]
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from parallel.token_places import TokenPlaces
+from parallel.packing import TokenPlaces
 
 PLACES = [slice(1, 3), slice(3, 3), slice(5, 6)]
 

@@ -30,7 +30,7 @@ def load_whole(rank, folder):
     """All whole tensors of a checkpoint, as Megatron-Core reads them."""
     from megatron.core.dist_checkpointing import load_plain_tensors
 
-    from parallel.device import setup_device
+    from parallel.cpu_device import setup_device
 
     setup_device(rank)
     return {key: value for key, value in load_plain_tensors(str(folder)).items() if "." in key}

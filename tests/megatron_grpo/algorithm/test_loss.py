@@ -13,11 +13,10 @@ from megatron_grpo.algorithm.advantages import (
     process_advantages,
 )
 from megatron_grpo.algorithm.kl import k3, kl_estimate
-from megatron_grpo.algorithm.loss import grpo_loss, loss_weights
-from megatron_grpo.algorithm.loss_tokens import LossTokens
+from megatron_grpo.algorithm.loss import LossTokens, grpo_loss, loss_weights
 from megatron_grpo.algorithm.objectives import clipped
-from megatron_grpo.config.grpo_config import GRPOConfig
-from megatron_grpo.experience.old_policy import keep_high_entropy, with_entropy_weights
+from megatron_grpo.batch.prepare import keep_high_entropy, with_entropy_weights
+from megatron_grpo.config.grpo import GRPOConfig
 from models import tiny_model
 from oracle import (
     OracleLoss,
@@ -30,9 +29,9 @@ from oracle import (
 )
 from parallel import ParallelDims
 from parallel.alignment import Alignment
+from parallel.logprobs import chosen_logprobs, prediction_targets
 from parallel.microbatches import plan_microbatches
 from parallel.packing import PackedBatch, TokenSequence, pack
-from parallel.vocab import chosen_logprobs, prediction_targets
 
 LOSS_TYPES = ["grpo", "bnpo", "dapo", "dr_grpo", "cispo", "gmpo", "sapo", "luspo", "vespo"]
 FITTING = {"cispo": {"epsilon_high": 5.0}, "luspo": {"importance_sampling_level": "sequence"}}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_grpo.algorithm.mismatch import rollout_weights
-from megatron_grpo.config.grpo_config import GRPOConfig
+from megatron_grpo.config.grpo import GRPOConfig
 from parallel.sequences import SequenceMeans
 
 

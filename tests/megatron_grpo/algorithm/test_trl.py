@@ -26,10 +26,9 @@ from trl import GRPOTrainer
 from bigram import BigramModel
 from chosen import chosen_tokens
 from megatron_grpo.algorithm.advantages import group_advantages, normalized_sum_advantages
-from megatron_grpo.algorithm.loss import grpo_loss, loss_weights
-from megatron_grpo.algorithm.loss_tokens import LossTokens
-from megatron_grpo.config.grpo_config import GRPOConfig
-from megatron_grpo.experience.old_policy import keep_high_entropy, with_entropy_weights
+from megatron_grpo.algorithm.loss import LossTokens, grpo_loss, loss_weights
+from megatron_grpo.batch.prepare import keep_high_entropy, with_entropy_weights
+from megatron_grpo.config.grpo import GRPOConfig
 from parallel.alignment import Alignment
 from parallel.packing import TokenSequence, pack
 

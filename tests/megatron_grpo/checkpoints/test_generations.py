@@ -10,15 +10,14 @@ import pytest
 import torch
 
 from distributed import run_ranks
+from megatron_grpo.batch.experience import Experience
+from megatron_grpo.batch.kept_values import with_kept_values
+from megatron_grpo.batch.prepare import add_logprobs, packed_minibatches
+from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.checkpoints.experience_file import READY, read_experience, write_experience
 from megatron_grpo.data.prompts import Prompt
-from megatron_grpo.experience.batching import BatchSchedule
-from megatron_grpo.experience.experience import Experience
-from megatron_grpo.experience.kept_values import with_kept_values
-from megatron_grpo.experience.old_policy import add_logprobs
-from megatron_grpo.experience.preparation import packed_minibatches
+from megatron_grpo.data.samples import Sample
 from megatron_grpo.policy.reference import build_reference
-from megatron_grpo.rollout.samples import Sample
 from models import tiny_model
 from parallel import ParallelDims
 from parallel.microbatches import CostModel

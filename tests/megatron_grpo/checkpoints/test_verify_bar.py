@@ -5,8 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
-from megatron_grpo.checkpoints import verify_bar
-from megatron_grpo.checkpoints.verify_bar import VerifyBar
+from megatron_grpo.checkpoints import manifest as verify_bar
+from megatron_grpo.checkpoints.manifest import VerifyBar
 
 
 def shown(*, is_terminal: bool) -> str:

@@ -9,8 +9,8 @@ from pydantic import ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.config_file import dump_config, load_config
-from megatron_grpo.config.data_config import OWN_TEMPLATE_ARGUMENTS
+from megatron_grpo.config.data import OWN_TEMPLATE_ARGUMENTS
+from megatron_grpo.config.file import dump_config, load_config
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 DEMO = CONFIGS / "demo_smollm2_135m.yaml"
@@ -43,7 +43,7 @@ def test_demo_is_the_run_that_the_readme_promises():
 def test_reading_a_config_imports_no_torch():
     code = (
         "import sys; from pathlib import Path; "
-        "from megatron_grpo.config.config_file import load_config; "
+        "from megatron_grpo.config.file import load_config; "
         f"load_config(Path({str(DEMO)!r})); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30, cwd=CONFIGS.parent)

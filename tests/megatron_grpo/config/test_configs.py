@@ -6,18 +6,17 @@ import pytest
 
 from checkpoint_convert import padded_vocab_size, read_shape
 from checkpoint_convert.megatron import checkpoint_layout
-from megatron_grpo.config.config_file import load_config
-from megatron_grpo.experience.batching import BatchSchedule
-from megatron_grpo.launch.placement import check_engine_size
-from megatron_grpo.planning.built_rank import build_rank
+from megatron_grpo.batch.schedule import BatchSchedule
+from megatron_grpo.config.file import load_config
+from megatron_grpo.engines.vllm_args import check_engine_arguments
+from megatron_grpo.launch.launch import check_engine_size
 from megatron_grpo.planning.card import CARDS
-from megatron_grpo.planning.instantiate import instantiate
+from megatron_grpo.planning.instantiate import build_rank, instantiate
 from megatron_grpo.planning.job_plan import plan_job
 from megatron_grpo.planning.reshard_table import reshard_table
 from megatron_grpo.planning.workload import longest_sequence
-from megatron_grpo.rollout.vllm_command import check_engine_arguments
 from parallel.alignment import Alignment
-from parallel.device import setup_device
+from parallel.cpu_device import setup_device
 from parallel.microbatches import plan_microbatches
 from published_models import write_config
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.config_file import load_config
+from megatron_grpo.config.file import load_config
 from megatron_grpo.data.prompts import Prompt, PromptStream, end_tokens, load_prompts
 from megatron_grpo.evaluation.evaluation import as_evaluated, load_eval_prompts
 from models import EOS_ID, character_tokenizer

@@ -7,7 +7,13 @@ import pytest
 
 from megatron_grpo.doctor.finding import can_train
 from megatron_grpo.doctor.gpus import Gpu, Gpus, driver_version, judge_gpus
-from megatron_grpo.doctor.limits import UNLIMITED, Limits, judge_limits, read_limits
+from megatron_grpo.doctor.host import (
+    UNLIMITED,
+    Limits,
+    judge_limits,
+    judge_surroundings,
+    read_limits,
+)
 from megatron_grpo.doctor.network import (
     can_load,
     judge_interfaces,
@@ -16,7 +22,6 @@ from megatron_grpo.doctor.network import (
     read_interfaces,
     read_ports,
 )
-from megatron_grpo.doctor.surroundings import judge_surroundings
 
 WIDE = Limits(num_cpus=112, memory=2**41, shared=2**40, locked=UNLIMITED, num_files=2**20, core=0)
 H100 = Gpu("NVIDIA H100 80GB HBM3", 85_000_000_000, (9, 0))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.doctor.finding import can_train
-from megatron_grpo.doctor.storage import Storage, judge_storage, measure_storage
+from megatron_grpo.doctor.host import Storage, judge_storage, measure_storage
 
 FAST = Storage("lustre", free=1e15, written=2e9, read=4e9)
 

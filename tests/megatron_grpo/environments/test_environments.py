@@ -12,7 +12,7 @@ import pytest
 
 from engines import wait_until
 from environments import LONG_SLEEP, environment_pool
-from megatron_grpo.config.reward_config import EnvironmentConfig
+from megatron_grpo.config.reward import EnvironmentConfig
 from megatron_grpo.environments import EnvironmentFailed, EnvironmentPool, EnvironmentsLost
 from megatron_grpo.environments.worker import Process, Worker
 
@@ -267,7 +267,7 @@ def test_a_class_that_cannot_be_used_is_refused_at_the_start(tmp_path, name, con
 
 
 def test_a_file_that_hangs_while_it_is_loaded_is_cut(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron_grpo.user_code.supervised.LOAD_SECONDS", 1.0)
+    monkeypatch.setattr("megatron_grpo.workers.supervised.LOAD_SECONDS", 1.0)
     file = tmp_path / "stuck.py"
     file.write_text("import time\ntime.sleep(1000)\n")
     pool = EnvironmentPool(EnvironmentConfig(name=f"{file}:Any", timeout=1.0))

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from engines import random_prompts
-from megatron_grpo.config.eval_config import EvalConfig
+from megatron_grpo.config.eval import EvalConfig
 from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.data.samples import Sample
+from megatron_grpo.engines.http import EnginesOut
 from megatron_grpo.evaluation.evaluation import (
     SERIES_OF_EVALUATION,
     Evaluated,
@@ -21,8 +23,6 @@ from megatron_grpo.evaluation.evaluation import (
     is_due,
 )
 from megatron_grpo.rewards import RewardError, RewardPool
-from megatron_grpo.rollout.engine_error import EnginesOut
-from megatron_grpo.rollout.samples import Sample
 from megatron_grpo.timing import PhaseTimer
 from models import EOS_ID
 from parallel import ParallelDims

@@ -10,11 +10,10 @@ from checkpoint_convert import read_shape
 from checkpoint_convert.tokenizer import load_tokenizer
 from demo.make_sums import sums
 from environments import write_environments
+from megatron_grpo.engines.http import EnginesOut
 from megatron_grpo.environments import EnvironmentPool
-from megatron_grpo.evaluation.evaluation import Evaluated, eval_metrics
-from megatron_grpo.evaluation.evaluations import Evaluations
+from megatron_grpo.evaluation.evaluation import Evaluated, Evaluations, eval_metrics
 from megatron_grpo.rewards import RewardError, RewardPools
-from megatron_grpo.rollout.engine_error import EnginesOut
 from megatron_grpo.timing import PhaseTimer
 from parallel import ParallelDims
 from policies import tiny_config

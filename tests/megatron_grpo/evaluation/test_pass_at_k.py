@@ -4,7 +4,7 @@ from math import comb
 
 import pytest
 
-from megatron_grpo.evaluation.pass_at_k import pass_at_k
+from megatron_grpo.evaluation.evaluation import pass_at_k
 
 
 def share_of_subsets_with_a_pass(num_samples: int, num_passed: int, k: int) -> Fraction:

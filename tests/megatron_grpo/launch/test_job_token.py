@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_grpo.launch.job_token import check_token, new_token, take_token
+from megatron_grpo.launch.run_dir import check_token, new_token, take_token
 
 GOOD = "0123456789abcdef"
 

@@ -11,7 +11,7 @@ import pytest
 PROGRAM = """
 import sys
 from rich.console import Console
-from megatron_grpo.launch.lasting_output import outlive_readers
+from megatron_grpo.launch.process import outlive_readers
 outlive_readers()
 for line in sys.stdin:
     Console().print(line, end="")

@@ -2,8 +2,8 @@ import errno
 
 import pytest
 
-from megatron_grpo.launch.mistake import is_mistake
-from megatron_grpo.rollout.engine_error import EngineError
+from megatron_grpo.engines.http import EngineError
+from megatron_grpo.launch.process import is_mistake
 
 
 @pytest.mark.parametrize(

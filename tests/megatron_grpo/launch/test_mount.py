@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.launch.mount import Mount
+from megatron_grpo.launch.run_dir import Mount
 
 MOUNTS = """/dev/sda1 / ext4 rw 0 0
 fs@o2ib:/x /scratch lustre rw,flock,user_xattr 0 0

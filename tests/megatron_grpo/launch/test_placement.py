@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_grpo import cli
-from megatron_grpo.launch.placement import EnginePlace, place
+from megatron_grpo.launch.launch import EnginePlace, place
 from parallel import ParallelDims
 from policies import tiny_config
 from runs import TINY_CONFIG

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from engines import wait_until
-from megatron_grpo.rollout.server import reserve_port
+from megatron_grpo.engines.server import reserve_port
 
 ONE_HOST = ["--nnodes=1", "--node-rank=0", "--master-addr=127.0.0.1", "--master-port=0"]
 TORCHRUN = ["-m", "megatron_grpo.launch.torchrun"]

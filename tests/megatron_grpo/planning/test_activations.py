@@ -19,16 +19,16 @@ from megatron_grpo.planning.activations import (
     head_bytes,
     in_flight,
     layer_bytes,
+    layer_kinds,
     stage_activations,
 )
-from megatron_grpo.planning.layer_kinds import layer_kinds
 from megatron_grpo.policy.model import build_model, forward
 from megatron_grpo.policy.releases import IS_OLD
 from models import tiny_model
 from parallel import ParallelDims
-from parallel.device import setup_device
+from parallel.cpu_device import setup_device
 from parallel.groups import init_groups
-from parallel.tile_columns import even_columns
+from parallel.logit_tiles import even_columns
 from policies import pack_all, tiny_config
 from published_models import write_config
 

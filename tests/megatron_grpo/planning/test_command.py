@@ -11,7 +11,7 @@ import typer
 
 from checkpoint_convert import read_shape
 from megatron_grpo.cli import app
-from megatron_grpo.config.config_file import load_config
+from megatron_grpo.config.file import load_config
 from megatron_grpo.planning.card import CARDS
 from megatron_grpo.planning.command import print_plan, print_suggestions
 from megatron_grpo.planning.job_plan import least_gpus, plan_job, shares_gpus

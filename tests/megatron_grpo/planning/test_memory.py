@@ -18,7 +18,7 @@ from megatron_grpo.planning.state import stage_states
 from megatron_grpo.policy.model import add_gradients, add_optimizer, build_model
 from models import servable_model, tiny_model
 from parallel import ParallelDims
-from parallel.device import setup_device
+from parallel.cpu_device import setup_device
 from parallel.groups import init_groups
 from policies import Lengths, accumulate, pack_all, tiny_config
 from published_models import write_config

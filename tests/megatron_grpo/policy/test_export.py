@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from checkpoint_convert import read_shape
 from distributed import run_ranks
-from megatron_grpo.config.config_file import dump_config
+from megatron_grpo.config.file import dump_config
 from megatron_grpo.policy.export import export_model, keep_export
 from models import tiny_model
 from parallel import ParallelDims

@@ -10,13 +10,13 @@ from transformers import AutoModelForCausalLM
 
 from checkpoint_convert import read_shape
 from distributed import run_ranks
-from megatron_grpo.policy.logprobs import compute_logprobs
+from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.policy.model import describe
 from megatron_grpo.policy.optimizer import gradient_norm
 from megatron_grpo.policy.reference import build_reference
 from models import tiny_model
 from parallel import ParallelDims
-from parallel.device import setup_device
+from parallel.cpu_device import setup_device
 from parallel.groups import init_groups
 from policies import (
     LENGTHS,

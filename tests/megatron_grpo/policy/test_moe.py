@@ -26,7 +26,7 @@ from mixtures import (
 )
 from models import tiny_model
 from parallel import ParallelDims
-from parallel.device import setup_device
+from parallel.cpu_device import setup_device
 from parallel.groups import init_groups
 from policies import (
     LENGTHS,

@@ -6,8 +6,8 @@ import pytest
 
 from distributed import run_ranks
 from largest_tensor import LargestTensor
-from megatron_grpo.experience.old_policy import with_entropy_weights
-from megatron_grpo.policy.logprobs import compute_logprobs
+from megatron_grpo.batch.prepare import with_entropy_weights
+from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.policy.skipped_steps import SkippedSteps
 from megatron_grpo.train_step import train_step
 from models import tiny_model

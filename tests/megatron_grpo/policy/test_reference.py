@@ -13,7 +13,7 @@ from checkpoint_convert.rank_weights import read_weights
 from conversions import read_checkpoint
 from distributed import run_ranks
 from faulty_runs import NUM_RANKS, Runs, assert_same_run
-from megatron_grpo.checkpoints.megatron_state import REFERENCE, num_bytes_saved
+from megatron_grpo.checkpoints.state import REFERENCE, num_bytes_saved
 from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.policy.model import Model, Policy
 from megatron_grpo.policy.reference import Reference, build_reference

@@ -7,7 +7,7 @@ import torch
 from megatron.core.models.common.embeddings import rope_utils
 
 from checkpoint_convert import ModelShape, MoeShape
-from megatron_grpo.config.megatron_fields import PERFORMANCE_FIELDS, ROUTER_LOSS_FIELDS
+from megatron_grpo.config.train import PERFORMANCE_FIELDS, ROUTER_LOSS_FIELDS
 from megatron_grpo.policy import overrides, transformer
 from megatron_grpo.policy.transformer import transformer_config
 from parallel import ParallelDims

@@ -13,7 +13,7 @@ from transformers.models.qwen3 import Qwen3Config
 from checkpoint_convert import read_shape
 from checkpoint_convert.vllm import EngineDims
 from distributed import run_ranks
-from megatron_grpo.policy.yarn import yarn_frequencies
+from megatron_grpo.policy.mla import yarn_frequencies
 from mixtures import Numbers, check_gradients, check_logprobs, gradients_of, load_oracle, numbers_of
 from models import servable_model, tiny_model
 from parallel import ParallelDims

@@ -6,11 +6,10 @@ import torch
 import torch.distributed as dist
 
 from chosen import chosen_tokens
-from megatron_grpo.algorithm.loss import grpo_loss, loss_weights
-from megatron_grpo.algorithm.loss_tokens import LossTokens
-from megatron_grpo.config.grpo_config import GRPOConfig
+from megatron_grpo.algorithm.loss import LossTokens, grpo_loss, loss_weights
+from megatron_grpo.batch.experience import completion_metrics
+from megatron_grpo.config.grpo import GRPOConfig
 from megatron_grpo.reporting.metrics import TrainMetrics, reward_metrics
-from megatron_grpo.rollout.completion_metrics import completion_metrics
 from parallel.alignment import Alignment
 from parallel.packing import TokenSequence, pack
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from distributed import run_ranks
-from megatron_grpo.reporting.peak_memory import peak_memory
+from megatron_grpo.reporting.metrics import peak_memory
 
 
 def peak_on_rank(rank: int) -> dict[str, float]:

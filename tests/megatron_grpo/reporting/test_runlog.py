@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from conversions import file_size_limit
-from megatron_grpo.config.config_file import dump_config, load_config
-from megatron_grpo.launch.preemption import Preempted
+from megatron_grpo.config.file import dump_config, load_config
+from megatron_grpo.launch.process import Preempted
 from megatron_grpo.reporting.runlog import RunLog
 from parallel import ParallelDims
 from policies import tiny_config

@@ -13,9 +13,10 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from megatron_grpo.batch.experience import Experience
 from megatron_grpo.config.config import WandbConfig
 from megatron_grpo.data.prompts import Prompt
-from megatron_grpo.experience.experience import Experience
+from megatron_grpo.data.samples import Sample
 from megatron_grpo.reporting.metrics import StepReport
 from megatron_grpo.reporting.tracking import (
     Tracking,
@@ -23,7 +24,6 @@ from megatron_grpo.reporting.tracking import (
     drop_records_after,
     last_step,
 )
-from megatron_grpo.rollout.samples import Sample
 
 OFF = WandbConfig()
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_grpo.config.reward_config import RewardFunction
+from megatron_grpo.config.reward import RewardFunction
 from megatron_grpo.rewards import total_rewards
 from megatron_grpo.rewards.functions import NoScores, load_function
 

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from engines import TestEngine
-from megatron_grpo.config.reward_config import RewardConfig, RewardFunction
+from megatron_grpo.config.reward import RewardConfig, RewardFunction
 from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.data.samples import Sample
 from megatron_grpo.rewards import RewardError, RewardPool
 from megatron_grpo.rewards.functions import load_function
 from megatron_grpo.rewards.judge import LAST_NUMBER
-from megatron_grpo.rollout.samples import Sample
 from models import character_tokenizer
 
 TEMPLATE = 'Rate {completion} as {"score": 1}. Asked: {prompt}. Right: {answer}.'

@@ -13,12 +13,12 @@ import psutil
 import pytest
 
 from engines import wait_until
-from megatron_grpo.config.reward_config import RewardConfig, RewardFunction
+from megatron_grpo.config.reward import RewardConfig, RewardFunction
 from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.data.samples import Sample
 from megatron_grpo.rewards import RewardError, RewardPool, ScoringGivenUp, total_rewards
-from megatron_grpo.rewards.worker_process import WorkerProcess
-from megatron_grpo.rollout.samples import Sample
-from megatron_grpo.user_code import supervised
+from megatron_grpo.rewards.pool import WorkerProcess
+from megatron_grpo.workers import supervised
 from processes import is_alive
 
 REPOSITORY = Path(__file__).parents[3]
@@ -610,10 +610,10 @@ def test_math_answer_keeps_its_own_time_limit_inside_a_worker():
 
 TRAINER = """
 import sys
-from megatron_grpo.config.reward_config import RewardConfig, RewardFunction
+from megatron_grpo.config.reward import RewardConfig, RewardFunction
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.rewards import RewardPool
-from megatron_grpo.rollout.samples import Sample
+from megatron_grpo.data.samples import Sample
 
 name, file = sys.argv[1:]
 prompt = Prompt(index=0, token_ids=(1,), text="p", row={"bonus": file})

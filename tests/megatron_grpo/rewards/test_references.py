@@ -2,9 +2,9 @@
 
 import pytest
 
-from megatron_grpo.config.reward_config import RewardConfig
-from megatron_grpo.rewards.math_answer import can_read, math_answer
-from megatron_grpo.rewards.references import reference_fault
+from megatron_grpo.config.reward import RewardConfig
+from megatron_grpo.rewards.builtin import reference_fault
+from megatron_grpo.rewards.math import can_read, math_answer
 
 UNREADABLE = ["", "####", " \n", "$", "$$", "By induction\nit is so"]
 READABLE = [

@@ -18,7 +18,7 @@ from checkpoint_convert.vllm import EngineDims
 from distributed import run_ranks
 from models import servable_model
 from parallel import ParallelDims
-from parallel.transport.buckets import ALIGNMENT
+from parallel.weight_transfer.buckets import ALIGNMENT
 from worker_engines import worker_engines
 from worker_pushes import Case, Engines, push_all
 

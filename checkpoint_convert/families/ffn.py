@@ -1,0 +1,100 @@
+"""The gated MLP: of a dense layer, and of an expert that processes every token.
+
+A mixture of experts in place of an MLP: a router, gated experts, perhaps a shared expert.
+"""
+
+from checkpoint_convert.families import FAMILIES
+from checkpoint_convert.families.description import Experts, Parameter, Tensor
+from checkpoint_convert.shape import ModelShape, MoeShape
+
+
+def gated_mlp(inward: tuple[int, int], source: str, target: str) -> list[Parameter]:
+    """`inward` is the shape of the gate: intermediate size and hidden size.
+
+    `source` and `target` are name prefixes in weight files and in Megatron.
+    """
+    gate, up = (Tensor(f"{source}{name}_proj.weight", inward) for name in ("gate", "up"))
+    down = Tensor(source + "down_proj.weight", inward[::-1])
+    return [
+        Parameter(
+            target + "linear_fc1.weight",
+            (gate, up),
+            split=0,
+            is_split_by_source=True,
+            engine_name=source + "gate_up_proj.weight",
+        ),
+        Parameter(target + "linear_fc2.weight", (down,), split=1),
+    ]
+
+
+SELECTION_BIAS = "mlp.router.expert_bias"
+"""What Megatron adds to the scores by which it chooses experts. It is not trained."""
+
+
+def mixture(
+    shape: ModelShape, moe: MoeShape, source: str, experts: range, *, grouped: bool
+) -> list[Parameter]:
+    """The router and the `experts` (global indices) of one layer that a rank holds.
+
+    `source` is the layer's prefix in the weight files. `grouped`: Transformer Engine multiplies by
+    all experts of a rank at once, and numbers their weights in one module.
+    """
+    names = FAMILIES[shape.family].experts
+    assert names is not None, f"{shape.family} names no experts"
+    block = f"{source}{names.block}."
+    parameters = _router(shape, moe, names, block + "gate.")
+    if moe.shared_intermediate_size:
+        parameters += gated_mlp(
+            (moe.shared_intermediate_size, shape.hidden_size),
+            block + "shared_experts.",
+            "mlp.shared_experts.",
+        )
+    for local_index, index in enumerate(experts):
+        for parameter in _expert(shape, moe, names, f"{block}experts.", index):
+            linear = parameter.name
+            name = (
+                f"mlp.experts.{linear}{local_index}"
+                if grouped
+                else f"mlp.experts.local_experts.{local_index}.{linear}"
+            )
+            key = f"mlp.experts.experts.{linear}"
+            parameters.append(parameter.stored_as(name, key, index, moe.num_experts))
+    return parameters
+
+
+def _router(shape: ModelShape, moe: MoeShape, names: Experts, source: str) -> list[Parameter]:
+    """One that scores by a sigmoid has a bias for each expert, which vLLM keeps in float32."""
+    matrix = Parameter(
+        "mlp.router.weight",
+        (Tensor(source + "weight", (moe.num_experts, shape.hidden_size)),),
+        is_float32_in_engine=names.is_router_float32_in_engine,
+    )
+    if moe.score_function == "softmax":
+        return [matrix]
+    bias = Tensor(source + "e_score_correction_bias", (moe.num_experts,), is_float32=True)
+    return [matrix, Parameter(SELECTION_BIAS, (bias,), is_float32_in_engine=True)]
+
+
+def _expert(
+    shape: ModelShape, moe: MoeShape, names: Experts, source: str, index: int
+) -> list[Parameter]:
+    inward = (moe.intermediate_size, shape.hidden_size)
+    gate, up = (Tensor(f"{source}{index}.{name}.weight", inward) for name in (names.gate, names.up))
+    down = Tensor(f"{source}{index}.{names.down}.weight", inward[::-1])
+    return [
+        Parameter(
+            "linear_fc1.weight",
+            (gate, up),
+            split=0,
+            is_split_by_source=True,
+            is_expert=True,
+            engine_name=source + "routed_experts.w13_weight",
+        ),
+        Parameter(
+            "linear_fc2.weight",
+            (down,),
+            split=1,
+            is_expert=True,
+            engine_name=source + "routed_experts.w2_weight",
+        ),
+    ]

@@ -1,0 +1,228 @@
+"""Dividing a generation: which data rank trains on which sequences, and in which microbatches.
+
+Moving sequences from rank 0 to the ranks that train on them, and per-token values back.
+
+One data rank's part of an optimizer batch, as it is sent to the ranks: not yet packed.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_grpo.algorithm.loss import loss_weights
+from megatron_grpo.batch.experience import Experience
+from megatron_grpo.batch.schedule import BatchSchedule
+from megatron_grpo.config.config import Config
+from megatron_grpo.data.samples import Sample
+from parallel.alignment import Alignment
+from parallel.groups import Groups
+from parallel.microbatches import CostModel, Plan, plan_microbatches
+from parallel.packing import KNOWN, PackedBatch, TokenSequence, by_prompt, pack
+from parallel.shared_prefix import PromptGroup, plan_shared_prompts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """The sequences of one data rank, and which of them make up each microbatch.
+
+    Tokens and their values lie end to end, in one tensor per field of `TokenSequence`: thousands of
+    small tensors would take seconds to pickle. Of each token 9 bytes are sent (more if the experts
+    of tokens are replayed), where a packed batch has 38, and every rank packs its own.
+    """
+
+    microbatches: list[list[int]]
+    """Indices in the optimizer batch."""
+    columns: dict[str, list[Any] | Tensor]
+    """For each field its values of all sequences, in the order of the microbatches: a list of
+    them, or tensors joined."""
+    lengths: dict[str, list[int]]
+    """The lengths of the tensors that were joined."""
+    known: list[str]
+    """Those of `KNOWN` that the optimizer batch has; this share may have no sequence."""
+
+    @classmethod
+    def of(cls, sequences: Sequence[TokenSequence], microbatches: list[list[int]]) -> "Share":
+        """The share that has these `microbatches` of an optimizer batch of `sequences`.
+
+        Each field must be a tensor in all `sequences` or in none.
+        """
+        chosen = [sequences[i] for i in chain(*microbatches)]
+        columns: dict[str, list[Any] | Tensor] = {}
+        lengths: dict[str, list[int]] = {}
+        for field in fields(TokenSequence):
+            values = [getattr(sequence, field.name) for sequence in chosen]
+            columns[field.name] = values
+            if values and isinstance(values[0], Tensor):
+                columns[field.name] = torch.cat(values)
+                lengths[field.name] = [len(value) for value in values]
+        return cls(
+            microbatches=microbatches,
+            columns=columns,
+            lengths=lengths,
+            known=[name for name in KNOWN if getattr(sequences[0], name) is not None],
+        )
+
+    def pack(self, alignment: Alignment, *, share_prompts: bool) -> list[PackedBatch]:
+        """Pack the microbatches; see `parallel.packing.pack`."""
+        sequences = dict(zip(chain(*self.microbatches), self._sequences(), strict=True))
+        return [
+            pack(sequences, indices, alignment, share_prompts=share_prompts, known=self.known)
+            for indices in self.microbatches
+        ]
+
+    def _sequences(self) -> Iterator[TokenSequence]:
+        values = [
+            column.split(self.lengths[name]) if isinstance(column, Tensor) else column
+            for name, column in self.columns.items()
+        ]
+        for of_sequence in zip(*values, strict=True):
+            yield TokenSequence(**dict(zip(self.columns, of_sequence, strict=True)))
+
+
+def share_out(
+    experience: Experience, generation: int, cost: CostModel, cfg: Config
+) -> Iterator[list[Share]]:
+    """Divide each optimizer batch of the generation: one share for every data rank.
+
+    `cost` estimates the cost of a sequence by its length, to balance the data ranks. Loss weights
+    are fixed here, over the whole optimizer batch, so that they do not depend on the packing.
+    """
+    alignment = Alignment.of(cfg.dims, cfg.parallel.sequence_parallel)
+    for indices in BatchSchedule.of(cfg.grpo).minibatches(generation, cfg.train.seed):
+        sequences = _sequences(experience, indices, cfg)
+        plan = _plan(sequences, alignment, cost, cfg)
+        yield [Share.of(sequences, microbatches) for microbatches in plan]
+
+
+def _plan(
+    sequences: list[TokenSequence], alignment: Alignment, cost: CostModel, cfg: Config
+) -> Plan:
+    max_tokens = cfg.train.max_tokens_per_microbatch
+    if not cfg.grpo.shared_prompts:
+        lengths = [len(sequence.tokens) for sequence in sequences]
+        return plan_microbatches(lengths, max_tokens, cfg.dims, alignment, cost)
+    groups = [
+        PromptGroup(
+            num_prompt_tokens=sequences[members[0]].num_prompt_tokens,
+            responses={i: len(sequences[i].rollout_logprobs) for i in members},
+        )
+        for members in by_prompt(sequences)
+    ]
+    return plan_shared_prompts(groups, max_tokens, cfg.dims, alignment, cost)
+
+
+def _sequences(experience: Experience, indices: list[int], cfg: Config) -> list[TokenSequence]:
+    samples = [experience.samples[i] for i in indices]
+    known = {name: values for name in KNOWN if (values := getattr(experience, name)) is not None}
+    masks = [_response_mask(experience, i, cfg) for i in indices]
+    weights = loss_weights(
+        torch.stack([mask.sum() for mask in masks]),
+        cfg.grpo.loss_type,
+        cfg.rollout.max_completion_length,
+    )
+    return [
+        TokenSequence(
+            tokens=_tokens(sample),
+            num_prompt_tokens=len(sample.prompt.token_ids),
+            advantage=experience.token_advantages[i]
+            if experience.token_advantages
+            else float(experience.advantages[i]),
+            loss_weight=float(weight),
+            rollout_logprobs=torch.from_numpy(np.asarray(sample.logprobs, np.float32)),
+            response_mask=mask,
+            routed_experts=routes,
+            **{name: values[i] for name, values in known.items()},
+        )
+        for sample, i, mask, weight, routes in zip(
+            samples, indices, masks, weights, _routes(samples), strict=True
+        )
+    ]
+
+
+def _tokens(sample: Sample) -> Tensor:
+    """Prompt and completion, int32: half as much to send as the int64 that a model takes."""
+    both = (sample.prompt.token_ids, sample.completion_ids)
+    return torch.from_numpy(np.concatenate([np.asarray(ids, np.int32) for ids in both]))
+
+
+def _routes(samples: list[Sample]) -> list[Tensor | None]:
+    """The experts of the tokens of each sample; of no token, where only other samples have any."""
+    found = [sample.routed_experts for sample in samples]
+    nothing = next((routes[:0] for routes in found if routes is not None), None)
+    all_or_none = [nothing if routes is None else routes for routes in found]
+    return [None if routes is None else torch.from_numpy(routes) for routes in all_or_none]
+
+
+def _response_mask(experience: Experience, i: int, cfg: Config) -> Tensor:
+    """Which tokens of completion `i` enter the loss: none if it is filtered or has no reward."""
+    sample = experience.samples[i]
+    is_overlong = cfg.grpo.overlong_filter and sample.finish_reason == "length"
+    counts = not is_overlong and not bool(experience.totals[i].isnan())
+    return torch.from_numpy(np.asarray(sample.loss_mask, np.bool_) & counts)
+
+
+Minibatches = list[list[PackedBatch]]
+"""What one data-parallel rank trains on: its microbatches for each optimizer step."""
+
+
+def distribute(shares: list[Share] | None, groups: Groups) -> Share:
+    """Give every rank its data-parallel share of an optimizer batch.
+
+    `shares`, one for each data rank, is read on rank 0 only; the others pass None.
+
+    Done in two hops, so that no data is sent twice over the same path: rank 0 scatters to the first
+    rank of every model replica, which broadcasts within its replica.
+    """
+    received: list[Share | None] = [None]
+    leader = groups.dims.replica_ranks(groups.coordinates.data)[0]
+    if groups.rank == leader:
+        dist.scatter_object_list(received, shares, src=0, group=groups.data_gloo)
+    dist.broadcast_object_list(received, src=leader, group=groups.replica)
+    assert received[0] is not None
+    return received[0]
+
+
+def collect_values(
+    minibatches: Minibatches, values: Callable[[PackedBatch], Tensor | None], groups: Groups
+) -> list[list[dict[int, Tensor]]] | None:
+    """Gather the `values` [T] of all completion tokens on rank 0; returns None on the other ranks.
+
+    The result holds, for each data rank and optimizer step, the float32 values [completion tokens]
+    of each sequence, by its index in the optimizer batch. Two hops, like `distribute`: from the
+    last pipeline stage, which alone has the values, to the first, and from the first rank of every
+    model replica to rank 0.
+    """
+    stages = dist.get_process_group_ranks(groups.pipeline)
+    mine = [_by_sequence(minibatch, values, stages[-1], groups) for minibatch in minibatches]
+    if groups.rank != groups.dims.replica_ranks(groups.coordinates.data)[0]:
+        return None
+    gathered: list[list[dict[int, Tensor]]] | None = None
+    if groups.rank == 0:
+        gathered = [[] for _ in range(groups.dims.data)]
+    dist.gather_object(mine, gathered, dst=0, group=groups.data_gloo)
+    return gathered
+
+
+def _by_sequence(
+    minibatch: list[PackedBatch],
+    values: Callable[[PackedBatch], Tensor | None],
+    last_stage: int,
+    groups: Groups,
+) -> dict[int, Tensor]:
+    found = {}
+    for batch in minibatch:
+        known = values(batch)
+        if known is None:
+            known = torch.empty_like(batch.rollout_logprobs)
+        known = known.to(batch.rollout_logprobs.dtype)
+        dist.broadcast(known, src=last_stage, group=groups.pipeline)
+        for index in batch.sequence_index[batch.completion_mask].unique().tolist():
+            of_sequence = (batch.sequence_index == index) & batch.completion_mask
+            found[index] = known[of_sequence].cpu()
+    return found

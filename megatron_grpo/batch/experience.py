@@ -1,0 +1,128 @@
+"""One generation of scored completions, and their advantages.
+
+Metrics of the completions of a generation that do not depend on rewards.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megatron_grpo.algorithm.advantages import (
+    group_advantages,
+    normalized_sum_advantages,
+    process_advantages,
+)
+from megatron_grpo.config.config import Config
+from megatron_grpo.data.samples import Sample
+from megatron_grpo.rewards.scoring import total_rewards
+
+
+@dataclass(frozen=True)
+class Experience:
+    """Scored samples of one generation; lists and tensors are parallel, and groups contiguous."""
+
+    samples: list[Sample]
+    rewards: list[dict[str, float]]
+    totals: Tensor
+    """[N] float64, NaN for a sample that could not be scored."""
+    group_ids: Tensor
+    advantages: Tensor
+    """[N] float64; with process supervision, the advantage of each completion's first token."""
+    token_advantages: list[Tensor] | None = None
+    """[completion tokens] for each sample; only with process supervision."""
+    # Per token of every completion, only in a resumed generation: the values that were computed
+    # when it began; see `PackedBatch`.
+    old_logprobs: list[Tensor] | None = None
+    ref_logprobs: list[Tensor] | None = None
+    high_entropy: list[Tensor] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of all prompts and completions."""
+        return sum(len(s.prompt.token_ids) + len(s.completion_ids) for s in self.samples)
+
+
+def compare(samples: list[Sample], rewards: list[dict[str, float]], cfg: Config) -> Experience:
+    """Compute the advantages of scored samples; a group is all samples of one prompt."""
+    terms = cfg.reward_terms
+    totals = torch.tensor(total_rewards(rewards, terms), dtype=torch.float64)
+    group_ids = torch.tensor([sample.prompt.index for sample in samples])
+    if cfg.grpo.multi_objective_aggregation == "normalize_then_sum":
+        scores = torch.tensor(
+            [[score[term.label] for term in terms] for score in rewards], dtype=torch.float64
+        )
+        weights = torch.tensor([term.weight for term in terms], dtype=torch.float64)
+        advantages = normalized_sum_advantages(scores, weights, group_ids)
+    elif cfg.grpo.supervision == "process":
+        return _compare_steps(samples, rewards, totals, group_ids, cfg)
+    else:
+        advantages = _advantages(totals, group_ids, cfg)
+    return Experience(samples, rewards, totals, group_ids, advantages)
+
+
+def _compare_steps(
+    samples: list[Sample],
+    rewards: list[dict[str, float]],
+    totals: Tensor,
+    group_ids: Tensor,
+    cfg: Config,
+) -> Experience:
+    """Compare steps: those of the environment, and the reward functions' sum as one at the end."""
+    outcomes = total_rewards(rewards, cfg.reward.functions)
+    steps = []
+    for sample, outcome, total in zip(samples, outcomes, totals.tolist(), strict=True):
+        found = [(token, cfg.environment.weight * r) for token, r in sample.step_rewards]
+        if cfg.reward.functions and sample.completion_ids:
+            found.append((len(sample.completion_ids) - 1, outcome))
+        # The steps of a failed sample are left out.
+        steps.append([] if math.isnan(total) else found)
+    lengths = [len(sample.completion_ids) for sample in samples]
+    by_token = process_advantages(steps, lengths, group_ids)
+    advantages = torch.stack(
+        [values[:1].sum() for values in by_token]
+    )  # a completion may have no token
+    return Experience(samples, rewards, totals, group_ids, advantages, token_advantages=by_token)
+
+
+def subtract_kl(experience: Experience, kl: Tensor, beta: float, cfg: Config) -> Experience:
+    """Recompute the advantages from the rewards minus `beta` times the KL divergence `kl` [N]."""
+    totals = experience.totals - beta * kl
+    return replace(experience, advantages=_advantages(totals, experience.group_ids, cfg))
+
+
+def _advantages(totals: Tensor, group_ids: Tensor, cfg: Config) -> Tensor:
+    grpo = cfg.grpo
+    return group_advantages(
+        totals, group_ids, grpo.scale_rewards, estimator=grpo.advantage_estimator
+    )
+
+
+def completion_metrics(lengths: Sequence[int], truncated: Sequence[bool]) -> dict[str, float]:
+    """Completion lengths in tokens, and the fraction that reached the length limit.
+
+    Terminated completions are the others; without any, their lengths are 0, as in TRL.
+    """
+    ended = [n for n, is_cut in zip(lengths, truncated, strict=True) if not is_cut] or [0]
+    return {
+        "completions/mean_length": sum(lengths) / len(lengths),
+        "completions/min_length": float(min(lengths)),
+        "completions/max_length": float(max(lengths)),
+        "completions/clipped_ratio": sum(truncated) / len(truncated),
+        "completions/mean_terminated_length": sum(ended) / len(ended),
+        "completions/min_terminated_length": float(min(ended)),
+        "completions/max_terminated_length": float(max(ended)),
+    }
+
+
+def dialogue_metrics(num_turns: Sequence[int], finish_reasons: Sequence[str]) -> dict[str, float]:
+    """Model turns answered by the environment, and the fractions of dialogues that reached
+    `environment.max_turns` or whose environment failed."""
+    return {
+        "num_turns/mean": sum(num_turns) / len(num_turns),
+        "num_turns/max": float(max(num_turns)),
+        "num_turns/clipped_ratio": finish_reasons.count("max_turns") / len(finish_reasons),
+        "environment/failed_ratio": finish_reasons.count("failed") / len(finish_reasons),
+    }

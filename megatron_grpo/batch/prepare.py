@@ -1,0 +1,257 @@
+"""Prepares a generation for training: packs it, distributes it, and computes log-probabilities.
+
+Every rank has a `Preparation`, whose methods are collective; only rank 0 has the `Experience`.
+
+Values computed once per generation, before any training on it.
+
+These are the log-probabilities of the old policy and of the reference, and the tokens that the
+objective is taken over.
+
+The KL divergence from the reference as part of the reward, instead of a term of the loss.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_grpo.algorithm.kl import kl_estimate
+from megatron_grpo.batch.distribute import Minibatches, distribute, share_out
+from megatron_grpo.batch.experience import Experience, subtract_kl
+from megatron_grpo.batch.schedule import BatchSchedule
+from megatron_grpo.config.config import Config
+from megatron_grpo.policy.forward import compute_logprobs
+from megatron_grpo.policy.model import Model, Policy
+from megatron_grpo.policy.router import with_own_layers
+from megatron_grpo.timing import PhaseTimer
+from parallel.alignment import Alignment
+from parallel.collectives import quantile
+from parallel.groups import Groups
+from parallel.microbatches import CostModel
+from parallel.packing import PackedBatch
+
+
+def add_logprobs(
+    batches: Sequence[PackedBatch],
+    policy: Policy,
+    reference: Model | None,
+    cfg: Config,
+    groups: Groups,
+) -> list[PackedBatch]:
+    """Fill in `old_logprobs`, `ref_logprobs` if there is a reference, and the entropy fields.
+
+    `batches` are this rank's part of one optimizer batch; ranks before the last stage get them back
+    unchanged. With one update per generation the old policy is the policy itself, and its pass is
+    skipped unless something else needs it: the ratio is exactly 1, and the loss uses its own
+    log-probabilities, detached. Values that a resumed generation already has are kept, since either
+    model may have changed since.
+    """
+    filled, entropies = _with_old_logprobs(batches, policy, cfg, groups)
+    if reference and batches[0].ref_logprobs is None:
+        filled = _filled(
+            filled,
+            "ref_logprobs",
+            [logprobs for logprobs, _ in _computed(reference, batches, cfg, groups)],
+        )
+    if not policy.is_last_stage:
+        return filled
+    if cfg.grpo.top_entropy_quantile < 1 and batches[0].high_entropy is None:
+        share = cfg.grpo.top_entropy_quantile
+        filled = keep_high_entropy(filled, entropies, share, groups.data)
+    return with_entropy_weights(filled, groups.data) if cfg.grpo.entropy_coef else filled
+
+
+def _with_old_logprobs(
+    batches: Sequence[PackedBatch], policy: Policy, cfg: Config, groups: Groups
+) -> tuple[list[PackedBatch], list[Tensor]]:
+    """The batches, and the policy's entropies if they were computed."""
+    if cfg.grpo.old_logprobs == "rollout":
+        batches = [replace(batch, old_logprobs=batch.rollout_logprobs) for batch in batches]
+    if not _needs_policy(batches, cfg):
+        return list(batches), []
+    computed = _computed(policy, batches, cfg, groups)
+    if batches[0].old_logprobs is None:
+        batches = _filled(batches, "old_logprobs", [logprobs for logprobs, _ in computed])
+    return list(batches), [entropy for _, entropy in computed]
+
+
+def _computed(
+    model: Model, batches: Sequence[PackedBatch], cfg: Config, groups: Groups
+) -> list[tuple[Tensor, Tensor]]:
+    return compute_logprobs(model, batches, cfg.rollout.temperature, groups) or []
+
+
+def _filled(
+    batches: Sequence[PackedBatch], name: str, values: Sequence[Tensor]
+) -> list[PackedBatch]:
+    """The batches with `values` in field `name`; before the last stage there are no values."""
+    if not values:
+        return list(batches)
+    of_batch: list[dict[str, Any]] = [{name: value} for value in values]
+    return [replace(batch, **new) for batch, new in zip(batches, of_batch, strict=True)]
+
+
+def _needs_policy(batches: Sequence[PackedBatch], cfg: Config) -> bool:
+    if cfg.grpo.top_entropy_quantile < 1 and batches[0].high_entropy is None:
+        return True
+    return batches[0].old_logprobs is None and cfg.grpo.needs_old_pass
+
+
+def keep_high_entropy(
+    batches: Sequence[PackedBatch],
+    entropies: Sequence[Tensor],
+    share: float,
+    data_group: dist.ProcessGroup,
+) -> list[PackedBatch]:
+    """Mark the tokens whose entropy is at least the (1 - `share`) quantile of all response tokens.
+
+    arXiv 2506.01939. The quantile is exact over the whole optimizer batch: `entropies` [T] are of
+    this rank's `batches`, and the ranks of `data_group` hold the others.
+    """
+    masked = [entropy[batch.loss_mask] for batch, entropy in zip(batches, entropies, strict=True)]
+    threshold = quantile(torch.cat(masked), 1 - share, data_group)
+    return [
+        replace(batch, high_entropy=(entropy.float() >= threshold) & batch.loss_mask)
+        for batch, entropy in zip(batches, entropies, strict=True)
+    ]
+
+
+def with_entropy_weights(
+    batches: Sequence[PackedBatch], data_group: dist.ProcessGroup
+) -> list[PackedBatch]:
+    """Weight the entropies of the optimizer batch so that they sum to their mean over tokens.
+
+    The mean is over the tokens of the objective, whatever the loss type, as in TRL.
+    """
+    chosen = [
+        batch.loss_mask if batch.high_entropy is None else batch.high_entropy for batch in batches
+    ]
+    count = torch.stack([mask.sum() for mask in chosen]).sum()
+    dist.all_reduce(count, group=data_group)
+    return [
+        replace(batch, entropy_weights=mask.to(batch.loss_weights) / count.clamp(min=1))
+        for batch, mask in zip(batches, chosen, strict=True)
+    ]
+
+
+def sequence_kl(minibatches: Minibatches, num_sequences: int, groups: Groups) -> list[Tensor]:
+    """Sum of KL(old policy || reference) over the response tokens: [num_sequences] per minibatch.
+
+    Estimated by k1, log old - log reference: used as a reward, only k1 has the gradient of the
+    divergence. Collective, with the same result on all ranks; `num_sequences` is the number of
+    sequences in an optimizer batch.
+    """
+    found = []
+    for batches in minibatches:
+        sums = torch.zeros(num_sequences, dtype=torch.float64, device=batches[0].tokens.device)
+        for batch in batches:
+            if batch.old_logprobs is None or batch.ref_logprobs is None:
+                continue  # only the last stage has them
+            kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, "k1")
+            kl = kl.double().where(batch.loss_mask, 0.0)
+            sums.index_add_(0, batch.sequence_index.clamp(min=0), kl)
+        # Tensor and context ranks hold the same tokens.
+        for group in (groups.data, groups.pipeline):
+            dist.all_reduce(sums, group=group)
+        found.append(sums)
+    return found
+
+
+def by_sample(found: Sequence[Tensor], indices: Sequence[Sequence[int]]) -> Tensor:
+    """Reorder the values `found` for the sequences of each minibatch by sample of the generation.
+
+    `indices` are the samples of each minibatch. Returns [N] float64 on the CPU.
+    """
+    laid = torch.zeros(sum(map(len, indices)), dtype=torch.float64)
+    for places, of_minibatch in zip(indices, found, strict=True):
+        laid[list(places)] = of_minibatch.cpu()
+    return laid
+
+
+def with_advantages(minibatches: Minibatches, advantages: Sequence[Tensor]) -> Minibatches:
+    """The minibatches with new advantages, [sequences of the optimizer batch] for each of them."""
+    return [
+        [
+            replace(
+                batch,
+                advantages=new[batch.sequence_index.clamp(min=0)]
+                .to(batch.advantages)
+                .where(batch.loss_mask, 0.0),
+            )
+            for batch in batches
+        ]
+        for batches, new in zip(minibatches, advantages, strict=True)
+    ]
+
+
+def packed_minibatches(
+    experience: Experience | None,
+    generation: int,
+    cost: CostModel,
+    cfg: Config,
+    groups: Groups,
+    device: torch.device,
+) -> Minibatches:
+    """This rank's share of the generation; collective, and only rank 0 has the `experience`.
+
+    Rank 0 divides the next optimizer batch while the others pack theirs.
+    """
+    alignment = Alignment.of(cfg.dims, cfg.parallel.sequence_parallel)
+    shares = share_out(experience, generation, cost, cfg) if experience else None
+    minibatches = []
+    for _ in range(cfg.grpo.steps_per_generation):
+        share = distribute(next(shares) if shares else None, groups)
+        batches = share.pack(alignment, share_prompts=cfg.grpo.shared_prompts)
+        minibatches.append([with_own_layers(batch, groups).to(device) for batch in batches])
+    return minibatches
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """One rank's part of the work done once per generation, and again when it is resumed."""
+
+    policy: Policy
+    reference: Model | None
+    cost: CostModel
+    """Cost of a sequence by its length, to balance the data ranks."""
+    cfg: Config
+    groups: Groups
+    device: torch.device
+
+    def minibatches(
+        self, experience: Experience | None, generation: int, timer: PhaseTimer
+    ) -> Minibatches:
+        """Return this rank's share of the generation, with the log-probabilities for the loss."""
+        with timer.phase("pack"):
+            packed = packed_minibatches(
+                experience, generation, self.cost, self.cfg, self.groups, self.device
+            )
+        with timer.phase("logprobs"):
+            return [
+                add_logprobs(minibatch, self.policy, self.reference, self.cfg, self.groups)
+                for minibatch in packed
+            ]
+
+    def subtract_kl(
+        self,
+        experience: Experience | None,
+        minibatches: Minibatches,
+        generation: int,
+        beta: float,
+    ) -> tuple[Experience | None, Minibatches]:
+        """Recompute the advantages of both from the rewards minus `beta` times the KL divergence
+        from the reference."""
+        batches = BatchSchedule.of(self.cfg.grpo)
+        found = sequence_kl(minibatches, batches.minibatch_size, self.groups)
+        indices = batches.minibatches(generation, self.cfg.train.seed)
+        kl = by_sample(found, indices)
+        advantages = torch.empty_like(kl)  # received from rank 0, which has the rewards
+        if experience:
+            experience = subtract_kl(experience, kl, beta, self.cfg)
+            advantages = experience.advantages
+        advantages = advantages.to(self.device)
+        dist.broadcast(advantages, src=0)
+        return experience, with_advantages(minibatches, [advantages[i] for i in indices])

@@ -1,0 +1,252 @@
+"""Checkpoints of a run, which all ranks write and read together.
+
+A save is asynchronous: a rank's state is copied to host memory, a thread writes and hashes it while
+training continues, and later calls turn the folder into a checkpoint. Collectives stay on the main
+thread, and on the CPU, so that no GPU waits for them. Whenever a process is killed, the newest
+complete checkpoint can be found by its manifest.
+"""
+
+import shutil
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from checkpoint_convert.formats.torch_dist_writer import (
+    Chunk,
+    file_name,
+    file_parts,
+    index_of,
+    place_chunks,
+)
+from megatron_grpo.batch.experience import Experience
+from megatron_grpo.batch.schedule import BatchSchedule
+from megatron_grpo.checkpoints import folders, manifest
+from megatron_grpo.checkpoints import state as megatron_state
+from megatron_grpo.checkpoints.experience_file import READY, read_experience
+from megatron_grpo.checkpoints.manifest import FileHash
+from megatron_grpo.checkpoints.newest import load_newest, load_start
+from megatron_grpo.checkpoints.shard_file import HostMemory, chunks_to_write
+from megatron_grpo.checkpoints.shared_files import SharedFiles
+from megatron_grpo.checkpoints.state import StatePart
+from megatron_grpo.checkpoints.trainer_state import Record, TrainerState
+from megatron_grpo.config.config import Config
+from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.policy.model import Policy
+from megatron_grpo.policy.reference import Reference
+from parallel.collectives import raise_first_failure
+
+
+@dataclass(frozen=True)
+class _Saving:
+    """A save in progress. First each rank writes its files, then rank 0 publishes the folder."""
+
+    step: int
+    folder: Path
+    task: Future[dict[str, FileHash]]
+    is_written: bool = False
+    """Whether the files of all ranks are written; the task is then the publishing."""
+
+
+class Checkpoints:
+    """The checkpoints of one run. Every rank creates one of these, and all make the same calls.
+
+    Methods raise OSError on all ranks when a save fails on one; earlier checkpoints stay intact.
+    The constructor raises ValueError for a model with state that checkpoints cannot hold.
+    """
+
+    def __init__(self, cfg: Config, policy: Policy, reference: Reference | None) -> None:
+        self._folder = cfg.train.run_dir / "checkpoints"
+        self._cfg, self._policy, self._reference = cfg, policy, reference
+        self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
+        self._memory = HostMemory()
+        self._objects = megatron_state.object_names(policy)
+        self._index: Future[bytes] | None = None
+        self._saving: _Saving | None = None
+        self.newest_step = 0
+        """Step of the checkpoint that was loaded, or whose save was started last."""
+
+    def load(self) -> TrainerState:
+        """Load the newest good checkpoint into policy and reference; return the state at its step.
+
+        When there are none, returns the state at step 0, with the policy of `train.init_from` if
+        that is set. Raises the ValueError of `load_newest` and `load_start`, and OSError on all
+        ranks when there is no disk space for one more checkpoint.
+        """
+        state = load_newest(self._folder, self._cfg.dims, self._policy, self._reference)
+        if state.step == 0 and (init_from := self._cfg.train.init_from):
+            load_start(init_from, self._policy)
+        self.newest_step = state.step
+        self._check_space()
+        return state
+
+    def load_experience(self, step: int, prompts: Sequence[Prompt]) -> Experience | None:
+        """The generation that the checkpoint of `step` was training on; None between two."""
+        return read_experience(folders.step_folder(self._folder, step), prompts)
+
+    def load_ready(self, step: int, prompts: Sequence[Prompt]) -> Experience:
+        """The next generation, if the checkpoint holds one (`TrainerState.ready` is not None)."""
+        folder = folders.step_folder(self._folder, step)
+        ready = read_experience(folder, prompts, READY)
+        assert ready is not None, f"the manifest of {folder} is right"
+        return ready
+
+    def save(
+        self,
+        state: TrainerState,
+        experience: Experience | None,
+        ready: Experience | None = None,
+    ) -> None:
+        """Start to save both models in their current state, after waiting for the previous save.
+
+        On rank 0, `experience` is the generation that the next steps train on, if they continue
+        one, and `ready` is the generation after it, if it is already there. Raises
+        FloatingPointError on all ranks, and writes nothing, when a tensor is not finite.
+        """
+        self.wait()
+        parts = megatron_state.parts_saved(self._policy, self._reference)
+        raise_first_failure(lambda: _check_finite(parts), FloatingPointError)
+        self._check_space()
+        folder = self._folder / f"step_{state.step}{folders.PARTIAL}"
+        raise_first_failure(lambda: self._make_folder(folder), OSError)
+        chunks, tensors = chunks_to_write(parts)
+        values = self._memory.copy(tensors)
+        file = folder / file_name(self._rank)
+        shared = self._shared_files(chunks, file, state, experience, ready)
+
+        def write() -> dict[str, FileHash]:
+            own = {file.name: manifest.write_hashed(file, file_parts(chunks, values))}
+            return own | (shared.write(folder) if shared else {})
+
+        self.newest_step = state.step
+        self._saving = _Saving(state.step, folder, self._submit(folder, write))
+
+    def poll(self) -> None:
+        """Advance the save in progress, if all ranks have finished its current stage.
+
+        Costs an all-reduce of one byte over gloo; call it wherever all ranks of a step pass. The
+        first call after the files of all ranks are written lets rank 0 publish the checkpoint.
+        """
+        if self._saving is None:
+            return
+        is_done = torch.tensor(self._saving.task.done(), dtype=torch.uint8)
+        dist.all_reduce(is_done, dist.ReduceOp.MIN)
+        if is_done:
+            self._go_on(self._saving)
+
+    def wait(self) -> None:
+        """Block until the save in progress, if any, is a complete checkpoint."""
+        while self._saving is not None:
+            self._go_on(self._saving)
+
+    def close(self) -> None:
+        """Abandon a save in progress; for the end of a failed run."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _go_on(self, saving: _Saving) -> None:
+        """Finish the current stage: once all files are written, start to publish; then, end."""
+        self._saving = None
+        hashes: dict[str, FileHash] = {}
+        raise_first_failure(lambda: hashes.update(saving.task.result()), OSError)
+        if saving.is_written:
+            return
+        gathered: list[Any] | None = [None] * self._num_ranks if self._rank == 0 else None
+        dist.gather_object(hashes, gathered)
+
+        def publish() -> dict[str, FileHash]:
+            for of_rank in gathered or []:
+                hashes.update(of_rank)
+            if self._rank == 0:
+                manifest.write_manifest(saving.folder, hashes)
+                train = self._cfg.train
+                folders.publish(
+                    saving.folder, saving.step, train.keep_checkpoints, train.keep_every
+                )
+            return {}
+
+        task = self._submit(saving.folder, publish)
+        self._saving = _Saving(saving.step, saving.folder, task, is_written=True)
+
+    def _submit(
+        self, folder: Path, work: Callable[[], dict[str, FileHash]]
+    ) -> Future[dict[str, FileHash]]:
+        def named() -> dict[str, FileHash]:
+            try:
+                return work()
+            except Exception as error:  # of any kind: it must reach all ranks
+                raise OSError(f"{folder} cannot be written: {error}") from error
+
+        return self._thread.submit(named)
+
+    def _shared_files(
+        self,
+        chunks: Sequence[Chunk],
+        file: Path,
+        state: TrainerState,
+        experience: Experience | None,
+        ready: Experience | None,
+    ) -> SharedFiles | None:
+        """The files that rank 0 writes for all ranks; None on the others. Collective."""
+        random = megatron_state.random_state()
+        rows = [torch.empty_like(random) for _ in range(self._num_ranks)]
+        dist.gather(random, rows if self._rank == 0 else None)
+        if self._index is None:  # ranks have the same parts in every save
+            gathered: list[Any] | None = [None] * self._num_ranks if self._rank == 0 else None
+            dist.gather_object((place_chunks(file, chunks), self._objects), gathered)
+            placed = [each for of_rank, _ in gathered or [] for each in of_rank]
+            objects = [name for _, of_rank in gathered or [] for name in of_rank]
+            # Made on the writing thread, ahead of the write; empty on all ranks but 0.
+            self._index = self._thread.submit(index_of, placed, objects)
+        if self._rank != 0:
+            return None
+        return SharedFiles(
+            cfg=self._cfg,
+            record=self._record(state),
+            experience=experience,
+            ready=ready,
+            index=self._index,
+            random_states=torch.stack(rows),
+        )
+
+    def _record(self, state: TrainerState) -> Record:
+        return Record(
+            state=state,
+            layout=self._cfg.dims,
+            counters=megatron_state.counters(self._policy),
+            cursor=asdict(BatchSchedule.of(self._cfg.grpo).cursor(state.step)),
+        )
+
+    def _make_folder(self, folder: Path) -> None:
+        if self._rank == 0:
+            if folder.exists():  # left by a failed save
+                folders.remove(folder)
+            folder.mkdir(parents=True)
+
+    def _check_space(self) -> None:
+        """Raise OSError on all ranks when the disk cannot hold one more checkpoint. Collective."""
+        total = torch.tensor(megatron_state.num_bytes_saved(self._policy, self._reference))
+        dist.all_reduce(total)
+
+        def check() -> None:
+            if self._rank != 0:
+                return
+            self._folder.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(self._folder).free
+            if total > free:
+                raise OSError(
+                    f"{self._folder} has {free:,} bytes free, but a checkpoint takes "
+                    f"{int(total):,}: make room, lower train.keep_checkpoints, or set train.run_dir"
+                )
+
+        raise_first_failure(check, OSError)
+
+
+def _check_finite(parts: Sequence[StatePart]) -> None:
+    key = megatron_state.first_not_finite(parts)
+    if key is not None:
+        raise FloatingPointError(f"{key} is not finite: nothing is saved")

@@ -1,0 +1,305 @@
+"""A rank's part of the training state: which boxes of which whole tensors are in its memory.
+
+Keys, shapes and offsets are Megatron-Core's own (`sharded_state_dict`), so its `dist_checkpointing`
+can load what is written here. Master weights and moments are split where the distributed optimizer
+splits them: every data rank writes and reads its own range, and no tensor is gathered.
+
+Splits a range of a flattened tensor into boxes of the tensor. Integers only.
+
+Megatron-Core's distributed optimizer gives each data rank a range of the concatenated parameters,
+regardless of where it cuts them. As boxes, its states are stored and found like everything else.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensorFactory,
+    is_main_replica,
+)
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch import Tensor
+
+from checkpoint_convert.families.ffn import SELECTION_BIAS
+from megatron_grpo.policy.model import Model, Policy, unwrapped
+from megatron_grpo.policy.optimizer import set_steps_taken, steps_taken
+from megatron_grpo.policy.reference import Reference
+from parallel import Box, Layout, Piece, Shape
+
+
+def boxes_of_range(shape: Shape, start: int, stop: int) -> list[Box]:
+    """Elements `start` to `stop` of a row-major tensor, as boxes in that order.
+
+    At most two boxes for each dimension but the first, plus one.
+    """
+    if start >= stop:
+        return []
+    if len(shape) == 1:
+        return [Box((start,), (stop - start,))]
+    row = prod(shape[1:])
+    first, last = -(-start // row), stop // row  # rows `first` to `last` are whole
+    if first > last:  # both ends lie inside one row
+        return _in_row(shape, last, start, stop)
+    whole = [Box((first,) + (0,) * (len(shape) - 1), (last - first, *shape[1:]))]
+    return [
+        *_in_row(shape, first - 1, start, first * row),
+        *(whole if first < last else []),
+        *_in_row(shape, last, last * row, stop),
+    ]
+
+
+def _in_row(shape: Shape, index: int, start: int, stop: int) -> list[Box]:
+    row = prod(shape[1:])
+    return [
+        Box((index, *box.start), (1, *box.size))
+        for box in boxes_of_range(shape[1:], start - index * row, stop - index * row)
+    ]
+
+
+OPTIMIZER_STATES = ("param", "exp_avg", "exp_avg_sq")
+"""The master weight and its two moments, float32, by Megatron's names."""
+REFERENCE = "reference."
+"""Prefix of the keys of a reference that follows the policy."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """A box of a whole tensor, in this rank's memory."""
+
+    key: str
+    shape: Shape
+    """Shape of the whole tensor."""
+    box: Box
+    values: Tensor
+    """[box.size], a view of the live tensor."""
+    is_replica: bool
+    """Whether another rank has the same part, and writes it."""
+    is_padded: bool
+    """Whether the whole tensor may end in zero rows that only this layout adds."""
+
+
+def weight_parts(policy: Policy) -> list[StatePart]:
+    """The parts of the policy's weights."""
+    return _parts_of(policy, policy.parameters(), "")
+
+
+def reference_parts(reference: Reference | None) -> list[StatePart]:
+    """The parts of the weights of a reference that follows the policy; a frozen one has none."""
+    if reference is None or not reference.mixture:
+        return []
+    return _parts_of(reference, reference.mixture, REFERENCE)
+
+
+def _parts_of(model: Model, tensors: Mapping[str, Tensor], prefix: str) -> list[StatePart]:
+    """The parts of `tensors`, which have the names and shapes of the model's parameters."""
+    names = {parameter: name for name, parameter in model.parameters().items()}
+    return [
+        StatePart(
+            key=prefix + part.key,
+            shape=tuple(part.global_shape),
+            box=Box(tuple(part.global_offset), _stacked(part, tuple(part.local_shape))),
+            values=_with_stack(part, tensors[names[sharded.data]].detach()[within.slices]),
+            is_replica=not is_main_replica(part.replica_id),
+            is_padded=part.allow_shape_mismatch,
+        )
+        for sharded in _sharded(model)
+        if not isinstance(sharded, ShardedObject)
+        for part, within in _parts(sharded)
+    ]
+
+
+def weight_layout(model: Model) -> Layout:
+    """Which boxes of a checkpoint's tensors the parameters are, according to Megatron-Core.
+
+    Local names are those of `Model.parameters`. Shapes have leading dimensions of size 1, along
+    which a checkpoint stacks layers and experts.
+    """
+    names = {parameter: name for name, parameter in model.parameters().items()}
+    shapes, pieces = {}, []
+    for sharded in _sharded(model):
+        if isinstance(sharded, ShardedObject):
+            continue
+        for part, within in _parts(sharded):
+            name = names[sharded.data]
+            local = Box(_stacked(part, within.start, 0), _stacked(part, within.size))
+            box = _whole_box(part, Box.whole(within.size))
+            shapes[name] = _stacked(part, tuple(sharded.data.shape))
+            pieces.append(Piece(name, local, part.key, box))
+    return Layout(shapes, tuple(pieces))
+
+
+def optimizer_parts(policy: Policy) -> list[StatePart]:
+    """The parts of the master weights and moments that this rank's optimizer updates."""
+    sharded_of: dict[Tensor, list[Any]] = {}
+    for sharded in _sharded(policy):
+        if not isinstance(sharded, ShardedObject):
+            sharded_of.setdefault(sharded.data, []).append(sharded)
+    return [
+        found
+        for part in policy.optimizer.chained_optimizers
+        for parameter in part.model_param_group_index_map
+        for sharded in sharded_of[parameter]
+        for found in _states_of(part, parameter, sharded)
+    ]
+
+
+def object_names(policy: Policy) -> list[str]:
+    """Names of entries that Megatron requires and that are empty unless weights are in FP8.
+
+    Raises ValueError if one holds something, such as FP8 scales.
+    """
+    objects = [sharded for sharded in _sharded(policy) if isinstance(sharded, ShardedObject)]
+    full = [each.key for each in objects if isinstance(each.data, Tensor) and each.data.numel()]
+    if full:
+        raise ValueError(
+            f"checkpoints cannot hold the state {full[0]}: leave fp8 out of model.megatron"
+        )
+    return [each.unique_key for each in objects if is_main_replica(each.replica_id)]
+
+
+def parts_saved(policy: Policy, reference: Reference | None) -> list[StatePart]:
+    """All parts of a rank's tensors that a checkpoint holds."""
+    return weight_parts(policy) + optimizer_parts(policy) + reference_parts(reference)
+
+
+def num_bytes_saved(policy: Policy, reference: Reference | None) -> int:
+    """This rank's share of the bytes of a checkpoint's tensors; the shares add up to the total."""
+    states = len(OPTIMIZER_STATES) * torch.float32.itemsize
+    beside = [
+        (part, 0 if part.key.endswith(SELECTION_BIAS) else states) for part in weight_parts(policy)
+    ]
+    beside += [(part, 0) for part in reference_parts(reference)]
+    return sum(
+        part.box.num_elements * (part.values.itemsize + num_bytes)
+        for part, num_bytes in beside
+        if not part.is_replica
+    )
+
+
+def first_not_finite(parts: Sequence[StatePart]) -> str | None:
+    """Key of the first part that holds NaN or infinity; None when all are finite."""
+    # One pass without a mask as large as the tensor: if the bounds are finite, so are all values.
+    bounds = [torch.stack(torch.aminmax(part.values)).double() for part in parts]
+    if not bounds:
+        return None
+    is_finite = torch.isfinite(torch.stack(bounds)).all(dim=1)
+    return None if is_finite.all() else parts[int(is_finite.byte().argmin())].key
+
+
+def counters(policy: Policy) -> dict[str, Any]:
+    """State that is the same on all ranks: optimizer steps taken and the learning-rate schedule."""
+    return {
+        "optimizer_steps": steps_taken(policy.optimizer),
+        "scheduler": policy.scheduler.state_dict(),
+    }
+
+
+def set_counters(policy: Policy, saved: Mapping[str, Any]) -> None:
+    """Restore `counters`."""
+    set_steps_taken(policy.optimizer, saved["optimizer_steps"])
+    policy.scheduler.num_steps = 0  # set by a checkpoint that failed to load: Megatron adds to it
+    policy.scheduler.load_state_dict(saved["scheduler"])
+
+
+def random_state() -> Tensor:
+    """Bytes [n]: the concatenated states of torch's generators and of Megatron's on CUDA."""
+    return torch.cat(_random_states())
+
+
+def set_random_state(row: Tensor) -> None:
+    """Restore `random_state`, if it is of the same generators: a CPU has fewer than a GPU."""
+    lengths = [len(state) for state in _random_states()]
+    if len(row) != sum(lengths):
+        return
+    cpu, *others = row.split(lengths)
+    torch.set_rng_state(cpu.clone())
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(others[0].clone())
+        names = sorted(get_cuda_rng_tracker().get_states())
+        tracked = dict(zip(names, (state.clone() for state in others[1:]), strict=True))
+        get_cuda_rng_tracker().set_states(tracked)
+
+
+def _random_states() -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available():
+        tracked = get_cuda_rng_tracker().get_states()
+        states += [torch.cuda.get_rng_state(), *(tracked[name].cpu() for name in sorted(tracked))]
+    return states
+
+
+def _sharded(model: Model) -> Iterator[Any]:
+    """Megatron's description of every parameter and of the other objects of the modules."""
+    for chunk in model.chunks:
+        yield from nested_values(unwrapped(chunk).sharded_state_dict(metadata={}))
+
+
+def _parts(sharded: Any) -> Iterator[tuple[ShardedTensor, Box]]:
+    """The parts of a parameter that are separate in the whole tensor, each with its box in the
+    parameter.
+
+    There are several for a factory, which describes gate and up: Megatron fuses them.
+    """
+    is_cut = isinstance(sharded, ShardedTensorFactory)
+    for part in nested_values(sharded.build()) if is_cut else [sharded]:
+        yield part, _box_within(part.data, sharded.data)
+
+
+def _box_within(view: Tensor, whole: Tensor) -> Box:
+    assert view.stride() == whole.stride(), "a part of a parameter is a box of it"
+    assert view.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr(), "not a copy"
+    offset, start = int(view.storage_offset()) - int(whole.storage_offset()), []
+    for stride in whole.stride():
+        index, offset = divmod(offset, stride)
+        start.append(index)
+    return Box(tuple(start), tuple(view.shape))
+
+
+def _states_of(optimizer: Any, parameter: Tensor, sharded: Any) -> Iterator[StatePart]:
+    """This rank's range of a parameter's optimizer states, box by box."""
+    owned = optimizer._get_model_param_range_map(parameter)["param"]
+    states = optimizer._get_main_param_and_optimizer_states(parameter)
+    pieces, offset = list(_parts(sharded)), 0
+    for box in boxes_of_range(tuple(parameter.shape), owned.start, owned.end):
+        flat = slice(offset, offset + box.num_elements)
+        offset = flat.stop
+        for part, within in pieces:
+            common = box.overlap(within)
+            if common is None:
+                continue
+            inside = common.moved(box.start, (0,) * len(box.start)).slices
+            for name in OPTIMIZER_STATES:
+                values = states[name].detach().view(-1)[flat].view(box.size)[inside]
+                yield StatePart(
+                    key=f"optimizer.state.{name}.{part.key}",
+                    shape=tuple(part.global_shape),
+                    box=_whole_box(part, common.moved(within.start, (0,) * len(within.start))),
+                    values=_with_stack(part, values),
+                    # Data ranks hold copies of a weight, but distinct parts of its states.
+                    is_replica=not is_main_replica((*part.replica_id[:-1], 0)),
+                    is_padded=part.allow_shape_mismatch,
+                )
+
+
+def _whole_box(part: ShardedTensor, inside: Box) -> Box:
+    """A box of a part, in the coordinates of the whole tensor."""
+    offset = tuple(part.global_offset)
+    start = _stacked(part, inside.start, 0)
+    return Box(
+        tuple(a + b for a, b in zip(offset, start, strict=True)), _stacked(part, inside.size)
+    )
+
+
+def _stacked(part: ShardedTensor, shape: Shape, extent: int = 1) -> Shape:
+    """A shape of a part, with the leading dimensions along which Megatron stacks parameters."""
+    return (extent,) * part.prepend_axis_num + shape
+
+
+def _with_stack(part: ShardedTensor, values: Tensor) -> Tensor:
+    return values[(None,) * part.prepend_axis_num]

@@ -1,0 +1,80 @@
+"""Prompts: the keys of `data`, and of `eval.data`."""
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, PositiveInt, model_validator
+
+from megatron_grpo.config.section import Section
+
+OWN_TEMPLATE_ARGUMENTS = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "conversations",
+        "documents",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+"""Parameters of transformers' `apply_chat_template`, and variables that it sets itself."""
+
+
+class DataConfig(Section):
+    """Where prompts come from and how a row becomes a prompt."""
+
+    path: str
+    """A .jsonl or .parquet file, a folder of them, or the name of a Hugging Face data set."""
+    subset: str | None = None
+    """Subset of a Hugging Face data set, such as `main` of openai/gsm8k; null for files."""
+    split: str = "train"
+    """Split of a Hugging Face data set; in a folder, the files named after it, such as `train-*`
+    (all files if none is named after a split)."""
+    prompt_column: str = "prompt"
+    """Column of the question: a string, or chat messages that do not end with the assistant's."""
+    answer_column: str | None = "answer"
+    """Column of the reference answer, passed to rewards as `answer`; null: none."""
+    system_prompt: str | None = None
+    """System message put before every prompt; requires apply_chat_template."""
+    apply_chat_template: bool = True
+    """Whether prompts go through the tokenizer's chat template; false: the raw text is sent."""
+    chat_template_kwargs: dict[str, Any] = Field(default={})
+    """Variables of the chat template, such as `enable_thinking: false` for Qwen3."""
+    max_prompt_length: PositiveInt | None = None
+    """Leave out rows with longer prompts (in tokens); null: a prompt that does not fit is an
+    error."""
+    on_invalid: Literal["error", "skip"] = "error"
+    """Rows that cannot be used: `error` lists them and stops, `skip` leaves them out."""
+    shuffle: bool = True
+    """Whether each epoch has its own random order, derived from train.seed; false: row order."""
+
+    @model_validator(mode="after")
+    def _system_prompt_needs_template(self) -> Self:
+        if self.system_prompt is not None and not self.apply_chat_template:
+            raise ValueError(
+                "data.system_prompt is a chat message: it needs data.apply_chat_template=true"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _kwargs_are_the_templates(self) -> Self:
+        if self.chat_template_kwargs and not self.apply_chat_template:
+            raise ValueError(
+                "data.chat_template_kwargs are for the chat template: they need "
+                "data.apply_chat_template=true"
+            )
+        for name in sorted(OWN_TEMPLATE_ARGUMENTS & self.chat_template_kwargs.keys()):
+            raise ValueError(
+                f"data.chat_template_kwargs.{name} is reserved: give variables of the chat "
+                "template, such as enable_thinking"
+            )
+        return self

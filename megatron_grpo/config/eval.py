@@ -1,0 +1,204 @@
+"""Held-out prompts: the keys of `eval`."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Self
+
+from pydantic import (
+    Field,
+    PositiveInt,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
+
+from megatron_grpo.config.data import DataConfig
+from megatron_grpo.config.reward import RewardConfig
+from megatron_grpo.config.rollout import LEAST_TEMPERATURE
+from megatron_grpo.config.section import Section
+
+SET_NAME = re.compile(r"[\w-]+", re.ASCII)
+OF_ALL_SETS = ("data", "interval", "sets")
+"""Keys of `eval` that are no defaults of its sets."""
+
+
+class EvalSet(Section):
+    """Held-out prompts, and how they are sampled and scored in training and by the command.
+
+    No gradient is taken of these samples, so the distribution may be truncated, or greedy.
+    """
+
+    data: DataConfig | None = None
+    """Held-out prompts: the keys of `data`, whose values are the defaults; null: none."""
+    reward: RewardConfig | None = None
+    """Scoring: the keys of `reward`, whose values are the defaults; null: the same as `reward`."""
+    max_prompts: PositiveInt | None = None
+    """Number of prompts to evaluate, the first ones of the data; null: all."""
+    num_generations: PositiveInt = 1
+    """Completions per prompt: the n of pass@k and mean@n."""
+    k: tuple[PositiveInt, ...] = Field(
+        strict=False, default_factory=lambda data: tuple(sorted({1, data["num_generations"]}))
+    )
+    """Values of k in pass@k, each at most num_generations; default: 1 and num_generations."""
+    pass_threshold: float = 1.0
+    """A completion passes when its weighted sum of rewards is at least this; required with several
+    functions, or with one that shapes or has a weight below 1."""
+    temperature: float | None = Field(default=None, ge=0)
+    """Sampling temperature, 0 (greedy) or at least 0.01; null: rollout.temperature."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample from the likeliest tokens that make up this probability, above 0; 1: from all
+    tokens."""
+    top_k: int = -1
+    """Sample from this many likeliest tokens, at least 1; -1: from all tokens."""
+    max_completion_length: PositiveInt | None = None
+    """Maximum tokens per completion, including the end token; null:
+    rollout.max_completion_length."""
+
+    @model_validator(mode="after")
+    def _k_can_be_drawn(self) -> Self:
+        if too_many := [k for k in self.k if k > self.num_generations]:
+            raise ValueError(
+                f"k {too_many[0]} is above num_generations {self.num_generations}: raise that to "
+                f"{max(too_many)}, or lower k"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_sampled(self) -> Self:
+        if self.temperature == 0 and self.num_generations > 1:
+            raise ValueError(
+                f"temperature 0 makes num_generations {self.num_generations} identical "
+                "completions of a prompt: use num_generations 1, or a temperature above 0"
+            )
+        if self.temperature is not None and 0 < self.temperature < LEAST_TEMPERATURE:
+            raise ValueError(
+                f"temperature {self.temperature} would be raised to {LEAST_TEMPERATURE}: use 0, "
+                f"or at least {LEAST_TEMPERATURE}"
+            )
+        if self.top_k < 1 and self.top_k != -1:
+            raise ValueError(f"top_k {self.top_k}: use -1 for all tokens, or at least 1")
+        return self
+
+    @field_validator("data", mode="after")
+    @classmethod
+    def _rows_keep_their_order(cls, value: DataConfig | None) -> DataConfig | None:
+        if value is not None and value.shuffle:
+            raise ValueError(
+                "data.shuffle true: prompts of an evaluation keep the order of their rows; leave "
+                "it out"
+            )
+        return value
+
+
+class EvalConfig(EvalSet):
+    """When to evaluate, and one set of held-out prompts, or several by name."""
+
+    interval: PositiveInt = 10
+    """Optimizer steps between evaluations; there is also one before the first and after the last
+    step."""
+    sets: dict[str, EvalSet] = Field(default={})
+    """Several sets in place of `data`, by name: the keys of `eval` but for interval, whose values
+    are the defaults, and refused if each set has its own; a set that is null is left out.
+    Metrics are then `eval/NAME/*`."""
+
+    @field_validator("sets", mode="after")
+    @classmethod
+    def _sets_are_named(cls, value: dict[str, EvalSet]) -> dict[str, EvalSet]:
+        for name, held_out in value.items():
+            if not SET_NAME.fullmatch(name):
+                raise ValueError(
+                    f"sets has the name {name!r}, which becomes part of metrics: use letters, "
+                    "digits, - and _, such as aime24"
+                )
+            if held_out.data is None:
+                raise ValueError(
+                    f"sets.{name} has no held-out prompts: give {section_of(name)}.data.path=FILE"
+                )
+        return value
+
+    @model_validator(mode="after")
+    def _prompts_are_given_once(self) -> Self:
+        if self.data is not None and self.sets:
+            raise ValueError(
+                f"data and sets ({', '.join(self.sets)}) both have held-out prompts: make data one "
+                "of the sets, eval.sets.NAME.data, or set eval.sets={}"
+            )
+        return self
+
+    @model_serializer(mode="wrap")
+    def _sets_describe_themselves(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without the keys that would describe no set, and that are refused for that."""
+        table: dict[str, Any] = write(self)
+        return {key: table[key] for key in OF_ALL_SETS} if self.sets else table
+
+    @property
+    def named_sets(self) -> Mapping[str, EvalSet]:
+        """What is evaluated, by name; that of `eval.data` has the name "". Empty without any."""
+        return self.sets if self.data is None else {"": self}
+
+
+def section_of(name: str) -> str:
+    """The table of the config that describes the set `name`."""
+    return f"eval.sets.{name}" if name else "eval"
+
+
+def with_defaults(evaluation: dict[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
+    """The table `evaluation` with the keys that it leaves out.
+
+    Those of `data` and `reward` are taken from the same tables of `run`. Keys of a set are first
+    taken from `evaluation`, which keeps none of them: defaults of sets describe no set themselves.
+    Raises ValueError for one that every set has itself. Sets that are null are left out.
+    """
+    own, sets = _following(evaluation, run), evaluation.get("sets")
+    if not isinstance(sets, dict):
+        return own
+    sets = {str(name): held_out for name, held_out in sets.items() if held_out is not None}
+    if not sets:
+        return {**own, "sets": sets}
+    if idle := [key for key in _defaults_in(evaluation) if _is_in_each(sets, key)]:
+        raise ValueError(
+            "\n".join(
+                f"eval.{key} does nothing, as each of eval.sets ({', '.join(sets)}) has its own: "
+                f"use eval.sets.NAME.{key}, or leave it out"
+                for key in idle
+            )
+        )
+    shared = {
+        key: value for key, value in own.items() if key not in OF_ALL_SETS and value is not None
+    }
+    resolved = {
+        name: {**shared, **_following(held_out, {**run, **shared})}
+        if isinstance(held_out, dict)
+        else held_out
+        for name, held_out in sets.items()
+    }
+    return {key: own[key] for key in OF_ALL_SETS if key in own} | {"sets": resolved}
+
+
+def _following(held_out: dict[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
+    followed = dict(held_out)
+    for name, own in (("data", {"shuffle": False}), ("reward", {})):
+        given, defaults = held_out.get(name), run.get(name)
+        if isinstance(given, dict) and isinstance(defaults, dict):
+            followed[name] = {**defaults, **own, **given}
+    return followed
+
+
+def _defaults_in(evaluation: Mapping[str, Any]) -> Iterator[str]:
+    """Keys that are defaults of its sets, with those of `reward`, which a set can have in part."""
+    for key, value in evaluation.items():
+        if key == "reward" and isinstance(value, dict):
+            yield from (f"reward.{part}" for part in value)
+        elif key not in OF_ALL_SETS:
+            yield key
+
+
+def _is_in_each(sets: Mapping[str, Any], key: str) -> bool:
+    table, _, part = key.partition(".")
+    return all(
+        isinstance(held_out, dict)
+        and table in held_out
+        and (not part or not isinstance(held_out[table], dict) or part in held_out[table])
+        for held_out in sets.values()
+    )

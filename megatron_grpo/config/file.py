@@ -1,0 +1,193 @@
+"""Configs as YAML: a file plus `key.sub=value` overrides, checked strictly; and back."""
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from megatron_grpo.config.config import Config, RewardFunction
+from megatron_grpo.config.eval import EvalSet, section_of
+
+# Options of other libraries, chat templates and user code, which check the names themselves;
+# held-out sets have some of them, too.
+PASS_THROUGH_KEYS = (
+    "model.megatron",
+    "data.chat_template_kwargs",
+    "rollout.vllm",
+    "environment.arguments",
+)
+
+# Replaces pydantic's messages that would name Python types.
+EXPECTED = {
+    "model_type": "expected a table of keys",
+    "dict_type": "expected a table of keys",
+    "tuple_type": "expected a list",
+    "path_type": "expected a path",
+}
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 with two fixes: `3e-5` is a number, and a key given twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {key!r} is given twice", node.start_mark
+                )
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML config and apply overrides such as `optimizer.lr=1e-6` (values are YAML).
+
+    Relative paths in it are relative to the current directory. Raises ValueError, one line per
+    mistake, for unknown keys (with the nearest known one), wrong types and conflicting sizes.
+    """
+    if not path.is_file():
+        raise ValueError(f"config file {path} does not exist")
+    table = _parse_yaml(path.read_text(), str(path))
+    if not isinstance(table, dict):
+        raise ValueError(f"{path} holds {type(table).__name__}, not a table of sections")
+    for override in overrides:
+        _apply_override(table, override)
+    return parse_config(table)
+
+
+def parse_config(table: dict[str, Any]) -> Config:
+    """Validate a nested table of config values; raises the errors of `load_config`."""
+    sections = {"": Config} | {f"eval.sets.{name}.": EvalSet for name in _set_names(table)}
+    known = [key for start, section in sections.items() for key, _ in _known_keys(section, start)]
+    unknown = [key for key in _leaves(table) if not _is_known(key, known)]
+    if unknown:
+        raise ValueError(
+            "\n".join(
+                f"unknown config key {key!r}: did you mean {nearest_key(key, known)!r}?"
+                for key in unknown
+            )
+        )
+    try:
+        return Config.model_validate(table)
+    except ValidationError as error:
+        raise ValueError("\n".join(_mistakes(error))) from None
+
+
+def dump_config(config: Config) -> str:
+    """The resolved config as YAML: `load_config` reads an equal config back."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def nearest_key(key: str, known: Sequence[str]) -> str:
+    """The known key most similar to `key`, compared in full and by its last part."""
+
+    def likeness(candidate: str) -> float:
+        last, candidate_last = key.rpartition(".")[2], candidate.rpartition(".")[2]
+        return _ratio(key, candidate) + _ratio(last, candidate_last)
+
+    return max(known, key=likeness)
+
+
+def _ratio(a: str, b: str) -> float:
+    return difflib.SequenceMatcher(None, a, b).ratio()
+
+
+def _parse_yaml(text: str, source: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{source} is not valid YAML: {error}") from None
+
+
+def _apply_override(table: dict[str, Any], override: str) -> None:
+    """Set one `key.sub=value` in the nested table, creating missing sections."""
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ValueError(f"override {override!r} is not of the form key.sub=value")
+    *sections, last = key.split(".")
+    for section in sections:
+        table = table.setdefault(_as_in(table, section), {})
+        if not isinstance(table, dict):
+            raise ValueError(f"override {override!r}: {section!r} is a value, not a section")
+    table[_as_in(table, last)] = _parse_yaml(text, f"override {override!r}")
+
+
+def _as_in(table: Mapping[Any, Any], key: str) -> Any:
+    """`key` as the table has it, which is a number for a held-out set called 2024."""
+    return next((own for own in table if str(own) == key), key)
+
+
+def _known_keys(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Every settable key below `section`, with its description."""
+    for name, field in section.model_fields.items():
+        kind: Any = field.annotation
+        if isinstance(kind, UnionType):  # Section | None
+            kind = kind.__args__[0]
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from _known_keys(kind, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", " ".join((field.description or "").split())
+
+
+def _leaves(table: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
+    """Dotted names of the values in nested tables; an empty table is a value."""
+    for key, value in table.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+def _set_names(table: Mapping[str, Any]) -> list[Any]:
+    evaluation = table.get("eval")
+    sets = evaluation.get("sets") if isinstance(evaluation, Mapping) else None
+    return [*sets] if isinstance(sets, Mapping) else []
+
+
+def _is_known(key: str, known: Sequence[str]) -> bool:
+    """Whether `key` is a known key, a whole section, or lies in a pass-through table."""
+    is_section = any(name.startswith(f"{key}.") for name in known)
+    passed_through = tuple(f"{name}." for name in known if name.endswith(PASS_THROUGH_KEYS))
+    return key in known or is_section or key.startswith(passed_through)
+
+
+def _mistakes(error: ValidationError) -> Iterator[str]:
+    """One line per mistake: the key, what was given and what is expected."""
+    descriptions = dict(_known_keys(Config))
+    for detail in error.errors():
+        # A default that depends on an invalid field: that field's own error is reported already.
+        if detail["type"] != "default_factory_not_called":
+            yield _describe(detail, descriptions)
+
+
+def _describe(detail: ErrorDetails, descriptions: Mapping[str, str]) -> str:
+    key = ".".join(str(part) for part in detail["loc"])
+    if detail["type"] == "missing":
+        return f"config key {key} is missing. {descriptions.get(key, '')}".rstrip()
+    if detail["type"] == "extra_forbidden":  # in a list, which `_leaves` does not descend into
+        nearest = nearest_key(str(detail["loc"][-1]), list(RewardFunction.model_fields))
+        return f"unknown config key {key!r}: did you mean {nearest!r}?"
+    if detail["type"] == "value_error":
+        return f"{_held_out(detail['loc'])}{detail['ctx']['error']}"
+    message = EXPECTED.get(detail["type"], detail["msg"][0].lower() + detail["msg"][1:])
+    return f"config key {key} = {detail['input']!r}: {message}"
+
+
+def _held_out(location: Sequence[str | int]) -> str:
+    """Names the held-out set of a mistake, which is said in the words of the run's own keys."""
+    if location[:2] == ("eval", "sets") and len(location) > 2:
+        return f"{section_of(str(location[2]))}: "
+    return "eval: " if location[:1] == ("eval",) else ""

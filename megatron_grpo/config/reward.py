@@ -1,0 +1,98 @@
+"""What the model is rewarded for: the keys of `reward` and of `environment`."""
+
+from collections.abc import Sequence
+from typing import Any, Literal, Self
+
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+
+from megatron_grpo.config.section import Section
+
+ENVIRONMENT_TERM = "environment"
+"""Label of an environment's reward; those of reward functions must differ from it."""
+
+RIGHT = ("exact", "math_answer")
+"""Built-in functions that score right answers 1 and all others 0."""
+SHAPING = frozenset({"cosine", "repetition", "soft_overlong"})
+"""Built-in functions whose score depends on more than whether the answer is right, or not on it."""
+
+
+class RewardFunction(Section):
+    """One term of the reward."""
+
+    name: str
+    """`exact`, `math_answer`, `format`, `cosine`, `repetition`, `soft_overlong`, `judge`, or
+    `file.py:function`."""
+    weight: float = 1.0
+    """Weight of this function in the total reward."""
+    arguments: dict[str, Any] = Field(default={})
+    """Keyword arguments of the function, such as `pattern` of `format`."""
+
+    @property
+    def label(self) -> str:
+        """Short name for metrics and messages: the function's name without its file."""
+        return self.name.rpartition(":")[2]
+
+
+class RewardConfig(Section):
+    """How completions are scored."""
+
+    functions: tuple[RewardFunction, ...] = Field(default=(), strict=False)
+    """Reward functions: a name, or a table with name, weight and arguments."""
+    timeout: PositiveFloat = 60.0
+    """Seconds within which a function must score all completions of one prompt."""
+    max_failed_fraction: float = Field(default=0.1, ge=0, lt=1)
+    """Share of the completions of a generation or evaluation that may fail to be scored; these are
+    masked, and more stop the run."""
+    max_concurrent_calls: PositiveInt = 64
+    """Maximum concurrent calls of asynchronous functions, one prompt each."""
+    num_workers: PositiveInt = 2
+    """Number of processes that score in parallel."""
+    memory_megabytes: PositiveInt = 4096
+    """Maximum private memory (RLIMIT_DATA) of each scoring process, and of each process it
+    starts."""
+
+    @field_validator("functions", mode="before")
+    @classmethod
+    def _names_are_functions(cls, value: Any) -> Any:
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise ValueError("reward.functions is a list: write [exact] or - name: exact")
+        return [{"name": item} if isinstance(item, str) else item for item in value]
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        labels = [function.label for function in self.functions]
+        for label in labels:
+            if labels.count(label) > 1:
+                raise ValueError(
+                    f"reward.functions names {label} {labels.count(label)} times, and metrics have "
+                    "that name: name it once"
+                )
+        return self
+
+
+class EnvironmentConfig(Section):
+    """The environment: your code, which answers each turn of the model."""
+
+    name: str | None = None
+    """`file.py:ClassName`, a class with `reset` and `step`; null: completions have a single
+    turn."""
+    arguments: dict[str, Any] = Field(default={})
+    """Keyword arguments of the class."""
+    weight: float = 1.0
+    """Weight of the environment's reward, summed over the steps: term `environment` of the
+    total."""
+    max_turns: PositiveInt = 8
+    """Maximum turns of the model per completion."""
+    observation_role: Literal["user", "tool"] = "user"
+    """Role of observations in the chat template."""
+    timeout: PositiveFloat = 60.0
+    """Seconds within which `reset` or `step` must return; otherwise the sample has failed."""
+    memory_megabytes: PositiveInt = 4096
+    """Maximum private memory (RLIMIT_DATA) of each sample's process and of processes it starts."""
+
+    @field_validator("name")
+    @classmethod
+    def _names_a_class(cls, value: str | None) -> str | None:
+        if value is not None and not all(value.rpartition(":")):
+            raise ValueError(f"environment.name {value!r} is not of the form file.py:ClassName")
+        return value

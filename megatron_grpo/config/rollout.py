@@ -1,0 +1,121 @@
+"""The rollout engines: the keys of `rollout`."""
+
+from typing import Any, Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from megatron_grpo.config.section import Section
+
+LEAST_TEMPERATURE = 0.01
+"""vLLM raises any lower temperature to this, except 0, which is greedy."""
+
+
+class RolloutConfig(Section):
+    """The engines that generate completions."""
+
+    engine: Literal["vllm", "transformers"] = "vllm"
+    """The generation server; `transformers` is slow but does not need vLLM."""
+    base_urls: tuple[str, ...] = Field(default=(), strict=False)
+    """URLs of engines that are already running, such as http://host:8000; empty: the run starts
+    them."""
+    num_engines: PositiveInt = Field(default_factory=lambda data: len(data["base_urls"]) or 1)
+    """Number of engines; default: the number of base_urls, or 1 without any."""
+    tensor_parallel_size: PositiveInt = 1
+    """Tensor-parallel ranks of each engine: at most the GPUs of a node, or a multiple of them."""
+    temperature: float = Field(default=1.0, ge=LEAST_TEMPERATURE)
+    """Sampling temperature, at least 0.01; the trainer also divides its logits by it."""
+    top_p: float = 1.0
+    """Must be 1.0: the trainer cannot reproduce a truncated distribution."""
+    top_k: int = -1
+    """Must be -1: the trainer cannot reproduce a truncated distribution."""
+    max_completion_length: PositiveInt
+    """Maximum tokens per completion, including the end token and observations."""
+    stop_token_ids: tuple[NonNegativeInt, ...] = Field(default=(), strict=False)
+    """Tokens that end a completion or turn, in addition to those of config.json and tokenizer; for
+    a base model with a chat template, the one that ends its turns."""
+    stop: tuple[str, ...] = Field(default=(), strict=False)
+    """Strings that end a completion or turn, and belong to it; only with engine vllm."""
+    async_generate: bool = False
+    """Generate the next batch while training on the current one; samples are one generation
+    older."""
+    enable_sleep_mode: bool = False
+    """Between generations, engines give the memory of weights and cache to the ranks on the same
+    GPUs; vLLM's sleep mode of level 2. No use to engines on GPUs of their own."""
+    router_replay: bool = False
+    """With a mixture of experts, send each token in training to the experts that the engine chose
+    for it (R3, arXiv 2510.11370)."""
+    startup_timeout: PositiveFloat = 300.0
+    """Seconds within which a started engine must answer."""
+    request_timeout: PositiveFloat = 600.0
+    """Seconds within which an engine must answer any request but those for completions, which
+    may take any time: see stall_timeout."""
+    health_timeout: PositiveFloat = 30.0
+    """Seconds within which an engine must answer a health probe; otherwise it counts as lost."""
+    stall_timeout: PositiveFloat = 120.0
+    """Seconds within which an engine with requests must generate a token, or it counts as lost."""
+    vllm: dict[str, Any] = Field(default={})
+    """Fields of vLLM's EngineArgs, passed on unchanged."""
+    update_weights_bucket_megabytes: PositiveInt = 512
+    """Maximum megabytes of buffers per process while weights are sent to the engines."""
+    weight_transport: Literal["auto", "network"] = "auto"
+    """`auto`: host or GPU memory that both ends share, else the network; `network`: only that."""
+
+    @model_validator(mode="after")
+    def _supported(self) -> Self:
+        if self.top_p != 1.0 or self.top_k != -1:
+            raise ValueError(
+                f"rollout.top_p {self.top_p} and rollout.top_k {self.top_k} would sample from a "
+                "truncated distribution, whose log-probabilities the trainer cannot reproduce: "
+                "use top_p 1.0 and top_k -1"
+            )
+        if "" in self.stop:
+            raise ValueError(
+                f"rollout.stop {[*self.stop]} has an empty string: leave it out, or every "
+                "completion would end at once"
+            )
+        if self.engine == "transformers" and self.stop:
+            raise ValueError(
+                f"rollout.engine transformers cannot end completions at strings {[*self.stop]} "
+                "(rollout.stop): use rollout.stop_token_ids or rollout.engine=vllm"
+            )
+        if self.enable_sleep_mode and (self.engine == "transformers" or self.async_generate):
+            raise ValueError(
+                "rollout.enable_sleep_mode true needs engines of vLLM that have nothing to do "
+                f"while the ranks train: leave it out with rollout.engine {self.engine} and "
+                f"rollout.async_generate {str(self.async_generate).lower()}"
+            )
+        if self.enable_sleep_mode and self.vllm.get("speculative_config"):
+            raise ValueError(
+                "rollout.vllm.speculative_config: the weights of a draft model are not pushed, and "
+                "rollout.enable_sleep_mode true would lose them: leave out one of the two"
+            )
+        if self.engine == "transformers" and (self.tensor_parallel_size > 1 or self.vllm):
+            raise ValueError(
+                f"rollout.engine transformers runs in one process: rollout.tensor_parallel_size "
+                f"{self.tensor_parallel_size} must be 1 and rollout.vllm {self.vllm} empty"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _addresses_fit(self) -> Self:
+        if not self.base_urls:
+            return self
+        if self.num_engines != len(self.base_urls):
+            raise ValueError(
+                f"rollout.num_engines {self.num_engines} is not the number of rollout.base_urls "
+                f"{len(self.base_urls)}: set it to {len(self.base_urls)}, or leave it out"
+            )
+        for url in self.base_urls:
+            parts = urlsplit(url)
+            if parts.username is not None:
+                raise ValueError(
+                    f"rollout.base_urls: the address of {parts.hostname} has a user in it, which "
+                    "would be written to the run directory: leave it out, as engines only check "
+                    "MEGATRON_GRPO_TOKEN"
+                )
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ValueError(
+                    f"rollout.base_urls: {url!r} is not an address like http://host:8000"
+                )
+        return self

@@ -1,0 +1,251 @@
+"""The trainer's client of the rollout engines: requests samples and pushes new weights."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, NoReturn, TypeVar
+
+from checkpoint_convert.vllm import EngineReport
+from megatron_grpo.config.rollout import RolloutConfig
+from megatron_grpo.data.samples import Sample
+from megatron_grpo.engines.dispatch import Dealing
+from megatron_grpo.engines.engine import Engine, Json, Patience
+from megatron_grpo.engines.generation import Requests
+from megatron_grpo.engines.http import EngineDown, EngineError, connect
+from megatron_grpo.engines.pool import Fleet
+from megatron_grpo.engines.push_protocol import WorkerSums, check_reports
+from megatron_grpo.launch.process import Preempted
+from megatron_grpo.workers.tasks import beside, together
+
+POLL_SECONDS = 0.1
+
+T = TypeVar("T")
+
+
+class RolloutClient:
+    """Talks to all engines of a fleet at once, over vLLM's HTTP routes.
+
+    When an engine fails, or does not answer within `rollout.request_timeout` what is no request for
+    a completion, the fleet loses it and the others carry on: a generation continues at once, a push
+    starts over. An answer that is not what was asked for, which another engine would not mend, is
+    an EngineError that names the engine.
+
+    A push goes to the engines found by `assemble`. An engine that fails during a push gets no more
+    requests and is counted as lost at the next `assemble`.
+    """
+
+    def __init__(self, fleet: Fleet, rollout: RolloutConfig) -> None:
+        self.fleet = fleet
+        self._rollout = rollout
+        self._is_cancelled = False
+        self._chain: list[tuple[str, int]] = []
+        self._num_chains = 0
+        self._failed: dict[str, EngineDown] = {}
+        self._links = ""
+
+    def generate(self, generation: Requests) -> list[Sample]:
+        """Return all samples of `generation` once every request is answered.
+
+        Open requests are dealt to the serving engines in contiguous, equal shares, and some move
+        when one has room (`Dealing`); a follow-up request goes to the engine that answered its
+        predecessor. Requests that a lost engine left unanswered are dealt to the remaining engines
+        when those have finished their own.
+        Raises EnginesOut when no engine is left; calling again with the same `generation` keeps the
+        answers received so far. Raises Preempted once `cancel` was called.
+        """
+
+        async def until_answered() -> None:
+            async with beside(self._raise_when_cancelled()):
+                await generation.settle()
+                while generation.open:
+                    await Dealing(self.fleet, self._connect, generation).run()
+                    await generation.settle()
+
+        asyncio.run(until_answered())
+        self.fleet.finish_generation()
+        return generation.samples()
+
+    def cancel(self) -> None:
+        """Make a running `generate` or `assemble` raise Preempted soon; from any thread."""
+        self._is_cancelled = True
+
+    async def _raise_when_cancelled(self) -> NoReturn:
+        while not self._is_cancelled:
+            await asyncio.sleep(POLL_SECONDS)
+        raise Preempted("the generation was given up")
+
+    def assemble(self, check: Callable[[list[EngineReport]], None]) -> tuple[int, int]:
+        """Find the engines for the next push: all healthy ones.
+
+        An engine that came back takes part if `check` accepts the parameters of its workers, that
+        is, does not raise ValueError. As long as one engine is healthy, no other is waited for.
+        Otherwise, wait up to `rollout.startup_timeout` seconds for one, then raise EnginesLost,
+        which says how each ended.
+
+        Returns the number of engines, and an id that changes when one joins, leaves or restarts.
+        """
+        for url, error in self._failed.items():
+            self.fleet.lose(url, str(error))
+        self._failed = {}
+        deadline = time.monotonic() + self._rollout.startup_timeout
+        while not self._find_well(check):
+            if self._is_cancelled:
+                raise Preempted("the wait for an engine was given up")
+            self.fleet.check_hope(deadline)
+            time.sleep(POLL_SECONDS)
+        if self._chain != self.fleet.up:
+            self._chain = self.fleet.up
+            self._num_chains += 1
+        return len(self._chain), self._num_chains
+
+    def _find_well(self, check: Callable[[list[EngineReport]], None]) -> bool:
+        for url in self.fleet.check_members():
+            try:
+                [workers] = self._on([url], _describe, {})
+                check(workers)
+            except (EngineError, ValueError) as error:  # whatever answers there now is unusable
+                self.fleet.lose(url, str(error))
+            else:
+                self.fleet.welcome(url)
+        return bool(self.fleet.up)
+
+    def describe_parameters(self) -> dict[str, list[EngineReport]]:
+        """Parameter shapes and dtypes of every worker, by engine address."""
+        urls = [url for url, _ in self.fleet.up]
+        return dict(zip(urls, self._on(urls, _describe, {}), strict=True))
+
+    def connect(self, invitation: Json, is_sending: Callable[[], bool]) -> None:
+        """Make every worker of every engine open the links described by `invitation`.
+
+        Returns when all workers have connected or failed; `check_push` reports failures. The
+        senders must connect at the same time, and `is_sending` returns True until they are done.
+        """
+        self._links = links = uuid.uuid4().hex
+        urls = self._urls
+
+        async def connect(engine: Engine) -> None:
+            if not self._rollout.enable_sleep_mode:
+                await engine.wake()  # an earlier run may have let it sleep
+            await engine.connect(invitation, urls.index(engine.url), links)
+
+        self._on_all(connect, is_sending)
+
+    def begin_push(self, push: str) -> None:
+        """Pause the engines, drop their caches and mark their weights as having no version."""
+        self.fleet.lose_weights(self._urls)
+        if self._rollout.enable_sleep_mode:
+            self._on_all(lambda engine: engine.wake("weights"))
+        self._on_all(lambda engine: engine.begin_push(push, self._links))
+
+    def receive_push(self, push: str, is_sending: Callable[[], bool]) -> None:
+        """Make every worker receive its shard; returns when all have finished or failed."""
+        self._on_all(lambda engine: engine.ask("receive_push", push=push), is_sending)
+
+    def check_push(self, push: str, expected: Sequence[WorkerSums] | None) -> None:
+        """Raise EngineError unless every worker of every engine has loaded `push`.
+
+        If `expected` is given, one entry for each worker of an engine, the checksums of their
+        weights must match it, too.
+        """
+        reports = self._on_all(lambda engine: engine.ask("push_report"))
+        check_reports(self._urls, reports, push, expected)
+
+    def finish_push(self, push: str, policy_version: int) -> None:
+        """Make every engine serve `push` as `policy_version`."""
+        self._on_all(lambda engine: engine.finish_push(push, policy_version))
+        if self._rollout.enable_sleep_mode:
+            self._on_all(lambda engine: engine.wake("kv_cache"))
+        self._on_all(lambda engine: engine.post("/resume"))
+        self.fleet.finish_push(self._urls)
+
+    def sleep(self) -> None:
+        """Make every engine that answers give its memory to the trainer, until the next push.
+
+        One that does not is lost. Engines that were lost are waited for while they may be starting
+        again, unless `cancel` was called: they would take their memory when the trainer needs it.
+        Raises ValueError if an engine was not started for that.
+        """
+        asleep: set[tuple[str, int]] = set()
+        while True:
+            came_back = self.fleet.check_members()
+            up = [url for url, _ in self.fleet.up]
+            self.fleet.lose_weights(up)
+            lives = [
+                life for url in (*came_back, *up) if (life := self.fleet.life(url)) not in asleep
+            ]
+            rested = asyncio.run(together(self._rest(url) for url, _ in lives))
+            asleep.update(life for life, rests in zip(lives, rested, strict=True) if rests)
+            if self._is_cancelled or asleep.issuperset(self.fleet.starting):
+                return
+            time.sleep(POLL_SECONDS)
+
+    async def _rest(self, url: str) -> bool:
+        """Let an engine sleep; returns whether it does."""
+        try:
+            async with self._connect(url) as engine, beside(engine.watch(lambda: None)):
+                await engine.sleep()
+        except (EngineError, TimeoutError) as error:
+            self.fleet.lose(url, str(error))
+            return False
+        return True
+
+    def serve_loaded(self) -> None:
+        """Make every engine serve the weights that it loaded itself, as LOADED_VERSION."""
+        self._on_all(lambda engine: engine.serve_loaded())
+        self.fleet.finish_push(self._urls)
+
+    @property
+    def _urls(self) -> list[str]:
+        return [url for url, _ in self._chain]
+
+    def _on_all(
+        self,
+        action: Callable[[Engine], Coroutine[Any, Any, T]],
+        is_sending: Callable[[], bool] = lambda: False,
+    ) -> list[T]:
+        """Run `action` on all engines of the push; the first failure cancels the others.
+
+        While `is_sending`, a busy engine does not count as hung: transfers have their own limit.
+        """
+        for error in self._failed.values():
+            raise error
+        return self._on(self._urls, action, self._failed, is_sending)
+
+    def _on(
+        self,
+        urls: Sequence[str],
+        action: Callable[[Engine], Coroutine[Any, Any, T]],
+        failed: dict[str, EngineDown],
+        is_sending: Callable[[], bool] = lambda: False,
+    ) -> list[T]:
+        def progress() -> float:
+            return time.monotonic() if is_sending() else 0.0
+
+        async def on(url: str) -> T:
+            try:
+                async with self._connect(url) as engine, beside(engine.watch(progress)):
+                    return await action(engine)
+            except TimeoutError as error:
+                failed[url] = EngineDown(str(error))
+                raise failed[url] from error
+            except EngineDown as error:
+                failed[url] = error
+                raise
+
+        return asyncio.run(together(map(on, urls)))
+
+    @asynccontextmanager
+    async def _connect(self, url: str) -> AsyncIterator[Engine]:
+        rollout = self._rollout
+        patience = Patience(rollout.health_timeout, rollout.stall_timeout)
+        async with connect(
+            url, self.fleet.token, rollout.request_timeout, rollout.health_timeout
+        ) as http:
+            yield Engine(url, http, patience)
+
+
+async def _describe(engine: Engine) -> list[EngineReport]:
+    answers = await engine.ask("describe_parameters")
+    return [answer["parameters"] for answer in answers]

@@ -1,0 +1,290 @@
+"""Requests that one engine is to answer.
+
+Deals the requests of a generation to the engines, and moves some where none waits.
+
+Every engine gets as many requests. But those of one may turn out longer, or its GPUs slower: then
+many of them still wait for room in its cache when none waits in another engine. That one takes over
+its part of those that have not been started. So hardly any token is lost, and a sample has the same
+seed wherever it is generated.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
+from itertools import pairwise
+from typing import NoReturn, TypeVar
+
+from megatron_grpo.engines.engine import Choice, Counts, Engine, Json
+from megatron_grpo.engines.generation import Requests
+from megatron_grpo.engines.http import EngineDown, EngineError, EnginesOut, EngineStale
+from megatron_grpo.engines.pool import Fleet
+from megatron_grpo.workers.tasks import beside, task_group, together
+
+POLL_INTERVAL = 0.05
+RESUME_SECONDS = 2.0
+RECENT_SECONDS = 3.0
+"""Within which an engine that is well tells its counts again."""
+
+Take = Callable[[int, Choice, str], Awaitable[Json | None]]
+"""Processes the answer to a request, by number, from the engine at an address; returns a follow-up
+request, if there is one."""
+
+
+class Assignment:
+    """Requests that one engine is to answer, by number, which is also their priority.
+
+    `ended` is called when a request is answered or taken back.
+    """
+
+    def __init__(
+        self,
+        requests: Mapping[int, Json],
+        policy_version: int,
+        take: Take,
+        ended: Callable[[], None],
+    ) -> None:
+        self.open = dict(requests)
+        """Requests that are not answered, or their follow-ups."""
+        self._policy_version, self._take, self._ended = policy_version, take, ended
+        self._asks: dict[int, asyncio.Task[None]] = {}
+        self._num_at_engine = self._num_arrived = self._num_answered = 0
+        self._is_working = False
+        """Whether the engine has started, and has not failed."""
+        self._num_dealt = len(requests)
+        """Of the requests with which it started, those that were not taken back."""
+        self._has_taken_over = False
+        self._first = self._latest = Counts()
+        """The engine's counts before it started, and the latest."""
+        self._noted_at = -math.inf
+        self._num_notes = 0
+        self._change = 0, 0.0
+        """Number of notes, and of tokens that were generated, when requests last came or went."""
+
+    async def answer(self, engine: Engine, is_over: asyncio.Event) -> None:
+        """Have the engine answer all requests, and those that it is given before `is_over`.
+
+        Each answer is passed to `take` as it arrives, and a follow-up request is sent next. While
+        `take` is processing every answer, the engine has nothing to do and does not count as hung.
+        It must hold complete weights of the version at the start and those of the same push at the
+        end, so that it held them throughout.
+        """
+        self._engine = engine
+        async with beside(engine.watch(self._progress, self._note)):
+            push = await engine.push_of(self._policy_version)
+            self._first = self._latest = await engine.counts()
+            async with task_group() as self._group:
+                try:
+                    if self.open:
+                        await self._start()
+                    self._is_working = True
+                    self._note_change()
+                    await is_over.wait()
+                finally:
+                    self._is_working = False
+            if await engine.held_push() != push:
+                raise EngineError(
+                    f"rollout engine {engine.url} was given new weights while it generated: is "
+                    "another trainer using it?"
+                )
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the engine has started, and no request waits."""
+        is_known = self._is_known if self.open else self._is_recent
+        return self._is_working and is_known and self._latest.waiting == 0
+
+    @property
+    def num_unstarted(self) -> int:
+        """How many requests the engine has not started: those with the highest numbers.
+
+        0 if that is not known, or if the engine has taken over requests: these may have lower
+        numbers than what it has started. vLLM also counts those as waiting that it has preempted;
+        they have tokens, which they would lose.
+        """
+        if not self._is_working or not self._is_known or self._has_taken_over:
+            return 0
+        unstarted = self._num_dealt - (self._latest.started - self._first.started)
+        return max(0, int(min(unstarted, self._latest.waiting, len(self.open))))
+
+    def give(self, requests: Mapping[int, Json]) -> None:
+        """Have the engine answer these, too."""
+        self._has_taken_over = True
+        self._send(requests)
+        self._note_change()
+
+    def take_back(self, count: int) -> dict[int, Json]:
+        """The last `count` requests, which the engine is not to answer any more."""
+        last = {number: self.open.pop(number) for number in sorted(self.open)[-count:]}
+        for number in last:
+            self._asks[number].cancel()
+        self._num_dealt -= len(last)
+        self._note_change()
+        return last
+
+    def _progress(self) -> object:
+        # An engine from which nothing is expected is well as long as it tells its counts.
+        is_idle = self._is_working and not self._num_at_engine
+        num_notes = self._num_notes if is_idle else 0
+        return self._num_arrived, self._num_answered, num_notes
+
+    def _note(self, counts: Counts) -> None:
+        self._latest, self._noted_at = counts, time.monotonic()
+        self._num_notes += 1
+
+    def _note_change(self) -> None:
+        self._change = self._num_notes, self._latest.generated
+
+    @property
+    def _is_recent(self) -> bool:
+        return time.monotonic() - self._noted_at < RECENT_SECONDS
+
+    @property
+    def _is_known(self) -> bool:
+        """Whether the latest counts are of now, and from after requests last came or went."""
+        num_notes, generated = self._change
+        # The first note may have been asked for before, and vLLM counts when a step is computed.
+        is_later = self._num_notes - num_notes > 1 and self._latest.generated > generated
+        return self._is_recent and is_later
+
+    async def _start(self) -> None:
+        """Make the engine hold requests back until all have arrived.
+
+        If it started with whatever had arrived by then, batches would differ from run to run: sums
+        would round differently, and now and then a different token would be sampled.
+        """
+        engine = self._engine
+        try:
+            await engine.pause()
+            before = await engine.load()  # not 0 if an abandoned request is still counted
+            self._send(self.open)
+            while self._num_arrived < self._num_dealt:
+                await asyncio.sleep(POLL_INTERVAL)
+                self._num_arrived = await engine.load() - before
+            # A counted request may not have reached vLLM's core yet: an engine's first requests ask
+            # the core something before. It answers in order, so after this call they have gone on.
+            await engine.held_push()
+            await engine.post("/resume")
+        except BaseException:
+            # The requests are cancelled and the engine aborts them: it must not stay paused.
+            with suppress(Exception):
+                async with asyncio.timeout(RESUME_SECONDS):
+                    await engine.post("/resume")
+            raise
+
+    def _send(self, requests: Mapping[int, Json]) -> None:
+        self.open |= requests
+        for number in requests:
+            self._asks[number] = self._group.create_task(self._ask(number))
+
+    async def _ask(self, number: int) -> None:
+        try:
+            while number in self.open:
+                choice = await self._complete(self.open[number])
+                self._num_answered += 1
+                if request := await self._take(number, choice, self._engine.url):
+                    self.open[number] = request
+                else:
+                    del self.open[number]
+        except asyncio.CancelledError:
+            if number in self.open:  # it was not taken back
+                raise
+        except BaseException:
+            self._is_working = False
+            raise
+        self._ended()
+
+    async def _complete(self, request: Json) -> Choice:
+        self._num_at_engine += 1
+        try:
+            return await self._engine.complete(request, self._policy_version)
+        finally:
+            self._num_at_engine -= 1
+
+
+BALANCE_INTERVAL = 1.0
+
+T = TypeVar("T")
+
+
+class Dealing:
+    """All open `requests`, dealt to the engines of the `fleet` that serve.
+
+    Raises EnginesOut if none does.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        connect: Callable[[str], AbstractAsyncContextManager[Engine]],
+        requests: Requests,
+    ) -> None:
+        if not (serving := fleet.serving):
+            raise EnginesOut(f"no rollout engine serves:\n{fleet.account()}")
+        self._fleet, self._connect, self._are_movable = fleet, connect, requests.are_movable
+        self._is_over = asyncio.Event()
+        shares = equal_shares([*requests.open.items()], len(serving))
+        version, take = requests.policy_version, requests.take
+        self._assignments = {
+            url: Assignment(dict(share), version, take, self._check_over)
+            for url, share in zip(serving, shares, strict=True)
+        }
+        """Of each engine that is not lost."""
+
+    async def run(self) -> None:
+        """Return when the engines have answered all requests but those of lost engines."""
+        async with beside(self._balance()):
+            await together(map(self._serve, [*self._assignments]))
+
+    async def _serve(self, url: str) -> None:
+        """Have an engine answer what it is assigned; it is lost, or left out, if it cannot."""
+        try:
+            async with self._connect(url) as engine:
+                await self._assignments[url].answer(engine, self._is_over)
+        except EngineStale as error:
+            self._fleet.leave_out(url, str(error))
+        except (EngineDown, TimeoutError) as error:  # late with an answer other than completions
+            self._fleet.lose(url, str(error))
+        del self._assignments[url]
+        self._check_over()
+
+    def _check_over(self) -> None:
+        if not any(assignment.open for assignment in self._assignments.values()):
+            self._is_over.set()
+
+    async def _balance(self) -> NoReturn:
+        while True:
+            await asyncio.sleep(BALANCE_INTERVAL)
+            if self._are_movable:
+                self._move()
+
+    def _move(self) -> None:
+        each = self._assignments.items()
+        takers = [url for url, assignment in each if assignment.has_room]
+        unstarted = {url: num for url, assignment in each if (num := assignment.num_unstarted)}
+        for giver, taker, count in moves(unstarted, takers):
+            self._assignments[taker].give(self._assignments[giver].take_back(count))
+
+
+def moves(unstarted: Mapping[str, int], takers: Sequence[str]) -> Iterator[tuple[str, str, int]]:
+    """Who gives how many requests to whom, so that each of these engines has about as many.
+
+    `unstarted` are the requests that those who give have not started; `takers` have none.
+    """
+    left = dict(unstarted)
+    fair = sum(left.values()) // (len(left) + len(takers) or 1)
+    for taker in takers:
+        wanted = fair
+        for giver in sorted(left, key=left.__getitem__, reverse=True):
+            count = min(wanted, left[giver] - fair)
+            if count > 0:
+                left[giver] -= count
+                wanted -= count
+                yield giver, taker, count
+
+
+def equal_shares(items: Sequence[T], count: int) -> list[Sequence[T]]:
+    """Split `items` into `count` contiguous parts whose sizes differ by at most one."""
+    bounds = [len(items) * part // count for part in range(count + 1)]
+    return [items[start:end] for start, end in pairwise(bounds)]

@@ -1,0 +1,394 @@
+"""The trainer's client of one rollout engine.
+
+A completion as an engine answers it, with only the fields that are used.
+"""
+
+import asyncio
+import io
+import re
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any, NoReturn
+
+import httpx
+import msgspec
+import numpy as np
+
+from megatron_grpo.engines.http import EngineDown, EngineError, EngineStale
+from megatron_grpo.engines.push_protocol import LOADED, LOADED_VERSION
+from megatron_grpo.launch.run_dir import TOKEN_VARIABLE
+
+
+class Token(msgspec.Struct, gc=False):
+    """The log-probability of a sampled token."""
+
+    logprob: float
+
+
+class Logprobs(msgspec.Struct):
+    """The log-probabilities of a completion."""
+
+    content: list[Token]
+
+
+class WeightVersion(msgspec.Struct):
+    """A version of the weights that sampled some tokens of a completion."""
+
+    version: str
+
+
+class Choice(msgspec.Struct, dict=True):
+    """A completion; the fields are those of vLLM's answer."""
+
+    token_ids: list[int]
+    logprobs: Logprobs
+    finish_reason: str
+    text: str
+    weight_versions: list[WeightVersion]
+    routed_experts: bytes | None = None
+    """A `.npy` file, base64 in the answer; None unless the engine returns the experts of tokens."""
+
+    @property
+    def token_logprobs(self) -> list[float]:
+        """The log-probability of each token."""
+        return [token.logprob for token in self.logprobs.content]
+
+    @cached_property
+    def routes(self) -> np.ndarray:
+        """[tokens, layers, topk] uint8 or int16: the experts that processed each token of prompt
+        and completion, but for the last token.
+
+        Raises ValueError if the engine did not return them.
+        """
+        if not self.routed_experts:
+            raise ValueError("the answer does not have the experts of its tokens")
+        routes: np.ndarray = np.load(io.BytesIO(self.routed_experts), allow_pickle=False)
+        # vLLM's for more than 256 experts is uint16, for which torch has few operations.
+        return routes if routes.dtype == np.uint8 else routes.astype(np.int16)
+
+
+class Answer(msgspec.Struct):
+    """The answer to a request, which is for one completion."""
+
+    choices: Annotated[list[Choice], msgspec.Meta(min_length=1, max_length=1)]
+
+
+_DECODER = msgspec.json.Decoder(Answer)
+
+
+def decode_choice(answer: bytes) -> Choice:
+    """The completion in the body of an answer; raises msgspec.MsgspecError if there is none.
+
+    An answer has some 200 bytes per token, and decoding it holds the interpreter's lock, for which
+    a training thread would wait: this takes a twentieth of the time of `json.loads`.
+    """
+    [choice] = _DECODER.decode(answer).choices
+    return choice
+
+
+PROBE_INTERVAL = 1.0
+# What vLLM sends instead of a log-probability that is not finite.
+NOT_FINITE = -9999.0
+# Version that samples are labelled with while an engine holds no complete weights.
+NO_VERSION = "none"
+# In the Prometheus metrics: one line for each replica behind the address.
+COUNTS = {
+    name: re.compile(rf"^vllm:{metric}(?:{{.*}})? (\S+)$", re.MULTILINE)
+    for name, metric in {
+        "generated": "generation_tokens_total",
+        "started": "time_to_first_token_seconds_count",
+        "waiting": "num_requests_waiting",
+    }.items()
+}
+
+JSON_HEADERS = {"Content-Type": "application/json"}
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Seconds after which an engine counts as hung."""
+
+    health: float
+    """Without an answer to a health probe."""
+    stall: float
+    """Without a sign of progress."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Numbers of an engine's metrics, over all who use it."""
+
+    generated: float = 0.0
+    """Tokens since its start."""
+    started: float = 0.0
+    """Requests since its start whose first token was generated."""
+    waiting: float = 0.0
+    """Requests that wait: not started, or preempted."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A connection to one engine, over vLLM's routes.
+
+    Methods raise EngineDown when the engine is dead, hangs, fails or refuses the token; EngineStale
+    when it lacks weights; EngineError when it answers with another error or not what was asked for;
+    TimeoutError when it is healthy but has not answered a request in time. All name the engine.
+    """
+
+    url: str
+    http: httpx.AsyncClient
+    patience: Patience
+
+    async def complete(self, request: Json, policy_version: int) -> Choice:
+        """The answer to a request for a completion, made by weights of that version."""
+        # It is answered at its end, after all that wait before it; `watch` notices if all hang.
+        usual = self.http.timeout
+        endless = httpx.Timeout(
+            connect=usual.connect, read=None, write=usual.write, pool=usual.pool
+        )
+        response = await self._request("POST", "/inference/v1/generate", request, endless)
+        try:
+            choice = decode_choice(response.content)
+        except msgspec.MsgspecError as error:
+            raise EngineError(
+                f"rollout engine {self.url} answered with something else than a completion of "
+                f"vLLM 0.32 or 0.33: {error}"
+            ) from error
+        self._check(choice, policy_version, request["sampling_params"]["max_tokens"])
+        self._check_routes(choice, request)
+        return choice
+
+    async def watch(
+        self, progress: Callable[[], object], note: Callable[[Counts], None] = lambda counts: None
+    ) -> NoReturn:
+        """Raise EngineDown once the engine hangs; meanwhile, `note` its counts.
+
+        It hangs when a probe stays unanswered for `patience.health` seconds, or when for
+        `patience.stall` seconds it generates no token and `progress()` does not change. A server
+        may be too busy sending answers to respond to a probe: an unanswered probe is ignored if
+        `progress()` changed meanwhile.
+        """
+        health = httpx.Timeout(self.patience.health)
+        seen, since = None, time.monotonic()
+        while True:
+            await asyncio.sleep(PROBE_INTERVAL)
+            before = progress()
+            try:
+                await self._request("GET", "/health", limit=health)
+                counts = await self.counts(health)
+            except TimeoutError:
+                if progress() == before:
+                    raise EngineDown(
+                        f"rollout engine {self.url} did not answer within "
+                        f"{self.patience.health:g} s (rollout.health_timeout)"
+                    ) from None
+                continue
+            note(counts)
+            now = progress(), counts.generated
+            if now != seen:
+                seen, since = now, time.monotonic()
+            elif time.monotonic() - since > self.patience.stall:
+                raise EngineDown(
+                    f"rollout engine {self.url} made no progress for {self.patience.stall:g} s "
+                    "(rollout.stall_timeout)"
+                )
+
+    async def counts(self, limit: httpx.Timeout | None = None) -> Counts:
+        """What the engine has counted since its start."""
+        page = (await self._request("GET", "/metrics", limit=limit)).text
+        return Counts(**{name: sum(map(float, COUNTS[name].findall(page))) for name in COUNTS})
+
+    async def connect(self, invitation: Json, index: int, links: str) -> None:
+        """Make its workers open links, named `links`, to all ranks that send to engine `index`.
+
+        Failures show in the report of the push.
+        """
+        info = {"invitation": invitation, "engine": index, "links": links}
+        await self.post("/init_weight_transfer_engine", {"init_info": info})
+
+    async def begin_push(self, push: str, links: str) -> None:
+        """Pause the engine, so that nothing runs or gets cached, and clear the weight version.
+
+        The workers begin only if `links` are still current: another trainer may have connected.
+        """
+        await self.pause()
+        await self.post("/update_weight_version", {"new_version": NO_VERSION})
+        await self.ask("begin_push", push=push, links=links)
+
+    async def finish_push(self, push: str, policy_version: int) -> None:
+        """Mark the weights as those of `push`, and label samples with `policy_version`."""
+        await self.ask("finish_push", push=push)
+        await self.post("/update_weight_version", {"new_version": str(policy_version)})
+
+    async def sleep(self) -> None:
+        """Give back the memory of weights and cache, which are lost, until `wake`.
+
+        Raises ValueError if the engine was not started for that.
+        """
+        await self.post("/update_weight_version", {"new_version": NO_VERSION})
+        if not all(answer["can_sleep"] for answer in await self.ask("drop_weights")):
+            raise ValueError(
+                f"rollout engine {self.url} was started without rollout.enable_sleep_mode: start "
+                "it with the config of the run, or with --enable-sleep-mode"
+            )
+        await self.post("/sleep?level=2")
+
+    async def wake(self, *parts: str) -> None:
+        """Take back the memory of `weights` or `kv_cache` (default: both), if the engine sleeps."""
+        await self.post("/wake_up?" + "&".join(f"tags={part}" for part in parts))
+
+    async def serve_loaded(self) -> None:
+        """Serve the weights that the engine loaded itself; samples get the version LOADED_VERSION.
+
+        Raises EngineStale if a push has changed these weights.
+        """
+        await self.ask("hold_loaded")
+        if await self.held_push() != LOADED:
+            raise EngineStale(
+                f"rollout engine {self.url} no longer holds the weights that it loaded itself: "
+                "a trainer has pushed others"
+            )
+        await self.post("/update_weight_version", {"new_version": str(LOADED_VERSION)})
+
+    async def ask(self, method: str, **arguments: str) -> list[Json]:
+        """Call a method of `PushWorker` in every worker; returns their answers in rank order.
+
+        vLLM itself is given no timeout: after one, it would return the late answers to the next
+        call.
+        """
+        question = uuid.uuid4().hex
+        body = {"method": method, "kwargs": arguments | {"question": question}}
+        answers: list[Any] = (await self.post("/collective_rpc", body))["results"]
+        if not all(isinstance(a, dict) and a["question"] == question for a in answers):
+            raise EngineDown(
+                f"rollout engine {self.url}: its workers answered an earlier call than {method}, "
+                "as happens after a call failed in one of them: restart it"
+            )
+        return answers
+
+    async def push_of(self, policy_version: int) -> str:
+        """The push whose weights the engine holds; raises unless it is of `policy_version`."""
+        push = await self.held_push()
+        if not push:
+            raise EngineStale(
+                f"rollout engine {self.url} holds no complete weights: it was restarted, or its "
+                "last push failed or is under way; it can serve only after a successful push"
+            )
+        version = push.split("-")[0]
+        if version != str(policy_version):
+            raise EngineError(
+                f"rollout engine {self.url} holds weights of version {version}, but version "
+                f"{policy_version} was requested"
+            )
+        return push
+
+    async def held_push(self) -> str:
+        """The push whose weights all workers hold; empty if they hold none or different ones."""
+        pushes = {answer["push"] for answer in await self.ask("held_push")}
+        return pushes.pop() if len(pushes) == 1 else ""
+
+    async def load(self) -> int:
+        """Number of requests that the engine has accepted but not answered."""
+        load: int = (await self.get("/load"))["server_load"]
+        return load
+
+    async def pause(self) -> None:
+        """Hold new requests back until /resume, and drop the prefix cache."""
+        await self.post("/pause?mode=keep&clear_cache=false")  # the call below reports success
+        if not (await self.post("/reset_prefix_cache"))["success"]:
+            raise EngineError(f"rollout engine {self.url} could not reset its prefix cache")
+
+    async def get(self, route: str) -> Json:
+        """The answer of a GET route."""
+        answer: Json = (await self._request("GET", route)).json()
+        return answer
+
+    async def post(self, route: str, body: Json | None = None) -> Json:
+        """The answer of a POST route."""
+        answer: Json = (await self._request("POST", route, body)).json()
+        return answer
+
+    async def _request(
+        self,
+        method: str,
+        route: str,
+        body: Json | None = None,
+        limit: httpx.Timeout | None = None,
+    ) -> httpx.Response:
+        engine = f"rollout engine {self.url}"
+        limit = limit or self.http.timeout
+        content = None if body is None else msgspec.json.encode(body)
+        try:
+            response = await self.http.request(
+                method, route, content=content, headers=JSON_HEADERS, timeout=limit
+            )
+        except httpx.ConnectTimeout as error:
+            raise EngineDown(f"{engine} cannot be reached") from error
+        except httpx.TimeoutException as error:
+            raise TimeoutError(
+                f"{engine} did not answer {route} within {limit.write:g} s "
+                "(rollout.request_timeout)"
+            ) from error
+        except httpx.TransportError as error:
+            reason = str(error) or "it closed the connection"
+            raise EngineDown(f"{engine} cannot be reached at {route}: {reason}") from error
+        if response.status_code == httpx.codes.UNAUTHORIZED:
+            raise EngineDown(  # including an engine that was restarted meanwhile with another token
+                f"{engine} refuses the token in {TOKEN_VARIABLE}: set it to the one that the "
+                "engine was started with"
+            )
+        if response.is_error:
+            # A 5xx status is the engine's fault, any other the request's.
+            kind = EngineDown if response.is_server_error else EngineError
+            raise kind(
+                f"{engine} answered {route} with {response.status_code}: {response.text[:1000]}"
+            )
+        return response
+
+    def _check_routes(self, choice: Choice, request: Json) -> None:
+        start = request["sampling_params"].get("routed_experts_prompt_start")
+        if start is None:  # no routes were asked for
+            return
+        if not choice.routed_experts:
+            raise EngineError(
+                f"rollout engine {self.url} does not return the experts of tokens, which "
+                "rollout.router_replay true needs: start it with the same config, or with "
+                "--enable-return-routed-experts"
+            )
+        wanted = len(request["token_ids"]) + len(choice.token_ids) - 1 - start
+        try:
+            routes = choice.routes
+        except ValueError as error:
+            raise EngineError(f"rollout engine {self.url} returned no array: {error}") from None
+        if len(routes) != wanted:
+            raise EngineError(
+                f"rollout engine {self.url} returned the experts of {len(routes)} tokens instead "
+                f"of {wanted}"
+            )
+
+    def _check(self, choice: Choice, policy_version: int, max_tokens: int) -> None:
+        versions = [span.version for span in choice.weight_versions]
+        if versions != [str(policy_version)]:
+            raise EngineError(
+                f"rollout engine {self.url} sampled from weights of version "
+                f"{', '.join(versions)}, but version {policy_version} was requested"
+            )
+        if choice.finish_reason not in ("stop", "length"):
+            raise EngineDown(  # such as `abort`, when the engine is shut down
+                f"rollout engine {self.url} gave up a sample: {choice.finish_reason}"
+            )
+        if choice.finish_reason == "length" and len(choice.token_ids) < max_tokens:
+            raise EngineError(
+                f"rollout engine {self.url} ended a completion after {len(choice.token_ids)} of "
+                f"{max_tokens} tokens: its context is too short; start it with a larger "
+                "rollout.vllm.max_model_len, or lower rollout.max_completion_length"
+            )
+        if any(logprob <= NOT_FINITE for logprob in choice.token_logprobs):
+            raise EngineError(
+                f"rollout engine {self.url} returned a log-probability that is not finite"
+            )

@@ -1,0 +1,93 @@
+"""The requests of one generation; each is answered once, by any engine."""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.data.samples import Sample, first_seed
+from megatron_grpo.engines.engine import Choice, Json
+from megatron_grpo.engines.sampling_params import SamplingParams
+
+
+class Requests(Protocol):
+    """Requests that a `RolloutClient` has the engines answer."""
+
+    policy_version: int
+    are_movable: bool
+    """Whether a request that has not been started may go to any engine; then `take` never waits."""
+
+    @property
+    def open(self) -> Mapping[int, Json]:
+        """Unanswered requests, by number."""
+
+    async def settle(self) -> None:
+        """Wait until `open` holds everything that is left to do."""
+
+    async def take(self, number: int, choice: Choice, url: str) -> Json | None:
+        """Process the answer to an open request from the engine at `url`; returns the follow-up."""
+
+    def samples(self) -> list[Sample]:
+        """All samples, in the order of the prompts, once no request is open."""
+
+
+class Generation:
+    """Samples of each prompt by `params`: the open requests and the samples received.
+
+    Each sample is a request of its own, so that a long answer does not wait for the others of its
+    prompt, nor is lost with them. Requests of one prompt have successive numbers: most go to one
+    engine, which has the prompt cached. Each sample has its own seed (`first_seed`), independent of
+    when and where it is generated.
+    """
+
+    are_movable = True
+
+    def __init__(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
+        self.policy_version = params.policy_version
+        self.engines: set[str] = set()
+        """Addresses of the engines that have answered."""
+        self._prompts, self._params = prompts, params
+        self._samples: dict[int, Sample] = {}
+        self.open: dict[int, Json] = {}
+        """The unanswered requests, by the number of their sample."""
+        for position, prompt in enumerate(prompts):
+            first = first_seed(params.seed, params.series, params.first_position + position)
+            token_ids = [*prompt.token_ids]
+            for index in range(params.num_generations):
+                number = position * params.num_generations + index
+                self.open[number] = params.request(
+                    token_ids,
+                    number=number,
+                    seed=first + index,
+                    max_tokens=params.max_completion_length,
+                    routes_start=0,
+                )
+
+    async def settle(self) -> None:
+        """Nothing to wait for."""
+
+    async def take(self, number: int, choice: Choice, url: str) -> None:
+        """Turn the answer of the engine at `url` into a sample; there is no follow-up request.
+
+        The answer itself, over a hundred bytes per token, is not kept.
+        """
+        self._samples[number] = self._sample(number, choice)
+        del self.open[number]
+        self.engines.add(url)
+
+    def samples(self) -> list[Sample]:
+        """All samples, in the order of the prompts, once no request is open."""
+        assert not self.open, f"{len(self.open)} requests are open"
+        return [sample for _, sample in sorted(self._samples.items())]
+
+    def _sample(self, number: int, choice: Choice) -> Sample:
+        position, sample_index = divmod(number, self._params.num_generations)
+        return Sample(
+            prompt=self._prompts[position],
+            sample_index=sample_index,
+            completion_ids=choice.token_ids,
+            logprobs=choice.token_logprobs,
+            finish_reason=choice.finish_reason,
+            text=choice.text,
+            policy_version=self.policy_version,
+            routed_experts=choice.routes if self._params.router_replay else None,
+        )

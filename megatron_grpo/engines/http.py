@@ -1,0 +1,96 @@
+"""The trainer's HTTP connection to an engine.
+
+Exceptions for failures of rollout engines.
+"""
+
+import ssl
+from contextlib import AsyncExitStack
+from functools import cache
+from itertools import cycle
+
+import httpx
+
+from megatron_grpo.launch.run_dir import bearer
+
+HEALTH_TIMEOUT = 2.0
+NUM_POOLS = 32
+LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=1)
+"""Of each pool."""
+
+
+class ManyPools(httpx.AsyncBaseTransport):
+    """Pools of connections that take turns.
+
+    httpx goes through all connections of a pool at every request and every answer: in one pool, the
+    time that requests take of the trainer's process grows with the square of their number.
+    """
+
+    def __init__(self) -> None:
+        self._pools = [
+            httpx.AsyncHTTPTransport(verify=_certificates(), limits=LIMITS)
+            for _ in range(NUM_POOLS)
+        ]
+        self._turns = cycle(self._pools)
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Send it by the next pool."""
+        return await next(self._turns).handle_async_request(request)
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        async with AsyncExitStack() as stack:
+            for pool in self._pools:
+                stack.push_async_callback(pool.aclose)
+
+
+def connect(
+    url: str, token: str, request_timeout: float, connect_timeout: float
+) -> httpx.AsyncClient:
+    """An HTTP client for the engine at `url`, without a limit on concurrent requests."""
+    return httpx.AsyncClient(
+        base_url=url,
+        headers=bearer(token),
+        timeout=httpx.Timeout(request_timeout, connect=connect_timeout),
+        transport=ManyPools(),
+        trust_env=False,  # ignore proxy settings of the environment
+    )
+
+
+def is_healthy(url: str, timeout: float = HEALTH_TIMEOUT) -> bool:
+    """Whether the engine at `url` reports within `timeout` seconds that it is ready."""
+    try:
+        return httpx.get(
+            f"{url}/health", timeout=timeout, trust_env=False, verify=_certificates()
+        ).is_success
+    except httpx.TransportError:
+        return False
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    """Cached: loading the certificates takes longer than most requests to an engine."""
+    return httpx.create_ssl_context(trust_env=False)
+
+
+class EngineError(ConnectionError):
+    """An engine died, refused a request, or gave a wrong answer; the message names the engine."""
+
+
+class EngineDown(EngineError):
+    """An engine is dead, hangs or is broken: its unanswered requests must go to another one."""
+
+
+class EngineStale(EngineError):
+    """An engine is healthy but holds no complete weights: it needs a push before it can serve."""
+
+
+class EnginesOut(EngineError):
+    """No engine is serving now, but some may after the next push."""
+
+
+class EnginesLost(EngineError):
+    """Generations have ended for good, on all ranks, which save and stop.
+
+    Mostly because no engine serves and none came back in time; but also when rewards or
+    environments fail. The message says why.
+    """

@@ -1,0 +1,187 @@
+"""The rollout engines of a run as rank 0 sees them: serving, lost, or coming back."""
+
+import sys
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from megatron_grpo.config.rollout import RolloutConfig
+from megatron_grpo.engines.http import HEALTH_TIMEOUT, EnginesLost, is_healthy
+from megatron_grpo.engines.server import EngineServers
+
+MAX_COMEBACKS = 3
+"""Restarts of an engine that completes no generation in between, before it is given up."""
+
+
+class State(Enum):
+    """State of one engine."""
+
+    SERVING = auto()
+    """Healthy, with the current weights from a verified push."""
+    STALE = auto()
+    """Healthy, waiting for a push."""
+    DOWN = auto()
+    """It died, hung or failed, and has not answered again yet."""
+    GIVEN_UP = auto()
+    """It was lost too often."""
+
+
+@dataclass
+class Member:
+    """One engine of the fleet."""
+
+    url: str
+    state: State = State.STALE
+    reason: str = "has not received weights yet"
+    """Why it does not serve, if it does not."""
+    is_missed: bool = False
+    """Whether it was lost or left out since it last served."""
+    num_recent_losses: int = 0
+    """Losses since it last completed a generation."""
+    num_losses: int = 0
+    """Losses in all."""
+    since: float = field(default_factory=time.monotonic)
+    """When it was last started or lost."""
+
+
+class Fleet:
+    """The engines, each in one of four states, and the transitions between these.
+
+    Only a successful push makes an engine serve. A lost engine that the run started itself is
+    killed and started again; one of `rollout.base_urls` is waited for. Either way it takes no part
+    until it answers and the next push has reached it.
+    """
+
+    def __init__(self, servers: EngineServers, rollout: RolloutConfig) -> None:
+        self.token = servers.token
+        self._servers = servers
+        self._startup_timeout = rollout.startup_timeout
+        self._health_timeout = rollout.health_timeout
+        self._members = {url: Member(url) for url in servers.base_urls}
+
+    @property
+    def serving(self) -> list[str]:
+        """Addresses of the engines that serve the current weights."""
+        return self._in(State.SERVING)
+
+    @property
+    def up(self) -> list[tuple[str, int]]:
+        """Address of each healthy engine, and how often it was lost."""
+        return [self.life(url) for url in self._in(State.SERVING, State.STALE)]
+
+    @property
+    def starting(self) -> list[tuple[str, int]]:
+        """The same of each engine that was lost, and may be starting again."""
+        down = map(self._members.__getitem__, self._in(State.DOWN))
+        return [self.life(member.url) for member in down if not self._is_late(member)]
+
+    def life(self, url: str) -> tuple[str, int]:
+        """Address of an engine, and how often it was lost."""
+        return url, self._members[url].num_losses
+
+    def check_members(self) -> list[str]:
+        """Lose engines that have died or hang; returns those that answer again."""
+        asked = self._in(State.SERVING, State.STALE, State.DOWN)
+        with ThreadPoolExecutor(len(asked) or 1) as pool:
+            answers = dict(zip(asked, pool.map(self._answers, asked), strict=True))
+        came_back = []
+        for member in map(self._members.__getitem__, asked):
+            if end := self._servers.end(member.url):
+                self.lose(member.url, end)
+            elif member.state is State.DOWN:
+                if answers[member.url]:
+                    came_back.append(member.url)
+                elif self._servers.are_ours and self._is_late(member):
+                    self.lose(
+                        member.url,
+                        f"did not answer within {self._startup_timeout:g} s of its start "
+                        "(rollout.startup_timeout)",
+                    )
+            elif not answers[member.url]:
+                self.lose(
+                    member.url,
+                    f"did not answer within {self._health_timeout:g} s (rollout.health_timeout)",
+                )
+        return came_back
+
+    def lose(self, url: str, reason: str) -> None:
+        """Take out an engine that is dead, hangs or is broken, and restart it if it is ours.
+
+        Call this only from a thread that lasts as long as the run, and from one thread at a time.
+        """
+        member = self._members[url]
+        end = self._servers.kill(url) if self._servers.are_ours else ""
+        reason = (end or reason).removeprefix(f"rollout engine {url} ")
+        member.reason = reason + self._servers.last_words(url)
+        member.num_recent_losses += 1
+        member.num_losses += 1
+        member.is_missed = True
+        member.since = time.monotonic()
+        if member.num_recent_losses > MAX_COMEBACKS:
+            member.state, then = (
+                State.GIVEN_UP,
+                f"it came back {MAX_COMEBACKS} times and is given up",
+            )
+        elif self._servers.are_ours:
+            self._servers.restart(url)
+            member.state, then = State.DOWN, "it is being restarted"
+        else:
+            member.state, then = State.DOWN, "it is used again once it answers and has new weights"
+        _say(f"rollout engine {url} is lost: {reason}; {then}")
+
+    def leave_out(self, url: str, reason: str) -> None:
+        """Let a healthy engine wait for the next push."""
+        member = self._members[url]
+        member.state, member.is_missed = State.STALE, True
+        member.reason = reason.removeprefix(f"rollout engine {url} ")
+        _say(f"rollout engine {url} is out until the next push: {member.reason}")
+
+    def welcome(self, url: str) -> None:
+        """Let an engine that answers again wait for the next push."""
+        self._members[url].state = State.STALE
+
+    def lose_weights(self, urls: Iterable[str]) -> None:
+        """Record that a push to these engines has begun, or that they sleep: they cannot serve."""
+        for url in urls:
+            self._members[url].state = State.STALE
+            self._members[url].reason = "has not completed the last push of weights"
+
+    def finish_push(self, urls: Iterable[str]) -> None:
+        """Record that these engines hold the current weights and serve."""
+        for url in urls:
+            member = self._members[url]
+            member.state = State.SERVING
+            if member.is_missed:
+                member.is_missed = False
+                _say(f"rollout engine {url} is back")
+
+    def finish_generation(self) -> None:
+        """Reset the loss counts of the engines that served a whole generation."""
+        for url in self.serving:
+            self._members[url].num_recent_losses = 0
+
+    def check_hope(self, deadline: float) -> None:
+        """Raise EnginesLost when no engine can come back or `deadline` (monotonic) has passed."""
+        if time.monotonic() > deadline or not self._in(State.STALE, State.DOWN):
+            raise EnginesLost(f"no rollout engine serves any more:\n{self.account()}")
+
+    def account(self) -> str:
+        """One line for each engine that does not serve, with the reason."""
+        out = [member for member in self._members.values() if member.state is not State.SERVING]
+        return "\n".join(f"rollout engine {member.url} {member.reason}" for member in out)
+
+    def _in(self, *states: State) -> list[str]:
+        return [member.url for member in self._members.values() if member.state in states]
+
+    def _answers(self, url: str) -> bool:
+        is_down = self._members[url].state is State.DOWN
+        return is_healthy(url, HEALTH_TIMEOUT if is_down else self._health_timeout)
+
+    def _is_late(self, member: Member) -> bool:
+        return time.monotonic() - member.since > self._startup_timeout
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,162 @@
+"""What one worker of an engine knows about the current push of weights and its parameters.
+
+Shared by vLLM's workers and the transformers engine.
+
+Checks that a push of weights has arrived: compares the workers' reports with what was sent.
+"""
+
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from megatron_grpo.engines.http import EngineError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+
+Json = dict[str, Any]
+
+LOADED_VERSION = 0
+"""Version of weights that did not come by a push."""
+LOADED = f"{LOADED_VERSION}-loaded"
+"""Used as the push of weights that the engine loaded from its own folder when it started."""
+
+
+DROPPED = "none, as the weights were dropped"
+
+
+@dataclass
+class PushState:
+    """The state of a worker's weights with regard to pushes."""
+
+    links: str = ""
+    """Name of the links that it has, or should have; each trainer makes its own."""
+    push: str = ""
+    """The push that last began."""
+    is_loaded: bool = False
+    """Whether that push has written every parameter."""
+    sums: Mapping[str, int] = field(default_factory=dict)
+    """Checksums of all parameters, by name, once that push is loaded."""
+    error: str = ""
+    """Why it was not loaded, or why there are no links to receive it."""
+    held: str = ""
+    """The push whose weights the worker holds; empty before the first and while one is open."""
+
+    def connect(self, links: str) -> None:
+        """From now on weights come only over `links`; this ends an open push over other links."""
+        self.links = links
+        self.push, self.is_loaded, self.held = "", False, ""
+
+    def begin(self, push: str, links: str) -> None:
+        """Begin a push: until it is complete, the weights have no version.
+
+        An earlier push that is still open ends. Nothing happens if another trainer has connected
+        since. `error` is kept: it belongs to the links, which were made before.
+        """
+        if links == self.links:
+            self.push, self.is_loaded, self.held = push, False, ""
+
+    def drop(self) -> None:
+        """Hold no weights until the next push, nor those that the engine loaded itself."""
+        self.push, self.is_loaded, self.held = DROPPED, False, ""
+
+    def load(self, sums: Mapping[str, int]) -> None:
+        """Record that every parameter is written, with these checksums."""
+        self.is_loaded, self.sums = True, sums
+
+    def finish(self) -> None:
+        """From now on the weights count as those of the push, if they are loaded."""
+        if self.is_loaded:
+            self.held = self.push
+
+    def hold_loaded(self) -> None:
+        """Hold the weights that the engine loaded itself, unless a push may have changed them."""
+        if not self.links and not self.push:
+            self.held = LOADED
+
+    def report(self) -> Json:
+        """The state of the push, for `push_check`."""
+        return {
+            "push": self.push,
+            "is_loaded": self.is_loaded,
+            "error": self.error,
+            "sums": self.sums,
+        }
+
+    @contextmanager
+    def keep_error(self) -> Iterator[None]:
+        """Catch what the block raises: print the traceback to the log and keep it as `error`."""
+        self.error = ""
+        try:
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            self.error = str(error) or repr(error)
+
+
+def own_parameters(model: "Module") -> dict[str, "Tensor"]:
+    """The parameters of a vLLM model, by name; of those that share memory, the first only.
+
+    vLLM has views of the weight that projects latents up to keys and values, as parameters for
+    decode steps. A push that writes the weight writes them too. If they were copies, which would
+    keep old values, they would be listed here, and refused as filled by no weight of the model.
+    """
+    first: dict[int, tuple[str, Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        first.setdefault(parameter.untyped_storage().data_ptr(), (name, parameter))
+    return dict(first.values())
+
+
+def parameter_table(parameters: Mapping[str, "Tensor"]) -> dict[str, tuple[list[int], str]]:
+    """Shape and dtype (such as ``bfloat16``) of every parameter, by name."""
+    return {
+        name: (list(parameter.shape), str(parameter.dtype).removeprefix("torch."))
+        for name, parameter in parameters.items()
+    }
+
+
+WorkerSums = Mapping[str, int]
+"""Checksums of the parameters of one worker, by name."""
+
+NUM_NAMES_SHOWN = 8
+
+
+def check_reports(
+    base_urls: Sequence[str],
+    reports: Sequence[Sequence[Json]],
+    push: str,
+    expected: Sequence[WorkerSums] | None,
+) -> None:
+    """Compare `PushWorker.push_report` of every worker of every engine with what was pushed.
+
+    `expected` are the checksums of each worker; None if sending failed, when only the errors of the
+    workers are of interest. Raises an EngineError that names engine, worker and parameters of every
+    difference.
+    """
+    faults = [
+        f"rollout engine {url} worker {rank}: {fault}"
+        for url, workers in zip(base_urls, reports, strict=True)
+        for rank, report in enumerate(workers)
+        if (fault := _fault(report, push, expected[rank] if expected else None))
+    ]
+    if faults:
+        raise EngineError("the push of new weights failed:\n  " + "\n  ".join(faults))
+
+
+def _fault(report: Json, push: str, expected: WorkerSums | None) -> str:
+    if report["push"] != push:
+        return f"another trainer has connected to it (its push: {report['push'] or 'not begun'})"
+    if not report["is_loaded"]:
+        return str(report["error"] or "it has not loaded the weights")
+    if expected is None:
+        return ""
+    sums: WorkerSums = report["sums"]
+    differing = [name for name in {**expected, **sums} if expected.get(name) != sums.get(name)]
+    if not differing:
+        return ""
+    shown = ", ".join(differing[:NUM_NAMES_SHOWN])
+    more = f" and {rest} more" if (rest := len(differing) - NUM_NAMES_SHOWN) > 0 else ""
+    return f"{len(differing)} of {len(sums)} parameters differ from what was pushed: {shown}{more}"

@@ -1,0 +1,269 @@
+"""Starts, watches and ends rollout engines as processes of this host.
+
+One rollout engine, or one node of it, for trainers that have its address and token.
+"""
+
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from subprocess import TimeoutExpired
+from typing import NoReturn
+
+from megatron_grpo.config.rollout import RolloutConfig
+from megatron_grpo.config.train import ModelConfig
+from megatron_grpo.engines.access import check_host
+from megatron_grpo.engines.http import EngineError, is_healthy
+from megatron_grpo.engines.vllm_args import (
+    ONE_NODE,
+    EngineNode,
+    check_engine_arguments,
+    vllm_command,
+    vllm_environment,
+)
+from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, check_token, new_token
+from megatron_grpo.workers.child_process import KILL_SECONDS, EngineProcess
+
+TERMINATE_TIMEOUT = 10.0
+EXIT_SECONDS = 0.5
+"""How long to wait for a failed engine to exit by itself, so that its exit code is known."""
+LOOPBACK = "127.0.0.1"
+
+# A trainer rank's place in its distributed job; an engine that saw it would try to join.
+RANK_VARIABLES = re.compile(
+    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|ROLE_NAME$|MASTER_|TORCHELASTIC_|PET_|OMP_"
+    # ... and settings meant only for ranks. vLLM's all-reduce opens memory of its other workers,
+    # which does not work with expandable segments.
+    "|CUDA_DEVICE_MAX_CONNECTIONS$|TORCH_GLOO_LAZY_INIT$|PYTORCH_(CUDA_|HIP_)?ALLOC_CONF$"
+)
+
+
+class EngineServers:
+    """The engines of a run: those in `rollout.base_urls`, or else processes started here.
+
+    `token` gives access to those in `rollout.base_urls`. Engines started here get a fresh token,
+    listen on the loopback interface, and use the GPUs after those of the `num_ranks` trainer ranks
+    of this host; if there are too few left, they share the ranks' GPUs.
+
+    No engine outlives this process: Linux kills an engine when the thread that started it ends.
+    So engines are only started from threads that last as long as the run.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        rollout: RolloutConfig,
+        log_dir: Path,
+        token: str | None,
+        num_ranks: int = 0,
+    ) -> None:
+        self.base_urls = tuple(url.rstrip("/") for url in rollout.base_urls)
+        self._engines: list[EngineProcess] = []
+        self._ports: list[socket.socket] = []
+        self.share_gpus = False
+        """Whether engines started here share the GPUs of trainer ranks."""
+        self.token = check_token(token) if rollout.base_urls else new_token()
+        if rollout.base_urls:
+            return
+        if rollout.engine == "vllm":
+            check_engine_arguments(rollout.vllm)
+        num_devices = num_gpus()
+        devices = engine_devices(rollout, num_devices, num_ranks, os.environ)
+        self.share_gpus = share_gpus(rollout, num_devices, num_ranks)
+        self._ports = [reserve_port() for _ in range(rollout.num_engines)]
+        for index, reserved in enumerate(self._ports):
+            port = reserved.getsockname()[1]
+            log = log_dir / f"engine_{index}.log"
+            command, environment = engine_command(
+                model, rollout, LOOPBACK, port, devices[index], self.token
+            )
+            url = f"http://{LOOPBACK}:{port}"
+            self._engines.append(EngineProcess.start(command, environment, url, log))
+        self.base_urls = tuple(engine.url for engine in self._engines)
+
+    def wait_ready(self, timeout: float) -> None:
+        """Wait until all engines answer; raise if one is dead or `timeout` seconds have passed."""
+        deadline = time.monotonic() + timeout
+        waiting = list(self.base_urls)
+        while waiting := [url for url in waiting if not is_healthy(url)]:
+            self.check()
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"rollout engine {waiting[0]} did not answer within {timeout:g} s "
+                    f"(rollout.startup_timeout){self.last_words(waiting[0])}"
+                )
+            time.sleep(0.1)
+
+    def check(self) -> None:
+        """Raise EngineError if an engine is dead, naming it and showing the end of its log."""
+        for url in self.base_urls:
+            if end := self.end(url):
+                raise EngineError(f"rollout engine {url} {end}{self.last_words(url)}")
+
+    @property
+    def are_ours(self) -> bool:
+        """Whether the engines were started here, and so can be restarted."""
+        return bool(self._engines)
+
+    def end(self, url: str) -> str:
+        """How the engine at `url` ended; empty while it runs or if it was not started here."""
+        return self._engine(url).tied.end() if self.are_ours else ""
+
+    def last_words(self, url: str) -> str:
+        """The end of the log of an engine started here, to be appended to an error message."""
+        return f"; {self._engine(url).last_words()}" if self.are_ours else ""
+
+    def kill(self, url: str) -> str:
+        """Kill an engine of ours and all that it started; returns how it ended by itself, if so."""
+        tied = self._engine(url).tied
+        end = tied.end(within=EXIT_SECONDS)
+        tied.kill()
+        return end
+
+    def restart(self, url: str) -> None:
+        """Restart a killed engine of ours at the same address, from a thread that lasts as the run.
+
+        Returns at once, without waiting until the engine answers.
+        """
+        index = self.base_urls.index(url)
+        self._engines[index] = self._engines[index].start_again()
+
+    def _engine(self, url: str) -> EngineProcess:
+        return self._engines[self.base_urls.index(url)]
+
+    def close(self) -> None:
+        """Terminate all engines; kill them after some seconds, and whatever they left running."""
+        for engine in self._engines:
+            engine.process.terminate()
+        deadline = time.monotonic() + TERMINATE_TIMEOUT
+        for engine in self._engines:
+            with suppress(TimeoutExpired):
+                engine.process.wait(max(0.0, deadline - time.monotonic()))
+            engine.tied.kill_others(deadline)
+            engine.tied.end(within=KILL_SECONDS)
+        for reserved in self._ports:
+            reserved.close()
+        self._engines.clear()
+
+
+def num_gpus() -> int:
+    """GPUs that this process sees."""
+    import torch  # takes seconds, and checks of config and address do not need it
+
+    return torch.cuda.device_count()
+
+
+def share_gpus(rollout: RolloutConfig, num_devices: int, num_ranks: int) -> bool:
+    """Whether `num_ranks` trainer ranks, one per GPU, leave too few GPUs for the engines."""
+    wanted = rollout.num_engines * rollout.tensor_parallel_size
+    return 0 < num_devices < num_ranks + wanted
+
+
+def engine_devices(
+    rollout: RolloutConfig, num_devices: int, num_ranks: int, environ: Mapping[str, str]
+) -> list[str | None]:
+    """CUDA_VISIBLE_DEVICES of every engine: the GPUs after those of `num_ranks` trainer ranks.
+
+    If these are too few, engines share the ranks' GPUs, from the first one on. On a machine without
+    GPUs, None for each engine. Raises ValueError if there are too few GPUs in all, or if vLLM is
+    not told how much of a shared GPU it may take.
+    """
+    size, num_engines = rollout.tensor_parallel_size, rollout.num_engines
+    if num_devices == 0:
+        return [None] * num_engines
+    visible = environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_devices))))
+    gpus = visible.split(",")[:num_devices]
+    if not share_gpus(rollout, num_devices, num_ranks):
+        gpus = gpus[num_ranks:]
+    elif num_engines * size > num_devices:
+        raise ValueError(
+            f"rollout.num_engines({num_engines}) * rollout.tensor_parallel_size({size}) = "
+            f"{num_engines * size} GPUs, but this host has {num_devices}: lower one of them, or "
+            "use engines on other hosts with rollout.base_urls"
+        )
+    elif rollout.engine == "vllm" and "gpu_memory_utilization" not in rollout.vllm:
+        raise ValueError(
+            f"{num_ranks} trainer ranks leave {max(0, num_devices - num_ranks)} of {num_devices} "
+            f"GPUs, but engines need {num_engines * size}: they would share the ranks' GPUs. "
+            "Set the fraction of a GPU that an engine may use, such as "
+            "rollout.vllm.gpu_memory_utilization=0.4"
+        )
+    return [",".join(gpus[i * size : (i + 1) * size]) for i in range(num_engines)]
+
+
+def reserve_port() -> socket.socket:
+    """Reserve a free port of the loopback interface by binding a socket to it.
+
+    An engine binds its port only after seconds of imports. On Linux it can do so while this socket
+    is bound, since both set SO_REUSEADDR and only the engine listens.
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind((LOOPBACK, 0))
+    return reserved
+
+
+def engine_environment(environ: Mapping[str, str], devices: str | None) -> dict[str, str]:
+    """`environ` without the variables of a trainer rank, and with the engine's devices."""
+    environment = {k: v for k, v in environ.items() if not RANK_VARIABLES.match(k)}
+    if devices is not None:
+        return environment | {"CUDA_VISIBLE_DEVICES": devices}
+    # OpenMP threads spin while they wait: where engines and ranks share cores, two threads instead
+    # of one are a third faster on an idle machine, but thirty times slower on a busy one.
+    return environment | {"OMP_NUM_THREADS": "1"}
+
+
+def engine_command(
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    host: str,
+    port: int,
+    devices: str | None,
+    token: str,
+    node: EngineNode = ONE_NODE,
+) -> tuple[list[str], dict[str, str]]:
+    """Command line and environment of one engine on `host`:`port`, or of one `node` of it."""
+    environment = engine_environment(os.environ, devices) | {TOKEN_VARIABLE: token}
+    if rollout.engine == "transformers":
+        command = [sys.executable, "-P", "-m", "megatron_grpo.engines.transformers_server"]
+        command += [f"--model={model.path}", f"--dtype={model.dtype}"]
+        command += [f"--host={host}", f"--port={port}"]
+        if rollout.router_replay:
+            command.append("--enable-return-routed-experts")
+        return command, environment
+    on_gpu = devices is not None
+    environment |= vllm_environment(rollout.tensor_parallel_size, on_gpu)
+    # The address for vLLM's processes on other nodes; it would take any of this host's.
+    environment["VLLM_HOST_IP"] = host
+    return vllm_command(model, rollout, host, port, on_gpu, node), environment
+
+
+def serve(
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    host: str,
+    port: int,
+    token: str,
+    node: EngineNode,
+) -> NoReturn:
+    """Become an engine on `host`:`port`, or a further `node` of it, whose address is `host`."""
+    check_host(host)
+    # vLLM's processes do not notice when those on another node end, but Slurm does.
+    if node.nnodes > 1 and os.environ.get("SLURM_STEP_NUM_NODES") != str(node.nnodes):
+        raise ValueError(
+            f"--nnodes {node.nnodes}: an engine spans nodes only as a Slurm step over them, which "
+            "the job scripts in slurm/ start; elsewhere set rollout.tensor_parallel_size to the "
+            "GPUs of one host at most"
+        )
+    if rollout.engine == "vllm":
+        check_engine_arguments(rollout.vllm)
+    # vLLM takes the visible GPUs of a node for its workers there.
+    size = rollout.tensor_parallel_size // node.nnodes
+    part = rollout.model_copy(update={"num_engines": 1, "tensor_parallel_size": size})
+    [devices] = engine_devices(part, num_gpus(), 0, os.environ)
+    command, environment = engine_command(model, rollout, host, port, devices, token, node)
+    os.execve(command[0], command, environment)

@@ -1,0 +1,231 @@
+"""The engine behind `transformers_server`: generation and weight updates of one model."""
+
+import base64
+import io
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+
+from checkpoint_convert.tokenizer import load_tokenizer
+from megatron_grpo.engines.push_protocol import Json, PushState, parameter_table
+from megatron_grpo.engines.sampling import Completion, RouteRecorder, sample
+from parallel.checksum import checksums
+from parallel.weight_transfer import Inbox, Invitation
+
+
+class Abandoned(Exception):
+    """The client no longer waits for the answer."""
+
+
+@dataclass(eq=False)
+class _Request:
+    """An accepted request for a sample."""
+
+    body: Json
+    is_wanted: Callable[[], bool]
+    """Whether the client still waits for the answer."""
+    answer: Json | None = None
+
+    def fits(self, other: "_Request") -> bool:
+        """Whether both can be computed in one batch: they differ only in their seeds."""
+        return self._without_seed() == other._without_seed()
+
+    def _without_seed(self) -> tuple[list[int], Json]:
+        params = self.body["sampling_params"]
+        return self.body["token_ids"], params | {"seed": None}
+
+
+class TransformersEngine:
+    """A model and the version of its weights; computes one prompt at a time, none while paused.
+
+    The methods named in `transformers_server.ROUTES` take the body of a request and return the body
+    of the response.
+    """
+
+    def __init__(
+        self, folder: Path, dtype: torch.dtype, device: str, return_routed_experts: bool = False
+    ) -> None:
+        self.tokenizer = load_tokenizer(folder)
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+        self.recorder = RouteRecorder(self.model) if return_routed_experts else None
+        self.weight_version = "default"
+        self.state = PushState()
+        self._inbox: Inbox | None = None
+        self._received: dict[str, Tensor] = {}
+        self._requests: list[_Request] = []
+        self._num_tokens = 0
+        self._paused = False
+        self._turn = threading.Condition()
+
+    def answer_nothing(self, body: Json) -> Json:
+        """Answer routes that need no action here, such as /health."""
+        return {}
+
+    def load(self, body: Json) -> Json:
+        """Number of requests accepted but not answered."""
+        return {"server_load": len(self._requests)}
+
+    def metrics(self, body: Json) -> bytes:
+        """Number of tokens generated so far, in the format of Prometheus."""
+        return f"vllm:generation_tokens_total {self._num_tokens}\n".encode()
+
+    def pause(self, body: Json) -> Json:
+        """Hold requests back, after those that are being computed."""
+        with self._turn:
+            self._paused = True
+        return {}
+
+    def resume(self, body: Json) -> Json:
+        """Let waiting requests compute."""
+        with self._turn:
+            self._paused = False
+            self._turn.notify_all()
+        return {}
+
+    def init_weight_transfer_engine(self, body: Json) -> Json:
+        """Open links to all ranks that send to this engine, replacing earlier ones."""
+        self.state.connect(body["init_info"]["links"])
+        with self._turn, self.state.keep_error():
+            if self._inbox is not None:
+                self._inbox.close()
+                self._inbox = None
+            self._received = self._stored_tensors()
+            self._inbox = Inbox.open(
+                Invitation.from_json(body["init_info"]["invitation"]),
+                engine=body["init_info"]["engine"],
+                worker=0,
+                parameters=self._received,
+                device=self.model.device,
+            )
+        return {}
+
+    def answer_as_worker(self, body: Json) -> Json:
+        """Answer a method of `worker.PushWorker` (documented there) as this engine's one worker."""
+        arguments = body["kwargs"]
+        answer: Json = {"question": arguments["question"]}
+        match body["method"]:
+            case "describe_parameters":
+                answer["parameters"] = parameter_table(self._stored_tensors())
+            case "begin_push":
+                self.state.begin(arguments["push"], arguments["links"])
+            case "receive_push":
+                self._receive(arguments["push"])
+            case "push_report":
+                answer |= self.state.report()
+            case "finish_push":
+                if arguments["push"] == self.state.push:
+                    self.state.finish()
+            case "hold_loaded":
+                self.state.hold_loaded()
+            case "held_push":
+                answer["push"] = self.state.held
+            case method:
+                raise ValueError(f"there is no method {method}")
+        return {"results": [answer]}
+
+    def _receive(self, push: str) -> None:
+        with self._turn:
+            if push != self.state.push or self._inbox is None:
+                return  # another push has begun, or there are no links and the state says why
+            with self.state.keep_error():
+                self._inbox.receive(self._received)
+                self._take_received()
+                self.state.load(checksums(self._stored_tensors()))
+
+    def _stored_tensors(self) -> dict[str, Tensor]:
+        """The parameters, and the buffers that files hold, named and shaped as in a folder.
+
+        In memory, transformers stacks experts and renames parameters. Most results are views of the
+        model's own parameters.
+        """
+        in_files = self.model.state_dict().keys()
+        tensors = {name: p.detach() for name, p in self.model.named_parameters()}
+        tensors |= {name: b for name, b in self.model.named_buffers() if name in in_files}
+        return revert_weight_conversion(self.model, tensors)
+
+    def _take_received(self) -> None:
+        """Copy received tensors into the parameters that `_stored_tensors` has no view of."""
+        model = type(self.model).from_pretrained(
+            None, config=self.model.config, state_dict=self._received
+        )
+        self.model.load_state_dict(model.state_dict())
+
+    def update_weight_version(self, body: Json) -> Json:
+        """Set the version that samples are labelled with."""
+        self.weight_version = body["new_version"]
+        return {}
+
+    def reset_prefix_cache(self, body: Json) -> Json:
+        """Nothing to reset: no cache is kept from one prompt to the next."""
+        return {"success": True}
+
+    def generate(self, body: Json, is_wanted: Callable[[], bool]) -> Json:
+        """A sample of a prompt; raises Abandoned once `is_wanted` returns False.
+
+        The first request of a prompt to get its turn computes all that wait with it, in one batch.
+        """
+        request = _Request(body, is_wanted)
+        with self._turn:
+            self._requests.append(request)
+            try:
+                self._turn.wait_for(lambda: request.answer or not self._paused)
+                if request.answer is None:
+                    waiting = [other for other in self._requests if other.answer is None]
+                    self._compute([other for other in waiting if other.fits(request)])
+            finally:
+                self._requests.remove(request)
+        assert request.answer is not None
+        return request.answer
+
+    def _compute(self, requests: list[_Request]) -> None:
+        """Answer requests that differ only in their seeds."""
+
+        def note(num_tokens: int) -> None:
+            self._num_tokens += num_tokens
+            if not any(request.is_wanted() for request in requests):
+                raise Abandoned
+
+        params = requests[0].body["sampling_params"]
+        completions = sample(
+            self.model,
+            requests[0].body["token_ids"],
+            seeds=[request.body["sampling_params"]["seed"] for request in requests],
+            temperature=params["temperature"],
+            top_p=params["top_p"],
+            top_k=params["top_k"],
+            max_tokens=params["max_tokens"],
+            stop_token_ids=params["stop_token_ids"],
+            note=note,
+            recorder=self.recorder,
+        )
+        for request, completion in zip(requests, completions, strict=True):
+            request.answer = {"choices": [self._choice(completion, params)]}
+
+    def _choice(self, completion: Completion, params: Json) -> Json:
+        token_ids, logprobs, routes = completion
+        stop_ids, known = params["stop_token_ids"], params.get("routed_experts_prompt_start", 0)
+        stopped = token_ids[-1] in stop_ids
+        shown = token_ids[:-1] if stopped else token_ids
+        return {
+            "token_ids": token_ids,
+            "logprobs": {"content": [{"logprob": value} for value in logprobs]},
+            "finish_reason": "stop" if stopped else "length",
+            "text": self.tokenizer.decode(shown, skip_special_tokens=True),
+            "weight_versions": [
+                {"version": self.weight_version, "start": 0, "end": len(token_ids)}
+            ],
+            "routed_experts": _encoded(routes[known:]) if routes is not None else None,
+        }
+
+
+def _encoded(routes: Tensor) -> str:
+    """Routes in the format of vLLM: base64 of a `.npy` file."""
+    np.save(file := io.BytesIO(), routes.numpy())
+    return base64.b64encode(file.getvalue()).decode()

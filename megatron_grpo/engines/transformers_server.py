@@ -1,0 +1,139 @@
+"""A minimal rollout engine: the routes that our client uses, on top of `transformers`.
+
+It is for machines without vLLM, and a reference for vLLM in the tests. The samples of one prompt
+that wait at the same time are one batch, and prompts are processed one after the other: slow, but
+without any padding.
+
+    python -m megatron_grpo.engines.transformers_server --model FOLDER --host 127.0.0.1 --port 8000
+"""
+
+import argparse
+import json
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+
+from megatron_grpo.engines.access import REFUSAL, is_allowed
+from megatron_grpo.engines.push_protocol import Json
+from megatron_grpo.engines.transformers_engine import Abandoned, TransformersEngine
+from megatron_grpo.launch.run_dir import check_token, take_token
+
+MAX_REFUSED_BYTES = 1 << 16
+"""Read at most this much of a request without the token, so that its sender reads the answer."""
+
+GENERATE = "/inference/v1/generate"
+ROUTES: dict[str, Callable[..., Json | bytes]] = {
+    "/health": TransformersEngine.answer_nothing,
+    "/load": TransformersEngine.load,
+    "/metrics": TransformersEngine.metrics,
+    GENERATE: TransformersEngine.generate,
+    "/wake_up": TransformersEngine.answer_nothing,  # it never sleeps
+    "/pause": TransformersEngine.pause,
+    "/resume": TransformersEngine.resume,
+    "/init_weight_transfer_engine": TransformersEngine.init_weight_transfer_engine,
+    "/collective_rpc": TransformersEngine.answer_as_worker,
+    "/update_weight_version": TransformersEngine.update_weight_version,
+    "/reset_prefix_cache": TransformersEngine.reset_prefix_cache,
+}
+
+
+class RequestHandler(BaseHTTPRequestHandler):
+    """Handles one connection; `main` sets `engine` and `token`."""
+
+    protocol_version = "HTTP/1.1"  # connections stay open
+    engine: TransformersEngine
+    token: str
+
+    def do_GET(self) -> None:
+        """Answer from `ROUTES`."""
+        self._answer()
+
+    def do_POST(self) -> None:
+        """Answer from `ROUTES`."""
+        self._answer()
+
+    def _answer(self) -> None:
+        route = urlsplit(self.path).path
+        authorization = self.headers.get("Authorization", "").encode("latin-1")
+        length = int(self.headers.get("Content-Length", 0))
+        if is_allowed(self.command, route, authorization, self.token):
+            try:
+                self._send(*self._result(route, self.rfile.read(length)))
+            except (Abandoned, ConnectionError):
+                self.close_connection = True
+        else:
+            self.rfile.read(min(length, MAX_REFUSED_BYTES))
+            self.close_connection = True
+            self._send(401, REFUSAL)
+
+    def _result(self, route: str, body: bytes) -> tuple[int, bytes]:
+        """Status and content of the response."""
+        more = {"is_wanted": self._is_wanted} if route == GENERATE else {}
+        try:
+            answer = ROUTES[route](self.engine, json.loads(body or b"{}"), **more)
+            return 200, answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+        except Abandoned:
+            raise
+        except Exception as error:
+            traceback.print_exc()
+            return 500, json.dumps({"error": {"message": repr(error)}}).encode()
+
+    def _is_wanted(self) -> bool:
+        """Whether the client is still connected (it sends nothing more before the response)."""
+        try:
+            return bool(self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            return True
+        except ConnectionError:
+            return False
+
+    def _send(self, status: int, content: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing per request."""
+
+
+class Server(ThreadingHTTPServer):
+    """A server with a thread per connection."""
+
+    request_queue_size = 4096  # all requests of a generation connect at once
+
+    def __init__(self, host: str, port: int) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), RequestHandler)
+
+
+def main() -> None:
+    """Serve until killed. The token comes by the environment."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder")
+    parser.add_argument("--host", required=True, help="one address of this host")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--enable-return-routed-experts", action="store_true")
+    arguments = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = getattr(torch, arguments.dtype)
+    RequestHandler.engine = TransformersEngine(
+        arguments.model, dtype, device, arguments.enable_return_routed_experts
+    )
+    RequestHandler.token = check_token(take_token(os.environ))
+    Server(arguments.host, arguments.port).serve_forever()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,282 @@
+"""How a vLLM engine is started: its command line and environment.
+
+Engines given by address must have been started in the same way.
+"""
+
+import ast
+import difflib
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.config.rollout import RolloutConfig
+from megatron_grpo.config.train import ModelConfig
+
+BACKEND = "megatron_grpo"
+"""Our name in vLLM's registry of weight-transfer backends."""
+
+WORKER_EXTENSION = "megatron_grpo.engines.vllm_worker.PushWorker"
+"""Adds the methods that the client calls to vLLM's workers."""
+
+TOKEN_GUARD = "megatron_grpo.engines.access.TokenGuard"
+"""Requires the token on every route; vLLM's own --api-key leaves most routes open."""
+
+ENGINE_VARIABLE = "MEGATRON_GRPO_ENGINE"
+"""Set in the environment of our engines; in any other process our plugin does nothing."""
+
+SPANNING = "set by the job scripts in slurm/, for an engine over several nodes"
+
+KEPT_ELSEWHERE = "keys and values outside the GPU's cache would outlive a push of new weights"
+OFFLOADED = "weights in host memory would replace those that were pushed; use more GPUs per engine"
+
+# Settings that the trainer relies on: a user's value would be silently wrong, or the setting has a
+# key of its own.
+RESERVED = {
+    "model": "set model.path",
+    "dtype": "set model.dtype",
+    "tokenizer": "engines and trainer use the one in model.path",
+    "tokenizer_mode": "engines and trainer use the one in model.path",
+    "config_format": "the trainer follows config.json in model.path",
+    "hf_overrides": "the trainer follows config.json in model.path, and computes logits in float32",
+    "quantization": "weights are pushed in model.dtype",
+    "enable_return_routed_experts": "set rollout.router_replay",
+    "enable_sleep_mode": "set rollout.enable_sleep_mode",
+    "enable_lora": "full weights are pushed, not adapters",
+    "tensor_parallel_size": "set rollout.tensor_parallel_size",
+    "pipeline_parallel_size": "weights are pushed to workers that hold all layers",
+    "data_parallel_size": "for more engines, set rollout.num_engines",
+    "nnodes": SPANNING,
+    "node_rank": SPANNING,
+    "master_addr": SPANNING,
+    "master_port": SPANNING,
+    "logits_processors": "the trainer would not know how they change the distribution",
+    "logprobs_mode": "the trainer needs log-probabilities after temperature",
+    "generation_config": "sampling follows rollout.temperature, not the model's own defaults",
+    "weight_transfer_config": "weights are received over this project's own links",
+    "worker_extension_cls": "the workers need our extension, which checks every push",
+    "moe_backend": "other backends reorder expert weights, so that pushed weights would not fit",
+    "enable_eplb": "experts would move between workers, but weights are pushed to fixed ones",
+    "eplb_config": "experts do not move between workers",
+    "expert_placement_strategy": "experts are pushed to workers in order",
+    "kv_offloading_size": KEPT_ELSEWHERE,
+    "kv_transfer_config": KEPT_ELSEWHERE,
+    "offload_group_size": OFFLOADED,
+    "cpu_offload_gb": OFFLOADED,
+    "skip_tokenizer_init": "the trainer asks for the text of completions, too",
+    "disable_log_stats": "the trainer reads the token count to see that an engine makes progress",
+    "scheduling_policy": "priorities keep batches reproducible",
+}
+
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Those for which vLLM 0.32 has an attention kernel for CPUs."""
+
+
+@dataclass(frozen=True)
+class EngineNode:
+    """One node of an engine, by the names of vLLM's options."""
+
+    nnodes: int
+    node_rank: int
+    master_addr: str
+    """The address of node 0, where vLLM's workers meet at a port."""
+    master_port: int
+
+
+ONE_NODE = EngineNode(1, 0, "127.0.0.1", 29501)
+
+
+def vllm_command(
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    host: str,
+    port: int,
+    on_gpu: bool,
+    node: EngineNode = ONE_NODE,
+) -> list[str]:
+    """The command of one engine on `host`:`port`, or of a further `node` of it.
+
+    Raises ValueError if it cannot do what the config asks for.
+    """
+    # -P: files of the working directory must not be imported instead of vLLM's own.
+    command = [sys.executable, "-P", "-m"]
+    flags = [f"--model={model.path}", *engine_flags(model.dtype, rollout, on_gpu)]
+    if node.nnodes > 1:
+        flags += _flags(asdict(node))
+    if node.node_rank > 0:
+        return [*command, "megatron_grpo.engines.headless", "--headless", *flags]
+    command += ["vllm.entrypoints.openai.api_server"]
+    command += [f"--host={host}", f"--port={port}", "--disable-uvicorn-access-log"]
+    command += [f"--middleware={TOKEN_GUARD}"]
+    # Scale-out adds the route with token ids in and out; load tracking counts accepted requests.
+    command += ["--enable-scale-out", "--enable-server-load-tracking"]
+    return [*command, *flags]
+
+
+def engine_flags(dtype: str, rollout: RolloutConfig, on_gpu: bool) -> list[str]:
+    """The flags that are the same on all nodes of an engine, but for the model's folder.
+
+    Raises ValueError if vLLM cannot do what the config asks for.
+    """
+    if rollout.router_replay and not on_gpu:
+        raise ValueError(
+            "rollout.router_replay true: vLLM tells the experts of tokens only on GPUs; use "
+            "rollout.engine=transformers, or leave it out"
+        )
+    arguments: dict[str, Any] = {
+        "dtype": dtype,
+        # vLLM prefers Mistral's own files, which may lie beside those that the trainer reads.
+        "config_format": "hf",
+        "load_format": "hf",
+        "tokenizer_mode": "hf",
+        "tensor_parallel_size": rollout.tensor_parallel_size,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "weight_transfer_config": {"backend": BACKEND},
+        "worker_extension_cls": WORKER_EXTENSION,
+        "scheduling_policy": "priority",
+        "enable_return_routed_experts": rollout.router_replay or None,
+        # A CPU engine follows the same requests, but would not start with this.
+        "enable_sleep_mode": (rollout.enable_sleep_mode and on_gpu) or None,
+    }
+    arguments |= platform_arguments(rollout.tensor_parallel_size, on_gpu) | rollout.vllm
+    return list(_flags(arguments))
+
+
+def platform_arguments(tensor_parallel_size: int, on_gpu: bool) -> dict[str, Any]:
+    """Engine arguments that differ between CPU and GPU."""
+    if on_gpu:
+        return {
+            # The only backend that, on every GPU, keeps the weights of experts as they were loaded.
+            # Weights that are pushed later need that layout.
+            "moe_backend": "triton",
+            # The trainer does not round logits to 16 bits either. vLLM for CPUs would convert the
+            # whole head in every step.
+            "hf_overrides": {"head_dtype": "float32"},
+        }
+    return {
+        "enforce_eager": True,
+        # With the default of 128, prefixes shorter than that are not shared.
+        "block_size": 32,
+        # Only latent attention follows this. vLLM's default for it on CPUs with AMX packs a weight
+        # and deletes it, so that it could not be pushed.
+        "attention_backend": "CPU_MLA",
+        # The default is 92% of the machine's memory.
+        "kv_cache_memory_bytes": 2**30,
+        # A seeded request whose prompt is split into chunks crashes the engine: vLLM rewinds its
+        # generator by an offset, which CPU generators do not support.
+        "enable_chunked_prefill": False,
+        # One process fewer to start (12 s instead of 25 s) and to talk to.
+        "distributed_executor_backend": "uni" if tensor_parallel_size == 1 else "mp",
+    }
+
+
+def platform_environment(tensor_parallel_size: int, on_gpu: bool) -> dict[str, str]:
+    """Environment variables that differ between CPU and GPU."""
+    if on_gpu:
+        return {}
+    return {
+        "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # vLLM for CPU overrides the executor `uni` unless this is off; the API server is a separate
+        # process all the same.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if tensor_parallel_size == 1 else "1",
+    }
+
+
+def vllm_environment(tensor_parallel_size: int, on_gpu: bool) -> dict[str, str]:
+    """Variables that an engine needs in addition to the user's environment."""
+    return {
+        ENGINE_VARIABLE: "1",
+        "VLLM_SERVER_DEV_MODE": "1",  # the routes that pause the engine and update its weights
+        "VLLM_API_KEY": "",  # a key of the user's would lock us out of the routes that it guards
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # nothing that arrives by HTTP is unpickled
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",  # the model is a local folder: no requests to the hub
+        **platform_environment(tensor_parallel_size, on_gpu),
+    }
+
+
+def check_engine_arguments(table: Mapping[str, Any]) -> None:
+    """Raise ValueError for a name in `rollout.vllm` that is reserved or that vLLM does not know."""
+    for name in table:
+        if name in RESERVED:
+            raise ValueError(f"rollout.vllm.{name} cannot be set: {RESERVED[name]}")
+        known = engine_argument_names()
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+            raise ValueError(
+                f"rollout.vllm.{name} is not an engine argument of vLLM: did you mean {nearest}?"
+            )
+
+
+def engine_number(table: Mapping[str, Any], name: str) -> int | None:
+    """The number that `rollout.vllm` sets for `name`, parsed as on vLLM's command line (25.6k, 2M).
+
+    Lower-case suffixes are powers of 1,000, upper-case ones of 1,024. None if vLLM is left to
+    decide (unset, auto or -1). Raises ValueError for a value that vLLM does not take for a number.
+    """
+    words = str(table.get(name)).strip()
+    if words.lower() in ("none", "auto", "-1"):
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgtKMGT]?)", words)
+    if found is None or ("." in found[1] and not found[2].islower()):
+        raise ValueError(
+            f"rollout.vllm.{name} {words} is not a number for vLLM: use one such as 4096, or one "
+            "with a suffix such as 4K"
+        )
+    number, letter = found.groups()
+    base = 1000 if letter.islower() else 1024
+    return int(float(number) * base ** (" kmgt".index(letter.lower()) if letter else 0))
+
+
+@cache
+def engine_argument_names() -> frozenset[str]:
+    """The fields of the installed vLLM's EngineArgs.
+
+    Read from its source in a tenth of a second, as importing it takes many seconds. Raises
+    ValueError when vLLM is not installed.
+    """
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        raise ValueError(
+            "vLLM is not installed: install the extra `cpu` or `gpu`, or set "
+            "rollout.engine=transformers"
+        )
+    source = Path(spec.origin).parent / "engine" / "arg_utils.py"
+    classes = [
+        node for node in ast.parse(source.read_text()).body if isinstance(node, ast.ClassDef)
+    ]
+    fields = [node for cls in classes if cls.name in ENGINE_CLASSES for node in cls.body]
+    names = {
+        field.target.id
+        for field in fields
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    }
+    return frozenset(name for name in names if not name.startswith("_"))
+
+
+ENGINE_CLASSES = ("EngineArgs", "AsyncEngineArgs")
+
+
+def _flags(arguments: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in arguments.items():
+        flag = "--" + name.replace("_", "-")
+        match value:
+            case None:
+                continue
+            case True:
+                yield flag
+            case False:
+                yield flag.replace("--", "--no-", 1)
+            case list():
+                yield from [flag, *map(str, value)]
+            case dict():
+                yield f"{flag}={json.dumps(value)}"
+            case _:
+                yield f"{flag}={value}"

@@ -1,0 +1,264 @@
+"""Our code inside the processes of a vLLM engine.
+
+vLLM calls `register` (entry point `vllm.general_plugins`) in the API server, the engine core and
+every worker, before the model is built. In a vLLM that this project did not start it does nothing.
+"""
+
+import multiprocessing
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import vllm._custom_ops
+import vllm.model_executor.layers.utils
+from torch import Tensor
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+from vllm.platforms import current_platform
+
+from megatron_grpo.engines.push_protocol import Json, PushState, own_parameters, parameter_table
+from megatron_grpo.engines.vllm_args import BACKEND, ENGINE_VARIABLE
+from megatron_grpo.launch.parent_death import die_with_parent
+from parallel.weight_transfer import Inbox, Invitation
+
+
+def register() -> None:
+    """Tie this process to its parent, and register our weight-transfer backend."""
+    if ENGINE_VARIABLE not in os.environ:
+        return
+    parent = multiprocessing.parent_process()
+    if parent is not None:  # None in the API server, which is tied to whoever started it
+        # vLLM 0.33 starts workers on GPUs from threads that end at once, before a worker gets here:
+        # then it is the core's main thread that counts.
+        die_with_parent()
+        if not parent.is_alive():
+            sys.exit("the process that started this one has ended")
+    WeightTransferEngineFactory.register_engine(BACKEND, ShardTransfer)
+    if current_platform.is_cpu():
+        keep_weights_unpacked()
+        rotate_heads_by_torch()
+
+
+def keep_weights_unpacked() -> None:
+    """Make vLLM's CPU layers compute with `layer.weight` itself, as its CUDA layers do.
+
+    By default vLLM packs linear weights for oneDNN or SGL kernels after loading and leaves an empty
+    parameter behind, so that weights loaded later never reach the packed copies (including that of
+    a tied lm_head). It packs the weights of experts in place, and would take weights loaded later
+    for packed ones.
+    """
+    vllm._custom_ops._supports_onednn = False
+    vllm.model_executor.layers.utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
+    cpu_moe.CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None
+    cpu_moe.cpu_fused_moe = experts_on_unpacked_weights
+
+
+def experts_on_unpacked_weights(
+    output: Tensor,
+    hidden: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    expert_weights: Tensor,
+    expert_ids: Tensor,
+    activation: str,
+    isa: str,
+    are_inputs_weighted: bool,
+) -> None:
+    """Compute what vLLM's kernel for packed weights does, into `output` [T, hidden size].
+
+    `gate_up` [experts, 2 * size, hidden size], `down` [experts, hidden size, size];
+    `expert_weights` and `expert_ids` [T, experts per token].
+    """
+    assert activation == "silu" and gate_up_bias is None and not are_inputs_weighted
+    output.zero_()
+    for expert in expert_ids.unique().tolist():
+        token, slot = (expert_ids == expert).nonzero(as_tuple=True)
+        gate, up = (hidden[token] @ gate_up[expert].T).chunk(2, dim=-1)
+        values = (torch.nn.functional.silu(gate) * up) @ down[expert].T
+        weights = expert_weights[token, slot].unsqueeze(-1)
+        output.index_add_(0, token, (values * weights).to(output.dtype))
+
+
+def rotate_heads_by_torch() -> None:
+    """Let torch rotate queries and keys that have a dimension for heads, as in latent attention.
+
+    vLLM 0.32's kernel for CPUs rotates wrong numbers of them: it takes the distance between heads
+    for that between tokens. Its kernel for GPUs knows the dimension.
+    """
+    of_kernel = RotaryEmbedding.forward_cpu
+
+    def rotated(
+        self: RotaryEmbedding, positions: Tensor, query: Tensor, key: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        if query.dim() == 2:
+            return of_kernel(self, positions, query, key)
+        return self.forward_native(positions, query, key)
+
+    RotaryEmbedding.forward_cpu = rotated
+
+
+def unlink_group_memory() -> None:
+    """Unlink the shared memory that tensor-parallel CPU workers use for reductions.
+
+    All workers have mapped it by the time the model is loaded. Unlinked, it is freed with its last
+    process, even if that is killed.
+    """
+    for file in Path("/dev/shm").glob(f"{os.environ['VLLM_DIST_IDENT']}*"):
+        file.unlink(missing_ok=True)
+
+
+@dataclass
+class LinksInfo(WeightTransferInitInfo):
+    """What the workers of one engine need to open their links: an `Invitation`, as plain data."""
+
+    invitation: Json
+    engine: int
+    links: str
+
+
+@dataclass
+class PushInfo(WeightTransferUpdateInfo):
+    """Which push is under way."""
+
+    push: str
+
+
+class ShardTransfer(WeightTransferEngine[LinksInfo, PushInfo]):
+    """Each worker receives its shard over its own links, directly into its parameters.
+
+    vLLM's layerwise reload is for layouts that change after loading; ours do not (see above, and
+    `moe_backend` in vllm_command.py).
+
+    Each worker records which push its weights belong to. The version that vLLM puts on samples is
+    not enough: another process holds it, and it changes at another time.
+
+    A failure is kept in the state for the client to read. If it were raised here, vLLM would pass
+    on the first worker's exception and leave the other workers' answers unread; the next calls
+    would take these for their own, so that an engine with several workers would be unusable.
+    """
+
+    init_info_cls = LinksInfo
+    update_info_cls = PushInfo
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.state = PushState()
+        self._inbox: Inbox | None = None
+        if current_platform.is_cpu():
+            unlink_group_memory()
+
+    def init_transfer_engine(self, init_info: LinksInfo) -> None:
+        """Open links to all ranks that send to this worker, replacing earlier ones."""
+        self.state.connect(init_info.links)
+        with self.state.keep_error():
+            self.shutdown()
+            self._inbox = Inbox.open(
+                Invitation.from_json(init_info.invitation),
+                engine=init_info.engine,
+                worker=get_tensor_model_parallel_rank(),
+                parameters=own_parameters(self.model),
+                device=self.device,
+            )
+
+    def start_weight_update(self) -> None:
+        """Nothing to prepare."""
+
+    def receive_weights(self, update_info: PushInfo) -> None:
+        """Receive every parameter of the push that last began."""
+        if self._inbox is None:
+            return  # the state says why
+        with self.state.keep_error():
+            self.state.load(self._inbox.receive(own_parameters(self.model)))
+
+    def finish_weight_update(self) -> None:
+        """The weights are in place already."""
+
+    def shutdown(self) -> None:
+        """Close the links."""
+        if self._inbox is not None:
+            self._inbox.close()
+            self._inbox = None
+
+
+class PushWorker:
+    """The methods that the client calls in every worker, over /collective_rpc.
+
+    vLLM adds it to the base classes of its worker. Weight updates use these methods and not vLLM's
+    own routes, which raise when a step does not follow the one before; when two trainers collide,
+    that would happen in all workers at once.
+
+    Answers are plain data. Each repeats `question`, which the client makes up anew for every call,
+    so that it recognizes an answer to a different call.
+    """
+
+    weight_transfer_engine: ShardTransfer
+    _weight_update_active: bool
+
+    def describe_parameters(self, question: str) -> Json:
+        """Shape and dtype of every parameter that a push fills, by name."""
+        parameters = own_parameters(self.weight_transfer_engine.model)
+        return {"question": question, "parameters": parameter_table(parameters)}
+
+    def begin_push(self, question: str, push: str, links: str) -> Json:
+        """Declare that the weights have no version until `push` is complete.
+
+        The trainer that connected last owns the engine; `push_report` tells the others.
+        """
+        worker: Any = self
+        if not self._weight_update_active:  # already active if a trainer ended during a push
+            worker.start_weight_update()
+        self.weight_transfer_engine.state.begin(push, links)
+        return {"question": question}
+
+    def receive_push(self, question: str, push: str) -> Json:
+        """Receive the weights of `push`, unless another push has begun since."""
+        if self._is_open(push):
+            worker: Any = self
+            worker.update_weights({"push": push})
+        return {"question": question}
+
+    def push_report(self, question: str) -> Json:
+        """Which push is current, whether its weights are loaded, their checksums, and any error."""
+        return {"question": question, **self.weight_transfer_engine.state.report()}
+
+    def finish_push(self, question: str, push: str) -> Json:
+        """From now on the weights count as those of `push`, if it is loaded."""
+        if self._is_open(push):
+            worker: Any = self
+            worker.finish_weight_update()
+            self.weight_transfer_engine.state.finish()
+        return {"question": question}
+
+    def drop_weights(self, question: str) -> Json:
+        """From now on there are no weights, until a push is complete.
+
+        Answers whether the engine was started so that it can give their memory back.
+        """
+        self.weight_transfer_engine.state.drop()
+        worker: Any = self
+        can_sleep = current_platform.is_cpu() or worker.model_config.enable_sleep_mode
+        return {"question": question, "can_sleep": can_sleep}
+
+    def hold_loaded(self, question: str) -> Json:
+        """From now on the weights count as those the engine loaded itself, if there was no push."""
+        self.weight_transfer_engine.state.hold_loaded()
+        return {"question": question}
+
+    def held_push(self, question: str) -> Json:
+        """The push whose weights the worker holds; empty while they are incomplete."""
+        return {"question": question, "push": self.weight_transfer_engine.state.held}
+
+    def _is_open(self, push: str) -> bool:
+        return self._weight_update_active and self.weight_transfer_engine.state.push == push

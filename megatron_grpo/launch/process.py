@@ -1,0 +1,126 @@
+"""Preemption: all ranks stop at the same step, save, and exit with code 75.
+
+How a process ended, in words.
+
+Tells errors that the user has to fix from errors that may pass by themselves.
+
+Output of a process that goes on when nobody reads it any more.
+
+The limit on open files and connections of this process.
+"""
+
+import errno
+import io
+import os
+import resource
+import select
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+EXIT_PREEMPTED = 75
+"""EX_TEMPFAIL: nothing has failed, and the same command resumes the run."""
+
+PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+"""Signals that schedulers send before they reclaim the machine."""
+
+
+@contextmanager
+def exit_when_preempted() -> Iterator[None]:
+    """In the block, the signals end this process with EXIT_PREEMPTED: there is nothing to save."""
+    before = {
+        number: signal.signal(number, lambda *_: sys.exit(EXIT_PREEMPTED))
+        for number in PREEMPTION_SIGNALS
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Preempted(Exception):
+    """The run was told to stop; the message says what is saved."""
+
+
+@contextmanager
+def preempted_instead(is_preempted: Callable[[], bool]) -> Iterator[None]:
+    """Turn an exception in the block into Preempted if the run was told to stop."""
+    try:
+        yield
+    except Exception as error:
+        # Slurm signals engines and processes of rewards at the same moment, so these fail, too.
+        if is_preempted():
+            raise Preempted(str(error)) from error
+        raise
+
+
+def exit_words(code: int) -> str:
+    """`exit code N` or `signal NAME`, for a return code of `subprocess`."""
+    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+
+
+PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
+"""What a network file system returns while its server is away."""
+
+
+def is_mistake(error: BaseException) -> bool:
+    """Whether `error`, raised before the first step, is a mistake in config, model or data.
+
+    Then the same command would fail again. After a transient error it may succeed.
+    """
+    if isinstance(error, (ConnectionError, TimeoutError)):
+        return False
+    if isinstance(error, OSError):
+        return error.errno not in PASSING
+    return isinstance(error, ValueError)
+
+
+STDOUT = 1
+
+
+def outlive_readers() -> None:
+    """Make this process go on after its stdout or stderr failed: a closed pipe, or a full disk.
+
+    The signal on which a run saves may also end the `tee` behind it, or the terminal. What cannot
+    be printed is lost, but the records of a run are in files.
+    """
+    for name in ("stdout", "stderr"):
+        if stream := getattr(sys, name):  # None: closed when the process was started
+            setattr(sys, name, _lasting(stream.fileno()))
+
+
+class LastingFile(io.FileIO):
+    """An open file that becomes /dev/null once it cannot be written."""
+
+    def write(self, data: Any, /) -> int:
+        """Write `data`, and return the number of bytes."""
+        try:
+            while (num_bytes := super().write(data)) is None:  # a non-blocking pipe that is full
+                select.select([], [self.fileno()], [])
+        except OSError as error:
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), self.fileno())
+            if self.fileno() == STDOUT:
+                print(f"megatron-grpo: nothing more is printed on stdout: {error}", file=sys.stderr)
+            return super().write(data)
+        return num_bytes
+
+
+def _lasting(number: int) -> io.TextIOWrapper:
+    raw = LastingFile(number, "w", closefd=False)
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw), "utf-8", errors="backslashreplace", line_buffering=True
+    )
+
+
+def allow_open_files() -> None:
+    """Raise the soft limit to the hard limit; child processes inherit it.
+
+    Rank 0 has a connection for each open request (and so has the engine at the other end), and
+    several to every other rank: the default of 1,024 on some systems is too low.
+    """
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

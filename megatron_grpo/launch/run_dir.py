@@ -1,0 +1,145 @@
+"""A lock that allows one run at a time in a run directory.
+
+The secret that a job's trainers and rollout engines share.
+
+Processes receive it in their environment, which other users of the machine cannot read (unlike a
+command line), and it is never written to disk. This module imports next to nothing, because the
+command line needs it.
+
+How the file system of a folder is mounted.
+"""
+
+import errno
+import fcntl
+import os
+import re
+import secrets
+import socket
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+MOUNTS = Path("/proc/mounts")
+OCTAL = re.compile(r"\\([0-7]{3})")
+LOCAL_LOCKS = {"localflock", "nolock", "local_lock=flock", "local_lock=all"}
+"""Mount options of Lustre and NFS with which other hosts do not see a lock."""
+
+
+@dataclass(frozen=True)
+class Mount:
+    """A line of /proc/mounts."""
+
+    point: str
+    kind: str
+    """Type of the file system: ext4, lustre, nfs4 ..."""
+    options: frozenset[str]
+
+    @classmethod
+    def of(cls, folder: Path, mounts: str | None = None) -> "Mount":
+        """The mount that holds `folder`, an absolute path without symbolic links."""
+        lines = (mounts or MOUNTS.read_text()).splitlines()
+        rows = [[_decoded(field) for field in line.split()[1:4]] for line in lines]
+        holding = [row for row in rows if folder.is_relative_to(row[0])]
+        if not holding:  # inside a chroot
+            return cls("/", "unknown", frozenset())
+        # If several are mounted over each other, the last one is visible.
+        point, kind, options = max(reversed(holding), key=lambda row: len(row[0]))
+        return cls(point, kind, frozenset(options.split(",")))
+
+    @property
+    def local_locks(self) -> str:
+        """The option that limits locks to one host; empty if other hosts see them."""
+        return min(self.options & LOCAL_LOCKS, default="")
+
+
+def _decoded(field: str) -> str:
+    """The kernel writes spaces and backslashes in octal: ``\\040``."""
+    return OCTAL.sub(lambda match: chr(int(match[1], 8)), field)
+
+
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+"""Errors of a file system mounted without locks: the first is Lustre's, the second NFS's."""
+REMEDY = (
+    "mount its file system with -o flock (Lustre), or without nolock and local_lock and with "
+    "rpc.statd (NFS), or set train.run_dir"
+)
+
+
+@contextmanager
+def run_lock(run_dir: Path) -> Iterator[None]:
+    """Lock the run directory; raises ValueError if another process holds it or it has no locks.
+
+    The kernel releases the lock when the process ends, however it ends.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if option := Mount.of(run_dir.resolve()).local_locks:
+        raise ValueError(
+            f"{run_dir} cannot be locked: other hosts do not see locks with {option}; {REMEDY}"
+        )
+    with (run_dir / "lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise ValueError(
+                f"another process trains in {run_dir} ({file.read().strip()}): wait for its end, "
+                "or set train.run_dir"
+            ) from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            raise ValueError(f"{file.name} cannot be locked ({error.strerror}): {REMEDY}") from None
+        file.truncate(0)
+        file.write(_holder())
+        file.flush()
+        yield
+
+
+def _holder() -> str:
+    """This process's identity, for the message that other processes show."""
+    job = os.environ.get("SLURM_JOB_ID")
+    return f"pid {os.getpid()} on {socket.gethostname()}{f', Slurm job {job}' if job else ''}\n"
+
+
+TOKEN_VARIABLE = "MEGATRON_GRPO_TOKEN"
+"""Holds the token for engines given by address; engines that a run starts get a fresh one."""
+
+MIN_TOKEN_LENGTH = 16
+
+MAKE_ONE = f"make one with `export {TOKEN_VARIABLE}=$(openssl rand -hex 32)`"
+
+
+def new_token() -> str:
+    """A random token of 256 bits."""
+    return secrets.token_hex(32)
+
+
+def take_token(environ: MutableMapping[str, str]) -> str | None:
+    """The user's token, removed from `environ` so that no child process inherits it."""
+    return environ.pop(TOKEN_VARIABLE, None)
+
+
+def check_token(token: str | None) -> str:
+    """Return `token`, or raise ValueError (without showing it) if it is missing or too weak."""
+    if not token:
+        raise ValueError(
+            f"{TOKEN_VARIABLE} is not set: engines given by address and their trainers share a "
+            f"token; {MAKE_ONE} and use the same for both"
+        )
+    if len(token) < MIN_TOKEN_LENGTH:
+        raise ValueError(
+            f"{TOKEN_VARIABLE} has {len(token)} characters, at least {MIN_TOKEN_LENGTH} are "
+            f"needed: {MAKE_ONE}"
+        )
+    if not re.fullmatch(r"[!-~]+", token):
+        raise ValueError(
+            f"{TOKEN_VARIABLE} has spaces or other characters that an HTTP header cannot carry: "
+            f"{MAKE_ONE}"
+        )
+    return token
+
+
+def bearer(token: str) -> dict[str, str]:
+    """The HTTP header that authorizes a request."""
+    return {"Authorization": f"Bearer {token}"}

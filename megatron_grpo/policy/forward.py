@@ -1,0 +1,139 @@
+"""Log-probabilities of the response tokens of packed microbatches, under any model.
+
+Running packed microbatches through the pipeline with Megatron-Core's schedules.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megatron_grpo.policy.model import Model, forward, unwrapped
+from megatron_grpo.policy.releases import COUNTS_TOKENS_OF_ALL_RANKS
+from megatron_grpo.policy.transformer import balances_experts
+from parallel.context import context_indices
+from parallel.groups import Groups
+from parallel.logprobs import ChosenTokens, chosen_logprobs, prediction_targets
+from parallel.packing import PackedBatch
+
+T = TypeVar("T")
+
+
+def run_schedule(
+    model: Model,
+    groups: Groups,
+    batches: Sequence[PackedBatch],
+    loss_fn: Callable[[Tensor, PackedBatch], tuple[Tensor, T]],
+    *,
+    forward_only: bool,
+) -> list[T]:
+    """Forward, and unless `forward_only` backward, over all microbatches of this rank.
+
+    `loss_fn(hidden, batch)` is called with the final hidden states on the last pipeline stage, in
+    the order of `batches`. It returns this rank's part of the loss, and any other value, which is
+    collected. Losses are globally weighted: gradients are summed over microbatches, context and
+    data ranks, and never divided. Returns the collected values; empty on other stages.
+
+    Every rank must pass the same number of microbatches; with interleaved stages, a multiple of the
+    pipeline size.
+    """
+    dims = groups.dims
+    assert dims.virtual_pipeline == 1 or len(batches) % dims.pipeline == 0, (
+        f"interleaving needs a multiple of {dims.pipeline} microbatches, not {len(batches)}"
+    )
+
+    loss_scale = 1.0 if forward_only else _weigh_router_losses(model, groups, batches)
+
+    def forward_step(
+        iterator: Any, chunk: Any
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, T]]]:
+        batch = next(iterator)
+        return forward(chunk, batch, groups), partial(_per_token_loss, loss_fn, batch, loss_scale)
+
+    with torch.set_grad_enabled(not forward_only):
+        collected: list[T] = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=[iter(batches) for _ in model.chunks],
+            model=model.chunks,
+            num_microbatches=len(batches),
+            seq_length=len(batches[0].tokens),  # unused: messages carry their own shapes
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+    return collected
+
+
+def _weigh_router_losses(model: Model, groups: Groups, batches: Sequence[PackedBatch]) -> float:
+    """Weight the auxiliary losses of routers by tokens; returns the factor for the main loss.
+
+    Megatron multiplies a router's loss, a mean over the tokens of a microbatch, by their number,
+    and relies on the final division of all gradients to turn this into a mean over the optimizer
+    batch. Here gradients are not divided. Instead, this sets the function with which Megatron
+    scales every loss before the backward; the returned factor cancels it for the main loss.
+    """
+    config = unwrapped(model.chunks[0]).config
+    if not balances_experts(config):
+        return 1.0
+    tokens = torch.tensor(sum(len(b.tokens) for b in batches), device=batches[0].tokens.device)
+    dist.all_reduce(tokens, group=groups.data)
+    num_tokens = float(tokens)
+    if not COUNTS_TOKENS_OF_ALL_RANKS:
+        # Context and sequence parallelism split the tokens of a microbatch over ranks.
+        num_tokens /= groups.dims.tensor * groups.dims.context
+    config.grad_scale_func = lambda loss: loss / num_tokens
+    return num_tokens
+
+
+def _per_token_loss(
+    loss_fn: Callable[[Tensor, PackedBatch], tuple[Tensor, T]],
+    batch: PackedBatch,
+    loss_scale: float,
+    hidden: Tensor,
+) -> tuple[Tensor, Tensor, T]:
+    """The triple whose loss Megatron's schedule does not divide; the token count is unused."""
+    loss, collected = loss_fn(hidden, batch)
+    return loss * loss_scale, torch.zeros((), dtype=torch.int), collected
+
+
+def response_logprobs(
+    model: Model, hidden: Tensor, batch: PackedBatch, temperature: float, groups: Groups
+) -> ChosenTokens:
+    """Log-probabilities and entropies of this context rank's response tokens.
+
+    `hidden` are the last stage's final hidden states (`forward`); only those at positions that
+    predict response tokens are multiplied with the head.
+    """
+    local = context_indices(batch.cu_seqlens, groups.coordinates.context, groups.dims.context)
+    targets = prediction_targets(batch.cu_seqlens, local)
+    return chosen_logprobs(
+        hidden,
+        model.head_weight,
+        batch.tokens,
+        targets,
+        batch.loss_mask,
+        temperature=temperature,
+        vocab_size=model.shape.vocab_size,
+        tensor_group=groups.tensor,
+    )
+
+
+def compute_logprobs(
+    model: Model, batches: Sequence[PackedBatch], temperature: float, groups: Groups
+) -> list[tuple[Tensor, Tensor]] | None:
+    """Log-probabilities and entropies [T] of every microbatch, without gradient.
+
+    Complete on every context and tensor rank of the last stage; None on earlier stages.
+    """
+
+    def collect(hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        chosen = response_logprobs(model, hidden, batch, temperature, groups)
+        both = torch.stack(chosen.whole(len(batch.tokens)))
+        dist.all_reduce(both, group=groups.context)
+        return chosen.logprobs.sum(), (both[0].clone(), both[1].clone())
+
+    outputs = run_schedule(model, groups, batches, collect, forward_only=True)
+    return list(outputs) if model.is_last_stage else None

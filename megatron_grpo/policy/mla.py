@@ -1,0 +1,261 @@
+"""Multi-head latent attention (arXiv 2405.04434, section 2.1) as a module of Megatron-Core.
+
+Megatron-Core's own splits the projections down to latents over tensor ranks with torch's layers and
+not with Transformer Engine's, so that ranks would hold other parts of the weights, and it computes
+RoPE apart from that of other models. Here every tensor rank computes latents whole, for its own
+tokens, with both kinds of layers, and RoPE is the model's. Tensor ranks need sequence parallelism,
+as models with latents have experts, too.
+
+Keys and values are projected up to all heads before attention: that takes fewest FLOPs for whole
+sequences.
+
+YaRN: RoPE for sequences longer than those that a model was trained on (arXiv 2309.00071).
+
+YaRN slows RoPE's rotations, and multiplies queries and keys by an attention factor. Megatron-Core's
+own YaRN multiplies cosines and sines by that factor, but with packed sequences Transformer Engine's
+fused RoPE takes only angles, and the factor is lost without a word. Here it becomes part of the
+softmax scale, which every attention takes: torch's, Transformer Engine's and flex. That is the same
+where whole heads are rotated, and of latents the factor is one for both parts of a head.
+"""
+
+from collections.abc import Mapping
+from math import ceil, floor, log, pi
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings import apply_rotary_pos_emb
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from checkpoint_convert import ModelShape
+from checkpoint_convert.shape import LatentShape
+from megatron_grpo.policy.packed_params import PackedParams
+
+
+class LatentAttention(Attention):
+    """The attention of a layer; its submodules are those of Megatron's ``MLASelfAttention``.
+
+    In `config`, `kv_channels` is the size of a head of values; `head_dim` that of queries and keys.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: Any,
+        *,
+        latent: LatentShape,
+        head_dim: int,
+        **options: Any,
+    ) -> None:
+        super().__init__(config, submodules, attention_type="self", **options)
+        self.latent, self.head_dim = latent, head_dim
+        # In place of the base's, whose heads have one size.
+        self.core_attention = build_module(
+            submodules.core_attention,
+            config=config,
+            attention_type="self",
+            softmax_scale=config.softmax_scale,
+            k_channels=head_dim,
+            v_channels=latent.value_dim,
+            **options,
+        )
+        hidden, heads = config.hidden_size, config.num_attention_heads
+        queries, rank = heads * head_dim, latent.query_rank
+        if rank is None:
+            self.linear_q_proj = self._up(submodules.linear_q_proj, hidden, queries, "q_proj")
+        else:
+            self.linear_q_down_proj = self._down(submodules.linear_q_down_proj, rank, "q_down_proj")
+            self.q_layernorm = self._norm(submodules.q_layernorm, rank)
+            self.linear_q_up_proj = self._up(
+                submodules.linear_q_up_proj, rank, queries, "q_up_proj"
+            )
+        self.linear_kv_down_proj = self._down(
+            submodules.linear_kv_down_proj, latent.rank + latent.rotary_dim, "kv_down_proj"
+        )
+        self.kv_layernorm = self._norm(submodules.kv_layernorm, latent.rank)
+        self.linear_kv_up_proj = self._up(
+            submodules.linear_kv_up_proj,
+            latent.rank,
+            heads * (head_dim - latent.rotary_dim + latent.value_dim),
+            "kv_up_proj",
+        )
+
+    def _down(self, module: Any, size: int, name: str) -> Any:
+        linear = build_module(
+            module,
+            self.config.hidden_size,
+            size,
+            parallel_mode="duplicated",
+            config=self.config,
+            init_method=self.config.init_method,
+            bias=False,
+            skip_bias_add=False,
+            skip_weight_param_allocation=False,
+            tp_comm_buffer_name=name,
+        )
+        # Transformer Engine marks every linear weight as split, and the gradient norm would count
+        # this one once per tensor rank.
+        linear.weight.tensor_model_parallel = False
+        return linear
+
+    def _norm(self, module: Any, size: int) -> Any:
+        eps = self.config.layernorm_epsilon
+        return build_module(module, config=self.config, hidden_size=size, eps=eps)
+
+    def _up(self, module: Any, rank: int, size: int, name: str) -> Any:
+        return build_module(
+            module,
+            rank,
+            size,
+            config=self.config,
+            init_method=self.config.init_method,
+            gather_output=False,
+            bias=False,
+            skip_bias_add=False,
+            is_expert=False,
+            tp_comm_buffer_name=name,
+            tp_group=self.tp_group,
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        rotary_pos_emb: Tensor,
+        packed_seq_params: PackedParams,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Takes and returns [t, 1, hidden size], or with sequence parallelism a rank's tokens."""
+        query, key, value = self.get_query_key_value_tensors(
+            hidden_states, rotary_pos_emb, packed_seq_params
+        )
+        recomputes = self.checkpoint_core_attention and self.training
+        attend = self._checkpointed_attention_forward if recomputes else self.core_attention
+        mixed = attend(
+            query,
+            key,
+            value,
+            attention_mask,
+            attn_mask_type=self.attn_mask_type,
+            packed_seq_params=packed_seq_params,
+        )
+        output: tuple[Tensor, Tensor | None] = self.linear_proj(mixed.reshape(len(query), 1, -1))
+        return output
+
+    def get_query_key_value_tensors(
+        self, hidden_states: Tensor, rotary_pos_emb: Tensor, params: PackedParams
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """[t, heads of this rank, head_dim] of queries and keys, and the same of values."""
+        rotary_dim, value_dim = self.latent.rotary_dim, self.latent.value_dim
+        hidden = hidden_states.squeeze(1)
+        both, _ = self.linear_kv_down_proj(hidden)
+        latent, rotated = both.split([self.latent.rank, rotary_dim], dim=-1)
+        # All heads attend to it, so its gradient is a sum over tensor ranks.
+        rotated = gather_from_sequence_parallel_region(rotated, group=self.tp_group)
+        keys_and_values, _ = self.linear_kv_up_proj(self.kv_layernorm(latent))
+        heads = self.num_attention_heads_per_partition
+        key, value = keys_and_values.unflatten(-1, (heads, -1)).split(
+            [self.head_dim - rotary_dim, value_dim], dim=-1
+        )
+        query, turned = (
+            self._queries(hidden)
+            .unflatten(-1, (heads, -1))
+            .split([self.head_dim - rotary_dim, rotary_dim], dim=-1)
+        )
+        rotated, turned = (
+            self._rotate(part, rotary_pos_emb, params) for part in (rotated.unsqueeze(1), turned)
+        )
+        query = torch.cat([query, turned], dim=-1)
+        key = torch.cat([key, rotated.expand(-1, heads, -1)], dim=-1)
+        return query, key, value.contiguous()
+
+    def _queries(self, hidden: Tensor) -> Tensor:
+        if self.latent.query_rank is None:
+            queries: Tensor = self.linear_q_proj(hidden)[0]
+        else:
+            latent, _ = self.linear_q_down_proj(hidden)
+            queries = self.linear_q_up_proj(self.q_layernorm(latent))[0]
+        return queries
+
+    def _rotate(self, part: Tensor, rotary_pos_emb: Tensor, params: PackedParams) -> Tensor:
+        """RoPE of [t, heads, rotary_dim], whose pairs are neighbours in the weights' order.
+
+        Scores are the same in any order that queries and keys share; Megatron's RoPE has the first
+        halves of all pairs before the second halves.
+        """
+        halves = part.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        rotated: Tensor = apply_rotary_pos_emb(
+            halves,
+            rotary_pos_emb,
+            config=self.config,
+            cu_seqlens=params.rope_cu_seqlens,
+            cp_group=self.pg_collection.cp,
+        )
+        return rotated
+
+
+class WholeLinear(torch.nn.Linear):
+    """Torch's linear layer, as every tensor rank computes it whole; Megatron-Core has none."""
+
+    def __init__(
+        self, input_size: int, output_size: int, *, config: TransformerConfig, **_: Any
+    ) -> None:
+        super().__init__(
+            input_size,
+            output_size,
+            bias=False,
+            dtype=config.params_dtype,
+            device=torch.cuda.current_device(),
+        )
+        # Each tensor rank sees a part of the tokens; the mark makes Megatron sum the gradient.
+        weight: Any = self.weight
+        weight.sequence_parallel = config.sequence_parallel
+
+    def reset_parameters(self) -> None:
+        """Does nothing: weights are about to be loaded."""
+
+    def forward(self, input: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        """The product and no bias, as Megatron-Core's linear layers return."""
+        return super().forward(input), None
+
+
+def yarn_scaling(shape: ModelShape) -> Mapping[str, Any] | None:
+    """The model's `rope_scaling`, if it is YaRN's."""
+    scaling = shape.rope_scaling
+    return scaling if scaling is not None and scaling["rope_type"] == "yarn" else None
+
+
+def yarn_softmax_scale(head_dim: int, scaling: Mapping[str, Any]) -> float:
+    """The scale of scores that replaces ``head_dim ** -0.5``."""
+    factor: float = scaling["attention_factor"]
+    return factor**2 * head_dim**-0.5
+
+
+def yarn_frequencies(inv_freq: Tensor, theta: float, scaling: Mapping[str, Any]) -> Tensor:
+    """Scale RoPE's angles per position, [rotary_dim / 2], by "NTK-by-parts" (section 3.2).
+
+    Pairs of dimensions that turn more than `beta_fast` times within the trained length keep their
+    frequency, those that turn less than `beta_slow` times become `factor` times slower, and in
+    between there is a ramp. It is linear in the index of the pair, as in transformers and vLLM,
+    where the paper has it linear in the number of turns.
+    """
+    rotary_dim = 2 * len(inv_freq)
+
+    def pair(turns: float) -> float:
+        """The index of the pair that turns so often within the trained length, as a real number."""
+        wavelength = scaling["original_max_position_embeddings"] / turns
+        return rotary_dim * log(wavelength / (2 * pi)) / (2 * log(theta))
+
+    first, last = pair(scaling["beta_fast"]), pair(scaling["beta_slow"])
+    if scaling["truncate"]:
+        first, last = floor(first), ceil(last)
+    first, last = max(first, 0), min(last, rotary_dim - 1)
+    if first == last:
+        last += 0.001
+    pairs = torch.arange(len(inv_freq), device=inv_freq.device)
+    slowed = ((pairs - first) / (last - first)).clamp(0, 1)
+    return inv_freq / scaling["factor"] * slowed + inv_freq * (1 - slowed)

@@ -1,0 +1,173 @@
+"""Rollout routing replay (R3, arXiv 2510.11370): the engine's choice of experts, in the trainer.
+
+Engine and trainer round differently, and where the scores of two experts are close, a token goes to
+another one: both then compute different functions. With replay, the policy sends each token to the
+experts that processed it while the engine sampled. Their weights still are the trainer's own, and
+so are the gradients of the router.
+
+The auxiliary losses of a mixture's routers, for the metrics.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from megatron_grpo.policy.releases import router_losses
+from parallel import pipeline_layers
+from parallel.groups import Groups
+from parallel.packing import PackedBatch
+
+TopK = tuple[Tensor, Tensor]
+"""[tokens, topk] each: the scores of the chosen experts, and their numbers."""
+
+
+class RouterReplay:
+    """What a router asks for the experts of its tokens, in place of Megatron's class of this name.
+
+    Megatron's keeps the routers of all models of a process in one list, and a recomputed forward
+    takes the next routes in line. Here a layer binds those of its microbatch whenever it runs.
+    """
+
+    def __init__(self) -> None:
+        self.routed_experts: Tensor | None = None
+        """[tokens, topk] of this rank; None: the router chooses, as in a microbatch of padding."""
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        default_compute_topk: Callable[..., TopK],
+    ) -> TopK:
+        """Called by Megatron with the router's scores [tokens, experts]."""
+        if self.routed_experts is None:
+            return default_compute_topk(scores, topk, num_groups, group_topk)
+        chosen = self.routed_experts.long()
+        return scores.gather(1, chosen), chosen
+
+
+def add_router_replay(chunks: Sequence[GPTModel]) -> None:
+    """Make the layers of a model follow the routes in the params of each packed microbatch."""
+    for number, layer in enumerate(layer for chunk in chunks for layer in chunk.decoder.layers):
+        if not isinstance(layer.mlp, MoELayer):
+            continue  # the routes have a place for it all the same
+        replay = layer.mlp.router.router_replay = RouterReplay()
+        # Megatron passes the params to a layer again when it recomputes the whole of it ...
+        layer.register_forward_pre_hook(partial(_bind, replay, number), with_kwargs=True)
+        if layer.mlp.moe_layer_recompute:  # ... but not when it recomputes only the experts.
+            layer.mlp.moe_layer_recompute = False
+            layer.mlp.forward = partial(_checkpointed, replay, layer.mlp.forward)
+
+
+def with_own_layers(batch: PackedBatch, groups: Groups) -> PackedBatch:
+    """The batch with the routes of this pipeline rank's layers only, in the order of its chunks."""
+    if batch.routed_experts is None:
+        return batch
+    num_layers = batch.routed_experts.shape[1]
+    own = pipeline_layers(num_layers, groups.dims)[groups.coordinates.pipeline]
+    return replace(batch, routed_experts=batch.routed_experts[:, [*chain(*own)]])
+
+
+def own_routes(batch: PackedBatch, local: Tensor, groups: Groups) -> Tensor | None:
+    """The routes [tokens, own layers, topk] of the tokens that this rank's routers see.
+
+    `local` are those of its context rank, of which each tensor rank has a part: a mixture of
+    experts over several tensor ranks needs sequence parallelism.
+    """
+    if batch.routed_experts is None:
+        return None
+    return batch.routed_experts[local].chunk(groups.dims.tensor)[groups.coordinates.tensor]
+
+
+def _bind(
+    replay: RouterReplay, number: int, _layer: Any, _: tuple[Any, ...], passed: dict[str, Any]
+) -> None:
+    routes = passed["packed_seq_params"].routed_experts
+    replay.routed_experts = None if routes is None else routes[:, number]
+
+
+def _checkpointed(
+    replay: RouterReplay, forward: Callable[..., Any], hidden: Tensor, **arguments: Any
+) -> Any:
+    """Megatron's checkpoint around a mixture, with the routes of this microbatch bound again."""
+    routes = replay.routed_experts
+
+    def run(hidden: Tensor) -> Any:
+        replay.routed_experts = routes
+        return forward(hidden, **arguments)
+
+    return tensor_parallel.checkpoint(run, False, hidden)
+
+
+BALANCE, Z_LOSS = "load_balancing_loss", "z_loss"
+"""Megatron's names."""
+
+
+class RouterLosses:
+    """What the routers lose in an optimizer batch, without the coefficients: a mean over tokens.
+
+    Megatron adds up these losses over microbatches of any length, in one table of the process, for
+    its training script to read and clear. Here they are taken from the table after each forward of
+    a router, and weighted by tokens, like their gradient (`schedule.py`).
+    """
+
+    def __init__(self, chunks: Sequence[GPTModel]) -> None:
+        self._names = _names(chunks[0].config)
+        size, device = len(self._names) + 1, next(chunks[0].parameters()).device
+        self._sums = torch.zeros(size, dtype=torch.float64, device=device)
+        """Of each loss, times tokens; and the tokens. Over microbatches and this rank's routers."""
+        for module in (module for chunk in chunks for module in chunk.modules()):
+            if self._names and isinstance(module, TopKRouter):
+                module.register_forward_hook(self._take)
+
+    def clear(self) -> None:
+        """Forget all microbatches."""
+        self._sums.zero_()
+
+    def means(self) -> dict[str, float]:
+        """Means over tokens and routers since `clear`, the same on all ranks; collective.
+
+        Empty if routers have no losses. `moe/load_balancing_loss` is 1 if all experts have equally
+        many tokens and probability.
+        """
+        if not self._names:
+            return {}
+        sums = self._sums.clone()
+        dist.all_reduce(sums)  # every rank has routers or tokens that no other has
+        *totals, num_tokens = sums.tolist()
+        named = zip(self._names, totals, strict=True)
+        return {f"moe/{name}": total / num_tokens for name, total in named}
+
+    def _take(self, router: TopKRouter, inputs: tuple[Any, ...], _: Any) -> None:
+        if not torch.is_grad_enabled():
+            return  # no training, or activations will be recomputed: Megatron counts nothing
+        num_tokens = inputs[0].shape[:-1].numel()
+        found: list[Tensor] = []
+        for name in self._names:
+            value = router_losses(name)[router.layer_number - 1]
+            # The balance of a microbatch is a sum over the ranks that share it; the z-loss of each
+            # is a mean over its own tokens.
+            num_parts = router.tp_cp_group.size() if name == BALANCE else 1
+            found.append(value.double() * (num_tokens * num_parts))
+            value.zero_()
+        found.append(torch.full_like(found[0], num_tokens))
+        self._sums += torch.stack(found)
+
+
+def _names(config: TransformerConfig) -> list[str]:
+    """The losses that routers have; by default none."""
+    balances = config.moe_router_load_balancing_type == "aux_loss" and config.moe_aux_loss_coeff
+    losses = {BALANCE: balances, Z_LOSS: config.moe_z_loss_coeff}
+    return [name for name, has in losses.items() if has and config.num_moe_experts is not None]

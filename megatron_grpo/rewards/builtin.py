@@ -1,0 +1,182 @@
+"""Reward `cosine`: correctness, scaled by the length of the completion.
+
+Reward `exact`.
+
+Reward `format`.
+
+Reward `repetition`: a penalty for repeated n-grams.
+
+Reward `soft_overlong`: a length penalty that begins before the limit is reached.
+
+Finds rows whose reference answer a reward function cannot read, before a run begins.
+"""
+
+import math
+import re
+import reprlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron_grpo.config.reward import RewardConfig, RewardFunction
+from megatron_grpo.data.rows import Fault, Row
+from megatron_grpo.rewards.math import math_answer
+
+
+def exact(completions: list[str], answer: list[Any], **_: Any) -> list[float]:
+    """1 if the completion equals the answer, ignoring whitespace around both, else 0."""
+    return [
+        float(completion.strip() == str(wanted).strip())
+        for completion, wanted in zip(completions, answer, strict=True)
+    ]
+
+
+ACCURACY: dict[str, Callable[..., Sequence[float | Exception]]] = {
+    "exact": exact,
+    "math_answer": math_answer,
+}
+
+
+def cosine(
+    completions: list[str],
+    completion_ids: list[list[int]],
+    answer: list[Any],
+    finish_reasons: list[str],
+    *,
+    cosine_max_len: int,
+    cosine_min_len_value_wrong: float = -0.5,
+    cosine_max_len_value_wrong: float = 0.0,
+    cosine_min_len_value_correct: float = 1.0,
+    cosine_max_len_value_correct: float = 0.5,
+    accuracy: str = "math_answer",
+    boxed: bool = False,
+    only_finished: bool = False,
+    reward_timeout: float = math.inf,
+    **_: Any,
+) -> list[float | Exception]:
+    """Half a cosine from the value at length 0 to the value at L = `cosine_max_len` tokens.
+
+    v_L + (v_0 - v_L) * (1 + cos(pi * length / L)) / 2, with separate values for correct and wrong
+    completions: CosFn of the cosine length-scaling reward of arXiv 2502.03373, which favours short
+    right answers and gives wrong ones room to think. Names and defaults are ms-swift's, which also
+    leaves out the paper's r_e for length L; there `cosine_max_len` defaults to what is
+    `rollout.max_completion_length` here. Beyond L the value stays at that of L. A completion is
+    correct if the reward `accuracy`, `math_answer` or `exact`, gives it 1; `boxed` and
+    `only_finished` are arguments of math_answer.
+    """
+    if cosine_max_len < 1:
+        raise ValueError(
+            f"cosine_max_len {cosine_max_len} must be at least 1: use rollout.max_completion_length"
+        )
+    if accuracy not in ACCURACY:
+        raise ValueError(f"accuracy {accuracy!r} is unknown: use {' or '.join(ACCURACY)}")
+    if accuracy != "math_answer" and (boxed or only_finished):
+        raise ValueError(
+            f"boxed {boxed} and only_finished {only_finished} are for accuracy math_answer: use "
+            f"that instead of {accuracy}, or false for both"
+        )
+    wrong = (cosine_min_len_value_wrong, cosine_max_len_value_wrong)
+    correct = (cosine_min_len_value_correct, cosine_max_len_value_correct)
+    scores = ACCURACY[accuracy](
+        completions,
+        answer,
+        finish_reasons=finish_reasons,
+        boxed=boxed,
+        only_finished=only_finished,
+        reward_timeout=reward_timeout,
+    )
+    return [
+        score
+        if isinstance(score, Exception)
+        else _half_cosine(min(len(ids) / cosine_max_len, 1.0), *(correct if score >= 1 else wrong))
+        for ids, score in zip(completion_ids, scores, strict=True)
+    ]
+
+
+def _half_cosine(share: float, first: float, last: float) -> float:
+    return last + (first - last) * (1 + math.cos(math.pi * share)) / 2
+
+
+def format(completions: list[str], *, pattern: str, **_: Any) -> list[float]:
+    """1 if the regular expression `pattern` matches the whole completion, else 0.
+
+    `.` also matches newlines. Give the pattern in the config: `arguments: {pattern: ...}`.
+    """
+    wanted = re.compile(pattern, re.DOTALL)
+    return [float(wanted.fullmatch(completion) is not None) for completion in completions]
+
+
+def repetition(
+    completions: list[str],
+    *,
+    repetition_n_grams: int = 3,
+    repetition_max_penalty: float = -1.0,
+    **_: Any,
+) -> list[float]:
+    """`repetition_max_penalty` times the share of n-grams that occurred before.
+
+    (1 - distinct / all) * repetition_max_penalty: the n-gram repetition penalty of arXiv
+    2502.03373, appendix C.2, over lower-cased words split at whitespace as in Open-R1 and ms-swift,
+    from which names and defaults are taken. 0 if there are fewer than n words.
+    """
+    if repetition_n_grams < 1:
+        raise ValueError(f"repetition_n_grams {repetition_n_grams} must be at least 1, such as 3")
+    if repetition_max_penalty > 0:
+        raise ValueError(
+            f"repetition_max_penalty {repetition_max_penalty} would reward repetition: "
+            "use at most 0, such as -1.0"
+        )
+    return [
+        repetition_max_penalty * _share_repeated(completion.lower().split(), repetition_n_grams)
+        for completion in completions
+    ]
+
+
+def _share_repeated(words: list[str], n: int) -> float:
+    n_grams = [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
+    return 1 - len(set(n_grams)) / len(n_grams) if n_grams else 0.0
+
+
+def soft_overlong(
+    completions: list[str],
+    completion_ids: list[list[int]],
+    *,
+    soft_max_length: int,
+    soft_cache_length: int,
+    **_: Any,
+) -> list[float]:
+    """0 up to L_max - L_cache tokens, then linearly down to -1 at L_max, and -1 beyond.
+
+    Equation 13 of DAPO (arXiv 2503.14476), where L_max is `soft_max_length` and L_cache is
+    `soft_cache_length`, the names of ms-swift; there `soft_max_length` defaults to what is
+    `rollout.max_completion_length` here.
+    """
+    if not 0 < soft_cache_length < soft_max_length:
+        raise ValueError(
+            f"soft_cache_length {soft_cache_length} must be above 0 and below soft_max_length "
+            f"{soft_max_length}, such as {max(1, soft_max_length // 5)}"
+        )
+    free = soft_max_length - soft_cache_length
+    return [max(-1.0, min(0.0, (free - len(ids)) / soft_cache_length)) for ids in completion_ids]
+
+
+def reference_fault(cfg: RewardConfig) -> Callable[[Row], Fault | None]:
+    """Return a function that tells why `cfg`'s reward functions cannot read a row's `answer`."""
+    readers = [function.name for function in cfg.functions if _reads_mathematics(function)]
+    if not readers:
+        return lambda row: None
+    # Imported here because SymPy takes a second to import, and other functions do not need it.
+    from megatron_grpo.rewards.math import can_read  # noqa: PLC0415
+
+    def fault(row: Row) -> Fault | None:
+        if "answer" not in row or can_read(row["answer"]):
+            return None
+        return Fault(f"no answer that {readers[0]} can read", reprlib.repr(row["answer"]))
+
+    return fault
+
+
+def _reads_mathematics(function: RewardFunction) -> bool:
+    accuracy = function.arguments.get("accuracy", "math_answer")
+    return function.name == "math_answer" or (
+        function.name == "cosine" and accuracy == "math_answer"
+    )

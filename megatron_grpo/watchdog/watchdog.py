@@ -1,0 +1,205 @@
+"""The watch of a rank, as its main thread uses it.
+
+Main threads spend their time in collectives, which cannot be interrupted. So a second thread
+(`lifeline.py`) talks to a monitor on rank 0 (`monitor.py`), which tracks the state of all ranks
+(`job.py`). When the job is over, that second thread ends the process.
+
+Agreement of all ranks to stop at the same step.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch.distributed import DistError, Store
+
+from megatron_grpo.engines import EnginesLost
+from megatron_grpo.launch.launch import RankPlace
+from megatron_grpo.launch.process import EXIT_PREEMPTED, PREEMPTION_SIGNALS, Preempted, is_mistake
+from megatron_grpo.rewards import RewardError
+from megatron_grpo.watchdog.job import EXIT_FAILURE, PACE, End, Failure, Limits, Pace, Position
+from megatron_grpo.watchdog.lifeline import Lifeline
+from megatron_grpo.watchdog.monitor import Monitor
+from megatron_grpo.watchdog.wire import MonitorAddress, connect
+
+MAX_TEXT = 1 << 15
+AGREED = (Preempted, EnginesLost)
+"""Exceptions that all ranks raise together, after saving."""
+NOTHING_TO_SAVE = End(
+    EXIT_PREEMPTED, "megatron-grpo: preempted before the first step; the same command resumes"
+)
+STORE_KEY = "megatron-grpo/watch"
+
+
+class Watch:
+    """One rank's watch; every rank creates one with the job's `store` and enters its context.
+
+    Anything that ends the block on one rank ends all ranks within seconds: an exception, Preempted,
+    a death, a hang, SIGINT. The process then exits inside the context with the job's exit code,
+    and rank 0 prints the reason. The context is left only when all ranks have reached its end.
+
+    After a hang, `stacks_file` holds the stacks of all ranks; after an error reported in one line,
+    its traceback.
+    """
+
+    def __init__(
+        self,
+        place: RankPlace,
+        store: Store,
+        limits: Limits,
+        stacks_file: Path,
+        pace: Pace = PACE,
+    ) -> None:
+        self._place = place
+        self._position = Position()
+        self._is_preempted = False
+        self._callbacks: list[Callable[[], None]] = []
+        self._has_reported = False
+        self._monitor = None
+        host = monitor_host(place, store)
+        if place.rank == 0:
+            self._monitor = Monitor(host, place.world_size, limits, stacks_file, pace)
+            store.set(STORE_KEY, json.dumps(asdict(self._monitor.address)))
+        address = MonitorAddress(**json.loads(store.get(STORE_KEY)))
+        connection = connect(address, place.rank, socket.gethostname(), os.getpid(), pace.silence)
+        self._lifeline = Lifeline(
+            connection, address.rank_0, place, pace, lambda: self._position, self._preempt
+        )
+
+    def __enter__(self) -> "Watch":
+        for number in PREEMPTION_SIGNALS:
+            signal.signal(number, lambda *_: None)  # the lifeline handles them
+        os.register_at_fork(after_in_child=self._let_go)
+        self._lifeline.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self._lifeline.say(leaves=asdict(End(0)))
+        elif isinstance(error, AGREED):
+            code = EXIT_PREEMPTED if isinstance(error, Preempted) else EXIT_FAILURE
+            self._lifeline.say(leaves=asdict(End(code, f"megatron-grpo: {error}")))
+        else:
+            self.report(kind, error, trace)
+        self._lifeline.join()  # returns if all ranks succeed; else the process ends in it
+        if self._monitor is not None:
+            self._monitor.join()
+        self._let_go()
+
+    def begin_step(self, step: int) -> None:
+        """Record that the main thread begins optimizer step `step`, counted from 1."""
+        self._position = replace(self._position, step=step, num_ticks=0)
+
+    def enter(self, phase: str) -> None:
+        """Record that the main thread enters the phase `phase` of the step."""
+        before = self._position
+        self._position = replace(before, phase=phase, num_phases=before.num_phases + 1)
+        self._lifeline.say(beat=asdict(self._position))
+
+    def tick(self) -> None:
+        """Record progress by one microbatch."""
+        self._position = replace(self._position, num_ticks=self._position.num_ticks + 1)
+
+    @property
+    def is_preempted(self) -> bool:
+        """Whether any rank of the job has received SIGTERM or SIGUSR1."""
+        return self._is_preempted
+
+    def on_preempt(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once `is_preempted`, mostly from another thread, and possibly twice."""
+        self._callbacks.append(callback)
+        if self._is_preempted:
+            callback()
+
+    def report(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Report the first exception that ends the main thread to all ranks at once.
+
+        Meant for `ExitStack.push`, because closing the rest of the stack may take seconds.
+        """
+        if error is None or self._has_reported or isinstance(error, (*AGREED, KeyboardInterrupt)):
+            return
+        self._has_reported = True
+        self._lifeline.unwind()
+        self._lifeline.say(beat=asdict(self._position))  # the exact position of the failure
+        self._lifeline.say(failure=asdict(_failure(error, self._position.step)))
+        if self._place.has_own_log:
+            traceback.print_exception(kind, error, trace, file=sys.stderr)
+
+    def _preempt(self) -> None:
+        if self._is_preempted:
+            return
+        self._is_preempted = True
+        for callback in self._callbacks:
+            callback()
+        if self._place.rank == 0 and self._position.step == 0:
+            self._lifeline.say(over=asdict(NOTHING_TO_SAVE))
+
+    def _let_go(self) -> None:
+        self._lifeline.close()
+        for number in PREEMPTION_SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def monitor_host(place: RankPlace, store: Store) -> str:
+    """The address on which rank 0 listens: loopback for one host, else on the ranks' network."""
+    if place.num_hosts == 1:
+        return "127.0.0.1"
+    # As the last rank resolves it: on rank 0's own host its name may resolve to loopback.
+    if place.rank == place.world_size - 1:
+        store.set(f"{STORE_KEY}/host", socket.gethostbyname(os.environ["MASTER_ADDR"]))
+    return str(store.get(f"{STORE_KEY}/host").decode())
+
+
+def _failure(error: BaseException, step: int) -> Failure:
+    """The report of an exception in optimizer step `step`: one line, if that says everything.
+
+    Before the first step (0), ValueError and OSError mean that config, data or files need fixing,
+    unless the error is transient. Later the same command may succeed, and unforeseen errors are
+    reported with their stack.
+    """
+    trace = "".join(traceback.format_exception(error)).rstrip()[-MAX_TEXT:]
+    is_ours = isinstance(error, (ValueError, OSError))
+    is_consequence = (
+        isinstance(error, ConnectionError)
+        if is_ours
+        else isinstance(error, DistError) or "gloo" in trace
+    )
+    is_early = is_ours and step == 0
+    is_for_user = is_early and is_mistake(error)
+    if str(error) and (is_early or _is_meant_for_people(error)):
+        return Failure(str(error), trace, is_for_user, is_consequence)
+    return Failure(trace, "", is_for_user, is_consequence)
+
+
+def _is_meant_for_people(error: BaseException) -> bool:
+    """Whether its message says what is wrong and where; those of system errors (errno) do not."""
+    return isinstance(error, RewardError) or (isinstance(error, OSError) and error.errno is None)
+
+
+def agree_to_stop(is_preempted: bool, device: torch.device) -> bool:
+    """Whether `is_preempted` is true on any rank; collective over the default group.
+
+    Ranks learn of a signal at different times: without this, one might stop a step before another.
+    """
+    told = torch.tensor(int(is_preempted), device=device)
+    dist.all_reduce(told, dist.ReduceOp.MAX)
+    return bool(told)

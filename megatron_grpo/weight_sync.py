@@ -1,0 +1,333 @@
+"""A push of weights: from the trainer's shards over dedicated links into the engines' workers.
+
+A push is a transaction. After each phase, all ranks know whether it succeeded everywhere, and no
+engine serves requests until every worker is verified to hold the same weights as the ranks.
+
+The push of new weights to the engines.
+
+Checksums of what every worker of an engine must hold after a push, summed over the ranks.
+
+Layouts, dtypes and sizes of the weights in an engine's workers, from the config alone.
+"""
+
+import json
+import os
+import socket
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from math import prod
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from checkpoint_convert import ModelShape, hf_tensors
+from checkpoint_convert.megatron import hf_dtypes
+from checkpoint_convert.vllm import EngineDims, check_engine, engine_dtypes, engine_layouts
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.rollout import RolloutConfig
+from megatron_grpo.engines import EnginesLost, RolloutClient, WorkerSums
+from megatron_grpo.launch.process import Preempted
+from megatron_grpo.timing import PhaseTimer
+from parallel import Layout, Sender, cut_shares, plan_shares
+from parallel.collectives import broadcast_text, first_failure
+from parallel.weight_transfer import (
+    TIMEOUT,
+    Board,
+    Invitation,
+    Meeting,
+    Outbox,
+    bucket_bytes_for,
+    join,
+    local_address,
+    open_meeting,
+    refuse_all,
+)
+
+
+def sums_of_all_ranks(
+    sent: Mapping[int, Mapping[str, int]], workers: Sequence[Layout]
+) -> Sequence[WorkerSums]:
+    """The checksums of each worker's parameters, from those of what each rank has `sent` to it.
+
+    Padding is zero and adds nothing. Collective over all ranks of the default group: one all-reduce
+    with an int64 for each parameter of each worker.
+    """
+    names = [(number, name) for number, worker in enumerate(workers) for name in worker.shapes]
+    sums = torch.tensor(
+        [sent.get(number, {}).get(name, 0) for number, name in names], dtype=torch.int64
+    )
+    dist.all_reduce(sums)
+    totals: list[dict[str, int]] = [{} for _ in workers]
+    for (number, name), total in zip(names, sums.tolist(), strict=True):
+        totals[number][name] = total
+    return totals
+
+
+def engine_dims(rollout: RolloutConfig) -> EngineDims:
+    """Parallel sizes of each engine."""
+    return EngineDims(
+        tensor=rollout.tensor_parallel_size,
+        expert_parallel=bool(rollout.vllm.get("enable_expert_parallel", False)),
+    )
+
+
+def worker_layouts(shape: ModelShape, rollout: RolloutConfig) -> list[Layout]:
+    """The layout of each worker of an engine, in rank order; the same for all engines."""
+    if rollout.engine == "transformers":
+        return [Layout.of_whole_tensors(hf_tensors(shape))]
+    return engine_layouts(shape, engine_dims(rollout))
+
+
+def worker_dtypes(shape: ModelShape, rollout: RolloutConfig, dtype: str) -> dict[str, str]:
+    """The dtype of every parameter of the workers, by name, in engines of `dtype`."""
+    if rollout.engine == "transformers":
+        return hf_dtypes(shape, dtype, "float32")
+    return engine_dtypes(shape, dtype)
+
+
+def shard_bytes(workers: Sequence[Layout], itemsizes: Mapping[str, int]) -> int:
+    """Bytes of the weights of an engine's fullest worker; `itemsizes` are those of `workers`."""
+    return max(
+        sum(itemsizes[name] * prod(size) for name, size in worker.shapes.items())
+        for worker in workers
+    )
+
+
+PREEMPTED = -1
+"""Sent instead of the number of engines."""
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class WeightSync:
+    """Pushes weights to the engines; every rank makes one, and all call `push` together.
+
+    `sender` describes what this rank can send, by the local names of its parameters. Ranks
+    coordinate over the CPU: a GPU that waits in a collective is busy, and an engine may share it.
+    """
+
+    def __init__(
+        self, cfg: Config, shape: ModelShape, sender: Sender, device: torch.device, num_hosts: int
+    ) -> None:
+        self._sender, self._device = sender, device
+        self._network_only = cfg.rollout.weight_transport == "network"
+        # As resolved by the last rank: on rank 0's own host, its name may resolve to loopback.
+        address = meeting_address(cfg.rollout.base_urls, num_hosts, os.environ)
+        self._address = broadcast_text(address, source=dist.get_world_size() - 1)
+        dtypes = worker_dtypes(shape, cfg.rollout, cfg.model.dtype)
+        self._dtypes = {name: getattr(torch, dtype) for name, dtype in dtypes.items()}
+        self._workers = worker_layouts(shape, cfg.rollout)
+        shares = plan_shares(sender, self._workers)
+        self._senders = self._all_senders({worker for worker, *_ in shares})
+        limit = cfg.rollout.update_weights_bucket_megabytes * 1_000_000
+        itemsizes = {name: dtype.itemsize for name, dtype in self._dtypes.items()}
+        self._bucket_bytes = bucket_bytes_for(
+            limit,
+            self._senders,
+            cfg.rollout.num_engines,
+            shard_bytes(self._workers, itemsizes),
+        )
+        self._sends = cut_shares(shares, self._bucket_bytes // max(itemsizes.values()))
+        self._check_engine = partial(check_engine, self._workers, dtypes=dtypes)
+        self._num_engines, self._chain = 0, 0
+        self._outbox: Outbox | None = None
+        self._board: Board | None = None
+
+    def push(
+        self,
+        parameters: Mapping[str, Tensor],
+        engines: RolloutClient | None,
+        policy_version: int,
+        timer: PhaseTimer,
+    ) -> None:
+        """Make every healthy engine serve `parameters`, this rank's shard, as `policy_version`.
+
+        Rank 0 holds `engines`. On return, every worker of every serving engine is verified to hold
+        the same weights as the ranks, and the engines have dropped their caches. A push that fails
+        is repeated once from the start, over new links. If an engine has failed, the push goes to
+        the others, and may again be repeated once.
+
+        Raises on all ranks: EnginesLost, when the push fails twice with the same engines or no
+        engine is back within `rollout.startup_timeout` (its text on rank 0 names the engine, worker
+        and parameters; no engine ever serves weights that failed verification); Preempted, when
+        rank 0 was told to stop while waiting for an engine.
+        """
+        with timer.phase("await_engines"):
+            self._assemble(engines)
+        is_repeated = False
+        while failure := self._try_push(parameters, engines, policy_version, timer):
+            self.close()
+            with timer.phase("await_engines"):
+                has_changed = self._assemble(engines)
+            if is_repeated and not has_changed:
+                raise EnginesLost(str(failure))
+            is_repeated = not has_changed
+            if engines is not None:
+                print(f"a push of weights failed and is repeated: {failure}", file=sys.stderr)
+
+    def close(self) -> None:
+        """Close this rank's links."""
+        if self._outbox is not None:
+            self._outbox.close()
+        self._outbox = None
+
+    def _assemble(self, engines: RolloutClient | None) -> bool:
+        """Tell all ranks how many engines the push is for; returns whether the engines changed.
+
+        If they did, the links to the earlier ones are closed.
+        """
+        found = torch.zeros(2, dtype=torch.int64)
+
+        def assemble() -> None:
+            if engines is not None:
+                try:
+                    found.copy_(torch.tensor(engines.assemble(self._check_engine)))
+                except Preempted:
+                    found.fill_(PREEMPTED)
+
+        failure = self._first_failure(assemble)
+        if failure is not None:
+            raise EnginesLost(str(failure))
+        dist.broadcast(found, src=0)
+        num_engines, chain = found.tolist()
+        if num_engines == PREEMPTED:
+            raise Preempted("the wait for an engine was given up")
+        has_changed, self._num_engines, self._chain = chain != self._chain, num_engines, chain
+        if has_changed:
+            self.close()
+        return has_changed
+
+    def _try_push(
+        self,
+        parameters: Mapping[str, Tensor],
+        engines: RolloutClient | None,
+        policy_version: int,
+        timer: PhaseTimer,
+    ) -> ConnectionError | None:
+        """Returns on all ranks the error of the first rank that failed; None if none did."""
+        push = f"{policy_version}-{uuid.uuid4().hex[:12]}"
+        with timer.phase("push"):
+            failure = self._first_failure(lambda: self._begin(engines, push))
+            self._board = None  # everyone who met there has their links, or has failed
+            if failure is not None:
+                return failure
+            sent: dict[int, WorkerSums] = {}
+            broken = self._first_failure(
+                lambda: sent.update(self._transfer(parameters, engines, push))
+            )
+        # Ask the engines in any case: only the other end of a broken link may know why it broke.
+        with timer.phase("verify_weights"):
+            expected = None if broken else sums_of_all_ranks(sent, self._workers)
+            failure = self._first_failure(
+                lambda: engines.check_push(push, expected) if engines else None
+            )
+        if failure is None and broken is None:
+            with timer.phase("push"):
+                failure = self._first_failure(
+                    lambda: engines.finish_push(push, policy_version) if engines else None
+                )
+        return failure or broken
+
+    def _begin(self, engines: RolloutClient | None, push: str) -> None:
+        if self._outbox is None:
+            self._outbox = self._connect(engines)
+        if engines is not None:
+            engines.begin_push(push)
+
+    def _connect(self, engines: RolloutClient | None) -> Outbox:
+        """Meet the workers of the engines; collective over all ranks."""
+        meeting = None
+        if engines is not None:
+            meeting, self._board = open_meeting(self._address)
+        words = broadcast_text(json.dumps(asdict(meeting)) if meeting else "")
+        invitation = Invitation(
+            meeting=Meeting(**json.loads(words)),
+            bucket_bytes=self._bucket_bytes,
+            num_engines=self._num_engines,
+            network_only=self._network_only,
+            senders=self._senders,
+            zeros=[
+                [(name, [*box.start], [*box.size]) for name, box in worker.zeros]
+                for worker in self._workers
+            ],
+        )
+
+        def connect(engines: RolloutClient, is_sending: Callable[[], bool]) -> None:
+            try:
+                engines.connect(invitation.to_json(), is_sending)
+            except OSError as error:
+                refuse_all(invitation, str(error))
+                raise
+
+        with meanwhile(engines, connect):
+            return Outbox.open(
+                invitation,
+                self._board or join(invitation.meeting, TIMEOUT),
+                rank=self._sender.rank,
+                sends=self._sends,
+                shapes=[worker.shapes for worker in self._workers],
+                dtypes=self._dtypes,
+                device=self._device,
+            )
+
+    def _transfer(
+        self, parameters: Mapping[str, Tensor], engines: RolloutClient | None, push: str
+    ) -> Mapping[int, WorkerSums]:
+        """Send this rank's share; returns the checksums of what it has sent, by worker."""
+        assert self._outbox is not None
+        with meanwhile(engines, lambda e, is_sending: e.receive_push(push, is_sending)):
+            return self._outbox.send(parameters)
+
+    def _first_failure(self, action: Callable[[], None]) -> ConnectionError | None:
+        return first_failure(action, ConnectionError)
+
+    def _all_senders(self, own: set[int]) -> list[list[int]]:
+        """The ranks that send to each worker; `own` are the workers of this rank. Collective."""
+        mine = torch.zeros(len(self._workers), dtype=torch.uint8)
+        mine[list(own)] = 1
+        by_rank = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(by_rank, mine)
+        return [column.nonzero().flatten().tolist() for column in torch.stack(by_rank, dim=1)]
+
+
+@contextmanager
+def meanwhile(
+    engines: RolloutClient | None, action: Callable[[RolloutClient, Callable[[], bool]], None]
+) -> Iterator[None]:
+    """On rank 0, which holds `engines`, run `action` on them concurrently with the block.
+
+    `action` gets a function that tells whether the block is still running. Its error replaces that
+    of the block, which sees only a broken link when an engine dies.
+    """
+    if engines is None:
+        yield
+        return
+    is_over = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(action, engines, lambda: not is_over.is_set())
+        try:
+            yield
+        finally:
+            is_over.set()
+            done.result()
+
+
+def meeting_address(base_urls: Sequence[str], num_hosts: int, environ: Mapping[str, str]) -> str:
+    """The address of rank 0's host at which ranks and workers meet.
+
+    With ranks on several hosts: that of MASTER_ADDR, at which the ranks have already met. With
+    ranks on one host: loopback if all engines are local, else the address from which a remote
+    engine is reached.
+    """
+    if num_hosts > 1:
+        return socket.gethostbyname(environ["MASTER_ADDR"])
+    hosts = [urlsplit(url).hostname or "" for url in base_urls]
+    remote = [host for host in hosts if host not in LOOPBACK]
+    return local_address(Meeting(remote[0], port=1, key="")) if remote else "127.0.0.1"

@@ -1,1 +1,0 @@
-"""The push of new weights to the engines."""

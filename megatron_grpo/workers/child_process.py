@@ -1,0 +1,160 @@
+"""A process that ends with this one, with all processes that it starts.
+
+One rollout engine as a process on this host, with its log.
+"""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from subprocess import Popen
+from typing import IO
+
+from megatron_grpo.launch import parent_death
+from megatron_grpo.launch.process import exit_words
+
+COLLECTOR = "collector"
+"""Name prefix of the thread that collects generations in parallel to the main thread."""
+MAX_FOLDER_LENGTH = 70
+"""The kernel limits socket paths to 107 characters, and vLLM's socket names take 37."""
+KILL_SECONDS = 5.0
+"""Time in which SIGKILL ends a process, unless a device driver blocks it."""
+
+
+@dataclass(frozen=True)
+class TiedProcess:
+    """A running process, the leader of its own process group."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+    """Its TMPDIR, removed with it: a killed engine leaves sockets and the like there.
+
+    If this process is killed, the process that `parent_death` leaves waiting removes it."""
+
+    @classmethod
+    def start(
+        cls, command: list[str], environment: Mapping[str, str], output: IO[bytes]
+    ) -> "TiedProcess":
+        """Start `command`, which writes to `output`.
+
+        Linux kills it when the thread that started it ends. So only a thread that lasts as long as
+        the run may call this: the main thread or the `COLLECTOR`.
+        """
+        assert (
+            threading.current_thread() is threading.main_thread()
+            or threading.current_thread().name.startswith(COLLECTOR)
+        )
+        folder = _make_folder()
+        tied_to_us = [sys.executable, "-I", parent_death.__file__, str(os.getpid()), str(folder)]
+        process = subprocess.Popen(
+            [*tied_to_us, *command],
+            env={**environment, "TMPDIR": str(folder)},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        return cls(process, folder)
+
+    def end(self, within: float = 0.0) -> str:
+        """How the process ended, if it ends within `within` seconds; else an empty string."""
+        try:
+            return f"ended with {exit_words(self.process.wait(within))}"
+        except subprocess.TimeoutExpired:
+            return ""
+
+    def kill(self) -> None:
+        """Kill it and all processes that it started, even stopped ones."""
+        deadline = time.monotonic() + KILL_SECONDS
+        parent_death.kill_group(self.process.pid)
+        self.end(within=KILL_SECONDS)
+        self.kill_others(deadline)
+
+    def kill_others(self, deadline: float) -> None:
+        """Wait for the processes that it started, and kill those left at `deadline` (monotonic).
+
+        Then removes its folder.
+        """
+        with suppress(ProcessLookupError):  # raised when the group is empty
+            while time.monotonic() < deadline:
+                os.killpg(self.process.pid, 0)
+                time.sleep(0.05)
+            os.killpg(self.process.pid, signal.SIGKILL)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _make_folder() -> Path:
+    """A new private folder whose path is short enough for the paths of an engine's sockets."""
+    folder = tempfile.mkdtemp(prefix="engine_")
+    if len(folder) > MAX_FOLDER_LENGTH:
+        os.rmdir(folder)
+        folder = tempfile.mkdtemp(prefix="engine_", dir="/tmp")
+    return Path(folder)
+
+
+NUM_LOG_LINES_SHOWN = 12
+
+# The last line of a traceback, as Python prints it or after the prefix of vLLM's log.
+ERROR_LINE = re.compile(r"(\(.*?\) ERROR .*?\] )?[\w.]*(Error|Exception): \S")
+
+
+@dataclass(frozen=True)
+class EngineProcess:
+    """A running engine."""
+
+    url: str
+    command: list[str]
+    environment: Mapping[str, str] = field(repr=False)  # it holds the token
+    log: Path
+    log_start: int
+    """Size of the log when the engine started: earlier lines are from another run."""
+    tied: TiedProcess
+
+    @classmethod
+    def start(
+        cls, command: list[str], environment: Mapping[str, str], url: str, log: Path
+    ) -> "EngineProcess":
+        """Start an engine with `command`, reachable at `url`; its output is appended to `log`.
+
+        The thread that calls this must last as long as the run: see `TiedProcess`.
+        """
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as output:
+            log_start = output.tell()
+            tied = TiedProcess.start(command, environment, output)
+        return cls(url, command, environment, log, log_start, tied)
+
+    @property
+    def process(self) -> Popen[bytes]:
+        """The engine itself."""
+        return self.tied.process
+
+    def start_again(self) -> "EngineProcess":
+        """Start the same engine again, with the same devices and address."""
+        return self.start(self.command, self.environment, self.url, self.log)
+
+    def last_words(self) -> str:
+        """The path of its log, with the first error and the last lines in it."""
+        return f"{self.log} ends with\n{log_tail(self.log, self.log_start)}"
+
+
+def log_tail(log: Path, start: int) -> str:
+    """The first error in the log from byte `start` on, and the last lines.
+
+    A process that dies takes others down, each with its own traceback: the first is the cause.
+    """
+    try:
+        lines = log.read_bytes()[start:].decode(errors="replace").splitlines()
+    except OSError as error:  # such as a log that somebody removed: its engine can go on
+        return f"... ({error.strerror}: it cannot be shown)"
+    errors = [line for line in lines if ERROR_LINE.match(line)]
+    return "\n".join([*errors[:1], "...", *lines[-NUM_LOG_LINES_SHOWN:]])

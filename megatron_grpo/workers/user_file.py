@@ -1,0 +1,91 @@
+"""User's Python files, which a config names as `file.py:name`.
+
+Error texts about user code that has failed.
+
+`limit` is the memory limit with its config key, such as `reward.memory_megabytes 512`.
+
+Columns of the data, passed to user code as parameters of the same name.
+"""
+
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from importlib.util import module_from_spec, spec_from_file_location
+from inspect import Parameter
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from megatron_grpo.launch.process import exit_words
+
+
+def load_user_file(file: Path, kind: str) -> ModuleType:
+    """Import `file` as a module; raises ValueError, naming the `kind` of file, if it cannot be."""
+    if not file.is_file():
+        raise ValueError(f"{kind} {file} does not exist")
+    sys.path.insert(0, str(file.parent))  # so that it can import modules next to it
+    # A distinct module name: a user's json.py must not replace the standard json for everyone.
+    spec = spec_from_file_location(f"user_file_{file.stem}", file)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{kind} {file} is not a Python file")
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look up their module
+    spec.loader.exec_module(module)
+    return module
+
+
+MAX_TEXT = 4000
+"""Characters kept of an error: its end, where a traceback says what happened."""
+
+
+def error_text(error: BaseException, limit: str) -> str:
+    """The text of an exception that user code has raised."""
+    if isinstance(error, MemoryError):
+        return f"more memory than {limit} allows"
+    return "".join(traceback.format_exception(error)).rstrip()[-MAX_TEXT:]
+
+
+def death_text(code: int | None, limit: str) -> str:
+    """The text for a process that stopped answering; `code` as in `subprocess`, None if alive."""
+    if code is None:
+        return "its process has closed the connection to the trainer"
+    died = f"its process died with {exit_words(code)}"
+    return f"{died} (its limit was {limit})" if code < 0 else died
+
+
+def required(parameters: Mapping[str, Parameter]) -> list[str]:
+    """The parameters that a call must provide."""
+    return [
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+
+
+def accepted(parameters: Mapping[str, Parameter]) -> list[str] | None:
+    """Names of the columns that these parameters accept; None: all, since one is `**columns`.
+
+    `**_` accepts none: by its name, nothing reads it.
+    """
+    catch_all = [name for name, p in parameters.items() if p.kind is p.VAR_KEYWORD]
+    if catch_all and catch_all != ["_"]:
+        return None
+    return [name for name in parameters if name not in catch_all]
+
+
+def taken(given: Mapping[str, Any], parameters: Mapping[str, Parameter]) -> dict[str, Any]:
+    """The part of `given` that these parameters accept."""
+    names = accepted(parameters)
+    return {name: value for name, value in given.items() if names is None or name in names}
+
+
+def missing(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """How many rows lack column `name`, and the columns of the first; empty if none lacks it."""
+    lacking = [row for row in rows if name not in row]
+    if not lacking:
+        return ""
+    return (
+        f"{len(lacking)} of {len(rows)} rows have no such column; the first of them has "
+        f"{', '.join(lacking[0])}"
+    )

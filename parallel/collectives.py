@@ -1,0 +1,81 @@
+"""Tells all ranks about the failure of one, so that all continue or stop together.
+
+Communicates over the CPU: a GPU that waits in a collective is busy.
+
+The exact quantile of numbers that are distributed over ranks.
+"""
+
+import math
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+MAX_TEXT_BYTES = 4096
+
+E = TypeVar("E", bound=Exception)
+
+
+def first_failure(action: Callable[[], None], kind: type[E]) -> E | None:
+    """Run `action`; returns on all ranks the error of type `kind` of the first rank that raised it.
+
+    The error has the original's text and, for an OSError, its `errno`. None if no rank raised one.
+    Collective over the default group, after the action.
+    """
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    first, text, number = torch.tensor(num_ranks), "", torch.tensor(0)
+    try:
+        action()
+    except kind as error:
+        # Keep only the text: the error's traceback would keep the action's objects alive.
+        first, text = torch.tensor(rank), str(error)
+        if isinstance(error, OSError):
+            number = torch.tensor(error.errno or 0)
+    dist.all_reduce(first, dist.ReduceOp.MIN)
+    source = int(first)
+    if source == num_ranks:
+        return None
+    told = broadcast_text(text, source)
+    dist.broadcast(number, src=source)
+    failure = kind(text if rank == source else f"rank {source}: {told}")
+    if isinstance(failure, OSError):
+        failure.errno = int(number) or None
+    return failure
+
+
+def raise_first_failure(action: Callable[[], None], kind: type[E]) -> None:
+    """Run `action`, and raise the error of `first_failure`, if any, on all ranks."""
+    failure = first_failure(action, kind)
+    if failure is not None:
+        raise failure
+
+
+def broadcast_text(text: str, source: int = 0) -> str:
+    """The `text` of rank `source`, on all ranks of the default group; cut off after 4 kB."""
+    encoded = text.encode()[:MAX_TEXT_BYTES].ljust(MAX_TEXT_BYTES, b"\0")
+    words = torch.tensor([*encoded], dtype=torch.uint8)
+    dist.broadcast(words, src=source)
+    return bytes(words.tolist()).rstrip(b"\0").decode(errors="ignore")
+
+
+def quantile(values: Tensor, q: float, group: dist.ProcessGroup) -> float:
+    """The `q`-quantile of the numbers of all ranks of `group`, interpolated like torch.quantile.
+
+    `values` [n] are finite, and become float32; n may differ between ranks, and be 0. Returns -inf
+    if no rank has a number. Every rank holds all numbers for a moment.
+    """
+    counts = torch.empty(dist.get_world_size(group), dtype=torch.int64, device=values.device)
+    dist.all_gather_single(counts, counts.new_tensor([len(values)]), group=group)
+    total, most = int(counts.sum()), int(counts.max())
+    if not total:
+        return -math.inf
+    padded = values.new_full((most,), math.inf, dtype=torch.float32)  # as the collective needs
+    padded[: len(values)] = values
+    gathered = padded.new_empty(len(counts) * most)
+    dist.all_gather_single(gathered, padded, group=group)
+    ordered = gathered.sort().values  # the padding comes last
+    position = q * (total - 1)
+    low, high = (float(ordered[place]) for place in (math.floor(position), math.ceil(position)))
+    return low + (position - math.floor(position)) * (high - low)

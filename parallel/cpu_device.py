@@ -1,0 +1,212 @@
+"""Device and communication backend of this process, and what Megatron-Core needs to run on CPU.
+
+Megatron-Core calls ``torch.cuda`` for its device, random states and synchronisation. On a machine
+without CUDA, `setup_device` redirects these calls to the CPU, so that the same model, schedules and
+optimizer run over gloo. With CUDA, nothing is patched.
+
+Imports Megatron-Core without parts that this project does not use: a third of a rank's start.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import random as megatron_random
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.overrides import TorchFunctionMode
+
+
+def communication_backend() -> str:
+    """Backend for `torch.distributed.init_process_group`: NCCL for CUDA tensors, else gloo."""
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+
+
+def setup_device(local_rank: int) -> torch.device:
+    """Select the device of this process; without CUDA, install the CPU runtime (once).
+
+    Call it before creating any process group or model. Raises ValueError if the process does not
+    see a GPU for its local rank.
+    """
+    # gloo then connects two ranks when they first communicate. By default each of a rank's groups
+    # is a full mesh: 2,867 connections for a rank of 1,024 (TP 8, PP 4), of which it uses dozens.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    if torch.cuda.is_available():
+        if local_rank >= (num_devices := torch.cuda.device_count()):
+            raise ValueError(
+                f"rank {local_rank} of this host needs GPU {local_rank}, but sees {num_devices} "
+                "GPU(s): start fewer ranks, or make all GPUs visible to each (srun: "
+                "--gpus-per-node, not --gpus-per-task)"
+            )
+        torch.cuda.set_device(local_rank)
+        return torch.device("cuda", local_rank)
+    _install_cpu_runtime()
+    return torch.device("cpu")
+
+
+# Experts receive varying numbers of tokens. These functions add what gloo lacks for that:
+
+
+def _all_to_all_single(
+    output: Tensor,
+    input: Tensor,
+    output_split_sizes: Any = None,
+    input_split_sizes: Any = None,
+    **options: Any,
+) -> Any:
+    """`all_to_all_single` that also accepts split sizes as tensors."""
+
+    def as_list(sizes: Any) -> Any:
+        return sizes.tolist() if isinstance(sizes, Tensor) else sizes
+
+    return distributed_c10d.all_to_all_single(
+        output, input, as_list(output_split_sizes), as_list(input_split_sizes), **options
+    )
+
+
+def _all_gather(
+    tensor_list: list[Tensor], tensor: Tensor, group: Any = None, **options: Any
+) -> Any:
+    """`all_gather` that also accepts tensors of unequal lengths."""
+    sizes = [len(part) for part in tensor_list]
+    if len(set(sizes)) == 1:
+        return distributed_c10d.all_gather(tensor_list, tensor, group, **options)
+    gathered = tensor.new_empty(sum(sizes), *tensor.shape[1:])
+    copies = torch.cat([tensor] * len(sizes))
+    _all_to_all_single(gathered, copies, sizes, [len(tensor)] * len(sizes), group=group)
+    for part, values in zip(tensor_list, gathered.split(sizes), strict=True):
+        part.copy_(values)
+    return None
+
+
+def _reduce_scatter(
+    output: Tensor, input_list: list[Tensor], group: Any = None, **options: Any
+) -> Any:
+    """`reduce_scatter` (sum) that also accepts tensors of unequal lengths."""
+    sizes = [len(part) for part in input_list]
+    if len(set(sizes)) == 1:
+        return distributed_c10d.reduce_scatter(output, input_list, group=group, **options)
+    received = output.new_empty(len(sizes) * len(output), *output.shape[1:])
+    own = [len(output)] * len(sizes)
+    _all_to_all_single(received, torch.cat(input_list), own, sizes, group=group)
+    output.copy_(received.view(len(sizes), *output.shape).sum(dim=0))
+    return None
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Treat device "cuda" as "cpu" in every torch call, and name CPU tensor types as on CUDA.
+
+    Costs about 1 microsecond per torch call, in this thread only.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.cuda:
+            return args[0]
+        if func is Tensor.type and len(args) == 1 and not kwargs:
+            # The optimizer sorts its parameters by this name.
+            name: str = func(*args)
+            return name.replace("torch.", "torch.cuda.", 1)
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs = kwargs | {"device": "cpu"}
+        return func(*args, **kwargs)
+
+
+class _Stream:
+    """The only stream of a CPU: work is done when the call returns.
+
+    A class, like torch's own, because libraries write `torch.cuda.Stream | None`. All instances are
+    equal: a tensor is always on the current stream.
+    """
+
+    def __init__(self, device: object = None) -> None:
+        """Accepts any device."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream)
+
+    def __hash__(self) -> int:
+        return hash(_Stream)
+
+    def record_event(self) -> torch.cpu.Event:
+        """An event that has already completed."""
+        return torch.cpu.Event()
+
+    def wait_stream(self, stream: object) -> None:
+        """Returns at once: all work is done."""
+
+
+@cache
+def _install_cpu_runtime() -> None:
+    """Make the CPU answer for CUDA in this process, for the rest of its life."""
+    stream = _Stream()
+    answers: dict[str, Callable[..., Any]] = {
+        "current_device": lambda: "cpu",
+        "synchronize": lambda device=None: None,
+        "current_stream": lambda device=None: stream,
+        "Stream": _Stream,
+        "stream": nullcontext,
+        "manual_seed": torch.default_generator.manual_seed,
+        "get_rng_state": lambda device="cuda": torch.get_rng_state(),
+    }
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, answer)
+    # Patched here, as the mode below is off in a backward within a backward (recomputation).
+    collectives: dict[str, Callable[..., Any]] = {
+        "all_to_all_single": _all_to_all_single,
+        "all_gather": _all_gather,
+        "reduce_scatter": _reduce_scatter,
+    }
+    for name, collective in collectives.items():
+        setattr(torch.distributed, name, collective)
+    megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    _CudaMeansCpu().__enter__()
+
+
+def import_megatron() -> None:
+    """Import Megatron-Core; call this before anything else imports it.
+
+    On import, it passes its fused functions to `torch.compile`, which makes torch load its
+    compiler. That is useless without CUDA, so there the functions stay uncompiled. It also tries to
+    import wandb, for its own inference engine. Both together take 3.5 of the 10 seconds of CPU time
+    that a rank needs to start.
+
+    Raises ValueError if Transformer Engine, which Megatron-Core imports where it is installed, or
+    another package does not work.
+    """
+    # Megatron's tensor-parallel layers order communication before computation by issuing both to
+    # one hardware queue. The driver may read this when torch asks it for GPUs below.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    compiled = torch.compile
+    if not torch.cuda.is_available():
+        torch.compile = _as_it_is  # type: ignore[assignment]
+    sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]
+    try:
+        import megatron.core  # noqa: F401, PLC0415 - see above
+    # OSError: a library that does not fit torch's; the last two: packages of Transformer Engine
+    # that do not fit each other.
+    except (ImportError, OSError, AssertionError, RuntimeError) as error:
+        raise ValueError(
+            f"Megatron-Core cannot be imported: {error}. Where Transformer Engine is installed, "
+            "`python -c 'import torch, transformer_engine.pytorch'` must work: install it as "
+            "requirements/gpu.sh does, or uninstall it"
+        ) from error
+    finally:
+        torch.compile = compiled
+        if not sys.modules["wandb"]:
+            del sys.modules["wandb"]
+
+
+def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function

@@ -1,0 +1,204 @@
+"""Target costs of microbatches that make a pipeline fast: how many, and in which order.
+
+Stages wait for the first microbatch to arrive and for the last to return, so those at the ends
+should be cheaper.
+
+Simulates how long a pipeline takes for microbatches of unequal cost.
+
+Stages run the operations of Megatron-Core, in its order (`forward_backward_pipelining_*` of
+`megatron.core.pipeline_parallel.schedules`): warm-up forwards, then alternately one forward and one
+backward, then the remaining backwards. An operation starts when its stage has finished the previous
+one and the neighbour has sent its input. Sending takes no time, and senders do not wait for the
+receiver.
+"""
+
+import ctypes
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from parallel.balance import Units
+from parallel.dims import ParallelDims
+from parallel.kernels import load_kernel
+
+ABSENT = -np.inf
+"""Cost of a missing microbatch, to pad rows of different lengths in one array."""
+LANES = 16
+"""Rows that pipeline_kernel.c processes at once."""
+
+
+def makespan(costs: np.ndarray, pipeline: int, virtual_pipeline: int = 1) -> np.ndarray:
+    """Time from the first forward to the last backward, for each row of `costs`.
+
+    `costs` [rows, microbatches] are those of a forward on one stage, all its chunks together; a
+    backward takes twice as long. Rows may end with `ABSENT`. With interleaving, where each group of
+    `pipeline` microbatches goes through all chunks of a stage (section 2.2 of Narayanan et al.,
+    arXiv 2104.04473), the number of microbatches must be a multiple of the pipeline size.
+    """
+    costs = np.ascontiguousarray(costs, dtype=np.float64)
+    rows, count = costs.shape
+    assert virtual_pipeline == 1 or count % pipeline == 0, (
+        f"{count} microbatches are not a multiple of {pipeline} stages"
+    )
+    lane_costs = np.empty((count, LANES))
+    ends = np.empty((2 * pipeline * virtual_pipeline * count, LANES))
+    clocks, turn = np.empty((pipeline, LANES)), np.empty(pipeline, dtype=np.uintp)
+    times = np.empty(rows)
+    scratch = (array.ctypes.data for array in (lane_costs, ends, clocks, turn, times))
+    _KERNEL.time_rows(costs.ctypes.data, rows, count, pipeline, virtual_pipeline, *scratch)
+    return times
+
+
+def _load_kernel() -> ctypes.CDLL:
+    kernel = load_kernel("pipeline_kernel")
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    kernel.time_rows.argtypes = [pointer, *[size] * 4, *[pointer] * 5]
+    kernel.time_rows.restype = None
+    return kernel
+
+
+_KERNEL = _load_kernel()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ramp:
+    """How the cost of microbatches rises at the start of the schedule and falls at its end.
+
+    `first` and `last` are the costs at the ends, as fractions of the cost in the middle; `rise` and
+    `fall` are the lengths of the ramps, in multiples of the pipeline size.
+    """
+
+    first: float = 1.0
+    rise: float = 0.0
+    last: float = 1.0
+    fall: float = 0.0
+
+    def weights(self, microbatches: int, pipeline: int) -> np.ndarray:
+        """Cost of each microbatch, as a fraction of the cost in the middle."""
+        place = np.arange(microbatches)
+        weights = np.ones(microbatches)
+        for end, length, distance in (
+            (self.first, self.rise, place),
+            (self.last, self.fall, place[::-1]),
+        ):
+            if length > 0:
+                slope = (1 - end) / max(round(length * pipeline), 1)
+                weights = np.minimum(weights, end + slope * distance)
+        return weights
+
+
+RAMPS = [
+    Ramp(),
+    Ramp(first=0.6, rise=0.25, last=0.75, fall=0.5),
+    Ramp(first=0.4, rise=0.5, last=0.6, fall=0.75),
+    Ramp(first=0.3, rise=0.75, last=0.6, fall=0.75),
+    Ramp(first=0.3, rise=1.0, last=0.45, fall=1.0),
+    Ramp(first=0.3, rise=1.0, last=0.3, fall=2.0),
+    Ramp(last=0.45, fall=2.0),
+]
+"""Near-optimal for 2 to 16 stages and various numbers of microbatches: fewer need shorter ramps.
+
+Found by a grid search with `makespan`; the last is for interleaved stages.
+"""
+CENTRES = (0.0, 0.3, 0.5, 0.7, 1.0)
+"""Relative positions around which the costliest of equally weighted microbatches are placed."""
+NUM_COUNTS = 12
+"""Maximum number of microbatch counts to try."""
+OPERATIONS = 20_000
+"""Bound on the total number of operations in these schedules: large ones try fewer counts."""
+MOST_FILLED = 10
+"""Maximum number of targets, most promising first, for which units are dealt out."""
+PLACEMENTS = 20_000
+"""Bound on the number of unit placements over all targets, which bounds the planning time."""
+
+
+def promising(units: Units, fewest: int, step: int, dims: ParallelDims) -> list[np.ndarray]:
+    """Target costs [data rank, microbatch], descending for each rank; most promising first."""
+    per_rank = units.costs.sum() / dims.data
+    counts = _counts(units, fewest, step, dims)
+    ramps = range(len(RAMPS) if dims.pipeline > 1 else 1)
+    shapes = [(count, ramp) for count in counts for ramp in ramps]
+    weights = np.zeros((len(shapes), counts[-1]))
+    for row, (count, ramp) in zip(weights, shapes, strict=True):
+        row[:count] = -np.sort(-RAMPS[ramp].weights(count, dims.pipeline))
+    held = _largest(units, counts[-1], dims.data)
+    mean = _levelled(weights, held.mean(axis=0) * (weights > 0), per_rank, units)
+    rows, shape_of = [], []
+    for i, (count, ramp) in enumerate(shapes):
+        for order in run_orders(count, dims.pipeline, ramp):
+            row = np.full(counts[-1], ABSENT)
+            row[:count] = mean[i, :count][order] + units.overhead
+            rows.append(row)
+            shape_of.append(i)
+    times = np.full(len(shapes), np.inf)
+    np.minimum.at(times, shape_of, makespan(np.array(rows), dims.pipeline, dims.virtual_pipeline))
+    num = min(max(PLACEMENTS // max(len(units.costs), 1), 1), MOST_FILLED)
+    targets = []
+    for i in np.argsort(times, kind="stable")[:num].tolist():
+        count = shapes[i][0]
+        of_ranks = np.tile(weights[i, :count], (dims.data, 1))
+        targets.append(_levelled(of_ranks, held[:, :count], per_rank, units))
+    return targets
+
+
+def _counts(units: Units, fewest: int, step: int, dims: ParallelDims) -> list[int]:
+    """Numbers of microbatches to try, ascending.
+
+    With a rank's work W split into k equal microbatches, each with overhead o, the schedule takes
+    (W / k + o) (k + (p - 1) / v): least at k = sqrt(W (p - 1) / (v o)). Ramps need fewer.
+    """
+    fill_and_drain = (dims.pipeline - 1) / dims.virtual_pipeline
+    work = units.costs.sum() / dims.data
+    most = math.ceil(len(units.costs) / dims.data)
+    if units.overhead > 0:
+        most = min(most, math.ceil(math.sqrt(work * fill_and_drain / units.overhead)))
+    most = max(most // step * step, fewest)
+    operations = 2 * fewest * dims.pipeline * dims.virtual_pipeline
+    num = min(NUM_COUNTS, max(OPERATIONS // operations, 1), (most - fewest) // step + 1)
+    spread = np.geomspace(fewest, most, num)
+    return sorted({int(count) for count in np.round(spread / step) * step})
+
+
+def _largest(units: Units, count: int, ranks: int) -> np.ndarray:
+    """Cost of the largest unit in each of the `count` microbatches of each rank, descending."""
+    largest = np.zeros(count * ranks)
+    num = min(len(largest), len(units.costs))
+    largest[:num] = units.costs[:num]
+    by_rank, load = np.empty((ranks, count)), np.zeros(ranks)
+    for place, row in enumerate(largest.reshape(count, ranks)):
+        by_rank[np.argsort(load, kind="stable"), place] = row
+        load += by_rank[:, place]
+    return by_rank
+
+
+def _levelled(weights: np.ndarray, least: np.ndarray, per_rank: float, units: Units) -> np.ndarray:
+    """Costs proportional to each row of `weights`, none below its `least`, that sum to a rank's
+    work.
+
+    The sum may fall short: costs are capped at that of a microbatch full of average units.
+    """
+    full = units.room * units.costs.sum() / max(units.tokens.sum(), 1)
+    low, high = np.zeros(len(weights)), np.full(len(weights), full / weights[weights > 0].min())
+    for _ in range(40):
+        level = (low + high) / 2
+        levelled = np.maximum(np.minimum(level[:, None] * weights, full), least)
+        short = levelled.sum(axis=1) < per_rank
+        low, high = np.where(short, level, low), np.where(short, high, level)
+    return np.maximum(np.minimum(high[:, None] * weights, full), least)
+
+
+@lru_cache(maxsize=256)
+def run_orders(count: int, pipeline: int, ramp: int) -> list[np.ndarray]:
+    """Orders in which to run microbatches that are sorted by cost, costliest first.
+
+    The higher the ramp's weight at a position, the costlier its microbatch.
+    """
+    weights = RAMPS[ramp].weights(count, pipeline)
+    places = np.arange(count)
+    orders = {
+        np.lexsort((abs(places - centre * (count - 1)), -weights)).argsort().tobytes()
+        for centre in (CENTRES if pipeline > 1 else CENTRES[:1])
+    }
+    return [np.frombuffer(order, dtype=int) for order in sorted(orders)]

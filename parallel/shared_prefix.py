@@ -1,0 +1,140 @@
+"""Plans microbatches in which the completions of a prompt share the computation of the prompt."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from parallel.alignment import Alignment
+from parallel.dims import ParallelDims
+from parallel.microbatches import CostModel, Plan, plan_units, room_for
+from parallel.packing import is_shared, unit_length
+from parallel.pipeline_sim import makespan
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptGroup:
+    """The completions of one prompt in an optimizer batch."""
+
+    num_prompt_tokens: int
+    responses: dict[int, int]
+    """Tokens of each completion, by its index in the batch."""
+
+    def length(self, members: Sequence[int], multiple: int) -> int:
+        """Tokens that these completions take in one microbatch, alignment included."""
+        return unit_length(self.num_prompt_tokens, [self.responses[i] for i in members], multiple)
+
+    def num_tokens(self, members: Sequence[int], multiple: int) -> int:
+        """The same without the tokens that alignment adds."""
+        prompt, responses = self.num_prompt_tokens, [self.responses[i] for i in members]
+        if is_shared(prompt, responses, multiple):
+            return prompt - 1 + sum(1 + response for response in responses)
+        return sum(prompt + response for response in responses)
+
+    def squares(self, members: Sequence[int], multiple: int) -> int:
+        """Twice the pairs of tokens that attend in one microbatch, in a prompt it shares once."""
+        prompt, responses = self.num_prompt_tokens, [self.responses[i] for i in members]
+        squares = sum((prompt + response) ** 2 for response in responses)
+        if is_shared(prompt, responses, multiple):
+            squares -= (len(members) - 1) * prompt**2
+        return squares
+
+    def cost(self, members: Sequence[int], multiple: int, cost: CostModel) -> float:
+        """Compute cost of these completions."""
+        length, squares = self.length(members, multiple), self.squares(members, multiple)
+        return cost.linear * length + cost.quadratic * squares
+
+
+def plan_shared_prompts(
+    groups: Sequence[PromptGroup],
+    max_tokens: int,
+    dims: ParallelDims,
+    alignment: Alignment,
+    cost: CostModel,
+) -> Plan:
+    """Which sequences form which microbatch of which data-parallel rank; see `plan_microbatches`.
+
+    A unit is some completions of one prompt that take at most `max_tokens` together with it. Large
+    units repeat the prompt less often; small ones can be dealt out more evenly. So plans are made
+    with units of at most 1, 2, 4, ... completions, and the one whose slowest rank finishes first is
+    taken. Units of 1 give the plan without sharing, so the result is never slower than that.
+
+    Raises ValueError if a sequence does not fit.
+    """
+    lengths = {i: g.num_prompt_tokens + n for g in groups for i, n in g.responses.items()}
+    room = room_for([lengths[i] for i in sorted(lengths)], max_tokens, alignment)
+    multiple, overhead = alignment.sequence, cost.linear * cost.overhead
+    largest = max((len(group.responses) for group in groups), default=1)
+    plans = []
+    for most in [*(1 << k for k in range((largest - 1).bit_length())), largest]:
+        units = _units(groups, most, room, multiple)
+        tokens = [groups[number].length(members, multiple) for number, members in units]
+        costs = [groups[number].cost(members, multiple, cost) for number, members in units]
+        dealt = [
+            [_merged([units[i] for i in microbatch]) for microbatch in rank]
+            for rank in plan_units(np.array(tokens), np.array(costs), room, dims, overhead)
+        ]
+        plans.append((_time(dealt, groups, multiple, dims, cost), dealt))
+    _, fastest = min(plans, key=lambda timed: timed[0])
+    return [
+        [sorted(i for members in microbatch.values() for i in members) for microbatch in rank]
+        for rank in fastest
+    ]
+
+
+Unit = tuple[int, list[int]]
+"""Index of a group, and some of its completions."""
+
+
+def _units(groups: Sequence[PromptGroup], most: int, room: int, multiple: int) -> list[Unit]:
+    """Cut every group into units of at most `most` completions, ordered by their first one."""
+    units = [
+        (number, sorted(members))
+        for number, group in enumerate(groups)
+        for members in _cut(group, most, room, multiple)
+    ]
+    return sorted(units, key=lambda unit: unit[1][0])
+
+
+def _cut(group: PromptGroup, most: int, room: int, multiple: int) -> list[list[int]]:
+    """First-fit decreasing: each completion, longest first, goes into the first unit with room."""
+    cut: list[list[int]] = []
+    for i in sorted(group.responses, key=lambda i: -group.responses[i]):
+        for members in cut:
+            if len(members) < most and group.length([*members, i], multiple) <= room:
+                members.append(i)
+                break
+        else:
+            cut.append([i])
+    return cut
+
+
+def _merged(units: Sequence[Unit]) -> dict[int, list[int]]:
+    """The completions of each group in a microbatch; units of one group share its prompt, too."""
+    merged: dict[int, list[int]] = {}
+    for number, members in units:
+        merged.setdefault(number, []).extend(members)
+    return merged
+
+
+def _time(
+    dealt: list[list[dict[int, list[int]]]],
+    groups: Sequence[PromptGroup],
+    multiple: int,
+    dims: ParallelDims,
+    cost: CostModel,
+) -> float:
+    """The time that the pipeline schedule takes on the slowest data rank."""
+    costs = np.array(
+        [
+            [
+                cost.linear * cost.overhead
+                + sum(
+                    groups[number].cost(members, multiple, cost) for number, members in of.items()
+                )
+                for of in rank
+            ]
+            for rank in dealt
+        ]
+    )
+    return float(makespan(costs, dims.pipeline, dims.virtual_pipeline).max())

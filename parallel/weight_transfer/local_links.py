@@ -1,0 +1,266 @@
+"""Links within one host: both ends share memory, and take turns by signals over a socket.
+
+Host memory that two processes share.
+
+GPU memory that two processes share, through the CUDA driver.
+
+torch can share tensors, too, but counts references in a file that is left behind when a process is
+killed, and shares everything else in the same block of its allocator.
+
+Direct calls of the CUDA driver, for functions that torch does not expose.
+"""
+
+import ctypes
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from parallel.weight_transfer.links import NUM_SLOTS, finish_copies
+from parallel.weight_transfer.wire import LinkError, Wire
+
+
+class HostMemory:
+    """Anonymous memory, used by the process that allocated it and by the one it was sent to.
+
+    The host reclaims it when both have released it or ended. Pages are allocated at once, not on
+    first write, so that the first push is as fast as later ones.
+    """
+
+    def __init__(self, descriptor: int, num_bytes: int) -> None:
+        self.tensor: Tensor = torch.from_file(
+            f"/proc/self/fd/{descriptor}", shared=True, size=num_bytes, dtype=torch.uint8
+        )
+        """uint8 [num_bytes]"""
+        self._descriptor = descriptor
+
+    @classmethod
+    def allocate(cls, num_bytes: int) -> "HostMemory":
+        """Allocate new memory; call `send` exactly once."""
+        descriptor = os.memfd_create("weights")
+        try:
+            os.posix_fallocate(descriptor, 0, num_bytes)
+            return cls(descriptor, num_bytes)
+        except Exception:
+            os.close(descriptor)
+            raise
+
+    @classmethod
+    def receive(cls, wire: Wire, num_bytes: int) -> "HostMemory":
+        """Receive the memory that the other end of a wire, a Unix socket, shares."""
+        _, descriptors, _, _ = socket.recv_fds(wire.socket, 1, maxfds=1)
+        if not descriptors:
+            raise wire.closed()
+        try:
+            return cls(descriptors[0], num_bytes)
+        finally:
+            os.close(descriptors[0])
+
+    def send(self, wire: Wire) -> None:
+        """Share the memory with the other end of a wire, a Unix socket."""
+        try:
+            socket.send_fds(wire.socket, [b"\0"], [self._descriptor])
+        finally:
+            os.close(self._descriptor)  # the mapping stays; file descriptors are scarce
+
+    def close(self) -> None:
+        """Release the memory; it stays mapped as long as tensors use it."""
+        del self.tensor
+
+
+def call_driver(device: torch.device, name: str, *arguments: Any) -> None:
+    """Call a function of the driver in torch's context on `device`; RuntimeError with its text."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    with torch.cuda.device(device):
+        # A thread has no CUDA context before its first runtime call; this one does not block.
+        torch.cuda.current_stream().query()
+        function: Callable[..., int] = getattr(driver, name)
+        code = function(*arguments)
+    if code:
+        text = ctypes.c_char_p()
+        driver.cuGetErrorString(code, ctypes.byref(text))
+        said = (text.value or b"unknown").decode()
+        raise RuntimeError(f"{name}: {said} (CUDA driver error {code})")
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_ubyte * 64),)
+
+
+LAZY_PEER_ACCESS = ctypes.c_uint(1)  # the only flag that the driver defines
+BLOCK_BYTES = 2 << 20
+"""The driver allocates memory from blocks of this size."""
+
+
+class CudaMemory:
+    """GPU memory, used by the process that allocated it and by the one it was sent to.
+
+    It is freed when the process that allocated it closes it or ends.
+    """
+
+    def __init__(
+        self, address: ctypes.c_uint64, num_bytes: int, device: torch.device, free: str
+    ) -> None:
+        self._address = address
+        self._device = device
+        self._free = free
+        # Lets torch wrap memory that it does not own in a tensor.
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address.value, False),
+            "version": 3,
+        }
+        self.tensor: Tensor = torch.as_tensor(self, device=device)
+        """uint8 [num_bytes]; not to be used after `close`."""
+
+    @classmethod
+    def allocate(cls, num_bytes: int, device: torch.device) -> "CudaMemory":
+        """Allocate new memory; RuntimeError if the GPU has too little.
+
+        The size is rounded up to whole driver blocks: sharing a part of a block shares all of it,
+        including anything else that this process has there.
+        """
+        address = ctypes.c_uint64()
+        size = ctypes.c_size_t(-(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES)
+        call_driver(device, "cuMemAlloc_v2", ctypes.byref(address), size)
+        return cls(address, num_bytes, device, "cuMemFree_v2")
+
+    @classmethod
+    def receive(cls, wire: Wire, num_bytes: int, device: torch.device) -> "CudaMemory":
+        """Map the memory that the other end of a wire shares."""
+        address, handle = ctypes.c_uint64(), _Handle()
+        wire.receive(memoryview(handle).cast("B"))
+        call_driver(
+            device, "cuIpcOpenMemHandle_v2", ctypes.byref(address), handle, LAZY_PEER_ACCESS
+        )
+        return cls(address, num_bytes, device, "cuIpcCloseMemHandle")
+
+    def send(self, wire: Wire) -> None:
+        """Share the memory with the other end of a wire."""
+        handle = _Handle()
+        call_driver(self._device, "cuIpcGetMemHandle", ctypes.byref(handle), self._address)
+        wire.send(memoryview(bytes(handle)))
+
+    def close(self) -> None:
+        """Free or unmap the memory."""
+        del self.tensor
+        torch.cuda.synchronize(self._device)  # wait for kernels that may still use it
+        call_driver(self._device, self._free, self._address)
+
+
+UNMAP_SECONDS = 1.0
+"""How long the owner of GPU memory waits on close for the other end to unmap it."""
+
+
+class Memory(Protocol):
+    """Memory that two processes share."""
+
+    tensor: Tensor
+
+    def close(self) -> None:
+        """Release it."""
+
+
+class _LocalEnd:
+    def __init__(self, wire: Wire, memory: Memory) -> None:
+        self._wire = wire
+        self._memory = memory
+        self._slots = memory.tensor.chunk(NUM_SLOTS)
+
+    def abort(self) -> None:
+        """See `Link`."""
+        self._wire.abort()
+
+    def close(self) -> None:
+        """See `Link`."""
+        self._slots = ()
+        try:
+            self._memory.close()
+        finally:
+            self._wire.close()
+
+    def _end_turn(self) -> None:
+        """Hand the current buffer over to the other end."""
+        finish_copies(self._slots[0].device)
+        self._wire.say()
+
+
+class LocalOutgoing(_LocalEnd):
+    """The sender's end; see `Outgoing`."""
+
+    _handed_over = _taken = 0
+
+    @classmethod
+    def open(cls, wire: Wire, bucket_bytes: int, device: torch.device) -> "LocalOutgoing":
+        """Allocate the link's memory, which this end owns, and share it with the receiver."""
+        num_bytes = NUM_SLOTS * bucket_bytes
+        memory = (
+            HostMemory.allocate(num_bytes)
+            if device.type == "cpu"
+            else CudaMemory.allocate(num_bytes, device)
+        )
+        try:
+            memory.send(wire)
+        except BaseException as error:
+            memory.close()
+            if isinstance(error, OSError):
+                raise wire.closed() from error
+            raise
+        return cls(wire, memory)
+
+    def close(self) -> None:
+        """See `Link`; the other end should unmap GPU memory before it is freed."""
+        if self._slots and self._slots[0].is_cuda:
+            self._wire.await_end(UNMAP_SECONDS)
+        super().close()
+
+    def next_buffer(self) -> Tensor:
+        """See `Outgoing`."""
+        self._await_taken(self._handed_over - NUM_SLOTS + 1)
+        return self._slots[self._handed_over % NUM_SLOTS]
+
+    def hand_over(self, num_bytes: int) -> None:
+        """See `Outgoing`."""
+        self._end_turn()
+        self._handed_over += 1
+
+    def flush(self) -> None:
+        """See `Outgoing`."""
+        self._await_taken(self._handed_over)
+
+    def _await_taken(self, number: int) -> None:
+        while self._taken < number:
+            self._wire.hear()
+            self._taken += 1
+
+
+class LocalIncoming(_LocalEnd):
+    """The receiver's end; see `Incoming`."""
+
+    _arrived = 0
+
+    @classmethod
+    def open(cls, wire: Wire, bucket_bytes: int, device: torch.device) -> "LocalIncoming":
+        """Receive the memory of a link that its sender opens."""
+        num_bytes = NUM_SLOTS * bucket_bytes
+        memory: Memory
+        try:
+            if device.type == "cpu":
+                memory = HostMemory.receive(wire, num_bytes)
+            else:
+                memory = CudaMemory.receive(wire, num_bytes, device)
+        except OSError as error:
+            raise LinkError(f"{wire.peer} did not share its memory: {error}") from error
+        return cls(wire, memory)
+
+    def arrivals(self, sizes: Sequence[int]) -> Iterator[Tensor]:
+        """See `Incoming`."""
+        for num_bytes in sizes:
+            self._wire.hear()
+            yield self._slots[self._arrived % NUM_SLOTS][:num_bytes]
+            self._end_turn()
+            self._arrived += 1

@@ -1,0 +1,289 @@
+"""Links between hosts, or between GPUs: each end has its own buffers.
+
+Each end has a thread that transfers one buffer while the other buffer is filled or read.
+
+Sends bytes from one GPU to another by calling NCCL directly, in the library that torch loaded.
+
+torch's own process group watches its communicators, and ends the process when a peer is lost. Here
+that raises LinkError, and the process continues.
+"""
+
+import ctypes
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from parallel.weight_transfer.links import NUM_SLOTS, finish_copies
+from parallel.weight_transfer.local_links import call_driver
+from parallel.weight_transfer.wire import LinkError, Wire
+
+MAX_CTAS = 4
+"""Maximum thread blocks of one transfer, so that those of many links fit on a GPU together."""
+IN_PROGRESS, UINT8, UNDEFINED = 7, 1, -(1 << 31)  # from nccl.h
+NON_BLOCKING = ctypes.c_uint(1)  # CU_STREAM_NON_BLOCKING: no sync with CUDA's default stream
+POLL_SECONDS = 0.0002
+
+
+class _UniqueId(ctypes.Structure):
+    _fields_ = (("internal", ctypes.c_ubyte * 128),)
+
+
+class _Config(ctypes.Structure):
+    """ncclConfig_t of NCCL 2.17; newer releases accept it, by its size and version."""
+
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        ("blocking", ctypes.c_int),
+        ("cga_cluster_size", ctypes.c_int),
+        ("min_ctas", ctypes.c_int),
+        ("max_ctas", ctypes.c_int),
+        ("net_name", ctypes.c_char_p),
+    )
+
+
+class NcclCarrier:
+    """Moves the bytes of CUDA tensors, while the wire detects the loss of the other end.
+
+    A transfer starts only after both ends have signalled that they are ready, and has a stream of
+    its own, so its kernel never occupies a GPU for long while it waits for the peer. Raises
+    LinkError if the other end is lost.
+    """
+
+    def __init__(self, wire: Wire, device: torch.device, *, is_sender: bool) -> None:
+        self._wire = wire
+        self._device = device
+        self._peer = ctypes.c_int(1 if is_sender else 0)
+        self._comm = ctypes.c_void_p()
+        self._stream: torch.cuda.Stream | None = None
+        self._nccl = ctypes.CDLL("libnccl.so.2")
+        unique_id = self._agree_on_id(is_sender)
+        config = _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, 21700, 0, UNDEFINED, 1, MAX_CTAS, None)
+        rank = ctypes.c_int(0 if is_sender else 1)
+        with torch.cuda.device(device), self._aborting():
+            self._stream = _new_stream(device)
+            self._call(
+                "ncclCommInitRankConfig",
+                ctypes.byref(self._comm),
+                ctypes.c_int(2),
+                unique_id,
+                rank,
+                ctypes.byref(config),
+            )
+
+    def send(self, data: Tensor) -> None:
+        """Send all of `data`, uint8 [num_bytes]; complete when this returns."""
+        self._wire.hear()
+        self._wire.say()
+        self._move("ncclSend", data)
+
+    def receive(self, data: Tensor) -> None:
+        """Fill all of `data`, uint8 [num_bytes]."""
+        self._wire.say()
+        self._wire.hear()
+        self._move("ncclRecv", data)
+
+    def close(self) -> None:
+        """Stop all transfers, including one whose other end is lost."""
+        if self._comm:
+            comm, self._comm = self._comm, ctypes.c_void_p()
+            self._nccl.ncclCommAbort(comm)
+        if self._stream:
+            stream, self._stream = self._stream, None
+            call_driver(self._device, "cuStreamDestroy_v2", ctypes.c_void_p(stream.cuda_stream))
+
+    @contextmanager
+    def _aborting(self) -> Iterator[None]:
+        """End a failed transfer at once: anything that waits for the GPU would wait for it, too."""
+        try:
+            yield
+        except BaseException:
+            self._wire.abort()  # later calls then fail before they need the communicator
+            self.close()
+            raise
+
+    def _agree_on_id(self, is_sender: bool) -> _UniqueId:
+        unique_id = _UniqueId()
+        if is_sender:
+            self._check(self._nccl.ncclGetUniqueId(ctypes.byref(unique_id)))
+            self._wire.send(memoryview(bytes(unique_id)))
+        else:
+            self._wire.receive(memoryview(unique_id).cast("B"))
+        return unique_id
+
+    def _move(self, name: str, data: Tensor) -> None:
+        stream = self._stream
+        if stream is None:
+            raise self._wire.closed()
+        with torch.cuda.device(self._device), self._aborting():
+            self._call(
+                name,
+                ctypes.c_void_p(data.data_ptr()),
+                ctypes.c_size_t(data.numel()),
+                ctypes.c_int(UINT8),
+                self._peer,
+                self._comm,
+                ctypes.c_void_p(stream.cuda_stream),
+            )
+            done = torch.cuda.Event()
+            done.record(stream)
+            deadline = time.monotonic() + self._wire.seconds
+            while not done.query():
+                self._pause(deadline)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        """Call a non-blocking function and wait until it is done."""
+        deadline = time.monotonic() + self._wire.seconds
+        code = getattr(self._nccl, name)(*arguments)
+        while code == IN_PROGRESS:
+            self._pause(deadline)
+            state = ctypes.c_int()
+            self._check(self._nccl.ncclCommGetAsyncError(self._comm, ctypes.byref(state)))
+            code = state.value
+        self._check(code)
+
+    def _pause(self, deadline: float) -> None:
+        if not self._wire.is_open():
+            raise self._wire.closed()
+        if time.monotonic() > deadline:
+            raise self._wire.mute()
+        time.sleep(POLL_SECONDS)
+
+    def _check(self, code: int) -> None:
+        if code:
+            self._nccl.ncclGetErrorString.restype = ctypes.c_char_p
+            said = self._nccl.ncclGetErrorString(ctypes.c_int(code)).decode()
+            raise LinkError(f"NCCL to {self._wire.peer}: {said}")
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream that no other link uses.
+
+    torch hands out its pool of 32 streams in turn, so two links between the same two processes
+    could share one. If their transfers were then queued in opposite order at the two ends, both
+    would wait forever.
+    """
+    stream = ctypes.c_void_p()
+    call_driver(device, "cuStreamCreate", ctypes.byref(stream), NON_BLOCKING)
+    return torch.cuda.ExternalStream(stream.value, device)
+
+
+class Carrier(Protocol):
+    """Moves bytes between the two ends of a wire."""
+
+    def send(self, data: Tensor) -> None:
+        """Send all of `data`; complete when this returns."""
+
+    def receive(self, data: Tensor) -> None:
+        """Fill all of `data` with what the other end sends."""
+
+    def close(self) -> None:
+        """Stop all transfers."""
+
+
+class TcpCarrier:
+    """Moves the bytes of CPU tensors over the wire itself."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+
+    def send(self, data: Tensor) -> None:
+        """See `Carrier`."""
+        self._wire.send(data.numpy().data)
+
+    def receive(self, data: Tensor) -> None:
+        """See `Carrier`."""
+        self._wire.receive(data.numpy().data)
+
+    def close(self) -> None:
+        """See `Carrier`."""
+
+
+class _NetworkEnd:
+    def __init__(
+        self, wire: Wire, bucket_bytes: int, device: torch.device, *, is_sender: bool
+    ) -> None:
+        self._wire = wire
+        self._carrier: Carrier = (
+            TcpCarrier(wire)
+            if device.type == "cpu"
+            else NcclCarrier(wire, device, is_sender=is_sender)
+        )
+        try:
+            self._slots = torch.empty(NUM_SLOTS, bucket_bytes, dtype=torch.uint8, device=device)
+        except BaseException:
+            self._carrier.close()
+            raise
+        self._mover = ThreadPoolExecutor(max_workers=1)
+        self._moving: deque[Future[None]] = deque()
+
+    def abort(self) -> None:
+        """See `Link`."""
+        self._wire.abort()
+
+    def close(self) -> None:
+        """See `Link`."""
+        self._wire.abort()
+        self._mover.shutdown()
+        self._carrier.close()
+        self._wire.close()
+        self._moving.clear()
+        del self._slots
+
+
+class NetworkOutgoing(_NetworkEnd):
+    """The sender's end; see `Outgoing`."""
+
+    _turn = 0
+
+    def __init__(self, wire: Wire, bucket_bytes: int, device: torch.device) -> None:
+        super().__init__(wire, bucket_bytes, device, is_sender=True)
+
+    def next_buffer(self) -> Tensor:
+        """See `Outgoing`."""
+        if len(self._moving) == NUM_SLOTS:
+            self._moving.popleft().result()
+        return self._slots[self._turn]
+
+    def hand_over(self, num_bytes: int) -> None:
+        """See `Outgoing`."""
+        finish_copies(self._slots.device)
+        data = self._slots[self._turn, :num_bytes]
+        self._moving.append(self._mover.submit(self._carrier.send, data))
+        self._turn = (self._turn + 1) % NUM_SLOTS
+
+    def flush(self) -> None:
+        """See `Outgoing`."""
+        while self._moving:
+            self._moving.popleft().result()
+        self._wire.hear()
+
+
+class NetworkIncoming(_NetworkEnd):
+    """The receiver's end; see `Incoming`."""
+
+    def __init__(self, wire: Wire, bucket_bytes: int, device: torch.device) -> None:
+        super().__init__(wire, bucket_bytes, device, is_sender=False)
+
+    def arrivals(self, sizes: Sequence[int]) -> Iterator[Tensor]:
+        """See `Incoming`."""
+        buffers = [self._slots[number % NUM_SLOTS, :size] for number, size in enumerate(sizes)]
+        for ahead in buffers[:NUM_SLOTS]:
+            self._expect(ahead)
+        for number, buffer in enumerate(buffers):
+            self._moving.popleft().result()
+            yield buffer
+            finish_copies(buffer.device)
+            for ahead in buffers[number + NUM_SLOTS : number + NUM_SLOTS + 1]:
+                self._expect(ahead)
+        self._wire.say()
+
+    def _expect(self, buffer: Tensor) -> None:
+        self._moving.append(self._mover.submit(self._carrier.receive, buffer))

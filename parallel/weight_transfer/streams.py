@@ -1,0 +1,202 @@
+"""The data of one link in a push: boxes of tensors, packed into its buffers and unpacked."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from parallel.checksum import BoxCopy, NamedSum, PreparedCopies, copy_and_sum
+from parallel.layout import Box, Copy, Shape
+from parallel.views import as_local, as_whole
+from parallel.weight_transfer.buckets import Bucket, bucketed
+from parallel.weight_transfer.links import Incoming, Link, Outgoing, own_stream
+
+
+class Packing:
+    """How boxes, each as its dtype, are placed in the buffers of a link; the same at both ends.
+
+    Raises ValueError if a box is larger than a buffer.
+    """
+
+    def __init__(
+        self, boxes: Sequence[Box], dtypes: Sequence[torch.dtype], bucket_bytes: int
+    ) -> None:
+        sizes = [
+            box.num_elements * dtype.itemsize for box, dtype in zip(boxes, dtypes, strict=True)
+        ]
+        if max(sizes, default=0) > bucket_bytes:
+            raise ValueError(f"{max(sizes)} bytes in one piece exceed a bucket of {bucket_bytes}")
+        self.num_bytes = sum(sizes)
+        self.buckets = bucketed(sizes, bucket_bytes)
+        self._boxes = boxes
+        self._dtypes = dtypes
+
+    def views(self, bucket: Bucket, buffer: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """The boxes in a buffer, each with its number."""
+        for number, offset in enumerate(bucket.offsets, bucket.first):
+            box, dtype = self._boxes[number], self._dtypes[number]
+            data = buffer[offset : offset + box.num_elements * dtype.itemsize]
+            yield number, data.view(dtype).view(box.size)
+
+
+class PreparedBuckets:
+    """Caches the copies of each bucket of a stream on a CPU, prepared on first use.
+
+    Looking up the addresses takes as long as copying a hundred KB.
+    """
+
+    def __init__(self) -> None:
+        self._places: list[tuple[object, ...]] = []
+        self._prepared: dict[tuple[int, int], PreparedCopies] = {}
+
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """Clear the cache if any of `tensors` has moved in memory."""
+        places: list[tuple[object, ...]] = [
+            (name, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+            for name, tensor in tensors.items()
+        ]
+        if places != self._places:
+            self._places = places
+            self._prepared.clear()
+
+    def make(self, bucket: Bucket, buffer: Tensor, copies: Iterator[BoxCopy]) -> list[NamedSum]:
+        """Make the `copies` of a bucket in `buffer`, the same each time; returns sums by tensor."""
+        key = bucket.first, buffer.data_ptr()
+        if key not in self._prepared:
+            self._prepared[key] = PreparedCopies([*copies])
+        return self._prepared[key].make()
+
+
+class OutStream:
+    """What a trainer rank sends over one link: `packing` contains the destinations of `copies`.
+
+    `shapes` are those of the receiver's parameters.
+    """
+
+    def __init__(
+        self,
+        link: Outgoing,
+        copies: Sequence[Copy],
+        shapes: Mapping[str, Shape],
+        packing: Packing,
+        device: torch.device,
+    ) -> None:
+        self.link = link
+        self._copies = copies
+        self._shapes = shapes
+        self._packing = packing
+        self._device = device
+        self._prepared = PreparedBuckets()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes sent in one push."""
+        return self._packing.num_bytes
+
+    def send(self, tensors: Mapping[str, Tensor]) -> list[NamedSum]:
+        """Send the boxes of `tensors`; returns when the receiver has taken them.
+
+        Returns the contribution of each to the checksum of its parameter, computed in the engines'
+        dtype before the buffer is handed over.
+        """
+        sums: list[NamedSum] = []
+        if self._device.type == "cpu":
+            self._prepared.check(tensors)
+        with own_stream(self._device), torch.inference_mode():
+            for bucket in self._packing.buckets:
+                buffer = self.link.next_buffer()
+                copies = self._box_copies(bucket, buffer, tensors)
+                if self._device.type == "cpu":
+                    sums += self._prepared.make(bucket, buffer, copies)
+                else:
+                    for each in copies:
+                        added = copy_and_sum(each.source, each.target, each.box, each.shape)
+                        sums.append((each.name, added))
+                self.link.hand_over(bucket.num_bytes)
+            self.link.flush()
+        return sums
+
+    def _box_copies(
+        self, bucket: Bucket, buffer: Tensor, tensors: Mapping[str, Tensor]
+    ) -> Iterator[BoxCopy]:
+        for number, target in self._packing.views(bucket, buffer):
+            copy = self._copies[number]
+            name, box = copy.destination, copy.destination_box
+            yield BoxCopy(name, _payload(copy, tensors), target, box, self._shapes[name])
+
+
+def _payload(copy: Copy, tensors: Mapping[str, Tensor]) -> Tensor:
+    """The source of `copy`, viewed in the dimensions of its destination."""
+    whole = as_whole(tensors[copy.source][copy.source_box.slices], copy.source_axes)
+    return as_local(whole, copy.destination_axes, len(copy.destination_box.size))
+
+
+class InStream:
+    """What a worker receives on one link, copies to boxes of its parameters, and forwards.
+
+    `onward` is the link to the same worker of the next engine, if there is one.
+    """
+
+    def __init__(
+        self,
+        link: Incoming,
+        onward: Outgoing | None,
+        arrivals: Sequence[tuple[str, Box]],
+        packing: Packing,
+        device: torch.device,
+    ) -> None:
+        self._link = link
+        self._onward = onward
+        self._arrivals = arrivals
+        self._packing = packing
+        self._device = device
+        self._prepared = PreparedBuckets()
+
+    @property
+    def links(self) -> list[Link]:
+        """The incoming link, and the one to the next engine, if any."""
+        return [self._link] if self._onward is None else [self._link, self._onward]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes received in one push."""
+        return self._packing.num_bytes
+
+    def receive(self, parameters: Mapping[str, Tensor]) -> list[NamedSum]:
+        """Fill the boxes of `parameters`; returns when the next engine has taken them, too.
+
+        On a CPU, returns the contribution of each box to the checksum, as the parameter now holds
+        it; on a GPU, an empty list.
+        """
+        sums: list[NamedSum] = []
+        buckets = self._packing.buckets
+        arrivals = self._link.arrivals([bucket.num_bytes for bucket in buckets])
+        if self._device.type == "cpu":
+            self._prepared.check(parameters)
+        # The parameters may be inference tensors, which can be written only in inference mode, or
+        # views of tensors that require gradients, which autograd refuses to read once it knows of a
+        # change (`.data` hides it).
+        with own_stream(self._device), torch.inference_mode():
+            for buffer, bucket in zip(arrivals, buckets, strict=True):
+                if self._onward is not None:
+                    self._onward.next_buffer()[: bucket.num_bytes].copy_(buffer)
+                    self._onward.hand_over(bucket.num_bytes)
+                copies = self._box_copies(bucket, buffer, parameters)
+                if self._device.type == "cpu":
+                    sums += self._prepared.make(bucket, buffer, copies)
+                else:
+                    # Checksums come later: a GPU reads its memory faster than any link fills it,
+                    # and kernels for each box take longer than one pass over each parameter.
+                    for copy in copies:
+                        copy.target.copy_(copy.source)
+            if self._onward is not None:
+                self._onward.flush()
+        return sums
+
+    def _box_copies(
+        self, bucket: Bucket, buffer: Tensor, parameters: Mapping[str, Tensor]
+    ) -> Iterator[BoxCopy]:
+        for number, values in self._packing.views(bucket, buffer):
+            name, box = self._arrivals[number]
+            parameter = parameters[name].data
+            yield BoxCopy(name, values, parameter[box.slices], box, tuple(parameter.shape))

@@ -1,0 +1,164 @@
+"""How scored samples become advantages, masks and packed microbatches."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_grpo.batch.distribute import share_out
+from megatron_grpo.batch.experience import compare, subtract_kl
+from megatron_grpo.config.config import Config
+from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.data.samples import Sample
+from parallel import ParallelDims
+from parallel.alignment import Alignment
+from parallel.microbatches import CostModel
+from policies import tiny_config
+
+LENGTHS = [3, 5, 2, 4]  # of the completions; two prompts with two each
+
+
+def config(*overrides: str) -> Config:
+    return tiny_config(
+        Path("model"),
+        ParallelDims(),
+        "grpo.num_generations=2",
+        "grpo.generation_batch_size=4",
+        "reward.functions=[exact]",
+        *overrides,
+    )
+
+
+def samples(**changes) -> list[Sample]:
+    """Samples; each of `changes` lists one field for all of them."""
+    return [
+        Sample(
+            **{
+                "prompt": Prompt(index=10 + i // 2, token_ids=(5, 6), text="", row={}),
+                "sample_index": i % 2,
+                "completion_ids": tuple(range(20, 20 + length)),
+                "logprobs": (-1.0,) * length,
+                "finish_reason": "stop",
+                "text": "",
+                "policy_version": 0,
+                **{name: values[i] for name, values in changes.items()},
+            }
+        )
+        for i, length in enumerate(LENGTHS)
+    ]
+
+
+def scores(*values: float) -> list[dict[str, float]]:
+    return [{"exact": value} for value in values]
+
+
+def packed(experience, cfg):
+    """For each sequence: which tokens count, their weights and their advantages."""
+    [[share]] = share_out(experience, 0, CostModel(), cfg)
+    [batch] = share.pack(Alignment(), share_prompts=False)
+    of = [batch.completion_mask & (batch.sequence_index == i) for i in range(len(LENGTHS))]
+    return [
+        (batch.loss_mask[mask].tolist(), batch.loss_weights[mask], batch.advantages[mask])
+        for mask in of
+    ]
+
+
+def test_a_group_is_all_samples_of_one_prompt():
+    cfg = config("grpo.scale_rewards=none")
+    experience = compare(samples(), scores(1, 0, 0, 1), cfg)
+    assert experience.group_ids.tolist() == [10, 10, 11, 11]
+    assert experience.advantages.tolist() == [0.5, -0.5, -0.5, 0.5]
+
+
+def test_a_sample_without_a_score_has_no_token_in_the_loss():
+    cfg = config("grpo.scale_rewards=none", "grpo.loss_type=grpo")
+    experience = compare(samples(), scores(1, math.nan, 0, 1), cfg)
+    found = packed(experience, cfg)
+    assert [all(mask) for mask, _, _ in found] == [True, False, True, True]
+    assert not any(found[1][0])
+    assert experience.advantages.tolist() == [0, 0, -0.5, 0.5]
+    # It still is one of the batch, over whose sequences the loss is a mean.
+    assert found[0][1].tolist() == pytest.approx([1 / (4 * 3)] * 3)
+
+
+def test_what_is_packed_has_the_bits_that_torch_makes_of_the_samples():
+    logprobs = [tuple(-1 / (3 + i + k) for k in range(length)) for i, length in enumerate(LENGTHS)]
+    masks = [tuple(k % 2 == 0 for k in range(length)) for length in LENGTHS]
+    given, cfg = samples(logprobs=logprobs, loss_mask=masks), config()
+    [[share]] = share_out(compare(given, scores(1, 0, 0, 1), cfg), 0, CostModel(), cfg)
+    [batch] = share.pack(Alignment(), share_prompts=False)
+    for i, sample in enumerate(given):
+        place = batch.sequence_index == i
+        tokens = torch.tensor([*sample.prompt.token_ids, *sample.completion_ids])
+        assert torch.equal(batch.tokens[place], tokens)
+        place &= batch.completion_mask
+        assert torch.equal(batch.rollout_logprobs[place], torch.tensor(logprobs[i]))
+        assert torch.equal(batch.loss_mask[place], torch.tensor(masks[i]))
+
+
+def test_the_overlong_filter_leaves_out_what_met_the_limit():
+    reasons = ["stop", "length", "stop", "length"]
+    for option, expected in (("true", [True, False, True, False]), ("false", [True] * 4)):
+        cfg = config(f"grpo.overlong_filter={option}")
+        found = packed(compare(samples(finish_reason=reasons), scores(1, 0, 0, 1), cfg), cfg)
+        assert [all(mask) for mask, _, _ in found] == expected
+
+
+def test_the_divergence_is_subtracted_before_rewards_are_compared():
+    cfg = config("grpo.scale_rewards=none")
+    experience = compare(samples(), scores(1, 0, 0, 1), cfg)
+    kl = torch.tensor([2.0, 0, 0, 0], dtype=torch.float64)
+    less = subtract_kl(experience, kl, 0.25, cfg)
+    assert less.advantages.tolist() == [0.25, -0.25, -0.5, 0.5]
+    assert less.totals.tolist() == experience.totals.tolist()  # the reward is what it was
+
+
+def test_under_process_supervision_a_token_has_the_steps_that_end_at_it_or_later():
+    cfg = config(
+        "environment.name=file.py:Class", "environment.weight=2", "grpo.supervision=process"
+    )
+    steps = [((1, 1.0), (2, 0.0)), ((4, 0.5),), ((1, 1.0),), ((0, 0.0), (3, 1.0))]
+    rewards = [
+        {"exact": exact, "environment": sum(r for _, r in of)}
+        for exact, of in zip([1.0, 0.0, math.nan, 1.0], steps, strict=True)
+    ]
+    experience = compare(samples(step_rewards=steps), rewards, cfg)
+    first = torch.tensor([2.0, 0.0, 1.0, 1.0, 0.0], dtype=torch.float64)  # with the outcomes
+    a, b, c, d, e = ((first - first.mean()) / (first.std() + 1e-4)).tolist()
+    found = [advantages.tolist() for _, _, advantages in packed(experience, cfg)]
+    assert found[0] == pytest.approx([a + b + c, a + b + c, b + c])
+    assert found[1] == pytest.approx([d + e] * 5, abs=1e-6)
+    assert found[2] == [0, 0]  # it could not be scored
+    assert experience.advantages.tolist() == pytest.approx(
+        [a + b + c, d + e, 0, found[3][0]], abs=1e-6
+    )
+
+
+def test_rewards_that_are_normalized_first_are_then_added_up_by_weight():
+    cfg = config(
+        "reward.functions=[{name: exact, weight: 1.0}, {name: math_answer, weight: 3.0}]",
+        "grpo.multi_objective_aggregation=normalize_then_sum",
+    )
+    rewards = [
+        {"exact": exact, "math_answer": answer}
+        for exact, answer in zip([100.0, 0, 0, 100], [0.0, 1, 1, 1], strict=True)
+    ]
+    advantages = compare(samples(), rewards, cfg).advantages
+    # Of the first prompt the larger weight decides, not the larger reward.
+    assert advantages[0] < 0 < advantages[1]
+    assert advantages.mean() == pytest.approx(0, abs=1e-12)
+
+
+def test_tokens_take_the_experts_that_the_engine_chose_into_training():
+    routes = [np.full((1 + length, 2, 3), length, np.uint8) for length in LENGTHS]
+    routes[2] = None  # an environment failed before the engine was asked
+    experience = compare(samples(routed_experts=routes), scores(1, 0, 0, 1), config())
+    [[share]] = share_out(experience, 0, CostModel(), config())
+    [batch] = share.pack(Alignment(), share_prompts=False)
+    for i, length in enumerate(LENGTHS):
+        of_sequence = batch.routed_experts[batch.sequence_index == i]
+        told = torch.full((1 + length, 2, 3), length) if i != 2 else torch.zeros(0, 2, 3)
+        assert torch.equal(of_sequence[: len(told)].long(), told.long())
+        assert all(len(row.unique()) == 3 for row in of_sequence[len(told) :].flatten(0, 1))

@@ -1,0 +1,89 @@
+"""Shares: what every data rank packs, sent without what can be computed from it."""
+
+import pickle
+
+import pytest
+import torch
+
+from megatron_grpo.batch.distribute import Share
+from parallel.alignment import Alignment
+from parallel.packing import PackedBatch, TokenSequence, pack
+
+ALIGNMENT = Alignment(sequence=4, total=8)
+
+
+def sequences(
+    *, has_known: bool = True, process: bool = False, has_routes: bool = False
+) -> list[TokenSequence]:
+    """Five sequences, the first two of one prompt; of the last, no routes are known."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = [(11, 12, 13), (11, 12, 13), (14,), (15, 16), (17, 18, 19, 20)]
+    made = []
+    for length, prompt in zip((5, 1, 7, 0, 3), prompts, strict=True):
+
+        def values(count: int = length) -> torch.Tensor:
+            return torch.randn(count, generator=generator)
+
+        completion = torch.randint(30, 99, (length,), generator=generator)
+        num_routed = 0 if len(made) == 4 else len(prompt) + length - 1
+        routes = torch.rand(num_routed, 2, 5, generator=generator).topk(3).indices.byte()
+        made.append(
+            TokenSequence(
+                tokens=torch.cat([torch.tensor(prompt), completion]).int(),
+                num_prompt_tokens=len(prompt),
+                advantage=values().double() if process else float(values(1)),
+                loss_weight=1 / 3,
+                rollout_logprobs=values(),
+                response_mask=values() > 0,
+                old_logprobs=values() if has_known else None,
+                high_entropy=values() > 0 if has_known else None,
+                routed_experts=routes if has_routes else None,
+            )
+        )
+    return made
+
+
+def assert_equal(batch: PackedBatch, expected: PackedBatch) -> None:
+    for name, value in vars(expected).items():
+        found = getattr(batch, name)
+        if isinstance(value, torch.Tensor):
+            assert found.dtype == value.dtype and torch.equal(found, value), name
+        else:
+            assert found == value, name
+
+
+@pytest.mark.parametrize("share_prompts", [False, True])
+@pytest.mark.parametrize("process", [False, True])
+@pytest.mark.parametrize("has_known", [False, True])
+def test_a_share_that_was_sent_packs_as_its_sequences_do(
+    has_known: bool, process: bool, share_prompts: bool
+) -> None:
+    given = sequences(has_known=has_known, process=process, has_routes=process)
+    microbatches = [[4, 0, 1], [], [2]]
+    share = pickle.loads(pickle.dumps(Share.of(given, microbatches)))
+    batches = share.pack(ALIGNMENT, share_prompts=share_prompts)
+    known = ["old_logprobs", "high_entropy"] if has_known else []
+    for batch, indices in zip(batches, microbatches, strict=True):
+        expected = pack(given, indices, ALIGNMENT, share_prompts=share_prompts, known=known)
+        assert_equal(batch, expected)
+
+
+def test_a_rank_without_a_sequence_has_the_values_that_its_peers_have() -> None:
+    [batch] = Share.of(sequences(), [[]]).pack(ALIGNMENT, share_prompts=False)
+    assert batch.old_logprobs is not None and batch.high_entropy is not None
+    assert batch.ref_logprobs is None
+    assert not batch.loss_mask.any()
+
+
+def test_nine_bytes_are_sent_for_each_token_of_a_completion() -> None:
+    length = 10_000
+    long = TokenSequence(
+        tokens=torch.zeros(1 + length, dtype=torch.int32),
+        num_prompt_tokens=1,
+        advantage=0.0,
+        loss_weight=0.0,
+        rollout_logprobs=torch.zeros(length),
+        response_mask=torch.ones(length, dtype=torch.bool),
+    )
+    sent = pickle.dumps(Share.of([long, long], [[0], [1]]))
+    assert 9 * 2 * length < len(sent) < 9.5 * 2 * length

@@ -1,0 +1,622 @@
+"""Checkpoints of real ranks: what is loaded equals what was saved, and only if it is complete."""
+
+import io
+import json
+import os
+import pickle
+import re
+import resource
+import shutil
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stderr
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from checkpoint_convert.formats.torch_dist import read_chunks
+from checkpoint_convert.formats.torch_dist_writer import CreatedChunk, index_of
+from conversions import file_size_limit
+from distributed import run_ranks
+from megatron_grpo.checkpoints import checkpointer as checkpoints_module
+from megatron_grpo.checkpoints import folders, manifest, shard_file
+from megatron_grpo.checkpoints import state as megatron_state
+from megatron_grpo.checkpoints.newest import steps_done
+from megatron_grpo.checkpoints.screening import screen_checkpoint
+from megatron_grpo.checkpoints.trainer_state import TrainerState
+from megatron_grpo.policy.model import Policy, unwrapped
+from models import tiny_model
+from parallel import ParallelDims
+from parallel.groups import Groups
+from policies import LENGTHS, accumulate, checkpoints_of, pack_all, save_checkpoint, start_policy
+
+DIMS = ParallelDims(tensor=2, pipeline=2)
+SECRET = "nobody-is-to-read-this"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("model"), "qwen3", tied=True)
+
+
+def step(policy: Policy, groups: Groups) -> None:
+    share = pack_all(LENGTHS, groups.dims)[groups.coordinates.data :: groups.dims.data]
+    accumulate(policy, groups, share)
+    policy.optimizer.step()
+    policy.scheduler.step(increment=1)
+
+
+def state_of(policy: Policy) -> list[torch.Tensor]:
+    """Copies of this rank's weights, master weights, moments and step counts."""
+    optimizer = [
+        tensor.clone()
+        for part in policy.optimizer.chained_optimizers
+        for group in part.optimizer.param_groups
+        for parameter in group["params"]
+        for tensor in (parameter.detach(), *part.optimizer.state[parameter].values())
+    ]
+    return [tensor.detach().clone() for tensor in policy.parameters().values()] + optimizer
+
+
+def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def save_while_training(rank: int, model: Path, run: Path) -> list[list[torch.Tensor]]:
+    """The state when the save began, and after one more step, which is taken meanwhile."""
+    policy, groups = start_policy(rank, model, DIMS)
+    step(policy, groups)
+    step(policy, groups)
+    states = [state_of(policy)]
+    torch.manual_seed(rank)
+    states.append([torch.rand(3)])
+    torch.manual_seed(rank)
+    os.environ["WANDB_API_KEY"] = os.environ["MEGATRON_GRPO_TOKEN"] = SECRET
+    checkpoints = checkpoints_of(run, policy, model, DIMS)
+    checkpoints.save(TrainerState(step=2, num_skipped_in_a_row=1, wandb_id="abc"), None)
+    assert not (run / "checkpoints" / "step_2").exists(), "the save did not wait for anybody"
+    assert psutil.Process().children() == [], "a process could outlive its rank"
+    step(policy, groups)
+    states.append(state_of(policy))
+    is_there = torch.zeros(())
+    while not is_there:
+        time.sleep(0.01)
+        checkpoints.poll()
+        is_there.fill_((run / "checkpoints" / "step_2").exists())
+        dist.all_reduce(is_there, dist.ReduceOp.MIN)  # no rank stops while another goes on
+    return states
+
+
+def load_and_train(rank: int, model: Path, run: Path) -> list[list[torch.Tensor]]:
+    policy, groups = start_policy(rank, model, DIMS)
+    state = checkpoints_of(run, policy, model, DIMS).load()
+    assert state == TrainerState(step=2, num_skipped_in_a_row=1, wandb_id="abc")
+    states = [state_of(policy), [torch.rand(3)]]
+    step(policy, groups)
+    return [*states, state_of(policy)]
+
+
+@pytest.fixture(scope="module")
+def saved(model, tmp_path_factory):
+    """A run directory with one checkpoint, and the states of its four ranks."""
+    run = tmp_path_factory.mktemp("run")
+    return run, run_ranks(4, save_while_training, model, run)
+
+
+def test_a_resumed_rank_is_bit_for_bit_the_one_that_saved_and_so_is_its_next_step(saved, model):
+    run, before = saved
+    after = run_ranks(4, load_and_train, model, run)
+    for ours, theirs in zip(after, before, strict=True):
+        for part, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            assert same(a, b), ("state", "random numbers", "state after a step")[part]
+
+
+def load_and_save(rank: int, model: Path, run: Path, dims: ParallelDims, again: Path) -> None:
+    policy, _ = start_policy(rank, model, dims)
+    state = checkpoints_of(run, policy, model, dims).load()
+    save_checkpoint(again, state.step, policy, model, dims)
+
+
+def test_weights_and_moments_come_back_from_another_layout(saved, model, tmp_path):
+    """Each of these loads what the one before it has saved."""
+    run, before = saved
+    others = [ParallelDims(data=2), ParallelDims(tensor=4), ParallelDims(context=2, pipeline=2)]
+    for dims in others:
+        there = tmp_path / str(dims)
+        run_ranks(dims.world_size, load_and_save, model, run, dims, there)
+        run = there
+    after = run_ranks(4, load_state, model, run)
+    for ours, theirs in zip(after, before, strict=True):
+        assert same(ours, theirs[0])
+
+
+OWN_SCHEDULE = ("optimizer.lr=5e-4", "optimizer.lr_warmup_steps=2", "train.num_steps=9")
+
+
+def start_from(rank: int, model: Path, run: Path, init_from: Path) -> list[list[torch.Tensor]]:
+    """The state of a new run of other settings at its start, after a step, and when it resumes."""
+    policy, groups = start_policy(rank, model, DIMS, *OWN_SCHEDULE)
+    fresh = schedule_of(policy)
+    options = (*OWN_SCHEDULE, f"train.init_from={init_from}")
+    checkpoints = checkpoints_of(run, policy, model, DIMS, *options)
+    assert checkpoints.load() == TrainerState(step=0)
+    assert schedule_of(policy) == fresh
+    states = [state_of(policy)]
+    step(policy, groups)
+    step(policy, groups)
+    states.append(state_of(policy))
+    checkpoints.save(TrainerState(step=2), None)
+    checkpoints.wait()
+    step(policy, groups)
+    gone = (*OWN_SCHEDULE, "train.init_from=gone")
+    assert checkpoints_of(run, policy, model, DIMS, *gone).load().step == 2
+    return [*states, state_of(policy)]
+
+
+@pytest.mark.parametrize("name", ["", "checkpoints/step_2"], ids=["a run", "a checkpoint"])
+def test_a_new_run_starts_from_weights_and_moments_of_another_at_step_0(
+    saved, model, tmp_path, name
+):
+    run, before = saved
+    after = run_ranks(4, start_from, model, tmp_path, run / name)
+    for (start, trained, resumed), theirs in zip(after, before, strict=True):
+        assert same(start, theirs[0])
+        assert not same(trained, start)
+        assert same(resumed, trained), "init_from is read once"
+
+
+def start_from_damaged(rank: int, model: Path, run: Path, init_from: Path) -> str:
+    policy, _ = start_policy(rank, model, ParallelDims(data=2))
+    option = f"train.init_from={init_from}"
+    with pytest.raises(ValueError) as refused:
+        checkpoints_of(run, policy, model, ParallelDims(data=2), option).load()
+    return str(refused.value)
+
+
+def test_a_new_run_does_not_start_from_a_damaged_checkpoint(saved, model, tmp_path):
+    damaged, other = tmp_path / "step_2", tmp_path / "step_1"
+    other.mkdir()
+    shutil.copytree(saved[0] / "checkpoints" / "step_2", damaged)
+    flip_a_bit(damaged / "__1_0.distcp")
+    for said in run_ranks(2, start_from_damaged, model, tmp_path / "new", damaged):
+        assert f"train.init_from {damaged} cannot be used: " in said
+        assert "__1_0.distcp is damaged" in said
+        assert f"; set train.init_from to another checkpoint, such as {other}, or leave" in said
+
+
+def save_in_small_chunks(rank: int, model: Path, run: Path, again: Path) -> None:
+    shard_file.MAX_CHUNK_BYTES = 1000  # of this process alone
+    load_and_save(rank, model, run, DIMS, again)
+
+
+def test_tensors_that_are_saved_in_several_chunks_come_back(saved, model, tmp_path):
+    run, before = saved
+    run_ranks(4, save_in_small_chunks, model, run, tmp_path)
+    pieces = read_chunks(tmp_path / "checkpoints" / "step_2").layout.pieces
+    assert max(piece.box.num_elements for piece in pieces) <= 1000 // 4
+    after = run_ranks(4, load_state, model, tmp_path)
+    for ours, theirs in zip(after, before, strict=True):
+        assert same(ours, theirs[0])
+
+
+METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,
+}
+
+
+def load_by_megatron(rank: int, model: Path, run: Path, dims: ParallelDims) -> list[str]:
+    """Names of tensors for which Megatron-Core's own loader returns other values than ours."""
+    from megatron.core import dist_checkpointing
+
+    def sharded(policy: Policy, *, is_loading: bool) -> dict[str, Any]:
+        chunk = unwrapped(policy.chunks[0]).sharded_state_dict(metadata=METADATA)
+        states = policy.optimizer.sharded_state_dict(
+            {"model0": chunk}, is_loading=is_loading, metadata=METADATA
+        )["param_state"]
+        return chunk | {
+            f"{number} {name}": state
+            for number, by_name in states.items()
+            for name, state in by_name.items()
+        }
+
+    policy, _ = start_policy(rank, model, dims)
+    state = sharded(policy, is_loading=True)
+    theirs = dist_checkpointing.load(state, str(run / "checkpoints" / "step_2"))
+    theirs = {k: v.clone() for k, v in theirs.items() if isinstance(v, torch.Tensor)}
+    checkpoints_of(run, policy, model, dims).load()
+    ours = {k: v.data for k, v in sharded(policy, is_loading=False).items() if v.data is not None}
+    assert theirs.keys() == ours.keys()
+    assert len(ours) == 4 * len(policy.parameters())
+    return [name for name, values in ours.items() if not torch.equal(values, theirs[name])]
+
+
+def test_megatron_core_loads_it_too(saved, model):
+    dims = ParallelDims(data=2)
+    assert run_ranks(2, load_by_megatron, model, saved[0], dims) == [[], []]
+
+
+def test_no_secret_of_the_environment_is_in_it(saved):
+    files = [path for path in saved[0].rglob("*") if path.is_file()]
+    assert len(files) > 10
+    assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
+
+
+def load_state(rank: int, model: Path, run: Path) -> list[torch.Tensor]:
+    policy, _ = start_policy(rank, model, DIMS)
+    checkpoints_of(run, policy, model, DIMS).load()
+    return state_of(policy)
+
+
+def test_a_checkpoint_explains_itself(saved):
+    folder = saved[0] / "checkpoints" / "step_2"
+    record = json.loads((folder / "trainer.json").read_text())
+    assert record["layout"]["tensor"] == record["layout"]["pipeline"] == 2
+    assert record["versions"]["torch"] == version("torch")
+    listed = json.loads((folder / "manifest.json").read_text())["files"].keys()
+    there = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert there == {*listed, "manifest.json"}
+    assert {"config.yaml", "hf_config/config.json", "common.pt", ".metadata"} <= listed
+
+
+def save_four_and_keep_three(rank: int, model: Path, run: Path) -> list[int]:
+    """The number of chunks of each index that was built."""
+    dims = ParallelDims(data=2)
+    policy, _ = start_policy(rank, model, dims)
+    lengths = []
+
+    def counted(placed: Sequence[CreatedChunk], objects: Sequence[str]) -> bytes:
+        lengths.append(len(placed))
+        return index_of(placed, objects)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoints_module, "index_of", counted)
+        checkpoints = checkpoints_of(run, policy, model, dims, "train.keep_checkpoints=3")
+        for number in range(1, 5):
+            checkpoints.save(TrainerState(step=number), None)
+        checkpoints.wait()
+    return lengths
+
+
+@pytest.fixture(scope="module")
+def kept(model, tmp_path_factory):
+    """The checkpoints of a run that saved four, and the indices of both ranks."""
+    run = tmp_path_factory.mktemp("kept")
+    return run / "checkpoints", run_ranks(2, save_four_and_keep_three, model, run)
+
+
+def test_as_many_stay_as_the_config_says(kept):
+    there = {path.name for path in kept[0].iterdir()}
+    assert there == {"step_2", "step_3", "step_4", "LATEST"}
+
+
+def test_the_index_of_chunks_is_made_once_for_all_saves(kept):
+    folder, (of_rank_0, of_rank_1) = kept
+    num_chunks = len(read_chunks(folder / "step_4").layout.pieces)
+    assert (of_rank_0, of_rank_1) == ([num_chunks], [0])
+    assert len({(folder / f"step_{step}" / ".metadata").read_bytes() for step in (2, 3, 4)}) == 1
+
+
+FULL_DISK, NO_ROOM, NOT_PUBLISHED = "full disk", "no room", "not published"
+NOT_FINITE = ("decoder", "optimizer.state.exp_avg_sq")
+
+
+def fail_to_save(rank: int, model: Path, runs: Path) -> dict[str, str]:
+    """The message of each failure; each has its own run, with the same policy."""
+    policy, groups = start_policy(rank, model, DIMS)
+    said = {}
+    with pytest.MonkeyPatch.context() as patch:
+        said[NO_ROOM] = save_without_room(runs / NO_ROOM, policy, model, patch)
+    for place in NOT_FINITE:
+        said[place] = save_what_is_not_finite(runs / place, policy, model, place)
+    said[FULL_DISK] = save_onto_a_full_disk(runs / FULL_DISK, policy, model, groups)
+    with pytest.MonkeyPatch.context() as patch:
+        said[NOT_PUBLISHED] = fail_to_publish(runs / NOT_PUBLISHED, policy, model, patch)
+    return said
+
+
+def save_without_room(run: Path, policy: Policy, model: Path, patch: pytest.MonkeyPatch) -> str:
+    usage = type("Usage", (), {"free": 1000})
+    megatron_disk = "megatron_grpo.checkpoints.checkpointer.shutil.disk_usage"
+    patch.setattr(megatron_disk, lambda folder: usage)
+    with pytest.raises(
+        OSError, match=r"1,000 bytes free, but a checkpoint takes [\d,]+: make room"
+    ):
+        checkpoints_of(run, policy, model, DIMS).load()
+    with pytest.raises(OSError) as raised:
+        save_checkpoint(run, 1, policy, model, DIMS)
+    return str(raised.value)
+
+
+def save_what_is_not_finite(run: Path, policy: Policy, model: Path, place: str) -> str:
+    if place == "decoder":
+        number = next(iter(policy.parameters().values())).data.view(-1)[-1:]
+    else:
+        state = next(iter(policy.optimizer.chained_optimizers[0].optimizer.state.values()))
+        number = state["exp_avg_sq"].view(-1)[:1]
+    finite = number.clone()
+    if dist.get_rank() == 3:
+        number.fill_(torch.nan if place == "decoder" else torch.inf)
+    with pytest.raises(FloatingPointError) as raised:
+        save_checkpoint(run, 1, policy, model, DIMS)
+    number.copy_(finite)
+    return str(raised.value)
+
+
+def save_onto_a_full_disk(run: Path, policy: Policy, model: Path, groups: Groups) -> str:
+    save_checkpoint(run, 1, policy, model, DIMS)
+    step(policy, groups)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    # The kernel's way to say the same to one process.
+    is_full = file_size_limit(100_000) if groups.rank == 2 else nullcontext()
+    with is_full, pytest.raises(OSError) as raised:
+        save_checkpoint(run, 2, policy, model, DIMS)
+    assert checkpoints_of(run, policy, model, DIMS).load().step == 1
+    return str(raised.value)
+
+
+def fail_to_publish(run: Path, policy: Policy, model: Path, patch: pytest.MonkeyPatch) -> str:
+    def publish(*args: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    patch.setattr(folders, "publish", publish)  # of this process alone
+    with pytest.raises(OSError) as raised:
+        save_checkpoint(run, 1, policy, model, DIMS)
+    return str(raised.value)
+
+
+@pytest.fixture(scope="module")
+def failed(model, tmp_path_factory):
+    """The folder of runs that could not save, and what each of their four ranks was told."""
+    runs = tmp_path_factory.mktemp("failed")
+    return runs, run_ranks(4, fail_to_save, model, runs)
+
+
+@pytest.mark.parametrize("place", NOT_FINITE)
+def test_what_is_not_finite_is_named_and_not_saved(failed, place):
+    runs, messages = failed[0], [said[place] for said in failed[1]]
+    assert messages[3].startswith(place) and "is not finite: nothing is saved" in messages[3]
+    assert messages[:3] == [f"rank 3: {messages[3]}"] * 3
+    assert list((runs / place).rglob("step_*")) == []
+
+
+def test_a_disk_that_fills_up_in_mid_save_leaves_the_checkpoint_before(failed):
+    runs, messages = failed[0], [said[FULL_DISK] for said in failed[1]]
+    assert "cannot be written" in messages[2] and ".distcp" in messages[2]
+    assert messages[0] == f"rank 2: {messages[2]}"
+    assert (runs / FULL_DISK / "checkpoints" / "LATEST").read_text() == "step_1\n"
+
+
+def test_without_room_a_run_does_not_begin_and_nothing_is_written(failed):
+    runs, message = failed[0], failed[1][3][NO_ROOM]
+    assert "rank 0: " in message and "1,000 bytes free, but a checkpoint takes" in message
+    assert list((runs / NO_ROOM).rglob("step_*")) == []
+
+
+def test_all_ranks_hear_that_rank_0_could_not_make_it_a_checkpoint(failed):
+    messages = [said[NOT_PUBLISHED] for said in failed[1]]
+    assert "step_1.partial cannot be written: [Errno 1]" in messages[0]
+    assert messages[1:] == [f"rank 0: {messages[0]}"] * 3
+
+
+def die_in_the_save(rank: int, model: Path, run: Path) -> None:
+    policy, groups = start_policy(rank, model, DIMS)
+    save_checkpoint(run, 1, policy, model, DIMS)
+    step(policy, groups)
+    if rank == 1:
+        write = manifest.write_hashed
+
+        def write_and_die(*args: Any) -> None:
+            write(*args)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        manifest.write_hashed = write_and_die
+    save_checkpoint(run, 2, policy, model, DIMS)
+
+
+def test_a_rank_that_dies_in_a_save_leaves_the_checkpoint_before(model, tmp_path):
+    with pytest.raises(AssertionError, match="rank"):
+        run_ranks(4, die_in_the_save, model, tmp_path)
+    assert (tmp_path / "checkpoints" / "step_2.partial").exists()
+    run_ranks(4, load_state, model, tmp_path)
+    assert not (tmp_path / "checkpoints" / "step_2.partial").exists()
+
+
+class Bomb:
+    """A malicious pickle: loading it creates a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return (Path.touch, (self.path,))
+
+
+@pytest.mark.parametrize("name", [".metadata", "common.pt"])
+def test_a_pickle_that_would_run_code_is_refused_and_not_run(saved, tmp_path, name):
+    folder, made = tmp_path / "step_2", tmp_path / "made"
+    os.system(f"cp -r {saved[0]}/checkpoints/step_2 {folder}")
+    screen_checkpoint(folder)
+    if name == "common.pt":
+        torch.save({"args": Bomb(made)}, folder / name)
+    else:
+        (folder / name).write_bytes(pickle.dumps(Bomb(made)))
+    with pytest.raises(ValueError, match=rf"{re.escape(name)}.*requires"):
+        screen_checkpoint(folder)
+    assert not made.exists()
+    if name == ".metadata":  # the reason for all this: what torch would have done
+        pickle.loads((folder / name).read_bytes())
+        assert made.exists()
+
+
+def test_an_object_among_the_tensors_is_looked_at_too(saved, tmp_path):
+    folder, made = tmp_path / "step_2", tmp_path / "made"
+    os.system(f"cp -r {saved[0]}/checkpoints/step_2 {folder}")
+    from checkpoint_convert.formats.torch_dist_metadata import read_object_places
+
+    places = read_object_places(folder / ".metadata")
+    assert places, "there are objects"
+    file, offset, length = max(places, key=lambda place: place[2])
+    with (folder / file).open("r+b") as stream:
+        stream.seek(offset)
+        stored = stream.read(length)
+        pickled = stored.find(b"\x80\x02")  # the pickle inside of the zip archive
+        bomb = pickle.dumps(Bomb(made), protocol=2)
+        stream.seek(offset + pickled)
+        stream.write(bomb)
+    with pytest.raises(ValueError, match=rf"{file} at byte {offset}"):
+        screen_checkpoint(folder)
+    assert not made.exists()
+
+
+def test_one_that_its_manifest_vouches_for_is_not_loaded(saved, model, tmp_path):
+    folder, made = tmp_path / "checkpoints" / "step_2", tmp_path / "made"
+    os.system(f"cp -r {saved[0]}/checkpoints {tmp_path}/checkpoints")
+    torch.save({"args": Bomb(made)}, folder / "common.pt")
+    listed = manifest.read_manifest(folder)
+    manifest.write_manifest(folder, manifest.hash_files(folder, listed))
+    for message in run_ranks(4, load_nothing, model, tmp_path):
+        assert re.search(r"step_2 is not used: .*common\.pt.*requires", message), message
+    assert not made.exists()
+
+
+def test_all_ranks_are_told_that_no_checkpoint_is_good(saved, model, tmp_path):
+    os.system(f"cp -r {saved[0]}/checkpoints {tmp_path}/checkpoints")
+    (tmp_path / "checkpoints" / "step_2" / "common.pt").write_bytes(b"?")
+    messages = run_ranks(4, load_nothing, model, tmp_path)
+    assert all("no checkpoint of this run can be used" in message for message in messages)
+    assert all("step_2 is not used" in m and "common.pt has 1 of" in m for m in messages), messages
+
+
+def load_nothing(rank: int, model: Path, run: Path) -> str:
+    policy, _ = start_policy(rank, model, DIMS)
+    with pytest.raises(ValueError) as raised:
+        checkpoints_of(run, policy, model, DIMS).load()
+    dist.barrier()
+    return str(raised.value)
+
+
+def load_past_damage(rank: int, model: Path, run: Path) -> dict[str, str]:
+    """For every file of the newest checkpoint: the message after one of its bits is flipped."""
+    dims = ParallelDims(data=2)
+    policy, groups = start_policy(rank, model, dims)
+    save_checkpoint(run, 1, policy, model, dims)
+    step(policy, groups)
+    save_checkpoint(run, 2, policy, model, dims)
+    newest, said = run / "checkpoints" / "step_2", {}
+    for path in sorted(path for path in newest.rglob("*") if path.is_file()):
+        if rank == 0:
+            flip_a_bit(path)
+        dist.barrier()
+        with redirect_stderr(io.StringIO()) as errors:
+            state = checkpoints_of(run, policy, model, dims).load()
+        assert state.step == 1, path
+        if rank == 0:
+            flip_a_bit(path)
+        said[str(path.relative_to(newest))] = errors.getvalue()
+    dist.barrier()
+    assert checkpoints_of(run, policy, model, dims).load().step == 2
+    return said
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_flipped_bit_in_any_file_is_named_and_the_checkpoint_before_is_used(model, tmp_path):
+    said, _ = run_ranks(2, load_past_damage, model, tmp_path)
+    assert said.keys() >= {"__0_0.distcp", "__1_0.distcp", ".metadata", "common.pt", "trainer.json"}
+    assert said.keys() >= {"manifest.json", "random_states.safetensors", "hf_config/config.json"}
+    for name, message in said.items():
+        if name != "manifest.json":  # there a bit can be part of any name or number
+            assert f"step_2 is not used: {name} is damaged" in message.replace("rank 1: ", "")
+
+
+def load_without_descriptors(rank: int, model: Path, run: Path) -> str:
+    """The message if rank 1 cannot open files for a while, which is a transient error."""
+    dims = ParallelDims(data=2)
+    policy, _ = start_policy(rank, model, dims)
+    save_checkpoint(run, 1, policy, model, dims)
+    save_checkpoint(run, 2, policy, model, dims)
+    checkpoints = checkpoints_of(run, policy, model, dims)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    with pytest.raises(TimeoutError) as raised:
+        checkpoints.load()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert checkpoints.load().step == 2
+    return str(raised.value)
+
+
+def test_an_intact_checkpoint_that_one_rank_cannot_read_for_now_is_not_passed_over(model, tmp_path):
+    first, second = run_ranks(2, load_without_descriptors, model, tmp_path)
+    assert first == f"rank 1: {second}"
+    assert "step_2 cannot be read: [Errno 24] Too many open files" in second
+    assert "manifest.json'. It may be intact: start the same command again" in second
+
+
+def ask_for_steps_done(rank: int, views: list[Path]) -> int:
+    return steps_done(views[rank])
+
+
+def test_ranks_agree_on_the_steps_done_where_their_views_of_the_folder_do_not(tmp_path):
+    """As on a network file system, whose attributes each host keeps for a while."""
+    new, old = tmp_path / "new", tmp_path / "old"
+    (new / "step_20").mkdir(parents=True)
+    (old / "step_10").mkdir(parents=True)
+    assert run_ranks(3, ask_for_steps_done, [new, old, tmp_path / "nothing"]) == [20] * 3
+
+
+def test_random_numbers_of_another_kind_of_device_are_left_out():
+    """On a CPU, a row that a GPU has saved: it has the states of more generators."""
+    torch.manual_seed(3)
+    row = torch.cat([megatron_state.random_state(), torch.zeros(48, dtype=torch.uint8)])
+    torch.manual_seed(4)
+    before = torch.get_rng_state()
+    megatron_state.set_random_state(row)
+    assert torch.equal(torch.get_rng_state(), before)
+    megatron_state.set_random_state(row[:-48])
+    assert not torch.equal(torch.get_rng_state(), before)
+
+
+def load_past_one_that_fails_half_way(rank: int, model: Path, run: Path) -> tuple[list, list]:
+    """Steps and learning rates at step 1, and after loading it because step 3 has failed."""
+    dims, warm_up = ParallelDims(data=2), ("train.num_steps=200", "optimizer.lr_warmup_steps=100")
+    policy, groups = start_policy(rank, model, dims, *warm_up)
+    step(policy, groups)
+    save_checkpoint(run, 1, policy, model, dims)
+    before = schedule_of(policy)
+    step(policy, groups)
+    step(policy, groups)
+    save_checkpoint(run, 3, policy, model, dims)
+    if rank == 0:  # what the manifest says is there, and it is not enough
+        newest = run / "checkpoints" / "step_3"
+        os.truncate(newest / "__1_0.distcp", 1000)
+        listed = dict(manifest.read_manifest(newest))
+        manifest.write_manifest(newest, manifest.hash_files(newest, listed))
+    dist.barrier()
+    assert checkpoints_of(run, policy, model, dims).load().step == 1
+    return before, schedule_of(policy)
+
+
+def schedule_of(policy: Policy) -> list[tuple[int, float]]:
+    return [
+        (policy.scheduler.num_steps, group["lr"])
+        for part in policy.optimizer.chained_optimizers
+        for group in part.optimizer.param_groups
+    ]
+
+
+def test_the_learning_rate_is_that_of_the_checkpoint_that_is_used(model, tmp_path):
+    for before, after in run_ranks(2, load_past_one_that_fails_half_way, model, tmp_path):
+        assert before[0][0] == 1
+        assert after == before

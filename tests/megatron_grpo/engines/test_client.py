@@ -1,0 +1,197 @@
+"""Token ids in, samples out, over HTTP: against a real vLLM and the transformers server."""
+
+import math
+import socket
+import time
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from checkpoint_convert import read_shape
+from engines import largest_logprob_error, random_prompts, running_engine
+from megatron_grpo.engines.http import EngineError
+from megatron_grpo.engines.server import reserve_port
+from models import EOS_ID
+from pushes import client_of
+
+TOKEN = "0123456789abcdef"
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_logprobs_are_those_of_the_sampled_tokens_after_temperature(engine, temperature):
+    samples = engine.generate(random_prompts(6), temperature=temperature)
+    assert largest_logprob_error(engine.folder, samples, temperature) < 1e-4
+
+
+def tokens_left(row, top_p, top_k):
+    """Indices of the tokens that remain after top-p and top-k, by definition."""
+    ranked = sorted(range(len(row)), key=lambda token: -row[token])
+    ranked = ranked[:top_k] if top_k != -1 else ranked
+    mass, total, left = 0.0, sum(math.exp(row[token]) for token in ranked), []
+    for token in ranked:
+        if mass >= top_p * total:
+            break
+        left.append(token)
+        mass += math.exp(row[token])
+    return left
+
+
+@pytest.mark.parametrize(("top_p", "top_k"), [(0.4, -1), (1.0, 3), (0.6, 20)])
+def test_cuts_leave_the_likeliest_tokens_and_their_probabilities_add_up(engine, top_p, top_k):
+    samples = engine.generate(random_prompts(4), temperature=0.8, top_p=top_p, top_k=top_k)
+    model = AutoModelForCausalLM.from_pretrained(engine.folder, dtype=torch.float32)
+    is_cut = False
+    for sample in samples:
+        tokens = torch.tensor([[*sample.prompt.token_ids, *sample.completion_ids]])
+        with torch.inference_mode():
+            logits = model(tokens).logits[0, -len(sample.completion_ids) - 1 : -1]
+        rows = torch.log_softmax(logits.double() / 0.8, -1).tolist()
+        for row, token, logprob in zip(rows, sample.completion_ids, sample.logprobs, strict=True):
+            left = tokens_left(row, top_p, top_k)
+            assert token in left
+            total = sum(math.exp(row[other]) for other in left)
+            assert logprob == pytest.approx(row[token] - math.log(total), abs=1e-3)
+            is_cut |= len(left) < len(row)
+    assert is_cut and len({tuple(sample.completion_ids) for sample in samples}) > len(samples) / 2
+
+
+def test_samples_come_in_the_order_of_prompts_and_sample_indices(engine):
+    prompts = random_prompts(5)
+    samples = engine.generate(prompts, num_generations=3)
+    assert [(s.prompt.index, s.sample_index) for s in samples] == [
+        (prompt, sample) for prompt in range(5) for sample in range(3)
+    ]
+    assert {s.policy_version for s in samples} == {engine.version}
+
+
+def test_a_completion_that_the_engines_context_cuts_is_not_taken_for_one_of_the_limit(
+    vllm_engine, tied_model
+):
+    vllm_engine.push(tied_model)
+    context = read_shape(tied_model).max_position_embeddings  # which vLLM takes where none is given
+    prompts = random_prompts(1, lengths=(context - 4, context - 3))
+    told = rf"{vllm_engine.servers.base_urls[0]} ended a completion after 4 of 16 tokens: .*max_mod"
+    with pytest.raises(EngineError, match=told):
+        vllm_engine.generate(prompts)
+    assert len(vllm_engine.generate(prompts, max_completion_length=4)) == 4
+
+
+def test_a_completion_ends_with_the_first_end_token_and_includes_it(engine):
+    end_ids = (EOS_ID, *range(20, 60))
+    samples = engine.generate(random_prompts(6), eos_token_ids=end_ids, max_completion_length=12)
+    assert {s.finish_reason for s in samples} == {"stop", "length"}
+    tokenizer = AutoTokenizer.from_pretrained(engine.folder)
+    for s in samples:
+        stopped = s.finish_reason == "stop"
+        assert len(s.logprobs) == len(s.completion_ids)
+        assert stopped or len(s.completion_ids) == 12
+        assert [t in end_ids for t in s.completion_ids] == [
+            *[False] * (len(s.completion_ids) - 1),
+            stopped,
+        ]
+        shown = s.completion_ids[:-1] if stopped else s.completion_ids
+        assert s.text == tokenizer.decode(shown, skip_special_tokens=True)
+
+
+def test_a_completion_ends_with_the_first_stop_string_and_includes_it(vllm_engine, tied_model):
+    vllm_engine.push(tied_model)
+    tokenizer = AutoTokenizer.from_pretrained(tied_model)
+    stop = [tokenizer.decode([token]) for token in range(20, 60)]
+    samples = vllm_engine.generate(random_prompts(6), stop=stop)
+    assert {s.finish_reason for s in samples} == {"stop", "length"}
+    for s in samples:
+        assert s.text == tokenizer.decode(list(s.completion_ids), skip_special_tokens=True)
+        stops = s.finish_reason == "stop" and s.completion_ids[-1] != EOS_ID
+        assert sum(s.text.count(each) for each in stop) == s.text.endswith(tuple(stop)) == stops
+
+
+def test_end_tokens_are_only_those_given(engine):
+    unreachable = (249,)
+    samples = engine.generate(random_prompts(8), eos_token_ids=unreachable, num_generations=16)
+    assert any(EOS_ID in s.completion_ids[:-1] for s in samples)
+
+
+def test_every_sample_has_its_own_seed_and_the_same_one_next_time(engine):
+    def completions(**overrides):
+        return [tuple(s.completion_ids) for s in engine.generate(random_prompts(3), **overrides)]
+
+    first = completions()
+    assert completions() == first
+    assert len(set(first)) == len(first)
+    assert not set(completions(series=1)) & set(first)
+    assert not set(completions(seed=1)) & set(first)
+
+
+def test_samples_do_not_depend_on_what_else_is_generated(engine):
+    prompts = random_prompts(6)
+    alone = engine.generate(prompts[:2])
+    among_others = engine.generate(prompts)[: len(alone)]
+    assert [s.completion_ids for s in among_others] == [s.completion_ids for s in alone]
+
+
+def test_vllm_repeats_a_generation_to_the_last_bit(vllm_engine, tied_model):
+    # More prompt tokens than vLLM takes in one step, so that the order of requests matters too.
+    prompts = random_prompts(80, lengths=(20, 80))
+    vllm_engine.push(tied_model)
+    runs = [vllm_engine.generate(prompts, num_generations=2) for _ in range(4)]
+    assert all(run == runs[0] for run in runs)
+
+
+def test_greedy_completions_are_the_same_everywhere(vllm_engine, transformers_engine, tied_model):
+    prompts = random_prompts(6)
+    model = AutoModelForCausalLM.from_pretrained(tied_model, dtype=torch.float32)
+    expected = []
+    for prompt in prompts:
+        inputs = torch.tensor([prompt.token_ids])
+        output = model.generate(
+            inputs, attention_mask=torch.ones_like(inputs), do_sample=False, max_new_tokens=16
+        )
+        expected.append(output[0, len(prompt.token_ids) :].tolist())
+    for engine in (vllm_engine, transformers_engine):
+        engine.push(tied_model)
+        samples = engine.generate(prompts, num_generations=1, temperature=0.0)
+        assert [list(s.completion_ids) for s in samples] == expected
+
+
+def test_the_number_of_engines_changes_nothing(tied_model, transformers_engine, tmp_path):
+    # Each of two engines gets whole groups: parts of one are other batches, and round differently.
+    prompts = random_prompts(6)
+    transformers_engine.push(tied_model)
+    one = transformers_engine.generate(prompts)
+    with running_engine("transformers", tied_model, tmp_path, num_engines=2) as two_engines:
+        two_engines.version = transformers_engine.version - 1
+        two_engines.push(tied_model)
+        assert two_engines.generate(prompts) == one
+
+
+def test_samples_of_other_weights_are_refused(engine):
+    with pytest.raises(EngineError, match=rf"version {engine.version}.*{engine.version + 1} was"):
+        engine.generate(random_prompts(1), policy_version=engine.version + 1)
+
+
+def test_what_an_engine_refuses_is_told_with_its_address(vllm_engine, tied_model):
+    vllm_engine.push(tied_model)
+    too_long = random_prompts(1, lengths=(600, 601))
+    with pytest.raises(EngineError, match=rf"{vllm_engine.servers.base_urls[0]} answered .* 400"):
+        vllm_engine.generate([*random_prompts(3), *too_long])
+    assert vllm_engine.generate(random_prompts(1))
+
+
+def test_an_unreachable_engine_is_named_within_seconds():
+    start = time.monotonic()
+    with reserve_port() as unheard:
+        url = f"http://127.0.0.1:{unheard.getsockname()[1]}"
+        with pytest.raises(ConnectionError, match=f"{url} cannot be reached"):
+            client_of([url], TOKEN).describe_parameters()
+    assert time.monotonic() - start < 5
+
+
+def test_an_engine_that_does_not_answer_in_time_is_an_error():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        client = client_of([url], TOKEN, request_timeout=0.2)
+        with pytest.raises(
+            EngineError, match=rf"{url} did not answer /collective_rpc within 0.2 s"
+        ):
+            client.describe_parameters()

@@ -1,0 +1,217 @@
+"""What the trainer knows of an engine that works on its requests, and does about it."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+
+from megatron_grpo.engines import dispatch as assignment_module
+from megatron_grpo.engines import engine as engine_module
+from megatron_grpo.engines.dispatch import Assignment
+from megatron_grpo.engines.engine import Engine, Patience
+from megatron_grpo.engines.http import EngineDown
+
+URL, PROBES = "http://engine", 0.02
+ANSWER = {
+    "weight_versions": [{"version": "7"}],
+    "finish_reason": "stop",
+    "text": "a",
+    "token_ids": [5],
+    "logprobs": {"content": [{"logprob": -0.5}]},
+}
+
+
+@dataclass
+class ScriptedEngine:
+    """Holds its requests until `answers`, and tells the counts that a test sets."""
+
+    counts: dict[str, float] = field(default_factory=dict)
+    is_mute: bool = False
+    silent_route: str = ""
+    """A route that is never answered."""
+    num_per_look: int = 1000
+    """How many requests arrive, at most, between two looks at its load."""
+    num_accepted: int = 0
+    answers: asyncio.Event = field(default_factory=asyncio.Event)
+    asked: list[int] = field(default_factory=list)
+
+    async def respond(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == self.silent_route:
+            await asyncio.Event().wait()
+        match request.url.path:
+            case "/metrics" | "/health" if self.is_mute:
+                raise httpx.ReadTimeout("no answer")
+            case "/metrics":
+                lines = [f"vllm:{name} {count}\n" for name, count in self.counts.items()]
+                return httpx.Response(200, text="".join(lines))
+            case "/collective_rpc":
+                question = json.loads(request.content)["kwargs"]["question"]
+                held = {"results": [{"question": question, "push": "7-a"}]}
+                return httpx.Response(200, json=held)
+            case "/inference/v1/generate":
+                self.asked.append(json.loads(request.content)["priority"])
+                await self.answers.wait()
+                return httpx.Response(200, json={"choices": [ANSWER]})
+            case "/load":
+                self.num_accepted = min(len(self.asked), self.num_accepted + self.num_per_look)
+        return httpx.Response(200, json={"server_load": self.num_accepted, "success": True})
+
+    def told(self, *, generated: int, started: int, waiting: int) -> None:
+        self.counts = {
+            "generation_tokens_total": generated,
+            "time_to_first_token_seconds_count": started,
+            "num_requests_waiting": waiting,
+        }
+
+
+@dataclass
+class Scene:
+    engine: ScriptedEngine
+    assignment: Assignment
+    is_over: asyncio.Event
+    taken: list[int]
+
+
+@asynccontextmanager
+async def scene(
+    numbers: range, num_per_look: int = 1000, stall: float = 60.0, **counts: int
+) -> AsyncIterator[Scene]:
+    """An engine that has been dealt requests of these numbers."""
+    engine, taken, is_over = ScriptedEngine(num_per_look=num_per_look), [], asyncio.Event()
+    engine.told(generated=100, started=50, waiting=0)
+
+    async def take(number: int, choice: Any, url: str) -> None:
+        taken.append(number)
+
+    requests = {n: {"priority": n, "sampling_params": {"max_tokens": 1}} for n in numbers}
+    assignment = Assignment(requests, 7, take, lambda: None)
+    transport = httpx.MockTransport(engine.respond)
+    async with httpx.AsyncClient(base_url=URL, transport=transport) as http:
+        connected = Engine(URL, http, Patience(health=0.2, stall=stall))
+        answering = asyncio.create_task(assignment.answer(connected, is_over))
+        try:
+            while len(engine.asked) < len(numbers):
+                await asyncio.sleep(PROBES)
+            engine.told(**({"generated": 110, "started": 50, "waiting": 0} | counts))
+            await asyncio.sleep(10 * PROBES)
+            yield Scene(engine, assignment, is_over, taken)
+        finally:
+            is_over.set()
+            engine.answers.set()
+            await answering
+
+
+@pytest.fixture(autouse=True)
+def frequent_probes(monkeypatch):
+    monkeypatch.setattr(engine_module, "PROBE_INTERVAL", PROBES)
+    monkeypatch.setattr(assignment_module, "POLL_INTERVAL", PROBES / 2)
+
+
+def test_what_was_preempted_waits_but_counts_as_started():
+    async def run() -> None:
+        async with scene(range(10), started=54, waiting=8) as it:
+            assert it.assignment.num_unstarted == 6 and not it.assignment.has_room
+
+    asyncio.run(run())
+
+
+def test_the_last_are_taken_back_and_then_nothing_is_known_until_the_engine_tells_it():
+    async def run() -> None:
+        async with scene(range(10), started=54, waiting=6) as it:
+            assert [*it.assignment.take_back(2)] == [8, 9]
+            assert it.assignment.num_unstarted == 0
+            it.engine.told(generated=120, started=54, waiting=4)
+            await asyncio.sleep(10 * PROBES)
+            assert it.assignment.num_unstarted == 4
+            it.engine.answers.set()
+            await asyncio.sleep(10 * PROBES)
+            assert it.taken == [*range(8)] and not it.assignment.open
+
+    asyncio.run(run())
+
+
+def test_an_engine_with_room_is_given_requests_and_gives_none_of_them():
+    async def run() -> None:
+        async with scene(range(5, 8), started=53) as it:
+            assert it.assignment.has_room
+            more = {n: {"priority": n, "sampling_params": {"max_tokens": 1}} for n in (1, 2)}
+            it.assignment.give(more)
+            assert not it.assignment.has_room
+            it.engine.told(generated=120, started=53, waiting=2)
+            await asyncio.sleep(10 * PROBES)
+            assert it.engine.asked == [5, 6, 7, 1, 2]
+            assert not it.assignment.has_room and it.assignment.num_unstarted == 0
+            it.engine.answers.set()
+            await asyncio.sleep(10 * PROBES)
+            assert sorted(it.taken) == [1, 2, 5, 6, 7]
+
+    asyncio.run(run())
+
+
+def test_counts_that_are_old_are_no_knowledge(monkeypatch):
+    monkeypatch.setattr(assignment_module, "RECENT_SECONDS", 2 * PROBES)
+
+    async def run() -> None:
+        with pytest.raises(EngineDown, match="did not answer within"):
+            async with scene(range(10), started=54, waiting=6) as it:
+                assert it.assignment.num_unstarted == 6
+                it.engine.is_mute = True
+                await asyncio.sleep(4 * PROBES)
+                assert it.assignment.num_unstarted == 0 and not it.assignment.has_room
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("numbers", [range(2), range(0)], ids=["when it has answered", "with none"])
+def test_an_engine_that_hangs_without_requests_is_noticed_before_the_others_are_done(numbers):
+    async def run() -> None:
+        with pytest.raises(EngineDown, match=f"^rollout engine {URL} did not answer within"):
+            async with scene(numbers) as it:
+                it.engine.answers.set()
+                await asyncio.sleep(5 * PROBES)
+                assert it.taken == [*numbers] and it.assignment.has_room
+                it.engine.is_mute = True
+                await asyncio.sleep(10 * PROBES)
+                assert not it.is_over.is_set()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("route", ["/collective_rpc", "/pause", "/load", "/resume"])
+def test_an_engine_that_answers_probes_but_not_what_starts_it_counts_as_hung(route):
+    engine = ScriptedEngine(silent_route=route)
+    requests = {0: {"priority": 0, "sampling_params": {"max_tokens": 1}}}
+    assignment = Assignment(requests, 7, take_nothing, lambda: None)
+
+    async def run() -> None:
+        async with httpx.AsyncClient(
+            base_url=URL, transport=httpx.MockTransport(engine.respond)
+        ) as http:
+            with pytest.raises(EngineDown, match=r"made no progress for 0\.5 s"):
+                async with asyncio.timeout(20):
+                    connected = Engine(URL, http, Patience(health=0.2, stall=0.5))
+                    await assignment.answer(connected, asyncio.Event())
+
+    asyncio.run(run())
+
+
+async def take_nothing(number: int, choice: Any, url: str) -> None:
+    raise AssertionError("nothing was answered")
+
+
+def test_an_engine_at_which_requests_arrive_slowly_does_not_count_as_hung():
+    async def run() -> None:
+        async with scene(range(100), num_per_look=1, stall=0.5) as it:
+            async with asyncio.timeout(20):
+                while it.engine.num_accepted < 100:  # takes at least a second
+                    await asyncio.sleep(PROBES)
+            it.engine.answers.set()
+            await asyncio.sleep(10 * PROBES)
+            assert sorted(it.taken) == [*range(100)]
+
+    asyncio.run(run())

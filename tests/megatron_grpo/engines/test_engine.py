@@ -1,0 +1,231 @@
+"""How the trainer handles an engine that answers wrongly or slowly."""
+
+import asyncio
+import base64
+import io
+import itertools
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import msgspec
+import numpy as np
+import pytest
+
+from megatron_grpo.engines import engine as engine_module
+from megatron_grpo.engines.dispatch import Assignment
+from megatron_grpo.engines.engine import Choice, Engine, Patience
+from megatron_grpo.engines.http import EngineDown, EngineError
+
+URL = "http://engine"
+MAX_TOKENS = 3
+CHOICE = {
+    "weight_versions": [{"version": "7"}],
+    "finish_reason": "stop",
+    "text": "ab",
+    "token_ids": [5, 6],
+    "logprobs": {"content": [{"logprob": -0.5}, {"logprob": -9998.9}]},
+}
+
+
+def engine_of(answer: Callable[[httpx.Request], Any], stall: float = 60.0) -> Engine:
+    """An engine whose routes answer with what `answer` returns, as JSON or text."""
+
+    def respond(request: httpx.Request) -> httpx.Response:
+        body = answer(request)
+        is_text = isinstance(body, str)
+        return httpx.Response(200, text=body) if is_text else httpx.Response(200, json=body)
+
+    http = httpx.AsyncClient(base_url=URL, transport=httpx.MockTransport(respond))
+    return Engine(URL, http, Patience(health=60.0, stall=stall))
+
+
+def generate(
+    choice: dict[str, Any],
+    push_afterwards: str = "7-a",
+    limits: dict[str, float | None] | None = None,
+    request: dict[str, Any] | None = None,
+) -> list[Choice]:
+    """The choices taken from an engine that answers its one request with `choice`, at version 7."""
+    push, num_asked, taken = "7-a", 0, []
+
+    def answer(request: httpx.Request) -> Any:
+        nonlocal push, num_asked
+        if limits is not None:
+            limits[request.url.path] = request.extensions["timeout"]["read"]
+        match request.url.path:
+            case "/collective_rpc":
+                question = json.loads(request.content)["kwargs"]["question"]
+                return {"results": [{"question": question, "push": push}]}
+            case "/inference/v1/generate":
+                push, num_asked = push_afterwards, num_asked + 1
+                return {"choices": [choice]}
+            case "/metrics":
+                return ""
+        return {"server_load": num_asked, "success": True}
+
+    async def take(number: int, choice: Choice, url: str) -> None:
+        taken.append(choice)
+
+    request = request or {"sampling_params": {"max_tokens": MAX_TOKENS}}
+
+    async def ask() -> None:
+        is_over = asyncio.Event()
+        await Assignment({0: request}, 7, take, is_over.set).answer(engine_of(answer), is_over)
+
+    asyncio.run(ask())
+    return taken
+
+
+WELL = {
+    "ended by a token": {},
+    "of the full length": {"finish_reason": "length", "token_ids": [5] * MAX_TOKENS},
+}
+
+
+@pytest.mark.parametrize("differing", WELL.values(), ids=WELL)
+def test_an_answer_that_is_well_is_taken(differing):
+    assert generate(CHOICE | differing) == [msgspec.convert(CHOICE | differing, Choice)]
+
+
+def routes_of(num_tokens: int, dtype: type) -> np.ndarray:
+    """Those of two layers with three experts per token, up to 257."""
+    routes = np.arange(num_tokens * 6, dtype=dtype).reshape(num_tokens, 2, 3)
+    routes[0, 0, 0] = min(257, np.iinfo(dtype).max)
+    return routes
+
+
+def encoded(routes: np.ndarray) -> str:
+    np.save(file := io.BytesIO(), routes)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+# Two tokens of the prompt are known from before; the last one of the completion was not read.
+ROUTED = {
+    "token_ids": [7, 8, 9],
+    "sampling_params": {"max_tokens": MAX_TOKENS, "routed_experts_prompt_start": 2},
+}
+
+
+@pytest.mark.parametrize(("dtype", "kept"), [(np.uint8, np.uint8), (np.uint16, np.int16)])
+def test_routes_are_read_as_vllm_writes_them(dtype, kept):
+    routes = routes_of(2, dtype)
+    [choice] = generate(CHOICE | {"routed_experts": encoded(routes)}, request=ROUTED)
+    assert choice.routes.dtype == kept
+    np.testing.assert_array_equal(choice.routes, routes)
+
+
+@pytest.mark.parametrize(
+    ("answered", "told"),
+    [
+        (None, "start it with the same config, or with --enable-return-routed-experts"),
+        (encoded(routes_of(3, np.uint8)), "returned the experts of 3 tokens instead of 2"),
+        ("", "does not return the experts"),
+        ("AAAA", "returned no array"),
+        ("?", "something else than a completion of vLLM 0.32 or 0.33"),
+    ],
+)
+def test_an_answer_without_the_routes_that_were_asked_for_is_refused(answered, told):
+    with pytest.raises(EngineError, match=f"^rollout engine {URL} .*{told}"):
+        generate(CHOICE | {"routed_experts": answered}, request=ROUTED)
+
+
+def test_a_completion_alone_may_take_any_time():
+    limits: dict[str, float | None] = {}
+    generate(CHOICE, limits=limits)
+    assert {path for path, limit in limits.items() if limit is None} == {"/inference/v1/generate"}
+    assert len(limits) > 3
+
+
+DOCTORED = {
+    "earlier weights": (
+        {"weight_versions": [{"version": "6"}]},
+        EngineError,
+        "sampled from weights of version 6, but version 7 was requested",
+    ),
+    "two weights": (
+        {"weight_versions": [{"version": "7"}, {"version": "8"}]},
+        EngineError,
+        "sampled from weights of version 7, 8, but version 7 was requested",
+    ),
+    "given up": ({"finish_reason": "abort"}, EngineDown, "gave up a sample: abort"),
+    "cut short": ({"finish_reason": "length"}, EngineError, "completion after 2 of 3 tokens"),
+    "without versions": (
+        {"weight_versions": None},
+        EngineError,
+        r"something else than a completion of vLLM 0.32 or 0.33: .*weight_versions",
+    ),
+    # vLLM's own word for a number that JSON has not.
+    "not finite": (
+        {"logprobs": {"content": [{"logprob": -0.5}, {"logprob": -9999.0}]}},
+        EngineError,
+        "returned a log-probability that is not finite",
+    ),
+}
+
+
+@pytest.mark.parametrize(("differing", "kind", "told"), DOCTORED.values(), ids=DOCTORED)
+def test_an_answer_that_is_not_what_was_asked_for_is_refused(differing, kind, told):
+    with pytest.raises(EngineError, match=f"^rollout engine {URL} .*{told}") as raised:
+        generate(CHOICE | differing)
+    assert raised.type is kind
+
+
+def test_samples_of_an_engine_that_others_have_pushed_to_meanwhile_are_refused():
+    with pytest.raises(EngineError, match=f"^rollout engine {URL} was given new weights while it"):
+        generate(CHOICE, push_afterwards="7-b")
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    """Watches, for so many seconds, an engine that may stall for 0.1 s."""
+    monkeypatch.setattr(engine_module, "PROBE_INTERVAL", 0.01)
+
+    def watch(
+        progress: Callable[[], float], answer: Callable[[httpx.Request], Any], seconds: float
+    ) -> None:
+        async def watch_a_while() -> None:
+            async with asyncio.timeout(seconds):
+                await engine_of(answer, stall=0.1).watch(progress)
+
+        asyncio.run(watch_a_while())
+
+    return watch
+
+
+def idle(request: httpx.Request) -> str:
+    return "vllm:generation_tokens_total 5.0\n"
+
+
+def busy(request: httpx.Request) -> str:
+    raise httpx.ReadTimeout("no answer")
+
+
+NUMBERS = itertools.count()
+
+
+def generating(request: httpx.Request) -> str:
+    return f"vllm:generation_tokens_total {next(NUMBERS)}.0\n"
+
+
+def stands() -> float:
+    return 0.0
+
+
+HANGS = {idle: r"made no progress for 0.1 s", busy: r"did not answer within 60 s"}
+
+
+@pytest.mark.parametrize(("answer", "told"), HANGS.items())
+def test_an_engine_without_a_sign_of_progress_hangs(watch, answer, told):
+    with pytest.raises(EngineDown, match=f"^rollout engine {URL} {told}"):
+        watch(stands, answer, seconds=30.0)
+
+
+@pytest.mark.parametrize(
+    ("progress", "answer"), [(time.monotonic, idle), (time.monotonic, busy), (stands, generating)]
+)
+def test_an_engine_that_gets_on_does_not_however_busy_it_is(watch, progress, answer):
+    with pytest.raises(TimeoutError):  # of this test
+        watch(progress, answer, seconds=0.5)

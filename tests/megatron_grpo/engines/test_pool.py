@@ -1,0 +1,463 @@
+"""Engines that die, hang or come back while a trainer continues: with real servers.
+
+The transformers engine samples the same whichever engine serves a prompt: a generation that was
+disturbed must equal, sample for sample, one that was not.
+"""
+
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import httpx
+import psutil
+import pytest
+
+from engines import largest_logprob_error, random_prompts, running_engine, wait_until
+from megatron_grpo.config.rollout import RolloutConfig
+from megatron_grpo.config.train import ModelConfig
+from megatron_grpo.engines import EngineServers, EnginesLost, EnginesOut
+from megatron_grpo.engines import engine as engine_module
+from megatron_grpo.engines.engine import Engine
+from megatron_grpo.engines.http import is_healthy
+from megatron_grpo.engines.pool import MAX_COMEBACKS, Fleet
+from megatron_grpo.engines.server import reserve_port
+from megatron_grpo.launch.process import Preempted
+from megatron_grpo.launch.run_dir import bearer, new_token
+from parallel.weight_transfer.local_links import LocalOutgoing
+from proxies import Proxy
+from trainers import Trainer, as_soon_as, trainer
+
+PROMPTS = random_prompts(24)
+
+
+@pytest.fixture(scope="module")
+def pair(tied_model, tmp_path_factory) -> Iterator[Trainer]:
+    """A trainer and two engines of its own; every test leaves both serving."""
+    logs = tmp_path_factory.mktemp("pair")
+    with (
+        running_engine(
+            "transformers", tied_model, logs, num_engines=2, health_timeout=3.0, stall_timeout=3.0
+        ) as engines,
+        trainer(tied_model, engines.servers, engines.rollout) as ours,
+    ):
+        ours.push()
+        yield ours
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pair):
+    """The completion ids that undisturbed engines generate for `PROMPTS`."""
+    return tokens_of(pair.generate(PROMPTS))
+
+
+def tokens_of(samples) -> list[tuple[int, int, tuple[int, ...]]]:
+    return [(s.prompt.index, s.sample_index, tuple(s.completion_ids)) for s in samples]
+
+
+def bring_back(ours: Trainer) -> None:
+    """Wait for engines that were started again, and push to all."""
+    assert wait_until(lambda: all(map(is_healthy, ours.servers.base_urls)), seconds=60)
+    ours.push()
+    assert ours.fleet.serving == [*ours.servers.base_urls]
+    generation = ours.ask(PROMPTS)
+    ours.client.generate(generation)
+    assert generation.engines == {*ours.servers.base_urls}
+
+
+def kill(ours: Trainer, url: str) -> None:
+    os.kill(ours.pid(url), signal.SIGKILL)
+
+
+def test_a_killed_engines_requests_go_to_the_other_and_it_is_back_after_the_next_push(
+    pair, undisturbed, capfd
+):
+    first, second = pair.servers.base_urls
+    generation = pair.ask(PROMPTS)
+    with as_soon_as(lambda: second in generation.engines, lambda: kill(pair, second)):
+        samples = pair.client.generate(generation)
+    assert tokens_of(samples) == undisturbed
+    assert {s.policy_version for s in samples} == {pair.version}
+    assert pair.fleet.serving == [first]
+    pair.generate(PROMPTS[:2])  # nobody waits for the other one
+    bring_back(pair)
+    told = capfd.readouterr().err.splitlines()
+    assert told == [
+        f"rollout engine {second} is lost: ended with signal SIGKILL; it is being restarted",
+        f"rollout engine {second} is back",
+    ]
+
+
+def test_a_stopped_engine_is_killed_and_its_requests_go_to_the_other(pair, undisturbed, capfd):
+    first, second = pair.servers.base_urls
+    stopped = psutil.Process(pair.pid(first))
+    generation = pair.ask(PROMPTS)
+    with as_soon_as(lambda: first in generation.engines, stopped.suspend):
+        samples = pair.client.generate(generation)
+    assert tokens_of(samples) == undisturbed
+    assert not is_alive(stopped) and pair.fleet.serving == [second]
+    assert f"{first} is lost: did not answer within 3 s" in capfd.readouterr().err
+    bring_back(pair)
+
+
+def test_an_engine_that_is_late_with_an_answer_is_lost_and_its_requests_go_to_the_other(
+    pair, undisturbed, monkeypatch, capfd
+):
+    first, second = pair.servers.base_urls
+    pause = Engine.pause
+
+    async def late(self: Engine) -> None:
+        if self.url == second:
+            raise TimeoutError(f"rollout engine {second} did not answer /pause within 600 s")
+        await pause(self)
+
+    with monkeypatch.context() as planted:
+        planted.setattr(Engine, "pause", late)
+        assert tokens_of(pair.generate(PROMPTS)) == undisturbed
+    assert pair.fleet.serving == [first]
+    assert f"{second} is lost: did not answer /pause within 600 s" in capfd.readouterr().err
+    bring_back(pair)
+
+
+def test_a_push_in_which_an_engine_dies_goes_to_the_other(pair, undisturbed, monkeypatch):
+    first, second = pair.servers.base_urls
+    hand_over, victims = LocalOutgoing.hand_over, [first]
+
+    def dying(self: LocalOutgoing, num_bytes: int) -> None:
+        while victims:
+            kill(pair, victims.pop())
+        hand_over(self, num_bytes)
+
+    monkeypatch.setattr(LocalOutgoing, "hand_over", dying)
+    pair.push()
+    assert not victims and pair.fleet.serving == [second]
+    assert tokens_of(pair.generate(PROMPTS)) == undisturbed
+    bring_back(pair)
+
+
+def test_a_push_that_lasts_longer_than_an_engine_may_stall_loses_none(pair, monkeypatch, capfd):
+    hand_over, delays = LocalOutgoing.hand_over, [4.5]
+
+    def slow(self: LocalOutgoing, num_bytes: int) -> None:
+        while delays:
+            time.sleep(delays.pop())
+        hand_over(self, num_bytes)
+
+    monkeypatch.setattr(LocalOutgoing, "hand_over", slow)
+    monkeypatch.setattr(engine_module, "PROBE_INTERVAL", 0.1)
+    pair.push()
+    assert not delays and pair.fleet.serving == [*pair.servers.base_urls]
+    assert "is lost" not in capfd.readouterr().err
+
+
+def test_with_no_engine_left_what_was_answered_counts_and_a_push_waits_for_one(pair, undisturbed):
+    generation = pair.ask(PROMPTS)
+    num_asked = len(generation.open)
+
+    def kill_both() -> None:
+        for url in pair.servers.base_urls:
+            kill(pair, url)
+
+    with (
+        as_soon_as(lambda: len(generation.engines) == 2, kill_both),
+        pytest.raises(EnginesOut, match="ended with signal SIGKILL"),
+    ):
+        pair.client.generate(generation)
+    assert 0 < len(generation.open) < num_asked
+    pair.push_again()
+    assert tokens_of(pair.client.generate(generation)) == undisturbed
+    bring_back(pair)
+
+
+def test_an_engine_without_weights_is_left_out_and_not_killed(pair, undisturbed, capfd):
+    first, second = pair.servers.base_urls
+    pids = [pair.pid(url) for url in (first, second)]
+    connect = {"init_info": {"invitation": {}, "engine": 0, "links": "another's"}}
+    httpx.post(
+        f"{second}/init_weight_transfer_engine", json=connect, headers=bearer(pair.servers.token)
+    )
+    assert tokens_of(pair.generate(PROMPTS)) == undisturbed
+    assert pair.fleet.serving == [first]
+    assert f"{second} is out until the next push: holds no complete" in capfd.readouterr().err
+    bring_back(pair)
+    assert [pair.pid(url) for url in (first, second)] == pids
+
+
+def test_an_engine_that_dies_whenever_it_starts_stops_the_run(tied_model, tmp_path, capfd):
+    """And the message says of each engine how it ended, with the error in its log."""
+    rollout = RolloutConfig(engine="transformers", max_completion_length=16)
+    with closing(EngineServers(ModelConfig(path=tied_model), rollout, tmp_path, None)) as servers:
+        [engine] = servers._engines
+        broken = [sys.executable, "-c", "raise MemoryError('planted')"]
+        servers._engines[0] = replace(engine, command=broken)
+        engine.process.kill()
+        with (
+            trainer(tied_model, servers, rollout) as ours,
+            pytest.raises(EnginesLost) as lost,
+        ):
+            ours.push()
+    told = str(lost.value).splitlines()
+    log = tmp_path / "engine_0.log"
+    assert told[1] == f"rollout engine {engine.url} ended with exit code 1; {log} ends with"
+    assert told[2] == "MemoryError: planted"
+    assert log.read_text().count("MemoryError: planted") == MAX_COMEBACKS
+    assert f"it came back {MAX_COMEBACKS} times and is given up" in capfd.readouterr().err
+
+
+def test_an_engine_that_does_not_come_back_in_time_stops_the_run(tied_model, tmp_path):
+    with reserve_port() as unheard:
+        url = f"http://127.0.0.1:{unheard.getsockname()[1]}"
+        rollout = RolloutConfig(base_urls=(url,), startup_timeout=0.5, max_completion_length=16)
+        servers = EngineServers(ModelConfig(path=tied_model), rollout, tmp_path, new_token())
+        with (
+            trainer(tied_model, servers, rollout) as ours,
+            pytest.raises(
+                EnginesLost, match=f"no rollout engine serves .*\n.*{url} did not answer"
+            ),
+        ):
+            ours.push()
+
+
+REFUSALS = {
+    401: "refuses the token in MEGATRON_GRPO_TOKEN",
+    404: "answered /collective_rpc with 404",
+}
+
+
+@pytest.mark.parametrize(("status", "reason"), REFUSALS.items())
+def test_a_stranger_at_the_address_of_a_lost_engine_ends_nothing(
+    status, reason, transformers_engine, tied_model, tmp_path, capfd
+):
+    """Such as the engine itself, started again with another token, or another server."""
+    [well] = transformers_engine.servers.base_urls
+    with reserve_port() as unheard:
+        port = unheard.getsockname()[1]
+        lost = f"http://127.0.0.1:{port}"
+        rollout = RolloutConfig(
+            engine="transformers", base_urls=(well, lost), max_completion_length=16
+        )
+        token = transformers_engine.servers.token
+        servers = EngineServers(ModelConfig(path=tied_model), rollout, tmp_path, token)
+        with trainer(tied_model, servers, rollout) as ours:
+            ours.push()
+            assert ours.fleet.serving == [well]
+            unheard.close()
+            with stranger(port, status):
+                ours.push()
+                assert ours.fleet.serving == [well]
+                assert len(ours.generate(PROMPTS)) == 2 * len(PROMPTS)
+    assert f"{lost} is lost: {reason}" in capfd.readouterr().err
+
+
+def test_an_engine_that_now_has_another_token_is_lost_and_its_requests_go_to_the_other(
+    pair, undisturbed, tied_model, tmp_path, capfd
+):
+    first, second = pair.servers.base_urls
+    way = Proxy(second)
+    rollout = RolloutConfig(
+        engine="transformers", base_urls=(first, way.url), max_completion_length=16
+    )
+    servers = EngineServers(ModelConfig(path=tied_model), rollout, tmp_path, pair.servers.token)
+    with reserve_port() as unheard:
+        port = unheard.getsockname()[1]
+    with trainer(tied_model, servers, rollout) as ours, stranger(port, 401):
+        ours.push()
+        assert ours.fleet.serving == [first, way.url]
+        way.cut()
+        way.lead_to(f"http://127.0.0.1:{port}")
+        way.mend()
+        assert tokens_of(ours.generate(PROMPTS)) == undisturbed
+        assert ours.fleet.serving == [first]
+    way.cut()
+    assert f"{way.url} is lost: refuses the token" in capfd.readouterr().err
+    bring_back(pair)
+
+
+@contextmanager
+def stranger(port: int, status: int) -> Iterator[None]:
+    """A server that reports to be healthy and refuses everything else."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200 if self.path == "/health" else status)
+            self.end_headers()
+
+        do_POST = do_GET
+
+    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            yield
+        finally:
+            server.shutdown()
+
+
+def test_a_trainer_that_waits_for_an_engine_can_be_told_to_end(tied_model, tmp_path):
+    with reserve_port() as unheard:
+        url = f"http://127.0.0.1:{unheard.getsockname()[1]}"
+        rollout = RolloutConfig(base_urls=(url,), max_completion_length=16)
+        servers = EngineServers(ModelConfig(path=tied_model), rollout, tmp_path, new_token())
+        with (
+            trainer(tied_model, servers, rollout) as ours,
+            as_soon_as(lambda: not ours.fleet.up, ours.client.cancel),
+            pytest.raises(Preempted),
+        ):
+            ours.push()
+
+
+URL = "http://127.0.0.1:1"  # where nobody listens
+
+
+class NoServers:
+    """Stands for the server of one engine, which never answers."""
+
+    token, base_urls = "token", (URL,)
+
+    def __init__(self, are_ours: bool) -> None:
+        self.are_ours = are_ours
+
+    def no_end(self, url: str) -> str:
+        return ""
+
+    kill = restart = end = last_words = no_end
+
+
+def fleet_of(servers: NoServers, startup_timeout: float = 60.0) -> Fleet:
+    return Fleet(servers, RolloutConfig(startup_timeout=startup_timeout, max_completion_length=16))
+
+
+def test_an_engine_may_be_lost_any_number_of_times_that_serves_whole_generations_in_between():
+    fleet = fleet_of(NoServers(are_ours=True))
+    for _ in range(MAX_COMEBACKS + 2):
+        fleet.lose(URL, "died")
+        fleet.check_hope(math.inf)
+        fleet.welcome(URL)
+        fleet.finish_push([URL])
+        fleet.finish_generation()
+
+
+@pytest.mark.parametrize(
+    ("startup_timeout", "are_ours", "num_losses"),
+    [(60, True, 1), (1e-9, True, 2), (1e-9, False, 1)],
+)
+def test_an_engine_of_the_run_that_is_late_is_started_once_more(
+    startup_timeout, are_ours, num_losses, capfd
+):
+    fleet = fleet_of(NoServers(are_ours), startup_timeout)
+    fleet.lose(URL, "died")
+    assert fleet.check_members() == []
+    told = capfd.readouterr().err.splitlines()
+    assert len(told) == num_losses and all(f"{URL} is lost: " in line for line in told)
+    assert num_losses == 1 or "within 1e-09 s of its start (rollout.startup_timeout)" in told[1]
+
+
+@pytest.mark.slow
+def test_an_engine_given_by_address_is_waited_for_and_back_after_a_push(
+    tied_model, tmp_path, capfd
+):
+    with running_engine("transformers", tied_model, tmp_path / "other") as other:
+        [url] = other.servers.base_urls
+        with (
+            running_engine(
+                "transformers", tied_model, tmp_path, other.servers.token, base_urls=(url,)
+            ) as given,
+            trainer(tied_model, given.servers, given.rollout) as ours,
+        ):
+            ours.push()
+            before = ours.generate(PROMPTS)
+            other.servers.kill(url)
+            with pytest.raises(EnginesOut, match=f"{url} cannot be reached"):
+                ours.generate(PROMPTS)
+            other.servers.restart(url)
+            ours.push_again()
+            assert ours.generate(PROMPTS) == before
+    assert f"rollout engine {url} is back" in capfd.readouterr().err
+
+
+@pytest.fixture(params=["vllm_engine", "transformers_engine"])
+def shared_engine(request):
+    """An engine given by address, as runs one after the other use it."""
+    return request.getfixturevalue(request.param)
+
+
+def test_a_generation_that_is_given_up_leaves_an_engine_for_the_next_run(shared_engine, tied_model):
+    url = shared_engine.servers.base_urls[0]
+    shared_engine.push(tied_model)
+    before = load(shared_engine)  # not 0 where vLLM still counts requests that were given up
+    expected = tokens_of(shared_engine.generate(PROMPTS))
+    with trainer(tied_model, shared_engine.servers, shared_engine.rollout) as ours:
+        ours.push()
+        generation = ours.ask(random_prompts(50), num_generations=4, max_completion_length=64)
+        num_asked = len(generation.open)
+        with (
+            as_soon_as(lambda: load(shared_engine) == before + num_asked, ours.client.cancel),
+            pytest.raises(Preempted),
+        ):
+            ours.client.generate(generation)
+    assert is_healthy(url)
+    shared_engine.push(tied_model)
+    assert tokens_of(shared_engine.generate(PROMPTS)) == expected
+
+
+def load(engine) -> int:
+    """Number of requests that the engine is processing."""
+    url, headers = engine.servers.base_urls[0], bearer(engine.servers.token)
+    return httpx.get(f"{url}/load", headers=headers).json()["server_load"]
+
+
+@pytest.mark.slow
+def test_a_vllm_that_answers_probes_and_generates_nothing_is_killed_with_all_its_processes(
+    tied_model, tmp_path, capfd
+):
+    """And comes back: started again by the run, with the current weights."""
+    with running_engine("vllm", tied_model, tmp_path, stall_timeout=3.0) as engine:
+        [url] = engine.servers.base_urls
+        with trainer(tied_model, engine.servers, engine.rollout) as ours:
+            ours.push()
+            generation = ours.ask(random_prompts(300), num_generations=4)
+            server = psutil.Process(ours.pid(url))
+            processes = [server, *server.children(recursive=True)]
+            with (
+                as_soon_as(lambda: generation.engines, engine_core(server).suspend),
+                pytest.raises(EnginesOut, match=f"{url} made no progress for 3 s"),
+            ):
+                ours.client.generate(generation)
+            assert not any(map(is_alive, processes))
+            assert 0 < len(generation.open) < 4 * 300
+            ours.push_again()
+            samples = ours.client.generate(generation)
+    assert [(s.prompt.index, s.sample_index) for s in samples] == [
+        (prompt, sample) for prompt in range(300) for sample in range(4)
+    ]
+    assert largest_logprob_error(tied_model, samples[::100]) < 1e-4
+
+
+@pytest.mark.slow
+def test_of_two_vllm_engines_one_may_be_killed(tied_model, tmp_path):
+    with running_engine("vllm", tied_model, tmp_path, num_engines=2) as engine:
+        first, second = engine.servers.base_urls
+        with trainer(tied_model, engine.servers, engine.rollout) as ours:
+            ours.push()
+            generation = ours.ask(random_prompts(100), num_generations=4)
+            core = engine_core(psutil.Process(ours.pid(second)))
+            with as_soon_as(lambda: generation.engines, core.kill):
+                samples = ours.client.generate(generation)
+            assert len(samples) == 400 and ours.fleet.serving == [first]
+            assert largest_logprob_error(tied_model, samples[::40]) < 1e-4
+            bring_back(ours)
+
+
+def engine_core(server: psutil.Process) -> psutil.Process:
+    """The process of a vLLM engine that computes."""
+    [core] = [child for child in server.children() if "EngineCore" in child.name()]
+    return core
+
+
+def is_alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE

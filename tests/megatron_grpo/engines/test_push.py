@@ -1,0 +1,270 @@
+"""A push of weights is a transaction: what happens when one goes wrong, with a real vLLM."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing.synchronize import Event
+from pathlib import Path
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from distributed import CONTEXT, run_ranks
+from engines import (
+    TestEngine,
+    largest_logprob_error,
+    random_prompts,
+    running_engine,
+    served_model,
+)
+from megatron_grpo.engines.engine import Engine
+from megatron_grpo.engines.http import EngineError
+from parallel.weight_transfer.local_links import LocalOutgoing
+from pushes import push_whole, rollout_overrides
+
+NO_COMPLETE_WEIGHTS = "holds no complete weights"
+
+
+@pytest.fixture(scope="module")
+def models(tied_model, tmp_path_factory):
+    """Two models with different weights: whichever an engine holds, the other one is new to it."""
+    folder = tmp_path_factory.mktemp("other")
+    return [served_model(folder, "qwen3", tied=True, seed=1), tied_model]
+
+
+@pytest.fixture(scope="module")
+def pair_engine(tmp_path_factory, tied_model):
+    """Two tensor-parallel workers, who answer one after the other."""
+    logs = tmp_path_factory.mktemp("pair-logs")
+    with running_engine("vllm", tied_model, logs, tensor_parallel_size=2) as engine:
+        yield engine
+
+
+def speak(engine: TestEngine, action) -> None:
+    """Do one part of a push by hand."""
+
+    async def connected() -> None:
+        async with engine.client()._connect(engine.servers.base_urls[0]) as connection:
+            await action(connection)
+
+    asyncio.run(connected())
+
+
+async def begin_by_hand(engine: Engine, push: str) -> None:
+    """Begin a push like a trainer that then stops; its links have no peer."""
+    await engine.connect({}, 0, links=push)
+    await engine.begin_push(push, links=push)
+
+
+def overrides(engine: TestEngine) -> list[str]:
+    return rollout_overrides(engine.rollout, engine.servers.base_urls)
+
+
+def check_usable(engine: TestEngine, models: Sequence[Path]) -> None:
+    for folder in models:
+        engine.push(folder)
+        assert largest_logprob_error(folder, engine.generate(random_prompts(2))) < 1e-4
+
+
+def push_and_stop(folder: Path, token: str, overrides: list[str], reached: Event) -> None:
+    """A trainer of one rank that fills the first buffer of a push and goes no further."""
+    pause_at_first_buffer(reached, CONTEXT.Event())
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    push_whole(0, folder, token, overrides, 1)
+
+
+def push_in_two_parts(
+    rank: int, folder: Path, token: str, overrides: list[str], reached: Event, proceed: Event
+) -> tuple[str, list[str]]:
+    """Like `push_whole`, with a pause before the first buffer is handed over."""
+    pause_at_first_buffer(reached, proceed)
+    return push_whole(rank, folder, token, overrides, 1)
+
+
+def pause_at_first_buffer(reached: Event, proceed: Event) -> None:
+    hand_over = LocalOutgoing.hand_over
+
+    def pause(self: LocalOutgoing, num_bytes: int) -> None:
+        reached.set()
+        proceed.wait(60)
+        hand_over(self, num_bytes)
+
+    LocalOutgoing.hand_over = pause
+
+
+def push_error(engine: TestEngine, folder: Path, meanwhile: Callable[[], None]) -> str:
+    """Push, do `meanwhile` when the workers wait for the first buffer, and return the error."""
+    reached, proceed = CONTEXT.Event(), CONTEXT.Event()
+    arguments = (folder, engine.servers.token, overrides(engine), reached, proceed)
+    with ThreadPoolExecutor(1) as pool:
+        push = pool.submit(run_ranks, 1, push_in_two_parts, *arguments)
+        assert reached.wait(60)
+        meanwhile()
+        proceed.set()
+        [(error, _)] = push.result()
+    return error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["auto", "network"])
+def test_flipped_bits_name_workers_and_parameters_and_nothing_is_served(
+    pair_engine, models, tied_model, transport
+):
+    [url] = pair_engine.servers.base_urls
+    arguments = [*overrides(pair_engine), f"rollout.weight_transport={transport}"]
+    # In the first buffer to each of the two workers, at both attempts.
+    token = pair_engine.servers.token
+    [(error, _)] = run_ranks(1, push_whole, tied_model, token, arguments, 1, 4)
+    faults = error.splitlines()[1:]
+    for worker, fault in enumerate(faults):
+        assert fault.startswith(
+            f"  rollout engine {url} worker {worker}: 1 of 18 parameters differ from what "
+            "was pushed: model."
+        )
+    assert len(faults) == 2
+    with pytest.raises(EngineError, match=NO_COMPLETE_WEIGHTS):
+        pair_engine.generate(random_prompts(1))
+    check_usable(pair_engine, models)
+
+
+@pytest.mark.slow
+def test_after_a_trainer_that_died_between_the_steps_the_next_one_pushes(pair_engine, models):
+    async def begin_only(engine: Engine) -> None:
+        await begin_by_hand(engine, "5-dead")
+
+    async def receive_only(engine: Engine) -> None:
+        await begin_by_hand(engine, "6-dead")
+        await engine.ask("receive_push", push="6-dead")
+
+    for part in (begin_only, receive_only):
+        speak(pair_engine, part)
+        with pytest.raises(EngineError, match=NO_COMPLETE_WEIGHTS):
+            pair_engine.generate(random_prompts(1))
+        check_usable(pair_engine, models)
+
+
+@pytest.mark.slow
+def test_steps_of_a_push_that_is_over_change_nothing(pair_engine, models):
+    async def late(engine: Engine) -> None:
+        await engine.ask("receive_push", push="5-late")
+        await engine.ask("finish_push", push="5-late")
+
+    check_usable(pair_engine, models)
+    speak(pair_engine, late)
+    assert largest_logprob_error(models[-1], pair_engine.generate(random_prompts(2))) < 1e-4
+
+
+def test_whoever_began_first_of_two_pushes_is_told(vllm_engine, models):
+    async def begin_first(engine: Engine) -> None:
+        await begin_by_hand(engine, "5-first")
+
+    async def finish_late(engine: Engine) -> None:
+        await engine.begin_push("5-again", links="5-first")
+        await engine.ask("receive_push", push="5-again")
+        await engine.ask("receive_push", push="5-first")
+        await engine.finish_push("5-first", 5)
+        await engine.post("/resume")
+
+    speak(vllm_engine, begin_first)
+    version = vllm_engine.push(models[0])
+    with pytest.raises(EngineError, match=f"version {version}, but version 5 was requested"):
+        vllm_engine.generate(random_prompts(1), policy_version=5)
+
+    # The first one's last words, after another has begun, make nothing of it usable.
+    async def begin_second(engine: Engine) -> None:
+        await begin_by_hand(engine, "7-second")
+
+    speak(vllm_engine, begin_second)
+    speak(vllm_engine, finish_late)
+    with pytest.raises(EngineError, match=NO_COMPLETE_WEIGHTS):
+        vllm_engine.generate(random_prompts(1), policy_version=5)
+    check_usable(vllm_engine, models)
+
+
+@pytest.mark.parametrize(
+    "engine_name", ["vllm_engine", pytest.param("pair_engine", marks=pytest.mark.slow)]
+)
+def test_of_pushes_that_race_no_mixture_is_served(request, engine_name, models):
+    engine = request.getfixturevalue(engine_name)
+    start = threading.Barrier(2)
+    errors = []
+
+    def push_and_generate(which: int) -> None:
+        start.wait()
+        for attempt in range(3):
+            version = 100 + 10 * attempt + which
+            arguments = (models[which], engine.servers.token, overrides(engine), version)
+            [(error, _)] = run_ranks(1, push_whole, *arguments)
+            with suppress(EngineError):  # the other one was in the way
+                if not error:
+                    samples = engine.generate(random_prompts(2), policy_version=version)
+                    errors.append(largest_logprob_error(models[which], samples))
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(push_and_generate, range(2)))
+    # Nobody is in the way of whoever begins last.
+    assert errors and max(errors) < 1e-4
+    check_usable(engine, models)
+
+
+def test_a_trainer_killed_in_mid_push_leaves_an_engine_that_serves_nothing_and_can_be_pushed_to(
+    vllm_engine, models, tied_model
+):
+    reached = CONTEXT.Event()
+    arguments = (tied_model, vllm_engine.servers.token, overrides(vllm_engine), reached)
+    trainer = CONTEXT.Process(target=push_and_stop, args=arguments)
+    trainer.start()
+    try:
+        assert reached.wait(60)
+    finally:
+        trainer.kill()
+        trainer.join()
+    with pytest.raises(EngineError, match=NO_COMPLETE_WEIGHTS):
+        vllm_engine.generate(random_prompts(1))
+    check_usable(vllm_engine, models)
+
+
+@pytest.mark.slow
+def test_workers_that_are_out_of_step_are_noticed(pair_engine, tied_model):
+    # Last of this engine: vLLM leaves the second worker's answer to a failed call unread.
+    async def fail_in_both(engine: Engine) -> None:
+        with pytest.raises(EngineError, match="without a matching start"):
+            await engine.post("/finish_weight_update", {"weight_version": "9"})
+
+    speak(pair_engine, fail_in_both)
+    with pytest.raises(EngineError, match=r"without a matching start|restart it"):
+        pair_engine.push(tied_model)
+    with pytest.raises(EngineError, match="restart it"):
+        pair_engine.push(tied_model)
+
+
+@pytest.mark.slow
+def test_a_worker_killed_in_mid_push_is_named(tied_model, tmp_path):
+    with running_engine("vllm", tied_model, tmp_path, tensor_parallel_size=2) as engine:
+        [server] = (running.process for running in engine.servers._engines)
+        workers = [
+            process
+            for process in psutil.Process(server.pid).children(recursive=True)
+            if "Worker" in process.name() or "Worker" in " ".join(process.cmdline())
+        ]
+        error = push_error(engine, tied_model, workers[-1].kill)
+        assert engine.servers.base_urls[0] in error
+
+
+def test_an_engine_that_starts_holds_no_version_and_one_killed_in_mid_push_is_named(
+    tied_model, tmp_path
+):
+    with running_engine("vllm", tied_model, tmp_path) as engine:
+        with pytest.raises(EngineError, match=NO_COMPLETE_WEIGHTS):
+            engine.generate(random_prompts(1), policy_version=0)
+        [process] = (running.process for running in engine.servers._engines)
+        start = time.monotonic()
+        error = push_error(engine, tied_model, process.kill)
+        assert engine.servers.base_urls[0] in error
+        assert time.monotonic() - start < 45  # and not the 60 s for which a link may stand still
+        with pytest.raises(EngineError, match="ended with signal SIGKILL"):
+            engine.servers.check()

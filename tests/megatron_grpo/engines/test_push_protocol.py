@@ -1,0 +1,60 @@
+"""A worker's state of the weights that it holds, and the evaluation of its reports."""
+
+import pytest
+from torch.nn import Linear, Module, Parameter
+
+from megatron_grpo.engines.http import EngineError
+from megatron_grpo.engines.push_protocol import PushState, check_reports, own_parameters
+
+SUMS = {"a": 1, "b": 2}
+
+
+def begun() -> PushState:
+    """A worker that has the links of one trainer, and has begun a push of it."""
+    state = PushState()
+    state.connect("links")
+    state.begin("7-a", "links")
+    return state
+
+
+def test_weights_are_those_of_a_push_once_it_is_complete_and_until_the_next_begins():
+    state = begun()
+    assert state.held == ""
+    state.finish()
+    assert state.held == ""  # not all parameters are written
+    state.load(SUMS)
+    state.finish()
+    assert state.held == "7-a"
+    state.begin("8-b", "another trainer's")
+    assert state.held == "7-a"
+    state.begin("8-b", "links")
+    assert state.held == ""
+
+
+def check(state: PushState) -> None:
+    check_reports(["http://engine"], [[state.report()]], "7-a", [SUMS])
+
+
+def test_a_worker_that_has_loaded_the_push_has_no_fault():
+    state = begun()
+    state.load(SUMS)
+    check(state)
+
+
+@pytest.mark.parametrize(("push", "told"), [("", "not begun"), ("7-b", "7-b")])
+def test_a_worker_whose_last_push_is_of_another_trainer_is_named(push, told):
+    state = PushState()
+    state.connect("links")
+    state.begin(push, "links")
+    state.load(SUMS)  # which may be equal
+    fault = rf"http://engine worker 0: another trainer has connected to it \(its push: {told}\)"
+    with pytest.raises(EngineError, match=fault):
+        check(state)
+
+
+def test_a_parameter_that_is_a_view_of_another_is_not_among_those_that_a_push_fills():
+    model = Module()
+    model.up, model.absorbed, model.down = Linear(4, 6), Module(), Linear(6, 4, bias=False)
+    model.absorbed.values = Parameter(model.up.weight.data[2:].T)
+    model.absorbed.copied = Parameter(model.up.weight.data[2:].T.clone())
+    assert list(own_parameters(model)) == ["up.weight", "up.bias", "absorbed.copied", "down.weight"]

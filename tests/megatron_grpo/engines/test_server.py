@@ -1,0 +1,311 @@
+"""Engines as processes: named when they die, and ended when we end."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engines import largest_logprob_error, random_prompts, running_engine, wait_until
+from megatron_grpo.config.rollout import RolloutConfig
+from megatron_grpo.config.train import ModelConfig
+from megatron_grpo.engines import EngineServers
+from megatron_grpo.engines.http import EngineError, EnginesOut, EngineStale
+from megatron_grpo.engines.push_protocol import LOADED_VERSION
+from megatron_grpo.engines.server import (
+    engine_command,
+    engine_devices,
+    engine_environment,
+    reserve_port,
+    share_gpus,
+)
+from megatron_grpo.engines.vllm_args import EngineNode
+from megatron_grpo.workers.child_process import EngineProcess, log_tail
+from processes import shared_memory
+
+MARK = "MEGATRON_GRPO_TEST_RUN"
+# A trainer that starts an engine, says when it is ready, and waits to be killed.
+TRAINER = """
+import sys
+from pathlib import Path
+from megatron_grpo.config.rollout import RolloutConfig
+from megatron_grpo.config.train import ModelConfig
+from megatron_grpo.engines import EngineServers
+model, engine, size, logs = sys.argv[1:]
+rollout = RolloutConfig(engine=engine, tensor_parallel_size=int(size), max_completion_length=8)
+servers = EngineServers(ModelConfig(path=model, dtype="float32"), rollout, Path(logs), None)
+print("started", flush=True)
+servers.wait_ready(240)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def short_folder() -> Iterator[str]:
+    """A folder with a path short enough for sockets, unlike perhaps `tmp_path`."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield folder
+
+
+def marked_processes(mark: str) -> list[int]:
+    """Pids of the running processes that inherited `mark` in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (folder / "environ").read_bytes()
+            is_zombie = (folder / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        except (FileNotFoundError, ProcessLookupError, PermissionError):  # gone, or not ours
+            continue
+        if f"{MARK}={mark}".encode() in environment and not is_zombie:
+            found.append(int(folder.name))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("engine", "size", "moment"),
+    [
+        ("transformers", 1, "started"),
+        ("vllm", 1, "started"),
+        ("vllm", 1, "ready"),
+        pytest.param("vllm", 2, "ready", marks=pytest.mark.slow),
+    ],
+)
+def test_no_process_shared_memory_or_folder_survives_a_killed_trainer(
+    tied_model, tmp_path, short_folder, engine, size, moment
+):
+    mark = uuid.uuid4().hex
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", TRAINER, str(tied_model), engine, str(size), str(tmp_path)],
+        env=os.environ | {MARK: mark, "TMPDIR": short_folder},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    while (line := trainer.stdout.readline().strip()) != moment:
+        assert line, (tmp_path / "engine_0.log").read_text()[-2000:]
+    wait_until(lambda: len(marked_processes(mark)) > 1, 30)
+    if moment == "started":
+        time.sleep(2)  # somewhere within the imports
+    assert len(marked_processes(mark)) > 1
+    memory = shared_memory(marked_processes(mark))
+    assert list(Path(short_folder).glob("engine_*"))
+    trainer.kill()
+    trainer.communicate()
+    assert wait_until(lambda: not marked_processes(mark), 30), marked_processes(mark)
+    assert wait_until(lambda: not any(file.exists() for file in memory), 30), memory
+    assert not list(Path(short_folder).glob("engine_*"))
+
+
+def test_close_leaves_no_process(tied_model, tmp_path, monkeypatch):
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv(MARK, mark)
+    servers = EngineServers(
+        ModelConfig(path=tied_model),
+        RolloutConfig(engine="vllm", max_completion_length=8),
+        tmp_path,
+        token=None,
+    )
+    assert wait_until(lambda: len(marked_processes(mark)) > 1, 60)  # its engine core as well
+    [engine] = servers._engines
+    servers.close()
+    assert marked_processes(mark) == []
+    assert not engine.tied.folder.exists()
+
+
+def test_what_an_engine_has_started_ends_with_it_however_young(tmp_path):
+    """The core of vLLM waits for minutes for an API server that was killed while both started."""
+    log = tmp_path / "log"
+    command = ["sh", "-c", "sleep 100 & echo $!; wait"]
+    engine = EngineProcess.start(command, os.environ, "http://a", log)
+    assert wait_until(lambda: log.read_text().endswith("\n"), 30)
+    core = Path("/proc") / log.read_text().strip()
+    assert core.exists()
+    engine.process.kill()
+    engine.process.wait()
+    assert wait_until(lambda: not core.exists(), 5)
+    engine.tied.kill()
+
+
+HAS_MEMORY = """
+import multiprocessing, time
+from multiprocessing.shared_memory import SharedMemory
+memory, lock = SharedMemory(create=True, size=1), multiprocessing.get_context("spawn").Lock()
+print(memory.name, f"sem.{lock._semlock.name[1:]}", flush=True)
+time.sleep(100)
+"""
+
+
+def test_a_killed_engine_leaves_nothing_in_shared_memory(tmp_path):
+    log = tmp_path / "log"
+    command = [sys.executable, "-c", HAS_MEMORY]
+    engine = EngineProcess.start(command, os.environ, "http://a", log)
+    assert wait_until(lambda: log.read_text().endswith("\n"), 30)
+    files = [Path("/dev/shm") / name for name in log.read_text().split()]
+    assert all(file.exists() for file in files)
+    engine.tied.kill()
+    assert not any(file.exists() for file in files)
+
+
+USES_ITS_FOLDER = 'touch "$TMPDIR/file"; mkfifo "$TMPDIR/socket"; echo "$TMPDIR"; exec sleep 100'
+
+
+@pytest.mark.parametrize("name", ["short", "long" * 20])
+def test_a_killed_engine_leaves_nothing_in_the_temporary_folder(
+    tmp_path, short_folder, monkeypatch, name
+):
+    """Where the site has a long path for it, its sockets are elsewhere: it could not start."""
+    place, log = Path(short_folder) / name, tmp_path / "log"
+    place.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    engine = EngineProcess.start(["sh", "-c", USES_ITS_FOLDER], os.environ, "http://a", log)
+    assert wait_until(lambda: log.read_text().endswith("\n"), 30)
+    folder = Path(log.read_text().strip())
+    assert len(list(folder.iterdir())) == 2 and folder.stat().st_mode & 0o777 == 0o700
+    assert folder.parent == (place if name == "short" else Path("/tmp"))
+    engine.tied.kill()
+    assert not folder.exists()
+
+
+def test_an_engine_that_cannot_start_is_named_with_the_cause(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": "many"}')
+    with (
+        pytest.raises(
+            EngineError, match=r"engine http://127.*exit code 1.*\n.*vocab_size"
+        ) as error,
+        running_engine("vllm", tmp_path, tmp_path / "logs"),
+    ):
+        pass
+    assert str(tmp_path / "logs" / "engine_0.log") in str(error.value)
+
+
+def test_a_log_that_was_removed_is_told_instead_of_its_end(tmp_path):
+    assert log_tail(tmp_path / "engine_0.log", 7) == (
+        "... (No such file or directory: it cannot be shown)"
+    )
+
+
+def test_an_engine_that_dies_later_is_named(tied_model, tmp_path):
+    with running_engine("transformers", tied_model, tmp_path, num_engines=2) as engine:
+        engine.servers.check()
+        victim = engine.servers._engines[1]
+        os.kill(victim.process.pid, signal.SIGKILL)
+        victim.process.wait()
+        with pytest.raises(EngineError, match=f"{victim.url} ended with signal SIGKILL"):
+            engine.servers.check()
+
+
+def test_an_engine_that_is_not_ready_in_time_is_named(tied_model, tmp_path):
+    servers = EngineServers(
+        ModelConfig(path=tied_model),
+        RolloutConfig(engine="transformers", max_completion_length=8),
+        tmp_path,
+        token=None,
+    )
+    try:
+        with pytest.raises(TimeoutError, match=f"{servers.base_urls[0]} .* within 0.2 s"):
+            servers.wait_ready(0.2)
+    finally:
+        servers.close()
+
+
+def test_engines_given_by_address_are_used_as_they_are(tied_model, transformers_engine, tmp_path):
+    servers = transformers_engine.servers
+    none = tmp_path / "none"
+    address, token = servers.base_urls, servers.token
+    with running_engine("transformers", tied_model, none, token, base_urls=address) as given:
+        assert (given.servers.base_urls, given.servers.token) == (address, token)
+        given.servers.check()
+    transformers_engine.push(tied_model)  # still there
+    assert not none.exists()
+
+
+def test_an_engine_serves_what_it_has_loaded_itself_until_something_is_pushed(tied_model, tmp_path):
+    prompts = random_prompts(2)
+    with running_engine("transformers", tied_model, tmp_path) as engine:
+        with pytest.raises(EnginesOut, match="it was restarted"):
+            engine.generate(prompts, policy_version=LOADED_VERSION)
+        client = engine.client()
+        client.assemble(lambda workers: None)
+        client.serve_loaded()
+        samples = engine.generate(prompts, policy_version=LOADED_VERSION)
+        assert largest_logprob_error(tied_model, samples) < 1e-4
+        engine.push(tied_model)
+        client.assemble(lambda workers: None)
+        with pytest.raises(EngineStale, match="a trainer has pushed others"):
+            client.serve_loaded()
+        assert engine.generate(prompts)  # and what was pushed is still served
+
+
+def test_engines_take_the_gpus_behind_the_trainers():
+    rollout = RolloutConfig(num_engines=2, tensor_parallel_size=2, max_completion_length=8)
+    assert engine_devices(rollout, 0, 4, {}) == [None, None]
+    assert engine_devices(rollout, 8, 4, {}) == ["4,5", "6,7"]
+    chosen = {"CUDA_VISIBLE_DEVICES": "7,5,3,2,1,0"}
+    assert engine_devices(rollout, 6, 1, chosen) == ["5,3", "2,1"]
+    assert not any(share_gpus(rollout, gpus, ranks) for gpus, ranks in ((0, 4), (8, 4), (4, 0)))
+
+
+def test_engines_share_the_gpus_of_the_trainers_where_these_leave_too_few():
+    """As in a job of Slurm; how much of a GPU is theirs must be said."""
+    half = {"gpu_memory_utilization": 0.5}
+    rollout = RolloutConfig(
+        num_engines=2, tensor_parallel_size=2, max_completion_length=8, vllm=half
+    )
+    assert engine_devices(rollout, 8, 5, {}) == ["0,1", "2,3"]
+    assert engine_devices(rollout, 4, 4, {"CUDA_VISIBLE_DEVICES": "7,6,5,4,3"}) == ["7,6", "5,4"]
+    assert share_gpus(rollout, 8, 5)
+    silent = rollout.model_copy(update={"vllm": {}})
+    with pytest.raises(ValueError, match=r"leave 3 of 8 GPUs, .* need 4.*gpu_memory_utilization"):
+        engine_devices(silent, 8, 5, {})
+    with pytest.raises(ValueError, match=r"num_engines\(2\) \* .*\(2\) = 4 GPUs, .* host has 3"):
+        engine_devices(rollout, 3, 1, {})
+
+
+def test_an_engine_sees_nothing_of_the_trainers_ranks():
+    trainer = {
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "4",
+        "GROUP_RANK": "0",
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": "localhost",
+        "TORCHELASTIC_RUN_ID": "x",
+        "OMP_NUM_THREADS": "8",
+        "TORCH_GLOO_LAZY_INIT": "1",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "PATH": "/bin",
+        "HOME": "/root",
+    }
+    assert engine_environment(trainer, devices="2,3") == {
+        "PATH": "/bin",
+        "HOME": "/root",
+        "CUDA_VISIBLE_DEVICES": "2,3",
+    }
+    assert engine_environment(trainer, devices=None)["OMP_NUM_THREADS"] == "1"
+
+
+def test_vllm_on_other_nodes_is_told_the_address_that_was_given():
+    """By default vLLM takes any address of the host, on whichever network."""
+    rollout = RolloutConfig(tensor_parallel_size=2, max_completion_length=8)
+    for rank, host in enumerate(("10.0.0.7", "10.0.0.8")):
+        node = EngineNode(2, rank, "10.0.0.7", 29501)
+        model = ModelConfig(path=Path("model"))
+        _, environment = engine_command(model, rollout, host, 8000, None, "token", node)
+        assert environment["VLLM_HOST_IP"] == host
+
+
+def test_a_reserved_port_is_given_to_nobody_else():
+    with reserve_port() as first, reserve_port() as second:
+        port = first.getsockname()[1]
+        assert port != second.getsockname()[1]
+        with pytest.raises(OSError, match="in use"), socket.socket() as third:
+            third.bind(("127.0.0.1", port))

@@ -1,0 +1,145 @@
+"""The command line of a vLLM engine and what may be passed through to it."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from megatron_grpo.config.rollout import RolloutConfig
+from megatron_grpo.config.train import ModelConfig
+from megatron_grpo.engines.vllm_args import (
+    CPU_HEAD_SIZES,
+    RESERVED,
+    EngineNode,
+    check_engine_arguments,
+    engine_argument_names,
+    engine_number,
+    vllm_command,
+)
+
+MODEL = ModelConfig(path=Path("/models/tiny"), dtype="float32")
+
+
+def command(vllm: dict | None = None, on_gpu: bool = False, **rollout) -> list[str]:
+    config = RolloutConfig(max_completion_length=16, vllm=vllm or {}, **rollout)
+    return vllm_command(MODEL, config, "10.0.0.7", 8000, on_gpu)
+
+
+def test_the_model_its_type_and_its_address_are_the_runs():
+    flags = command(tensor_parallel_size=2)
+    assert {"--model=/models/tiny", "--dtype=float32", "--tensor-parallel-size=2"} < set(flags)
+    assert {"--host=10.0.0.7", "--port=8000"} < set(flags)
+
+
+def test_engines_read_the_files_that_the_trainer_reads_even_beside_those_of_mistral():
+    formats = {"--config-format=hf", "--load-format=hf", "--tokenizer-mode=hf"}
+    assert formats < set(command())
+    assert "--load-format=dummy" in command(vllm={"load_format": "dummy"})
+
+
+def test_further_nodes_of_an_engine_have_its_settings_but_no_server():
+    config = RolloutConfig(max_completion_length=16, tensor_parallel_size=16, vllm={"seed": 3})
+    commands = [
+        vllm_command(MODEL, config, "10.0.0.7", 8000, True, EngineNode(2, rank, "10.0.0.7", 29501))
+        for rank in range(2)
+    ]
+    settings = [{flag for flag in flags if flag.startswith("--")} for flags in commands]
+    server = {"--host=10.0.0.7", "--port=8000", "--enable-scale-out", "--node-rank=0"}
+    assert server < settings[0]
+    assert settings[1] - settings[0] == {"--headless", "--node-rank=1"}
+    shared = {"--tensor-parallel-size=16", "--seed=3", "--nnodes=2", "--master-addr=10.0.0.7"}
+    assert {*shared, "--master-port=29501"} < settings[0] & settings[1]
+
+
+def test_passed_through_values_become_flags_and_win():
+    table = {
+        "block_size": 64,
+        "enforce_eager": False,
+        "enable_prefix_caching": True,
+        "override_generation_config": {"a": 1},
+        "served_model_name": ["one", "two"],
+        "quantization": None,
+    }
+    flags = command(table)
+    assert "--block-size=64" in flags and "--block-size=32" not in flags
+    assert "--no-enforce-eager" in flags and "--enforce-eager" not in flags
+    assert "--enable-prefix-caching" in flags
+    assert '--override-generation-config={"a": 1}' in flags
+    place = flags.index("--served-model-name")
+    assert flags[place + 1 : place + 3] == ["one", "two"]
+    assert not any("quantization" in flag for flag in flags)
+
+
+def test_a_gpu_engine_gets_none_of_the_settings_for_cpu():
+    of_cpu = {"--enforce-eager", "--no-enable-chunked-prefill", "--attention-backend=CPU_MLA"}
+    assert of_cpu < set(command())
+    assert not of_cpu & set(command(on_gpu=True))
+
+
+def test_engines_on_gpus_compute_logits_in_float32_as_the_trainer_does():
+    flag = '--hf-overrides={"head_dtype": "float32"}'
+    assert flag in command(on_gpu=True)
+    assert flag not in command()
+
+
+def test_sleep_mode_is_for_gpus():
+    assert "--enable-sleep-mode" in command(on_gpu=True, enable_sleep_mode=True)
+    assert "--enable-sleep-mode" not in command(on_gpu=True)
+    assert "--enable-sleep-mode" not in command(enable_sleep_mode=True)
+
+
+def test_experts_of_tokens_are_asked_for_only_where_vllm_tells_them():
+    flag = "--enable-return-routed-experts"
+    assert flag in command(on_gpu=True, router_replay=True)
+    assert flag not in command(on_gpu=True)
+    with pytest.raises(ValueError, match="tells the experts of tokens only on GPUs"):
+        command(router_replay=True)
+
+
+def test_an_unknown_argument_is_refused_with_the_nearest_known_one():
+    with pytest.raises(
+        ValueError, match=r"rollout\.vllm\.max_modellen .* did you mean max_model_len"
+    ):
+        check_engine_arguments({"max_num_seqs": 8, "max_modellen": 512})
+
+
+@pytest.mark.parametrize("name", sorted(RESERVED))
+def test_an_argument_that_the_trainer_counts_on_is_refused(name):
+    assert name in engine_argument_names()
+    with pytest.raises(ValueError, match=rf"rollout\.vllm\.{name} cannot be set"):
+        check_engine_arguments({name: "x"})
+
+
+def test_known_arguments_are_those_of_the_installed_vllm():
+    names = engine_argument_names()
+    assert {"max_model_len", "gpu_memory_utilization", "enable_log_requests"} < names
+    assert len(names) > 100
+
+
+def test_the_head_sizes_of_cpus_are_those_of_the_installed_vllm():
+    (folder,) = find_spec("vllm").submodule_search_locations
+    attention = Path(folder) / "v1" / "attention" / "backends" / "cpu_attn.py"
+    assert f"return {list(CPU_HEAD_SIZES)}" in attention.read_text()
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [
+        (4096, 4096),
+        ("4k", 4000),
+        ("4K", 4096),
+        ("25.6k", 25_600),
+        ("20G", 20 * 2**30),
+        ("auto", None),
+        (-1, None),
+        (None, None),
+    ],
+)
+def test_numbers_are_read_as_vllm_reads_them(value, number):
+    assert engine_number({"max_model_len": value}, "max_model_len") == number
+
+
+@pytest.mark.parametrize("value", ["4.5K", "4 k", "many", 2e10, "-4"])
+def test_what_is_no_number_to_vllm_is_refused(value):
+    with pytest.raises(ValueError, match=r"rollout\.vllm\.max_model_len .* not a number for vLLM"):
+        engine_number({"max_model_len": value}, "max_model_len")

@@ -1,0 +1,387 @@
+"""Dialogues of real engines with real environments, token by token."""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from engines import (
+    random_prompts,
+    reference_logprobs,
+    running_engine,
+    sampling_params,
+    wait_until,
+)
+from environments import environment_pool
+from megatron_grpo.config.file import load_config
+from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.data.samples import Sample, turn_seed
+from megatron_grpo.engines import EnginesOut
+from megatron_grpo.engines.engine import PROBE_INTERVAL, Choice, Logprobs, Token
+from megatron_grpo.engines.http import is_healthy
+from megatron_grpo.environments.multi_turn import Dialogue, DialogueGeneration, Turns
+from megatron_grpo.launch.process import Preempted
+from models import EOS_ID, character_tokenizer, tiny_model
+from runs import TINY_CONFIG
+from trainers import as_soon_as, trainer
+
+END_IDS = (EOS_ID, *range(20, 60))  # of 250: a turn is some six tokens long
+SETTINGS = {"num_generations": 3, "max_completion_length": 150, "stop_token_ids": END_IDS}
+
+
+class Recorded(DialogueGeneration):
+    """Remembers what engines were asked, by dialogue."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.asked: dict[int, list[dict]] = {}
+
+    def _request(self, number, dialogue):
+        request = super()._request(number, dialogue)
+        requests = self.asked.setdefault(number, [])
+        if request not in requests:
+            requests.append(request)
+        return request
+
+
+def turns() -> Turns:
+    return Turns.of(load_config(TINY_CONFIG, []), character_tokenizer(250), END_IDS)
+
+
+def prompts_with(count: int, **columns) -> list[Prompt]:
+    return [
+        replace(p, row={"prompt": "hm", "answer": "1", **columns}) for p in random_prompts(count)
+    ]
+
+
+@contextmanager
+def dialogues(
+    folder: Path,
+    name: str,
+    prompts: list[Prompt],
+    version: int,
+    *,
+    pool=None,
+    max_turns: int = 3,
+    **settings,
+) -> Iterator[Recorded]:
+    params = sampling_params(policy_version=version, **SETTINGS | settings)
+    with environment_pool(folder, name, **(pool or {})) as environments:
+        yield Recorded(
+            prompts,
+            params,
+            environments=environments,
+            turns=turns(),
+            max_turns=max_turns,
+        )
+
+
+@pytest.fixture
+def transformers(transformers_engine, tied_model):
+    transformers_engine.push(tied_model)
+    return transformers_engine
+
+
+def spans(sample: Sample) -> list[tuple[bool, tuple[int, ...]]]:
+    """The runs of sampled and of observed tokens."""
+    found: list[tuple[bool, list[int]]] = []
+    for token, is_sampled in zip(sample.completion_ids, sample.loss_mask, strict=True):
+        if not found or found[-1][0] != is_sampled:
+            found.append((is_sampled, []))
+        found[-1][1].append(token)
+    return [(is_sampled, tuple(tokens)) for is_sampled, tokens in found]
+
+
+def test_each_turn_is_asked_with_exactly_the_tokens_so_far(engine, tmp_path):
+    prompts = prompts_with(3)
+    with dialogues(tmp_path, "Echo", prompts, engine.version) as generation:
+        samples = engine.client().generate(generation)
+    assert [(s.prompt.index, s.sample_index) for s in samples] == [
+        (p, i) for p in range(3) for i in range(3)
+    ]
+    tokenizer = character_tokenizer(250)
+    assert any(len(s.step_rewards) == 3 for s in samples)
+    for number, sample in enumerate(samples):
+        asked = [tuple(request["token_ids"]) for request in generation.asked[number]]
+        whole = (*sample.prompt.token_ids, *sample.completion_ids)
+        assert asked[0] == (*sample.prompt.token_ids,)
+        parts = spans(sample)
+        assert [is_sampled for is_sampled, _ in parts] == [
+            i % 2 == 0 for i in range(2 * len(sample.step_rewards) - 1)
+        ]
+        ends = [token for token, _ in sample.step_rewards]
+        for turn, request in enumerate(asked):
+            assert whole[: len(request)] == request
+            said = tokenizer.decode(parts[2 * turn][1][:-1], skip_special_tokens=True)
+            assert sample.step_rewards[turn][1] == len(said)
+            assert whole[len(request) :][: len(parts[2 * turn][1])] == parts[2 * turn][1]
+            assert (
+                len(sample.prompt.token_ids) + ends[turn]
+                == len(request) + len(parts[2 * turn][1]) - 1
+            )
+            if turn + 1 < len(asked):
+                observed = f"\n<start>user\n{turn + 1}: {said}<eos>\n<start>assistant\n"
+                assert tokenizer.decode(parts[2 * turn + 1][1]) == observed
+                assert observed in sample.text
+                assert parts[2 * turn][1][-1] in END_IDS
+        assert sample.environment_reward == sum(reward for _, reward in sample.step_rewards)
+        assert len(whole) - len(sample.prompt.token_ids) <= 150
+
+
+def test_log_probabilities_are_those_of_the_dialogue_as_it_is_trained_on(engine, tmp_path):
+    with dialogues(tmp_path, "Echo", prompts_with(2), engine.version) as generation:
+        samples = engine.client().generate(generation)
+    for sample in samples:
+        mask = torch.tensor(sample.loss_mask, dtype=torch.bool)
+        logprobs = torch.tensor(sample.logprobs)
+        gap = (reference_logprobs(engine.folder, sample) - logprobs).abs()
+        assert gap[mask].max() < 1e-4
+        assert (logprobs[~mask] == 0).all() and (~mask).any()
+
+
+def test_dialogues_are_the_same_next_time_and_with_two_engines(transformers, tied_model, tmp_path):
+    # Each of two engines gets whole groups: parts of one are other batches, and round differently.
+    prompts = prompts_with(4)
+
+    def samples_of(engine, **settings):
+        with dialogues(tmp_path, "Echo", prompts, engine.version, **settings) as generation:
+            return engine.client().generate(generation)
+
+    first = samples_of(transformers)
+    assert samples_of(transformers) == first
+    assert len({tuple(s.completion_ids) for s in first}) == len(first)
+    assert not {tuple(s.completion_ids) for s in samples_of(transformers, series=1)} & {
+        tuple(s.completion_ids) for s in first
+    }
+    with running_engine("transformers", tied_model, tmp_path, num_engines=2) as two:
+        two.version = transformers.version - 1
+        two.push(tied_model)
+        assert samples_of(two) == first
+
+
+def test_a_dialogue_has_the_routes_of_all_its_turns(tmp_path):
+    folder = tiny_model(tmp_path / "model", "qwen3_moe", num_experts=8)
+    prompts = [*prompts_with(2), *prompts_with(1, first="x" * 1000)]
+    with running_engine("transformers", folder, tmp_path, router_replay=True) as engine:
+        engine.push(folder)
+
+        def ask(**settings) -> tuple[Recorded, list[Sample]]:
+            with dialogues(
+                tmp_path, "Echo", prompts, engine.version, router_replay=True, **settings
+            ) as generation:
+                return generation, engine.client().generate(generation)
+
+        generation, samples = ask()
+        assert {s.finish_reason for s in samples[6:]} == {"failed"}  # before the engine was asked
+        assert all(s.routed_experts is None for s in samples[6:])
+        for number, sample in enumerate(samples[:6]):
+            tokens = (*sample.prompt.token_ids, *sample.completion_ids)
+            asked = [request["sampling_params"] for request in generation.asked[number]]
+            ends = [token for token, _ in sample.step_rewards]
+            starts = [params["routed_experts_prompt_start"] for params in asked]
+            # A turn begins with the last token of the one before, which was sampled and not read.
+            assert starts == [0, *(len(sample.prompt.token_ids) + end for end in ends[:-1])]
+            prompt = replace(sample.prompt, token_ids=tokens[:-1])
+            [whole] = engine.generate(
+                [prompt], num_generations=1, max_completion_length=1, router_replay=True
+            )
+            np.testing.assert_array_equal(sample.routed_experts, whole.routed_experts)
+        # This engine answers with routes to all; an evaluation keeps none.
+        with dialogues(tmp_path, "Echo", prompts[:1], engine.version) as generation:
+            engine.client().generate(generation)
+        assert not any(dialogue.routed_experts for dialogue in generation.dialogues)
+
+
+class Heard:
+    """Stands for an environment, and remembers its last turn."""
+
+    def step(self, text: str, **turn) -> None:
+        self.turn = {"text": text} | turn
+
+
+def test_an_environment_hears_the_tokens_of_a_turn_its_end_and_what_is_left():
+    instance = Heard()
+    dialogue = Dialogue(random_prompts(1)[0], 0, instance, None, room=10)
+    said = {"text": "x", "token_ids": [5, 2], "finish_reason": "stop"}
+    logprobs = Logprobs(content=[Token(logprob=-1.0)] * 2)
+    dialogue.take_turn(Choice(**said, logprobs=logprobs, weight_versions=[]))
+    assert instance.turn == said | {"tokens_left": 8}
+
+
+def test_every_turn_of_every_sample_has_a_seed_of_its_own():
+    seeds = [
+        turn_seed(seed, step, position, sample, turn)
+        for seed in range(3)
+        for step in range(3)
+        for position in range(3)
+        for sample in range(3)
+        for turn in range(3)
+    ]
+    assert len(set(seeds)) == 3**5 and max(seeds) < 2**62
+
+
+def test_a_dialogue_ends_when_done_at_max_turns_or_without_room(transformers, tmp_path):
+    client = transformers.client()
+    prompts = prompts_with(4)
+    with dialogues(tmp_path, "Echo", prompts, transformers.version) as generation:
+        samples = client.generate(generation)
+    assert {s.finish_reason for s in samples} <= {"max_turns", "length"}
+    assert all(len(s.step_rewards) == 3 for s in samples if s.finish_reason == "max_turns")
+    done = {"arguments": {"last": 2}}
+    with dialogues(tmp_path, "Echo", prompts, transformers.version, pool=done) as generation:
+        samples = client.generate(generation)
+    assert {len(s.step_rewards) for s in samples if s.finish_reason == "stop"} == {2}
+    with dialogues(
+        tmp_path, "Echo", prompts, transformers.version, max_completion_length=40, max_turns=9
+    ) as generation:
+        samples = client.generate(generation)
+    assert {s.finish_reason for s in samples} == {"length"}
+    for sample in samples:
+        # What the environment has said last is left out where nothing can follow it.
+        assert len(sample.completion_ids) <= 40 and sample.loss_mask[-1]
+        assert sample.step_rewards[-1][0] == len(sample.completion_ids) - 1
+
+
+def test_a_first_observation_is_part_of_the_prompt(transformers, tmp_path):
+    prompts = prompts_with(1, first=", and more")
+    with dialogues(tmp_path, "Echo", prompts, transformers.version) as generation:
+        samples = transformers.client().generate(generation)
+    for sample in samples:
+        assert sample.prompt.text == "<start>user\nhm, and more<eos>\n<start>assistant\n"
+        assert sample.loss_mask[0]
+    too_long = prompts_with(1, first="x" * 1000)
+    with dialogues(tmp_path, "Echo", too_long, transformers.version) as generation:
+        samples = transformers.client().generate(generation)
+    assert {s.finish_reason for s in samples} == {"failed"}
+    assert "tokens too long" in generation.failures[0]
+    # As it is packed, too, it may not keep what does not fit.
+    assert all(s.prompt.token_ids == too_long[0].token_ids for s in samples)
+
+
+@pytest.mark.parametrize("deed", ["fail", "die", "hang", "nan"])
+@pytest.mark.parametrize("turn", [0, 2])
+def test_a_failing_environment_fails_its_sample_and_no_other(transformers, tmp_path, deed, turn):
+    good = prompts_with(1, deed="go_on", turn=1)
+    bad = [replace(p, index=1) for p in prompts_with(1, deed=deed, turn=turn)]
+    if (deed, turn) == ("nan", 0):
+        pytest.skip("reset returns no reward")
+    with dialogues(
+        tmp_path, "Odd", [*good, *bad], transformers.version, pool={"timeout": 5.0}
+    ) as generation:
+        start = time.monotonic()
+        samples = transformers.client().generate(generation)
+        assert time.monotonic() - start < 60
+    failed = [s for s in samples if s.finish_reason == "failed"]
+    assert failed and {s.prompt.index for s in failed} == {1}
+    assert all(math.isnan(s.environment_reward) for s in failed)
+    assert all(math.isfinite(s.environment_reward) for s in samples if s not in failed)
+    assert len(generation.failures) == len(failed)
+    assert generation.failures[0].startswith(f"prompt 1, sample {failed[0].sample_index}, turn ")
+    if turn == 0:
+        assert len(failed) == 3 and not any(s.completion_ids for s in failed)
+
+
+def test_hundreds_of_samples_speak_at_once(transformers, tmp_path):
+    # Each step takes half a second: one after the other they would take minutes.
+    prompts = prompts_with(30)
+    with dialogues(
+        tmp_path, "Slow", prompts, transformers.version, num_generations=8, max_turns=2
+    ) as generation:
+        start = time.monotonic()
+        samples = transformers.client().generate(generation)
+        assert time.monotonic() - start < 60
+    assert len(samples) == 240
+    assert sum(len(s.step_rewards) for s in samples) > 240
+
+
+def test_a_generation_is_given_up_at_once(transformers, tmp_path):
+    prompts = prompts_with(2, deed="hang", turn=1)
+    client = transformers.client()
+    with dialogues(tmp_path, "Odd", prompts, transformers.version) as generation:
+        start = time.monotonic()
+        with (
+            as_soon_as(lambda: generation.engines, client.cancel),
+            pytest.raises(Preempted),
+        ):
+            client.generate(generation)
+        assert time.monotonic() - start < 10
+
+
+@pytest.fixture(scope="module")
+def pair(tied_model, tmp_path_factory):
+    logs = tmp_path_factory.mktemp("pair")
+    with (
+        running_engine(
+            "transformers", tied_model, logs, num_engines=2, health_timeout=3.0, stall_timeout=3.0
+        ) as engines,
+        trainer(tied_model, engines.servers, engines.rollout) as ours,
+    ):
+        ours.push()
+        yield ours
+
+
+def without_logprobs(samples: Sequence[Sample]) -> list[Sample]:
+    return [replace(sample, logprobs=sample.loss_mask) for sample in samples]
+
+
+def steps_taken(file: Path) -> list[str]:
+    return file.read_text().splitlines() if file.exists() else []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_lost", [1, 2])
+def test_a_dialogue_goes_on_at_another_engine_and_no_step_is_taken_twice(pair, tmp_path, num_lost):
+    prompts = prompts_with(12)
+
+    def counting(file: Path) -> dict:
+        return {"arguments": {"file": str(file)}}
+
+    with dialogues(
+        tmp_path, "Counting", prompts, pair.version, pool=counting(tmp_path / "first")
+    ) as generation:
+        undisturbed = pair.client.generate(generation)
+    file = tmp_path / "second"
+    with dialogues(tmp_path, "Counting", prompts, pair.version, pool=counting(file)) as generation:
+
+        def kill() -> None:
+            for url in pair.servers.base_urls[:num_lost]:
+                pair.servers._engine(url).process.kill()
+
+        with as_soon_as(lambda: len(generation.engines) == 2, kill):
+            if num_lost == 2:
+                with pytest.raises(EnginesOut):
+                    pair.client.generate(generation)
+            else:
+                samples = pair.client.generate(generation)
+        if num_lost == 2:
+            taken = len(steps_taken(file))
+            assert 0 < taken < sum(len(s.step_rewards) for s in undisturbed)
+            pair.push_again()
+            samples = pair.client.generate(generation)
+    # The engine computes samples of one prompt together, and those asked for again in other groups:
+    # sums then round differently.
+    assert without_logprobs(samples) == without_logprobs(undisturbed)
+    for again, before in zip(samples, undisturbed, strict=True):
+        assert [*again.logprobs] == pytest.approx([*before.logprobs], abs=1e-5)
+    assert (
+        len(steps_taken(file))
+        == len(set(steps_taken(file)))
+        == sum(len(s.step_rewards) for s in samples)
+    )
+    assert wait_until(lambda: all(map(is_healthy, pair.servers.base_urls)), seconds=60)
+    pair.push()
+
+
+def test_an_engine_that_waits_for_environments_does_not_hang(transformers, tmp_path):
+    slow = {"arguments": {"seconds": 4 * PROBE_INTERVAL}}  # several probes find no new token
+    with dialogues(
+        tmp_path, "Slow", prompts_with(1), transformers.version, pool=slow, max_turns=2
+    ) as generation:
+        samples = transformers.client(stall_timeout=1.5).generate(generation)
+    assert max(len(sample.step_rewards) for sample in samples) == 2  # asked again thereafter

@@ -1,0 +1,163 @@
+"""Observations as tokens: what follows a turn equals what the chat template would write."""
+
+import pytest
+
+from megatron_grpo.config.file import load_config
+from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.environments.multi_turn import Turns, end_of_turn
+from models import CHAT_TEMPLATE, EOS_ID, character_tokenizer
+from runs import TINY_CONFIG
+
+LLAMA_3 = (
+    "{% for m in messages %}<start>{{ m.role }}<start>\n\n{{ m.content | trim }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<start>assistant<start>\n\n{% endif %}"
+)
+MISTRAL = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content }}<eos>{% endif %}{% endfor %}"
+)
+# The thoughts of earlier turns are dropped, tools speak as users.
+QWEN_3 = (
+    "{% for m in messages %}<start>{{ 'user' if m.role == 'tool' else m.role }}\n"
+    "{% if m.role == 'assistant' %}{{ m.content.split('</think>')[-1] }}"
+    "{% elif m.role == 'tool' %}<tool_response>\n{{ m.content }}\n</tool_response>"
+    "{% else %}{{ m.content }}{% endif %}<eos>\n{% endfor %}"
+    "{% if add_generation_prompt %}<start>assistant\n<think>\n{% endif %}"
+)
+
+
+def turns_of(template: str, *overrides: str, end_tokens: tuple = (EOS_ID,)) -> Turns:
+    tokenizer = character_tokenizer(250)
+    tokenizer.chat_template = template
+    return Turns.of(load_config(TINY_CONFIG, overrides), tokenizer, end_tokens)
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, LLAMA_3, MISTRAL, QWEN_3])
+def test_a_dialogue_continued_by_tokens_is_the_dialogue_that_the_template_writes(template):
+    turns = turns_of(template)
+    messages = [{"role": "user", "content": "ask"}]
+
+    def rendered() -> list[int]:
+        text = turns.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        return turns.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    prompt = rendered()
+    said = turns.tokenizer("x = 1" if template is not MISTRAL else " x = 1")["input_ids"]
+    observed, text = turns.between("no\nmore", EOS_ID)
+    messages += [{"role": "assistant", "content": "x = 1"}, {"role": "user", "content": "no\nmore"}]
+    whole = [*prompt, *said, EOS_ID, *observed]
+    if template is QWEN_3:  # where the template begins a turn with thoughts, these are sampled
+        assert rendered()[-len(observed) :] == [*observed]
+    else:
+        assert rendered() == whole
+    assert turns.tokenizer.decode([EOS_ID, *observed]) == f"<eos>{text}"
+
+
+def test_a_tool_speaks_as_the_template_has_it():
+    turns = turns_of(QWEN_3, "environment.observation_role=tool")
+    _, text = turns.between("42", EOS_ID)
+    assert text == (
+        "\n<start>user\n<tool_response>\n42\n</tool_response><eos>\n<start>assistant\n<think>\n"
+    )
+
+
+def test_variables_of_the_config_are_in_every_turn():
+    template = QWEN_3.replace("<think>\n", "{{ '<think>\n\n</think>\n' if not thinks }}")
+    for thinks, begin in (("false", "<think>\n\n</think>\n"), ("true", "")):
+        turns = turns_of(template, f"data.chat_template_kwargs.thinks={thinks}")
+        _, text = turns.between("42", EOS_ID)
+        assert text == f"\n<start>user\n42<eos>\n<start>assistant\n{begin}"
+
+
+def test_without_a_template_the_observation_stands_alone():
+    turns = turns_of(CHAT_TEMPLATE, "data.apply_chat_template=false")
+    tokens, text = turns.between("42", EOS_ID)
+    assert text == "42" and turns.tokenizer.decode(tokens) == "42"
+
+
+@pytest.mark.parametrize(
+    ("template", "overrides", "told"),
+    [
+        (MISTRAL, ["environment.observation_role=tool"], "refuses an observation .*'tool'.*altern"),
+        (CHAT_TEMPLATE.replace("<eos>", ""), [], "does not close the model's turn with a token"),
+        ("{{ messages[-1].content }}<eos>", [], "does not show each message of a dialogue once"),
+    ],
+)
+def test_a_template_that_cannot_be_continued_is_refused(template, overrides, told):
+    with pytest.raises(ValueError, match=told):
+        turns_of(template, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        (CHAT_TEMPLATE, [EOS_ID]),
+        (LLAMA_3, [EOS_ID]),
+        (MISTRAL, [EOS_ID]),
+        (QWEN_3, [EOS_ID]),
+        (CHAT_TEMPLATE.replace("<eos>", " <unk><eos>"), [2, EOS_ID]),
+        (CHAT_TEMPLATE.replace("<eos>", "{{ '<eos>' if loop.last else '<unk>' }}"), [EOS_ID]),
+        (CHAT_TEMPLATE.replace("<eos>", ""), []),
+        ("{% for m in messages %}<start>{{ m.role }}{% endfor %}", []),  # without the messages
+        ("{% if messages | length > 1 %}{{ raise_exception('one') }}{% endif %}", []),
+    ],
+)
+def test_a_turn_ends_with_the_special_tokens_that_the_template_writes_after_it(template, end):
+    tokenizer = character_tokenizer(250)
+    tokenizer.chat_template = template
+    assert end_of_turn(load_config(TINY_CONFIG).data, tokenizer) == end
+
+
+def test_after_a_stop_token_the_turn_is_closed_as_the_template_does_it():
+    stop = EOS_ID + 9
+    turns = turns_of(CHAT_TEMPLATE, f"rollout.stop_token_ids=[{stop}]", end_tokens=(EOS_ID, stop))
+    closed, text = turns.between("42", EOS_ID)
+    assert turns.between("42", stop) == ((EOS_ID, *closed), f"<eos>{text}")
+
+
+def test_the_end_of_the_template_may_be_a_stop_token_of_the_config():
+    named = turns_of(CHAT_TEMPLATE, f"rollout.stop_token_ids=[{EOS_ID}]", end_tokens=(7, EOS_ID))
+    assert named.between("42", EOS_ID) == turns_of(CHAT_TEMPLATE).between("42", EOS_ID)
+
+
+def test_after_a_stop_string_the_turn_is_closed_as_the_template_does_it():
+    turns = turns_of(CHAT_TEMPLATE)
+    closed, text = turns.between("42", EOS_ID)
+    assert turns.between("42", EOS_ID + 9) == ((EOS_ID, *closed), f"<eos>{text}")
+
+
+def test_an_end_of_turn_that_ends_no_completion_is_refused():
+    with pytest.raises(ValueError, match=r"begins with token 1, and a completion ends with 7: add"):
+        turns_of(CHAT_TEMPLATE, end_tokens=(7,))
+
+
+def test_pieces_with_other_tokens_than_the_whole_are_refused():
+    turns = turns_of(CHAT_TEMPLATE)
+
+    class Merging(type(turns.tokenizer)):
+        """Merges the last turn of a dialogue into one token, but not its end alone."""
+
+        def __call__(self, text, **kwargs):
+            encoded = super().__call__(text, **kwargs)
+            if text.startswith("<start>"):
+                encoded["input_ids"][-3:] = [249]
+            return encoded
+
+    merging = Merging(tokenizer_object=turns.tokenizer.backend_tokenizer, eos_token="<eos>")
+    merging.chat_template = CHAT_TEMPLATE
+    with pytest.raises(ValueError, match="cannot be continued token by token"):
+        Turns.of(load_config(TINY_CONFIG), merging, (EOS_ID,))
+
+
+def test_a_first_observation_is_the_end_of_the_last_message():
+    turns = turns_of(CHAT_TEMPLATE)
+    for asked in ("ask", [{"role": "user", "content": "ask"}]):
+        prompt = turns.first(Prompt(3, (4, 5), "x", {"prompt": asked, "answer": "1"}), " this")
+        assert prompt.text == "<start>user\nask this<eos>\n<start>assistant\n"
+        assert [*prompt.token_ids] == turns.tokenizer(prompt.text)["input_ids"]
+        assert (prompt.index, prompt.first_observation) == (3, " this")
+        assert prompt.row["prompt"] == asked

@@ -1,0 +1,226 @@
+"""With routing replay the policy computes what `transformers` computes with the same routes."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from checkpoint_convert import read_shape
+from distributed import run_ranks
+from engines import random_prompts, sampling_params
+from megatron_grpo.batch.experience import Experience
+from megatron_grpo.batch.prepare import packed_minibatches
+from megatron_grpo.data.samples import Sample
+from megatron_grpo.engines.engine import decode_choice
+from megatron_grpo.engines.generation import Generation
+from megatron_grpo.engines.transformers_engine import TransformersEngine
+from megatron_grpo.policy.forward import compute_logprobs
+from megatron_grpo.policy.reference import build_reference
+from megatron_grpo.policy.router import with_own_layers
+from mixtures import (
+    Numbers,
+    check_gradients,
+    check_logprobs,
+    gradients_of,
+    layout_name,
+    load_oracle,
+    numbers_of,
+)
+from models import tiny_model
+from parallel import ParallelDims
+from parallel.microbatches import CostModel
+from policies import (
+    LENGTHS,
+    LOSS_WEIGHT,
+    pack_all,
+    random_sequences,
+    sequence_logprobs,
+    start_policy,
+    tiny_config,
+)
+
+LAYERS, EXPERTS, TOPK = 4, 8, 3
+REPLAY = "rollout.router_replay=true"
+# Under 1F1B the next microbatch runs before the backward of this one recomputes it.
+FULL = ["recompute_granularity=full", "recompute_method=uniform", "recompute_num_layers=1"]
+EXPERTS_ONLY = ["recompute_granularity=selective", "recompute_modules=[moe]"]
+CASES: list[tuple[str, ParallelDims, list[str]]] = [
+    ("qwen3_moe", ParallelDims(tensor=2, context=2, expert=2), []),
+    ("qwen3_moe", ParallelDims(data=2, expert=2), []),
+    ("qwen3_moe", ParallelDims(pipeline=2), FULL),
+    ("qwen3_moe", ParallelDims(pipeline=2), EXPERTS_ONLY),
+    ("qwen3_moe", ParallelDims(pipeline=2, virtual_pipeline=2), []),
+    ("qwen3_moe", ParallelDims(pipeline=2, virtual_pipeline=2), FULL),
+    # Its first layer has no experts.
+    ("glm4_moe", ParallelDims(pipeline=2, virtual_pipeline=2), FULL),
+    ("glm4_moe", ParallelDims(tensor=2, expert=2, expert_tensor=1), []),
+]
+NUM_EXPERTS = {"qwen3_moe": "num_experts", "glm4_moe": "n_routed_experts"}
+
+
+def random_routes() -> list[Tensor]:
+    """For each sequence of `LENGTHS`, experts of all its tokens but the last that no router would
+    choose."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        torch.rand(len(each.tokens) - 1, LAYERS, EXPERTS, generator=generator)
+        .topk(TOPK)
+        .indices.to(torch.uint8)
+        for each in random_sequences(LENGTHS)
+    ]
+
+
+def follow(model: AutoModelForCausalLM, routes: list[Tensor]) -> None:
+    """Make every router send the tokens of one right-padded batch where `routes` say."""
+    longest = 1 + max(map(len, routes))
+    padded = torch.arange(TOPK).expand(len(routes), longest, LAYERS, TOPK).clone()
+    for row, of_sequence in zip(padded, routes, strict=True):
+        row[: len(of_sequence)] = of_sequence
+
+    def rerouted(layer: int) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+        chosen = padded[:, :, layer].flatten(0, 1)
+
+        def hook(module, _inputs, outputs):
+            scale = getattr(module, "routed_scaling_factor", None)
+            scores = outputs[0].sigmoid() if scale else outputs[0].softmax(-1)
+            weights = scores.gather(1, chosen)
+            return outputs[0], (scale or 1.0) * weights / weights.sum(-1, keepdim=True), chosen
+
+        return hook
+
+    for layer, block in enumerate(model.model.layers):
+        if hasattr(block.mlp, "gate"):
+            block.mlp.gate.register_forward_hook(rerouted(layer))
+
+
+@dataclass
+class Case:
+    """A model and what `transformers` computes for it, by its own routes and by others."""
+
+    folder: Path
+    own_logprobs: list[Tensor]
+    logprobs: list[Tensor]
+    gradients: dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory) -> dict[str, Case]:
+    return {family: case_of(family, tmp_path_factory.mktemp(family)) for family in NUM_EXPERTS}
+
+
+@pytest.fixture(params=NUM_EXPERTS)
+def case(cases, request) -> Case:
+    return cases[request.param]
+
+
+def case_of(family: str, folder: Path) -> Case:
+    sizes = {NUM_EXPERTS[family]: EXPERTS, "num_experts_per_tok": TOPK}
+    tiny_model(folder, family, num_hidden_layers=LAYERS, **sizes)
+    model = load_oracle(folder)
+    with torch.no_grad():
+        own_logprobs = sequence_logprobs(model, LENGTHS)
+    follow(model, random_routes())
+    logprobs = sequence_logprobs(model, LENGTHS)
+    gradients = gradients_of(model, -LOSS_WEIGHT * torch.cat(logprobs).sum())
+    return Case(folder, own_logprobs, [each.detach() for each in logprobs], gradients)
+
+
+def numbers_on_rank(rank: int, folder: Path, dims: ParallelDims, *overrides: str) -> Numbers:
+    policy, groups = start_policy(rank, folder, dims, REPLAY, *overrides)
+    batches = [with_own_layers(batch, groups) for batch in pack_all(LENGTHS, dims, random_routes())]
+    return numbers_of(policy, groups, batches[groups.coordinates.data :: dims.data])
+
+
+@pytest.mark.parametrize(
+    ("family", "dims", "recompute"),
+    CASES,
+    ids=[
+        f"{family} {layout_name(dims)} {' '.join(options[:1])}" for family, dims, options in CASES
+    ],
+)
+def test_logprobs_and_gradients_are_those_of_the_routes(cases, family, dims, recompute):
+    case = cases[family]
+    overrides = [f"model.megatron.{option}" for option in recompute]
+    ranks = run_ranks(dims.world_size, numbers_on_rank, case.folder, dims, *overrides)
+    check_logprobs(ranks, case.logprobs)
+    norm = float(torch.cat([g.flatten() for g in case.gradients.values()]).norm())
+    check_gradients(ranks, case.gradients, norm)
+
+
+def own_routes_on_rank(rank: int, folder: Path) -> list[list[Tensor]]:
+    """Log-probabilities under the reference, and under a policy whose batch has no routes."""
+    dims = ParallelDims()
+    policy, groups = start_policy(rank, folder, dims, REPLAY)
+    routed, free = pack_all(LENGTHS, dims, random_routes()), pack_all(LENGTHS, dims)
+    compute_logprobs(policy, routed, 1.0, groups)  # leaves its routes behind
+    reference = build_reference(tiny_config(folder, dims, REPLAY), read_shape(folder), groups)
+    return [
+        [
+            values[batch.loss_mask]
+            for batch, (values, _) in zip(
+                batches, compute_logprobs(model, batches, 1.0, groups), strict=True
+            )
+        ]
+        for model, batches in ((reference, routed), (policy, free))
+    ]
+
+
+def test_the_reference_and_a_batch_without_routes_have_their_own(case):
+    [found] = run_ranks(1, own_routes_on_rank, case.folder)
+    expected = torch.cat(case.own_logprobs)
+    assert (expected - torch.cat(case.logprobs)).abs().max() > 0.1
+    for logprobs in found:
+        torch.testing.assert_close(torch.cat(logprobs).double(), expected, atol=1e-5, rtol=0)
+
+
+NUM_SAMPLES = 32
+
+
+def bfloat16_samples(folder: Path) -> list[Sample]:
+    """What an engine with bfloat16 weights samples, sent as vLLM sends it."""
+    engine = TransformersEngine(folder, torch.bfloat16, "cpu", return_routed_experts=True)
+    params = sampling_params(
+        num_generations=4, max_completion_length=24, stop_token_ids=[], router_replay=True
+    )
+    generation = Generation(random_prompts(NUM_SAMPLES // 4), params)
+    for number, request in [*generation.open.items()]:
+        answer = json.dumps(engine.generate(request, lambda: True)).encode()
+        asyncio.run(generation.take(number, decode_choice(answer), "http://a"))
+    return generation.samples()
+
+
+def gaps_on_rank(
+    rank: int, folder: Path, dims: ParallelDims, samples: list[Sample]
+) -> list[Tensor]:
+    """How far log-probabilities of the trainer are from the engine's: with replay, and without."""
+    overrides = REPLAY, "model.dtype=bfloat16", f"grpo.generation_batch_size={NUM_SAMPLES}"
+    policy, groups = start_policy(rank, folder, dims, *overrides)
+    cfg, found = tiny_config(folder, dims, *overrides), []
+    for given in (samples, [replace(each, routed_experts=None) for each in samples]):
+        nothing = torch.zeros(len(given), dtype=torch.float64)
+        experience = Experience(given, [], nothing, nothing.long(), nothing) if rank == 0 else None
+        cost, device = CostModel.transformer(64), torch.device("cpu")
+        [batches] = packed_minibatches(experience, 0, cost, cfg, groups, device)
+        computed = compute_logprobs(policy, batches, 1.0, groups)
+        gaps = [
+            (logprobs - batch.rollout_logprobs).abs()[batch.loss_mask]
+            for batch, (logprobs, _) in zip(batches, computed, strict=True)
+        ]
+        found.append(torch.cat(gaps))
+    return found
+
+
+def test_the_trainer_follows_an_engine_whose_rounding_decides_between_experts(case):
+    samples = bfloat16_samples(case.folder)
+    ranks = run_ranks(2, gaps_on_rank, case.folder, ParallelDims(data=2, expert=2), samples)
+    replayed, free = (torch.cat(gaps) for gaps in zip(*ranks, strict=True))
+    assert len(replayed) == len(free) == NUM_SAMPLES * 24
+    # A token that goes to other experts differs by tenths, and rounding by hundredths.
+    assert replayed.max() < 0.1 < 0.3 < free.max()
+    assert replayed.mean() < 0.7 * free.mean()

@@ -1,0 +1,91 @@
+"""A generation whose engines are lost: which parts are kept and which are dropped."""
+
+import asyncio
+import json
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from checkpoint_convert import read_shape
+from demo.make_sums import sums
+from megatron_grpo.data.samples import Sample
+from megatron_grpo.engines import EnginesOut, Generation
+from megatron_grpo.engines.engine import Choice, Logprobs, Token
+from megatron_grpo.launch.run_dir import new_token
+from megatron_grpo.rollout.generate import ExperienceSource
+from megatron_grpo.timing import PhaseTimer
+from models import tiny_model
+from parallel import ParallelDims
+from policies import tiny_config
+
+GENERATION = 3
+
+
+class Engines:
+    """Stands for a fleet: each answers one request, and the first `num_lost` are lost by then."""
+
+    def __init__(self, num_lost: int) -> None:
+        self.num_lost, self.asked = num_lost, []
+
+    def generate(self, generation: Generation) -> list[Sample]:
+        self.asked.append((generation, len(generation.open)))
+        url = f"http://engine-{len(self.asked)}"
+        for number in [*generation.open]:
+            asyncio.run(generation.take(number, choice(number), url))
+            if len(self.asked) <= self.num_lost:
+                raise EnginesOut("no rollout engine serves")
+        return generation.samples()
+
+
+def choice(number: int) -> Choice:
+    return Choice(
+        token_ids=[20 + number],
+        logprobs=Logprobs([Token(-1.0)]),
+        finish_reason="stop",
+        text=str(number),
+        weight_versions=[],
+    )
+
+
+def source_of(tmp_path: Path, rows: list, *overrides: str) -> ExperienceSource:
+    data, model = tmp_path / "sums.jsonl", tiny_model(tmp_path / "model", "qwen3")
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = tiny_config(
+        model,
+        ParallelDims(),
+        f"data.path={data}",
+        f"train.run_dir={tmp_path / 'run'}",
+        "rollout.base_urls=[http://127.0.0.1:9]",  # nobody is asked there
+        *overrides,
+    )
+    return ExperienceSource(cfg, read_shape(model), new_token(), num_ranks=1)
+
+
+@pytest.fixture
+def source(tmp_path: Path):
+    with closing(source_of(tmp_path, sums())) as source:
+        yield source
+
+
+def test_rows_without_an_answer_that_the_reward_can_read_are_left_out(tmp_path: Path):
+    rows = [{"prompt": str(i), "answer": "####" if i == 1 else "1"} for i in range(6)]
+    overrides = "reward.functions=[math_answer]", "data.on_invalid=skip"
+    with closing(source_of(tmp_path, rows, *overrides)) as source:
+        assert [prompt.index for prompt in source.stream.prompts] == [0, 2, 3, 4, 5]
+
+
+def test_a_generation_goes_on_with_the_same_weights_and_begins_anew_with_others(source):
+    engines = source.engines = Engines(num_lost=3)
+    timer = PhaseTimer(lambda phase: None)
+    for version in (1, 1, 2):
+        with pytest.raises(EnginesOut):
+            source.collect(GENERATION, version, timer)
+    collected = source.collect(GENERATION, 2, timer)
+    asked = [generation for generation, _ in engines.asked]
+    assert asked[0] is asked[1] is not asked[2] is asked[3]
+    assert [num_open for _, num_open in engines.asked] == [16, 15, 16, 15]
+    samples = collected.experience.samples
+    assert [sample.policy_version for sample in samples] == [2] * 16
+    assert [s.prompt for s in samples[::4]] == source.stream.batch(GENERATION)
+    assert collected.metrics["rollout/num_engines"] == 2

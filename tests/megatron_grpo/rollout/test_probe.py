@@ -1,0 +1,139 @@
+"""Before the first rollout, engines and trainer must agree on what their weights compute."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from checkpoint_convert import read_shape
+from demo.make_sums import sums
+from distributed import run_ranks
+from engines import TestEngine, running_engine, served_model
+from megatron_grpo.batch.experience import Experience
+from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.data.samples import Sample
+from megatron_grpo.policy.model import build_policy
+from megatron_grpo.rollout.probe import probe_logprobs
+from models import tiny_model
+from parallel import ParallelDims
+from parallel.cpu_device import setup_device
+from parallel.groups import init_groups
+from parallel.microbatches import CostModel
+from policies import LENGTHS, random_sequences, sequence_logprobs, tiny_config
+from runs import Finished, finish_run
+
+LONGEST = 2
+"""The sample that an engine has other log-probabilities of; one of two data ranks has it."""
+
+
+def experience(logprobs: list[torch.Tensor], gap: float) -> Experience:
+    """Samples of an engine that is `gap` off, up and down, in all tokens of the longest."""
+    samples = []
+    for i, (sequence, exact) in enumerate(zip(random_sequences(LENGTHS), logprobs, strict=True)):
+        signs = torch.tensor([1.0, -1.0]).repeat(len(exact))[: len(exact)]
+        told = exact + gap * signs if i == LONGEST else exact
+        prompt, completion = sequence.tokens.tensor_split([sequence.num_prompt_tokens])
+        samples.append(
+            Sample(
+                prompt=Prompt(index=i, token_ids=tuple(prompt.tolist()), text="", row={}),
+                sample_index=0,
+                completion_ids=tuple(completion.tolist()),
+                logprobs=tuple(told.tolist()),
+                finish_reason="stop",
+                text="",
+                policy_version=0,
+            )
+        )
+    nothing = torch.zeros(len(samples), dtype=torch.float64)
+    return Experience(samples, [], nothing, nothing.long(), nothing)
+
+
+def probes(
+    rank: int, folder: Path, logprobs: list[torch.Tensor], gaps: dict[str, list[float]]
+) -> list[dict[str, float] | str]:
+    """The result of a probe for each of the `gaps`, by dtype: metrics or the error."""
+    dims, found = ParallelDims(data=2), []
+    device, groups = setup_device(rank), init_groups(dims)
+    for dtype, of_dtype in gaps.items():
+        size = len(logprobs)
+        overrides = [f"grpo.generation_batch_size={size}", "grpo.num_generations=2"]
+        cfg = tiny_config(folder, dims, f"model.dtype={dtype}", *overrides)
+        policy, cost = build_policy(cfg, read_shape(folder), groups), CostModel.transformer(64)
+        for gap in of_dtype:
+            mine = experience(logprobs, gap) if rank == 0 else None
+            try:
+                found.append(probe_logprobs(mine, policy, cost, cfg, groups, device))
+            except ValueError as refused:
+                found.append(str(refused))
+    return found
+
+
+def test_the_mean_over_the_tokens_of_all_ranks_is_bounded_by_what_rounding_explains(tmp_path):
+    """To bfloat16 the bound is for gaps beside its own rounding, of a hundredth or so."""
+    folder = tiny_model(tmp_path, "qwen3")
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        logprobs = sequence_logprobs(model, LENGTHS)
+    share = len(logprobs[LONGEST]) / sum(map(len, logprobs))
+    gaps = {"float32": [0.0, 0.03, 0.04, math.nan], "bfloat16": [0.1 / share, 0.2 / share]}
+    first, second = run_ranks(2, probes, folder, logprobs, gaps)
+    for mean, found in zip([0.0, 0.03 * share, 0.04 * share], second, strict=False):
+        assert found["probe/logprob_gap_mean"] == pytest.approx(mean, abs=1e-5)
+    assert second[1]["probe/logprob_gap_max"] == pytest.approx(0.03, abs=1e-4)
+    assert second[4]["probe/logprob_gap_mean"] == pytest.approx(0.1, abs=0.03)
+    assert first[:2] == second[:2] and first[4] == second[4]
+    for refused, dtype in ((first[2], "float32"), (first[3], "float32"), (first[5], "bfloat16")):
+        assert "engines and trainer do not compute the same model: over 6 samples" in refused
+        assert f"and rounding in {dtype} explains at most" in refused
+    assert "differ by 0.0126 on average, and rounding in float32 explains at most 0.01" in first[2]
+
+
+def run_one_step(model: Path, engine: TestEngine, folder: Path) -> Finished:
+    data = folder / "sums.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in sums()))
+    return finish_run(
+        f"model.path={model}",
+        f"data.path={data}",
+        "train.num_steps=1",
+        "parallel.tensor_parallel_size=2",
+        "rollout.engine=transformers",
+        f"rollout.base_urls=[{engine.servers.base_urls[0]}]",
+        f"train.run_dir={folder / 'run'}",
+        token=engine.servers.token,
+    )
+
+
+@pytest.mark.slow
+def test_an_engine_that_turns_heads_otherwise_is_refused_before_the_first_rollout(
+    tied_model, tmp_path
+):
+    """Its weights are right to the bit, and its log-probabilities are wrong."""
+    other = served_model(tmp_path / "model", "qwen3", tied=True)
+    config = json.loads((other / "config.json").read_text())
+    config["rope_parameters"]["rope_theta"] = 10.0
+    (other / "config.json").write_text(json.dumps(config))
+    with running_engine("transformers", other, tmp_path) as engine:
+        run = run_one_step(tied_model, engine, tmp_path)
+    assert run.exit_code != 0
+    assert "engines and trainer do not compute the same model" in run.output
+    assert "Traceback" not in run.output
+    assert not (tmp_path / "run" / "completions.jsonl").read_text()
+
+
+@pytest.mark.slow
+def test_an_engine_of_another_model_is_refused_with_the_names_of_its_parameters(
+    tied_model, tmp_path
+):
+    other = served_model(tmp_path / "model", "qwen2", tied=True)
+    with running_engine("transformers", other, tmp_path) as engine:
+        run = run_one_step(tied_model, engine, tmp_path)
+    assert run.exit_code != 0
+    url = engine.servers.base_urls[0]
+    assert (
+        f"rollout engine {url}: the engine's parameters do not match the model that is trained"
+        in run.output
+    )
+    assert "model.layers.1.self_attn.q_proj.bias [128] is filled by no weight" in run.output

@@ -1,0 +1,72 @@
+"""Which completions of a prompt are packed together."""
+
+import pytest
+
+from parallel import ParallelDims
+from parallel.alignment import Alignment, round_up
+from parallel.microbatches import CostModel
+from parallel.packing import unit_length
+from parallel.shared_prefix import PromptGroup, plan_shared_prompts
+
+COST = CostModel.transformer(4096)
+
+
+def groups_of(shape: list[tuple[int, list[int]]]) -> list[PromptGroup]:
+    """Groups of (prompt length, completion lengths); completions are numbered consecutively."""
+    groups, first = [], 0
+    for prompt, responses in shape:
+        numbered = dict(enumerate(responses, start=first))
+        groups.append(PromptGroup(num_prompt_tokens=prompt, responses=numbered))
+        first += len(responses)
+    return groups
+
+
+def tokens_of(groups: list[PromptGroup], microbatch: list[int], alignment: Alignment) -> int:
+    """Number of tokens of a microbatch as `pack` lays it out."""
+    lengths = []
+    for group in groups:
+        responses = [group.responses[i] for i in microbatch if i in group.responses]
+        if responses:
+            lengths.append(unit_length(group.num_prompt_tokens, responses, alignment.sequence))
+    return round_up(sum(lengths), alignment.total)
+
+
+@pytest.mark.parametrize("alignment", [Alignment(), Alignment(sequence=4, total=16)])
+@pytest.mark.parametrize(
+    "dims", [ParallelDims(), ParallelDims(data=2), ParallelDims(pipeline=2, data=2)]
+)
+def test_every_completion_is_dealt_once_and_no_microbatch_is_too_large(dims, alignment):
+    groups = groups_of([(200, [9, 80, 33, 7]), (1, [5, 5]), (90, [100, 1, 50]), (30, [12])])
+    plan = plan_shared_prompts(groups, 320, dims, alignment, COST)
+    assert len(plan) == dims.data
+    assert sorted(i for rank in plan for microbatch in rank for i in microbatch) == list(range(10))
+    for rank in plan:
+        assert all(tokens_of(groups, microbatch, alignment) <= 320 for microbatch in rank)
+
+
+def test_a_group_that_fits_stays_together():
+    groups = groups_of([(1000, [100] * 8), (1000, [100] * 8)])
+    plan = plan_shared_prompts(groups, 2000, ParallelDims(data=2), Alignment(), COST)
+    assert sorted(plan) == [[[*range(8)]], [[*range(8, 16)]]]
+
+
+def test_a_group_larger_than_a_microbatch_repeats_its_prompt_in_each():
+    groups = groups_of([(1000, [200] * 8)])
+    ((*microbatches,),) = plan_shared_prompts(groups, 1900, ParallelDims(), Alignment(), COST)
+    assert sorted(map(len, microbatches)) == [4, 4]
+
+
+def test_ranks_without_a_group_of_their_own_share_one():
+    """If the group stayed together, one rank would be idle and the other take twice as long."""
+    groups = groups_of([(100, [1000] * 8)])
+    plan = plan_shared_prompts(groups, 9000, ParallelDims(data=2), Alignment(), COST)
+    assert [sum(map(len, rank)) for rank in plan] == [4, 4]
+
+
+def test_no_completion_is_refused_that_would_fit_alone():
+    """Alone, prompt and completion are one aligned sequence; a shared prompt is aligned itself."""
+    groups = groups_of([(9, [7]), (9, [7, 7])])
+    plan = plan_shared_prompts(groups, 16, ParallelDims(), Alignment(sequence=16, total=16), COST)
+    assert sorted(plan[0]) == [[0], [1], [2]]
+    with pytest.raises(ValueError, match="max_tokens_per_microbatch = 15"):
+        plan_shared_prompts(groups, 15, ParallelDims(), Alignment(sequence=16, total=16), COST)

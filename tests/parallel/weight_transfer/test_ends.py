@@ -1,0 +1,584 @@
+"""Whole pushes: trainer ranks and the workers of a chain of engines, each in its own process."""
+
+import hashlib
+import json
+import re
+import resource
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from parallel import Box, Layout, Piece, Sender, plan_sends
+from parallel.checksum import checksums
+from parallel.views import as_whole
+from parallel.weight_transfer import Inbox, Invitation, LinkError, Outbox, refuse_all
+from parallel.weight_transfer.connect import WirePlan
+from parallel.weight_transfer.local_links import LocalIncoming, LocalOutgoing
+from parallel.weight_transfer.rendezvous import join, open_meeting, place
+from processes import Child, running
+
+CPU = torch.device("cpu")
+BUCKET = 5 * 16  # so that a link has more buckets than buffers, and most are not quite full
+TIMEOUT = timedelta(seconds=60)
+SOON = 30
+"""In seconds: less than the time-out, more than a busy machine needs."""
+NUM_RANKS = NUM_WORKERS = 2
+SHAPES = {
+    "embedding": (37, 12),
+    "norm": (11,),
+    "columns": (13, 24),
+    **{f"expert.{number}": (8, 6) for number in range(4)},
+}
+
+
+def whole_weights(seed):
+    generator = torch.Generator().manual_seed(seed)
+    weights = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    weights["norm"] = weights["norm"].bfloat16().float()
+    return weights
+
+
+def part(name, start, size):
+    """A box of a whole tensor that is a local tensor of the same name."""
+    return Piece(name, Box.whole(size), name, Box(start, size))
+
+
+def sender_of(rank):
+    """Rows of the embedding, columns of `columns`, half of the experts; all ranks hold `norm`."""
+    rows = (19, 18)[rank]
+    pieces = [
+        part("embedding", (19 * rank, 0), (rows, 12)),
+        part("norm", (0,), (11,)),
+        part("columns", (0, 12 * rank), (13, 12)),
+        *(part(f"expert.{2 * rank + i}", (0, 0), (8, 6)) for i in range(2)),
+    ]
+    holders = {piece.local: range(rank, rank + 1) for piece in pieces}
+    holders["norm"] = range(NUM_RANKS)
+    layout = Layout({piece.local: piece.local_box.size for piece in pieces}, tuple(pieces))
+    return Sender(rank, layout, holders)
+
+
+def layout_of(worker):
+    """Rows of the embedding, padded; rows of `columns`; half of each expert, in one stack."""
+    pieces = [
+        part("embedding", (20 * worker, 0), (20 - 3 * worker, 12)),
+        part("norm", (0,), (11,)),
+        part("columns", (6 * worker, 0), (6 + worker, 24)),
+    ]
+    for number in range(4):
+        slot, half = Box((number, 0, 0), (1, 4, 6)), Box((4 * worker, 0), (4, 6))
+        pieces.append(Piece("experts", slot, f"expert.{number}", half, axes=(1, 2)))
+    shapes = {"embedding": (20, 12), "norm": (11,), "columns": (6 + worker, 24)}
+    zeros = (("embedding", Box((17, 0), (3, 12))),) if worker else ()
+    return Layout(shapes | {"experts": (4, 4, 6)}, tuple(pieces), zeros)
+
+
+LAYOUTS = [layout_of(worker) for worker in range(NUM_WORKERS)]
+PARAMETERS = [layout.shapes for layout in LAYOUTS]
+DTYPES = dict.fromkeys(PARAMETERS[0], torch.bfloat16) | {"norm": torch.float32}
+"""Engines may keep some parameters in float32, whatever trainers have."""
+
+
+def invitation_to(meeting, num_engines, network_only):
+    return Invitation(
+        meeting,
+        BUCKET,
+        num_engines,
+        network_only,
+        senders=[list(range(NUM_RANKS))] * NUM_WORKERS,
+        zeros=[[(name, [*b.start], [*b.size]) for name, b in ly.zeros] for ly in LAYOUTS],
+    )
+
+
+def filled(layout, weights, dtypes):
+    """The local tensors of a layout, float32 where `dtypes` names none; padding is 0."""
+    tensors = {
+        name: torch.zeros(shape, dtype=dtypes.get(name)) for name, shape in layout.shapes.items()
+    }
+    for piece in layout.pieces:
+        target = as_whole(tensors[piece.local][piece.local_box.slices], piece.axes)
+        target.copy_(weights[piece.tensor][piece.box.slices])
+    return tensors
+
+
+def trainer_rank(pipe, invitation, rank):
+    """Send the weights of each seed from the pipe until it fails; report over the pipe."""
+    sender = sender_of(rank)
+    sends = plan_sends(sender, LAYOUTS, BUCKET // 4)
+    try:
+        board = join(invitation.meeting, TIMEOUT)
+        outbox = Outbox.open(invitation, board, rank, sends, PARAMETERS, DTYPES, CPU, TIMEOUT)
+        pipe.send("open")
+        while True:
+            weights = whole_weights(pipe.recv())
+            outbox.send(filled(sender.layout, weights, {"norm": torch.bfloat16}))
+            pipe.send(outbox.bytes_sent)
+    except (LinkError, KeyError) as error:
+        pipe.send(f"{type(error).__name__}: {error}")
+        pipe.recv()
+
+
+def engine_worker(pipe, invitation, engine, worker, missing=None):
+    """Receive the weights of each seed from the pipe until it fails; report over the pipe.
+
+    As in engines, some parameters are inference tensors, and some are views of tensors that require
+    gradients.
+    """
+    layout = LAYOUTS[worker]
+    parameters = filled(layout, whole_weights(0), DTYPES)
+    stack = torch.nn.Parameter(torch.stack([parameters["columns"]] * 2))
+    with torch.no_grad():
+        parameters["columns"] = stack[1]
+    with torch.inference_mode():
+        parameters["experts"] = parameters["experts"].clone()
+    if missing:
+        parameters[missing] = torch.zeros(3, dtype=torch.bfloat16)
+    told = Invitation.from_json(invitation)
+    try:
+        inbox = Inbox.open(told, engine, worker, parameters, CPU, TIMEOUT)
+        pipe.send("open")
+        while (seed := pipe.recv()) is not None:
+            if seed == "replace":
+                parameters["norm"] = torch.zeros(11)
+                continue
+            before = {name: value.data_ptr() for name, value in parameters.items()}
+            sums = inbox.receive(parameters)
+            assert before == {name: value.data_ptr() for name, value in parameters.items()}
+            expected = filled(layout, whole_weights(seed), DTYPES)
+            views = {name: value[:] for name, value in parameters.items()}
+            wrong = [name for name in expected if not torch.equal(expected[name], views[name])]
+            wrong += [
+                f"sum of {name}" for name, sum in checksums(views).items() if sums[name] != sum
+            ]
+            pipe.send((inbox.bytes_received, wrong))
+    except (LinkError, ValueError) as error:
+        pipe.send(f"{type(error).__name__}: {error}")
+        pipe.recv()
+
+
+@dataclass
+class Fleet:
+    """The processes of pushes, with all links open."""
+
+    ranks: list[Child]
+    workers: dict[tuple[int, int], Child]
+
+    @property
+    def all(self) -> list[Child]:
+        return [*self.ranks, *self.workers.values()]
+
+    def push(self, seed):
+        """Push the weights of `seed`; returns the reports of the ranks and of the workers."""
+        for child in self.all:
+            child.say(seed)
+        return [r.hear() for r in self.ranks], [w.hear() for w in self.workers.values()]
+
+
+@contextmanager
+def fleet(num_engines, network_only=False):
+    meeting, board = open_meeting("127.0.0.1")
+    invitation = invitation_to(meeting, num_engines, network_only)
+    told = invitation.to_json()
+    with ExitStack() as stack:
+        start = stack.enter_context
+        ranks = [start(running(trainer_rank, invitation, rank)) for rank in range(NUM_RANKS)]
+        workers = {
+            (engine, worker): start(running(engine_worker, told, engine, worker))
+            for engine in range(num_engines)
+            for worker in range(NUM_WORKERS)
+        }
+        running_fleet = Fleet(ranks, workers)
+        assert [child.hear() for child in running_fleet.all] == ["open"] * len(running_fleet.all)
+        yield running_fleet
+    del board
+
+
+def num_bytes(layout):
+    """Bytes of a worker's parameters, without padding."""
+    return sum(
+        piece.local_box.num_elements * DTYPES[piece.local].itemsize for piece in layout.pieces
+    )
+
+
+@pytest.mark.parametrize("network_only", [False, True], ids=["local", "network"])
+def test_every_parameter_of_every_engine_arrives_bit_for_bit_in_push_after_push(network_only):
+    sizes = [num_bytes(layout) for layout in LAYOUTS]
+    with fleet(3, network_only) as pushing:
+        for number in (1, 2, 3):
+            if number == 2:
+                for worker in pushing.workers.values():
+                    worker.say("replace")
+            sent, received = pushing.push(number)
+            assert received == [(number * size, []) for size in sizes] * 3
+            assert sum(sent) == number * sum(sizes)
+
+
+def test_links_share_memory_on_one_host_unless_told_not_to():
+    """Seen from outside: which processes map weights."""
+    for network_only in (False, True):
+        with fleet(1, network_only) as pushing:
+            maps = [Path(f"/proc/{child.pid}/maps").read_text() for child in pushing.all]
+            assert [text.count("memfd:weights") for text in maps] == [0 if network_only else 2] * 4
+
+
+def heard_within(seconds, child):
+    start = time.monotonic()
+    said = child.hear(seconds)
+    assert time.monotonic() - start < seconds
+    return said
+
+
+@pytest.mark.parametrize("network_only", [False, True], ids=["local", "network"])
+def test_a_trainer_rank_killed_in_a_push_is_named_by_the_workers_and_the_rest_end(network_only):
+    with fleet(2, network_only) as pushing:
+        others = [pushing.ranks[0], *pushing.workers.values()]
+        for child in others:
+            child.say(1)
+        time.sleep(0.3)
+        pushing.ranks[1].kill()
+        lost = "has closed the link or died"
+        said = {key: heard_within(SOON, child) for key, child in pushing.workers.items()}
+        assert said[0, 0] == said[0, 1] == f"LinkError: trainer rank 1 {lost}"
+        assert said[1, 0] == f"LinkError: engine 0 worker 0 {lost}"
+        # Rank 0 may have finished before rank 1 died.
+        sent = heard_within(SOON, pushing.ranks[0])
+        assert isinstance(sent, int) or "engine 0 worker" in sent
+
+
+@pytest.mark.parametrize("network_only", [False, True], ids=["local", "network"])
+def test_a_worker_killed_in_a_push_is_named_by_the_one_before_it_and_all_end(network_only):
+    with fleet(2, network_only) as pushing:
+        for key, child in pushing.workers.items():
+            if key != (1, 1):  # it takes nothing, so no process finishes
+                child.say(1)
+        for child in pushing.ranks:
+            child.say(1)
+        time.sleep(0.3)
+        pushing.workers[1, 1].kill()
+        lost = "has closed the link or died"
+        assert heard_within(SOON, pushing.workers[0, 1]) == f"LinkError: engine 1 worker 1 {lost}"
+        for child in pushing.ranks:
+            said = heard_within(SOON, child)
+            # The host buffers what is in flight over the network, so a rank may have finished.
+            is_done = network_only and isinstance(said, int)
+            assert is_done or said == f"LinkError: engine 0 worker 1 {lost}"
+
+
+def test_a_worker_refuses_what_does_not_fill_its_parameters():
+    meeting, board = open_meeting("127.0.0.1")
+    invitation = invitation_to(meeting, 1, network_only=False)
+    with ExitStack() as stack:
+        for rank in range(NUM_RANKS):
+            stack.enter_context(running(trainer_rank, invitation, rank))
+        worker = stack.enter_context(running(engine_worker, invitation.to_json(), 0, 0, "bias"))
+        assert re.search(
+            r"ValueError: .*bias: 3 of 3 elements are in no piece", worker.hear(), re.S
+        )
+    del board
+
+
+def open_outbox(sends, timeout=0.3, bucket_bytes=BUCKET):
+    meeting, board = open_meeting("127.0.0.1")
+    invitation = replace(invitation_to(meeting, 1, network_only=False), bucket_bytes=bucket_bytes)
+    seconds = timedelta(seconds=timeout)
+    return Outbox.open(invitation, board, 0, sends, PARAMETERS, DTYPES, CPU, seconds)
+
+
+def test_workers_that_do_not_come_are_named_after_the_time_out():
+    late = r"no message from engine 0 worker 0, engine 0 worker 1 within"
+    with pytest.raises(LinkError, match=late):
+        open_outbox(plan_sends(sender_of(0), LAYOUTS, BUCKET // 4))
+
+
+def open_all(engines, bucket_bytes=BUCKET):
+    """Open a trainer rank that sends the matrix `w` and a worker of each engine concurrently.
+
+    `engines` are the parameters of each engine. Returns each end, or the exception it raised.
+    """
+    meeting, board = open_meeting("127.0.0.1")
+    invitation = Invitation(meeting, bucket_bytes, len(engines), False, senders=[[0]], zeros=[[]])
+    matrix = Layout.of_whole_tensors({"w": (4, 4)})
+    sends = plan_sends(Sender(0, matrix, {"w": range(1)}), [matrix], BUCKET // 4)
+    with ThreadPoolExecutor(1 + len(engines)) as pool:
+        waiting = [
+            pool.submit(
+                Outbox.open,
+                invitation,
+                board,
+                0,
+                sends,
+                [matrix.shapes],
+                {"w": torch.float32},
+                CPU,
+                TIMEOUT,
+            ),
+            *(
+                pool.submit(Inbox.open, invitation, engine, 0, parameters, CPU, TIMEOUT)
+                for engine, parameters in enumerate(engines)
+            ),
+        ]
+        return [future.exception(timeout=SOON) or future.result() for future in waiting]
+
+
+MATRIX = {"w": torch.zeros(4, 4)}
+
+
+def before_opening(monkeypatch, act):
+    """Call `act` with the receiver's name before each sender's end is made."""
+    open_end = LocalOutgoing.open
+
+    def acted(wire, bucket_bytes, device):
+        act(wire.peer)
+        return open_end(wire, bucket_bytes, device)
+
+    monkeypatch.setattr(LocalOutgoing, "open", acted)
+
+
+def test_all_links_of_a_chain_of_engines_are_made_at_the_same_time(monkeypatch):
+    """Each waits until all have started, so a chain takes no longer than one engine."""
+    all_at_it = threading.Barrier(5, timeout=SOON / 2)
+    before_opening(monkeypatch, lambda receiver: all_at_it.wait())
+    ends = open_all([MATRIX] * 5)
+    assert [type(end) for end in ends] == [Outbox, *[Inbox] * 5]
+    for end in ends:
+        end.close()
+
+
+def test_a_worker_that_cannot_pass_on_closes_the_link_that_it_was_to_receive_by(monkeypatch):
+    takes_from_rank = threading.Event()
+    open_end = LocalIncoming.open
+
+    def noted(wire, *arguments):
+        link = open_end(wire, *arguments)
+        if wire.peer == "trainer rank 0":
+            takes_from_rank.set()
+        return link
+
+    def fail(receiver):
+        if receiver == "engine 1 worker 0":
+            assert takes_from_rank.wait(SOON)
+            raise OSError("too little memory")
+
+    monkeypatch.setattr(LocalIncoming, "open", noted)
+    before_opening(monkeypatch, fail)
+    outbox, first, second = open_all([MATRIX] * 2)
+    assert str(first) == "too little memory" and isinstance(second, LinkError)
+    if isinstance(outbox, Outbox):  # its link was made before the other one failed
+        outbox.close()
+    assert "memfd:weights" not in Path("/proc/self/maps").read_text()
+
+
+def test_the_refusal_of_a_worker_is_told_at_once_to_all_before_it():
+    outbox, first, second = open_all([MATRIX, MATRIX | {"bias": torch.zeros(3)}])
+    assert isinstance(second, ValueError)
+    for failure in (outbox, first):
+        assert isinstance(failure, LinkError)
+        assert re.search(r"engine 1 worker 0: .*bias: 3 of 3 elements", str(failure), re.S)
+
+
+def test_of_two_workers_the_one_that_waits_is_told_at_once_why_the_other_refuses():
+    """The ranks quit before they offer any link."""
+    meeting, board = open_meeting("127.0.0.1")
+    invitation = invitation_to(meeting, 1, network_only=False)
+    with ExitStack() as stack:
+        start = stack.enter_context
+        ranks = [start(running(trainer_rank, invitation, rank)) for rank in range(NUM_RANKS)]
+        told = invitation.to_json()
+        waiting = start(running(engine_worker, told, 0, 0))
+        refusing = start(running(engine_worker, told, 0, 1, "bias"))
+        assert refusing.hear().startswith("ValueError: ")
+        for child in (waiting, *ranks):
+            said = heard_within(SOON, child)
+            assert re.match(r"LinkError: engine 0 worker 1: .*bias: 3 of 3 elements", said, re.S)
+    del board
+
+
+@pytest.mark.parametrize("network_only", [False, True], ids=["local", "network"])
+def test_a_sender_whose_receiver_can_no_longer_come_is_told_at_once(network_only):
+    """The rank has offered its link when it hears that another rank, which never came, gave up."""
+    meeting, board = open_meeting("127.0.0.1")
+    invitation = Invitation(meeting, BUCKET, 1, network_only, senders=[[0]], zeros=[[]])
+    matrix = Layout.of_whole_tensors({"w": (4, 4)})
+    sends = plan_sends(Sender(0, matrix, {"w": range(1)}), [matrix], BUCKET // 4)
+    join(meeting, TIMEOUT).publish("place/0/0", place(CPU))
+    with ThreadPoolExecutor() as pool:
+        arguments = (
+            invitation,
+            board,
+            0,
+            sends,
+            [matrix.shapes],
+            {"w": torch.float32},
+            CPU,
+            TIMEOUT,
+        )
+        opening = pool.submit(Outbox.open, *arguments)
+        join(meeting, TIMEOUT).read({"link/0/0/0": "the rank"}, TIMEOUT)
+        refuse_all(invitation, "trainer rank 1 gave up")
+        with pytest.raises(LinkError, match="trainer rank 1 gave up"):
+            opening.result(timeout=SOON)
+
+
+@contextmanager
+def little_shared_memory():
+    """In the block, this process cannot create shared memory (or a file) larger than 64 KiB."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_sender_without_memory_for_its_buffers_leaves_nobody_waiting():
+    with little_shared_memory():
+        failures = open_all([MATRIX] * 2, bucket_bytes=1 << 16)
+    assert any("File too large" in str(failure) for failure in failures)
+    assert all(isinstance(failure, OSError) for failure in failures)
+
+
+def test_nobody_connects_where_a_stranger_says_that_a_rank_listens():
+    meeting, board = open_meeting("127.0.0.1")
+    invitation = Invitation(meeting, BUCKET, 1, True, senders=[[0]], zeros=[[]])
+    matrix = Layout.of_whole_tensors({"w": (4, 4)})
+    copies = plan_sends(Sender(0, matrix, {"w": range(1)}), [matrix], BUCKET // 4)[0]
+    board.publish("plan/0/0", WirePlan.of(copies, {"w": torch.float32}).to_json())
+    stranger = TCPStore(meeting.host, meeting.port, wait_for_workers=False, timeout=TIMEOUT)
+    prefix, _, _ = stranger.list_keys()[0].partition("/")
+    with socket.create_server(("127.0.0.1", 0)) as trap:
+        address = json.dumps(trap.getsockname())
+        stranger.set(f"{prefix}/link/0/0/0", hashlib.sha256(address.encode()).hexdigest() + address)
+        with pytest.raises(LinkError, match="'link/0/0/0' at the meeting was not signed"):
+            Inbox.open(invitation, 0, 0, {"w": torch.zeros(4, 4)}, CPU, TIMEOUT)
+        trap.settimeout(0)
+        with pytest.raises(BlockingIOError):
+            trap.accept()
+
+
+def test_a_stranger_does_not_pass_for_a_worker():
+    meeting, board = open_meeting("127.0.0.1")
+    invitation = Invitation(meeting, BUCKET, 1, True, senders=[[0]], zeros=[[]])
+    matrix = Layout.of_whole_tensors({"w": (4, 4)})
+    sends = plan_sends(Sender(0, matrix, {"w": range(1)}), [matrix], BUCKET // 4)
+    stranger = TCPStore(meeting.host, meeting.port, wait_for_workers=False, timeout=TIMEOUT)
+    with ThreadPoolExecutor() as pool:
+        arguments = (
+            invitation,
+            board,
+            0,
+            sends,
+            [matrix.shapes],
+            {"w": torch.float32},
+            CPU,
+            TIMEOUT,
+        )
+        opening = pool.submit(Outbox.open, *arguments)
+        board_of_all = join(meeting, TIMEOUT)
+        board_of_all.read({"plan/0/0": "the rank"}, TIMEOUT)
+        prefix, _, _ = stranger.list_keys()[0].partition("/")
+        stranger.set(f"{prefix}/place/0/0", place(CPU))
+        with pytest.raises(LinkError, match="'place/0/0' at the meeting was not signed"):
+            opening.result(timeout=SOON)
+        assert not any("link/" in name for name in stranger.list_keys())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_worker_holds_what_was_sent_by_the_checksums_of_both_and_zeros_in_its_padding(dtype):
+    """The weights are sent as `dtype`; the last row of the parameter is padding."""
+    meeting, board = open_meeting("127.0.0.1")
+    zeros = [[("w", [5, 0], [1, 7])]]
+    invitation = Invitation(meeting, 256, 1, False, senders=[[0]], zeros=zeros)
+    whole, held = Box.whole((5, 7)), torch.zeros(6, 7, dtype=dtype)
+    sender = Sender(0, Layout.of_whole_tensors({"w": (5, 7)}), {"w": range(1)})
+    worker = Layout({"w": (6, 7)}, (Piece("w", whole, "w", whole),))
+    sends = plan_sends(sender, [worker], max_elements=14)
+    with ThreadPoolExecutor() as pool:
+        arguments = (invitation, board, 0, sends, [worker.shapes], {"w": dtype}, CPU, TIMEOUT)
+        opening = pool.submit(Outbox.open, *arguments)
+        inbox = Inbox.open(invitation, 0, 0, {"w": held}, CPU, TIMEOUT)
+        outbox = opening.result(timeout=SOON)
+
+        def push():
+            sending = pool.submit(outbox.send, {"w": torch.randn(5, 7)})
+            received = inbox.receive({"w": held})
+            return sending.result(timeout=SOON)[0], received
+
+        sent, received = push()
+        assert sent == received == checksums({"w": held})
+        held.fill_(float("nan"))  # as memory may hold anything when an engine has slept
+        sent, received = push()
+        assert sent == received == checksums({"w": held})
+        assert held[5].tolist() == [0] * 7
+        outbox.close()
+        inbox.close()
+
+
+def test_all_whom_nobody_refuses_have_links():
+    for end in open_all([MATRIX] * 2):
+        end.close()
+
+
+def test_ranks_that_wait_are_told_at_once_when_the_engines_cannot_be_reached():
+    meeting, board = open_meeting("127.0.0.1")
+    invitation = invitation_to(meeting, 1, network_only=False)
+    sends = plan_sends(sender_of(0), LAYOUTS, BUCKET // 4)
+    with ThreadPoolExecutor() as pool:
+        arguments = (invitation, board, 0, sends, PARAMETERS, DTYPES, CPU, TIMEOUT)
+        opening = pool.submit(Outbox.open, *arguments)
+        join(meeting, TIMEOUT).read({"plan/0/0": "the rank"}, TIMEOUT)
+        refuse_all(invitation, "nobody listens at http://127.0.0.1:9")
+        with pytest.raises(LinkError, match="nobody listens at http"):
+            opening.result(timeout=SOON)
+
+
+def test_a_rank_that_sends_to_nobody_has_nothing_to_wait_for():
+    meeting, board = open_meeting("127.0.0.1")
+    invitation = Invitation(meeting, BUCKET, 1, False, senders=[[1]], zeros=[[]])
+    outbox = Outbox.open(invitation, board, 0, {}, [], {}, CPU)
+    assert outbox.send({}) == {}
+    assert outbox.bytes_sent == 0
+    outbox.close()
+
+
+def test_a_closed_outbox_sends_nothing_more():
+    meeting, board = open_meeting("127.0.0.1")
+    invitation = Invitation(meeting, BUCKET, 1, False, senders=[[1]], zeros=[[]])
+    outbox = Outbox.open(invitation, board, 0, {}, [], {}, CPU)
+    outbox.close()
+    with pytest.raises(LinkError, match="the links were closed"):
+        outbox.send({})
+
+
+def test_a_copy_larger_than_a_bucket_is_refused_before_anything_is_said():
+    with pytest.raises(ValueError, match="456 bytes in one piece exceed a bucket of 80"):
+        open_outbox(plan_sends(sender_of(0), LAYOUTS, 1000))
+
+
+def test_trainer_ranks_that_do_not_come_are_named_after_the_time_out():
+    meeting, board = open_meeting("127.0.0.1")
+    invitation = invitation_to(meeting, 1, network_only=False)
+    late = r"no message from trainer rank 0, trainer rank 1 within 0\.3 s"
+    with pytest.raises(LinkError, match=late):
+        Inbox.open(invitation, 0, 0, {}, CPU, timedelta(seconds=0.3))
+    del board
+
+
+def test_a_trainer_that_is_gone_is_told_at_once():
+    meeting, board = open_meeting("127.0.0.1")
+    invitation = invitation_to(meeting, 1, network_only=False)
+    board.publish("plan/0/0", WirePlan(["w"], ["float32"], [[0, 0, 4]]).to_json())
+    board.publish("plan/1/0", WirePlan(["w"], ["float32"], [[0, 4, 4]]).to_json())
+    invitation = replace(invitation, zeros=[[], []])
+    with ThreadPoolExecutor() as pool:
+        opening = pool.submit(Inbox.open, invitation, 0, 0, {"w": torch.zeros(8)}, CPU, TIMEOUT)
+        board.read({"place/0/0": "the worker"}, TIMEOUT)
+        del board
+        with pytest.raises(LinkError, match="the store of the meeting is lost"):
+            opening.result(timeout=SOON)

@@ -1,0 +1,259 @@
+"""Behaviour of all links, inside a host and over the network."""
+
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+import torch
+
+from parallel.weight_transfer.listener import MAX_STRANGERS, Listener, connect
+from parallel.weight_transfer.local_links import LocalIncoming, LocalOutgoing
+from parallel.weight_transfer.network_links import NetworkIncoming, NetworkOutgoing
+from parallel.weight_transfer.wire import LinkError
+from processes import running
+
+BUCKET = 1 << 20
+CPU = torch.device("cpu")
+TIMEOUT = timedelta(seconds=60)
+SOON = 30
+"""In seconds: less than the time-out, more than a busy machine needs."""
+KEY = "the key of the meeting"
+
+
+def listener(kind):
+    return Listener(KEY, None if kind == "local" else "127.0.0.1")
+
+
+def outgoing(kind, waiting, timeout=TIMEOUT):
+    wire = waiting.accept("the receiver", timeout)
+    return (LocalOutgoing.open if kind == "local" else NetworkOutgoing)(wire, BUCKET, CPU)
+
+
+def incoming(kind, address):
+    wire = connect(address, KEY, "the sender", TIMEOUT)
+    return (LocalIncoming.open if kind == "local" else NetworkIncoming)(wire, BUCKET, CPU)
+
+
+@pytest.fixture(params=["local", "network"])
+def kind(request):
+    return request.param
+
+
+@contextmanager
+def both_ends(kind):
+    """The two ends of a link, in this process."""
+    waiting = listener(kind)
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(outgoing, kind, waiting)
+        second = pool.submit(incoming, kind, waiting.address)
+        sender, receiver = first.result(), second.result()
+    yield sender, receiver
+    sender.close()
+    receiver.close()
+
+
+def send(sender, messages):
+    for data in messages:
+        sender.next_buffer()[: len(data)] = data
+        sender.hand_over(len(data))
+    sender.flush()
+
+
+def receive(receiver, sizes):
+    return [data.clone() for data in receiver.arrivals(sizes)]
+
+
+def send_from_process(pipe, kind, pushes):
+    """Send each list of messages, then hang."""
+    waiting = listener(kind)
+    pipe.send(waiting.address)
+    sender = outgoing(kind, waiting)
+    for messages in pushes:
+        send(sender, messages)
+    pipe.send("sent")
+    pipe.recv()
+
+
+def receive_and_hang(pipe, kind, address):
+    """Take one of three messages, then hang."""
+    receiver = incoming(kind, address)
+    arrivals = receiver.arrivals([BUCKET, BUCKET, BUCKET])
+    next(arrivals)
+    pipe.send("one")
+    pipe.recv()
+
+
+def connect_as_nobody(pipe, address):
+    os.setuid(65534)
+    try:
+        connect(address, KEY, "the sender", TIMEOUT).hear()
+    except LinkError as error:
+        pipe.send(str(error))
+    pipe.recv()
+
+
+def test_messages_arrive_in_order_in_push_after_push(kind):
+    pushes = [
+        [torch.randint(256, (size,), dtype=torch.uint8) for size in sizes]
+        for sizes in ([BUCKET, 7, BUCKET - 1, 1, 12345], [], [3], [BUCKET] * 4)
+    ]
+    with running(send_from_process, kind, pushes) as child:
+        receiver = incoming(kind, child.hear())
+        for messages in pushes:
+            arrived = receive(receiver, [len(data) for data in messages])
+            assert all(map(torch.equal, arrived, messages)) and len(arrived) == len(messages)
+        assert child.hear() == "sent"
+        receiver.close()
+
+
+def test_a_sender_is_two_buffers_ahead_at_most(kind):
+    with both_ends(kind) as (sender, receiver), ThreadPoolExecutor() as pool:
+        data = torch.arange(5, dtype=torch.uint8)[:, None].expand(5, BUCKET)
+        sending = pool.submit(send, sender, data)
+        arrivals = receiver.arrivals([BUCKET] * 5)
+        for number in range(5):
+            buffer = next(arrivals)
+            time.sleep(0.05)  # a sender that does not wait would overwrite the buffer
+            assert (buffer == number).all() and not sending.done()
+        assert next(arrivals, None) is None
+        sending.result(timeout=SOON)
+
+
+def test_flush_waits_until_the_receiver_is_done_with_everything(kind):
+    with both_ends(kind) as (sender, receiver), ThreadPoolExecutor() as pool:
+        sending = pool.submit(send, sender, [torch.ones(10, dtype=torch.uint8)])
+        arrivals = receiver.arrivals([10])
+        next(arrivals)
+        time.sleep(0.2)
+        assert not sending.done()
+        assert next(arrivals, None) is None
+        sending.result(timeout=SOON)
+
+
+def test_a_sender_that_is_killed_is_named_at_once(kind):
+    with running(send_from_process, kind, [[]]) as child:
+        receiver = incoming(kind, child.hear())
+        receive(receiver, [])
+        assert child.hear() == "sent"
+        threading.Timer(0.3, child.kill).start()
+        start = time.monotonic()
+        with pytest.raises(LinkError, match="the sender has closed the link or died"):
+            receive(receiver, [BUCKET])
+        assert time.monotonic() - start < SOON
+        receiver.close()
+
+
+def test_a_receiver_that_is_killed_is_named_at_once(kind):
+    waiting = listener(kind)
+    with running(receive_and_hang, kind, waiting.address) as child:
+        sender = outgoing(kind, waiting)
+        with ThreadPoolExecutor() as pool:
+            sending = pool.submit(send, sender, torch.zeros(3, BUCKET, dtype=torch.uint8))
+            assert child.hear() == "one"
+            child.kill()
+            with pytest.raises(LinkError, match="the receiver has closed the link or died"):
+                sending.result(timeout=SOON)
+        sender.close()
+
+
+def test_a_mute_end_is_waited_for_until_the_time_out(kind):
+    with both_ends(kind) as (sender, receiver):
+        for end in (sender, receiver):
+            end._wire.seconds = 0.3
+            end._wire.socket.settimeout(0.3)
+        start = time.monotonic()
+        with pytest.raises(LinkError, match=r"the sender has made no progress for 0\.3 s"):
+            receive(receiver, [1])
+        with pytest.raises(LinkError, match=r"the receiver has made no progress for 0\.3 s"):
+            send(sender, [torch.zeros(1, dtype=torch.uint8)])
+        assert time.monotonic() - start < SOON
+
+
+@pytest.mark.parametrize("waits", ["sender", "receiver"])
+@pytest.mark.parametrize("aborts", ["sender", "receiver"])
+def test_an_aborted_link_ends_the_waits_of_both_ends(kind, waits, aborts):
+    with both_ends(kind) as (sender, receiver), ThreadPoolExecutor() as pool:
+        calls = {
+            "sender": (send, sender, torch.zeros(30, BUCKET, dtype=torch.uint8)),
+            "receiver": (receive, receiver, [BUCKET] * 30),
+        }
+        waiting = pool.submit(*calls.pop(waits))
+        time.sleep(0.2)
+        assert not waiting.done()
+        (sender if aborts == "sender" else receiver).abort()
+        with pytest.raises(LinkError, match="has closed the link"):
+            waiting.result(timeout=SOON)
+        ((late, *args),) = calls.values()
+        with pytest.raises(LinkError, match="has closed the link"):
+            late(*args)
+
+
+def test_who_does_not_know_the_key_is_sent_away_and_the_receiver_still_comes(kind):
+    waiting = listener(kind)
+    with ThreadPoolExecutor() as pool:
+        accepted = pool.submit(outgoing, kind, waiting)
+        for key in ("the key of the meetinG", "the", ""):
+            stranger = connect(waiting.address, key, "the sender", TIMEOUT)
+            if len(key) < len(KEY):
+                stranger.abort()  # it sends nothing more
+            with pytest.raises(LinkError, match="closed"):
+                stranger.hear()
+            stranger.close()
+        receiver = incoming(kind, waiting.address)
+        sender = accepted.result(timeout=SOON)
+        sending = pool.submit(send, sender, [torch.ones(5, dtype=torch.uint8)])
+        assert receive(receiver, [5])[0].tolist() == [1] * 5
+        sending.result(timeout=SOON)
+    sender.close()
+    receiver.close()
+
+
+def test_who_connects_and_does_not_finish_does_not_keep_the_receiver_out(kind):
+    waiting = listener(kind)
+    said = ["", KEY[:9]] * MAX_STRANGERS
+    strangers = [connect(waiting.address, key, "the sender", TIMEOUT) for key in said[:9]]
+    with ThreadPoolExecutor() as pool:
+        accepted = pool.submit(outgoing, kind, waiting)
+        strangers += [connect(waiting.address, key, "the sender", TIMEOUT) for key in said[9:]]
+        receiver = incoming(kind, waiting.address)
+        accepted.result(timeout=SOON).close()
+    receiver.close()
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_what_ends_the_wait_for_a_receiver_is_raised(kind):
+    def check():
+        raise LinkError("there will be no links")
+
+    with pytest.raises(LinkError, match="there will be no links"):
+        listener(kind).accept("the receiver", TIMEOUT, check)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root")
+def test_another_user_of_the_host_is_sent_away_even_with_the_key():
+    waiting = listener("local")
+    with (
+        ThreadPoolExecutor() as pool,
+        running(connect_as_nobody, waiting.address) as child,
+    ):
+        accepted = pool.submit(outgoing, "local", waiting)
+        assert child.hear() == "the sender has closed the link or died"
+        receiver = incoming("local", waiting.address)
+        accepted.result(timeout=SOON).close()
+    receiver.close()
+
+
+def test_a_receiver_that_does_not_come_is_waited_for_until_the_time_out(kind):
+    with pytest.raises(LinkError, match=r"the receiver did not connect within 0\.3 s"):
+        outgoing(kind, listener(kind), timedelta(seconds=0.3))
+
+
+def test_a_sender_that_no_longer_listens_is_told(kind):
+    address = listener(kind).address
+    with pytest.raises(LinkError, match="cannot connect to the sender"):
+        incoming(kind, address)

@@ -1,0 +1,124 @@
+"""Invitations and plans, exchanged before a push: plain data that is checked before it is used."""
+
+import json
+
+import pytest
+import torch
+
+from parallel.layout import Box, Copy
+from parallel.weight_transfer.connect import WirePlan, check_plans
+from parallel.weight_transfer.rendezvous import Invitation, Meeting
+
+INVITATION = Invitation(
+    Meeting("10.0.0.1", 4711, "secret"), 65536, 2, False, [[0, 1], [1]], [[("w", [3], [1])], []]
+)
+PARAMETERS = {
+    "w": torch.zeros(4, dtype=torch.bfloat16),
+    "m": torch.zeros(2, 3, dtype=torch.bfloat16),
+}
+PADDING = (("w", Box((3,), (1,))),)
+
+
+def arriving(*boxes, dtype=torch.bfloat16):
+    """The plan of these boxes: (name, start, size)."""
+    copies = [Copy("source", Box(a, n), name, Box(a, n)) for name, a, n in boxes]
+    return WirePlan.of(copies, {name: dtype for name, *_ in boxes})
+
+
+WHOLE = [("w", (0,), (3,)), ("m", (0, 0), (2, 3))]
+
+
+def test_an_invitation_survives_json():
+    told = json.loads(json.dumps(INVITATION.to_json()))
+    assert Invitation.from_json(told) == INVITATION
+    assert INVITATION.padding(0) == PADDING and INVITATION.padding(1) == ()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"bucket_bytes": 0},
+        {"bucket_bytes": 65537},  # not a multiple of the alignment
+        {"bucket_bytes": "65536"},
+        {"num_engines": 0},
+        {"network_only": 1},
+        {"senders": [[-1]]},
+        {"senders": [0]},
+        {"zeros": [[["w", [0]]]]},
+        {"meeting": {"host": "h", "port": "x", "key": "k"}},
+        {"meeting": None},
+        {"surprise": 1},
+    ],
+    ids=str,
+)
+def test_a_malformed_invitation_is_refused(change):
+    with pytest.raises(ValueError, match=rf"(?s)not an invitation.*{next(iter(change))}") as raised:
+        Invitation.from_json(INVITATION.to_json() | change)
+    assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize("data", [None, [], "", {}, {"meeting": {}}, {1, 2}], ids=str)
+def test_what_is_no_invitation_at_all_is_refused(data):
+    with pytest.raises(ValueError, match="not an invitation to receive weights"):
+        Invitation.from_json(data)
+
+
+def test_a_plan_survives_json_and_names_each_parameter_once():
+    boxes = [("w", (0,), (2,)), ("m", (0, 0), (2, 3)), ("w", (2,), (1,))]
+    copies = [Copy("source", Box(a, n), name, Box(a, n)) for name, a, n in boxes]
+    plan = WirePlan.of(copies, {"m": torch.float32, "w": torch.bfloat16})
+    assert plan.names == ["w", "m"]
+    assert WirePlan.from_json(plan.to_json()) == plan
+    assert plan.torch_dtypes == [torch.bfloat16, torch.float32, torch.bfloat16]
+    assert plan.arrivals() == [
+        ("w", Box((0,), (2,))),
+        ("m", Box((0, 0), (2, 3))),
+        ("w", Box((2,), (1,))),
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        '{"dtypes": ["bfloat16"], "names": ["w"]}',
+        '{"dtypes": ["bfloat16"], "names": [1], "boxes": []}',
+        '{"dtypes": ["bfloat16"], "names": ["w"], "boxes": [[0, -1, 1]]}',
+        '{"dtypes": ["bfloat16"], "names": ["w"], "boxes": [[0, 0.5, 1]]}',
+        '{"dtypes": ["bfloat16"], "names": ["w"], "boxes": [[1, 0, 1]]}',
+        '{"dtypes": ["bfloat16"], "names": ["w"], "boxes": [[0, 0]]}',
+        '{"dtypes": ["bfloat16"], "names": ["w"], "boxes": [[0]]}',
+        '{"dtypes": ["load"], "names": ["w"], "boxes": []}',
+        '{"dtypes": [], "names": ["w"], "boxes": []}',
+        '{"dtypes": [], "names": [], "boxes": [], "code": ""}',
+    ],
+)
+def test_a_malformed_plan_is_refused(text):
+    with pytest.raises(ValueError, match="not a plan of arriving weights"):
+        WirePlan.from_json(text)
+
+
+def test_plans_that_fill_every_parameter_together_are_taken():
+    check_plans([arriving(WHOLE[0]), arriving(WHOLE[1])], PARAMETERS, PADDING)
+
+
+@pytest.mark.parametrize(
+    ("plans", "message"),
+    [
+        ([arriving(WHOLE[0])], r"m: 6 of 6 elements are in no piece"),
+        ([arriving(*WHOLE), arriving(("m", (1, 0), (1, 2)))], r"m: 2 of 6 .* several pieces"),
+        ([arriving(("w", (0,), (4,)), WHOLE[1])], r"w: 1 of 4 .* several pieces"),  # the padding
+        ([arriving(*WHOLE, ("x", (0,), (1,)))], r"x: there is no such tensor"),
+        ([arriving(WHOLE[0], ("m", (0, 0), (3, 2)))], r"m: .* is outside its shape \(2, 3\)"),
+        ([arriving(WHOLE[0], ("m", (0,), (2,)))], r"m: .* is not a box of its shape \(2, 3\)"),
+        ([arriving(WHOLE[0], ("m", (0, 0, 0), (2, 3, 1)))], r"m: .* is not a box of its shape"),
+        (
+            [arriving(*WHOLE, dtype=torch.float16)],
+            r"w is torch\.bfloat16, and arrives as torch\.float16\n.*m is torch\.bfloat16",
+        ),
+    ],
+)
+def test_plans_that_do_not_fill_the_parameters_are_refused_by_name(plans, message):
+    with pytest.raises(ValueError, match=message):
+        check_plans(plans, PARAMETERS, PADDING)
