@@ -10,8 +10,8 @@ OLDER := .venv-3.11
 BIN := $(VENV)/bin
 # TIMED tests measure how long a process takes to end, and run alone, as do those on a Slurm, whose jobs
 # have more processes than the machine has cores. WAITS mostly wait, and run concurrently with the rest.
-TIMED := $(addprefix tests/megatron_grpo/,test_faults.py test_kills.py watch rollout/test_fleet.py)
-WAITS := $(addprefix tests/megatron_grpo/,rewards environments rollout/test_dialogues.py)
+TIMED := $(addprefix tests/megatron_grpo/,test_faults.py test_kills.py watchdog engines/test_pool.py)
+WAITS := $(addprefix tests/megatron_grpo/,rewards environments)
 FAULTS := $(TIMED) $(WAITS) $(addprefix tests/megatron_grpo/,policy/test_skipped_steps.py test_number_faults.py test_train_ends.py test_async_runs.py checkpoints)
 MEGATRON := $(addprefix tests/,parallel checkpoint_convert test_project.py) \
 	$(addprefix tests/megatron_grpo/,policy checkpoints planning/test_activations.py planning/test_instantiate.py \
