@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron_grpo.config.config import Config
 from megatron_grpo.launch.launch import RankPlace
 from megatron_grpo.launch.run_dir import run_lock
-from megatron_grpo.train import train
+from megatron_grpo.train import Run, train
 from megatron_grpo.watchdog import Limits, Watch
 from parallel.cpu_device import communication_backend, setup_device
 from parallel.groups import Groups, destroy_groups, init_groups
@@ -41,7 +41,7 @@ def run_rank(cfg: Config, place: RankPlace, token: str | None) -> None:
     with watch, lock:
         device = setup_device(place.local_rank)
         with process_groups(cfg, place, store) as groups:
-            train(cfg, groups, device, place.num_hosts, token, watch)
+            train(Run(cfg, groups, device, place.num_hosts, token, watch))
 
 
 @contextmanager

@@ -52,6 +52,10 @@ class PhaseTimer:
                 self._record(both, began, seconds)
         self._enter(BETWEEN)  # not after an exception, which belongs to the phase
 
+    def leave_out(self, seconds: float) -> None:
+        """Do not count `seconds` that have passed as time of the step."""
+        self._start += seconds
+
     def metrics(self) -> dict[str, float]:
         """Seconds so far by metric name, in the order in which the phases first ended."""
         total = time.perf_counter() - self._start

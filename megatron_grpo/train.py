@@ -1,8 +1,7 @@
 """The training loop that every rank runs; `rank` sets up what it runs on."""
 
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
-from functools import partial
+from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
@@ -14,68 +13,73 @@ from megatron_grpo.batch.distribute import Minibatches
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.kept_values import with_kept_values
 from megatron_grpo.batch.prepare import Preparation
-from megatron_grpo.batch.schedule import BatchSchedule
+from megatron_grpo.batch.schedule import BatchSchedule, Cursor
 from megatron_grpo.checkpoints.checkpointer import Checkpoints
 from megatron_grpo.checkpoints.newest import steps_done
 from megatron_grpo.checkpoints.trainer_state import Ready, TrainerState
 from megatron_grpo.config.config import Config
 from megatron_grpo.engines import EnginesLost
-from megatron_grpo.evaluation.evaluation import Evaluations, is_due
-from megatron_grpo.launch.process import Preempted, preempted_instead
-from megatron_grpo.policy.export import export_model, keep_export
+from megatron_grpo.evaluation.evaluation import is_due
+from megatron_grpo.launch.process import Preempted
+from megatron_grpo.policy.export import export_model
 from megatron_grpo.policy.model import build_policy, describe, weight_sender
 from megatron_grpo.policy.reference import build_reference
 from megatron_grpo.policy.skipped_steps import SkippedSteps
+from megatron_grpo.rank_zero import Engines, RankZero
 from megatron_grpo.reporting.metrics import StepReport, peak_memory
-from megatron_grpo.reporting.runlog import RunLog
-from megatron_grpo.reporting.tracking import WANDB_ID_FILE, write_whole
-from megatron_grpo.rollout.generate import Collected, ExperienceSource
+from megatron_grpo.reporting.tracking import WANDB_ID_FILE
+from megatron_grpo.rollout.generate import RolloutBatch
 from megatron_grpo.rollout.probe import probe_logprobs
-from megatron_grpo.rollout.rollouts import Collector, RolloutPipeline, as_engines_lost, ask_engines
+from megatron_grpo.rollout.rollouts import RolloutScheduler, ask_engines
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.train_step import train_step
 from megatron_grpo.watchdog import START, Watch
 from megatron_grpo.watchdog.watchdog import agree_to_stop
 from megatron_grpo.weight_sync import WeightSync
-from megatron_grpo.workers.child_process import COLLECTOR
 from parallel.groups import Groups
 from parallel.microbatches import CostModel
+from parallel.packing import PackedBatch
 
 
-def train(
-    cfg: Config,
-    groups: Groups,
-    device: torch.device,
-    num_hosts: int,
-    token: str | None,
-    watch: Watch,
-) -> None:
+@dataclass(frozen=True)
+class Run:
+    """One process of a run, and what it works with."""
+
+    cfg: Config
+    groups: Groups
+    device: torch.device
+    num_hosts: int
+    token: str | None
+    """Authorizes requests to the engines in `rollout.base_urls`; only rank 0 talks to them."""
+    watch: Watch
+
+
+def train(run: Run) -> None:
     """Train from the pretrained weights, or the newest checkpoint, to the exported model.
 
-    Raises Preempted on all ranks, after saving, when any of them has been told to stop.
+    Raises Preempted on all ranks, after saving, when any of them has been told to stop, and
+    EnginesLost when generations have ended for good.
     """
-    if (done := steps_done(cfg.train.run_dir / "checkpoints")) >= cfg.train.num_steps:
-        if groups.rank == 0:
-            print(f"{cfg.train.run_dir} is complete: {done} of {cfg.train.num_steps} steps")
+    num_steps, run_dir = run.cfg.train.num_steps, run.cfg.train.run_dir
+    if (done := steps_done(run_dir / "checkpoints")) >= num_steps:
+        if run.groups.rank == 0:
+            print(f"{run_dir} is complete: {done} of {num_steps} steps")
         return
     with ExitStack() as stack:
-        training = Training(cfg, groups, device, num_hosts, token, watch, stack)
-        training.start()
-        stack.callback(watch.enter, "close")
-        stack.push(watch.report)  # runs before the stack stops the engines, which takes seconds
-        for step in range(training.first_step, cfg.train.num_steps):
-            training.begin_step(step + 1)
-            training.stop_if_preempted(step)
-            is_new = training.roll_out(step)
-            training.rest_engines()
-            if is_new:
-                training.prepare(step)
-            report = training.update(step)
-            lost = training.push_unless_lost(step + 1)
-            training.log(step + 1, report)
-            training.save(step + 1)
-            if lost:
-                training.save_and_stop(step + 1, lost)
+        trainer = Trainer(run, stack)
+        try:
+            trainer.start()
+            stack.callback(run.watch.enter, "close")
+            stack.push(run.watch.report)  # runs before the stack stops the engines: seconds
+            while trainer.step < num_steps:
+                trainer.stop_if_preempted()
+                minibatch = trainer.next_minibatch()
+                report = trainer.update(minibatch)
+                trainer.log(report)
+                trainer.boundary()
+                trainer.save()
+        except (Preempted, EnginesLost) as reason:
+            trainer.save_and_stop(reason)
 
 
 def wait_for_rank_0() -> None:
@@ -83,197 +87,140 @@ def wait_for_rank_0() -> None:
     dist.broadcast(torch.zeros(1), src=0)
 
 
-def _start_source(
-    cfg: Config, shape: ModelShape, token: str | None, num_hosts: int, stack: ExitStack
-) -> tuple[ThreadPoolExecutor | None, ExperienceSource]:
-    """The thread that makes generations ahead, in an asynchronous run, and what makes them.
-
-    Returns when the ranks may use the GPUs that they share with engines.
-    """
-    thread = None
-    if cfg.rollout.async_generate:  # ends after the source: engines may be its children
-        thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix=COLLECTOR))
-    num_ranks = cfg.dims.world_size // num_hosts
-    source = stack.enter_context(closing(ExperienceSource(cfg, shape, token, num_ranks)))
-    source.wait_for_memory()
-    return thread, source
-
-
-def _open_log(cfg: Config, state: TrainerState) -> RunLog:
-    """The log of the run, continued after the step of `state`."""
-    if state.wandb_id is not None:
-        write_whole(cfg.train.run_dir / WANDB_ID_FILE, state.wandb_id)
-    keep_export(cfg, state.step)  # before the log writes the new config
-    return RunLog(cfg, state.step)
-
-
-class Training:
+class Trainer:
     """One rank's part of a run. All ranks call the same methods at the same time.
 
-    Only rank 0 has the log and `source`, which owns the engines, the prompts and the rewards.
+    `step` counts optimizer steps: it is that of the current weights, and the number of the next
+    step, counted from 0. Only rank 0 has `zero`, the experience and its metrics.
     """
 
-    def __init__(
-        self,
-        cfg: Config,
-        groups: Groups,
-        device: torch.device,
-        num_hosts: int,
-        token: str | None,
-        watch: Watch,
-        stack: ExitStack,
-    ) -> None:
-        self.cfg, self.groups, self.device, self.watch = cfg, groups, device, watch
-        watch.enter("load")  # a phase in which reading files may take long
+    def __init__(self, run: Run, stack: ExitStack) -> None:
+        self.run, self.cfg, cfg = run, run.cfg, run.cfg
+        run.watch.enter("load")  # a phase in which reading files may take long
         shape = read_shape(cfg.model.path)
-        self.batches = BatchSchedule.of(cfg.grpo)
+        self.schedule = BatchSchedule.of(cfg.grpo)
         self.cost = CostModel.transformer(shape.hidden_size)
-        self.source: ExperienceSource | None = None
-        self._log: RunLog | None = None
-        thread = collector = None
-        if groups.rank == 0:
-            thread, self.source = _start_source(cfg, shape, token, num_hosts, stack)
+        engines = None
+        if run.groups.rank == 0:
+            engines = Engines.start(cfg, shape, run.token, run.num_hosts, stack)
         if cfg.rollout.enable_sleep_mode or not cfg.rollout.base_urls:
             wait_for_rank_0()  # the engines measure free memory first, or give theirs back
         self._engines_may_be_awake = False
-        self.policy = build_policy(cfg, shape, groups)
-        if groups.rank == 0:
-            print(describe(self.policy))
-        self.reference = build_reference(cfg, shape, groups) if cfg.grpo.beta > 0 else None
-        for model in (self.policy, self.reference):
-            for chunk in model.chunks if model else ():
-                chunk.register_forward_pre_hook(lambda *_: watch.tick())
-        self.preparation = Preparation(self.policy, self.reference, self.cost, cfg, groups, device)
+        self._build_models(shape)
         self.checkpoints = stack.enter_context(
             closing(Checkpoints(cfg, self.policy, self.reference))
         )
         self.state = self.checkpoints.load()
-        watch.enter(START)  # all ranks have loaded
-        self.first_step = self.state.step
+        run.watch.enter(START)  # all ranks have loaded
+        self.step = self._first_step = self._exported_step = self.state.step
         self.beta = cfg.grpo.beta
         if cfg.grpo.kl_target is not None and self.state.beta is not None:
             self.beta = self.state.beta
         self.skipped = SkippedSteps(cfg.train.max_skipped_steps, self.state.num_skipped_in_a_row)
+        sender = weight_sender(self.policy, run.groups)
         self.weight_sync = stack.enter_context(
-            closing(WeightSync(cfg, shape, weight_sender(self.policy, groups), device, num_hosts))
+            closing(WeightSync(cfg, shape, sender, run.device, run.num_hosts))
         )
-        if self.source:
-            self.state.check_prompts(self.source.stream.fingerprint)
-            self._log = stack.enter_context(closing(_open_log(cfg, self.state)))
-            collector = Collector(self.source, thread, watch, self._log.timeline)
-            stack.enter_context(closing(collector))
-        self.rollouts = RolloutPipeline(cfg, collector, self.push)
+        self.zero = engines and RankZero.open(cfg, run.watch, engines, self.state, stack)
+        self.rollouts = RolloutScheduler(cfg, self.zero and self.zero.runner, self.push)
         self.experience: Experience | None = None
-        self.news: dict[str, float] = {}
-        """Metrics of the generation; logged by the first step that trains on it."""
-        self._unlogged: dict[str, float] = {}
-        """Metrics of the probe or of an evaluation, which the next logged step reports."""
         self.minibatches: Minibatches = []
+        self._unlogged: dict[str, float] = {}
+        """Metrics of the probe and of a new generation, which the next step logs."""
+        self.timer = self._new_timer()
+
+    def _build_models(self, shape: ModelShape) -> None:
+        run, cfg = self.run, self.cfg
+        self.policy = build_policy(cfg, shape, run.groups)
+        if run.groups.rank == 0:
+            print(describe(self.policy))
+        self.reference = build_reference(cfg, shape, run.groups) if cfg.grpo.beta > 0 else None
+        for model in (self.policy, self.reference):
+            for chunk in model.chunks if model else ():
+                chunk.register_forward_pre_hook(lambda *_: run.watch.tick())
+        self.preparation = Preparation(
+            self.policy, self.reference, self.cost, cfg, run.groups, run.device
+        )
+
+    def start(self) -> None:
+        """Push the weights, compare log-probabilities with the engines', and evaluate if due."""
+        if self.zero:
+            self.zero.wait_ready()
+        self.push(self.step)
+        experience = ask_engines(
+            self.zero, lambda zero: zero.rollouter.probe(self.step), lambda: self.push(self.step)
+        )
+        self.sleep_engines()
+        self._unlogged |= probe_logprobs(
+            experience, self.policy, self.cost, self.cfg, self.run.groups, self.run.device
+        )
+        if self.cfg.rollout.enable_sleep_mode:
+            self.push(self.step)
+        self._evaluate()  # one that an interrupted run did not get to, or before the first step
+        self._restore_ready()
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        """Attribute what follows to the next optimizer step; counted from 1 for people."""
+        step = min(self.step + 1, self.cfg.train.num_steps)
+        self.run.watch.begin_step(step)
+        if self.zero:
+            self.zero.log.timeline.step = step
         self.timer = self._new_timer()
 
     def _new_timer(self) -> PhaseTimer:
-        return PhaseTimer(self.watch.enter, self._log.timeline.add_step if self._log else None)
-
-    def begin_step(self, step: int) -> None:
-        """Attribute what follows to optimizer step `step`, counted from 1."""
-        self.watch.begin_step(step)
-        if self._log:
-            self._log.timeline.step = step
-
-    def start(self) -> None:
-        """Push the weights to the engines, compare log-probabilities with theirs, and evaluate if
-        due."""
-        if self.source:
-            self.source.wait_ready()
-            self.watch.on_preempt(self.source.cancel)
-        self.push(self.first_step)
-        experience = ask_engines(
-            partial(self.source.probe, self.first_step) if self.source else None,
-            partial(self.push, self.first_step),
-        )
-        self.rest_engines()
-        self._unlogged = probe_logprobs(
-            experience,
-            self.policy,
-            self.cost,
-            self.cfg,
-            self.groups,
-            self.device,
-        )
-        if self.cfg.rollout.enable_sleep_mode:
-            self.push(self.first_step)
-        # The push, the probe and an evaluation (before the first step, or one that an interrupted
-        # run did not get to) count towards no step's time.
-        self.timer = self._new_timer()
-        if (metrics := self.evaluate(self.first_step)) and self._log:
-            metrics["time/eval"] = self.timer.metrics()["time/eval"]
-            with self.timer.phase("log"):
-                self._log.tracking.amend(self.first_step, metrics)
-        self.timer = self._new_timer()
-        self._restore_ready()
+        record = self.zero.log.timeline.add_step if self.zero else None
+        return PhaseTimer(self.run.watch.enter, record)
 
     def _restore_ready(self) -> None:
         """Restore the generation that was ready, but not trained on yet, when the run was saved."""
         if (ready := self.state.ready) is None:
             return
-        collected = None
+        batch = None
         with self.timer.phase("load"):
-            if self.source:
-                prompts = self.source.stream.prompts
-                experience = self.checkpoints.load_ready(self.first_step, prompts)
-                collected = Collected(experience, ready.metrics)
-        self.rollouts.restore(ready.generation, collected)
+            if self.zero:
+                prompts = self.zero.rollouter.stream.prompts
+                experience = self.checkpoints.load_ready(self.step, prompts)
+                batch = RolloutBatch(experience, ready.metrics)
+        self.rollouts.restore(ready.generation, batch)
 
-    def roll_out(self, step: int) -> bool:
-        """Get what optimizer step `step`, counted from 0, trains on; False if it is there already.
+    def next_minibatch(self) -> list[PackedBatch]:
+        """This rank's microbatches of the next optimizer step.
 
         A run that was saved in the middle of a generation continues with that generation.
         """
-        cursor = self.batches.cursor(step)
-        if cursor.starts_generation:
-            self._await_generation(cursor.generation, step)
-        elif step == self.first_step:
-            self._resume_generation(step)
-        else:
-            return False
-        # Before the generation is taken: a checkpoint keeps one that training has not begun.
-        self.stop_if_preempted(step)
-        if cursor.starts_generation and (collected := self.rollouts.take()):
-            self.experience, self.news = collected.experience, collected.metrics
-        self.rollouts.ask_ahead(step)
-        self.checkpoints.poll()  # finish a checkpoint that was written in the meantime
-        return True
+        cursor = self.schedule.cursor(self.step)
+        if cursor.starts_generation or self.step == self._first_step:
+            if cursor.starts_generation:
+                self._take_generation(cursor.generation)
+            else:
+                self._resume_generation()
+            self.rollouts.request_ahead(self.step)
+            self.checkpoints.poll()  # finish a checkpoint that was written in the meantime
+            self.sleep_engines()
+            self._prepare(cursor)
+        return self.minibatches[cursor.minibatch]
 
-    def _await_generation(self, generation: int, step: int) -> None:
+    def _take_generation(self, generation: int) -> None:
         """Wait until the engines have made `generation`, requesting it if that was not done yet."""
-        try:
-            with suppress(Preempted):  # the caller then stops all ranks
-                if self.rollouts.ready != generation:
-                    self.rollouts.ask(generation, step)
-                    self.rollouts.settle(step, self.timer)
-        except EnginesLost as lost:
-            self.save_and_stop(step, lost)
+        if self.rollouts.ready != generation:
+            self.rollouts.request(generation, self.step)
+            self.rollouts.finish_pending(self.step, self.timer)
+        # Before the generation is taken: a checkpoint keeps one that training has not begun.
+        self.stop_if_preempted()
+        if batch := self.rollouts.take_ready():
+            self.experience = batch.experience
+            self._unlogged |= batch.metrics
 
-    def _resume_generation(self, step: int) -> None:
+    def _resume_generation(self) -> None:
         """Load the generation in the middle of which the run was saved."""
         with self.timer.phase("load"):
-            if self.source:
-                prompts = self.source.stream.prompts
-                self.experience = self.checkpoints.load_experience(step, prompts)
+            if self.zero:
+                prompts = self.zero.rollouter.stream.prompts
+                self.experience = self.checkpoints.load_experience(self.step, prompts)
 
-    def rest_engines(self) -> None:
-        """Let engines that share GPUs give their memory to the ranks, until the next push."""
-        if not (self.cfg.rollout.enable_sleep_mode and self._engines_may_be_awake):
-            return
-        with self.timer.phase("sleep"):
-            if self.source:
-                self.source.engines.sleep()
-            wait_for_rank_0()
-        self._engines_may_be_awake = False
-
-    def prepare(self, step: int) -> None:
-        """Compute what is needed once for all steps that train on the generation of `step`."""
-        cursor = self.batches.cursor(step)
+    def _prepare(self, cursor: Cursor) -> None:
+        """Compute what is needed once for all steps that train on the generation."""
         self.minibatches = self.preparation.minibatches(
             self.experience, cursor.generation, self.timer
         )
@@ -282,165 +229,141 @@ class Training:
                 self.experience, self.minibatches, cursor.generation, self.beta
             )
 
-    def update(self, step: int) -> StepReport:
+    def sleep_engines(self) -> None:
+        """Let engines that share GPUs give their memory to the ranks, until the next push."""
+        if not (self.cfg.rollout.enable_sleep_mode and self._engines_may_be_awake):
+            return
+        with self.timer.phase("sleep"):
+            if self.zero:
+                self.zero.rollouter.engines.sleep()
+            wait_for_rank_0()
+        self._engines_may_be_awake = False
+
+    def update(self, minibatch: list[PackedBatch]) -> StepReport:
         """One optimizer step."""
-        minibatch = self.minibatches[self.batches.cursor(step).minibatch]
         with self.timer.phase("train"):
             report = train_step(
-                self.policy, minibatch, self.cfg, self.groups, self.skipped, self.beta
+                self.policy, minibatch, self.cfg, self.run.groups, self.skipped, self.beta
             )
+            self.step += 1
             if self.reference:
-                self.reference.follow(self.policy, step + 1)
+                self.reference.follow(self.policy, self.step)
         if (target := self.cfg.grpo.kl_target) is not None:
             report.metrics["beta"] = self.beta
-            num, horizon = self.batches.minibatch_size, self.cfg.grpo.kl_horizon
+            num, horizon = self.schedule.minibatch_size, self.cfg.grpo.kl_horizon
             self.beta = beta_after(self.beta, report.metrics, target, num, horizon)
         self.checkpoints.poll()
         return report
+
+    def log(self, report: StepReport) -> None:
+        """Log the report of the step, with all metrics since the last one's."""
+        metrics, self._unlogged = self._unlogged | peak_memory(self.run.device), {}
+        if self.zero and self.experience:
+            self.zero.log_step(self.step, metrics, report, self.experience, self.timer)
+        # What follows counts towards the next step: its checkpoint never contains a step that the
+        # log lacks.
+        self._begin_step()
+
+    def boundary(self) -> None:
+        """Between two steps: push the weights that the step has made, and evaluate if due.
+
+        Does nothing within a generation, where the engines need no new weights, unless an
+        evaluation is due or this was the last step.
+        """
+        is_last = self.step == self.cfg.train.num_steps
+        starts_generation = self.schedule.cursor(self.step).starts_generation
+        if not (starts_generation or is_last or is_due(self.cfg, self.step)):
+            return
+        self.rollouts.finish_pending(self.step, self.timer)
+        self.push(self.step)
+        self._evaluate()
+        if not is_last:
+            self.rollouts.request_ahead(self.step)
 
     def push(self, policy_version: int) -> None:
         """Push the current weights to the engines; raises EnginesLost when none are left."""
         if self.cfg.rollout.enable_sleep_mode:
             torch.cuda.empty_cache()  # engines take their memory back once all ranks are here
         self._engines_may_be_awake = True
-        engines = self.source.engines if self.source else None
+        engines = self.zero.rollouter.engines if self.zero else None
         self.weight_sync.push(self.policy.parameters(), engines, policy_version, self.timer)
 
-    def push_unless_lost(self, policy_version: int) -> EnginesLost | None:
-        """Push after a step and evaluate if due; returns EnginesLost, so that the step is logged.
+    def _evaluate(self) -> None:
+        """Evaluate the engines' weights, if due. Its seconds count towards no step."""
+        if not is_due(self.cfg, self.step):
+            return
+        aside = self._new_timer()
+        ask_engines(
+            self.zero, lambda zero: zero.evaluate(self.step, aside), lambda: self.push(self.step)
+        )
+        self.timer.leave_out(aside.metrics()["time/step"])
 
-        Does nothing within a generation, where the engines need no new weights, unless an
-        evaluation is due or this was the last step.
-        """
-        is_last = policy_version == self.cfg.train.num_steps
-        starts_generation = self.batches.cursor(policy_version).starts_generation
-        if not (starts_generation or is_last or is_due(self.cfg, policy_version)):
-            return None
-        try:
-            with suppress(Preempted):  # then all ranks stop before the next step
-                self.rollouts.settle(policy_version, self.timer)
-                self.push(policy_version)
-                self._unlogged |= self.evaluate(policy_version)
-                if not is_last:
-                    self.rollouts.ask_ahead(policy_version)
-        except EnginesLost as lost:
-            return lost
-        return None
-
-    def evaluate(self, step: int) -> dict[str, float]:
-        """Evaluate the engines' weights after `step` optimizer steps, if due; metrics on rank 0.
-
-        Empty if the log already has them. Raises Preempted and EnginesLost, on all ranks.
-        """
-        if not is_due(self.cfg, step):
-            return {}
-        evaluate = None
-        if self.source and self._log:
-            evaluate = partial(self._evaluate, self.source.evaluations, self._log, step)
-        return ask_engines(evaluate, partial(self.push, step)) or {}
-
-    def _evaluate(self, evaluations: Evaluations, log: RunLog, step: int) -> dict[str, float]:
-        if log.has_evaluation(step):
-            return {}
-        with (
-            preempted_instead(lambda: self.watch.is_preempted),
-            as_engines_lost(f"the evaluation after step {step}"),
-        ):
-            evaluated = evaluations.run(step, self.timer, log.bar.evaluation.show)
-        with self.timer.phase("eval", "log"):
-            return log.evaluation(step, evaluated, self.cfg.eval)
-
-    def save_and_stop(self, step: int, lost: EnginesLost) -> NoReturn:
-        """Save the state at the beginning of `step`, then raise `lost`, on all ranks.
-
-        Raises Preempted instead if any rank was told to stop: engines are told at the same time,
-        and may have ended before this was seen.
-        """
-        self._save_now(step)
-        self.stop_if_preempted(step)
-        raise lost
-
-    def log(self, step: int, report: StepReport) -> None:
-        """Log the report of `step`, counted from 1, with all metrics since the last step's."""
-        metrics, self._unlogged = self._unlogged | peak_memory(self.device), {}
-        if self._log and self.source and self.experience:
-            num_generations = step / self.batches.updates_per_generation
-            metrics["epoch"] = self.source.stream.epochs(num_generations)
-            if self.batches.cursor(step - 1).starts_generation:
-                metrics |= self.news
-            with self.timer.phase("log"):
-                self._log.step(step, metrics, report, self.experience, self.timer)
-                if self.cfg.eval.named_sets and step == self.cfg.train.num_steps:
-                    self._log.tell_unless_evaluated(step)
-        # Checkpoints are written after the log, so that they never contain a step that it lacks;
-        # their time counts towards the next step.
-        self.timer = self._new_timer()
-
-    def save(self, step: int) -> None:
-        """Export and checkpoint after `step` optimizer steps, if due; always after the last."""
+    def save(self, *, now: bool = False) -> None:
+        """Export and checkpoint, if due; always after the last step."""
         train = self.cfg.train
-        is_last = step == train.num_steps
-        saves = is_last or step % train.save_interval == 0
+        is_last = self.step == train.num_steps
+        is_due = now or is_last or self.step % train.save_interval == 0
+        saves = is_due and self.step > self.checkpoints.newest_step
         if saves:
-            self._settle_to_save(step)
+            self.rollouts.finish_for_save(self.step, self.timer)
         with self.timer.phase("save"):
             # The export comes first: a run that resumes from a checkpoint has all exports up to it,
             # and a checkpoint of the last step says that the run is complete.
-            if is_last or (train.export_interval and step % train.export_interval == 0):
-                name = "hf" if is_last else f"hf_step_{step}"
-                export_model(train.run_dir / name, self.policy, self.cfg, self.groups)
+            if is_last or (train.export_interval and self.step % train.export_interval == 0):
+                self._export("hf" if is_last else f"hf_step_{self.step}")
             if saves:
-                self.checkpoint(step)
+                self._checkpoint()
             else:
                 self.checkpoints.poll()
-            if is_last:
+            if is_last or now:
                 self.checkpoints.wait()  # within the save phase, in which files may take long
+        if is_last and self.zero:
+            self.zero.log.tell_unless_evaluated(self.step)
 
-    def stop_if_preempted(self, step: int) -> None:
-        """If any rank was told to stop, save the state at the beginning of `step` and raise
-        Preempted on all ranks."""
-        if not agree_to_stop(self.watch.is_preempted, self.device):
-            return
-        if step > self.checkpoints.newest_step:
-            self._settle_to_save(step)
-        self._save_now(step)
-        saved = f"step {step} saved" if step else "no step was done, nothing is saved"
-        raise Preempted(f"preempted: {saved}; the same command resumes")
+    def _export(self, name: str) -> None:
+        if self._exported_step < self.step:
+            export_model(self.cfg.train.run_dir / name, self.policy, self.cfg, self.run.groups)
+            self._exported_step = self.step
 
-    def _save_now(self, step: int) -> None:
-        """Save the state at the beginning of `step`, unless it was saved, and wait until it is."""
-        with self.timer.phase("save"):
-            if step > self.checkpoints.newest_step:
-                self.checkpoint(step)
-            self.checkpoints.wait()
-
-    def _settle_to_save(self, step: int) -> None:
-        """Wait for the pending generation if a run resumed after `step` could not request it."""
-        try:
-            with suppress(Preempted):  # give it up: all ranks stop before the next step
-                self.rollouts.settle_to_save(step, self.timer)
-        except EnginesLost as lost:
-            self.save_and_stop(step, lost)
-
-    def checkpoint(self, step: int) -> None:
-        """Start writing the checkpoint of `step`."""
-        cursor = self.batches.cursor(step)
-        ready, collected = None, self.rollouts.collected
-        if self.cfg.rollout.async_generate and self.rollouts.ready is not None and collected:
-            ready = Ready(generation=self.rollouts.ready, metrics=collected.metrics)
+    def _checkpoint(self) -> None:
+        """Start writing the checkpoint of the current weights."""
+        cursor = self.schedule.cursor(self.step)
+        ready, batch = None, self.rollouts.batch
+        if self.cfg.rollout.async_generate and self.rollouts.ready is not None and batch:
+            ready = Ready(generation=self.rollouts.ready, metrics=batch.metrics)
         wandb_id = self.cfg.train.run_dir / WANDB_ID_FILE
         state = TrainerState(
-            step=step,
+            step=self.step,
             num_skipped_in_a_row=self.skipped.num_in_a_row,
             wandb_id=wandb_id.read_text() if wandb_id.exists() else None,
-            prompts=self.source.stream.fingerprint if self.source else None,
+            prompts=self.zero.rollouter.stream.fingerprint if self.zero else None,
             beta=self.beta,
             ready=ready,
         )
         present = None
         if not cursor.starts_generation:
-            indices = self.batches.minibatches(cursor.generation, self.cfg.train.seed)
+            indices = self.schedule.minibatches(cursor.generation, self.cfg.train.seed)
             present = with_kept_values(
-                self.experience, self.minibatches, indices, self.cfg, self.groups
+                self.experience, self.minibatches, indices, self.cfg, self.run.groups
             )
-        self.checkpoints.save(state, present, collected.experience if ready and collected else None)
+        self.checkpoints.save(state, present, batch.experience if ready and batch else None)
+
+    def stop_if_preempted(self) -> None:
+        """Raise Preempted on all ranks if any rank was told to stop."""
+        if agree_to_stop(self.run.watch.is_preempted, self.run.device):
+            raise Preempted
+
+    def save_and_stop(self, reason: Preempted | EnginesLost) -> NoReturn:
+        """Save the state at the beginning of the next step, and raise `reason` on all ranks.
+
+        Raises Preempted if any rank was told to stop: engines are told at the same time, and may
+        have ended before this was seen.
+        """
+        with suppress(Preempted, EnginesLost):  # a generation that cannot be finished is given up
+            self.rollouts.finish_for_save(self.step, self.timer)
+        self.save(now=True)
+        told = agree_to_stop(self.run.watch.is_preempted, self.run.device)
+        if isinstance(reason, EnginesLost) and not told:
+            raise reason
+        saved = f"step {self.step} saved" if self.step else "no step was done, nothing is saved"
+        raise Preempted(f"preempted: {saved}; the same command resumes") from None

@@ -16,6 +16,8 @@ from torch import Tensor
 MAX_TEXT_BYTES = 4096
 
 E = TypeVar("E", bound=Exception)
+Z = TypeVar("Z")
+T = TypeVar("T")
 
 
 def first_failure(action: Callable[[], None], kind: type[E]) -> E | None:
@@ -50,6 +52,30 @@ def raise_first_failure(action: Callable[[], None], kind: type[E]) -> None:
     failure = first_failure(action, kind)
     if failure is not None:
         raise failure
+
+
+def on_rank_0(
+    zero: Z | None, call: Callable[[Z], T], raises: tuple[type[Exception], ...]
+) -> T | None:
+    """Return what `call(zero)` returns on rank 0, which alone has `zero`; None on the other ranks.
+
+    An exception of a type in `raises` is raised on all ranks, with its text; any other is the end
+    of rank 0 alone. Collective over the default group, after the call: the other ranks wait on the
+    CPU, since a GPU that waits in a collective is busy, and rank 0 may need it to generate.
+    """
+    result, error = None, None
+    if zero is not None:
+        try:
+            result = call(zero)
+        except raises as raised:
+            error = raised
+    found = next((i for i, kind in enumerate(raises) if isinstance(error, kind)), len(raises))
+    number = torch.tensor(found)
+    dist.broadcast(number, src=0)
+    if number < len(raises):
+        text = broadcast_text(str(error))
+        raise error or raises[int(number)](text)
+    return result
 
 
 def broadcast_text(text: str, source: int = 0) -> str:

@@ -35,6 +35,9 @@ from megatron_grpo.rewards import (
 from megatron_grpo.rewards.builtin import reference_fault
 from megatron_grpo.timing import PhaseTimer
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
     """The unbiased estimate 1 - C(n - c, k) / C(n, k) from n samples of which c have passed.
@@ -53,9 +56,6 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
         failed *= max(n - many - i, 0) / (n - i)
     return 1.0 - failed
 
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 SERIES_OF_EVALUATION = -1
 """Used in place of a generation's number, so that every evaluation of a run has the same seeds, and
@@ -296,10 +296,6 @@ def passes(total: float, cfg: EvalSet) -> bool:
 
 def _or_none(score: float) -> float | None:
     return None if math.isnan(score) else score
-
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 class Evaluations:

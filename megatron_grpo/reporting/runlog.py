@@ -72,9 +72,7 @@ class RunLog:
                 [sample.finish_reason == "length" for sample in samples],
             ),
             "rollout/version_lag_mean": _mean_lag(step - 1, samples),
-            "tokens_per_second": self._tokens_per_second(
-                experience.num_tokens, times["time/step"] - times.get("time/eval", 0.0)
-            ),
+            "tokens_per_second": self._tokens_per_second(experience.num_tokens, times["time/step"]),
             **times,
         }
         if self.has_environment:
@@ -105,11 +103,11 @@ class RunLog:
         return self.tracking.has_metrics(step, names)
 
     def evaluation(
-        self, step: int, evaluated: Mapping[str, Evaluated], cfg: EvalConfig
-    ) -> dict[str, float]:
-        """Show the evaluation after `step` and log its completions; returns its metrics.
+        self, step: int, evaluated: Mapping[str, Evaluated], cfg: EvalConfig, seconds: float
+    ) -> None:
+        """Show the evaluation after `step`, log its completions, and add its metrics to the step's.
 
-        `evaluated` are the results of the held-out sets of `cfg`, by name.
+        `evaluated` are the results of the held-out sets of `cfg`, by name; they took `seconds`.
         """
         rows: list[dict[str, Any]] = []
         metrics: dict[str, float] = {}
@@ -119,7 +117,7 @@ class RunLog:
             metrics |= eval_metrics(result, held_out, name)
             self.bar.show_evaluation(step, name, metrics)
         self.tracking.log_evaluated(step, rows)
-        return metrics
+        self.tracking.amend(step, metrics | {"time/eval": seconds})
 
     def tell_unless_evaluated(self, step: int) -> None:
         """Warn if the run ends without its last evaluation, which no resumed run will make."""

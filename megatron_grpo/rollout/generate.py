@@ -31,16 +31,25 @@ PROBE_LENGTH = 8
 
 
 @dataclass(frozen=True)
-class Collected:
-    """A generation as it came from engines and rewards."""
+class RolloutRequest:
+    """A generation that the engines make from one version of the weights."""
+
+    generation: int
+    policy_version: int
+    """Optimizer steps behind the weights that the engines serve meanwhile."""
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """A finished generation, as it came from engines and rewards."""
 
     experience: Experience
     metrics: dict[str, float]
-    """Metrics of how it was made, reported by the first step that trains on it."""
+    """Metrics of how it was made, logged by the first step that trains on it."""
 
 
-class ExperienceSource:
-    """The rollout engines, the prompts and the rewards, combined to produce `Experience`.
+class Rollouter:
+    """The rollout engines, the prompts and the rewards of a run.
 
     Weights are pushed through its `engines`. Engines that it starts itself leave the first GPUs of
     this host to the host's `num_ranks` trainer ranks.
@@ -63,10 +72,6 @@ class ExperienceSource:
         self.engines = RolloutClient(Fleet(self._servers, cfg.rollout), cfg.rollout)
         self._end_tokens = end_tokens(shape, tokenizer, cfg.rollout)
         self._tokenizer = tokenizer
-        self._open: Generation | DialogueGeneration | None = None
-        self._search: Search | None = None
-        self._policy_version = 0
-        """Version of the weights that the search samples from."""
         # The preflight has warned already.
         fault_of = reference_fault(cfg.reward)
         context = shape.max_position_embeddings
@@ -104,84 +109,19 @@ class ExperienceSource:
             except ValueError as error:
                 raise ValueError(f"rollout engine {url}: {error}") from None
 
-    def collect(self, generation: int, policy_version: int, timer: PhaseTimer) -> Collected:
-        """Sample the prompts of `generation` from weights `policy_version`, and score the samples.
-
-        The engines must serve that version. Raises EnginesOut when none does any more: when called
-        again, it continues after a push of the same version, and starts over after a push of
-        another. Raises Preempted or ScoringGivenUp when `cancel` was called, and RewardError when
-        too many rewards failed. Call it from one thread at a time.
-        """
-        if policy_version != self._policy_version:
-            self._begin_anew()
-            self._policy_version = policy_version
-        search = self._search = self._search or Search(self.stream, generation, self.cfg.grpo)
-        num_engines = 0
-        while search.prompts:
-            with timer.phase("generate"):
-                self._open = self._open or self._ask(search, generation, policy_version)
-                samples, num_engines = self._generate(self._open)
-            with timer.phase("score"):
-                rewards = self._score(samples)
-            search.take(self._groups(samples, rewards))
-            # Failures of functions and of the environment, over all rounds.
-            check_failed(search.num_failed, search.num_scored, self.cfg.reward)
-        self._search = None
-        groups = search.groups()
-        experience = compare(
-            [sample for group in groups for sample in group.samples],
-            [reward for group in groups for reward in group.rewards],
-            self.cfg,
-        )
-        metrics: dict[str, float] = {
-            "rollout/num_engines": num_engines,  # that answered in the last round
-            "reward/failed": search.num_failed,  # including replaced prompts
-        }
-        if self.cfg.grpo.dynamic_sample:
-            metrics["rollout/num_resampled_prompts"] = search.num_replaced
-            metrics |= {f"unfiltered/{name}": value for name, value in search.unfiltered.items()}
-        return Collected(experience, metrics)
-
-    def _begin_anew(self) -> None:
-        """Drop the open requests and the search of a generation from weights that are gone."""
-        if isinstance(self._open, DialogueGeneration):
-            self._open.abandon()
-        self._open = self._search = None
-
-    def _score(self, samples: Sequence[Sample]) -> list[dict[str, float]]:
-        # In a round that only replaces prompts, too, the limit is a share of a whole generation.
-        size = max(self.cfg.grpo.generation_batch_size, len(samples))
-        rewards = self.rewards.score(samples, num_completions=size)
-        if self.environments:
-            add_environment_rewards(rewards, samples)
-        return rewards
-
-    def _groups(
-        self, samples: Sequence[Sample], rewards: Sequence[dict[str, float]]
-    ) -> list[ScoredGroup]:
-        totals = total_rewards(rewards, self.cfg.reward_terms)
-        size = self.cfg.grpo.num_generations
-        return [
-            ScoredGroup(samples[i : i + size], rewards[i : i + size], totals[i : i + size])
-            for i in range(0, len(samples), size)
-        ]
-
     def probe(self, policy_version: int) -> Experience:
         """Short, unscored samples of the first prompts; the same in every run of this config."""
         length = min(PROBE_LENGTH, self.cfg.rollout.max_completion_length)
-        params = replace(self._params(0, 0, policy_version), max_completion_length=length)
-        self._open = self._open or Generation(self.stream.batch(0), params)
-        samples, _ = self._generate(self._open)
+        params = replace(self.sampling_params(0, 0, policy_version), max_completion_length=length)
+        samples = self.engines.generate(Generation(self.stream.batch(0), params))
         # Cut short on purpose: overlong_filter must not mask them.
         samples = [replace(sample, finish_reason="stop") for sample in samples]
         nothing = torch.zeros(len(samples), dtype=torch.float64)
         return Experience(samples, [], nothing, nothing.long(), nothing)
 
-    def _ask(
-        self, search: Search, generation: int, policy_version: int
-    ) -> Generation | DialogueGeneration:
-        """The requests of one round of `generation`; environments start at once."""
-        params = self._params(generation, search.round, policy_version)
+    def requests(self, search: Search, request: RolloutRequest) -> Generation | DialogueGeneration:
+        """The requests of one round of a generation; environments start at once."""
+        params = self.sampling_params(request.generation, search.round, request.policy_version)
         if self.environments is None:
             return Generation(search.prompts, params)
         self.environments.wait_ready([prompt.row for prompt in self.stream.prompts])
@@ -193,7 +133,24 @@ class ExperienceSource:
             max_turns=self.cfg.environment.max_turns,
         )
 
-    def _params(self, generation: int, round_number: int, policy_version: int) -> SamplingParams:
+    def score(self, samples: Sequence[Sample]) -> list[ScoredGroup]:
+        """The samples of a round by prompt, with their rewards."""
+        # In a round that only replaces prompts, too, the limit is a share of a whole generation.
+        size = max(self.cfg.grpo.generation_batch_size, len(samples))
+        rewards = self.rewards.score(samples, num_completions=size)
+        if self.environments:
+            add_environment_rewards(rewards, samples)
+        totals = total_rewards(rewards, self.cfg.reward_terms)
+        size = self.cfg.grpo.num_generations
+        return [
+            ScoredGroup(samples[i : i + size], rewards[i : i + size], totals[i : i + size])
+            for i in range(0, len(samples), size)
+        ]
+
+    def sampling_params(
+        self, generation: int, round_number: int, policy_version: int
+    ) -> SamplingParams:
+        """How the samples of one round of a generation are made."""
         rollout, seed = self.cfg.rollout, self.cfg.train.seed
         return SamplingParams(
             num_generations=self.cfg.grpo.num_generations,
@@ -208,16 +165,8 @@ class ExperienceSource:
             series=generation,
         )
 
-    def _generate(self, requests: Generation | DialogueGeneration) -> tuple[list[Sample], int]:
-        """The samples, and the number of engines that made them."""
-        samples = self.engines.generate(requests)
-        self._open = None
-        if isinstance(requests, DialogueGeneration):
-            requests.tell_failures()
-        return samples, len(requests.engines)
-
     def cancel(self) -> None:
-        """Soon end a running `collect`, evaluation or wait for engines; safe from any thread."""
+        """Soon end a running rollout, evaluation or wait for engines; safe from any thread."""
         self.engines.cancel()
         self._pools.cancel()
 
@@ -227,3 +176,63 @@ class ExperienceSource:
         if self.environments:
             self.environments.close()
         self._servers.close()
+
+
+class Rollout:
+    """One generation in progress: its open requests, and the groups found so far.
+
+    `run` may raise NoServingEngine; after a push of the same weights, another `run` continues where
+    that one stopped. A generation from other weights is another Rollout.
+    """
+
+    def __init__(self, rollouter: Rollouter, request: RolloutRequest) -> None:
+        self.request = request
+        self._rollouter, self._cfg = rollouter, rollouter.cfg
+        self._search = Search(rollouter.stream, request.generation, self._cfg.grpo)
+        self._open: Generation | DialogueGeneration | None = None
+        """The requests of this round, until all are answered."""
+
+    def run(self, timer: PhaseTimer) -> RolloutBatch:
+        """Sample the prompts and score the samples, in as many rounds as dynamic sampling takes.
+
+        The engines must serve the version of the request. Raises NoServingEngine when none does any
+        more, Preempted or ScoringGivenUp when `Rollouter.cancel` was called, and RewardError when
+        too many rewards failed.
+        """
+        search, num_engines = self._search, 0
+        while search.prompts:
+            with timer.phase("generate"):
+                self._open = self._open or self._rollouter.requests(search, self.request)
+                samples = self._rollouter.engines.generate(self._open)
+                num_engines = len(self._open.engines)
+                if isinstance(self._open, DialogueGeneration):
+                    self._open.tell_failures()
+                self._open = None
+            with timer.phase("score"):
+                groups = self._rollouter.score(samples)
+            search.take(groups)
+            # Failures of functions and of the environment, over all rounds.
+            check_failed(search.num_failed, search.num_scored, self._cfg.reward)
+        return self._batch(num_engines)
+
+    def abandon(self) -> None:
+        """Drop the open requests, and end the environments that they have started."""
+        if isinstance(self._open, DialogueGeneration):
+            self._open.abandon()
+
+    def _batch(self, num_engines: int) -> RolloutBatch:
+        search = self._search
+        groups = search.groups()
+        experience = compare(
+            [sample for group in groups for sample in group.samples],
+            [reward for group in groups for reward in group.rewards],
+            self._cfg,
+        )
+        metrics: dict[str, float] = {
+            "rollout/num_engines": num_engines,  # that answered in the last round
+            "reward/failed": search.num_failed,  # including replaced prompts
+        }
+        if self._cfg.grpo.dynamic_sample:
+            metrics["rollout/num_resampled_prompts"] = search.num_replaced
+            metrics |= {f"unfiltered/{name}": value for name, value in search.unfiltered.items()}
+        return RolloutBatch(experience, metrics)

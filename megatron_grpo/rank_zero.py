@@ -1,0 +1,104 @@
+"""What rank 0 alone has of a run: the engines, the prompts, the rewards, and the log."""
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+
+from checkpoint_convert import ModelShape
+from megatron_grpo.batch.experience import Experience
+from megatron_grpo.batch.schedule import BatchSchedule
+from megatron_grpo.checkpoints.trainer_state import TrainerState
+from megatron_grpo.config.config import Config
+from megatron_grpo.launch.process import preempted_instead
+from megatron_grpo.policy.export import keep_export
+from megatron_grpo.reporting.metrics import StepReport
+from megatron_grpo.reporting.runlog import RunLog
+from megatron_grpo.reporting.tracking import WANDB_ID_FILE, write_whole
+from megatron_grpo.rollout.generate import Rollouter
+from megatron_grpo.rollout.rollouts import RolloutRunner, as_engines_lost
+from megatron_grpo.timing import PhaseTimer
+from megatron_grpo.watchdog import Watch
+from megatron_grpo.workers.child_process import COLLECTOR
+
+
+@dataclass(frozen=True)
+class Engines:
+    """The rollouter, and in an asynchronous run the thread that makes generations ahead."""
+
+    rollouter: Rollouter
+    thread: ThreadPoolExecutor | None
+
+    @classmethod
+    def start(
+        cls, cfg: Config, shape: ModelShape, token: str | None, num_hosts: int, stack: ExitStack
+    ) -> "Engines":
+        """Returns when the ranks may use the GPUs that they share with engines."""
+        thread = None
+        if cfg.rollout.async_generate:  # ends after the rollouter: engines may be its children
+            thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix=COLLECTOR))
+        num_ranks = cfg.dims.world_size // num_hosts
+        rollouter = stack.enter_context(closing(Rollouter(cfg, shape, token, num_ranks)))
+        rollouter.wait_for_memory()
+        return cls(rollouter, thread)
+
+
+@dataclass(frozen=True)
+class RankZero:
+    """Rank 0's part of a run from its state on; see `on_rank_0`."""
+
+    cfg: Config
+    watch: Watch
+    rollouter: Rollouter
+    log: RunLog
+    runner: RolloutRunner
+
+    @classmethod
+    def open(
+        cls, cfg: Config, watch: Watch, engines: Engines, state: TrainerState, stack: ExitStack
+    ) -> "RankZero":
+        """Continue the log after the step of `state`.
+
+        Raises ValueError if the state was saved with other prompts.
+        """
+        state.check_prompts(engines.rollouter.stream.fingerprint)
+        if state.wandb_id is not None:
+            write_whole(cfg.train.run_dir / WANDB_ID_FILE, state.wandb_id)
+        keep_export(cfg, state.step)  # before the log writes the new config
+        log = stack.enter_context(closing(RunLog(cfg, state.step)))
+        runner = RolloutRunner(engines.rollouter, engines.thread, watch, log.timeline)
+        stack.enter_context(closing(runner))
+        return cls(cfg, watch, engines.rollouter, log, runner)
+
+    def wait_ready(self) -> None:
+        """Return when every engine answers; from then on a preemption cancels what they do."""
+        self.rollouter.wait_ready()
+        self.watch.on_preempt(self.rollouter.cancel)
+
+    def evaluate(self, step: int, timer: PhaseTimer) -> None:
+        """Evaluate the weights after `step` optimizer steps, and add the metrics to that step's.
+
+        Does nothing if they are there. Raises Preempted, EnginesOut and EnginesLost.
+        """
+        if self.log.has_evaluation(step):
+            return
+        with (
+            preempted_instead(lambda: self.watch.is_preempted),
+            as_engines_lost(f"the evaluation after step {step}"),
+        ):
+            evaluated = self.rollouter.evaluations.run(step, timer, self.log.bar.evaluation.show)
+        with timer.phase("eval", "log"):
+            self.log.evaluation(step, evaluated, self.cfg.eval, timer.metrics()["time/eval"])
+
+    def log_step(
+        self,
+        step: int,
+        metrics: dict[str, float],
+        report: StepReport,
+        experience: Experience,
+        timer: PhaseTimer,
+    ) -> None:
+        """Log optimizer step `step`, counted from 1, which trained on `experience`."""
+        updates = BatchSchedule.of(self.cfg.grpo).updates_per_generation
+        metrics["epoch"] = self.rollouter.stream.epochs(step / updates)
+        with timer.phase("log"):
+            self.log.step(step, metrics, report, experience, timer)
