@@ -9,7 +9,7 @@ from torch import Tensor
 
 from checkpoint_convert.formats.torch_words import DTYPE_NAMES, words_of
 from checkpoint_convert.shape import ModelShape
-from checkpoint_convert.weights import Assembly, open_weights
+from checkpoint_convert.weights import ShardLoader, open_weights
 from parallel import Layout
 
 
@@ -26,7 +26,7 @@ def read_weights(
     layout.check_shapes({name: tuple(tensor.shape) for name, tensor in parameters.items()})
     names = {piece.tensor for piece in layout.pieces}
     with closing(open_weights(path, shape, names)) as weights:
-        assembly = Assembly(weights, layout)
+        assembly = ShardLoader(weights, layout)
         for name, parameter in parameters.items():
             values = parameter.detach()
             staged = values if values.is_cpu else torch.empty_like(values, device="cpu")

@@ -19,7 +19,7 @@ import numpy as np
 from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TensorPlace
 from checkpoint_convert.formats.tensor_io import errors_named, start_syncing, write_box
 from checkpoint_convert.formats.values import LARGEST, WORDS, Words, floats
-from checkpoint_convert.weights import Assembly, Weights, WholeRows
+from checkpoint_convert.weights import RowCache, ShardLoader, Weights
 from parallel import Layout, Piece, Shape
 
 Item = TypeVar("Item")
@@ -122,7 +122,7 @@ def transfer(
     """
     itemsize = max(ITEM_SIZES[place.dtype] for place in places.values())
     parts = Layout.of_parts(layout.shapes, PART_BYTES // itemsize)
-    assembly = Assembly(replace(weights, tensors=WholeRows(weights)), parts.through(layout))
+    assembly = ShardLoader(replace(weights, tensors=RowCache(weights)), parts.through(layout))
 
     def size_of(part: Piece) -> int:
         return part.box.num_elements * ITEM_SIZES[places[part.tensor].dtype]
@@ -152,7 +152,9 @@ def transfer(
     run_tasks(write_share, shares, num_workers, lambda done: progress(done, num_bytes))
 
 
-def _in_reading_order(parts: Iterable[Piece], weights: Weights, assembly: Assembly) -> list[Piece]:
+def _in_reading_order(
+    parts: Iterable[Piece], weights: Weights, assembly: ShardLoader
+) -> list[Piece]:
     """Sort parts by their place in the source, so that those with columns of the same rows follow
     each other."""
     number = {name: i for i, name in enumerate(("", *weights.layout.shapes))}

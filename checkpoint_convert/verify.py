@@ -16,7 +16,7 @@ from checkpoint_convert.hf_config import read_shape
 from checkpoint_convert.megatron import hf_tensors
 from checkpoint_convert.shape import differing_fields
 from checkpoint_convert.transfer import PART_BYTES, Progress, add_bytes, run_tasks, shares_of
-from checkpoint_convert.weights import Assembly, Weights, open_weights
+from checkpoint_convert.weights import ShardLoader, Weights, open_weights
 from parallel import Layout, Piece
 
 _MAX_ELEMENTS = PART_BYTES // 8  # differences are computed in float64
@@ -74,7 +74,7 @@ def verify_weights(
     with ExitStack() as stack:
         sides = _open_both(stack, a, b, hf_config)
         parts = Layout.of_parts(hf_tensors(sides[0].shape), _MAX_ELEMENTS)
-        assemblies = [Assembly(side, parts) for side in sides]
+        assemblies = [ShardLoader(side, parts) for side in sides]
         dtypes = [side.dtypes for side in sides]
 
         def size_of(part: Piece) -> int:

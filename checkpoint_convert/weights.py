@@ -200,7 +200,7 @@ def _files(chunks: list[Chunk]) -> Iterator[list[Chunk]]:
     yield file
 
 
-class Assembly:
+class ShardLoader:
     """Builds the local tensors of a layout from weights in files; reads only the boxes it needs."""
 
     def __init__(self, weights: Weights | StoredChunks, layout: Layout) -> None:
@@ -248,7 +248,7 @@ class Assembly:
 _MAX_BYTES = 64 << 20
 
 
-class WholeRows(TensorSource):
+class RowCache(TensorSource):
     """The tensors of some weights, for a reader that takes all columns of some rows in succession.
 
     A box of columns is many small pieces of a file, and in a quantized tensor it cuts blocks.

@@ -18,7 +18,7 @@ from megatron_grpo.launch.launch import place as place_job
 from megatron_grpo.launch.process import (
     allow_open_files,
     exit_when_preempted,
-    is_mistake,
+    is_user_error,
     outlive_readers,
 )
 from megatron_grpo.launch.run_dir import check_token, take_token
@@ -411,7 +411,7 @@ def main() -> None:
         app()
     except (ValueError, OSError) as error:
         print(f"megatron-grpo: {error}", file=sys.stderr)
-        sys.exit(2 if is_mistake(error) else 1)
+        sys.exit(2 if is_user_error(error) else 1)
 
 
 if __name__ == "__main__":

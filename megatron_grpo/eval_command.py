@@ -14,7 +14,7 @@ from rich.table import Table
 from checkpoint_convert import ModelShape, check_weights, read_shape
 from checkpoint_convert.tokenizer import load_tokenizer
 from megatron_grpo.config.config import Config
-from megatron_grpo.engines import EngineServers, EnginesOut, Fleet, RolloutClient
+from megatron_grpo.engines import EnginePool, EngineServers, NoServingEngine, RolloutClient
 from megatron_grpo.engines.http import EngineDown
 from megatron_grpo.engines.push_protocol import LOADED_VERSION
 from megatron_grpo.environments import EnvironmentPool
@@ -53,7 +53,7 @@ class FolderEvaluation:
             # The engines load while the reward functions do, and the data is encoded.
             self.servers = EngineServers(cfg.model, cfg.rollout, out / "logs", None)
             stack.enter_context(closing(self.servers))
-            self._client = RolloutClient(Fleet(self.servers, cfg.rollout), cfg.rollout)
+            self._client = RolloutClient(EnginePool(self.servers, cfg.rollout), cfg.rollout)
             pools = stack.enter_context(closing(RewardPools()))
             environments = None
             if cfg.environment.name is not None:
@@ -71,8 +71,8 @@ class FolderEvaluation:
     def run(self) -> dict[str, float]:
         """Evaluate, write the results to the output folder, and return the metrics.
 
-        Engines that are lost meanwhile are restarted, and asked for the rest. Raises EnginesLost if
-        none comes back, RewardError, and EnvironmentsLost.
+        Engines that are lost meanwhile are restarted, and asked for the rest. Raises RolloutAborted
+        if none comes back, RewardError, and EnvironmentsLost.
         """
         timer = PhaseTimer(lambda phase: None)
         with progress_bar(Console()) as bar:
@@ -91,7 +91,7 @@ class FolderEvaluation:
             try:
                 self._client.serve_loaded()
                 return self._evaluations.run(LOADED_VERSION, timer, bar.show)
-            except (EnginesOut, EngineDown):
+            except (NoServingEngine, EngineDown):
                 continue  # `assemble` waits until one of the lost engines is back
 
     def _write(self, evaluated: dict[str, Evaluated], metrics: dict[str, float]) -> None:

@@ -15,7 +15,7 @@ from megatron_grpo.reporting.metrics import StepReport
 from megatron_grpo.reporting.runlog import RunLog
 from megatron_grpo.reporting.tracking import WANDB_ID_FILE, write_whole
 from megatron_grpo.rollout.generate import Rollouter
-from megatron_grpo.rollout.rollouts import RolloutRunner, as_engines_lost
+from megatron_grpo.rollout.rollouts import RolloutRunner, as_rollout_aborted
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.watchdog import Watch
 from megatron_grpo.workers.child_process import COLLECTOR
@@ -77,13 +77,13 @@ class RankZero:
     def evaluate(self, step: int, timer: PhaseTimer) -> None:
         """Evaluate the weights after `step` optimizer steps, and add the metrics to that step's.
 
-        Does nothing if they are there. Raises Preempted, EnginesOut and EnginesLost.
+        Does nothing if they are there. Raises Preempted, NoServingEngine and RolloutAborted.
         """
         if self.log.has_evaluation(step):
             return
         with (
             preempted_instead(lambda: self.watch.is_preempted),
-            as_engines_lost(f"the evaluation after step {step}"),
+            as_rollout_aborted(f"the evaluation after step {step}"),
         ):
             evaluated = self.rollouter.evaluations.run(step, timer, self.log.bar.evaluation.show)
         with timer.phase("eval", "log"):

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-BETWEEN = ""
+IDLE = ""
 """The phase name between two phases."""
 WAIT = "wait_rollout"
 """The phase in which a step waits for a generation that is made in the background."""
@@ -50,7 +50,7 @@ class PhaseTimer:
             self._seconds[name] += seconds
             if self._record:
                 self._record(both, began, seconds)
-        self._enter(BETWEEN)  # not after an exception, which belongs to the phase
+        self._enter(IDLE)  # not after an exception, which belongs to the phase
 
     def leave_out(self, seconds: float) -> None:
         """Do not count `seconds` that have passed as time of the step."""

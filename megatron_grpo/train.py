@@ -11,14 +11,14 @@ from checkpoint_convert import ModelShape, read_shape
 from megatron_grpo.algorithm.kl import beta_after
 from megatron_grpo.batch.distribute import Minibatches
 from megatron_grpo.batch.experience import Experience
-from megatron_grpo.batch.kept_values import with_kept_values
+from megatron_grpo.batch.kept_values import with_cached_values
 from megatron_grpo.batch.prepare import Preparation
 from megatron_grpo.batch.schedule import BatchSchedule, Cursor
 from megatron_grpo.checkpoints.checkpointer import Checkpoints
 from megatron_grpo.checkpoints.newest import steps_done
 from megatron_grpo.checkpoints.trainer_state import Ready, TrainerState
 from megatron_grpo.config.config import Config
-from megatron_grpo.engines import EnginesLost
+from megatron_grpo.engines import RolloutAborted
 from megatron_grpo.evaluation.evaluation import is_due
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.policy.export import export_model
@@ -58,7 +58,7 @@ def train(run: Run) -> None:
     """Train from the pretrained weights, or the newest checkpoint, to the exported model.
 
     Raises Preempted on all ranks, after saving, when any of them has been told to stop, and
-    EnginesLost when generations have ended for good.
+    RolloutAborted when generations have ended for good.
     """
     num_steps, run_dir = run.cfg.train.num_steps, run.cfg.train.run_dir
     if (done := steps_done(run_dir / "checkpoints")) >= num_steps:
@@ -78,7 +78,7 @@ def train(run: Run) -> None:
                 trainer.log(report)
                 trainer.boundary()
                 trainer.save()
-        except (Preempted, EnginesLost) as reason:
+        except (Preempted, RolloutAborted) as reason:
             trainer.save_and_stop(reason)
 
 
@@ -281,7 +281,7 @@ class Trainer:
             self.rollouts.request_ahead(self.step)
 
     def push(self, policy_version: int) -> None:
-        """Push the current weights to the engines; raises EnginesLost when none are left."""
+        """Push the current weights to the engines; raises RolloutAborted when none are left."""
         if self.cfg.rollout.enable_sleep_mode:
             torch.cuda.empty_cache()  # engines take their memory back once all ranks are here
         self._engines_may_be_awake = True
@@ -343,7 +343,7 @@ class Trainer:
         present = None
         if not cursor.starts_generation:
             indices = self.schedule.minibatches(cursor.generation, self.cfg.train.seed)
-            present = with_kept_values(
+            present = with_cached_values(
                 self.experience, self.minibatches, indices, self.cfg, self.run.groups
             )
         self.checkpoints.save(state, present, batch.experience if ready and batch else None)
@@ -353,17 +353,19 @@ class Trainer:
         if agree_to_stop(self.run.watch.is_preempted, self.run.device):
             raise Preempted
 
-    def save_and_stop(self, reason: Preempted | EnginesLost) -> NoReturn:
+    def save_and_stop(self, reason: Preempted | RolloutAborted) -> NoReturn:
         """Save the state at the beginning of the next step, and raise `reason` on all ranks.
 
         Raises Preempted if any rank was told to stop: engines are told at the same time, and may
         have ended before this was seen.
         """
-        with suppress(Preempted, EnginesLost):  # a generation that cannot be finished is given up
+        with suppress(
+            Preempted, RolloutAborted
+        ):  # a generation that cannot be finished is given up
             self.rollouts.finish_for_save(self.step, self.timer)
         self.save(now=True)
         told = agree_to_stop(self.run.watch.is_preempted, self.run.device)
-        if isinstance(reason, EnginesLost) and not told:
+        if isinstance(reason, RolloutAborted) and not told:
             raise reason
         saved = f"step {self.step} saved" if self.step else "no step was done, nothing is saved"
         raise Preempted(f"preempted: {saved}; the same command resumes") from None

@@ -33,7 +33,7 @@ from checkpoint_convert.megatron import hf_dtypes
 from checkpoint_convert.vllm import EngineDims, check_engine, engine_dtypes, engine_layouts
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.rollout import RolloutConfig
-from megatron_grpo.engines import EnginesLost, RolloutClient, WorkerSums
+from megatron_grpo.engines import RolloutAborted, RolloutClient, WorkerSums
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.timing import PhaseTimer
 from parallel import Layout, Sender, cut_shares, plan_shares
@@ -154,7 +154,7 @@ class WeightSync:
         is repeated once from the start, over new links. If an engine has failed, the push goes to
         the others, and may again be repeated once.
 
-        Raises on all ranks: EnginesLost, when the push fails twice with the same engines or no
+        Raises on all ranks: RolloutAborted, when the push fails twice with the same engines or no
         engine is back within `rollout.startup_timeout` (its text on rank 0 names the engine, worker
         and parameters; no engine ever serves weights that failed verification); Preempted, when
         rank 0 was told to stop while waiting for an engine.
@@ -167,7 +167,7 @@ class WeightSync:
             with timer.phase("await_engines"):
                 has_changed = self._assemble(engines)
             if is_repeated and not has_changed:
-                raise EnginesLost(str(failure))
+                raise RolloutAborted(str(failure))
             is_repeated = not has_changed
             if engines is not None:
                 print(f"a push of weights failed and is repeated: {failure}", file=sys.stderr)
@@ -194,7 +194,7 @@ class WeightSync:
 
         failure = self._first_failure(assemble)
         if failure is not None:
-            raise EnginesLost(str(failure))
+            raise RolloutAborted(str(failure))
         dist.broadcast(found, src=0)
         num_engines, chain = found.tolist()
         if num_engines == PREEMPTED:

@@ -16,7 +16,7 @@ from torch import Tensor
 from parallel.alignment import Alignment, round_up
 
 
-class TokenPlaces:
+class ColumnMap:
     """Where sequences lie in a microbatch of `total` tokens: in ascending order."""
 
     def __init__(self, places: Sequence[slice], total: int) -> None:
@@ -76,7 +76,7 @@ class TokenSequence:
 
 Sequences = Sequence[TokenSequence] | Mapping[int, TokenSequence]
 """Sequences by their index in the optimizer batch: all of them, or some."""
-KNOWN = ("old_logprobs", "ref_logprobs", "high_entropy")
+CACHED_VALUES = ("old_logprobs", "ref_logprobs", "high_entropy")
 """Per-token values that a resumed generation may already have."""
 
 
@@ -135,8 +135,8 @@ def pack(
 ) -> PackedBatch:
     """Pack ``sequences[i] for i in indices`` end to end.
 
-    Each of the `KNOWN` values must be set for all of them or for none. With `share_prompts`,
-    sequences with equal prompts share one copy of the prompt if that saves tokens.
+    Each of the `CACHED_VALUES` values must be set for all of them or for none. With
+    `share_prompts`, sequences with equal prompts share one copy of the prompt if that saves tokens.
 
     `indices` may be empty: a rank without work joins its peers' collectives with one sequence of
     padding, whose loss is zero; `known` then names the values that its peers have. `dtype` is that
@@ -153,8 +153,8 @@ def pack(
     whole = [slice(at, at + len(s.tokens)) for s, at in zip(segments, starts, strict=False)]
     responses = list(_responses(sequences, segments, whole))
     members = [sequence for sequence, _ in responses]
-    of_segments = TokenPlaces(whole, total)
-    of_responses = TokenPlaces([place for _, place in responses], total)
+    of_segments = ColumnMap(whole, total)
+    of_responses = ColumnMap([place for _, place in responses], total)
     floating = torch.empty(0, dtype=dtype).numpy().dtype
 
     def response_column(name: str, dtype: DTypeLike = floating) -> Tensor:
@@ -180,7 +180,7 @@ def pack(
         prefixes=_prefixes(segments, starts) if share_prompts else None,
         **{
             name: response_column(name, bool if name == "high_entropy" else floating)
-            for name in KNOWN
+            for name in CACHED_VALUES
             if name in known or any(getattr(each, name) is not None for each in members)
         },
     )

@@ -13,7 +13,7 @@ from checkpoint_convert import read_shape
 from distributed import run_ranks
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
-from megatron_grpo.engines import EngineServers, Fleet, RolloutClient, WorkerSums
+from megatron_grpo.engines import EnginePool, EngineServers, RolloutClient, WorkerSums
 from megatron_grpo.engines.http import EngineError
 from megatron_grpo.policy.model import Policy, weight_sender
 from megatron_grpo.timing import PhaseTimer
@@ -35,7 +35,7 @@ def client_of(base_urls: Sequence[str], token: str, **rollout: Any) -> RolloutCl
     overrides: dict[str, Any] = {"max_completion_length": 16, "startup_timeout": 3.0} | rollout
     config = RolloutConfig(base_urls=tuple(base_urls), **overrides)
     servers = EngineServers(ModelConfig(path=Path("unused")), config, Path("unused"), token)
-    return RolloutClient(Fleet(servers, config), config)
+    return RolloutClient(EnginePool(servers, config), config)
 
 
 def push_folder(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from checkpoint_convert import read_shape
 from distributed import run_ranks
-from megatron_grpo.batch.distribute import share_out
+from megatron_grpo.batch.distribute import split_for_data_parallel
 from megatron_grpo.batch.experience import Experience, subtract_kl
 from megatron_grpo.batch.prepare import add_logprobs, sequence_kl, with_advantages
 from megatron_grpo.config.config import Config
@@ -275,7 +275,7 @@ def batches_of(
     policy: Policy, experience: Experience, cfg: Config, groups: Groups
 ) -> list[PackedBatch]:
     """This rank's microbatches, as the trainer prepares them; the reference alone is made up."""
-    [shares] = share_out(experience, 0, CostModel.transformer(64), cfg)
+    [shares] = split_for_data_parallel(experience, 0, CostModel.transformer(64), cfg)
     alignment = Alignment.of(cfg.dims, cfg.parallel.sequence_parallel)
     packed = shares[groups.coordinates.data].pack(alignment, share_prompts=False)
     batches = add_logprobs(packed, policy, None, cfg, groups)

@@ -18,7 +18,7 @@ from engines import sampling_params, wait_until
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
-from megatron_grpo.engines import EngineServers, Fleet, Generation, RolloutClient
+from megatron_grpo.engines import EnginePool, EngineServers, Generation, RolloutClient
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.weight_sync import WeightSync
 from parallel import Layout, ParallelDims, Sender
@@ -33,7 +33,7 @@ class Trainer:
         self, folder: Path, servers: EngineServers, rollout: RolloutConfig, sync: WeightSync
     ) -> None:
         self.servers = servers
-        self.fleet = Fleet(servers, rollout)
+        self.fleet = EnginePool(servers, rollout)
         self.client = RolloutClient(self.fleet, rollout)
         self.version = 0
         self._weights = load_file(folder / "model.safetensors")

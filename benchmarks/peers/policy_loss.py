@@ -74,7 +74,7 @@ def ours(folder: Path, all_metrics: bool = False) -> dict[str, float]:
     from megatron_grpo.reporting.metrics import TrainMetrics
     from parallel.alignment import Alignment
     from parallel.logprobs import ChosenTokens
-    from parallel.packing import TokenPlaces, TokenSequence, pack
+    from parallel.packing import ColumnMap, TokenSequence, pack
 
     given = case()
     cfg = GRPOConfig(
@@ -88,7 +88,7 @@ def ours(folder: Path, all_metrics: bool = False) -> dict[str, float]:
 
     members = microbatches(given.lengths)
     places = [list(completion_places(given.lengths[batch].tolist())) for batch in members]
-    token_places = [TokenPlaces(where, where[-1].stop) for where in places]
+    token_places = [ColumnMap(where, where[-1].stop) for where in places]
 
     def advantages() -> list[float]:
         found: list[float] = group_advantages(

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from distributed import run_ranks
 from flops import counted_flops
-from megatron_grpo.batch.distribute import share_out
+from megatron_grpo.batch.distribute import split_for_data_parallel
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
@@ -94,7 +94,7 @@ def _on_rank(
     )
     cfg = tiny_config(model, ParallelDims(), *options)
     policy, groups = start_policy(rank, model, ParallelDims(), *options)
-    ((share,),) = share_out(_experience(), 0, CostModel.transformer(HIDDEN), cfg)
+    ((share,),) = split_for_data_parallel(_experience(), 0, CostModel.transformer(HIDDEN), cfg)
     batches = share.pack(Alignment(), share_prompts=shared)
     with counted_flops() as counter:
         accumulate_gradient(policy, batches, cfg, groups, 0.0)

@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from flops import counted_flops
-from megatron_grpo.batch.distribute import share_out
+from megatron_grpo.batch.distribute import split_for_data_parallel
 from megatron_grpo.batch.experience import compare as experience_of
 from megatron_grpo.batch.prepare import add_logprobs
 from megatron_grpo.data.prompts import Prompt
@@ -140,7 +140,7 @@ def ours(folder: Path) -> dict[str, float]:
     [term] = cfg.reward_terms
     experience = experience_of(given.samples, [{term.label: r} for r in given.rewards], cfg)
     cost = CostModel.transformer(SHAPE["hidden_size"])
-    [[share]] = share_out(experience, 0, cost, cfg)
+    [[share]] = split_for_data_parallel(experience, 0, cost, cfg)
     minibatch = share.pack(Alignment(), share_prompts=False)
 
     def step() -> float:

@@ -78,7 +78,7 @@ def _centered(groups: "RewardGroups", estimator: AdvantageEstimator) -> Tensor:
         if not differ(groups.rewards.min(), groups.rewards.max()):
             return torch.zeros_like(groups.rewards)
         return groups.rewards - groups.rewards.mean()
-    centered = groups.centered.masked_fill(~groups.has_spread[groups.index], 0.0)
+    centered = groups.centered.masked_fill(~groups.has_reward_variance[groups.index], 0.0)
     if estimator == "rloo":
         n = groups.count.double()
         centered = centered * (n / (n - 1).clamp(min=1))[groups.index]
@@ -146,7 +146,7 @@ class RewardGroups:
     """The rewards of N completions in G groups, in float64, with statistics of each group.
 
     `index` [N] is the group (0 .. G-1) of each completion, and `centered` [N] its reward minus the
-    mean of the group; `count` and `has_spread` are [G].
+    mean of the group; `count` and `has_reward_variance` are [G].
     """
 
     def __init__(self, rewards: Tensor, group_ids: Tensor) -> None:
@@ -155,13 +155,13 @@ class RewardGroups:
         mean = self._sum(self.rewards) / self.count
         self.centered = self.rewards - mean[self.index]
         low, high = (self._fold(self.rewards, how) for how in ("amin", "amax"))
-        self.has_spread = differ(low, high)
+        self.has_reward_variance = differ(low, high)
 
     def std(self) -> Tensor:
         """Sample standard deviation [G]; exactly 0 where all rewards are equal."""
         squares = self._sum(self.centered.square())
         std = (squares / (self.count - 1).clamp(min=1)).sqrt()
-        return std.masked_fill(~self.has_spread, 0.0)
+        return std.masked_fill(~self.has_reward_variance, 0.0)
 
     def _sum(self, values: Tensor) -> Tensor:
         return self._fold(values, "sum")

@@ -23,12 +23,12 @@ from megatron_grpo.data.samples import Sample
 from parallel.alignment import Alignment
 from parallel.groups import Groups
 from parallel.microbatches import CostModel, Plan, plan_microbatches
-from parallel.packing import KNOWN, PackedBatch, TokenSequence, by_prompt, pack
+from parallel.packing import CACHED_VALUES, PackedBatch, TokenSequence, by_prompt, pack
 from parallel.shared_prefix import PromptGroup, plan_shared_prompts
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class DataParallelShard:
     """The sequences of one data rank, and which of them make up each microbatch.
 
     Tokens and their values lie end to end, in one tensor per field of `TokenSequence`: thousands of
@@ -44,10 +44,12 @@ class Share:
     lengths: dict[str, list[int]]
     """The lengths of the tensors that were joined."""
     known: list[str]
-    """Those of `KNOWN` that the optimizer batch has; this share may have no sequence."""
+    """Those of `CACHED_VALUES` that the optimizer batch has; this share may have no sequence."""
 
     @classmethod
-    def of(cls, sequences: Sequence[TokenSequence], microbatches: list[list[int]]) -> "Share":
+    def of(
+        cls, sequences: Sequence[TokenSequence], microbatches: list[list[int]]
+    ) -> "DataParallelShard":
         """The share that has these `microbatches` of an optimizer batch of `sequences`.
 
         Each field must be a tensor in all `sequences` or in none.
@@ -65,7 +67,7 @@ class Share:
             microbatches=microbatches,
             columns=columns,
             lengths=lengths,
-            known=[name for name in KNOWN if getattr(sequences[0], name) is not None],
+            known=[name for name in CACHED_VALUES if getattr(sequences[0], name) is not None],
         )
 
     def pack(self, alignment: Alignment, *, share_prompts: bool) -> list[PackedBatch]:
@@ -85,9 +87,9 @@ class Share:
             yield TokenSequence(**dict(zip(self.columns, of_sequence, strict=True)))
 
 
-def share_out(
+def split_for_data_parallel(
     experience: Experience, generation: int, cost: CostModel, cfg: Config
-) -> Iterator[list[Share]]:
+) -> Iterator[list[DataParallelShard]]:
     """Divide each optimizer batch of the generation: one share for every data rank.
 
     `cost` estimates the cost of a sequence by its length, to balance the data ranks. Loss weights
@@ -97,7 +99,7 @@ def share_out(
     for indices in BatchSchedule.of(cfg.grpo).minibatches(generation, cfg.train.seed):
         sequences = _sequences(experience, indices, cfg)
         plan = _plan(sequences, alignment, cost, cfg)
-        yield [Share.of(sequences, microbatches) for microbatches in plan]
+        yield [DataParallelShard.of(sequences, microbatches) for microbatches in plan]
 
 
 def _plan(
@@ -119,7 +121,9 @@ def _plan(
 
 def _sequences(experience: Experience, indices: list[int], cfg: Config) -> list[TokenSequence]:
     samples = [experience.samples[i] for i in indices]
-    known = {name: values for name in KNOWN if (values := getattr(experience, name)) is not None}
+    known = {
+        name: values for name in CACHED_VALUES if (values := getattr(experience, name)) is not None
+    }
     masks = [_response_mask(experience, i, cfg) for i in indices]
     weights = loss_weights(
         torch.stack([mask.sum() for mask in masks]),
@@ -171,7 +175,7 @@ Minibatches = list[list[PackedBatch]]
 """What one data-parallel rank trains on: its microbatches for each optimizer step."""
 
 
-def distribute(shares: list[Share] | None, groups: Groups) -> Share:
+def distribute(shares: list[DataParallelShard] | None, groups: Groups) -> DataParallelShard:
     """Give every rank its data-parallel share of an optimizer batch.
 
     `shares`, one for each data rank, is read on rank 0 only; the others pass None.
@@ -179,7 +183,7 @@ def distribute(shares: list[Share] | None, groups: Groups) -> Share:
     Done in two hops, so that no data is sent twice over the same path: rank 0 scatters to the first
     rank of every model replica, which broadcasts within its replica.
     """
-    received: list[Share | None] = [None]
+    received: list[DataParallelShard | None] = [None]
     leader = groups.dims.replica_ranks(groups.coordinates.data)[0]
     if groups.rank == leader:
         dist.scatter_object_list(received, shares, src=0, group=groups.data_gloo)

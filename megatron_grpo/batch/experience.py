@@ -45,7 +45,9 @@ class Experience:
         return sum(len(s.prompt.token_ids) + len(s.completion_ids) for s in self.samples)
 
 
-def compare(samples: list[Sample], rewards: list[dict[str, float]], cfg: Config) -> Experience:
+def compute_advantages(
+    samples: list[Sample], rewards: list[dict[str, float]], cfg: Config
+) -> Experience:
     """Compute the advantages of scored samples; a group is all samples of one prompt."""
     terms = cfg.reward_terms
     totals = torch.tensor(total_rewards(rewards, terms), dtype=torch.float64)

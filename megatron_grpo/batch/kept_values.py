@@ -15,7 +15,7 @@ from parallel.groups import Groups
 from parallel.packing import PackedBatch
 
 
-def with_kept_values(
+def with_cached_values(
     experience: Experience | None,
     minibatches: Minibatches,
     indices: list[list[int]],

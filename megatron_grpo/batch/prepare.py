@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_grpo.algorithm.kl import kl_estimate
-from megatron_grpo.batch.distribute import Minibatches, distribute, share_out
+from megatron_grpo.batch.distribute import Minibatches, distribute, split_for_data_parallel
 from megatron_grpo.batch.experience import Experience, subtract_kl
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
@@ -200,7 +200,7 @@ def packed_minibatches(
     Rank 0 divides the next optimizer batch while the others pack theirs.
     """
     alignment = Alignment.of(cfg.dims, cfg.parallel.sequence_parallel)
-    shares = share_out(experience, generation, cost, cfg) if experience else None
+    shares = split_for_data_parallel(experience, generation, cost, cfg) if experience else None
     minibatches = []
     for _ in range(cfg.grpo.steps_per_generation):
         share = distribute(next(shares) if shares else None, groups)

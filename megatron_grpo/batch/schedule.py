@@ -36,7 +36,7 @@ class BatchSchedule:
     generation_batch_size: int
     steps_per_generation: int = 1
     num_iterations: int = 1
-    deals_groups: bool = False
+    keep_groups_together: bool = False
     """Whether the completions of a prompt are kept in one minibatch, as far as they fit."""
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class BatchSchedule:
             generation_batch_size=grpo.generation_batch_size,
             steps_per_generation=grpo.steps_per_generation,
             num_iterations=grpo.num_iterations,
-            deals_groups=grpo.shared_prompts,
+            keep_groups_together=grpo.shared_prompts,
         )
 
     @property
@@ -91,10 +91,10 @@ class BatchSchedule:
         """Completions of each minibatch: ascending indices into the generation, each once.
 
         Completions are dealt at random, as in TRL, so that a minibatch does not consist of a few
-        prompts; with `deals_groups`, prompts are dealt. Every pass over the generation uses the
-        same minibatches, which depend on the arguments alone.
+        prompts; with `keep_groups_together`, prompts are dealt. Every pass over the generation uses
+        the same minibatches, which depend on the arguments alone.
         """
-        together = self.num_generations if self.deals_groups else 1
+        together = self.num_generations if self.keep_groups_together else 1
         dealt = list(range(self.generation_batch_size // together))
         random.Random(f"minibatches {seed} {generation}").shuffle(dealt)
         order = [first * together + i for first in dealt for i in range(together)]

@@ -22,13 +22,13 @@ from torch import Tensor
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
-from parallel.packing import KNOWN
+from parallel.packing import CACHED_VALUES
 
 SAMPLES_FILE = "samples.jsonl"
 TOKENS_FILE = "samples.safetensors"
 READY = "ready_"
 """Prefix of both file names for the next generation, on which training has not started."""
-BY_TOKEN = (*KNOWN, "token_advantages")
+BY_TOKEN = (*CACHED_VALUES, "token_advantages")
 """Optional per-token fields of an experience: given for all tokens of all completions, or None."""
 
 

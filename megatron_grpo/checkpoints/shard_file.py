@@ -18,7 +18,7 @@ from torch import Tensor
 from checkpoint_convert.formats.torch_dist import StoredChunks, read_chunks
 from checkpoint_convert.formats.torch_dist_writer import Chunk
 from checkpoint_convert.formats.torch_words import DTYPE_NAMES, words_of
-from checkpoint_convert.weights import Assembly
+from checkpoint_convert.weights import ShardLoader
 from megatron_grpo.checkpoints.state import REFERENCE, StatePart
 from parallel import Box, Layout, Piece
 
@@ -92,13 +92,13 @@ def read_parts(folder: Path, parts: Sequence[StatePart], *, is_resumed: bool = T
             for name, part in zip(names, parts, strict=True)
         )
         layout = Layout({piece.local: piece.box.size for piece in pieces}, pieces)
-        assembly = Assembly(stored, layout)
+        assembly = ShardLoader(stored, layout)
         for name, part in zip(names, parts, strict=True):
             _fill(folder, assembly, name, part, stored)
 
 
 def _fill(
-    folder: Path, assembly: Assembly, name: str, part: StatePart, stored: StoredChunks
+    folder: Path, assembly: ShardLoader, name: str, part: StatePart, stored: StoredChunks
 ) -> None:
     there = part.box.overlap(Box.whole(stored.shapes[part.key]))
     num_elements = there.num_elements if there else 0

@@ -15,7 +15,7 @@ from pydantic import (
 
 from megatron_grpo.config.data import DataConfig
 from megatron_grpo.config.reward import RewardConfig
-from megatron_grpo.config.rollout import LEAST_TEMPERATURE
+from megatron_grpo.config.rollout import MIN_TEMPERATURE
 from megatron_grpo.config.section import Section
 
 SET_NAME = re.compile(r"[\w-]+", re.ASCII)
@@ -71,10 +71,10 @@ class EvalSet(Section):
                 f"temperature 0 makes num_generations {self.num_generations} identical "
                 "completions of a prompt: use num_generations 1, or a temperature above 0"
             )
-        if self.temperature is not None and 0 < self.temperature < LEAST_TEMPERATURE:
+        if self.temperature is not None and 0 < self.temperature < MIN_TEMPERATURE:
             raise ValueError(
-                f"temperature {self.temperature} would be raised to {LEAST_TEMPERATURE}: use 0, "
-                f"or at least {LEAST_TEMPERATURE}"
+                f"temperature {self.temperature} would be raised to {MIN_TEMPERATURE}: use 0, "
+                f"or at least {MIN_TEMPERATURE}"
             )
         if self.top_k < 1 and self.top_k != -1:
             raise ValueError(f"top_k {self.top_k}: use -1 for all tokens, or at least 1")

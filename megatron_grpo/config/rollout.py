@@ -7,7 +7,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_va
 
 from megatron_grpo.config.section import Section
 
-LEAST_TEMPERATURE = 0.01
+MIN_TEMPERATURE = 0.01
 """vLLM raises any lower temperature to this, except 0, which is greedy."""
 
 
@@ -23,7 +23,7 @@ class RolloutConfig(Section):
     """Number of engines; default: the number of base_urls, or 1 without any."""
     tensor_parallel_size: PositiveInt = 1
     """Tensor-parallel ranks of each engine: at most the GPUs of a node, or a multiple of them."""
-    temperature: float = Field(default=1.0, ge=LEAST_TEMPERATURE)
+    temperature: float = Field(default=1.0, ge=MIN_TEMPERATURE)
     """Sampling temperature, at least 0.01; the trainer also divides its logits by it."""
     top_p: float = 1.0
     """Must be 1.0: the trainer cannot reproduce a truncated distribution."""

@@ -3,18 +3,18 @@
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.generation import Generation
-from megatron_grpo.engines.http import EngineError, EnginesLost, EnginesOut
-from megatron_grpo.engines.pool import Fleet
+from megatron_grpo.engines.http import EngineError, NoServingEngine, RolloutAborted
+from megatron_grpo.engines.pool import EnginePool
 from megatron_grpo.engines.push_protocol import WorkerSums
 from megatron_grpo.engines.server import EngineServers
 
 __all__ = [
     "EngineError",
+    "EnginePool",
     "EngineServers",
-    "EnginesLost",
-    "EnginesOut",
-    "Fleet",
     "Generation",
+    "NoServingEngine",
+    "RolloutAborted",
     "RolloutClient",
     "Sample",
     "WorkerSums",

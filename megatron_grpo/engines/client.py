@@ -14,10 +14,10 @@ from megatron_grpo.engines.dispatch import Dealing
 from megatron_grpo.engines.engine import Engine, Json, Patience
 from megatron_grpo.engines.generation import Requests
 from megatron_grpo.engines.http import EngineDown, EngineError, connect
-from megatron_grpo.engines.pool import Fleet
+from megatron_grpo.engines.pool import EnginePool
 from megatron_grpo.engines.push_protocol import WorkerSums, check_reports
 from megatron_grpo.launch.process import Preempted
-from megatron_grpo.workers.tasks import beside, together
+from megatron_grpo.workers.tasks import gather_all, run_with
 
 POLL_SECONDS = 0.1
 
@@ -36,7 +36,7 @@ class RolloutClient:
     requests and is counted as lost at the next `assemble`.
     """
 
-    def __init__(self, fleet: Fleet, rollout: RolloutConfig) -> None:
+    def __init__(self, fleet: EnginePool, rollout: RolloutConfig) -> None:
         self.fleet = fleet
         self._rollout = rollout
         self._is_cancelled = False
@@ -51,13 +51,13 @@ class RolloutClient:
         Open requests are dealt to the serving engines in contiguous, equal shares, and some move
         when one has room (`Dealing`); a follow-up request goes to the engine that answered its
         predecessor. Requests that a lost engine left unanswered are dealt to the remaining engines
-        when those have finished their own.
-        Raises EnginesOut when no engine is left; calling again with the same `generation` keeps the
-        answers received so far. Raises Preempted once `cancel` was called.
+        when those have finished their own. Raises NoServingEngine when no engine is left; calling
+        again with the same `generation` keeps the answers received so far. Raises Preempted once
+        `cancel` was called.
         """
 
         async def until_answered() -> None:
-            async with beside(self._raise_when_cancelled()):
+            async with run_with(self._raise_when_cancelled()):
                 await generation.settle()
                 while generation.open:
                     await Dealing(self.fleet, self._connect, generation).run()
@@ -81,19 +81,19 @@ class RolloutClient:
 
         An engine that came back takes part if `check` accepts the parameters of its workers, that
         is, does not raise ValueError. As long as one engine is healthy, no other is waited for.
-        Otherwise, wait up to `rollout.startup_timeout` seconds for one, then raise EnginesLost,
+        Otherwise, wait up to `rollout.startup_timeout` seconds for one, then raise RolloutAborted,
         which says how each ended.
 
         Returns the number of engines, and an id that changes when one joins, leaves or restarts.
         """
         for url, error in self._failed.items():
-            self.fleet.lose(url, str(error))
+            self.fleet.mark_dead(url, str(error))
         self._failed = {}
         deadline = time.monotonic() + self._rollout.startup_timeout
         while not self._find_well(check):
             if self._is_cancelled:
                 raise Preempted("the wait for an engine was given up")
-            self.fleet.check_hope(deadline)
+            self.fleet.raise_if_all_dead(deadline)
             time.sleep(POLL_SECONDS)
         if self._chain != self.fleet.up:
             self._chain = self.fleet.up
@@ -106,9 +106,9 @@ class RolloutClient:
                 [workers] = self._on([url], _describe, {})
                 check(workers)
             except (EngineError, ValueError) as error:  # whatever answers there now is unusable
-                self.fleet.lose(url, str(error))
+                self.fleet.mark_dead(url, str(error))
             else:
-                self.fleet.welcome(url)
+                self.fleet.mark_recovered(url)
         return bool(self.fleet.up)
 
     def describe_parameters(self) -> dict[str, list[EngineReport]]:
@@ -175,7 +175,7 @@ class RolloutClient:
             lives = [
                 life for url in (*came_back, *up) if (life := self.fleet.life(url)) not in asleep
             ]
-            rested = asyncio.run(together(self._rest(url) for url, _ in lives))
+            rested = asyncio.run(gather_all(self._rest(url) for url, _ in lives))
             asleep.update(life for life, rests in zip(lives, rested, strict=True) if rests)
             if self._is_cancelled or asleep.issuperset(self.fleet.starting):
                 return
@@ -184,10 +184,10 @@ class RolloutClient:
     async def _rest(self, url: str) -> bool:
         """Let an engine sleep; returns whether it does."""
         try:
-            async with self._connect(url) as engine, beside(engine.watch(lambda: None)):
+            async with self._connect(url) as engine, run_with(engine.watch(lambda: None)):
                 await engine.sleep()
         except (EngineError, TimeoutError) as error:
-            self.fleet.lose(url, str(error))
+            self.fleet.mark_dead(url, str(error))
             return False
         return True
 
@@ -225,7 +225,7 @@ class RolloutClient:
 
         async def on(url: str) -> T:
             try:
-                async with self._connect(url) as engine, beside(engine.watch(progress)):
+                async with self._connect(url) as engine, run_with(engine.watch(progress)):
                     return await action(engine)
             except TimeoutError as error:
                 failed[url] = EngineDown(str(error))
@@ -234,7 +234,7 @@ class RolloutClient:
                 failed[url] = error
                 raise
 
-        return asyncio.run(together(map(on, urls)))
+        return asyncio.run(gather_all(map(on, urls)))
 
     @asynccontextmanager
     async def _connect(self, url: str) -> AsyncIterator[Engine]:

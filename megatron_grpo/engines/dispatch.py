@@ -18,9 +18,9 @@ from typing import NoReturn, TypeVar
 
 from megatron_grpo.engines.engine import Choice, Counts, Engine, Json
 from megatron_grpo.engines.generation import Requests
-from megatron_grpo.engines.http import EngineDown, EngineError, EnginesOut, EngineStale
-from megatron_grpo.engines.pool import Fleet
-from megatron_grpo.workers.tasks import beside, task_group, together
+from megatron_grpo.engines.http import EngineDown, EngineError, EngineStale, NoServingEngine
+from megatron_grpo.engines.pool import EnginePool
+from megatron_grpo.workers.tasks import gather_all, run_with, task_group
 
 POLL_INTERVAL = 0.05
 RESUME_SECONDS = 2.0
@@ -71,7 +71,7 @@ class Assignment:
         end, so that it held them throughout.
         """
         self._engine = engine
-        async with beside(engine.watch(self._progress, self._note)):
+        async with run_with(engine.watch(self._progress, self._note)):
             push = await engine.push_of(self._policy_version)
             self._first = self._latest = await engine.counts()
             async with task_group() as self._group:
@@ -211,17 +211,17 @@ T = TypeVar("T")
 class Dealing:
     """All open `requests`, dealt to the engines of the `fleet` that serve.
 
-    Raises EnginesOut if none does.
+    Raises NoServingEngine if none does.
     """
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: EnginePool,
         connect: Callable[[str], AbstractAsyncContextManager[Engine]],
         requests: Requests,
     ) -> None:
         if not (serving := fleet.serving):
-            raise EnginesOut(f"no rollout engine serves:\n{fleet.account()}")
+            raise NoServingEngine(f"no rollout engine serves:\n{fleet.status_report()}")
         self._fleet, self._connect, self._are_movable = fleet, connect, requests.are_movable
         self._is_over = asyncio.Event()
         shares = equal_shares([*requests.open.items()], len(serving))
@@ -234,8 +234,8 @@ class Dealing:
 
     async def run(self) -> None:
         """Return when the engines have answered all requests but those of lost engines."""
-        async with beside(self._balance()):
-            await together(map(self._serve, [*self._assignments]))
+        async with run_with(self._balance()):
+            await gather_all(map(self._serve, [*self._assignments]))
 
     async def _serve(self, url: str) -> None:
         """Have an engine answer what it is assigned; it is lost, or left out, if it cannot."""
@@ -243,9 +243,9 @@ class Dealing:
             async with self._connect(url) as engine:
                 await self._assignments[url].answer(engine, self._is_over)
         except EngineStale as error:
-            self._fleet.leave_out(url, str(error))
+            self._fleet.mark_stale(url, str(error))
         except (EngineDown, TimeoutError) as error:  # late with an answer other than completions
-            self._fleet.lose(url, str(error))
+            self._fleet.mark_dead(url, str(error))
         del self._assignments[url]
         self._check_over()
 

@@ -84,11 +84,11 @@ class EngineStale(EngineError):
     """An engine is healthy but holds no complete weights: it needs a push before it can serve."""
 
 
-class EnginesOut(EngineError):
+class NoServingEngine(EngineError):
     """No engine is serving now, but some may after the next push."""
 
 
-class EnginesLost(EngineError):
+class RolloutAborted(EngineError):
     """Generations have ended for good, on all ranks, which save and stop.
 
     Mostly because no engine serves and none came back in time; but also when rewards or

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from megatron_grpo.config.rollout import RolloutConfig
-from megatron_grpo.engines.http import HEALTH_TIMEOUT, EnginesLost, is_healthy
+from megatron_grpo.engines.http import HEALTH_TIMEOUT, RolloutAborted, is_healthy
 from megatron_grpo.engines.server import EngineServers
 
 MAX_COMEBACKS = 3
@@ -46,7 +46,7 @@ class Member:
     """When it was last started or lost."""
 
 
-class Fleet:
+class EnginePool:
     """The engines, each in one of four states, and the transitions between these.
 
     Only a successful push makes an engine serve. A lost engine that the run started itself is
@@ -89,24 +89,24 @@ class Fleet:
         came_back = []
         for member in map(self._members.__getitem__, asked):
             if end := self._servers.end(member.url):
-                self.lose(member.url, end)
+                self.mark_dead(member.url, end)
             elif member.state is State.DOWN:
                 if answers[member.url]:
                     came_back.append(member.url)
                 elif self._servers.are_ours and self._is_late(member):
-                    self.lose(
+                    self.mark_dead(
                         member.url,
                         f"did not answer within {self._startup_timeout:g} s of its start "
                         "(rollout.startup_timeout)",
                     )
             elif not answers[member.url]:
-                self.lose(
+                self.mark_dead(
                     member.url,
                     f"did not answer within {self._health_timeout:g} s (rollout.health_timeout)",
                 )
         return came_back
 
-    def lose(self, url: str, reason: str) -> None:
+    def mark_dead(self, url: str, reason: str) -> None:
         """Take out an engine that is dead, hangs or is broken, and restart it if it is ours.
 
         Call this only from a thread that lasts as long as the run, and from one thread at a time.
@@ -114,7 +114,7 @@ class Fleet:
         member = self._members[url]
         end = self._servers.kill(url) if self._servers.are_ours else ""
         reason = (end or reason).removeprefix(f"rollout engine {url} ")
-        member.reason = reason + self._servers.last_words(url)
+        member.reason = reason + self._servers.log_tail(url)
         member.num_recent_losses += 1
         member.num_losses += 1
         member.is_missed = True
@@ -131,14 +131,14 @@ class Fleet:
             member.state, then = State.DOWN, "it is used again once it answers and has new weights"
         _say(f"rollout engine {url} is lost: {reason}; {then}")
 
-    def leave_out(self, url: str, reason: str) -> None:
+    def mark_stale(self, url: str, reason: str) -> None:
         """Let a healthy engine wait for the next push."""
         member = self._members[url]
         member.state, member.is_missed = State.STALE, True
         member.reason = reason.removeprefix(f"rollout engine {url} ")
         _say(f"rollout engine {url} is out until the next push: {member.reason}")
 
-    def welcome(self, url: str) -> None:
+    def mark_recovered(self, url: str) -> None:
         """Let an engine that answers again wait for the next push."""
         self._members[url].state = State.STALE
 
@@ -162,12 +162,12 @@ class Fleet:
         for url in self.serving:
             self._members[url].num_recent_losses = 0
 
-    def check_hope(self, deadline: float) -> None:
-        """Raise EnginesLost when no engine can come back or `deadline` (monotonic) has passed."""
+    def raise_if_all_dead(self, deadline: float) -> None:
+        """Raise RolloutAborted if no engine can come back, or after `deadline` (monotonic)."""
         if time.monotonic() > deadline or not self._in(State.STALE, State.DOWN):
-            raise EnginesLost(f"no rollout engine serves any more:\n{self.account()}")
+            raise RolloutAborted(f"no rollout engine serves any more:\n{self.status_report()}")
 
-    def account(self) -> str:
+    def status_report(self) -> str:
         """One line for each engine that does not serve, with the reason."""
         out = [member for member in self._members.values() if member.state is not State.SERVING]
         return "\n".join(f"rollout engine {member.url} {member.reason}" for member in out)

@@ -94,7 +94,7 @@ class EngineServers:
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"rollout engine {waiting[0]} did not answer within {timeout:g} s "
-                    f"(rollout.startup_timeout){self.last_words(waiting[0])}"
+                    f"(rollout.startup_timeout){self.log_tail(waiting[0])}"
                 )
             time.sleep(0.1)
 
@@ -102,7 +102,7 @@ class EngineServers:
         """Raise EngineError if an engine is dead, naming it and showing the end of its log."""
         for url in self.base_urls:
             if end := self.end(url):
-                raise EngineError(f"rollout engine {url} {end}{self.last_words(url)}")
+                raise EngineError(f"rollout engine {url} {end}{self.log_tail(url)}")
 
     @property
     def are_ours(self) -> bool:
@@ -113,9 +113,9 @@ class EngineServers:
         """How the engine at `url` ended; empty while it runs or if it was not started here."""
         return self._engine(url).tied.end() if self.are_ours else ""
 
-    def last_words(self, url: str) -> str:
+    def log_tail(self, url: str) -> str:
         """The end of the log of an engine started here, to be appended to an error message."""
-        return f"; {self._engine(url).last_words()}" if self.are_ours else ""
+        return f"; {self._engine(url).log_tail()}" if self.are_ours else ""
 
     def kill(self, url: str) -> str:
         """Kill an engine of ours and all that it started; returns how it ended by itself, if so."""

@@ -21,7 +21,7 @@ from megatron_grpo.data.samples import Sample, turn_seed
 from megatron_grpo.engines.engine import Choice, Json
 from megatron_grpo.engines.sampling_params import SamplingParams
 from megatron_grpo.environments import EnvironmentFailed, EnvironmentPool, Instance, Step
-from megatron_grpo.workers.tasks import together
+from megatron_grpo.workers.tasks import gather_all
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -316,7 +316,7 @@ class DialogueGeneration:
 
     async def settle(self) -> None:
         """Wait for all outstanding answers of environments."""
-        await together(map(self._settle, self.dialogues))
+        await gather_all(map(self._settle, self.dialogues))
 
     async def take(self, number: int, choice: Choice, url: str) -> Json | None:
         """Process a turn from the engine at `url`; returns the next request, None at the end."""

@@ -162,8 +162,8 @@ class Evaluation:
         """Sample all prompts from the served weights `policy_version`, and score the samples.
 
         Calls `show` with the numbers of finished prompts and of all prompts. Raises what
-        `RolloutClient.generate` and `RewardPool.score` raise; after EnginesOut, a call for the same
-        version continues where it stopped.
+        `RolloutClient.generate` and `RewardPool.score` raise; after NoServingEngine, a call for the
+        same version continues where it stopped.
         """
         num_samples = self._view.eval.num_generations
         size = len(self.prompts) * num_samples
@@ -338,8 +338,8 @@ class Evaluations:
     ) -> dict[str, Evaluated]:
         """The results by the name of the set; `show` is called with that name first.
 
-        Otherwise like `Evaluation.run`: after EnginesOut, a call for the same version continues
-        where it stopped.
+        Otherwise like `Evaluation.run`: after NoServingEngine, a call for the same version
+        continues where it stopped.
         """
         for name, evaluation in self._evaluations.items():
             if name not in self._done:

@@ -66,7 +66,7 @@ PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 """What a network file system returns while its server is away."""
 
 
-def is_mistake(error: BaseException) -> bool:
+def is_user_error(error: BaseException) -> bool:
     """Whether `error`, raised before the first step, is a mistake in config, model or data.
 
     Then the same command would fail again. After a transient error it may succeed.

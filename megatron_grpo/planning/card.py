@@ -12,7 +12,7 @@ from megatron_grpo.weight_sync import worker_dtypes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Card:
+class GpuSpec:
     """A GPU of a node; rates are bytes or operations per second from its data sheet."""
 
     memory: int
@@ -29,23 +29,23 @@ class Card:
 
 
 CARDS = {
-    "a100": Card(
+    "a100": GpuSpec(
         memory=85 * 10**9, flops=312e12, memory_rate=2.039e12, node_rate=300e9, network_rate=25e9
     ),
-    "h100": Card(
+    "h100": GpuSpec(
         memory=85 * 10**9, flops=989e12, memory_rate=3.35e12, node_rate=450e9, network_rate=50e9
     ),
-    "h200": Card(
+    "h200": GpuSpec(
         memory=150 * 10**9, flops=989e12, memory_rate=4.8e12, node_rate=450e9, network_rate=50e9
     ),
-    "b200": Card(
+    "b200": GpuSpec(
         memory=191 * 10**9, flops=2250e12, memory_rate=8e12, node_rate=900e9, network_rate=50e9
     ),
 }
 """SXM modules in NVIDIA HGX and DGX nodes, with one network card per GPU."""
 
 
-def card_named(name: str) -> Card:
+def card_named(name: str) -> GpuSpec:
     """The card `name` of `CARDS`; ValueError that lists the known names otherwise."""
     if name not in CARDS:
         raise ValueError(f"unknown GPU {name!r}: --gpu must be one of {', '.join(CARDS)}")

@@ -10,11 +10,11 @@ from pathlib import Path
 from checkpoint_convert import ModelShape, read_shape
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
-from megatron_grpo.planning.card import Card, card_named
+from megatron_grpo.planning.card import GpuSpec, card_named
 from megatron_grpo.planning.job_plan import (
     JobPlan,
     PromptSharing,
-    least_gpus,
+    min_gpus,
     not_counted,
     plan_job,
 )
@@ -189,7 +189,7 @@ def print_suggestions(
     """Print layouts that fit; ValueError if none does."""
     card, shape = card_named(gpu), read_shape(cfg.model.path)
     lengths = _lengths(cfg, shape, lengths_file)
-    num_gpus = num_gpus or least_gpus(cfg, card, engine_bytes(cfg, shape, card))
+    num_gpus = num_gpus or min_gpus(cfg, card, engine_bytes(cfg, shape, card))
     suggestions = suggest(cfg, shape, card, lengths, num_gpus)
     if as_json:
         print(json.dumps([suggestion.as_json() for suggestion in suggestions]))
@@ -217,7 +217,7 @@ def _less_work(cfg: Config, lengths: Sequence[int]) -> str:
 
 
 def _too_large(
-    cfg: Config, shape: ModelShape, card: Card, lengths: Sequence[int], plan: JobPlan
+    cfg: Config, shape: ModelShape, card: GpuSpec, lengths: Sequence[int], plan: JobPlan
 ) -> str:
     stage = plan.fullest
     text = (

@@ -7,7 +7,7 @@ from typing import Any
 from checkpoint_convert import ModelShape, check_divisible
 from megatron_grpo.config.config import Config
 from megatron_grpo.launch.launch import check_engine_size, place
-from megatron_grpo.planning.card import Card
+from megatron_grpo.planning.card import GpuSpec
 from megatron_grpo.planning.memory import (
     EngineBytes,
     StageMemory,
@@ -95,18 +95,18 @@ class JobPlan:
 def plan_job(
     cfg: Config,
     shape: ModelShape,
-    card: Card,
+    card: GpuSpec,
     lengths: Sequence[int],
     num_gpus: int | None,
 ) -> JobPlan:
-    """Plan `cfg` on `num_gpus` GPUs; None takes `least_gpus`.
+    """Plan `cfg` on `num_gpus` GPUs; None takes `min_gpus`.
 
     `lengths`, ascending, are token counts of sequences typical of the job. Raises ValueError, with
     a legal value, for anything that cannot be split, placed, packed or loaded.
     """
     check_divisible(shape, cfg.dims)
     engine = engine_bytes(cfg, shape, card)
-    num_gpus = num_gpus or least_gpus(cfg, card, engine)
+    num_gpus = num_gpus or min_gpus(cfg, card, engine)
     is_shared = shares_gpus(cfg, card, num_gpus)
     beside = engine if is_shared else None
     in_node = num_gpus <= card.per_node
@@ -130,7 +130,7 @@ def _shared_prompts(
     cfg: Config,
     shape: ModelShape,
     states: Sequence[StateBytes],
-    card: Card,
+    card: GpuSpec,
     lengths: Sequence[int],
 ) -> dict[bool, PromptSharing]:
     steps = {}
@@ -149,7 +149,7 @@ def not_counted(cfg: Config) -> list[str]:
     return ["grpo.shared_prompts"] if cfg.grpo.shared_prompts and not is_counted else []
 
 
-def shares_gpus(cfg: Config, card: Card, num_gpus: int) -> bool:
+def shares_gpus(cfg: Config, card: GpuSpec, num_gpus: int) -> bool:
     """Whether ranks and engines of a job share its GPUs when placed by `place`.
 
     Raises ValueError if the GPUs are too few, or if nodes of this card cannot hold the ranks or the
@@ -175,7 +175,7 @@ def shares_gpus(cfg: Config, card: Card, num_gpus: int) -> bool:
     return is_shared or ranks + engines > num_gpus
 
 
-def least_gpus(cfg: Config, card: Card, engine: EngineBytes | None) -> int:
+def min_gpus(cfg: Config, card: GpuSpec, engine: EngineBytes | None) -> int:
     """GPUs of the fewest whole nodes that hold the job; part of one node if that is enough.
 
     Ranks and engines take the same nodes, unless one `engine` alone fills what a plan may use of a

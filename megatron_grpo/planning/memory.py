@@ -9,7 +9,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines.vllm_args import engine_number
 from megatron_grpo.planning.activations import forward_bytes, head_bytes, stage_activations
-from megatron_grpo.planning.card import ITEMSIZE, Card, worker_itemsizes
+from megatron_grpo.planning.card import ITEMSIZE, GpuSpec, worker_itemsizes
 from megatron_grpo.planning.state import StateBytes
 from megatron_grpo.weight_sync import engine_dims, shard_bytes
 
@@ -72,7 +72,7 @@ class StageMemory:
         return asdict(self) | {"worst_phase": self.worst, "total": self.total}
 
 
-def memory_limit(card: Card) -> int:
+def memory_limit(card: GpuSpec) -> int:
     """Bytes of a card that a plan may use."""
     return round((1 - RESERVE) * card.memory)
 
@@ -82,7 +82,7 @@ def fullest_stage(stages: Sequence[StageMemory]) -> StageMemory:
     return max(stages, key=lambda stage: stage.total)
 
 
-def engine_bytes(cfg: Config, shape: ModelShape, card: Card) -> EngineBytes | None:
+def engine_bytes(cfg: Config, shape: ModelShape, card: GpuSpec) -> EngineBytes | None:
     """What an engine of `cfg` takes of each GPU; None if rollouts do not come from vLLM.
 
     Raises ValueError if its weights do not fit there.
@@ -128,7 +128,7 @@ def _token_bytes(cfg: Config, shape: ModelShape) -> int:
     return shape.num_layers * elements * _cache_itemsize(cfg)
 
 
-def _cache_bytes(rollout: RolloutConfig, card: Card, weights: int, per_token: int) -> int:
+def _cache_bytes(rollout: RolloutConfig, card: GpuSpec, weights: int, per_token: int) -> int:
     """Bytes of an engine's cache: `kv_cache_memory_bytes`, or what weights leave of its share."""
     engine = _engine(rollout, card, weights)
     given = engine_number(rollout.vllm, "kv_cache_memory_bytes")
@@ -151,7 +151,7 @@ def _cache_bytes(rollout: RolloutConfig, card: Card, weights: int, per_token: in
     return given
 
 
-def _engine(rollout: RolloutConfig, card: Card, weights: int) -> str:
+def _engine(rollout: RolloutConfig, card: GpuSpec, weights: int) -> str:
     """How a message about the size of an engine begins."""
     return (
         f"an engine of rollout.tensor_parallel_size {rollout.tensor_parallel_size} has "
@@ -159,7 +159,7 @@ def _engine(rollout: RolloutConfig, card: Card, weights: int) -> str:
     )
 
 
-def _way_out(cfg: Config, shape: ModelShape, card: Card) -> str:
+def _way_out(cfg: Config, shape: ModelShape, card: GpuSpec) -> str:
     """Advice for an engine whose GPUs cannot hold its weights: the fewest that can."""
     sizes = [
         size

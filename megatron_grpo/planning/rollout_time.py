@@ -9,7 +9,7 @@ from checkpoint_convert import ModelShape
 from checkpoint_convert.vllm import first_worker_layout
 from megatron_grpo.config.config import Config
 from megatron_grpo.engines.vllm_args import engine_number
-from megatron_grpo.planning.card import ITEMSIZE, Card, worker_itemsizes
+from megatron_grpo.planning.card import ITEMSIZE, GpuSpec, worker_itemsizes
 from megatron_grpo.planning.memory import EngineBytes
 from megatron_grpo.planning.step_time import active_weights
 from megatron_grpo.planning.workload import spread
@@ -41,7 +41,7 @@ class RolloutTime:
 
 
 def rollout_time(
-    cfg: Config, shape: ModelShape, engine: EngineBytes, card: Card, lengths: Sequence[int]
+    cfg: Config, shape: ModelShape, engine: EngineBytes, card: GpuSpec, lengths: Sequence[int]
 ) -> RolloutTime | None:
     """A lower bound on one generation whose sequences are distributed as `lengths` (ascending) are.
 
@@ -122,7 +122,7 @@ def _expert_passes(shape: ModelShape, completions: Sequence[int]) -> float:
     return sum(n * (1 - missed**b) for n, b in zip(steps, running, strict=True))
 
 
-def _summed_bytes(cfg: Config, shape: ModelShape, card: Card) -> int:
+def _summed_bytes(cfg: Config, shape: ModelShape, card: GpuSpec) -> int:
     """Bytes of a token that each node of an engine at least sends, and receives; 0 on one node.
 
     After attention and after the MLP or the experts, all workers add up hidden states. Whatever the

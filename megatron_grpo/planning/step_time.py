@@ -8,7 +8,7 @@ from math import prod
 from checkpoint_convert import ModelShape, hf_tensors
 from megatron_grpo.config.config import Config
 from megatron_grpo.planning.activations import layer_kinds, recomputed_layers, recomputed_parts
-from megatron_grpo.planning.card import ITEMSIZE, Card
+from megatron_grpo.planning.card import ITEMSIZE, GpuSpec
 from megatron_grpo.planning.state import GRADIENT_BYTES, StateBytes, expert_shards
 from megatron_grpo.planning.workload import Computed, Workload
 from parallel import ParallelDims, pipeline_layers
@@ -59,7 +59,7 @@ class StepTime:
 
 
 def step_time(
-    cfg: Config, shape: ModelShape, states: Sequence[StateBytes], work: Workload, card: Card
+    cfg: Config, shape: ModelShape, states: Sequence[StateBytes], work: Workload, card: GpuSpec
 ) -> StepTime:
     """The time of one optimizer step of `cfg`; `states` is what each stage holds."""
     dims, flops = cfg.dims, stage_flops(cfg, shape, work.computed)
@@ -148,7 +148,7 @@ def _part(name: str, shape: ModelShape) -> str:
 
 
 def _links(
-    cfg: Config, shape: ModelShape, states: Sequence[StateBytes], work: Workload, card: Card
+    cfg: Config, shape: ModelShape, states: Sequence[StateBytes], work: Workload, card: GpuSpec
 ) -> list[LinkUse]:
     """What the ranks of each axis send each other, on the stage that sends most.
 
@@ -268,7 +268,7 @@ def _pipeline_sends(dims: ParallelDims, forwards: float) -> float:
     )
 
 
-def push_link(num_bytes: int, card: Card, *, in_node: bool) -> LinkUse:
+def push_link(num_bytes: int, card: GpuSpec, *, in_node: bool) -> LinkUse:
     """The weights of one engine worker, which it receives once per generation."""
     return _link("push", num_bytes, in_node, card)
 
@@ -278,7 +278,7 @@ def _of(size: int) -> float:
     return (size - 1) / size
 
 
-def _link(purpose: str, num_bytes: float, in_node: bool, card: Card) -> LinkUse:
+def _link(purpose: str, num_bytes: float, in_node: bool, card: GpuSpec) -> LinkUse:
     rate = card.node_rate if in_node else card.network_rate
     return LinkUse(
         purpose=purpose, num_bytes=round(num_bytes), in_node=in_node, seconds=num_bytes / rate

@@ -12,8 +12,8 @@ from rich.progress import track
 from checkpoint_convert import ModelShape, check_divisible
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.train import ParallelConfig
-from megatron_grpo.planning.card import Card
-from megatron_grpo.planning.job_plan import least_gpus, not_counted, shares_gpus
+from megatron_grpo.planning.card import GpuSpec
+from megatron_grpo.planning.job_plan import min_gpus, not_counted, shares_gpus
 from megatron_grpo.planning.memory import (
     EngineBytes,
     StageMemory,
@@ -70,7 +70,7 @@ class Suggestion:
 
 
 def suggest(
-    cfg: Config, shape: ModelShape, card: Card, lengths: Sequence[int], num_gpus: int
+    cfg: Config, shape: ModelShape, card: GpuSpec, lengths: Sequence[int], num_gpus: int
 ) -> list[Suggestion]:
     """Layouts of the trainer that fit `num_gpus` with the engines of `cfg`, fastest first.
 
@@ -111,12 +111,12 @@ def suggest(
 
 
 def _with_engines(
-    cfg: Config, card: Card, engine: EngineBytes | None, num_gpus: int
+    cfg: Config, card: GpuSpec, engine: EngineBytes | None, num_gpus: int
 ) -> tuple[Config, int]:
     """`cfg` with the engines of a job on `num_gpus` GPUs, and the number of trainer ranks."""
     tensor = cfg.rollout.tensor_parallel_size
     engines = cfg.rollout.num_engines * tensor
-    if cfg.dims.world_size + engines > least_gpus(cfg, card, engine):  # they share
+    if cfg.dims.world_size + engines > min_gpus(cfg, card, engine):  # they share
         update = {"num_engines": max(1, _most_engines(num_gpus, tensor, card)), "base_urls": ()}
         cfg = cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update=update)})
         return cfg, _whole_nodes(num_gpus, card)
@@ -128,7 +128,7 @@ def _with_engines(
     return cfg, _whole_nodes(num_gpus - engines, card)
 
 
-def _most_engines(num_gpus: int, tensor: int, card: Card) -> int:
+def _most_engines(num_gpus: int, tensor: int, card: GpuSpec) -> int:
     """How many engines fit: several on a node, or each on whole nodes."""
     if tensor > card.per_node:
         return num_gpus // tensor
@@ -136,7 +136,7 @@ def _most_engines(num_gpus: int, tensor: int, card: Card) -> int:
     return min(num_gpus // tensor, on_nodes)
 
 
-def _whole_nodes(num_gpus: int, card: Card) -> int:
+def _whole_nodes(num_gpus: int, card: GpuSpec) -> int:
     """The most ranks that these GPUs can have: part of one node, or only full nodes."""
     return num_gpus if num_gpus < card.per_node else num_gpus // card.per_node * card.per_node
 
@@ -155,7 +155,7 @@ def _as_yaml(value: object) -> str:
 def _fitting(
     cfg: Config,
     shape: ModelShape,
-    card: Card,
+    card: GpuSpec,
     lengths: Sequence[int],
     states: Sequence[StateBytes],
     beside: EngineBytes | None,
@@ -188,7 +188,7 @@ def _recomputations(cfg: Config) -> list[dict[str, object]]:
 
 
 def _layouts(
-    cfg: Config, shape: ModelShape, card: Card, num_ranks: int
+    cfg: Config, shape: ModelShape, card: GpuSpec, num_ranks: int
 ) -> Iterator[ParallelConfig]:
     """Every division of the ranks over the axes, with sequence parallelism if tensor is above 1.
 
@@ -218,7 +218,7 @@ def _layouts(
                         )
 
 
-def _experts(shape: ModelShape, card: Card, stage_size: int) -> list[int]:
+def _experts(shape: ModelShape, card: GpuSpec, stage_size: int) -> list[int]:
     """Numbers of ranks of a stage over which whole experts can be divided; 1 for a dense model."""
     count = shape.moe.num_experts if shape.moe else 1
     return [size for size in divisors(stage_size) if size <= card.per_node and count % size == 0]

@@ -238,7 +238,7 @@ def reward_metrics(
             "reward/max": float(groups.rewards.max()),
             "reward_std": _std(groups.rewards),
             "reward_group_std": float(groups.std().mean()),
-            "frac_reward_zero_std": float((~groups.has_spread).double().mean()),
+            "frac_reward_zero_std": float((~groups.has_reward_variance).double().mean()),
         }
     for name in rewards[0]:
         values = torch.tensor([scores[name] for scores in rewards], dtype=torch.float64)

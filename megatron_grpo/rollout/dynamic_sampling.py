@@ -32,7 +32,7 @@ class ScoredGroup:
     rewards: Sequence[dict[str, float]]
     totals: Sequence[float]
 
-    def has_spread(self, term: str | None) -> bool:
+    def has_reward_variance(self, term: str | None) -> bool:
         """Whether any two samples that could be scored differ in this term; None: in the total."""
         values = self.totals if term is None else [reward[term] for reward in self.rewards]
         scored = torch.tensor(values, dtype=torch.float64)
@@ -40,7 +40,7 @@ class ScoredGroup:
         return len(scored) > 0 and bool(differ(scored.min(), scored.max()))
 
 
-class Search:
+class DynamicSampler:
     """The search for the groups of one generation: the groups found, and the prompts to try next.
 
     Which prompts are tried depends only on the generation's number and the rewards, so a repeated
@@ -87,8 +87,8 @@ class Search:
         """Take the groups of all `prompts` of this round, and choose those of the next one."""
         for group in groups:
             self._totals += group.totals
-            has_spread = group.has_spread(self._cfg.dynamic_sample_reward)
-            keeps = has_spread or not self._cfg.dynamic_sample
+            has_reward_variance = group.has_reward_variance(self._cfg.dynamic_sample_reward)
+            keeps = has_reward_variance or not self._cfg.dynamic_sample
             (self._found if keeps else self._equal).append(group)
         missing = self._stream.batch_size - len(self._found)
         self.prompts = []

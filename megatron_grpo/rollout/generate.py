@@ -7,14 +7,14 @@ import torch
 
 from checkpoint_convert import ModelShape
 from checkpoint_convert.vllm import check_engine
-from megatron_grpo.batch.experience import Experience, compare
+from megatron_grpo.batch.experience import Experience, compute_advantages
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.prompts import PromptStream, end_tokens, load_prompts
 from megatron_grpo.data.samples import Sample, first_seed
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.generation import Generation
-from megatron_grpo.engines.pool import Fleet
+from megatron_grpo.engines.pool import EnginePool
 from megatron_grpo.engines.sampling_params import SamplingParams
 from megatron_grpo.engines.server import EngineServers
 from megatron_grpo.environments import EnvironmentPool
@@ -22,7 +22,7 @@ from megatron_grpo.environments.multi_turn import DialogueGeneration, Turns
 from megatron_grpo.evaluation.evaluation import Evaluations
 from megatron_grpo.rewards import RewardPools, add_environment_rewards, check_failed, total_rewards
 from megatron_grpo.rewards.builtin import reference_fault
-from megatron_grpo.rollout.dynamic_sampling import ScoredGroup, Search
+from megatron_grpo.rollout.dynamic_sampling import DynamicSampler, ScoredGroup
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.weight_sync import worker_dtypes, worker_layouts
 
@@ -69,7 +69,7 @@ class Rollouter:
         if cfg.environment.name is not None:
             self.environments = EnvironmentPool(cfg.environment)
         tokenizer = load_tokenizer(cfg.model.path)
-        self.engines = RolloutClient(Fleet(self._servers, cfg.rollout), cfg.rollout)
+        self.engines = RolloutClient(EnginePool(self._servers, cfg.rollout), cfg.rollout)
         self._end_tokens = end_tokens(shape, tokenizer, cfg.rollout)
         self._tokenizer = tokenizer
         # The preflight has warned already.
@@ -119,7 +119,9 @@ class Rollouter:
         nothing = torch.zeros(len(samples), dtype=torch.float64)
         return Experience(samples, [], nothing, nothing.long(), nothing)
 
-    def requests(self, search: Search, request: RolloutRequest) -> Generation | DialogueGeneration:
+    def requests(
+        self, search: DynamicSampler, request: RolloutRequest
+    ) -> Generation | DialogueGeneration:
         """The requests of one round of a generation; environments start at once."""
         params = self.sampling_params(request.generation, search.round, request.policy_version)
         if self.environments is None:
@@ -188,7 +190,7 @@ class Rollout:
     def __init__(self, rollouter: Rollouter, request: RolloutRequest) -> None:
         self.request = request
         self._rollouter, self._cfg = rollouter, rollouter.cfg
-        self._search = Search(rollouter.stream, request.generation, self._cfg.grpo)
+        self._search = DynamicSampler(rollouter.stream, request.generation, self._cfg.grpo)
         self._open: Generation | DialogueGeneration | None = None
         """The requests of this round, until all are answered."""
 
@@ -223,7 +225,7 @@ class Rollout:
     def _batch(self, num_engines: int) -> RolloutBatch:
         search = self._search
         groups = search.groups()
-        experience = compare(
+        experience = compute_advantages(
             [sample for group in groups for sample in group.samples],
             [reward for group in groups for reward in group.rewards],
             self._cfg,

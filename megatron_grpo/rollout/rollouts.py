@@ -16,19 +16,19 @@ from typing import TypeVar
 
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
-from megatron_grpo.engines import EngineError, EnginesLost, EnginesOut
+from megatron_grpo.engines import EngineError, NoServingEngine, RolloutAborted
 from megatron_grpo.environments import EnvironmentsLost
 from megatron_grpo.launch.process import Preempted, preempted_instead
 from megatron_grpo.rewards import RewardError
 from megatron_grpo.rollout.generate import Rollout, RolloutBatch, Rollouter, RolloutRequest
-from megatron_grpo.timing import BETWEEN, ROLLOUT, WAIT, PhaseTimer, Timeline
+from megatron_grpo.timing import IDLE, ROLLOUT, WAIT, PhaseTimer, Timeline
 from megatron_grpo.watchdog import Watch
 from parallel.collectives import on_rank_0
 
 Z = TypeVar("Z")
 T = TypeVar("T")
 
-STOPS = (Preempted, EnginesOut, EnginesLost)
+STOPS = (Preempted, NoServingEngine, RolloutAborted)
 """What all ranks raise together when rank 0 does."""
 
 
@@ -37,24 +37,24 @@ def ask_engines(zero: Z | None, ask: Callable[[Z], T], push: Callable[[], None])
 
     `ask` must use engines that hold the current weights. If none serves any more, all ranks `push`
     these, which waits for an engine to come back, and rank 0 asks again. Collective; raises
-    Preempted and EnginesLost on all ranks.
+    Preempted and RolloutAborted on all ranks.
     """
     while True:
         try:
             return on_rank_0(zero, ask, STOPS)
-        except EnginesOut:
+        except NoServingEngine:
             push()
 
 
 @contextmanager
-def as_engines_lost(what: str) -> Iterator[None]:
-    """Turn a failure of `what` in the block into EnginesLost, on which all ranks save and stop."""
+def as_rollout_aborted(what: str) -> Iterator[None]:
+    """Turn a failure of `what` in the block into RolloutAborted: all ranks save and stop."""
     try:
         yield
-    except (EnginesOut, EnginesLost):
+    except (NoServingEngine, RolloutAborted):
         raise
     except (RewardError, TimeoutError, EngineError, EnvironmentsLost) as error:
-        raise EnginesLost(f"{what} failed: {error}") from error
+        raise RolloutAborted(f"{what} failed: {error}") from error
 
 
 class RolloutRunner:
@@ -90,14 +90,14 @@ class RolloutRunner:
     def finish(self, timer: PhaseTimer) -> RolloutBatch:
         """Wait for the generation and return it; without a thread, make it here.
 
-        Raises EnginesOut if engines may come back, and EnginesLost for any other failure, so that
-        the run saves what it has learnt before it ends; Preempted instead of these if the scheduler
-        wants the machine back.
+        Raises NoServingEngine if engines may come back, and RolloutAborted for any other failure,
+        so that the run saves what it has learnt before it ends; Preempted instead of these if the
+        scheduler wants the machine back.
         """
         assert self._rollout is not None
         with (
             preempted_instead(lambda: self._watch.is_preempted),
-            as_engines_lost(f"generation {self._rollout.request.generation}"),
+            as_rollout_aborted(f"generation {self._rollout.request.generation}"),
         ):
             made = self._wait(self._making, timer) if self._making else self._rollout.run(timer)
         self._rollout = self._making = None
@@ -111,7 +111,7 @@ class RolloutRunner:
 
     def _wait(self, making: Future[RolloutBatch], timer: PhaseTimer) -> RolloutBatch:
         """The result of the thread; the watch is told its phases, as each has its own limit."""
-        phase: str | None = BETWEEN
+        phase: str | None = IDLE
         while phase is not None:
             with timer.phase(WAIT, phase):
                 phase = self._phases.get()
@@ -175,8 +175,8 @@ class RolloutScheduler:
         """Wait for the generation in progress, if any; collective.
 
         If no engine is left, the current weights, after `step` steps, are pushed and the generation
-        is requested again from them. Raises Preempted or EnginesLost on all ranks, which gives the
-        generation up.
+        is requested again from them. Raises Preempted or RolloutAborted on all ranks, which gives
+        the generation up.
         """
         if self.pending is None:
             return

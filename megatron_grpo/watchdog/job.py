@@ -94,7 +94,7 @@ def main_stack() -> str:
     return "".join(traceback.format_stack(frame)).rstrip()
 
 
-def odd_ones_out(stacks: Mapping[int, str], progress: Mapping[int, tuple[int, int]]) -> list[int]:
+def stragglers(stacks: Mapping[int, str], progress: Mapping[int, tuple[int, int]]) -> list[int]:
     """The ranks that the others wait for, as far as stacks and progress show; else none.
 
     `progress` increases as a rank advances. If most ranks wait for others in a collective, the ones
@@ -326,7 +326,7 @@ class Job:
                 rank: (member.position.step, member.position.num_ticks)
                 for rank, member in self.members.items()
             }
-            odd = odd_ones_out(told, progress)
+            odd = stragglers(told, progress)
         if not odd:
             return [f"all ranks wait alike; {self.members[0]}:", told[0]]
         lines = [f"{len(odd)} of {self._world_size} ranks are not where the others are:"]

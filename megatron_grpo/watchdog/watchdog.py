@@ -22,9 +22,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DistError, Store
 
-from megatron_grpo.engines import EnginesLost
+from megatron_grpo.engines import RolloutAborted
 from megatron_grpo.launch.launch import RankPlace
-from megatron_grpo.launch.process import EXIT_PREEMPTED, PREEMPTION_SIGNALS, Preempted, is_mistake
+from megatron_grpo.launch.process import (
+    EXIT_PREEMPTED,
+    PREEMPTION_SIGNALS,
+    Preempted,
+    is_user_error,
+)
 from megatron_grpo.rewards import RewardError
 from megatron_grpo.watchdog.job import EXIT_FAILURE, PACE, End, Failure, Limits, Pace, Position
 from megatron_grpo.watchdog.lifeline import Lifeline
@@ -32,7 +37,7 @@ from megatron_grpo.watchdog.monitor import Monitor
 from megatron_grpo.watchdog.wire import MonitorAddress, connect
 
 MAX_TEXT = 1 << 15
-AGREED = (Preempted, EnginesLost)
+AGREED = (Preempted, RolloutAborted)
 """Exceptions that all ranks raise together, after saving."""
 NOTHING_TO_SAVE = End(
     EXIT_PREEMPTED, "megatron-grpo: preempted before the first step; the same command resumes"
@@ -184,7 +189,7 @@ def _failure(error: BaseException, step: int) -> Failure:
         else isinstance(error, DistError) or "gloo" in trace
     )
     is_early = is_ours and step == 0
-    is_for_user = is_early and is_mistake(error)
+    is_for_user = is_early and is_user_error(error)
     if str(error) and (is_early or _is_meant_for_people(error)):
         return Failure(str(error), trace, is_for_user, is_consequence)
     return Failure(trace, "", is_for_user, is_consequence)

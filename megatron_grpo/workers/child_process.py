@@ -31,7 +31,7 @@ KILL_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class TiedProcess:
+class ChildProcess:
     """A running process, the leader of its own process group."""
 
     process: subprocess.Popen[bytes]
@@ -43,7 +43,7 @@ class TiedProcess:
     @classmethod
     def start(
         cls, command: list[str], environment: Mapping[str, str], output: IO[bytes]
-    ) -> "TiedProcess":
+    ) -> "ChildProcess":
         """Start `command`, which writes to `output`.
 
         Linux kills it when the thread that started it ends. So only a thread that lasts as long as
@@ -117,7 +117,7 @@ class EngineProcess:
     log: Path
     log_start: int
     """Size of the log when the engine started: earlier lines are from another run."""
-    tied: TiedProcess
+    tied: ChildProcess
 
     @classmethod
     def start(
@@ -125,12 +125,12 @@ class EngineProcess:
     ) -> "EngineProcess":
         """Start an engine with `command`, reachable at `url`; its output is appended to `log`.
 
-        The thread that calls this must last as long as the run: see `TiedProcess`.
+        The thread that calls this must last as long as the run: see `ChildProcess`.
         """
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
             log_start = output.tell()
-            tied = TiedProcess.start(command, environment, output)
+            tied = ChildProcess.start(command, environment, output)
         return cls(url, command, environment, log, log_start, tied)
 
     @property
@@ -142,7 +142,7 @@ class EngineProcess:
         """Start the same engine again, with the same devices and address."""
         return self.start(self.command, self.environment, self.url, self.log)
 
-    def last_words(self) -> str:
+    def log_tail(self) -> str:
         """The path of its log, with the first error and the last lines in it."""
         return f"{self.log} ends with\n{log_tail(self.log, self.log_start)}"
 

@@ -18,7 +18,7 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
         raise failures.exceptions[0] from None
 
 
-async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+async def gather_all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Run all; the first failure cancels the others, and is raised when they have ended."""
     async with task_group() as group:
         tasks = [group.create_task(coroutine) for coroutine in coroutines]
@@ -26,7 +26,7 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 @asynccontextmanager
-async def beside(watcher: Coroutine[Any, Any, NoReturn]) -> AsyncIterator[None]:
+async def run_with(watcher: Coroutine[Any, Any, NoReturn]) -> AsyncIterator[None]:
     """Run `watcher` concurrently with the block; what it raises ends the block."""
     async with task_group() as group:
         task = group.create_task(watcher)

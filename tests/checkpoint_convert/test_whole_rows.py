@@ -7,7 +7,7 @@ import pytest
 
 from checkpoint_convert import read_shape
 from checkpoint_convert.formats.tensor_io import TensorSource
-from checkpoint_convert.weights import WholeRows, open_weights
+from checkpoint_convert.weights import RowCache, open_weights
 from models import tiny_model
 from parallel import Box
 
@@ -43,7 +43,7 @@ def columns(first, last, rows=(3, 9)):
 def test_columns_are_read_with_their_neighbours_once(weights):
     (num_rows, num_columns) = weights.layout.shapes[NAME]
     whole = weights.tensors.read(NAME, Box.whole((num_rows, num_columns)))
-    source = WholeRows(weights)
+    source = RowCache(weights)
     weights.tensors.boxes.clear()
     for rows in ((3, 9), (9, 10), (0, num_rows), (3, 9)):
         for first, last in ((0, 7), (7, 50), (50, num_columns)):
@@ -55,7 +55,7 @@ def test_columns_are_read_with_their_neighbours_once(weights):
 
 
 def test_whole_rows_go_straight_where_they_belong(weights):
-    source = WholeRows(weights)
+    source = RowCache(weights)
     box = columns(0, weights.layout.shapes[NAME][1])
     target = np.zeros(box.size, np.uint32)
     source.read_into(NAME, box, target)
@@ -67,12 +67,12 @@ def test_rows_too_large_to_be_kept_are_not_read(weights, monkeypatch):
     monkeypatch.setattr("checkpoint_convert.weights._MAX_BYTES", 100)
     box = columns(0, 7)
     expected = weights.tensors.read(NAME, box)
-    assert np.array_equal(WholeRows(weights).read(NAME, box), expected)
+    assert np.array_equal(RowCache(weights).read(NAME, box), expected)
     assert weights.tensors.boxes == [box, box]
 
 
 def test_a_failed_read_is_not_taken_for_rows(weights, monkeypatch):
-    source = WholeRows(weights)
+    source = RowCache(weights)
     expected = source.read(NAME, columns(0, 7))
     other = columns(0, 7, rows=(10, 16))
 

@@ -15,7 +15,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from checkpoint_convert import read_shape
 from distributed import run_ranks
-from megatron_grpo.batch.distribute import share_out
+from megatron_grpo.batch.distribute import split_for_data_parallel
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.prepare import add_logprobs
 from megatron_grpo.config.config import Config
@@ -191,7 +191,7 @@ def gradients_on_rank(
     for name, recipe in RECIPES.items():
         for budget in BUDGETS:
             cfg = config(folder, dims, recipe, budget)
-            [shares] = share_out(experience, 0, CostModel.transformer(64), cfg)
+            [shares] = split_for_data_parallel(experience, 0, CostModel.transformer(64), cfg)
             alignment = Alignment.of(dims, cfg.parallel.sequence_parallel)
             packed = [share.pack(alignment, share_prompts=True) for share in shares]
             tokens = sum(len(batch.tokens) for batches in packed for batch in batches)

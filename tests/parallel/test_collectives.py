@@ -5,7 +5,7 @@ import pytest
 import torch.distributed as dist
 
 from distributed import run_ranks
-from megatron_grpo.launch.process import is_mistake
+from megatron_grpo.launch.process import is_user_error
 from parallel.collectives import first_failure, raise_first_failure
 
 NUMBERS = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ENOSPC)
@@ -22,7 +22,7 @@ def hear(rank: int) -> list[tuple[str, int | None, bool]]:
     for number in NUMBERS:
         with pytest.raises(OSError) as raised:
             raise_first_failure(lambda number=number: fail_on_rank_1(number), OSError)
-        told.append((str(raised.value), raised.value.errno, is_mistake(raised.value)))
+        told.append((str(raised.value), raised.value.errno, is_user_error(raised.value)))
     return told
 
 

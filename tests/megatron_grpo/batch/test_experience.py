@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_grpo.batch.distribute import share_out
-from megatron_grpo.batch.experience import compare, subtract_kl
+from megatron_grpo.batch.distribute import split_for_data_parallel
+from megatron_grpo.batch.experience import compute_advantages, subtract_kl
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
@@ -56,7 +56,7 @@ def scores(*values: float) -> list[dict[str, float]]:
 
 def packed(experience, cfg):
     """For each sequence: which tokens count, their weights and their advantages."""
-    [[share]] = share_out(experience, 0, CostModel(), cfg)
+    [[share]] = split_for_data_parallel(experience, 0, CostModel(), cfg)
     [batch] = share.pack(Alignment(), share_prompts=False)
     of = [batch.completion_mask & (batch.sequence_index == i) for i in range(len(LENGTHS))]
     return [
@@ -67,14 +67,14 @@ def packed(experience, cfg):
 
 def test_a_group_is_all_samples_of_one_prompt():
     cfg = config("grpo.scale_rewards=none")
-    experience = compare(samples(), scores(1, 0, 0, 1), cfg)
+    experience = compute_advantages(samples(), scores(1, 0, 0, 1), cfg)
     assert experience.group_ids.tolist() == [10, 10, 11, 11]
     assert experience.advantages.tolist() == [0.5, -0.5, -0.5, 0.5]
 
 
 def test_a_sample_without_a_score_has_no_token_in_the_loss():
     cfg = config("grpo.scale_rewards=none", "grpo.loss_type=grpo")
-    experience = compare(samples(), scores(1, math.nan, 0, 1), cfg)
+    experience = compute_advantages(samples(), scores(1, math.nan, 0, 1), cfg)
     found = packed(experience, cfg)
     assert [all(mask) for mask, _, _ in found] == [True, False, True, True]
     assert not any(found[1][0])
@@ -87,7 +87,9 @@ def test_what_is_packed_has_the_bits_that_torch_makes_of_the_samples():
     logprobs = [tuple(-1 / (3 + i + k) for k in range(length)) for i, length in enumerate(LENGTHS)]
     masks = [tuple(k % 2 == 0 for k in range(length)) for length in LENGTHS]
     given, cfg = samples(logprobs=logprobs, loss_mask=masks), config()
-    [[share]] = share_out(compare(given, scores(1, 0, 0, 1), cfg), 0, CostModel(), cfg)
+    [[share]] = split_for_data_parallel(
+        compute_advantages(given, scores(1, 0, 0, 1), cfg), 0, CostModel(), cfg
+    )
     [batch] = share.pack(Alignment(), share_prompts=False)
     for i, sample in enumerate(given):
         place = batch.sequence_index == i
@@ -102,13 +104,15 @@ def test_the_overlong_filter_leaves_out_what_met_the_limit():
     reasons = ["stop", "length", "stop", "length"]
     for option, expected in (("true", [True, False, True, False]), ("false", [True] * 4)):
         cfg = config(f"grpo.overlong_filter={option}")
-        found = packed(compare(samples(finish_reason=reasons), scores(1, 0, 0, 1), cfg), cfg)
+        found = packed(
+            compute_advantages(samples(finish_reason=reasons), scores(1, 0, 0, 1), cfg), cfg
+        )
         assert [all(mask) for mask, _, _ in found] == expected
 
 
 def test_the_divergence_is_subtracted_before_rewards_are_compared():
     cfg = config("grpo.scale_rewards=none")
-    experience = compare(samples(), scores(1, 0, 0, 1), cfg)
+    experience = compute_advantages(samples(), scores(1, 0, 0, 1), cfg)
     kl = torch.tensor([2.0, 0, 0, 0], dtype=torch.float64)
     less = subtract_kl(experience, kl, 0.25, cfg)
     assert less.advantages.tolist() == [0.25, -0.25, -0.5, 0.5]
@@ -124,7 +128,7 @@ def test_under_process_supervision_a_token_has_the_steps_that_end_at_it_or_later
         {"exact": exact, "environment": sum(r for _, r in of)}
         for exact, of in zip([1.0, 0.0, math.nan, 1.0], steps, strict=True)
     ]
-    experience = compare(samples(step_rewards=steps), rewards, cfg)
+    experience = compute_advantages(samples(step_rewards=steps), rewards, cfg)
     first = torch.tensor([2.0, 0.0, 1.0, 1.0, 0.0], dtype=torch.float64)  # with the outcomes
     a, b, c, d, e = ((first - first.mean()) / (first.std() + 1e-4)).tolist()
     found = [advantages.tolist() for _, _, advantages in packed(experience, cfg)]
@@ -145,7 +149,7 @@ def test_rewards_that_are_normalized_first_are_then_added_up_by_weight():
         {"exact": exact, "math_answer": answer}
         for exact, answer in zip([100.0, 0, 0, 100], [0.0, 1, 1, 1], strict=True)
     ]
-    advantages = compare(samples(), rewards, cfg).advantages
+    advantages = compute_advantages(samples(), rewards, cfg).advantages
     # Of the first prompt the larger weight decides, not the larger reward.
     assert advantages[0] < 0 < advantages[1]
     assert advantages.mean() == pytest.approx(0, abs=1e-12)
@@ -154,8 +158,8 @@ def test_rewards_that_are_normalized_first_are_then_added_up_by_weight():
 def test_tokens_take_the_experts_that_the_engine_chose_into_training():
     routes = [np.full((1 + length, 2, 3), length, np.uint8) for length in LENGTHS]
     routes[2] = None  # an environment failed before the engine was asked
-    experience = compare(samples(routed_experts=routes), scores(1, 0, 0, 1), config())
-    [[share]] = share_out(experience, 0, CostModel(), config())
+    experience = compute_advantages(samples(routed_experts=routes), scores(1, 0, 0, 1), config())
+    [[share]] = split_for_data_parallel(experience, 0, CostModel(), config())
     [batch] = share.pack(Alignment(), share_prompts=False)
     for i, length in enumerate(LENGTHS):
         of_sequence = batch.routed_experts[batch.sequence_index == i]

@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 
-from megatron_grpo.batch.distribute import Share
+from megatron_grpo.batch.distribute import DataParallelShard
 from parallel.alignment import Alignment
 from parallel.packing import PackedBatch, TokenSequence, pack
 
@@ -60,7 +60,7 @@ def test_a_share_that_was_sent_packs_as_its_sequences_do(
 ) -> None:
     given = sequences(has_known=has_known, process=process, has_routes=process)
     microbatches = [[4, 0, 1], [], [2]]
-    share = pickle.loads(pickle.dumps(Share.of(given, microbatches)))
+    share = pickle.loads(pickle.dumps(DataParallelShard.of(given, microbatches)))
     batches = share.pack(ALIGNMENT, share_prompts=share_prompts)
     known = ["old_logprobs", "high_entropy"] if has_known else []
     for batch, indices in zip(batches, microbatches, strict=True):
@@ -69,7 +69,7 @@ def test_a_share_that_was_sent_packs_as_its_sequences_do(
 
 
 def test_a_rank_without_a_sequence_has_the_values_that_its_peers_have() -> None:
-    [batch] = Share.of(sequences(), [[]]).pack(ALIGNMENT, share_prompts=False)
+    [batch] = DataParallelShard.of(sequences(), [[]]).pack(ALIGNMENT, share_prompts=False)
     assert batch.old_logprobs is not None and batch.high_entropy is not None
     assert batch.ref_logprobs is None
     assert not batch.loss_mask.any()
@@ -85,5 +85,5 @@ def test_nine_bytes_are_sent_for_each_token_of_a_completion() -> None:
         rollout_logprobs=torch.zeros(length),
         response_mask=torch.ones(length, dtype=torch.bool),
     )
-    sent = pickle.dumps(Share.of([long, long], [[0], [1]]))
+    sent = pickle.dumps(DataParallelShard.of([long, long], [[0], [1]]))
     assert 9 * 2 * length < len(sent) < 9.5 * 2 * length

@@ -22,11 +22,11 @@ import pytest
 from engines import largest_logprob_error, random_prompts, running_engine, wait_until
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
-from megatron_grpo.engines import EngineServers, EnginesLost, EnginesOut
+from megatron_grpo.engines import EngineServers, NoServingEngine, RolloutAborted
 from megatron_grpo.engines import engine as engine_module
 from megatron_grpo.engines.engine import Engine
 from megatron_grpo.engines.http import is_healthy
-from megatron_grpo.engines.pool import MAX_COMEBACKS, Fleet
+from megatron_grpo.engines.pool import MAX_COMEBACKS, EnginePool
 from megatron_grpo.engines.server import reserve_port
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.launch.run_dir import bearer, new_token
@@ -166,7 +166,7 @@ def test_with_no_engine_left_what_was_answered_counts_and_a_push_waits_for_one(p
 
     with (
         as_soon_as(lambda: len(generation.engines) == 2, kill_both),
-        pytest.raises(EnginesOut, match="ended with signal SIGKILL"),
+        pytest.raises(NoServingEngine, match="ended with signal SIGKILL"),
     ):
         pair.client.generate(generation)
     assert 0 < len(generation.open) < num_asked
@@ -199,7 +199,7 @@ def test_an_engine_that_dies_whenever_it_starts_stops_the_run(tied_model, tmp_pa
         engine.process.kill()
         with (
             trainer(tied_model, servers, rollout) as ours,
-            pytest.raises(EnginesLost) as lost,
+            pytest.raises(RolloutAborted) as lost,
         ):
             ours.push()
     told = str(lost.value).splitlines()
@@ -218,7 +218,7 @@ def test_an_engine_that_does_not_come_back_in_time_stops_the_run(tied_model, tmp
         with (
             trainer(tied_model, servers, rollout) as ours,
             pytest.raises(
-                EnginesLost, match=f"no rollout engine serves .*\n.*{url} did not answer"
+                RolloutAborted, match=f"no rollout engine serves .*\n.*{url} did not answer"
             ),
         ):
             ours.push()
@@ -325,19 +325,21 @@ class NoServers:
     def no_end(self, url: str) -> str:
         return ""
 
-    kill = restart = end = last_words = no_end
+    kill = restart = end = log_tail = no_end
 
 
-def fleet_of(servers: NoServers, startup_timeout: float = 60.0) -> Fleet:
-    return Fleet(servers, RolloutConfig(startup_timeout=startup_timeout, max_completion_length=16))
+def fleet_of(servers: NoServers, startup_timeout: float = 60.0) -> EnginePool:
+    return EnginePool(
+        servers, RolloutConfig(startup_timeout=startup_timeout, max_completion_length=16)
+    )
 
 
 def test_an_engine_may_be_lost_any_number_of_times_that_serves_whole_generations_in_between():
     fleet = fleet_of(NoServers(are_ours=True))
     for _ in range(MAX_COMEBACKS + 2):
-        fleet.lose(URL, "died")
-        fleet.check_hope(math.inf)
-        fleet.welcome(URL)
+        fleet.mark_dead(URL, "died")
+        fleet.raise_if_all_dead(math.inf)
+        fleet.mark_recovered(URL)
         fleet.finish_push([URL])
         fleet.finish_generation()
 
@@ -350,7 +352,7 @@ def test_an_engine_of_the_run_that_is_late_is_started_once_more(
     startup_timeout, are_ours, num_losses, capfd
 ):
     fleet = fleet_of(NoServers(are_ours), startup_timeout)
-    fleet.lose(URL, "died")
+    fleet.mark_dead(URL, "died")
     assert fleet.check_members() == []
     told = capfd.readouterr().err.splitlines()
     assert len(told) == num_losses and all(f"{URL} is lost: " in line for line in told)
@@ -372,7 +374,7 @@ def test_an_engine_given_by_address_is_waited_for_and_back_after_a_push(
             ours.push()
             before = ours.generate(PROMPTS)
             other.servers.kill(url)
-            with pytest.raises(EnginesOut, match=f"{url} cannot be reached"):
+            with pytest.raises(NoServingEngine, match=f"{url} cannot be reached"):
                 ours.generate(PROMPTS)
             other.servers.restart(url)
             ours.push_again()
@@ -425,7 +427,7 @@ def test_a_vllm_that_answers_probes_and_generates_nothing_is_killed_with_all_its
             processes = [server, *server.children(recursive=True)]
             with (
                 as_soon_as(lambda: generation.engines, engine_core(server).suspend),
-                pytest.raises(EnginesOut, match=f"{url} made no progress for 3 s"),
+                pytest.raises(NoServingEngine, match=f"{url} made no progress for 3 s"),
             ):
                 ours.client.generate(generation)
             assert not any(map(is_alive, processes))

@@ -26,9 +26,9 @@ def run(model, **overrides):
 
 
 def test_completions_do_not_depend_on_their_batch(model):
-    together = run(model)
+    gather_all = run(model)
     alone = [run(model, seeds=[7 + i])[0] for i in range(4)]
-    assert [each.token_ids for each in together] == [each.token_ids for each in alone]
+    assert [each.token_ids for each in gather_all] == [each.token_ids for each in alone]
 
 
 def test_the_others_go_on_when_one_has_ended(model):

@@ -12,7 +12,7 @@ import pytest
 
 from engines import largest_logprob_error, random_prompts, running_engine, served_model
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE
-from megatron_grpo.workers.child_process import TiedProcess
+from megatron_grpo.workers.child_process import ChildProcess
 from runs import TINY_CONFIG
 
 TOKEN = "token-of-two-nodes"
@@ -31,7 +31,7 @@ def two_nodes(model: Path, folder: Path) -> Iterator[str]:
         for rank, address in enumerate(ADDRESSES):
             of_node = [*command, f"--host={address}", f"--node-rank={rank}"]
             log = stack.enter_context((folder / f"node_{rank}.log").open("wb"))
-            stack.callback(TiedProcess.start(of_node, environment, log).kill)
+            stack.callback(ChildProcess.start(of_node, environment, log).kill)
         yield f"http://{ADDRESSES[0]}:{port}"
 
 

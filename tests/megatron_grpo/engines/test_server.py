@@ -17,7 +17,7 @@ from engines import largest_logprob_error, random_prompts, running_engine, wait_
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines import EngineServers
-from megatron_grpo.engines.http import EngineError, EnginesOut, EngineStale
+from megatron_grpo.engines.http import EngineError, EngineStale, NoServingEngine
 from megatron_grpo.engines.push_protocol import LOADED_VERSION
 from megatron_grpo.engines.server import (
     engine_command,
@@ -230,7 +230,7 @@ def test_engines_given_by_address_are_used_as_they_are(tied_model, transformers_
 def test_an_engine_serves_what_it_has_loaded_itself_until_something_is_pushed(tied_model, tmp_path):
     prompts = random_prompts(2)
     with running_engine("transformers", tied_model, tmp_path) as engine:
-        with pytest.raises(EnginesOut, match="it was restarted"):
+        with pytest.raises(NoServingEngine, match="it was restarted"):
             engine.generate(prompts, policy_version=LOADED_VERSION)
         client = engine.client()
         client.assemble(lambda workers: None)

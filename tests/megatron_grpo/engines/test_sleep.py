@@ -17,7 +17,7 @@ from engines import (
     running_engine,
     served_model,
 )
-from megatron_grpo.engines import EnginesOut
+from megatron_grpo.engines import NoServingEngine
 from megatron_grpo.engines.push_protocol import LOADED, PushState
 from megatron_grpo.launch.run_dir import bearer
 from pushes import client_of, push_folder
@@ -44,7 +44,7 @@ def test_an_engine_that_sleeps_has_no_weights_until_a_push_wakes_it(
     client = vllm_engine.client(enable_sleep_mode=True)
     client.sleep()
     assert is_asleep(vllm_engine) and client.fleet.serving == []
-    with pytest.raises(EnginesOut, match="holds no complete weights"):
+    with pytest.raises(NoServingEngine, match="holds no complete weights"):
         vllm_engine.generate(random_prompts(1))
     for folder in (other, tied_model):  # the second push finds it awake
         push_to_sleeping(vllm_engine, folder)

@@ -22,7 +22,7 @@ from environments import environment_pool
 from megatron_grpo.config.file import load_config
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample, turn_seed
-from megatron_grpo.engines import EnginesOut
+from megatron_grpo.engines import NoServingEngine
 from megatron_grpo.engines.engine import PROBE_INTERVAL, Choice, Logprobs, Token
 from megatron_grpo.engines.http import is_healthy
 from megatron_grpo.environments.multi_turn import Dialogue, DialogueGeneration, Turns
@@ -355,7 +355,7 @@ def test_a_dialogue_goes_on_at_another_engine_and_no_step_is_taken_twice(pair, t
 
         with as_soon_as(lambda: len(generation.engines) == 2, kill):
             if num_lost == 2:
-                with pytest.raises(EnginesOut):
+                with pytest.raises(NoServingEngine):
                     pair.client.generate(generation)
             else:
                 samples = pair.client.generate(generation)

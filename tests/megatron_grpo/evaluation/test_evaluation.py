@@ -12,7 +12,7 @@ from engines import random_prompts
 from megatron_grpo.config.eval import EvalConfig
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
-from megatron_grpo.engines.http import EnginesOut
+from megatron_grpo.engines.http import NoServingEngine
 from megatron_grpo.evaluation.evaluation import (
     SERIES_OF_EVALUATION,
     Evaluated,
@@ -218,11 +218,11 @@ def test_with_no_engine_left_it_goes_on_where_it_ended(engine) -> None:
         def score(samples, **limit):
             calls.append(len(samples))
             if len(calls) == 1:
-                fleet.leave_out(url, "planted")
+                fleet.mark_stale(url, "planted")
             return original(samples, **limit)
 
         broken.pool.score = score
-        with pytest.raises(EnginesOut):
+        with pytest.raises(NoServingEngine):
             broken.run(engine.version)
         fleet.finish_push([url])
         assert completions(broken.run(engine.version)) == expected

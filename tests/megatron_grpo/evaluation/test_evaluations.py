@@ -10,7 +10,7 @@ from checkpoint_convert import read_shape
 from checkpoint_convert.tokenizer import load_tokenizer
 from demo.make_sums import sums
 from environments import write_environments
-from megatron_grpo.engines.http import EnginesOut
+from megatron_grpo.engines.http import NoServingEngine
 from megatron_grpo.environments import EnvironmentPool
 from megatron_grpo.evaluation.evaluation import Evaluated, Evaluations, eval_metrics
 from megatron_grpo.rewards import RewardError, RewardPools
@@ -102,12 +102,12 @@ def test_with_no_engine_left_a_set_that_is_done_is_not_sampled_again(engine, dat
         run = second.run
 
         def lost(*arguments) -> Evaluated:
-            broken.client.fleet.leave_out(url, "planted")
+            broken.client.fleet.mark_stale(url, "planted")
             second.run = run
             return run(*arguments)
 
         second.run = lost
-        with pytest.raises(EnginesOut):
+        with pytest.raises(NoServingEngine):
             broken.run()
         broken.client.fleet.finish_push([url])
         broken.shown.clear()

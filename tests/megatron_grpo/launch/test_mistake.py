@@ -3,7 +3,7 @@ import errno
 import pytest
 
 from megatron_grpo.engines.http import EngineError
-from megatron_grpo.launch.process import is_mistake
+from megatron_grpo.launch.process import is_user_error
 
 
 @pytest.mark.parametrize(
@@ -11,7 +11,7 @@ from megatron_grpo.launch.process import is_mistake
     [ValueError("lower it"), FileNotFoundError(errno.ENOENT, "x"), OSError(errno.ENOSPC, "full")],
 )
 def test_somebody_has_to_mend_it(error):
-    assert is_mistake(error)
+    assert is_user_error(error)
 
 
 @pytest.mark.parametrize(
@@ -26,4 +26,4 @@ def test_somebody_has_to_mend_it(error):
     ],
 )
 def test_the_same_command_may_do(error):
-    assert not is_mistake(error)
+    assert not is_user_error(error)

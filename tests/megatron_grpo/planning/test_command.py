@@ -14,7 +14,7 @@ from megatron_grpo.cli import app
 from megatron_grpo.config.file import load_config
 from megatron_grpo.planning.card import CARDS
 from megatron_grpo.planning.command import print_plan, print_suggestions
-from megatron_grpo.planning.job_plan import least_gpus, plan_job, shares_gpus
+from megatron_grpo.planning.job_plan import min_gpus, plan_job, shares_gpus
 from megatron_grpo.planning.memory import EngineBytes, engine_bytes
 from published_models import write_config
 
@@ -181,7 +181,7 @@ def test_a_job_has_the_gpus_on_which_it_can_be_placed(cfg, ranks, engines, tenso
         f"rollout.num_engines={engines}",
         f"rollout.tensor_parallel_size={tensor}",
     )
-    assert least_gpus(job, CARDS["h100"], None) == num_gpus
+    assert min_gpus(job, CARDS["h100"], None) == num_gpus
     assert not shares_gpus(job, CARDS["h100"], num_gpus)
 
 
@@ -189,7 +189,7 @@ def test_engines_that_fill_their_gpus_have_gpus_of_their_own(cfg):
     def num_gpus(share):
         job = cfg(f"rollout.vllm.gpu_memory_utilization={share}")
         card = CARDS["h100"]
-        return least_gpus(job, card, engine_bytes(job, read_shape(job.model.path), card))
+        return min_gpus(job, card, engine_bytes(job, read_shape(job.model.path), card))
 
     assert num_gpus(0.4) == 64  # on those of the ranks
     assert num_gpus(0.9) == 128
@@ -205,7 +205,7 @@ def test_engines_that_fill_their_gpus_have_gpus_of_their_own(cfg):
 )
 def test_engines_over_several_nodes_take_whole_ones(cfg, engine, num_gpus):
     job, card = cfg(*EIGHT_RANKS, *ENGINES_OF_16), CARDS["h100"]
-    assert least_gpus(job, card, engine) == num_gpus
+    assert min_gpus(job, card, engine) == num_gpus
     assert shares_gpus(job, card, num_gpus) is (engine is None)
     with pytest.raises(ValueError, match=r"3 engines.* need 48, but the job has 40"):
         shares_gpus(job, card, 40)
@@ -214,7 +214,7 @@ def test_engines_over_several_nodes_take_whole_ones(cfg, engine, num_gpus):
 def test_an_engine_that_does_not_fill_its_nodes_is_refused(cfg):
     job = cfg(*EIGHT_RANKS, "rollout.num_engines=1", "rollout.tensor_parallel_size=12")
     with pytest.raises(ValueError, match=r"12 does not fill nodes of 8 GPUs: set it to 8.* 16"):
-        shares_gpus(job, CARDS["h100"], least_gpus(job, CARDS["h100"], None))
+        shares_gpus(job, CARDS["h100"], min_gpus(job, CARDS["h100"], None))
 
 
 def test_the_plan_says_how_long_the_nodes_of_an_engine_add_up(cfg, capsys):

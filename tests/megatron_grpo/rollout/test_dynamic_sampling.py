@@ -7,7 +7,7 @@ import pytest
 
 from megatron_grpo.config.grpo import GRPOConfig
 from megatron_grpo.data.prompts import Prompt, PromptStream
-from megatron_grpo.rollout.dynamic_sampling import ScoredGroup, Search
+from megatron_grpo.rollout.dynamic_sampling import DynamicSampler, ScoredGroup
 
 NUM_PROMPTS, BATCH_SIZE = 40, 8
 
@@ -27,12 +27,14 @@ def scored(prompts, is_useful) -> list[ScoredGroup]:
     return [ScoredGroup([p], [{}], [0.1, 0.9 if is_useful(p) else 0.1]) for p in prompts]
 
 
-def found(search: Search) -> list[int]:
+def found(search: DynamicSampler) -> list[int]:
     return [group.samples[0].index for group in search.groups()]
 
 
-def run(is_useful, num_prompts: int = NUM_PROMPTS, **options) -> tuple[Search, list[list[int]]]:
-    search, rounds = Search(stream(num_prompts), 3, config(**options)), []
+def run(
+    is_useful, num_prompts: int = NUM_PROMPTS, **options
+) -> tuple[DynamicSampler, list[list[int]]]:
+    search, rounds = DynamicSampler(stream(num_prompts), 3, config(**options)), []
     while search.prompts:
         rounds.append([prompt.index for prompt in search.prompts])
         search.take(scored(search.prompts, is_useful))
@@ -95,17 +97,17 @@ def test_the_same_generation_tries_the_same_prompts_again():
 
 def test_samples_that_could_not_be_scored_are_no_spread():
     nan = math.nan
-    assert not ScoredGroup([], [], [nan, 0.5, 0.5]).has_spread(None)
-    assert not ScoredGroup([], [], [nan, nan]).has_spread(None)
-    assert ScoredGroup([], [], [nan, 0.5, 0.4]).has_spread(None)
+    assert not ScoredGroup([], [], [nan, 0.5, 0.5]).has_reward_variance(None)
+    assert not ScoredGroup([], [], [nan, nan]).has_reward_variance(None)
+    assert ScoredGroup([], [], [nan, 0.5, 0.4]).has_reward_variance(None)
 
 
 @pytest.mark.parametrize("size", [1.0, 1e6])
 def test_sums_that_were_rounded_differently_are_no_spread(size):
     rounded = [(0.1 + 0.2) * size, 0.3 * size]
     assert rounded[0] != rounded[1]
-    assert not ScoredGroup([], [], rounded).has_spread(None)
-    assert ScoredGroup([], [], [0.3 * size, 0.300001 * size]).has_spread(None)
+    assert not ScoredGroup([], [], rounded).has_reward_variance(None)
+    assert ScoredGroup([], [], [0.3 * size, 0.300001 * size]).has_reward_variance(None)
 
 
 def test_a_length_penalty_is_no_spread_when_accuracy_is_compared():
@@ -114,17 +116,21 @@ def test_a_length_penalty_is_no_spread_when_accuracy_is_compared():
         return ScoredGroup([], rewards, [sum(score) for score in scores])
 
     all_wrong = group((0, 0), (0, -0.5))
-    assert all_wrong.has_spread(None)
-    assert not all_wrong.has_spread("exact")
-    assert group((0, 0), (1, -1)).has_spread("exact")
-    assert not group((0, 0), (1, math.nan)).has_spread("exact")  # only one will be trained on
+    assert all_wrong.has_reward_variance(None)
+    assert not all_wrong.has_reward_variance("exact")
+    assert group((0, 0), (1, -1)).has_reward_variance("exact")
+    assert not group((0, 0), (1, math.nan)).has_reward_variance(
+        "exact"
+    )  # only one will be trained on
 
 
 def test_the_search_compares_the_reward_that_the_config_names():
     def right(prompt: Prompt) -> list[dict[str, float]]:
         return [{"exact": 0.0}, {"exact": float(prompt.index % 2)}]
 
-    search = Search(stream(), 3, config(dynamic_sample_reward="exact", max_resample_times=1))
+    search = DynamicSampler(
+        stream(), 3, config(dynamic_sample_reward="exact", max_resample_times=1)
+    )
     tried = search.prompts
     search.take([ScoredGroup([p], right(p), [0.1, 0.9]) for p in tried])
     odd = [prompt.index for prompt in tried if prompt.index % 2]
@@ -133,14 +139,14 @@ def test_the_search_compares_the_reward_that_the_config_names():
 
 
 def test_unfiltered_metrics_cover_the_groups_of_replaced_prompts():
-    search = Search(stream(), 3, config(max_resample_times=1))
+    search = DynamicSampler(stream(), 3, config(max_resample_times=1))
     search.take([ScoredGroup([p], [], [0.0, math.nan]) for p in search.prompts])
     search.take([ScoredGroup([p], [], [0.0, 1.0]) for p in search.prompts])
     assert search.unfiltered == {"reward": 1 / 3, "frac_reward_zero_std": 0.5}
 
 
 def test_failures_of_prompts_that_were_replaced_count_as_well():
-    search = Search(stream(), 0, config())
+    search = DynamicSampler(stream(), 0, config())
     groups = scored(search.prompts, lambda prompt: True)
     search.take([ScoredGroup(groups[0].samples, [{}], [math.nan, math.nan]), *groups[1:]])
     assert len(search.prompts) == 1
@@ -151,7 +157,7 @@ def test_failures_of_prompts_that_were_replaced_count_as_well():
 
 def test_failures_of_all_rounds_are_counted_beside_all_that_was_scored():
     """So that many rounds with few failures each are not taken for one with many."""
-    search = Search(stream(), 3, config(max_resample_times=2))
+    search = DynamicSampler(stream(), 3, config(max_resample_times=2))
     for _ in range(3):
         prompts = search.prompts
         search.take([ScoredGroup([p], [{}], [math.nan, 0.1]) for p in prompts])

@@ -10,7 +10,7 @@ import pytest
 from checkpoint_convert import read_shape
 from demo.make_sums import sums
 from megatron_grpo.data.samples import Sample
-from megatron_grpo.engines import EnginesOut, Generation
+from megatron_grpo.engines import Generation, NoServingEngine
 from megatron_grpo.engines.engine import Choice, Logprobs, Token
 from megatron_grpo.launch.run_dir import new_token
 from megatron_grpo.rollout.generate import ExperienceSource
@@ -34,7 +34,7 @@ class Engines:
         for number in [*generation.open]:
             asyncio.run(generation.take(number, choice(number), url))
             if len(self.asked) <= self.num_lost:
-                raise EnginesOut("no rollout engine serves")
+                raise NoServingEngine("no rollout engine serves")
         return generation.samples()
 
 
@@ -79,7 +79,7 @@ def test_a_generation_goes_on_with_the_same_weights_and_begins_anew_with_others(
     engines = source.engines = Engines(num_lost=3)
     timer = PhaseTimer(lambda phase: None)
     for version in (1, 1, 2):
-        with pytest.raises(EnginesOut):
+        with pytest.raises(NoServingEngine):
             source.collect(GENERATION, version, timer)
     collected = source.collect(GENERATION, 2, timer)
     asked = [generation for generation, _ in engines.asked]

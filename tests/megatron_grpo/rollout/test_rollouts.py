@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_grpo.engines import EngineError, EnginesLost, EnginesOut
+from megatron_grpo.engines import EngineError, NoServingEngine, RolloutAborted
 from megatron_grpo.environments import EnvironmentsLost
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.rewards import RewardError
@@ -33,11 +33,11 @@ def thread(request):
 
 @pytest.mark.parametrize("kind", [RewardError, TimeoutError, EngineError, EnvironmentsLost])
 def test_what_ends_a_run_lets_all_ranks_save_first(kind, thread):
-    with pytest.raises(EnginesLost, match="generation 3 failed: by fire"):
+    with pytest.raises(RolloutAborted, match="generation 3 failed: by fire"):
         waited_for(kind("by fire"), thread, is_preempted=False)
 
 
-@pytest.mark.parametrize("kind", [EnginesOut, EnginesLost])
+@pytest.mark.parametrize("kind", [NoServingEngine, RolloutAborted])
 def test_engines_that_are_gone_are_told_as_they_are(kind, thread):
     with pytest.raises(kind, match=r"^by fire$"):
         waited_for(kind("by fire"), thread, is_preempted=False)

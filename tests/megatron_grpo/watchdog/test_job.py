@@ -10,7 +10,7 @@ from megatron_grpo.watchdog.job import (
     Limits,
     Pace,
     Position,
-    odd_ones_out,
+    stragglers,
 )
 
 PACE = Pace(silence=20, settle=0.5, stacks=2)
@@ -174,19 +174,19 @@ def test_ranks_that_never_come_are_named():
 def test_who_is_not_in_a_collective_while_most_are_is_the_odd_one():
     """Also where pipeline stages wait in different places, and later stages are behind."""
     stacks = {0: BUSY, 1: WAITING, 2: RECEIVING, 3: RECEIVING}
-    assert odd_ones_out(stacks, {0: (2, 3), 1: (2, 3), 2: (2, 1), 3: (2, 1)}) == [0]
+    assert stragglers(stacks, {0: (2, 3), 1: (2, 3), 2: (2, 1), 3: (2, 1)}) == [0]
 
 
 def test_else_those_behind_are():
     stacks = {0: WAITING, 1: WAITING, 2: WAITING, 3: WAITING}
-    assert odd_ones_out(stacks, {0: (2, 3), 1: (2, 3), 2: (2, 2), 3: (2, 3)}) == [2]
+    assert stragglers(stacks, {0: (2, 3), 1: (2, 3), 2: (2, 2), 3: (2, 3)}) == [2]
 
 
 def test_else_those_elsewhere_are():
     """One has skipped a collective and waits in the next."""
     stacks = {0: WAITING, 1: WAITING, 2: RECEIVING, 3: WAITING}
-    assert odd_ones_out(stacks, dict.fromkeys(range(4), (2, 3))) == [2]
+    assert stragglers(stacks, dict.fromkeys(range(4), (2, 3))) == [2]
 
 
 def test_ranks_that_wait_alike_are_not_told_apart():
-    assert odd_ones_out(dict.fromkeys(range(4), WAITING), dict.fromkeys(range(4), (2, 3))) == []
+    assert stragglers(dict.fromkeys(range(4), WAITING), dict.fromkeys(range(4), (2, 3))) == []

@@ -166,7 +166,7 @@ def engine_worker(pipe, invitation, engine, worker, missing=None):
 
 
 @dataclass
-class Fleet:
+class EnginePool:
     """The processes of pushes, with all links open."""
 
     ranks: list[Child]
@@ -196,7 +196,7 @@ def fleet(num_engines, network_only=False):
             for engine in range(num_engines)
             for worker in range(NUM_WORKERS)
         }
-        running_fleet = Fleet(ranks, workers)
+        running_fleet = EnginePool(ranks, workers)
         assert [child.hear() for child in running_fleet.all] == ["open"] * len(running_fleet.all)
         yield running_fleet
     del board
