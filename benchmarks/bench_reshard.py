@@ -6,12 +6,12 @@ Four ranks that hold a random model of Qwen2.5-0.5B's shape (bf16, 0.99 GB) as T
 into the two workers of a vLLM engine, over shared memory and over the network (here loopback). The
 seconds are those of the whole verified push. "Bare": a push without checksums, in turns with the
 verified one, so that the difference is the cost of verification. "Raw": the same bytes over the
-same links in the same buckets, copied from one plain tensor into another; the speed of a bare push
-is given as a fraction of the raw copy's. "Gather": whole tensors to rank 0, from there to every
-worker through one file in memory or over the same network, and vLLM's own `load_weights` in the
-workers. After every push, each parameter of the workers must be bitwise equal to what vLLM loaded
-at first, and is then zeroed. Memory is the peak of a rank and of a worker above their use before
-the links were made; memory that two processes share counts in both.
+same channels in the same buckets, copied from one plain tensor into another; the speed of a bare
+push is given as a fraction of the raw copy's. "Gather": whole tensors to rank 0, from there to
+every worker through one file in memory or over the same network, and vLLM's own `load_weights` in
+the workers. After every push, each parameter of the workers must be bitwise equal to what vLLM
+loaded at first, and is then zeroed. Memory is the peak of a rank and of a worker above their use
+before the channels were made; memory that two processes share counts in both.
 
 Also prints what each worker receives at TP8 from vLLM's own backends, computed from configs alone.
 """
@@ -178,7 +178,7 @@ def weight_sync(
 def push(
     sync: WeightSync, rank: int, parameters: Mapping[str, Tensor], engines: WorkerEngines
 ) -> float:
-    """Seconds of one push as a trainer does it; the first push makes the links."""
+    """Seconds of one push as a trainer does it; the first push makes the channels."""
     dist.barrier()
     timer = PhaseTimer(lambda name: None)
     source: Any = WorkerClient(engines) if rank == 0 else None
@@ -250,7 +250,7 @@ def forget_peak(process: WorkerProcess | None) -> int:
 
 
 def peak_of(process: WorkerProcess) -> int:
-    """Peak bytes of this process since `forget_peak`; closes its links."""
+    """Peak bytes of this process since `forget_peak`; closes its channels."""
     process.worker.shutdown_weight_transfer_engine()
     return resident_bytes(peak=True)
 

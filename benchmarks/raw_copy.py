@@ -1,4 +1,4 @@
-"""Sends the bytes of a push over the push's links and in its buckets, but between plain tensors."""
+"""Sends the bytes of a push over its channels and in its buckets, but between plain tensors."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.weight_sync import WeightSync, meanwhile
-from parallel.weight_transfer.links import Incoming, Outgoing
+from parallel.weight_transfer.channels import ReceiveChannel, SendChannel
 from parallel.weight_transfer.streams import InStream, OutStream
 from worker_engines import WorkerClient, WorkerEngines, WorkerProcess
 
@@ -20,27 +20,27 @@ def plain_bytes(parameters: Mapping[str, Tensor]) -> Tensor:
 
 
 def push_raw(sync: WeightSync, rank: int, plain: Tensor, engines: WorkerEngines) -> None:
-    """Send as many bytes of `plain` as a push would, over the links of an earlier push."""
-    outbox = sync._outbox
-    assert outbox is not None
-    streams = [*outbox._streams.values()]
+    """Send as many bytes of `plain` as a push would, over the channels of an earlier push."""
+    sender = sync._sender
+    assert sender is not None
+    streams = [*sender._streams.values()]
     jobs = [
-        partial(_send, stream.link, buckets)
+        partial(_send, stream.channel, buckets)
         for stream, buckets in zip(streams, _buckets(streams, plain), strict=True)
     ]
     source: Any = WorkerClient(engines) if rank == 0 else None
     with meanwhile(source, lambda client, is_sending: client.workers.call(_receive_all)):
-        outbox._links.run(jobs)
+        sender._channels.run(jobs)
 
 
 def _receive_all(process: WorkerProcess) -> None:
-    inbox = process.worker.weight_transfer_engine._inbox
-    streams = inbox._streams
+    receiver = process.worker.weight_transfer_engine._receiver
+    streams = receiver._streams
     jobs = [
-        partial(_receive, stream._link, buckets)
+        partial(_receive, stream._channel, buckets)
         for stream, buckets in zip(streams, _buckets(streams, process.plain), strict=True)
     ]
-    inbox._links.run(jobs)
+    receiver._channels.run(jobs)
 
 
 def _buckets(streams: Sequence[OutStream | InStream], plain: Tensor) -> Iterator[Sequence[Tensor]]:
@@ -52,14 +52,14 @@ def _buckets(streams: Sequence[OutStream | InStream], plain: Tensor) -> Iterator
         start += sum(sizes)
 
 
-def _send(link: Outgoing, buckets: Sequence[Tensor]) -> None:
+def _send(channel: SendChannel, buckets: Sequence[Tensor]) -> None:
     for bucket in buckets:
-        link.next_buffer()[: len(bucket)].copy_(bucket)
-        link.hand_over(len(bucket))
-    link.flush()
+        channel.next_buffer()[: len(bucket)].copy_(bucket)
+        channel.hand_over(len(bucket))
+    channel.flush()
 
 
-def _receive(link: Incoming, buckets: Sequence[Tensor]) -> None:
-    arrivals = link.arrivals([len(bucket) for bucket in buckets])
+def _receive(channel: ReceiveChannel, buckets: Sequence[Tensor]) -> None:
+    arrivals = channel.arrivals([len(bucket) for bucket in buckets])
     for bucket, buffer in zip(buckets, arrivals, strict=True):
         bucket.copy_(buffer)

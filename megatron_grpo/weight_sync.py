@@ -1,4 +1,4 @@
-"""A push of weights: from the trainer's shards over dedicated links into the engines' workers.
+"""A push of weights: from the trainer's shards over dedicated channels into the engines' workers.
 
 A push is a transaction. After each phase, all ranks know whether it succeeded everywhere, and no
 engine serves requests until every worker is verified to hold the same weights as the ranks.
@@ -40,15 +40,14 @@ from parallel import Layout, Sender, cut_shares, plan_shares
 from parallel.collectives import broadcast_text, first_failure
 from parallel.weight_transfer import (
     TIMEOUT,
-    Board,
-    Invitation,
-    Meeting,
-    Outbox,
+    Rendezvous,
+    RendezvousAddress,
+    TransferInitInfo,
+    WeightSender,
     bucket_bytes_for,
     join,
     local_address,
-    open_meeting,
-    refuse_all,
+    open_rendezvous,
 )
 
 
@@ -119,7 +118,7 @@ class WeightSync:
         self._sender, self._device = sender, device
         self._network_only = cfg.rollout.weight_transport == "network"
         # As resolved by the last rank: on rank 0's own host, its name may resolve to loopback.
-        address = meeting_address(cfg.rollout.base_urls, num_hosts, os.environ)
+        address = rendezvous_address(cfg.rollout.base_urls, num_hosts, os.environ)
         self._address = broadcast_text(address, source=dist.get_world_size() - 1)
         dtypes = worker_dtypes(shape, cfg.rollout, cfg.model.dtype)
         self._dtypes = {name: getattr(torch, dtype) for name, dtype in dtypes.items()}
@@ -137,8 +136,8 @@ class WeightSync:
         self._sends = cut_shares(shares, self._bucket_bytes // max(itemsizes.values()))
         self._check_engine = partial(check_engine, self._workers, dtypes=dtypes)
         self._num_engines, self._chain = 0, 0
-        self._outbox: Outbox | None = None
-        self._board: Board | None = None
+        self._weight_sender: WeightSender | None = None
+        self._rendezvous: Rendezvous | None = None
 
     def push(
         self,
@@ -151,8 +150,8 @@ class WeightSync:
 
         Rank 0 holds `engines`. On return, every worker of every serving engine is verified to hold
         the same weights as the ranks, and the engines have dropped their caches. A push that fails
-        is repeated once from the start, over new links. If an engine has failed, the push goes to
-        the others, and may again be repeated once.
+        is repeated once from the start, over new channels. If an engine has failed, the push goes
+        to the others, and may again be repeated once.
 
         Raises on all ranks: RolloutAborted, when the push fails twice with the same engines or no
         engine is back within `rollout.startup_timeout` (its text on rank 0 names the engine, worker
@@ -173,15 +172,15 @@ class WeightSync:
                 print(f"a push of weights failed and is repeated: {failure}", file=sys.stderr)
 
     def close(self) -> None:
-        """Close this rank's links."""
-        if self._outbox is not None:
-            self._outbox.close()
-        self._outbox = None
+        """Close this rank's channels."""
+        if self._weight_sender is not None:
+            self._weight_sender.close()
+        self._weight_sender = None
 
     def _assemble(self, engines: RolloutClient | None) -> bool:
         """Tell all ranks how many engines the push is for; returns whether the engines changed.
 
-        If they did, the links to the earlier ones are closed.
+        If they did, the channels to the earlier ones are closed.
         """
         found = torch.zeros(2, dtype=torch.int64)
 
@@ -215,14 +214,14 @@ class WeightSync:
         push = f"{policy_version}-{uuid.uuid4().hex[:12]}"
         with timer.phase("push"):
             failure = self._first_failure(lambda: self._begin(engines, push))
-            self._board = None  # everyone who met there has their links, or has failed
+            self._rendezvous = None  # all have their channels, or have failed
             if failure is not None:
                 return failure
             sent: dict[int, WorkerSums] = {}
             broken = self._first_failure(
                 lambda: sent.update(self._transfer(parameters, engines, push))
             )
-        # Ask the engines in any case: only the other end of a broken link may know why it broke.
+        # Ask the engines in any case: only the other end of a broken channel may know why it broke.
         with timer.phase("verify_weights"):
             expected = None if broken else sums_of_all_ranks(sent, self._workers)
             failure = self._first_failure(
@@ -236,19 +235,19 @@ class WeightSync:
         return failure or broken
 
     def _begin(self, engines: RolloutClient | None, push: str) -> None:
-        if self._outbox is None:
-            self._outbox = self._connect(engines)
+        if self._weight_sender is None:
+            self._weight_sender = self._connect(engines)
         if engines is not None:
             engines.begin_push(push)
 
-    def _connect(self, engines: RolloutClient | None) -> Outbox:
-        """Meet the workers of the engines; collective over all ranks."""
-        meeting = None
+    def _connect(self, engines: RolloutClient | None) -> WeightSender:
+        """Open channels to the workers of the engines; collective over all ranks."""
+        address = None
         if engines is not None:
-            meeting, self._board = open_meeting(self._address)
-        words = broadcast_text(json.dumps(asdict(meeting)) if meeting else "")
-        invitation = Invitation(
-            meeting=Meeting(**json.loads(words)),
+            address, self._rendezvous = open_rendezvous(self._address)
+        text = broadcast_text(json.dumps(asdict(address)) if address else "")
+        init_info = TransferInitInfo(
+            rendezvous=RendezvousAddress(**json.loads(text)),
             bucket_bytes=self._bucket_bytes,
             num_engines=self._num_engines,
             network_only=self._network_only,
@@ -261,15 +260,15 @@ class WeightSync:
 
         def connect(engines: RolloutClient, is_sending: Callable[[], bool]) -> None:
             try:
-                engines.connect(invitation.to_json(), is_sending)
+                engines.connect(init_info.to_json(), is_sending)
             except OSError as error:
-                refuse_all(invitation, str(error))
+                join(init_info.rendezvous, TIMEOUT).publish_failure(str(error))
                 raise
 
         with meanwhile(engines, connect):
-            return Outbox.open(
-                invitation,
-                self._board or join(invitation.meeting, TIMEOUT),
+            return WeightSender.open(
+                init_info,
+                self._rendezvous or join(init_info.rendezvous, TIMEOUT),
                 rank=self._sender.rank,
                 sends=self._sends,
                 shapes=[worker.shapes for worker in self._workers],
@@ -281,9 +280,9 @@ class WeightSync:
         self, parameters: Mapping[str, Tensor], engines: RolloutClient | None, push: str
     ) -> Mapping[int, WorkerSums]:
         """Send this rank's share; returns the checksums of what it has sent, by worker."""
-        assert self._outbox is not None
+        assert self._weight_sender is not None
         with meanwhile(engines, lambda e, is_sending: e.receive_push(push, is_sending)):
-            return self._outbox.send(parameters)
+            return self._weight_sender.send(parameters)
 
     def _first_failure(self, action: Callable[[], None]) -> ConnectionError | None:
         return first_failure(action, ConnectionError)
@@ -304,7 +303,7 @@ def meanwhile(
     """On rank 0, which holds `engines`, run `action` on them concurrently with the block.
 
     `action` gets a function that tells whether the block is still running. Its error replaces that
-    of the block, which sees only a broken link when an engine dies.
+    of the block, which sees only a broken channel when an engine dies.
     """
     if engines is None:
         yield
@@ -319,7 +318,7 @@ def meanwhile(
             done.result()
 
 
-def meeting_address(base_urls: Sequence[str], num_hosts: int, environ: Mapping[str, str]) -> str:
+def rendezvous_address(base_urls: Sequence[str], num_hosts: int, environ: Mapping[str, str]) -> str:
     """The address of rank 0's host at which ranks and workers meet.
 
     With ranks on several hosts: that of MASTER_ADDR, at which the ranks have already met. With
@@ -330,4 +329,4 @@ def meeting_address(base_urls: Sequence[str], num_hosts: int, environ: Mapping[s
         return socket.gethostbyname(environ["MASTER_ADDR"])
     hosts = [urlsplit(url).hostname or "" for url in base_urls]
     remote = [host for host in hosts if host not in LOOPBACK]
-    return local_address(Meeting(remote[0], port=1, key="")) if remote else "127.0.0.1"
+    return local_address(RendezvousAddress(remote[0], port=1)) if remote else "127.0.0.1"

@@ -21,13 +21,13 @@ from megatron_grpo.weight_sync import WeightSync, sums_of_all_ranks
 from parallel import Layout, ParallelDims, Sender, plan_sends
 from parallel.checksum import added_up
 from parallel.groups import Groups
-from parallel.weight_transfer.local_links import LocalOutgoing
-from parallel.weight_transfer.network_links import NetworkOutgoing
+from parallel.weight_transfer.local_channels import LocalSendChannel
+from parallel.weight_transfer.network_channels import NetworkSendChannel
 from parallel.weight_transfer.streams import OutStream, Packing
 from policies import start_policy, tiny_config
 
 BUCKET_BYTES = 1 << 14
-"""Of the pushes without a link; several for each worker."""
+"""Of the pushes without a channel; several for each worker."""
 
 
 def client_of(base_urls: Sequence[str], token: str, **rollout: Any) -> RolloutClient:
@@ -118,7 +118,7 @@ def push(
 def flip_bits(num_flips: int) -> None:
     """From now on, flip the last bit of the first `num_flips` buffers that this process sends."""
     left = iter(range(num_flips))
-    for end in (LocalOutgoing, NetworkOutgoing):
+    for end in (LocalSendChannel, NetworkSendChannel):
 
         def remembering(self, next_buffer=end.next_buffer) -> Tensor:
             self.filled = next_buffer(self)
@@ -133,7 +133,7 @@ def flip_bits(num_flips: int) -> None:
 
 
 class Nowhere:
-    """A link that discards its buffers."""
+    """A channel that discards its buffers."""
 
     def next_buffer(self) -> torch.Tensor:
         return torch.empty(BUCKET_BYTES, dtype=torch.uint8)

@@ -1,7 +1,7 @@
 """vLLM engines that consist of workers only, which take calls from other processes.
 
 Pushes take the same path as into served engines, except for HTTP: vLLM's own routine opens the
-links, and our extension of vLLM's workers answers the client's calls. Every worker keeps its
+channels, and our extension of vLLM's workers answers the client's calls. Every worker keeps its
 process and its process groups while it loads one model after another.
 """
 
@@ -146,15 +146,15 @@ class WorkerClient:
         """See `RolloutClient` for this method and those below; the engines never change."""
         return len(self.workers.addresses), 1
 
-    def connect(self, invitation: dict[str, Any], is_sending: Any) -> None:
+    def connect(self, transfer: dict[str, Any], is_sending: Any) -> None:
         infos = [
-            ({"invitation": invitation, "engine": engine, "links": "links"},)
+            ({"transfer": transfer, "engine": engine, "channels": "channels"},)
             for engine in range(len(self.workers.addresses))
         ]
         self.workers.call_each(_init_weight_transfer_engine, infos)
 
     def begin_push(self, push: str) -> None:
-        self._ask("begin_push", push=push, links="links")
+        self._ask("begin_push", push=push, channels="channels")
 
     def receive_push(self, push: str, is_sending: Any) -> None:
         self._ask("receive_push", push=push)

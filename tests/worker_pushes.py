@@ -25,8 +25,8 @@ from megatron_grpo.weight_sync import WeightSync
 from parallel import ParallelDims
 from parallel.cpu_device import setup_device
 from parallel.groups import Groups, init_groups
-from parallel.weight_transfer.local_links import LocalOutgoing
-from parallel.weight_transfer.network_links import NetworkOutgoing
+from parallel.weight_transfer.local_channels import LocalSendChannel
+from parallel.weight_transfer.network_channels import NetworkSendChannel
 from policies import tiny_config
 from vllm_workers import start_worker
 from worker_engines import WorkerClient, WorkerEngines, WorkerProcess, parameters_of
@@ -101,7 +101,7 @@ def push_all(
 def count_bytes() -> list[int]:
     """From now on, record the size of each buffer that this process hands over."""
     counts: list[int] = []
-    for end in (LocalOutgoing, NetworkOutgoing):
+    for end in (LocalSendChannel, NetworkSendChannel):
 
         def counting(self, num_bytes: int, hand_over=end.hand_over) -> None:
             counts.append(num_bytes)
@@ -128,16 +128,16 @@ def push(
         f"rollout.tensor_parallel_size={kind.tensor}",
         f"rollout.vllm.enable_expert_parallel={str(kind.expert_parallel).lower()}",
         f"rollout.weight_transport={transport}",
-        "rollout.update_weights_bucket_megabytes=2",  # several buckets for each link
+        "rollout.update_weights_bucket_megabytes=2",  # several buckets for each channel
     )
     source: Any = client if groups.rank == 0 else None
     sender = weight_sender(policy, groups)
     counts.clear()
     with closing(WeightSync(cfg, policy.shape, sender, torch.device("cpu"), 1)) as sync:
         sync.push(policy.parameters(), source, 1, PhaseTimer(lambda name: None))
-        assert sync._outbox is not None
+        assert sync._sender is not None
         num_boxes = sum(map(len, sync._sends.values()))
-        return Sent(sync._outbox.bytes_sent, num_boxes, sum(counts))
+        return Sent(sync._sender.bytes_sent, num_boxes, sum(counts))
 
 
 def begin_with(process: WorkerProcess, others: Path, kind: EngineDims) -> None:
@@ -151,7 +151,7 @@ def compare(process: WorkerProcess, exported: Path, kind: EngineDims) -> Held:
     pushed = own_parameters(process.worker.get_model())
     changed = differing(held, process.before)
     transfer = process.worker.weight_transfer_engine
-    bytes_received = transfer._inbox.bytes_received
+    bytes_received = transfer._receiver.bytes_received
     transfer.shutdown()  # the next push may be into another worker of this process
     return Held(
         differing=differing(held, loaded),

@@ -3,9 +3,10 @@
 Three processes on one machine; the third holds what Megatron's only rank would, so that both do the
 same job. Megatron-Core's `swap_model_weights` goes over gloo, which is loopback, and receives into
 the weights themselves where a part of them is contiguous. Ours goes over memory that processes
-share, as from a trainer to an engine on the same machine, and once more over its network links,
+share, as from a trainer to an engine on the same machine, and once more over its network channels,
 here loopback, too. It has 64 MB of buffers in a process; checksums of what was sent and of what is
-held are compared, and that counts. The first push, which plans and makes links, is counted apart.
+held are compared, and that counts. The first push, which plans and makes channels, is counted
+apart.
 
 Memory is the most that a process held beyond the weights, from before the plan until after the last
 push. Before each push memory is warmed (`warm_memory.py`). PUSH_LAYERS=4 makes the model smaller.
@@ -71,7 +72,7 @@ Push = Callable[[], None]
 
 
 def ours(folder: Path) -> dict[str, float]:
-    """Outbox and Inbox."""
+    """WeightSender and WeightReceiver."""
     return measured(folder, our_rank, False)
 
 
@@ -128,39 +129,48 @@ def our_rank(rank: int, network_only: bool) -> dict[str, Any]:
     """One process of ours."""
     from megatron_grpo.weight_sync import sums_of_all_ranks
     from parallel import plan_sends
-    from parallel.weight_transfer import Inbox, Invitation, Outbox, bucket_bytes_for
-    from parallel.weight_transfer.rendezvous import Meeting, join, open_meeting
+    from parallel.weight_transfer import (
+        TransferInitInfo,
+        WeightReceiver,
+        WeightSender,
+        bucket_bytes_for,
+    )
+    from parallel.weight_transfer.rendezvous import RendezvousAddress, join, open_rendezvous
 
     weights = weights_of(rank)
     device, dtype = torch.device("cpu"), torch.bfloat16
     worker = layout_of(ENGINE, 0)
     ends: list[Any] = []
 
-    def links() -> Outbox | Inbox:
+    def channels() -> WeightSender | WeightReceiver:
         trainers = [*range(RECEIVER)]
         size = bucket_bytes_for(BUFFER_BYTES, [trainers], 1, worker.num_elements * 2)
         said: list[Any] = [None]
         if rank == 0:
-            meeting, board = open_meeting("127.0.0.1")
-            ends.append(board)
-            said = [(meeting.host, meeting.port, meeting.key)]
+            address, rendezvous = open_rendezvous("127.0.0.1")
+            ends.append(rendezvous)
+            said = [(address.host, address.port)]
         dist.broadcast_object_list(said, src=0)
-        invitation = Invitation(Meeting(*said[0]), size, 1, network_only, [trainers], [[]])
+        init_info = TransferInitInfo(
+            RendezvousAddress(*said[0]), size, 1, network_only, [trainers], [[]]
+        )
         if rank == RECEIVER:
-            return Inbox.open(invitation, 0, 0, weights, device, TIMEOUT)
+            return WeightReceiver.open(init_info, 0, 0, weights, device, TIMEOUT)
         place = TRAINER.coordinates(rank)
         sender = megatron_sender(LLAMA, TRAINER, place, transformer_engine=False)
         sends = plan_sends(sender, [worker], size // dtype.itemsize)
-        board = join(invitation.meeting, TIMEOUT)
+        rendezvous = join(init_info.rendezvous, TIMEOUT)
         shapes, dtypes = [worker.shapes], dict.fromkeys(worker.shapes, dtype)
-        return Outbox.open(invitation, board, rank, sends, shapes, dtypes, device, TIMEOUT)
+        return WeightSender.open(
+            init_info, rendezvous, rank, sends, shapes, dtypes, device, TIMEOUT
+        )
 
     def push() -> None:
-        if not ends or not isinstance(ends[-1], Outbox | Inbox):
-            ends.append(links())
+        if not ends or not isinstance(ends[-1], WeightSender | WeightReceiver):
+            ends.append(channels())
         end = ends[-1]
-        sent = end.send(weights) if isinstance(end, Outbox) else {}
-        held = end.receive(weights) if isinstance(end, Inbox) else None
+        sent = end.send(weights) if isinstance(end, WeightSender) else {}
+        held = end.receive(weights) if isinstance(end, WeightReceiver) else None
         [expected] = sums_of_all_ranks(sent, [worker])
         assert held is None or held == expected
 

@@ -43,7 +43,7 @@ class RolloutClient:
         self._chain: list[tuple[str, int]] = []
         self._num_chains = 0
         self._failed: dict[str, EngineDown] = {}
-        self._links = ""
+        self._channels = ""
 
     def generate(self, generation: Requests) -> list[Sample]:
         """Return all samples of `generation` once every request is answered.
@@ -116,19 +116,19 @@ class RolloutClient:
         urls = [url for url, _ in self.fleet.up]
         return dict(zip(urls, self._on(urls, _describe, {}), strict=True))
 
-    def connect(self, invitation: Json, is_sending: Callable[[], bool]) -> None:
-        """Make every worker of every engine open the links described by `invitation`.
+    def connect(self, transfer: Json, is_sending: Callable[[], bool]) -> None:
+        """Make every worker of every engine open the channels described by `transfer`.
 
         Returns when all workers have connected or failed; `check_push` reports failures. The
         senders must connect at the same time, and `is_sending` returns True until they are done.
         """
-        self._links = links = uuid.uuid4().hex
+        self._channels = channels = uuid.uuid4().hex
         urls = self._urls
 
         async def connect(engine: Engine) -> None:
             if not self._rollout.enable_sleep_mode:
                 await engine.wake()  # an earlier run may have let it sleep
-            await engine.connect(invitation, urls.index(engine.url), links)
+            await engine.connect(transfer, urls.index(engine.url), channels)
 
         self._on_all(connect, is_sending)
 
@@ -137,7 +137,7 @@ class RolloutClient:
         self.fleet.lose_weights(self._urls)
         if self._rollout.enable_sleep_mode:
             self._on_all(lambda engine: engine.wake("weights"))
-        self._on_all(lambda engine: engine.begin_push(push, self._links))
+        self._on_all(lambda engine: engine.begin_push(push, self._channels))
 
     def receive_push(self, push: str, is_sending: Callable[[], bool]) -> None:
         """Make every worker receive its shard; returns when all have finished or failed."""

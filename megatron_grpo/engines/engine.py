@@ -203,22 +203,22 @@ class Engine:
         page = (await self._request("GET", "/metrics", limit=limit)).text
         return Counts(**{name: sum(map(float, COUNTS[name].findall(page))) for name in COUNTS})
 
-    async def connect(self, invitation: Json, index: int, links: str) -> None:
-        """Make its workers open links, named `links`, to all ranks that send to engine `index`.
+    async def connect(self, transfer: Json, index: int, channels: str) -> None:
+        """Make its workers open `channels` to all ranks that send to engine `index`.
 
         Failures show in the report of the push.
         """
-        info = {"invitation": invitation, "engine": index, "links": links}
+        info = {"transfer": transfer, "engine": index, "channels": channels}
         await self.post("/init_weight_transfer_engine", {"init_info": info})
 
-    async def begin_push(self, push: str, links: str) -> None:
+    async def begin_push(self, push: str, channels: str) -> None:
         """Pause the engine, so that nothing runs or gets cached, and clear the weight version.
 
-        The workers begin only if `links` are still current: another trainer may have connected.
+        The workers begin only if `channels` are still current: another trainer may have connected.
         """
         await self.pause()
         await self.post("/update_weight_version", {"new_version": NO_VERSION})
-        await self.ask("begin_push", push=push, links=links)
+        await self.ask("begin_push", push=push, channels=channels)
 
     async def finish_push(self, push: str, policy_version: int) -> None:
         """Mark the weights as those of `push`, and label samples with `policy_version`."""

@@ -32,8 +32,8 @@ DROPPED = "none, as the weights were dropped"
 class PushState:
     """The state of a worker's weights with regard to pushes."""
 
-    links: str = ""
-    """Name of the links that it has, or should have; each trainer makes its own."""
+    channels: str = ""
+    """Name of the channels that it has, or should have; each trainer makes its own."""
     push: str = ""
     """The push that last began."""
     is_loaded: bool = False
@@ -41,22 +41,23 @@ class PushState:
     sums: Mapping[str, int] = field(default_factory=dict)
     """Checksums of all parameters, by name, once that push is loaded."""
     error: str = ""
-    """Why it was not loaded, or why there are no links to receive it."""
+    """Why it was not loaded, or why there are no channels to receive it."""
     held: str = ""
     """The push whose weights the worker holds; empty before the first and while one is open."""
 
-    def connect(self, links: str) -> None:
-        """From now on weights come only over `links`; this ends an open push over other links."""
-        self.links = links
+    def connect(self, channels: str) -> None:
+        """From now on weights come only over `channels`; this ends an open push over other
+        channels."""
+        self.channels = channels
         self.push, self.is_loaded, self.held = "", False, ""
 
-    def begin(self, push: str, links: str) -> None:
+    def begin(self, push: str, channels: str) -> None:
         """Begin a push: until it is complete, the weights have no version.
 
         An earlier push that is still open ends. Nothing happens if another trainer has connected
-        since. `error` is kept: it belongs to the links, which were made before.
+        since. `error` is kept: it belongs to the channels, which were made before.
         """
-        if links == self.links:
+        if channels == self.channels:
             self.push, self.is_loaded, self.held = push, False, ""
 
     def drop(self) -> None:
@@ -74,7 +75,7 @@ class PushState:
 
     def hold_loaded(self) -> None:
         """Hold the weights that the engine loaded itself, unless a push may have changed them."""
-        if not self.links and not self.push:
+        if not self.channels and not self.push:
             self.held = LOADED
 
     def report(self) -> Json:

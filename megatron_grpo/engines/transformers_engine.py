@@ -17,7 +17,7 @@ from checkpoint_convert.tokenizer import load_tokenizer
 from megatron_grpo.engines.push_protocol import Json, PushState, parameter_table
 from megatron_grpo.engines.sampling import Completion, RouteRecorder, sample
 from parallel.checksum import checksums
-from parallel.weight_transfer import Inbox, Invitation
+from parallel.weight_transfer import TransferInitInfo, WeightReceiver
 
 
 class Abandoned(Exception):
@@ -57,7 +57,7 @@ class TransformersEngine:
         self.recorder = RouteRecorder(self.model) if return_routed_experts else None
         self.weight_version = "default"
         self.state = PushState()
-        self._inbox: Inbox | None = None
+        self._receiver: WeightReceiver | None = None
         self._received: dict[str, Tensor] = {}
         self._requests: list[_Request] = []
         self._num_tokens = 0
@@ -90,15 +90,15 @@ class TransformersEngine:
         return {}
 
     def init_weight_transfer_engine(self, body: Json) -> Json:
-        """Open links to all ranks that send to this engine, replacing earlier ones."""
-        self.state.connect(body["init_info"]["links"])
+        """Open channels to all ranks that send to this engine, replacing earlier ones."""
+        self.state.connect(body["init_info"]["channels"])
         with self._turn, self.state.keep_error():
-            if self._inbox is not None:
-                self._inbox.close()
-                self._inbox = None
+            if self._receiver is not None:
+                self._receiver.close()
+                self._receiver = None
             self._received = self._stored_tensors()
-            self._inbox = Inbox.open(
-                Invitation.from_json(body["init_info"]["invitation"]),
+            self._receiver = WeightReceiver.open(
+                TransferInitInfo.from_json(body["init_info"]["transfer"]),
                 engine=body["init_info"]["engine"],
                 worker=0,
                 parameters=self._received,
@@ -114,7 +114,7 @@ class TransformersEngine:
             case "describe_parameters":
                 answer["parameters"] = parameter_table(self._stored_tensors())
             case "begin_push":
-                self.state.begin(arguments["push"], arguments["links"])
+                self.state.begin(arguments["push"], arguments["channels"])
             case "receive_push":
                 self._receive(arguments["push"])
             case "push_report":
@@ -132,10 +132,10 @@ class TransformersEngine:
 
     def _receive(self, push: str) -> None:
         with self._turn:
-            if push != self.state.push or self._inbox is None:
-                return  # another push has begun, or there are no links and the state says why
+            if push != self.state.push or self._receiver is None:
+                return  # another push has begun, or there are no channels and the state says why
             with self.state.keep_error():
-                self._inbox.receive(self._received)
+                self._receiver.receive(self._received)
                 self._take_received()
                 self.state.load(checksums(self._stored_tensors()))
 

@@ -29,7 +29,7 @@ from vllm.platforms import current_platform
 from megatron_grpo.engines.push_protocol import Json, PushState, own_parameters, parameter_table
 from megatron_grpo.engines.vllm_args import BACKEND, ENGINE_VARIABLE
 from megatron_grpo.launch.parent_death import die_with_parent
-from parallel.weight_transfer import Inbox, Invitation
+from parallel.weight_transfer import TransferInitInfo, WeightReceiver
 
 
 def register() -> None:
@@ -120,12 +120,13 @@ def unlink_group_memory() -> None:
 
 
 @dataclass
-class LinksInfo(WeightTransferInitInfo):
-    """What the workers of one engine need to open their links: an `Invitation`, as plain data."""
+class InitInfo(WeightTransferInitInfo):
+    """What the workers of one engine need to open their channels."""
 
-    invitation: Json
+    transfer: Json
+    """A `TransferInitInfo`."""
     engine: int
-    links: str
+    channels: str
 
 
 @dataclass
@@ -135,8 +136,8 @@ class PushInfo(WeightTransferUpdateInfo):
     push: str
 
 
-class ShardTransfer(WeightTransferEngine[LinksInfo, PushInfo]):
-    """Each worker receives its shard over its own links, directly into its parameters.
+class ShardTransfer(WeightTransferEngine[InitInfo, PushInfo]):
+    """Each worker receives its shard over its own channels, directly into its parameters.
 
     vLLM's layerwise reload is for layouts that change after loading; ours do not (see above, and
     `moe_backend` in vllm_command.py).
@@ -149,23 +150,23 @@ class ShardTransfer(WeightTransferEngine[LinksInfo, PushInfo]):
     would take these for their own, so that an engine with several workers would be unusable.
     """
 
-    init_info_cls = LinksInfo
+    init_info_cls = InitInfo
     update_info_cls = PushInfo
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.state = PushState()
-        self._inbox: Inbox | None = None
+        self._receiver: WeightReceiver | None = None
         if current_platform.is_cpu():
             unlink_group_memory()
 
-    def init_transfer_engine(self, init_info: LinksInfo) -> None:
-        """Open links to all ranks that send to this worker, replacing earlier ones."""
-        self.state.connect(init_info.links)
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Open channels to all ranks that send to this worker, replacing earlier ones."""
+        self.state.connect(init_info.channels)
         with self.state.keep_error():
             self.shutdown()
-            self._inbox = Inbox.open(
-                Invitation.from_json(init_info.invitation),
+            self._receiver = WeightReceiver.open(
+                TransferInitInfo.from_json(init_info.transfer),
                 engine=init_info.engine,
                 worker=get_tensor_model_parallel_rank(),
                 parameters=own_parameters(self.model),
@@ -177,19 +178,19 @@ class ShardTransfer(WeightTransferEngine[LinksInfo, PushInfo]):
 
     def receive_weights(self, update_info: PushInfo) -> None:
         """Receive every parameter of the push that last began."""
-        if self._inbox is None:
+        if self._receiver is None:
             return  # the state says why
         with self.state.keep_error():
-            self.state.load(self._inbox.receive(own_parameters(self.model)))
+            self.state.load(self._receiver.receive(own_parameters(self.model)))
 
     def finish_weight_update(self) -> None:
         """The weights are in place already."""
 
     def shutdown(self) -> None:
-        """Close the links."""
-        if self._inbox is not None:
-            self._inbox.close()
-            self._inbox = None
+        """Close the channels."""
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
 
 
 class PushWorker:
@@ -211,7 +212,7 @@ class PushWorker:
         parameters = own_parameters(self.weight_transfer_engine.model)
         return {"question": question, "parameters": parameter_table(parameters)}
 
-    def begin_push(self, question: str, push: str, links: str) -> Json:
+    def begin_push(self, question: str, push: str, channels: str) -> Json:
         """Declare that the weights have no version until `push` is complete.
 
         The trainer that connected last owns the engine; `push_report` tells the others.
@@ -219,7 +220,7 @@ class PushWorker:
         worker: Any = self
         if not self._weight_update_active:  # already active if a trainer ended during a push
             worker.start_weight_update()
-        self.weight_transfer_engine.state.begin(push, links)
+        self.weight_transfer_engine.state.begin(push, channels)
         return {"question": question}
 
     def receive_push(self, question: str, push: str) -> Json:

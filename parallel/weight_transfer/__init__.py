@@ -1,32 +1,31 @@
-"""Transfers weights over links between trainer ranks and engine workers.
+"""Transfers weights over channels between trainer ranks and engine workers.
 
-`Outbox` is the end of a rank and `Inbox` that of a worker. They find each other through a
-`Meeting`, which one process opens and announces to all; everything else in here is internal.
+`WeightSender` is the end of a rank and `WeightReceiver` that of a worker. They find each other
+through a `Rendezvous`, which rank 0 opens; everything else in here is internal.
 """
 
 from parallel.weight_transfer.buckets import bucket_bytes_for
-from parallel.weight_transfer.ends import TIMEOUT, Inbox, Outbox, refuse_all
+from parallel.weight_transfer.control_socket import ChannelError
 from parallel.weight_transfer.rendezvous import (
-    Board,
-    Invitation,
-    Meeting,
+    Rendezvous,
+    RendezvousAddress,
+    TransferInitInfo,
     join,
     local_address,
-    open_meeting,
+    open_rendezvous,
 )
-from parallel.weight_transfer.wire import LinkError
+from parallel.weight_transfer.transfer import TIMEOUT, WeightReceiver, WeightSender
 
 __all__ = [
     "TIMEOUT",
-    "Board",
-    "Inbox",
-    "Invitation",
-    "LinkError",
-    "Meeting",
-    "Outbox",
+    "ChannelError",
+    "Rendezvous",
+    "RendezvousAddress",
+    "TransferInitInfo",
+    "WeightReceiver",
+    "WeightSender",
     "bucket_bytes_for",
     "join",
     "local_address",
-    "open_meeting",
-    "refuse_all",
+    "open_rendezvous",
 ]

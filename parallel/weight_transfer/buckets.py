@@ -1,9 +1,9 @@
-"""Packs the arrivals of a link into buffers of equal size."""
+"""Packs the arrivals of a channel into buffers of equal size."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from parallel.weight_transfer.links import NUM_SLOTS
+from parallel.weight_transfer.channels import NUM_SLOTS
 
 ALIGNMENT = 16
 """Bytes; alignment lets a GPU copy several elements at a time."""
@@ -23,7 +23,7 @@ class Bucket:
 def bucketed(sizes: Sequence[int], bucket_bytes: int) -> list[Bucket]:
     """Pack arrivals of `sizes` bytes, each at most `bucket_bytes`, in order.
 
-    Both ends of a link compute the same buckets from the same sizes.
+    Both ends of a channel compute the same buckets from the same sizes.
     """
     buckets: list[Bucket] = []
     first, offsets, end = 0, list[int](), 0
@@ -43,11 +43,11 @@ def bucketed(sizes: Sequence[int], bucket_bytes: int) -> list[Bucket]:
 def bucket_bytes_for(
     limit_bytes: int, senders: Sequence[Sequence[int]], num_engines: int, shard_bytes: int
 ) -> int:
-    """The largest bucket size such that no process exceeds `limit_bytes` in its links' buffers.
+    """The largest bucket size such that no process exceeds `limit_bytes` in its channels' buffers.
 
     It is a multiple of 64 KiB, and at most `shard_bytes`, the size of the largest worker's shard,
     rounded up to 64 KiB. `senders` are the trainer ranks that send to each worker. A trainer rank
-    has a link to each of its workers; a worker has one from each of its ranks and, except in the
+    has a channel to each of its workers; a worker has one from each of its ranks and, except in the
     last engine, another one for each to forward it. Raises ValueError, with the smallest legal
     limit, if a bucket would be smaller than 64 KiB.
     """
@@ -56,12 +56,12 @@ def bucket_bytes_for(
         for rank in ranks:
             by_rank[rank] = by_rank.get(rank, 0) + 1
     by_worker = max(map(len, senders)) * (2 if num_engines > 1 else 1)
-    num_links = max(by_worker, *by_rank.values())
-    steps = limit_bytes // (NUM_SLOTS * num_links * BUCKET_STEP)
-    if not steps:
-        least = NUM_SLOTS * num_links * BUCKET_STEP
+    num_channels = max(by_worker, *by_rank.values())
+    least = NUM_SLOTS * num_channels * BUCKET_STEP
+    if limit_bytes < least:
         raise ValueError(
-            f"{limit_bytes} bytes are too few for {NUM_SLOTS} buffers for each of the {num_links} "
-            f"links of one process: at least {least} bytes are needed ({BUCKET_STEP} per buffer)"
+            f"{limit_bytes} bytes are too few for {NUM_SLOTS} buffers for each of the "
+            f"{num_channels} channels of one process: at least {least} bytes are needed "
+            f"({BUCKET_STEP} per buffer)"
         )
-    return min(steps, -(-shard_bytes // BUCKET_STEP)) * BUCKET_STEP
+    return min(limit_bytes // least, -(-shard_bytes // BUCKET_STEP)) * BUCKET_STEP

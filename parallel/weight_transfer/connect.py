@@ -1,11 +1,8 @@
-"""One process at a meeting, where it agrees on links with others.
+"""How one process opens its channels, and uses all of them at once.
 
-Every receiver publishes which memory its buffers are in. The sender of a link then chooses the best
-kind of link that both support, and publishes the address at which it waits for the receiver.
-
-All links of a process: opened together, used together, and all closed when one fails.
-
-What one trainer rank sends to one worker: validated JSON in a meeting's store, not pickles.
+Every receiver publishes which memory its buffers are in. The sender of a channel then chooses the
+best kind of channel that both support, and publishes the address at which it waits for the
+receiver. Before that it has published what will arrive: validated JSON, not pickles.
 """
 
 import json
@@ -23,16 +20,27 @@ from torch import Tensor
 
 from parallel.layout import Box, Copy, Layout
 from parallel.reshard import check_arrivals
-from parallel.weight_transfer.links import Incoming, Link, Outgoing
-from parallel.weight_transfer.listener import Address, Listener, connect
-from parallel.weight_transfer.local_links import LocalIncoming, LocalOutgoing
-from parallel.weight_transfer.network_links import NetworkIncoming, NetworkOutgoing
-from parallel.weight_transfer.rendezvous import Board, Invitation, local_address, place
-from parallel.weight_transfer.wire import LinkError, Wire
+from parallel.weight_transfer.channels import Channel, ReceiveChannel, SendChannel
+from parallel.weight_transfer.control_socket import (
+    Address,
+    ChannelError,
+    ControlSocket,
+    Listener,
+    connect,
+)
+from parallel.weight_transfer.local_channels import LocalReceiveChannel, LocalSendChannel
+from parallel.weight_transfer.network_channels import NetworkReceiveChannel, NetworkSendChannel
+from parallel.weight_transfer.rendezvous import (
+    Rendezvous,
+    TransferInitInfo,
+    local_address,
+    memory_domain,
+)
 
-L = TypeVar("L", bound=Link)
-Opener = Callable[[Wire, int, torch.device], L]
-"""Creates an end of a link from a wire, the size of a buffer in bytes, and a device."""
+L = TypeVar("L", bound=Channel)
+Opener = Callable[[ControlSocket, int, torch.device], L]
+"""Creates an end of a channel from a control socket, the size of a buffer in bytes, and a device.
+"""
 
 
 @dataclass(frozen=True)
@@ -48,20 +56,20 @@ class Worker:
     @property
     def key(self) -> str:
         """The name under which it publishes which memory it is in."""
-        return f"place/{self.engine}/{self.number}"
+        return f"memory/{self.engine}/{self.number}"
 
 
 @dataclass(frozen=True)
-class Party:
-    """What all links of a process have in common."""
+class Peer:
+    """One process of the rendezvous, and what all of its channels have in common."""
 
     name: str
     """The name by which error messages of other processes refer to it."""
-    invitation: Invitation
-    board: Board
-    """The board of the invitation's meeting."""
+    init_info: TransferInitInfo
+    rendezvous: Rendezvous
+    """The board of the init info's meeting."""
     device: torch.device
-    """The device of its links' buffers."""
+    """The device of its channels' buffers."""
     timeout: timedelta
     """How long it waits for another process."""
     _listeners: list[Listener] = field(default_factory=list, init=False)
@@ -70,83 +78,92 @@ class Party:
     def opening(self) -> Iterator[None]:
         """Tell the others at once about a failure in the block; close all listeners at its end."""
         try:
-            with self.board.refusing(self.name):
+            with self.rendezvous.publishing_failures(self.name):
                 yield
         finally:
             for listener in self._listeners:
                 listener.close()
 
-    def publish_place(self, worker: Worker) -> None:
+    def publish_memory_domain(self, worker: Worker) -> None:
         """Publish which memory this process, a receiver, is in."""
-        self.board.publish(worker.key, place(self.device))
+        self.rendezvous.publish(worker.key, memory_domain(self.device))
 
-    def offer(self, links: Mapping[str, Worker]) -> list[Callable[[], Outgoing]]:
-        """Offer links, by name, to their receivers.
+    def listen(self, channels: Mapping[str, Worker]) -> list[Callable[[], SendChannel]]:
+        """Listen for the receivers of channels, by name.
 
-        Returns a function for each link that waits for the receiver and returns the link. Raises
-        LinkError if any process has refused, or if a receiver does not publish its place in time.
+        Returns a function for each channel that waits for the receiver and returns the channel.
+        Raises ChannelError if any process has failed, or if a receiver does not publish its memory
+        in time.
         """
-        receivers = dict.fromkeys(links.values())
-        places = self.board.read({worker.key: str(worker) for worker in receivers}, self.timeout)
-        is_near = {
-            worker: self._is_near(worker, said)
-            for worker, said in zip(receivers, places, strict=True)
+        receivers = dict.fromkeys(channels.values())
+        domains = self.rendezvous.await_texts(
+            {worker.key: str(worker) for worker in receivers}, self.timeout
+        )
+        shares_memory = {
+            worker: self._shares_memory(worker, domain)
+            for worker, domain in zip(receivers, domains, strict=True)
         }
-        return [self._offer(name, worker, is_near[worker]) for name, worker in links.items()]
+        return [
+            self._listen(name, worker, shares_memory[worker]) for name, worker in channels.items()
+        ]
 
-    def _is_near(self, worker: Worker, said: str) -> bool:
-        """Whether the link to a receiver that published the place `said` shares memory."""
-        here = place(self.device)
-        if said == here and not self.invitation.network_only:
+    def _shares_memory(self, worker: Worker, domain: str) -> bool:
+        """Whether the channel to a receiver that published its memory `domain` shares memory."""
+        here = memory_domain(self.device)
+        if domain == here and not self.init_info.network_only:
             return True
-        if self.device.type == "cuda" and said.split()[-1] == here.split()[-1]:
-            raise LinkError(
+        if self.device.type == "cuda" and domain.split()[-1] == here.split()[-1]:
+            raise ChannelError(
                 f"{worker} and {self.name} are on one GPU, and NCCL cannot connect a GPU to "
                 "itself: leave rollout.weight_transport at auto, and run both in the same network "
                 "and IPC namespaces (docker: --network=host --ipc=host)"
             )
         return False
 
-    def _offer(self, name: str, worker: Worker, is_near: bool) -> Callable[[], Outgoing]:
-        key = self.invitation.meeting.key
-        listener = Listener(key, None if is_near else local_address(self.invitation.meeting))
+    def _listen(self, name: str, worker: Worker, shares_memory: bool) -> Callable[[], SendChannel]:
+        host = None if shares_memory else local_address(self.init_info.rendezvous)
+        listener = Listener(host)
         self._listeners.append(listener)
-        self.board.publish(f"link/{name}", json.dumps(listener.address))
+        self.rendezvous.publish(f"channel/{name}", json.dumps(listener.address))
 
-        def accept() -> Outgoing:
-            # On failure, end the wait of links that are being opened here or elsewhere.
-            with self.board.refusing(self.name):
-                wire = listener.accept(str(worker), self.timeout, self.board.check_refusal)
-                end: Opener[Outgoing] = LocalOutgoing.open if is_near else NetworkOutgoing
-                return self._open(end, wire)
+        def accept() -> SendChannel:
+            # On failure, end the wait of channels that are being opened here or elsewhere.
+            with self.rendezvous.publishing_failures(self.name):
+                control = listener.accept(str(worker), self.timeout, self.rendezvous.check_failure)
+                end: Opener[SendChannel] = (
+                    LocalSendChannel.open if shares_memory else NetworkSendChannel
+                )
+                return self._open(end, control)
 
         return accept
 
-    def take(self, links: Mapping[str, str]) -> list[Callable[[], Incoming]]:
-        """Take links that are offered; `links` maps their names to the senders.
+    def connect(self, channels: Mapping[str, str]) -> list[Callable[[], ReceiveChannel]]:
+        """Connect to the senders of channels; `channels` maps their names to the senders.
 
-        Returns a function for each link that connects to the sender and returns the link. Raises
-        LinkError if any process has refused, or if a sender does not offer its link in time.
+        Returns a function for each channel that connects to the sender and returns the channel.
+        Raises ChannelError if any process has failed, or if a sender does not listen in time.
         """
-        names = {f"link/{name}": peer for name, peer in links.items()}
-        offers = self.board.read(names, self.timeout)
+        names = {f"channel/{name}": peer for name, peer in channels.items()}
+        offers = self.rendezvous.await_texts(names, self.timeout)
         return [
-            partial(self._take, json.loads(offer), peer)
-            for offer, peer in zip(offers, links.values(), strict=True)
+            partial(self._connect, json.loads(offer), peer)
+            for offer, peer in zip(offers, channels.values(), strict=True)
         ]
 
-    def _take(self, address: Address, peer: str) -> Incoming:
-        with self.board.refusing(self.name):
-            wire = connect(address, self.invitation.meeting.key, peer, self.timeout)
-            is_near = isinstance(address, str)
-            end: Opener[Incoming] = LocalIncoming.open if is_near else NetworkIncoming
-            return self._open(end, wire)
+    def _connect(self, address: Address, peer: str) -> ReceiveChannel:
+        with self.rendezvous.publishing_failures(self.name):
+            control = connect(address, peer, self.timeout)
+            shares_memory = isinstance(address, str)
+            end: Opener[ReceiveChannel] = (
+                LocalReceiveChannel.open if shares_memory else NetworkReceiveChannel
+            )
+            return self._open(end, control)
 
-    def _open(self, end: Opener[L], wire: Wire) -> L:
+    def _open(self, end: Opener[L], control: ControlSocket) -> L:
         try:
-            return end(wire, self.invitation.bucket_bytes, self.device)
+            return end(control, self.init_info.bucket_bytes, self.device)
         except BaseException:
-            wire.close()
+            control.close()
             raise
 
 
@@ -154,16 +171,16 @@ T = TypeVar("T")
 
 
 def opened(calls: Sequence[Callable[[], L]]) -> list[L]:
-    """The links that these calls open, all at the same time.
+    """The channels that these calls open, all at the same time.
 
-    When one fails, the links that were opened are closed.
+    When one fails, the channels that were opened are closed.
     """
-    made: list[Link] = []
+    made: list[Channel] = []
 
     def noted(call: Callable[[], L]) -> L:
-        link = call()
-        made.append(link)
-        return link
+        channel = call()
+        made.append(channel)
+        return channel
 
     try:
         return at_once([partial(noted, call) for call in calls], abort=lambda: None)
@@ -173,20 +190,20 @@ def opened(calls: Sequence[Callable[[], L]]) -> list[L]:
         raise
 
 
-class LinkSet:
-    """The open links of a process."""
+class ChannelSet:
+    """The open channels of a process."""
 
-    def __init__(self, links: Sequence[Link]) -> None:
-        self._links = links
+    def __init__(self, channels: Sequence[Channel]) -> None:
+        self._channels = channels
         self._is_closed = False
 
     def run(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
         """Run each of `jobs` in its own thread; returns their results.
 
-        When one fails, aborts the others, closes all links, and raises the first error.
+        When one fails, aborts the others, closes all channels, and raises the first error.
         """
         if self._is_closed:
-            raise LinkError("the links were closed, by a failure or by this process")
+            raise ChannelError("the channels were closed, by a failure or by this process")
         try:
             return at_once(jobs, self._abort)
         except BaseException:
@@ -195,20 +212,20 @@ class LinkSet:
             raise
 
     def close(self) -> None:
-        """Close all links, even if closing one fails; call it while no job is running."""
+        """Close all channels, even if closing one fails; call it while no job is running."""
         if not self._is_closed:
             self._is_closed = True
-            _close_all(self._links)
+            _close_all(self._channels)
 
     def _abort(self) -> None:
-        for link in self._links:
-            link.abort()
+        for channel in self._channels:
+            channel.abort()
 
 
-def _close_all(links: Sequence[Link]) -> None:
+def _close_all(channels: Sequence[Channel]) -> None:
     with ExitStack() as stack:
-        for link in reversed(links):
-            stack.callback(link.close)
+        for channel in reversed(channels):
+            stack.callback(channel.close)
 
 
 def at_once(jobs: Sequence[Callable[[], T]], abort: Callable[[], None]) -> list[T]:
@@ -238,7 +255,7 @@ def at_once(jobs: Sequence[Callable[[], T]], abort: Callable[[], None]) -> list[
             raise
     if failures:
         first = failures[0]
-        # The traceback of an error references the links' buffers. Do not keep a reference cycle to
+        # An error's traceback references the channels' buffers. Do not keep a reference cycle to
         # it here, or they would stay allocated until the next garbage collection.
         failures.clear()
         futures.clear()
@@ -250,7 +267,7 @@ def at_once(jobs: Sequence[Callable[[], T]], abort: Callable[[], None]) -> list[
 
 
 @dataclass(frozen=True)
-class WirePlan:
+class ReceivePlan:
     """The boxes of a worker's parameters that arrive from one rank, in order."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -263,7 +280,7 @@ class WirePlan:
     """Number in `names`, then start and size along each dimension."""
 
     @classmethod
-    def of(cls, copies: Sequence[Copy], dtypes: Mapping[str, torch.dtype]) -> "WirePlan":
+    def of(cls, copies: Sequence[Copy], dtypes: Mapping[str, torch.dtype]) -> "ReceivePlan":
         """The plan of a rank's copies to one worker; `dtypes` are those of its parameters."""
         numbers: dict[str, int] = {}
         boxes = []
@@ -274,7 +291,7 @@ class WirePlan:
         return cls(list(numbers), names, boxes)
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> "WirePlan":
+    def from_json(cls, text: str | bytes) -> "ReceivePlan":
         """The inverse of `to_json`; ValueError, with what is wrong, for anything else."""
         try:
             plan = TypeAdapter(cls).validate_json(text, strict=True)
@@ -299,8 +316,8 @@ class WirePlan:
         return [getattr(torch, self.dtypes[number]) for number, *_ in self.boxes]
 
     def to_json(self) -> str:
-        """The plan as JSON text, as published in the store."""
-        return TypeAdapter(WirePlan).dump_json(self).decode()
+        """The plan as JSON text, as published."""
+        return TypeAdapter(ReceivePlan).dump_json(self).decode()
 
     def arrivals(self) -> list[tuple[str, Box]]:
         """The boxes in order, each with the name of its parameter."""
@@ -311,7 +328,9 @@ class WirePlan:
 
 
 def check_plans(
-    plans: Sequence[WirePlan], parameters: Mapping[str, Tensor], zeros: tuple[tuple[str, Box], ...]
+    plans: Sequence[ReceivePlan],
+    parameters: Mapping[str, Tensor],
+    zeros: tuple[tuple[str, Box], ...],
 ) -> None:
     """Raise ValueError, naming every parameter at fault, unless all plans together fit a worker.
 

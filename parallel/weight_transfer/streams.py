@@ -1,4 +1,4 @@
-"""The data of one link in a push: boxes of tensors, packed into its buffers and unpacked."""
+"""The data of one channel in a push: boxes of tensors, packed into its buffers and unpacked."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -9,11 +9,11 @@ from parallel.checksum import BoxCopy, NamedSum, PreparedCopies, copy_and_sum
 from parallel.layout import Box, Copy, Shape
 from parallel.views import as_local, as_whole
 from parallel.weight_transfer.buckets import Bucket, bucketed
-from parallel.weight_transfer.links import Incoming, Link, Outgoing, own_stream
+from parallel.weight_transfer.channels import Channel, ReceiveChannel, SendChannel, own_stream
 
 
 class Packing:
-    """How boxes, each as its dtype, are placed in the buffers of a link; the same at both ends.
+    """How boxes, each as its dtype, are placed in the buffers of a channel; the same at both ends.
 
     Raises ValueError if a box is larger than a buffer.
     """
@@ -68,20 +68,20 @@ class PreparedBuckets:
 
 
 class OutStream:
-    """What a trainer rank sends over one link: `packing` contains the destinations of `copies`.
+    """What a trainer rank sends over one channel: `packing` contains the destinations of `copies`.
 
     `shapes` are those of the receiver's parameters.
     """
 
     def __init__(
         self,
-        link: Outgoing,
+        channel: SendChannel,
         copies: Sequence[Copy],
         shapes: Mapping[str, Shape],
         packing: Packing,
         device: torch.device,
     ) -> None:
-        self.link = link
+        self.channel = channel
         self._copies = copies
         self._shapes = shapes
         self._packing = packing
@@ -104,7 +104,7 @@ class OutStream:
             self._prepared.check(tensors)
         with own_stream(self._device), torch.inference_mode():
             for bucket in self._packing.buckets:
-                buffer = self.link.next_buffer()
+                buffer = self.channel.next_buffer()
                 copies = self._box_copies(bucket, buffer, tensors)
                 if self._device.type == "cpu":
                     sums += self._prepared.make(bucket, buffer, copies)
@@ -112,8 +112,8 @@ class OutStream:
                     for each in copies:
                         added = copy_and_sum(each.source, each.target, each.box, each.shape)
                         sums.append((each.name, added))
-                self.link.hand_over(bucket.num_bytes)
-            self.link.flush()
+                self.channel.hand_over(bucket.num_bytes)
+            self.channel.flush()
         return sums
 
     def _box_copies(
@@ -132,20 +132,20 @@ def _payload(copy: Copy, tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 class InStream:
-    """What a worker receives on one link, copies to boxes of its parameters, and forwards.
+    """What a worker receives on one channel, copies to boxes of its parameters, and forwards.
 
-    `onward` is the link to the same worker of the next engine, if there is one.
+    `onward` is the channel to the same worker of the next engine, if there is one.
     """
 
     def __init__(
         self,
-        link: Incoming,
-        onward: Outgoing | None,
+        channel: ReceiveChannel,
+        onward: SendChannel | None,
         arrivals: Sequence[tuple[str, Box]],
         packing: Packing,
         device: torch.device,
     ) -> None:
-        self._link = link
+        self._channel = channel
         self._onward = onward
         self._arrivals = arrivals
         self._packing = packing
@@ -153,9 +153,9 @@ class InStream:
         self._prepared = PreparedBuckets()
 
     @property
-    def links(self) -> list[Link]:
-        """The incoming link, and the one to the next engine, if any."""
-        return [self._link] if self._onward is None else [self._link, self._onward]
+    def channels(self) -> list[Channel]:
+        """The incoming channel, and the one to the next engine, if any."""
+        return [self._channel] if self._onward is None else [self._channel, self._onward]
 
     @property
     def num_bytes(self) -> int:
@@ -170,7 +170,7 @@ class InStream:
         """
         sums: list[NamedSum] = []
         buckets = self._packing.buckets
-        arrivals = self._link.arrivals([bucket.num_bytes for bucket in buckets])
+        arrivals = self._channel.arrivals([bucket.num_bytes for bucket in buckets])
         if self._device.type == "cpu":
             self._prepared.check(parameters)
         # The parameters may be inference tensors, which can be written only in inference mode, or
@@ -185,7 +185,7 @@ class InStream:
                 if self._device.type == "cpu":
                     sums += self._prepared.make(bucket, buffer, copies)
                 else:
-                    # Checksums come later: a GPU reads its memory faster than any link fills it,
+                    # Checksums come later: a GPU reads its memory faster than any channel fills it,
                     # and kernels for each box take longer than one pass over each parameter.
                     for copy in copies:
                         copy.target.copy_(copy.source)

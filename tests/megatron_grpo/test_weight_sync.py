@@ -12,7 +12,7 @@ from distributed import run_ranks
 from engines import TestEngine, largest_logprob_error, random_prompts, served_model
 from megatron_grpo.engines.http import EngineError
 from megatron_grpo.policy.model import weight_sender
-from megatron_grpo.weight_sync import WeightSync, meeting_address
+from megatron_grpo.weight_sync import WeightSync, rendezvous_address
 from parallel import ParallelDims
 from policies import start_policy, tiny_config
 from pushes import push_policy, push_whole, rollout_overrides
@@ -61,11 +61,13 @@ def test_after_two_failures_the_push_raises_and_the_engine_serves_nothing(
 
 def test_ranks_and_workers_meet_on_loopback_where_that_will_do() -> None:
     environ = {"MASTER_ADDR": "127.0.0.9"}
-    assert meeting_address(["http://localhost:1", "http://127.0.0.1:2"], 1, environ) == "127.0.0.1"
-    assert meeting_address([], 1, {}) == "127.0.0.1"
-    assert meeting_address([], 2, environ) == "127.0.0.9"
+    assert (
+        rendezvous_address(["http://localhost:1", "http://127.0.0.1:2"], 1, environ) == "127.0.0.1"
+    )
+    assert rendezvous_address([], 1, {}) == "127.0.0.1"
+    assert rendezvous_address([], 2, environ) == "127.0.0.9"
     # The address from which this host reaches the engine's: here its own, as it is the same host.
-    assert meeting_address(["http://127.0.0.7:1"], 1, environ).startswith("127.")
+    assert rendezvous_address(["http://127.0.0.7:1"], 1, environ).startswith("127.")
 
 
 def address_of_meeting(rank: int, folder: Path) -> str:

@@ -30,7 +30,7 @@ from megatron_grpo.engines.pool import MAX_COMEBACKS, EnginePool
 from megatron_grpo.engines.server import reserve_port
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.launch.run_dir import bearer, new_token
-from parallel.weight_transfer.local_links import LocalOutgoing
+from parallel.weight_transfer.local_channels import LocalSendChannel
 from proxies import Proxy
 from trainers import Trainer, as_soon_as, trainer
 
@@ -127,14 +127,14 @@ def test_an_engine_that_is_late_with_an_answer_is_lost_and_its_requests_go_to_th
 
 def test_a_push_in_which_an_engine_dies_goes_to_the_other(pair, undisturbed, monkeypatch):
     first, second = pair.servers.base_urls
-    hand_over, victims = LocalOutgoing.hand_over, [first]
+    hand_over, victims = LocalSendChannel.hand_over, [first]
 
-    def dying(self: LocalOutgoing, num_bytes: int) -> None:
+    def dying(self: LocalSendChannel, num_bytes: int) -> None:
         while victims:
             kill(pair, victims.pop())
         hand_over(self, num_bytes)
 
-    monkeypatch.setattr(LocalOutgoing, "hand_over", dying)
+    monkeypatch.setattr(LocalSendChannel, "hand_over", dying)
     pair.push()
     assert not victims and pair.fleet.serving == [second]
     assert tokens_of(pair.generate(PROMPTS)) == undisturbed
@@ -142,14 +142,14 @@ def test_a_push_in_which_an_engine_dies_goes_to_the_other(pair, undisturbed, mon
 
 
 def test_a_push_that_lasts_longer_than_an_engine_may_stall_loses_none(pair, monkeypatch, capfd):
-    hand_over, delays = LocalOutgoing.hand_over, [4.5]
+    hand_over, delays = LocalSendChannel.hand_over, [4.5]
 
-    def slow(self: LocalOutgoing, num_bytes: int) -> None:
+    def slow(self: LocalSendChannel, num_bytes: int) -> None:
         while delays:
             time.sleep(delays.pop())
         hand_over(self, num_bytes)
 
-    monkeypatch.setattr(LocalOutgoing, "hand_over", slow)
+    monkeypatch.setattr(LocalSendChannel, "hand_over", slow)
     monkeypatch.setattr(engine_module, "PROBE_INTERVAL", 0.1)
     pair.push()
     assert not delays and pair.fleet.serving == [*pair.servers.base_urls]
@@ -178,7 +178,7 @@ def test_with_no_engine_left_what_was_answered_counts_and_a_push_waits_for_one(p
 def test_an_engine_without_weights_is_left_out_and_not_killed(pair, undisturbed, capfd):
     first, second = pair.servers.base_urls
     pids = [pair.pid(url) for url in (first, second)]
-    connect = {"init_info": {"invitation": {}, "engine": 0, "links": "another's"}}
+    connect = {"init_info": {"transfer": {}, "engine": 0, "channels": "another's"}}
     httpx.post(
         f"{second}/init_weight_transfer_engine", json=connect, headers=bearer(pair.servers.token)
     )

@@ -23,7 +23,7 @@ from engines import (
 )
 from megatron_grpo.engines.engine import Engine
 from megatron_grpo.engines.http import EngineError
-from parallel.weight_transfer.local_links import LocalOutgoing
+from parallel.weight_transfer.local_channels import LocalSendChannel
 from pushes import push_whole, rollout_overrides
 
 NO_COMPLETE_WEIGHTS = "holds no complete weights"
@@ -55,9 +55,9 @@ def speak(engine: TestEngine, action) -> None:
 
 
 async def begin_by_hand(engine: Engine, push: str) -> None:
-    """Begin a push like a trainer that then stops; its links have no peer."""
-    await engine.connect({}, 0, links=push)
-    await engine.begin_push(push, links=push)
+    """Begin a push like a trainer that then stops; its channels have no peer."""
+    await engine.connect({}, 0, channels=push)
+    await engine.begin_push(push, channels=push)
 
 
 def overrides(engine: TestEngine) -> list[str]:
@@ -86,14 +86,14 @@ def push_in_two_parts(
 
 
 def pause_at_first_buffer(reached: Event, proceed: Event) -> None:
-    hand_over = LocalOutgoing.hand_over
+    hand_over = LocalSendChannel.hand_over
 
-    def pause(self: LocalOutgoing, num_bytes: int) -> None:
+    def pause(self: LocalSendChannel, num_bytes: int) -> None:
         reached.set()
         proceed.wait(60)
         hand_over(self, num_bytes)
 
-    LocalOutgoing.hand_over = pause
+    LocalSendChannel.hand_over = pause
 
 
 def push_error(engine: TestEngine, folder: Path, meanwhile: Callable[[], None]) -> str:
@@ -163,7 +163,7 @@ def test_whoever_began_first_of_two_pushes_is_told(vllm_engine, models):
         await begin_by_hand(engine, "5-first")
 
     async def finish_late(engine: Engine) -> None:
-        await engine.begin_push("5-again", links="5-first")
+        await engine.begin_push("5-again", channels="5-first")
         await engine.ask("receive_push", push="5-again")
         await engine.ask("receive_push", push="5-first")
         await engine.finish_push("5-first", 5)
@@ -265,6 +265,6 @@ def test_an_engine_that_starts_holds_no_version_and_one_killed_in_mid_push_is_na
         start = time.monotonic()
         error = push_error(engine, tied_model, process.kill)
         assert engine.servers.base_urls[0] in error
-        assert time.monotonic() - start < 45  # and not the 60 s for which a link may stand still
+        assert time.monotonic() - start < 45  # and not the 60 s for which a channel may stand still
         with pytest.raises(EngineError, match="ended with signal SIGKILL"):
             engine.servers.check()

@@ -10,10 +10,10 @@ SUMS = {"a": 1, "b": 2}
 
 
 def begun() -> PushState:
-    """A worker that has the links of one trainer, and has begun a push of it."""
+    """A worker that has the channels of one trainer, and has begun a push of it."""
     state = PushState()
-    state.connect("links")
-    state.begin("7-a", "links")
+    state.connect("channels")
+    state.begin("7-a", "channels")
     return state
 
 
@@ -27,7 +27,7 @@ def test_weights_are_those_of_a_push_once_it_is_complete_and_until_the_next_begi
     assert state.held == "7-a"
     state.begin("8-b", "another trainer's")
     assert state.held == "7-a"
-    state.begin("8-b", "links")
+    state.begin("8-b", "channels")
     assert state.held == ""
 
 
@@ -44,8 +44,8 @@ def test_a_worker_that_has_loaded_the_push_has_no_fault():
 @pytest.mark.parametrize(("push", "told"), [("", "not begun"), ("7-b", "7-b")])
 def test_a_worker_whose_last_push_is_of_another_trainer_is_named(push, told):
     state = PushState()
-    state.connect("links")
-    state.begin(push, "links")
+    state.connect("channels")
+    state.begin(push, "channels")
     state.load(SUMS)  # which may be equal
     fault = rf"http://engine worker 0: another trainer has connected to it \(its push: {told}\)"
     with pytest.raises(EngineError, match=fault):

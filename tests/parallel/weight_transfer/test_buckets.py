@@ -37,7 +37,7 @@ def test_what_is_larger_than_a_bucket_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("senders", "num_engines", "links"),
+    ("senders", "num_engines", "channels"),
     [
         ([[0]], 1, 1),
         ([[0], [0], [0]], 1, 3),  # limited by the rank
@@ -46,16 +46,16 @@ def test_what_is_larger_than_a_bucket_is_refused():
         ([[0]] * 5, 9, 5),
     ],
 )
-def test_no_process_has_more_buffers_than_the_limit(senders, num_engines, links):
+def test_no_process_has_more_buffers_than_the_limit(senders, num_engines, channels):
     limit = 10_000_000
     size = bucket_bytes_for(limit, senders, num_engines, shard_bytes=2 * limit)
     assert size % BUCKET_STEP == 0
-    assert size * 2 * links <= limit < (size + BUCKET_STEP) * 2 * links
+    assert size * 2 * channels <= limit < (size + BUCKET_STEP) * 2 * channels
 
 
 def test_a_limit_that_is_too_low_is_refused_with_the_lowest_that_is_not():
     senders = [[0, 1, 2], [3]]
-    with pytest.raises(ValueError, match=r"393215 bytes .* the 3 links .* at least 393216 "):
+    with pytest.raises(ValueError, match=r"393215 bytes .* the 3 channels .* at least 393216 "):
         bucket_bytes_for(393215, senders, 1, 10**9)
     assert bucket_bytes_for(393216, senders, 1, 10**9) == 64 * 1024
 

@@ -1,4 +1,4 @@
-"""Which kind of link a receiver is offered, depending on where both ends run."""
+"""Which kind of channel a receiver is offered, depending on where both ends run."""
 
 from datetime import timedelta
 from types import SimpleNamespace
@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from parallel.weight_transfer import Invitation, LinkError
-from parallel.weight_transfer import connect as party
-from parallel.weight_transfer.rendezvous import Meeting
+from parallel.weight_transfer import ChannelError, TransferInitInfo
+from parallel.weight_transfer import connect as peer
+from parallel.weight_transfer.rendezvous import RendezvousAddress
 
 HERE = "boot net ipc GPU-1"
 OTHER_NAMESPACE = "boot net other GPU-1"
@@ -22,7 +22,7 @@ OTHER_HOST = "other net ipc GPU-3"
 def test_two_processes_on_one_gpu_that_share_no_memory_are_told_what_to_do(
     monkeypatch, network_only, receiver
 ):
-    with pytest.raises(LinkError, match=r"engine 0 worker 0 and trainer rank 0 are on one GPU"):
+    with pytest.raises(ChannelError, match=r"engine 0 worker 0 and trainer rank 0 are on one GPU"):
         offer(monkeypatch, network_only, receiver)
 
 
@@ -30,24 +30,26 @@ def test_two_processes_on_one_gpu_that_share_no_memory_are_told_what_to_do(
     ("network_only", "receiver"),
     [(False, HERE), (False, OTHER_GPU), (True, OTHER_GPU), (False, OTHER_HOST)],
 )
-def test_others_are_offered_a_link(monkeypatch, network_only, receiver):
+def test_others_are_offered_a_channel(monkeypatch, network_only, receiver):
     assert offer(monkeypatch, network_only, receiver) == (receiver == HERE)
 
 
 def offer(monkeypatch, network_only, receiver):
     """Whether the trainer, which is on GPU 1, offers shared memory to a receiver at this place."""
-    monkeypatch.setattr(party, "place", lambda device: HERE)
-    invitation = Invitation(
-        Meeting("127.0.0.1", 1, "key"), 1, 1, network_only, senders=[[0]], zeros=[[]]
+    monkeypatch.setattr(peer, "memory_domain", lambda device: HERE)
+    init_info = TransferInitInfo(
+        RendezvousAddress("127.0.0.1", 1), 1, 1, network_only, senders=[[0]], zeros=[[]]
     )
     published = {}
-    board = SimpleNamespace(
-        read=lambda names, timeout: [receiver], publish=published.__setitem__, check_refusal=None
+    rendezvous = SimpleNamespace(
+        await_texts=lambda names, timeout: [receiver],
+        publish=published.__setitem__,
+        check_failure=None,
     )
-    trainer = party.Party(
-        "trainer rank 0", invitation, board, torch.device("cuda"), timedelta(seconds=1)
+    trainer = peer.Peer(
+        "trainer rank 0", init_info, rendezvous, torch.device("cuda"), timedelta(seconds=1)
     )
-    monkeypatch.setattr(party, "Listener", lambda key, address: SimpleNamespace(address=address))
-    monkeypatch.setattr(party, "local_address", lambda meeting: "127.0.0.1")
-    trainer.offer({"0/0/0": party.Worker(0, 0)})
-    return published["link/0/0/0"] == "null"
+    monkeypatch.setattr(peer, "Listener", lambda address: SimpleNamespace(address=address))
+    monkeypatch.setattr(peer, "local_address", lambda address: "127.0.0.1")
+    trainer.listen({"0/0/0": peer.Worker(0, 0)})
+    return published["channel/0/0/0"] == "null"

@@ -1,4 +1,4 @@
-"""Links over the network listen only where they should, and buffers do not mix."""
+"""Channels over the network listen only where they should, and buffers do not mix."""
 
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -7,46 +7,46 @@ from datetime import timedelta
 import pytest
 import torch
 
-from parallel.weight_transfer.listener import Listener, connect
-from parallel.weight_transfer.network_links import NetworkIncoming, NetworkOutgoing
+from parallel.weight_transfer.control_socket import Listener, connect
+from parallel.weight_transfer.network_channels import NetworkReceiveChannel, NetworkSendChannel
 
 CPU = torch.device("cpu")
 TIMEOUT = timedelta(seconds=20)
 
 
-def test_a_link_listens_on_its_own_address_only_and_for_one_receiver():
-    waiting = Listener("key", "127.0.0.1")
+def test_a_channel_listens_on_its_own_address_only_and_for_one_receiver():
+    waiting = Listener("127.0.0.1")
     host, port = waiting.address
     assert host == "127.0.0.1"
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", port), timeout=5)
-    wire = connect(waiting.address, "key", "the sender", TIMEOUT)
+    control = connect(waiting.address, "the sender", TIMEOUT)
     accepted = waiting.accept("the receiver", TIMEOUT)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((host, port), timeout=5)
     accepted.close()
-    wire.close()
+    control.close()
 
 
-def test_a_link_speaks_ipv6():
+def test_a_channel_speaks_ipv6():
     if not socket.has_dualstack_ipv6():
         pytest.skip("needs IPv6")
-    waiting = Listener("key", "::1")
-    wire = connect(waiting.address, "key", "the sender", TIMEOUT)
+    waiting = Listener("::1")
+    control = connect(waiting.address, "the sender", TIMEOUT)
     accepted = waiting.accept("the receiver", TIMEOUT)
     accepted.say()
-    wire.hear()
+    control.hear()
     accepted.close()
-    wire.close()
+    control.close()
 
 
 def test_what_is_filled_while_the_last_is_on_its_way_does_not_mix_with_it():
     """The buffers are far larger than what the sockets hold, so that sending takes a while."""
     size = 32 << 20
-    waiting = Listener("key", "127.0.0.1")
-    wire = connect(waiting.address, "key", "the sender", TIMEOUT)
-    sender = NetworkOutgoing(waiting.accept("the receiver", TIMEOUT), size, CPU)
-    receiver = NetworkIncoming(wire, size, CPU)
+    waiting = Listener("127.0.0.1")
+    control = connect(waiting.address, "the sender", TIMEOUT)
+    sender = NetworkSendChannel(waiting.accept("the receiver", TIMEOUT), size, CPU)
+    receiver = NetworkReceiveChannel(control, size, CPU)
 
     def send():
         for number in range(4):

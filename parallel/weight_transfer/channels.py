@@ -1,8 +1,8 @@
-"""The interface of links, independent of how the bytes are moved.
+"""The interface of channels, independent of how the bytes are moved.
 
-A link goes from one sending process to one receiving process. It has two buffers that are used in
-turn: while one is being transferred or read, the other is filled. Each end is used by one thread at
-a time.
+A channel goes from one sending process to one receiving process. It has two buffers that are used
+in turn: while one is being transferred or read, the other is filled. Each end is used by one thread
+at a time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,20 +13,21 @@ import torch
 from torch import Tensor
 
 NUM_SLOTS = 2
-"""Number of buffers of a link."""
+"""Number of buffers of a channel."""
 
 
-class Link(Protocol):
-    """One end of a link. Waits raise LinkError if the other end is closed, dead or unresponsive."""
+class Channel(Protocol):
+    """One end of a channel. Waits raise ChannelError if the other end is closed, dead or
+    unresponsive."""
 
     def abort(self) -> None:
         """Make the waits of both ends fail; any thread may call it."""
 
     def close(self) -> None:
-        """End the link and free its buffers; the other end's waits fail at once."""
+        """End the channel and free its buffers; the other end's waits fail at once."""
 
 
-class Outgoing(Link, Protocol):
+class SendChannel(Channel, Protocol):
     """The sender's end."""
 
     def next_buffer(self) -> Tensor:
@@ -39,7 +40,7 @@ class Outgoing(Link, Protocol):
         """Wait until the receiver is done with everything that was handed over."""
 
 
-class Incoming(Link, Protocol):
+class ReceiveChannel(Channel, Protocol):
     """The receiver's end."""
 
     def arrivals(self, sizes: Sequence[int]) -> Iterator[Tensor]:
@@ -50,10 +51,11 @@ class Incoming(Link, Protocol):
         """
 
 
-def settle(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Wait until a GPU has finished all its work.
 
-    Do not call this while a link moves bytes: it would also wait for transfers whose peer is lost.
+    Do not call this while a channel moves bytes: it would also wait for transfers whose peer is
+    lost.
     """
     if device.type != "cpu":
         torch.cuda.synchronize(device)
@@ -61,7 +63,7 @@ def settle(device: torch.device) -> None:
 
 @contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
-    """On a GPU, run this thread's copies in their own stream; call `settle` first.
+    """On a GPU, run this thread's copies in their own stream; call `synchronize` first.
 
     Also selects the device: a new thread starts on GPU 0, where restoring its stream would create a
     context of half a gigabyte.

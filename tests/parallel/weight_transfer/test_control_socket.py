@@ -1,15 +1,15 @@
-"""A wire knows whether its other end is open."""
+"""A control socket knows whether its other end is open."""
 
 import socket
 from datetime import timedelta
 
 import pytest
 
-from parallel.weight_transfer.wire import Wire
+from parallel.weight_transfer.control_socket import ControlSocket
 
 
 @pytest.fixture(params=["local", "network"])
-def wires(request):
+def controls(request):
     """Both ends of a connection."""
     if request.param == "local":
         ends = socket.socketpair()
@@ -17,14 +17,14 @@ def wires(request):
         with socket.create_server(("127.0.0.1", 0)) as server:
             first = socket.create_connection(server.getsockname())
             ends = (first, server.accept()[0])
-    both = [Wire(end, "the other end", timedelta(seconds=5)) for end in ends]
+    both = [ControlSocket(end, "the other end", timedelta(seconds=5)) for end in ends]
     yield both
-    for wire in both:
-        wire.close()
+    for control in both:
+        control.close()
 
 
-def test_a_wire_is_open_whether_or_not_something_has_been_said(wires):
-    first, second = wires
+def test_a_wire_is_open_whether_or_not_something_has_been_said(controls):
+    first, second = controls
     assert first.is_open() and second.is_open()
     first.say()
     assert second.is_open()
@@ -33,7 +33,7 @@ def test_a_wire_is_open_whether_or_not_something_has_been_said(wires):
 
 
 @pytest.mark.parametrize("end", [0, 1])
-def test_a_wire_is_open_at_neither_end_once_one_is_closed_even_with_words_unheard(wires, end):
-    wires[0].say()
-    wires[end].abort()
-    assert not any(wire.is_open() for wire in wires)
+def test_a_wire_is_open_at_neither_end_once_one_is_closed_even_with_words_unheard(controls, end):
+    controls[0].say()
+    controls[end].abort()
+    assert not any(control.is_open() for control in controls)

@@ -2,7 +2,7 @@
 
 Trainer ranks send to the workers of the first engine, and worker w of each engine forwards what
 arrives, bucket by bucket, to worker w of the next. Trainer ranks know what each worker needs
-(`cut_shares`); a worker reads from the meeting's board what it will be sent, and refuses plans that
+(`cut_shares`); a worker reads from the rendezvous what it will be sent, and refuses plans that
 do not fill its parameters exactly.
 """
 
@@ -17,63 +17,72 @@ from torch import Tensor
 
 from parallel.checksum import NamedSum, added_up, checksums
 from parallel.layout import Box, Copy, Shape
-from parallel.weight_transfer.connect import LinkSet, Party, WirePlan, Worker, check_plans, opened
-from parallel.weight_transfer.links import settle
-from parallel.weight_transfer.rendezvous import Board, Invitation, join
+from parallel.weight_transfer.channels import synchronize
+from parallel.weight_transfer.connect import (
+    ChannelSet,
+    Peer,
+    ReceivePlan,
+    Worker,
+    check_plans,
+    opened,
+)
+from parallel.weight_transfer.rendezvous import Rendezvous, TransferInitInfo, join
 from parallel.weight_transfer.streams import InStream, OutStream, Packing
 
 TIMEOUT = timedelta(seconds=60)
-"""How long a link may make no progress, and one end may wait for the other to open it."""
+"""How long a channel may make no progress, and one end may wait for the other to open it."""
 
 
-class Outbox:
-    """The links of a trainer rank. A failure closes all of them; a retry opens new ones."""
+class WeightSender:
+    """The channels of a trainer rank. A failure closes all of them; a retry opens new ones."""
 
     def __init__(self, streams: Mapping[int, OutStream], device: torch.device) -> None:
         self._streams = streams  # by worker
         self._device = device
-        self._links = LinkSet([stream.link for stream in streams.values()])
+        self._channels = ChannelSet([stream.channel for stream in streams.values()])
         self._bytes_sent = 0
 
     @classmethod
     def open(
         cls,
-        invitation: Invitation,
-        board: Board,
+        init_info: TransferInitInfo,
+        rendezvous: Rendezvous,
         rank: int,
         sends: Mapping[int, Sequence[Copy]],
         shapes: Sequence[Mapping[str, Shape]],
         dtypes: Mapping[str, torch.dtype],
         device: torch.device,
         timeout: timedelta = TIMEOUT,
-    ) -> "Outbox":
-        """Publish what `rank` sends to each worker, and open the links to them.
+    ) -> "WeightSender":
+        """Publish what `rank` sends to each worker, and open the channels to them.
 
-        `board` is that of the invitation's meeting, `shapes` are those of each worker's parameters
+        `rendezvous` is that of the init info, `shapes` are those of each worker's parameters
         and `dtypes` those of all workers'. The tensors are on `device` and are sent as these; no
         copy is larger than a bucket.
-        Raises LinkError when a worker does not connect within `timeout`, and at once when any
-        process of the meeting has failed; the others are told if this one fails.
+        Raises ChannelError when a worker does not connect within `timeout`, and at once when any
+        process of the rendezvous has failed; the others are told if this one fails.
         """
-        workers = [worker for worker, ranks in enumerate(invitation.senders) if rank in ranks]
+        workers = [worker for worker, ranks in enumerate(init_info.senders) if rank in ranks]
         assert sorted(sends) == workers, f"rank {rank} sends to {sorted(sends)}, not {workers}"
-        party = Party(f"trainer rank {rank}", invitation, board, device, timeout)
-        with party.opening():
+        peer = Peer(f"trainer rank {rank}", init_info, rendezvous, device, timeout)
+        with peer.opening():
             packings = {
                 worker: Packing(
                     [copy.destination_box for copy in copies],
                     [dtypes[copy.destination] for copy in copies],
-                    invitation.bucket_bytes,
+                    init_info.bucket_bytes,
                 )
                 for worker, copies in sends.items()
             }
             for worker, copies in sends.items():
-                board.publish(f"plan/{rank}/{worker}", WirePlan.of(copies, dtypes).to_json())
-            offers = party.offer({f"0/{rank}/{worker}": Worker(0, worker) for worker in workers})
-            links = zip(workers, opened(offers), strict=True)
+                rendezvous.publish(
+                    f"plan/{rank}/{worker}", ReceivePlan.of(copies, dtypes).to_json()
+                )
+            listening = peer.listen({f"0/{rank}/{worker}": Worker(0, worker) for worker in workers})
+            channels = zip(workers, opened(listening), strict=True)
         streams = {
-            worker: OutStream(link, sends[worker], shapes[worker], packings[worker], device)
-            for worker, link in links
+            worker: OutStream(channel, sends[worker], shapes[worker], packings[worker], device)
+            for worker, channel in channels
         }
         return cls(streams, device)
 
@@ -86,22 +95,22 @@ class Outbox:
         """Send the boxes of `tensors`, by name, to all workers at the same time.
 
         Returns when the workers have received everything: for each worker, by parameter name, the
-        checksum of what this rank has sent. On failure, closes all links and raises the first
-        error, LinkError if a worker was lost.
+        checksum of what this rank has sent. On failure, closes all channels and raises the first
+        error, ChannelError if a worker was lost.
         """
-        settle(self._device)
+        synchronize(self._device)
         streams = self._streams.values()
-        sums = self._links.run([partial(stream.send, tensors) for stream in streams])
+        sums = self._channels.run([partial(stream.send, tensors) for stream in streams])
         self._bytes_sent += sum(stream.num_bytes for stream in streams)
         return dict(zip(self._streams, map(added_up, sums), strict=True))
 
     def close(self) -> None:
-        """End all links."""
-        self._links.close()
+        """End all channels."""
+        self._channels.close()
 
 
-class Inbox:
-    """The links of an engine's worker. A failure closes all of them; a retry opens new ones."""
+class WeightReceiver:
+    """The channels of an engine's worker. A failure closes all of them; a retry opens new ones."""
 
     def __init__(
         self,
@@ -113,48 +122,50 @@ class Inbox:
         self._streams = streams
         self._padding = padding
         self._device = device
-        self._links = LinkSet([link for stream in streams for link in stream.links])
+        self._channels = ChannelSet([channel for stream in streams for channel in stream.channels])
         self._kinds = _kinds(parameters)
         self._bytes_received = 0
 
     @classmethod
     def open(
         cls,
-        invitation: Invitation,
+        init_info: TransferInitInfo,
         engine: int,
         worker: int,
         parameters: Mapping[str, Tensor],
         device: torch.device,
         timeout: timedelta = TIMEOUT,
-    ) -> "Inbox":
-        """Join the meeting, check what will be sent, and open the links of a worker.
+    ) -> "WeightReceiver":
+        """Join the rendezvous, check what will be sent, and open the channels of a worker.
 
         `parameters`, by name, are on `device`. Raises ValueError, naming the parameters, when what
-        will be sent does not fill each exactly; LinkError when a trainer rank or a worker of a
+        will be sent does not fill each exactly; ChannelError when a trainer rank or a worker of a
         neighbouring engine does not connect within `timeout`, and at once when any process of the
-        meeting has failed. The others are told if this one fails.
+        rendezvous has failed. The others are told if this one fails.
         """
         me = Worker(engine, worker)
-        board = join(invitation.meeting, timeout)
-        party = Party(str(me), invitation, board, device, timeout)
-        with party.opening():
-            plans = _read_plans(party, worker)
-            padding = invitation.padding(worker)
+        rendezvous = join(init_info.rendezvous, timeout)
+        peer = Peer(str(me), init_info, rendezvous, device, timeout)
+        with peer.opening():
+            plans = _read_plans(peer, worker)
+            padding = init_info.padding(worker)
             check_plans(plans, parameters, padding)
             arrivals = [plan.arrivals() for plan in plans]
             packings = [
-                Packing([box for _, box in boxes], plan.torch_dtypes, invitation.bucket_bytes)
+                Packing([box for _, box in boxes], plan.torch_dtypes, init_info.bucket_bytes)
                 for plan, boxes in zip(plans, arrivals, strict=True)
             ]
-            party.publish_place(me)  # before waiting: the previous engine waits for this
-            offers = party.offer(_links_to_next(invitation, me))
-            takes = party.take(_links_of(invitation, me))
+            peer.publish_memory_domain(me)  # before waiting: the previous engine waits for this
+            listening = peer.listen(_channels_to_next(init_info, me))
+            connecting = peer.connect(_channels_of(init_info, me))
             # Both at once: otherwise the last of many engines would wait for all before it.
-            made: list[Any] = opened([*takes, *offers])
-            links, onward = made[: len(takes)], made[len(takes) :]
+            made: list[Any] = opened([*connecting, *listening])
+            channels, onward = made[: len(connecting)], made[len(connecting) :]
         streams = [
-            InStream(link, passed_on, boxes, packing, device)
-            for link, passed_on, boxes, packing in zip_longest(links, onward, arrivals, packings)
+            InStream(channel, passed_on, boxes, packing, device)
+            for channel, passed_on, boxes, packing in zip_longest(
+                channels, onward, arrivals, packings
+            )
         ]
         return cls(streams, parameters, padding, device)
 
@@ -168,16 +179,18 @@ class Inbox:
 
         Returns when everything has arrived and the next engine has received it: the checksum of
         what each parameter holds. Raises ValueError when shapes or types of `parameters` differ
-        from those that the links were opened for, else the first error, LinkError if a trainer rank
-        or a worker of another engine was lost. Either closes all links.
+        from those that the channels were opened for, else the first error, ChannelError if a
+        trainer rank or a worker of another engine was lost. Either closes all channels.
         """
         kinds = _kinds(parameters)
         changed = [name for name, kind in self._kinds.items() if kinds.get(name) != kind]
         if changed:
             self.close()
             raise ValueError(f"parameters changed their shape or type: {', '.join(changed)}")
-        settle(self._device)
-        arrived = self._links.run([partial(stream.receive, parameters) for stream in self._streams])
+        synchronize(self._device)
+        arrived = self._channels.run(
+            [partial(stream.receive, parameters) for stream in self._streams]
+        )
         self._bytes_received += sum(stream.num_bytes for stream in self._streams)
         # Padding is not sent. An engine that slept has new memory, which holds anything.
         for name, box in self._padding:
@@ -191,40 +204,35 @@ class Inbox:
         return added_up([*arrived, *((name, nothing) for name, _ in self._padding)])
 
     def close(self) -> None:
-        """End all links."""
-        self._links.close()
+        """End all channels."""
+        self._channels.close()
 
 
-def refuse_all(invitation: Invitation, reason: str, timeout: timedelta = TIMEOUT) -> None:
-    """Tell all processes that are opening links at once that there will be none, and why."""
-    join(invitation.meeting, timeout).refuse(reason)
-
-
-def _read_plans(party: Party, worker: int) -> list[WirePlan]:
+def _read_plans(peer: Peer, worker: int) -> list[ReceivePlan]:
     """The plans of all trainer ranks that send to a worker."""
-    ranks = party.invitation.senders[worker]
+    ranks = peer.init_info.senders[worker]
     names = {f"plan/{rank}/{worker}": f"trainer rank {rank}" for rank in ranks}
-    said = party.board.read(names, party.timeout)
-    return [WirePlan.from_json(text) for text in said]
+    said = peer.rendezvous.await_texts(names, peer.timeout)
+    return [ReceivePlan.from_json(text) for text in said]
 
 
-def _links_of(invitation: Invitation, worker: Worker) -> dict[str, str]:
-    """The names of the links on which a worker receives, one per trainer rank, with the sender."""
+def _channels_of(init_info: TransferInitInfo, worker: Worker) -> dict[str, str]:
+    """The channels on which a worker receives, by name, with the sender: one per trainer rank."""
     before = Worker(worker.engine - 1, worker.number)
     return {
         f"{worker.engine}/{rank}/{worker.number}": (
             str(before) if worker.engine else f"trainer rank {rank}"
         )
-        for rank in invitation.senders[worker.number]
+        for rank in init_info.senders[worker.number]
     }
 
 
-def _links_to_next(invitation: Invitation, worker: Worker) -> dict[str, Worker]:
-    """The links on which a worker forwards what it receives; none in the last engine."""
+def _channels_to_next(init_info: TransferInitInfo, worker: Worker) -> dict[str, Worker]:
+    """The channels on which a worker forwards what it receives; none in the last engine."""
     after = Worker(worker.engine + 1, worker.number)
-    if after.engine == invitation.num_engines:
+    if after.engine == init_info.num_engines:
         return {}
-    ranks = invitation.senders[worker.number]
+    ranks = init_info.senders[worker.number]
     return {f"{after.engine}/{rank}/{after.number}": after for rank in ranks}
 
 

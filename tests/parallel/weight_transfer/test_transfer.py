@@ -1,10 +1,7 @@
 """Whole pushes: trainer ranks and the workers of a chain of engines, each in its own process."""
 
-import hashlib
-import json
 import re
 import resource
-import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,19 +12,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import TCPStore
 
 from parallel import Box, Layout, Piece, Sender, plan_sends
 from parallel.checksum import checksums
 from parallel.views import as_whole
-from parallel.weight_transfer import Inbox, Invitation, LinkError, Outbox, refuse_all
-from parallel.weight_transfer.connect import WirePlan
-from parallel.weight_transfer.local_links import LocalIncoming, LocalOutgoing
-from parallel.weight_transfer.rendezvous import join, open_meeting, place
+from parallel.weight_transfer import (
+    ChannelError,
+    TransferInitInfo,
+    WeightReceiver,
+    WeightSender,
+)
+from parallel.weight_transfer.connect import ReceivePlan
+from parallel.weight_transfer.local_channels import LocalReceiveChannel, LocalSendChannel
+from parallel.weight_transfer.rendezvous import join, memory_domain, open_rendezvous
 from processes import Child, running
 
 CPU = torch.device("cpu")
-BUCKET = 5 * 16  # so that a link has more buckets than buffers, and most are not quite full
+BUCKET = 5 * 16  # so that a channel has more buckets than buffers, and most are not quite full
 TIMEOUT = timedelta(seconds=60)
 SOON = 30
 """In seconds: less than the time-out, more than a busy machine needs."""
@@ -88,9 +89,9 @@ DTYPES = dict.fromkeys(PARAMETERS[0], torch.bfloat16) | {"norm": torch.float32}
 """Engines may keep some parameters in float32, whatever trainers have."""
 
 
-def invitation_to(meeting, num_engines, network_only):
-    return Invitation(
-        meeting,
+def init_info_of(address, num_engines, network_only):
+    return TransferInitInfo(
+        address,
         BUCKET,
         num_engines,
         network_only,
@@ -110,24 +111,26 @@ def filled(layout, weights, dtypes):
     return tensors
 
 
-def trainer_rank(pipe, invitation, rank):
+def trainer_rank(pipe, init_info, rank):
     """Send the weights of each seed from the pipe until it fails; report over the pipe."""
     sender = sender_of(rank)
     sends = plan_sends(sender, LAYOUTS, BUCKET // 4)
     try:
-        board = join(invitation.meeting, TIMEOUT)
-        outbox = Outbox.open(invitation, board, rank, sends, PARAMETERS, DTYPES, CPU, TIMEOUT)
+        rendezvous = join(init_info.address, TIMEOUT)
+        sender = WeightSender.open(
+            init_info, rendezvous, rank, sends, PARAMETERS, DTYPES, CPU, TIMEOUT
+        )
         pipe.send("open")
         while True:
             weights = whole_weights(pipe.recv())
-            outbox.send(filled(sender.layout, weights, {"norm": torch.bfloat16}))
-            pipe.send(outbox.bytes_sent)
-    except (LinkError, KeyError) as error:
+            sender.send(filled(sender.layout, weights, {"norm": torch.bfloat16}))
+            pipe.send(sender.bytes_sent)
+    except (ChannelError, KeyError) as error:
         pipe.send(f"{type(error).__name__}: {error}")
         pipe.recv()
 
 
-def engine_worker(pipe, invitation, engine, worker, missing=None):
+def engine_worker(pipe, init_info, engine, worker, missing=None):
     """Receive the weights of each seed from the pipe until it fails; report over the pipe.
 
     As in engines, some parameters are inference tensors, and some are views of tensors that require
@@ -142,16 +145,16 @@ def engine_worker(pipe, invitation, engine, worker, missing=None):
         parameters["experts"] = parameters["experts"].clone()
     if missing:
         parameters[missing] = torch.zeros(3, dtype=torch.bfloat16)
-    told = Invitation.from_json(invitation)
+    told = TransferInitInfo.from_json(init_info)
     try:
-        inbox = Inbox.open(told, engine, worker, parameters, CPU, TIMEOUT)
+        receiver = WeightReceiver.open(told, engine, worker, parameters, CPU, TIMEOUT)
         pipe.send("open")
         while (seed := pipe.recv()) is not None:
             if seed == "replace":
                 parameters["norm"] = torch.zeros(11)
                 continue
             before = {name: value.data_ptr() for name, value in parameters.items()}
-            sums = inbox.receive(parameters)
+            sums = receiver.receive(parameters)
             assert before == {name: value.data_ptr() for name, value in parameters.items()}
             expected = filled(layout, whole_weights(seed), DTYPES)
             views = {name: value[:] for name, value in parameters.items()}
@@ -159,15 +162,15 @@ def engine_worker(pipe, invitation, engine, worker, missing=None):
             wrong += [
                 f"sum of {name}" for name, sum in checksums(views).items() if sums[name] != sum
             ]
-            pipe.send((inbox.bytes_received, wrong))
-    except (LinkError, ValueError) as error:
+            pipe.send((receiver.bytes_received, wrong))
+    except (ChannelError, ValueError) as error:
         pipe.send(f"{type(error).__name__}: {error}")
         pipe.recv()
 
 
 @dataclass
 class EnginePool:
-    """The processes of pushes, with all links open."""
+    """The processes of pushes, with all channels open."""
 
     ranks: list[Child]
     workers: dict[tuple[int, int], Child]
@@ -185,12 +188,12 @@ class EnginePool:
 
 @contextmanager
 def fleet(num_engines, network_only=False):
-    meeting, board = open_meeting("127.0.0.1")
-    invitation = invitation_to(meeting, num_engines, network_only)
-    told = invitation.to_json()
+    address, rendezvous = open_rendezvous("127.0.0.1")
+    init_info = init_info_of(address, num_engines, network_only)
+    told = init_info.to_json()
     with ExitStack() as stack:
         start = stack.enter_context
-        ranks = [start(running(trainer_rank, invitation, rank)) for rank in range(NUM_RANKS)]
+        ranks = [start(running(trainer_rank, init_info, rank)) for rank in range(NUM_RANKS)]
         workers = {
             (engine, worker): start(running(engine_worker, told, engine, worker))
             for engine in range(num_engines)
@@ -199,7 +202,7 @@ def fleet(num_engines, network_only=False):
         running_fleet = EnginePool(ranks, workers)
         assert [child.hear() for child in running_fleet.all] == ["open"] * len(running_fleet.all)
         yield running_fleet
-    del board
+    del rendezvous
 
 
 def num_bytes(layout):
@@ -222,7 +225,7 @@ def test_every_parameter_of_every_engine_arrives_bit_for_bit_in_push_after_push(
             assert sum(sent) == number * sum(sizes)
 
 
-def test_links_share_memory_on_one_host_unless_told_not_to():
+def test_channels_share_memory_on_one_host_unless_told_not_to():
     """Seen from outside: which processes map weights."""
     for network_only in (False, True):
         with fleet(1, network_only) as pushing:
@@ -245,10 +248,10 @@ def test_a_trainer_rank_killed_in_a_push_is_named_by_the_workers_and_the_rest_en
             child.say(1)
         time.sleep(0.3)
         pushing.ranks[1].kill()
-        lost = "has closed the link or died"
+        lost = "has closed the channel or died"
         said = {key: heard_within(SOON, child) for key, child in pushing.workers.items()}
-        assert said[0, 0] == said[0, 1] == f"LinkError: trainer rank 1 {lost}"
-        assert said[1, 0] == f"LinkError: engine 0 worker 0 {lost}"
+        assert said[0, 0] == said[0, 1] == f"ChannelError: trainer rank 1 {lost}"
+        assert said[1, 0] == f"ChannelError: engine 0 worker 0 {lost}"
         # Rank 0 may have finished before rank 1 died.
         sent = heard_within(SOON, pushing.ranks[0])
         assert isinstance(sent, int) or "engine 0 worker" in sent
@@ -264,39 +267,41 @@ def test_a_worker_killed_in_a_push_is_named_by_the_one_before_it_and_all_end(net
             child.say(1)
         time.sleep(0.3)
         pushing.workers[1, 1].kill()
-        lost = "has closed the link or died"
-        assert heard_within(SOON, pushing.workers[0, 1]) == f"LinkError: engine 1 worker 1 {lost}"
+        lost = "has closed the channel or died"
+        assert (
+            heard_within(SOON, pushing.workers[0, 1]) == f"ChannelError: engine 1 worker 1 {lost}"
+        )
         for child in pushing.ranks:
             said = heard_within(SOON, child)
             # The host buffers what is in flight over the network, so a rank may have finished.
             is_done = network_only and isinstance(said, int)
-            assert is_done or said == f"LinkError: engine 0 worker 1 {lost}"
+            assert is_done or said == f"ChannelError: engine 0 worker 1 {lost}"
 
 
 def test_a_worker_refuses_what_does_not_fill_its_parameters():
-    meeting, board = open_meeting("127.0.0.1")
-    invitation = invitation_to(meeting, 1, network_only=False)
+    address, rendezvous = open_rendezvous("127.0.0.1")
+    init_info = init_info_of(address, 1, network_only=False)
     with ExitStack() as stack:
         for rank in range(NUM_RANKS):
-            stack.enter_context(running(trainer_rank, invitation, rank))
-        worker = stack.enter_context(running(engine_worker, invitation.to_json(), 0, 0, "bias"))
+            stack.enter_context(running(trainer_rank, init_info, rank))
+        worker = stack.enter_context(running(engine_worker, init_info.to_json(), 0, 0, "bias"))
         assert re.search(
             r"ValueError: .*bias: 3 of 3 elements are in no piece", worker.hear(), re.S
         )
-    del board
+    del rendezvous
 
 
-def open_outbox(sends, timeout=0.3, bucket_bytes=BUCKET):
-    meeting, board = open_meeting("127.0.0.1")
-    invitation = replace(invitation_to(meeting, 1, network_only=False), bucket_bytes=bucket_bytes)
+def open_sender(sends, timeout=0.3, bucket_bytes=BUCKET):
+    address, rendezvous = open_rendezvous("127.0.0.1")
+    init_info = replace(init_info_of(address, 1, network_only=False), bucket_bytes=bucket_bytes)
     seconds = timedelta(seconds=timeout)
-    return Outbox.open(invitation, board, 0, sends, PARAMETERS, DTYPES, CPU, seconds)
+    return WeightSender.open(init_info, rendezvous, 0, sends, PARAMETERS, DTYPES, CPU, seconds)
 
 
 def test_workers_that_do_not_come_are_named_after_the_time_out():
     late = r"no message from engine 0 worker 0, engine 0 worker 1 within"
-    with pytest.raises(LinkError, match=late):
-        open_outbox(plan_sends(sender_of(0), LAYOUTS, BUCKET // 4))
+    with pytest.raises(ChannelError, match=late):
+        open_sender(plan_sends(sender_of(0), LAYOUTS, BUCKET // 4))
 
 
 def open_all(engines, bucket_bytes=BUCKET):
@@ -304,16 +309,18 @@ def open_all(engines, bucket_bytes=BUCKET):
 
     `engines` are the parameters of each engine. Returns each end, or the exception it raised.
     """
-    meeting, board = open_meeting("127.0.0.1")
-    invitation = Invitation(meeting, bucket_bytes, len(engines), False, senders=[[0]], zeros=[[]])
+    address, rendezvous = open_rendezvous("127.0.0.1")
+    init_info = TransferInitInfo(
+        address, bucket_bytes, len(engines), False, senders=[[0]], zeros=[[]]
+    )
     matrix = Layout.of_whole_tensors({"w": (4, 4)})
     sends = plan_sends(Sender(0, matrix, {"w": range(1)}), [matrix], BUCKET // 4)
     with ThreadPoolExecutor(1 + len(engines)) as pool:
         waiting = [
             pool.submit(
-                Outbox.open,
-                invitation,
-                board,
+                WeightSender.open,
+                init_info,
+                rendezvous,
                 0,
                 sends,
                 [matrix.shapes],
@@ -322,7 +329,7 @@ def open_all(engines, bucket_bytes=BUCKET):
                 TIMEOUT,
             ),
             *(
-                pool.submit(Inbox.open, invitation, engine, 0, parameters, CPU, TIMEOUT)
+                pool.submit(WeightReceiver.open, init_info, engine, 0, parameters, CPU, TIMEOUT)
                 for engine, parameters in enumerate(engines)
             ),
         ]
@@ -334,86 +341,86 @@ MATRIX = {"w": torch.zeros(4, 4)}
 
 def before_opening(monkeypatch, act):
     """Call `act` with the receiver's name before each sender's end is made."""
-    open_end = LocalOutgoing.open
+    open_end = LocalSendChannel.open
 
-    def acted(wire, bucket_bytes, device):
-        act(wire.peer)
-        return open_end(wire, bucket_bytes, device)
+    def acted(control, bucket_bytes, device):
+        act(control.peer)
+        return open_end(control, bucket_bytes, device)
 
-    monkeypatch.setattr(LocalOutgoing, "open", acted)
+    monkeypatch.setattr(LocalSendChannel, "open", acted)
 
 
-def test_all_links_of_a_chain_of_engines_are_made_at_the_same_time(monkeypatch):
+def test_all_channels_of_a_chain_of_engines_are_made_at_the_same_time(monkeypatch):
     """Each waits until all have started, so a chain takes no longer than one engine."""
     all_at_it = threading.Barrier(5, timeout=SOON / 2)
     before_opening(monkeypatch, lambda receiver: all_at_it.wait())
     ends = open_all([MATRIX] * 5)
-    assert [type(end) for end in ends] == [Outbox, *[Inbox] * 5]
+    assert [type(end) for end in ends] == [WeightSender, *[WeightReceiver] * 5]
     for end in ends:
         end.close()
 
 
-def test_a_worker_that_cannot_pass_on_closes_the_link_that_it_was_to_receive_by(monkeypatch):
+def test_a_worker_that_cannot_pass_on_closes_the_channel_that_it_was_to_receive_by(monkeypatch):
     takes_from_rank = threading.Event()
-    open_end = LocalIncoming.open
+    open_end = LocalReceiveChannel.open
 
-    def noted(wire, *arguments):
-        link = open_end(wire, *arguments)
-        if wire.peer == "trainer rank 0":
+    def noted(control, *arguments):
+        channel = open_end(control, *arguments)
+        if control.peer == "trainer rank 0":
             takes_from_rank.set()
-        return link
+        return channel
 
     def fail(receiver):
         if receiver == "engine 1 worker 0":
             assert takes_from_rank.wait(SOON)
             raise OSError("too little memory")
 
-    monkeypatch.setattr(LocalIncoming, "open", noted)
+    monkeypatch.setattr(LocalReceiveChannel, "open", noted)
     before_opening(monkeypatch, fail)
-    outbox, first, second = open_all([MATRIX] * 2)
-    assert str(first) == "too little memory" and isinstance(second, LinkError)
-    if isinstance(outbox, Outbox):  # its link was made before the other one failed
-        outbox.close()
+    sender, first, second = open_all([MATRIX] * 2)
+    assert str(first) == "too little memory" and isinstance(second, ChannelError)
+    if isinstance(sender, WeightSender):  # its channel was made before the other one failed
+        sender.close()
     assert "memfd:weights" not in Path("/proc/self/maps").read_text()
 
 
 def test_the_refusal_of_a_worker_is_told_at_once_to_all_before_it():
-    outbox, first, second = open_all([MATRIX, MATRIX | {"bias": torch.zeros(3)}])
+    sender, first, second = open_all([MATRIX, MATRIX | {"bias": torch.zeros(3)}])
     assert isinstance(second, ValueError)
-    for failure in (outbox, first):
-        assert isinstance(failure, LinkError)
+    for failure in (sender, first):
+        assert isinstance(failure, ChannelError)
         assert re.search(r"engine 1 worker 0: .*bias: 3 of 3 elements", str(failure), re.S)
 
 
 def test_of_two_workers_the_one_that_waits_is_told_at_once_why_the_other_refuses():
-    """The ranks quit before they offer any link."""
-    meeting, board = open_meeting("127.0.0.1")
-    invitation = invitation_to(meeting, 1, network_only=False)
+    """The ranks quit before they offer any channel."""
+    address, rendezvous = open_rendezvous("127.0.0.1")
+    init_info = init_info_of(address, 1, network_only=False)
     with ExitStack() as stack:
         start = stack.enter_context
-        ranks = [start(running(trainer_rank, invitation, rank)) for rank in range(NUM_RANKS)]
-        told = invitation.to_json()
+        ranks = [start(running(trainer_rank, init_info, rank)) for rank in range(NUM_RANKS)]
+        told = init_info.to_json()
         waiting = start(running(engine_worker, told, 0, 0))
         refusing = start(running(engine_worker, told, 0, 1, "bias"))
         assert refusing.hear().startswith("ValueError: ")
         for child in (waiting, *ranks):
             said = heard_within(SOON, child)
-            assert re.match(r"LinkError: engine 0 worker 1: .*bias: 3 of 3 elements", said, re.S)
-    del board
+            assert re.match(r"ChannelError: engine 0 worker 1: .*bias: 3 of 3 elements", said, re.S)
+    del rendezvous
 
 
 @pytest.mark.parametrize("network_only", [False, True], ids=["local", "network"])
 def test_a_sender_whose_receiver_can_no_longer_come_is_told_at_once(network_only):
-    """The rank has offered its link when it hears that another rank, which never came, gave up."""
-    meeting, board = open_meeting("127.0.0.1")
-    invitation = Invitation(meeting, BUCKET, 1, network_only, senders=[[0]], zeros=[[]])
+    """The rank already listens when another rank, which never came, gives up."""
+    address, rendezvous = open_rendezvous("127.0.0.1")
+    init_info = TransferInitInfo(address, BUCKET, 1, network_only, senders=[[0]], zeros=[[]])
     matrix = Layout.of_whole_tensors({"w": (4, 4)})
     sends = plan_sends(Sender(0, matrix, {"w": range(1)}), [matrix], BUCKET // 4)
-    join(meeting, TIMEOUT).publish("place/0/0", place(CPU))
+    join(address, TIMEOUT).publish("memory/0/0", memory_domain(CPU))
     with ThreadPoolExecutor() as pool:
         arguments = (
-            invitation,
-            board,
+            init_info,
+            rendezvous,
             0,
             sends,
             [matrix.shapes],
@@ -421,10 +428,10 @@ def test_a_sender_whose_receiver_can_no_longer_come_is_told_at_once(network_only
             CPU,
             TIMEOUT,
         )
-        opening = pool.submit(Outbox.open, *arguments)
-        join(meeting, TIMEOUT).read({"link/0/0/0": "the rank"}, TIMEOUT)
-        refuse_all(invitation, "trainer rank 1 gave up")
-        with pytest.raises(LinkError, match="trainer rank 1 gave up"):
+        opening = pool.submit(WeightSender.open, *arguments)
+        join(address, TIMEOUT).await_texts({"channel/0/0/0": "the rank"}, TIMEOUT)
+        join(init_info.rendezvous, TIMEOUT).publish_failure("trainer rank 1 gave up")
+        with pytest.raises(ChannelError, match="trainer rank 1 gave up"):
             opening.result(timeout=SOON)
 
 
@@ -444,70 +451,25 @@ def test_a_sender_without_memory_for_its_buffers_leaves_nobody_waiting():
     assert all(isinstance(failure, OSError) for failure in failures)
 
 
-def test_nobody_connects_where_a_stranger_says_that_a_rank_listens():
-    meeting, board = open_meeting("127.0.0.1")
-    invitation = Invitation(meeting, BUCKET, 1, True, senders=[[0]], zeros=[[]])
-    matrix = Layout.of_whole_tensors({"w": (4, 4)})
-    copies = plan_sends(Sender(0, matrix, {"w": range(1)}), [matrix], BUCKET // 4)[0]
-    board.publish("plan/0/0", WirePlan.of(copies, {"w": torch.float32}).to_json())
-    stranger = TCPStore(meeting.host, meeting.port, wait_for_workers=False, timeout=TIMEOUT)
-    prefix, _, _ = stranger.list_keys()[0].partition("/")
-    with socket.create_server(("127.0.0.1", 0)) as trap:
-        address = json.dumps(trap.getsockname())
-        stranger.set(f"{prefix}/link/0/0/0", hashlib.sha256(address.encode()).hexdigest() + address)
-        with pytest.raises(LinkError, match="'link/0/0/0' at the meeting was not signed"):
-            Inbox.open(invitation, 0, 0, {"w": torch.zeros(4, 4)}, CPU, TIMEOUT)
-        trap.settimeout(0)
-        with pytest.raises(BlockingIOError):
-            trap.accept()
-
-
-def test_a_stranger_does_not_pass_for_a_worker():
-    meeting, board = open_meeting("127.0.0.1")
-    invitation = Invitation(meeting, BUCKET, 1, True, senders=[[0]], zeros=[[]])
-    matrix = Layout.of_whole_tensors({"w": (4, 4)})
-    sends = plan_sends(Sender(0, matrix, {"w": range(1)}), [matrix], BUCKET // 4)
-    stranger = TCPStore(meeting.host, meeting.port, wait_for_workers=False, timeout=TIMEOUT)
-    with ThreadPoolExecutor() as pool:
-        arguments = (
-            invitation,
-            board,
-            0,
-            sends,
-            [matrix.shapes],
-            {"w": torch.float32},
-            CPU,
-            TIMEOUT,
-        )
-        opening = pool.submit(Outbox.open, *arguments)
-        board_of_all = join(meeting, TIMEOUT)
-        board_of_all.read({"plan/0/0": "the rank"}, TIMEOUT)
-        prefix, _, _ = stranger.list_keys()[0].partition("/")
-        stranger.set(f"{prefix}/place/0/0", place(CPU))
-        with pytest.raises(LinkError, match="'place/0/0' at the meeting was not signed"):
-            opening.result(timeout=SOON)
-        assert not any("link/" in name for name in stranger.list_keys())
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_worker_holds_what_was_sent_by_the_checksums_of_both_and_zeros_in_its_padding(dtype):
     """The weights are sent as `dtype`; the last row of the parameter is padding."""
-    meeting, board = open_meeting("127.0.0.1")
+    address, rendezvous = open_rendezvous("127.0.0.1")
     zeros = [[("w", [5, 0], [1, 7])]]
-    invitation = Invitation(meeting, 256, 1, False, senders=[[0]], zeros=zeros)
+    init_info = TransferInitInfo(address, 256, 1, False, senders=[[0]], zeros=zeros)
     whole, held = Box.whole((5, 7)), torch.zeros(6, 7, dtype=dtype)
     sender = Sender(0, Layout.of_whole_tensors({"w": (5, 7)}), {"w": range(1)})
     worker = Layout({"w": (6, 7)}, (Piece("w", whole, "w", whole),))
     sends = plan_sends(sender, [worker], max_elements=14)
     with ThreadPoolExecutor() as pool:
-        arguments = (invitation, board, 0, sends, [worker.shapes], {"w": dtype}, CPU, TIMEOUT)
-        opening = pool.submit(Outbox.open, *arguments)
-        inbox = Inbox.open(invitation, 0, 0, {"w": held}, CPU, TIMEOUT)
-        outbox = opening.result(timeout=SOON)
+        arguments = (init_info, rendezvous, 0, sends, [worker.shapes], {"w": dtype}, CPU, TIMEOUT)
+        opening = pool.submit(WeightSender.open, *arguments)
+        receiver = WeightReceiver.open(init_info, 0, 0, {"w": held}, CPU, TIMEOUT)
+        sender = opening.result(timeout=SOON)
 
         def push():
-            sending = pool.submit(outbox.send, {"w": torch.randn(5, 7)})
-            received = inbox.receive({"w": held})
+            sending = pool.submit(sender.send, {"w": torch.randn(5, 7)})
+            received = receiver.receive({"w": held})
             return sending.result(timeout=SOON)[0], received
 
         sent, received = push()
@@ -516,69 +478,71 @@ def test_a_worker_holds_what_was_sent_by_the_checksums_of_both_and_zeros_in_its_
         sent, received = push()
         assert sent == received == checksums({"w": held})
         assert held[5].tolist() == [0] * 7
-        outbox.close()
-        inbox.close()
+        sender.close()
+        receiver.close()
 
 
-def test_all_whom_nobody_refuses_have_links():
+def test_all_whom_nobody_refuses_have_channels():
     for end in open_all([MATRIX] * 2):
         end.close()
 
 
 def test_ranks_that_wait_are_told_at_once_when_the_engines_cannot_be_reached():
-    meeting, board = open_meeting("127.0.0.1")
-    invitation = invitation_to(meeting, 1, network_only=False)
+    address, rendezvous = open_rendezvous("127.0.0.1")
+    init_info = init_info_of(address, 1, network_only=False)
     sends = plan_sends(sender_of(0), LAYOUTS, BUCKET // 4)
     with ThreadPoolExecutor() as pool:
-        arguments = (invitation, board, 0, sends, PARAMETERS, DTYPES, CPU, TIMEOUT)
-        opening = pool.submit(Outbox.open, *arguments)
-        join(meeting, TIMEOUT).read({"plan/0/0": "the rank"}, TIMEOUT)
-        refuse_all(invitation, "nobody listens at http://127.0.0.1:9")
-        with pytest.raises(LinkError, match="nobody listens at http"):
+        arguments = (init_info, rendezvous, 0, sends, PARAMETERS, DTYPES, CPU, TIMEOUT)
+        opening = pool.submit(WeightSender.open, *arguments)
+        join(address, TIMEOUT).await_texts({"plan/0/0": "the rank"}, TIMEOUT)
+        join(init_info.rendezvous, TIMEOUT).publish_failure("nobody listens at http://127.0.0.1:9")
+        with pytest.raises(ChannelError, match="nobody listens at http"):
             opening.result(timeout=SOON)
 
 
 def test_a_rank_that_sends_to_nobody_has_nothing_to_wait_for():
-    meeting, board = open_meeting("127.0.0.1")
-    invitation = Invitation(meeting, BUCKET, 1, False, senders=[[1]], zeros=[[]])
-    outbox = Outbox.open(invitation, board, 0, {}, [], {}, CPU)
-    assert outbox.send({}) == {}
-    assert outbox.bytes_sent == 0
-    outbox.close()
+    address, rendezvous = open_rendezvous("127.0.0.1")
+    init_info = TransferInitInfo(address, BUCKET, 1, False, senders=[[1]], zeros=[[]])
+    sender = WeightSender.open(init_info, rendezvous, 0, {}, [], {}, CPU)
+    assert sender.send({}) == {}
+    assert sender.bytes_sent == 0
+    sender.close()
 
 
-def test_a_closed_outbox_sends_nothing_more():
-    meeting, board = open_meeting("127.0.0.1")
-    invitation = Invitation(meeting, BUCKET, 1, False, senders=[[1]], zeros=[[]])
-    outbox = Outbox.open(invitation, board, 0, {}, [], {}, CPU)
-    outbox.close()
-    with pytest.raises(LinkError, match="the links were closed"):
-        outbox.send({})
+def test_a_closed_sender_sends_nothing_more():
+    address, rendezvous = open_rendezvous("127.0.0.1")
+    init_info = TransferInitInfo(address, BUCKET, 1, False, senders=[[1]], zeros=[[]])
+    sender = WeightSender.open(init_info, rendezvous, 0, {}, [], {}, CPU)
+    sender.close()
+    with pytest.raises(ChannelError, match="the channels were closed"):
+        sender.send({})
 
 
 def test_a_copy_larger_than_a_bucket_is_refused_before_anything_is_said():
     with pytest.raises(ValueError, match="456 bytes in one piece exceed a bucket of 80"):
-        open_outbox(plan_sends(sender_of(0), LAYOUTS, 1000))
+        open_sender(plan_sends(sender_of(0), LAYOUTS, 1000))
 
 
 def test_trainer_ranks_that_do_not_come_are_named_after_the_time_out():
-    meeting, board = open_meeting("127.0.0.1")
-    invitation = invitation_to(meeting, 1, network_only=False)
+    address, rendezvous = open_rendezvous("127.0.0.1")
+    init_info = init_info_of(address, 1, network_only=False)
     late = r"no message from trainer rank 0, trainer rank 1 within 0\.3 s"
-    with pytest.raises(LinkError, match=late):
-        Inbox.open(invitation, 0, 0, {}, CPU, timedelta(seconds=0.3))
-    del board
+    with pytest.raises(ChannelError, match=late):
+        WeightReceiver.open(init_info, 0, 0, {}, CPU, timedelta(seconds=0.3))
+    del rendezvous
 
 
 def test_a_trainer_that_is_gone_is_told_at_once():
-    meeting, board = open_meeting("127.0.0.1")
-    invitation = invitation_to(meeting, 1, network_only=False)
-    board.publish("plan/0/0", WirePlan(["w"], ["float32"], [[0, 0, 4]]).to_json())
-    board.publish("plan/1/0", WirePlan(["w"], ["float32"], [[0, 4, 4]]).to_json())
-    invitation = replace(invitation, zeros=[[], []])
+    address, rendezvous = open_rendezvous("127.0.0.1")
+    init_info = init_info_of(address, 1, network_only=False)
+    rendezvous.publish("plan/0/0", ReceivePlan(["w"], ["float32"], [[0, 0, 4]]).to_json())
+    rendezvous.publish("plan/1/0", ReceivePlan(["w"], ["float32"], [[0, 4, 4]]).to_json())
+    init_info = replace(init_info, zeros=[[], []])
     with ThreadPoolExecutor() as pool:
-        opening = pool.submit(Inbox.open, invitation, 0, 0, {"w": torch.zeros(8)}, CPU, TIMEOUT)
-        board.read({"place/0/0": "the worker"}, TIMEOUT)
-        del board
-        with pytest.raises(LinkError, match="the store of the meeting is lost"):
+        opening = pool.submit(
+            WeightReceiver.open, init_info, 0, 0, {"w": torch.zeros(8)}, CPU, TIMEOUT
+        )
+        rendezvous.await_texts({"memory/0/0": "the worker"}, TIMEOUT)
+        del rendezvous
+        with pytest.raises(ChannelError, match="the store of the rendezvous is lost"):
             opening.result(timeout=SOON)

@@ -1,11 +1,11 @@
-"""Links between hosts, or between GPUs: each end has its own buffers.
+"""Channels between hosts, or between GPUs: each end has its own buffers.
 
 Each end has a thread that transfers one buffer while the other buffer is filled or read.
 
 Sends bytes from one GPU to another by calling NCCL directly, in the library that torch loaded.
 
 torch's own process group watches its communicators, and ends the process when a peer is lost. Here
-that raises LinkError, and the process continues.
+that raises ChannelError, and the process continues.
 """
 
 import ctypes
@@ -19,12 +19,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from parallel.weight_transfer.links import NUM_SLOTS, finish_copies
-from parallel.weight_transfer.local_links import call_driver
-from parallel.weight_transfer.wire import LinkError, Wire
+from parallel.weight_transfer.channels import NUM_SLOTS, finish_copies
+from parallel.weight_transfer.control_socket import ChannelError, ControlSocket
+from parallel.weight_transfer.local_channels import call_driver
 
 MAX_CTAS = 4
-"""Maximum thread blocks of one transfer, so that those of many links fit on a GPU together."""
+"""Maximum thread blocks of one transfer, so that those of many channels fit on a GPU together."""
 IN_PROGRESS, UINT8, UNDEFINED = 7, 1, -(1 << 31)  # from nccl.h
 NON_BLOCKING = ctypes.c_uint(1)  # CU_STREAM_NON_BLOCKING: no sync with CUDA's default stream
 POLL_SECONDS = 0.0002
@@ -49,16 +49,16 @@ class _Config(ctypes.Structure):
     )
 
 
-class NcclCarrier:
-    """Moves the bytes of CUDA tensors, while the wire detects the loss of the other end.
+class NcclTransport:
+    """Moves the bytes of CUDA tensors, while the control socket detects the loss of the other end.
 
     A transfer starts only after both ends have signalled that they are ready, and has a stream of
     its own, so its kernel never occupies a GPU for long while it waits for the peer. Raises
-    LinkError if the other end is lost.
+    ChannelError if the other end is lost.
     """
 
-    def __init__(self, wire: Wire, device: torch.device, *, is_sender: bool) -> None:
-        self._wire = wire
+    def __init__(self, control: ControlSocket, device: torch.device, *, is_sender: bool) -> None:
+        self._control = control
         self._device = device
         self._peer = ctypes.c_int(1 if is_sender else 0)
         self._comm = ctypes.c_void_p()
@@ -80,14 +80,14 @@ class NcclCarrier:
 
     def send(self, data: Tensor) -> None:
         """Send all of `data`, uint8 [num_bytes]; complete when this returns."""
-        self._wire.hear()
-        self._wire.say()
+        self._control.await_signal()
+        self._control.send_signal()
         self._move("ncclSend", data)
 
     def receive(self, data: Tensor) -> None:
         """Fill all of `data`, uint8 [num_bytes]."""
-        self._wire.say()
-        self._wire.hear()
+        self._control.send_signal()
+        self._control.await_signal()
         self._move("ncclRecv", data)
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ class NcclCarrier:
         try:
             yield
         except BaseException:
-            self._wire.abort()  # later calls then fail before they need the communicator
+            self._control.abort()  # later calls then fail before they need the communicator
             self.close()
             raise
 
@@ -113,15 +113,15 @@ class NcclCarrier:
         unique_id = _UniqueId()
         if is_sender:
             self._check(self._nccl.ncclGetUniqueId(ctypes.byref(unique_id)))
-            self._wire.send(memoryview(bytes(unique_id)))
+            self._control.send(memoryview(bytes(unique_id)))
         else:
-            self._wire.receive(memoryview(unique_id).cast("B"))
+            self._control.receive(memoryview(unique_id).cast("B"))
         return unique_id
 
     def _move(self, name: str, data: Tensor) -> None:
         stream = self._stream
         if stream is None:
-            raise self._wire.closed()
+            raise self._control.closed()
         with torch.cuda.device(self._device), self._aborting():
             self._call(
                 name,
@@ -134,13 +134,13 @@ class NcclCarrier:
             )
             done = torch.cuda.Event()
             done.record(stream)
-            deadline = time.monotonic() + self._wire.seconds
+            deadline = time.monotonic() + self._control.seconds
             while not done.query():
                 self._pause(deadline)
 
     def _call(self, name: str, *arguments: Any) -> None:
         """Call a non-blocking function and wait until it is done."""
-        deadline = time.monotonic() + self._wire.seconds
+        deadline = time.monotonic() + self._control.seconds
         code = getattr(self._nccl, name)(*arguments)
         while code == IN_PROGRESS:
             self._pause(deadline)
@@ -150,23 +150,23 @@ class NcclCarrier:
         self._check(code)
 
     def _pause(self, deadline: float) -> None:
-        if not self._wire.is_open():
-            raise self._wire.closed()
+        if not self._control.is_open():
+            raise self._control.closed()
         if time.monotonic() > deadline:
-            raise self._wire.mute()
+            raise self._control.timed_out()
         time.sleep(POLL_SECONDS)
 
     def _check(self, code: int) -> None:
         if code:
             self._nccl.ncclGetErrorString.restype = ctypes.c_char_p
             said = self._nccl.ncclGetErrorString(ctypes.c_int(code)).decode()
-            raise LinkError(f"NCCL to {self._wire.peer}: {said}")
+            raise ChannelError(f"NCCL to {self._control.peer}: {said}")
 
 
 def _new_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream that no other link uses.
+    """A stream that no other channel uses.
 
-    torch hands out its pool of 32 streams in turn, so two links between the same two processes
+    torch hands out its pool of 32 streams in turn, so two channels between the same two processes
     could share one. If their transfers were then queued in opposite order at the two ends, both
     would wait forever.
     """
@@ -175,8 +175,8 @@ def _new_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.ExternalStream(stream.value, device)
 
 
-class Carrier(Protocol):
-    """Moves bytes between the two ends of a wire."""
+class Transport(Protocol):
+    """Moves bytes between the two ends of a control socket."""
 
     def send(self, data: Tensor) -> None:
         """Send all of `data`; complete when this returns."""
@@ -189,91 +189,91 @@ class Carrier(Protocol):
 
 
 class TcpCarrier:
-    """Moves the bytes of CPU tensors over the wire itself."""
+    """Moves the bytes of CPU tensors over the control socket itself."""
 
-    def __init__(self, wire: Wire) -> None:
-        self._wire = wire
+    def __init__(self, control: ControlSocket) -> None:
+        self._control = control
 
     def send(self, data: Tensor) -> None:
-        """See `Carrier`."""
-        self._wire.send(data.numpy().data)
+        """See `Transport`."""
+        self._control.send(data.numpy().data)
 
     def receive(self, data: Tensor) -> None:
-        """See `Carrier`."""
-        self._wire.receive(data.numpy().data)
+        """See `Transport`."""
+        self._control.receive(data.numpy().data)
 
     def close(self) -> None:
-        """See `Carrier`."""
+        """See `Transport`."""
 
 
 class _NetworkEnd:
     def __init__(
-        self, wire: Wire, bucket_bytes: int, device: torch.device, *, is_sender: bool
+        self, control: ControlSocket, bucket_bytes: int, device: torch.device, *, is_sender: bool
     ) -> None:
-        self._wire = wire
-        self._carrier: Carrier = (
-            TcpCarrier(wire)
+        self._control = control
+        self._transport: Transport = (
+            TcpCarrier(control)
             if device.type == "cpu"
-            else NcclCarrier(wire, device, is_sender=is_sender)
+            else NcclTransport(control, device, is_sender=is_sender)
         )
         try:
             self._slots = torch.empty(NUM_SLOTS, bucket_bytes, dtype=torch.uint8, device=device)
         except BaseException:
-            self._carrier.close()
+            self._transport.close()
             raise
         self._mover = ThreadPoolExecutor(max_workers=1)
         self._moving: deque[Future[None]] = deque()
 
     def abort(self) -> None:
-        """See `Link`."""
-        self._wire.abort()
+        """See `Channel`."""
+        self._control.abort()
 
     def close(self) -> None:
-        """See `Link`."""
-        self._wire.abort()
+        """See `Channel`."""
+        self._control.abort()
         self._mover.shutdown()
-        self._carrier.close()
-        self._wire.close()
+        self._transport.close()
+        self._control.close()
         self._moving.clear()
         del self._slots
 
 
-class NetworkOutgoing(_NetworkEnd):
-    """The sender's end; see `Outgoing`."""
+class NetworkSendChannel(_NetworkEnd):
+    """The sender's end; see `SendChannel`."""
 
     _turn = 0
 
-    def __init__(self, wire: Wire, bucket_bytes: int, device: torch.device) -> None:
-        super().__init__(wire, bucket_bytes, device, is_sender=True)
+    def __init__(self, control: ControlSocket, bucket_bytes: int, device: torch.device) -> None:
+        super().__init__(control, bucket_bytes, device, is_sender=True)
 
     def next_buffer(self) -> Tensor:
-        """See `Outgoing`."""
+        """See `SendChannel`."""
         if len(self._moving) == NUM_SLOTS:
             self._moving.popleft().result()
         return self._slots[self._turn]
 
     def hand_over(self, num_bytes: int) -> None:
-        """See `Outgoing`."""
+        """See `SendChannel`."""
         finish_copies(self._slots.device)
         data = self._slots[self._turn, :num_bytes]
-        self._moving.append(self._mover.submit(self._carrier.send, data))
+        self._moving.append(self._mover.submit(self._transport.send, data))
         self._turn = (self._turn + 1) % NUM_SLOTS
 
     def flush(self) -> None:
-        """See `Outgoing`."""
+        """See `SendChannel`."""
         while self._moving:
             self._moving.popleft().result()
-        self._wire.hear()
+        self._control.await_signal()
 
 
-class NetworkIncoming(_NetworkEnd):
-    """The receiver's end; see `Incoming`."""
+class NetworkReceiveChannel(_NetworkEnd):
+    """The receiver's end; see `ReceiveChannel`."""
 
-    def __init__(self, wire: Wire, bucket_bytes: int, device: torch.device) -> None:
-        super().__init__(wire, bucket_bytes, device, is_sender=False)
+    def __init__(self, control: ControlSocket, bucket_bytes: int, device: torch.device) -> None:
+        super().__init__(control, bucket_bytes, device, is_sender=False)
 
     def arrivals(self, sizes: Sequence[int]) -> Iterator[Tensor]:
-        """See `Incoming`."""
+        """See `ReceiveChannel`."""
         buffers = [self._slots[number % NUM_SLOTS, :size] for number, size in enumerate(sizes)]
         for ahead in buffers[:NUM_SLOTS]:
             self._expect(ahead)
@@ -283,7 +283,7 @@ class NetworkIncoming(_NetworkEnd):
             finish_copies(buffer.device)
             for ahead in buffers[number + NUM_SLOTS : number + NUM_SLOTS + 1]:
                 self._expect(ahead)
-        self._wire.say()
+        self._control.send_signal()
 
     def _expect(self, buffer: Tensor) -> None:
-        self._moving.append(self._mover.submit(self._carrier.receive, buffer))
+        self._moving.append(self._mover.submit(self._transport.receive, buffer))

@@ -10,9 +10,9 @@ import torch
 
 from parallel import Box, Copy
 from parallel.checksum import whole_checksum
-from parallel.weight_transfer import Inbox, Invitation, LinkError, Outbox
-from parallel.weight_transfer.local_links import BLOCK_BYTES, CudaMemory, call_driver
-from parallel.weight_transfer.rendezvous import join, open_meeting
+from parallel.weight_transfer import ChannelError, TransferInitInfo, WeightReceiver, WeightSender
+from parallel.weight_transfer.local_channels import BLOCK_BYTES, CudaMemory, call_driver
+from parallel.weight_transfer.rendezvous import join, open_rendezvous
 from processes import running
 
 pytestmark = [
@@ -29,7 +29,7 @@ def weights(seed, device):
     return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
-def send(pipe, invitation, gpu, num_pushes):
+def send(pipe, init_info, gpu, num_pushes):
     """Send float32 weights as bfloat16, one group of columns after another; then hang."""
     device = torch.device("cuda", gpu)
     torch.cuda.set_device(device)
@@ -39,9 +39,9 @@ def send(pipe, invitation, gpu, num_pushes):
         for part in Box((0, start), (SHAPE[0], 512)).cut(BUCKET // 2)
     ]
     copies = {0: [Copy("source", box, "weight", box) for box in boxes]}
-    store = join(invitation.meeting, TIMEOUT)
-    outbox = Outbox.open(
-        invitation,
+    store = join(init_info.rendezvous, TIMEOUT)
+    sender = WeightSender.open(
+        init_info,
         store,
         0,
         copies,
@@ -52,40 +52,40 @@ def send(pipe, invitation, gpu, num_pushes):
     )
     try:
         for seed in range(num_pushes):
-            outbox.send({"source": weights(seed, device)})
-            pipe.send(outbox.bytes_sent)
-    except LinkError as error:
+            sender.send({"source": weights(seed, device)})
+            pipe.send(sender.bytes_sent)
+    except ChannelError as error:
         pipe.send(str(error))
     pipe.recv()
 
 
-def receive(pipe, invitation, gpu, num_pushes):
+def receive(pipe, init_info, gpu, num_pushes):
     """Receive and check every push; then hang."""
     device = torch.device("cuda", gpu)
     torch.cuda.set_device(device)
     parameter = torch.zeros(SHAPE, dtype=torch.bfloat16, device=device)
-    inbox = Inbox.open(invitation, 0, 0, {"weight": parameter}, device, TIMEOUT)
+    receiver = WeightReceiver.open(init_info, 0, 0, {"weight": parameter}, device, TIMEOUT)
     try:
         for seed in range(num_pushes):
-            sums = inbox.receive({"weight": parameter})
+            sums = receiver.receive({"weight": parameter})
             expected = weights(seed, device).bfloat16()
             is_summed = sums == {"weight": int(whole_checksum(expected.cpu()))}
             pipe.send(is_summed and torch.equal(parameter, expected))
-    except LinkError as error:
+    except ChannelError as error:
         pipe.send(str(error))
     pipe.recv()
 
 
 @contextmanager
-def link(gpus, pushes):
+def channel(gpus, pushes):
     """A sending and a receiving process on these GPUs."""
     if torch.cuda.device_count() <= max(gpus):
         pytest.skip(f"needs {max(gpus) + 1} GPUs")
-    meeting, store = open_meeting("127.0.0.1")
-    invitation = Invitation(meeting, BUCKET, 1, False, senders=[[0]], zeros=[[]])
+    address, store = open_rendezvous("127.0.0.1")
+    init_info = TransferInitInfo(address, BUCKET, 1, False, senders=[[0]], zeros=[[]])
     with (
-        running(send, invitation, gpus[0], pushes[0]) as sender,
-        running(receive, invitation, gpus[1], pushes[1]) as receiver,
+        running(send, init_info, gpus[0], pushes[0]) as sender,
+        running(receive, init_info, gpus[1], pushes[1]) as receiver,
     ):
         yield sender, receiver
     del store
@@ -97,29 +97,29 @@ def gpus(request):
 
 
 def test_weights_arrive_bit_for_bit_in_push_after_push(gpus):
-    with link(gpus, (NUM_PUSHES, NUM_PUSHES)) as (sender, receiver):
+    with channel(gpus, (NUM_PUSHES, NUM_PUSHES)) as (sender, receiver):
         for number in range(1, NUM_PUSHES + 1):
             assert receiver.hear(120) is True
             assert sender.hear(120) == number * 2 * SHAPE[0] * SHAPE[1]
 
 
 def test_a_sender_that_is_killed_is_named_at_once(gpus):
-    with link(gpus, (1, 2)) as (sender, receiver):
+    with channel(gpus, (1, 2)) as (sender, receiver):
         assert receiver.hear(120) is True
         sender.hear(120)
         start = time.monotonic()
         sender.kill()
-        assert receiver.hear(30) == "trainer rank 0 has closed the link or died"
+        assert receiver.hear(30) == "trainer rank 0 has closed the channel or died"
         assert time.monotonic() - start < 30
 
 
 def test_a_receiver_that_is_killed_is_named_at_once(gpus):
-    with link(gpus, (2, 1)) as (sender, receiver):
+    with channel(gpus, (2, 1)) as (sender, receiver):
         assert receiver.hear(120) is True
         sender.hear(120)
         start = time.monotonic()
         receiver.kill()
-        assert sender.hear(30) == "engine 0 worker 0 has closed the link or died"
+        assert sender.hear(30) == "engine 0 worker 0 has closed the channel or died"
         assert time.monotonic() - start < 30
 
 

@@ -1,4 +1,4 @@
-"""Links within one host: both ends share memory, and take turns by signals over a socket.
+"""Channels within one host: both ends share memory, and take turns by signals over a socket.
 
 Host memory that two processes share.
 
@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from parallel.weight_transfer.links import NUM_SLOTS, finish_copies
-from parallel.weight_transfer.wire import LinkError, Wire
+from parallel.weight_transfer.channels import NUM_SLOTS, finish_copies
+from parallel.weight_transfer.control_socket import ChannelError, ControlSocket
 
 
 class HostMemory:
@@ -49,20 +49,20 @@ class HostMemory:
             raise
 
     @classmethod
-    def receive(cls, wire: Wire, num_bytes: int) -> "HostMemory":
-        """Receive the memory that the other end of a wire, a Unix socket, shares."""
-        _, descriptors, _, _ = socket.recv_fds(wire.socket, 1, maxfds=1)
+    def receive(cls, control: ControlSocket, num_bytes: int) -> "HostMemory":
+        """Receive the memory that the other end of a control socket, a Unix socket, shares."""
+        _, descriptors, _, _ = socket.recv_fds(control.socket, 1, maxfds=1)
         if not descriptors:
-            raise wire.closed()
+            raise control.closed()
         try:
             return cls(descriptors[0], num_bytes)
         finally:
             os.close(descriptors[0])
 
-    def send(self, wire: Wire) -> None:
-        """Share the memory with the other end of a wire, a Unix socket."""
+    def send(self, control: ControlSocket) -> None:
+        """Share the memory with the other end of a control socket, a Unix socket."""
         try:
-            socket.send_fds(wire.socket, [b"\0"], [self._descriptor])
+            socket.send_fds(control.socket, [b"\0"], [self._descriptor])
         finally:
             os.close(self._descriptor)  # the mapping stays; file descriptors are scarce
 
@@ -130,20 +130,20 @@ class CudaMemory:
         return cls(address, num_bytes, device, "cuMemFree_v2")
 
     @classmethod
-    def receive(cls, wire: Wire, num_bytes: int, device: torch.device) -> "CudaMemory":
-        """Map the memory that the other end of a wire shares."""
+    def receive(cls, control: ControlSocket, num_bytes: int, device: torch.device) -> "CudaMemory":
+        """Map the memory that the other end of a control socket shares."""
         address, handle = ctypes.c_uint64(), _Handle()
-        wire.receive(memoryview(handle).cast("B"))
+        control.receive(memoryview(handle).cast("B"))
         call_driver(
             device, "cuIpcOpenMemHandle_v2", ctypes.byref(address), handle, LAZY_PEER_ACCESS
         )
         return cls(address, num_bytes, device, "cuIpcCloseMemHandle")
 
-    def send(self, wire: Wire) -> None:
-        """Share the memory with the other end of a wire."""
+    def send(self, control: ControlSocket) -> None:
+        """Share the memory with the other end of a control socket."""
         handle = _Handle()
         call_driver(self._device, "cuIpcGetMemHandle", ctypes.byref(handle), self._address)
-        wire.send(memoryview(bytes(handle)))
+        control.send(memoryview(bytes(handle)))
 
     def close(self) -> None:
         """Free or unmap the memory."""
@@ -166,37 +166,39 @@ class Memory(Protocol):
 
 
 class _LocalEnd:
-    def __init__(self, wire: Wire, memory: Memory) -> None:
-        self._wire = wire
+    def __init__(self, control: ControlSocket, memory: Memory) -> None:
+        self._control = control
         self._memory = memory
         self._slots = memory.tensor.chunk(NUM_SLOTS)
 
     def abort(self) -> None:
-        """See `Link`."""
-        self._wire.abort()
+        """See `Channel`."""
+        self._control.abort()
 
     def close(self) -> None:
-        """See `Link`."""
+        """See `Channel`."""
         self._slots = ()
         try:
             self._memory.close()
         finally:
-            self._wire.close()
+            self._control.close()
 
     def _end_turn(self) -> None:
         """Hand the current buffer over to the other end."""
         finish_copies(self._slots[0].device)
-        self._wire.say()
+        self._control.send_signal()
 
 
-class LocalOutgoing(_LocalEnd):
-    """The sender's end; see `Outgoing`."""
+class LocalSendChannel(_LocalEnd):
+    """The sender's end; see `SendChannel`."""
 
     _handed_over = _taken = 0
 
     @classmethod
-    def open(cls, wire: Wire, bucket_bytes: int, device: torch.device) -> "LocalOutgoing":
-        """Allocate the link's memory, which this end owns, and share it with the receiver."""
+    def open(
+        cls, control: ControlSocket, bucket_bytes: int, device: torch.device
+    ) -> "LocalSendChannel":
+        """Allocate the channel's memory, which this end owns, and share it with the receiver."""
         num_bytes = NUM_SLOTS * bucket_bytes
         memory = (
             HostMemory.allocate(num_bytes)
@@ -204,63 +206,65 @@ class LocalOutgoing(_LocalEnd):
             else CudaMemory.allocate(num_bytes, device)
         )
         try:
-            memory.send(wire)
+            memory.send(control)
         except BaseException as error:
             memory.close()
             if isinstance(error, OSError):
-                raise wire.closed() from error
+                raise control.closed() from error
             raise
-        return cls(wire, memory)
+        return cls(control, memory)
 
     def close(self) -> None:
-        """See `Link`; the other end should unmap GPU memory before it is freed."""
+        """See `Channel`; the other end should unmap GPU memory before it is freed."""
         if self._slots and self._slots[0].is_cuda:
-            self._wire.await_end(UNMAP_SECONDS)
+            self._control.await_end(UNMAP_SECONDS)
         super().close()
 
     def next_buffer(self) -> Tensor:
-        """See `Outgoing`."""
+        """See `SendChannel`."""
         self._await_taken(self._handed_over - NUM_SLOTS + 1)
         return self._slots[self._handed_over % NUM_SLOTS]
 
     def hand_over(self, num_bytes: int) -> None:
-        """See `Outgoing`."""
+        """See `SendChannel`."""
         self._end_turn()
         self._handed_over += 1
 
     def flush(self) -> None:
-        """See `Outgoing`."""
+        """See `SendChannel`."""
         self._await_taken(self._handed_over)
 
     def _await_taken(self, number: int) -> None:
         while self._taken < number:
-            self._wire.hear()
+            self._control.await_signal()
             self._taken += 1
 
 
-class LocalIncoming(_LocalEnd):
-    """The receiver's end; see `Incoming`."""
+class LocalReceiveChannel(_LocalEnd):
+    """The receiver's end; see `ReceiveChannel`."""
 
     _arrived = 0
 
     @classmethod
-    def open(cls, wire: Wire, bucket_bytes: int, device: torch.device) -> "LocalIncoming":
-        """Receive the memory of a link that its sender opens."""
+    def open(
+        cls, control: ControlSocket, bucket_bytes: int, device: torch.device
+    ) -> "LocalReceiveChannel":
+        """Receive the memory of a channel that its sender opens."""
         num_bytes = NUM_SLOTS * bucket_bytes
         memory: Memory
         try:
             if device.type == "cpu":
-                memory = HostMemory.receive(wire, num_bytes)
+                memory = HostMemory.receive(control, num_bytes)
             else:
-                memory = CudaMemory.receive(wire, num_bytes, device)
+                memory = CudaMemory.receive(control, num_bytes, device)
         except OSError as error:
-            raise LinkError(f"{wire.peer} did not share its memory: {error}") from error
-        return cls(wire, memory)
+            raise ChannelError(f"{control.peer} did not share its memory: {error}") from error
+        return cls(control, memory)
 
     def arrivals(self, sizes: Sequence[int]) -> Iterator[Tensor]:
-        """See `Incoming`."""
+        """See `ReceiveChannel`."""
         for num_bytes in sizes:
-            self._wire.hear()
+            self._control.await_signal()
             yield self._slots[self._arrived % NUM_SLOTS][:num_bytes]
             self._end_turn()
             self._arrived += 1

@@ -1,4 +1,4 @@
-"""Invitations and plans, exchanged before a push: plain data that is checked before it is used."""
+"""Init info and plans, exchanged before a push: plain data that is checked before it is used."""
 
 import json
 
@@ -6,11 +6,16 @@ import pytest
 import torch
 
 from parallel.layout import Box, Copy
-from parallel.weight_transfer.connect import WirePlan, check_plans
-from parallel.weight_transfer.rendezvous import Invitation, Meeting
+from parallel.weight_transfer.connect import ReceivePlan, check_plans
+from parallel.weight_transfer.rendezvous import RendezvousAddress, TransferInitInfo
 
-INVITATION = Invitation(
-    Meeting("10.0.0.1", 4711, "secret"), 65536, 2, False, [[0, 1], [1]], [[("w", [3], [1])], []]
+INIT_INFO = TransferInitInfo(
+    RendezvousAddress("10.0.0.1", 4711),
+    65536,
+    2,
+    False,
+    [[0, 1], [1]],
+    [[("w", [3], [1])], []],
 )
 PARAMETERS = {
     "w": torch.zeros(4, dtype=torch.bfloat16),
@@ -22,16 +27,16 @@ PADDING = (("w", Box((3,), (1,))),)
 def arriving(*boxes, dtype=torch.bfloat16):
     """The plan of these boxes: (name, start, size)."""
     copies = [Copy("source", Box(a, n), name, Box(a, n)) for name, a, n in boxes]
-    return WirePlan.of(copies, {name: dtype for name, *_ in boxes})
+    return ReceivePlan.of(copies, {name: dtype for name, *_ in boxes})
 
 
 WHOLE = [("w", (0,), (3,)), ("m", (0, 0), (2, 3))]
 
 
-def test_an_invitation_survives_json():
-    told = json.loads(json.dumps(INVITATION.to_json()))
-    assert Invitation.from_json(told) == INVITATION
-    assert INVITATION.padding(0) == PADDING and INVITATION.padding(1) == ()
+def test_init_info_survives_json():
+    told = json.loads(json.dumps(INIT_INFO.to_json()))
+    assert TransferInitInfo.from_json(told) == INIT_INFO
+    assert INIT_INFO.padding(0) == PADDING and INIT_INFO.padding(1) == ()
 
 
 @pytest.mark.parametrize(
@@ -45,30 +50,31 @@ def test_an_invitation_survives_json():
         {"senders": [[-1]]},
         {"senders": [0]},
         {"zeros": [[["w", [0]]]]},
-        {"meeting": {"host": "h", "port": "x", "key": "k"}},
-        {"meeting": None},
+        {"rendezvous": {"host": "h", "port": "x"}},
+        {"rendezvous": None},
         {"surprise": 1},
     ],
     ids=str,
 )
-def test_a_malformed_invitation_is_refused(change):
-    with pytest.raises(ValueError, match=rf"(?s)not an invitation.*{next(iter(change))}") as raised:
-        Invitation.from_json(INVITATION.to_json() | change)
-    assert "secret" not in str(raised.value)
+def test_malformed_init_info_is_refused(change):
+    with pytest.raises(
+        ValueError, match=rf"(?s)no description of a weight transfer.*{next(iter(change))}"
+    ):
+        TransferInitInfo.from_json(INIT_INFO.to_json() | change)
 
 
-@pytest.mark.parametrize("data", [None, [], "", {}, {"meeting": {}}, {1, 2}], ids=str)
+@pytest.mark.parametrize("data", [None, [], "", {}, {"rendezvous": {}}, {1, 2}], ids=str)
 def test_what_is_no_invitation_at_all_is_refused(data):
-    with pytest.raises(ValueError, match="not an invitation to receive weights"):
-        Invitation.from_json(data)
+    with pytest.raises(ValueError, match="no description of a weight transfer to receive weights"):
+        TransferInitInfo.from_json(data)
 
 
 def test_a_plan_survives_json_and_names_each_parameter_once():
     boxes = [("w", (0,), (2,)), ("m", (0, 0), (2, 3)), ("w", (2,), (1,))]
     copies = [Copy("source", Box(a, n), name, Box(a, n)) for name, a, n in boxes]
-    plan = WirePlan.of(copies, {"m": torch.float32, "w": torch.bfloat16})
+    plan = ReceivePlan.of(copies, {"m": torch.float32, "w": torch.bfloat16})
     assert plan.names == ["w", "m"]
-    assert WirePlan.from_json(plan.to_json()) == plan
+    assert ReceivePlan.from_json(plan.to_json()) == plan
     assert plan.torch_dtypes == [torch.bfloat16, torch.float32, torch.bfloat16]
     assert plan.arrivals() == [
         ("w", Box((0,), (2,))),
@@ -96,7 +102,7 @@ def test_a_plan_survives_json_and_names_each_parameter_once():
 )
 def test_a_malformed_plan_is_refused(text):
     with pytest.raises(ValueError, match="not a plan of arriving weights"):
-        WirePlan.from_json(text)
+        ReceivePlan.from_json(text)
 
 
 def test_plans_that_fill_every_parameter_together_are_taken():

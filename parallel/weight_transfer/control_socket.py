@@ -1,0 +1,180 @@
+"""The socket between the two ends of a channel: how it is connected, and how a loss is noticed.
+
+The sender listens, and the receiver connects.
+"""
+
+import secrets
+import select
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+
+Address = str | tuple[str, int]
+"""Name of an abstract Unix socket on this host, or host and port."""
+CHECK_SECONDS = 0.2
+SIGNAL = b"\1"
+"""Both ends know from the protocol what a signal means at each point."""
+
+
+class ChannelError(ConnectionError):
+    """The other end of a channel, named in the message, closed it, died, or stopped responding."""
+
+
+class ControlSocket:
+    """A connection to `peer`, which every error names.
+
+    A wait fails after `timeout` without progress, and at once when the other end is closed or its
+    process has ended.
+    """
+
+    def __init__(self, connection: socket.socket, peer: str, timeout: timedelta) -> None:
+        self.socket = connection
+        self.peer = peer
+        self.seconds = timeout.total_seconds()
+        connection.settimeout(self.seconds)
+        self._sending = select.poll()
+        self._sending.register(connection, select.POLLOUT | select.POLLRDHUP)
+        self._hanging_up = select.poll()
+        self._hanging_up.register(connection, select.POLLRDHUP)
+
+    def send_signal(self) -> None:
+        """Send one byte."""
+        self.send(memoryview(SIGNAL))
+
+    def await_signal(self) -> None:
+        """Wait for one byte."""
+        self.receive(memoryview(bytearray(len(SIGNAL))))
+
+    def send(self, data: memoryview) -> None:
+        """Send all of `data`."""
+        while data:
+            # A plain `send` would block on the full buffer of an end that has stopped reading.
+            events = self._sending.poll(self.seconds * 1000)
+            if not events:
+                raise self.timed_out()
+            if events[0][1] & ~select.POLLOUT:
+                raise self.closed()
+            try:
+                data = data[self.socket.send(data) :]
+            except OSError as error:
+                raise self.closed() from error
+
+    def receive(self, data: memoryview) -> None:
+        """Fill all of `data`."""
+        while data:
+            try:
+                count = self.socket.recv_into(data)
+            except TimeoutError as error:
+                raise self.timed_out() from error
+            except OSError as error:
+                raise self.closed() from error
+            if not count:
+                raise self.closed()
+            data = data[count:]
+
+    def is_open(self) -> bool:
+        """Whether neither end has closed the connection."""
+        return not self._hanging_up.poll(0)
+
+    def abort(self) -> None:
+        """Make the waits of both ends fail; any thread may call it."""
+        with suppress(OSError):  # the other end was faster
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+    def await_end(self, seconds: float) -> None:
+        """Signal that this end is done, and wait until the other has closed, at most `seconds`."""
+        with suppress(OSError):  # the other end is gone, or takes its time
+            self.socket.shutdown(socket.SHUT_WR)
+            self.socket.settimeout(seconds)
+            while self.socket.recv(4096):
+                pass
+
+    def close(self) -> None:
+        """End the connection."""
+        self.abort()
+        self.socket.close()
+
+    def closed(self) -> ChannelError:
+        """What to raise when the connection has ended."""
+        return ChannelError(f"{self.peer} has closed the channel or died")
+
+    def timed_out(self) -> ChannelError:
+        """What to raise when a wait has taken too long."""
+        return ChannelError(f"{self.peer} has made no progress for {self.seconds:g} s")
+
+
+class Listener:
+    """Waits for the one receiver of a channel.
+
+    Listens on a free port of `host`; without `host`, on an abstract Unix socket with a random name.
+    """
+
+    def __init__(self, host: str | None = None) -> None:
+        self.address: Address
+        if host is None:
+            self._socket = socket.socket(socket.AF_UNIX)
+            self.address = f"weights-{secrets.token_hex(16)}"
+            self._socket.bind(f"\0{self.address}")
+        else:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._socket = socket.socket(family)
+            self._socket.bind((host, 0))
+            self.address = (host, self._socket.getsockname()[1])
+        self._socket.listen()
+
+    def accept(
+        self, peer: str, timeout: timedelta, check: Callable[[], None] = lambda: None
+    ) -> ControlSocket:
+        """Wait for the connection of `peer`, then stop listening.
+
+        Raises ChannelError if `peer` does not connect within `timeout`, and whatever `check`
+        raises, which is called regularly while waiting.
+        """
+        deadline = time.monotonic() + timeout.total_seconds()
+        with self._socket:
+            while (left := deadline - time.monotonic()) > 0:
+                self._socket.settimeout(min(left, CHECK_SECONDS))
+                try:
+                    connection, _ = self._socket.accept()
+                except TimeoutError:
+                    check()
+                else:
+                    return ControlSocket(_prompt(connection), peer, timeout)
+        raise ChannelError(f"{peer} did not connect within {timeout.total_seconds():g} s")
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._socket.close()
+
+
+def connect(address: Address, peer: str, timeout: timedelta) -> ControlSocket:
+    """Connect to the listener of `peer`; ChannelError if it does not listen."""
+    try:
+        if isinstance(address, str):
+            connection = _connect_inside(address, timeout)
+        else:
+            host, port = address
+            connection = socket.create_connection((host, port), timeout.total_seconds())
+    except OSError as error:
+        raise ChannelError(f"cannot connect to {peer}: {error}") from error
+    return ControlSocket(_prompt(connection), peer, timeout)
+
+
+def _connect_inside(address: str, timeout: timedelta) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.settimeout(timeout.total_seconds())
+        connection.connect(f"\0{address}")
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def _prompt(connection: socket.socket) -> socket.socket:
+    """Disable Nagle's algorithm, so that signals are sent at once."""
+    if connection.family != socket.AF_UNIX:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection

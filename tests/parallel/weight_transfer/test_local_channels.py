@@ -1,0 +1,124 @@
+"""Channels inside one host leave nothing behind and hold no more than two buffers."""
+
+import gc
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel.weight_transfer.connect import ChannelSet
+from parallel.weight_transfer.control_socket import ChannelError, Listener, connect
+from parallel.weight_transfer.local_channels import LocalReceiveChannel, LocalSendChannel
+from processes import running
+
+BUCKET = 1 << 20
+CPU = torch.device("cpu")
+TIMEOUT = timedelta(seconds=20)
+
+
+def sender(pipe):
+    waiting = Listener()
+    pipe.send(waiting.address)
+    channel = LocalSendChannel.open(waiting.accept("the receiver", TIMEOUT), BUCKET, CPU)
+    channel.next_buffer().fill_(7)
+    channel.hand_over(BUCKET)
+    pipe.send((mapped(), in_shared_memory()))
+    pipe.recv()
+
+
+def receiver(pipe, address):
+    channel = LocalReceiveChannel.open(connect(address, "the sender", TIMEOUT), BUCKET, CPU)
+    arrivals = channel.arrivals([BUCKET, BUCKET])
+    pipe.send(int(next(arrivals).sum()))
+    pipe.send((mapped(), in_shared_memory()))
+    pipe.recv()
+
+
+def mapped():
+    """Bytes of shared weights that this process maps."""
+    total = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "memfd:weights" in line:
+            first, last = line.split()[0].split("-")
+            total += int(last, 16) - int(first, 16)
+    return total
+
+
+def in_shared_memory():
+    """Files in /dev/shm that this process has mapped or open."""
+    maps = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()]
+    channels = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.exists()]
+    return [path for path in (*maps, *channels) if path.startswith("/dev/shm")]
+
+
+def test_both_ends_map_two_buffers_without_a_name_and_the_socket_ends_with_them():
+    with running(sender) as first:
+        address = first.hear()
+        with running(receiver, address) as second:
+            assert second.hear() == 7 * BUCKET
+            assert first.hear() == second.hear() == (2 * BUCKET, [])
+            assert address in Path("/proc/net/unix").read_text()
+            first.kill()
+            second.kill()
+    assert address not in Path("/proc/net/unix").read_text()
+
+
+def test_a_failure_that_has_been_handled_keeps_no_memory():
+    gc.collect()  # frees what earlier tests left
+    with running(sender) as first:
+        control = connect(first.hear(), "the sender", TIMEOUT)
+        channels = [LocalReceiveChannel.open(control, BUCKET, CPU)]
+        first.hear()  # it has sent one buffer
+        first.kill()
+
+        def use_all():
+            channel_set = ChannelSet(channels)
+            with pytest.raises(ChannelError, match="the sender has closed"):
+                channel_set.run([lambda: [buffer.sum() for buffer in channels[0].arrivals([9, 9])]])
+            with pytest.raises(ChannelError, match="the channels were closed"):
+                channel_set.run([])
+
+        use_all()
+    channels.clear()
+    assert mapped() == 0
+
+
+def test_a_sender_that_dies_before_it_shares_its_memory_is_named():
+    waiting = Listener()
+    control = connect(waiting.address, "the sender", TIMEOUT)
+    waiting.accept("the receiver", TIMEOUT).close()
+    with pytest.raises(ChannelError, match="the sender did not share its memory"):
+        LocalReceiveChannel.open(control, BUCKET, CPU)
+    control.close()
+
+
+def test_an_open_channel_costs_each_end_one_file_descriptor():
+    gc.collect()  # frees what earlier tests left
+    waiting = Listener()
+    before = len(os.listdir("/proc/self/fd"))
+    control = connect(waiting.address, "the sender", TIMEOUT)
+    first = LocalSendChannel.open(waiting.accept("the receiver", TIMEOUT), BUCKET, CPU)
+    second = LocalReceiveChannel.open(control, BUCKET, CPU)
+    # The listener is closed.
+    assert len(os.listdir("/proc/self/fd")) == before - 1 + 2
+    first.close()
+    second.close()
+    assert len(os.listdir("/proc/self/fd")) == before - 1
+    assert mapped() == 0
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_all_channels_are_closed_even_when_one_cannot_be(broken):
+    channels, controls = [], []
+    for _ in range(2):
+        waiting = Listener()
+        controls.append(connect(waiting.address, "the sender", TIMEOUT))
+        channels.append(LocalSendChannel.open(waiting.accept("the receiver", TIMEOUT), BUCKET, CPU))
+    channels[broken].close()  # closing it again raises
+    with pytest.raises(AttributeError):
+        ChannelSet(channels).close()
+    assert not controls[1 - broken].is_open()
+    for control in controls:
+        control.close()
