@@ -1,6 +1,6 @@
 """Converts a Megatron-Core checkpoint to a Hugging Face folder: `checkpoint-convert export`.
 
-Creates Hugging Face folders that are complete except for the values of their weights.
+The folder is made complete but for the values of its weights, which several processes then fill in.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Copies weights from files to places in other files, part by part, with several processes.
 
-Runs tasks in several processes, with a shared count of the bytes that are done.
+The folder gets its final name only when it is complete.
 """
 
 import ctypes

@@ -1,10 +1,7 @@
-"""A model's weights in files of any format: which boxes they hold, and how to read them.
+"""A model's weights in files of any format: which boxes they hold, and how tensors are read.
 
-Plans how an import cuts a model into the chunks and files of a checkpoint. Reads no weights.
-
-Assembles tensors, one at a time, from boxes of source tensors: the core of every conversion.
-
-Reads whole rows when a box of columns is requested, and keeps them for the other columns.
+A conversion assembles one tensor at a time from boxes of source tensors. An import first plans how
+the model is cut into the chunks and files of a checkpoint, without reading a weight.
 """
 
 from collections import defaultdict

@@ -1,6 +1,6 @@
-"""Wall-clock seconds of the phases of a step.
+"""Wall-clock seconds of the phases of a step, and their timeline.
 
-Timeline of a run for chrome://tracing and https://ui.perfetto.dev. Rank 0 only.
+The timeline is for chrome://tracing and https://ui.perfetto.dev.
 """
 
 import json

@@ -1,13 +1,8 @@
 """A push of weights: from the trainer's shards over dedicated channels into the engines' workers.
 
 A push is a transaction. After each phase, all ranks know whether it succeeded everywhere, and no
-engine serves requests until every worker is verified to hold the same weights as the ranks.
-
-The push of new weights to the engines.
-
-Checksums of what every worker of an engine must hold after a push, summed over the ranks.
-
-Layouts, dtypes and sizes of the weights in an engine's workers, from the config alone.
+engine serves requests until every worker is verified to hold the same weights as the ranks, by
+checksums of every parameter that are summed over the ranks.
 """
 
 import json

@@ -2,15 +2,14 @@
 
 Megatron-Core's own torch attention refuses packed sequences and context parallelism, so this module
 replaces it where Transformer Engine is not installed. It also replaces Transformer Engine's
-attention where completions share their prompt, which the latter does not support. Keys and values
-of the other context ranks are all-gathered (Llama 3, arXiv:2407.21783, section 3.3.2), so every
-rank computes its own queries exactly, and only the order of sums depends on the number of ranks.
+attention where completions share their prompt, which the latter does not support: on a GPU with
+torch's flex attention, one kernel for all segments. A query then sees two ranges of packed
+positions: its own segment up to itself, and the prompt that its segment continues. Keys are not
+copied, and blocks of keys that no query of a block sees are skipped.
 
-Attention with shared prompts on a GPU: torch's flex attention, one kernel for all segments.
-
-A query sees two ranges of packed positions: its own segment up to itself, and the prompt that its
-segment continues. Keys are not copied, and blocks of keys that no query of a block sees are
-skipped.
+Keys and values of the other context ranks are all-gathered (Llama 3, arXiv:2407.21783, section
+3.3.2), so every rank computes its own queries exactly, and only the order of sums depends on the
+number of ranks.
 """
 
 from collections.abc import Sequence

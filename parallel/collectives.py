@@ -1,8 +1,6 @@
-"""Tells all ranks about the failure of one, so that all continue or stop together.
+"""What all ranks learn together: the failure of one, what rank 0 returns, a quantile.
 
 Communicates over the CPU: a GPU that waits in a collective is busy.
-
-The exact quantile of numbers that are distributed over ranks.
 """
 
 import math

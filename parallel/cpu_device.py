@@ -2,9 +2,8 @@
 
 Megatron-Core calls ``torch.cuda`` for its device, random states and synchronisation. On a machine
 without CUDA, `setup_device` redirects these calls to the CPU, so that the same model, schedules and
-optimizer run over gloo. With CUDA, nothing is patched.
-
-Imports Megatron-Core without parts that this project does not use: a third of a rank's start.
+optimizer run over gloo. With CUDA, nothing is patched. Parts of Megatron-Core that are not used
+here are not imported: they take a third of a rank's start.
 """
 
 import os

@@ -3,8 +3,6 @@
 A tile is all rows by some columns: the gradient of these columns' weights is then one product, and
 only the gradient of the rows accumulates over tiles, in float32. The backward recomputes every
 tile, for four products in all instead of three, rather than keep logits [rows, vocabulary].
-
-How many columns a tile of logits has. No torch: the memory planner uses it as well.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,7 +1,4 @@
-"""Padding-free batches: sequences laid end to end, padded only where parallelism requires it.
-
-Columns of a microbatch, from what is known of its sequences.
-"""
+"""Padding-free batches: sequences laid end to end, padded only where parallelism requires it."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace

@@ -1,9 +1,7 @@
-"""Target costs of microbatches that make a pipeline fast: how many, and in which order.
+"""Target costs of microbatches that make a pipeline fast, by simulating how long it takes.
 
 Stages wait for the first microbatch to arrive and for the last to return, so those at the ends
 should be cheaper.
-
-Simulates how long a pipeline takes for microbatches of unequal cost.
 
 Stages run the operations of Megatron-Core, in its order (`forward_backward_pipelining_*` of
 `megatron.core.pipeline_parallel.schedules`): warm-up forwards, then alternately one forward and one

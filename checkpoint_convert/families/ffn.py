@@ -1,6 +1,6 @@
-"""The gated MLP: of a dense layer, and of an expert that processes every token.
+"""The feed-forward part of a layer: a gated MLP, or a mixture of experts in its place.
 
-A mixture of experts in place of an MLP: a router, gated experts, perhaps a shared expert.
+A mixture has a router, gated experts and perhaps a shared expert, which processes every token.
 """
 
 from checkpoint_convert.families import FAMILIES

@@ -1,6 +1,6 @@
-"""The GRPO loss of one microbatch, and the token weights with which microbatch losses add up.
+"""The GRPO loss of one microbatch, over its response tokens.
 
-The tokens that enter the loss, without prompts and padding.
+Token weights are global, so that the losses of microbatches and ranks add up.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
-"""Dividing a generation: which data rank trains on which sequences, and in which microbatches.
+"""Divides a generation over the data-parallel ranks, sends them their parts, and collects values.
 
-Moving sequences from rank 0 to the ranks that train on them, and per-token values back.
-
-One data rank's part of an optimizer batch, as it is sent to the ranks: not yet packed.
+A part is sent unpacked: 9 bytes per token instead of 38. Every rank packs its own.
 """
 
 from collections.abc import Callable, Iterator, Sequence

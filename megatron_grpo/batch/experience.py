@@ -1,7 +1,4 @@
-"""One generation of scored completions, and their advantages.
-
-Metrics of the completions of a generation that do not depend on rewards.
-"""
+"""One generation of scored completions, their advantages, and metrics of their lengths."""
 
 import math
 from collections.abc import Sequence

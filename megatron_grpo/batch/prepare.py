@@ -1,13 +1,8 @@
 """Prepares a generation for training: packs it, distributes it, and computes log-probabilities.
 
-Every rank has a `Preparation`, whose methods are collective; only rank 0 has the `Experience`.
-
-Values computed once per generation, before any training on it.
-
-These are the log-probabilities of the old policy and of the reference, and the tokens that the
-objective is taken over.
-
-The KL divergence from the reference as part of the reward, instead of a term of the loss.
+Log-probabilities of the old policy and of the reference, the tokens of the objective and the KL
+divergence as a reward are computed once, before any training on the generation. Every rank has a
+`Preparation`, whose methods are collective; only rank 0 has the `Experience`.
 """
 
 from collections.abc import Sequence

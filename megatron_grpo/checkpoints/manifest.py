@@ -2,8 +2,6 @@
 
 Disks and networks flip bits, and neither Megatron-Core nor safetensors would notice. The manifest
 is the last file of a checkpoint to be written: a folder without one is not complete.
-
-The progress bar that is shown while a large checkpoint is verified.
 """
 
 import heapq

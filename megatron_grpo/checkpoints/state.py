@@ -2,12 +2,8 @@
 
 Keys, shapes and offsets are Megatron-Core's own (`sharded_state_dict`), so its `dist_checkpointing`
 can load what is written here. Master weights and moments are split where the distributed optimizer
-splits them: every data rank writes and reads its own range, and no tensor is gathered.
-
-Splits a range of a flattened tensor into boxes of the tensor. Integers only.
-
-Megatron-Core's distributed optimizer gives each data rank a range of the concatenated parameters,
-regardless of where it cuts them. As boxes, its states are stored and found like everything else.
+splits them, in ranges of the concatenated parameters; a range is cut into boxes of its tensors. So
+every data rank writes and reads its own, and no tensor is gathered.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

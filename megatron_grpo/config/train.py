@@ -1,9 +1,8 @@
 """The trainer: the keys of `model`, `train`, `optimizer` and `parallel`.
 
-The fields of Megatron-Core's TransformerConfig that `model.megatron` may set.
-
-All others are determined by the model, the mesh or the trainer, would change what the model
-computes, have no effect, or are not supported here.
+`model.megatron` may set some fields of Megatron-Core's TransformerConfig. All others are determined
+by the model, the mesh or the trainer, would change what the model computes, have no effect, or are
+not supported here.
 """
 
 from pathlib import Path

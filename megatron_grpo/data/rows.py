@@ -1,6 +1,6 @@
-"""Reading the rows of a data set: JSONL, Parquet, or a name on the Hugging Face hub.
+"""Reads the rows of a data set: JSONL, Parquet, or a name on the Hugging Face hub.
 
-Rows of the data that cannot become prompts: all are counted, and the first ones shown.
+Rows that cannot become prompts are counted, and the first ones shown.
 """
 
 import json

@@ -1,9 +1,4 @@
-"""The command `megatron-grpo doctor`: examine, gather, print.
-
-Collects all findings of this host.
-
-The doctor's output: tables for people, and a block for bug reports.
-"""
+"""The command `megatron-grpo doctor`: examine, gather, and print for people and bug reports."""
 
 import os
 import sys

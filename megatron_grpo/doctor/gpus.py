@@ -1,7 +1,4 @@
-"""Checks of GPUs, their driver, and the CUDA libraries of torch and Transformer Engine.
-
-The GPUs of this host as torch sees them.
-"""
+"""Checks of GPUs, their driver, and the CUDA libraries of torch and Transformer Engine."""
 
 import re
 import subprocess

@@ -1,9 +1,4 @@
-"""Checks of the limits of a process: shared and locked memory, open files, core dumps.
-
-Checks of the speed, free space and locks of the run directory's file system.
-
-The surroundings of this process: Slurm, a container, environment variables.
-"""
+"""Checks of a host: limits of a process, the run directory's file system, and its environment."""
 
 import os
 import re

@@ -1,6 +1,4 @@
-"""Requests that one engine is to answer.
-
-Deals the requests of a generation to the engines, and moves some where none waits.
+"""Dispatches the requests of a generation to the engines, and moves some where none waits.
 
 Every engine gets as many requests. But those of one may turn out longer, or its GPUs slower: then
 many of them still wait for room in its cache when none waits in another engine. That one takes over

@@ -1,7 +1,4 @@
-"""The trainer's client of one rollout engine.
-
-A completion as an engine answers it, with only the fields that are used.
-"""
+"""The trainer's client of one rollout engine, over vLLM's HTTP routes."""
 
 import asyncio
 import io

@@ -1,7 +1,4 @@
-"""The trainer's HTTP connection to an engine.
-
-Exceptions for failures of rollout engines.
-"""
+"""The trainer's HTTP connection to an engine, and the exceptions for its failures."""
 
 import ssl
 from contextlib import AsyncExitStack

@@ -1,8 +1,7 @@
-"""What one worker of an engine knows about the current push of weights and its parameters.
+"""The state of a push of weights in one worker of an engine, and the check that it has arrived.
 
-Shared by vLLM's workers and the transformers engine.
-
-Checks that a push of weights has arrived: compares the workers' reports with what was sent.
+The check compares the workers' reports with what was sent. Shared by vLLM's workers and the
+transformers engine.
 """
 
 import traceback

@@ -1,6 +1,6 @@
 """Starts, watches and ends rollout engines as processes of this host.
 
-One rollout engine, or one node of it, for trainers that have its address and token.
+`megatron-grpo serve` runs one for trainers that have its address and token.
 """
 
 import os

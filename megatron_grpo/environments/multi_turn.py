@@ -1,6 +1,6 @@
 """Multi-turn generation: each sample interacts with its environment at its own pace.
 
-Where the model's turn ends, and the tokens between two turns: observations of an environment.
+Observations become tokens between the model's turns, and those do not enter the loss.
 """
 
 import asyncio

@@ -1,9 +1,4 @@
-"""Evaluation of one held-out set: sampled with its own settings, scored and summarized.
-
-The evaluations of a run: of every held-out set, one after the other.
-
-pass@k: the probability that at least one of k completions of a prompt passes.
-"""
+"""Evaluates held-out sets: sampled with settings of their own, scored, and summarized as pass@k."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

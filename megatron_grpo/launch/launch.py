@@ -1,6 +1,7 @@
 """This process's role: a rank under torchrun or Slurm, or alone and about to start the ranks.
 
-Places the ranks and engines of a Slurm job on its nodes. Without torch, for batch scripts.
+Under Slurm, the ranks and engines of a job are placed on its nodes. Without torch, for batch
+scripts.
 """
 
 import os

@@ -1,12 +1,6 @@
-"""Preemption: all ranks stop at the same step, save, and exit with code 75.
+"""What this process owes its surroundings: signals, exit codes, output and open files.
 
-How a process ended, in words.
-
-Tells errors that the user has to fix from errors that may pass by themselves.
-
-Output of a process that goes on when nobody reads it any more.
-
-The limit on open files and connections of this process.
+On preemption all ranks stop at the same step, save, and exit with code 75.
 """
 
 import errno

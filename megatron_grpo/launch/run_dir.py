@@ -1,12 +1,8 @@
-"""A lock that allows one run at a time in a run directory.
+"""The run directory, which one run at a time may use, and the secret of the job's processes.
 
-The secret that a job's trainers and rollout engines share.
-
-Processes receive it in their environment, which other users of the machine cannot read (unlike a
-command line), and it is never written to disk. This module imports next to nothing, because the
-command line needs it.
-
-How the file system of a folder is mounted.
+Trainers and rollout engines receive the secret in their environment, which other users of the
+machine cannot read (unlike a command line), and it is never written to disk. This module imports
+next to nothing, because the command line needs it.
 """
 
 import errno

@@ -1,11 +1,8 @@
 """Estimates the bytes that Megatron-Core's layers keep for their backward.
 
 Counts the tensors that autograd saves, module by module: for Transformer Engine's layers from their
-documentation and source, for torch's by measurement (a test compares).
-
-Which layers of a model are alike: those with a dense MLP, those with a mixture of experts.
-
-Which parts of which layers run their forward a second time, in the backward.
+documentation and source, for torch's by measurement (a test compares). Layers that are alike are
+counted once, and parts that run a second time in the backward keep less.
 """
 
 from collections.abc import Sequence

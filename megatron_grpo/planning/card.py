@@ -1,7 +1,4 @@
-"""What the planner needs to know about a GPU and its network.
-
-Bytes per element of tensors: those of a mixture's routers may be float32 in any model.
-"""
+"""What the planner needs to know about a GPU, its network, and the size of elements."""
 
 from dataclasses import dataclass
 

@@ -1,7 +1,4 @@
-"""`megatron-grpo plan`: a plan, or suggestions, printed for people or for scripts.
-
-Formats a plan as text for people.
-"""
+"""`megatron-grpo plan`: a plan, or suggestions, printed for people or for scripts."""
 
 import json
 from collections.abc import Sequence

@@ -2,8 +2,6 @@
 
 The planner relies on layouts. Here they are compared with Megatron-Core itself: the modules,
 gradient buffers and optimizer that the run would create, on torch's meta device, rank by rank.
-
-Builds one rank of a job with Megatron-Core on torch's meta device, and checks its layout.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,6 +1,6 @@
-"""Log-probabilities of the response tokens of packed microbatches, under any model.
+"""Runs packed microbatches through the pipeline, and computes log-probabilities of their responses.
 
-Running packed microbatches through the pipeline with Megatron-Core's schedules.
+The schedules are Megatron-Core's.
 """
 
 from collections.abc import Callable, Sequence

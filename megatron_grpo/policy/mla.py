@@ -9,13 +9,12 @@ as models with latents have experts, too.
 Keys and values are projected up to all heads before attention: that takes fewest FLOPs for whole
 sequences.
 
-YaRN: RoPE for sequences longer than those that a model was trained on (arXiv 2309.00071).
-
-YaRN slows RoPE's rotations, and multiplies queries and keys by an attention factor. Megatron-Core's
-own YaRN multiplies cosines and sines by that factor, but with packed sequences Transformer Engine's
-fused RoPE takes only angles, and the factor is lost without a word. Here it becomes part of the
-softmax scale, which every attention takes: torch's, Transformer Engine's and flex. That is the same
-where whole heads are rotated, and of latents the factor is one for both parts of a head.
+YaRN (arXiv 2309.00071) slows RoPE's rotations, and multiplies queries and keys by an attention
+factor. Megatron-Core's own multiplies cosines and sines by that factor, but with packed sequences
+Transformer Engine's fused RoPE takes only angles, and the factor is lost without a word. Here it
+becomes part of the softmax scale, which every attention takes: torch's, Transformer Engine's and
+flex. That is the same where whole heads are rotated, and of latents the factor is one for both
+parts of a head.
 """
 
 from collections.abc import Mapping

@@ -1,11 +1,9 @@
-"""Rollout routing replay (R3, arXiv 2510.11370): the engine's choice of experts, in the trainer.
+"""The routers of a mixture of experts: replay of the engine's choices, and their auxiliary losses.
 
 Engine and trainer round differently, and where the scores of two experts are close, a token goes to
-another one: both then compute different functions. With replay, the policy sends each token to the
-experts that processed it while the engine sampled. Their weights still are the trainer's own, and
-so are the gradients of the router.
-
-The auxiliary losses of a mixture's routers, for the metrics.
+another one: both then compute different functions. With rollout routing replay (R3, arXiv
+2510.11370), the policy sends each token to the experts that processed it while the engine sampled.
+Their weights still are the trainer's own, and so are the gradients of the router.
 """
 
 from collections.abc import Callable, Sequence

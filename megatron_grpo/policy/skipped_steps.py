@@ -1,8 +1,6 @@
-"""Counts optimizer steps in a row that were skipped because a value was not finite.
+"""Optimizer steps skipped because a value was NaN or infinite: counted in a row, and named.
 
-Find which value of an optimizer step is NaN or infinite, and on which rank.
-
-Runs only when a value is not finite; it then inspects every tensor.
+Every tensor is inspected, but only then.
 """
 
 from collections.abc import Iterator, Sequence

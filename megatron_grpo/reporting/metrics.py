@@ -1,7 +1,4 @@
-"""Metrics of a step, which do not depend on how its tokens are distributed over ranks.
-
-Peak GPU memory, so that a plan can be checked against a run.
-"""
+"""Metrics of a step, which do not depend on how its tokens are distributed over ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

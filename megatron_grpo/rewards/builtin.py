@@ -1,15 +1,4 @@
-"""Reward `cosine`: correctness, scaled by the length of the completion.
-
-Reward `exact`.
-
-Reward `format`.
-
-Reward `repetition`: a penalty for repeated n-grams.
-
-Reward `soft_overlong`: a length penalty that begins before the limit is reached.
-
-Finds rows whose reference answer a reward function cannot read, before a run begins.
-"""
+"""The built-in reward functions, but for `math_answer`, and the references that they can read."""
 
 import math
 import re

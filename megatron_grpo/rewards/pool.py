@@ -1,8 +1,7 @@
-"""Scoring in worker processes, with time and memory limits.
+"""Scores completions in worker processes, with time and memory limits.
 
-The reward pools of a process, one for each way of scoring.
-
-A reward worker as the trainer sees it: a process, its connection and its calls in progress.
+A process has one pool for each way of scoring. A worker that fails or is late is killed and
+replaced.
 """
 
 import json

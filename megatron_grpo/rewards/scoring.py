@@ -1,7 +1,4 @@
-"""The scores of one generation as they come in.
-
-From the scores of several reward functions, and of the environment, to one reward.
-"""
+"""The scores of one generation as they come in, and their weighted sum."""
 
 import reprlib
 import sys

@@ -1,10 +1,8 @@
 """What rank 0 knows about all ranks, and its decision whether the job must end, and why.
 
-Nothing here waits or reads a clock: every event comes with the time at which it was noticed.
-
-Time limits for phases of a step without progress.
-
-Stacks of the main threads of ranks, and which of them differ from the others.
+Nothing here waits or reads a clock: every event comes with the time at which it was noticed. Each
+phase of a step has a limit of its own for the time without progress. When it is over, the stacks of
+all main threads are compared, and ranks that wait elsewhere than most are named.
 """
 
 import re

@@ -1,6 +1,6 @@
 """The thread on rank 0 that listens to all ranks and tells them when the job is over.
 
-A kernel timer, the last resort against a process that neither runs nor ends.
+A kernel timer is the last resort against a process that neither runs nor ends.
 """
 
 import ctypes

@@ -1,10 +1,8 @@
-"""The watch of a rank, as its main thread uses it.
+"""The watchdog of a rank, as its main thread uses it.
 
 Main threads spend their time in collectives, which cannot be interrupted. So a second thread
 (`lifeline.py`) talks to a monitor on rank 0 (`monitor.py`), which tracks the state of all ranks
 (`job.py`). When the job is over, that second thread ends the process.
-
-Agreement of all ranks to stop at the same step.
 """
 
 import json

@@ -1,7 +1,4 @@
-"""A process that ends with this one, with all processes that it starts.
-
-One rollout engine as a process on this host, with its log.
-"""
+"""A process that ends with this one, with all processes that it starts; such as an engine."""
 
 import os
 import re

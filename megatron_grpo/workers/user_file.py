@@ -1,11 +1,4 @@
-"""User's Python files, which a config names as `file.py:name`.
-
-Error texts about user code that has failed.
-
-`limit` is the memory limit with its config key, such as `reward.memory_megabytes 512`.
-
-Columns of the data, passed to user code as parameters of the same name.
-"""
+"""Users' Python files, which a config names as `file.py:name`, and the texts of their failures."""
 
 import sys
 import traceback

@@ -1,13 +1,8 @@
 """Channels within one host: both ends share memory, and take turns by signals over a socket.
 
-Host memory that two processes share.
-
-GPU memory that two processes share, through the CUDA driver.
-
-torch can share tensors, too, but counts references in a file that is left behind when a process is
-killed, and shares everything else in the same block of its allocator.
-
-Direct calls of the CUDA driver, for functions that torch does not expose.
+Host memory is anonymous. GPU memory is shared through the CUDA driver: torch can share tensors,
+too, but counts references in a file that is left behind when a process is killed, and shares
+everything else in the same block of its allocator.
 """
 
 import ctypes

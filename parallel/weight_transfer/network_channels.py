@@ -2,10 +2,9 @@
 
 Each end has a thread that transfers one buffer while the other buffer is filled or read.
 
-Sends bytes from one GPU to another by calling NCCL directly, in the library that torch loaded.
-
-torch's own process group watches its communicators, and ends the process when a peer is lost. Here
-that raises ChannelError, and the process continues.
+Between GPUs, NCCL is called directly, in the library that torch loaded. torch's own process group
+watches its communicators, and ends the process when a peer is lost. Here that raises ChannelError,
+and the process continues.
 """
 
 import ctypes
