@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from distributed import run_ranks
 from megatron_grpo.launch.process import is_user_error
-from parallel.collectives import first_failure, raise_first_failure
+from parallel.collectives import first_failure, on_rank_0, raise_first_failure
 
 NUMBERS = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ENOSPC)
 
@@ -57,3 +57,24 @@ def test_an_error_that_takes_more_than_a_text_is_told_by_it():
 @pytest.mark.usefixtures("alone")
 def test_where_nothing_fails_nothing_is_told():
     assert first_failure(raise_nothing, OSError) is None
+
+
+def ask_rank_0(rank: int) -> list[object]:
+    """What a rank gets of three calls: a result, an error for all, and a subclass of one."""
+    zero = ["zero"] if rank == 0 else None
+    found: list[object] = [on_rank_0(zero, len, (OSError,))]
+    for kind in (KeyError, ConnectionError):
+        with pytest.raises((KeyError, OSError)) as raised:
+            on_rank_0(zero, lambda _, kind=kind: fail_as(kind), (KeyError, OSError))
+        found.append((type(raised.value), str(raised.value)))
+    return found
+
+
+def fail_as(kind: type[Exception]) -> None:
+    raise kind("by fire")
+
+
+def test_rank_0_returns_to_itself_and_raises_on_all():
+    of_0, of_1 = run_ranks(2, ask_rank_0)
+    assert of_0 == [1, (KeyError, "'by fire'"), (ConnectionError, "by fire")]
+    assert of_1 == [None, (KeyError, "\"'by fire'\""), (OSError, "by fire")]

@@ -4,6 +4,7 @@ import asyncio
 import json
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +14,8 @@ from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines import Generation, NoServingEngine
 from megatron_grpo.engines.engine import Choice, Logprobs, Token
 from megatron_grpo.launch.run_dir import new_token
-from megatron_grpo.rollout.generate import ExperienceSource
+from megatron_grpo.rollout.generate import Rollouter, RolloutRequest
+from megatron_grpo.rollout.rollouts import RolloutRunner
 from megatron_grpo.timing import PhaseTimer
 from models import tiny_model
 from parallel import ParallelDims
@@ -48,7 +50,7 @@ def choice(number: int) -> Choice:
     )
 
 
-def source_of(tmp_path: Path, rows: list, *overrides: str) -> ExperienceSource:
+def rollouter_of(tmp_path: Path, rows: list, *overrides: str) -> Rollouter:
     data, model = tmp_path / "sums.jsonl", tiny_model(tmp_path / "model", "qwen3")
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     cfg = tiny_config(
@@ -59,33 +61,36 @@ def source_of(tmp_path: Path, rows: list, *overrides: str) -> ExperienceSource:
         "rollout.base_urls=[http://127.0.0.1:9]",  # nobody is asked there
         *overrides,
     )
-    return ExperienceSource(cfg, read_shape(model), new_token(), num_ranks=1)
+    return Rollouter(cfg, read_shape(model), new_token(), num_ranks=1)
 
 
 @pytest.fixture
-def source(tmp_path: Path):
-    with closing(source_of(tmp_path, sums())) as source:
-        yield source
+def rollouter(tmp_path: Path):
+    with closing(rollouter_of(tmp_path, sums())) as rollouter:
+        yield rollouter
 
 
 def test_rows_without_an_answer_that_the_reward_can_read_are_left_out(tmp_path: Path):
     rows = [{"prompt": str(i), "answer": "####" if i == 1 else "1"} for i in range(6)]
     overrides = "reward.functions=[math_answer]", "data.on_invalid=skip"
-    with closing(source_of(tmp_path, rows, *overrides)) as source:
-        assert [prompt.index for prompt in source.stream.prompts] == [0, 2, 3, 4, 5]
+    with closing(rollouter_of(tmp_path, rows, *overrides)) as rollouter:
+        assert [prompt.index for prompt in rollouter.stream.prompts] == [0, 2, 3, 4, 5]
 
 
-def test_a_generation_goes_on_with_the_same_weights_and_begins_anew_with_others(source):
-    engines = source.engines = Engines(num_lost=3)
+def test_a_rollout_continues_with_the_same_weights_and_begins_anew_with_others(rollouter):
+    engines = rollouter.engines = Engines(num_lost=3)
+    runner = RolloutRunner(rollouter, None, SimpleNamespace(is_preempted=False), None)
     timer = PhaseTimer(lambda phase: None)
     for version in (1, 1, 2):
+        runner.begin(RolloutRequest(GENERATION, version))
         with pytest.raises(NoServingEngine):
-            source.collect(GENERATION, version, timer)
-    collected = source.collect(GENERATION, 2, timer)
+            runner.finish(timer)
+    runner.begin(RolloutRequest(GENERATION, 2))
+    batch = runner.finish(timer)
     asked = [generation for generation, _ in engines.asked]
     assert asked[0] is asked[1] is not asked[2] is asked[3]
     assert [num_open for _, num_open in engines.asked] == [16, 15, 16, 15]
-    samples = collected.experience.samples
+    samples = batch.experience.samples
     assert [sample.policy_version for sample in samples] == [2] * 16
-    assert [s.prompt for s in samples[::4]] == source.stream.batch(GENERATION)
-    assert collected.metrics["rollout/num_engines"] == 2
+    assert [s.prompt for s in samples[::4]] == rollouter.stream.batch(GENERATION)
+    assert batch.metrics["rollout/num_engines"] == 2

@@ -9,20 +9,34 @@ from megatron_grpo.engines import EngineError, NoServingEngine, RolloutAborted
 from megatron_grpo.environments import EnvironmentsLost
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.rewards import RewardError
-from megatron_grpo.rollout.rollouts import Asked, Collector
+from megatron_grpo.rollout import rollouts as module
+from megatron_grpo.rollout.generate import RolloutRequest
+from megatron_grpo.rollout.rollouts import RolloutRunner
 from megatron_grpo.timing import PhaseTimer
 
 
-def waited_for(error: Exception, thread: ThreadPoolExecutor | None, is_preempted: bool) -> None:
-    """Wait for generation 3, which raises `error`."""
+class Failing:
+    """Stands for a generation that fails."""
 
-    def collect(*_) -> None:
-        raise error
+    def __init__(self, error: Exception, request: RolloutRequest) -> None:
+        self.error, self.request = error, request
 
-    source = SimpleNamespace(collect=collect)
-    collector = Collector(source, thread, SimpleNamespace(is_preempted=is_preempted), None)
-    collector.begin(Asked(generation=3, policy_version=1))
-    collector.wait(PhaseTimer(lambda phase: None))
+    def run(self, timer: PhaseTimer) -> None:
+        raise self.error
+
+
+@pytest.fixture
+def finish(monkeypatch, thread):
+    """Begins generation 3, which raises an error, and waits for it."""
+
+    def finish(error: Exception, is_preempted: bool = False) -> None:
+        monkeypatch.setattr(module, "Rollout", lambda _, request: Failing(error, request))
+        watch = SimpleNamespace(is_preempted=is_preempted)
+        runner = RolloutRunner(None, thread, watch, None)
+        runner.begin(RolloutRequest(generation=3, policy_version=1))
+        runner.finish(PhaseTimer(lambda phase: None))
+
+    return finish
 
 
 @pytest.fixture(params=[False, True], ids=["synchronous", "beside the training"])
@@ -32,22 +46,22 @@ def thread(request):
 
 
 @pytest.mark.parametrize("kind", [RewardError, TimeoutError, EngineError, EnvironmentsLost])
-def test_what_ends_a_run_lets_all_ranks_save_first(kind, thread):
+def test_what_ends_a_run_lets_all_ranks_save_first(kind, finish):
     with pytest.raises(RolloutAborted, match="generation 3 failed: by fire"):
-        waited_for(kind("by fire"), thread, is_preempted=False)
+        finish(kind("by fire"))
 
 
 @pytest.mark.parametrize("kind", [NoServingEngine, RolloutAborted])
-def test_engines_that_are_gone_are_told_as_they_are(kind, thread):
+def test_engines_that_are_gone_are_told_as_they_are(kind, finish):
     with pytest.raises(kind, match=r"^by fire$"):
-        waited_for(kind("by fire"), thread, is_preempted=False)
+        finish(kind("by fire"))
 
 
-def test_a_mistake_of_the_program_is_not_taken_for_a_failure(thread):
+def test_a_mistake_of_the_program_is_not_taken_for_a_failure(finish):
     with pytest.raises(KeyError):
-        waited_for(KeyError("choices"), thread, is_preempted=False)
+        finish(KeyError("choices"))
 
 
-def test_what_fails_when_the_machine_is_wanted_back_is_no_failure(thread):
+def test_what_fails_when_the_machine_is_wanted_back_is_no_failure(finish):
     with pytest.raises(Preempted):
-        waited_for(EnvironmentsLost("by fire"), thread, is_preempted=True)
+        finish(EnvironmentsLost("by fire"), is_preempted=True)
