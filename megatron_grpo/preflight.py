@@ -20,11 +20,11 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import dump_config, load_config
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import PERFORMANCE_FIELDS
+from megatron_grpo.engines.layouts import engine_dims
 from megatron_grpo.engines.server import num_gpus
 from megatron_grpo.engines.vllm_args import CPU_HEAD_SIZES, check_engine_arguments
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, bearer, check_token
 from megatron_grpo.reporting.tracking import last_step
-from megatron_grpo.weight_sync import engine_dims
 
 HEALTH_TIMEOUT_SECONDS = 5.0
 

@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from checkpoint_convert import ModelShape, read_shape
 from megatron_grpo.algorithm.kl import beta_after
+from megatron_grpo.batch.cached_values import with_cached_values
 from megatron_grpo.batch.distribute import Minibatches
 from megatron_grpo.batch.experience import Experience
-from megatron_grpo.batch.kept_values import with_cached_values
 from megatron_grpo.batch.prepare import Preparation
 from megatron_grpo.batch.schedule import BatchSchedule, Cursor
 from megatron_grpo.checkpoints.checkpointer import Checkpoints

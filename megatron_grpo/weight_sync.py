@@ -16,19 +16,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from math import prod
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from checkpoint_convert import ModelShape, hf_tensors
-from checkpoint_convert.megatron import hf_dtypes
-from checkpoint_convert.vllm import EngineDims, check_engine, engine_dtypes, engine_layouts
+from checkpoint_convert import ModelShape
+from checkpoint_convert.vllm import check_engine
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines import RolloutAborted, RolloutClient, WorkerSums
+from megatron_grpo.engines.layouts import shard_bytes, worker_dtypes, worker_layouts
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.timing import PhaseTimer
 from parallel import Layout, Sender, cut_shares, plan_shares
@@ -63,36 +61,6 @@ def sums_of_all_ranks(
     for (number, name), total in zip(names, sums.tolist(), strict=True):
         totals[number][name] = total
     return totals
-
-
-def engine_dims(rollout: RolloutConfig) -> EngineDims:
-    """Parallel sizes of each engine."""
-    return EngineDims(
-        tensor=rollout.tensor_parallel_size,
-        expert_parallel=bool(rollout.vllm.get("enable_expert_parallel", False)),
-    )
-
-
-def worker_layouts(shape: ModelShape, rollout: RolloutConfig) -> list[Layout]:
-    """The layout of each worker of an engine, in rank order; the same for all engines."""
-    if rollout.engine == "transformers":
-        return [Layout.of_whole_tensors(hf_tensors(shape))]
-    return engine_layouts(shape, engine_dims(rollout))
-
-
-def worker_dtypes(shape: ModelShape, rollout: RolloutConfig, dtype: str) -> dict[str, str]:
-    """The dtype of every parameter of the workers, by name, in engines of `dtype`."""
-    if rollout.engine == "transformers":
-        return hf_dtypes(shape, dtype, "float32")
-    return engine_dtypes(shape, dtype)
-
-
-def shard_bytes(workers: Sequence[Layout], itemsizes: Mapping[str, int]) -> int:
-    """Bytes of the weights of an engine's fullest worker; `itemsizes` are those of `workers`."""
-    return max(
-        sum(itemsizes[name] * prod(size) for name, size in worker.shapes.items())
-        for worker in workers
-    )
 
 
 PREEMPTED = -1

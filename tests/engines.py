@@ -17,8 +17,8 @@ from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines import EngineServers, Generation, RolloutClient, WorkerSums
+from megatron_grpo.engines.layouts import worker_layouts
 from megatron_grpo.engines.sampling_params import SamplingParams
-from megatron_grpo.weight_sync import worker_layouts
 from models import EOS_ID, tiny_model
 from parallel import Layout, intersect
 from parallel.checksum import whole_checksum

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from checkpoint_convert import ModelShape
 from checkpoint_convert.megatron import hf_dtypes
 from megatron_grpo.config.config import Config
-from megatron_grpo.weight_sync import worker_dtypes
+from megatron_grpo.engines.layouts import worker_dtypes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ from checkpoint_convert import (
 from checkpoint_convert.megatron import checkpoint_layout, float32_tensors
 from megatron_grpo.checkpoints.state import OPTIMIZER_STATES, weight_layout
 from megatron_grpo.config.config import Config
+from megatron_grpo.engines.layouts import worker_layouts
 from megatron_grpo.planning.state import state_bytes
 from megatron_grpo.policy.model import (
     Model,
@@ -32,7 +33,6 @@ from megatron_grpo.policy.model import (
     build_model,
     weight_sender,
 )
-from megatron_grpo.weight_sync import worker_layouts
 from parallel import (
     Layout,
     ParallelDims,

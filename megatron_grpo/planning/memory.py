@@ -7,11 +7,11 @@ from checkpoint_convert import ModelShape
 from checkpoint_convert.vllm import engine_sizes, first_worker_layout
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.rollout import RolloutConfig
+from megatron_grpo.engines.layouts import engine_dims, shard_bytes
 from megatron_grpo.engines.vllm_args import engine_number
 from megatron_grpo.planning.activations import forward_bytes, head_bytes, stage_activations
 from megatron_grpo.planning.card import ITEMSIZE, GpuSpec, worker_itemsizes
 from megatron_grpo.planning.state import StateBytes
-from megatron_grpo.weight_sync import engine_dims, shard_bytes
 
 CONTEXT_BYTES = 600 * 10**6
 """CUDA context, kernels and cuBLAS workspaces of a process."""

@@ -7,8 +7,8 @@ from math import prod
 from checkpoint_convert import ModelShape, check_divisible, hf_tensors, read_shape
 from checkpoint_convert.megatron import first_senders
 from megatron_grpo.config.config import Config
+from megatron_grpo.engines.layouts import shard_bytes, worker_layouts
 from megatron_grpo.planning.card import file_itemsizes, worker_itemsizes
-from megatron_grpo.weight_sync import shard_bytes, worker_layouts
 from parallel import Traffic, all_shares, senders_by_worker, traffic
 from parallel.weight_transfer import bucket_bytes_for
 

@@ -8,12 +8,12 @@ from math import ceil
 from checkpoint_convert import ModelShape
 from checkpoint_convert.vllm import first_worker_layout
 from megatron_grpo.config.config import Config
+from megatron_grpo.engines.layouts import engine_dims
 from megatron_grpo.engines.vllm_args import engine_number
 from megatron_grpo.planning.card import ITEMSIZE, GpuSpec, worker_itemsizes
 from megatron_grpo.planning.memory import EngineBytes
 from megatron_grpo.planning.step_time import active_weights
 from megatron_grpo.planning.workload import spread
-from megatron_grpo.weight_sync import engine_dims
 
 
 @dataclass(frozen=True, kw_only=True)

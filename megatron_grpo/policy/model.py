@@ -1,35 +1,24 @@
 """The trained model: Megatron-Core GPTModels with weights from a Hugging Face folder."""
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.common.embeddings import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import get_te_version
 from torch import Tensor
 
-from checkpoint_convert import ModelShape, megatron_layout, padded_vocab_size
-from checkpoint_convert.families.ffn import SELECTION_BIAS
+from checkpoint_convert import ModelShape, megatron_layout
 from checkpoint_convert.megatron import layout_sender
 from checkpoint_convert.rank_weights import read_weights
 from megatron_grpo.config.config import Config
-from megatron_grpo.policy.mla import yarn_frequencies, yarn_scaling
+from megatron_grpo.policy.chunks import build_chunks, selection_biases
 from megatron_grpo.policy.optimizer import make_optimizer, make_scheduler
-from megatron_grpo.policy.packed_params import PackedRotary, packed_params
+from megatron_grpo.policy.packed_params import packed_params
 from megatron_grpo.policy.router import RouterLosses, add_router_replay, own_routes
-from megatron_grpo.policy.transformer import (
-    accumulate_in_products,
-    block_spec,
-    transformer_config,
-    uses_transformer_engine,
-)
-from parallel import Layout, Sender, pipeline_layers
+from megatron_grpo.policy.transformer import uses_transformer_engine
+from parallel import Layout, Sender
 from parallel.context import context_indices
 from parallel.groups import Groups
 from parallel.packing import PackedBatch
@@ -69,7 +58,7 @@ class Model:
             f"{number}.{name}": value
             for number, chunk in enumerate(self.chunks)
             for name, value in chain(
-                unwrapped(chunk).named_parameters(), _selection_biases(unwrapped(chunk))
+                unwrapped(chunk).named_parameters(), selection_biases(unwrapped(chunk))
             )
         }
 
@@ -117,7 +106,7 @@ def build_policy(cfg: Config, shape: ModelShape, groups: Groups) -> Policy:
 
 def build_model(cfg: Config, shape: ModelShape, groups: Groups) -> Model:
     """This rank's part of the model, with uninitialized weights."""
-    chunks = _build_chunks(cfg, shape, groups)
+    chunks = build_chunks(cfg, shape, groups)
     layout = megatron_layout(
         shape,
         groups.dims,
@@ -174,102 +163,6 @@ def forward(chunk: Any, batch: PackedBatch, groups: Groups) -> Tensor:
         packed_seq_params=params,
     )
     return output.squeeze(0) if unwrapped(chunk).post_process else output
-
-
-def _build_chunks(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTModel]:
-    dims = groups.dims
-    config = transformer_config(
-        shape,
-        dims,
-        dtype=getattr(torch, cfg.model.dtype),
-        sequence_parallel=cfg.parallel.sequence_parallel,
-        overrides=cfg.model.megatron,
-    )
-    # Nothing random is drawn (no dropout, no initialization), but Megatron requires RNG states.
-    model_parallel_cuda_manual_seed(0)
-    chunks = [
-        GPTModel(
-            config=config,
-            transformer_layer_spec=block_spec(config, layers, shape, cfg.grpo.shared_prompts),
-            vocab_size=padded_vocab_size(shape, dims),
-            max_sequence_length=shape.max_position_embeddings,
-            pre_process=layers.start == 0,
-            post_process=layers.stop == shape.num_layers,
-            share_embeddings_and_output_weights=shape.tie_word_embeddings,
-            vp_stage=virtual_stage if dims.virtual_pipeline > 1 else None,
-            position_embedding_type="rope",
-        )
-        for virtual_stage, layers in enumerate(
-            pipeline_layers(shape.num_layers, dims)[groups.coordinates.pipeline]
-        )
-    ]
-    packed_rotary = PackedRotary(_rotary(shape))
-    _keep_selection_biases(chunks)
-    for chunk in chunks:
-        _mark_experts(chunk)
-        if chunk.post_process:
-            chunk.output_layer.forward = _pass_hidden_states
-        chunk.rotary_pos_emb = packed_rotary
-        accumulate_in_products(chunk, cfg.model.megatron)
-    return chunks
-
-
-def _selection_biases(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:
-    return (each for each in chunk.named_buffers() if each[0].endswith(SELECTION_BIAS))
-
-
-def _keep_selection_biases(chunks: Sequence[GPTModel]) -> None:
-    """Choose experts by the biases as they were read.
-
-    In pretraining Megatron counts the tokens of each expert, in a function that it compiles first,
-    and moves the biases after each step. With these flags off it still adds them to the scores.
-    """
-    chunks[0].config.moe_router_enable_expert_bias = False
-    for chunk in chunks:
-        for module in chunk.modules():
-            if isinstance(module, TopKRouter):
-                module.enable_expert_bias = False
-
-
-def _pass_hidden_states(hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
-    """Replaces the output layer: parallel/logprobs.py computes logits from the head's weight."""
-    return hidden, None
-
-
-def _mark_experts(chunk: GPTModel) -> None:
-    """Make the gradients of experts be summed over the experts' own data ranks in every layout.
-
-    Megatron marks expert parameters only if expert > 1. Unmarked, their gradients would be summed
-    over the data ranks of the other weights, which are too few when expert_tensor < tensor; and
-    whether experts have an optimizer of their own, also in checkpoints, would depend on the layout.
-    """
-    for name, parameter in chunk.named_parameters():
-        if ".experts." in name:
-            parameter.allreduce = False
-
-
-def _rotary(shape: ModelShape) -> RotaryEmbedding:
-    """RoPE's angles, for the part of each head that it rotates."""
-    rotary = RotaryEmbedding(
-        shape.rotary_dim,
-        rotary_percent=1.0,
-        rotary_base=shape.rope_theta,
-        **_rope_scaling(shape),
-    )
-    if yarn := yarn_scaling(shape):
-        rotary.inv_freq = yarn_frequencies(rotary.inv_freq, shape.rope_theta, yarn)
-    return rotary
-
-
-def _rope_scaling(shape: ModelShape) -> dict[str, Any]:
-    """RotaryEmbedding's arguments for the kinds of RoPE scaling that it computes itself."""
-    if shape.rope_scaling is None or yarn_scaling(shape):
-        return {}
-    factor = shape.rope_scaling["factor"]
-    if shape.rope_scaling["rope_type"] == "linear":
-        return {"seq_len_interpolation_factor": factor}
-    assert shape.rope_scaling["rope_type"] == "llama3", "read_shape refuses other kinds"
-    return {"rope_scaling": True, "rope_scaling_factor": factor}
 
 
 def _with_gradients(chunk: GPTModel) -> DistributedDataParallel:

@@ -14,6 +14,7 @@ from megatron_grpo.data.prompts import PromptStream, end_tokens, load_prompts
 from megatron_grpo.data.samples import Sample, first_seed
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.generation import Generation
+from megatron_grpo.engines.layouts import worker_dtypes, worker_layouts
 from megatron_grpo.engines.pool import EnginePool
 from megatron_grpo.engines.sampling_params import SamplingParams
 from megatron_grpo.engines.server import EngineServers
@@ -24,7 +25,6 @@ from megatron_grpo.rewards import RewardPools, add_environment_rewards, check_fa
 from megatron_grpo.rewards.builtin import reference_fault
 from megatron_grpo.rollout.dynamic_sampling import DynamicSampler, ScoredGroup
 from megatron_grpo.timing import PhaseTimer
-from megatron_grpo.weight_sync import worker_dtypes, worker_layouts
 
 PROBE_LENGTH = 8
 """Most tokens per sample of the probe."""

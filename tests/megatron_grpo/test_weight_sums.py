@@ -12,7 +12,7 @@ from distributed import run_ranks
 from engines import worker_sums
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines import WorkerSums
-from megatron_grpo.weight_sync import worker_layouts
+from megatron_grpo.engines.layouts import worker_layouts
 from models import tiny_model
 from parallel import Layout, ParallelDims
 from parallel.checksum import checksums

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from distributed import run_ranks
+from megatron_grpo.batch.cached_values import with_cached_values
 from megatron_grpo.batch.experience import Experience
-from megatron_grpo.batch.kept_values import with_cached_values
 from megatron_grpo.batch.prepare import add_logprobs, packed_minibatches
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.checkpoints.experience_file import READY, read_experience, write_experience

@@ -6,9 +6,10 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megatron_grpo.batch.distribute import Minibatches, collect_values
+from megatron_grpo.batch.distribute import Minibatches
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.config.config import Config
 from parallel.groups import Groups
@@ -62,3 +63,43 @@ def _collected(
     }
     nothing = torch.zeros(0)  # for a completion without tokens
     return [found.get(i, nothing) for i in range(len(experience.samples))]
+
+
+def collect_values(
+    minibatches: Minibatches, values: Callable[[PackedBatch], Tensor | None], groups: Groups
+) -> list[list[dict[int, Tensor]]] | None:
+    """Gather the `values` [T] of all completion tokens on rank 0; returns None on the other ranks.
+
+    The result holds, for each data rank and optimizer step, the float32 values [completion tokens]
+    of each sequence, by its index in the optimizer batch. Two hops, like `distribute`: from the
+    last pipeline stage, which alone has the values, to the first, and from the first rank of every
+    model replica to rank 0.
+    """
+    stages = dist.get_process_group_ranks(groups.pipeline)
+    mine = [_by_sequence(minibatch, values, stages[-1], groups) for minibatch in minibatches]
+    if groups.rank != groups.dims.replica_ranks(groups.coordinates.data)[0]:
+        return None
+    gathered: list[list[dict[int, Tensor]]] | None = None
+    if groups.rank == 0:
+        gathered = [[] for _ in range(groups.dims.data)]
+    dist.gather_object(mine, gathered, dst=0, group=groups.data_gloo)
+    return gathered
+
+
+def _by_sequence(
+    minibatch: list[PackedBatch],
+    values: Callable[[PackedBatch], Tensor | None],
+    last_stage: int,
+    groups: Groups,
+) -> dict[int, Tensor]:
+    found = {}
+    for batch in minibatch:
+        known = values(batch)
+        if known is None:
+            known = torch.empty_like(batch.rollout_logprobs)
+        known = known.to(batch.rollout_logprobs.dtype)
+        dist.broadcast(known, src=last_stage, group=groups.pipeline)
+        for index in batch.sequence_index[batch.completion_mask].unique().tolist():
+            of_sequence = (batch.sequence_index == index) & batch.completion_mask
+            found[index] = known[of_sequence].cpu()
+    return found

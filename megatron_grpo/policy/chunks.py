@@ -1,0 +1,118 @@
+"""Builds this rank's GPTModels for packed sequences, and sets what their config cannot say."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings import RotaryEmbedding
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from checkpoint_convert import ModelShape, padded_vocab_size
+from checkpoint_convert.families.ffn import SELECTION_BIAS
+from megatron_grpo.config.config import Config
+from megatron_grpo.policy.mla import yarn_frequencies, yarn_scaling
+from megatron_grpo.policy.packed_params import PackedRotary
+from megatron_grpo.policy.transformer import accumulate_in_products, block_spec, transformer_config
+from parallel import pipeline_layers
+from parallel.groups import Groups
+
+
+def build_chunks(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTModel]:
+    """This rank's GPTModels, one per virtual pipeline stage, without gradients or weights."""
+    dims = groups.dims
+    config = transformer_config(
+        shape,
+        dims,
+        dtype=getattr(torch, cfg.model.dtype),
+        sequence_parallel=cfg.parallel.sequence_parallel,
+        overrides=cfg.model.megatron,
+    )
+    # Nothing random is drawn (no dropout, no initialization), but Megatron requires RNG states.
+    model_parallel_cuda_manual_seed(0)
+    chunks = [
+        GPTModel(
+            config=config,
+            transformer_layer_spec=block_spec(config, layers, shape, cfg.grpo.shared_prompts),
+            vocab_size=padded_vocab_size(shape, dims),
+            max_sequence_length=shape.max_position_embeddings,
+            pre_process=layers.start == 0,
+            post_process=layers.stop == shape.num_layers,
+            share_embeddings_and_output_weights=shape.tie_word_embeddings,
+            vp_stage=virtual_stage if dims.virtual_pipeline > 1 else None,
+            position_embedding_type="rope",
+        )
+        for virtual_stage, layers in enumerate(
+            pipeline_layers(shape.num_layers, dims)[groups.coordinates.pipeline]
+        )
+    ]
+    packed_rotary = PackedRotary(_rotary(shape))
+    _keep_selection_biases(chunks)
+    for chunk in chunks:
+        _mark_experts(chunk)
+        if chunk.post_process:
+            chunk.output_layer.forward = _pass_hidden_states
+        chunk.rotary_pos_emb = packed_rotary
+        accumulate_in_products(chunk, cfg.model.megatron)
+    return chunks
+
+
+def selection_biases(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:
+    """The biases by which experts are chosen, by name: they are buffers."""
+    return (each for each in chunk.named_buffers() if each[0].endswith(SELECTION_BIAS))
+
+
+def _keep_selection_biases(chunks: Sequence[GPTModel]) -> None:
+    """Choose experts by the biases as they were read.
+
+    In pretraining Megatron counts the tokens of each expert, in a function that it compiles first,
+    and moves the biases after each step. With these flags off it still adds them to the scores.
+    """
+    chunks[0].config.moe_router_enable_expert_bias = False
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, TopKRouter):
+                module.enable_expert_bias = False
+
+
+def _pass_hidden_states(hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
+    """Replaces the output layer: parallel/logprobs.py computes logits from the head's weight."""
+    return hidden, None
+
+
+def _mark_experts(chunk: GPTModel) -> None:
+    """Make the gradients of experts be summed over the experts' own data ranks in every layout.
+
+    Megatron marks expert parameters only if expert > 1. Unmarked, their gradients would be summed
+    over the data ranks of the other weights, which are too few when expert_tensor < tensor; and
+    whether experts have an optimizer of their own, also in checkpoints, would depend on the layout.
+    """
+    for name, parameter in chunk.named_parameters():
+        if ".experts." in name:
+            parameter.allreduce = False
+
+
+def _rotary(shape: ModelShape) -> RotaryEmbedding:
+    """RoPE's angles, for the part of each head that it rotates."""
+    rotary = RotaryEmbedding(
+        shape.rotary_dim,
+        rotary_percent=1.0,
+        rotary_base=shape.rope_theta,
+        **_rope_scaling(shape),
+    )
+    if yarn := yarn_scaling(shape):
+        rotary.inv_freq = yarn_frequencies(rotary.inv_freq, shape.rope_theta, yarn)
+    return rotary
+
+
+def _rope_scaling(shape: ModelShape) -> dict[str, Any]:
+    """RotaryEmbedding's arguments for the kinds of RoPE scaling that it computes itself."""
+    if shape.rope_scaling is None or yarn_scaling(shape):
+        return {}
+    factor = shape.rope_scaling["factor"]
+    if shape.rope_scaling["rope_type"] == "linear":
+        return {"seq_len_interpolation_factor": factor}
+    assert shape.rope_scaling["rope_type"] == "llama3", "read_shape refuses other kinds"
+    return {"rope_scaling": True, "rope_scaling_factor": factor}
