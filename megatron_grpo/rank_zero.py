@@ -1,5 +1,6 @@
 """What rank 0 alone has of a run: the engines, the prompts, the rewards, and the log."""
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.config.config import Config
+from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.launch.process import preempted_instead
 from megatron_grpo.policy.export import keep_export
 from megatron_grpo.reporting.metrics import StepReport
@@ -68,6 +70,11 @@ class RankZero:
         runner = RolloutRunner(engines.rollouter, engines.thread, watch, log.timeline)
         stack.enter_context(closing(runner))
         return cls(cfg, watch, engines.rollouter, log, runner)
+
+    @property
+    def prompts(self) -> Sequence[Prompt]:
+        """All prompts of the data."""
+        return self.rollouter.stream.prompts
 
     def wait_ready(self) -> None:
         """Return when every engine answers; from then on a preemption cancels what they do."""

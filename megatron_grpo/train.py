@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
-import torch.distributed as dist
 
 from checkpoint_convert import ModelShape, read_shape
 from megatron_grpo.algorithm.kl import beta_after
@@ -36,6 +35,7 @@ from megatron_grpo.train_step import train_step
 from megatron_grpo.watchdog import START, Watch
 from megatron_grpo.watchdog.watchdog import agree_to_stop
 from megatron_grpo.weight_sync import WeightSync
+from parallel.collectives import wait_for_rank_0
 from parallel.groups import Groups
 from parallel.microbatches import CostModel
 from parallel.packing import PackedBatch
@@ -80,11 +80,6 @@ def train(run: Run) -> None:
                 trainer.save()
         except (Preempted, RolloutAborted) as reason:
             trainer.save_and_stop(reason)
-
-
-def wait_for_rank_0() -> None:
-    """Return on all ranks when rank 0 has called this; waits on the CPU."""
-    dist.broadcast(torch.zeros(1), src=0)
 
 
 class Trainer:
@@ -176,12 +171,9 @@ class Trainer:
         """Restore the generation that was ready, but not trained on yet, when the run was saved."""
         if (ready := self.state.ready) is None:
             return
-        batch = None
         with self.timer.phase("load"):
-            if self.zero:
-                prompts = self.zero.rollouter.stream.prompts
-                experience = self.checkpoints.load_ready(self.step, prompts)
-                batch = RolloutBatch(experience, ready.metrics)
+            experience = self.zero and self.checkpoints.load_ready(self.step, self.zero.prompts)
+        batch = experience and RolloutBatch(experience, ready.metrics)
         self.rollouts.restore(ready.generation, batch)
 
     def next_minibatch(self) -> list[PackedBatch]:
@@ -193,8 +185,9 @@ class Trainer:
         if cursor.starts_generation or self.step == self._first_step:
             if cursor.starts_generation:
                 self._take_generation(cursor.generation)
-            else:
-                self._resume_generation()
+            elif self.zero:
+                with self.timer.phase("load"):
+                    self.experience = self.checkpoints.load_experience(self.step, self.zero.prompts)
             self.rollouts.request_ahead(self.step)
             self.checkpoints.poll()  # finish a checkpoint that was written in the meantime
             self.sleep_engines()
@@ -211,13 +204,6 @@ class Trainer:
         if batch := self.rollouts.take_ready():
             self.experience = batch.experience
             self._unlogged |= batch.metrics
-
-    def _resume_generation(self) -> None:
-        """Load the generation in the middle of which the run was saved."""
-        with self.timer.phase("load"):
-            if self.zero:
-                prompts = self.zero.rollouter.stream.prompts
-                self.experience = self.checkpoints.load_experience(self.step, prompts)
 
     def _prepare(self, cursor: Cursor) -> None:
         """Compute what is needed once for all steps that train on the generation."""
@@ -336,7 +322,7 @@ class Trainer:
             step=self.step,
             num_skipped_in_a_row=self.skipped.num_in_a_row,
             wandb_id=wandb_id.read_text() if wandb_id.exists() else None,
-            prompts=self.zero.rollouter.stream.fingerprint if self.zero else None,
+            prompts=self.zero and self.zero.rollouter.stream.fingerprint,
             beta=self.beta,
             ready=ready,
         )

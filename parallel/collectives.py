@@ -76,6 +76,11 @@ def on_rank_0(
     return result
 
 
+def wait_for_rank_0() -> None:
+    """Return on all ranks when rank 0 has called this; waits on the CPU."""
+    dist.broadcast(torch.zeros(1), src=0)
+
+
 def broadcast_text(text: str, source: int = 0) -> str:
     """The `text` of rank `source`, on all ranks of the default group; cut off after 4 kB."""
     encoded = text.encode()[:MAX_TEXT_BYTES].ljust(MAX_TEXT_BYTES, b"\0")

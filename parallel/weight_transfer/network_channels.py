@@ -187,7 +187,7 @@ class Transport(Protocol):
         """Stop all transfers."""
 
 
-class TcpCarrier:
+class TcpTransport:
     """Moves the bytes of CPU tensors over the control socket itself."""
 
     def __init__(self, control: ControlSocket) -> None:
@@ -211,7 +211,7 @@ class _NetworkEnd:
     ) -> None:
         self._control = control
         self._transport: Transport = (
-            TcpCarrier(control)
+            TcpTransport(control)
             if device.type == "cpu"
             else NcclTransport(control, device, is_sender=is_sender)
         )
