@@ -116,8 +116,11 @@ class Trainer:
         self.weight_sync = stack.enter_context(
             closing(WeightSync(cfg, shape, sender, run.device, run.num_hosts))
         )
-        self.zero = engines and RankZero.open(cfg, run.watch, engines, self.state, stack)
-        self.rollouts = RolloutScheduler(cfg, self.zero and self.zero.runner, self.push)
+        self.zero: RankZero | None = None
+        if engines is not None:
+            self.zero = RankZero.open(cfg, run.watch, engines, self.state, stack)
+        runner = self.zero.runner if self.zero else None
+        self.rollouts = RolloutScheduler(cfg, runner, self.push)
         self.experience: Experience | None = None
         self.minibatches: Minibatches = []
         self._unlogged: dict[str, float] = {}
@@ -171,9 +174,11 @@ class Trainer:
         """Restore the generation that was ready, but not trained on yet, when the run was saved."""
         if (ready := self.state.ready) is None:
             return
-        with self.timer.phase("load"):
-            experience = self.zero and self.checkpoints.load_ready(self.step, self.zero.prompts)
-        batch = experience and RolloutBatch(experience, ready.metrics)
+        batch = None
+        if self.zero:
+            with self.timer.phase("load"):
+                experience = self.checkpoints.load_ready(self.step, self.zero.prompts)
+            batch = RolloutBatch(experience, ready.metrics)
         self.rollouts.restore(ready.generation, batch)
 
     def next_minibatch(self) -> list[PackedBatch]:
@@ -322,7 +327,7 @@ class Trainer:
             step=self.step,
             num_skipped_in_a_row=self.skipped.num_in_a_row,
             wandb_id=wandb_id.read_text() if wandb_id.exists() else None,
-            prompts=self.zero and self.zero.rollouter.stream.fingerprint,
+            prompts=self.zero.rollouter.stream.fingerprint if self.zero else None,
             beta=self.beta,
             ready=ready,
         )
