@@ -26,14 +26,14 @@ def controls(request):
 def test_a_wire_is_open_whether_or_not_something_has_been_said(controls):
     first, second = controls
     assert first.is_open() and second.is_open()
-    first.say()
+    first.send_signal()
     assert second.is_open()
-    second.hear()
+    second.await_signal()
     assert second.is_open()
 
 
 @pytest.mark.parametrize("end", [0, 1])
 def test_a_wire_is_open_at_neither_end_once_one_is_closed_even_with_words_unheard(controls, end):
-    controls[0].say()
+    controls[0].send_signal()
     controls[end].abort()
     assert not any(control.is_open() for control in controls)

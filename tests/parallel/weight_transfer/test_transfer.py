@@ -116,7 +116,7 @@ def trainer_rank(pipe, init_info, rank):
     sender = sender_of(rank)
     sends = plan_sends(sender, LAYOUTS, BUCKET // 4)
     try:
-        rendezvous = join(init_info.address, TIMEOUT)
+        rendezvous = join(init_info.rendezvous, TIMEOUT)
         sender = WeightSender.open(
             init_info, rendezvous, rank, sends, PARAMETERS, DTYPES, CPU, TIMEOUT
         )
