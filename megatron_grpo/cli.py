@@ -23,10 +23,10 @@ from megatron_grpo.launch.process import (
 )
 from megatron_grpo.launch.run_dir import check_token, take_token
 
-SHOWN_FAULTS = 20
-"""Further ones mostly repeat these on other ranks and layers."""
-
-Overrides = Annotated[list[str] | None, typer.Argument(help="key.sub=value pairs, as for train")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="key.sub=value pairs, for example train.num_steps=3 grpo.beta=0.04"),
+]
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -40,10 +40,7 @@ app = typer.Typer(
 @app.command()
 def train(
     config: Annotated[Path, typer.Argument(help="YAML file; see configs/ for complete examples.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help="key.sub=value pairs, for example train.num_steps=3 grpo.beta=0.04"),
-    ] = None,
+    overrides: Overrides = None,
 ) -> None:
     """Train CONFIG. Run the same command again to resume from its run directory.
 
@@ -70,8 +67,7 @@ def train(
         with exit_when_preempted():
             _preflight(cfg, token)  # started by torchrun or srun, so not done yet
     _silence_libraries()
-    # Imported here because torch and Megatron take seconds to import, and `--help` or the error for
-    # a bad config should be immediate.
+    # Not above: torch and Megatron take seconds, and `--help` or a bad config should not wait.
     from parallel.cpu_device import import_megatron
 
     import_megatron()
@@ -90,9 +86,7 @@ def _silence_libraries() -> None:
 
 def _preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> None:
     _silence_libraries()
-    from megatron_grpo.preflight import (
-        preflight,
-    )  # imports httpx and more, which `--help` does not need
+    from megatron_grpo.preflight import preflight  # httpx and more, which `--help` does not need
 
     preflight(cfg, token, starts_here=starts_here)
 
@@ -123,10 +117,7 @@ def check(
 @app.command("eval")
 def evaluate(
     config: Annotated[Path, typer.Argument(help="YAML file of the run, with a section `eval`.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help="key.sub=value pairs, such as model.path=runs/math/hf eval.k=[1,8]"),
-    ] = None,
+    overrides: Overrides = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for the results. Default: the folder `eval` in train.run_dir."),
@@ -333,10 +324,7 @@ def _check_alone(given: Sequence[str]) -> None:
     for alone in ("--instantiate", "--reshard"):
         others = [option for option in given if option != alone]
         if alone in given and others:
-            raise typer.BadParameter(
-                f"{alone} prints a table of its own and cannot be combined with "
-                f"{', '.join(others)}: leave out one or the other"
-            )
+            raise typer.BadParameter(f"{alone} cannot be combined with {', '.join(others)}")
 
 
 def _instantiate(cfg: Config) -> None:
@@ -344,17 +332,10 @@ def _instantiate(cfg: Config) -> None:
     from parallel.cpu_device import import_megatron
 
     import_megatron()
-    from megatron_grpo.planning.instantiate import instantiate  # Megatron: seconds, see above
+    from megatron_grpo.planning.instantiate import print_comparison  # Megatron: seconds, see above
 
-    job = instantiate(cfg)
-    if job.faults:
-        first = "\n".join(job.faults[:SHOWN_FAULTS])
-        print(
-            f"megatron-grpo: {len(job.faults)} differences from the plan\n{first}",
-            file=sys.stderr,
-        )
+    if not print_comparison(cfg):
         raise typer.Exit(1)
-    print(job.table)
 
 
 @app.command()

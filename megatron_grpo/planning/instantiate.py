@@ -4,6 +4,7 @@ The planner relies on layouts. Here they are compared with Megatron-Core itself:
 gradient buffers and optimizer that the run would create, on torch's meta device, rank by rank.
 """
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -185,6 +186,21 @@ class Instantiation:
     """A summary for people; empty when there are faults."""
     faults: list[str]
     """Differences from the plan: in parameters, their bytes, or what all ranks hold together."""
+
+
+SHOWN_FAULTS = 20
+"""Further ones mostly repeat these on other ranks and layers."""
+
+
+def print_comparison(cfg: Config) -> bool:
+    """Print the table of `instantiate` or the first differences; returns whether there are none."""
+    job = instantiate(cfg)
+    if not job.faults:
+        print(job.table)
+        return True
+    first = "\n".join(job.faults[:SHOWN_FAULTS])
+    print(f"megatron-grpo: {len(job.faults)} differences from the plan\n{first}", file=sys.stderr)
+    return False
 
 
 def instantiate(cfg: Config) -> Instantiation:

@@ -34,8 +34,8 @@ def test_a_channel_speaks_ipv6():
     waiting = Listener("::1")
     control = connect(waiting.address, "the sender", TIMEOUT)
     accepted = waiting.accept("the receiver", TIMEOUT)
-    accepted.say()
-    control.hear()
+    accepted.send_signal()
+    control.await_signal()
     accepted.close()
     control.close()
 

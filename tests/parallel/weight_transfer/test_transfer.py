@@ -117,14 +117,14 @@ def trainer_rank(pipe, init_info, rank):
     sends = plan_sends(sender, LAYOUTS, BUCKET // 4)
     try:
         rendezvous = join(init_info.rendezvous, TIMEOUT)
-        sender = WeightSender.open(
+        weight_sender = WeightSender.open(
             init_info, rendezvous, rank, sends, PARAMETERS, DTYPES, CPU, TIMEOUT
         )
         pipe.send("open")
         while True:
             weights = whole_weights(pipe.recv())
-            sender.send(filled(sender.layout, weights, {"norm": torch.bfloat16}))
-            pipe.send(sender.bytes_sent)
+            weight_sender.send(filled(sender.layout, weights, {"norm": torch.bfloat16}))
+            pipe.send(weight_sender.bytes_sent)
     except (ChannelError, KeyError) as error:
         pipe.send(f"{type(error).__name__}: {error}")
         pipe.recv()
