@@ -1,6 +1,8 @@
 """What is written twice agrees: the docs' table of keys, the lock file, the shipped configs."""
 
+import ast
 import json
+import re
 import tomllib
 from collections.abc import Iterable
 from importlib.metadata import requires
@@ -88,3 +90,24 @@ def accepted_transformer_engines(lines: list[str]) -> set[str]:
         if requirement.name == "transformer-engine" and applies:
             accepted &= set(requirement.specifier.filter(accepted))
     return accepted
+
+
+def test_the_core_that_the_readme_lists_stays_small() -> None:
+    readme = (ROOT / "README.md").read_text()
+    core = re.findall(r"^\d+\. `(\S+\.py)`", readme, re.MULTILINE)
+    assert 12 <= len(core) <= 16
+    assert sum(len((ROOT / file).read_text().splitlines()) for file in core) <= 3500
+
+
+def test_files_have_at_most_400_lines_and_functions_at_most_60() -> None:
+    for file in product_files():
+        text = file.read_text()
+        assert len(text.splitlines()) <= 400, file
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno - node.body[0].lineno < 60, f"{file}: {node.name}"
+
+
+def product_files() -> Iterable[Path]:
+    for package in ("megatron_grpo", "checkpoint_convert", "parallel"):
+        yield from (ROOT / package).rglob("*.py")
