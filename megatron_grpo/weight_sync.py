@@ -7,7 +7,6 @@ checksums of every parameter that are summed over the ranks.
 
 import json
 import os
-import socket
 import sys
 import threading
 import uuid
@@ -16,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -39,8 +37,8 @@ from parallel.weight_transfer import (
     WeightSender,
     bucket_bytes_for,
     join,
-    local_address,
     open_rendezvous,
+    rendezvous_address,
 )
 
 
@@ -65,7 +63,6 @@ def sums_of_all_ranks(
 
 PREEMPTED = -1
 """Sent instead of the number of engines."""
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class WeightSync:
@@ -279,17 +276,3 @@ def meanwhile(
         finally:
             is_over.set()
             done.result()
-
-
-def rendezvous_address(base_urls: Sequence[str], num_hosts: int, environ: Mapping[str, str]) -> str:
-    """The address of rank 0's host at which ranks and workers meet.
-
-    With ranks on several hosts: that of MASTER_ADDR, at which the ranks have already met. With
-    ranks on one host: loopback if all engines are local, else the address from which a remote
-    engine is reached.
-    """
-    if num_hosts > 1:
-        return socket.gethostbyname(environ["MASTER_ADDR"])
-    hosts = [urlsplit(url).hostname or "" for url in base_urls]
-    remote = [host for host in hosts if host not in LOOPBACK]
-    return local_address(RendezvousAddress(remote[0], port=1)) if remote else "127.0.0.1"

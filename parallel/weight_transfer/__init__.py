@@ -13,6 +13,7 @@ from parallel.weight_transfer.rendezvous import (
     join,
     local_address,
     open_rendezvous,
+    rendezvous_address,
 )
 from parallel.weight_transfer.transfer import TIMEOUT, WeightReceiver, WeightSender
 
@@ -28,4 +29,5 @@ __all__ = [
     "join",
     "local_address",
     "open_rendezvous",
+    "rendezvous_address",
 ]

@@ -8,12 +8,13 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import torch
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
@@ -142,6 +143,23 @@ def local_address(peer: RendezvousAddress) -> str:
         probe.connect(place)  # sends nothing
         address: str = probe.getsockname()[0]
         return address
+
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def rendezvous_address(base_urls: Sequence[str], num_hosts: int, environ: Mapping[str, str]) -> str:
+    """The address of rank 0's host at which ranks and workers meet.
+
+    With ranks on several hosts: that of MASTER_ADDR, at which the ranks have already met. With
+    ranks on one host: loopback if all engines are local, else the address from which a remote
+    engine is reached.
+    """
+    if num_hosts > 1:
+        return socket.gethostbyname(environ["MASTER_ADDR"])
+    hosts = [urlsplit(url).hostname or "" for url in base_urls]
+    remote = [host for host in hosts if host not in LOOPBACK]
+    return local_address(RendezvousAddress(remote[0], port=1)) if remote else "127.0.0.1"
 
 
 def memory_domain(device: torch.device) -> str:

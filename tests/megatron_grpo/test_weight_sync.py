@@ -12,8 +12,9 @@ from distributed import run_ranks
 from engines import TestEngine, largest_logprob_error, random_prompts, served_model
 from megatron_grpo.engines.http import EngineError
 from megatron_grpo.policy.model import weight_sender
-from megatron_grpo.weight_sync import WeightSync, rendezvous_address
+from megatron_grpo.weight_sync import WeightSync
 from parallel import ParallelDims
+from parallel.weight_transfer import rendezvous_address
 from policies import start_policy, tiny_config
 from pushes import push_policy, push_whole, rollout_overrides
 
