@@ -248,7 +248,7 @@ _MAX_BYTES = 64 << 20
 class RowCache(TensorSource):
     """The tensors of some weights, for a reader that takes all columns of some rows in succession.
 
-    A box of columns is many small pieces of a file, and in a quantized tensor it cuts blocks.
+    A box of columns is many small pieces of a file.
     """
 
     def __init__(self, weights: Weights) -> None:

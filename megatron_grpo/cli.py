@@ -171,10 +171,10 @@ def serve(
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port on that address.", min=1, max=65535)] = 8000,
     nnodes: Annotated[
-        int, typer.Option(help="Nodes of a Slurm step that the engine spans: see slurm/engine.sh.")
+        int, typer.Option(help="Nodes of the engine's Slurm step: see slurm/engine.sh.", min=1)
     ] = 1,
     node_rank: Annotated[
-        int, typer.Option(help="Which of them this is; node 0 answers trainers.")
+        int, typer.Option(help="Which of them this is; node 0 answers trainers.", min=0)
     ] = 0,
     master_addr: Annotated[
         str, typer.Option(help="Address of node 0 for the others.")

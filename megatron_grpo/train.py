@@ -2,7 +2,6 @@
 
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 
@@ -187,7 +186,8 @@ class Trainer:
         A run that was saved in the middle of a generation continues with that generation.
         """
         cursor = self.schedule.cursor(self.step)
-        if cursor.starts_generation or self.step == self._first_step:
+        begins = cursor.starts_generation or self.step == self._first_step
+        if begins:
             if cursor.starts_generation:
                 self._take_generation(cursor.generation)
             elif self.zero:
@@ -195,7 +195,8 @@ class Trainer:
                     self.experience = self.checkpoints.load_experience(self.step, self.zero.prompts)
             self.rollouts.request_ahead(self.step)
             self.checkpoints.poll()  # finish a checkpoint that was written in the meantime
-            self.sleep_engines()
+        self.sleep_engines()  # an evaluation within a generation wakes them, too
+        if begins:
             self._prepare(cursor)
         return self.minibatches[cursor.minibatch]
 
@@ -271,13 +272,15 @@ class Trainer:
         if not is_last:
             self.rollouts.request_ahead(self.step)
 
-    def push(self, policy_version: int) -> None:
+    def push(self, policy_version: int, timer: PhaseTimer | None = None) -> None:
         """Push the current weights to the engines; raises RolloutAborted when none are left."""
         if self.cfg.rollout.enable_sleep_mode:
             torch.cuda.empty_cache()  # engines take their memory back once all ranks are here
         self._engines_may_be_awake = True
         engines = self.zero.rollouter.engines if self.zero else None
-        self.weight_sync.push(self.policy.parameters(), engines, policy_version, self.timer)
+        self.weight_sync.push(
+            self.policy.parameters(), engines, policy_version, timer or self.timer
+        )
 
     def _evaluate(self) -> None:
         """Evaluate the engines' weights, if due. Its seconds count towards no step."""
@@ -285,7 +288,9 @@ class Trainer:
             return
         aside = self._new_timer()
         ask_engines(
-            self.zero, lambda zero: zero.evaluate(self.step, aside), lambda: self.push(self.step)
+            self.zero,
+            lambda zero: zero.evaluate(self.step, aside),
+            lambda: self.push(self.step, aside),
         )
         self.timer.leave_out(aside.metrics()["time/step"])
 
@@ -293,8 +298,8 @@ class Trainer:
         """Export and checkpoint, if due; always after the last step."""
         train = self.cfg.train
         is_last = self.step == train.num_steps
-        is_due = now or is_last or self.step % train.save_interval == 0
-        saves = is_due and self.step > self.checkpoints.newest_step
+        saves = now or is_last or self.step % train.save_interval == 0
+        saves = saves and self.step > self.checkpoints.newest_step
         if saves:
             self.rollouts.finish_for_save(self.step, self.timer)
         with self.timer.phase("save"):
@@ -344,19 +349,18 @@ class Trainer:
         if agree_to_stop(self.run.watch.is_preempted, self.run.device):
             raise Preempted
 
-    def save_and_stop(self, reason: Preempted | RolloutAborted) -> NoReturn:
+    def save_and_stop(self, reason: Preempted | RolloutAborted) -> None:
         """Save the state at the beginning of the next step, and raise `reason` on all ranks.
 
         Raises Preempted if any rank was told to stop: engines are told at the same time, and may
-        have ended before this was seen.
+        have ended before this was seen. Returns if the run is complete but for an evaluation.
         """
-        with suppress(
-            Preempted, RolloutAborted
-        ):  # a generation that cannot be finished is given up
+        with suppress(Preempted, RolloutAborted):  # a generation that cannot be made is given up
             self.rollouts.finish_for_save(self.step, self.timer)
         self.save(now=True)
         told = agree_to_stop(self.run.watch.is_preempted, self.run.device)
         if isinstance(reason, RolloutAborted) and not told:
             raise reason
-        saved = f"step {self.step} saved" if self.step else "no step was done, nothing is saved"
-        raise Preempted(f"preempted: {saved}; the same command resumes") from None
+        if self.step < self.cfg.train.num_steps:
+            saved = f"step {self.step} saved" if self.step else "no step was done, nothing is saved"
+            raise Preempted(f"preempted: {saved}; the same command resumes") from None

@@ -1,6 +1,6 @@
 """What all ranks learn together: the failure of one, what rank 0 returns, a quantile.
 
-Communicates over the CPU: a GPU that waits in a collective is busy.
+All but the quantile communicate over the CPU: a GPU that waits in a collective is busy.
 """
 
 import math

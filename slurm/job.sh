@@ -94,13 +94,14 @@ start_engines() {
 # started again: meanwhile the trainer sends its requests to the other engines, and new weights to this
 # one when it answers again.
 keep_engine() {
-    local nodes restarts engine code was_told=""
+    local nodes restarts engine="" code was_told=""
     IFS=, read -ra nodes <<<"$2"
     trap 'was_told=yes; kill "$engine" 2>/dev/null || true' TERM
     for ((restarts = 0; ; restarts++)); do
         step --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 --nodelist="$2" \
             --kill-on-bad-exit=1 --output="$1" --open-mode=append "${@:3}" &
         engine=$!
+        [[ -z $was_told ]] || kill "$engine" 2>/dev/null || true # told between two engines
         code=0
         wait "$engine" || code=$?
         if [[ -n $was_told ]]; then

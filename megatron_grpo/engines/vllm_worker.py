@@ -140,7 +140,7 @@ class ShardTransfer(WeightTransferEngine[InitInfo, PushInfo]):
     """Each worker receives its shard over its own channels, directly into its parameters.
 
     vLLM's layerwise reload is for layouts that change after loading; ours do not (see above, and
-    `moe_backend` in vllm_command.py).
+    `moe_backend` in vllm_args.py).
 
     Each worker records which push its weights belong to. The version that vLLM puts on samples is
     not enough: another process holds it, and it changes at another time.

@@ -9,7 +9,6 @@ from itertools import count
 from typing import Any
 
 from megatron_grpo.config.reward import EnvironmentConfig
-from megatron_grpo.environments.worker import LOAD_KEY
 from megatron_grpo.launch.process import exit_words
 from megatron_grpo.workers.supervised import (
     load_seconds,
@@ -20,6 +19,8 @@ from megatron_grpo.workers.supervised import (
 from megatron_grpo.workers.user_file import missing
 
 WORKER_MODULE = "megatron_grpo.environments.worker"
+LOAD_KEY = -1
+"""Key of the answer about loading the class, in place of an instance's key."""
 SEND_SECONDS = 10
 """The worker reads continuously: if a send takes longer than this, it is broken."""
 

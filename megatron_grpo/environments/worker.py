@@ -35,6 +35,7 @@ from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
 from typing import Any, NoReturn
 
+from megatron_grpo.environments.pool import LOAD_KEY
 from megatron_grpo.launch.parent_death import die_with_parent
 from megatron_grpo.workers.supervised import limit_sends
 from megatron_grpo.workers.user_file import (
@@ -51,8 +52,6 @@ MAX_CHARACTERS = 1 << 20
 """Most characters of one observation: no model's context holds more."""
 TURN = ("token_ids", "finish_reason", "tokens_left")
 """What `step` may ask for besides the text of the turn, by parameters of these names."""
-LOAD_KEY = -1
-"""Key of the answer about loading the class, in place of an instance's key."""
 
 
 @dataclass(frozen=True)

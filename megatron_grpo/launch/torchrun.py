@@ -55,6 +55,8 @@ def main() -> None:
         if account := _account(error.failures, Path(arguments.log_dir)):
             print(account, file=sys.stderr)
         sys.exit(next((code for code in codes if code > 0), 1))
+    except KeyboardInterrupt:  # before torch handles signals
+        sys.exit(128 + signal.SIGINT)
     except SignalException as ended:
         sys.exit(128 + ended.sigval)
     except DistError:

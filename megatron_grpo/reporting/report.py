@@ -153,7 +153,7 @@ def draw_time(axis: Axes, records: Sequence[Record]) -> None:
             n for r in records for n in r if n.startswith("time/") and not is_beside(n, r)
         )
     )
-    phases.remove("time/step")
+    phases = [name for name in phases if name not in ("time/step", "time/eval")]
     steps = [record["step"] for record in records]
     edges = [steps[0] - 0.5, *(step + 0.5 for step in steps)]
     below = np.zeros(len(records))

@@ -67,7 +67,7 @@ class Peer:
     """The name by which error messages of other processes refer to it."""
     init_info: TransferInitInfo
     rendezvous: Rendezvous
-    """The board of the init info's meeting."""
+    """That of the init info."""
     device: torch.device
     """The device of its channels' buffers."""
     timeout: timedelta

@@ -64,7 +64,7 @@ def test_malformed_init_info_is_refused(change):
 
 
 @pytest.mark.parametrize("data", [None, [], "", {}, {"rendezvous": {}}, {1, 2}], ids=str)
-def test_what_is_no_invitation_at_all_is_refused(data):
+def test_what_is_no_init_info_at_all_is_refused(data):
     with pytest.raises(ValueError, match="no description of a weight transfer"):
         TransferInitInfo.from_json(data)
 

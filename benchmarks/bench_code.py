@@ -1,0 +1,108 @@
+"""How much code a newcomer reads: its size, and what one training step enters.
+
+    python benchmarks/bench_code.py [CHECKOUT]
+
+Prints lines, files, functions and prose of the packages in CHECKOUT (default: this one), and traces
+a run of configs/tiny_cpu.yaml there: which files and functions each rank enters from one call of
+`train_step` to the next, engines aside. Any checkout can be measured, so that a refactor can be
+compared with what it changes. Takes a minute, for the run.
+"""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import tokenize
+from collections import defaultdict
+from pathlib import Path
+from statistics import mean, median
+from tempfile import TemporaryDirectory
+
+PACKAGES = ("megatron_grpo", "checkpoint_convert", "parallel")
+TRACER = """
+import json, os, sys, threading
+packages = json.loads(os.environ["TRACED"])
+entered, steps = set(), 0
+def enter(frame, event, _):
+    global steps
+    code = frame.f_code
+    if event != "call" or not code.co_filename.startswith(tuple(packages)):
+        return
+    if code.co_name == "train_step":
+        steps += 1
+        if steps == 3:
+            with open(os.path.join(os.environ["TRACES"], os.environ.get("RANK", "0")), "w") as file:
+                json.dump(sorted(entered), file)
+    if steps == 2:
+        entered.add((code.co_filename, code.co_qualname))
+if "RANK" in os.environ:
+    threading.setprofile(enter)
+    sys.setprofile(enter)
+"""
+
+
+def main() -> None:
+    checkout = Path(sys.argv[1] if len(sys.argv) > 1 else ".").resolve()
+    files = [file for package in PACKAGES for file in sorted((checkout / package).rglob("*.py"))]
+    show_size(files)
+    by_rank = trace_step(checkout)
+    everything = set().union(*by_rank.values())
+    for name, entered in [*sorted(by_rank.items()), ("all", everything)]:
+        num_files = len({file for file, _ in entered})
+        print(f"rank {name}: {num_files} files, {len(entered)} functions in one step")
+
+
+def show_size(files: list[Path]) -> None:
+    """Lines per file and function, and the shares of docstrings and comments."""
+    lines, lengths = [], []
+    num_prose: dict[str, int] = defaultdict(int)
+    for file in files:
+        text = file.read_text()
+        lines.append(len(text.splitlines()))
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lengths.append((node.end_lineno or 0) - node.lineno + 1)
+            is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+            if is_text and isinstance(node.value.value, str):
+                num_prose["docstrings"] += (node.end_lineno or 0) - node.lineno + 1
+        with file.open("rb") as source:
+            for token in tokenize.tokenize(source.readline):
+                num_prose["comments"] += token.type == tokenize.COMMENT
+    print(f"{sum(lines):,} lines in {len(files)} files, {median(lines):.0f} in the median file, ")
+    print(f"{max(lines)} in the longest; {len(lengths):,} functions of {mean(lengths):.1f} lines,")
+    print(f"{max(lengths)} the longest; lines of docstrings and comments:", end=" ")
+    print({name: f"{count / sum(lines):.1%}" for name, count in num_prose.items()})
+
+
+def trace_step(checkout: Path) -> dict[str, set[tuple[str, str]]]:
+    """By rank: the files and functions that the second step of a tiny run enters."""
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "traces").mkdir()
+        (folder / "sitecustomize.py").write_text(TRACER)
+        environ = os.environ | {
+            "PYTHONPATH": f"{folder}{os.pathsep}{checkout}",
+            "TRACES": str(folder / "traces"),
+            "TRACED": json.dumps([str(checkout / package) for package in PACKAGES]),
+            "OMP_NUM_THREADS": "1",
+        }
+
+        def run(*command: str) -> None:
+            subprocess.run([sys.executable, *command], cwd=checkout, env=environ, check=True)
+
+        run("tests/models.py", str(folder / "model"))
+        run("-m", "demo.make_sums", str(folder / "sums.jsonl"))
+        run(
+            *("-m", "megatron_grpo.cli", "train", "configs/tiny_cpu.yaml", "train.num_steps=4"),
+            *(f"model.path={folder / 'model'}", f"data.path={folder / 'sums.jsonl'}"),
+            *(f"train.run_dir={folder / 'run'}", "parallel.tensor_parallel_size=1"),
+        )
+        return {
+            file.name: {tuple(each) for each in json.loads(file.read_text())}
+            for file in (folder / "traces").iterdir()
+        }
+
+
+if __name__ == "__main__":
+    main()
