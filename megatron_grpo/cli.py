@@ -68,7 +68,7 @@ def train(
             _preflight(cfg, token)  # started by torchrun or srun, so not done yet
     _silence_libraries()
     # Not above: torch and Megatron take seconds, and `--help` or a bad config should not wait.
-    from parallel.cpu_device import import_megatron
+    from parallel.megatron_import import import_megatron
 
     import_megatron()
     from megatron_grpo.rank import run_rank
@@ -329,7 +329,7 @@ def _check_alone(given: Sequence[str]) -> None:
 
 def _instantiate(cfg: Config) -> None:
     _silence_libraries()
-    from parallel.cpu_device import import_megatron
+    from parallel.megatron_import import import_megatron
 
     import_megatron()
     from megatron_grpo.planning.instantiate import print_comparison  # Megatron: seconds, see above

@@ -257,7 +257,7 @@ def _warn_of_slow_dtype(name: str) -> None:
 def _check_transformer(cfg: Config, shape: ModelShape) -> None:
     import torch
 
-    from parallel.cpu_device import import_megatron
+    from parallel.megatron_import import import_megatron
 
     import_megatron()
     from megatron_grpo.policy.transformer import transformer_config

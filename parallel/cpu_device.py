@@ -2,12 +2,10 @@
 
 Megatron-Core calls ``torch.cuda`` for its device, random states and synchronisation. On a machine
 without CUDA, `setup_device` redirects these calls to the CPU, so that the same model, schedules and
-optimizer run over gloo. With CUDA, nothing is patched. Parts of Megatron-Core that are not used
-here are not imported: they take a third of a rank's start.
+optimizer run over gloo. With CUDA, nothing is patched.
 """
 
 import os
-import sys
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import cache
@@ -171,41 +169,3 @@ def _install_cpu_runtime() -> None:
     megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     _CudaMeansCpu().__enter__()
-
-
-def import_megatron() -> None:
-    """Import Megatron-Core; call this before anything else imports it.
-
-    On import, it passes its fused functions to `torch.compile`, which makes torch load its
-    compiler. That is useless without CUDA, so there the functions stay uncompiled. It also tries to
-    import wandb, for its own inference engine. Both together take 3.5 of the 10 seconds of CPU time
-    that a rank needs to start.
-
-    Raises ValueError if Transformer Engine, which Megatron-Core imports where it is installed, or
-    another package does not work.
-    """
-    # Megatron's tensor-parallel layers order communication before computation by issuing both to
-    # one hardware queue. The driver may read this when torch asks it for GPUs below.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    compiled = torch.compile
-    if not torch.cuda.is_available():
-        torch.compile = _as_it_is  # type: ignore[assignment]
-    sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]
-    try:
-        import megatron.core  # noqa: F401, PLC0415 - see above
-    # OSError: a library that does not fit torch's; the last two: packages of Transformer Engine
-    # that do not fit each other.
-    except (ImportError, OSError, AssertionError, RuntimeError) as error:
-        raise ValueError(
-            f"Megatron-Core cannot be imported: {error}. Where Transformer Engine is installed, "
-            "`python -c 'import torch, transformer_engine.pytorch'` must work: install it as "
-            "requirements/gpu.sh does, or uninstall it"
-        ) from error
-    finally:
-        torch.compile = compiled
-        if not sys.modules["wandb"]:
-            del sys.modules["wandb"]
-
-
-def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function

@@ -17,7 +17,7 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/kerne
 
 import torch
 
-from parallel.cpu_device import import_megatron
+from parallel.megatron_import import import_megatron
 
 import_megatron()
 sys.path[:0] = [str(Path(__file__).parent)]

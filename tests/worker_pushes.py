@@ -137,7 +137,7 @@ def push(
         sync.push(policy.parameters(), source, 1, PhaseTimer(lambda name: None))
         assert sync._sender is not None
         num_boxes = sum(map(len, sync._sends.values()))
-        return Sent(sync._sender.bytes_sent, num_boxes, sum(counts))
+        return Sent(sync._weight_sender.bytes_sent, num_boxes, sum(counts))
 
 
 def begin_with(process: WorkerProcess, others: Path, kind: EngineDims) -> None:

@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM
 
 from flops import counted_flops
 from megatron_grpo.batch.distribute import split_for_data_parallel
-from megatron_grpo.batch.experience import compare as experience_of
+from megatron_grpo.batch.experience import compute_advantages as experience_of
 from megatron_grpo.batch.prepare import add_logprobs
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample

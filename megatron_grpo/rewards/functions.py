@@ -17,7 +17,16 @@ from megatron_grpo.workers.user_file import accepted, load_user_file, required, 
 
 # Each is a module of this package with a function of the same name. Its keyword-only parameters are
 # arguments of the config, not columns.
-BUILT_IN = ("cosine", "exact", "format", "judge", "math_answer", "repetition", "soft_overlong")
+BUILT_IN = {
+    "cosine": "builtin",
+    "exact": "builtin",
+    "format": "builtin",
+    "judge": "judge",
+    "math_answer": "math",
+    "repetition": "builtin",
+    "soft_overlong": "builtin",
+}
+"""The file of this package that each built-in function is in."""
 
 GIVEN_COLUMNS = ("completions", "prompts", "completion_ids", "finish_reasons")
 """Passed to every call besides the data's columns, and preferred to columns of the same name."""
@@ -99,7 +108,7 @@ def load_function(spec: RewardFunction) -> LoadedFunction:
     module = (
         load_user_file(Path(path), "file of reward functions")
         if colon
-        else import_module(f"megatron_grpo.rewards.{name}")
+        else import_module(f"megatron_grpo.rewards.{BUILT_IN[name]}")
     )
     if not callable(getattr(module, name, None)):
         raise ValueError(f"{path} has no function {name!r}")

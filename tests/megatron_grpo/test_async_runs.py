@@ -184,7 +184,9 @@ def test_engines_are_at_one_thing_only(cut: Path) -> None:
     found = events(cut)
     assert_alone(found)
     pushes = {e["args"]["step"] for e in found if e["name"] == "push"}
-    assert pushes == {0, 2, 3, 4, 6}  # before generations, an evaluation, and the end
+    # At the start, before steps 3 and 5, which begin generations, after step 3, which is evaluated,
+    # and after the last.
+    assert pushes == {0, 3, 4, 5, 6}
     assert [record["step"] for record in read_metrics(cut) if "eval/num_prompts" in record] == [
         0,
         3,

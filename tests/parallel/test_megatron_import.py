@@ -9,7 +9,7 @@ import torch
 LOADED = """
 import json, sys, torch
 before = torch.compile
-from parallel.cpu_device import import_megatron
+from parallel.megatron_import import import_megatron
 import_megatron()
 import megatron_grpo.train
 assert torch.compile is before
