@@ -49,14 +49,7 @@ def read_shape(folder: str | Path) -> ModelShape:
     path = Path(folder) / "config.json"
     config = read_json(path)
     family = _family(path, config)
-    values = {**family.defaults, **config}
-    if family.experts is not None:  # transformers reads both names, and writes the second
-        for name in ("num_experts", "num_local_experts"):
-            if name in config:
-                values[family.experts.num_experts] = config[name]
-    # transformers and vLLM read null as absent, except where absent is not 1.
-    if family.partial_rotary_factor == 1.0 and values.get("partial_rotary_factor") is None:
-        values.pop("partial_rotary_factor", None)
+    values = _with_defaults(family, config)
     _check_carried_over(path, family, values)
     rope_theta, rope_scaling = read_rope(
         path, values, family.partial_rotary_factor, has_latents=family.has_latents
@@ -100,6 +93,19 @@ def read_shape(folder: str | Path) -> ModelShape:
         latent=latent,
         num_extra_layers=_count(path, values, family.num_extra_layers),
     )
+
+
+def _with_defaults(family: Family, config: dict[str, Any]) -> dict[str, Any]:
+    """The values of config.json as transformers' config class would have them."""
+    values = {**family.defaults, **config}
+    if family.experts is not None:  # transformers reads both names, and writes the second
+        for name in ("num_experts", "num_local_experts"):
+            if name in config:
+                values[family.experts.num_experts] = config[name]
+    # transformers and vLLM read null as absent, except where absent is not 1.
+    if family.partial_rotary_factor == 1.0 and values.get("partial_rotary_factor") is None:
+        values.pop("partial_rotary_factor", None)
+    return values
 
 
 def check_folder(folder: Path) -> None:

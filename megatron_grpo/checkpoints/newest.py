@@ -1,5 +1,11 @@
-"""Loads the newest good checkpoint, or that of another run, on all ranks together."""
+"""Loads the newest good checkpoint, or that of another run, on all ranks together.
 
+Loading a pickle calls whatever it names. A run itself loads none without restriction, but torch and
+Megatron-Core so load the index of a checkpoint and the objects in its files, and a checkpoint that
+would harm them is not good: all pickles are screened first.
+"""
+
+import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -9,10 +15,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from checkpoint_convert.formats.torch_dist_metadata import read_object_places
+from checkpoint_convert.formats.torch_file import screen
 from megatron_grpo.checkpoints import folders, manifest, trainer_state
 from megatron_grpo.checkpoints import state as megatron_state
 from megatron_grpo.checkpoints.manifest import VerifyBar
-from megatron_grpo.checkpoints.screening import screen_checkpoint
 from megatron_grpo.checkpoints.shard_file import read_parts
 from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.policy.model import Policy
@@ -175,3 +182,19 @@ def _read_start(checkpoint: Path, policy: Policy) -> None:
     megatron_state.set_counters(policy, counters | own_schedule)
     parts = megatron_state.parts_saved(policy, None)
     read_parts(checkpoint, parts, is_resumed=False)
+
+
+def screen_checkpoint(folder: Path) -> None:
+    """Raise ValueError when loading `folder` would call more than loading tensors requires."""
+    common = folder / "common.pt"
+    _screen(common, 0, common.stat().st_size)
+    for file, offset, length in sorted(set(read_object_places(folder / ".metadata"))):
+        _screen(folder / file, offset, length)
+
+
+def _screen(path: Path, offset: int, length: int) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        screen(descriptor, path, offset, length)
+    finally:
+        os.close(descriptor)

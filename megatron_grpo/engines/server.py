@@ -252,18 +252,18 @@ def serve(
 ) -> NoReturn:
     """Become an engine on `host`:`port`, or a further `node` of it, whose address is `host`."""
     check_host(host)
-    if node.node_rank >= node.nnodes or rollout.tensor_parallel_size % node.nnodes:
-        raise ValueError(
-            f"--node-rank {node.node_rank} of --nnodes {node.nnodes} for "
-            f"rollout.tensor_parallel_size {rollout.tensor_parallel_size}: nodes are counted from "
-            "0, and each has an equal part of the engine"
-        )
     # vLLM's processes do not notice when those on another node end, but Slurm does.
     if node.nnodes > 1 and os.environ.get("SLURM_STEP_NUM_NODES") != str(node.nnodes):
         raise ValueError(
             f"--nnodes {node.nnodes}: an engine spans nodes only as a Slurm step over them, which "
             "the job scripts in slurm/ start; elsewhere set rollout.tensor_parallel_size to the "
             "GPUs of one host at most"
+        )
+    if node.node_rank >= node.nnodes or rollout.tensor_parallel_size % node.nnodes:
+        raise ValueError(
+            f"--node-rank {node.node_rank} of --nnodes {node.nnodes} for "
+            f"rollout.tensor_parallel_size {rollout.tensor_parallel_size}: nodes are counted from "
+            "0, and each has an equal part of the engine"
         )
     if rollout.engine == "vllm":
         check_engine_arguments(rollout.vllm)

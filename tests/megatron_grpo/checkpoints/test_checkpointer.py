@@ -27,8 +27,7 @@ from distributed import run_ranks
 from megatron_grpo.checkpoints import checkpointer as checkpoints_module
 from megatron_grpo.checkpoints import folders, manifest, shard_file
 from megatron_grpo.checkpoints import state as megatron_state
-from megatron_grpo.checkpoints.newest import steps_done
-from megatron_grpo.checkpoints.screening import screen_checkpoint
+from megatron_grpo.checkpoints.newest import screen_checkpoint, steps_done
 from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.policy.model import Policy, unwrapped
 from models import tiny_model
