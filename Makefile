@@ -8,10 +8,13 @@ ARGS ?=
 VENV := .venv
 OLDER := .venv-3.11
 BIN := $(VENV)/bin
-# TIMED tests measure how long a process takes to end, and run alone, as do those on a Slurm, whose jobs
-# have more processes than the machine has cores. WAITS mostly wait, and run concurrently with the rest.
+# TIMED tests measure how long a process takes to end, and run alone. WAITS mostly wait, and run concurrently with the
+# rest. FAST ones start no engine, but for the golden runs.
 TIMED := $(addprefix tests/megatron_grpo/,test_faults.py test_kills.py watchdog engines/test_pool.py)
 WAITS := $(addprefix tests/megatron_grpo/,rewards environments)
+FAST := $(addprefix tests/,parallel checkpoint_convert/formats test_project.py test_golden.py) \
+	$(addprefix tests/megatron_grpo/,algorithm batch checkpoints config/test_config.py data reporting rollout \
+	policy/test_model.py watchdog/test_job.py test_weight_sync.py)
 FAULTS := $(TIMED) $(WAITS) $(addprefix tests/megatron_grpo/,policy/test_skipped_steps.py test_number_faults.py test_train_ends.py test_async_runs.py checkpoints)
 MEGATRON := $(addprefix tests/,parallel checkpoint_convert test_project.py) \
 	$(addprefix tests/megatron_grpo/,policy checkpoints planning/test_activations.py planning/test_instantiate.py \
@@ -19,7 +22,7 @@ MEGATRON := $(addprefix tests/,parallel checkpoint_convert test_project.py) \
 STAMP := $(VENV)/setup.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup demo demo-data learning-curves test test-older test-slow test-faults test-slurm check bench bench-convert bench-reshard bench-peers
+.PHONY: setup demo demo-data learning-curves test test-fast test-older test-slow test-faults test-slurm check bench bench-convert bench-reshard bench-peers
 
 # A PYTHON that is set is compared with that of .venv even if nothing else is to be done.
 setup: $(STAMP)
@@ -46,7 +49,7 @@ demo: demo-data
 
 # Draws docs/learning_curves.png; takes a few minutes.
 learning-curves: setup
-	$(BIN)/python tests/models.py models/tiny_qwen3
+	$(BIN)/python tests/helpers/models.py models/tiny_qwen3
 	OMP_NUM_THREADS=1 $(BIN)/python -m demo.learning_curves $(ARGS)
 
 check: setup
@@ -65,8 +68,12 @@ test: check
 	$(BIN)/pytest -n 2 --dist loadfile $(addprefix --ignore=,$(TIMED) $(WAITS) tests/slurm) || failed=1; \
 	wait $$waits || failed=1; \
 	cat $$log; rm $$log; \
-	$(BIN)/pytest $(TIMED) tests/slurm || failed=1; \
+	$(BIN)/pytest $(TIMED) || failed=1; \
 	exit $$failed
+
+# While you work: the mathematics on real ranks, formats, checkpoints, and the golden values. Three minutes.
+test-fast: check
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile $(FAST)
 
 # The older set, Python 3.11 with megatron-core 0.16.1: what touches Megatron-Core, and runs that go
 # on with the other set.

@@ -36,25 +36,25 @@ from torch import Tensor
 
 from checkpoint_convert import ModelShape, hf_tensors, megatron_layout, read_shape
 from checkpoint_convert.megatron import megatron_sender
-from checkpoint_convert.rank_weights import read_weights
 from checkpoint_convert.vllm import EngineDims
-from conversions import bytes_of
-from distributed import run_ranks
+from checkpoint_convert.weights import read_weights
 from gather_then_load import by_file, by_network, gather_then_load
-from megatron_grpo.timing import PhaseTimer
-from megatron_grpo.weight_sync import WeightSync
-from parallel import ParallelDims
-from peer_bytes import print_peers
-from policies import tiny_config
-from raw_copy import plain_bytes, push_raw
-from unverified import unverified
-from worker_engines import (
+from helpers.conversions import bytes_of
+from helpers.policies import tiny_config
+from helpers.ranks import run_ranks
+from helpers.vllm_workers import (
     WorkerClient,
     WorkerEngines,
     WorkerProcess,
     parameters_of,
     worker_engines,
 )
+from megatron_grpo.timing import PhaseTimer
+from megatron_grpo.weight_sync import WeightSync
+from parallel import ParallelDims
+from peer_bytes import print_peers
+from raw_copy import plain_bytes, push_raw
+from unverified import unverified
 
 QWEN_0_5B = {
     "model_type": "qwen2",
@@ -141,7 +141,7 @@ def measure(
                 kinds = [(name, nullcontext()), (f"{name} bare", unverified(rank, engines))]
                 for kind, way in kinds if number % 2 else reversed(kinds):
                     with way:
-                        figures[kind].append(push(sync, rank, parameters, engines))
+                        figures[kind].append(push(sync, parameters))
                     check(rank, engines)
                 with timed(figures, f"{name} raw"):
                     push_raw(sync, rank, plain, engines)
@@ -172,17 +172,15 @@ def weight_sync(
     )
     shape, place = read_shape(model), RANKS.coordinates(rank)
     sender = megatron_sender(shape, RANKS, place, transformer_engine=False)
-    return WeightSync(cfg, shape, sender, torch.device("cpu"), 1)
+    client: Any = WorkerClient(engines) if rank == 0 else None
+    return WeightSync(cfg, shape, sender, torch.device("cpu"), 1, client)
 
 
-def push(
-    sync: WeightSync, rank: int, parameters: Mapping[str, Tensor], engines: WorkerEngines
-) -> float:
+def push(sync: WeightSync, parameters: Mapping[str, Tensor]) -> float:
     """Seconds of one push as a trainer does it; the first push makes the channels."""
     dist.barrier()
     timer = PhaseTimer(lambda name: None)
-    source: Any = WorkerClient(engines) if rank == 0 else None
-    sync.push(parameters, source, 1, timer)
+    sync.push(parameters, 1, timer)
     seconds = timer.metrics()
     return seconds["time/push"] + seconds["time/verify_weights"]
 

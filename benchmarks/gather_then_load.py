@@ -20,10 +20,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from checkpoint_convert import ModelShape, hf_tensors
-from conversions import bytes_of
-from parallel import Layout, Piece
+from helpers.conversions import bytes_of
+from helpers.vllm_workers import WorkerEngines, WorkerProcess
+from parallel import Layout, ShardMapping
 from parallel.views import as_whole
-from worker_engines import WorkerEngines, WorkerProcess
 
 DTYPE = torch.bfloat16
 
@@ -71,16 +71,16 @@ def _gathered(
         yield name, whole
 
 
-def _owned(layout: Layout) -> dict[str, list[Piece]]:
+def _owned(layout: Layout) -> dict[str, list[ShardMapping]]:
     """The pieces of each whole tensor that a rank sends."""
-    owned: dict[str, list[Piece]] = {}
+    owned: dict[str, list[ShardMapping]] = {}
     for piece in layout.pieces:
         if not piece.is_replica:
             owned.setdefault(piece.tensor, []).append(piece)
     return owned
 
 
-def _values(piece: Piece, parameters: Mapping[str, Tensor]) -> Tensor:
+def _values(piece: ShardMapping, parameters: Mapping[str, Tensor]) -> Tensor:
     return as_whole(parameters[piece.local][piece.local_box.slices], piece.axes)
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from helpers.vllm_workers import WorkerClient, WorkerEngines, WorkerProcess
 from megatron_grpo.weight_sync import WeightSync, meanwhile
-from parallel.weight_transfer.channels import ReceiveChannel, SendChannel
+from parallel.weight_transfer.channels import Channel
 from parallel.weight_transfer.streams import InStream, OutStream
-from worker_engines import WorkerClient, WorkerEngines, WorkerProcess
 
 
 def plain_bytes(parameters: Mapping[str, Tensor]) -> Tensor:
@@ -21,7 +21,7 @@ def plain_bytes(parameters: Mapping[str, Tensor]) -> Tensor:
 
 def push_raw(sync: WeightSync, rank: int, plain: Tensor, engines: WorkerEngines) -> None:
     """Send as many bytes of `plain` as a push would, over the channels of an earlier push."""
-    sender = sync._sender
+    sender = sync._weight_sender
     assert sender is not None
     streams = [*sender._streams.values()]
     jobs = [
@@ -30,36 +30,36 @@ def push_raw(sync: WeightSync, rank: int, plain: Tensor, engines: WorkerEngines)
     ]
     source: Any = WorkerClient(engines) if rank == 0 else None
     with meanwhile(source, lambda client, is_sending: client.workers.call(_receive_all)):
-        sender._channels.run(jobs)
+        sender._channels.run_all(jobs)
 
 
 def _receive_all(process: WorkerProcess) -> None:
     receiver = process.worker.weight_transfer_engine._receiver
     streams = receiver._streams
     jobs = [
-        partial(_receive, stream._channel, buckets)
+        partial(_receive, stream.channel, buckets)
         for stream, buckets in zip(streams, _buckets(streams, process.plain), strict=True)
     ]
-    receiver._channels.run(jobs)
+    receiver._channels.run_all(jobs)
 
 
 def _buckets(streams: Sequence[OutStream | InStream], plain: Tensor) -> Iterator[Sequence[Tensor]]:
     """For each stream, consecutive parts of `plain` of the sizes of the stream's buckets."""
     start = 0
     for stream in streams:
-        sizes = [bucket.num_bytes for bucket in stream._packing.buckets]
+        sizes = [bucket.num_bytes for bucket in stream.packing.buckets]
         yield plain[start : start + sum(sizes)].split(sizes)
         start += sum(sizes)
 
 
-def _send(channel: SendChannel, buckets: Sequence[Tensor]) -> None:
+def _send(channel: Channel, buckets: Sequence[Tensor]) -> None:
     for bucket in buckets:
         channel.next_buffer()[: len(bucket)].copy_(bucket)
-        channel.hand_over(len(bucket))
+        channel.send_bucket(len(bucket))
     channel.flush()
 
 
-def _receive(channel: ReceiveChannel, buckets: Sequence[Tensor]) -> None:
-    arrivals = channel.arrivals([len(bucket) for bucket in buckets])
+def _receive(channel: Channel, buckets: Sequence[Tensor]) -> None:
+    arrivals = channel.receive_buckets([len(bucket) for bucket in buckets])
     for bucket, buffer in zip(buckets, arrivals, strict=True):
         bucket.copy_(buffer)

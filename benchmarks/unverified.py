@@ -11,9 +11,9 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
+from helpers.vllm_workers import WorkerEngines, WorkerProcess
 from megatron_grpo import weight_sync
 from parallel import checksum as cpu_checksum
-from worker_engines import WorkerEngines, WorkerProcess
 
 SUMMING = cpu_checksum._KERNEL
 

@@ -1,7 +1,7 @@
 """Floor 1: model families as layouts; reads and writes Hugging Face and Megatron weight files.
 
 The names exported here do not need torch. The modules that move a rank's tensors are
-`checkpoint_convert.rank_weights` and `checkpoint_convert.hf_export`.
+`checkpoint_convert.weights` and `checkpoint_convert.hf_export`.
 """
 
 from checkpoint_convert.formats.hf_folder import check_weights

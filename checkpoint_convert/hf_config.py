@@ -52,7 +52,7 @@ def read_shape(folder: str | Path) -> ModelShape:
     values = _with_defaults(family, config)
     _check_carried_over(path, family, values)
     rope_theta, rope_scaling = read_rope(
-        path, values, family.partial_rotary_factor, has_latents=family.has_latents
+        path, values, family.partial_rotary_factor, has_mla=family.has_mla
     )
     num_heads = positive(path, values, "num_attention_heads")
     hidden_size = positive(path, values, "hidden_size")
@@ -66,7 +66,7 @@ def read_shape(folder: str | Path) -> ModelShape:
             f"{path}: num_key_value_heads({num_kv_heads}) must divide "
             f"num_attention_heads({num_heads})"
         )
-    latent = _latent(path, values) if family.has_latents else None
+    latent = _latent(path, values) if family.has_mla else None
     return ModelShape(
         family=family.model_type,
         num_layers=positive(path, values, "num_hidden_layers"),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from checkpoint_convert.formats.hf_folder import locate_tensors
 from checkpoint_convert.formats.tensor_io import errors_named, write_box
-from checkpoint_convert.formats.torch_words import DTYPE_NAMES, DTYPES, words_of
+from checkpoint_convert.formats.torch_values import DTYPE_NAMES, DTYPES, bit_view
 from checkpoint_convert.megatron import hf_dtypes, hf_tensors
 from checkpoint_convert.megatron_to_hf import MAX_SHARD_BYTES, create_folder
 from checkpoint_convert.new_folder import sync, sync_tree
@@ -84,7 +84,7 @@ def write_weights(
                 values = as_whole(values, copy.source_axes)
                 place = places[copy.destination]
                 values = values.to("cpu", DTYPES[place.dtype])
-                write_box(opened.fileno(), place, copy.destination_box, words_of(values))
+                write_box(opened.fileno(), place, copy.destination_box, bit_view(values))
             os.fsync(opened)
     return written
 

@@ -3,16 +3,16 @@
 from contextlib import closing
 from pathlib import Path
 
-from checkpoint_convert.companions import (
-    CHECKPOINT_FOLDER,
-    copy_companions,
-    main_dtype,
-    model_config,
-)
 from checkpoint_convert.formats.torch_dist_writer import create_chunks, finish_checkpoint, index_of
 from checkpoint_convert.hf_config import read_shape
 from checkpoint_convert.megatron import extra_states, hf_dtypes, hf_tensors
 from checkpoint_convert.new_folder import new_folder
+from checkpoint_convert.sidecar import (
+    CHECKPOINT_FOLDER,
+    copy_sidecar_files,
+    main_dtype,
+    model_config,
+)
 from checkpoint_convert.transfer import Progress, transfer
 from checkpoint_convert.weights import open_weights, plan_import
 from parallel import ParallelDims
@@ -42,9 +42,9 @@ def import_checkpoint(
         dtypes = weights.dtypes if dtype is None else hf_dtypes(weights.shape, dtype, "F32")
         plan = plan_import(weights.shape, dims, dtypes)
         with new_folder(out, plan.num_bytes) as folder:
-            companions = folder / CHECKPOINT_FOLDER
-            companions.mkdir()
-            copy_companions(config, companions, main_dtype(shapes, dtypes))
+            sidecar = folder / CHECKPOINT_FOLDER
+            sidecar.mkdir()
+            copy_sidecar_files(config, sidecar, main_dtype(shapes, dtypes))
             chunks = create_chunks(folder, plan.files)
             places = {created.chunk.name: created.place for created in chunks}
             transfer(weights, plan.layout, places, num_workers, progress)

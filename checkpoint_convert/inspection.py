@@ -8,11 +8,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from checkpoint_convert.companions import model_config
 from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TORCH_NAMES
 from checkpoint_convert.hf_config import read_shape
 from checkpoint_convert.megatron import hf_tensors, megatron_layout
 from checkpoint_convert.shape import ModelShape, check_divisible, named_fields
+from checkpoint_convert.sidecar import model_config
 from checkpoint_convert.weights import Weights, open_weights
 from parallel import Coordinates, ParallelDims, Shape, divisors
 

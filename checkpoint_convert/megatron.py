@@ -11,9 +11,9 @@ from parallel import (
     Coordinates,
     Layout,
     ParallelDims,
-    Piece,
     Sender,
     Shape,
+    ShardMapping,
     pipeline_layers,
 )
 
@@ -65,7 +65,7 @@ def _layout(chunks: list[list[Parameter]], dims: ParallelDims, coordinates: Coor
             shapes[local] = part.shape
             zeros += [(local, box) for box in part.zeros]
             pieces += [
-                Piece(local, p.local_box, p.tensor, p.box, p.is_replica or is_replica)
+                ShardMapping(local, p.local_box, p.tensor, p.box, p.is_replica or is_replica)
                 for p in part.pieces
             ]
     return Layout(shapes, tuple(pieces), tuple(zeros))
@@ -98,18 +98,18 @@ def layout_sender(
 def _sender(
     layout: Layout, chunks: list[list[Parameter]], dims: ParallelDims, coordinates: Coordinates
 ) -> Sender:
-    holders = {
+    owners = {
         f"{number}.{parameter.name}": _holders(parameter, dims, coordinates)
         for number, chunk in enumerate(chunks)
         for parameter in chunk
     }
-    kinds = {
+    replica_sets = {
         f"{number}.{parameter.name}": dims.tensor
         for number, chunk in enumerate(chunks)
         for parameter in chunk
         if parameter.split is None and not parameter.is_expert
     }
-    return Sender(dims.rank(coordinates), layout, holders, kinds)
+    return Sender(dims.rank(coordinates), layout, owners, replica_sets)
 
 
 def first_senders(shape: ModelShape, dims: ParallelDims) -> Iterator[Sender]:
@@ -146,13 +146,13 @@ def checkpoint_layout(shape: ModelShape, padded_vocab: int) -> Layout:
     (chunk,) = _whole_model(shape, padded_vocab)
     for parameter in chunk:
         key = parameter.key or parameter.name
-        shapes[key] = (*(size for _, size in parameter.stack), *parameter.shape)
+        shapes[key] = (*(size for _, size in parameter.stack_axes), *parameter.shape)
         part = shard(parameter, 0, 1)
-        depth = len(parameter.stack)
+        depth = len(parameter.stack_axes)
         axes = tuple(range(depth, len(shapes[key]))) if depth else ()
         zeros += [(key, stacked(parameter, box)) for box in part.zeros]
         pieces += [
-            Piece(key, stacked(parameter, p.local_box), p.tensor, p.box, axes=axes)
+            ShardMapping(key, stacked(parameter, p.local_box), p.tensor, p.box, axes=axes)
             for p in part.pieces
         ]
     return Layout(shapes, tuple(pieces), tuple(zeros))

@@ -9,7 +9,6 @@ from contextlib import closing
 from math import prod
 from pathlib import Path
 
-from checkpoint_convert.companions import copy_companions, main_dtype, model_config
 from checkpoint_convert.formats import is_torch_dist
 from checkpoint_convert.formats.hf_folder import INDEX_FILE, SINGLE_FILE, locate_tensors
 from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, create_file
@@ -17,6 +16,7 @@ from checkpoint_convert.hf_config import read_shape
 from checkpoint_convert.megatron import hf_dtypes, hf_tensors
 from checkpoint_convert.new_folder import check_space, new_folder
 from checkpoint_convert.shape import ModelShape
+from checkpoint_convert.sidecar import copy_sidecar_files, main_dtype, model_config
 from checkpoint_convert.transfer import Progress, transfer
 from checkpoint_convert.weights import open_weights
 from parallel import Layout
@@ -49,7 +49,7 @@ def create_folder(
         weight_map = {n: file for file, names in zip(files, shards, strict=True) for n in names}
         index = {"metadata": {"total_size": needed}, "weight_map": weight_map}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
-    copy_companions(source_folder, folder, main_dtype(shapes, dtypes))
+    copy_sidecar_files(source_folder, folder, main_dtype(shapes, dtypes))
 
 
 def _shards(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:

@@ -25,11 +25,11 @@ _TRAINED_LENGTH = "original_max_position_embeddings"
 
 
 def read_rope(
-    path: Path, config: Mapping[str, Any], partial_rotary_factor: float, *, has_latents: bool
+    path: Path, config: Mapping[str, Any], partial_rotary_factor: float, *, has_mla: bool
 ) -> tuple[float, dict[str, Any] | None]:
     """The base of RoPE, and the `rope_type` and parameters of its scaling, or None without scaling.
 
-    `config` holds the values of the file at `path`; `partial_rotary_factor` and `has_latents`
+    `config` holds the values of the file at `path`; `partial_rotary_factor` and `has_mla`
     are the family's. Raises ValueError for unsupported settings.
     """
     rope = _parameters(path, config)
@@ -37,7 +37,7 @@ def read_rope(
     theta = number(path, rope, "rope_theta")
     if rope["rope_type"] == "default":
         return theta, None
-    if has_latents and rope["rope_type"] != "yarn":
+    if has_mla and rope["rope_type"] != "yarn":
         raise ValueError(
             f"{path}: RoPE scaling {rope['rope_type']!r} is not supported for latent attention, "
             "which vLLM always scales by yarn; supported: ['default', 'yarn']"
@@ -48,7 +48,7 @@ def read_rope(
                 f"{path}: yarn RoPE scaling is not supported for a model that rotates a part of "
                 f"each head ({partial_rotary_factor:g})"
             )
-        return theta, _yarn(path, config, rope, has_latents=has_latents)
+        return theta, _yarn(path, config, rope, has_mla=has_mla)
     counting = ("rope_type", "factor", *_REQUIRED_OF_TYPE[rope["rope_type"]])
     return theta, {key: value for key, value in rope.items() if key in counting}
 
@@ -90,7 +90,7 @@ def _check(path: Path, rope: Mapping[str, Any], required: Mapping[str, Any]) -> 
 
 
 def _yarn(
-    path: Path, config: Mapping[str, Any], rope: Mapping[str, Any], *, has_latents: bool
+    path: Path, config: Mapping[str, Any], rope: Mapping[str, Any], *, has_mla: bool
 ) -> dict[str, Any]:
     """Everything that YaRN (arXiv 2309.00071) computes with.
 
@@ -116,7 +116,7 @@ def _yarn(
         "truncate": boolean(path, given, "truncate"),
         "attention_factor": (
             _latent_attention_factor(path, given, factor)
-            if has_latents
+            if has_mla
             else _attention_factor(path, rope, factor)
         ),
     }

@@ -18,9 +18,9 @@ import numpy as np
 
 from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TensorPlace
 from checkpoint_convert.formats.tensor_io import errors_named, start_syncing, write_box
-from checkpoint_convert.formats.values import LARGEST, WORDS, Words, floats
+from checkpoint_convert.formats.values import BIT_DTYPES, LARGEST, RawBits, floats
 from checkpoint_convert.weights import RowCache, ShardLoader, Weights
-from parallel import Layout, Piece, Shape
+from parallel import Layout, Shape, ShardMapping
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -122,12 +122,12 @@ def transfer(
     """
     itemsize = max(ITEM_SIZES[place.dtype] for place in places.values())
     parts = Layout.of_parts(layout.shapes, PART_BYTES // itemsize)
-    assembly = ShardLoader(replace(weights, tensors=RowCache(weights)), parts.through(layout))
+    loader = ShardLoader(replace(weights, tensors=RowCache(weights)), parts.compose(layout))
 
-    def size_of(part: Piece) -> int:
+    def size_of(part: ShardMapping) -> int:
         return part.box.num_elements * ITEM_SIZES[places[part.tensor].dtype]
 
-    def write_share(share: Sequence[Piece]) -> None:
+    def write_share(share: Sequence[ShardMapping]) -> None:
         # The first touch of memory costs more than a copy, so all parts reuse the same buffer.
         memory = np.empty(PART_BYTES, np.uint8)
         with ExitStack() as stack:
@@ -137,46 +137,48 @@ def transfer(
             }
             for part in share:
                 place = places[part.tensor]
-                words = memory[: size_of(part)].view(WORDS[place.dtype]).reshape(part.box.size)
-                assembly.fill(part.local, words, place.dtype)
-                _check_range(part.tensor, words, assembly.dtypes(part.local), place.dtype)
+                bits = memory[: size_of(part)].view(BIT_DTYPES[place.dtype]).reshape(part.box.size)
+                loader.fill(part.local, bits, place.dtype)
+                _check_range(part.tensor, bits, loader.dtypes(part.local), place.dtype)
                 with errors_named(place.file):
-                    write_box(files[place.file], place, part.box, words)
-                add_bytes(words.nbytes)
+                    write_box(files[place.file], place, part.box, bits)
+                add_bytes(bits.nbytes)
             for descriptor in files.values():
                 start_syncing(descriptor)
 
     num_bytes = sum(place.num_bytes for place in places.values())
-    in_order = _in_reading_order(parts.pieces, weights, assembly)
+    in_order = _in_reading_order(parts.pieces, weights, loader)
     shares = list(shares_of(in_order, size_of))
     run_tasks(write_share, shares, num_workers, lambda done: progress(done, num_bytes))
 
 
 def _in_reading_order(
-    parts: Iterable[Piece], weights: Weights, assembly: ShardLoader
-) -> list[Piece]:
+    parts: Iterable[ShardMapping], weights: Weights, loader: ShardLoader
+) -> list[ShardMapping]:
     """Sort parts by their place in the source, so that those with columns of the same rows follow
     each other."""
     number = {name: i for i, name in enumerate(("", *weights.layout.shapes))}
 
-    def key(part: Piece) -> tuple[int, Shape]:
-        name, start = assembly.first_source(part.local)
+    def key(part: ShardMapping) -> tuple[int, Shape]:
+        name, start = loader.first_source(part.local)
         return number[name], start
 
     return sorted(parts, key=key)
 
 
-def _check_range(tensor: str, words: Words, stored: Iterable[str], dtype: str) -> None:
+def _check_range(tensor: str, bits: RawBits, stored: Iterable[str], dtype: str) -> None:
     is_narrower = any(LARGEST[each] > LARGEST[dtype] for each in stored)
-    if is_narrower and not np.isfinite(floats(words, dtype)).all():
+    if is_narrower and not np.isfinite(floats(bits, dtype)).all():
         raise ValueError(
             f"{tensor} has values that {dtype} cannot hold: choose a --dtype with a larger range"
         )
 
 
-def shares_of(parts: Iterable[Piece], size_of: Callable[[Piece], int]) -> Iterator[list[Piece]]:
+def shares_of(
+    parts: Iterable[ShardMapping], size_of: Callable[[ShardMapping], int]
+) -> Iterator[list[ShardMapping]]:
     """The parts, in order, in shares of about `SHARE_BYTES`."""
-    share: list[Piece] = []
+    share: list[ShardMapping] = []
     room = SHARE_BYTES
     for part in parts:
         share.append(part)

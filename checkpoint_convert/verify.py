@@ -9,15 +9,15 @@ from pathlib import Path
 
 import numpy as np
 
-from checkpoint_convert.companions import own_shape
 from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TORCH_NAMES
-from checkpoint_convert.formats.values import WORDS, Words, floats
+from checkpoint_convert.formats.values import BIT_DTYPES, RawBits, floats
 from checkpoint_convert.hf_config import read_shape
 from checkpoint_convert.megatron import hf_tensors
 from checkpoint_convert.shape import differing_fields
+from checkpoint_convert.sidecar import own_shape
 from checkpoint_convert.transfer import PART_BYTES, Progress, add_bytes, run_tasks, shares_of
 from checkpoint_convert.weights import ShardLoader, Weights, open_weights
-from parallel import Layout, Piece
+from parallel import Layout, ShardMapping
 
 _MAX_ELEMENTS = PART_BYTES // 8  # differences are computed in float64
 
@@ -74,17 +74,17 @@ def verify_weights(
     with ExitStack() as stack:
         sides = _open_both(stack, a, b, hf_config)
         parts = Layout.of_parts(hf_tensors(sides[0].shape), _MAX_ELEMENTS)
-        assemblies = [ShardLoader(side, parts) for side in sides]
+        loaders = [ShardLoader(side, parts) for side in sides]
         dtypes = [side.dtypes for side in sides]
 
-        def size_of(part: Piece) -> int:
+        def size_of(part: ShardMapping) -> int:
             return part.box.num_elements * ITEM_SIZES[dtypes[0][part.tensor]]
 
-        def compare_part(part: Piece) -> Difference:
+        def compare_part(part: ShardMapping) -> Difference:
             stored = dtypes[0][part.tensor], dtypes[1][part.tensor]
-            a, b = (np.empty(part.box.size, WORDS[dtype]) for dtype in stored)
-            for assembly, words, dtype in zip(assemblies, (a, b), stored, strict=True):
-                assembly.fill(part.local, words, dtype)
+            a, b = (np.empty(part.box.size, BIT_DTYPES[dtype]) for dtype in stored)
+            for loader, bits, dtype in zip(loaders, (a, b), stored, strict=True):
+                loader.fill(part.local, bits, dtype)
             add_bytes(a.nbytes)
             return compare(part.tensor, stored, a, b, tolerance)
 
@@ -102,13 +102,13 @@ def verify_weights(
 
 
 def compare(
-    name: str, dtypes: tuple[str, str], a: Words, b: Words, tolerance: float | None
+    name: str, dtypes: tuple[str, str], a: RawBits, b: RawBits, tolerance: float | None
 ) -> Difference:
     """Compare two tensors of the same shape, by their bytes or within a tolerance."""
     num_different, largest = 0, 0.0
     if dtypes[0] != dtypes[1] or not np.array_equal(a, b):
         values = [
-            floats(words, dtype).astype("f8") for words, dtype in zip((a, b), dtypes, strict=True)
+            floats(bits, dtype).astype("f8") for bits, dtype in zip((a, b), dtypes, strict=True)
         ]
         # Compared as bits, -0 differs from 0, and NaN equals NaN.
         same = a == b if dtypes[0] == dtypes[1] else values[0] == values[1]

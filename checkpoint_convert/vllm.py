@@ -11,7 +11,7 @@ from functools import cache
 from checkpoint_convert.families import decoder
 from checkpoint_convert.families.description import Parameter, Shard
 from checkpoint_convert.shape import ModelShape
-from parallel import Box, Layout, Piece, Shape, divisors
+from parallel import Box, Layout, Shape, ShardMapping, divisors
 
 VOCAB_MULTIPLE = 64
 """The vocabulary is padded to a multiple of this, for any number of ranks."""
@@ -32,8 +32,8 @@ def engine_layouts(shape: ModelShape, dims: EngineDims) -> list[Layout]:
     """What each worker of one engine holds, in the coordinates of the weight files, by rank.
 
     Local names are those of the worker's `named_parameters()`, such as
-    ``model.layers.3.self_attn.qkv_proj.weight``, without a tied head. `Piece.is_replica` marks what
-    a worker of lower rank also holds. Raises the ValueError of `check_engine_dims`.
+    ``model.layers.3.self_attn.qkv_proj.weight``, without a tied head. `ShardMapping.is_replica`
+    marks what a worker of lower rank also holds. Raises the ValueError of `check_engine_dims`.
     """
     check_engine_dims(shape, dims)
     parameters = _parameters(shape)
@@ -65,7 +65,7 @@ def _worker_layout(
     experts = _experts(shape, dims, rank)
     place, size = (0, 1) if dims.expert_parallel else (rank, dims.tensor)
     shapes: dict[str, Shape] = {}
-    pieces: list[Piece] = []
+    pieces: list[ShardMapping] = []
     zeros: list[tuple[str, Box]] = []
     for parameter in parameters:
         name = parameter.engine_name or parameter.sources[0].name
@@ -75,11 +75,11 @@ def _worker_layout(
             shapes[name] = (num_rows, *part.shape[1:])
             pieces += [_from_row(piece, first) for piece in part.pieces]
             zeros += [(name, box) for box in part.zeros]
-        elif parameter.stack[0][0] in experts:
+        elif parameter.stack_axes[0][0] in experts:
             # The experts of a worker are stacked in one tensor with an additional first dimension.
             part = _shard(parameter, name, place, size)
             shapes[name] = (len(experts), *part.shape)
-            index = parameter.stack[0][0] - experts.start
+            index = parameter.stack_axes[0][0] - experts.start
             pieces += [_in_stack(piece, index) for piece in part.pieces]
     return Layout(shapes, tuple(pieces), tuple(zeros))
 
@@ -101,7 +101,7 @@ def _shard(parameter: Parameter, name: str, rank: int, size: int) -> Shard:
     sources = tuple([(source.shape, source.num_heads) for source in parameter.sources])
     parts, zeros, whole = _cut(sources, parameter.split, parameter.zero_rows, rank, size)
     pieces = [
-        Piece(name, local, parameter.sources[number].name, stored, is_replica)
+        ShardMapping(name, local, parameter.sources[number].name, stored, is_replica)
         for number, local, stored, is_replica in parts
     ]
     return Shard(whole, tuple(pieces), zeros)
@@ -146,15 +146,15 @@ def _cut(
     return tuple(parts), tuple(zeros), (row, *local.size[1:])
 
 
-def _from_row(piece: Piece, row: int) -> Piece:
+def _from_row(piece: ShardMapping, row: int) -> ShardMapping:
     """The piece of a parameter that begins at `row` of a larger one."""
     box = piece.local_box
     return replace(piece, local_box=replace(box, start=(box.start[0] + row, *box.start[1:])))
 
 
-def _in_stack(piece: Piece, index: int) -> Piece:
+def _in_stack(piece: ShardMapping, index: int) -> ShardMapping:
     box = Box((index, *piece.local_box.start), (1, *piece.local_box.size))
-    return Piece(piece.local, box, piece.tensor, piece.box, piece.is_replica, axes=(1, 2))
+    return ShardMapping(piece.local, box, piece.tensor, piece.box, piece.is_replica, axes=(1, 2))
 
 
 def check_engine_dims(shape: ModelShape, dims: EngineDims) -> None:

@@ -6,10 +6,13 @@ the model is cut into the chunks and files of a checkpoint, without reading a we
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from checkpoint_convert.formats import is_torch_dist
 from checkpoint_convert.formats.hf_folder import check_weights
@@ -17,10 +20,11 @@ from checkpoint_convert.formats.safetensors_file import ITEM_SIZES
 from checkpoint_convert.formats.tensor_io import StoredTensors, TensorSource
 from checkpoint_convert.formats.torch_dist import StoredChunks, read_chunks
 from checkpoint_convert.formats.torch_dist_writer import Chunk
-from checkpoint_convert.formats.values import WORDS, Words, converted
+from checkpoint_convert.formats.torch_values import DTYPE_NAMES, bit_view
+from checkpoint_convert.formats.values import BIT_DTYPES, RawBits, converted
 from checkpoint_convert.megatron import checkpoint_boxes, checkpoint_layout, hf_tensors
 from checkpoint_convert.shape import ModelShape, check_divisible, padded_vocab_size
-from parallel import Box, Copy, Layout, ParallelDims, Piece, Shape, cover_exactly, intersect
+from parallel import Box, Copy, Layout, ParallelDims, Shape, ShardMapping, cover_exactly, intersect
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _TENSOR_SIZES = range(1, 65)
@@ -39,7 +43,7 @@ class Weights:
 
     @property
     def dtypes(self) -> dict[str, str]:
-        """Dtype of every Hugging Face tensor. All its boxes share it, as they have the same key."""
+        """Dtype of every Hugging Face tensor: all its boxes are of one stored tensor."""
         return {piece.tensor: self.tensors.dtypes[piece.local] for piece in self.layout.pieces}
 
     def close(self) -> None:
@@ -95,7 +99,7 @@ def _open_torch_dist(path: Path, shape: ModelShape) -> Weights:
         cover_exactly(wanted.shapes, [stored.layout])
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from error
-    return Weights(shape, stored.layout.through(wanted), stored.tensors, "torch_dist")
+    return Weights(shape, stored.layout.compose(wanted), stored.tensors, "torch_dist")
 
 
 def _padded_vocab(path: Path, shape: ModelShape, num_rows: int) -> int:
@@ -155,8 +159,8 @@ def plan_import(shape: ModelShape, dims: ParallelDims, dtypes: Mapping[str, str]
     ]
     layout = Layout(
         {chunk.name: chunk.box.size for chunk in chunks},
-        tuple(Piece(c.name, Box.whole(c.box.size), c.key, c.box) for c in chunks),
-    ).through(whole)
+        tuple(ShardMapping(c.name, Box.whole(c.box.size), c.key, c.box) for c in chunks),
+    ).compose(whole)
     cover_exactly(hf_tensors(shape), [layout])
     return ImportPlan(list(_files(_in_reading_order(chunks, layout))), layout)
 
@@ -225,10 +229,10 @@ class ShardLoader:
         first = self._copies[name][0]
         return first.source, first.source_box.start
 
-    def fill(self, name: str, words: Words, dtype: str) -> None:
-        """Write every element of the local tensor `name` into `words`, as `dtype`."""
+    def fill(self, name: str, bits: RawBits, dtype: str) -> None:
+        """Write every element of the local tensor `name` into `bits`, as `dtype`."""
         for copy in self._copies[name]:
-            target = words[copy.destination_box.slices]
+            target = bits[copy.destination_box.slices]
             # Files stack tensors but never transpose them: only dimensions of size 1 differ.
             target = target.reshape(copy.source_box.size, copy=False)
             stored = self._source.dtypes[copy.source]
@@ -238,7 +242,7 @@ class ShardLoader:
                 found = self._source.read(copy.source, copy.source_box)
                 target[...] = converted(found, stored, dtype)
         for box in self._zeros[name]:
-            words[box.slices] = 0
+            bits[box.slices] = 0
 
 
 # Limit for the rows that are kept. If they are larger, only the columns are read.
@@ -246,30 +250,26 @@ _MAX_BYTES = 64 << 20
 
 
 class RowCache(TensorSource):
-    """The tensors of some weights, for a reader that takes all columns of some rows in succession.
+    """Tensors of which whole rows are read, and kept while boxes of their columns are asked for.
 
-    A box of columns is many small pieces of a file.
+    In a file, a box of columns is a small run in every row: 8 tensor ranks would read each row in 8
+    runs, one after the other.
     """
 
     def __init__(self, weights: Weights) -> None:
         self.dtypes = weights.tensors.dtypes
         self._source = weights.tensors
         self._shapes = weights.layout.shapes
-        self._memory: Words = np.empty(0, np.uint8)  # grows; its first touch costs more than a copy
+        # Grows, and is reused: the first touch of new memory costs more than a copy.
+        self._memory: RawBits = np.empty(0, np.uint8)
         self._kept: tuple[str, Box] | None = None
-        self._rows: Words
+        self._rows: RawBits
 
-    def read(self, name: str, box: Box) -> Words:
-        """The words of `box` of a tensor, in the stored dtype; shape `box.size`."""
-        words: Words = np.empty(box.size, WORDS[self.dtypes[name]])
-        self.read_into(name, box, words)
-        return words
-
-    def read_into(self, name: str, box: Box, target: Words) -> None:
-        """Put the words of `box` into `target`, from the kept rows if they include it."""
+    def read_into(self, name: str, box: Box, target: RawBits) -> None:
+        """Put the raw bits of `box` into `target`, from the kept rows if they include it."""
         num_columns = self._shapes[name][-1]
         rows = Box((*box.start[:-1], 0), (*box.size[:-1], num_columns))
-        num_bytes = rows.num_elements * WORDS[self.dtypes[name]].itemsize
+        num_bytes = rows.num_elements * BIT_DTYPES[self.dtypes[name]].itemsize
         if rows == box or num_bytes > _MAX_BYTES:
             self._source.read_into(name, box, target)
             return
@@ -277,8 +277,8 @@ class RowCache(TensorSource):
             self._kept = None
             if num_bytes > self._memory.size:
                 self._memory = np.empty(num_bytes, np.uint8)
-            words = self._memory[:num_bytes].view(WORDS[self.dtypes[name]])
-            self._rows = words.reshape(rows.size)
+            bits = self._memory[:num_bytes].view(BIT_DTYPES[self.dtypes[name]])
+            self._rows = bits.reshape(rows.size)
             self._source.read_into(name, rows, self._rows)
             self._kept = (name, rows)
         target[...] = self._rows[..., box.start[-1] : box.end[-1]]
@@ -286,3 +286,24 @@ class RowCache(TensorSource):
     def close(self) -> None:
         """Close the files."""
         self._source.close()
+
+
+def read_weights(
+    path: Path, shape: ModelShape, layout: Layout, parameters: Mapping[str, Tensor]
+) -> None:
+    """Fill every element of a rank's `parameters`, the local tensors of `layout`, in place.
+
+    Values are converted to the dtype and device of each parameter. Raises the ValueError of
+    `open_weights` when the files at `path` do not hold the requested tensors. In a Hugging Face
+    folder only the files with those tensors are opened: otherwise a job of a thousand ranks would
+    read the header of every file a thousand times.
+    """
+    layout.check_shapes({name: tuple(tensor.shape) for name, tensor in parameters.items()})
+    names = {piece.tensor for piece in layout.pieces}
+    with closing(open_weights(path, shape, names)) as weights:
+        loader = ShardLoader(weights, layout)
+        for name, parameter in parameters.items():
+            values = parameter.detach()
+            staged = values if values.is_cpu else torch.empty_like(values, device="cpu")
+            loader.fill(name, bit_view(staged), DTYPE_NAMES[values.dtype])
+            values.copy_(staged)  # a no-op when both are the same tensor

@@ -10,8 +10,8 @@ import httpx
 import yaml
 
 from checkpoint_convert import ModelShape, check_divisible, check_weights, read_shape
-from checkpoint_convert.companions import CHECKPOINT_FOLDER, companion_files
 from checkpoint_convert.shape import differing_fields
+from checkpoint_convert.sidecar import CHECKPOINT_FOLDER, sidecar_files
 from checkpoint_convert.vllm import check_engine_dims
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.checkpoints.folders import checkpoint_at, instead_of, latest_step, step_folder
@@ -236,7 +236,7 @@ def _check_model(cfg: Config) -> ModelShape:
     shape = read_shape(folder)
     check_divisible(shape, cfg.dims)
     check_weights(folder, shape)
-    companion_files(folder)  # the files that every checkpoint and export copies
+    sidecar_files(folder)  # the files that every checkpoint and export copies
     return shape
 
 

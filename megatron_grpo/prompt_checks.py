@@ -40,7 +40,7 @@ def check_prompts(cfg: Config, shape: ModelShape) -> None:
         rows = [prompt.row for prompt in prompts]
         rewards.wait_ready(rows)
         if cfg.environment.name is not None:
-            Turns.of(cfg, tokenizer, ends)  # refuses more than _check_end_of_turn
+            Turns.from_config(cfg, tokenizer, ends)  # refuses more than _check_end_of_turn
             environments = EnvironmentPool(cfg.environment)
             stack.callback(environments.close)
             environments.wait_ready(rows)
@@ -62,9 +62,9 @@ def check_evaluation(cfg: Config, shape: ModelShape) -> None:
             _check_engine_context(view, prompts, f"{section}.data", section)
             try:
                 _check_vocabulary(shape, prompts)
-                pools.of(view.reward).wait_ready([prompt.row for prompt in prompts])
+                pools.pool_for(view.reward).wait_ready([prompt.row for prompt in prompts])
                 if environments:
-                    Turns.of(view, tokenizer, ends)
+                    Turns.from_config(view, tokenizer, ends)
                     environments.wait_ready([prompt.row for prompt in prompts])
                 elif view.data.apply_chat_template:
                     _check_end_of_turn(view, tokenizer, ends)
@@ -129,7 +129,7 @@ def _check_token_budget(cfg: Config, prompts: list[Prompt]) -> None:
     """The longest prompt with the longest completion must fit into one microbatch."""
     longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
     length = len(longest.token_ids) + cfg.rollout.max_completion_length
-    alignment = Alignment.of(cfg.dims, cfg.parallel.sequence_parallel)
+    alignment = Alignment.for_mesh(cfg.dims, cfg.parallel.sequence_parallel)
     try:
         plan_microbatches([length], cfg.train.max_tokens_per_microbatch, cfg.dims, alignment)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""One rank of a run: it joins the others under the watch, and trains."""
+"""One rank of a run: it joins the others under the watchdog, and trains."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -10,15 +10,15 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.launch.launch import RankPlace
 from megatron_grpo.launch.run_dir import run_lock
 from megatron_grpo.train import Run, train
-from megatron_grpo.watchdog import Limits, Watch
+from megatron_grpo.watchdog import Limits, Watchdog
 from parallel.cpu_device import communication_backend, setup_device
 from parallel.groups import Groups, destroy_groups, init_groups
 
 COLLECTIVE_TIMEOUT = timedelta(days=7)
-"""Long enough never to fire first: the watch detects hangs, and can tell them from normal waits.
+"""Long enough never to fire first: the watchdog detects hangs, and can tell them from normal waits.
 
 While rank 0 generates, scores, reads or writes, the others wait for it in a collective for an
-unpredictable time. The watch also ends collectives whose peer died.
+unpredictable time. The watchdog also ends collectives whose peer died.
 """
 
 PREFLIGHT_TIMEOUT = timedelta(hours=1)
@@ -28,27 +28,29 @@ PREFLIGHT_TIMEOUT = timedelta(hours=1)
 def run_rank(cfg: Config, place: RankPlace, token: str | None) -> None:
     """Join the other ranks and train; returns when all `train.num_steps` steps are done.
 
-    If any rank fails, the process ends in here instead: see `Watch`. `token` authorizes requests to
-    the engines in `rollout.base_urls`; only rank 0 talks to them.
+    If any rank fails, the process ends in here instead: see `Watchdog`. `token` authorizes requests
+    to the engines in `rollout.base_urls`; only rank 0 talks to them.
     """
     cfg.dims.check_world_size(place.world_size)
     timeout = PREFLIGHT_TIMEOUT
     if place.rank == 0:
         timeout = timedelta(seconds=cfg.rollout.startup_timeout)
     store, _, _ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))
-    watch = Watch(place, store, Limits.of(cfg), cfg.train.run_dir / "logs" / "stacks.txt")
+    watchdog = Watchdog(
+        place, store, Limits.from_config(cfg), cfg.train.run_dir / "logs" / "stacks.txt"
+    )
     lock = run_lock(cfg.train.run_dir) if place.rank == 0 else nullcontext()
-    with watch, lock:
+    with watchdog, lock:
         device = setup_device(place.local_rank)
         with process_groups(cfg, place, store) as groups:
-            train(Run(cfg, groups, device, place.num_hosts, token, watch))
+            train(Run(cfg, groups, device, place.num_hosts, token, watchdog))
 
 
 @contextmanager
 def process_groups(cfg: Config, place: RankPlace, store: dist.Store) -> Iterator[Groups]:
     """Process groups over all ranks, which rendezvous in `store`.
 
-    Not destroyed when training fails: the watch then ends the processes.
+    Not destroyed when training fails: the watchdog then ends the processes.
     """
     store.set_timeout(COLLECTIVE_TIMEOUT)  # NCCL communicators rendezvous there on first use
     dist.init_process_group(

@@ -1,11 +1,9 @@
 """What rank 0 alone has of a run: the engines, the prompts, the rewards, and the log."""
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
-from checkpoint_convert import ModelShape
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.checkpoints.trainer_state import TrainerState
@@ -19,29 +17,7 @@ from megatron_grpo.reporting.tracking import WANDB_ID_FILE, write_whole
 from megatron_grpo.rollout.generate import Rollouter
 from megatron_grpo.rollout.rollouts import RolloutRunner, as_rollout_aborted
 from megatron_grpo.timing import PhaseTimer
-from megatron_grpo.watchdog import Watch
-from megatron_grpo.workers.child_process import COLLECTOR
-
-
-@dataclass(frozen=True)
-class Engines:
-    """The rollouter, and in an asynchronous run the thread that makes generations ahead."""
-
-    rollouter: Rollouter
-    thread: ThreadPoolExecutor | None
-
-    @classmethod
-    def start(
-        cls, cfg: Config, shape: ModelShape, token: str | None, num_hosts: int, stack: ExitStack
-    ) -> "Engines":
-        """Returns when the ranks may use the GPUs that they share with engines."""
-        thread = None
-        if cfg.rollout.async_generate:  # ends after the rollouter: engines may be its children
-            thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix=COLLECTOR))
-        num_ranks = cfg.dims.world_size // num_hosts
-        rollouter = stack.enter_context(closing(Rollouter(cfg, shape, token, num_ranks)))
-        rollouter.wait_for_memory()
-        return cls(rollouter, thread)
+from megatron_grpo.watchdog import Watchdog
 
 
 @dataclass(frozen=True)
@@ -49,27 +25,32 @@ class RankZero:
     """Rank 0's part of a run from its state on; see `on_rank_0`."""
 
     cfg: Config
-    watch: Watch
+    watchdog: Watchdog
     rollouter: Rollouter
     log: RunLog
     runner: RolloutRunner
 
     @classmethod
     def open(
-        cls, cfg: Config, watch: Watch, engines: Engines, state: TrainerState, stack: ExitStack
+        cls,
+        cfg: Config,
+        watchdog: Watchdog,
+        rollouter: Rollouter,
+        state: TrainerState,
+        stack: ExitStack,
     ) -> "RankZero":
         """Continue the log after the step of `state`.
 
         Raises ValueError if the state was saved with other prompts.
         """
-        state.check_prompts(engines.rollouter.stream.fingerprint)
+        state.check_prompts(rollouter.stream.fingerprint)
         if state.wandb_id is not None:
             write_whole(cfg.train.run_dir / WANDB_ID_FILE, state.wandb_id)
         keep_export(cfg, state.step)  # before the log writes the new config
         log = stack.enter_context(closing(RunLog(cfg, state.step)))
-        runner = RolloutRunner(engines.rollouter, engines.thread, watch, log.timeline)
+        runner = RolloutRunner(rollouter, watchdog, log.timeline)
         stack.enter_context(closing(runner))
-        return cls(cfg, watch, engines.rollouter, log, runner)
+        return cls(cfg, watchdog, rollouter, log, runner)
 
     @property
     def prompts(self) -> Sequence[Prompt]:
@@ -79,7 +60,7 @@ class RankZero:
     def wait_ready(self) -> None:
         """Return when every engine answers; from then on a preemption cancels what they do."""
         self.rollouter.wait_ready()
-        self.watch.on_preempt(self.rollouter.cancel)
+        self.watchdog.on_preempt(self.rollouter.cancel)
 
     def evaluate(self, step: int, timer: PhaseTimer) -> None:
         """Evaluate the weights after `step` optimizer steps, and add the metrics to that step's.
@@ -89,7 +70,7 @@ class RankZero:
         if self.log.has_evaluation(step):
             return
         with (
-            preempted_instead(lambda: self.watch.is_preempted),
+            preempted_instead(lambda: self.watchdog.is_preempted),
             as_rollout_aborted(f"the evaluation after step {step}"),
         ):
             evaluated = self.rollouter.evaluations.run(step, timer, self.log.bar.evaluation.show)

@@ -23,15 +23,15 @@ from megatron_grpo.policy.export import export_model
 from megatron_grpo.policy.model import build_policy, describe, weight_sender
 from megatron_grpo.policy.reference import build_reference
 from megatron_grpo.policy.skipped_steps import SkippedSteps
-from megatron_grpo.rank_zero import Engines, RankZero
+from megatron_grpo.rank_zero import RankZero
 from megatron_grpo.reporting.metrics import StepReport, peak_memory
 from megatron_grpo.reporting.tracking import WANDB_ID_FILE
-from megatron_grpo.rollout.generate import RolloutBatch
+from megatron_grpo.rollout.generate import RolloutBatch, Rollouter
 from megatron_grpo.rollout.probe import probe_logprobs
 from megatron_grpo.rollout.rollouts import RolloutScheduler, ask_engines
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.train_step import train_step
-from megatron_grpo.watchdog import START, Watch
+from megatron_grpo.watchdog import START, Watchdog
 from megatron_grpo.watchdog.watchdog import agree_to_stop
 from megatron_grpo.weight_sync import WeightSync
 from parallel.collectives import wait_for_rank_0
@@ -50,7 +50,7 @@ class Run:
     num_hosts: int
     token: str | None
     """Authorizes requests to the engines in `rollout.base_urls`; only rank 0 talks to them."""
-    watch: Watch
+    watchdog: Watchdog
 
 
 def train(run: Run) -> None:
@@ -68,8 +68,8 @@ def train(run: Run) -> None:
         trainer = Trainer(run, stack)
         try:
             trainer.start()
-            stack.callback(run.watch.enter, "close")
-            stack.push(run.watch.report)  # runs before the stack stops the engines: seconds
+            stack.callback(run.watchdog.enter, "close")
+            stack.push(run.watchdog.report)  # runs before the stack stops the engines: seconds
             while trainer.step < num_steps:
                 trainer.stop_if_preempted()
                 minibatch = trainer.next_minibatch()
@@ -90,13 +90,15 @@ class Trainer:
 
     def __init__(self, run: Run, stack: ExitStack) -> None:
         self.run, self.cfg, cfg = run, run.cfg, run.cfg
-        run.watch.enter("load")  # a phase in which reading files may take long
+        run.watchdog.enter("load")  # a phase in which reading files may take long
         shape = read_shape(cfg.model.path)
         self.schedule = BatchSchedule.of(cfg.grpo)
         self.cost = CostModel.transformer(shape.hidden_size)
-        engines = None
+        rollouter = None
         if run.groups.rank == 0:
-            engines = Engines.start(cfg, shape, run.token, run.num_hosts, stack)
+            num_ranks = cfg.dims.world_size // run.num_hosts
+            rollouter = stack.enter_context(closing(Rollouter(cfg, shape, run.token, num_ranks)))
+            rollouter.wait_for_memory()
         if cfg.rollout.enable_sleep_mode or not cfg.rollout.base_urls:
             wait_for_rank_0()  # the engines measure free memory first, or give theirs back
         self._engines_may_be_awake = False
@@ -105,19 +107,20 @@ class Trainer:
             closing(Checkpoints(cfg, self.policy, self.reference))
         )
         self.state = self.checkpoints.load()
-        run.watch.enter(START)  # all ranks have loaded
+        run.watchdog.enter(START)  # all ranks have loaded
         self.step = self._first_step = self._exported_step = self.state.step
         self.beta = cfg.grpo.beta
         if cfg.grpo.kl_target is not None and self.state.beta is not None:
             self.beta = self.state.beta
         self.skipped = SkippedSteps(cfg.train.max_skipped_steps, self.state.num_skipped_in_a_row)
         sender = weight_sender(self.policy, run.groups)
+        engines = rollouter.engines if rollouter else None
         self.weight_sync = stack.enter_context(
-            closing(WeightSync(cfg, shape, sender, run.device, run.num_hosts))
+            closing(WeightSync(cfg, shape, sender, run.device, run.num_hosts, engines))
         )
         self.zero: RankZero | None = None
-        if engines is not None:
-            self.zero = RankZero.open(cfg, run.watch, engines, self.state, stack)
+        if rollouter is not None:
+            self.zero = RankZero.open(cfg, run.watchdog, rollouter, self.state, stack)
         runner = self.zero.runner if self.zero else None
         self.rollouts = RolloutScheduler(cfg, runner, self.push)
         self.experience: Experience | None = None
@@ -134,7 +137,7 @@ class Trainer:
         self.reference = build_reference(cfg, shape, run.groups) if cfg.grpo.beta > 0 else None
         for model in (self.policy, self.reference):
             for chunk in model.chunks if model else ():
-                chunk.register_forward_pre_hook(lambda *_: run.watch.tick())
+                chunk.register_forward_pre_hook(lambda *_: run.watchdog.tick())
         self.preparation = Preparation(
             self.policy, self.reference, self.cost, cfg, run.groups, run.device
         )
@@ -160,14 +163,14 @@ class Trainer:
     def _begin_step(self) -> None:
         """Attribute what follows to the next optimizer step; counted from 1 for people."""
         step = min(self.step + 1, self.cfg.train.num_steps)
-        self.run.watch.begin_step(step)
+        self.run.watchdog.begin_step(step)
         if self.zero:
             self.zero.log.timeline.step = step
         self.timer = self._new_timer()
 
     def _new_timer(self) -> PhaseTimer:
         record = self.zero.log.timeline.add_step if self.zero else None
-        return PhaseTimer(self.run.watch.enter, record)
+        return PhaseTimer(self.run.watchdog.enter, record)
 
     def _restore_ready(self) -> None:
         """Restore the generation that was ready, but not trained on yet, when the run was saved."""
@@ -277,10 +280,7 @@ class Trainer:
         if self.cfg.rollout.enable_sleep_mode:
             torch.cuda.empty_cache()  # engines take their memory back once all ranks are here
         self._engines_may_be_awake = True
-        engines = self.zero.rollouter.engines if self.zero else None
-        self.weight_sync.push(
-            self.policy.parameters(), engines, policy_version, timer or self.timer
-        )
+        self.weight_sync.push(self.policy.parameters(), policy_version, timer or self.timer)
 
     def _evaluate(self) -> None:
         """Evaluate the engines' weights, if due. Its seconds count towards no step."""
@@ -314,7 +314,7 @@ class Trainer:
             if is_last or now:
                 self.checkpoints.wait()  # within the save phase, in which files may take long
         if is_last and self.zero:
-            self.zero.log.tell_unless_evaluated(self.step)
+            self.zero.log.warn_unless_evaluated(self.step)
 
     def _export(self, name: str) -> None:
         if self._exported_step < self.step:
@@ -346,7 +346,7 @@ class Trainer:
 
     def stop_if_preempted(self) -> None:
         """Raise Preempted on all ranks if any rank was told to stop."""
-        if agree_to_stop(self.run.watch.is_preempted, self.run.device):
+        if agree_to_stop(self.run.watchdog.is_preempted, self.run.device):
             raise Preempted
 
     def save_and_stop(self, reason: Preempted | RolloutAborted) -> None:
@@ -358,7 +358,7 @@ class Trainer:
         with suppress(Preempted, RolloutAborted):  # a generation that cannot be made is given up
             self.rollouts.finish_for_save(self.step, self.timer)
         self.save(now=True)
-        told = agree_to_stop(self.run.watch.is_preempted, self.run.device)
+        told = agree_to_stop(self.run.watchdog.is_preempted, self.run.device)
         if isinstance(reason, RolloutAborted) and not told:
             raise reason
         if self.step < self.cfg.train.num_steps:

@@ -28,7 +28,7 @@ from megatron_grpo.engines.layouts import shard_bytes, worker_dtypes, worker_lay
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.timing import PhaseTimer
 from parallel import Layout, Sender, cut_shares, plan_shares
-from parallel.collectives import broadcast_text, first_failure
+from parallel.collectives import broadcast_text, first_failure, on_rank_0
 from parallel.weight_transfer import (
     TIMEOUT,
     Rendezvous,
@@ -61,21 +61,24 @@ def sums_of_all_ranks(
     return totals
 
 
-PREEMPTED = -1
-"""Sent instead of the number of engines."""
-
-
 class WeightSync:
     """Pushes weights to the engines; every rank makes one, and all call `push` together.
 
-    `sender` describes what this rank can send, by the local names of its parameters. Ranks
-    coordinate over the CPU: a GPU that waits in a collective is busy, and an engine may share it.
+    `sender` describes what this rank can send, by the local names of its parameters; only rank 0
+    has `engines`. Ranks coordinate over the CPU: a GPU that waits in a collective is busy, and an
+    engine may share it.
     """
 
     def __init__(
-        self, cfg: Config, shape: ModelShape, sender: Sender, device: torch.device, num_hosts: int
+        self,
+        cfg: Config,
+        shape: ModelShape,
+        sender: Sender,
+        device: torch.device,
+        num_hosts: int,
+        engines: RolloutClient | None,
     ) -> None:
-        self._sender, self._device = sender, device
+        self._sender, self._device, self._engines = sender, device, engines
         self._network_only = cfg.rollout.weight_transport == "network"
         # As resolved by the last rank: on rank 0's own host, its name may resolve to loopback.
         address = rendezvous_address(cfg.rollout.base_urls, num_hosts, os.environ)
@@ -102,16 +105,15 @@ class WeightSync:
     def push(
         self,
         parameters: Mapping[str, Tensor],
-        engines: RolloutClient | None,
         policy_version: int,
         timer: PhaseTimer,
     ) -> None:
         """Make every healthy engine serve `parameters`, this rank's shard, as `policy_version`.
 
-        Rank 0 holds `engines`. On return, every worker of every serving engine is verified to hold
-        the same weights as the ranks, and the engines have dropped their caches. A push that fails
-        is repeated once from the start, over new channels. If an engine has failed, the push goes
-        to the others, and may again be repeated once.
+        On return, every worker of every serving engine is verified to hold the same weights as the
+        ranks, and the engines have dropped their caches. A push that fails is repeated once from
+        the start, over new channels. If an engine has failed, the push goes to the others, and may
+        again be repeated once.
 
         Raises on all ranks: RolloutAborted, when the push fails twice with the same engines or no
         engine is back within `rollout.startup_timeout` (its text on rank 0 names the engine, worker
@@ -119,16 +121,16 @@ class WeightSync:
         rank 0 was told to stop while waiting for an engine.
         """
         with timer.phase("await_engines"):
-            self._assemble(engines)
+            self._assemble()
         is_repeated = False
-        while failure := self._try_push(parameters, engines, policy_version, timer):
+        while failure := self._try_push(parameters, policy_version, timer):
             self.close()
             with timer.phase("await_engines"):
-                has_changed = self._assemble(engines)
+                has_changed = self._assemble()
             if is_repeated and not has_changed:
                 raise RolloutAborted(str(failure))
             is_repeated = not has_changed
-            if engines is not None:
+            if self._engines is not None:
                 print(f"a push of weights failed and is repeated: {failure}", file=sys.stderr)
 
     def close(self) -> None:
@@ -137,27 +139,22 @@ class WeightSync:
             self._weight_sender.close()
         self._weight_sender = None
 
-    def _assemble(self, engines: RolloutClient | None) -> bool:
+    def _assemble(self) -> bool:
         """Tell all ranks how many engines the push is for; returns whether the engines changed.
 
         If they did, the channels to the earlier ones are closed.
         """
-        found = torch.zeros(2, dtype=torch.int64)
 
-        def assemble() -> None:
-            if engines is not None:
-                try:
-                    found.copy_(torch.tensor(engines.assemble(self._check_engine)))
-                except Preempted:
-                    found.fill_(PREEMPTED)
+        def assemble(engines: RolloutClient) -> tuple[int, int]:
+            try:
+                return engines.assemble(self._check_engine)
+            except ConnectionError as error:
+                raise RolloutAborted(str(error)) from None
 
-        failure = self._first_failure(assemble)
-        if failure is not None:
-            raise RolloutAborted(str(failure))
+        assembled = on_rank_0(self._engines, assemble, (Preempted, RolloutAborted))
+        found = torch.tensor(assembled or (0, 0))
         dist.broadcast(found, src=0)
         num_engines, chain = found.tolist()
-        if num_engines == PREEMPTED:
-            raise Preempted("the wait for an engine was given up")
         has_changed, self._num_engines, self._chain = chain != self._chain, num_engines, chain
         if has_changed:
             self.close()
@@ -166,44 +163,46 @@ class WeightSync:
     def _try_push(
         self,
         parameters: Mapping[str, Tensor],
-        engines: RolloutClient | None,
         policy_version: int,
         timer: PhaseTimer,
     ) -> ConnectionError | None:
         """Returns on all ranks the error of the first rank that failed; None if none did."""
         push = f"{policy_version}-{uuid.uuid4().hex[:12]}"
         with timer.phase("push"):
-            failure = self._first_failure(lambda: self._begin(engines, push))
+            failure = first_failure(lambda: self._begin(push), ConnectionError)
             self._rendezvous = None  # all have their channels, or have failed
             if failure is not None:
                 return failure
             sent: dict[int, WorkerSums] = {}
-            broken = self._first_failure(
-                lambda: sent.update(self._transfer(parameters, engines, push))
+            broken = first_failure(
+                lambda: sent.update(self._transfer(parameters, push)), ConnectionError
             )
         # Ask the engines in any case: only the other end of a broken channel may know why it broke.
         with timer.phase("verify_weights"):
             expected = None if broken else sums_of_all_ranks(sent, self._workers)
-            failure = self._first_failure(
-                lambda: engines.check_push(push, expected) if engines else None
-            )
+            failure = self._ask_engines(lambda engines: engines.check_push(push, expected))
         if failure is None and broken is None:
             with timer.phase("push"):
-                failure = self._first_failure(
-                    lambda: engines.finish_push(push, policy_version) if engines else None
+                failure = self._ask_engines(
+                    lambda engines: engines.finish_push(push, policy_version)
                 )
         return failure or broken
 
-    def _begin(self, engines: RolloutClient | None, push: str) -> None:
-        if self._weight_sender is None:
-            self._weight_sender = self._connect(engines)
-        if engines is not None:
-            engines.begin_push(push)
+    def _ask_engines(self, ask: Callable[[RolloutClient], None]) -> ConnectionError | None:
+        """`ask` the engines on rank 0; returns on all ranks the error, if any."""
+        engines = self._engines
+        return first_failure(lambda: ask(engines) if engines else None, ConnectionError)
 
-    def _connect(self, engines: RolloutClient | None) -> WeightSender:
+    def _begin(self, push: str) -> None:
+        if self._weight_sender is None:
+            self._weight_sender = self._open_channels()
+        if self._engines is not None:
+            self._engines.begin_push(push)
+
+    def _open_channels(self) -> WeightSender:
         """Open channels to the workers of the engines; collective over all ranks."""
         address = None
-        if engines is not None:
+        if self._engines is not None:
             address, self._rendezvous = open_rendezvous(self._address)
         text = broadcast_text(json.dumps(asdict(address)) if address else "")
         init_info = TransferInitInfo(
@@ -218,15 +217,15 @@ class WeightSync:
             ],
         )
 
-        def connect(engines: RolloutClient, is_sending: Callable[[], bool]) -> None:
+        def open_channels(engines: RolloutClient, is_sending: Callable[[], bool]) -> None:
             try:
-                engines.connect(init_info.to_json(), is_sending)
+                engines.open_channels(init_info.to_json(), is_sending)
             except OSError as error:
                 join(init_info.rendezvous, TIMEOUT).publish_failure(str(error))
                 raise
 
-        with meanwhile(engines, connect):
-            return WeightSender.open(
+        with meanwhile(self._engines, open_channels):
+            return WeightSender(
                 init_info,
                 self._rendezvous or join(init_info.rendezvous, TIMEOUT),
                 rank=self._sender.rank,
@@ -236,16 +235,11 @@ class WeightSync:
                 device=self._device,
             )
 
-    def _transfer(
-        self, parameters: Mapping[str, Tensor], engines: RolloutClient | None, push: str
-    ) -> Mapping[int, WorkerSums]:
+    def _transfer(self, parameters: Mapping[str, Tensor], push: str) -> Mapping[int, WorkerSums]:
         """Send this rank's share; returns the checksums of what it has sent, by worker."""
         assert self._weight_sender is not None
-        with meanwhile(engines, lambda e, is_sending: e.receive_push(push, is_sending)):
-            return self._weight_sender.send(parameters)
-
-    def _first_failure(self, action: Callable[[], None]) -> ConnectionError | None:
-        return first_failure(action, ConnectionError)
+        with meanwhile(self._engines, lambda e, is_sending: e.receive_push(push, is_sending)):
+            return self._weight_sender.send_weights(parameters)
 
     def _all_senders(self, own: set[int]) -> list[list[int]]:
         """The ranks that send to each worker; `own` are the workers of this rank. Collective."""

@@ -5,7 +5,7 @@ which take seconds to import, is imported from its own module: `from parallel.pa
 """
 
 from parallel.dims import Coordinates, ParallelDims, divisors, pipeline_layers
-from parallel.layout import Axes, Box, Copy, Layout, Piece, Shape, cover_exactly, intersect
+from parallel.layout import Axes, Box, Copy, Layout, Shape, ShardMapping, cover_exactly, intersect
 from parallel.reshard import (
     Sender,
     Traffic,
@@ -25,9 +25,9 @@ __all__ = [
     "Copy",
     "Layout",
     "ParallelDims",
-    "Piece",
     "Sender",
     "Shape",
+    "ShardMapping",
     "Traffic",
     "all_shares",
     "check_push",

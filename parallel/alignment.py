@@ -1,4 +1,4 @@
-"""Alignment of packed sequence lengths that parallelism requires. No torch."""
+"""Multiples to which parallelism pads packed sequences and microbatches. No torch."""
 
 import math
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Alignment:
         assert self.total % self.sequence == 0
 
     @classmethod
-    def of(cls, dims: ParallelDims, sequence_parallel: bool) -> "Alignment":
+    def for_mesh(cls, dims: ParallelDims, sequence_parallel: bool) -> "Alignment":
         """The least alignment with which every rank of `dims` gets an equal part."""
         sequence = 2 * dims.context if dims.context > 1 else 1
         ranks = dims.context * (dims.tensor if sequence_parallel else 1)

@@ -1,7 +1,4 @@
-"""Ways to fill slots, which have room for a number of tokens, and to assign them to data ranks.
-
-A slot becomes a microbatch.
-"""
+"""Bin packing of sequences into microbatches, and the assignment of microbatches to data ranks."""
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
@@ -13,100 +10,108 @@ EVEN = 0.002
 
 
 @dataclass(frozen=True, kw_only=True)
-class Units:
-    """The units that microbatches are made of, costliest first. A unit is never split."""
+class Items:
+    """Sequences, or completions that share a prompt, costliest first. An item is never split."""
 
     tokens: np.ndarray
     costs: np.ndarray
-    room: int
+    capacity: int
     """Tokens that fit into a microbatch."""
     overhead: float
-    """Fixed cost of a microbatch, in addition to its units."""
+    """Fixed cost of a microbatch, in addition to its items."""
 
 
-def best_fit(units: Units) -> np.ndarray:
-    """The slot of each unit: longest first, into the fullest slot that still has room."""
-    slots = np.zeros(len(units.tokens), dtype=int)
-    free: list[tuple[int, int]] = []  # tokens and slot, ascending
-    order = np.argsort(-units.tokens, kind="stable")
-    for unit, tokens in zip(order.tolist(), units.tokens[order].tolist(), strict=True):
+def best_fit(items: Items) -> np.ndarray:
+    """The bin of each item by best-fit-decreasing: into the fullest bin that still has room."""
+    bins = np.zeros(len(items.tokens), dtype=int)
+    free: list[tuple[int, int]] = []  # (tokens, bin), ascending
+    order = np.argsort(-items.tokens, kind="stable")
+    for item, tokens in zip(order.tolist(), items.tokens[order].tolist(), strict=True):
         fullest = bisect_left(free, (tokens, -1))
-        left, slot = free.pop(fullest) if fullest < len(free) else (units.room, len(free))
-        slots[unit] = slot
-        insort(free, (left - tokens, slot))
-    return slots
+        left, bin_ = free.pop(fullest) if fullest < len(free) else (items.capacity, len(free))
+        bins[item] = bin_
+        insort(free, (left - tokens, bin_))
+    return bins
 
 
-def fill(units: Units, targets: np.ndarray) -> np.ndarray | None:
-    """The slot of each unit: costliest first, to the slot furthest below its target.
+def fill(items: Items, targets: np.ndarray) -> np.ndarray | None:
+    """The bin of each item: costliest first, to the bin furthest below its target cost.
 
-    `targets` are costs by slot. This is Graham's LPT rule, in batches: units go to the next slots
-    in line until a slot that has just got one would come first again. A slot that had no room for a
-    unit gets no more units, unless no other slot is left. None if a unit fits nowhere.
+    `targets` [bins]. Equal targets give Graham's LPT rule. Example, all with room enough:
+    costs 5 4 3 2 and targets 8 6 give bins 0 1 0 1 (missing 8 6 -> 3 6 -> 3 2 -> 0 2 -> 0 0).
+
+    Vectorized: a batch takes items for as long as each goes to another bin, that is until a bin
+    that has just got one is again further below its target than the next in line. A bin without
+    room for an item leaves the line; the items of the end go wherever they fit (`_squeeze`). None
+    if one fits nowhere.
     """
-    slots = np.empty(len(units.costs), dtype=int)
-    missing, free = targets.astype(float), np.full(len(targets), units.room)
-    left = np.arange(len(slots))
+    bins = np.empty(len(items.costs), dtype=int)
+    missing, free = targets.astype(float), np.full(len(targets), items.capacity)
+    left = np.arange(len(bins))
     while len(left):
         line = np.argsort(-missing, kind="stable")[: len(left)]
         offered = missing[line]
         if offered[0] == -np.inf:
-            return _squeeze(units, left, slots, free)
-        again = np.maximum.accumulate(offered - units.costs[left[: len(line)]])
+            return _squeeze(items, left, bins, free)
+        again = np.maximum.accumulate(offered - items.costs[left[: len(line)]])
         size = 1 + int(np.append(offered[1:] < again[:-1], True).argmax())
         to, batch = line[:size], left[:size]
-        fits = units.tokens[batch] <= free[to]
-        slots[batch] = to
-        missing[to] -= units.costs[batch]
-        free[to] -= np.where(fits, units.tokens[batch], 0)
+        fits = items.tokens[batch] <= free[to]
+        bins[batch] = to
+        missing[to] -= items.costs[batch]
+        free[to] -= np.where(fits, items.tokens[batch], 0)
         missing[to[~fits]] = -np.inf
         left = np.concatenate([batch[~fits], left[size:]])
-    return slots
+    return bins
 
 
-def fill_by_rank(units: Units, shape: tuple[int, int]) -> np.ndarray | None:
-    """The slot of each unit: costliest first, to the cheapest slot of the rank with least work.
+def fill_by_rank(items: Items, shape: tuple[int, int]) -> np.ndarray | None:
+    """The bin of each item: costliest first, to the cheapest bin of the rank with least work.
 
-    Slower than `fill`, but balances ranks better if there is little room. None if a unit fits
-    nowhere.
+    `shape` is (data ranks, microbatches). Slower than `fill`, but balances ranks better if there is
+    little room. None if an item fits nowhere.
     """
-    slots = np.empty(len(units.costs), dtype=int)
+    bins = np.empty(len(items.costs), dtype=int)
     tokens, load, rank_load = np.zeros(shape, dtype=int), np.zeros(shape), np.zeros(shape[0])
-    sizes = zip(units.tokens.tolist(), units.costs.tolist(), strict=True)
-    for unit, (length, cost) in enumerate(sizes):
-        fits = tokens + length <= units.room
+    sizes = zip(items.tokens.tolist(), items.costs.tolist(), strict=True)
+    for item, (length, cost) in enumerate(sizes):
+        fits = tokens + length <= items.capacity
         rank = int(np.where(fits.any(axis=1), rank_load, np.inf).argmin())
-        slot = int(np.where(fits[rank], load[rank], np.inf).argmin())
-        if not fits[rank, slot]:
+        bin_ = int(np.where(fits[rank], load[rank], np.inf).argmin())
+        if not fits[rank, bin_]:
             return None
-        slots[unit] = rank * shape[1] + slot
-        tokens[rank, slot] += length
-        load[rank, slot] += cost
+        bins[item] = rank * shape[1] + bin_
+        tokens[rank, bin_] += length
+        load[rank, bin_] += cost
         rank_load[rank] += cost
-    return slots
+    return bins
 
 
 def _squeeze(
-    units: Units, left: np.ndarray, slots: np.ndarray, free: np.ndarray
+    items: Items, left: np.ndarray, bins: np.ndarray, free: np.ndarray
 ) -> np.ndarray | None:
-    """Put the units that are `left` each into the slot with the least sufficient room."""
-    for unit in left.tolist():
-        slot = int(np.where(free >= units.tokens[unit], free, np.iinfo(free.dtype).max).argmin())
-        if free[slot] < units.tokens[unit]:
+    """Put each item that is `left` into the bin with the least sufficient room."""
+    for item in left.tolist():
+        bin_ = int(np.where(free >= items.tokens[item], free, np.iinfo(free.dtype).max).argmin())
+        if free[bin_] < items.tokens[item]:
             return None
-        slots[unit] = slot
-        free[slot] -= units.tokens[unit]
-    return slots
+        bins[item] = bin_
+        free[bin_] -= items.tokens[item]
+    return bins
 
 
-def numbered(shape: tuple[int, int]) -> np.ndarray:
-    """Slots by (data rank, microbatch), numbered consecutively rank by rank."""
+def rank_by_rank(shape: tuple[int, int]) -> np.ndarray:
+    """[data rank, microbatch] -> bin: the first rank gets the first bins, and so on."""
     return np.arange(shape[0] * shape[1]).reshape(shape)
 
 
-def dealt(slots: np.ndarray, shape: tuple[int, int], units: Units) -> np.ndarray:
-    """Filled slots by (data rank, microbatch): costliest first, to the rank with least work."""
-    costs = np.bincount(slots, units.costs, shape[0] * shape[1])
+def snake_assign(bins: np.ndarray, shape: tuple[int, int], items: Items) -> np.ndarray:
+    """[data rank, microbatch] -> bin: in each turn every rank gets one, costliest bins first.
+
+    The rank with least work so far gets the costliest bin of the turn, so two ranks alternate:
+    bins of cost 9 8 4 1 become [9, 1] and [8, 4].
+    """
+    costs = np.bincount(bins, items.costs, shape[0] * shape[1])
     places, load = np.empty(shape, dtype=int), np.zeros(shape[0])
     for number, row in enumerate(np.argsort(-costs, kind="stable").reshape(shape[::-1])):
         places[np.argsort(load, kind="stable"), number] = row
@@ -119,28 +124,29 @@ def _some(candidates: np.ndarray) -> np.ndarray:
     return candidates[:: len(candidates) // 512 + 1]
 
 
-def evened(slots: np.ndarray, places: np.ndarray, units: Units) -> np.ndarray:
-    """The slot of each unit after repeated exchanges between the most and the least loaded rank.
+def rebalance(bins: np.ndarray, places: np.ndarray, items: Items) -> np.ndarray:
+    """The bin of each item after exchanges between the most and the least loaded rank.
 
-    `places` are the slots by (data rank, microbatch).
+    `places` [data rank, microbatch] are bins. An exchange moves cost d from one rank to the other;
+    best is half of the gap between them. Stops when ranks are `EVEN`, or no exchange helps.
     """
-    slots, num_ranks = slots.copy(), len(places)
+    bins, num_ranks = bins.copy(), len(places)
     rank_of = np.empty(places.size, dtype=int)
     rank_of[places] = np.arange(num_ranks)[:, None]
     for _ in range(2 * num_ranks):
-        load = np.bincount(rank_of[slots], units.costs, num_ranks)
+        load = np.bincount(rank_of[bins], items.costs, num_ranks)
         gap = load.max() - load.min()
         if gap <= EVEN * load.mean():
             break
-        mine = _some(np.flatnonzero(rank_of[slots] == load.argmax()))
-        others = _some(np.flatnonzero(rank_of[slots] == load.argmin()))
-        free = units.room - np.bincount(slots, units.tokens, places.size)
-        more = units.tokens[mine][:, None] - units.tokens[others]
-        possible = (more <= free[slots[others]]) & (-more <= free[slots[mine]][:, None])
-        off = abs(units.costs[mine][:, None] - units.costs[others] - gap / 2)
+        mine = _some(np.flatnonzero(rank_of[bins] == load.argmax()))
+        others = _some(np.flatnonzero(rank_of[bins] == load.argmin()))
+        free = items.capacity - np.bincount(bins, items.tokens, places.size)
+        more = items.tokens[mine][:, None] - items.tokens[others]
+        possible = (more <= free[bins[others]]) & (-more <= free[bins[mine]][:, None])
+        off = abs(items.costs[mine][:, None] - items.costs[others] - gap / 2)
         off = np.where(possible, off, np.inf)
         if not off.min(initial=np.inf) < gap / 2:
             break
         i, j = np.unravel_index(off.argmin(), off.shape)
-        slots[mine[i]], slots[others[j]] = slots[others[j]], slots[mine[i]]
-    return slots
+        bins[mine[i]], bins[others[j]] = bins[others[j]], bins[mine[i]]
+    return bins

@@ -12,11 +12,8 @@ one in 2^64 of the others. Zeros add nothing, and a tensor's checksum is the sum
 boxes that make it up: ranks sum what they own, and one all-reduce gives the checksum of the whole.
 
 The sums of words over rows and over columns need no product per word, which is several times faster
-than a separate factor for every word. torch computes them on a GPU, checksum_kernel.c on a CPU.
-
-The factors of rows, and of columns of words, in a checksum.
-
-Checksums on a CPU: checksum_kernel.c sums rows while it copies them.
+than a separate factor for every word. torch computes them on a GPU; on a CPU
+checksum_kernel.c sums rows while it copies them.
 """
 
 import ctypes

@@ -5,8 +5,8 @@ engine's worker) has, in the coordinates of the whole tensors. Loading, exportin
 then the same operation: `intersect` two layouts and copy the boxes. `cover_exactly` checks that
 nothing is missing and nothing is written twice.
 
-A local tensor may store a whole tensor transposed, or as one slice of a stack: `Piece.axes` says
-which local dimension corresponds to each dimension of the whole tensor.
+A local tensor may store a whole tensor transposed, or as one slice of a stack:
+`ShardMapping.axes` says which local dimension corresponds to each dimension of the whole tensor.
 """
 
 from collections import defaultdict
@@ -22,7 +22,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A part of a tensor with at least one dimension: first index and extent along each."""
+    """A part of a tensor: its offsets and sizes, like a "chunk" of torch's DCP."""
 
     start: Shape
     size: Shape
@@ -91,11 +91,11 @@ stack [layer, rows, columns] has (1, 2); a box has extent 1 along local dimensio
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ShardMapping:
     """`local_box` of the tensor `local` is `box` of the whole tensor `tensor`; sizes agree by axes.
 
-    A replica is filled like any other piece but is never a source: among all ranks that hold an
-    element, exactly one holds it in a piece that is not a replica.
+    A replica is filled like any other piece but is never a source: of all ranks that hold an
+    element, exactly one has it in a piece that is no replica.
     """
 
     local: str
@@ -132,14 +132,14 @@ class Layout:
     """
 
     shapes: Mapping[str, Shape]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ShardMapping, ...]
     zeros: tuple[tuple[str, Box], ...] = ()
 
     @classmethod
     def of_whole_tensors(cls, shapes: Mapping[str, Shape]) -> "Layout":
         """The layout of a single holder of everything, such as a folder of weight files."""
         boxes = {name: Box.whole(shape) for name, shape in shapes.items()}
-        return cls(shapes, tuple(Piece(name, box, name, box) for name, box in boxes.items()))
+        return cls(shapes, tuple(ShardMapping(name, box, name, box) for name, box in boxes.items()))
 
     @classmethod
     def of_parts(cls, shapes: Mapping[str, Shape], max_elements: int) -> "Layout":
@@ -147,7 +147,7 @@ class Layout:
         pieces = []
         for name, shape in shapes.items():
             for number, box in enumerate(Box.whole(shape).cut(max_elements)):
-                pieces.append(Piece(f"{name}[{number}]", Box.whole(box.size), name, box))
+                pieces.append(ShardMapping(f"{name}[{number}]", Box.whole(box.size), name, box))
         return cls({piece.local: piece.box.size for piece in pieces}, tuple(pieces))
 
     @property
@@ -169,17 +169,22 @@ class Layout:
         }
         assert not differing, f"tensor: (its shape, its shape in the layout): {differing}"
 
-    def through(self, outer: "Layout") -> "Layout":
-        """Compose two layouts: the same local tensors as boxes of the whole tensors of `outer`.
+    def compose(self, outer: "Layout") -> "Layout":
+        """The local tensors of `self` as boxes of the whole tensors of `outer`.
 
-        The whole tensors of `self` are the local ones of `outer`: if the chunks of a file are boxes
-        of a checkpoint's tensors, and those are boxes of the model's, this says which boxes of the
-        model's tensors the chunks are. Elements that no piece of `outer` covers are in no piece.
+        The whole tensors of `self` are the local ones of `outer`. For the chunks of a file, which
+        are boxes of a checkpoint's tensor, whose boxes are weights of the model::
+
+            self:   chunk 0 = qkv[0:3], chunk 1 = qkv[3:6]       |--- 0 ---|--- 1 ---|
+            outer:  qkv[0:4] = q[0:4],  qkv[4:6] = k[0:2]        |----- q -----|- k -|
+            result: chunk 0 = q[0:3], chunk 1[0:1] = q[3:4], chunk 1[1:3] = k[0:2]
+
+        Elements that no piece of `outer` covers are in no piece.
         """
         inner = _grouped((piece.tensor, (piece.box, piece)) for piece in self.pieces)
         middle = _grouped((piece.local, (piece.local_box, piece)) for piece in outer.pieces)
         pieces = tuple(
-            Piece(
+            ShardMapping(
                 have.local,
                 have.local_part(common),
                 want.tensor,
@@ -214,7 +219,7 @@ class Copy:
     destination_axes: Axes = ()
 
     @classmethod
-    def of(cls, have: Piece, want: Piece, box: Box) -> "Copy":
+    def between(cls, have: ShardMapping, want: ShardMapping, box: Box) -> "Copy":
         """The copy of `box` of a whole tensor from the piece that has it to one that wants it."""
         source, destination = have.local_part(box), want.local_part(box)
         return cls(have.local, source, want.local, destination, have.axes, want.axes)
@@ -224,13 +229,14 @@ def intersect(source: Layout, destination: Layout) -> list[Copy]:
     """Every copy from what `source` owns to `destination`; replicas own nothing."""
     owned = (piece for piece in source.pieces if not piece.is_replica)
     return [
-        Copy.of(have, want, box) for _, have, want, box in overlaps(owned, [destination.pieces])
+        Copy.between(have, want, box)
+        for _, have, want, box in overlaps(owned, [destination.pieces])
     ]
 
 
 def overlaps(
-    source: Iterable[Piece], destinations: Sequence[Iterable[Piece]]
-) -> Iterator[tuple[int, Piece, Piece, Box]]:
+    source: Iterable[ShardMapping], destinations: Sequence[Iterable[ShardMapping]]
+) -> Iterator[tuple[int, ShardMapping, ShardMapping, Box]]:
     """All pairs of pieces that overlap in a whole tensor, with the box that they share.
 
     Yields (number of the destination, source piece, destination piece, box), tensor by tensor.
@@ -296,15 +302,8 @@ def cover_exactly(shapes: Mapping[str, Shape], layouts: Iterable[Layout]) -> Non
 
     `shapes` are those of the whole tensors. O(n log n) in the number n of pieces in all layouts.
     """
-    _check_cover(
-        shapes,
-        [
-            (piece.tensor, piece.box)
-            for layout in layouts
-            for piece in layout.pieces
-            if not piece.is_replica
-        ],
-    )
+    owned = (piece for layout in layouts for piece in layout.pieces if not piece.is_replica)
+    _check_cover(shapes, ((piece.tensor, piece.box) for piece in owned))
 
 
 def _check_cover(shapes: Mapping[str, Shape], boxes: Iterable[tuple[str, Box]]) -> None:
@@ -330,8 +329,13 @@ def _check_cover(shapes: Mapping[str, Shape], boxes: Iterable[tuple[str, Box]]) 
 def _miscovered(shape: Shape, boxes: list[Box], dim: int = 0) -> tuple[int, int]:
     """How many elements no box covers, and how many are covered by several.
 
-    Cuts dimension `dim` wherever a box begins or ends; within such a slab the set of boxes is
-    constant, and the problem has one dimension less.
+    Cuts dimension `dim` wherever a box begins or ends; in such a slab the same boxes are active
+    all along it, and the problem has one dimension less. A = rows 0-1, B = rows 1-2, of 4 rows::
+
+        row 0    A       one active box: covered
+        row 1    A B     two: repeated
+        row 2      B
+        row 3            none: missing
     """
     if dim == len(shape):
         return int(not boxes), int(len(boxes) > 1)

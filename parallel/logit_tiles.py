@@ -233,7 +233,7 @@ def _gradient_of_tile(
 
 
 def _within(columns: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """A valid column [n, 1] for each row, and whether it is that of the row's token."""
+    """The column of each row's token [n, 1], and [n] whether this tile has it (else any column)."""
     last = logits.shape[1] - 1
     return columns.clamp(0, last)[:, None], (columns >= 0) & (columns <= last)
 

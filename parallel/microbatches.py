@@ -8,9 +8,17 @@ from typing import NamedTuple
 import numpy as np
 
 from parallel.alignment import Alignment, round_up
-from parallel.balance import Units, best_fit, dealt, evened, fill, fill_by_rank, numbered
+from parallel.balance import (
+    Items,
+    best_fit,
+    fill,
+    fill_by_rank,
+    rank_by_rank,
+    rebalance,
+    snake_assign,
+)
 from parallel.dims import ParallelDims
-from parallel.pipeline_sim import RAMPS, makespan, promising, run_orders
+from parallel.pipeline_sim import RAMPS, candidate_orders, candidate_targets, makespan
 
 Plan = list[list[list[int]]]
 """``plan[data rank][microbatch]``: the indices of its sequences."""
@@ -38,20 +46,20 @@ class CostModel:
         return cls(linear=1.0, quadratic=1 / (12 * hidden_size))
 
 
-class Arranged(NamedTuple):
-    """A plan, and how long it takes."""
+class ScheduledPlan(NamedTuple):
+    """Items in bins, bins in the order in which ranks run them, and the time of the schedule."""
 
     time: float
-    slots: np.ndarray
-    """The slot of each unit."""
+    bins: np.ndarray
+    """[items] -> bin"""
     places: np.ndarray
-    """[data rank, microbatch]: the slot that becomes this microbatch."""
+    """[data rank, microbatch] -> bin"""
 
 
 SMALL_BUBBLE = 0.02
 """Pipeline bubble, as a fraction of the work, below which the plan ignores the pipeline."""
 FEW = 600
-"""Up to this many units, a slower way to fill microbatches is tried as well."""
+"""Up to this many items, a slower way to fill microbatches is tried as well."""
 
 
 def plan_microbatches(
@@ -72,81 +80,87 @@ def plan_microbatches(
     Raises ValueError if a sequence does not fit.
     """
     aligned = -(-np.array(lengths, dtype=int) // alignment.sequence) * alignment.sequence
-    room = room_for(lengths, max_tokens, alignment)
+    capacity = microbatch_capacity(lengths, max_tokens, alignment)
     cost = cost or CostModel()
     costs = cost.linear * aligned + cost.quadratic * aligned.astype(float) ** 2
-    return plan_units(aligned, costs, room, dims, overhead=cost.linear * cost.overhead)
+    return plan_items(aligned, costs, capacity, dims, overhead=cost.linear * cost.overhead)
 
 
-def plan_units(
-    tokens: np.ndarray, costs: np.ndarray, room: int, dims: ParallelDims, overhead: float
+def plan_items(
+    tokens: np.ndarray, costs: np.ndarray, capacity: int, dims: ParallelDims, overhead: float
 ) -> Plan:
-    """The plan for units with these `tokens`, each at most `room`, and `costs`.
+    """The plan for items with these `tokens`, each at most `capacity`, and `costs`.
 
     Without a pipeline: as few microbatches as best-fit-decreasing needs, of equal cost, the
     costliest first, so that running out of memory shows at once. In a pipeline, stages wait for the
     first microbatch to arrive and the last to return, and for microbatches that take longer than
     others. So there may be more microbatches than needed, as long as their fixed cost does not
-    outweigh the gain, and those at the ends are smaller. Counts and ramps are ranked by the
-    schedule's time with idealized costs; units are dealt out for the best ones, and the fastest
-    resulting plan is taken.
+    outweigh the gain, and those at the ends are smaller. Counts and ramps are ranked by simulating
+    the schedule with idealized costs; bins are filled for the best ones, and the fastest resulting
+    plan is taken.
 
     The n-th microbatches of all data ranks cost about the same, since ranks meet in collectives.
     """
     order = np.argsort(-costs, kind="stable")
-    units = Units(tokens=tokens[order], costs=costs[order], room=room, overhead=overhead)
-    bins = best_fit(units)
+    items = Items(tokens=tokens[order], costs=costs[order], capacity=capacity, overhead=overhead)
+    bins = best_fit(items)
     step = dims.pipeline if dims.virtual_pipeline > 1 else 1
     used = int(bins.max(initial=-1)) + 1
     fewest = max(round_up(math.ceil(used / dims.data), step), step)
     if (dims.pipeline - 1) / dims.virtual_pipeline < SMALL_BUBBLE * fewest:
         dims = replace(dims, pipeline=1, virtual_pipeline=1)
 
-    found = [_arranged(bins, dealt(bins, (dims.data, fewest), units), units, dims)]
-    if len(units.costs) <= FEW:
-        slots = fill_by_rank(units, (dims.data, fewest))
-        if slots is not None:
-            found.append(_arranged(slots, numbered((dims.data, fewest)), units, dims))
-    for targets in promising(units, fewest, step, dims):
-        slots = fill(units, targets.ravel())
-        if slots is not None:
-            for places in (numbered(targets.shape), dealt(slots, targets.shape, units)):
-                found.append(_arranged(slots, places, units, dims))
+    found = [_scheduled(bins, snake_assign(bins, (dims.data, fewest), items), items, dims)]
+    if len(items.costs) <= FEW:
+        filled = fill_by_rank(items, (dims.data, fewest))
+        if filled is not None:
+            found.append(_scheduled(filled, rank_by_rank((dims.data, fewest)), items, dims))
+    for targets in candidate_targets(items, fewest, step, dims):
+        filled = fill(items, targets.ravel())
+        if filled is not None:
+            for places in (rank_by_rank(targets.shape), snake_assign(filled, targets.shape, items)):
+                found.append(_scheduled(filled, places, items, dims))
     # Prefer later ones among equals: the plans of best fit are less even.
-    best = min(reversed(found), key=lambda arranged: arranged.time)
-    level = _arranged(evened(best.slots, best.places, units), best.places, units, dims)
-    best = min(best, level, key=lambda arranged: arranged.time)
-    slots, places = best.slots, best.places
+    best = min(reversed(found), key=lambda candidate: candidate.time)
+    level = _scheduled(rebalance(best.bins, best.places, items), best.places, items, dims)
+    best = min(best, level, key=lambda candidate: candidate.time)
+    bins, places = best.bins, best.places
 
-    by_slot = order[np.lexsort((order, slots))].tolist()
-    ends = np.bincount(slots, minlength=places.size).cumsum()
+    by_bin = order[np.lexsort((order, bins))].tolist()
+    ends = np.bincount(bins, minlength=places.size).cumsum()
     starts = [0, *ends.tolist()]
-    return [[by_slot[starts[slot] : starts[slot + 1]] for slot in rank] for rank in places.tolist()]
+    return [[by_bin[starts[bin_] : starts[bin_ + 1]] for bin_ in rank] for rank in places.tolist()]
 
 
-def room_for(lengths: Sequence[int], max_tokens: int, alignment: Alignment) -> int:
+def microbatch_capacity(lengths: Sequence[int], max_tokens: int, alignment: Alignment) -> int:
     """Tokens that a microbatch may have; ValueError if the longest sequence does not fit."""
-    room = max_tokens // alignment.total * alignment.total
+    capacity = max_tokens // alignment.total * alignment.total
     longest = max(range(len(lengths)), key=lambda i: lengths[i], default=-1)
     needed = round_up(lengths[longest], alignment.total) if lengths else alignment.total
-    if needed > room:
+    if needed > capacity:
         what = f"sequence {longest} has {lengths[longest]} tokens" if lengths else "no sequence"
         raise ValueError(
             f"{what}, {needed} after alignment to a multiple of {alignment.total}, and a "
             f"microbatch takes max_tokens_per_microbatch = {max_tokens}: set it to {needed} or more"
         )
-    return room
+    return capacity
 
 
-def _arranged(slots: np.ndarray, places: np.ndarray, units: Units, dims: ParallelDims) -> Arranged:
-    """Put the microbatches in the fastest order found, the same for all ranks."""
-    costs = np.bincount(slots, units.costs, places.size)[places]
+def _scheduled(
+    bins: np.ndarray, places: np.ndarray, items: Items, dims: ParallelDims
+) -> ScheduledPlan:
+    """Put the microbatches in the fastest order found, the same for all ranks.
+
+    Row r of `places` is first sorted by cost. An order such as [2, 0, 1] then means that every rank
+    begins with its third costliest microbatch.
+    """
+    costs = np.bincount(bins, items.costs, places.size)[places]
     places = np.take_along_axis(places, np.argsort(-costs, axis=1, kind="stable"), axis=1)
     costs = -np.sort(-costs, axis=1)
     whole = int((costs > 0).all(axis=0).sum())  # microbatches empty on some rank come last
-    costs = costs + units.overhead
+    costs = costs + items.overhead
     ramps = range(len(RAMPS) if dims.pipeline > 1 else 1)
-    orders = [order for ramp in ramps for order in run_orders(whole, dims.pipeline, ramp)]
+    orders = [order for ramp in ramps for order in candidate_orders(whole, dims.pipeline, ramp)]
     orders = [np.append(order, np.arange(whole, costs.shape[1])) for order in orders]
     mean = costs.mean(axis=0)
     times = makespan(
@@ -162,4 +176,4 @@ def _arranged(slots: np.ndarray, places: np.ndarray, units: Units, dims: Paralle
         ),
         key=lambda timed: timed[0],
     )
-    return Arranged(float(time), slots, places[:, order])
+    return ScheduledPlan(float(time), bins, places[:, order])

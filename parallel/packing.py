@@ -14,13 +14,16 @@ from parallel.alignment import Alignment, round_up
 
 
 class ColumnMap:
-    """Where sequences lie in a microbatch of `total` tokens: in ascending order."""
+    """Columns [total] of a microbatch, with values at ascending `places` and a filler in the gaps.
+
+    For places 0:2 and 4:7 of 8 tokens, `column([3, 5])` is 3 3 0 0 5 5 5 0.
+    """
 
     def __init__(self, places: Sequence[slice], total: int) -> None:
         self._places, self._total = places, total
         bounds = [0, *(bound for place in places for bound in (place.start, place.stop)), total]
         self._lengths = np.diff(bounds)
-        """Of what lies before, in and between the places, and behind the last."""
+        """Gap, place, gap, place, ..., gap: above 0 2 2 3 1."""
 
     def column(
         self,
@@ -28,7 +31,7 @@ class ColumnMap:
         dtype: DTypeLike = np.float32,
         elsewhere: int = 0,
     ) -> Tensor:
-        """[total]: at each place its value, a scalar or one per token; `elsewhere` in between."""
+        """One of `values` for each place, a scalar or one per token; `elsewhere` in the gaps."""
         if Tensor not in map(type, values):  # nearly always
             in_turn = np.full(len(self._lengths), elsewhere, dtype)
             in_turn[1::2] = values
@@ -194,8 +197,8 @@ class _Segment:
     prefix: int | None = None  # number of the segment that it continues
 
     @classmethod
-    def of(cls, sequence: TokenSequence, part: slice, **place: int) -> "_Segment":
-        """The segment of `part` of a sequence."""
+    def cut_from(cls, sequence: TokenSequence, part: slice, **place: int) -> "_Segment":
+        """The segment with `part` of the tokens of a sequence."""
         routes = sequence.routed_experts
         routes = None if routes is None else routes[part]
         return cls(tokens=sequence.tokens[part], routed_experts=routes, **place)
@@ -217,16 +220,14 @@ def _segments(
         num_prompt_tokens = sequences[group[0]].num_prompt_tokens
         responses = [len(sequences[i].rollout_logprobs) for i in group]
         if not is_shared(num_prompt_tokens, responses, alignment.sequence):
-            segments += [_Segment.of(sequences[i], slice(None), index=i) for i in group]
+            segments += [_Segment.cut_from(sequences[i], slice(None), index=i) for i in group]
             continue
         position, prefix = num_prompt_tokens - 1, len(segments)
         # Of a dialogue that failed before its first turn, the engine has not seen the prompt.
         seen = max(group, key=lambda i: _num_routed(sequences[i]))
-        segments.append(_Segment.of(sequences[seen], slice(position)))
-        own = slice(position, None)
-        segments += [
-            _Segment.of(sequences[i], own, position=position, index=i, prefix=prefix) for i in group
-        ]
+        segments.append(_Segment.cut_from(sequences[seen], slice(position)))
+        own, at = slice(position, None), {"position": position, "prefix": prefix}
+        segments += [_Segment.cut_from(sequences[i], own, index=i, **at) for i in group]
     return segments
 
 
@@ -298,11 +299,10 @@ def is_shared(num_prompt_tokens: int, responses: Sequence[int], multiple: int) -
     return _shared_length(num_prompt_tokens, responses, multiple) < alone
 
 
-def unit_length(num_prompt_tokens: int, responses: Sequence[int], multiple: int) -> int:
+def packed_length(num_prompt_tokens: int, responses: Sequence[int], multiple: int) -> int:
     """Tokens of completions of one prompt in one microbatch, alignment included."""
-    if is_shared(num_prompt_tokens, responses, multiple):
-        return _shared_length(num_prompt_tokens, responses, multiple)
-    return sum(round_up(num_prompt_tokens + response, multiple) for response in responses)
+    alone = sum(round_up(num_prompt_tokens + response, multiple) for response in responses)
+    return min(_shared_length(num_prompt_tokens, responses, multiple), alone)
 
 
 def _shared_length(num_prompt_tokens: int, responses: Sequence[int], multiple: int) -> int:

@@ -1,7 +1,17 @@
 """Target costs of microbatches that make a pipeline fast, by simulating how long it takes.
 
 Stages wait for the first microbatch to arrive and for the last to return, so those at the ends
-should be cheaper.
+should be cheaper. Two stages, microbatches a b c (lower case forward, upper case backward, which
+takes twice as long):
+
+    stage 0:  a b . . A A c B B . C C      time ->
+    stage 1:  . a A A b B B c C C . .
+
+A stage idles (.) while a or C is on the other one: less, if work is moved from a and c to b.
+
+How a plan is searched: `_counts` of microbatches x `RAMPS` give weights; `_scale_to_work` turns
+them into costs that add up to a rank's work; `candidate_orders` says which of these costs runs
+when; `makespan` times it. The best become target costs for `balance.fill`.
 
 Stages run the operations of Megatron-Core, in its order (`forward_backward_pipelining_*` of
 `megatron.core.pipeline_parallel.schedules`): warm-up forwards, then alternately one forward and one
@@ -17,7 +27,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from parallel.balance import Units
+from parallel.balance import Items
 from parallel.dims import ParallelDims
 from parallel.kernels import load_kernel
 
@@ -107,51 +117,51 @@ NUM_COUNTS = 12
 OPERATIONS = 20_000
 """Bound on the total number of operations in these schedules: large ones try fewer counts."""
 MOST_FILLED = 10
-"""Maximum number of targets, most promising first, for which units are dealt out."""
+"""Maximum number of targets, most promising first, for which bins are filled."""
 PLACEMENTS = 20_000
-"""Bound on the number of unit placements over all targets, which bounds the planning time."""
+"""Bound on the number of item placements over all targets, which bounds the planning time."""
 
 
-def promising(units: Units, fewest: int, step: int, dims: ParallelDims) -> list[np.ndarray]:
+def candidate_targets(items: Items, fewest: int, step: int, dims: ParallelDims) -> list[np.ndarray]:
     """Target costs [data rank, microbatch], descending for each rank; most promising first."""
-    per_rank = units.costs.sum() / dims.data
-    counts = _counts(units, fewest, step, dims)
+    per_rank = items.costs.sum() / dims.data
+    counts = _counts(items, fewest, step, dims)
     ramps = range(len(RAMPS) if dims.pipeline > 1 else 1)
     shapes = [(count, ramp) for count in counts for ramp in ramps]
     weights = np.zeros((len(shapes), counts[-1]))
     for row, (count, ramp) in zip(weights, shapes, strict=True):
         row[:count] = -np.sort(-RAMPS[ramp].weights(count, dims.pipeline))
-    held = _largest(units, counts[-1], dims.data)
-    mean = _levelled(weights, held.mean(axis=0) * (weights > 0), per_rank, units)
+    held = _largest(items, counts[-1], dims.data)
+    mean = _scale_to_work(weights, held.mean(axis=0) * (weights > 0), per_rank, items)
     rows, shape_of = [], []
     for i, (count, ramp) in enumerate(shapes):
-        for order in run_orders(count, dims.pipeline, ramp):
+        for order in candidate_orders(count, dims.pipeline, ramp):
             row = np.full(counts[-1], ABSENT)
-            row[:count] = mean[i, :count][order] + units.overhead
+            row[:count] = mean[i, :count][order] + items.overhead
             rows.append(row)
             shape_of.append(i)
     times = np.full(len(shapes), np.inf)
     np.minimum.at(times, shape_of, makespan(np.array(rows), dims.pipeline, dims.virtual_pipeline))
-    num = min(max(PLACEMENTS // max(len(units.costs), 1), 1), MOST_FILLED)
+    num = min(max(PLACEMENTS // max(len(items.costs), 1), 1), MOST_FILLED)
     targets = []
     for i in np.argsort(times, kind="stable")[:num].tolist():
         count = shapes[i][0]
         of_ranks = np.tile(weights[i, :count], (dims.data, 1))
-        targets.append(_levelled(of_ranks, held[:, :count], per_rank, units))
+        targets.append(_scale_to_work(of_ranks, held[:, :count], per_rank, items))
     return targets
 
 
-def _counts(units: Units, fewest: int, step: int, dims: ParallelDims) -> list[int]:
+def _counts(items: Items, fewest: int, step: int, dims: ParallelDims) -> list[int]:
     """Numbers of microbatches to try, ascending.
 
     With a rank's work W split into k equal microbatches, each with overhead o, the schedule takes
     (W / k + o) (k + (p - 1) / v): least at k = sqrt(W (p - 1) / (v o)). Ramps need fewer.
     """
     fill_and_drain = (dims.pipeline - 1) / dims.virtual_pipeline
-    work = units.costs.sum() / dims.data
-    most = math.ceil(len(units.costs) / dims.data)
-    if units.overhead > 0:
-        most = min(most, math.ceil(math.sqrt(work * fill_and_drain / units.overhead)))
+    work = items.costs.sum() / dims.data
+    most = math.ceil(len(items.costs) / dims.data)
+    if items.overhead > 0:
+        most = min(most, math.ceil(math.sqrt(work * fill_and_drain / items.overhead)))
     most = max(most // step * step, fewest)
     operations = 2 * fewest * dims.pipeline * dims.virtual_pipeline
     num = min(NUM_COUNTS, max(OPERATIONS // operations, 1), (most - fewest) // step + 1)
@@ -159,11 +169,11 @@ def _counts(units: Units, fewest: int, step: int, dims: ParallelDims) -> list[in
     return sorted({int(count) for count in np.round(spread / step) * step})
 
 
-def _largest(units: Units, count: int, ranks: int) -> np.ndarray:
-    """Cost of the largest unit in each of the `count` microbatches of each rank, descending."""
+def _largest(items: Items, count: int, ranks: int) -> np.ndarray:
+    """Cost of the largest item in each of the `count` microbatches of each rank, descending."""
     largest = np.zeros(count * ranks)
-    num = min(len(largest), len(units.costs))
-    largest[:num] = units.costs[:num]
+    num = min(len(largest), len(items.costs))
+    largest[:num] = items.costs[:num]
     by_rank, load = np.empty((ranks, count)), np.zeros(ranks)
     for place, row in enumerate(largest.reshape(count, ranks)):
         by_rank[np.argsort(load, kind="stable"), place] = row
@@ -171,13 +181,16 @@ def _largest(units: Units, count: int, ranks: int) -> np.ndarray:
     return by_rank
 
 
-def _levelled(weights: np.ndarray, least: np.ndarray, per_rank: float, units: Units) -> np.ndarray:
-    """Costs proportional to each row of `weights`, none below its `least`, that sum to a rank's
-    work.
+def _scale_to_work(
+    weights: np.ndarray, least: np.ndarray, per_rank: float, items: Items
+) -> np.ndarray:
+    """Costs proportional to each row of `weights` that sum to a rank's work: ``level * weights``.
 
-    The sum may fall short: costs are capped at that of a microbatch full of average units.
+    With `least` they are at least [rows, microbatches] as large as their largest item, and at most
+    a microbatch full of average items; then the sum may fall short. Example: weights 1 1 0.5 and
+    work 10 give 4 4 2; with a cap of 3.5 they give 3.5 3.5 3. `level` is found by bisection.
     """
-    full = units.room * units.costs.sum() / max(units.tokens.sum(), 1)
+    full = items.capacity * items.costs.sum() / max(items.tokens.sum(), 1)
     low, high = np.zeros(len(weights)), np.full(len(weights), full / weights[weights > 0].min())
     for _ in range(40):
         level = (low + high) / 2
@@ -188,10 +201,12 @@ def _levelled(weights: np.ndarray, least: np.ndarray, per_rank: float, units: Un
 
 
 @lru_cache(maxsize=256)
-def run_orders(count: int, pipeline: int, ramp: int) -> list[np.ndarray]:
+def candidate_orders(count: int, pipeline: int, ramp: int) -> list[np.ndarray]:
     """Orders in which to run microbatches that are sorted by cost, costliest first.
 
-    The higher the ramp's weight at a position, the costlier its microbatch.
+    The higher the ramp's weight at a position, the costlier its microbatch. Weights 0.3 1 1 0.6
+    give [3, 0, 1, 2] or [3, 1, 0, 2]: the cheapest first, the second cheapest last. Positions of
+    equal weight are filled outwards from each of the `CENTRES`; equal orders occur once.
     """
     weights = RAMPS[ramp].weights(count, pipeline)
     places = np.arange(count)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 
-from parallel.layout import Box, Copy, Layout, Piece, overlaps
+from parallel.layout import Box, Copy, Layout, ShardMapping, overlaps
 
 
 @dataclass(frozen=True)
@@ -20,23 +20,23 @@ class Sender:
 
     rank: int
     layout: Layout
-    holders: Mapping[str, range]
-    """For each local tensor, the ranks that hold an identical one; empty if it is never sent,
-    because other tensors hold its elements under another name."""
-    kinds: Mapping[str, int] = field(default_factory=dict)
-    """For a tensor that all T tensor ranks of a stage hold (norms, router), T; other tensors are
-    absent. In `holders`, the tensor rank must vary fastest. Worker w of n gets the tensor from the
-    holders of tensor rank w * T // n, which send to it anyway."""
+    owners: Mapping[str, range]
+    """For each local tensor, the ranks that hold an identical one. Empty for a tied output layer:
+    its elements are sent as the embedding's."""
+    replica_sets: Mapping[str, int] = field(default_factory=dict)
+    """For a tensor that all T tensor ranks of a stage hold (norms, router), T: its `owners`, in
+    which the tensor rank varies fastest, then are T sets, one for each tensor rank. Worker w of n
+    gets it from set w * T // n, whose ranks send the worker its other weights anyway."""
 
 
 MAX_SHARERS = 4
 """Maximum number of ranks that share the sending of a tensor that all of them hold.
 
-A worker has one network card, which a few senders saturate, and each link costs buffers and a
-communicator: without the limit, a job of a thousand ranks would have hundreds of links per worker.
+A worker has one network card, which a few senders saturate, and each channel costs buffers and a
+communicator: without the limit, a job of a thousand ranks would have hundreds of them per worker.
 """
 
-Shared = tuple[int, Piece, Piece, Box]
+Shared = tuple[int, ShardMapping, ShardMapping, Box]
 """(worker, the sender's piece, the worker's piece, the box that they share)."""
 
 
@@ -57,8 +57,8 @@ def plan_shares(sender: Sender, workers: Sequence[Layout]) -> list[Shared]:
     """
     return [
         share
-        for holders, shared in _by_holders(sender, workers).items()
-        if sender.rank in (sharers := _sharers(holders))
+        for owners, shared in _by_owners(sender, workers).items()
+        if sender.rank in (sharers := _sharers(owners))
         for share in _share(shared, sharers.index(sender.rank), len(sharers))
     ]
 
@@ -67,30 +67,30 @@ def cut_shares(shares: Iterable[Shared], max_elements: int) -> dict[int, list[Co
     """The copies of a rank's `shares`, by worker, none larger than `max_elements`."""
     sends: dict[int, list[Copy]] = {}
     for worker, have, want, box in shares:
-        copies = [Copy.of(have, want, part) for part in box.cut(max_elements)]
+        copies = [Copy.between(have, want, part) for part in box.cut(max_elements)]
         sends.setdefault(worker, []).extend(copies)
     return sends
 
 
-def _by_holders(sender: Sender, workers: Sequence[Layout]) -> dict[range, list[Shared]]:
+def _by_owners(sender: Sender, workers: Sequence[Layout]) -> dict[range, list[Shared]]:
     """Everything that must be sent of a rank's tensors, grouped by the ranks that can send it.
 
     Each list is sorted by worker, so that an equal share of it goes to as few workers as possible.
     """
     groups: dict[range, list[Shared]] = {}
-    pieces = [piece for piece in sender.layout.pieces if sender.holders[piece.local]]
+    pieces = [piece for piece in sender.layout.pieces if sender.owners[piece.local]]
     found = overlaps(pieces, [worker.pieces for worker in workers])
     for shared in sorted(found, key=itemgetter(0)):
         local = shared[1].local
-        kinds = sender.kinds.get(local, 1)
-        holders = sender.holders[local][shared[0] * kinds // len(workers) :: kinds]
-        groups.setdefault(holders, []).append(shared)
+        num_sets = sender.replica_sets.get(local, 1)
+        owners = sender.owners[local][shared[0] * num_sets // len(workers) :: num_sets]
+        groups.setdefault(owners, []).append(shared)
     return groups
 
 
-def _sharers(holders: range) -> range:
-    """The holders that send: the first one, and others spread evenly over the nodes."""
-    return holders[:: -(-len(holders) // MAX_SHARERS)]
+def _sharers(owners: range) -> range:
+    """The owners that send: the first one, and others spread evenly over the nodes."""
+    return owners[:: -(-len(owners) // MAX_SHARERS)]
 
 
 def _share(shared: Sequence[Shared], index: int, count: int) -> Iterator[Shared]:
@@ -121,7 +121,7 @@ def _between(box: Box, low: int, high: int) -> Box | None:
 def check_arrivals(worker: Layout, copies: Iterable[Copy]) -> None:
     """Raise ValueError, listing every fault, unless all of a worker arrives, and exactly once."""
     pieces = tuple(
-        Piece(copy.destination, copy.destination_box, copy.destination, copy.destination_box)
+        ShardMapping(copy.destination, copy.destination_box, copy.destination, copy.destination_box)
         for copy in copies
     )
     Layout(worker.shapes, pieces, worker.zeros).check_complete()
@@ -135,7 +135,7 @@ def check_push(senders: Iterable[Sender], workers: Sequence[Layout]) -> int:
     """
     arrivals: list[list[Copy]] = [[] for _ in workers]
     for _, (worker, have, want, box) in all_shares(senders, workers):
-        arrivals[worker].append(Copy.of(have, want, box))
+        arrivals[worker].append(Copy.between(have, want, box))
     for number, (layout, copies) in enumerate(zip(workers, arrivals, strict=True)):
         try:
             check_arrivals(layout, copies)
@@ -163,10 +163,10 @@ def all_shares(
     Of ranks that hold the same tensors, `senders` needs only the first.
     """
     for sender in senders:
-        for holders, shared in _by_holders(sender, workers).items():
-            if holders[0] != sender.rank:
+        for owners, shared in _by_owners(sender, workers).items():
+            if owners[0] != sender.rank:
                 continue
-            sharers = _sharers(holders)
+            sharers = _sharers(owners)
             for index, rank in enumerate(sharers):
                 for part in _share(shared, index, len(sharers)):
                     yield rank, part

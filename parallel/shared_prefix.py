@@ -7,8 +7,8 @@ import numpy as np
 
 from parallel.alignment import Alignment
 from parallel.dims import ParallelDims
-from parallel.microbatches import CostModel, Plan, plan_units, room_for
-from parallel.packing import is_shared, unit_length
+from parallel.microbatches import CostModel, Plan, microbatch_capacity, plan_items
+from parallel.packing import is_shared, packed_length
 from parallel.pipeline_sim import makespan
 
 
@@ -22,7 +22,7 @@ class PromptGroup:
 
     def length(self, members: Sequence[int], multiple: int) -> int:
         """Tokens that these completions take in one microbatch, alignment included."""
-        return unit_length(self.num_prompt_tokens, [self.responses[i] for i in members], multiple)
+        return packed_length(self.num_prompt_tokens, [self.responses[i] for i in members], multiple)
 
     def num_tokens(self, members: Sequence[int], multiple: int) -> int:
         """The same without the tokens that alignment adds."""
@@ -54,25 +54,25 @@ def plan_shared_prompts(
 ) -> Plan:
     """Which sequences form which microbatch of which data-parallel rank; see `plan_microbatches`.
 
-    A unit is some completions of one prompt that take at most `max_tokens` together with it. Large
-    units repeat the prompt less often; small ones can be dealt out more evenly. So plans are made
-    with units of at most 1, 2, 4, ... completions, and the one whose slowest rank finishes first is
-    taken. Units of 1 give the plan without sharing, so the result is never slower than that.
+    An item is some completions of one prompt that take at most `max_tokens` together with it. Large
+    items repeat the prompt less often; small ones can be spread more evenly. So plans are made
+    with items of at most 1, 2, 4, ... completions, and the one whose slowest rank finishes first is
+    taken. Items of 1 give the plan without sharing, so the result is never slower than that.
 
     Raises ValueError if a sequence does not fit.
     """
     lengths = {i: g.num_prompt_tokens + n for g in groups for i, n in g.responses.items()}
-    room = room_for([lengths[i] for i in sorted(lengths)], max_tokens, alignment)
+    capacity = microbatch_capacity([lengths[i] for i in sorted(lengths)], max_tokens, alignment)
     multiple, overhead = alignment.sequence, cost.linear * cost.overhead
     largest = max((len(group.responses) for group in groups), default=1)
     plans = []
     for most in [*(1 << k for k in range((largest - 1).bit_length())), largest]:
-        units = _units(groups, most, room, multiple)
-        tokens = [groups[number].length(members, multiple) for number, members in units]
-        costs = [groups[number].cost(members, multiple, cost) for number, members in units]
+        items = _items(groups, most, capacity, multiple)
+        tokens = [groups[number].length(members, multiple) for number, members in items]
+        costs = [groups[number].cost(members, multiple, cost) for number, members in items]
         dealt = [
-            [_merged([units[i] for i in microbatch]) for microbatch in rank]
-            for rank in plan_units(np.array(tokens), np.array(costs), room, dims, overhead)
+            [_merged([items[i] for i in microbatch]) for microbatch in rank]
+            for rank in plan_items(np.array(tokens), np.array(costs), capacity, dims, overhead)
         ]
         plans.append((_time(dealt, groups, multiple, dims, cost), dealt))
     _, fastest = min(plans, key=lambda timed: timed[0])
@@ -82,26 +82,26 @@ def plan_shared_prompts(
     ]
 
 
-Unit = tuple[int, list[int]]
+Item = tuple[int, list[int]]
 """Index of a group, and some of its completions."""
 
 
-def _units(groups: Sequence[PromptGroup], most: int, room: int, multiple: int) -> list[Unit]:
-    """Cut every group into units of at most `most` completions, ordered by their first one."""
-    units = [
+def _items(groups: Sequence[PromptGroup], most: int, capacity: int, multiple: int) -> list[Item]:
+    """Cut every group into items of at most `most` completions, ordered by their first one."""
+    items = [
         (number, sorted(members))
         for number, group in enumerate(groups)
-        for members in _cut(group, most, room, multiple)
+        for members in _cut(group, most, capacity, multiple)
     ]
-    return sorted(units, key=lambda unit: unit[1][0])
+    return sorted(items, key=lambda item: item[1][0])
 
 
-def _cut(group: PromptGroup, most: int, room: int, multiple: int) -> list[list[int]]:
-    """First-fit decreasing: each completion, longest first, goes into the first unit with room."""
+def _cut(group: PromptGroup, most: int, capacity: int, multiple: int) -> list[list[int]]:
+    """First-fit decreasing: each completion, longest first, goes into the first item with room."""
     cut: list[list[int]] = []
     for i in sorted(group.responses, key=lambda i: -group.responses[i]):
         for members in cut:
-            if len(members) < most and group.length([*members, i], multiple) <= room:
+            if len(members) < most and group.length([*members, i], multiple) <= capacity:
                 members.append(i)
                 break
         else:
@@ -109,10 +109,10 @@ def _cut(group: PromptGroup, most: int, room: int, multiple: int) -> list[list[i
     return cut
 
 
-def _merged(units: Sequence[Unit]) -> dict[int, list[int]]:
-    """The completions of each group in a microbatch; units of one group share its prompt, too."""
+def _merged(items: Sequence[Item]) -> dict[int, list[int]]:
+    """The completions of each group in a microbatch; items of one group share its prompt, too."""
     merged: dict[int, list[int]] = {}
-    for number, members in units:
+    for number, members in items:
         merged.setdefault(number, []).extend(members)
     return merged
 

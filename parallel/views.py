@@ -1,4 +1,4 @@
-"""Views of boxes: in the dimensions of the whole tensor and back (`Piece.axes`); as matrices."""
+"""Views of boxes: in the dimensions of the whole tensor, of the local one, and as matrices."""
 
 from itertools import chain
 

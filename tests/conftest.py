@@ -6,9 +6,9 @@ import pytest
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
-from distributed import CONTEXT
-from engines import running_engine, served_model
-from faulty_runs import NUM_RANKS, make_runs
+from helpers.engines import running_engine, served_model
+from helpers.jobs import NUM_RANKS, make_runs
+from helpers.ranks import CONTEXT
 
 # No deadline: on a busy machine the duration of an example means nothing.
 settings.register_profile("loaded", deadline=None, suppress_health_check=[HealthCheck.too_slow])

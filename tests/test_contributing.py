@@ -11,18 +11,18 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.seed_oss import SeedOssConfig
 
-import models
 from checkpoint_convert import megatron_layout, read_shape
 from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.hf_export import create_export, write_weights
-from checkpoint_convert.rank_weights import read_weights
-from distributed import run_ranks
+from checkpoint_convert.weights import read_weights
+from helpers import models
+from helpers.policies import LENGTHS, pack_all, sequence_logprobs, tiny_config
+from helpers.ranks import run_ranks
 from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.policy.reference import build_reference
 from parallel import ParallelDims
 from parallel.cpu_device import setup_device
 from parallel.groups import init_groups
-from policies import LENGTHS, pack_all, sequence_logprobs, tiny_config
 
 CONTRIBUTING = Path(__file__).parents[1] / "CONTRIBUTING.md"
 NO_DROPOUT = {"attention_dropout": 0.0, "residual_dropout": 0.0}

@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 from checkpoint_convert import megatron_layout, read_shape
+from helpers.published_models import write_config
 from megatron_grpo.cli import app
 from megatron_grpo.config.file import load_config
 from megatron_grpo.config.grpo import GRPOConfig
-from published_models import write_config
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ["megatron_grpo", "checkpoint_convert", "parallel"]

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from engines import TestEngine
 from golden.record import (
     LAYOUTS,
     asynchronous_run,
@@ -15,9 +14,10 @@ from golden.record import (
     push_values,
     synchronous_run,
 )
-from mixtures import layout_name
+from helpers.engines import TestEngine
+from helpers.policies import layout_name
+from helpers.train_steps import Case, Run
 from parallel import ParallelDims
-from train_steps import Case, Run
 
 # On a machine that rounds otherwise. AVX2 and SSE differ from AVX-512 by up to 2e-6 of the norm of
 # a gradient. In a run that becomes 1e-5 of a metric, and 5e-7 of one that is rounding alone, such

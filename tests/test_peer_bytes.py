@@ -9,10 +9,10 @@ import torch
 from checkpoint_convert import ModelShape, hf_tensors, read_shape
 from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.vllm import EngineDims, engine_layouts
-from models import servable_model
+from helpers.models import servable_model
+from helpers.shapes import LLAMA_70B, QWEN3_30B
+from helpers.vllm_workers import read_in_workers
 from peer_bytes import m2n_elements, nccl_elements
-from shapes import LLAMA_70B, QWEN3_30B
-from vllm_workers import read_in_workers
 
 LLAMA_8B = replace(
     LLAMA_70B, num_layers=32, hidden_size=4096, num_attention_heads=32, intermediate_size=14336

@@ -3,7 +3,7 @@ from math import prod
 import pytest
 
 from checkpoint_convert import hf_tensors, read_shape
-from published_models import PUBLISHED_MODELS, write_config
+from helpers.published_models import PUBLISHED_MODELS, write_config
 
 # Counts of the parameters in the weight files, from the model hub, with the biases by which routers
 # choose experts. GLM's and DeepSeek's are without the layer that predicts further tokens; that of

@@ -135,7 +135,7 @@ def ours(folder: Path, all_metrics: bool = False) -> dict[str, float]:
         metrics, sums = TrainMetrics(NUM_SEQUENCES), []
         for batch, chosen in zip(batches, heads, strict=True):
             chosen.logprobs.grad = None
-            tokens = LossTokens.of(batch, chosen)
+            tokens = LossTokens.select(batch, chosen)
             found = grpo_loss(tokens, cfg, 0.0)
             if all_metrics:
                 metrics.add(tokens, found)

@@ -30,9 +30,9 @@ from torch import Tensor
 
 from checkpoint_convert import ModelShape
 from checkpoint_convert.megatron import megatron_layout, megatron_sender
-from distributed import run_ranks
+from helpers.ranks import run_ranks
+from helpers.shapes import DENSE
 from parallel import Layout, ParallelDims, Shape
-from shapes import DENSE
 from warm_memory import warm_memory
 
 LLAMA = ModelShape(
@@ -155,22 +155,20 @@ def our_rank(rank: int, network_only: bool) -> dict[str, Any]:
             RendezvousAddress(*said[0]), size, 1, network_only, [trainers], [[]]
         )
         if rank == RECEIVER:
-            return WeightReceiver.open(init_info, 0, 0, weights, device, TIMEOUT)
+            return WeightReceiver(init_info, 0, 0, weights, device, TIMEOUT)
         place = TRAINER.coordinates(rank)
         sender = megatron_sender(LLAMA, TRAINER, place, transformer_engine=False)
         sends = plan_sends(sender, [worker], size // dtype.itemsize)
         rendezvous = join(init_info.rendezvous, TIMEOUT)
         shapes, dtypes = [worker.shapes], dict.fromkeys(worker.shapes, dtype)
-        return WeightSender.open(
-            init_info, rendezvous, rank, sends, shapes, dtypes, device, TIMEOUT
-        )
+        return WeightSender(init_info, rendezvous, rank, sends, shapes, dtypes, device, TIMEOUT)
 
     def push() -> None:
         if not ends or not isinstance(ends[-1], WeightSender | WeightReceiver):
             ends.append(channels())
         end = ends[-1]
-        sent = end.send(weights) if isinstance(end, WeightSender) else {}
-        held = end.receive(weights) if isinstance(end, WeightReceiver) else None
+        sent = end.send_weights(weights) if isinstance(end, WeightSender) else {}
+        held = end.receive_weights(weights) if isinstance(end, WeightReceiver) else None
         [expected] = sums_of_all_ranks(sent, [worker])
         assert held is None or held == expected
 

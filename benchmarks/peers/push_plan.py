@@ -2,7 +2,7 @@
 
 64 ranks (TP8, PP4, DP2) push into 8 vLLM engines of TP8, and 256 (TP8, PP8, DP4) into 32. Seconds:
 what one rank takes to know all that it sends. Ours are of everything that a rank works out before
-it opens links: the layouts of the engine's workers and its own, the plan, and its cut into buckets.
+it opens channels: the layouts of the engine's workers and its own, the plan, and its buckets.
 Awex's are of `build_local_transfer_plan` alone; its ranks have then told each other their metadata.
 
 Bytes are those that the busiest engine rank receives, of 64, and that the busiest trainer rank
@@ -23,9 +23,9 @@ from best_time import best_time
 from checkpoint_convert import hf_tensors
 from checkpoint_convert.megatron import first_senders, megatron_sender
 from checkpoint_convert.vllm import EngineDims, _cut, engine_layouts
+from helpers.shapes import LLAMA_70B
 from parallel import Layout, ParallelDims, all_shares, cut_shares, plan_shares, traffic
 from peer_bytes import m2n_elements, nccl_elements
-from shapes import LLAMA_70B
 
 RANKS = {
     64: ParallelDims(tensor=8, pipeline=4, data=2),

@@ -14,18 +14,18 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from distributed import run_ranks
-from flops import counted_flops
+from helpers.measure import counted_flops
+from helpers.models import tiny_model
+from helpers.policies import start_policy, tiny_config
+from helpers.ranks import run_ranks
 from megatron_grpo.batch.distribute import split_for_data_parallel
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.train_step import accumulate_gradient
-from models import tiny_model
 from parallel import ParallelDims
 from parallel.alignment import Alignment
 from parallel.microbatches import CostModel
-from policies import start_policy, tiny_config
 
 PROMPT, RESPONSE, GENERATIONS = 2048 // 8, 1024 // 8, 16
 HIDDEN, LAYERS = 4096 // 8, 2

@@ -27,7 +27,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from flops import counted_flops
+from helpers.measure import counted_flops
+from helpers.models import PAD_ID, tiny_model
+from helpers.policies import gradient_boxes, start_policy, tiny_config
 from megatron_grpo.batch.distribute import split_for_data_parallel
 from megatron_grpo.batch.experience import compute_advantages as experience_of
 from megatron_grpo.batch.prepare import add_logprobs
@@ -35,11 +37,9 @@ from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.policy.skipped_steps import SkippedSteps
 from megatron_grpo.train_step import train_step
-from models import PAD_ID, tiny_model
 from parallel import ParallelDims
 from parallel.alignment import Alignment
 from parallel.microbatches import CostModel
-from policies import gradient_boxes, start_policy, tiny_config
 
 NUM_PROMPTS, NUM_GENERATIONS = 8, 4
 NUM_SAMPLES = NUM_PROMPTS * NUM_GENERATIONS

@@ -5,8 +5,8 @@ engine fuses the same tensors in the same way under other names, but splits them
 """
 
 from checkpoint_convert.families.description import Parameter, Tensor
-from checkpoint_convert.families.ffn import gated_mlp, mixture
-from checkpoint_convert.families.mla import latent_attention
+from checkpoint_convert.families.ffn import gated_mlp, moe_block
+from checkpoint_convert.families.mla import mla_attention
 from checkpoint_convert.shape import ModelShape
 
 ATTENTION_NORM = "input_layernorm.weight"
@@ -61,7 +61,7 @@ def layer(
         attention = fused_attention(shape, source + "self_attn.", "self_attention.")
     else:
         before_attention = ATTENTION_NORM
-        attention = latent_attention(
+        attention = mla_attention(
             shape,
             shape.latent,
             source + "self_attn.",
@@ -77,7 +77,7 @@ def layer(
         *(
             gated_mlp((shape.intermediate_size, shape.hidden_size), source + "mlp.", "mlp.")
             if moe is None
-            else mixture(shape, moe, source, experts, grouped=transformer_engine)
+            else moe_block(shape, moe, source, experts, grouped=transformer_engine)
         ),
     ]
 
@@ -99,7 +99,7 @@ def fused_attention(shape: ModelShape, source: str, target: str) -> list[Paramet
                 for x, (size, num_heads) in rows.items()
             ),
             split=0,
-            rounds=groups,
+            interleave_groups=groups,
             engine_name=f"{source}qkv_proj.{kind}",
         )
 

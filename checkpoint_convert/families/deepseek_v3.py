@@ -61,6 +61,6 @@ DEEPSEEK_V3 = Family(
         num_dense_layers="first_k_dense_replace",
         has_groups=True,
     ),
-    has_latents=True,
+    has_mla=True,
     num_extra_layers="num_nextn_predict_layers",
 )

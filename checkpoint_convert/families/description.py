@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from parallel import Box, Piece, Shape
+from parallel import Box, Shape, ShardMapping
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Family:
     partial_rotary_factor: float = 1.0
     experts: Experts | None = None
     """None: every layer has a dense MLP."""
-    has_latents: bool = False
+    has_mla: bool = False
     """Whether its attention is `LatentShape`'s."""
     num_extra_layers: str | None = None
     """Config key of `ModelShape.num_extra_layers`; None: 0."""
@@ -78,19 +78,19 @@ class Tensor:
 class Parameter:
     """A parameter of Megatron-Core before it is split over tensor ranks, and its other names.
 
-    Rows of the sources are interleaved: every source is cut into `rounds` equal shares of rows, and
-    round i takes the i-th share of each source in turn. One round is plain concatenation; fused QKV
-    has one round per query group. `zero_rows` follow at the end.
+    Rows of the sources are interleaved: each source is cut into `interleave_groups` equal shares,
+    and group i is the i-th share of every source. Fused QKV has a group for each key-value head:
+    with two, its rows are q0 k0 v0 q1 k1 v1. One group is plain concatenation. `zero_rows` follow.
     """
 
     name: str
     sources: tuple[Tensor, ...]
     split: int | None = None
     """Dimension split into equal parts over tensor ranks; None: every rank holds the whole."""
-    rounds: int = 1
+    interleave_groups: int = 1
     is_split_by_source: bool = False
     """Whether each rank holds its share of every source, one after the other (gate and up), which
-    makes as many rounds as ranks."""
+    makes as many groups as ranks."""
     zero_rows: int = 0
     is_copy: bool = False
     """Whether another parameter holds the same elements and owns them."""
@@ -105,8 +105,8 @@ class Parameter:
     None: it is the whole."""
     is_float32_in_engine: bool = False
     """Whether a vLLM engine of any dtype keeps it in float32."""
-    stack: tuple[tuple[int, int], ...] = ()
-    """(index, size) in the stacks of layers and of experts that a checkpoint stores under `key`."""
+    stack_axes: tuple[tuple[int, int], ...] = ()
+    """(index, size) along each leading dimension on which a checkpoint stacks layers or experts."""
 
     @property
     def shape(self) -> Shape:
@@ -127,7 +127,7 @@ class Parameter:
 
     def stored_as(self, name: str, key: str, index: int, size: int) -> "Parameter":
         """The parameter renamed, as entry `index` of a checkpoint's stack of `size` under `key`."""
-        return replace(self, name=name, key=key, stack=((index, size), *self.stack))
+        return replace(self, name=name, key=key, stack_axes=((index, size), *self.stack_axes))
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Shard:
     """One tensor rank's part of a parameter; pieces are named as in the `Parameter`."""
 
     shape: Shape
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ShardMapping, ...]
     zeros: tuple[Box, ...]
 
 
@@ -148,8 +148,8 @@ def shard(parameter: Parameter, rank: int, size: int) -> Shard:
         local = local.narrowed(parameter.split, rank * extent, extent)
     is_replica = parameter.is_copy or (parameter.split is None and rank > 0)
     pieces, zeros = [], []
-    rounds = size if parameter.is_split_by_source else parameter.rounds
-    for block, tensor, first_row in _blocks(parameter, rounds, local):
+    num_groups = size if parameter.is_split_by_source else parameter.interleave_groups
+    for block, tensor, first_row in _blocks(parameter, num_groups, local):
         box = block.overlap(local)
         if box is None:
             continue
@@ -158,25 +158,25 @@ def shard(parameter: Parameter, rank: int, size: int) -> Shard:
             zeros.append(local_box)
         else:
             source_box = box.moved(block.start, (first_row, *block.start[1:]))
-            pieces.append(Piece(parameter.name, local_box, tensor, source_box, is_replica))
+            pieces.append(ShardMapping(parameter.name, local_box, tensor, source_box, is_replica))
     return Shard(local.size, tuple(pieces), tuple(zeros))
 
 
-def _blocks(parameter: Parameter, rounds: int, local: Box) -> list[tuple[Box, str | None, int]]:
-    """Row blocks of the rounds that `local` meets: box, source (None: zeros), first source row."""
+def _blocks(parameter: Parameter, num_groups: int, local: Box) -> list[tuple[Box, str | None, int]]:
+    """Row blocks of the groups that `local` meets: box, source (None: zeros), first source row."""
     whole = Box.whole(parameter.shape)
-    shares = [source.shape[0] // rounds for source in parameter.sources]
-    round_rows = sum(shares)
-    first = local.start[0] // round_rows
-    last = min(-(-local.end[0] // round_rows), rounds)
+    shares = [source.shape[0] // num_groups for source in parameter.sources]
+    group_rows = sum(shares)
+    first = local.start[0] // group_rows
+    last = min(-(-local.end[0] // group_rows), num_groups)
     blocks: list[tuple[Box, str | None, int]] = []
     for i in range(first, last):
-        row = i * round_rows
+        row = i * group_rows
         for source, share in zip(parameter.sources, shares, strict=True):
             blocks.append((whole.narrowed(0, row, share), source.name, i * share))
             row += share
     if parameter.zero_rows:
-        end = round_rows * rounds
+        end = group_rows * num_groups
         blocks.append((whole.narrowed(0, end, parameter.zero_rows), None, 0))
     return blocks
 
@@ -201,5 +201,5 @@ def stored_boxes(parameter: Parameter, rank: int, size: int) -> list[Box]:
 
 def stacked(parameter: Parameter, box: Box) -> Box:
     """A box of a parameter as a box of the stacked tensor in a checkpoint."""
-    indices = tuple(index for index, _ in parameter.stack)
+    indices = tuple(index for index, _ in parameter.stack_axes)
     return Box(indices + box.start, (1,) * len(indices) + box.size)

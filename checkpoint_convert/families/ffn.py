@@ -27,11 +27,12 @@ def gated_mlp(inward: tuple[int, int], source: str, target: str) -> list[Paramet
     ]
 
 
-SELECTION_BIAS = "mlp.router.expert_bias"
-"""What Megatron adds to the scores by which it chooses experts. It is not trained."""
+EXPERT_BIAS = "mlp.router.expert_bias"
+"""What Megatron adds to the scores by which it chooses experts, `e_score_correction_bias` in the
+weight files. It is not trained."""
 
 
-def mixture(
+def moe_block(
     shape: ModelShape, moe: MoeShape, source: str, experts: range, *, grouped: bool
 ) -> list[Parameter]:
     """The router and the `experts` (global indices) of one layer that a rank holds.
@@ -72,7 +73,7 @@ def _router(shape: ModelShape, moe: MoeShape, names: Experts, source: str) -> li
     if moe.score_function == "softmax":
         return [matrix]
     bias = Tensor(source + "e_score_correction_bias", (moe.num_experts,), is_float32=True)
-    return [matrix, Parameter(SELECTION_BIAS, (bias,), is_float32_in_engine=True)]
+    return [matrix, Parameter(EXPERT_BIAS, (bias,), is_float32_in_engine=True)]
 
 
 def _expert(

@@ -34,6 +34,6 @@ GLM4_MOE_LITE = Family(
     # transformers takes the first layer for dense, or reads `mlp_layer_types`; vLLM reads this.
     explicit={"first_k_dense_replace": 1},
     experts=GLM4_MOE.experts,
-    has_latents=True,
+    has_mla=True,
     num_extra_layers="num_nextn_predict_layers",
 )

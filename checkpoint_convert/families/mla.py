@@ -4,7 +4,7 @@ from checkpoint_convert.families.description import Parameter, Tensor
 from checkpoint_convert.shape import LatentShape, ModelShape
 
 
-def latent_attention(
+def mla_attention(
     shape: ModelShape,
     latent: LatentShape,
     source: str,

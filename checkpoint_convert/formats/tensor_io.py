@@ -13,12 +13,12 @@ from contextlib import contextmanager
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
 from checkpoint_convert.formats.safetensors_file import TensorPlace
-from checkpoint_convert.formats.values import WORDS, Words
+from checkpoint_convert.formats.values import BIT_DTYPES, RawBits
 from parallel import Box, Shape
 
 # Linux allocates one large piece of page cache per call; finding 1 MiB of contiguous memory can
@@ -63,13 +63,15 @@ class TensorSource(ABC):
     dtypes: Mapping[str, str]
     """Stored dtype of every tensor."""
 
-    @abstractmethod
-    def read(self, name: str, box: Box) -> Words:
-        """The words of `box` of a tensor, in the stored dtype; shape `box.size`."""
+    def read(self, name: str, box: Box) -> RawBits:
+        """The raw bits of `box` of a tensor, in the stored dtype; shape `box.size`."""
+        bits: RawBits = np.empty(box.size, BIT_DTYPES[self.dtypes[name]])
+        self.read_into(name, box, bits)
+        return bits
 
-    def read_into(self, name: str, box: Box, target: Words) -> None:
-        """Put the words of `box` into `target`, which has the same shape and any strides."""
-        target[...] = self.read(name, box)
+    @abstractmethod
+    def read_into(self, name: str, box: Box, target: RawBits) -> None:
+        """Put the raw bits of `box` into `target`, which has the same shape and any strides."""
 
     @abstractmethod
     def close(self) -> None:
@@ -80,18 +82,11 @@ class StoredTensors(TensorSource):
     """The tensors of some files, read box by box."""
 
     def __init__(self, places: Mapping[str, TensorPlace]) -> None:
-        self.shapes = {name: place.shape for name, place in places.items()}
         self.dtypes = {name: place.dtype for name, place in places.items()}
         self._places = places
         self._files = OpenFiles()
 
-    def read(self, name: str, box: Box) -> Words:
-        """The words of `box` of a tensor, in the stored dtype; shape `box.size`."""
-        words: Words = np.empty(box.size, WORDS[self.dtypes[name]])
-        self.read_into(name, box, words)
-        return words
-
-    def read_into(self, name: str, box: Box, target: Words) -> None:
+    def read_into(self, name: str, box: Box, target: RawBits) -> None:
         """Read `box` directly into `target`."""
         place = self._place(name)
         read_box(self._files.descriptor(place.file), place, box, target)
@@ -100,35 +95,29 @@ class StoredTensors(TensorSource):
         """Close the files."""
         self._files.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
     def _place(self, name: str) -> TensorPlace:
         return self._places[name]
 
 
-def read_box(descriptor: int, place: TensorPlace, box: Box, target: Words) -> None:
+def read_box(descriptor: int, place: TensorPlace, box: Box, target: RawBits) -> None:
     """Read `box` of a stored tensor into `target`; directly if that is contiguous."""
-    words: Words = target
+    bits: RawBits = target
     if not target.flags.c_contiguous:
-        words = np.empty(box.size, target.dtype)
+        bits = np.empty(box.size, target.dtype)
     with errors_named(place.file):
-        for part, position in _runs(words, place, box):
+        for part, position in _runs(bits, place, box):
             while part:  # one call reads at most 2 GiB
                 num_bytes = os.preadv(descriptor, [part], position)
                 if num_bytes == 0:
                     raise ValueError(f"{place.file} ended at byte {position} while it was read")
                 part, position = part[num_bytes:], position + num_bytes
-    if words is not target:
-        target[...] = words
+    if bits is not target:
+        target[...] = bits
 
 
-def write_box(descriptor: int, place: TensorPlace, box: Box, words: Words) -> None:
-    """Store `words` (shape `box.size`) as `box` of a stored tensor."""
-    for part, position in _runs(np.ascontiguousarray(words), place, box):
+def write_box(descriptor: int, place: TensorPlace, box: Box, bits: RawBits) -> None:
+    """Store `bits` (shape `box.size`) as `box` of a stored tensor."""
+    for part, position in _runs(np.ascontiguousarray(bits), place, box):
         while part:
             room = _WRITE_BYTES - position % _WRITE_BYTES
             num_bytes = os.pwrite(descriptor, part[:room], position)
@@ -155,13 +144,13 @@ def errors_named(path: Path) -> Iterator[None]:
         raise
 
 
-def _runs(words: Words, place: TensorPlace, box: Box) -> Iterator[tuple[memoryview, int]]:
-    """The bytes of `words` as runs that are contiguous in the file, each with its file offset."""
-    data = words.data.cast("B")
+def _runs(bits: RawBits, place: TensorPlace, box: Box) -> Iterator[tuple[memoryview, int]]:
+    """The bytes of `bits` as runs that are contiguous in the file, each with its file offset."""
+    data = bits.data.cast("B")
     starts, length = _run_starts(place.shape, box)
-    num_bytes = length * words.itemsize
+    num_bytes = length * bits.itemsize
     for i, start in enumerate(starts):
-        yield data[i * num_bytes : (i + 1) * num_bytes], place.offset + start * words.itemsize
+        yield data[i * num_bytes : (i + 1) * num_bytes], place.offset + start * bits.itemsize
 
 
 def _run_starts(shape: Shape, box: Box) -> tuple[list[int], int]:

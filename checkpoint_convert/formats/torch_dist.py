@@ -17,7 +17,7 @@ from checkpoint_convert.formats.tensor_io import StoredTensors
 from checkpoint_convert.formats.torch_dist_metadata import StoredChunk, StoredTensor, read_metadata
 from checkpoint_convert.formats.torch_file import read_place
 from checkpoint_convert.hf_config import read_json
-from parallel import Box, Layout, Piece, Shape
+from parallel import Box, Layout, Shape, ShardMapping
 
 BACKENDS_FILE = "metadata.json"
 
@@ -46,7 +46,6 @@ class ChunkTensors(StoredTensors):
     def __init__(self, folder: Path, chunks: Mapping[str, tuple[StoredChunk, str]]) -> None:
         self._found: dict[str, TensorPlace] = {}
         super().__init__(self._found)
-        self.shapes = {name: chunk.box.size for name, (chunk, _) in chunks.items()}
         self.dtypes = {name: dtype for name, (_, dtype) in chunks.items()}
         self._folder, self._chunks = folder, chunks
 
@@ -108,7 +107,7 @@ def read_chunks(folder: Path, keys: Callable[[str], bool] = lambda key: True) ->
         for chunk in tensor.chunks:
             name = chunk_name(key, chunk.box)
             chunks[name] = (chunk, tensor.dtype)
-            pieces.append(Piece(name, Box.whole(chunk.box.size), key, chunk.box))
+            pieces.append(ShardMapping(name, Box.whole(chunk.box.size), key, chunk.box))
     shapes = {name: chunk.box.size for name, (chunk, _) in chunks.items()}
     return StoredChunks(
         {key: tensor.shape for key, tensor in tensors.items()},

@@ -8,7 +8,8 @@ import io
 import pickle
 import pickletools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,9 +55,8 @@ def read_metadata(
     Raises ValueError, naming the file, when its pickle needs anything but the classes of a
     checkpoint's metadata, is malformed, or names files outside its folder.
     """
-    content = _content(path)
-    try:
-        fields = _load(content)
+    with _malformed_named(path):
+        fields = _load(path)
         places = {
             (index.state["fqn"], index.state.get("offset")): info.state
             for index, info in fields["storage_data"].items()
@@ -68,9 +68,7 @@ def read_metadata(
             for key, entry in entries.items()
             if _has_dimensions(entry) and keys(key)
         }
-    except Exception as error:  # a malformed pickle can provoke any
-        raise ValueError(f"{path} is not the metadata of a checkpoint: {error!r}") from error
-    return tensors, objects
+        return tensors, objects
 
 
 def read_object_places(path: Path) -> list[tuple[str, int, int]]:
@@ -78,22 +76,25 @@ def read_object_places(path: Path) -> list[tuple[str, int, int]]:
 
     Raises ValueError like `read_metadata`.
     """
-    content = _content(path)
-    try:
-        fields = _load(content)
+    with _malformed_named(path):
+        fields = _load(path)
         entries = fields["state_dict_metadata"]
         return [
             _place_in_folder(index.state["fqn"], info.state)
             for index, info in fields["storage_data"].items()
             if type(entries[index.state["fqn"]]).__name__ != "TensorStorageMetadata"
         ]
-    except Exception as error:  # a malformed pickle can provoke any
+
+
+@contextmanager
+def _malformed_named(path: Path) -> Iterator[None]:
+    """Raise ValueError for whatever a malformed pickle provokes; OSError stays what it is."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
         raise ValueError(f"{path} is not the metadata of a checkpoint: {error!r}") from error
-
-
-def _content(path: Path) -> bytes:
-    with errors_named(path):
-        return path.read_bytes()
 
 
 def _has_dimensions(entry: Any) -> bool:
@@ -177,8 +178,10 @@ class _Unpickler(pickle.Unpickler):
         return _ALLOWED[module, name]
 
 
-def _load(content: bytes) -> dict[str, Any]:
+def _load(path: Path) -> dict[str, Any]:
     """The fields of the pickled `Metadata`, whose values are inert objects and Python's own."""
+    with errors_named(path):
+        content = path.read_bytes()
     _check_memo(content)
     fields: dict[str, Any] = _Unpickler(io.BytesIO(content)).load().state
     return fields

@@ -29,8 +29,8 @@ from checkpoint_convert.formats import METADATA_FILE
 from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TensorPlace
 from checkpoint_convert.formats.torch_dist import BACKENDS_FILE, chunk_name
 from checkpoint_convert.formats.torch_file import saved_tensor
-from checkpoint_convert.formats.torch_words import DTYPES
-from parallel import Box, Layout, Piece, Shape, cover_exactly
+from checkpoint_convert.formats.torch_values import DTYPES
+from parallel import Box, Layout, Shape, ShardMapping, cover_exactly
 
 _COMMON_FILE = "common.pt"
 _EMPTY_FILE = "__empty_0.distcp"
@@ -132,7 +132,7 @@ def index_of(created: Sequence[CreatedChunk], empty_objects: Sequence[str] = ())
     unless the chunks cover each tensor exactly.
     """
     chunks = [each.chunk for each in created]
-    pieces = tuple(Piece(c.name, Box.whole(c.box.size), c.key, c.box) for c in chunks)
+    pieces = tuple(ShardMapping(c.name, Box.whole(c.box.size), c.key, c.box) for c in chunks)
     cover_exactly({c.key: c.shape for c in chunks}, [Layout({}, pieces)])
     return pickle.dumps(_metadata(created, empty_objects))
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from checkpoint_convert.formats.safetensors_file import NAMES, TensorPlace
 from checkpoint_convert.formats.tensor_io import errors_named
-from checkpoint_convert.formats.torch_words import DTYPES
+from checkpoint_convert.formats.torch_values import DTYPES
 from parallel import Shape
 
 _ZIP_MAGIC = b"PK\x03\x04"

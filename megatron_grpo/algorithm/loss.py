@@ -42,7 +42,7 @@ class LossTokens:
     """[n] index of each in the optimizer batch; -1 for padding and shared prompts."""
 
     @classmethod
-    def of(
+    def select(
         cls,
         batch: PackedBatch,
         chosen: ChosenTokens,

@@ -5,7 +5,7 @@ advantage A, both [K]; they return the negated objective, to be minimized.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -55,11 +55,7 @@ def objective(
             found = clipped(ratio, advantages, cfg)
     if rollout_weights is None:
         return found
-    return Objective(
-        loss=found.loss * rollout_weights,
-        clipped_low=found.clipped_low,
-        clipped_high=found.clipped_high,
-    )
+    return replace(found, loss=found.loss * rollout_weights)
 
 
 def importance_ratio(

@@ -93,7 +93,7 @@ def split_for_data_parallel(
     `cost` estimates the cost of a sequence by its length, to balance the data ranks. Loss weights
     are fixed here, over the whole optimizer batch, so that they do not depend on the packing.
     """
-    alignment = Alignment.of(cfg.dims, cfg.parallel.sequence_parallel)
+    alignment = Alignment.for_mesh(cfg.dims, cfg.parallel.sequence_parallel)
     for indices in BatchSchedule.of(cfg.grpo).minibatches(generation, cfg.train.seed):
         sequences = _sequences(experience, indices, cfg)
         plan = _plan(sequences, alignment, cost, cfg)

@@ -194,7 +194,7 @@ def packed_minibatches(
 
     Rank 0 divides the next optimizer batch while the others pack theirs.
     """
-    alignment = Alignment.of(cfg.dims, cfg.parallel.sequence_parallel)
+    alignment = Alignment.for_mesh(cfg.dims, cfg.parallel.sequence_parallel)
     shares = split_for_data_parallel(experience, generation, cost, cfg) if experience else None
     minibatches = []
     for _ in range(cfg.grpo.steps_per_generation):

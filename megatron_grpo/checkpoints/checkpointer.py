@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from checkpoint_convert.companions import CHECKPOINT_FOLDER, copy_companions
 from checkpoint_convert.formats.safetensors_file import NAMES
 from checkpoint_convert.formats.torch_dist_writer import (
     Chunk,
@@ -27,6 +26,7 @@ from checkpoint_convert.formats.torch_dist_writer import (
     index_of,
     place_chunks,
 )
+from checkpoint_convert.sidecar import CHECKPOINT_FOLDER, copy_sidecar_files
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.checkpoints import folders, manifest
@@ -67,9 +67,9 @@ class SharedFiles:
 
     def write(self, folder: Path) -> dict[str, FileHash]:
         """Write the files; return the hash that each must have when it is read."""
-        companions = folder / CHECKPOINT_FOLDER
-        companions.mkdir()
-        copy_companions(self.cfg.model.path, companions, NAMES[self.cfg.model.dtype])
+        sidecar = folder / CHECKPOINT_FOLDER
+        sidecar.mkdir()
+        copy_sidecar_files(self.cfg.model.path, sidecar, NAMES[self.cfg.model.dtype])
         (folder / "config.yaml").write_text(dump_config(self.cfg))
         write_record(folder, self.record)
         write_random_states(folder, self.random_states)

@@ -167,7 +167,7 @@ def _read(
     megatron_state.set_counters(policy, record.counters)
     read_parts(checkpoint, megatron_state.parts_saved(policy, reference))
     if reference:
-        reference.take_mixture()
+        reference.round_averaged_weights()
     if record.layout == dims:  # random states are saved per rank
         row = trainer_state.read_random_state(checkpoint, dist.get_rank())
         megatron_state.set_random_state(row)

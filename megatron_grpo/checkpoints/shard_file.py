@@ -17,10 +17,10 @@ from torch import Tensor
 
 from checkpoint_convert.formats.torch_dist import StoredChunks, read_chunks
 from checkpoint_convert.formats.torch_dist_writer import Chunk
-from checkpoint_convert.formats.torch_words import DTYPE_NAMES, words_of
+from checkpoint_convert.formats.torch_values import DTYPE_NAMES, bit_view
 from checkpoint_convert.weights import ShardLoader
 from megatron_grpo.checkpoints.state import REFERENCE, StatePart
-from parallel import Box, Layout, Piece
+from parallel import Box, Layout, ShardMapping
 
 MAX_CHUNK_BYTES = 1 << 30  # other loaders read chunks whole
 _ALIGNMENT = 64
@@ -88,27 +88,27 @@ def read_parts(folder: Path, parts: Sequence[StatePart], *, is_resumed: bool = T
         _check_shapes(folder, stored, parts)
         names = [str(number) for number in range(len(parts))]
         pieces = tuple(
-            Piece(name, Box.whole(part.box.size), part.key, part.box)
+            ShardMapping(name, Box.whole(part.box.size), part.key, part.box)
             for name, part in zip(names, parts, strict=True)
         )
         layout = Layout({piece.local: piece.box.size for piece in pieces}, pieces)
-        assembly = ShardLoader(stored, layout)
+        loader = ShardLoader(stored, layout)
         for name, part in zip(names, parts, strict=True):
-            _fill(folder, assembly, name, part, stored)
+            _fill(folder, loader, name, part, stored)
 
 
 def _fill(
-    folder: Path, assembly: ShardLoader, name: str, part: StatePart, stored: StoredChunks
+    folder: Path, loader: ShardLoader, name: str, part: StatePart, stored: StoredChunks
 ) -> None:
     there = part.box.overlap(Box.whole(stored.shapes[part.key]))
     num_elements = there.num_elements if there else 0
-    if assembly.num_elements(name) != num_elements:
+    if loader.num_elements(name) != num_elements:
         raise ValueError(f"{folder} does not hold all of {part.key}")
     values = part.values
     staged = values if values.is_cpu else torch.empty_like(values, device="cpu")
     if num_elements < part.box.num_elements:
         staged.zero_()  # padding of this layout
-    assembly.fill(name, words_of(staged), DTYPE_NAMES[values.dtype])
+    loader.fill(name, bit_view(staged), DTYPE_NAMES[values.dtype])
     if staged is not values:
         values.copy_(staged)
 

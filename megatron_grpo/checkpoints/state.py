@@ -22,11 +22,11 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
-from checkpoint_convert.families.ffn import SELECTION_BIAS
+from checkpoint_convert.families.ffn import EXPERT_BIAS
 from megatron_grpo.policy.model import Model, Policy, unwrapped
 from megatron_grpo.policy.optimizer import set_steps_taken, steps_taken
 from megatron_grpo.policy.reference import Reference
-from parallel import Box, Layout, Piece, Shape
+from parallel import Box, Layout, Shape, ShardMapping
 
 
 def boxes_of_range(shape: Shape, start: int, stop: int) -> list[Box]:
@@ -87,9 +87,9 @@ def weight_parts(policy: Policy) -> list[StatePart]:
 
 def reference_parts(reference: Reference | None) -> list[StatePart]:
     """The parts of the weights of a reference that follows the policy; a frozen one has none."""
-    if reference is None or not reference.mixture:
+    if reference is None or not reference.averaged_weights:
         return []
-    return _parts_of(reference, reference.mixture, REFERENCE)
+    return _parts_of(reference, reference.averaged_weights, REFERENCE)
 
 
 def _parts_of(model: Model, tensors: Mapping[str, Tensor], prefix: str) -> list[StatePart]:
@@ -126,7 +126,7 @@ def weight_layout(model: Model) -> Layout:
             local = Box(_stacked(part, within.start, 0), _stacked(part, within.size))
             box = _whole_box(part, Box.whole(within.size))
             shapes[name] = _stacked(part, tuple(sharded.data.shape))
-            pieces.append(Piece(name, local, part.key, box))
+            pieces.append(ShardMapping(name, local, part.key, box))
     return Layout(shapes, tuple(pieces))
 
 
@@ -168,7 +168,7 @@ def num_bytes_saved(policy: Policy, reference: Reference | None) -> int:
     """This rank's share of the bytes of a checkpoint's tensors; the shares add up to the total."""
     states = len(OPTIMIZER_STATES) * torch.float32.itemsize
     beside = [
-        (part, 0 if part.key.endswith(SELECTION_BIAS) else states) for part in weight_parts(policy)
+        (part, 0 if part.key.endswith(EXPERT_BIAS) else states) for part in weight_parts(policy)
     ]
     beside += [(part, 0) for part in reference_parts(reference)]
     return sum(

@@ -3,7 +3,7 @@
 Each section has its own file, which defines the type, default and meaning of every key. The checks
 here need the config alone; `preflight.py` also checks it against the model and the engines, and
 `prompt_checks.py` against the data. Nothing here imports torch, so mistakes are reported at once.
-`config_file.py` reads and writes configs as YAML.
+`file.py` reads and writes configs as YAML.
 """
 
 from collections.abc import Sequence

@@ -58,15 +58,11 @@ class DataConfig(Section):
     """Whether each epoch has its own random order, derived from train.seed; false: row order."""
 
     @model_validator(mode="after")
-    def _system_prompt_needs_template(self) -> Self:
+    def _template_fits(self) -> Self:
         if self.system_prompt is not None and not self.apply_chat_template:
             raise ValueError(
                 "data.system_prompt is a chat message: it needs data.apply_chat_template=true"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _kwargs_are_the_templates(self) -> Self:
         if self.chat_template_kwargs and not self.apply_chat_template:
             raise ValueError(
                 "data.chat_template_kwargs are for the chat template: they need "

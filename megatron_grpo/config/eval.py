@@ -1,7 +1,7 @@
 """Held-out prompts: the keys of `eval`."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Self
 
 from pydantic import (
@@ -19,8 +19,8 @@ from megatron_grpo.config.rollout import MIN_TEMPERATURE
 from megatron_grpo.config.section import Section
 
 SET_NAME = re.compile(r"[\w-]+", re.ASCII)
-OF_ALL_SETS = ("data", "interval", "sets")
-"""Keys of `eval` that are no defaults of its sets."""
+NOT_OF_A_SET = ("data", "interval", "sets")
+"""Keys of `eval` that its sets do not inherit."""
 
 
 class EvalSet(Section):
@@ -128,13 +128,13 @@ class EvalConfig(EvalSet):
 
     @model_serializer(mode="wrap")
     def _sets_describe_themselves(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without the keys that would describe no set, and that are refused for that."""
+        """Without the defaults of sets, which each set has now and `with_defaults` refuses."""
         table: dict[str, Any] = write(self)
-        return {key: table[key] for key in OF_ALL_SETS} if self.sets else table
+        return {key: table[key] for key in NOT_OF_A_SET} if self.sets else table
 
     @property
     def named_sets(self) -> Mapping[str, EvalSet]:
-        """What is evaluated, by name; that of `eval.data` has the name "". Empty without any."""
+        """The held-out sets by name; `eval.data` alone is one with the name ""."""
         return self.sets if self.data is None else {"": self}
 
 
@@ -146,17 +146,21 @@ def section_of(name: str) -> str:
 def with_defaults(evaluation: dict[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
     """The table `evaluation` with the keys that it leaves out.
 
-    Those of `data` and `reward` are taken from the same tables of `run`. Keys of a set are first
-    taken from `evaluation`, which keeps none of them: defaults of sets describe no set themselves.
-    Raises ValueError for one that every set has itself. Sets that are null are left out.
+    `eval.data` and `eval.reward` take theirs from `data` and `reward` of `run`. With `eval.sets`,
+    the other keys of `evaluation` move into each set that lacks them, and a set that is null is
+    left out: `{k: [1], sets: {a: {data: A}, b: null}}` becomes `{sets: {a: {k: [1], data: A}}}`.
+
+    Raises ValueError for a key that every set has itself. A saved config has all keys in each set,
+    where an override such as `eval.temperature=0` would otherwise be ignored without a word.
     """
-    own, sets = _following(evaluation, run), evaluation.get("sets")
+    own, sets = _with_tables_of(run, evaluation), evaluation.get("sets")
     if not isinstance(sets, dict):
         return own
     sets = {str(name): held_out for name, held_out in sets.items() if held_out is not None}
     if not sets:
         return {**own, "sets": sets}
-    if idle := [key for key in _defaults_in(evaluation) if _is_in_each(sets, key)]:
+    keys_of_sets = [_keys(one) if isinstance(one, dict) else [] for one in sets.values()]
+    if idle := [key for key in _keys(evaluation) if all(key in keys for keys in keys_of_sets)]:
         raise ValueError(
             "\n".join(
                 f"eval.{key} does nothing, as each of eval.sets ({', '.join(sets)}) has its own: "
@@ -165,40 +169,30 @@ def with_defaults(evaluation: dict[str, Any], run: Mapping[str, Any]) -> dict[st
             )
         )
     shared = {
-        key: value for key, value in own.items() if key not in OF_ALL_SETS and value is not None
+        key: value for key, value in own.items() if key not in NOT_OF_A_SET and value is not None
     }
     resolved = {
-        name: {**shared, **_following(held_out, {**run, **shared})}
+        name: {**shared, **_with_tables_of({**run, **shared}, held_out)}
         if isinstance(held_out, dict)
         else held_out
         for name, held_out in sets.items()
     }
-    return {key: own[key] for key in OF_ALL_SETS if key in own} | {"sets": resolved}
+    return {key: own[key] for key in NOT_OF_A_SET if key in own} | {"sets": resolved}
 
 
-def _following(held_out: dict[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
-    followed = dict(held_out)
+def _with_tables_of(run: Mapping[str, Any], held_out: dict[str, Any]) -> dict[str, Any]:
+    """`held_out` with `data` and `reward`, if it has them, completed from those of `run`."""
+    completed = dict(held_out)
     for name, own in (("data", {"shuffle": False}), ("reward", {})):
         given, defaults = held_out.get(name), run.get(name)
         if isinstance(given, dict) and isinstance(defaults, dict):
-            followed[name] = {**defaults, **own, **given}
-    return followed
+            completed[name] = {**defaults, **own, **given}
+    return completed
 
 
-def _defaults_in(evaluation: Mapping[str, Any]) -> Iterator[str]:
-    """Keys that are defaults of its sets, with those of `reward`, which a set can have in part."""
-    for key, value in evaluation.items():
-        if key == "reward" and isinstance(value, dict):
-            yield from (f"reward.{part}" for part in value)
-        elif key not in OF_ALL_SETS:
-            yield key
-
-
-def _is_in_each(sets: Mapping[str, Any], key: str) -> bool:
-    table, _, part = key.partition(".")
-    return all(
-        isinstance(held_out, dict)
-        and table in held_out
-        and (not part or not isinstance(held_out[table], dict) or part in held_out[table])
-        for held_out in sets.values()
-    )
+def _keys(table: Mapping[str, Any]) -> list[str]:
+    """The keys that a set can have, with those of `reward` (null: all of them) as `reward.KEY`."""
+    reward = table.get("reward", {})
+    parts = reward if isinstance(reward, dict) else RewardConfig.model_fields
+    others = [key for key in table if key not in (*NOT_OF_A_SET, "reward")]
+    return [*others, *(f"reward.{part}" for part in parts)]

@@ -44,15 +44,15 @@ def encode_rows(
     """
     chats = [_chat(data, row) for row in rows]
     if not data.apply_chat_template:
-        return _of_valid(chats, lambda texts: _tokenize(data, tokenizer, texts))
+        return _map_valid(chats, lambda texts: _tokenize(data, tokenizer, texts))
     if tokenizer.chat_template is None:
         raise ValueError(
             "the model's tokenizer has no chat template: set data.apply_chat_template=false to "
             "send prompts as they are"
         )
     _check_variables(data, tokenizer)
-    texts = _of_valid(chats, lambda messages: _render(data, tokenizer, messages))
-    return _of_valid(texts, lambda texts: _tokenize(data, tokenizer, texts))
+    texts = _map_valid(chats, lambda messages: _render(data, tokenizer, messages))
+    return _map_valid(texts, lambda texts: _tokenize(data, tokenizer, texts))
 
 
 def _check_variables(data: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> None:
@@ -64,7 +64,7 @@ def _check_variables(data: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> 
             )
 
 
-def _of_valid(
+def _map_valid(
     items: Sequence[T | Fault], function: Callable[[list[T]], Sequence[U | Fault]]
 ) -> list[U | Fault]:
     """Apply `function` to all valid items at once; faults stay in place."""
@@ -75,7 +75,7 @@ def _of_valid(
 
 def _chat(data: DataConfig, row: Row) -> Chat | Fault:
     for column in (data.prompt_column, data.answer_column):
-        if column is not None and (fault := _fault_of(column, row)):
+        if column is not None and (fault := _check_column(column, row)):
             return fault
     prompt = row[data.prompt_column]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -108,7 +108,7 @@ def _chat(data: DataConfig, row: Row) -> Chat | Fault:
     return [{"role": "system", "content": data.system_prompt}, *messages]
 
 
-def _fault_of(column: str, row: Row) -> Fault | None:
+def _check_column(column: str, row: Row) -> Fault | None:
     """What is wrong with a column's value, whatever the column is used for."""
     if column not in row:
         return Fault(f"no column {column!r}")

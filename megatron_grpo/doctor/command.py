@@ -1,192 +1,81 @@
-"""The command `megatron-grpo doctor`: examine, gather, and print for people and bug reports."""
+"""The command `megatron-grpo doctor`: examine, compare hosts, print for people and bug reports."""
 
+import json
 import os
+import socket
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from megatron_grpo.config.config import Config
-from megatron_grpo.doctor.finding import Finding, can_train
-from megatron_grpo.doctor.gpus import Gpus, driver_version, judge_gpus, judge_loaded, read_gpus
+from megatron_grpo.doctor.gpus import check_gpus, check_transformer_engine, find_gpus
 from megatron_grpo.doctor.host import (
-    judge_limits,
-    judge_storage,
-    judge_surroundings,
+    Check,
+    can_train,
+    check_environment,
+    check_limits,
+    check_network,
+    check_storage,
     measure_storage,
     read_limits,
-)
-from megatron_grpo.doctor.hosts import HostReport, differing, judge_clocks
-from megatron_grpo.doctor.network import (
-    can_load,
-    judge_interfaces,
-    judge_own_name,
-    judge_ports,
-    own_address,
-    read_interfaces,
-    read_ports,
 )
 from megatron_grpo.doctor.packages import (
     TRANSFORMER_ENGINE,
     Wanted,
-    installed,
-    judge_packages,
-    names_of_interest,
-    requirements,
+    check_packages,
+    declared_requirements,
+    installed_versions,
 )
 from megatron_grpo.launch.launch import RankPlace
 
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
-def examine(run_dir: Path, wanted: Wanted) -> Iterator[Finding]:
-    """Findings of this host, for runs in `run_dir`. Takes a few seconds, mostly for the disk."""
-    gpus = _gpus()
-    on_gpu = gpus is not None
-    declared = requirements()
-    versions = installed(names_of_interest(declared))
-    yield from judge_packages(declared, versions, on_gpu, wanted)
-    yield from judge_gpus(gpus)
-    if on_gpu and wanted.transformer_engine and TRANSFORMER_ENGINE in versions:
-        yield from judge_loaded()
-    verbs, library = Path("/dev/infiniband").is_dir(), can_load("libibverbs.so.1")
-    yield from judge_ports(read_ports(), verbs, library, on_gpu)
-    yield judge_interfaces(read_interfaces())
-    yield judge_own_name(os.environ, own_address(), on_gpu)
-    yield from judge_limits(read_limits(), on_gpu)
-    yield from _storage(run_dir)
-    yield from judge_surroundings(os.environ, on_gpu)
-
-
-def _gpus() -> Gpus | None:
-    driver = driver_version()
-    if driver is None:
-        return None
-    # Without torch there is nothing to ask; judge_packages reports that it is missing.
-    if not installed(["torch"]):
-        return Gpus(driver, "not installed", None, None, (), ())
-    return read_gpus(driver)
-
-
-def _storage(run_dir: Path) -> Iterator[Finding]:
-    try:
-        yield from judge_storage(measure_storage(run_dir))
-    except OSError as error:
-        value = f"cannot be written: {error.strerror}"
-        remedy = "set train.run_dir to a folder of yours"
-        yield Finding("file system", "run directory", "missing", value, remedy)
-
-
+ALIKE = ("packages", "GPUs")
+"""Sections that must be the same on all hosts."""
+MAX_SKEW_SECONDS = 1.0
+"""Above this, logs of several hosts cannot be read side by side."""
+TIMEOUT = timedelta(seconds=600)
+"""Generous: on a shared file system, a first start with cold caches takes minutes per host."""
 STYLES = {"ok": "green", "warning": "yellow", "missing": "bold red"}
 
 
-def findings_table(findings: Iterable[Finding]) -> Table:
-    """A row per finding, a rule between sections."""
-    table = Table("", "what", "found", "how to fix it", title="this host", title_justify="left")
-    section = None
-    for finding in findings:
-        if section not in (None, finding.section):
-            table.add_section()
-        section = finding.section
-        remedy = "" if finding.status == "ok" else finding.remedy
-        table.add_row(_colored(finding), finding.name, finding.value, remedy)
-    return table
+@dataclass(frozen=True)
+class HostReport:
+    """The checks of one host, and its clock (`time.time`) once all hosts were examined."""
 
-
-def hosts_table(reports: Sequence[HostReport]) -> Table:
-    """A row per host: its clock, its disk, and the names of findings that are not ok."""
-    table = Table("host", "clock, ms", "GPUs", "run directory", "problems", title="all hosts")
-    for number, report in enumerate(reports):
-        values = {finding.name: finding.value for finding in report.findings}
-        unwell = [finding for finding in report.findings if finding.status != "ok"]
-        table.add_row(
-            f"{number} {report.host}",
-            f"{report.ahead * 1e3:+.1f}",
-            values.get("GPUs", ""),
-            values.get("run directory", ""),
-            Text(", ").join(_named(finding) for finding in unwell) if unwell else "",
-        )
-    return table
-
-
-def markdown(reports: Sequence[HostReport], common: Sequence[Finding]) -> str:
-    """A table to paste into a bug report, without names of users or hosts and without paths.
-
-    It has all findings of host 0, and of the other hosts, which are numbered, those that are not
-    ok.
-    """
-    rows = [("0", finding) for finding in reports[0].findings]
-    for number, report in enumerate(reports[1:], 1):
-        rows += [(str(number), one) for one in report.findings if one.status != "ok"]
-    rows += [("all", finding) for finding in common]
-    lines = [
-        f"| {where} | {finding.status} | {_cell(finding.name)} | {_cell(finding.value)} |"
-        for where, finding in rows
-    ]
-    head = f"<details><summary>megatron-grpo doctor, {len(reports)} host(s)</summary>"
-    titles = ["| host | status | what | found |", "|---|---|---|---|"]
-    return "\n".join([head, "", *titles, *lines, "", "</details>"])
-
-
-def verdict(findings: Sequence[Finding]) -> str:
-    """One sentence: whether training can start, or else what is missing."""
-    num_warnings = sum(finding.status == "warning" for finding in findings)
-    warnings = f"{num_warnings} warning{'' if num_warnings == 1 else 's'}"
-    if can_train(findings):
-        return f"Training can start here; {warnings}."
-    missing = dict.fromkeys(one.name for one in findings if one.status == "missing")
-    return f"Training cannot start here: {', '.join(missing)} missing; {warnings}."
-
-
-def show(reports: Sequence[HostReport], common: Sequence[Finding]) -> None:
-    """Print the tables, the verdict and the block for bug reports."""
-    # No markup: it would swallow [gpu] in a command. A log file has no terminal width: use 160.
-    width = None if sys.stdout.isatty() else 160
-    console = Console(markup=False, emoji=False, highlight=False, width=width)
-    console.print(findings_table([*reports[0].findings, *common]))
-    if len(reports) > 1:
-        console.print(hosts_table(reports))
-    everything = [finding for report in reports for finding in report.findings]
-    console.print(verdict([*everything, *common]))
-    print("\nFor a bug report (no names of users or hosts, no paths, no secrets):\n")
-    print(markdown(reports, common))
-
-
-def _colored(finding: Finding) -> Text:
-    return Text(finding.status, style=STYLES[finding.status])
-
-
-def _named(finding: Finding) -> Text:
-    return Text(finding.name, style=STYLES[finding.status])
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+    host: str
+    checks: tuple[Check, ...]
+    clock: float = 0.0
 
 
 def diagnose(cfg: Config | None, place: RankPlace | None) -> bool:
-    """Examine this host, or all hosts of the job that `place` belongs to, and print the findings.
+    """Examine this host, or all hosts of the job that `place` belongs to, and print the checks.
 
     Returns whether training can start on all of them; ranks other than 0 print nothing and return
-    True. Raises ValueError if the hosts do not meet.
+    True. Raises ValueError if not all ranks join.
     """
     run_dir = cfg.train.run_dir if cfg else Path()
     if place is None:
         reports = [HostReport("here", tuple(examine(run_dir, _wanted(cfg))))]
     else:
-        # If hosts do not meet, our message is one line, while torch would log pages.
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-        from megatron_grpo.doctor.gathering import gather, meet  # torch: seconds, see cli.py
-
-        store = meet(place)
-        findings = tuple(examine(run_dir, _wanted(cfg))) if place.local_rank == 0 else ()
-        reports = gather(store, place, findings)
+        store = _join_store(place)
+        if place.local_rank > 0:
+            return True
+        reports = gather(store, place, tuple(examine(run_dir, _wanted(cfg))))
         if place.rank > 0:
             return True
-    common = [judge_clocks(reports), *differing(reports)]
+    common = [check_clocks(reports), *compare_hosts(reports)]
     show(reports, common)
-    return all(can_train(report.findings) for report in reports)
+    return all(can_train(report.checks) for report in reports)
 
 
 def _wanted(cfg: Config | None) -> Wanted:
@@ -198,3 +87,160 @@ def _wanted(cfg: Config | None) -> Wanted:
         wandb=cfg.wandb.project is not None,
         transformer_engine=not local,
     )
+
+
+def examine(run_dir: Path, wanted: Wanted) -> Iterator[Check]:
+    """All checks of this host, for runs in `run_dir`. Takes a few seconds, mostly for the disk."""
+    gpus = find_gpus()
+    on_gpu = gpus is not None
+    declared = declared_requirements()
+    versions = installed_versions(declared)
+    yield from check_packages(declared, versions, on_gpu, wanted)
+    yield from check_gpus(gpus)
+    if on_gpu and wanted.transformer_engine and TRANSFORMER_ENGINE in versions:
+        yield from check_transformer_engine()
+    yield from check_network(on_gpu)
+    yield from check_limits(read_limits(), on_gpu)
+    try:
+        yield from check_storage(measure_storage(run_dir))
+    except OSError as error:
+        value = f"cannot be written: {error.strerror}"
+        remedy = "set train.run_dir to a folder of yours"
+        yield Check("file system", "run directory", "missing", value, remedy)
+    yield from check_environment(os.environ, on_gpu)
+
+
+def _join_store(place: RankPlace) -> "Store":
+    """The store of all ranks, at the launcher's address. Raises ValueError if not all join."""
+    # If hosts do not meet, our message is one line, while torch would log pages.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    from torch.distributed import DistError, rendezvous  # torch: seconds, see cli.py
+
+    try:
+        store, _, _ = next(rendezvous("env://", place.rank, place.world_size, timeout=TIMEOUT))
+    except DistError as error:
+        raise ValueError(
+            f"the {place.world_size} ranks did not meet at MASTER_ADDR and MASTER_PORT in "
+            f"{TIMEOUT.seconds} s: is the first host's name right and the port open? {error}"
+        ) from None
+    return store
+
+
+def gather(
+    store: "Store",
+    place: RankPlace,
+    checks: Sequence[Check],
+    now: Callable[[], float] = time.time,
+) -> list[HostReport]:
+    """The reports of all hosts, on rank 0; other hosts get an empty list.
+
+    Called by one rank per host. The last host to call it wakes all others, which then read their
+    clocks within milliseconds of each other.
+    """
+    ticket = store.add("doctor/examined", 1)
+    if ticket == place.num_hosts:
+        store.set("doctor/read_clocks", "")
+    store.wait(["doctor/read_clocks"])
+    clock = now()
+    report = [place.rank, socket.gethostname(), [asdict(check) for check in checks], clock]
+    store.set(f"doctor/{ticket}", json.dumps(report))
+    if place.rank > 0:
+        return []
+    reports = [json.loads(store.get(f"doctor/{one}")) for one in range(1, place.num_hosts + 1)]
+    return [
+        HostReport(host, tuple(Check(**row) for row in rows), clock)
+        for _, host, rows, clock in sorted(reports, key=lambda report: report[0])
+    ]
+
+
+def check_clocks(reports: Sequence[HostReport]) -> Check:
+    """The largest clock difference between any two hosts."""
+    if len(reports) == 1:
+        return Check("hosts", "clock skew", "ok", "one host: nothing to compare with")
+    clocks = [report.clock for report in reports]
+    skew = max(clocks) - min(clocks)
+    remedy = "chronyc tracking, on every host" if skew > MAX_SKEW_SECONDS else ""
+    value = f"{skew * 1e3:,.1f} ms between {len(reports)} hosts"
+    return Check.warn_if(remedy, "hosts", "clock skew", value)
+
+
+def compare_hosts(reports: Sequence[HostReport]) -> Iterator[Check]:
+    """A warning per package or GPU that differs from host 0: ranks might compute differently."""
+    own = {(one.section, one.name): one.value for one in reports[0].checks}
+    hosts: dict[tuple[str, str, str], list[str]] = {}
+    for number, report in enumerate(reports):
+        for one in report.checks:
+            if one.section in ALIKE and own.get((one.section, one.name)) != one.value:
+                hosts.setdefault((one.section, one.name, one.value), []).append(str(number))
+    for (section, name, value), numbers in hosts.items():
+        some = ", ".join(numbers[:3]) + (", ..." if len(numbers) > 3 else "")
+        here = own.get((section, name), "not there")
+        value = f"{value} on {len(numbers)} of {len(reports)} hosts ({some}), {here} on host 0"
+        yield Check("hosts", f"{name} differs", "warning", value, "start all from one image")
+
+
+def show(reports: Sequence[HostReport], common: Sequence[Check]) -> None:
+    """Print the tables, the verdict and the block for bug reports."""
+    # No markup: it would swallow [gpu] in a command. A log file has no terminal width: use 160.
+    width = None if sys.stdout.isatty() else 160
+    console = Console(markup=False, emoji=False, highlight=False, width=width)
+    console.print(_checks_table([*reports[0].checks, *common]))
+    if len(reports) > 1:
+        console.print(_hosts_table(reports))
+    everything = [check for report in reports for check in report.checks]
+    console.print(_verdict([*everything, *common]))
+    print("\nFor a bug report (no names of users or hosts, no paths, no secrets):\n")
+    print(_markdown(reports, common))
+
+
+def _checks_table(checks: Iterable[Check]) -> Table:
+    """A row per check, a rule between sections."""
+    table = Table("", "what", "found", "how to fix it", title="this host", title_justify="left")
+    section = None
+    for check in checks:
+        if section not in (None, check.section):
+            table.add_section()
+        section = check.section
+        remedy = "" if check.status == "ok" else check.remedy
+        table.add_row(Text(check.status, STYLES[check.status]), check.name, check.value, remedy)
+    return table
+
+
+def _hosts_table(reports: Sequence[HostReport]) -> Table:
+    """A row per host: its clock, its disk, and the names of checks that are not ok."""
+    table = Table("host", "clock, ms", "GPUs", "run directory", "problems", title="all hosts")
+    for number, report in enumerate(reports):
+        values = {check.name: check.value for check in report.checks}
+        problems = [check for check in report.checks if check.status != "ok"]
+        table.add_row(
+            f"{number} {report.host}",
+            f"{(report.clock - reports[0].clock) * 1e3:+.1f}",
+            values.get("GPUs", ""),
+            values.get("run directory", ""),
+            Text(", ").join(Text(check.name, STYLES[check.status]) for check in problems),
+        )
+    return table
+
+
+def _verdict(checks: Sequence[Check]) -> str:
+    """One sentence: whether training can start, or else what is missing."""
+    num_warnings = sum(check.status == "warning" for check in checks)
+    warnings = f"{num_warnings} warning{'' if num_warnings == 1 else 's'}"
+    if can_train(checks):
+        return f"Training can start here; {warnings}."
+    missing = dict.fromkeys(check.name for check in checks if check.status == "missing")
+    return f"Training cannot start here: {', '.join(missing)} missing; {warnings}."
+
+
+def _markdown(reports: Sequence[HostReport], common: Sequence[Check]) -> str:
+    """A table of all checks of host 0 and, of the other hosts, those that are not ok."""
+    rows = [("0", check) for check in reports[0].checks]
+    for number, report in enumerate(reports[1:], 1):
+        rows += [(str(number), check) for check in report.checks if check.status != "ok"]
+    rows += [("all", check) for check in common]
+    cells = [(where, check.status, check.name, check.value) for where, check in rows]
+    escaped = [[cell.replace("|", "\\|") for cell in row] for row in cells]
+    lines = [f"| {' | '.join(row)} |" for row in escaped]
+    head = f"<details><summary>megatron-grpo doctor, {len(reports)} host(s)</summary>"
+    titles = ["| host | status | what | found |", "|---|---|---|---|"]
+    return "\n".join([head, "", *titles, *lines, "", "</details>"])

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_grpo.doctor.finding import Finding
-from megatron_grpo.doctor.packages import FOR_GPUS
+from megatron_grpo.doctor.host import Check
+from megatron_grpo.doctor.packages import FOR_GPUS, installed_version
 
 SECTION = "GPUs"
-LEAST_CAPABILITY = (8, 0)
+MIN_CAPABILITY = (8, 0)
 """The first compute capability with bfloat16."""
 LOAD = "import torch, transformer_engine.pytorch; print(open('/proc/self/maps').read())"
 
@@ -28,94 +28,25 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Gpus:
-    """The driver, and what torch sees of it."""
+    """The driver, and what torch sees through it."""
 
     driver: str
-    torch: str
-    cuda: str | None
+    torch: str = "not installed"
+    cuda: str | None = None
     """CUDA version that torch is built for; None for a CPU build."""
-    nccl: str | None
-    gpus: tuple[Gpu, ...]
-    without_peer_access: tuple[tuple[int, int], ...]
+    nccl: str | None = None
+    gpus: tuple[Gpu, ...] = ()
+    without_peer_access: tuple[tuple[int, int], ...] = ()
     """Pairs (from, to) that cannot read each other's memory."""
 
 
-def driver_version(proc: Path = Path("/proc"), dev: Path = Path("/dev")) -> str | None:
-    """Version of NVIDIA's driver; "unknown" if only its device exists, None without a driver."""
-    version = proc / "driver" / "nvidia" / "version"
-    if version.exists():
-        found = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", version.read_text())
-        return found[1] if found else "unknown"
-    return "unknown" if (dev / "nvidiactl").exists() else None
-
-
-def judge_gpus(found: Gpus | None) -> Iterator[Finding]:
-    """Findings on the GPUs; None means no driver, so that training runs on CPUs."""
-    if found is None:
-        yield Finding(SECTION, "GPUs", "ok", "none: training runs on CPUs, over gloo")
-        return
-    if not found.gpus:
-        yield _unseen(found)
-        return
-    for gpu, count in Counter(found.gpus).items():
-        old = gpu.capability < LEAST_CAPABILITY
-        value = f"{count} x {gpu.name}, {gpu.memory / 1e9:,.0f} GB, compute capability "
-        value += "{}.{}".format(*gpu.capability)
-        remedy = "model.dtype=float32: it has no bfloat16" if old else ""
-        yield Finding(SECTION, "GPUs", "warning" if old else "ok", value, remedy)
-    value = f"driver {found.driver}, CUDA {found.cuda} in torch, NCCL {found.nccl}"
-    yield Finding(SECTION, "driver, CUDA and NCCL", "ok", value)
-    yield _judge_peers(found)
-
-
-def _unseen(found: Gpus) -> Finding:
-    if found.cuda is None:
-        value = f"torch {found.torch} is a build for CPUs"
-        return Finding(SECTION, "GPUs", "missing", value, f"use another environment: {FOR_GPUS}")
-    value = f"none seen by torch {found.torch} (CUDA {found.cuda}) through driver {found.driver}"
-    remedy = "nvidia-smi; see CUDA_VISIBLE_DEVICES, --gres, and whether the driver is new enough"
-    return Finding(SECTION, "GPUs", "missing", value, remedy)
-
-
-def _judge_peers(found: Gpus) -> Finding:
-    num_pairs = len(found.gpus) * (len(found.gpus) - 1)
-    if not found.without_peer_access:
-        value = "between all" if num_pairs else "only one GPU"
-        return Finding(SECTION, "peer access", "ok", value)
-    value = f"not between {len(found.without_peer_access)} of {num_pairs} pairs"
-    return Finding(SECTION, "peer access", "warning", value, "nvidia-smi topo -p2p r")
-
-
-def judge_loaded() -> Iterator[Finding]:
-    """Whether Transformer Engine imports, and whether a library is then loaded twice."""
-    loaded = subprocess.run([sys.executable, "-c", LOAD], capture_output=True, text=True)
-    if loaded.returncode:
-        last = (loaded.stderr.splitlines() or [f"exit code {loaded.returncode}"])[-1]
-        value = re.sub(r"\S*/", "", last)  # the names of files, without paths
-        yield Finding(SECTION, "import of Transformer Engine", "missing", value, FOR_GPUS)
-    else:
-        yield Finding(SECTION, "import of Transformer Engine", "ok", "works")
-        yield judge_folders(loaded.stdout)
-
-
-def judge_folders(maps: str) -> Finding:
-    """Whether each CUDA library comes from one folder; `maps` is a process's /proc/self/maps.
-
-    Two cuDNNs in a process refuse each other's parts, or compute with different releases.
-    """
-    paths = re.findall(r"(/.*)/lib(cublas|cudnn|nccl)(?:Lt|(?<=cudnn)_\w+)?\.so", maps)
-    folders = {name: {folder for folder, each in paths if each == name} for _, name in paths}
-    twice = [name for name in sorted(folders) if len(folders[name]) > 1]
-    if not twice:
-        return Finding(SECTION, "CUDA libraries", "ok", "each loaded from one folder")
-    found = "; ".join(", ".join(sorted(folders[name])) for name in twice)
-    remedy = f"unload the site's module, or uninstall the system's: {found}"
-    value = f"{', '.join(twice)} loaded from several folders"
-    return Finding(SECTION, "CUDA libraries", "warning", value, remedy)
-
-
-def read_gpus(driver: str) -> Gpus:
-    """All GPUs visible to this process, and which pairs lack peer access."""
+def find_gpus() -> Gpus | None:
+    """The GPUs visible to this process; None without a driver. Imports torch where there is one."""
+    driver = driver_version()
+    if driver is None:
+        return None
+    if installed_version("torch") is None:  # reported by check_packages
+        return Gpus(driver)
     import torch  # seconds, where there is no GPU
 
     count = torch.cuda.device_count()
@@ -131,3 +62,70 @@ def read_gpus(driver: str) -> Gpus:
             pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)
         ),
     )
+
+
+def driver_version(proc: Path = Path("/proc"), dev: Path = Path("/dev")) -> str | None:
+    """Version of NVIDIA's driver; "unknown" if only its device exists, None without a driver."""
+    version = proc / "driver" / "nvidia" / "version"
+    if version.exists():
+        found = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", version.read_text())
+        return found[1] if found else "unknown"
+    return "unknown" if (dev / "nvidiactl").exists() else None
+
+
+def check_gpus(found: Gpus | None) -> Iterator[Check]:
+    """Checks of the GPUs; None means no driver, so that training runs on CPUs."""
+    if found is None:
+        yield Check(SECTION, "GPUs", "ok", "none: training runs on CPUs, over gloo")
+        return
+    if not found.gpus:
+        value = f"none seen by torch {found.torch} (CUDA {found.cuda}), driver {found.driver}"
+        remedy = "nvidia-smi; see CUDA_VISIBLE_DEVICES, --gres, and whether the driver is too old"
+        if found.cuda is None:
+            value = f"torch {found.torch} is a build for CPUs"
+            remedy = f"use another environment: {FOR_GPUS}"
+        yield Check(SECTION, "GPUs", "missing", value, remedy)
+        return
+    for gpu, count in Counter(found.gpus).items():
+        major, minor = gpu.capability
+        value = f"{count} x {gpu.name}, {gpu.memory / 1e9:,.0f} GB"
+        value += f", compute capability {major}.{minor}"
+        is_old = gpu.capability < MIN_CAPABILITY
+        remedy = "model.dtype=float32: it has no bfloat16" if is_old else ""
+        yield Check.warn_if(remedy, SECTION, "GPUs", value)
+    value = f"driver {found.driver}, CUDA {found.cuda} in torch, NCCL {found.nccl}"
+    yield Check(SECTION, "driver, CUDA and NCCL", "ok", value)
+    num_pairs = len(found.gpus) * (len(found.gpus) - 1)
+    value = "between all" if num_pairs else "only one GPU"
+    if found.without_peer_access:
+        value = f"not between {len(found.without_peer_access)} of {num_pairs} pairs"
+    remedy = "nvidia-smi topo -p2p r" if found.without_peer_access else ""
+    yield Check.warn_if(remedy, SECTION, "peer access", value)
+
+
+def check_transformer_engine() -> Iterator[Check]:
+    """Whether Transformer Engine imports, and whether a CUDA library is then loaded twice."""
+    loaded = subprocess.run([sys.executable, "-c", LOAD], capture_output=True, text=True)
+    if loaded.returncode:
+        last = (loaded.stderr.splitlines() or [f"exit code {loaded.returncode}"])[-1]
+        value = re.sub(r"\S*/", "", last)  # the names of files, without paths
+        yield Check(SECTION, "import of Transformer Engine", "missing", value, FOR_GPUS)
+    else:
+        yield Check(SECTION, "import of Transformer Engine", "ok", "works")
+        yield _check_library_folders(loaded.stdout)
+
+
+def _check_library_folders(maps: str) -> Check:
+    """Whether each CUDA library comes from one folder; `maps` is a process's /proc/self/maps.
+
+    Two cuDNNs in a process refuse each other's parts, or compute with different releases.
+    """
+    paths = re.findall(r"(/.*)/lib(cublas|cudnn|nccl)(?:Lt|(?<=cudnn)_\w+)?\.so", maps)
+    folders = {name: {folder for folder, each in paths if each == name} for _, name in paths}
+    twice = [name for name in sorted(folders) if len(folders[name]) > 1]
+    if not twice:
+        return Check(SECTION, "CUDA libraries", "ok", "each loaded from one folder")
+    found = "; ".join(", ".join(sorted(folders[name])) for name in twice)
+    remedy = f"unload the site's module, or uninstall the system's: {found}"
+    value = f"{', '.join(twice)} loaded from several folders"
+    return Check(SECTION, "CUDA libraries", "warning", value, remedy)

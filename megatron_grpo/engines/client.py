@@ -10,10 +10,10 @@ from typing import Any, NoReturn, TypeVar
 from checkpoint_convert.vllm import EngineReport
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.data.samples import Sample
-from megatron_grpo.engines.dispatch import Dealing
+from megatron_grpo.engines.dispatch import RequestDispatcher
 from megatron_grpo.engines.engine import Engine, Json, Patience
 from megatron_grpo.engines.generation import Requests
-from megatron_grpo.engines.http import EngineDown, EngineError, connect
+from megatron_grpo.engines.http import EngineDown, EngineError, http_client
 from megatron_grpo.engines.pool import EnginePool
 from megatron_grpo.engines.push_protocol import WorkerSums, check_reports
 from megatron_grpo.launch.process import Preempted
@@ -25,10 +25,10 @@ T = TypeVar("T")
 
 
 class RolloutClient:
-    """Talks to all engines of a fleet at once, over vLLM's HTTP routes.
+    """Talks to all engines of a pool at once, over vLLM's HTTP routes.
 
     When an engine fails, or does not answer within `rollout.request_timeout` what is no request for
-    a completion, the fleet loses it and the others carry on: a generation continues at once, a push
+    a completion, the pool loses it and the others carry on: a generation continues at once, a push
     starts over. An answer that is not what was asked for, which another engine would not mend, is
     an EngineError that names the engine.
 
@@ -36,8 +36,8 @@ class RolloutClient:
     requests and is counted as lost at the next `assemble`.
     """
 
-    def __init__(self, fleet: EnginePool, rollout: RolloutConfig) -> None:
-        self.fleet = fleet
+    def __init__(self, pool: EnginePool, rollout: RolloutConfig) -> None:
+        self.pool = pool
         self._rollout = rollout
         self._is_cancelled = False
         self._chain: list[tuple[str, int]] = []
@@ -48,23 +48,23 @@ class RolloutClient:
     def generate(self, generation: Requests) -> list[Sample]:
         """Return all samples of `generation` once every request is answered.
 
-        Open requests are dealt to the serving engines in contiguous, equal shares, and some move
-        when one has room (`Dealing`); a follow-up request goes to the engine that answered its
-        predecessor. Requests that a lost engine left unanswered are dealt to the remaining engines
-        when those have finished their own. Raises NoServingEngine when no engine is left; calling
-        again with the same `generation` keeps the answers received so far. Raises Preempted once
-        `cancel` was called.
+        Open requests are queued at the serving engines in contiguous, equal shares, and some move
+        when an engine has room (`RequestDispatcher`); a follow-up request goes to the engine that
+        answered its predecessor. Requests that a lost engine left unanswered are dispatched to the
+        remaining engines when those have finished their own. Raises NoServingEngine when no engine
+        is left; calling again with the same `generation` keeps the answers received so far. Raises
+        Preempted once `cancel` was called.
         """
 
         async def until_answered() -> None:
             async with run_with(self._raise_when_cancelled()):
-                await generation.settle()
+                await generation.wait_for_environments()
                 while generation.open:
-                    await Dealing(self.fleet, self._connect, generation).run()
-                    await generation.settle()
+                    await RequestDispatcher(self.pool, self._connect, generation).run()
+                    await generation.wait_for_environments()
 
         asyncio.run(until_answered())
-        self.fleet.finish_generation()
+        self.pool.finish_generation()
         return generation.samples()
 
     def cancel(self) -> None:
@@ -87,36 +87,36 @@ class RolloutClient:
         Returns the number of engines, and an id that changes when one joins, leaves or restarts.
         """
         for url, error in self._failed.items():
-            self.fleet.mark_dead(url, str(error))
+            self.pool.mark_dead(url, str(error))
         self._failed = {}
         deadline = time.monotonic() + self._rollout.startup_timeout
         while not self._find_well(check):
             if self._is_cancelled:
                 raise Preempted("the wait for an engine was given up")
-            self.fleet.raise_if_all_dead(deadline)
+            self.pool.raise_if_all_dead(deadline)
             time.sleep(POLL_SECONDS)
-        if self._chain != self.fleet.up:
-            self._chain = self.fleet.up
+        if self._chain != self.pool.up:
+            self._chain = self.pool.up
             self._num_chains += 1
         return len(self._chain), self._num_chains
 
     def _find_well(self, check: Callable[[list[EngineReport]], None]) -> bool:
-        for url in self.fleet.check_members():
+        for url in self.pool.check_engines():
             try:
                 [workers] = self._on([url], _describe, {})
                 check(workers)
             except (EngineError, ValueError) as error:  # whatever answers there now is unusable
-                self.fleet.mark_dead(url, str(error))
+                self.pool.mark_dead(url, str(error))
             else:
-                self.fleet.mark_recovered(url)
-        return bool(self.fleet.up)
+                self.pool.mark_recovered(url)
+        return bool(self.pool.up)
 
     def describe_parameters(self) -> dict[str, list[EngineReport]]:
         """Parameter shapes and dtypes of every worker, by engine address."""
-        urls = [url for url, _ in self.fleet.up]
+        urls = [url for url, _ in self.pool.up]
         return dict(zip(urls, self._on(urls, _describe, {}), strict=True))
 
-    def connect(self, transfer: Json, is_sending: Callable[[], bool]) -> None:
+    def open_channels(self, transfer: Json, is_sending: Callable[[], bool]) -> None:
         """Make every worker of every engine open the channels described by `transfer`.
 
         Returns when all workers have connected or failed; `check_push` reports failures. The
@@ -125,23 +125,23 @@ class RolloutClient:
         self._channels = channels = uuid.uuid4().hex
         urls = self._urls
 
-        async def connect(engine: Engine) -> None:
+        async def open_channels(engine: Engine) -> None:
             if not self._rollout.enable_sleep_mode:
                 await engine.wake()  # an earlier run may have let it sleep
-            await engine.connect(transfer, urls.index(engine.url), channels)
+            await engine.open_channels(transfer, urls.index(engine.url), channels)
 
-        self._on_all(connect, is_sending)
+        self._on_all(open_channels, is_sending)
 
     def begin_push(self, push: str) -> None:
         """Pause the engines, drop their caches and mark their weights as having no version."""
-        self.fleet.lose_weights(self._urls)
+        self.pool.lose_weights(self._urls)
         if self._rollout.enable_sleep_mode:
             self._on_all(lambda engine: engine.wake("weights"))
         self._on_all(lambda engine: engine.begin_push(push, self._channels))
 
     def receive_push(self, push: str, is_sending: Callable[[], bool]) -> None:
         """Make every worker receive its shard; returns when all have finished or failed."""
-        self._on_all(lambda engine: engine.ask("receive_push", push=push), is_sending)
+        self._on_all(lambda engine: engine.ask_workers("receive_push", push=push), is_sending)
 
     def check_push(self, push: str, expected: Sequence[WorkerSums] | None) -> None:
         """Raise EngineError unless every worker of every engine has loaded `push`.
@@ -149,7 +149,7 @@ class RolloutClient:
         If `expected` is given, one entry for each worker of an engine, the checksums of their
         weights must match it, too.
         """
-        reports = self._on_all(lambda engine: engine.ask("push_report"))
+        reports = self._on_all(lambda engine: engine.ask_workers("push_report"))
         check_reports(self._urls, reports, push, expected)
 
     def finish_push(self, push: str, policy_version: int) -> None:
@@ -158,7 +158,7 @@ class RolloutClient:
         if self._rollout.enable_sleep_mode:
             self._on_all(lambda engine: engine.wake("kv_cache"))
         self._on_all(lambda engine: engine.post("/resume"))
-        self.fleet.finish_push(self._urls)
+        self.pool.finish_push(self._urls)
 
     def sleep(self) -> None:
         """Make every engine that answers give its memory to the trainer, until the next push.
@@ -169,32 +169,32 @@ class RolloutClient:
         """
         asleep: set[tuple[str, int]] = set()
         while True:
-            came_back = self.fleet.check_members()
-            up = [url for url, _ in self.fleet.up]
-            self.fleet.lose_weights(up)
+            came_back = self.pool.check_engines()
+            up = [url for url, _ in self.pool.up]
+            self.pool.lose_weights(up)
             lives = [
-                life for url in (*came_back, *up) if (life := self.fleet.life(url)) not in asleep
+                life for url in (*came_back, *up) if (life := self.pool.life(url)) not in asleep
             ]
-            rested = asyncio.run(gather_all(self._rest(url) for url, _ in lives))
-            asleep.update(life for life, rests in zip(lives, rested, strict=True) if rests)
-            if self._is_cancelled or asleep.issuperset(self.fleet.starting):
+            sleeps = asyncio.run(gather_all(self._put_to_sleep(url) for url, _ in lives))
+            asleep.update(life for life, is_asleep in zip(lives, sleeps, strict=True) if is_asleep)
+            if self._is_cancelled or asleep.issuperset(self.pool.starting):
                 return
             time.sleep(POLL_SECONDS)
 
-    async def _rest(self, url: str) -> bool:
+    async def _put_to_sleep(self, url: str) -> bool:
         """Let an engine sleep; returns whether it does."""
         try:
             async with self._connect(url) as engine, run_with(engine.watch(lambda: None)):
                 await engine.sleep()
         except (EngineError, TimeoutError) as error:
-            self.fleet.mark_dead(url, str(error))
+            self.pool.mark_dead(url, str(error))
             return False
         return True
 
     def serve_loaded(self) -> None:
         """Make every engine serve the weights that it loaded itself, as LOADED_VERSION."""
         self._on_all(lambda engine: engine.serve_loaded())
-        self.fleet.finish_push(self._urls)
+        self.pool.finish_push(self._urls)
 
     @property
     def _urls(self) -> list[str]:
@@ -240,12 +240,12 @@ class RolloutClient:
     async def _connect(self, url: str) -> AsyncIterator[Engine]:
         rollout = self._rollout
         patience = Patience(rollout.health_timeout, rollout.stall_timeout)
-        async with connect(
-            url, self.fleet.token, rollout.request_timeout, rollout.health_timeout
+        async with http_client(
+            url, self.pool.token, rollout.request_timeout, rollout.health_timeout
         ) as http:
             yield Engine(url, http, patience)
 
 
 async def _describe(engine: Engine) -> list[EngineReport]:
-    answers = await engine.ask("describe_parameters")
+    answers = await engine.ask_workers("describe_parameters")
     return [answer["parameters"] for answer in answers]

@@ -1,9 +1,9 @@
-"""Dispatches the requests of a generation to the engines, and moves some where none waits.
+"""Dispatches the requests of a generation to the engines, and rebalances their queues.
 
-Every engine gets as many requests. But those of one may turn out longer, or its GPUs slower: then
-many of them still wait for room in its cache when none waits in another engine. That one takes over
-its part of those that have not been started. So hardly any token is lost, and a sample has the same
-seed wherever it is generated.
+Every engine gets the same number of requests. But the completions of one may turn out longer, or
+its GPUs slower: then many of its requests still wait for room in its cache when none waits in
+another engine. That engine takes over an equal part of the requests that were not started. So
+hardly any token is lost, and a sample has the same seed wherever it is generated.
 """
 
 import asyncio
@@ -25,43 +25,43 @@ RESUME_SECONDS = 2.0
 RECENT_SECONDS = 3.0
 """Within which an engine that is well tells its counts again."""
 
-Take = Callable[[int, Choice, str], Awaitable[Json | None]]
+TakeAnswer = Callable[[int, Choice, str], Awaitable[Json | None]]
 """Processes the answer to a request, by number, from the engine at an address; returns a follow-up
 request, if there is one."""
 
 
-class Assignment:
-    """Requests that one engine is to answer, by number, which is also their priority.
+class EngineQueue:
+    """The requests of one engine, by number, which is also their priority.
 
-    `ended` is called when a request is answered or taken back.
+    `ended` is called when a request is answered or was stolen.
     """
 
     def __init__(
         self,
         requests: Mapping[int, Json],
         policy_version: int,
-        take: Take,
+        take: TakeAnswer,
         ended: Callable[[], None],
     ) -> None:
         self.open = dict(requests)
         """Requests that are not answered, or their follow-ups."""
-        self._policy_version, self._take, self._ended = policy_version, take, ended
+        self._policy_version, self._take_answer, self._ended = policy_version, take, ended
         self._asks: dict[int, asyncio.Task[None]] = {}
         self._num_at_engine = self._num_arrived = self._num_answered = 0
         self._is_working = False
         """Whether the engine has started, and has not failed."""
-        self._num_dealt = len(requests)
-        """Of the requests with which it started, those that were not taken back."""
+        self._num_initial = len(requests)
+        """Requests with which it started, less those that were stolen."""
         self._has_taken_over = False
         self._first = self._latest = Counts()
         """The engine's counts before it started, and the latest."""
         self._noted_at = -math.inf
         self._num_notes = 0
         self._change = 0, 0.0
-        """Number of notes, and of tokens that were generated, when requests last came or went."""
+        """`_num_notes` and `_latest.generated` when the queue last changed."""
 
     async def answer(self, engine: Engine, is_over: asyncio.Event) -> None:
-        """Have the engine answer all requests, and those that it is given before `is_over`.
+        """Have the engine answer all requests, with those enqueued before `is_over`.
 
         Each answer is passed to `take` as it arrives, and a follow-up request is sent next. While
         `take` is processing every answer, the engine has nothing to do and does not count as hung.
@@ -95,34 +95,34 @@ class Assignment:
 
     @property
     def num_unstarted(self) -> int:
-        """How many requests the engine has not started: those with the highest numbers.
+        """Number of requests that the engine has not started: those with the highest numbers.
 
-        0 if that is not known, or if the engine has taken over requests: these may have lower
-        numbers than what it has started. vLLM also counts those as waiting that it has preempted;
-        they have tokens, which they would lose.
+        0 if that is not known, or if requests were enqueued later: these may have lower numbers
+        than some that were started. vLLM's `waiting` includes requests that it has preempted, which
+        would lose their tokens: hence the minimum with requests without a first token.
         """
         if not self._is_working or not self._is_known or self._has_taken_over:
             return 0
-        unstarted = self._num_dealt - (self._latest.started - self._first.started)
+        unstarted = self._num_initial - (self._latest.started - self._first.started)
         return max(0, int(min(unstarted, self._latest.waiting, len(self.open))))
 
-    def give(self, requests: Mapping[int, Json]) -> None:
-        """Have the engine answer these, too."""
+    def enqueue(self, requests: Mapping[int, Json]) -> None:
+        """Have the engine answer these, too: they come from another engine's queue."""
         self._has_taken_over = True
         self._send(requests)
         self._note_change()
 
-    def take_back(self, count: int) -> dict[int, Json]:
-        """The last `count` requests, which the engine is not to answer any more."""
+    def steal(self, count: int) -> dict[int, Json]:
+        """Remove the last `count` requests, cancel them at the engine, and return them."""
         last = {number: self.open.pop(number) for number in sorted(self.open)[-count:]}
         for number in last:
             self._asks[number].cancel()
-        self._num_dealt -= len(last)
+        self._num_initial -= len(last)
         self._note_change()
         return last
 
     def _progress(self) -> object:
-        # An engine from which nothing is expected is well as long as it tells its counts.
+        # An idle engine makes progress as long as its counts can be read.
         is_idle = self._is_working and not self._num_at_engine
         num_notes = self._num_notes if is_idle else 0
         return self._num_arrived, self._num_answered, num_notes
@@ -140,7 +140,7 @@ class Assignment:
 
     @property
     def _is_known(self) -> bool:
-        """Whether the latest counts are of now, and from after requests last came or went."""
+        """Whether the latest counts are recent, and from after the queue last changed."""
         num_notes, generated = self._change
         # The first note may have been asked for before, and vLLM counts when a step is computed.
         is_later = self._num_notes - num_notes > 1 and self._latest.generated > generated
@@ -155,11 +155,12 @@ class Assignment:
         engine = self._engine
         try:
             await engine.pause()
-            before = await engine.load()  # not 0 if an abandoned request is still counted
+            # Not 0 if an abandoned request is still counted.
+            before = await engine.num_open_requests()
             self._send(self.open)
-            while self._num_arrived < self._num_dealt:
+            while self._num_arrived < self._num_initial:
                 await asyncio.sleep(POLL_INTERVAL)
-                self._num_arrived = await engine.load() - before
+                self._num_arrived = await engine.num_open_requests() - before
             # A counted request may not have reached vLLM's core yet: an engine's first requests ask
             # the core something before. It answers in order, so after this call they have gone on.
             await engine.held_push()
@@ -181,7 +182,7 @@ class Assignment:
             while number in self.open:
                 choice = await self._complete(self.open[number])
                 self._num_answered += 1
-                if request := await self._take(number, choice, self._engine.url):
+                if request := await self._take_answer(number, choice, self._engine.url):
                     self.open[number] = request
                 else:
                     del self.open[number]
@@ -206,49 +207,49 @@ BALANCE_INTERVAL = 1.0
 T = TypeVar("T")
 
 
-class Dealing:
-    """All open `requests`, dealt to the engines of the `fleet` that serve.
+class RequestDispatcher:
+    """Queues all open `requests` at the serving engines of the `pool`.
 
-    Raises NoServingEngine if none does.
+    Raises NoServingEngine if none serves.
     """
 
     def __init__(
         self,
-        fleet: EnginePool,
+        pool: EnginePool,
         connect: Callable[[str], AbstractAsyncContextManager[Engine]],
         requests: Requests,
     ) -> None:
-        if not (serving := fleet.serving):
-            raise NoServingEngine(f"no rollout engine serves:\n{fleet.status_report()}")
-        self._fleet, self._connect, self._are_movable = fleet, connect, requests.are_movable
+        if not (serving := pool.serving):
+            raise NoServingEngine(f"no rollout engine serves:\n{pool.status_report()}")
+        self._pool, self._connect, self._are_movable = pool, connect, requests.are_movable
         self._is_over = asyncio.Event()
         shares = equal_shares([*requests.open.items()], len(serving))
-        version, take = requests.policy_version, requests.take
-        self._assignments = {
-            url: Assignment(dict(share), version, take, self._check_over)
+        version, take = requests.policy_version, requests.take_answer
+        self._queues = {
+            url: EngineQueue(dict(share), version, take, self._check_over)
             for url, share in zip(serving, shares, strict=True)
         }
-        """Of each engine that is not lost."""
+        """Of each engine that is not lost, by address."""
 
     async def run(self) -> None:
-        """Return when the engines have answered all requests but those of lost engines."""
+        """Return when all requests are answered, except those of engines that were lost."""
         async with run_with(self._balance()):
-            await gather_all(map(self._serve, [*self._assignments]))
+            await gather_all(map(self._serve, [*self._queues]))
 
     async def _serve(self, url: str) -> None:
-        """Have an engine answer what it is assigned; it is lost, or left out, if it cannot."""
+        """Have an engine answer its queue; mark it stale or dead if it cannot."""
         try:
             async with self._connect(url) as engine:
-                await self._assignments[url].answer(engine, self._is_over)
+                await self._queues[url].answer(engine, self._is_over)
         except EngineStale as error:
-            self._fleet.mark_stale(url, str(error))
+            self._pool.mark_stale(url, str(error))
         except (EngineDown, TimeoutError) as error:  # late with an answer other than completions
-            self._fleet.mark_dead(url, str(error))
-        del self._assignments[url]
+            self._pool.mark_dead(url, str(error))
+        del self._queues[url]
         self._check_over()
 
     def _check_over(self) -> None:
-        if not any(assignment.open for assignment in self._assignments.values()):
+        if not any(queue.open for queue in self._queues.values()):
             self._is_over.set()
 
     async def _balance(self) -> NoReturn:
@@ -258,17 +259,20 @@ class Dealing:
                 self._move()
 
     def _move(self) -> None:
-        each = self._assignments.items()
-        takers = [url for url, assignment in each if assignment.has_room]
-        unstarted = {url: num for url, assignment in each if (num := assignment.num_unstarted)}
-        for giver, taker, count in moves(unstarted, takers):
-            self._assignments[taker].give(self._assignments[giver].take_back(count))
+        each = self._queues.items()
+        takers = [url for url, queue in each if queue.has_room]
+        unstarted = {url: num for url, queue in each if (num := queue.num_unstarted)}
+        for giver, taker, count in rebalance(unstarted, takers):
+            self._queues[taker].enqueue(self._queues[giver].steal(count))
 
 
-def moves(unstarted: Mapping[str, int], takers: Sequence[str]) -> Iterator[tuple[str, str, int]]:
-    """Who gives how many requests to whom, so that each of these engines has about as many.
+def rebalance(
+    unstarted: Mapping[str, int], takers: Sequence[str]
+) -> Iterator[tuple[str, str, int]]:
+    """(giver, taker, count) of the moves after which every taker has the mean number of requests.
 
-    `unstarted` are the requests that those who give have not started; `takers` have none.
+    `unstarted` is the number of unstarted requests by giver; `takers` have none. For example,
+    {"a": 3, "b": 8} and ["c"] yield ("b", "c", 3).
     """
     left = dict(unstarted)
     fair = sum(left.values()) // (len(left) + len(takers) or 1)

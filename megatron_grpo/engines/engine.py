@@ -200,7 +200,7 @@ class Engine:
         page = (await self._request("GET", "/metrics", limit=limit)).text
         return Counts(**{name: sum(map(float, COUNTS[name].findall(page))) for name in COUNTS})
 
-    async def connect(self, transfer: Json, index: int, channels: str) -> None:
+    async def open_channels(self, transfer: Json, index: int, channels: str) -> None:
         """Make its workers open `channels` to all ranks that send to engine `index`.
 
         Failures show in the report of the push.
@@ -215,11 +215,11 @@ class Engine:
         """
         await self.pause()
         await self.post("/update_weight_version", {"new_version": NO_VERSION})
-        await self.ask("begin_push", push=push, channels=channels)
+        await self.ask_workers("begin_push", push=push, channels=channels)
 
     async def finish_push(self, push: str, policy_version: int) -> None:
         """Mark the weights as those of `push`, and label samples with `policy_version`."""
-        await self.ask("finish_push", push=push)
+        await self.ask_workers("finish_push", push=push)
         await self.post("/update_weight_version", {"new_version": str(policy_version)})
 
     async def sleep(self) -> None:
@@ -228,7 +228,7 @@ class Engine:
         Raises ValueError if the engine was not started for that.
         """
         await self.post("/update_weight_version", {"new_version": NO_VERSION})
-        if not all(answer["can_sleep"] for answer in await self.ask("drop_weights")):
+        if not all(answer["can_sleep"] for answer in await self.ask_workers("drop_weights")):
             raise ValueError(
                 f"rollout engine {self.url} was started without rollout.enable_sleep_mode: start "
                 "it with the config of the run, or with --enable-sleep-mode"
@@ -244,7 +244,7 @@ class Engine:
 
         Raises EngineStale if a push has changed these weights.
         """
-        await self.ask("hold_loaded")
+        await self.ask_workers("hold_loaded")
         if await self.held_push() != LOADED:
             raise EngineStale(
                 f"rollout engine {self.url} no longer holds the weights that it loaded itself: "
@@ -252,7 +252,7 @@ class Engine:
             )
         await self.post("/update_weight_version", {"new_version": str(LOADED_VERSION)})
 
-    async def ask(self, method: str, **arguments: str) -> list[Json]:
+    async def ask_workers(self, method: str, **arguments: str) -> list[Json]:
         """Call a method of `PushWorker` in every worker; returns their answers in rank order.
 
         vLLM itself is given no timeout: after one, it would return the late answers to the next
@@ -286,13 +286,13 @@ class Engine:
 
     async def held_push(self) -> str:
         """The push whose weights all workers hold; empty if they hold none or different ones."""
-        pushes = {answer["push"] for answer in await self.ask("held_push")}
+        pushes = {answer["push"] for answer in await self.ask_workers("held_push")}
         return pushes.pop() if len(pushes) == 1 else ""
 
-    async def load(self) -> int:
+    async def num_open_requests(self) -> int:
         """Number of requests that the engine has accepted but not answered."""
-        load: int = (await self.get("/load"))["server_load"]
-        return load
+        count: int = (await self.get("/load"))["server_load"]
+        return count
 
     async def pause(self) -> None:
         """Hold new requests back until /resume, and drop the prefix cache."""

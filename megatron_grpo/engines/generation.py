@@ -14,16 +14,16 @@ class Requests(Protocol):
 
     policy_version: int
     are_movable: bool
-    """Whether a request that has not been started may go to any engine; then `take` never waits."""
+    """Whether a request that was not started may go to any engine: `take_answer` never waits."""
 
     @property
     def open(self) -> Mapping[int, Json]:
         """Unanswered requests, by number."""
 
-    async def settle(self) -> None:
+    async def wait_for_environments(self) -> None:
         """Wait until `open` holds everything that is left to do."""
 
-    async def take(self, number: int, choice: Choice, url: str) -> Json | None:
+    async def take_answer(self, number: int, choice: Choice, url: str) -> Json | None:
         """Process the answer to an open request from the engine at `url`; returns the follow-up."""
 
     def samples(self) -> list[Sample]:
@@ -62,10 +62,10 @@ class Generation:
                     routes_start=0,
                 )
 
-    async def settle(self) -> None:
+    async def wait_for_environments(self) -> None:
         """Nothing to wait for."""
 
-    async def take(self, number: int, choice: Choice, url: str) -> None:
+    async def take_answer(self, number: int, choice: Choice, url: str) -> None:
         """Turn the answer of the engine at `url` into a sample; there is no follow-up request.
 
         The answer itself, over a hundred bytes per token, is not kept.

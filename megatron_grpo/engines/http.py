@@ -40,7 +40,7 @@ class ManyPools(httpx.AsyncBaseTransport):
                 stack.push_async_callback(pool.aclose)
 
 
-def connect(
+def http_client(
     url: str, token: str, request_timeout: float, connect_timeout: float
 ) -> httpx.AsyncClient:
     """An HTTP client for the engine at `url`, without a limit on concurrent requests."""

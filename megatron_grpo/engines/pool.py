@@ -29,8 +29,8 @@ class State(Enum):
 
 
 @dataclass
-class Member:
-    """One engine of the fleet."""
+class EngineRecord:
+    """One engine of the pool."""
 
     url: str
     state: State = State.STALE
@@ -59,7 +59,7 @@ class EnginePool:
         self._servers = servers
         self._startup_timeout = rollout.startup_timeout
         self._health_timeout = rollout.health_timeout
-        self._members = {url: Member(url) for url in servers.base_urls}
+        self._records = {url: EngineRecord(url) for url in servers.base_urls}
 
     @property
     def serving(self) -> list[str]:
@@ -74,34 +74,34 @@ class EnginePool:
     @property
     def starting(self) -> list[tuple[str, int]]:
         """The same of each engine that was lost, and may be starting again."""
-        down = map(self._members.__getitem__, self._in(State.DOWN))
-        return [self.life(member.url) for member in down if not self._is_late(member)]
+        down = map(self._records.__getitem__, self._in(State.DOWN))
+        return [self.life(record.url) for record in down if not self._is_late(record)]
 
     def life(self, url: str) -> tuple[str, int]:
         """Address of an engine, and how often it was lost."""
-        return url, self._members[url].num_losses
+        return url, self._records[url].num_losses
 
-    def check_members(self) -> list[str]:
+    def check_engines(self) -> list[str]:
         """Lose engines that have died or hang; returns those that answer again."""
         asked = self._in(State.SERVING, State.STALE, State.DOWN)
         with ThreadPoolExecutor(len(asked) or 1) as pool:
             answers = dict(zip(asked, pool.map(self._answers, asked), strict=True))
         came_back = []
-        for member in map(self._members.__getitem__, asked):
-            if end := self._servers.end(member.url):
-                self.mark_dead(member.url, end)
-            elif member.state is State.DOWN:
-                if answers[member.url]:
-                    came_back.append(member.url)
-                elif self._servers.are_ours and self._is_late(member):
+        for record in map(self._records.__getitem__, asked):
+            if end := self._servers.end(record.url):
+                self.mark_dead(record.url, end)
+            elif record.state is State.DOWN:
+                if answers[record.url]:
+                    came_back.append(record.url)
+                elif self._servers.are_ours and self._is_late(record):
                     self.mark_dead(
-                        member.url,
+                        record.url,
                         f"did not answer within {self._startup_timeout:g} s of its start "
                         "(rollout.startup_timeout)",
                     )
-            elif not answers[member.url]:
+            elif not answers[record.url]:
                 self.mark_dead(
-                    member.url,
+                    record.url,
                     f"did not answer within {self._health_timeout:g} s (rollout.health_timeout)",
                 )
         return came_back
@@ -111,56 +111,56 @@ class EnginePool:
 
         Call this only from a thread that lasts as long as the run, and from one thread at a time.
         """
-        member = self._members[url]
+        record = self._records[url]
         end = self._servers.kill(url) if self._servers.are_ours else ""
         reason = (end or reason).removeprefix(f"rollout engine {url} ")
-        member.reason = reason + self._servers.log_tail(url)
-        member.num_recent_losses += 1
-        member.num_losses += 1
-        member.is_missed = True
-        member.since = time.monotonic()
-        if member.num_recent_losses > MAX_COMEBACKS:
-            member.state, then = (
+        record.reason = reason + self._servers.log_tail(url)
+        record.num_recent_losses += 1
+        record.num_losses += 1
+        record.is_missed = True
+        record.since = time.monotonic()
+        if record.num_recent_losses > MAX_COMEBACKS:
+            record.state, then = (
                 State.GIVEN_UP,
                 f"it came back {MAX_COMEBACKS} times and is given up",
             )
         elif self._servers.are_ours:
             self._servers.restart(url)
-            member.state, then = State.DOWN, "it is being restarted"
+            record.state, then = State.DOWN, "it is being restarted"
         else:
-            member.state, then = State.DOWN, "it is used again once it answers and has new weights"
-        _say(f"rollout engine {url} is lost: {reason}; {then}")
+            record.state, then = State.DOWN, "it is used again once it answers and has new weights"
+        _tell(f"rollout engine {url} is lost: {reason}; {then}")
 
     def mark_stale(self, url: str, reason: str) -> None:
         """Let a healthy engine wait for the next push."""
-        member = self._members[url]
-        member.state, member.is_missed = State.STALE, True
-        member.reason = reason.removeprefix(f"rollout engine {url} ")
-        _say(f"rollout engine {url} is out until the next push: {member.reason}")
+        record = self._records[url]
+        record.state, record.is_missed = State.STALE, True
+        record.reason = reason.removeprefix(f"rollout engine {url} ")
+        _tell(f"rollout engine {url} is out until the next push: {record.reason}")
 
     def mark_recovered(self, url: str) -> None:
         """Let an engine that answers again wait for the next push."""
-        self._members[url].state = State.STALE
+        self._records[url].state = State.STALE
 
     def lose_weights(self, urls: Iterable[str]) -> None:
         """Record that a push to these engines has begun, or that they sleep: they cannot serve."""
         for url in urls:
-            self._members[url].state = State.STALE
-            self._members[url].reason = "has not completed the last push of weights"
+            self._records[url].state = State.STALE
+            self._records[url].reason = "has not completed the last push of weights"
 
     def finish_push(self, urls: Iterable[str]) -> None:
         """Record that these engines hold the current weights and serve."""
         for url in urls:
-            member = self._members[url]
-            member.state = State.SERVING
-            if member.is_missed:
-                member.is_missed = False
-                _say(f"rollout engine {url} is back")
+            record = self._records[url]
+            record.state = State.SERVING
+            if record.is_missed:
+                record.is_missed = False
+                _tell(f"rollout engine {url} is back")
 
     def finish_generation(self) -> None:
         """Reset the loss counts of the engines that served a whole generation."""
         for url in self.serving:
-            self._members[url].num_recent_losses = 0
+            self._records[url].num_recent_losses = 0
 
     def raise_if_all_dead(self, deadline: float) -> None:
         """Raise RolloutAborted if no engine can come back, or after `deadline` (monotonic)."""
@@ -169,19 +169,19 @@ class EnginePool:
 
     def status_report(self) -> str:
         """One line for each engine that does not serve, with the reason."""
-        out = [member for member in self._members.values() if member.state is not State.SERVING]
-        return "\n".join(f"rollout engine {member.url} {member.reason}" for member in out)
+        out = [record for record in self._records.values() if record.state is not State.SERVING]
+        return "\n".join(f"rollout engine {record.url} {record.reason}" for record in out)
 
     def _in(self, *states: State) -> list[str]:
-        return [member.url for member in self._members.values() if member.state in states]
+        return [record.url for record in self._records.values() if record.state in states]
 
     def _answers(self, url: str) -> bool:
-        is_down = self._members[url].state is State.DOWN
+        is_down = self._records[url].state is State.DOWN
         return is_healthy(url, HEALTH_TIMEOUT if is_down else self._health_timeout)
 
-    def _is_late(self, member: Member) -> bool:
-        return time.monotonic() - member.since > self._startup_timeout
+    def _is_late(self, record: EngineRecord) -> bool:
+        return time.monotonic() - record.since > self._startup_timeout
 
 
-def _say(line: str) -> None:
+def _tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

@@ -44,13 +44,13 @@ class PushState:
     held: str = ""
     """The push whose weights the worker holds; empty before the first and while one is open."""
 
-    def connect(self, channels: str) -> None:
+    def use_channels(self, channels: str) -> None:
         """From now on weights come only over `channels`; this ends an open push over other
         channels."""
         self.channels = channels
         self.push, self.is_loaded, self.held = "", False, ""
 
-    def begin(self, push: str, channels: str) -> None:
+    def begin_push(self, push: str, channels: str) -> None:
         """Begin a push: until it is complete, the weights have no version.
 
         An earlier push that is still open ends. Nothing happens if another trainer has connected
@@ -59,15 +59,15 @@ class PushState:
         if channels == self.channels:
             self.push, self.is_loaded, self.held = push, False, ""
 
-    def drop(self) -> None:
+    def drop_weights(self) -> None:
         """Hold no weights until the next push, nor those that the engine loaded itself."""
         self.push, self.is_loaded, self.held = DROPPED, False, ""
 
-    def load(self, sums: Mapping[str, int]) -> None:
+    def mark_loaded(self, sums: Mapping[str, int]) -> None:
         """Record that every parameter is written, with these checksums."""
         self.is_loaded, self.sums = True, sums
 
-    def finish(self) -> None:
+    def finish_push(self) -> None:
         """From now on the weights count as those of the push, if they are loaded."""
         if self.is_loaded:
             self.held = self.push
@@ -77,7 +77,7 @@ class PushState:
         if not self.channels and not self.push:
             self.held = LOADED
 
-    def report(self) -> Json:
+    def push_report(self) -> Json:
         """The state of the push, for `push_check`."""
         return {
             "push": self.push,

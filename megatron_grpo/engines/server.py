@@ -111,7 +111,7 @@ class EngineServers:
 
     def end(self, url: str) -> str:
         """How the engine at `url` ended; empty while it runs or if it was not started here."""
-        return self._engine(url).tied.end() if self.are_ours else ""
+        return self._engine(url).child.end() if self.are_ours else ""
 
     def log_tail(self, url: str) -> str:
         """The end of the log of an engine started here, to be appended to an error message."""
@@ -119,9 +119,9 @@ class EngineServers:
 
     def kill(self, url: str) -> str:
         """Kill an engine of ours and all that it started; returns how it ended by itself, if so."""
-        tied = self._engine(url).tied
-        end = tied.end(within=EXIT_SECONDS)
-        tied.kill()
+        child = self._engine(url).child
+        end = child.end(within=EXIT_SECONDS)
+        child.kill()
         return end
 
     def restart(self, url: str) -> None:
@@ -143,8 +143,8 @@ class EngineServers:
         for engine in self._engines:
             with suppress(TimeoutExpired):
                 engine.process.wait(max(0.0, deadline - time.monotonic()))
-            engine.tied.kill_others(deadline)
-            engine.tied.end(within=KILL_SECONDS)
+            engine.child.kill_others(deadline)
+            engine.child.end(within=KILL_SECONDS)
         for reserved in self._ports:
             reserved.close()
         self._engines.clear()

@@ -91,13 +91,13 @@ class TransformersEngine:
 
     def init_weight_transfer_engine(self, body: Json) -> Json:
         """Open channels to all ranks that send to this engine, replacing earlier ones."""
-        self.state.connect(body["init_info"]["channels"])
+        self.state.use_channels(body["init_info"]["channels"])
         with self._turn, self.state.keep_error():
             if self._receiver is not None:
                 self._receiver.close()
                 self._receiver = None
             self._received = self._stored_tensors()
-            self._receiver = WeightReceiver.open(
+            self._receiver = WeightReceiver(
                 TransferInitInfo.from_json(body["init_info"]["transfer"]),
                 engine=body["init_info"]["engine"],
                 worker=0,
@@ -114,14 +114,14 @@ class TransformersEngine:
             case "describe_parameters":
                 answer["parameters"] = parameter_table(self._stored_tensors())
             case "begin_push":
-                self.state.begin(arguments["push"], arguments["channels"])
+                self.state.begin_push(arguments["push"], arguments["channels"])
             case "receive_push":
                 self._receive(arguments["push"])
             case "push_report":
-                answer |= self.state.report()
+                answer |= self.state.push_report()
             case "finish_push":
                 if arguments["push"] == self.state.push:
-                    self.state.finish()
+                    self.state.finish_push()
             case "hold_loaded":
                 self.state.hold_loaded()
             case "held_push":
@@ -135,9 +135,9 @@ class TransformersEngine:
             if push != self.state.push or self._receiver is None:
                 return  # another push has begun, or there are no channels and the state says why
             with self.state.keep_error():
-                self._receiver.receive(self._received)
+                self._receiver.receive_weights(self._received)
                 self._take_received()
-                self.state.load(checksums(self._stored_tensors()))
+                self.state.mark_loaded(checksums(self._stored_tensors()))
 
     def _stored_tensors(self) -> dict[str, Tensor]:
         """The parameters, and the buffers that files hold, named and shaped as in a folder.

@@ -58,7 +58,7 @@ RESERVED = {
     "logits_processors": "the trainer would not know how they change the distribution",
     "logprobs_mode": "the trainer needs log-probabilities after temperature",
     "generation_config": "sampling follows rollout.temperature, not the model's own defaults",
-    "weight_transfer_config": "weights are received over this project's own links",
+    "weight_transfer_config": "weights are received over this project's own channels",
     "worker_extension_cls": "the workers need our extension, which checks every push",
     "moe_backend": "other backends reorder expert weights, so that pushed weights would not fit",
     "enable_eplb": "experts would move between workers, but weights are pushed to fixed ones",

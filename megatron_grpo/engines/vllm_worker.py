@@ -162,10 +162,10 @@ class ShardTransfer(WeightTransferEngine[InitInfo, PushInfo]):
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Open channels to all ranks that send to this worker, replacing earlier ones."""
-        self.state.connect(init_info.channels)
+        self.state.use_channels(init_info.channels)
         with self.state.keep_error():
             self.shutdown()
-            self._receiver = WeightReceiver.open(
+            self._receiver = WeightReceiver(
                 TransferInitInfo.from_json(init_info.transfer),
                 engine=init_info.engine,
                 worker=get_tensor_model_parallel_rank(),
@@ -181,7 +181,7 @@ class ShardTransfer(WeightTransferEngine[InitInfo, PushInfo]):
         if self._receiver is None:
             return  # the state says why
         with self.state.keep_error():
-            self.state.load(self._receiver.receive(own_parameters(self.model)))
+            self.state.mark_loaded(self._receiver.receive_weights(own_parameters(self.model)))
 
     def finish_weight_update(self) -> None:
         """The weights are in place already."""
@@ -220,7 +220,7 @@ class PushWorker:
         worker: Any = self
         if not self._weight_update_active:  # already active if a trainer ended during a push
             worker.start_weight_update()
-        self.weight_transfer_engine.state.begin(push, channels)
+        self.weight_transfer_engine.state.begin_push(push, channels)
         return {"question": question}
 
     def receive_push(self, question: str, push: str) -> Json:
@@ -232,14 +232,14 @@ class PushWorker:
 
     def push_report(self, question: str) -> Json:
         """Which push is current, whether its weights are loaded, their checksums, and any error."""
-        return {"question": question, **self.weight_transfer_engine.state.report()}
+        return {"question": question, **self.weight_transfer_engine.state.push_report()}
 
     def finish_push(self, question: str, push: str) -> Json:
         """From now on the weights count as those of `push`, if it is loaded."""
         if self._is_open(push):
             worker: Any = self
             worker.finish_weight_update()
-            self.weight_transfer_engine.state.finish()
+            self.weight_transfer_engine.state.finish_push()
         return {"question": question}
 
     def drop_weights(self, question: str) -> Json:
@@ -247,7 +247,7 @@ class PushWorker:
 
         Answers whether the engine was started so that it can give their memory back.
         """
-        self.weight_transfer_engine.state.drop()
+        self.weight_transfer_engine.state.drop_weights()
         worker: Any = self
         can_sleep = current_platform.is_cpu() or worker.model_config.enable_sleep_mode
         return {"question": question, "can_sleep": can_sleep}

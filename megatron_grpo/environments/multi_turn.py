@@ -26,7 +26,8 @@ from megatron_grpo.workers.tasks import gather_all
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Message contents that occur in no template, without blanks that one might strip.
+# Contents of the messages of a probe dialogue: they occur in no template, and have no spaces at
+# their ends that a template might strip.
 ASKED, SAID = "qxjvzk0", "qxjvzk1"
 # With characters that a template would escape if it wrote the content as JSON or HTML.
 OBSERVED = 'qxjvzk2 "\\\n<é&> qxjvzk3'
@@ -52,7 +53,7 @@ class Turns:
     """Template text from the observation to the model's next turn."""
 
     @classmethod
-    def of(
+    def from_config(
         cls, cfg: Config, tokenizer: "PreTrainedTokenizerBase", end_tokens: Sequence[int]
     ) -> "Turns":
         """The turns of the chat template, or bare observations if none is applied.
@@ -69,7 +70,7 @@ class Turns:
         closing = [t for t in end_tokens if t == end or t not in cfg.rollout.stop_token_ids]
         return replace(turns, end_tokens=closing)
 
-    def between(self, observation: str, last_token: int) -> tuple[tuple[int, ...], str]:
+    def encode_observation(self, observation: str, last_token: int) -> tuple[tuple[int, ...], str]:
         """Tokens and text from after `last_token` of a turn to the start of the next turn."""
         if not self.data.apply_chat_template:
             ids = self.tokenizer(observation, add_special_tokens=False)["input_ids"]
@@ -80,7 +81,7 @@ class Turns:
             return tuple(ids), text
         return tuple(ids[1:]), self._without_end(text)
 
-    def first(self, prompt: Prompt, observation: str) -> Prompt:
+    def with_first_observation(self, prompt: Prompt, observation: str) -> Prompt:
         """The prompt with `observation` appended to its last message."""
         column = self.data.prompt_column
         row = {**prompt.row, column: _appended(prompt.row[column], observation)}
@@ -184,7 +185,7 @@ class Dialogue:
     pending: Future[Any] | None
     """The environment's answer, while it is outstanding or not yet processed."""
     room: int
-    """Number of tokens that may still be appended."""
+    """Number of tokens that may still be appended, sampled or observed."""
     # Arrays as in a `Sample`:
     completion_ids: "array[int]" = field(default_factory=lambda: array("i"))
     logprobs: "array[float]" = field(default_factory=lambda: array("f"))
@@ -196,11 +197,11 @@ class Dialogue:
     finish_reason: str = ""
     """Empty until the dialogue ends."""
     failure: str = ""
-    """How the environment failed, if it did."""
+    """Why the environment failed; empty if it did not."""
     _is_cut: bool = False
     """Whether the last turn has no end token."""
 
-    def take_turn(self, choice: Choice) -> None:
+    def add_turn(self, choice: Choice) -> None:
         """Append a turn of the model and submit it to the environment."""
         self._append(choice.token_ids, choice.token_logprobs, True)
         self.text += choice.text
@@ -212,11 +213,11 @@ class Dialogue:
             tokens_left=self.room,
         )
 
-    def take_first(self, observation: str | None, turns: Turns) -> None:
+    def add_first_observation(self, observation: str | None, turns: Turns) -> None:
         """Begin, with the first observation (if any) appended to the prompt."""
         if observation is None:
             return
-        longer = turns.first(self.prompt, observation)
+        longer = turns.with_first_observation(self.prompt, observation)
         room = self.room - (len(longer.token_ids) - len(self.prompt.token_ids))
         if room < 1:
             raise EnvironmentFailed(
@@ -225,7 +226,7 @@ class Dialogue:
             )
         self.prompt, self.room = longer, room
 
-    def take_step(self, step: Step, turns: Turns, max_turns: int) -> None:
+    def add_step(self, step: Step, turns: Turns, max_turns: int) -> None:
         """Append the observation of an environment step, or end the dialogue."""
         self.step_rewards.append((len(self.completion_ids) - 1, step.reward))
         if self._is_cut:
@@ -235,7 +236,7 @@ class Dialogue:
         elif len(self.step_rewards) == max_turns:
             self.finish_reason = "max_turns"
         else:
-            tokens, text = turns.between(step.observation, self.completion_ids[-1])
+            tokens, text = turns.encode_observation(step.observation, self.completion_ids[-1])
             if len(tokens) >= self.room:
                 self.finish_reason = "length"
             else:
@@ -243,7 +244,7 @@ class Dialogue:
                 self.text += text
 
     def fail(self, failure: str) -> None:
-        """End without a reward."""
+        """End the dialogue without a reward; `failure` says why."""
         self.finish_reason, self.failure = "failed", failure
 
     def _append(self, tokens: Sequence[int], logprobs: Sequence[float], is_sampled: bool) -> None:
@@ -280,7 +281,7 @@ class DialogueGeneration:
         self.dialogues: list[Dialogue] = []
         for prompt in prompts:
             for index in range(params.num_generations):
-                instance = environments.open()
+                instance = environments.new_instance()
                 own_seed = self._turn_seed(len(self.dialogues), turn=-1)
                 first = instance.reset(prompt.text, prompt.row, own_seed)
                 dialogue = Dialogue(prompt, index, instance, first, params.max_completion_length)
@@ -290,7 +291,7 @@ class DialogueGeneration:
     def open(self) -> dict[int, Json]:
         """The next request of every dialogue that has not ended, by dialogue number.
 
-        `settle` must be awaited first, so that no dialogue is waiting for its environment.
+        Await `wait_for_environments` first, so that no dialogue waits for its environment.
         """
         return {
             number: self._request(number, dialogue)
@@ -308,23 +309,23 @@ class DialogueGeneration:
             if dialogue.failure
         ]
 
-    def tell_failures(self) -> None:
-        """Print in how many dialogues the environment failed, if any, and how it first did."""
+    def print_failures(self) -> None:
+        """Print the number of dialogues whose environment failed, and the first failure, if any."""
         if failures := self.failures:
-            told = f"the environment failed in {len(failures)} samples, the first of them: "
-            print(told + failures[0], file=sys.stderr)
+            line = f"the environment failed in {len(failures)} samples, the first of them: "
+            print(line + failures[0], file=sys.stderr)
 
-    async def settle(self) -> None:
+    async def wait_for_environments(self) -> None:
         """Wait for all outstanding answers of environments."""
         await gather_all(map(self._settle, self.dialogues))
 
-    async def take(self, number: int, choice: Choice, url: str) -> Json | None:
+    async def take_answer(self, number: int, choice: Choice, url: str) -> Json | None:
         """Process a turn from the engine at `url`; returns the next request, None at the end."""
         dialogue = self.dialogues[number]
         # An engine of a training run returns them to evaluations, too.
         if self._params.router_replay:
             dialogue.routed_experts.append(choice.routes)
-        dialogue.take_turn(choice)
+        dialogue.add_turn(choice)
         self.engines.add(url)
         await self._settle(dialogue)
         return None if dialogue.finish_reason else self._request(number, dialogue)
@@ -364,9 +365,9 @@ class DialogueGeneration:
         try:
             answer = await asyncio.wrap_future(dialogue.pending)
             if dialogue.completion_ids:
-                dialogue.take_step(Step(*answer), self._turns, self._max_turns)
+                dialogue.add_step(Step(*answer), self._turns, self._max_turns)
             else:
-                dialogue.take_first(answer, self._turns)
+                dialogue.add_first_observation(answer, self._turns)
         except EnvironmentFailed as failure:
             dialogue.fail(str(failure))
         dialogue.pending = None

@@ -1,6 +1,5 @@
 """The trainer's side of environments: any number at once, with a future for each call."""
 
-import json
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -9,18 +8,14 @@ from itertools import count
 from typing import Any
 
 from megatron_grpo.config.reward import EnvironmentConfig
-from megatron_grpo.launch.process import exit_words
-from megatron_grpo.workers.supervised import (
-    load_seconds,
-    start_supervised,
-    tell_to_end,
-    wait_end,
-)
-from megatron_grpo.workers.user_file import missing
+from megatron_grpo.workers.supervised import SupervisedWorker, load_seconds
+from megatron_grpo.workers.user_file import missing_column
 
 WORKER_MODULE = "megatron_grpo.environments.worker"
 LOAD_KEY = -1
 """Key of the answer about loading the class, in place of an instance's key."""
+DEATH_SECONDS = 30.0
+"""Time for the worker to die after its connection has closed, with a process for each sample."""
 SEND_SECONDS = 10
 """The worker reads continuously: if a send takes longer than this, it is broken."""
 
@@ -43,11 +38,7 @@ class Step:
 
 
 class EnvironmentPool:
-    """A process that forks one environment per sample; it lives until `close`.
-
-    It starts at once and loads in the background. It dies with this process, however that ends, and
-    so do the processes it has started.
-    """
+    """A worker that forks one process per environment; it loads in the background until `close`."""
 
     def __init__(self, cfg: EnvironmentConfig) -> None:
         self.cfg = cfg
@@ -55,11 +46,15 @@ class EnvironmentPool:
         self._lock = threading.Lock()
         self._calls: dict[int, Future[Any]] = {LOAD_KEY: _future()}
         self._loaded = self._calls[LOAD_KEY]
-        self._end = ""
-        self._supervisor, self._connection = start_supervised(
-            WORKER_MODULE, cfg.memory_megabytes, SEND_SECONDS
+        self._failure = ""
+        """Why the worker is gone; empty while it works."""
+        self._worker = SupervisedWorker(
+            WORKER_MODULE,
+            memory_megabytes=cfg.memory_megabytes,
+            memory_key="environment.memory_megabytes",
+            send_seconds=SEND_SECONDS,
         )
-        self._connection.send((cfg.name, cfg.arguments, cfg.timeout))
+        self._worker.connection.send((cfg.name, cfg.arguments, cfg.timeout))
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -81,11 +76,11 @@ class EnvironmentPool:
                 f"environment {self.cfg.name} not loaded after {patience:g} s"
             ) from None
         for name in wanted:
-            if text := missing(name, rows):
+            if text := missing_column(name, rows):
                 self.close()
                 raise ValueError(f"reset of environment {self.cfg.name} requires {name!r}: {text}")
 
-    def open(self) -> "Instance":
+    def new_instance(self) -> "Instance":
         """A new environment for one sample; nothing runs until it is reset."""
         return Instance(self, next(self._keys))
 
@@ -93,10 +88,10 @@ class EnvironmentPool:
         """Send the worker a call; the future may raise EnvironmentFailed or EnvironmentsLost."""
         future = _future()
         with self._lock:
-            if self._end:
-                future.set_exception(EnvironmentsLost(self._end))
+            if self._failure:
+                future.set_exception(EnvironmentsLost(self._failure))
                 return future
-            assert key not in self._calls, "it is at a call"
+            assert key not in self._calls, "a call of this instance is open"
             self._calls[key] = future
         self.send(action, key, *what)
         return future
@@ -107,26 +102,26 @@ class EnvironmentPool:
         If the worker is dead, this raises nothing: the futures of pending calls do.
         """
         try:
-            self._connection.send(message)
+            self._worker.connection.send(message)
         except BlockingIOError:
             raise EnvironmentsLost(
-                f"the process of the environments read nothing for {SEND_SECONDS} s"
+                f"the worker of the environments: it read nothing for {SEND_SECONDS} s"
             ) from None
         except ConnectionError:
             pass
 
     def close(self) -> None:
         """Kill the worker and all environments; no process of them is left when this returns."""
-        tell_to_end(self._supervisor)
-        wait_end(self._supervisor)
+        self._worker.begin_kill()
+        self._worker.finish_kill()
         self._reader.join()
-        self._connection.close()
+        self._worker.connection.close()
 
     def _read(self) -> None:
         """Set the future of every answered call, until the worker ends."""
         try:
             while True:
-                key, is_good, result = json.loads(self._connection.recv_bytes())
+                key, is_good, result = self._worker.receive_json()
                 with self._lock:
                     future = self._calls.pop(key)
                 if is_good:
@@ -134,20 +129,17 @@ class EnvironmentPool:
                 else:
                     future.set_exception(EnvironmentFailed(result))
         except (EOFError, ConnectionError):
-            self._give_up(self._cause_of_death())
+            cause = self._worker.cause_of_death(DEATH_SECONDS)
+            self._fail_all(f"the worker of the environments: {cause}")
         except Exception as error:  # an unexpected answer: fail all pending calls
-            self._give_up(f"its answers are invalid: {error!r}")
+            self._fail_all(f"the worker of the environments: its answers are invalid: {error!r}")
 
-    def _give_up(self, cause: str) -> None:
+    def _fail_all(self, cause: str) -> None:
         with self._lock:
-            self._end = cause
+            self._failure = cause
             waiting, self._calls = [*self._calls.values()], {}
         for future in waiting:
             future.set_exception(EnvironmentsLost(cause))
-
-    def _cause_of_death(self) -> str:
-        ended = exit_words(self._supervisor.wait())
-        return f"the process that environments are forked from ended with {ended}"
 
 
 @dataclass(frozen=True)
@@ -164,7 +156,7 @@ class Instance:
     def step(self, text: str, **turn: Any) -> "Future[list[Any]]":
         """Its answer to a turn of the model: the fields of a `Step`.
 
-        `turn` is what the class may ask for besides the text (`loaded_class.TURN`).
+        `turn` has the values that the class may ask for besides the text (`worker.TURN`).
         """
         return self.pool.call("step", self.key, text, turn)
 

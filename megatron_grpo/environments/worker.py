@@ -1,4 +1,4 @@
-"""The process that environments are forked from: `python -m MODULE FD MEGABYTES`, this module.
+"""The process that environments are forked from: `python -m MODULE FD MEGABYTES`.
 
 It reads the class and its limits from the socket FD, loads the class, answers with the columns that
 `reset` requires, and then executes commands, with any number of calls at once:
@@ -10,8 +10,6 @@ It reads the class and its limits from the socket FD, loads the class, answers w
 Every answer is [key, true, result] or [key, false, error text] in JSON, so that nothing from the
 user's code is unpickled. An instance that fails or is late is killed. All instances end when the
 socket closes.
-
-Loads and calls the user's environment class, and checks what it returns.
 """
 
 import gc
@@ -37,21 +35,20 @@ from typing import Any, NoReturn
 
 from megatron_grpo.environments.pool import LOAD_KEY
 from megatron_grpo.launch.parent_death import die_with_parent
-from megatron_grpo.workers.supervised import limit_sends
+from megatron_grpo.workers.supervised import begin_worker, forks_end_here, limit_sends
 from megatron_grpo.workers.user_file import (
     MAX_TEXT,
     death_text,
     error_text,
     load_user_file,
-    required,
-    taken,
+    required_parameters,
+    select_accepted,
 )
-from megatron_grpo.workers.worker_side import begin_worker, forks_end_here
 
 MAX_CHARACTERS = 1 << 20
-"""Most characters of one observation: no model's context holds more."""
+"""Limit of one observation: no model's context holds more."""
 TURN = ("token_ids", "finish_reason", "tokens_left")
-"""What `step` may ask for besides the text of the turn, by parameters of these names."""
+"""Optional parameters of `step` besides the text of the turn."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +75,7 @@ class LoadedClass:
                 f"environment.arguments {dict(arguments)} of {name}: {error}"
             ) from None
         besides_text = _parameters(found.step, skip=2)  # type: ignore[attr-defined]
-        for parameter in required(besides_text):
+        for parameter in required_parameters(besides_text):
             if parameter not in TURN:
                 raise ValueError(
                     f"step of {name} requires {parameter!r}: besides the text it may take "
@@ -89,11 +86,11 @@ class LoadedClass:
     @property
     def wanted_columns(self) -> list[str]:
         """Parameters of `reset` without a default, other than `prompt`."""
-        return [name for name in required(self._reset_parameters) if name != "prompt"]
+        return [name for name in required_parameters(self._reset_parameters) if name != "prompt"]
 
     def reset(self, prompt: str, columns: Mapping[str, Any]) -> tuple[Any, str | None]:
         """A new environment, and its first observation."""
-        given = taken({**columns, "prompt": prompt}, self._reset_parameters)
+        given = select_accepted({**columns, "prompt": prompt}, self._reset_parameters)
         environment = self.make(**self.arguments)
         observation = environment.reset(**given)
         return environment, None if observation is None else _text("reset", observation)
@@ -108,7 +105,7 @@ def step(environment: Any, text: str, turn: Mapping[str, Any]) -> tuple[str, flo
 
     `turn` has the values of `TURN`, of which `step` gets those that it takes.
     """
-    answer = environment.step(text, **taken(turn, _parameters(environment.step, skip=1)))
+    answer = environment.step(text, **select_accepted(turn, _parameters(environment.step, skip=1)))
     if not isinstance(answer, tuple | list) or len(answer) != 3:
         raise ValueError(
             f"step returned {reprlib.repr(answer)} instead of (observation, reward, done)"
@@ -160,24 +157,24 @@ REAP_SECONDS = 0.05
 
 
 @dataclass
-class Process:
+class InstanceProcess:
     """The process of one instance."""
 
     pid: int
     connection: Connection
 
 
-class Worker:
+class EnvironmentWorker:
     """Serves the trainer's commands; holds all instances by key."""
 
     def __init__(self, trainer: Connection, memory_megabytes: int) -> None:
         self.trainer = trainer
         self.limit = f"environment.memory_megabytes {memory_megabytes}"
-        self.processes: dict[int, Process] = {}
+        self.processes: dict[int, InstanceProcess] = {}
         self.deadlines: OrderedDict[int, float] = OrderedDict()
         """The deadline (monotonic) of each call in progress, by key. All calls have the same time,
         so that the first is the next to be late, and no event walks over all instances."""
-        self.dead: dict[int, str] = {}
+        self.failures: dict[int, str] = {}
         """Why instances ended between two calls, by key; reported to the next call."""
         self.selector = DefaultSelector()
         self.selector.register(trainer, EVENT_READ)
@@ -196,9 +193,9 @@ class Worker:
         gc.freeze()  # so that the garbage collector of a fork does not copy shared pages
         with suppress(EOFError):
             while True:
-                self._wait()
+                self._handle_events()
 
-    def _wait(self) -> None:
+    def _handle_events(self) -> None:
         """Wait for the next event, and handle it."""
         now = time.monotonic()
         wake_ups = [deadline - now for deadline in islice(self.deadlines.values(), 1)]
@@ -208,15 +205,15 @@ class Worker:
         ready = [key.data for key, _ in self.selector.select(seconds)]
         for key in ready:
             if key is not None:
-                self._hand_on(key)
+                self._forward_answer(key)
         now = time.monotonic()
         for key in [*takewhile(lambda key: self.deadlines[key] < now, self.deadlines)]:
             self._fail(key, f"no answer after {self.timeout:g} s (environment.timeout): killed")
         if None in ready:
-            self._do(*self.trainer.recv())
+            self._execute(*self.trainer.recv())
         self.killed = [pid for pid in self.killed if os.waitpid(pid, os.WNOHANG) == (0, 0)]
 
-    def _do(self, action: str, key: int, *what: Any) -> None:
+    def _execute(self, action: str, key: int, *what: Any) -> None:
         if action == "reset":
             try:
                 process = self.processes[key] = self._fork(*what)
@@ -228,13 +225,13 @@ class Worker:
         elif action == "step":
             self._step(key, *what)
         else:
-            self.dead.pop(key, None)
+            self.failures.pop(key, None)
             if key in self.processes:  # else it has failed already
                 self._kill(key)
 
     def _step(self, key: int, *turn: Any) -> None:
-        if key in self.dead:
-            self._answer(key, False, self.dead[key])
+        if key in self.failures:
+            self._answer(key, False, self.failures[key])
             return
         self.deadlines[key] = time.monotonic() + self.timeout
         try:
@@ -244,14 +241,16 @@ class Worker:
         except ConnectionError:
             pass  # its end is noticed when reading
 
-    def _fork(self, seed: int, prompt: str, columns: Any) -> Process:
+    def _fork(self, seed: int, prompt: str, columns: Any) -> InstanceProcess:
         connection, theirs = Pipe()
         parent = os.getpid()
         if (pid := os.fork()) == 0:
-            self._live(theirs, parent, connection, partial(self._reset, seed, prompt, columns))
+            self._run_instance(
+                theirs, parent, connection, partial(self._reset, seed, prompt, columns)
+            )
         theirs.close()
         limit_sends(connection, SEND_SECONDS)
-        return Process(pid, connection)
+        return InstanceProcess(pid, connection)
 
     def _reset(self, seed: int, prompt: str, columns: Any) -> str | None:
         """Make the environment of this process; return its first observation."""
@@ -261,7 +260,7 @@ class Worker:
         self.environment, observation = self.loaded.reset(prompt, columns)
         return observation
 
-    def _live(
+    def _run_instance(
         self,
         worker: Connection,
         parent: int,
@@ -291,7 +290,7 @@ class Worker:
         except BaseException as error:  # report sys.exit() in a user's method, too
             return False, error_text(error, self.limit)
 
-    def _hand_on(self, key: int) -> None:
+    def _forward_answer(self, key: int) -> None:
         process = self.processes[key]
         try:
             is_good, answer = json.loads(process.connection.recv_bytes())
@@ -304,7 +303,7 @@ class Worker:
         else:
             self._fail(key, answer)
 
-    def _cause_of_death(self, process: Process) -> str:
+    def _cause_of_death(self, process: InstanceProcess) -> str:
         how = os.WEXITED | os.WNOHANG | os.WNOWAIT
         deadline = time.monotonic() + DEATH_SECONDS
         while (end := os.waitid(os.P_PID, process.pid, how)) is None:
@@ -320,7 +319,7 @@ class Worker:
         if is_at_work:
             self._answer(key, False, text)
         else:
-            self.dead[key] = text
+            self.failures[key] = text
 
     def _kill(self, key: int) -> None:
         process = self.processes.pop(key)
@@ -337,4 +336,4 @@ class Worker:
 
 
 if __name__ == "__main__":
-    Worker(*begin_worker()).serve()
+    EnvironmentWorker(*begin_worker()).serve()

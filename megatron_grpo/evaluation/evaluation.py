@@ -201,7 +201,7 @@ class Evaluation:
         self._open = self._open or self._ask(self.prompts[start:end], params)
         samples = self._engines.generate(self._open)
         if isinstance(self._open, DialogueGeneration):
-            self._open.tell_failures()
+            self._open.print_failures()
         self._open = None
         return samples
 
@@ -320,10 +320,10 @@ class Evaluations:
                 ask = partial(
                     DialogueGeneration,
                     environments=environments,
-                    turns=Turns.of(view, tokenizer, ends),
+                    turns=Turns.from_config(view, tokenizer, ends),
                     max_turns=cfg.environment.max_turns,
                 )
-            pool = pools.of(view.reward)
+            pool = pools.pool_for(view.reward)
             self._evaluations[name] = Evaluation(view, prompts, ends, engines, pool, ask)
         self._environments = environments
         self._done: dict[str, Evaluated] = {}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1
-TRACKER = b"multiprocessing.resource_tracker"
+RESOURCE_TRACKER = b"multiprocessing.resource_tracker"
 ENDED = signal.SIGUSR2
 OTHERS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """What a terminal or Slurm sends to all processes; the one waiting for `ENDED` blocks them."""
@@ -33,18 +33,18 @@ def kill_group(group: int) -> bool:
     Python's resource trackers are spared: they unlink the shared memory that the others leave
     behind, and then end by themselves.
     """
-    members = list(_users_of_memory(group))
+    members = list(_living_members(group))
     for pid in members:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     return bool(members)
 
 
-def _users_of_memory(group: int) -> Iterator[int]:
+def _living_members(group: int) -> Iterator[int]:
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended
             state, _, of_group = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
-            is_tracker = TRACKER in (folder / "cmdline").read_bytes()
+            is_tracker = RESOURCE_TRACKER in (folder / "cmdline").read_bytes()
             pid = int(folder.name)
             if int(of_group) == group and state != "Z" and not is_tracker and pid != os.getpid():
                 yield pid
@@ -61,7 +61,7 @@ def main() -> None:
     leader = os.getpid()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (ENDED, *OTHERS))
     if os.fork() == 0:
-        _tidy_behind(leader, folder)
+        _clean_up_after(leader, folder)
     die_with_parent()
     if os.getppid() != parent:
         sys.exit("the parent process is gone")
@@ -69,7 +69,7 @@ def main() -> None:
     os.execvp(command[0], command)
 
 
-def _tidy_behind(leader: int, folder: str) -> NoReturn:
+def _clean_up_after(leader: int, folder: str) -> NoReturn:
     """Wait until the parent, the `leader` of a group, ends; then kill it, remove `folder`."""
     die_with_parent(ENDED)
     if os.getppid() == leader:

@@ -1,4 +1,4 @@
-"""What this process owes its surroundings: signals, exit codes, output and open files.
+"""Signals, exit codes, output streams and open files of this process.
 
 On preemption all ranks stop at the same step, save, and exit with code 75.
 """
@@ -51,13 +51,13 @@ def preempted_instead(is_preempted: Callable[[], bool]) -> Iterator[None]:
         raise
 
 
-def exit_words(code: int) -> str:
+def describe_exit(code: int) -> str:
     """`exit code N` or `signal NAME`, for a return code of `subprocess`."""
     return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
 
 
-PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
-"""What a network file system returns while its server is away."""
+TRANSIENT_ERRORS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
+"""Errors of a network file system while its server cannot be reached."""
 
 
 def is_user_error(error: BaseException) -> bool:
@@ -68,7 +68,7 @@ def is_user_error(error: BaseException) -> bool:
     if isinstance(error, (ConnectionError, TimeoutError)):
         return False
     if isinstance(error, OSError):
-        return error.errno not in PASSING
+        return error.errno not in TRANSIENT_ERRORS
     return isinstance(error, ValueError)
 
 

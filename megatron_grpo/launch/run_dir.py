@@ -32,7 +32,7 @@ class Mount:
     options: frozenset[str]
 
     @classmethod
-    def of(cls, folder: Path, mounts: str | None = None) -> "Mount":
+    def holding(cls, folder: Path, mounts: str | None = None) -> "Mount":
         """The mount that holds `folder`, an absolute path without symbolic links."""
         lines = (mounts or MOUNTS.read_text()).splitlines()
         rows = [[_decoded(field) for field in line.split()[1:4]] for line in lines]
@@ -69,7 +69,7 @@ def run_lock(run_dir: Path) -> Iterator[None]:
     The kernel releases the lock when the process ends, however it ends.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    if option := Mount.of(run_dir.resolve()).local_locks:
+    if option := Mount.holding(run_dir.resolve()).local_locks:
         raise ValueError(
             f"{run_dir} cannot be locked: other hosts do not see locks with {option}; {REMEDY}"
         )

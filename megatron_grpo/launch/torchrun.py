@@ -1,7 +1,7 @@
 """torchrun with the exit codes, signals and messages of a run, over torch's static rendezvous.
 
-A failure is reported in a few lines instead of pages, and only if the ranks have not reported it:
-their watch has ended the job by then. Preemption signals are forwarded to the ranks, which save and
+A failure is reported in a few lines instead of pages, and only if the watchdog of the ranks has not
+reported it before it ended them. Preemption signals are forwarded to the ranks, which save and
 exit. The store listens on `--master-addr` alone, where torchrun's own would on all interfaces; with
 `--master-port=0` at any free port. `--nnodes`, `--master-port` and `--log-dir` must be given.
 """
@@ -32,7 +32,7 @@ POLL_SECONDS = 0.05
 """Polling interval while hosts are missing. A wait in torch's store would delay signals."""
 NUM_LINES_SHOWN = 30
 VERDICT = re.compile(r"^megatron-grpo: .*", re.MULTILINE | re.DOTALL)
-"""The verdict of the watch, at the end of a rank's log."""
+"""The verdict of the watchdog, at the end of a rank's log."""
 
 
 def main() -> None:
@@ -52,8 +52,8 @@ def main() -> None:
         codes = [failure.exitcode for failure in error.failures.values()]
         if all(code == EXIT_PREEMPTED or -code in forwarded for code in codes):
             sys.exit(EXIT_PREEMPTED)
-        if account := _account(error.failures, Path(arguments.log_dir)):
-            print(account, file=sys.stderr)
+        if report := _failure_report(error.failures, Path(arguments.log_dir)):
+            print(report, file=sys.stderr)
         sys.exit(next((code for code in codes if code > 0), 1))
     except KeyboardInterrupt:  # before torch handles signals
         sys.exit(128 + signal.SIGINT)
@@ -138,11 +138,11 @@ def _further_store(arguments: Namespace) -> TCPStore:
     return store
 
 
-def _account(failures: Mapping[int, ProcessFailure], log_dir: Path) -> str:
+def _failure_report(failures: Mapping[int, ProcessFailure], log_dir: Path) -> str:
     """The report of a failure that no rank has reported itself; else an empty string.
 
-    It is about the rank that failed first. On a host without rank 0 it is empty if the watch ended
-    the ranks, as rank 0 reports that.
+    It is about the rank that failed first. On a host without rank 0 it is empty if the watchdog
+    ended the ranks, as rank 0 reports that.
     """
     first = min(failures, key=lambda rank: failures[rank].timestamp)
     has_rank_0 = first == failures[first].local_rank
@@ -154,14 +154,14 @@ def _account(failures: Mapping[int, ProcessFailure], log_dir: Path) -> str:
     if 0 in failures and failures[0].exitcode > 0:
         return ""  # it has the terminal and has reported the failure
     if first > 0:
-        return _last_words(first, logs[first])
+        return _log_tail(first, logs[first])
     ended = failures[0].signal_name()
     if others := [rank for rank in failures if rank > 0]:
-        return f"{_last_words(others[0], logs[others[0]])} ({ended})"
+        return f"{_log_tail(others[0], logs[others[0]])} ({ended})"
     return f"megatron-grpo: rank 0 on {socket.gethostname()} was ended by {ended}"
 
 
-def _last_words(rank: int, log: Path) -> str:
+def _log_tail(rank: int, log: Path) -> str:
     text = log.read_text(errors="replace").rstrip()
     if verdict := VERDICT.search(text):
         return verdict.group()

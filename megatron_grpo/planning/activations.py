@@ -18,15 +18,15 @@ from parallel.logit_tiles import tile_columns
 
 @dataclass(frozen=True, kw_only=True)
 class LayerKind:
-    """Successive layers that are alike."""
+    """Consecutive layers of one kind: all dense, or all mixtures of experts."""
 
     layers: range
     """Their indices in the model."""
     shape: ModelShape
-    """The model if all of its layers were like these."""
+    """The model with all of its layers of this kind."""
 
     def count_in(self, *chunks: range) -> int:
-        """How many of these layers are in model chunks."""
+        """Layers of this kind in model chunks, such as `range(0, 8)`."""
         return sum(
             len(range(max(self.layers.start, chunk.start), min(self.layers.stop, chunk.stop)))
             for chunk in chunks
@@ -60,7 +60,7 @@ class LayerBytes:
 
 
 def layer_bytes(cfg: Config, shape: ModelShape) -> LayerBytes:
-    """What a layer keeps with the recomputation that `cfg` sets, in a model of layers all alike.
+    """What a layer keeps with the recomputation that `cfg` sets; all of `shape` are of one kind.
 
     `recompute_method: block` is counted as if its layers were spread evenly, and all chunks as long
     as the longest. Unknown entries of `recompute_modules` count as kept.
@@ -96,16 +96,16 @@ def stage_activations(cfg: Config, shape: ModelShape, stage: int, microbatches: 
     dims = cfg.dims
     tokens = cfg.train.max_tokens_per_microbatch / dims.context
     chunks = pipeline_layers(shape.num_layers, dims)[stage]
-    under_way = in_flight(stage, dims.pipeline, dims.virtual_pipeline, microbatches)
+    microbatches_in_flight = in_flight(stage, dims.pipeline, dims.virtual_pipeline, microbatches)
     kept = recomputed = 0.0
     for kind in _kinds_of_stage(cfg, shape, stage):
         layer = layer_bytes(cfg, kind.shape)
         counts = map(kind.count_in, chunks)
-        kept += layer.kept * sum(map(mul, counts, under_way))
+        kept += layer.kept * sum(map(mul, counts, microbatches_in_flight))
         recomputed = max(recomputed, layer.recomputed)
     entry = ITEMSIZE[cfg.model.dtype] * shape.hidden_size * _token_share(cfg)
     # A chunk keeps its input; its output is freed once it is sent.
-    between = sum(under_way) * entry if dims.pipeline > 1 else 0
+    between = sum(microbatches_in_flight) * entry if dims.pipeline > 1 else 0
     return round(tokens * (kept + recomputed + between))
 
 
@@ -290,7 +290,7 @@ def _experts(cfg: Config, shape: ModelShape) -> float:
 
 
 def _entry_of(module: str, cfg: Config, shape: ModelShape) -> float:
-    """What a recomputed module still keeps of its inputs and output that no other part counts."""
+    """Bytes per token of a recomputed module's inputs and output, which it keeps all the same."""
     if module != "core_attn":
         return 0.0
     heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads

@@ -53,12 +53,12 @@ ITEMSIZE = {"bfloat16": 2, "float32": 4}
 
 
 def file_itemsizes(cfg: Config, shape: ModelShape) -> dict[str, int]:
-    """Of each tensor of the weight files, by its name."""
+    """Bytes per element of each tensor of the weight files, by name."""
     dtypes = hf_dtypes(shape, cfg.model.dtype, "float32")
     return {name: ITEMSIZE[dtype] for name, dtype in dtypes.items()}
 
 
 def worker_itemsizes(cfg: Config, shape: ModelShape) -> dict[str, int]:
-    """Of each parameter of an engine's workers, by its name in `worker_layouts`."""
+    """Bytes per element of each parameter of an engine's workers, by name in `worker_layouts`."""
     dtypes = worker_dtypes(shape, cfg.rollout, cfg.model.dtype)
     return {name: ITEMSIZE[dtype] for name, dtype in dtypes.items()}

@@ -37,9 +37,9 @@ from megatron_grpo.policy.model import (
 from parallel import (
     Layout,
     ParallelDims,
-    Piece,
     Sender,
     Shape,
+    ShardMapping,
     check_push,
     cover_exactly,
     pipeline_layers,
@@ -115,7 +115,7 @@ def compare(model: Model, saved: Layout, dtype: torch.dtype) -> Iterator[str]:
     different = list(_differing_shapes(model, dtype))
     yield from different
     if not different:
-        yield from _differing_places(weight_layout(model).through(saved), model.layout)
+        yield from _differing_places(weight_layout(model).compose(saved), model.layout)
     try:
         model.layout.check_complete()
     except ValueError as error:
@@ -159,7 +159,7 @@ Place = tuple[str, Shape, Shape, Shape]
 """A tensor of the model, start and size of a box in it, and the start of that box locally."""
 
 
-def _places(pieces: Iterable[Piece]) -> dict[str, set[Place]]:
+def _places(pieces: Iterable[ShardMapping]) -> dict[str, set[Place]]:
     """For each local tensor, which of its boxes is which box of the model's tensors."""
     places: dict[str, set[Place]] = {}
     for piece in pieces:

@@ -108,7 +108,7 @@ def plan_job(
     engine = engine_bytes(cfg, shape, card)
     num_gpus = num_gpus or min_gpus(cfg, card, engine)
     is_shared = shares_gpus(cfg, card, num_gpus)
-    beside = engine if is_shared else None
+    colocated = engine if is_shared else None
     in_node = num_gpus <= card.per_node
     work, states = workload(cfg, shape, lengths), stage_states(cfg, shape)
     return JobPlan(
@@ -116,7 +116,7 @@ def plan_job(
         is_shared=is_shared,
         memory_limit=memory_limit(card),
         work=work,
-        stages=stages_memory(cfg, shape, states, work.microbatches, beside),
+        stages=stages_memory(cfg, shape, states, work.microbatches, colocated),
         engine=engine,
         time=step_time(cfg, shape, states, work, card),
         rollout=rollout_time(cfg, shape, engine, card, lengths) if engine else None,

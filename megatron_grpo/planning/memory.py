@@ -91,7 +91,9 @@ def engine_bytes(cfg: Config, shape: ModelShape, card: GpuSpec) -> EngineBytes |
         return None
     weights, per_token = _weight_bytes(cfg, shape), _token_bytes(cfg, shape)
     if card.memory - weights < per_token:
-        raise ValueError(f"{_engine(cfg.rollout, card, weights)}: {_way_out(cfg, shape, card)}")
+        raise ValueError(
+            f"{_describe_engine(cfg.rollout, card, weights)}: {_larger_engine(cfg, shape, card)}"
+        )
     cache = _cache_bytes(cfg.rollout, card, weights, per_token)
     return EngineBytes(
         weights=weights,
@@ -130,7 +132,7 @@ def _token_bytes(cfg: Config, shape: ModelShape) -> int:
 
 def _cache_bytes(rollout: RolloutConfig, card: GpuSpec, weights: int, per_token: int) -> int:
     """Bytes of an engine's cache: `kv_cache_memory_bytes`, or what weights leave of its share."""
-    engine = _engine(rollout, card, weights)
+    engine = _describe_engine(rollout, card, weights)
     given = engine_number(rollout.vllm, "kv_cache_memory_bytes")
     if given is None:
         share = rollout.vllm.get("gpu_memory_utilization", VLLM_UTILIZATION)
@@ -151,15 +153,15 @@ def _cache_bytes(rollout: RolloutConfig, card: GpuSpec, weights: int, per_token:
     return given
 
 
-def _engine(rollout: RolloutConfig, card: GpuSpec, weights: int) -> str:
-    """How a message about the size of an engine begins."""
+def _describe_engine(rollout: RolloutConfig, card: GpuSpec, weights: int) -> str:
+    """Beginning of messages about an engine that is too large: its size, and that of its GPUs."""
     return (
         f"an engine of rollout.tensor_parallel_size {rollout.tensor_parallel_size} has "
         f"{weights / 1e9:.1f} GB of weights on each GPU of {card.memory / 1e9:.0f} GB"
     )
 
 
-def _way_out(cfg: Config, shape: ModelShape, card: GpuSpec) -> str:
+def _larger_engine(cfg: Config, shape: ModelShape, card: GpuSpec) -> str:
     """Advice for an engine whose GPUs cannot hold its weights: the fewest that can."""
     sizes = [
         size
@@ -190,10 +192,10 @@ def stages_memory(
     shape: ModelShape,
     states: Sequence[StateBytes],
     microbatches: int,
-    beside: EngineBytes | None,
+    colocated: EngineBytes | None,
     device: str = "cuda",
 ) -> list[StageMemory]:
-    """What a GPU of each stage needs, including its `stage_states` and an engine `beside` it.
+    """What a GPU of each stage needs, including its `stage_states` and an engine `colocated` it.
 
     An engine in sleep mode has no weights and no cache while the ranks compute. A push wakes its
     weights, and then its cache.
@@ -204,9 +206,12 @@ def stages_memory(
         StageMemory(
             stage=stage,
             state=state,
-            buffers=CONTEXT_BYTES + COMMUNICATOR_BYTES * _communicators(cfg) + _push_buffers(cfg),
-            engine=_held(cfg, beside),
-            phases=_phases(cfg, shape, stage, microbatches, device) | _awake(cfg, beside),
+            buffers=CONTEXT_BYTES
+            + COMMUNICATOR_BYTES * _num_communicators(cfg)
+            + _push_buffers(cfg),
+            engine=_engine_bytes_always(cfg, colocated),
+            phases=_phases(cfg, shape, stage, microbatches, device)
+            | _engine_phases(cfg, colocated),
         )
         for stage, state in enumerate(states)
     ]
@@ -227,21 +232,21 @@ def _phases(
     }
 
 
-def _held(cfg: Config, beside: EngineBytes | None) -> int:
-    """What an engine on the same GPU holds in every phase."""
-    if beside is None:
+def _engine_bytes_always(cfg: Config, colocated: EngineBytes | None) -> int:
+    """Bytes of a colocated engine in every phase; asleep, only what is outside vLLM's share."""
+    if colocated is None:
         return 0
-    return beside.outside if cfg.rollout.enable_sleep_mode else beside.total
+    return colocated.outside if cfg.rollout.enable_sleep_mode else colocated.total
 
 
-def _awake(cfg: Config, beside: EngineBytes | None) -> dict[str, int]:
-    """The phases in which an engine in sleep mode on the same GPU is awake."""
-    if beside is None or not cfg.rollout.enable_sleep_mode:
+def _engine_phases(cfg: Config, colocated: EngineBytes | None) -> dict[str, int]:
+    """The phases in which an engine in sleep mode on the same GPU is awake, with its bytes."""
+    if colocated is None or not cfg.rollout.enable_sleep_mode:
         return {}
-    return {"push": beside.weights, "generate": beside.weights + beside.cache}
+    return {"push": colocated.weights, "generate": colocated.weights + colocated.cache}
 
 
-def _communicators(cfg: Config) -> int:
+def _num_communicators(cfg: Config) -> int:
     """Number of Megatron-Core's groups in which a rank communicates by NCCL with other ranks."""
     dims = cfg.dims
     model, data = dims.tensor * dims.pipeline, dims.data * dims.context

@@ -40,15 +40,15 @@ def reshard_table(cfg: Config) -> str:
         [
             _model_line(cfg, shape),
             "",
-            *_trainer_rows(push, _links_of_ranks(sources), dims.pipeline),
+            *_trainer_rows(push, _channels_of_ranks(sources), dims.pipeline),
             f"sum {_size(sum(push.sent))}; the busiest rank sends {push.imbalance:.3f} times the "
             f"mean; {push.num_messages:,} boxes of at most {_size(slot)}",
             "",
             *_engine_rows(push, sources),
             f"sum {_size(sum(push.received))}",
             "",
-            f"each link has two buffers of {_size(slot)}: at most "
-            f"{_size(2 * slot * _most_links(sources, num_engines))} in one process "
+            f"each channel has two buffers of {_size(slot)}: at most "
+            f"{_size(2 * slot * _most_channels(sources, num_engines))} in one process "
             f"(rollout.update_weights_bucket_megabytes: {megabytes})",
         ]
     )
@@ -64,19 +64,20 @@ def _model_line(cfg: Config, shape: ModelShape) -> str:
     )
 
 
-def _links_of_ranks(sources: Sequence[Sequence[int]]) -> Counter[int]:
+def _channels_of_ranks(sources: Sequence[Sequence[int]]) -> Counter[int]:
     return Counter(rank for ranks in sources for rank in ranks)
 
 
-def _most_links(sources: Sequence[Sequence[int]], num_engines: int) -> int:
-    """Most links of any process. Workers that feed another engine have as many outgoing links."""
+def _most_channels(sources: Sequence[Sequence[int]], num_engines: int) -> int:
+    """Most channels of any process: workers that feed another engine have as many again."""
     of_workers = max(map(len, sources)) * min(num_engines, 2)
-    return max(of_workers, *_links_of_ranks(sources).values())
+    return max(of_workers, *_channels_of_ranks(sources).values())
 
 
-def _trainer_rows(push: Traffic, links: Counter[int], num_stages: int) -> list[str]:
+def _trainer_rows(push: Traffic, channels: Counter[int], num_stages: int) -> list[str]:
     rows = [
-        f"{'trainer ranks':<16}{'stage':>6}{'each sends at least':>22}{'at most':>12}{'links':>8}"
+        f"{'trainer ranks':<16}{'stage':>6}{'each sends at least':>22}{'at most':>12}"
+        f"{'channels':>11}"
     ]
     size = len(push.sent) // num_stages
     for stage in range(num_stages):
@@ -84,25 +85,25 @@ def _trainer_rows(push: Traffic, links: Counter[int], num_stages: int) -> list[s
         sent = [push.sent[rank] for rank in of_stage]
         rows.append(
             f"{_ranks(of_stage.start, size):<16}{stage:>6}{_size(min(sent)):>22}"
-            f"{_size(max(sent)):>12}{max(links[rank] for rank in of_stage):>8}"
+            f"{_size(max(sent)):>12}{max(channels[rank] for rank in of_stage):>11}"
         )
     return rows
 
 
 def _engine_rows(push: Traffic, sources: Sequence[Sequence[int]]) -> list[str]:
-    tensor, most_links = len(sources), max(map(len, sources))
+    tensor, most_channels = len(sources), max(map(len, sources))
     num_engines = len(push.received) // tensor
     rows = [
-        f"{'engine ranks':<13}{'engine':>7}{'fed by':>10}{'links in':>9}{'out':>5}"
+        f"{'engine ranks':<13}{'engine':>7}{'fed by':>10}{'channels in':>12}{'out':>5}"
         f"{'each receives':>15}{'passes on':>12}"
     ]
     for engine in range(num_engines):
         ranks = slice(engine * tensor, (engine + 1) * tensor)
         feeder = f"engine {engine - 1}" if engine else "trainer"
-        links_out = most_links if engine + 1 < num_engines else 0
+        channels_out = most_channels if engine + 1 < num_engines else 0
         rows.append(
-            f"{_ranks(engine * tensor, tensor):<13}{engine:>7}{feeder:>10}{most_links:>9}"
-            f"{links_out:>5}{_size(max(push.received[ranks])):>15}"
+            f"{_ranks(engine * tensor, tensor):<13}{engine:>7}{feeder:>10}{most_channels:>12}"
+            f"{channels_out:>5}{_size(max(push.received[ranks])):>15}"
             f"{_size(max(push.forwarded[ranks])):>12}"
         )
     return rows

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from math import lcm, prod
 
 from checkpoint_convert import ModelShape, megatron_layout
-from checkpoint_convert.families.ffn import SELECTION_BIAS
+from checkpoint_convert.families.ffn import EXPERT_BIAS
 from megatron_grpo.config.config import Config
 from megatron_grpo.planning.activations import layer_kinds
 from megatron_grpo.planning.card import ITEMSIZE
@@ -141,7 +141,7 @@ def expert_shards(dims: ParallelDims) -> int:
 
 def _is_trained(name: str) -> bool:
     """All but the float32 biases by which a router chooses experts: they have no gradient."""
-    return not name.endswith(SELECTION_BIAS)
+    return not name.endswith(EXPERT_BIAS)
 
 
 def _parameters(shape: ModelShape, dims: ParallelDims, at: Coordinates) -> Iterator[_Parameter]:

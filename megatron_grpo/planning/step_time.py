@@ -93,7 +93,7 @@ def stage_flops(cfg: Config, shape: ModelShape, work: Computed) -> list[float]:
 
 
 def _forwards_alone(cfg: Config) -> float:
-    """Forwards without a backward per step: of the policy before training, and of the reference.
+    """Forwards per step that no backward follows: of the policy before training, of the reference.
 
     Each is made once per generation and serves all `grpo.num_iterations`.
     """
@@ -109,7 +109,7 @@ def forward_flops(shape: ModelShape, work: Computed) -> float:
 
 
 def _part_flops(shape: ModelShape, work: Computed) -> dict[str, float]:
-    """Operations of each of a layer's `PARTS` in a forward, in a model of layers all alike.
+    """Operations of each of a layer's `PARTS` in a forward; all layers of `shape` are of one kind.
 
     Twice the weights per token. Attention multiplies the query with the key, and its weight with
     the value, of each pair of tokens that attend.
@@ -127,7 +127,7 @@ def active_weights(shape: ModelShape) -> float:
 
 
 def _part_weights(shape: ModelShape) -> dict[str, float]:
-    """The same of each part of one layer, in a model of layers all alike."""
+    """`active_weights` of each part of one layer; all layers of `shape` are of one kind."""
     share = shape.moe.experts_per_token / shape.moe.num_experts if shape.moe else 1.0
     weights: dict[str, float] = defaultdict(float)
     for name, size in hf_tensors(replace(shape, num_layers=1)).items():
@@ -137,7 +137,7 @@ def _part_weights(shape: ModelShape) -> dict[str, float]:
 
 
 def _part(name: str, shape: ModelShape) -> str:
-    """Which of a layer's `PARTS` has this Hugging Face tensor."""
+    """Which of a layer's `PARTS` a Hugging Face tensor belongs to."""
     if ".self_attn." in name:
         return "attention"
     if ".shared_experts." in name:
@@ -158,23 +158,28 @@ def _links(
     dims, itemsize = cfg.dims, ITEMSIZE[cfg.model.dtype]
     tokens = work.filled / dims.data / dims.context
     width = itemsize * shape.hidden_size * tokens
-    alone = _forwards_alone(cfg)
+    forwards_alone = _forwards_alone(cfg)
     gathered, attended, dispatched = _exchanges(cfg, shape)
     heads = shape.num_key_value_heads / dims.tensor
     keys_and_values = heads * (shape.head_dim + shape.value_dim) * itemsize * tokens
     shards = dims.data * dims.context
     copied = max(
-        _of(shards) * (state.weights - state.expert_weights)
-        + _of(expert_shards(dims)) * state.expert_weights
+        _ring_share(shards) * (state.weights - state.expert_weights)
+        + _ring_share(expert_shards(dims)) * state.expert_weights
         for state in states
     )
     if shape.moe is not None:
         shards = max(shards, expert_shards(dims))
     share = 1 / dims.tensor if cfg.parallel.sequence_parallel else 1.0
-    sends = _pipeline_sends(dims, 1 + alone)
+    sends = _pipeline_sends(dims, 1 + forwards_alone)
     experts = dims.expert * dims.expert_tensor
     uses = [
-        ("tensor", dims.tensor, dims.tensor, _of(dims.tensor) * itemsize * tokens * gathered),
+        (
+            "tensor",
+            dims.tensor,
+            dims.tensor,
+            _ring_share(dims.tensor) * itemsize * tokens * gathered,
+        ),
         (
             "context",
             dims.context,
@@ -186,7 +191,7 @@ def _links(
     ]
     if shape.moe is not None:
         # Tokens go to the ranks of their experts, to all of them if an expert is split, and back.
-        sent = (_of(dims.expert) + dims.expert_tensor - 1) * shape.moe.experts_per_token
+        sent = (_ring_share(dims.expert) + dims.expert_tensor - 1) * shape.moe.experts_per_token
         uses.append(("expert", experts, experts, sent * width * share * 2 * dispatched))
     return [
         _link(purpose, num_bytes, span <= card.per_node, card)
@@ -196,7 +201,7 @@ def _links(
 
 
 def _exchanges(cfg: Config, shape: ModelShape) -> tuple[float, float, float]:
-    """What ranks exchange in all forwards and the backward, each on the stage where it is most.
+    """What ranks exchange in all forwards and the backward, each on the stage with the most of it.
 
     Elements that tensor ranks gather and reduce for a token; how often context ranks exchange keys
     and values, over all layers; and how often tokens go to their experts and back. Gradients of
@@ -234,7 +239,7 @@ def _exchanges(cfg: Config, shape: ModelShape) -> tuple[float, float, float]:
 
 
 def _gathered(shape: ModelShape, forwards: float, recomputed: frozenset[str]) -> float:
-    """Elements of a token that tensor ranks exchange in a layer, in a model of layers all alike.
+    """Elements of a token that tensor ranks exchange in a layer; all of `shape` are of one kind.
 
     They all-gather the inputs of split matrices, and reduce-scatter what these add to hidden
     states: around attention, and around an MLP or expert that all tokens go to; once more around a
@@ -273,7 +278,7 @@ def push_link(num_bytes: int, card: GpuSpec, *, in_node: bool) -> LinkUse:
     return _link("push", num_bytes, in_node, card)
 
 
-def _of(size: int) -> float:
+def _ring_share(size: int) -> float:
     """Fraction of the data that each of `size` ranks sends or receives in a ring."""
     return (size - 1) / size
 

@@ -85,7 +85,7 @@ def suggest(
     engine = engine_bytes(cfg, shape, card)
     cfg, num_ranks = _with_engines(cfg, card, engine, num_gpus)
     is_shared = shares_gpus(_on_ranks(cfg, num_ranks), card, num_gpus)
-    beside = engine if is_shared else None
+    colocated = engine if is_shared else None
     workload(_on_ranks(cfg, 1), shape, lengths)  # what fails here fails in every layout
     found, states = [], {}
     console = Console(stderr=True)
@@ -104,7 +104,7 @@ def suggest(
             key = replace(dims, context=1, data=dims.data * dims.context)
             if key not in states:
                 states[key] = stage_states(candidate, shape)
-            found += _fitting(candidate, shape, card, lengths, states[key], beside)
+            found += _fitting(candidate, shape, card, lengths, states[key], colocated)
         except ValueError:  # this layout cannot split the model, or aligns too much; another may
             continue
     return sorted(found, key=lambda each: each.time.estimate)
@@ -158,18 +158,18 @@ def _fitting(
     card: GpuSpec,
     lengths: Sequence[int],
     states: Sequence[StateBytes],
-    beside: EngineBytes | None,
+    colocated: EngineBytes | None,
 ) -> list[Suggestion]:
     """`cfg` with the least recomputation with which it fits; empty if it does not fit at all."""
     for settings in _recomputations(cfg):
         model = cfg.model.model_copy(update={"megatron": settings})
         cfg = cfg.model_copy(update={"model": model})
         # Packing takes longest, so first rule out what does not even fit with one microbatch.
-        least = fullest_stage(stages_memory(cfg, shape, states, 1, beside))
-        if least.total > memory_limit(card):
+        one = fullest_stage(stages_memory(cfg, shape, states, 1, colocated))
+        if one.total > memory_limit(card):
             continue
         work = workload(cfg, shape, lengths)
-        stages = stages_memory(cfg, shape, states, work.microbatches, beside)
+        stages = stages_memory(cfg, shape, states, work.microbatches, colocated)
         memory = fullest_stage(stages)
         if memory.total <= memory_limit(card):
             time = step_time(cfg, shape, states, work, card)

@@ -18,7 +18,7 @@ from parallel.shared_prefix import PromptGroup, plan_shared_prompts
 
 @dataclass(frozen=True, kw_only=True)
 class Computed:
-    """What the layers compute; where a microbatch shares a prompt, it counts once."""
+    """What the layers compute; a prompt that a microbatch shares counts once."""
 
     tokens: int
     """Without padding."""
@@ -27,7 +27,7 @@ class Computed:
 
     @classmethod
     def of(cls, lengths: Sequence[int]) -> "Computed":
-        """Sequences of these lengths, none of which share anything."""
+        """Sequences of these lengths, without shared prompts."""
         return cls(tokens=sum(lengths), pairs=sum(length**2 for length in lengths) / 2)
 
 
@@ -102,7 +102,7 @@ def workload(cfg: Config, shape: ModelShape, lengths: Sequence[int]) -> Workload
         virtual_pipeline=dims.virtual_pipeline,
         expert=dims.data if dims.expert > 1 else 1,
     )
-    alignment = Alignment.of(dims, cfg.parallel.sequence_parallel)
+    alignment = Alignment.for_mesh(dims, cfg.parallel.sequence_parallel)
     packing = tuple(chosen), limit, sizes, alignment, shape.hidden_size
     if cfg.grpo.shared_prompts and cfg.data.max_prompt_length is not None:
         group = cfg.data.max_prompt_length, cfg.grpo.num_generations

@@ -11,7 +11,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from checkpoint_convert import ModelShape, padded_vocab_size
-from checkpoint_convert.families.ffn import SELECTION_BIAS
+from checkpoint_convert.families.ffn import EXPERT_BIAS
 from megatron_grpo.config.config import Config
 from megatron_grpo.policy.mla import yarn_frequencies, yarn_scaling
 from megatron_grpo.policy.packed_params import PackedRotary
@@ -49,7 +49,7 @@ def build_chunks(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTMode
         )
     ]
     packed_rotary = PackedRotary(_rotary(shape))
-    _keep_selection_biases(chunks)
+    _freeze_expert_biases(chunks)
     for chunk in chunks:
         _mark_experts(chunk)
         if chunk.post_process:
@@ -59,12 +59,12 @@ def build_chunks(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTMode
     return chunks
 
 
-def selection_biases(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:
+def expert_biases(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:
     """The biases by which experts are chosen, by name: they are buffers."""
-    return (each for each in chunk.named_buffers() if each[0].endswith(SELECTION_BIAS))
+    return (each for each in chunk.named_buffers() if each[0].endswith(EXPERT_BIAS))
 
 
-def _keep_selection_biases(chunks: Sequence[GPTModel]) -> None:
+def _freeze_expert_biases(chunks: Sequence[GPTModel]) -> None:
     """Choose experts by the biases as they were read.
 
     In pretraining Megatron counts the tokens of each expert, in a function that it compiles first,

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from checkpoint_convert import ModelShape, megatron_layout
 from checkpoint_convert.megatron import layout_sender
-from checkpoint_convert.rank_weights import read_weights
+from checkpoint_convert.weights import read_weights
 from megatron_grpo.config.config import Config
-from megatron_grpo.policy.chunks import build_chunks, selection_biases
+from megatron_grpo.policy.chunks import build_chunks, expert_biases
 from megatron_grpo.policy.optimizer import make_optimizer, make_scheduler
 from megatron_grpo.policy.packed_params import packed_params
 from megatron_grpo.policy.router import RouterLosses, add_router_replay, own_routes
@@ -58,7 +58,7 @@ class Model:
             f"{number}.{name}": value
             for number, chunk in enumerate(self.chunks)
             for name, value in chain(
-                unwrapped(chunk).named_parameters(), selection_biases(unwrapped(chunk))
+                unwrapped(chunk).named_parameters(), expert_biases(unwrapped(chunk))
             )
         }
 

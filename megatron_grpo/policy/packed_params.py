@@ -29,7 +29,11 @@ class PackedParams(PackedSeqParams):
 
     @property
     def rope_cu_seqlens(self) -> Tensor:
-        """Where the sequences begin for RoPE, as Megatron's own attention chooses it."""
+        """Where RoPE starts at position 0: the padded lengths if they are set.
+
+        Megatron's own attention chooses the same, which is why `packed_params` can use the padded
+        lengths to tell RoPE something else than it tells attention.
+        """
         padded: Tensor | None = self.cu_seqlens_q_padded
         return self.cu_seqlens_q if padded is None else padded
 
@@ -59,9 +63,14 @@ def packed_params(batch: PackedBatch, local: Tensor, rank: int, size: int) -> Pa
     )
     if batch.prefixes is None:
         return params
-    # Completions do not begin at position 0, where Megatron's RoPE starts every sequence. RoPE is
-    # the only reader of the padded lengths here, so they describe the microbatch as one sequence,
-    # with one table row per token. A context rank reads an early and a late part of that sequence.
+    # Shared prompts: RoPE and attention need different boundaries. For a prompt of 5 tokens with
+    # completions of 3 and 2, packed as 4 + (1 + 3) + (1 + 2) tokens:
+    #     cu_seqlens_q          [0, 4, 8, 11]              segments, for attention
+    #     rope_positions        0 1 2 3 | 4 5 6 7 | 4 5 6   RoPE would begin each at row 0
+    #     cu_seqlens_q_padded   [0, 11]                    one sequence: row t for token t
+    # and `PackedRotary` makes row t that of rope_positions[t]. With shared prompts attention is
+    # ours and does not read the padded lengths, so RoPE is their only reader. A context rank reads
+    # rows as of one zigzag sequence, an early and a late part, hence the indices below.
     whole = batch.cu_seqlens[[0, -1]]
     params.cu_seqlens_q_padded = params.cu_seqlens_kv_padded = whole
     params.rope_positions = torch.zeros_like(batch.position_ids)

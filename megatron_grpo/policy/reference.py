@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from checkpoint_convert import ModelShape
-from checkpoint_convert.rank_weights import read_weights
+from checkpoint_convert.weights import read_weights
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.grpo import GRPOConfig
 from megatron_grpo.policy.model import Model, Policy, build_model
@@ -17,37 +17,37 @@ class Reference(Model):
     """A model without gradients, with its own weights, sharded like the policy."""
 
     grpo: GRPOConfig
-    mixture: dict[str, Tensor]
-    """The weights that follow the policy, by the names of `parameters`; empty if frozen.
+    averaged_weights: dict[str, Tensor]
+    """Weights that follow the policy, by the names of `parameters`; empty if frozen.
 
     Either the parameters themselves, or float32 weights that are rounded to them: see `follow`.
     """
 
     def follow(self, policy: Policy, num_steps: int) -> None:
-        """Mix in the policy's weights, if due after `num_steps` optimizer steps.
+        """Average with the policy's weights, if due after `num_steps` optimizer steps.
 
         ref <- alpha * policy + (1 - alpha) * ref, the soft update of TR-DPO (arXiv 2404.09656);
         alpha = 1 is its hard update, a copy. Skipped steps count, as in TRL. No communication: a
         rank holds the same boxes of both models.
 
-        With alpha < 1 and bfloat16 weights, the mixture is kept separately in float32, at 4 bytes
+        With alpha < 1 and bfloat16 weights, the average is kept separately in float32, at 4 bytes
         per parameter, and the weights are rounded from it. In bfloat16, a change of less than half
         a unit in the last place (1/512 to 1/256 of a weight) is lost: the reference would stop
         moving up to 0.5 / alpha units in the last place away from the policy.
         """
-        if not self.mixture or num_steps % self.grpo.ref_model_sync_steps:
+        if not self.averaged_weights or num_steps % self.grpo.ref_model_sync_steps:
             return
         alpha = self.grpo.ref_model_mixup_alpha
         for name, trained in policy.parameters().items():
             if not trained.requires_grad:
                 continue  # a mixture of equal values may round to others
-            self.mixture[name].mul_(1 - alpha).add_(trained.detach(), alpha=alpha)
-        self.take_mixture()
+            self.averaged_weights[name].mul_(1 - alpha).add_(trained.detach(), alpha=alpha)
+        self.round_averaged_weights()
 
-    def take_mixture(self) -> None:
-        """Set the parameters to the mixture, rounded to their dtype."""
+    def round_averaged_weights(self) -> None:
+        """Set the parameters to the averaged weights, rounded to their dtype."""
         parameters = self.parameters()
-        for name, mixed in self.mixture.items():
+        for name, mixed in self.averaged_weights.items():
             if mixed.dtype != parameters[name].dtype:  # else they are the same memory
                 parameters[name].detach().copy_(mixed)
 
@@ -58,9 +58,9 @@ def build_reference(cfg: Config, shape: ModelShape, groups: Groups) -> Reference
     for chunk in model.chunks:
         chunk.requires_grad_(False)
     read_weights(cfg.model.path, shape, model.layout, model.parameters())
-    mixture = {}
+    averaged = {}
     if cfg.grpo.sync_ref_model:
-        mixture = {name: parameter.detach() for name, parameter in model.parameters().items()}
+        averaged = {name: parameter.detach() for name, parameter in model.parameters().items()}
     if cfg.mixes_in_float32:
-        mixture = {name: values.float() for name, values in mixture.items()}
-    return Reference(**vars(model), grpo=cfg.grpo, mixture=mixture)
+        averaged = {name: values.float() for name, values in averaged.items()}
+    return Reference(**vars(model), grpo=cfg.grpo, averaged_weights=averaged)

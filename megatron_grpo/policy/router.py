@@ -118,14 +118,15 @@ class RouterLosses:
 
     Megatron adds up these losses over microbatches of any length, in one table of the process, for
     its training script to read and clear. Here they are taken from the table after each forward of
-    a router, and weighted by tokens, like their gradient (`schedule.py`).
+    a router, and weighted by tokens, like their gradient (`forward.py`).
     """
 
     def __init__(self, chunks: Sequence[GPTModel]) -> None:
         self._names = _names(chunks[0].config)
         size, device = len(self._names) + 1, next(chunks[0].parameters()).device
         self._sums = torch.zeros(size, dtype=torch.float64, device=device)
-        """Of each loss, times tokens; and the tokens. Over microbatches and this rank's routers."""
+        """[losses + 1]: sum of loss * tokens for each loss, then of tokens, over microbatches and
+        this rank's routers."""
         for module in (module for chunk in chunks for module in chunk.modules()):
             if self._names and isinstance(module, TopKRouter):
                 module.register_forward_hook(self._take)

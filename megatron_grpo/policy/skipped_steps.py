@@ -70,18 +70,22 @@ def name_nonfinite(policy: Policy, losses: Sequence[Tensor], device: torch.devic
 
 
 def _found_here(policy: Policy, losses: Sequence[Tensor]) -> tuple[int, str]:
-    """What is not finite on this rank, and its urgency: how close it is to the origin."""
-    place = {name: number for number, name in enumerate(hf_tensors(policy.shape))}
+    """(urgency, text) of the first non-finite value in the order of computation; (-1, "nothing").
+
+    Urgency is 2 * (number of tensors) for a loss; for the gradient of the n-th tensor 2 n, or
+    2 n + 1 if this rank's own contribution is broken. The backward pass goes from large n to small.
+    """
+    order = {name: number for number, name in enumerate(hf_tensors(policy.shape))}
     found = [(-1, "nothing")]
     for number, loss in enumerate(losses):
         if not loss.isfinite():
-            found.append((2 * len(place), f"the loss of microbatch {number} is {float(loss)}"))
+            found.append((2 * len(order), f"the loss of microbatch {number} is {float(loss)}"))
             break
-    found += [(2 * place[name], text) for name, text in _broken_gradients(policy)]
+    found += [(2 * order[name], text) for name, text in _broken_gradients(policy)]
     # The sum over data ranks may have been corrupted by another rank; what this rank contributed
     # to it is stronger evidence.
     policy.zero_summed_gradient()
-    found += [(2 * place[name] + 1, text) for name, text in _broken_gradients(policy)]
+    found += [(2 * order[name] + 1, text) for name, text in _broken_gradients(policy)]
     return max(found, key=lambda one: one[0])
 
 

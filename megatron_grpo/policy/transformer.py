@@ -76,7 +76,7 @@ def transformer_config(
     )
     if shape.moe is not None:
         _check_sequence_parallel(dims, sequence_parallel)
-        decided |= _mixture(shape, shape.moe, free["transformer_impl"])
+        decided |= _moe(shape, shape.moe, free["transformer_impl"])
         # The scores of two experts may differ by less than bfloat16 can resolve.
         free = {"moe_router_dtype": "fp32"} | free
     check_overrides(overrides, decided, _best_implementation(dtype))
@@ -161,9 +161,9 @@ def block_spec(
         return torch_layer_spec(config, num_experts, shape)
 
     # One object for all equal layers: Megatron builds modules from it, and leaves it as it is.
-    dense, mixture = layer_spec(None), layer_spec(config.num_moe_experts)
+    dense, moe = layer_spec(None), layer_spec(config.num_moe_experts)
     return TransformerBlockSubmodules(
-        layer_specs=[dense if layer < shape.num_dense_layers else mixture for layer in layers],
+        layer_specs=[dense if layer < shape.num_dense_layers else moe for layer in layers],
         layer_norm=LayerNormImpl if is_fused else RMSNorm,
     )
 
@@ -180,7 +180,7 @@ def fused_layer_spec(
     )
     if shared_prompts:
         layer.submodules.self_attention.submodules.core_attention = PackedAttention
-    _use_latents(layer, shape)
+    _use_mla(layer, shape)
     return layer
 
 
@@ -214,7 +214,7 @@ def torch_layer_spec(
             f"self_attention.{x}_layernorm.": f"self_attention.linear_{x}_up_proj.layer_norm_"
             for x in ("q", "kv")
         }
-    _use_latents(layer, shape)
+    _use_mla(layer, shape)
     modules.sharded_state_dict_keys_map = fused_norms
     return layer
 
@@ -224,7 +224,7 @@ def _norms_queries(shape: ModelShape) -> bool:
     return shape.qk_norm or shape.latent is not None
 
 
-def _use_latents(layer: ModuleSpec, shape: ModelShape) -> None:
+def _use_mla(layer: ModuleSpec, shape: ModelShape) -> None:
     """Replace Megatron's latent attention, if the model has latents."""
     if shape.latent is not None:
         attention = layer.submodules.self_attention
@@ -269,7 +269,7 @@ def _architecture(shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def _mixture(shape: ModelShape, moe: MoeShape, implementation: str) -> dict[str, Any]:
+def _moe(shape: ModelShape, moe: MoeShape, implementation: str) -> dict[str, Any]:
     has_experts = [int(layer >= moe.num_dense_layers) for layer in range(shape.num_layers)]
     return {
         # A list makes a checkpoint have a key for each layer.

@@ -46,19 +46,19 @@ class EvaluationBar:
     def __init__(self, bar: Progress) -> None:
         self._bar = bar
         self._task: TaskID | None = None
-        self._told = 0.0
+        self._last_line = 0.0
 
     def show(self, name: str, num_done: int, num_prompts: int) -> None:
         """Show the finished prompts of the set `name`: none in the first call, all in the last."""
-        now, what = time.monotonic(), evaluation_of(name)
+        now, what = time.monotonic(), evaluation_title(name)
         if self._task is None:
-            self._task, self._told = self._bar.add_task(what, total=num_prompts), now
+            self._task, self._last_line = self._bar.add_task(what, total=num_prompts), now
         self._bar.update(self._task, completed=num_done)
         if num_done == num_prompts:
             self._bar.remove_task(self._task)
             self._task = None
-        elif self._bar.disable and now - self._told >= LINE_SECONDS:
-            self._told = now
+        elif self._bar.disable and now - self._last_line >= LINE_SECONDS:
+            self._last_line = now
             self._bar.console.print(f"{what}: {num_done} of {num_prompts} prompts")
 
 
@@ -115,8 +115,8 @@ def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
     )
 
 
-def evaluation_of(name: str) -> str:
-    """The evaluation of the held-out set `name`, as it is told."""
+def evaluation_title(name: str) -> str:
+    """How lines and bars call the evaluation of the held-out set `name`."""
     return f"evaluation of {name}" if name else "evaluation"
 
 
@@ -126,7 +126,7 @@ def evaluation_line(name: str, metrics: Mapping[str, float]) -> str:
     failed = own["failed"]
     return "  ".join(
         [
-            evaluation_of(name),
+            evaluation_title(name),
             *(f"{metric} {value:.3f}" for metric, value in own.items() if "@" in metric),
             f"{own['num_prompts']:.0f} prompts",
             *([f"{failed:.0f} completions without a score"] if failed else []),

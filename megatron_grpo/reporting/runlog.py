@@ -119,7 +119,7 @@ class RunLog:
         self.tracking.log_evaluated(step, rows)
         self.tracking.amend(step, metrics | {"time/eval": seconds})
 
-    def tell_unless_evaluated(self, step: int) -> None:
+    def warn_unless_evaluated(self, step: int) -> None:
         """Warn if the run ends without its last evaluation, which no resumed run will make."""
         if not self.has_evaluation(step):
             print(
@@ -135,14 +135,14 @@ class RunLog:
         ending for a reason that determines its exit code.
         """
         self.bar.close()
-        with told(f"{TIMELINE_FILE} could not be finished"):
+        with print_failure(f"{TIMELINE_FILE} could not be finished"):
             self.timeline.close()
-        with told("the records of the run could not be finished"):
+        with print_failure("the records of the run could not be finished"):
             self.tracking.close()
         # Imported here because matplotlib takes a second, which no other rank needs.
         from megatron_grpo.reporting.report import CURVES_FILE, draw_curves  # noqa: PLC0415
 
-        with told(f"{CURVES_FILE} could not be drawn"):
+        with print_failure(f"{CURVES_FILE} could not be drawn"):
             if (self.run_dir / METRICS_FILE).stat().st_size:
                 draw_curves(self.run_dir)
 
@@ -153,7 +153,7 @@ def _mean_lag(policy_version: int, samples: Sequence[Sample]) -> float:
 
 
 @contextmanager
-def told(what: str) -> Iterator[None]:
+def print_failure(what: str) -> Iterator[None]:
     """Print `what` and the error instead of raising it, if the block fails."""
     try:
         yield

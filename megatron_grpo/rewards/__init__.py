@@ -26,7 +26,7 @@ sandbox. The built-in functions run no code from completions. If your function d
 the sandbox.
 """
 
-from megatron_grpo.rewards.pool import RewardPool, RewardPools, ScoringGivenUp
+from megatron_grpo.rewards.pool import RewardPool, RewardPools, ScoringCancelled
 from megatron_grpo.rewards.scoring import (
     RewardError,
     add_environment_rewards,
@@ -38,7 +38,7 @@ __all__ = [
     "RewardError",
     "RewardPool",
     "RewardPools",
-    "ScoringGivenUp",
+    "ScoringCancelled",
     "add_environment_rewards",
     "check_failed",
     "total_rewards",

@@ -12,8 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.config.reward import RewardFunction
-from megatron_grpo.rewards.answer import Answer
-from megatron_grpo.workers.user_file import accepted, load_user_file, required, taken
+from megatron_grpo.workers.user_file import (
+    accepted_columns,
+    load_user_file,
+    required_parameters,
+    select_accepted,
+)
 
 # Each is a module of this package with a function of the same name. Its keyword-only parameters are
 # arguments of the config, not columns.
@@ -35,6 +39,19 @@ GIVEN_TIMEOUT = "reward_timeout"
 
 MAX_REASON = 1000
 """Most characters quoted of an exception that is returned as a score."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A worker's answer to a call: scores, NaN where one failed; None if the whole call failed."""
+
+    scores: list[float] | None
+    error: str = ""
+    """Why the first failed score failed; empty when none failed."""
+    is_misuse: bool = False
+    """Whether the return value is not a score per completion, so that nothing can be masked."""
+    is_out_of_memory: bool = False
+    """Whether the process has reached its memory limit and must be replaced."""
 
 
 class NoScores(ValueError):
@@ -61,12 +78,12 @@ class LoadedFunction:
     def wanted_columns(self) -> list[str]:
         """Parameters without a default that neither the call nor the config provides."""
         given = {*GIVEN_COLUMNS, GIVEN_TIMEOUT, *self.arguments}
-        return [name for name in required(self._parameters) if name not in given]
+        return [name for name in required_parameters(self._parameters) if name not in given]
 
     @property
     def accepted_columns(self) -> list[str] | None:
         """The columns that it takes if they are there; None: all."""
-        return accepted(self._parameters)
+        return accepted_columns(self._parameters)
 
     def __call__(self, columns: Mapping[str, Any], timeout: float) -> Answer:
         """Score `columns["completions"]`; the others are GIVEN_COLUMNS and the data's, if accepted.
@@ -84,7 +101,7 @@ class LoadedFunction:
         # The call's and the config's values take precedence over a column of the same name.
         data = {name: column for name, column in columns.items() if name not in self.settings}
         first = {name: columns[name] for name in GIVEN_COLUMNS if name in columns}
-        given = taken({**data, **self.arguments, **first}, self._parameters)
+        given = select_accepted({**data, **self.arguments, **first}, self._parameters)
         if GIVEN_TIMEOUT in self._parameters:
             given[GIVEN_TIMEOUT] = timeout
         return self.function(**given)
@@ -127,7 +144,7 @@ def _built_in(spec: RewardFunction, function: Callable[..., Any]) -> LoadedFunct
             raise ValueError(
                 f"reward function {spec.name} has no argument {name!r}: it has {known}"
             )
-    for name in required(parameters):
+    for name in required_parameters(parameters):
         if name in settings - {GIVEN_TIMEOUT, *spec.arguments}:
             raise ValueError(
                 f"reward function {spec.name} requires {name!r}: give it in `arguments`"

@@ -19,9 +19,9 @@ TEMPLATE_FIELD = re.compile(r"\{(prompt|completion|answer)\}")
 DEFAULT_KEY = "OPENAI_API_KEY"
 SHARE_OF_TIME = 0.9
 """Share of `reward.timeout` after which unanswered requests fail, so that other scores count."""
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 8.0
-"""Seconds before a request is sent again; the pause doubles from the first to the longest."""
-PASSING = (408, 409, 429)
+FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.5, 8.0
+"""Exponential backoff before a request is sent again."""
+RETRIED_STATUS_CODES = (408, 409, 429)
 """Status codes that, like 5xx, may be transient; the same as in OpenAI's own client."""
 MAX_TEXT = 300
 
@@ -123,7 +123,7 @@ def _certificates() -> ssl.SSLContext:
 
 async def _ask(client: httpx.AsyncClient, body: dict[str, Any], deadline: float) -> str:
     """The model's answer; raises JudgeError if there is none before `deadline`."""
-    pause, last = FIRST_PAUSE, "no answer"
+    pause, last = FIRST_BACKOFF_SECONDS, "no answer"
     while (left := deadline - time.monotonic()) > 0:
         try:
             async with asyncio.timeout(left):
@@ -131,13 +131,13 @@ async def _ask(client: httpx.AsyncClient, body: dict[str, Any], deadline: float)
             if response.is_success:
                 return _content(response)
             last = f"status {response.status_code}: {response.text[:MAX_TEXT]}"
-            if response.status_code not in PASSING and not response.is_server_error:
+            if response.status_code not in RETRIED_STATUS_CODES and not response.is_server_error:
                 raise JudgeError(f"{client.base_url} answered {last}")
         except (httpx.RequestError, TimeoutError) as error:
             last = repr(error)
         # Jitter: requests that were turned away together do not all come back together.
         await asyncio.sleep(min(pause * random.uniform(0.5, 1), deadline - time.monotonic()))
-        pause = min(2 * pause, LONGEST_PAUSE)
+        pause = min(2 * pause, MAX_BACKOFF_SECONDS)
     raise JudgeError(f"{client.base_url} gave no answer in time, at last {last}")
 
 

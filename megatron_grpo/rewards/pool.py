@@ -4,109 +4,89 @@ A process has one pool for each way of scoring. A worker that fails or is late i
 replaced.
 """
 
-import json
-import subprocess
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from itertools import count
 from multiprocessing.connection import Pipe, wait
 from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.config.reward import RewardConfig
-from megatron_grpo.rewards.answer import Answer
+from megatron_grpo.rewards.functions import Answer
 from megatron_grpo.rewards.scoring import Call, RewardError, Scoring
-from megatron_grpo.workers.supervised import (
-    load_seconds,
-    start_supervised,
-    tell_to_end,
-    wait_end,
-)
-from megatron_grpo.workers.user_file import death_text, missing
+from megatron_grpo.workers.supervised import SupervisedWorker, load_seconds
+from megatron_grpo.workers.user_file import missing_column
 
 WORKER_MODULE = "megatron_grpo.rewards.worker"
 DEATH_SECONDS = 2.0
-"""Seconds to wait for a worker's death after its connection has closed."""
+"""Time for a worker to die after its connection has closed."""
 
 
-class WorkerProcess:
+class RewardWorkerProcess(SupervisedWorker):
     """One process that runs the config's reward functions; it starts loading them at once."""
 
     def __init__(self, cfg: RewardConfig) -> None:
+        super().__init__(
+            WORKER_MODULE,
+            memory_megabytes=cfg.memory_megabytes,
+            memory_key="reward.memory_megabytes",
+            send_seconds=cfg.timeout,
+        )
+        self.connection.send((cfg.functions, cfg.timeout))
         self.cfg = cfg
         self.is_loading = True
         self.load_seconds = load_seconds(cfg.timeout)
         self.load_deadline = time.monotonic() + self.load_seconds
         self.deadlines: dict[int, float] = {}
         """The deadline of each call in progress, by number."""
-        self.is_spent = False
-        """Whether it takes no more calls, and is replaced once it has answered those it has."""
-        self.fate = ""
+        self.is_retired = False
+        """Whether it gets no more calls, and is replaced once its open calls are answered."""
+        self.failure = ""
         """Why it has failed; empty while it works."""
-        self._supervisor, self.connection = start_supervised(
-            WORKER_MODULE, cfg.memory_megabytes, cfg.timeout
-        )
-        self.connection.send((cfg.functions, cfg.timeout))
-
-    @property
-    def pid(self) -> int:
-        """Process id of the supervisor, which ends with the worker and all its descendants."""
-        return self._supervisor.pid
 
     @property
     def next_deadline(self) -> float:
         """When the next answer is late; only valid while loading or running calls."""
         return self.load_deadline if self.is_loading else min(self.deadlines.values())
 
-    def send(self, number: int, call: tuple[Any, ...], seconds: float) -> None:
-        """Send it call `number`, to be answered within `seconds`."""
+    def send_call(self, number: int, call: tuple[Any, ...], seconds: float) -> None:
+        """Send call `number`: the function's index and its columns; due within `seconds`."""
         self.deadlines[number] = time.monotonic() + seconds
         try:
             self.connection.send((number, *call))
         except ConnectionError:
-            self.fate = self._cause_of_death()
+            self.failure = self.cause_of_death(DEATH_SECONDS)
         except BlockingIOError:
-            self.fate = f"its process did not read the call in {self.cfg.timeout} s: killed"
+            self.failure = f"its process did not read the call in {self.cfg.timeout} s: killed"
 
     def receive_functions(self) -> list[tuple[list[str], list[str] | None, bool]] | str:
         """Required and accepted columns and asynchrony of each function, or why none is loaded."""
         self.is_loading = False
         message = self._receive()
-        return self.fate if message is None else message
+        return self.failure if message is None else message
 
     def receive_answer(self) -> tuple[int, Answer] | None:
-        """The number of a call and its answer; None if the worker has died (see `fate`)."""
+        """The number of a call and its answer; None if the worker has died (see `failure`)."""
         message = self._receive()
         if message is None:
             return None
         number, fields = message
         answer = Answer(**fields)
         del self.deadlines[number]
-        self.is_spent |= answer.is_spent
+        self.is_retired |= answer.is_out_of_memory
         return number, answer
 
-    def tell_to_end(self) -> None:
-        """Tell it to end, with all that it has started."""
-        tell_to_end(self._supervisor)
-
-    def wait_end(self) -> None:
-        """After `tell_to_end`, return when none of its processes is left."""
-        wait_end(self._supervisor)
+    def finish_kill(self) -> None:
+        """As the base class; also closes the connection, which no other thread reads."""
+        super().finish_kill()
         self.connection.close()
 
     def _receive(self) -> Any:
         try:
-            return json.loads(self.connection.recv_bytes())
+            return self.receive_json()
         except (EOFError, ConnectionError):
-            self.fate = self._cause_of_death()
+            self.failure = self.cause_of_death(DEATH_SECONDS)
             return None
-
-    def _cause_of_death(self) -> str:
-        with suppress(subprocess.TimeoutExpired):  # it may live on without the connection
-            self._supervisor.wait(DEATH_SECONDS)
-        limit = f"reward.memory_megabytes {self.cfg.memory_megabytes}"
-        return death_text(self._supervisor.returncode, limit)
 
 
 if TYPE_CHECKING:
@@ -116,7 +96,7 @@ CANCEL_SECONDS = 3.0
 """Seconds after `reward.timeout` within which a worker must cancel an asynchronous call."""
 
 
-class ScoringGivenUp(Exception):
+class ScoringCancelled(Exception):
     """`RewardPool.cancel` was called; nothing has failed."""
 
 
@@ -133,15 +113,16 @@ class RewardPool:
 
     def __init__(self, cfg: RewardConfig) -> None:
         self.cfg = cfg
-        self._workers = [WorkerProcess(cfg) for _ in range(cfg.num_workers)]
+        self._workers = [RewardWorkerProcess(cfg) for _ in range(cfg.num_workers)]
         self._wanted: list[list[str]] = []
         self._accepted: list[list[str] | None] = []
         self._is_async: list[bool] = []
         self._calls: dict[int, Call] = {}
         """The calls in progress, by number."""
         self._numbers = count()
-        self._told: set[int] = set()
-        self._given_up, self._give_up = Pipe(duplex=False)
+        self._reported: set[int] = set()
+        """Functions of which a failure was printed, by index."""
+        self._cancelled, self._cancel = Pipe(duplex=False)
 
     def wait_ready(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Wait until the functions are loaded, and check that the data has the columns they need.
@@ -165,20 +146,20 @@ class RewardPool:
         uses too much memory or kills its process; a single score fails if it is None, an exception
         or not finite. Raises RewardError, and closes the pool, when more completions than
         `reward.max_failed_fraction` of `num_completions` have a failed score, and for a call that
-        returns anything but one score per completion. Raises ScoringGivenUp once `cancel` was
+        returns anything but one score per completion. Raises ScoringCancelled once `cancel` was
         called: the pool can then only be closed.
         """
         assert self._workers, "the pool is closed"
         self.wait_ready([sample.prompt.row for sample in samples])
-        scoring = Scoring(samples, self.cfg, self._told, num_completions)
+        scoring = Scoring(samples, self.cfg, self._reported, num_completions)
         calls: dict[bool, deque[Call]] = {False: deque(), True: deque()}
         for call in scoring.calls:
             calls[self._is_async[call.function]].append(call)
         try:
             while self._calls or calls[False] or calls[True]:
-                self._begin(calls)
+                self._send_calls(calls)
                 for call, answer in self._advance():
-                    scoring.settle(call, answer)
+                    scoring.record(call, answer)
         except RewardError:
             self.close()
             raise
@@ -186,69 +167,70 @@ class RewardPool:
 
     def cancel(self) -> None:
         """Soon end a running `score`; safe from any thread."""
-        self._give_up.send_bytes(b"!")
+        self._cancel.send_bytes(b"!")
 
     def close(self) -> None:
         """Kill the workers; none of their processes is left when this returns."""
         for worker in self._workers:
-            worker.tell_to_end()
+            worker.begin_kill()
         for worker in self._workers:
-            worker.wait_end()
+            worker.finish_kill()
         self._workers.clear()
 
     def _check_columns(self, rows: Sequence[Mapping[str, Any]]) -> None:
         for function, names in zip(self.cfg.functions, self._wanted, strict=True):
             for name in names:
-                if text := missing(name, rows):
+                if text := missing_column(name, rows):
                     raise RewardError(
                         f"reward function {function.label} requires {name!r}: not in its "
                         f"arguments {function.arguments}, and {text}"
                     )
 
-    def _begin(self, calls: Mapping[bool, deque[Call]]) -> None:
+    def _send_calls(self, calls: Mapping[bool, deque[Call]]) -> None:
         """Send the workers as many ordinary and asynchronous calls as they can take."""
+        first = self._workers[0]
+        while calls[True] and self._can_take(first, is_async=True):
+            self._send_call(first, calls[True].popleft(), self.cfg.timeout + CANCEL_SECONDS)
         for worker in self._workers:
-            while worker is self._workers[0] and calls[True] and self._takes(worker, is_async=True):
-                self._send(worker, calls[True].popleft(), self.cfg.timeout + CANCEL_SECONDS)
-            if calls[False] and self._takes(worker, is_async=False):
-                self._send(worker, calls[False].popleft(), self.cfg.timeout)
+            if calls[False] and self._can_take(worker, is_async=False):
+                self._send_call(worker, calls[False].popleft(), self.cfg.timeout)
 
-    def _takes(self, worker: WorkerProcess, *, is_async: bool) -> bool:
+    def _can_take(self, worker: RewardWorkerProcess, *, is_async: bool) -> bool:
         most = self.cfg.max_concurrent_calls if is_async else 1
-        is_good = not (worker.is_loading or worker.is_spent or worker.fate)
+        is_good = not (worker.is_loading or worker.is_retired or worker.failure)
         return is_good and len(worker.deadlines) < most
 
-    def _send(self, worker: WorkerProcess, call: Call, seconds: float) -> None:
+    def _send_call(self, worker: RewardWorkerProcess, call: Call, seconds: float) -> None:
         number = next(self._numbers)
         self._calls[number] = call
         columns = call.columns(self._accepted[call.function])
-        worker.send(number, (call.function, columns), seconds)
+        worker.send_call(number, (call.function, columns), seconds)
 
     def _advance(self) -> Iterator[tuple[Call, Answer]]:
         """Wait until a worker has loaded, answered or failed; replace failed workers."""
         busy = [worker for worker in self._workers if worker.is_loading or worker.deadlines]
         ready = self._wait(busy)
         for worker in busy:
-            if worker.connection in ready and not worker.fate:
+            if worker.connection in ready and not worker.failure:
                 yield from self._read(worker)
-            elif worker.next_deadline <= time.monotonic() and not worker.fate:
+            elif worker.next_deadline <= time.monotonic() and not worker.failure:
                 self._expire(worker)
-            if worker.fate or (worker.is_spent and not worker.deadlines):
+            if worker.failure or (worker.is_retired and not worker.deadlines):
                 for number in worker.deadlines:
-                    yield self._calls.pop(number), Answer(None, worker.fate)
+                    yield self._calls.pop(number), Answer(None, worker.failure)
                 self._replace(worker)
 
-    def _wait(self, workers: Sequence[WorkerProcess]) -> list[Any]:
+    def _wait(self, workers: Sequence[RewardWorkerProcess]) -> list[Any]:
         """Wait, at most until the next deadline; return the connections with something to read."""
-        is_over = any(worker.fate for worker in workers)
+        is_over = any(worker.failure for worker in workers)
         deadline = 0.0 if is_over else min(worker.next_deadline for worker in workers)
         connections = [worker.connection for worker in workers]
-        ready = wait([self._given_up, *connections], max(0.0, deadline - time.monotonic()))
-        if self._given_up in ready:
-            raise ScoringGivenUp("the scoring was given up")
+        ready = wait([self._cancelled, *connections], max(0.0, deadline - time.monotonic()))
+        if self._cancelled in ready:
+            raise ScoringCancelled("the scoring was cancelled")
         return ready
 
-    def _read(self, worker: WorkerProcess) -> Iterator[tuple[Call, Answer]]:
+    def _read(self, worker: RewardWorkerProcess) -> Iterator[tuple[Call, Answer]]:
         if not worker.is_loading:
             if answered := worker.receive_answer():
                 number, answer = answered
@@ -261,17 +243,17 @@ class RewardPool:
         self._accepted = [accepted for _, accepted, _ in functions]
         self._is_async = [is_async for _, _, is_async in functions]
 
-    def _expire(self, worker: WorkerProcess) -> None:
+    def _expire(self, worker: RewardWorkerProcess) -> None:
         if worker.is_loading:
             raise RewardError(
                 f"reward functions {self._names} not loaded after {worker.load_seconds} s"
             )
-        worker.fate = f"no result after {self.cfg.timeout} s: killed"
+        worker.failure = f"no result after {self.cfg.timeout} s: killed"
 
-    def _replace(self, worker: WorkerProcess) -> None:
-        worker.tell_to_end()
-        worker.wait_end()
-        self._workers[self._workers.index(worker)] = WorkerProcess(self.cfg)
+    def _replace(self, worker: RewardWorkerProcess) -> None:
+        worker.begin_kill()
+        worker.finish_kill()
+        self._workers[self._workers.index(worker)] = RewardWorkerProcess(self.cfg)
 
     @property
     def _names(self) -> str:
@@ -279,12 +261,12 @@ class RewardPool:
 
 
 class RewardPools:
-    """Reward pools by config: whatever is scored alike shares one."""
+    """One pool per distinct config, shared by training and the held-out sets scored alike."""
 
     def __init__(self) -> None:
         self._pools: list[RewardPool] = []
 
-    def of(self, cfg: RewardConfig) -> RewardPool:
+    def pool_for(self, cfg: RewardConfig) -> RewardPool:
         """The pool of `cfg`, which starts at the first call."""
         for pool in self._pools:
             if pool.cfg == cfg:

@@ -9,7 +9,7 @@ from math import isnan, nan
 from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.config.reward import ENVIRONMENT_TERM, RewardConfig, RewardFunction
-from megatron_grpo.rewards.answer import Answer
+from megatron_grpo.rewards.functions import Answer
 
 if TYPE_CHECKING:
     from megatron_grpo.data.samples import Sample
@@ -20,7 +20,7 @@ GIVEN: dict[str, Callable[["Sample"], Any]] = {
     "completion_ids": lambda sample: list(sample.completion_ids),
     "finish_reasons": lambda sample: sample.finish_reason,
 }
-"""How to get a column that every reward function may take from a sample."""
+"""For each column that every reward function may take, its value for a sample."""
 SHORTENED = reprlib.Repr()
 SHORTENED.maxstring = 200
 
@@ -31,7 +31,7 @@ class RewardError(ValueError):
 
 @dataclass(frozen=True)
 class Call:
-    """One call: a function and the completions of one prompt, by their places in the generation."""
+    """One call: the index of a function, and the indices of a prompt's samples in `samples`."""
 
     function: int
     places: Sequence[int]
@@ -68,20 +68,20 @@ def check_failed(num_failed: int, num_completions: int, cfg: RewardConfig) -> No
 class Scoring:
     """The scores of `samples` so far; samples of one prompt must be adjacent.
 
-    `told` holds the functions for which a failure was printed already; the limit of failures is a
-    share of `num_completions`.
+    `reported` holds the indices of functions of which a failure was already printed. The limit of
+    failures is a share of `num_completions`.
     """
 
     def __init__(
         self,
         samples: Sequence["Sample"],
         cfg: RewardConfig,
-        told: set[int],
+        reported: set[int],
         num_completions: int,
     ) -> None:
         self._num_completions = num_completions
         self._cfg = cfg
-        self._told = told
+        self._reported = reported
         self._failed: set[int] = set()
         self._first_error = ""
         self.scores: list[dict[str, float]] = [{} for _ in samples]
@@ -92,8 +92,8 @@ class Scoring:
             for function in range(len(cfg.functions))
         ]
 
-    def settle(self, call: Call, answer: Answer) -> None:
-        """Take the answer to a call.
+    def record(self, call: Call, answer: Answer) -> None:
+        """Enter the answer to a call into `scores`.
 
         Raises RewardError for a result that cannot be masked, and as soon as more completions have
         failed scores than `reward.max_failed_fraction` allows.
@@ -117,11 +117,11 @@ class Scoring:
                 check_failed(len(self._failed), self._num_completions, self._cfg)
             except RewardError as too_many:
                 raise RewardError(f"{self._first_error}\n{too_many}") from None
-            self._tell(call.function, error)
+            self._report(call.function, error)
 
-    def _tell(self, function: int, error: str) -> None:
-        if function not in self._told:
-            self._told.add(function)
+    def _report(self, function: int, error: str) -> None:
+        if function not in self._reported:
+            self._reported.add(function)
             print(
                 f"megatron-grpo: {error}\nCompletions without a score are masked; further failures "
                 "of this function are not shown",

@@ -17,10 +17,9 @@ from dataclasses import asdict
 from multiprocessing.connection import Connection
 from typing import Any
 
-from megatron_grpo.rewards.answer import Answer
-from megatron_grpo.rewards.functions import LoadedFunction, NoScores, load_function
+from megatron_grpo.rewards.functions import Answer, LoadedFunction, NoScores, load_function
+from megatron_grpo.workers.supervised import begin_worker, forks_end_here
 from megatron_grpo.workers.user_file import MAX_TEXT, error_text
-from megatron_grpo.workers.worker_side import begin_worker, forks_end_here
 
 
 class RewardWorker:
@@ -41,7 +40,7 @@ class RewardWorker:
             while call:
                 number, index, columns = call
                 if self._functions[index].is_async:
-                    call = runner.run(self._answer_side_by_side(call)) or self._next_call()
+                    call = runner.run(self._answer_concurrently(call)) or self._next_call()
                 else:
                     self._send([number, asdict(self._score(index, columns))])
                     call = self._next_call()
@@ -63,7 +62,7 @@ class RewardWorker:
         except BaseException as error:  # report sys.exit() in a user's function, too
             return self._failed(error)
 
-    async def _answer_side_by_side(self, first: Any) -> Any:
+    async def _answer_concurrently(self, first: Any) -> Any:
         """Run `first` and the asynchronous calls that arrive meanwhile, until none is left.
 
         An ordinary call arrives once all of them are answered, perhaps before their tasks have
@@ -112,8 +111,8 @@ class RewardWorker:
     def _failed(self, error: BaseException) -> Answer:
         if isinstance(error, NoScores):
             return Answer(None, str(error), is_misuse=True)
-        is_spent = isinstance(error, MemoryError)
-        return Answer(None, error_text(error, self._limit), is_spent=is_spent)
+        is_out_of_memory = isinstance(error, MemoryError)
+        return Answer(None, error_text(error, self._limit), is_out_of_memory=is_out_of_memory)
 
     def _next_call(self) -> Any:
         try:

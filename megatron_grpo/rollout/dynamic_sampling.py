@@ -83,8 +83,8 @@ class DynamicSampler:
             "frac_reward_zero_std": num_equal / (num_equal + len(self._found)),
         }
 
-    def take(self, groups: Sequence[ScoredGroup]) -> None:
-        """Take the groups of all `prompts` of this round, and choose those of the next one."""
+    def add_groups(self, groups: Sequence[ScoredGroup]) -> None:
+        """Add the groups of all `prompts` of this round, and choose those of the next one."""
         for group in groups:
             self._totals += group.totals
             has_reward_variance = group.has_reward_variance(self._cfg.dynamic_sample_reward)

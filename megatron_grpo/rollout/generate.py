@@ -1,6 +1,8 @@
 """From prompts to experience: generate, score, compare. Rank 0 only."""
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,6 +27,7 @@ from megatron_grpo.rewards import RewardPools, add_environment_rewards, check_fa
 from megatron_grpo.rewards.builtin import reference_fault
 from megatron_grpo.rollout.dynamic_sampling import DynamicSampler, ScoredGroup
 from megatron_grpo.timing import PhaseTimer
+from megatron_grpo.workers.child_process import COLLECTOR
 
 PROBE_LENGTH = 8
 """Most tokens per sample of the probe."""
@@ -60,11 +63,16 @@ class Rollouter:
         from checkpoint_convert.tokenizer import load_tokenizer  # noqa: PLC0415
 
         self.cfg, self.shape = cfg, shape
+        self.thread: ThreadPoolExecutor | None = None
+        """Makes generations ahead. It ends after the engines: when the thread that started an
+        engine ends, Linux ends the engine."""
+        if cfg.rollout.async_generate:
+            self.thread = ThreadPoolExecutor(1, thread_name_prefix=COLLECTOR)
         # The engines load while the trainer builds its model.
         logs = cfg.train.run_dir / "logs"
         self._servers = EngineServers(cfg.model, cfg.rollout, logs, token, num_ranks)
         self._pools = RewardPools()
-        self.rewards = self._pools.of(cfg.reward)
+        self.rewards = self._pools.pool_for(cfg.reward)
         self.environments: EnvironmentPool | None = None
         if cfg.environment.name is not None:
             self.environments = EnvironmentPool(cfg.environment)
@@ -120,18 +128,18 @@ class Rollouter:
         return Experience(samples, [], nothing, nothing.long(), nothing)
 
     def requests(
-        self, search: DynamicSampler, request: RolloutRequest
+        self, sampler: DynamicSampler, request: RolloutRequest
     ) -> Generation | DialogueGeneration:
         """The requests of one round of a generation; environments start at once."""
-        params = self.sampling_params(request.generation, search.round, request.policy_version)
+        params = self.sampling_params(request.generation, sampler.round, request.policy_version)
         if self.environments is None:
-            return Generation(search.prompts, params)
+            return Generation(sampler.prompts, params)
         self.environments.wait_ready([prompt.row for prompt in self.stream.prompts])
         return DialogueGeneration(
-            search.prompts,
+            sampler.prompts,
             params,
             environments=self.environments,
-            turns=Turns.of(self.cfg, self._tokenizer, self._end_tokens),
+            turns=Turns.from_config(self.cfg, self._tokenizer, self._end_tokens),
             max_turns=self.cfg.environment.max_turns,
         )
 
@@ -174,10 +182,13 @@ class Rollouter:
 
     def close(self) -> None:
         """Stop the reward workers, the environments, and the engines that were started here."""
-        self._pools.close()
-        if self.environments:
-            self.environments.close()
-        self._servers.close()
+        with ExitStack() as stack:
+            if self.thread:  # last: Linux kills the engines that it started when it ends
+                stack.callback(self.thread.shutdown)
+            stack.callback(self._servers.close)
+            if self.environments:
+                stack.callback(self.environments.close)
+            stack.callback(self._pools.close)
 
 
 class Rollout:
@@ -190,7 +201,7 @@ class Rollout:
     def __init__(self, rollouter: Rollouter, request: RolloutRequest) -> None:
         self.request = request
         self._rollouter, self._cfg = rollouter, rollouter.cfg
-        self._search = DynamicSampler(rollouter.stream, request.generation, self._cfg.grpo)
+        self._sampler = DynamicSampler(rollouter.stream, request.generation, self._cfg.grpo)
         self._open: Generation | DialogueGeneration | None = None
         """The requests of this round, until all are answered."""
 
@@ -198,23 +209,23 @@ class Rollout:
         """Sample the prompts and score the samples, in as many rounds as dynamic sampling takes.
 
         The engines must serve the version of the request. Raises NoServingEngine when none does any
-        more, Preempted or ScoringGivenUp when `Rollouter.cancel` was called, and RewardError when
+        more, Preempted or ScoringCancelled when `Rollouter.cancel` was called, and RewardError when
         too many rewards failed.
         """
-        search, num_engines = self._search, 0
-        while search.prompts:
+        sampler, num_engines = self._sampler, 0
+        while sampler.prompts:
             with timer.phase("generate"):
-                self._open = self._open or self._rollouter.requests(search, self.request)
+                self._open = self._open or self._rollouter.requests(sampler, self.request)
                 samples = self._rollouter.engines.generate(self._open)
                 num_engines = len(self._open.engines)
                 if isinstance(self._open, DialogueGeneration):
-                    self._open.tell_failures()
+                    self._open.print_failures()
                 self._open = None
             with timer.phase("score"):
                 groups = self._rollouter.score(samples)
-            search.take(groups)
+            sampler.add_groups(groups)
             # Failures of functions and of the environment, over all rounds.
-            check_failed(search.num_failed, search.num_scored, self._cfg.reward)
+            check_failed(sampler.num_failed, sampler.num_scored, self._cfg.reward)
         return self._batch(num_engines)
 
     def abandon(self) -> None:
@@ -223,8 +234,8 @@ class Rollout:
             self._open.abandon()
 
     def _batch(self, num_engines: int) -> RolloutBatch:
-        search = self._search
-        groups = search.groups()
+        sampler = self._sampler
+        groups = sampler.groups()
         experience = compute_advantages(
             [sample for group in groups for sample in group.samples],
             [reward for group in groups for reward in group.rewards],
@@ -232,9 +243,9 @@ class Rollout:
         )
         metrics: dict[str, float] = {
             "rollout/num_engines": num_engines,  # that answered in the last round
-            "reward/failed": search.num_failed,  # including replaced prompts
+            "reward/failed": sampler.num_failed,  # including replaced prompts
         }
         if self._cfg.grpo.dynamic_sample:
-            metrics["rollout/num_resampled_prompts"] = search.num_replaced
-            metrics |= {f"unfiltered/{name}": value for name, value in search.unfiltered.items()}
+            metrics["rollout/num_resampled_prompts"] = sampler.num_replaced
+            metrics |= {f"unfiltered/{name}": value for name, value in sampler.unfiltered.items()}
         return RolloutBatch(experience, metrics)

@@ -8,7 +8,7 @@ the training on the previous generation.
 """
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from queue import SimpleQueue
@@ -22,7 +22,7 @@ from megatron_grpo.launch.process import Preempted, preempted_instead
 from megatron_grpo.rewards import RewardError
 from megatron_grpo.rollout.generate import Rollout, RolloutBatch, Rollouter, RolloutRequest
 from megatron_grpo.timing import IDLE, ROLLOUT, WAIT, PhaseTimer, Timeline
-from megatron_grpo.watchdog import Watch
+from megatron_grpo.watchdog import Watchdog
 from parallel.collectives import on_rank_0
 
 Z = TypeVar("Z")
@@ -58,21 +58,10 @@ def as_rollout_aborted(what: str) -> Iterator[None]:
 
 
 class RolloutRunner:
-    """Makes one generation at a time. Rank 0 only.
+    """Makes one generation at a time, in the rollouter's thread if it has one. Rank 0 only."""
 
-    With a `thread` it is made there while the caller does something else. That thread must live as
-    long as the rollouter: when it ends, Linux ends the processes that it started, such as engines.
-    """
-
-    def __init__(
-        self,
-        rollouter: Rollouter,
-        thread: ThreadPoolExecutor | None,
-        watch: Watch,
-        timeline: Timeline,
-    ) -> None:
-        self._rollouter, self._thread = rollouter, thread
-        self._watch, self._timeline = watch, timeline
+    def __init__(self, rollouter: Rollouter, watchdog: Watchdog, timeline: Timeline) -> None:
+        self._rollouter, self._watchdog, self._timeline = rollouter, watchdog, timeline
         self._rollout: Rollout | None = None
         self._making: Future[RolloutBatch] | None = None
         self._phases: SimpleQueue[str | None] = SimpleQueue()
@@ -84,8 +73,8 @@ class RolloutRunner:
             if self._rollout is not None:
                 self._rollout.abandon()
             self._rollout = Rollout(self._rollouter, request)
-        if self._thread:
-            self._making = self._thread.submit(self._make, self._rollout)
+        if thread := self._rollouter.thread:
+            self._making = thread.submit(self._make, self._rollout)
 
     def finish(self, timer: PhaseTimer) -> RolloutBatch:
         """Wait for the generation and return it; without a thread, make it here.
@@ -96,7 +85,7 @@ class RolloutRunner:
         """
         assert self._rollout is not None
         with (
-            preempted_instead(lambda: self._watch.is_preempted),
+            preempted_instead(lambda: self._watchdog.is_preempted),
             as_rollout_aborted(f"generation {self._rollout.request.generation}"),
         ):
             made = self._wait(self._making, timer) if self._making else self._rollout.run(timer)
@@ -110,7 +99,7 @@ class RolloutRunner:
             wait([self._making])
 
     def _wait(self, making: Future[RolloutBatch], timer: PhaseTimer) -> RolloutBatch:
-        """The result of the thread; the watch is told its phases, as each has its own limit."""
+        """The result of the thread; the watchdog is told its phases, as each has its own limit."""
         phase: str | None = IDLE
         while phase is not None:
             with timer.phase(WAIT, phase):

@@ -1,8 +1,8 @@
-"""What rank 0 knows about all ranks, and its decision whether the job must end, and why.
+"""State machine of a job on rank 0: events of all ranks in, the verdict out.
 
-Nothing here waits or reads a clock: every event comes with the time at which it was noticed. Each
-phase of a step has a limit of its own for the time without progress. When it is over, the stacks of
-all main threads are compared, and ranks that wait elsewhere than most are named.
+It never waits or reads a clock: every event comes with its time. Each phase of a step has its own
+limit for the time without progress. Beyond it, the stacks of all main threads are compared, and
+stragglers are named.
 """
 
 import re
@@ -41,10 +41,10 @@ class Limits:
     push: Limit
 
     @classmethod
-    def of(cls, cfg: Config) -> "Limits":
-        """The limits of a run."""
+    def from_config(cls, cfg: Config) -> "Limits":
+        """From the time-outs of the config; see docs/cluster.md."""
         rollout = cfg.rollout
-        # A link without traffic for TIMEOUT is given up; then its engine is waited for until it
+        # A channel without traffic for TIMEOUT is given up; then its engine is waited for until it
         # counts as lost, and the push is repeated.
         waits = TIMEOUT.total_seconds() + rollout.stall_timeout
         push = Limit(waits + MARGIN_SECONDS, "rollout.stall_timeout")
@@ -55,7 +55,7 @@ class Limits:
             push=max(push, step, key=_seconds),
         )
 
-    def of_phase(self, phase: str, *, is_first_step: bool) -> Limit | None:
+    def for_phase(self, phase: str, *, is_first_step: bool) -> Limit | None:
         """The limit while rank 0 is in `phase`; None if it may take any time.
 
         Files may be slow, an engine that generates nothing or does not start counts as lost, and
@@ -119,24 +119,24 @@ NUM_RANKS_SHOWN = 3
 
 
 @dataclass(frozen=True)
-class Pace:
-    """Intervals and time limits of the watch, in seconds."""
+class Intervals:
+    """Intervals and time limits of the watchdog, in seconds."""
 
-    beat: float = 1.0
-    """Between two heartbeats of a rank, and of the monitor."""
+    heartbeat: float = 1.0
+    """Between two heartbeats of a rank, and of rank 0's server."""
     silence: float = 20.0
     """Without a heartbeat, until a rank counts as stopped."""
     kill: float = 30.0
     """Without a heartbeat of its own, until the kernel kills the process."""
-    settle: float = 0.5
-    """From the first sign of trouble to the verdict: effects may show before the cause."""
+    grace: float = 0.5
+    """From the first fault reported to the verdict: effects may be reported before the cause."""
     stacks: float = 2.0
-    """In which ranks must report their stacks."""
+    """Time for ranks to report their stacks."""
     unwind: float = 5.0
-    """In which rank 0 may close what it owns before it exits."""
+    """Time for rank 0 to close its engines and files before it exits."""
 
 
-PACE = Pace()
+INTERVALS = Intervals()
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class Position:
 
 @dataclass
 class Member:
-    """A rank that has connected to the monitor."""
+    """A rank that has connected to the server."""
 
     rank: int
     host: str
@@ -167,9 +167,9 @@ class Member:
     stack: str | None = None
     """Stack of its main thread, once it has answered the last request for it."""
     dump: list[str] = field(default_factory=list)
-    """What Python's faulthandler wrote at a crash, or because the watch thread could not run."""
-    has_told: bool = False
-    """Whether it has reported that it leaves or why it failed: then its end is expected."""
+    """Lines of Python's faulthandler: at a crash, or while another thread holds the GIL."""
+    has_reported: bool = False
+    """Whether it has reported that it finished or failed: then its exit is expected."""
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host} (pid {self.pid})"
@@ -209,38 +209,38 @@ class _Cause:
 class Job:
     """The ranks of a job as rank 0 sees them."""
 
-    def __init__(self, world_size: int, limits: Limits, pace: Pace, now: float) -> None:
+    def __init__(self, world_size: int, limits: Limits, intervals: Intervals, now: float) -> None:
         self.members: dict[int, Member] = {}
-        self._world_size, self._limits, self._pace = world_size, limits, pace
+        self._world_size, self._limits, self._intervals = world_size, limits, intervals
         self._progress = now
         self._asked: float | None = None
         self._causes: list[_Cause] = []
         self._first_step = 0
-        self._leaving: dict[int, End] = {}
+        self._finished: dict[int, End] = {}
 
     @property
     def position(self) -> Position:
         """Position of rank 0, which determines the limit: the others may wait for it for long."""
         return self.members[0].position if 0 in self.members else Position()
 
-    def join(self, rank: int, host: str, pid: int, now: float) -> None:
-        """A rank has connected."""
+    def on_connect(self, rank: int, host: str, pid: int, now: float) -> None:
+        """A rank has connected, from process `pid` of `host`."""
         self.members[rank] = Member(rank, host, pid, now)
-        self._moved(now)
+        self._reset_progress(now)
 
-    def beat(self, rank: int, position: Position, now: float) -> None:
+    def on_heartbeat(self, rank: int, position: Position, now: float) -> None:
         """A rank has sent a heartbeat with its `position`."""
         member = self.members[rank]
         member.heard = now
         if position != member.position:
             member.position = position
             self._first_step = self._first_step or self.position.step
-            self._moved(now)
+            self._reset_progress(now)
 
-    def failed(self, rank: int, failure: Failure, now: float) -> None:
+    def on_exception(self, rank: int, failure: Failure, now: float) -> None:
         """The main thread of a rank has raised an exception."""
         member = self.members[rank]
-        member.has_told = True
+        member.has_reported = True
         code = EXIT_FOR_THE_USER if failure.is_for_user else EXIT_FAILURE
         place = f"{member} failed in {member.position}"
         if failure.trace:
@@ -249,23 +249,23 @@ class Job:
             end = End(code, f"megatron-grpo: {place}:\n{failure.text}")
         self._causes.append(_Cause(now, end, failure.is_consequence))
 
-    def lost(self, rank: int, now: float) -> None:
-        """The connection to a rank is closed, so its process is gone."""
+    def on_disconnect(self, rank: int, now: float) -> None:
+        """The connection to a rank is closed: its process has ended."""
         member = self.members[rank]
-        if member.has_told:
+        if member.has_reported:
             return
-        member.has_told = True
+        member.has_reported = True
         text = "\n".join([f"megatron-grpo: {member} died in {member.position}", *member.dump])
         self._causes.append(_Cause(now, End(EXIT_FAILURE, text)))
 
-    def leaves(self, rank: int, end: End, now: float) -> None:
-        """A rank is done and waits for the others."""
-        self.members[rank].has_told = True
-        self._leaving[rank] = end
-        self._moved(now)
+    def on_finish(self, rank: int, end: End, now: float) -> None:
+        """A rank has finished with `end`, and waits for the others."""
+        self.members[rank].has_reported = True
+        self._finished[rank] = end
+        self._reset_progress(now)
 
-    def over(self, end: End, now: float) -> None:
-        """A rank says that the job is over."""
+    def on_stop(self, end: End, now: float) -> None:
+        """A rank wants to end the job: interrupted, or preempted with nothing to save."""
         self._causes.append(_Cause(now, end))
 
     def wants_stacks(self, now: float) -> bool:
@@ -278,28 +278,28 @@ class Job:
             member.stack = None
         return True
 
-    def end(self, now: float) -> End | None:
-        """How the job ends, once that is known; None while it goes on."""
+    def verdict(self, now: float) -> End | None:
+        """How the job ends; None while it goes on."""
         if self._causes:
-            if now - self._causes[0].time < self._pace.settle:
+            if now - self._causes[0].time < self._intervals.grace:
                 return None
             return min(self._causes, key=lambda cause: cause.is_consequence).end
-        if len(self._leaving) == self._world_size:
-            return self._leaving[0]
-        if silent := [m for m in self.members.values() if now - m.heard >= self._pace.silence]:
-            return End(EXIT_FAILURE, _silent(silent, self._pace.silence))
+        if len(self._finished) == self._world_size:
+            return self._finished[0]
+        if silent := [m for m in self.members.values() if now - m.heard >= self._intervals.silence]:
+            return End(EXIT_FAILURE, _silent(silent, self._intervals.silence))
         if self._asked is None:
             return None
         answered = all(member.stack is not None for member in self.members.values())
-        return self._hang() if answered or now - self._asked >= self._pace.stacks else None
+        return self._hang() if answered or now - self._asked >= self._intervals.stacks else None
 
-    def _moved(self, now: float) -> None:
+    def _reset_progress(self, now: float) -> None:
         self._progress, self._asked = now, None
 
     def _limit(self) -> Limit | None:
         position = self.position
         is_first_step = position.step <= self._first_step
-        return self._limits.of_phase(position.phase, is_first_step=is_first_step)
+        return self._limits.for_phase(position.phase, is_first_step=is_first_step)
 
     def _hang(self) -> End:
         limit = self._limit()
@@ -317,18 +317,18 @@ class Job:
 
     def _suspects(self) -> list[str]:
         """The ranks that the others wait for, with their stacks; rank 0 if all wait alike."""
-        told = {m.rank: m.stack for m in self._sorted() if m.stack is not None}
-        odd = [member.rank for member in self._sorted() if member.rank not in told]
-        if not odd:
+        stacks = {m.rank: m.stack for m in self._sorted() if m.stack is not None}
+        suspects = [member.rank for member in self._sorted() if member.rank not in stacks]
+        if not suspects:
             progress = {
                 rank: (member.position.step, member.position.num_ticks)
                 for rank, member in self.members.items()
             }
-            odd = stragglers(told, progress)
-        if not odd:
-            return [f"all ranks wait alike; {self.members[0]}:", told[0]]
-        lines = [f"{len(odd)} of {self._world_size} ranks are not where the others are:"]
-        for member in (self.members[rank] for rank in odd[:NUM_RANKS_SHOWN]):
+            suspects = stragglers(stacks, progress)
+        if not suspects:
+            return [f"all ranks wait alike; {self.members[0]}:", stacks[0]]
+        lines = [f"{len(suspects)} of {self._world_size} ranks are not where the others are:"]
+        for member in (self.members[rank] for rank in suspects[:NUM_RANKS_SHOWN]):
             stack = "it did not report its stack" if member.stack is None else member.stack
             lines += [f"{member}, {member.position}:", stack]
         return lines

@@ -1,7 +1,7 @@
 """The watchdog of a rank, as its main thread uses it.
 
 Main threads spend their time in collectives, which cannot be interrupted. So a second thread
-(`lifeline.py`) talks to a monitor on rank 0 (`monitor.py`), which tracks the state of all ranks
+(`heartbeat.py`) talks to a server on rank 0 (`server.py`), which tracks the state of all ranks
 (`job.py`). When the job is over, that second thread ends the process.
 """
 
@@ -29,10 +29,17 @@ from megatron_grpo.launch.process import (
     is_user_error,
 )
 from megatron_grpo.rewards import RewardError
-from megatron_grpo.watchdog.job import EXIT_FAILURE, PACE, End, Failure, Limits, Pace, Position
-from megatron_grpo.watchdog.lifeline import Lifeline
-from megatron_grpo.watchdog.monitor import Monitor
-from megatron_grpo.watchdog.wire import MonitorAddress, connect
+from megatron_grpo.watchdog.heartbeat import Heartbeat, connect
+from megatron_grpo.watchdog.job import (
+    EXIT_FAILURE,
+    INTERVALS,
+    End,
+    Failure,
+    Intervals,
+    Limits,
+    Position,
+)
+from megatron_grpo.watchdog.server import ServerAddress, WatchdogServer
 
 MAX_TEXT = 1 << 15
 AGREED = (Preempted, RolloutAborted)
@@ -40,11 +47,11 @@ AGREED = (Preempted, RolloutAborted)
 NOTHING_TO_SAVE = End(
     EXIT_PREEMPTED, "megatron-grpo: preempted before the first step; the same command resumes"
 )
-STORE_KEY = "megatron-grpo/watch"
+STORE_KEY = "megatron-grpo/watchdog"
 
 
-class Watch:
-    """One rank's watch; every rank creates one with the job's `store` and enters its context.
+class Watchdog:
+    """The watchdog of one rank; each creates one with the job's `store` and enters its context.
 
     Anything that ends the block on one rank ends all ranks within seconds: an exception, Preempted,
     a death, a hang, SIGINT. The process then exits inside the context with the job's exit code,
@@ -60,29 +67,29 @@ class Watch:
         store: Store,
         limits: Limits,
         stacks_file: Path,
-        pace: Pace = PACE,
+        intervals: Intervals = INTERVALS,
     ) -> None:
         self._place = place
         self._position = Position()
         self._is_preempted = False
         self._callbacks: list[Callable[[], None]] = []
         self._has_reported = False
-        self._monitor = None
-        host = monitor_host(place, store)
+        self._server = None
+        host = server_host(place, store)
         if place.rank == 0:
-            self._monitor = Monitor(host, place.world_size, limits, stacks_file, pace)
-            store.set(STORE_KEY, json.dumps(asdict(self._monitor.address)))
-        address = MonitorAddress(**json.loads(store.get(STORE_KEY)))
-        connection = connect(address, place.rank, socket.gethostname(), os.getpid(), pace.silence)
-        self._lifeline = Lifeline(
-            connection, address.rank_0, place, pace, lambda: self._position, self._preempt
+            self._server = WatchdogServer(host, place.world_size, limits, stacks_file, intervals)
+            store.set(STORE_KEY, json.dumps(asdict(self._server.address)))
+        address = ServerAddress(**json.loads(store.get(STORE_KEY)))
+        connection = connect(address, place.rank, intervals.silence)
+        self._heartbeat = Heartbeat(
+            connection, address.rank_0, place, intervals, lambda: self._position, self._preempt
         )
 
-    def __enter__(self) -> "Watch":
+    def __enter__(self) -> "Watchdog":
         for number in PREEMPTION_SIGNALS:
-            signal.signal(number, lambda *_: None)  # the lifeline handles them
-        os.register_at_fork(after_in_child=self._let_go)
-        self._lifeline.start()
+            signal.signal(number, lambda *_: None)  # the heartbeat thread handles them
+        os.register_at_fork(after_in_child=self._close)
+        self._heartbeat.start()
         return self
 
     def __exit__(
@@ -92,16 +99,16 @@ class Watch:
         trace: TracebackType | None,
     ) -> None:
         if error is None:
-            self._lifeline.say(leaves=asdict(End(0)))
+            self._heartbeat.send(finished=asdict(End(0)))
         elif isinstance(error, AGREED):
             code = EXIT_PREEMPTED if isinstance(error, Preempted) else EXIT_FAILURE
-            self._lifeline.say(leaves=asdict(End(code, f"megatron-grpo: {error}")))
+            self._heartbeat.send(finished=asdict(End(code, f"megatron-grpo: {error}")))
         else:
             self.report(kind, error, trace)
-        self._lifeline.join()  # returns if all ranks succeed; else the process ends in it
-        if self._monitor is not None:
-            self._monitor.join()
-        self._let_go()
+        self._heartbeat.join()  # returns if all ranks succeed; else the process ends in it
+        if self._server is not None:
+            self._server.join()
+        self._close()
 
     def begin_step(self, step: int) -> None:
         """Record that the main thread begins optimizer step `step`, counted from 1."""
@@ -111,7 +118,7 @@ class Watch:
         """Record that the main thread enters the phase `phase` of the step."""
         before = self._position
         self._position = replace(before, phase=phase, num_phases=before.num_phases + 1)
-        self._lifeline.say(beat=asdict(self._position))
+        self._heartbeat.send(heartbeat=asdict(self._position))
 
     def tick(self) -> None:
         """Record progress by one microbatch."""
@@ -141,9 +148,9 @@ class Watch:
         if error is None or self._has_reported or isinstance(error, (*AGREED, KeyboardInterrupt)):
             return
         self._has_reported = True
-        self._lifeline.unwind()
-        self._lifeline.say(beat=asdict(self._position))  # the exact position of the failure
-        self._lifeline.say(failure=asdict(_failure(error, self._position.step)))
+        self._heartbeat.set_unwinding()
+        self._heartbeat.send(heartbeat=asdict(self._position))  # the exact position of the failure
+        self._heartbeat.send(failure=asdict(_failure(error, self._position.step)))
         if self._place.has_own_log:
             traceback.print_exception(kind, error, trace, file=sys.stderr)
 
@@ -154,15 +161,15 @@ class Watch:
         for callback in self._callbacks:
             callback()
         if self._place.rank == 0 and self._position.step == 0:
-            self._lifeline.say(over=asdict(NOTHING_TO_SAVE))
+            self._heartbeat.send(stop=asdict(NOTHING_TO_SAVE))
 
-    def _let_go(self) -> None:
-        self._lifeline.close()
+    def _close(self) -> None:
+        self._heartbeat.close()
         for number in PREEMPTION_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
 
 
-def monitor_host(place: RankPlace, store: Store) -> str:
+def server_host(place: RankPlace, store: Store) -> str:
     """The address on which rank 0 listens: loopback for one host, else on the ranks' network."""
     if place.num_hosts == 1:
         return "127.0.0.1"
@@ -203,6 +210,6 @@ def agree_to_stop(is_preempted: bool, device: torch.device) -> bool:
 
     Ranks learn of a signal at different times: without this, one might stop a step before another.
     """
-    told = torch.tensor(int(is_preempted), device=device)
-    dist.all_reduce(told, dist.ReduceOp.MAX)
-    return bool(told)
+    flag = torch.tensor(int(is_preempted), device=device)
+    dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return bool(flag)

@@ -17,7 +17,7 @@ from subprocess import Popen
 from typing import IO
 
 from megatron_grpo.launch import parent_death
-from megatron_grpo.launch.process import exit_words
+from megatron_grpo.launch.process import describe_exit
 
 COLLECTOR = "collector"
 """Name prefix of the thread that collects generations in parallel to the main thread."""
@@ -51,9 +51,9 @@ class ChildProcess:
             or threading.current_thread().name.startswith(COLLECTOR)
         )
         folder = _make_folder()
-        tied_to_us = [sys.executable, "-I", parent_death.__file__, str(os.getpid()), str(folder)]
+        wrapper = [sys.executable, "-I", parent_death.__file__, str(os.getpid()), str(folder)]
         process = subprocess.Popen(
-            [*tied_to_us, *command],
+            [*wrapper, *command],
             env={**environment, "TMPDIR": str(folder)},
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -65,7 +65,7 @@ class ChildProcess:
     def end(self, within: float = 0.0) -> str:
         """How the process ended, if it ends within `within` seconds; else an empty string."""
         try:
-            return f"ended with {exit_words(self.process.wait(within))}"
+            return f"ended with {describe_exit(self.process.wait(within))}"
         except subprocess.TimeoutExpired:
             return ""
 
@@ -114,7 +114,7 @@ class EngineProcess:
     log: Path
     log_start: int
     """Size of the log when the engine started: earlier lines are from another run."""
-    tied: ChildProcess
+    child: ChildProcess
 
     @classmethod
     def start(
@@ -127,13 +127,13 @@ class EngineProcess:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
             log_start = output.tell()
-            tied = ChildProcess.start(command, environment, output)
-        return cls(url, command, environment, log, log_start, tied)
+            child = ChildProcess.start(command, environment, output)
+        return cls(url, command, environment, log, log_start, child)
 
     @property
     def process(self) -> Popen[bytes]:
         """The engine itself."""
-        return self.tied.process
+        return self.child.process
 
     def start_again(self) -> "EngineProcess":
         """Start the same engine again, with the same devices and address."""

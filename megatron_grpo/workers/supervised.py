@@ -1,13 +1,20 @@
-"""Starting and ending processes for user code, each below a supervisor."""
+"""A process for user code below a supervisor: the trainer's end, and the worker's."""
 
+import json
 import os
+import resource
+import signal
 import socket
 import struct
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, Pipe
+from typing import Any
 
 from megatron_grpo.workers import supervisor
+from megatron_grpo.workers.user_file import death_text
 
 LOAD_SECONDS = 60.0
 """Loading may take this long, or as long as a call if that is longer: imports may be slow."""
@@ -15,25 +22,55 @@ END_SECONDS = 10.0
 """A supervisor that takes longer to kill its descendants is killed itself."""
 
 
-def start_supervised(
-    module: str, memory_megabytes: int, send_seconds: float
-) -> tuple[subprocess.Popen[bytes], Connection]:
-    """Run `python -m MODULE FD MEGABYTES` below a supervisor.
+class SupervisedWorker:
+    """`python -m MODULE FD MEGABYTES` below a supervisor, started at once.
 
-    Returns the supervisor and our end of the connection. The process is a fresh interpreter rather
-    than a fork, without torch and the trainer's threads. Sends are limited as `limit_sends` says.
+    The process is a fresh interpreter rather than a fork, without torch and the trainer's threads.
+    It dies with this process, however that ends, and so do the processes it has started. It
+    receives pickles and answers in JSON, so that nothing from user code is unpickled.
     """
-    connection, theirs = Pipe()
-    arguments = [os.getpid(), theirs.fileno(), memory_megabytes, module]
-    process = subprocess.Popen(
-        [sys.executable, supervisor.__file__, *map(str, arguments)],
-        pass_fds=[theirs.fileno()],
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C goes to the trainer alone, which then ends it
-    )
-    theirs.close()
-    limit_sends(connection, send_seconds)
-    return process, connection
+
+    def __init__(
+        self, module: str, *, memory_megabytes: int, memory_key: str, send_seconds: float
+    ) -> None:
+        self._memory_limit = f"{memory_key} {memory_megabytes}"
+        self.connection, theirs = Pipe()
+        arguments = [os.getpid(), theirs.fileno(), memory_megabytes, module]
+        self._supervisor = subprocess.Popen(
+            [sys.executable, supervisor.__file__, *map(str, arguments)],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C goes to the trainer alone, which then ends it
+        )
+        theirs.close()
+        limit_sends(self.connection, send_seconds)
+
+    @property
+    def pid(self) -> int:
+        """Process id of the supervisor, which ends with the worker and all its descendants."""
+        return self._supervisor.pid
+
+    def receive_json(self) -> Any:
+        """The next message; raises EOFError or ConnectionError if the worker is gone."""
+        return json.loads(self.connection.recv_bytes())
+
+    def cause_of_death(self, seconds: float) -> str:
+        """How the worker ended, if it does within `seconds` after its connection has closed."""
+        with suppress(subprocess.TimeoutExpired):  # it may live on without the connection
+            self._supervisor.wait(seconds)
+        return death_text(self._supervisor.returncode, self._memory_limit)
+
+    def begin_kill(self) -> None:
+        """Tell the supervisor to kill the worker and all its descendants."""
+        self._supervisor.send_signal(supervisor.END)
+
+    def finish_kill(self) -> None:
+        """After `begin_kill`, return when none of its processes is left."""
+        try:
+            self._supervisor.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._supervisor.kill()
+            self._supervisor.wait()
 
 
 def limit_sends(connection: Connection, seconds: float) -> None:
@@ -52,15 +89,30 @@ def load_seconds(timeout: float) -> float:
     return max(LOAD_SECONDS, timeout)
 
 
-def tell_to_end(process: subprocess.Popen[bytes]) -> None:
-    """Tell a supervisor to end, with all its descendants."""
-    process.send_signal(supervisor.END)
+def begin_worker() -> tuple[Connection, int]:
+    """In the worker: the connection to the trainer and the memory limit in megabytes.
+
+    Limits this process's memory to that, and makes it ignore the scheduler's signals.
+    """
+    for number in supervisor.SCHEDULERS:
+        # A handler rather than SIG_IGN, which programs started by user code would inherit.
+        signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, supervisor.SCHEDULERS)
+    fd, megabytes = map(int, sys.argv[1:])
+    # Heap, thread stacks and other private memory, but not files mapped for reading.
+    resource.setrlimit(resource.RLIMIT_DATA, (megabytes << 20,) * 2)
+    return Connection(fd), megabytes
 
 
-def wait_end(process: subprocess.Popen[bytes]) -> None:
-    """After `tell_to_end`, return when the supervisor has ended; kill it if it takes too long."""
+@contextmanager
+def forks_end_here() -> Iterator[None]:
+    """In the worker: run user code in the block; processes that it forks exit at its end.
+
+    So they can neither return from it nor raise out of it.
+    """
+    pid = os.getpid()
     try:
-        process.wait(END_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+        yield
+    finally:
+        if os.getpid() != pid:
+            os._exit(1)

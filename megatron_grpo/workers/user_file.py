@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megatron_grpo.launch.process import exit_words
+from megatron_grpo.launch.process import describe_exit
 
 
 def load_user_file(file: Path, kind: str) -> ModuleType:
@@ -42,12 +42,12 @@ def death_text(code: int | None, limit: str) -> str:
     """The text for a process that stopped answering; `code` as in `subprocess`, None if alive."""
     if code is None:
         return "its process has closed the connection to the trainer"
-    died = f"its process died with {exit_words(code)}"
+    died = f"its process died with {describe_exit(code)}"
     return f"{died} (its limit was {limit})" if code < 0 else died
 
 
-def required(parameters: Mapping[str, Parameter]) -> list[str]:
-    """The parameters that a call must provide."""
+def required_parameters(parameters: Mapping[str, Parameter]) -> list[str]:
+    """Names of the parameters without a default, `*args` and `**columns` excluded."""
     return [
         name
         for name, parameter in parameters.items()
@@ -56,7 +56,7 @@ def required(parameters: Mapping[str, Parameter]) -> list[str]:
     ]
 
 
-def accepted(parameters: Mapping[str, Parameter]) -> list[str] | None:
+def accepted_columns(parameters: Mapping[str, Parameter]) -> list[str] | None:
     """Names of the columns that these parameters accept; None: all, since one is `**columns`.
 
     `**_` accepts none: by its name, nothing reads it.
@@ -67,13 +67,15 @@ def accepted(parameters: Mapping[str, Parameter]) -> list[str] | None:
     return [name for name in parameters if name not in catch_all]
 
 
-def taken(given: Mapping[str, Any], parameters: Mapping[str, Parameter]) -> dict[str, Any]:
-    """The part of `given` that these parameters accept."""
-    names = accepted(parameters)
+def select_accepted(
+    given: Mapping[str, Any], parameters: Mapping[str, Parameter]
+) -> dict[str, Any]:
+    """The items of `given` that these parameters accept."""
+    names = accepted_columns(parameters)
     return {name: value for name, value in given.items() if names is None or name in names}
 
 
-def missing(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
+def missing_column(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
     """How many rows lack column `name`, and the columns of the first; empty if none lacks it."""
     lacking = [row for row in rows if name not in row]
     if not lacking:

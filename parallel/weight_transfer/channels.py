@@ -20,35 +20,27 @@ class Channel(Protocol):
     """One end of a channel. Waits raise ChannelError if the other end is closed, dead or
     unresponsive."""
 
+    def next_buffer(self) -> Tensor:
+        """Sender: the buffer to fill next, uint8 [bucket_bytes], once its contents are sent."""
+
+    def send_bucket(self, num_bytes: int) -> None:
+        """Sender: send the first `num_bytes` of the buffer just filled."""
+
+    def flush(self) -> None:
+        """Sender: wait until the receiver is done with everything that was sent."""
+
+    def receive_buckets(self, sizes: Sequence[int]) -> Iterator[Tensor]:
+        """Receiver: the next ``len(sizes)`` buffers, each as its first ``sizes[i]`` bytes, uint8.
+
+        A buffer is valid until the next one is requested. Exhaust the iterator: that tells the
+        sender that the last buffer has been read.
+        """
+
     def abort(self) -> None:
         """Make the waits of both ends fail; any thread may call it."""
 
     def close(self) -> None:
         """End the channel and free its buffers; the other end's waits fail at once."""
-
-
-class SendChannel(Channel, Protocol):
-    """The sender's end."""
-
-    def next_buffer(self) -> Tensor:
-        """The buffer to fill next, uint8 [bucket_bytes], once its previous contents are sent."""
-
-    def hand_over(self, num_bytes: int) -> None:
-        """Send the first `num_bytes` of the buffer just filled."""
-
-    def flush(self) -> None:
-        """Wait until the receiver is done with everything that was handed over."""
-
-
-class ReceiveChannel(Channel, Protocol):
-    """The receiver's end."""
-
-    def arrivals(self, sizes: Sequence[int]) -> Iterator[Tensor]:
-        """Yields the next ``len(sizes)`` buffers, each as its first ``sizes[i]`` bytes, uint8.
-
-        A buffer is valid until the next one is requested. Exhaust the iterator: that tells the
-        sender that the last buffer has been read.
-        """
 
 
 def synchronize(device: torch.device) -> None:

@@ -6,10 +6,10 @@ receiver. Before that it has published what will arrive: validated JSON, not pic
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import TypeVar
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from parallel.layout import Box, Copy, Layout
 from parallel.reshard import check_arrivals
-from parallel.weight_transfer.channels import Channel, ReceiveChannel, SendChannel
+from parallel.weight_transfer.channels import Channel
 from parallel.weight_transfer.control_socket import (
     Address,
     ChannelError,
@@ -28,8 +28,8 @@ from parallel.weight_transfer.control_socket import (
     Listener,
     connect,
 )
-from parallel.weight_transfer.local_channels import LocalReceiveChannel, LocalSendChannel
-from parallel.weight_transfer.network_channels import NetworkReceiveChannel, NetworkSendChannel
+from parallel.weight_transfer.local_channels import LocalChannel
+from parallel.weight_transfer.network_channels import NetworkChannel
 from parallel.weight_transfer.rendezvous import (
     Rendezvous,
     TransferInitInfo,
@@ -37,10 +37,7 @@ from parallel.weight_transfer.rendezvous import (
     memory_domain,
 )
 
-L = TypeVar("L", bound=Channel)
-Opener = Callable[[ControlSocket, int, torch.device], L]
-"""Creates an end of a channel from a control socket, the size of a buffer in bytes, and a device.
-"""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -59,145 +56,36 @@ class Worker:
         return f"memory/{self.engine}/{self.number}"
 
 
-@dataclass(frozen=True)
-class Peer:
-    """One process of the rendezvous, and what all of its channels have in common."""
-
-    name: str
-    """The name by which error messages of other processes refer to it."""
-    init_info: TransferInitInfo
-    rendezvous: Rendezvous
-    """That of the init info."""
-    device: torch.device
-    """The device of its channels' buffers."""
-    timeout: timedelta
-    """How long it waits for another process."""
-    _listeners: list[Listener] = field(default_factory=list, init=False)
-
-    @contextmanager
-    def opening(self) -> Iterator[None]:
-        """Tell the others at once about a failure in the block; close all listeners at its end."""
-        try:
-            with self.rendezvous.publishing_failures(self.name):
-                yield
-        finally:
-            for listener in self._listeners:
-                listener.close()
-
-    def publish_memory_domain(self, worker: Worker) -> None:
-        """Publish which memory this process, a receiver, is in."""
-        self.rendezvous.publish(worker.key, memory_domain(self.device))
-
-    def listen(self, channels: Mapping[str, Worker]) -> list[Callable[[], SendChannel]]:
-        """Listen for the receivers of channels, by name.
-
-        Returns a function for each channel that waits for the receiver and returns the channel.
-        Raises ChannelError if any process has failed, or if a receiver does not publish its memory
-        in time.
-        """
-        receivers = dict.fromkeys(channels.values())
-        domains = self.rendezvous.await_texts(
-            {worker.key: str(worker) for worker in receivers}, self.timeout
-        )
-        shares_memory = {
-            worker: self._shares_memory(worker, domain)
-            for worker, domain in zip(receivers, domains, strict=True)
-        }
-        return [
-            self._listen(name, worker, shares_memory[worker]) for name, worker in channels.items()
-        ]
-
-    def _shares_memory(self, worker: Worker, domain: str) -> bool:
-        """Whether the channel to a receiver that published its memory `domain` shares memory."""
-        here = memory_domain(self.device)
-        if domain == here and not self.init_info.network_only:
-            return True
-        if self.device.type == "cuda" and domain.split()[-1] == here.split()[-1]:
-            raise ChannelError(
-                f"{worker} and {self.name} are on one GPU, and NCCL cannot connect a GPU to "
-                "itself: leave rollout.weight_transport at auto, and run both in the same network "
-                "and IPC namespaces (docker: --network=host --ipc=host)"
-            )
-        return False
-
-    def _listen(self, name: str, worker: Worker, shares_memory: bool) -> Callable[[], SendChannel]:
-        host = None if shares_memory else local_address(self.init_info.rendezvous)
-        listener = Listener(host)
-        self._listeners.append(listener)
-        self.rendezvous.publish(f"channel/{name}", json.dumps(listener.address))
-
-        def accept() -> SendChannel:
-            # On failure, end the wait of channels that are being opened here or elsewhere.
-            with self.rendezvous.publishing_failures(self.name):
-                control = listener.accept(str(worker), self.timeout, self.rendezvous.check_failure)
-                end: Opener[SendChannel] = (
-                    LocalSendChannel.open if shares_memory else NetworkSendChannel
-                )
-                return self._open(end, control)
-
-        return accept
-
-    def connect(self, channels: Mapping[str, str]) -> list[Callable[[], ReceiveChannel]]:
-        """Connect to the senders of channels; `channels` maps their names to the senders.
-
-        Returns a function for each channel that connects to the sender and returns the channel.
-        Raises ChannelError if any process has failed, or if a sender does not listen in time.
-        """
-        names = {f"channel/{name}": peer for name, peer in channels.items()}
-        offers = self.rendezvous.await_texts(names, self.timeout)
-        return [
-            partial(self._connect, json.loads(offer), peer)
-            for offer, peer in zip(offers, channels.values(), strict=True)
-        ]
-
-    def _connect(self, address: Address, peer: str) -> ReceiveChannel:
-        with self.rendezvous.publishing_failures(self.name):
-            control = connect(address, peer, self.timeout)
-            shares_memory = isinstance(address, str)
-            end: Opener[ReceiveChannel] = (
-                LocalReceiveChannel.open if shares_memory else NetworkReceiveChannel
-            )
-            return self._open(end, control)
-
-    def _open(self, end: Opener[L], control: ControlSocket) -> L:
-        try:
-            return end(control, self.init_info.bucket_bytes, self.device)
-        except BaseException:
-            control.close()
-            raise
-
-
-T = TypeVar("T")
-
-
-def opened(calls: Sequence[Callable[[], L]]) -> list[L]:
-    """The channels that these calls open, all at the same time.
-
-    When one fails, the channels that were opened are closed.
-    """
-    made: list[Channel] = []
-
-    def noted(call: Callable[[], L]) -> L:
-        channel = call()
-        made.append(channel)
-        return channel
-
+def open_channel(
+    control: ControlSocket, bucket_bytes: int, device: torch.device, *, is_sender: bool
+) -> Channel:
+    """One end of a channel: in shared memory if the socket is one within the host."""
+    backend = LocalChannel if control.is_local else NetworkChannel
     try:
-        return at_once([partial(noted, call) for call in calls], abort=lambda: None)
+        return backend(control, bucket_bytes, device, is_sender=is_sender)
     except BaseException:
-        with suppress(Exception):  # the first failure says more
-            _close_all(made)
+        control.close()
         raise
 
 
 class ChannelSet:
     """The open channels of a process."""
 
-    def __init__(self, channels: Sequence[Channel]) -> None:
-        self._channels = channels
+    def __init__(self) -> None:
+        self._channels: list[Channel] = []
         self._is_closed = False
 
-    def run(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
+    def open_all(self, calls: Sequence[Callable[[], Channel]]) -> list[Channel]:
+        """Add the channels that `calls` open, all at the same time; returns them."""
+
+        def add(call: Callable[[], Channel]) -> Channel:
+            channel = call()
+            self._channels.append(channel)
+            return channel
+
+        return self.run_all([partial(add, call) for call in calls])
+
+    def run_all(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
         """Run each of `jobs` in its own thread; returns their results.
 
         When one fails, aborts the others, closes all channels, and raises the first error.
@@ -205,7 +93,7 @@ class ChannelSet:
         if self._is_closed:
             raise ChannelError("the channels were closed, by a failure or by this process")
         try:
-            return at_once(jobs, self._abort)
+            return _at_once(jobs, self._abort)
         except BaseException:
             with suppress(Exception):  # the first failure says more
                 self.close()
@@ -215,20 +103,16 @@ class ChannelSet:
         """Close all channels, even if closing one fails; call it while no job is running."""
         if not self._is_closed:
             self._is_closed = True
-            _close_all(self._channels)
+            with ExitStack() as stack:
+                for channel in reversed(self._channels):
+                    stack.callback(channel.close)
 
     def _abort(self) -> None:
-        for channel in self._channels:
+        for channel in [*self._channels]:
             channel.abort()
 
 
-def _close_all(channels: Sequence[Channel]) -> None:
-    with ExitStack() as stack:
-        for channel in reversed(channels):
-            stack.callback(channel.close)
-
-
-def at_once(jobs: Sequence[Callable[[], T]], abort: Callable[[], None]) -> list[T]:
+def _at_once(jobs: Sequence[Callable[[], T]], abort: Callable[[], None]) -> list[T]:
     """Run each of `jobs` in its own thread; returns their results.
 
     When one fails, calls `abort`, which must end the others, and raises the first error when all
@@ -264,6 +148,79 @@ def at_once(jobs: Sequence[Callable[[], T]], abort: Callable[[], None]) -> list[
         finally:
             del first
     return [future.result() for future in futures]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One process of the rendezvous, and what all of its channels have in common."""
+
+    name: str
+    """The name by which error messages of other processes refer to it."""
+    init_info: TransferInitInfo
+    rendezvous: Rendezvous
+    """That of the init info."""
+    device: torch.device
+    """The device of its channels' buffers."""
+    timeout: timedelta
+    """How long it waits for another process."""
+
+    def open_channels(
+        self, channels: ChannelSet, receivers: Mapping[str, Worker], senders: Mapping[str, str]
+    ) -> tuple[list[Channel], list[Channel]]:
+        """Open `channels` to receivers and from senders, which are given by channel name.
+
+        All are opened at the same time: otherwise the last of many engines would wait for all
+        before it. Returns those to receivers and those from senders, in order. Raises ChannelError
+        if any process has failed or one is late.
+        """
+        # The others hear why this process failed before its listeners close on them.
+        with ExitStack() as stack, self.rendezvous.publishing_failures(self.name):
+            domains = self.rendezvous.await_texts(
+                {worker.key: str(worker) for worker in receivers.values()}, self.timeout
+            )
+            sharing = {
+                worker.key: self.shares_memory(worker, domain)
+                for worker, domain in zip(dict.fromkeys(receivers.values()), domains, strict=True)
+            }
+            accepting = []
+            for name, worker in receivers.items():
+                host = None if sharing[worker.key] else local_address(self.init_info.rendezvous)
+                listener = Listener(host)
+                stack.callback(listener.close)
+                self.rendezvous.publish(f"channel/{name}", json.dumps(listener.address))
+                accepting.append(partial(self._accept, listener, str(worker)))
+            names = {f"channel/{name}": sender for name, sender in senders.items()}
+            addresses = self.rendezvous.await_texts(names, self.timeout)
+            connecting = [
+                partial(self._connect, json.loads(address), sender)
+                for address, sender in zip(addresses, senders.values(), strict=True)
+            ]
+            made = channels.open_all([*accepting, *connecting])
+            return made[: len(accepting)], made[len(accepting) :]
+
+    def shares_memory(self, worker: Worker, domain: str) -> bool:
+        """Whether the channel to a receiver that published its memory `domain` shares memory."""
+        here = memory_domain(self.device)
+        if domain == here and not self.init_info.network_only:
+            return True
+        if self.device.type == "cuda" and domain.split()[-1] == here.split()[-1]:
+            raise ChannelError(
+                f"{worker} and {self.name} are on one GPU, and NCCL cannot connect a GPU to "
+                "itself: leave rollout.weight_transport at auto, and run both in the same network "
+                "and IPC namespaces (docker: --network=host --ipc=host)"
+            )
+        return False
+
+    def _accept(self, listener: Listener, receiver: str) -> Channel:
+        # On failure, end the wait of channels that are being opened here or elsewhere.
+        with self.rendezvous.publishing_failures(self.name):
+            control = listener.accept(receiver, self.timeout, self.rendezvous.check_failure)
+            return open_channel(control, self.init_info.bucket_bytes, self.device, is_sender=True)
+
+    def _connect(self, address: Address, sender: str) -> Channel:
+        with self.rendezvous.publishing_failures(self.name):
+            control = connect(address, sender, self.timeout)
+            return open_channel(control, self.init_info.bucket_bytes, self.device, is_sender=False)
 
 
 @dataclass(frozen=True)

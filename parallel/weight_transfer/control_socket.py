@@ -74,6 +74,11 @@ class ControlSocket:
                 raise self.closed()
             data = data[count:]
 
+    @property
+    def is_local(self) -> bool:
+        """Whether both ends are on this host, connected by a Unix socket."""
+        return self.socket.family == socket.AF_UNIX
+
     def is_open(self) -> bool:
         """Whether neither end has closed the connection."""
         return not self._hanging_up.poll(0)

@@ -9,7 +9,7 @@ import ctypes
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -151,27 +151,78 @@ UNMAP_SECONDS = 1.0
 """How long the owner of GPU memory waits on close for the other end to unmap it."""
 
 
-class Memory(Protocol):
-    """Memory that two processes share."""
-
-    tensor: Tensor
-
-    def close(self) -> None:
-        """Release it."""
+Memory = HostMemory | CudaMemory
+"""Memory that two processes share."""
 
 
-class _LocalEnd:
-    def __init__(self, control: ControlSocket, memory: Memory) -> None:
-        self._control = control
-        self._memory = memory
-        self._slots = memory.tensor.chunk(NUM_SLOTS)
+def share_memory(control: ControlSocket, num_bytes: int, device: torch.device) -> Memory:
+    """Allocate memory, which this process owns, and share it with the other end."""
+    memory = (
+        HostMemory.allocate(num_bytes)
+        if device.type == "cpu"
+        else CudaMemory.allocate(num_bytes, device)
+    )
+    try:
+        memory.send(control)
+    except BaseException as error:
+        memory.close()
+        if isinstance(error, OSError):
+            raise control.closed() from error
+        raise
+    return memory
+
+
+def receive_memory(control: ControlSocket, num_bytes: int, device: torch.device) -> Memory:
+    """Map the memory that the other end shares."""
+    try:
+        if device.type == "cpu":
+            return HostMemory.receive(control, num_bytes)
+        return CudaMemory.receive(control, num_bytes, device)
+    except OSError as error:
+        raise ChannelError(f"{control.peer} did not share its memory: {error}") from error
+
+
+class LocalChannel:
+    """A channel in shared memory, which its sender owns; see `Channel`."""
+
+    def __init__(
+        self, control: ControlSocket, bucket_bytes: int, device: torch.device, *, is_sender: bool
+    ) -> None:
+        open_memory = share_memory if is_sender else receive_memory
+        self._control, self._is_sender = control, is_sender
+        self._memory = open_memory(control, NUM_SLOTS * bucket_bytes, device)
+        self._slots = self._memory.tensor.chunk(NUM_SLOTS)
+        self._num_passed = self._num_taken = 0
+        """Buckets that this end has passed on to the other, and that a receiver has taken."""
+
+    def next_buffer(self) -> Tensor:
+        """See `Channel`."""
+        self._await_taken(self._num_passed - NUM_SLOTS + 1)
+        return self._slots[self._num_passed % NUM_SLOTS]
+
+    def send_bucket(self, num_bytes: int) -> None:
+        """See `Channel`."""
+        self._end_turn()
+
+    def flush(self) -> None:
+        """See `Channel`."""
+        self._await_taken(self._num_passed)
+
+    def receive_buckets(self, sizes: Sequence[int]) -> Iterator[Tensor]:
+        """See `Channel`."""
+        for num_bytes in sizes:
+            self._control.await_signal()
+            yield self._slots[self._num_passed % NUM_SLOTS][:num_bytes]
+            self._end_turn()
 
     def abort(self) -> None:
         """See `Channel`."""
         self._control.abort()
 
     def close(self) -> None:
-        """See `Channel`."""
+        """See `Channel`; the receiver should unmap GPU memory before it is freed."""
+        if self._is_sender and self._slots and self._slots[0].is_cuda:
+            self._control.await_end(UNMAP_SECONDS)
         self._slots = ()
         try:
             self._memory.close()
@@ -179,87 +230,12 @@ class _LocalEnd:
             self._control.close()
 
     def _end_turn(self) -> None:
-        """Hand the current buffer over to the other end."""
+        """Pass the current buffer on to the other end: filled, or free to be filled again."""
         finish_copies(self._slots[0].device)
         self._control.send_signal()
-
-
-class LocalSendChannel(_LocalEnd):
-    """The sender's end; see `SendChannel`."""
-
-    _handed_over = _taken = 0
-
-    @classmethod
-    def open(
-        cls, control: ControlSocket, bucket_bytes: int, device: torch.device
-    ) -> "LocalSendChannel":
-        """Allocate the channel's memory, which this end owns, and share it with the receiver."""
-        num_bytes = NUM_SLOTS * bucket_bytes
-        memory = (
-            HostMemory.allocate(num_bytes)
-            if device.type == "cpu"
-            else CudaMemory.allocate(num_bytes, device)
-        )
-        try:
-            memory.send(control)
-        except BaseException as error:
-            memory.close()
-            if isinstance(error, OSError):
-                raise control.closed() from error
-            raise
-        return cls(control, memory)
-
-    def close(self) -> None:
-        """See `Channel`; the other end should unmap GPU memory before it is freed."""
-        if self._slots and self._slots[0].is_cuda:
-            self._control.await_end(UNMAP_SECONDS)
-        super().close()
-
-    def next_buffer(self) -> Tensor:
-        """See `SendChannel`."""
-        self._await_taken(self._handed_over - NUM_SLOTS + 1)
-        return self._slots[self._handed_over % NUM_SLOTS]
-
-    def hand_over(self, num_bytes: int) -> None:
-        """See `SendChannel`."""
-        self._end_turn()
-        self._handed_over += 1
-
-    def flush(self) -> None:
-        """See `SendChannel`."""
-        self._await_taken(self._handed_over)
+        self._num_passed += 1
 
     def _await_taken(self, number: int) -> None:
-        while self._taken < number:
+        while self._num_taken < number:
             self._control.await_signal()
-            self._taken += 1
-
-
-class LocalReceiveChannel(_LocalEnd):
-    """The receiver's end; see `ReceiveChannel`."""
-
-    _arrived = 0
-
-    @classmethod
-    def open(
-        cls, control: ControlSocket, bucket_bytes: int, device: torch.device
-    ) -> "LocalReceiveChannel":
-        """Receive the memory of a channel that its sender opens."""
-        num_bytes = NUM_SLOTS * bucket_bytes
-        memory: Memory
-        try:
-            if device.type == "cpu":
-                memory = HostMemory.receive(control, num_bytes)
-            else:
-                memory = CudaMemory.receive(control, num_bytes, device)
-        except OSError as error:
-            raise ChannelError(f"{control.peer} did not share its memory: {error}") from error
-        return cls(control, memory)
-
-    def arrivals(self, sizes: Sequence[int]) -> Iterator[Tensor]:
-        """See `ReceiveChannel`."""
-        for num_bytes in sizes:
-            self._control.await_signal()
-            yield self._slots[self._arrived % NUM_SLOTS][:num_bytes]
-            self._end_turn()
-            self._arrived += 1
+            self._num_taken += 1

@@ -10,10 +10,10 @@ and the process continues.
 import ctypes
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -174,43 +174,32 @@ def _new_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.ExternalStream(stream.value, device)
 
 
-class Transport(Protocol):
-    """Moves bytes between the two ends of a control socket."""
-
-    def send(self, data: Tensor) -> None:
-        """Send all of `data`; complete when this returns."""
-
-    def receive(self, data: Tensor) -> None:
-        """Fill all of `data` with what the other end sends."""
-
-    def close(self) -> None:
-        """Stop all transfers."""
-
-
 class TcpTransport:
-    """Moves the bytes of CPU tensors over the control socket itself."""
+    """Moves the bytes of CPU tensors over the control socket itself, as `NcclTransport` does."""
 
     def __init__(self, control: ControlSocket) -> None:
         self._control = control
 
     def send(self, data: Tensor) -> None:
-        """See `Transport`."""
+        """Send all of `data`, uint8 [num_bytes]; the host may still hold some when this returns."""
         self._control.send(data.numpy().data)
 
     def receive(self, data: Tensor) -> None:
-        """See `Transport`."""
+        """Fill all of `data`, uint8 [num_bytes]."""
         self._control.receive(data.numpy().data)
 
     def close(self) -> None:
-        """See `Transport`."""
+        """Nothing: the socket belongs to the channel."""
 
 
-class _NetworkEnd:
+class NetworkChannel:
+    """A channel with buffers of its own at each end; see `Channel`."""
+
     def __init__(
         self, control: ControlSocket, bucket_bytes: int, device: torch.device, *, is_sender: bool
     ) -> None:
         self._control = control
-        self._transport: Transport = (
+        self._transport: NcclTransport | TcpTransport = (
             TcpTransport(control)
             if device.type == "cpu"
             else NcclTransport(control, device, is_sender=is_sender)
@@ -222,6 +211,39 @@ class _NetworkEnd:
             raise
         self._mover = ThreadPoolExecutor(max_workers=1)
         self._moving: deque[Future[None]] = deque()
+        self._turn = 0
+        """The buffer that the sender fills next."""
+
+    def next_buffer(self) -> Tensor:
+        """See `Channel`."""
+        if len(self._moving) == NUM_SLOTS:
+            self._moving.popleft().result()
+        return self._slots[self._turn]
+
+    def send_bucket(self, num_bytes: int) -> None:
+        """See `Channel`."""
+        finish_copies(self._slots.device)
+        self._move(self._transport.send, self._slots[self._turn, :num_bytes])
+        self._turn = (self._turn + 1) % NUM_SLOTS
+
+    def flush(self) -> None:
+        """See `Channel`."""
+        while self._moving:
+            self._moving.popleft().result()
+        self._control.await_signal()
+
+    def receive_buckets(self, sizes: Sequence[int]) -> Iterator[Tensor]:
+        """See `Channel`."""
+        buffers = [self._slots[number % NUM_SLOTS, :size] for number, size in enumerate(sizes)]
+        for ahead in buffers[:NUM_SLOTS]:
+            self._move(self._transport.receive, ahead)
+        for number, buffer in enumerate(buffers):
+            self._moving.popleft().result()
+            yield buffer
+            finish_copies(buffer.device)
+            for ahead in buffers[number + NUM_SLOTS : number + NUM_SLOTS + 1]:
+                self._move(self._transport.receive, ahead)
+        self._control.send_signal()
 
     def abort(self) -> None:
         """See `Channel`."""
@@ -236,53 +258,5 @@ class _NetworkEnd:
         self._moving.clear()
         del self._slots
 
-
-class NetworkSendChannel(_NetworkEnd):
-    """The sender's end; see `SendChannel`."""
-
-    _turn = 0
-
-    def __init__(self, control: ControlSocket, bucket_bytes: int, device: torch.device) -> None:
-        super().__init__(control, bucket_bytes, device, is_sender=True)
-
-    def next_buffer(self) -> Tensor:
-        """See `SendChannel`."""
-        if len(self._moving) == NUM_SLOTS:
-            self._moving.popleft().result()
-        return self._slots[self._turn]
-
-    def hand_over(self, num_bytes: int) -> None:
-        """See `SendChannel`."""
-        finish_copies(self._slots.device)
-        data = self._slots[self._turn, :num_bytes]
-        self._moving.append(self._mover.submit(self._transport.send, data))
-        self._turn = (self._turn + 1) % NUM_SLOTS
-
-    def flush(self) -> None:
-        """See `SendChannel`."""
-        while self._moving:
-            self._moving.popleft().result()
-        self._control.await_signal()
-
-
-class NetworkReceiveChannel(_NetworkEnd):
-    """The receiver's end; see `ReceiveChannel`."""
-
-    def __init__(self, control: ControlSocket, bucket_bytes: int, device: torch.device) -> None:
-        super().__init__(control, bucket_bytes, device, is_sender=False)
-
-    def arrivals(self, sizes: Sequence[int]) -> Iterator[Tensor]:
-        """See `ReceiveChannel`."""
-        buffers = [self._slots[number % NUM_SLOTS, :size] for number, size in enumerate(sizes)]
-        for ahead in buffers[:NUM_SLOTS]:
-            self._expect(ahead)
-        for number, buffer in enumerate(buffers):
-            self._moving.popleft().result()
-            yield buffer
-            finish_copies(buffer.device)
-            for ahead in buffers[number + NUM_SLOTS : number + NUM_SLOTS + 1]:
-                self._expect(ahead)
-        self._control.send_signal()
-
-    def _expect(self, buffer: Tensor) -> None:
-        self._moving.append(self._mover.submit(self._transport.receive, buffer))
+    def _move(self, transfer: Callable[[Tensor], None], data: Tensor) -> None:
+        self._moving.append(self._mover.submit(transfer, data))

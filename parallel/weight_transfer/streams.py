@@ -9,7 +9,7 @@ from parallel.checksum import BoxCopy, NamedSum, PreparedCopies, copy_and_sum
 from parallel.layout import Box, Copy, Shape
 from parallel.views import as_local, as_whole
 from parallel.weight_transfer.buckets import Bucket, bucketed
-from parallel.weight_transfer.channels import Channel, ReceiveChannel, SendChannel, own_stream
+from parallel.weight_transfer.channels import Channel, own_stream
 
 
 class Packing:
@@ -39,18 +39,16 @@ class Packing:
             yield number, data.view(dtype).view(box.size)
 
 
-class PreparedBuckets:
-    """Caches the copies of each bucket of a stream on a CPU, prepared on first use.
-
-    Looking up the addresses takes as long as copying a hundred KB.
-    """
-
-    def __init__(self) -> None:
+class _Stream:
+    def __init__(self, channel: Channel, packing: Packing, device: torch.device) -> None:
+        self.channel, self.packing, self._device = channel, packing, device
         self._places: list[tuple[object, ...]] = []
         self._prepared: dict[tuple[int, int], PreparedCopies] = {}
+        """On a CPU, the copies of each bucket, by its first box and its buffer's address: looking
+        up the addresses takes as long as copying a hundred KB."""
 
-    def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Clear the cache if any of `tensors` has moved in memory."""
+    def _clear_if_moved(self, tensors: Mapping[str, Tensor]) -> None:
+        """Prepare copies anew if any of `tensors` has moved in memory."""
         places: list[tuple[object, ...]] = [
             (name, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
             for name, tensor in tensors.items()
@@ -59,7 +57,9 @@ class PreparedBuckets:
             self._places = places
             self._prepared.clear()
 
-    def make(self, bucket: Bucket, buffer: Tensor, copies: Iterator[BoxCopy]) -> list[NamedSum]:
+    def _copy_on_cpu(
+        self, bucket: Bucket, buffer: Tensor, copies: Iterator[BoxCopy]
+    ) -> list[NamedSum]:
         """Make the `copies` of a bucket in `buffer`, the same each time; returns sums by tensor."""
         key = bucket.first, buffer.data_ptr()
         if key not in self._prepared:
@@ -67,7 +67,7 @@ class PreparedBuckets:
         return self._prepared[key].make()
 
 
-class OutStream:
+class OutStream(_Stream):
     """What a trainer rank sends over one channel: `packing` contains the destinations of `copies`.
 
     `shapes` are those of the receiver's parameters.
@@ -75,63 +75,50 @@ class OutStream:
 
     def __init__(
         self,
-        channel: SendChannel,
+        channel: Channel,
         copies: Sequence[Copy],
         shapes: Mapping[str, Shape],
         packing: Packing,
         device: torch.device,
     ) -> None:
-        self.channel = channel
-        self._copies = copies
-        self._shapes = shapes
-        self._packing = packing
-        self._device = device
-        self._prepared = PreparedBuckets()
+        super().__init__(channel, packing, device)
+        self._copies, self._shapes = copies, shapes
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes sent in one push."""
-        return self._packing.num_bytes
-
-    def send(self, tensors: Mapping[str, Tensor]) -> list[NamedSum]:
+    def send_boxes(self, tensors: Mapping[str, Tensor]) -> list[NamedSum]:
         """Send the boxes of `tensors`; returns when the receiver has taken them.
 
         Returns the contribution of each to the checksum of its parameter, computed in the engines'
-        dtype before the buffer is handed over.
+        dtype before the buffer is sent.
         """
         sums: list[NamedSum] = []
         if self._device.type == "cpu":
-            self._prepared.check(tensors)
+            self._clear_if_moved(tensors)
         with own_stream(self._device), torch.inference_mode():
-            for bucket in self._packing.buckets:
+            for bucket in self.packing.buckets:
                 buffer = self.channel.next_buffer()
                 copies = self._box_copies(bucket, buffer, tensors)
                 if self._device.type == "cpu":
-                    sums += self._prepared.make(bucket, buffer, copies)
+                    sums += self._copy_on_cpu(bucket, buffer, copies)
                 else:
                     for each in copies:
                         added = copy_and_sum(each.source, each.target, each.box, each.shape)
                         sums.append((each.name, added))
-                self.channel.hand_over(bucket.num_bytes)
+                self.channel.send_bucket(bucket.num_bytes)
             self.channel.flush()
         return sums
 
     def _box_copies(
         self, bucket: Bucket, buffer: Tensor, tensors: Mapping[str, Tensor]
     ) -> Iterator[BoxCopy]:
-        for number, target in self._packing.views(bucket, buffer):
+        for number, target in self.packing.views(bucket, buffer):
             copy = self._copies[number]
             name, box = copy.destination, copy.destination_box
-            yield BoxCopy(name, _payload(copy, tensors), target, box, self._shapes[name])
+            whole = as_whole(tensors[copy.source][copy.source_box.slices], copy.source_axes)
+            source = as_local(whole, copy.destination_axes, len(box.size))
+            yield BoxCopy(name, source, target, box, self._shapes[name])
 
 
-def _payload(copy: Copy, tensors: Mapping[str, Tensor]) -> Tensor:
-    """The source of `copy`, viewed in the dimensions of its destination."""
-    whole = as_whole(tensors[copy.source][copy.source_box.slices], copy.source_axes)
-    return as_local(whole, copy.destination_axes, len(copy.destination_box.size))
-
-
-class InStream:
+class InStream(_Stream):
     """What a worker receives on one channel, copies to boxes of its parameters, and forwards.
 
     `onward` is the channel to the same worker of the next engine, if there is one.
@@ -139,51 +126,37 @@ class InStream:
 
     def __init__(
         self,
-        channel: ReceiveChannel,
-        onward: SendChannel | None,
+        channel: Channel,
+        onward: Channel | None,
         arrivals: Sequence[tuple[str, Box]],
         packing: Packing,
         device: torch.device,
     ) -> None:
-        self._channel = channel
-        self._onward = onward
-        self._arrivals = arrivals
-        self._packing = packing
-        self._device = device
-        self._prepared = PreparedBuckets()
+        super().__init__(channel, packing, device)
+        self._onward, self._arrivals = onward, arrivals
 
-    @property
-    def channels(self) -> list[Channel]:
-        """The incoming channel, and the one to the next engine, if any."""
-        return [self._channel] if self._onward is None else [self._channel, self._onward]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes received in one push."""
-        return self._packing.num_bytes
-
-    def receive(self, parameters: Mapping[str, Tensor]) -> list[NamedSum]:
+    def receive_boxes(self, parameters: Mapping[str, Tensor]) -> list[NamedSum]:
         """Fill the boxes of `parameters`; returns when the next engine has taken them, too.
 
         On a CPU, returns the contribution of each box to the checksum, as the parameter now holds
         it; on a GPU, an empty list.
         """
         sums: list[NamedSum] = []
-        buckets = self._packing.buckets
-        arrivals = self._channel.arrivals([bucket.num_bytes for bucket in buckets])
+        buckets = self.packing.buckets
+        buffers = self.channel.receive_buckets([bucket.num_bytes for bucket in buckets])
         if self._device.type == "cpu":
-            self._prepared.check(parameters)
+            self._clear_if_moved(parameters)
         # The parameters may be inference tensors, which can be written only in inference mode, or
         # views of tensors that require gradients, which autograd refuses to read once it knows of a
         # change (`.data` hides it).
         with own_stream(self._device), torch.inference_mode():
-            for buffer, bucket in zip(arrivals, buckets, strict=True):
+            for buffer, bucket in zip(buffers, buckets, strict=True):
                 if self._onward is not None:
                     self._onward.next_buffer()[: bucket.num_bytes].copy_(buffer)
-                    self._onward.hand_over(bucket.num_bytes)
+                    self._onward.send_bucket(bucket.num_bytes)
                 copies = self._box_copies(bucket, buffer, parameters)
                 if self._device.type == "cpu":
-                    sums += self._prepared.make(bucket, buffer, copies)
+                    sums += self._copy_on_cpu(bucket, buffer, copies)
                 else:
                     # Checksums come later: a GPU reads its memory faster than any channel fills it,
                     # and kernels for each box take longer than one pass over each parameter.
@@ -196,7 +169,7 @@ class InStream:
     def _box_copies(
         self, bucket: Bucket, buffer: Tensor, parameters: Mapping[str, Tensor]
     ) -> Iterator[BoxCopy]:
-        for number, values in self._packing.views(bucket, buffer):
+        for number, values in self.packing.views(bucket, buffer):
             name, box = self._arrivals[number]
             parameter = parameters[name].data
             yield BoxCopy(name, values, parameter[box.slices], box, tuple(parameter.shape))

@@ -10,13 +10,12 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import chain, zip_longest
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from parallel.checksum import NamedSum, added_up, checksums
-from parallel.layout import Box, Copy, Shape
+from parallel.checksum import added_up, checksums
+from parallel.layout import Copy, Shape
 from parallel.weight_transfer.channels import synchronize
 from parallel.weight_transfer.connect import (
     ChannelSet,
@@ -24,9 +23,13 @@ from parallel.weight_transfer.connect import (
     ReceivePlan,
     Worker,
     check_plans,
-    opened,
 )
-from parallel.weight_transfer.rendezvous import Rendezvous, TransferInitInfo, join
+from parallel.weight_transfer.rendezvous import (
+    Rendezvous,
+    TransferInitInfo,
+    join,
+    memory_domain,
+)
 from parallel.weight_transfer.streams import InStream, OutStream, Packing
 
 TIMEOUT = timedelta(seconds=60)
@@ -36,15 +39,8 @@ TIMEOUT = timedelta(seconds=60)
 class WeightSender:
     """The channels of a trainer rank. A failure closes all of them; a retry opens new ones."""
 
-    def __init__(self, streams: Mapping[int, OutStream], device: torch.device) -> None:
-        self._streams = streams  # by worker
-        self._device = device
-        self._channels = ChannelSet([stream.channel for stream in streams.values()])
-        self._bytes_sent = 0
-
-    @classmethod
-    def open(
-        cls,
+    def __init__(
+        self,
         init_info: TransferInitInfo,
         rendezvous: Rendezvous,
         rank: int,
@@ -53,7 +49,7 @@ class WeightSender:
         dtypes: Mapping[str, torch.dtype],
         device: torch.device,
         timeout: timedelta = TIMEOUT,
-    ) -> "WeightSender":
+    ) -> None:
         """Publish what `rank` sends to each worker, and open the channels to them.
 
         `rendezvous` is that of the init info, `shapes` are those of each worker's parameters
@@ -64,34 +60,31 @@ class WeightSender:
         """
         workers = [worker for worker, ranks in enumerate(init_info.senders) if rank in ranks]
         assert sorted(sends) == workers, f"rank {rank} sends to {sorted(sends)}, not {workers}"
+        self.bytes_sent = 0
+        """Bytes sent in all successful pushes so far."""
+        self._device = device
+        self._channels = ChannelSet()
         peer = Peer(f"trainer rank {rank}", init_info, rendezvous, device, timeout)
-        with peer.opening():
-            packings = {
-                worker: Packing(
-                    [copy.destination_box for copy in copies],
-                    [dtypes[copy.destination] for copy in copies],
+        with rendezvous.publishing_failures(peer.name):
+            packings = [
+                Packing(
+                    [copy.destination_box for copy in sends[worker]],
+                    [dtypes[copy.destination] for copy in sends[worker]],
                     init_info.bucket_bytes,
                 )
-                for worker, copies in sends.items()
-            }
-            for worker, copies in sends.items():
-                rendezvous.publish(
-                    f"plan/{rank}/{worker}", ReceivePlan.of(copies, dtypes).to_json()
-                )
-            listening = peer.listen({f"0/{rank}/{worker}": Worker(0, worker) for worker in workers})
-            channels = zip(workers, opened(listening), strict=True)
-        streams = {
-            worker: OutStream(channel, sends[worker], shapes[worker], packings[worker], device)
-            for worker, channel in channels
+                for worker in workers
+            ]
+            for worker in workers:
+                plan = ReceivePlan.of(sends[worker], dtypes)
+                rendezvous.publish(f"plan/{rank}/{worker}", plan.to_json())
+            receivers = {f"0/{rank}/{worker}": Worker(0, worker) for worker in workers}
+            channels, _ = peer.open_channels(self._channels, receivers, senders={})
+        self._streams = {
+            worker: OutStream(channel, sends[worker], shapes[worker], packing, device)
+            for worker, channel, packing in zip(workers, channels, packings, strict=True)
         }
-        return cls(streams, device)
 
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes sent in all successful pushes so far."""
-        return self._bytes_sent
-
-    def send(self, tensors: Mapping[str, Tensor]) -> dict[int, dict[str, int]]:
+    def send_weights(self, tensors: Mapping[str, Tensor]) -> dict[int, dict[str, int]]:
         """Send the boxes of `tensors`, by name, to all workers at the same time.
 
         Returns when the workers have received everything: for each worker, by parameter name, the
@@ -100,8 +93,8 @@ class WeightSender:
         """
         synchronize(self._device)
         streams = self._streams.values()
-        sums = self._channels.run([partial(stream.send, tensors) for stream in streams])
-        self._bytes_sent += sum(stream.num_bytes for stream in streams)
+        sums = self._channels.run_all([partial(stream.send_boxes, tensors) for stream in streams])
+        self.bytes_sent += sum(stream.packing.num_bytes for stream in streams)
         return dict(zip(self._streams, map(added_up, sums), strict=True))
 
     def close(self) -> None:
@@ -114,28 +107,13 @@ class WeightReceiver:
 
     def __init__(
         self,
-        streams: Sequence[InStream],
-        parameters: Mapping[str, Tensor],
-        padding: Sequence[tuple[str, Box]],
-        device: torch.device,
-    ) -> None:
-        self._streams = streams
-        self._padding = padding
-        self._device = device
-        self._channels = ChannelSet([channel for stream in streams for channel in stream.channels])
-        self._kinds = _kinds(parameters)
-        self._bytes_received = 0
-
-    @classmethod
-    def open(
-        cls,
         init_info: TransferInitInfo,
         engine: int,
         worker: int,
         parameters: Mapping[str, Tensor],
         device: torch.device,
         timeout: timedelta = TIMEOUT,
-    ) -> "WeightReceiver":
+    ) -> None:
         """Join the rendezvous, check what will be sent, and open the channels of a worker.
 
         `parameters`, by name, are on `device`. Raises ValueError, naming the parameters, when what
@@ -144,37 +122,36 @@ class WeightReceiver:
         rendezvous has failed. The others are told if this one fails.
         """
         me = Worker(engine, worker)
+        self.bytes_received = 0
+        """Bytes received in all successful pushes so far."""
+        self._device = device
+        self._channels = ChannelSet()
         rendezvous = join(init_info.rendezvous, timeout)
         peer = Peer(str(me), init_info, rendezvous, device, timeout)
-        with peer.opening():
-            plans = _read_plans(peer, worker)
-            padding = init_info.padding(worker)
-            check_plans(plans, parameters, padding)
+        with rendezvous.publishing_failures(peer.name):
+            self._padding, self._kinds = init_info.padding(worker), _kinds(parameters)
+            ranks = init_info.senders[worker]
+            names = {f"plan/{rank}/{worker}": f"trainer rank {rank}" for rank in ranks}
+            plans = [ReceivePlan.from_json(text) for text in rendezvous.await_texts(names, timeout)]
+            check_plans(plans, parameters, self._padding)
             arrivals = [plan.arrivals() for plan in plans]
             packings = [
                 Packing([box for _, box in boxes], plan.torch_dtypes, init_info.bucket_bytes)
                 for plan, boxes in zip(plans, arrivals, strict=True)
             ]
-            peer.publish_memory_domain(me)  # before waiting: the previous engine waits for this
-            listening = peer.listen(_channels_to_next(init_info, me))
-            connecting = peer.connect(_channels_of(init_info, me))
-            # Both at once: otherwise the last of many engines would wait for all before it.
-            made: list[Any] = opened([*connecting, *listening])
-            channels, onward = made[: len(connecting)], made[len(connecting) :]
-        streams = [
+            # Before waiting: the previous engine waits for this.
+            rendezvous.publish(me.key, memory_domain(device))
+            onward, channels = peer.open_channels(
+                self._channels, _channels_to_next(init_info, me), _channels_of(init_info, me)
+            )
+        self._streams = [
             InStream(channel, passed_on, boxes, packing, device)
             for channel, passed_on, boxes, packing in zip_longest(
                 channels, onward, arrivals, packings
             )
         ]
-        return cls(streams, parameters, padding, device)
 
-    @property
-    def bytes_received(self) -> int:
-        """Bytes received in all successful pushes so far."""
-        return self._bytes_received
-
-    def receive(self, parameters: Mapping[str, Tensor]) -> dict[str, int]:
+    def receive_weights(self, parameters: Mapping[str, Tensor]) -> dict[str, int]:
         """Fill `parameters` in place with what all trainer ranks send, and forward it.
 
         Returns when everything has arrived and the next engine has received it: the checksum of
@@ -188,32 +165,21 @@ class WeightReceiver:
             self.close()
             raise ValueError(f"parameters changed their shape or type: {', '.join(changed)}")
         synchronize(self._device)
-        arrived = self._channels.run(
-            [partial(stream.receive, parameters) for stream in self._streams]
+        arrived = self._channels.run_all(
+            [partial(stream.receive_boxes, parameters) for stream in self._streams]
         )
-        self._bytes_received += sum(stream.num_bytes for stream in self._streams)
+        self.bytes_received += sum(stream.packing.num_bytes for stream in self._streams)
         # Padding is not sent. An engine that slept has new memory, which holds anything.
         for name, box in self._padding:
             parameters[name].data[box.slices].zero_()
-        return self._sums(parameters, list(chain(*arrived)))
-
-    def _sums(self, parameters: Mapping[str, Tensor], arrived: list[NamedSum]) -> dict[str, int]:
         if self._device.type != "cpu":
             return checksums(parameters)
         nothing = torch.zeros((), dtype=torch.int64)  # adds nothing to the sum of a parameter
-        return added_up([*arrived, *((name, nothing) for name, _ in self._padding)])
+        return added_up([*chain(*arrived), *((name, nothing) for name, _ in self._padding)])
 
     def close(self) -> None:
         """End all channels."""
         self._channels.close()
-
-
-def _read_plans(peer: Peer, worker: int) -> list[ReceivePlan]:
-    """The plans of all trainer ranks that send to a worker."""
-    ranks = peer.init_info.senders[worker]
-    names = {f"plan/{rank}/{worker}": f"trainer rank {rank}" for rank in ranks}
-    said = peer.rendezvous.await_texts(names, peer.timeout)
-    return [ReceivePlan.from_json(text) for text in said]
 
 
 def _channels_of(init_info: TransferInitInfo, worker: Worker) -> dict[str, str]:

@@ -9,8 +9,8 @@ import pytest
 
 from checkpoint_convert import read_shape
 from checkpoint_convert.cli import _num_bytes
-from conversions import assert_same, random_weights, run_cli, weights_of
-from models import tiny_model
+from helpers.conversions import assert_same, random_weights, run_cli, weights_of
+from helpers.models import tiny_model
 
 REPOSITORY = Path(__file__).parents[2]
 SMOLLM2_135M = {

@@ -12,8 +12,8 @@ import torch
 
 from checkpoint_convert import hf_tensors, read_shape
 from checkpoint_convert.formats.safetensors_file import create_file
-from conversions import Touch, run_cli, variant, weights_of
-from models import tiny_model
+from helpers.conversions import Touch, run_cli, variant, weights_of
+from helpers.models import tiny_model
 
 # Time limit of a refusal; half of it allows for starting Python and torch on a busy machine.
 SECONDS = 20

@@ -13,7 +13,7 @@ import transformers
 from transformers.models.llama import LlamaConfig
 
 from checkpoint_convert import LatentShape, ModelShape, MoeShape, read_shape
-from models import CONFIGS, LATENTS, NEVER_TIED, OWN_FIELDS
+from helpers.models import CONFIGS, LATENTS, NEVER_TIED, OWN_FIELDS
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",

@@ -20,8 +20,8 @@ from checkpoint_convert.hf_export import (
     shard_bytes_for,
     write_weights,
 )
-from checkpoint_convert.rank_weights import read_weights
-from models import CONFIGS, tiny_model
+from checkpoint_convert.weights import read_weights
+from helpers.models import CONFIGS, tiny_model
 from parallel import ParallelDims
 
 MESHES = [  # tensor=4 exceeds the key-value heads; no pipeline divides the 7 layers
@@ -226,7 +226,7 @@ def test_shards_stay_below_their_limit_unless_one_tensor_exceeds_it(
     assert {n: p.shape for n, p in check_weights(tmp_path, shape).items()} == hf_tensors(shape)
 
 
-def test_only_companions_of_the_weights_are_copied(llama, tmp_path):
+def test_only_sidecar_files_of_the_weights_are_copied(llama, tmp_path):
     source = shutil.copytree(llama, tmp_path / "source")
     for name in ("pytorch_model.bin", "model.safetensors.index.json", "modeling.py"):
         (source / name).write_text("stale")

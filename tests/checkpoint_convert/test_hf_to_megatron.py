@@ -1,4 +1,4 @@
-"""Imports: Megatron-Core loads them at any layout, bit for bit; chunks, dtypes and companions."""
+"""Imports: Megatron-Core loads them at any layout, bit for bit; chunks, dtypes and sidecar."""
 
 import json
 import shutil
@@ -10,15 +10,14 @@ import torch
 from checkpoint_convert import hf_tensors, read_shape
 from checkpoint_convert.formats.torch_dist import read_chunks
 from checkpoint_convert.formats.torch_file import read_places
-from checkpoint_convert.formats.torch_words import DTYPE_NAMES
+from checkpoint_convert.formats.torch_values import DTYPE_NAMES
 from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.megatron import megatron_layout
 from checkpoint_convert.weights import plan_import
-from conversions import assert_same, read_checkpoint, variant, weights_of
-from distributed import run_ranks
-from models import CONFIGS, tiny_model
+from helpers.conversions import assert_same, read_checkpoint, variant, weights_of
+from helpers.models import CONFIGS, tiny_model, train
+from helpers.ranks import run_ranks
 from parallel import ParallelDims, intersect
-from sentencepiece_models import train
 
 MIXTURES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "mixtral", "qwen3_moe")
 NO_QUERY_LATENT = "deepseek_v3 without a latent of queries"
@@ -69,11 +68,11 @@ def load_imports(rank, models, imported, dims):
     """
     from megatron.core import dist_checkpointing
 
+    from helpers.policies import tiny_config
     from megatron_grpo.policy.model import unwrapped
     from megatron_grpo.policy.reference import build_reference
     from parallel.cpu_device import setup_device
     from parallel.groups import init_groups
-    from policies import tiny_config
 
     setup_device(rank)
     groups = init_groups(dims)
@@ -241,8 +240,8 @@ def test_tokenizer_template_and_generation_config_come_along(qwen3, tmp_path):
     (model / "tokenizer.json").write_text("\x00 no tokenizer at all")
     (model / "modeling_own.py").write_text("raise SystemExit")
     import_checkpoint(model, tmp_path / "out", ParallelDims())
-    companions = tmp_path / "out" / "hf_config"
-    names = {file.name for file in companions.iterdir()}
+    sidecar = tmp_path / "out" / "hf_config"
+    names = {file.name for file in sidecar.iterdir()}
     assert names == {
         "chat_template.jinja",
         "config.json",
@@ -252,8 +251,8 @@ def test_tokenizer_template_and_generation_config_come_along(qwen3, tmp_path):
         "tokenizer_config.json",
     }
     for name in names - {"config.json"}:
-        assert (companions / name).read_bytes() == (model / name).read_bytes(), name
-    assert read_shape(companions) == read_shape(model)
+        assert (sidecar / name).read_bytes() == (model / name).read_bytes(), name
+    assert read_shape(sidecar) == read_shape(model)
 
 
 # An import appears only when it is complete.

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from checkpoint_convert.hf_to_megatron import import_checkpoint
-from conversions import run_cli, variant, weights_of
-from models import tiny_model
+from helpers.conversions import run_cli, variant, weights_of
+from helpers.models import tiny_model
 from parallel import ParallelDims
 
 

@@ -20,18 +20,7 @@ from checkpoint_convert import (
     padded_vocab_size,
 )
 from checkpoint_convert.megatron import checkpoint_boxes, checkpoint_layout, first_senders
-from parallel import (
-    Box,
-    Coordinates,
-    Layout,
-    ParallelDims,
-    Piece,
-    cover_exactly,
-    intersect,
-    pipeline_layers,
-)
-from parallel.views import as_whole
-from shapes import (
+from helpers.shapes import (
     DEEPSEEK_V3,
     LLAMA_70B,
     LLAMA_405B,
@@ -42,6 +31,17 @@ from shapes import (
     models,
     shapes,
 )
+from parallel import (
+    Box,
+    Coordinates,
+    Layout,
+    ParallelDims,
+    ShardMapping,
+    cover_exactly,
+    intersect,
+    pipeline_layers,
+)
+from parallel.views import as_whole
 
 # Names of an expert in the weight files: its block, and its gate, up and down projections.
 EXPERT_NAMES = {
@@ -319,14 +319,14 @@ def test_the_ranks_save_what_they_own_and_together_the_checkpoint(model):
     saved = []
     for rank, boxes in zip(owners, checkpoint_boxes(shape, dims), strict=True):
         pieces = tuple(
-            Piece(f"{key}@{box.start}", Box.whole(box.size), key, box) for key, box in boxes
+            ShardMapping(f"{key}@{box.start}", Box.whole(box.size), key, box) for key, box in boxes
         )
         chunks = Layout({piece.local: piece.box.size for piece in pieces}, pieces)
         held = received(rank, files, weights)
-        values = received(chunks.through(checkpoint), rank, held)
+        values = received(chunks.compose(checkpoint), rank, held)
         for piece in pieces:
             tensors[piece.tensor][piece.box.slices] = values[piece.local]
-        for copy in intersect(chunks.through(checkpoint), files):
+        for copy in intersect(chunks.compose(checkpoint), files):
             part = as_whole(values[copy.source][copy.source_box.slices], copy.source_axes)
             restored[copy.destination][copy.destination_box.slices] = part
         saved.append(chunks)
@@ -400,7 +400,7 @@ def test_a_published_model_is_planned_and_saved_within_seconds_of_cpu_time(
     cover_exactly(hf_tensors(shape), layouts)
     checkpoint = checkpoint_layout(shape, padded_vocab_size(shape, dims))
     saved = (
-        Layout({}, tuple(Piece("", box, key, box) for key, box in boxes))
+        Layout({}, tuple(ShardMapping("", box, key, box) for key, box in boxes))
         for boxes in checkpoint_boxes(shape, dims)
     )
     cover_exactly(checkpoint.shapes, saved)

@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM
 
 from checkpoint_convert import read_shape
 from checkpoint_convert.hf_to_megatron import import_checkpoint
-from distributed import run_ranks
+from helpers.models import tiny_model
+from helpers.ranks import run_ranks
 from megatron_grpo.policy.releases import IS_OLD
-from models import tiny_model
 from parallel import ParallelDims
 from parallel.cpu_device import setup_device
 from parallel.groups import init_groups

@@ -8,16 +8,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from checkpoint_convert import check_weights, read_shape
-from checkpoint_convert.companions import CHECKPOINT_FOLDER, copy_companions
-from checkpoint_convert.formats.torch_words import DTYPE_NAMES
+from checkpoint_convert.formats.torch_values import DTYPE_NAMES
 from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.megatron_to_hf import export_checkpoint
-from conversions import assert_same, random_weights, variant, weights_of
-from distributed import run_ranks
-from models import CONFIGS, tiny_model
+from checkpoint_convert.sidecar import CHECKPOINT_FOLDER, copy_sidecar_files
+from helpers.conversions import assert_same, random_weights, variant, weights_of
+from helpers.models import CONFIGS, tiny_model, train
+from helpers.policies import LENGTHS, accumulate, pack_all, save_checkpoint, start_policy
+from helpers.ranks import run_ranks
 from parallel import ParallelDims
-from policies import LENGTHS, accumulate, pack_all, save_checkpoint, start_policy
-from sentencepiece_models import train
 
 MIXTURES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "mixtral", "qwen3_moe")
 # Every size of every axis, tied and untied; tied models have one key-value head, the others two.
@@ -172,7 +171,7 @@ def test_the_config_of_another_model_is_refused_with_every_fault(models, nameles
     assert not (tmp_path / "hf").exists()
 
 
-# Files, dtypes and companions.
+# Files, dtypes and sidecar.
 
 
 @pytest.mark.parametrize("max_shard_bytes", [1, 70_000, 500_000])
@@ -213,27 +212,27 @@ def test_a_tensor_keeps_its_dtype(llama, tmp_path):
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def companions(folder):
+def sidecar(folder):
     files = {file.name: file.read_bytes() for file in folder.iterdir()}
     return {n: b for n, b in files.items() if n != "config.json" and "safetensors" not in n}
 
 
-def test_companions_go_both_ways_unchanged(llama, tmp_path):
+def test_sidecar_files_go_both_ways_unchanged(llama, tmp_path):
     model = shutil.copytree(llama, tmp_path / "model")
     train(tmp_path, "unigram").rename(model / "tokenizer.model")
     (model / "tokenizer.json").write_text("\x00 no tokenizer at all")
     import_checkpoint(model, tmp_path / "megatron", ParallelDims())
     export_checkpoint(tmp_path / "megatron", tmp_path / "hf")
-    assert "tokenizer.model" in companions(tmp_path / "hf")
-    assert companions(tmp_path / "hf") == companions(model)
+    assert "tokenizer.model" in sidecar(tmp_path / "hf")
+    assert sidecar(tmp_path / "hf") == sidecar(model)
     before, after = (json.loads((f / "config.json").read_text()) for f in (model, tmp_path / "hf"))
     assert after == before
 
 
-def test_another_config_may_bring_its_own_companions(llama, imported, tmp_path):
+def test_another_config_may_bring_its_own_sidecar_files(llama, imported, tmp_path):
     own = tmp_path / "own"
     own.mkdir()
-    copy_companions(llama, own, "F32")
+    copy_sidecar_files(llama, own, "F32")
     (own / "chat_template.jinja").write_text("{{ messages }}")
     export_checkpoint(imported, tmp_path / "hf", hf_config=own)
     assert AutoTokenizer.from_pretrained(tmp_path / "hf").chat_template == "{{ messages }}"

@@ -7,8 +7,8 @@ import pytest
 from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.megatron_to_hf import export_checkpoint
 from checkpoint_convert.new_folder import check_space, new_folder
-from conversions import file_size_limit
-from models import tiny_model
+from helpers.conversions import file_size_limit
+from helpers.models import tiny_model
 from parallel import ParallelDims
 
 
@@ -61,7 +61,7 @@ def test_room_is_asked_for_before_anything_is_written(tmp_path):
 
 @pytest.mark.parametrize("num_bytes", [500, 5000, 20_000, 200_000])
 def test_a_disk_that_fills_is_told_with_the_place_whatever_is_written(model, tmp_path, num_bytes):
-    """The limits fall in companions, in checkpoint files that have no values yet, or in weights."""
+    """The limits fall in sidecar, in checkpoint files that have no values yet, or in weights."""
     checkpoint = tmp_path / "checkpoint"
     import_checkpoint(model, checkpoint, ParallelDims())
     for convert in (

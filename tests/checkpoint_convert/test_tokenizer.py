@@ -12,10 +12,9 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
 from checkpoint_convert.tokenizer import load_tokenizer
+from helpers.models import CORPUS, TEXTS, character_tokenizer, train
 from megatron_grpo.config.file import load_config
 from megatron_grpo.data.prompts import load_prompts
-from models import character_tokenizer
-from sentencepiece_models import CORPUS, TEXTS, train
 
 # tokenizer_config.json of Llama 2 and Mistral.
 LLAMA2 = {

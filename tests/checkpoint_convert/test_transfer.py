@@ -6,8 +6,8 @@ import pytest
 
 from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.verify import verify_weights
-from conversions import variant
-from models import tiny_model
+from helpers.conversions import variant
+from helpers.models import tiny_model
 from parallel import ParallelDims
 
 

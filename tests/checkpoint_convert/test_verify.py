@@ -7,11 +7,11 @@ import shutil
 import pytest
 import torch
 
-from checkpoint_convert.formats.torch_words import DTYPE_NAMES, words_of
+from checkpoint_convert.formats.torch_values import DTYPE_NAMES, bit_view
 from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.verify import compare, verify_weights
-from conversions import run_cli, variant, weights_of
-from models import tiny_model
+from helpers.conversions import run_cli, variant, weights_of
+from helpers.models import tiny_model
 from parallel import ParallelDims
 
 TABLE = "model.embed_tokens.weight"
@@ -175,7 +175,7 @@ def test_a_nameless_checkpoint_of_another_model_is_told_as_such(nameless, tmp_pa
 
 def compared(a, b, tolerance):
     names = DTYPE_NAMES[a.dtype], DTYPE_NAMES[b.dtype]
-    return compare("x", names, words_of(a), words_of(b), tolerance)
+    return compare("x", names, bit_view(a), bit_view(b), tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])

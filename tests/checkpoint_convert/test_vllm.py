@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from checkpoint_convert import hf_tensors, read_shape
 from checkpoint_convert.families import FAMILIES
-from checkpoint_convert.rank_weights import read_weights
 from checkpoint_convert.vllm import (
     EngineDims,
     check_engine,
@@ -21,11 +20,12 @@ from checkpoint_convert.vllm import (
     engine_layouts,
     first_worker_layout,
 )
-from conversions import assert_same
-from models import servable_model
+from checkpoint_convert.weights import read_weights
+from helpers.conversions import assert_same
+from helpers.models import servable_model
+from helpers.shapes import DEEPSEEK_V3, LLAMA_70B, MIXTRAL_8X7B, QWEN3_30B, shapes
+from helpers.vllm_workers import loaded_parameters
 from parallel import cover_exactly
-from shapes import DEEPSEEK_V3, LLAMA_70B, MIXTRAL_8X7B, QWEN3_30B, shapes
-from vllm_workers import loaded_parameters
 
 MIXTURES = {name for name, family in FAMILIES.items() if family.experts is not None}
 

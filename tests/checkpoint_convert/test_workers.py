@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from checkpoint_convert.transfer import _start_worker, add_bytes, run_tasks
-from distributed import CONTEXT
-from engines import wait_until
+from helpers.engines import wait_until
+from helpers.ranks import CONTEXT
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 100])

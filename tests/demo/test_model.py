@@ -13,8 +13,7 @@ from transformers import AutoTokenizer
 
 from checkpoint_convert import read_shape
 from demo.model import convert_gguf
-from models import tiny_model
-from sentencepiece_models import CORPUS, TEXTS
+from helpers.models import CORPUS, TEXTS, tiny_model
 
 VOCAB_SIZE = 600
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

@@ -21,21 +21,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from checkpoint_convert import hf_tensors, read_shape
-from distributed import run_ranks
-from engines import TestEngine, running_engine, served_model
-from faulty_runs import NUM_RANKS, make_runs
+from helpers.engines import TestEngine, running_engine, served_model
+from helpers.jobs import NUM_RANKS, make_runs
+from helpers.models import tiny_model
+from helpers.policies import LENGTHS, layout_name, numbers_of, pack_all, start_policy
+from helpers.pushes import sums_of_push
+from helpers.ranks import run_ranks
+from helpers.runs import results
+from helpers.sabotage import InPhase, die
+from helpers.train_steps import BUDGETS, RECIPES, Case, Run, on_ranks
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines import WorkerSums
 from megatron_grpo.weight_sync import worker_layouts
-from mixtures import layout_name, numbers_of
-from models import tiny_model
 from parallel import Box, ParallelDims
-from policies import LENGTHS, pack_all, start_policy
-from pushes import sums_of_push
-from runs import results
-from sabotage import InPhase, die
-from train_steps import BUDGETS, RECIPES, Case, Run, on_ranks
 
 Values = dict[str, Any]
 """Nested; they become JSON."""

@@ -26,7 +26,8 @@ import torch
 from safetensors.torch import save_file
 
 from checkpoint_convert import hf_tensors, read_shape
-from distributed import run_ranks
+from helpers.policies import tiny_config
+from helpers.ranks import run_ranks
 from megatron_grpo.config.config import Config
 from megatron_grpo.policy.model import build_policy
 from megatron_grpo.policy.skipped_steps import SkippedSteps
@@ -36,7 +37,6 @@ from parallel.alignment import Alignment
 from parallel.cpu_device import setup_device
 from parallel.groups import init_groups
 from parallel.packing import PackedBatch, TokenSequence, pack
-from policies import tiny_config
 
 SHAPES = {
     "qwen3-0.6b": {
@@ -160,7 +160,7 @@ def one_sequence(num_tokens: int, vocab_size: int, cfg: Config) -> PackedBatch:
         loss_weight=1 / (num_tokens - prompt),
         rollout_logprobs=torch.full((num_tokens - prompt,), -10.0),
     )
-    return pack([sequence], [0], Alignment.of(cfg.dims, cfg.parallel.sequence_parallel))
+    return pack([sequence], [0], Alignment.for_mesh(cfg.dims, cfg.parallel.sequence_parallel))
 
 
 def timed(work: Callable[[], None], device: torch.device) -> float:

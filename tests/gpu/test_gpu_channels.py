@@ -8,12 +8,12 @@ from datetime import timedelta
 import pytest
 import torch
 
+from helpers.ranks import running
 from parallel import Box, Copy
 from parallel.checksum import whole_checksum
 from parallel.weight_transfer import ChannelError, TransferInitInfo, WeightReceiver, WeightSender
 from parallel.weight_transfer.local_channels import BLOCK_BYTES, CudaMemory, call_driver
 from parallel.weight_transfer.rendezvous import join, open_rendezvous
-from processes import running
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,7 +40,7 @@ def send(pipe, init_info, gpu, num_pushes):
     ]
     copies = {0: [Copy("source", box, "weight", box) for box in boxes]}
     store = join(init_info.rendezvous, TIMEOUT)
-    sender = WeightSender.open(
+    sender = WeightSender(
         init_info,
         store,
         0,
@@ -52,7 +52,7 @@ def send(pipe, init_info, gpu, num_pushes):
     )
     try:
         for seed in range(num_pushes):
-            sender.send({"source": weights(seed, device)})
+            sender.send_weights({"source": weights(seed, device)})
             pipe.send(sender.bytes_sent)
     except ChannelError as error:
         pipe.send(str(error))
@@ -64,10 +64,10 @@ def receive(pipe, init_info, gpu, num_pushes):
     device = torch.device("cuda", gpu)
     torch.cuda.set_device(device)
     parameter = torch.zeros(SHAPE, dtype=torch.bfloat16, device=device)
-    receiver = WeightReceiver.open(init_info, 0, 0, {"weight": parameter}, device, TIMEOUT)
+    receiver = WeightReceiver(init_info, 0, 0, {"weight": parameter}, device, TIMEOUT)
     try:
         for seed in range(num_pushes):
-            sums = receiver.receive({"weight": parameter})
+            sums = receiver.receive_weights({"weight": parameter})
             expected = weights(seed, device).bfloat16()
             is_summed = sums == {"weight": int(whole_checksum(expected.cpu()))}
             pipe.send(is_summed and torch.equal(parameter, expected))
@@ -103,23 +103,18 @@ def test_weights_arrive_bit_for_bit_in_push_after_push(gpus):
             assert sender.hear(120) == number * 2 * SHAPE[0] * SHAPE[1]
 
 
-def test_a_sender_that_is_killed_is_named_at_once(gpus):
-    with channel(gpus, (1, 2)) as (sender, receiver):
-        assert receiver.hear(120) is True
-        sender.hear(120)
+@pytest.mark.parametrize(
+    ("pushes", "killed", "name"),
+    [((1, 2), 0, "trainer rank 0"), ((2, 1), 1, "engine 0 worker 0")],
+    ids=["sender", "receiver"],
+)
+def test_an_end_that_is_killed_is_named_at_once(gpus, pushes, killed, name):
+    with channel(gpus, pushes) as ends:
+        assert ends[1].hear(120) is True
+        ends[0].hear(120)
         start = time.monotonic()
-        sender.kill()
-        assert receiver.hear(30) == "trainer rank 0 has closed the channel or died"
-        assert time.monotonic() - start < 30
-
-
-def test_a_receiver_that_is_killed_is_named_at_once(gpus):
-    with channel(gpus, (2, 1)) as (sender, receiver):
-        assert receiver.hear(120) is True
-        sender.hear(120)
-        start = time.monotonic()
-        receiver.kill()
-        assert sender.hear(30) == "engine 0 worker 0 has closed the channel or died"
+        ends[killed].kill()
+        assert ends[1 - killed].hear(30) == f"{name} has closed the channel or died"
         assert time.monotonic() - start < 30
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_grpo.doctor.gpus import driver_version, judge_gpus
+from megatron_grpo.doctor.gpus import check_gpus, driver_version, find_gpus
 
 pytestmark = [
     pytest.mark.gpu,
@@ -12,12 +12,10 @@ pytestmark = [
 
 
 def test_every_gpu_is_seen_with_driver_and_nccl():
-    from megatron_grpo.doctor.gpus import read_gpus
-
-    driver = driver_version()
-    assert driver is not None
-    found = read_gpus(driver)
+    assert driver_version() is not None
+    found = find_gpus()
+    assert found is not None
     assert len(found.gpus) == torch.cuda.device_count()
     assert found.gpus[0].name == torch.cuda.get_device_name(0)
     assert found.nccl is not None and found.cuda == torch.version.cuda
-    assert all(finding.status != "missing" for finding in judge_gpus(found))
+    assert all(check.status != "missing" for check in check_gpus(found))

@@ -6,9 +6,9 @@ import httpx
 import pytest
 import torch
 
-from engines import running_engine
+from helpers.engines import running_engine
+from helpers.models import tiny_model
 from megatron_grpo.launch.run_dir import bearer
-from models import tiny_model
 
 pytestmark = [
     pytest.mark.gpu,

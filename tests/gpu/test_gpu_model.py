@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from distributed import run_ranks
+from helpers.models import tiny_model
+from helpers.policies import accumulate, pack_all, sequence_logprobs, start_policy
+from helpers.ranks import run_ranks
 from megatron_grpo.policy.forward import compute_logprobs
-from models import tiny_model
 from parallel import ParallelDims
-from policies import accumulate, pack_all, sequence_logprobs, start_policy
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from demo.make_sums import sums as all_sums
-from engines import wait_until
-from models import tiny_model
-from runs import finish_run, marked_processes, read_completions, read_metrics, start_run
+from helpers.engines import wait_until
+from helpers.models import tiny_model
+from helpers.runs import finish_run, marked_processes, read_completions, read_metrics, start_run
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,15 +4,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from distributed import run_ranks
+from helpers.models import tiny_model
+from helpers.policies import accumulate, start_policy
+from helpers.ranks import run_ranks
 from megatron_grpo.policy.forward import compute_logprobs
-from models import tiny_model
 from parallel import ParallelDims
 from parallel.alignment import Alignment
 from parallel.attention import block_mask, flex, packed_attention
 from parallel.context import context_indices
 from parallel.packing import TokenSequence, pack
-from policies import accumulate, start_policy
 
 pytestmark = [
     pytest.mark.gpu,
@@ -81,7 +81,7 @@ def logprobs_and_norm(
         f"model.megatron.transformer_impl={implementation}",
         f"grpo.shared_prompts={str(shared).lower()}",
     )
-    sequences, alignment = group(), Alignment.of(dims, False)
+    sequences, alignment = group(), Alignment.for_mesh(dims, False)
     batch = pack(sequences, range(len(sequences)), alignment, share_prompts=shared)
     batch = batch.to(f"cuda:{torch.cuda.current_device()}")
     ((whole, _),) = compute_logprobs(policy, [batch], 1.0, groups)

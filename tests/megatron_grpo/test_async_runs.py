@@ -13,10 +13,10 @@ import psutil
 import pytest
 
 from demo.make_sums import sums
-from engines import TestEngine
-from jobs import Job, Sabotage
-from runs import read_completions, read_json_lines, read_metrics, results, steps_of
-from sabotage import InPhase, die
+from helpers.engines import TestEngine
+from helpers.jobs import Job, Sabotage
+from helpers.runs import read_completions, read_json_lines, read_metrics, results, steps_of
+from helpers.sabotage import InPhase, die
 
 NUM_RANKS = 2
 NUM_STEPS = 5

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from engines import random_prompts, sampling_params, wait_until
+from helpers.engines import random_prompts, sampling_params, wait_until
+from helpers.pushes import client_of, push_folder
+from helpers.runs import TINY_CONFIG, finish_run
 from megatron_grpo.cli import app
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines import Generation
 from megatron_grpo.engines.http import is_healthy
 from megatron_grpo.engines.server import reserve_port
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE
-from pushes import client_of, push_folder
-from runs import TINY_CONFIG, finish_run
 
 TOKEN = "0123456789abcdef"
 CPU_SECONDS, SECONDS = 20, 40
@@ -38,12 +38,9 @@ def sums(tmp_path: Path) -> Path:
     ("mistake", "message"),
     [
         (["grpo.epsilom=0.2"], "did you mean 'grpo.epsilon'"),
-        (["grpo.generation_batch_size=18"], "use 16 or 20"),
         (["parallel.tensor_parallel_size=3"], "num_attention_heads(4)"),
         (["data.prompt_column=question"], "'prompt', 'answer'"),
-        (["rollout.max_completion_length=500"], "tokens of at most 12"),
         (["rollout.base_urls=[http://127.0.0.1:9]"], "MEGATRON_GRPO_TOKEN is not set"),
-        (["model.path=/nowhere"], "/nowhere"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -63,38 +60,6 @@ def test_a_mistake_ends_in_seconds_with_one_message_and_leaves_nothing(
     assert "Traceback" not in run.output
     assert run.cpu_seconds < CPU_SECONDS and run.seconds < SECONDS
     assert run.survivors == []
-
-
-def test_rows_that_make_no_prompt_end_in_seconds_with_one_list(
-    tied_model: Path, sums: Path, tmp_path: Path
-) -> None:
-    data = tmp_path / "rows.jsonl"
-    data.write_bytes(sums.read_bytes() + b'{"prompt": null, "answer": "1"}\n{"prompt": "\xff"}\n')
-    run = finish_run(f"model.path={tied_model}", f"data.path={data}", timeout=60)
-    assert run.exit_code == 2, run.output
-    assert run.output.startswith(f"megatron-grpo: 2 of 10 rows of {data} cannot be used")
-    assert f"{data} line 9: 'prompt' is null" in run.output
-    assert f"{data} line 10: not UTF-8: byte 0xff at column 13" in run.output
-    assert run.cpu_seconds < CPU_SECONDS and run.seconds < SECONDS
-    assert run.survivors == []
-
-
-def test_an_empty_data_set_and_a_missing_weight_are_refused(
-    tied_model: Path, sums: Path, tmp_path: Path
-) -> None:
-    empty = tmp_path / "empty.jsonl"
-    empty.touch()
-    run = finish_run(f"model.path={tied_model}", f"data.path={empty}", timeout=60)
-    assert run.exit_code == 2 and str(empty) in run.output
-
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    for file in tied_model.iterdir():
-        (broken / file.name).write_bytes(file.read_bytes())
-    weights = broken / "model.safetensors"
-    weights.write_bytes(weights.read_bytes().replace(b"q_norm", b"q_morn"))
-    run = finish_run(f"model.path={broken}", f"data.path={sums}", timeout=60)
-    assert run.exit_code == 2 and "model.layers.0.self_attn.q_norm.weight" in run.output
 
 
 def test_sizes_and_addresses_are_checked_without_torch() -> None:
@@ -145,19 +110,11 @@ def test_check_says_that_a_config_can_start_and_starts_nothing(
     assert not run_dir.exists()
 
 
-@pytest.mark.parametrize(
-    ("mistake", "message"),
-    [
-        ("data.prompt_column=question", "'prompt', 'answer'"),
-        ("reward.functions=[demo/rewards.py:nothing]", "nothing"),
-    ],
-)
-def test_check_tells_a_mistake_of_data_or_rewards_in_one_message(
-    mistake: str, message: str, tied_model: Path, sums: Path
-) -> None:
+def test_check_tells_a_mistake_of_rewards_in_one_message(tied_model: Path, sums: Path) -> None:
+    mistake = "reward.functions=[demo/rewards.py:nothing]"
     result = run_check(f"model.path={tied_model}", f"data.path={sums}", mistake)
     assert result.returncode == 2, result.stdout
-    assert result.stderr.startswith("megatron-grpo: ") and message in result.stderr
+    assert result.stderr.startswith("megatron-grpo: ") and "nothing" in result.stderr
     assert "Traceback" not in result.stderr and result.stdout == ""
 
 
@@ -176,10 +133,7 @@ def serve(tied_model: Path, token: str, *options: str) -> subprocess.Popen[str]:
     ("token", "options", "message"),
     [
         ("", [], "MEGATRON_GRPO_TOKEN is not set"),
-        (TOKEN[1:], [], "15 characters, at least 16"),
-        (TOKEN, ["--host=0.0.0.0"], "--host 0.0.0.0 would listen on every network"),
         (TOKEN, ["--host=::"], "--host :: would listen on every network"),
-        (TOKEN, ["--host="], "--host '' is not an IP address"),
         (TOKEN, ["--nnodes=2"], "--nnodes 2: an engine spans nodes only as a Slurm step over them"),
     ],
 )
@@ -207,7 +161,7 @@ def test_serve_is_an_engine_for_runs_that_name_its_address(tied_model: Path) -> 
         rollout = RolloutConfig(engine="transformers", max_completion_length=4)
         push_folder(tied_model, rollout, [url], TOKEN, version=1)
         client = client_of([url], TOKEN)
-        client.fleet.finish_push([url])
+        client.pool.finish_push([url])
         params = sampling_params(policy_version=1, max_completion_length=4)
         samples = client.generate(Generation(random_prompts(1), params))
         assert len(samples) == 2

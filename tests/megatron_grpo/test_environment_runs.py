@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from jobs import Ended, Job
+from helpers.jobs import Ended, Job
+from helpers.runs import read_json_lines, read_metrics
 from megatron_grpo.checkpoints.folders import latest_step
-from runs import read_json_lines, read_metrics
 
 NUMBERS = """
 import os, random, re, signal
@@ -164,5 +164,5 @@ def test_what_was_learnt_is_saved_when_all_environments_are_lost_with_their_proc
     options = [f"environment.arguments={after_step_1}", "train.num_steps=2"]
     ended = finish(vllm_engine, tmp_path, 1, *arguments, *options, "train.save_interval=100")
     assert ended.exit_codes == [1] and ended.survivors == []
-    assert "environments are forked from ended with signal SIGKILL" in ended.output
+    assert "the worker of the environments: its process died with signal SIGKILL" in ended.output
     assert latest_step(run_dir / "checkpoints") == 1

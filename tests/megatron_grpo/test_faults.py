@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 
-from faulty_runs import NUM_RANKS, Runs, assert_resumes, assert_same_run
-from megatron_grpo.checkpoints.folders import latest_step
-from proxies import Proxy
-from runs import read_json_lines, steps_of
-from sabotage import (
+from helpers.engines import Proxy
+from helpers.jobs import NUM_RANKS, Runs, assert_resumes, assert_same_run
+from helpers.runs import read_json_lines, steps_of
+from helpers.sabotage import (
     LIMIT,
     Both,
     InCall,
@@ -37,6 +36,7 @@ from sabotage import (
     spin,
     stop,
 )
+from megatron_grpo.checkpoints.folders import latest_step
 
 # The others are slow tests: a minute is enough to see that each kind of fault is dealt with.
 ALWAYS = {

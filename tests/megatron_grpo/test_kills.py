@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from faulty_runs import NUM_RANKS, Runs, assert_same_run
+from helpers.jobs import NUM_RANKS, Runs, assert_same_run
 
 LONGEST_LIFE = 7.0
 """Seconds; an undisturbed run takes about as long, start included."""

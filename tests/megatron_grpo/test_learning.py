@@ -4,7 +4,7 @@ import pytest
 
 from demo.learning_curves import CONFIG, RECIPES, rewards
 from demo.make_kinds import write
-from jobs import Job
+from helpers.jobs import Job
 
 CHANCE, SOLVED, LAST_STEPS, SECONDS = 0.3, 0.9, 5, 180
 

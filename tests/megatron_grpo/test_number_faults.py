@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from faulty_runs import NUM_RANKS
+from helpers.jobs import NUM_RANKS
+from helpers.runs import read_metrics
+from helpers.sabotage import SpoilGradient
 from megatron_grpo.checkpoints.trainer_state import read_record
-from runs import read_metrics
-from sabotage import SpoilGradient
 
 
 def test_a_step_without_a_finite_gradient_is_skipped_named_and_logged(runs, tmp_path):

@@ -15,12 +15,12 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from environments import write_environments
+from helpers.environments import write_environments
+from helpers.models import character_tokenizer, servable_model, tiny_model
+from helpers.transformer_engines import write_transformer_engine
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import dump_config, load_config
 from megatron_grpo.preflight import check_same_run, preflight
-from models import character_tokenizer, servable_model, tiny_model
-from transformer_engines import write_transformer_engine
 
 REPOSITORY = Path(__file__).parents[2]
 TINY = REPOSITORY / "configs" / "tiny_cpu.yaml"
@@ -108,10 +108,6 @@ def test_a_preflight_loads_no_wandb_and_leaves_no_files_behind(config, tmp_path)
         (["parallel.tensor_parallel_size=3"], ["tensor(3)", "num_attention_heads(4)", "[1, 2, 4]"]),
         (["parallel.pipeline_parallel_size=3"], ["2 layers", "pipeline(3)"]),
         (
-            ["parallel.num_layers_in_last_pipeline_stage=2"],
-            ["2 layers", "num_layers_in_last_pipeline_stage(2)", "_stage=1"],
-        ),
-        (
             ["parallel.virtual_pipeline_parallel_size=2", "parallel.pipeline_parallel_size=1"],
             ["virtual_pipeline(2)", "pipeline > 1"],
         ),
@@ -146,12 +142,6 @@ def test_a_preflight_loads_no_wandb_and_leaves_no_files_behind(config, tmp_path)
         (["data.prompt_column=question"], ["'question'", "'prompt', 'answer'"]),
         (["data.answer_column=label"], ["'label'", "'prompt', 'answer'"]),
         (["reward.functions=[exct]"], ["'exct'", "cosine, exact, format"]),
-        (["reward.functions=[demo/rewards.py:none]"], ["demo/rewards.py has no function 'none'"]),
-        (["reward.functions=[format]"], ["requires 'pattern'"]),
-        (
-            ["reward.functions=[{name: format, arguments: {pattern: (}}]"],
-            ["unterminated subpattern"],
-        ),
         (
             [
                 "reward.functions=[{name: soft_overlong, "
@@ -447,8 +437,8 @@ def test_a_resumed_run_keeps_the_variables_of_its_chat_template(config, tmp_path
 def test_what_is_wrong_in_the_config_of_the_run_itself_is_told_with_its_file(config, tmp_path):
     started_run(tmp_path / "run", config())
     saved = tmp_path / "run" / "config.yaml"
-    saved.write_text(saved.read_text().replace("kl_horizon: 10000", "kl_horizon: 9"))
-    with pytest.raises(ValueError, match=r"run/config.yaml: grpo.kl_horizon 9 does nothing"):
+    saved.write_text(saved.read_text().replace("kl_horizon: 10000", "kl_horizon: 0"))
+    with pytest.raises(ValueError, match=r"run/config.yaml: config key grpo.kl_horizon = 0"):
         check_same_run(config())
 
 

@@ -1,7 +1,6 @@
 """Whole runs with `grpo` options that affect more than one step, or more than the loss."""
 
 import json
-import math
 import re
 from collections import Counter
 from itertools import pairwise
@@ -12,13 +11,13 @@ import pytest
 from safetensors.torch import load_file
 
 from demo.make_sums import sums
-from engines import TestEngine
-from jobs import Job
+from helpers.engines import TestEngine
+from helpers.jobs import Job
+from helpers.oracle import oracle_advantages, oracle_sequence_kl
+from helpers.runs import read_json_lines, read_metrics, results
 from megatron_grpo.algorithm.kl import adapted_beta
 from megatron_grpo.checkpoints.experience_file import TOKENS_FILE
 from megatron_grpo.launch.run_dir import bearer
-from oracle import oracle_advantages, oracle_sequence_kl
-from runs import read_json_lines, read_metrics, results
 
 REWARD = """
 def mostly(completions, **_):
@@ -179,14 +178,3 @@ def test_a_run_whose_engines_sleep_while_it_trains_is_the_same_run(
     # three steps; as many pushes wake its weights, and then its cache.
     assert during == {"sleep": 5, "wake": 10}
     assert [("time/sleep" in record) for record in read_metrics(asleep)[1:]] == [True] * 3
-
-
-@pytest.mark.slow
-def test_a_run_with_shared_prompts_has_the_metrics_of_one_without(recipe_runs: Runs) -> None:
-    options = ["train.num_steps=2", "grpo.loss_type=dapo"]
-    alone = results(recipe_runs.finish("alone", "context", *options))
-    shared = results(recipe_runs.finish("shared", "context", *options, "grpo.shared_prompts=true"))
-    assert alone[0].keys() == shared[0].keys()
-    for name, value in alone[0].items():
-        assert shared[0][name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
-    assert all(math.isfinite(value) for value in shared[1].values())

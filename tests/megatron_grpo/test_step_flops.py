@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.peers import step_flops
-from distributed import CONTEXT
+from helpers.ranks import CONTEXT
 
 
 @pytest.fixture(scope="module")

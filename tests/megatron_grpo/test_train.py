@@ -13,15 +13,15 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from demo.make_sums import sums as all_sums
-from distributed import CONTEXT
-from engines import TestEngine, random_prompts, wait_until
-from jobs import Ended, Job, Sabotage
+from helpers.engines import TestEngine, random_prompts, wait_until
+from helpers.jobs import Ended, Job, Sabotage
+from helpers.policies import tiny_config
+from helpers.ranks import CONTEXT
+from helpers.runs import finish_run, marked_processes, read_json_lines, read_metrics, start_run
+from helpers.sabotage import ListForwards
 from megatron_grpo.launch.launch import RankPlace
 from megatron_grpo.rank import process_groups
 from parallel import ParallelDims
-from policies import tiny_config
-from runs import finish_run, marked_processes, read_json_lines, read_metrics, start_run
-from sabotage import ListForwards
 
 KL_TARGET, KL_HORIZON = 0.01, 16  # beta changes by a fifth with each generation of 16
 

@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from demo.make_sums import sums as all_sums
-from engines import wait_until
+from helpers.engines import wait_until
+from helpers.runs import finish_run, marked_processes, read_metrics, start_run
 from megatron_grpo.checkpoints.folders import latest_step
-from runs import finish_run, marked_processes, read_metrics, start_run
 
 
 @pytest.fixture

@@ -9,30 +9,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from checkpoint_convert import read_shape
-from distributed import run_ranks
-from megatron_grpo.batch.experience import Experience
-from megatron_grpo.config.config import Config
-from megatron_grpo.policy.model import build_policy
-from megatron_grpo.train_step import accumulate_gradient
-from models import tiny_model
-from parallel import ParallelDims
-from parallel.cpu_device import setup_device
-from parallel.groups import init_groups
-from train_steps import (
+from helpers.models import tiny_model
+from helpers.ranks import run_ranks
+from helpers.train_steps import (
     BETA,
     BUDGETS,
     RECIPES,
     Case,
-    Gradients,
-    Result,
     Run,
+    assert_equal,
     batches_of,
     config,
     on_ranks,
 )
+from megatron_grpo.batch.experience import Experience
+from megatron_grpo.config.config import Config
+from megatron_grpo.policy.model import build_policy
+from megatron_grpo.train_step import accumulate_gradient
+from parallel import ParallelDims
+from parallel.cpu_device import setup_device
+from parallel.groups import init_groups
 
 # Recipes know of no family: two, one at each budget, suffice to see the gradients of another.
 FAMILIES = {
@@ -90,24 +88,6 @@ def _every_second(names: Iterable[str], parity: int) -> list[Run]:
     return [(name, BUDGETS[(number + parity) % 2]) for number, name in enumerate(names)]
 
 
-def _assert_equal(
-    ranks: list[dict[Run, Result]],
-    answers: dict[str, tuple[float, Gradients]],
-    tolerance: float = 1e-5,
-) -> None:
-    for name, budget in ranks[0]:
-        expected_loss, expected = answers[name]
-        for result in ranks:
-            assert result[name, budget][0] == pytest.approx(expected_loss, rel=tolerance)
-        boxes = [box for result in ranks for box in result[name, budget][1]]
-        actual = {tensor: torch.full_like(g, torch.nan) for tensor, g in expected.items()}
-        for tensor, box, values in boxes:
-            actual[tensor][box.slices].copy_(values)
-        for tensor, gradient in expected.items():
-            error = (actual[tensor] - gradient).norm() / gradient.norm()
-            assert error < tolerance, f"{tensor}: {error:.1e} for {name}, budget {budget}"
-
-
 def case_name(value: str | ParallelDims) -> str:
     return value if isinstance(value, str) else f"{value} vpp({value.virtual_pipeline})"
 
@@ -118,14 +98,14 @@ def test_loss_and_every_gradient_equal_the_float64_oracle(
 ) -> None:
     case = cases[family]
     runs = _every_second(case.recipes, LAYOUTS.index(dims))
-    _assert_equal(on_ranks(case, dims, case.experience(), runs), case.answers)
+    assert_equal(on_ranks(case, dims, case.experience(), runs), case.answers)
 
 
 def test_so_they_do_where_every_tensor_rank_has_all_tokens(cases: dict[str, Case]) -> None:
     case, dims = cases["qwen3 untied"], ParallelDims(tensor=2, context=2)
     runs = [("grpo", BUDGETS[0]), ("dapo", BUDGETS[1])]
     ranks = on_ranks(case, dims, case.experience(), runs, "parallel.sequence_parallel=false")
-    _assert_equal(ranks, case.answers)
+    assert_equal(ranks, case.answers)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -137,7 +117,7 @@ def test_a_rank_whose_samples_all_failed_takes_part_with_nothing(
     names = [name for name in ("gspo", "cispo, entropy bonus", "dapo") if name in case.recipes]
     runs = [(name, budget) for name in names for budget in BUDGETS]
     answers = {name: case.answer(case.recipes[name], scored) for name in names}
-    _assert_equal(on_ranks(case, dims, case.experience(scored), runs), answers)
+    assert_equal(on_ranks(case, dims, case.experience(scored), runs), answers)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -8,16 +8,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from checkpoint_convert import hf_tensors
-from distributed import run_ranks
-from engines import worker_sums
+from helpers.engines import worker_sums
+from helpers.models import tiny_model
+from helpers.policies import start_policy
+from helpers.pushes import sums_of_push
+from helpers.ranks import run_ranks
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines import WorkerSums
 from megatron_grpo.engines.layouts import worker_layouts
-from models import tiny_model
 from parallel import Layout, ParallelDims
 from parallel.checksum import checksums
-from policies import start_policy
-from pushes import sums_of_push
 
 ENGINES = [
     {"engine": "vllm"},

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from checkpoint_convert import read_shape
-from distributed import run_ranks
-from engines import TestEngine, largest_logprob_error, random_prompts, served_model
+from helpers.engines import TestEngine, largest_logprob_error, random_prompts, served_model
+from helpers.policies import start_policy, tiny_config
+from helpers.pushes import push_policy, push_whole, rollout_overrides
+from helpers.ranks import run_ranks
 from megatron_grpo.engines.http import EngineError
 from megatron_grpo.policy.model import weight_sender
 from megatron_grpo.weight_sync import WeightSync
 from parallel import ParallelDims
 from parallel.weight_transfer import rendezvous_address
-from policies import start_policy, tiny_config
-from pushes import push_policy, push_whole, rollout_overrides
 
 TP2_PP2 = ParallelDims(tensor=2, pipeline=2)
 
@@ -77,7 +77,9 @@ def address_of_meeting(rank: int, folder: Path) -> str:
     dims = ParallelDims(data=2)
     policy, groups = start_policy(rank, folder, dims)
     sender, cfg = weight_sender(policy, groups), tiny_config(folder, dims)
-    sync = WeightSync(cfg, read_shape(folder), sender, torch.device("cpu"), num_hosts=2)
+    sync = WeightSync(
+        cfg, read_shape(folder), sender, torch.device("cpu"), num_hosts=2, engines=None
+    )
     return sync._address
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
-from distributed import run_ranks
+from helpers.ranks import run_ranks
 from parallel.attention import BLOCK, SLAB, PackedAttention, block_mask, flex, packed_attention
 from parallel.context import context_indices, context_order
 
@@ -27,42 +27,9 @@ def random_pack(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Ten
     return query, key, value, cu_seqlens
 
 
-def naive_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
-    """The definition, for one sequence and one head at a time."""
-    outputs, group = torch.zeros_like(query), HEADS // KV_HEADS
-    start = 0
-    for length in lengths:
-        rows = slice(start, start + length)
-        for head in range(HEADS):
-            scores = query[rows, head] @ key[rows, head // group].T / HEAD_DIM**0.5
-            future = torch.ones(length, length).triu(1).bool()
-            weights = scores.masked_fill(future, float("-inf")).softmax(-1)
-            outputs[rows, head] = weights @ value[rows, head // group]
-        start += length
-    return outputs
-
-
 def output_and_gradients(output: Tensor, *inputs: Tensor) -> list[Tensor]:
     probe = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).reshape(output.shape)
     return [output, *torch.autograd.grad((output * probe).sum(), inputs)]
-
-
-def test_every_sequence_attends_to_its_own_past_only():
-    query, key, value, cu_seqlens = random_pack()
-    got = output_and_gradients(packed_attention(query, key, value, cu_seqlens), query, key, value)
-    want = output_and_gradients(naive_attention(query, key, value, LENGTHS), query, key, value)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_queries_of_one_context_rank_get_what_they_get_alone(size):
-    query, key, value, cu_seqlens = random_pack()
-    whole = packed_attention(query, key, value, cu_seqlens)
-    for rank in range(size):
-        local = context_indices(cu_seqlens, rank, size)
-        part = packed_attention(query[local], key, value, cu_seqlens, rank=rank, size=size)
-        torch.testing.assert_close(part, whole[local])
 
 
 def context_parallel_attention(rank: int, ranks_per_group: int) -> list[Tensor]:
@@ -119,7 +86,7 @@ def bfloat16_attention(rank: int) -> tuple[Tensor, Tensor]:
 def test_output_and_gradients_keep_the_type_of_the_model():
     ((output, gradient),) = run_ranks(1, bfloat16_attention)
     query, key, value, _ = random_pack()
-    want = naive_attention(query, key, value, LENGTHS)
+    want = dense_attention(query, key, value, seen_keys(LENGTHS, [(0, 0)] * len(LENGTHS)))
     assert output.dtype == gradient.dtype == torch.bfloat16
     torch.testing.assert_close(output.double(), want.detach(), atol=2e-2, rtol=2e-2)
 

@@ -1,7 +1,5 @@
 """Checksums that are summed up box by box."""
 
-import itertools
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -54,20 +52,6 @@ def written_out(tensor: torch.Tensor) -> int:
 def test_it_is_what_the_formula_says(shape, dtype):
     tensor = random_tensor(*shape, dtype=dtype)
     assert int(whole_checksum(tensor)) == written_out(tensor)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(23,), (6, 13), (3, 5, 9)])
-def test_boxes_add_up_to_the_whole_wherever_it_is_cut(shape, dtype):
-    tensor = random_tensor(*shape, dtype=dtype)
-    cuts = [
-        [(0, extent // 3), (extent // 3, extent // 2), (extent // 2, extent)] for extent in shape
-    ]
-    total = torch.tensor(0)
-    for bounds in itertools.product(*cuts):
-        box = Box(tuple(a for a, _ in bounds), tuple(b - a for a, b in bounds))
-        total += checksum(tensor[box.slices], box, shape)
-    assert total == whole_checksum(tensor)
 
 
 def test_a_tensor_larger_than_a_block_and_its_transposed_copy():
@@ -180,24 +164,6 @@ def test_a_parameter_that_is_trained_can_be_summed():
     parameter = torch.nn.Parameter(tensor.clone())
     assert whole_checksum(parameter) == whole_checksum(tensor)
     assert whole_checksum(parameter.T) == whole_checksum(tensor.T)
-
-
-def test_zeros_add_nothing():
-    tensor = random_tensor(6, 8)
-    padded = torch.nn.functional.pad(tensor, (0, 0, 0, 3))
-    assert whole_checksum(padded) == whole_checksum(tensor)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_single_bit_shows(dtype):
-    tensor = random_tensor(3, 5, dtype=dtype)
-    whole = whole_checksum(tensor)
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-    for index, bit in itertools.product(range(tensor.numel()), range(8 * dtype.itemsize)):
-        flipped = tensor.clone()
-        value = torch.tensor(1, dtype=integers) << bit
-        flipped.view(integers).view(-1)[index] ^= value
-        assert whole_checksum(flipped) != whole
 
 
 @pytest.mark.parametrize(

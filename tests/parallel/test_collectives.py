@@ -1,12 +1,16 @@
 import errno
+import math
 import os
 
 import pytest
+import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
-from distributed import run_ranks
+from helpers.ranks import run_ranks
 from megatron_grpo.launch.process import is_user_error
-from parallel.collectives import first_failure, on_rank_0, raise_first_failure
+from parallel.collectives import first_failure, on_rank_0, quantile, raise_first_failure
 
 NUMBERS = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ENOSPC)
 
@@ -33,11 +37,7 @@ def test_all_ranks_are_told_the_text_and_the_number_of_an_error_of_the_system():
         f"[Errno {number}] {os.strerror(number)}: '/runs/a'" for number in NUMBERS
     ]
     assert of_0 == [(f"rank 1: {text}", number, is_for_user) for text, number, is_for_user in of_1]
-
-
-def test_what_passes_does_so_for_all_ranks():
-    for told in run_ranks(2, hear):
-        assert [is_for_user for *_, is_for_user in told] == [False, False, False, True]
+    assert [is_for_user for *_, is_for_user in of_1] == [False, False, False, True]
 
 
 def raise_of_an_encoding() -> None:
@@ -78,3 +78,50 @@ def test_rank_0_returns_to_itself_and_raises_on_all():
     of_0, of_1 = run_ranks(2, ask_rank_0)
     assert of_0 == [1, (KeyError, "'by fire'"), (ConnectionError, "by fire")]
     assert of_1 == [None, (KeyError, "\"'by fire'\""), (OSError, "by fire")]
+
+
+SHARES = [0.0, 0.2, 0.25, 0.5, 0.731, 0.999, 1.0]
+FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+def expected_quantile(values, q):
+    # In float64, since torch.quantile interpolates in the dtype of the values.
+    return torch.quantile(values.double(), q).item()
+
+
+@given(values=st.lists(FLOATS, min_size=1, max_size=40), q=st.floats(0, 1))
+def test_of_any_numbers_it_is_that_of_torch(values, q, alone):
+    values = torch.tensor(values)
+    found = quantile(values, q, alone)
+    # Both results round when they interpolate between large numbers of opposite signs.
+    scale = values.double().abs().max().item()
+    assert found == pytest.approx(expected_quantile(values, q), rel=1e-12, abs=1e-12 * scale)
+
+
+PARTS = {
+    "ties and negative numbers": [[-1.5, 0.0, 0.5, 0.5], [0.5, -0.25, 3e-39], [-0.0, 1e30]],
+    "ranks without numbers": [[], [2.0, -1.0, 0.5], []],
+    "one number": [[], [], [0.25]],
+    "no number": [[], [], []],
+    "many": [torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in (500, 3, 2000)],
+}
+
+
+def quantiles_on_rank(rank):
+    return {
+        name: [quantile(torch.as_tensor(parts[rank]), q, dist.group.WORLD) for q in SHARES]
+        for name, parts in PARTS.items()
+    }
+
+
+def test_over_ranks_it_is_that_of_all_numbers_together():
+    ranks = run_ranks(3, quantiles_on_rank)
+    for name, parts in PARTS.items():
+        values = torch.cat([torch.as_tensor(part) for part in parts])
+        expected = (
+            [expected_quantile(values, q) for q in SHARES]
+            if len(values)
+            else [-math.inf] * len(SHARES)
+        )
+        assert ranks[0][name] == pytest.approx(expected, rel=1e-12), name
+        assert ranks[1][name] == ranks[0][name] == ranks[2][name]

@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distributed import run_ranks
+from helpers.ranks import run_ranks
 from parallel.cpu_device import setup_device
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU runtime is never active")

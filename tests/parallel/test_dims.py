@@ -7,7 +7,7 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from parallel.dims import Coordinates, ExpertPlace, ParallelDims, divisors, pipeline_layers
+from parallel.dims import ExpertPlace, ParallelDims, divisors, pipeline_layers
 
 MESHES = [
     ParallelDims(tensor=tp, context=cp, data=dp, pipeline=pp)
@@ -27,14 +27,6 @@ def test_ranks_and_coordinates_are_inverse(dims: ParallelDims) -> None:
     assert [dims.rank(dims.coordinates(rank)) for rank in range(dims.world_size)] == list(
         range(dims.world_size)
     )
-
-
-def test_tensor_axis_is_the_fastest_and_pipeline_the_slowest() -> None:
-    dims = ParallelDims(tensor=2, context=2, data=2, pipeline=2)
-    assert dims.coordinates(1) == Coordinates(tensor=1, context=0, data=0, pipeline=0)
-    assert dims.coordinates(2) == Coordinates(tensor=0, context=1, data=0, pipeline=0)
-    assert dims.coordinates(4) == Coordinates(tensor=0, context=0, data=1, pipeline=0)
-    assert dims.coordinates(8) == Coordinates(tensor=0, context=0, data=0, pipeline=1)
 
 
 @pytest.mark.parametrize("dims", MESHES, ids=str)

@@ -1,12 +1,11 @@
 import tempfile
-from dataclasses import replace
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
-from distributed import run_ranks
+from helpers.ranks import run_ranks
 from parallel import Coordinates, ParallelDims
 from parallel.cpu_device import communication_backend, setup_device
 from parallel.fake_rank import fake_rank
@@ -69,18 +68,6 @@ def test_a_fake_rank_of_a_large_job_is_in_the_groups_of_the_real_one(elsewhere):
             assert groups[axis] == along(dims, at, (axis,))
         assert groups["data_context"] == along(dims, at, ("data", "context"))
         assert groups["replica"] == along(dims, at, ("tensor", "context", "pipeline"))
-
-
-def wrong_world(rank: int) -> str:
-    setup_device(rank)
-    with pytest.raises(ValueError) as error:
-        init_groups(replace(DIMS, data=3))
-    return str(error.value)
-
-
-def test_a_mesh_that_does_not_fill_the_world_is_refused_with_every_factor():
-    for message in run_ranks(2, wrong_world):
-        assert "tp(2) * pp(2) * cp(2) * dp(3) = 24 != world size 2" in message
 
 
 def connections_before_and_after_a_collective(rank: int, dims: ParallelDims) -> tuple[int, int]:

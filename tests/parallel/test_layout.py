@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel import Axes, Box, Layout, Piece, Shape, cover_exactly, intersect
+from parallel import Axes, Box, Layout, Shape, ShardMapping, cover_exactly, intersect
 
 SHAPES = {"a": (12,), "b": (7, 10), "c": (4, 6, 5)}
 
@@ -66,7 +66,9 @@ def systems(draw, num_ranks=3):
             for is_replica, rank in enumerate(holders):
                 local = f"{tensor}.{number}"
                 shapes[rank][local], local_box, axes = draw(storages(box.size))
-                pieces[rank].append(Piece(local, local_box, tensor, box, bool(is_replica), axes))
+                pieces[rank].append(
+                    ShardMapping(local, local_box, tensor, box, bool(is_replica), axes)
+                )
     return [Layout(s, tuple(p)) for s, p in zip(shapes, pieces, strict=True)]
 
 
@@ -122,6 +124,13 @@ def test_a_box_is_cut_into_runs_of_its_elements_of_bounded_size(data, shape, max
             assert parts == [box]
 
 
+def test_whole_part_inverts_local_part_wherever_the_local_box_begins():
+    mapping = ShardMapping("x", Box((2, 5), (4, 3)), "t", Box((7, 1), (3, 4)), axes=(1, 0))
+    whole, local = Box((8, 2), (2, 1)), Box((3, 6), (1, 2))
+    assert mapping.local_part(whole) == local
+    assert mapping.whole_part(local) == whole
+
+
 @st.composite
 def keys(draw) -> tuple[dict[str, Shape], Layout]:
     """Whole tensors, and a layout of stacks of them with dimensions in any order.
@@ -143,7 +152,7 @@ def keys(draw) -> tuple[dict[str, Shape], Layout]:
                 zeros.append((name, box))
             elif kind:
                 is_replica = kind == "replica"
-                piece = Piece(name, box, whole, Box.whole(shape), is_replica, tuple(axes))
+                piece = ShardMapping(name, box, whole, Box.whole(shape), is_replica, tuple(axes))
                 pieces.append(piece)
         shapes[name] = stacked.narrowed(padded, 0, extents[padded] + padding).size
         if padding:
@@ -159,7 +168,7 @@ def test_a_layout_through_another_equals_slicing_twice(outer, data):
         for number, box in enumerate(data.draw(tilings(shape))):
             shapes[f"{key}@{number}"], local_box, axes = data.draw(storages(box.size))
             is_replica = data.draw(st.booleans())
-            pieces.append(Piece(f"{key}@{number}", local_box, key, box, is_replica, axes))
+            pieces.append(ShardMapping(f"{key}@{number}", local_box, key, box, is_replica, axes))
     inner = Layout(shapes, tuple(pieces))
 
     def owned(layout: Layout) -> Layout:
@@ -172,7 +181,7 @@ def test_a_layout_through_another_equals_slicing_twice(outer, data):
     def sliced_twice(inner: Layout, outer: Layout) -> dict[str, np.ndarray]:
         return direct_slices(inner, sliced(outer))
 
-    through = inner.through(outer)
+    through = inner.compose(outer)
     assert through.shapes == inner.shapes
     expected = sliced_twice(inner, outer)
     np.testing.assert_equal(sliced(through), expected)
@@ -189,17 +198,19 @@ def test_layouts_in_stacks_of_thousands_meet_in_linear_time():
     whole = Layout(
         stack,
         tuple(
-            Piece("w", Box((*at, 0, 0), (1, 1, 12, 8)), f"{at}", Box.whole((12, 8)), axes=(2, 3))
+            ShardMapping(
+                "w", Box((*at, 0, 0), (1, 1, 12, 8)), f"{at}", Box.whole((12, 8)), axes=(2, 3)
+            )
             for at in slices
         ),
     )
     chunks = {f"{at}.{row}": Box((*at, row, 0), (1, 1, 6, 8)) for at in slices for row in (0, 6)}
     chunked = Layout(
         {name: box.size for name, box in chunks.items()},
-        tuple(Piece(name, Box.whole(box.size), "w", box) for name, box in chunks.items()),
+        tuple(ShardMapping(name, Box.whole(box.size), "w", box) for name, box in chunks.items()),
     )
     start = time.process_time()
-    assert len(chunked.through(whole).pieces) == len(chunks)
+    assert len(chunked.compose(whole).pieces) == len(chunks)
     assert len(intersect(chunked, Layout.of_whole_tensors(stack))) == len(chunks)
     cover_exactly(stack, [chunked])
     assert time.process_time() - start < 5.0
@@ -224,7 +235,9 @@ def test_missing_and_repeated_elements_are_counted_per_tensor(data):
     for name in boxes:
         kept = data.draw(st.lists(st.sampled_from(boxes[name]), max_size=8))
         boxes[name] = kept
-    layout = Layout(SHAPES, tuple(Piece(n, b, n, b) for n, some in boxes.items() for b in some))
+    layout = Layout(
+        SHAPES, tuple(ShardMapping(n, b, n, b) for n, some in boxes.items() for b in some)
+    )
     faults = []
     for name, shape in SHAPES.items():
         count = np.zeros(shape, int)
@@ -265,7 +278,7 @@ def test_a_piece_of_an_unknown_tensor_or_outside_its_tensor_is_named():
 
 def test_a_local_tensor_must_be_described_once_by_pieces_and_zeros():
     box = Box((0, 0), (3, 2))
-    piece = Piece("x", box, "t", box)
+    piece = ShardMapping("x", box, "t", box)
     Layout({"x": (4, 2)}, (piece,), (("x", Box((3, 0), (1, 2))),)).check_complete()
     with pytest.raises(ValueError, match="x: 2 of 8 elements are in no piece"):
         Layout({"x": (4, 2)}, (piece,)).check_complete()

@@ -2,8 +2,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distributed import run_ranks
-from largest_tensor import LargestTensor
+from helpers.measure import LargestTensor
+from helpers.ranks import run_ranks
 from parallel.context import context_indices
 from parallel.dtypes import product_dtype
 from parallel.logit_tiles import even_columns
@@ -71,11 +71,6 @@ class Case:
             torch.autograd.grad(loss, inputs, retain_graph=True)
             for loss in (first, second, first + second)
         ]
-
-
-def test_targets_are_the_next_token_and_nothing_at_the_end_of_a_sequence():
-    targets = prediction_targets(torch.tensor([0, 3, 5], dtype=torch.int32), torch.arange(5))
-    assert targets.tolist() == [1, 2, -1, 4, -1]
 
 
 def test_targets_follow_the_order_in_which_a_context_rank_holds_its_positions():

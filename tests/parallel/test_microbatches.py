@@ -39,7 +39,7 @@ def microbatch_tokens(lengths, members, alignment):
 def test_a_plan_uses_every_sequence_once_within_the_limit_and_equally_many_times_per_rank(
     lengths, room, dims, sequence_parallel, data
 ):
-    alignment = Alignment.of(dims, sequence_parallel)
+    alignment = Alignment.for_mesh(dims, sequence_parallel)
     least = microbatch_tokens([max(lengths, default=1)], [0], alignment)
     max_tokens = least * room + data.draw(st.integers(0, alignment.total - 1))
     plan = plan_microbatches(lengths, max_tokens, dims, alignment)
@@ -59,7 +59,7 @@ def test_a_plan_uses_every_sequence_once_within_the_limit_and_equally_many_times
 @settings(max_examples=25)
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=40), dims=ALL_DIMS)
 def test_what_is_planned_packs_to_what_was_promised(lengths, dims):
-    alignment = Alignment.of(dims, sequence_parallel=True)
+    alignment = Alignment.for_mesh(dims, sequence_parallel=True)
     sequences = [
         TokenSequence(
             tokens=torch.zeros(length, dtype=torch.int64),

@@ -94,14 +94,6 @@ def test_many_rows_take_what_each_takes_alone(pipeline, count, virtual):
 
 
 @pytest.mark.parametrize(("pipeline", "count", "virtual"), SIZES)
-def test_equal_microbatches_take_what_the_papers_say(pipeline, count, virtual):
-    if count < pipeline and virtual == 1:
-        pytest.skip("the formula is for a full pipeline")
-    time = makespan(np.ones((1, count)), pipeline, virtual)[0]
-    assert time == pytest.approx(3 * (count + (pipeline - 1) / virtual))
-
-
-@pytest.mark.parametrize(("pipeline", "count", "virtual"), SIZES)
 def test_stages_do_what_megatron_has_them_do(pipeline, count, virtual, monkeypatch):
     table = get_schedule_table(count, virtual, pipeline if virtual > 1 else count)
     sizes = {

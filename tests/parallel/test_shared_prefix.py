@@ -5,7 +5,7 @@ import pytest
 from parallel import ParallelDims
 from parallel.alignment import Alignment, round_up
 from parallel.microbatches import CostModel
-from parallel.packing import unit_length
+from parallel.packing import packed_length
 from parallel.shared_prefix import PromptGroup, plan_shared_prompts
 
 COST = CostModel.transformer(4096)
@@ -27,7 +27,7 @@ def tokens_of(groups: list[PromptGroup], microbatch: list[int], alignment: Align
     for group in groups:
         responses = [group.responses[i] for i in microbatch if i in group.responses]
         if responses:
-            lengths.append(unit_length(group.num_prompt_tokens, responses, alignment.sequence))
+            lengths.append(packed_length(group.num_prompt_tokens, responses, alignment.sequence))
     return round_up(sum(lengths), alignment.total)
 
 

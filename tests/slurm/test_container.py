@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from runs import TINY_CONFIG
-from slurm_cluster import REPOSITORY
+from helpers.runs import TINY_CONFIG
+from helpers.slurm_cluster import REPOSITORY
 
 SRUN = """#!/usr/bin/env bash
 echo "PYTHONSAFEPATH=$PYTHONSAFEPATH srun $*" >>"$CALLS"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_cluster import REPOSITORY
+from helpers.slurm_cluster import REPOSITORY
 
 SOURCED = "source slurm/job.sh; NETWORK_INTERFACE=${NETWORK_INTERFACE:-};"
 

@@ -21,8 +21,8 @@ import psutil
 import pytest
 
 from demo.make_sums import sums as all_sums
-from runs import RUN_MARK, TINY_CONFIG, marked_processes, read_json_lines
-from slurm_cluster import (
+from helpers.runs import RUN_MARK, TINY_CONFIG, marked_processes, read_json_lines
+from helpers.slurm_cluster import (
     NODE_MEGABYTES,
     PACKAGES,
     REPOSITORY,

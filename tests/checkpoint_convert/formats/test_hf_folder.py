@@ -5,6 +5,7 @@ import re
 import shutil
 import struct
 import time
+from contextlib import closing
 
 import pytest
 import torch
@@ -14,8 +15,8 @@ from checkpoint_convert import check_weights, hf_tensors, read_shape
 from checkpoint_convert.formats.safetensors_file import read_header
 from checkpoint_convert.formats.tensor_io import StoredTensors
 from checkpoint_convert.hf_export import create_export
-from conversions import read_tensor
-from models import tiny_model
+from helpers.conversions import read_tensor
+from helpers.models import tiny_model
 from parallel import Box
 
 
@@ -163,7 +164,7 @@ def test_files_of_torch_save_are_read_in_one_file_and_in_many(pristine, bin_shar
     expected = load_file(pristine / "model.safetensors")
     places = check_weights(bin_sharded, read_shape(bin_sharded))
     assert len({place.file for place in places.values()}) == 2
-    with StoredTensors(places) as tensors:
+    with closing(StoredTensors(places)) as tensors:
         for name, value in expected.items():
             assert torch.equal(read_tensor(tensors, name, Box.whole(tuple(value.shape))), value)
     torch.save(expected, bin_sharded / "pytorch_model.bin")

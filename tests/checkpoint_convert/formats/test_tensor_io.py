@@ -2,6 +2,7 @@
 
 import pickle
 import tempfile
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint_convert.formats.safetensors_file import create_file, read_header
 from checkpoint_convert.formats.tensor_io import StoredTensors, read_box, write_box
-from checkpoint_convert.formats.torch_words import DTYPES, words_of
-from checkpoint_convert.formats.values import WORDS
-from conversions import read_tensor, tensor_of
+from checkpoint_convert.formats.torch_values import DTYPES, bit_view
+from checkpoint_convert.formats.values import BIT_DTYPES
+from helpers.conversions import read_tensor, tensor_of
 from parallel import Box
 
 
@@ -37,11 +38,11 @@ def test_a_box_is_written_and_read_where_slicing_puts_it(shape_and_box, dtype):
         values = values.to(DTYPES[dtype])
         place = read_header(path)["x"]
         with path.open("r+b", buffering=0) as file:
-            write_box(file.fileno(), place, box, words_of(values))  # not contiguous
-            around = np.zeros([n + 2 for n in box.size], WORDS[dtype])
+            write_box(file.fileno(), place, box, bit_view(values))  # not contiguous
+            around = np.zeros([n + 2 for n in box.size], BIT_DTYPES[dtype])
             inner = around[(slice(1, -1),) * around.ndim]
             read_box(file.fileno(), place, box, inner)  # not contiguous either
-            words = np.empty(box.size, WORDS[dtype])
+            words = np.empty(box.size, BIT_DTYPES[dtype])
             read_box(file.fileno(), place, box, words)
         expected = torch.zeros(shape, dtype=DTYPES[dtype])
         expected[box.slices] = values
@@ -63,7 +64,7 @@ def test_more_files_are_read_than_may_be_open(tmp_path, monkeypatch):
         save_file({name: value}, tmp_path / name)
         places |= read_header(tmp_path / name)
     before = len(list(Path("/proc/self/fd").iterdir()))
-    with StoredTensors(places) as tensors:
+    with closing(StoredTensors(places)) as tensors:
         for _ in range(2):
             for name, value in values.items():
                 assert torch.equal(read_tensor(tensors, name, Box((1, 0), (2, 4))), value[1:])
@@ -71,6 +72,6 @@ def test_more_files_are_read_than_may_be_open(tmp_path, monkeypatch):
         # A pickled copy opens its own files.
         copied = pickle.loads(pickle.dumps(tensors))
         assert len(list(Path("/proc/self/fd").iterdir())) == before + 2
-        with copied:
+        with closing(copied):
             assert torch.equal(read_tensor(copied, "x0", Box.whole((3, 4))), values["x0"])
     assert len(list(Path("/proc/self/fd").iterdir())) == before

@@ -15,7 +15,7 @@ from checkpoint_convert.formats.torch_dist_writer import (
     finish_checkpoint,
     index_of,
 )
-from conversions import assert_same, file_size_limit, read_checkpoint, write_checkpoint
+from helpers.conversions import assert_same, file_size_limit, read_checkpoint, write_checkpoint
 from parallel import Box
 
 TENSORS = {

@@ -7,6 +7,7 @@ import re
 import time
 import zipfile
 from collections import OrderedDict
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,8 @@ import torch
 
 from checkpoint_convert.formats.tensor_io import StoredTensors
 from checkpoint_convert.formats.torch_file import read_place, read_places, saved_tensor
-from checkpoint_convert.formats.torch_words import DTYPES
-from conversions import Touch, bytes_of, read_tensor
+from checkpoint_convert.formats.torch_values import DTYPES
+from helpers.conversions import Touch, bytes_of, read_tensor
 from parallel import Box
 
 
@@ -27,7 +28,7 @@ def path(tmp_path):
 def stored(path):
     """All tensors, read at the places that `read_places` gives."""
     places = read_places(path)
-    with StoredTensors(places) as tensors:
+    with closing(StoredTensors(places)) as tensors:
         return {
             name: read_tensor(tensors, name, Box.whole(place.shape))
             for name, place in places.items()
@@ -107,7 +108,7 @@ def test_a_tensor_is_found_in_the_middle_of_a_file(path):
     with path.open("rb") as file:
         places = {str(i): read_place(file.fileno(), path, *span) for i, span in enumerate(spans)}
         assert file.tell() == 0, "the position of a shared descriptor was moved"
-    with StoredTensors(places) as tensors:
+    with closing(StoredTensors(places)) as tensors:
         for i, value in enumerate(values):
             assert torch.equal(read_tensor(tensors, str(i), Box.whole(value.shape)), value)
 

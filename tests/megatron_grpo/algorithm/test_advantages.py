@@ -3,12 +3,12 @@ import math
 import pytest
 import torch
 
+from helpers.oracle import oracle_advantages, oracle_gdpo_advantages, oracle_process_advantages
 from megatron_grpo.algorithm.advantages import (
     group_advantages,
     normalized_sum_advantages,
     process_advantages,
 )
-from oracle import oracle_advantages, oracle_gdpo_advantages, oracle_process_advantages
 
 NAN = math.nan
 ESTIMATORS = [
@@ -31,43 +31,6 @@ def test_the_worked_example_whose_standard_deviation_is_that_of_the_population()
     assert [f"{a:+.3f}" for a in advantages.tolist()] == ["+1.172", "-0.391", "-1.432", "+0.651"]
     spread = (REWARDS[0] - REWARDS.mean()) / advantages[0]
     assert f"{spread:.3f}" == "0.384"
-
-
-def test_the_sample_standard_deviation_and_an_epsilon_divide():
-    expected = oracle_advantages([REWARDS.double().tolist()], correction=1, epsilon=1e-4)
-    torch.testing.assert_close(
-        group_advantages(REWARDS, ONE_GROUP), torch.tensor(expected, dtype=torch.float64)
-    )
-
-
-def test_each_completion_is_judged_within_its_group_whatever_the_order():
-    groups = [[0.0, 1.0, 1.0], [5.0, 7.0, 6.0]]
-    expected = oracle_advantages(groups, correction=1, epsilon=1e-4)
-    order = [4, 0, 3, 1, 5, 2]
-    advantages = group_advantages(
-        torch.tensor(groups, dtype=torch.float64).flatten()[order],
-        torch.tensor([9, 9, 9, 2, 2, 2])[order],
-    )
-    assert advantages.tolist() == pytest.approx([expected[i] for i in order], abs=1e-15)
-
-
-def test_batch_scaling_divides_by_the_spread_of_all_rewards():
-    rewards = torch.tensor([0.0, 1.0, 10.0, 30.0], dtype=torch.float64)
-    advantages = group_advantages(rewards, torch.tensor([0, 0, 1, 1]), "batch")
-    scale = rewards.std().item() + 1e-4
-    assert advantages.tolist() == pytest.approx(
-        [-0.5 / scale, 0.5 / scale, -10 / scale, 10 / scale]
-    )
-
-
-def test_no_scaling_leaves_the_difference_to_the_mean():
-    rewards = torch.tensor([0.0, 1.0, 10.0, 30.0])
-    assert group_advantages(rewards, torch.tensor([0, 0, 1, 1]), "none").tolist() == [
-        -0.5,
-        0.5,
-        -10,
-        10,
-    ]
 
 
 @pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
@@ -94,11 +57,6 @@ def test_a_tiny_true_difference_still_counts():
         torch.tensor([0.5, 0.5 + 1e-6], dtype=torch.float64), torch.tensor([0, 0]), epsilon=0.0
     )
     assert advantages.tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5])
-
-
-@pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
-def test_a_single_completion_has_advantage_zero(scale_rewards):
-    assert group_advantages(torch.tensor([3.0]), torch.tensor([0]), scale_rewards).tolist() == [0.0]
 
 
 @pytest.mark.parametrize("estimator, scale", ESTIMATORS)
@@ -145,13 +103,6 @@ def test_a_failed_reward_has_advantage_zero_and_changes_no_other(estimator, scal
 
 
 @pytest.mark.parametrize("estimator, scale", ESTIMATORS)
-def test_when_every_reward_failed_all_advantages_are_zero(estimator, scale):
-    failed = torch.full((4,), NAN)
-    ids = torch.tensor([0, 0, 1, 1])
-    assert group_advantages(failed, ids, scale, estimator=estimator).tolist() == [0.0] * 4
-
-
-@pytest.mark.parametrize("estimator, scale", ESTIMATORS)
 def test_a_group_that_resampling_has_split_is_one_group(estimator, scale):
     rewards = torch.tensor([0.9, 5.0, 0.3, 7.0, 6.0, -0.1], dtype=torch.float64)
     ids = torch.tensor([3, 8, 3, 8, 8, 3])
@@ -171,13 +122,6 @@ def test_one_completion_for_each_prompt_is_compared_with_the_batch_or_with_nothi
         assert advantages == pytest.approx([(r - 4) / (13**0.5 + 1e-4) for r in (1, 3, 8)])
     else:
         assert advantages == [0.0, 0.0, 0.0]
-
-
-def test_leave_one_out_by_hand():
-    advantages = group_advantages(
-        torch.tensor([1.0, 0.0, 0.5]), torch.zeros(3), "none", estimator="rloo"
-    )
-    assert advantages.tolist() == pytest.approx([1 - 0.25, 0 - 0.75, 0.5 - 0.5])
 
 
 SCORES = [[[1.0, 10.0], [0.0, 30.0], [1.0, 20.0]], [[0.0, 5.0], [0.0, 7.0]]]

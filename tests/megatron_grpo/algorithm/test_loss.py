@@ -3,10 +3,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from bigram import TEMPERATURE, BigramModel
-from chosen import chosen_tokens
+from helpers.losses import TEMPERATURE, BigramModel, chosen_tokens
+from helpers.oracle import (
+    OracleLoss,
+    divergence,
+    oracle_advantages,
+    oracle_gdpo_advantages,
+    oracle_loss,
+    oracle_process_advantages,
+)
 from megatron_grpo.algorithm.advantages import (
     group_advantages,
     normalized_sum_advantages,
@@ -17,19 +23,8 @@ from megatron_grpo.algorithm.loss import LossTokens, grpo_loss, loss_weights
 from megatron_grpo.algorithm.objectives import clipped
 from megatron_grpo.batch.prepare import keep_high_entropy, with_entropy_weights
 from megatron_grpo.config.grpo import GRPOConfig
-from models import tiny_model
-from oracle import (
-    OracleLoss,
-    divergence,
-    oracle_advantages,
-    oracle_gdpo_advantages,
-    oracle_loss,
-    oracle_model_loss,
-    oracle_process_advantages,
-)
 from parallel import ParallelDims
 from parallel.alignment import Alignment
-from parallel.logprobs import chosen_logprobs, prediction_targets
 from parallel.microbatches import plan_microbatches
 from parallel.packing import PackedBatch, TokenSequence, pack
 
@@ -48,7 +43,7 @@ def loss_of(logprobs, batch, cfg, entropy=None, mask=None, beta=None):
     mask = batch.loss_mask if mask is None else mask
     entropy = torch.zeros_like(logprobs) if entropy is None else entropy
     chosen = chosen_tokens(mask, logprobs, entropy)
-    return grpo_loss(LossTokens.of(batch, chosen), cfg, cfg.beta if beta is None else beta)
+    return grpo_loss(LossTokens.select(batch, chosen), cfg, cfg.beta if beta is None else beta)
 
 
 def one_sequence(old=None, *, advantages, weights=None, ref=None, mask=None, rollout=None):
@@ -99,57 +94,6 @@ def test_the_worked_example_of_k3():
     assert f"{value:.4f}" == "0.0074"
 
 
-def test_k3_of_equal_policies_is_exactly_zero_and_otherwise_positive():
-    p = torch.tensor([-1.0, -2.0])
-    assert k3(p, p).tolist() == [0, 0]
-    assert (k3(p, p + torch.tensor([1e-3, -1e-3])) > 0).all()
-
-
-ACTIONS = [[0, 2, 1], [1, 0], [2, 2], [0, 1]]
-OLD = [[-0.50, -0.61, -0.92], [-1.20, -0.41], [-0.81, -0.69], [-0.51, -1.10]]
-REF = [[-0.60, -0.71, -0.82], [-1.10, -0.51], [-0.91, -0.79], [-0.41, -1.00]]
-LOGITS = [
-    [[1.10, -0.20, 0.30], [-0.40, 0.80, 1.60], [0.10, 1.40, 0.20]],
-    [[-0.20, 1.10, 0.40], [0.90, -0.30, 0.10]],
-    [[0.10, 0.20, 1.30], [-0.10, 0.40, 1.50]],
-    [[1.20, -0.40, 0.10], [-0.30, 1.50, 0.20]],
-]
-
-
-def test_the_full_toy_of_four_responses():
-    advantages = oracle_advantages([[0.9, 0.3, -0.1, 0.7]], correction=0, epsilon=0.0)
-    # Once by hand, with nothing but the formulas.
-    means = []
-    for actions, olds, refs, rows, advantage in zip(
-        ACTIONS, OLD, REF, LOGITS, advantages, strict=True
-    ):
-        terms = []
-        for action, old, ref, row in zip(actions, olds, refs, rows, strict=True):
-            new = row[action] - math.log(sum(map(math.exp, row)))
-            ratio = math.exp(new - old)
-            clipped = min(max(ratio, 0.8), 1.2)
-            kl = math.exp(ref - new) - (ref - new) - 1
-            terms.append(min(ratio * advantage, clipped * advantage) - 0.04 * kl)
-        means.append(sum(terms) / len(terms))
-    by_hand = -sum(means) / len(means)
-
-    def flat(values):
-        return torch.tensor([v for row in values for v in row], dtype=torch.float64)
-
-    lengths = torch.tensor([len(actions) for actions in ACTIONS])
-    rows = torch.tensor([row for rows in LOGITS for row in rows], dtype=torch.float64)
-    actions = torch.tensor([a for row in ACTIONS for a in row])
-    batch = one_sequence(
-        flat(OLD),
-        ref=flat(REF),
-        advantages=torch.tensor(advantages, dtype=torch.float64).repeat_interleave(lengths),
-        weights=loss_weights(lengths, "grpo", 3).repeat_interleave(lengths),
-    )
-    logprobs = torch.log_softmax(rows, dim=1)[torch.arange(len(rows)), actions]
-    loss = loss_of(logprobs, batch, grpo_config(beta=0.04))
-    assert loss.total.item() == pytest.approx(by_hand, rel=1e-12)
-
-
 def test_loss_weights_of_every_loss_type():
     lengths = torch.tensor([1, 3, 4])
     for loss_type in ("grpo", "sapo", "gmpo"):
@@ -178,21 +122,6 @@ def test_with_the_generating_policy_itself_the_ratio_is_one_and_the_gradient_the
     assert torch.equal(logprobs.grad, -advantages)
 
 
-@pytest.mark.parametrize(
-    "advantage, ratio, moves",
-    [
-        (1.0, 1.25, True),
-        (1.0, 1.35, False),
-        (1.0, 0.5, True),
-        (-1.0, 0.85, True),
-        (-1.0, 0.7, False),
-    ],
-)
-def test_clip_higher_widens_the_upper_side_only(advantage, ratio, moves):
-    _, grad = token_losses([math.log(ratio)], advantage, epsilon=0.2, epsilon_high=0.3)
-    assert (grad[0] != 0) == moves
-
-
 @pytest.mark.parametrize("level", ["token", "sequence", "sequence_token"])
 @pytest.mark.parametrize("loss_type", ["grpo", "sapo"])
 def test_a_ratio_beyond_all_numbers_is_clipped_with_a_gradient_of_zero(loss_type, level):
@@ -204,12 +133,10 @@ def test_a_ratio_beyond_all_numbers_is_clipped_with_a_gradient_of_zero(loss_type
         assert grad == [0.0, 0.0]
 
 
-def test_dual_clip_bounds_the_ratio_of_negative_advantages():
-    loss, grad = token_losses([math.log(5.0), math.log(2.0)], -1.0, delta=3.0)
-    assert loss.per_token.tolist() == pytest.approx([3.0, 2.0])
-    assert grad[0] == 0
-    assert grad[1] == pytest.approx(2.0)
-    assert token_losses([math.log(5.0)], 1.0, delta=3.0)[0].total.item() == pytest.approx(-1.2)
+@pytest.mark.parametrize("loss_type", ["grpo", "cispo", "gmpo"])
+def test_clip_metrics_at_advantage_zero_report_nothing(loss_type):
+    loss, _ = token_losses([3.0, -3.0], 0.0, loss_type=loss_type, **FITTING.get(loss_type, {}))
+    assert not loss.clipped_low.any() and not loss.clipped_high.any()
 
 
 @pytest.mark.parametrize("delta", [None, 1.5])
@@ -426,7 +353,7 @@ def packed_batches(options, advantages, rollout, packing):
         )
         for i in range(len(tokens))
     ]
-    alignment = Alignment.of(dims, sequence_parallel=True)
+    alignment = Alignment.for_mesh(dims, sequence_parallel=True)
     plan = plan_microbatches([len(t) for t in tokens], max_tokens, dims, alignment)
     return [
         pack(sequences, members, alignment, dtype=torch.float64)
@@ -613,49 +540,3 @@ def test_a_token_that_is_also_the_padding_counts_where_it_was_sampled(completion
     ]
     assert batch.loss_mask.sum() == sum(map(len, completions))
     assert loss.total.item() == pytest.approx(-sum(expected), rel=1e-12)
-
-
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
-def test_a_real_model_on_packed_sequences_has_the_loss_and_gradients_of_the_padded_oracle(
-    tmp_path, loss_type
-):
-    model = AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path, "qwen3", tied=True)).double()
-    cfg = OracleLoss(loss_type=loss_type, max_completion_length=6, temperature=0.8)
-    prompts = [[5, 6, 7], [8], [9, 10, 11, 12]]
-    completions = [[13, 14], [15, 16, 17, 18, 19, 1], [20]]
-    advantages = [1.0, -0.5, 0.25]
-    expected, expected_grads = oracle_model_loss(model, prompts, completions, advantages, cfg)
-
-    weights = loss_weights(torch.tensor([2, 6, 1]), loss_type, cfg.max_completion_length)
-    sequences = [
-        TokenSequence(
-            tokens=torch.tensor(prompt + completion),
-            num_prompt_tokens=len(prompt),
-            advantage=advantages[i],
-            loss_weight=float(weights[i]),
-            rollout_logprobs=torch.zeros(len(completion)),
-        )
-        for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
-    ]
-    batch = pack(sequences, [2, 0, 1], Alignment(), dtype=torch.float64)
-    hidden = [model.model(sequences[i].tokens[None], use_cache=False)[0][0] for i in (2, 0, 1)]
-    targets = prediction_targets(batch.cu_seqlens, torch.arange(len(batch.tokens)))
-    chosen = chosen_logprobs(
-        torch.cat(hidden),
-        model.lm_head.weight,
-        batch.tokens,
-        targets,
-        batch.loss_mask,
-        temperature=cfg.temperature,
-        vocab_size=model.config.vocab_size,
-        tensor_group=None,
-    )
-    cfg_of_loss = grpo_config(loss_type=loss_type)
-    loss = grpo_loss(LossTokens.of(batch, chosen), cfg_of_loss, cfg_of_loss.beta)
-    model.zero_grad()
-    loss.total.backward()
-    assert loss.total.item() == pytest.approx(expected, rel=1e-6)
-    for name, parameter in model.named_parameters():
-        # 1e-6 and not 1e-9: transformers computes norms and rotations in float32 in any model.
-        difference = (parameter.grad - expected_grads[name]).norm() / expected_grads[name].norm()
-        assert difference < 1e-6, name

@@ -23,8 +23,7 @@ from torch import nn
 from trl import GRPOConfig as TRLConfig
 from trl import GRPOTrainer
 
-from bigram import BigramModel
-from chosen import chosen_tokens
+from helpers.losses import BigramModel, chosen_tokens
 from megatron_grpo.algorithm.advantages import group_advantages, normalized_sum_advantages
 from megatron_grpo.algorithm.loss import LossTokens, grpo_loss, loss_weights
 from megatron_grpo.batch.prepare import keep_high_entropy, with_entropy_weights
@@ -202,7 +201,7 @@ def of_ours(case, options, alone):
     if cfg.entropy_coef:
         [batch] = with_entropy_weights([batch], alone)
     chosen = chosen_tokens(batch.loss_mask, logprobs, entropy)
-    loss = grpo_loss(LossTokens.of(batch, chosen), cfg, cfg.beta)
+    loss = grpo_loss(LossTokens.select(batch, chosen), cfg, cfg.beta)
     (gradient,) = torch.autograd.grad(loss.total, case.policy.table)
     return advantages, loss.total.detach(), gradient
 

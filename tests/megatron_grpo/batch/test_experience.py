@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.policies import tiny_config
 from megatron_grpo.batch.distribute import split_for_data_parallel
 from megatron_grpo.batch.experience import compute_advantages, subtract_kl
 from megatron_grpo.config.config import Config
@@ -15,7 +16,6 @@ from megatron_grpo.data.samples import Sample
 from parallel import ParallelDims
 from parallel.alignment import Alignment
 from parallel.microbatches import CostModel
-from policies import tiny_config
 
 LENGTHS = [3, 5, 2, 4]  # of the completions; two prompts with two each
 

@@ -22,18 +22,25 @@ import torch.distributed as dist
 
 from checkpoint_convert.formats.torch_dist import read_chunks
 from checkpoint_convert.formats.torch_dist_writer import CreatedChunk, index_of
-from conversions import file_size_limit
-from distributed import run_ranks
+from helpers.conversions import file_size_limit
+from helpers.models import tiny_model
+from helpers.policies import (
+    LENGTHS,
+    accumulate,
+    checkpoints_of,
+    pack_all,
+    save_checkpoint,
+    start_policy,
+)
+from helpers.ranks import run_ranks
 from megatron_grpo.checkpoints import checkpointer as checkpoints_module
 from megatron_grpo.checkpoints import folders, manifest, shard_file
 from megatron_grpo.checkpoints import state as megatron_state
 from megatron_grpo.checkpoints.newest import screen_checkpoint, steps_done
 from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.policy.model import Policy, unwrapped
-from models import tiny_model
 from parallel import ParallelDims
 from parallel.groups import Groups
-from policies import LENGTHS, accumulate, checkpoints_of, pack_all, save_checkpoint, start_policy
 
 DIMS = ParallelDims(tensor=2, pipeline=2)
 SECRET = "nobody-is-to-read-this"

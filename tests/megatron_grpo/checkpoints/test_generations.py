@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from distributed import run_ranks
+from helpers.models import tiny_model
+from helpers.policies import start_policy, tiny_config
+from helpers.ranks import run_ranks
 from megatron_grpo.batch.cached_values import with_cached_values
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.prepare import add_logprobs, packed_minibatches
@@ -18,10 +20,8 @@ from megatron_grpo.checkpoints.experience_file import READY, read_experience, wr
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.policy.reference import build_reference
-from models import tiny_model
 from parallel import ParallelDims
 from parallel.microbatches import CostModel
-from policies import start_policy, tiny_config
 
 NUM_SAMPLES, NUM_GENERATIONS = 12, 3
 GRPO = (

@@ -6,9 +6,9 @@
 import pytest
 import torch
 
-from models import tiny_model
+from helpers.models import tiny_model
+from helpers.releases import OTHER_PYTHON, gradients, gradients_elsewhere
 from parallel import ParallelDims
-from releases import OTHER_PYTHON, gradients, gradients_elsewhere
 
 pytestmark = [
     pytest.mark.skipif(not OTHER_PYTHON, reason="needs OTHER_PYTHON"),

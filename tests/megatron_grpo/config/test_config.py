@@ -8,15 +8,13 @@ import pytest
 from pydantic import ValidationError
 from transformers import PreTrainedTokenizerBase
 
-from megatron_grpo.config.config import Config
 from megatron_grpo.config.data import OWN_TEMPLATE_ARGUMENTS
 from megatron_grpo.config.file import dump_config, load_config
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 DEMO = CONFIGS / "demo_smollm2_135m.yaml"
-NORMALIZED = ("grpo.multi_objective_aggregation=normalize_then_sum",)
-PROCESS = ("grpo.supervision=process",)
-KL_IN_REWARD = ("grpo.beta=0.1", "grpo.kl_in_reward=true")
+NORMALIZED = "grpo.multi_objective_aggregation=normalize_then_sum"
+PROCESS = "grpo.supervision=process"
 
 
 def refusal(*overrides: str, path: Path = DEMO) -> str:
@@ -31,13 +29,6 @@ def test_every_shipped_config_loads_and_its_dump_loads_back_equal(path, tmp_path
     config = load_config(path)
     (tmp_path / "config.yaml").write_text(dump_config(config))
     assert load_config(tmp_path / "config.yaml") == config
-
-
-def test_demo_is_the_run_that_the_readme_promises():
-    config = load_config(DEMO)
-    assert config.dims.pipeline == config.dims.world_size == 2
-    assert (config.grpo.generation_batch_size, config.grpo.num_generations) == (64, 8)
-    assert (config.optimizer.lr, config.train.num_steps, config.grpo.beta) == (3e-5, 15, 0.0)
 
 
 def test_reading_a_config_imports_no_torch():
@@ -197,15 +188,8 @@ def test_what_one_set_needs_alone_is_no_mistake_of_the_defaults():
     assert load_config(DEMO, overrides).eval.named_sets["a"].k == (8,)
 
 
-def test_variables_of_a_chat_template_can_be_given_to_one_set():
-    thinking = "eval.sets.a.data.chat_template_kwargs.enable_thinking=true"
-    config = load_config(DEMO, [thinking, "eval.sets.b.data={}"])
-    given = [each.data.chat_template_kwargs for each in config.eval.named_sets.values()]
-    assert given == [{"enable_thinking": True}, {}]
-
-
-@pytest.mark.parametrize("text", ["3e-5", "3.0e-5", "0.00003", "3E-05"])
-def test_every_common_way_to_write_a_number_is_a_number(text):
+@pytest.mark.parametrize("text", ["3e-5", "3E-05"])
+def test_numbers_with_an_exponent_and_no_point_are_numbers(text):
     assert load_config(DEMO, [f"optimizer.lr={text}"]).optimizer.lr == 3e-5
 
 
@@ -272,212 +256,200 @@ def test_missing_key_is_named_with_its_meaning(tmp_path):
     assert refusal(path=path) == "config key train.num_steps is missing. Number of optimizer steps."
 
 
-@pytest.mark.parametrize(
-    ("overrides", "parts"),
-    [
-        (["rollout.top_p=0.9"], ["top_p 0.9", "cannot reproduce", "top_p 1.0"]),
-        (["rollout.top_k=50"], ["top_k 50", "cannot reproduce", "top_k -1"]),
-        (["rollout.temperature=0"], ["rollout.temperature", "greater than or equal to 0.01"]),
-        (["parallel.sequence_parallel=true"], ["tensor_parallel_size is 1"]),
-        (
-            ["parallel.num_layers_in_first_pipeline_stage=1", "parallel.pipeline_parallel_size=1"],
-            ["pipeline_parallel_size is 1: set num_layers_in_first_pipeline_stage=null"],
-        ),
-        (
-            ["parallel.num_layers_in_last_pipeline_stage=0"],
-            ["parallel.num_layers_in_last_pipeline_stage", "greater than 0"],
-        ),
-        (["optimizer.lr_warmup_steps=15"], ["15", "at most 14"]),
-        (["optimizer.min_lr=1"], ["1.0", "at most 3e-05"]),
-        (
-            ["train.save_interval=10", "train.keep_every=25"],
-            ["train.keep_every 25", "save_interval 10", "set it to 30"],
-        ),
-        (["grpo.num_generations=1"], ["num_generations 1", "at least 2", "reinforce_plus_plus"]),
-        (["grpo.loss_type=cispo"], ["epsilon_high 0.2", "cispo", "at least 1, such as 5.0"]),
-        (["grpo.loss_type=gmpo", "grpo.delta=2.0"], ["grpo.delta 2.0", "gmpo", "null"]),
-        (["grpo.delta=1.2"], ["delta 1.2", "1 + grpo.epsilon_high = 1.2", "such as 2.0"]),
-        (["grpo.delta=2.0", "grpo.epsilon_high=1.0"], ["1 + grpo.epsilon_high = 2.0", "as 3.0"]),
-        (["grpo.loss_type=luspo"], ["luspo", "importance_sampling_level=sequence", "not token"]),
-        (
-            ["grpo.loss_type=vespo", "grpo.rollout_importance_sampling_mode=sequence_mask"],
-            ["sequence_mask", "token_truncate or token_mask"],
-        ),
-        (
-            ["grpo.advantage_estimator=reinforce_plus_plus", "grpo.scale_rewards=group"],
-            ["scale_rewards group", "use batch"],
-        ),
-        (
-            [
-                "grpo.advantage_estimator=reinforce_plus_plus",
-                "grpo.num_generations=1",
-                "grpo.dynamic_sample=true",
-            ],
-            ["dynamic_sample", "num_generations 1", "at least 2"],
-        ),
-        (
-            [
-                "grpo.multi_objective_aggregation=normalize_then_sum",
-                "grpo.advantage_estimator=rloo",
-            ],
-            ["normalize_then_sum", "advantage_estimator=grpo", "not rloo"],
-        ),
-        (
-            ["grpo.dynamic_sample=true", "grpo.dynamic_sample_reward=exact"],
-            ["dynamic_sample_reward exact", "use last_number, or null"],
-        ),
-        ([*NORMALIZED, "grpo.dynamic_sample=true"], ["grpo.dynamic_sample=false", "not true"]),
-        ([*NORMALIZED, "grpo.scale_rewards=none"], ["grpo.scale_rewards=group", "not none"]),
-        ([*NORMALIZED, "grpo.supervision=process"], ["grpo.supervision=outcome", "not process"]),
-        ([*NORMALIZED, *KL_IN_REWARD], ["grpo.kl_in_reward=false", "not true"]),
-        ([*PROCESS, "grpo.dynamic_sample=true"], ["grpo.dynamic_sample=false", "not true"]),
-        ([*PROCESS, "grpo.advantage_estimator=rloo"], ["advantage_estimator=grpo", "not rloo"]),
-        ([*PROCESS, "grpo.scale_rewards=none"], ["grpo.scale_rewards=group", "not none"]),
-        ([*PROCESS, *KL_IN_REWARD], ["grpo.kl_in_reward=false", "not true"]),
-        (["grpo.supervision=process"], ["supervision process", "environment.name", "outcome"]),
-        (
-            ["grpo.old_logprobs=rollout", "grpo.rollout_importance_sampling_mode=token_mask"],
-            ["token_mask", "old_logprobs=rollout", "only one of the options"],
-        ),
-        (
-            ["rollout.router_replay=true", "model.megatron.moe_router_fusion=true"],
-            ["moe_router_fusion", "rollout.router_replay true", "leave out one"],
-        ),
-        (
-            ["rollout.router_replay=true", "rollout.vllm.enable_prefix_caching=false"],
-            ["enable_prefix_caching false", "rollout.router_replay true", "leave out one"],
-        ),
-        (["grpo.kl_target=0.1"], ["kl_target", "grpo.beta", "0.04"]),
-        (["grpo.use_bias_correction_kl=true"], ["use_bias_correction_kl", "grpo.beta 0"]),
-        (
-            [
-                "grpo.beta=0.1",
-                "grpo.advantage_estimator=rloo",
-                "grpo.overlong_filter=true",
-            ],
-            ["overlong_filter", "kl_in_reward"],
-        ),
-        (["eval.data.path=x", "eval.reward.functions=[]"], ["eval.reward.functions is empty"]),
-        (
-            ["grpo.beta=0.1", "grpo.advantage_estimator=rloo", "grpo.kl_estimator=k3"],
-            ["kl_estimator k3 in the reward", "leave it out", "grpo.kl_in_reward=false"],
-        ),
-        (
-            ["grpo.beta=0.1", "grpo.kl_in_reward=true"],
-            ["scale_rewards group", "batch or none"],
-        ),
-        (
-            ["grpo.beta=0.1", "grpo.kl_estimator=k1"],
-            ["kl_estimator k1 in the loss", "k2 or k3", "grpo.use_bias_correction_kl=true"],
-        ),
-        (["grpo.sync_ref_model=true"], ["grpo.beta 0 loads none", "beta above 0"]),
-        (["grpo.ref_model_mixup_alpha=0"], ["grpo.ref_model_mixup_alpha", "greater than 0"]),
-        (
-            ["rollout.base_urls=[http://localhost:1]", "rollout.num_engines=3"],
-            ["num_engines 3", "base_urls 1"],
-        ),
-        (
-            ["rollout.async_generate=true"],
-            ["async_generate true", "recompute", "grpo.old_logprobs=rollout", "token_truncate"],
-        ),
-        (
-            ["rollout.engine=transformers", "rollout.vllm.max_model_len=64"],
-            ["rollout.vllm {'max_model_len': 64}", "empty"],
-        ),
-        (
-            ["eval.data.path=x", "environment.name=mine.py:Game"],
-            ["last_number * 1, environment * 1: set eval.pass_threshold to the lowest"],
-        ),
-        (
-            [
-                "environment.name=mine.py:Game",
-                "eval.sets.a={data: {}, reward: {functions: ['mine.py:environment']}}",
-                "eval.pass_threshold=1.0",
-            ],
-            ["eval.sets.a.reward.functions names environment", "rename"],
-        ),
-        (
-            ["rollout.engine=transformers", "rollout.stop=[end]"],
-            ["['end']", "rollout.stop_token_ids", "rollout.engine=vllm"],
-        ),
-        (["rollout.stop=['']"], ["rollout.stop ['']", "empty string"]),
-        (["rollout.stop_token_ids=[-1]"], ["rollout.stop_token_ids", "greater than or equal to 0"]),
-        (["rollout.sync_dir=/tmp"], ["rollout.sync_dir"]),
-        (["rollout.base_urls=[node7]"], ["'node7'", "http://host:8000"]),
-        (
-            ["rollout.engine=transformers", "rollout.tensor_parallel_size=2"],
-            ["tensor_parallel_size 2", "must be 1"],
-        ),
-        (
-            ["rollout.enable_sleep_mode=true", "rollout.engine=transformers"],
-            ["leave it out with rollout.engine transformers"],
-        ),
-        (
-            ["rollout.enable_sleep_mode=true", "rollout.vllm.speculative_config={method: ngram}"],
-            ["rollout.vllm.speculative_config", "leave out one of the two"],
-        ),
-        (
-            ["rollout.enable_sleep_mode=true", "rollout.async_generate=true"],
-            ["leave it out with rollout.engine vllm and rollout.async_generate true"],
-        ),
-        (["eval.k=[1,4,8]"], ["eval: k 4", "num_generations 1", "to 8"]),
-        (["eval.temperature=0", "eval.num_generations=4"], ["temperature 0", "num_generations 1"]),
-        (["eval.temperature=0.001"], ["0.001", "use 0, or at least 0.01"]),
-        (["eval.temperature=-1"], ["eval.temperature", "greater than or equal to 0"]),
-        (["eval.top_k=0"], ["eval: top_k 0", "-1"]),
-        (["eval.top_p=0"], ["eval.top_p", "greater than 0"]),
-        (["eval.data.shuffle=true"], ["eval: data.shuffle", "leave it out"]),
-        (["eval.data.path=3"], ["eval.data.path", "valid string"]),
-        (["reward.functions=[]"], ["reward.functions", "at least 1"]),
-        (["reward.functions=exact"], ["reward.functions is a list"]),
-        (["reward.functions=[a.py:f, b.py:f]"], ["f 2 times"]),
-        (["reward.max_failed_fraction=1.0"], ["reward.max_failed_fraction", "less than 1"]),
-        (["data.apply_chat_template=false", "data.system_prompt=x"], ["apply_chat_template=true"]),
-        (
-            ["data.apply_chat_template=false", "data.chat_template_kwargs.a=1"],
-            ["chat_template_kwargs", "apply_chat_template=true"],
-        ),
-        (["data.chat_template_kwargs.tools=[]"], ["chat_template_kwargs.tools is reserved"]),
-        (["eval.data.chat_template_kwargs.tokenize=true"], ["kwargs.tokenize is reserved"]),
-        (["eval.sets={a/b: {data: {}}}"], ["eval: sets has the name 'a/b'", "such as aime24"]),
-        (
-            ["eval.sets.a.k=[1]"],
-            ["eval: sets.a has no held-out", "give eval.sets.a.data.path=FILE"],
-        ),
-        (
-            ["eval.data={}", "eval.sets.a.data={}"],
-            ["eval: data and sets (a)", "eval.sets.NAME.data", "set eval.sets={}"],
-        ),
-        (["eval.sets.a=3"], ["config key eval.sets.a = 3", "table of keys"]),
-        (["eval.sets.a.data={}", "eval.k=[2]"], ["eval.sets.a: k 2", "num_generations 1"]),
-        (["eval.sets.a.data.shuffle=true"], ["eval.sets.a: data.shuffle", "leave it out"]),
-        (
-            ["eval.sets.a.data={}", "eval.sets.a.reward.functions=[]"],
-            ["eval.sets.a.reward.functions is empty"],
-        ),
-        (["train.num_steps.x=1"], ["'num_steps' is a value"]),
-        (["train.num_steps"], ["'train.num_steps' is not of the form key.sub=value"]),
-        (["train.seed=[1"], ["not valid YAML"]),
-    ],
-)
-def test_values_that_cannot_stand_are_refused_with_the_numbers(overrides, parts):
-    message = refusal(*overrides)
-    for part in parts:
-        assert part in message
+REFUSED = [
+    ("rollout.top_p=0.9", "top_p 1.0"),
+    ("rollout.top_k=50", "top_k -1"),
+    ("parallel.sequence_parallel=true", "tensor_parallel_size is 1"),
+    (
+        "parallel.num_layers_in_first_pipeline_stage=1 + parallel.pipeline_parallel_size=1",
+        "set num_layers_in_first_pipeline_stage=null",
+    ),
+    (
+        "parallel.num_layers_in_last_pipeline_stage=1 + parallel.pipeline_parallel_size=1",
+        "set num_layers_in_last_pipeline_stage=null",
+    ),
+    ("optimizer.lr_warmup_steps=15", "at most 14"),
+    ("optimizer.min_lr=1", "at most 3e-05"),
+    ("optimizer.min_lr=1e-6", "use cosine or linear"),
+    ("train.save_interval=10 + train.keep_every=25", "set it to 30"),
+    ("grpo.num_generations=1", "at least 2"),
+    ("grpo.loss_type=cispo", "at least 1, such as 5.0"),
+    ("grpo.loss_type=gmpo + grpo.delta=2.0", "use null"),
+    ("grpo.delta=1.2", "such as 2.0"),
+    ("grpo.delta=2.0 + grpo.epsilon_high=1.0", "such as 3.0"),
+    ("grpo.loss_type=luspo", "importance_sampling_level=sequence"),
+    (
+        "grpo.loss_type=vespo + grpo.rollout_importance_sampling_mode=sequence_mask",
+        "token_truncate or token_mask",
+    ),
+    ("grpo.advantage_estimator=reinforce_plus_plus + grpo.scale_rewards=group", "use batch"),
+    (
+        "grpo.advantage_estimator=reinforce_plus_plus + grpo.num_generations=1"
+        " + grpo.dynamic_sample=true",
+        "at least 2 generations",
+    ),
+    ("grpo.dynamic_sample=true + grpo.dynamic_sample_reward=exact", "use last_number, or null"),
+    ("NORMALIZED + grpo.dynamic_sample=true", "grpo.dynamic_sample=false"),
+    ("NORMALIZED + grpo.advantage_estimator=rloo", "grpo.advantage_estimator=grpo"),
+    ("NORMALIZED + grpo.scale_rewards=none", "grpo.scale_rewards=group"),
+    ("NORMALIZED + grpo.supervision=process", "grpo.supervision=outcome"),
+    ("NORMALIZED + grpo.beta=0.1 + grpo.kl_in_reward=true", "grpo.kl_in_reward=false"),
+    ("PROCESS + grpo.dynamic_sample=true", "grpo.dynamic_sample=false"),
+    ("PROCESS + grpo.advantage_estimator=rloo", "grpo.advantage_estimator=grpo"),
+    ("PROCESS + grpo.scale_rewards=none", "grpo.scale_rewards=group"),
+    ("PROCESS + grpo.beta=0.1 + grpo.kl_in_reward=true", "grpo.kl_in_reward=false"),
+    ("grpo.supervision=process", "environment.name"),
+    (
+        "grpo.old_logprobs=rollout + grpo.rollout_importance_sampling_mode=token_mask",
+        "only one of the options",
+    ),
+    ("rollout.router_replay=true + model.megatron.moe_router_fusion=true", "moe_router_fusion"),
+    (
+        "rollout.router_replay=true + rollout.vllm.enable_prefix_caching=false",
+        "enable_prefix_caching",
+    ),
+    ("grpo.kl_target=0.1", "grpo.beta above 0"),
+    ("grpo.use_bias_correction_kl=true", "grpo.beta 0"),
+    (
+        "grpo.beta=0.1 + grpo.advantage_estimator=rloo + grpo.overlong_filter=true",
+        "overlong_filter",
+    ),
+    (
+        "grpo.beta=0.1 + grpo.advantage_estimator=rloo + grpo.kl_estimator=k3",
+        "kl_estimator k3 in the reward",
+    ),
+    ("grpo.beta=0.1 + grpo.kl_in_reward=true", "batch or none"),
+    ("grpo.beta=0.1 + grpo.kl_estimator=k1", "k2 or k3"),
+    ("grpo.sync_ref_model=true", "grpo.beta 0 loads none"),
+    ("rollout.base_urls=[http://localhost:1] + rollout.num_engines=3", "set it to 1"),
+    ("rollout.base_urls=[node7]", "http://host:8000"),
+    ("rollout.async_generate=true", "token_truncate"),
+    (
+        "rollout.engine=transformers + rollout.vllm.max_model_len=64",
+        "rollout.vllm {'max_model_len': 64}",
+    ),
+    ("rollout.engine=transformers + rollout.tensor_parallel_size=2", "must be 1"),
+    ("rollout.engine=transformers + rollout.stop=[end]", "rollout.stop_token_ids"),
+    ("rollout.stop=['']", "empty string"),
+    ("rollout.enable_sleep_mode=true + rollout.engine=transformers", "rollout.engine transformers"),
+    (
+        "rollout.enable_sleep_mode=true + rollout.vllm.speculative_config={method: ngram}",
+        "speculative_config",
+    ),
+    ("rollout.enable_sleep_mode=true + rollout.async_generate=true", "rollout.async_generate true"),
+    ("reward.functions=[]", "name at least 1"),
+    ("reward.functions=exact", "is a list"),
+    ("reward.functions=[a.py:f, b.py:f]", "f 2 times"),
+    ("environment.name=Game", "form file.py:ClassName"),
+    ("environment.name=:Game", "form file.py:ClassName"),
+    (
+        "environment.name=mine.py:Game + reward.functions=[mine.py:environment]",
+        "rename the function",
+    ),
+    ("data.apply_chat_template=false + data.system_prompt=x", "system_prompt"),
+    ("data.apply_chat_template=false + data.chat_template_kwargs.a=1", "chat_template_kwargs"),
+    ("data.chat_template_kwargs.tools=[]", "kwargs.tools is reserved"),
+    ("eval.k=[1,4,8]", "eval: k 4"),
+    ("eval.temperature=0 + eval.num_generations=4", "use num_generations 1"),
+    ("eval.temperature=0.001", "use 0, or at least 0.01"),
+    ("eval.top_k=0", "eval: top_k 0"),
+    ("eval.data.shuffle=true", "eval: data.shuffle"),
+    ("eval.data={} + eval.reward.functions=[]", "eval.reward.functions is empty"),
+    ("eval.data={} + environment.name=mine.py:Game", "environment * 1: set eval.pass_threshold to"),
+    ("eval.data={} + eval.sets.a.data={}", "eval.sets.NAME.data"),
+    ("eval.sets={a/b: {data: {}}}", "the name 'a/b'"),
+    ("eval.sets.a.k=[1]", "give eval.sets.a.data.path=FILE"),
+    ("eval.sets.a=3", "eval.sets.a = 3"),
+    ("eval.sets.a.data={} + eval.k=[2]", "eval.sets.a: k 2"),
+    ("eval.sets.a.data.shuffle=true", "eval.sets.a: data.shuffle"),
+    (
+        "eval.sets.a.data={} + eval.sets.a.reward.functions=[]",
+        "eval.sets.a.reward.functions is empty",
+    ),
+    ("train.num_steps.x=1", "'num_steps' is a value"),
+    ("train.num_steps", "key.sub=value"),
+    ("train.seed=[1", "not valid YAML"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "word"), REFUSED)
+def test_values_that_do_not_go_together_are_refused(overrides, word):
+    for name, override in (("NORMALIZED", NORMALIZED), ("PROCESS", PROCESS)):
+        overrides = overrides.replace(name, override)
+    assert word in refusal(*overrides.split(" + "))
 
 
 @pytest.mark.parametrize(
     ("text", "part"),
-    [("model: [1", "not valid YAML"), ("- 1", "holds list"), ("a: 1\na: 2", "'a' is given twice")],
+    [
+        ("model: [1", "not valid YAML"),
+        ("- 1", "holds list"),
+        ("a: 1\na: 2", "'a' is given twice"),
+        (None, "does not exist"),
+    ],
 )
 def test_broken_files_are_refused(text, part, tmp_path):
     path = tmp_path / "config.yaml"
-    path.write_text(text)
+    if text is not None:
+        path.write_text(text)
     assert part in refusal(path=path)
 
 
-def test_missing_file_is_refused(tmp_path):
-    assert "does not exist" in refusal(path=tmp_path / "none.yaml")
+def test_config_cannot_be_changed():
+    config = load_config(DEMO)
+    with pytest.raises(ValidationError):
+        config.train = config.train
+    with pytest.raises(ValidationError):
+        config.train.seed = 1
+
+
+def test_an_environment_is_a_term_of_the_reward_and_may_be_the_only_one():
+    environment = ["environment.name=mine.py:Game", "environment.arguments.size=3"]
+    config = load_config(DEMO, [*environment, "reward.functions=[]", "environment.weight=2.0"])
+    assert config.environment.arguments == {"size": 3}
+    assert [(term.label, term.weight) for term in config.reward_terms] == [("environment", 2.0)]
+    config = load_config(DEMO, [*environment, "reward.functions=[exact]"])
+    assert [term.label for term in config.reward_terms] == ["exact", "environment"]
+    assert load_config(DEMO).reward_terms == load_config(DEMO).reward.functions
+
+
+LONG = "{name: soft_overlong, arguments: {soft_max_length: 16, soft_cache_length: 4}}"
+COSINE = "{name: cosine, arguments: {cosine_max_len: 16}}"
+
+
+@pytest.mark.parametrize(
+    ("functions", "judge"),
+    [
+        (f"[math_answer, {LONG}]", "math_answer"),
+        (f"[{COSINE}]", "math_answer"),
+        (f"[repetition, demo/rewards.py:last_number, {LONG}]", "demo/rewards.py:last_number"),
+        ("[judge, exact]", "exact"),
+        ("[{name: exact, weight: 0.5}]", "exact"),
+    ],
+)
+def test_a_shaped_reward_does_not_judge_an_evaluation_unasked(functions, judge):
+    shaped = f"reward.functions={functions}"
+    message = refusal(shaped, "eval.data.path=test.jsonl")
+    assert f"set eval.reward.functions=[{judge}], or eval.pass_threshold to the lowest" in message
+    load_config(DEMO, [shaped])
+    load_config(DEMO, [shaped, "eval.data.path=test.jsonl", "eval.pass_threshold=1.0"])
+    load_config(DEMO, [shaped, "eval.data.path=test.jsonl", f"eval.reward.functions=[{judge}]"])
+    # Of which the functions are still those of training.
+    assert message == refusal(shaped, "eval.data.path=test.jsonl", "eval.reward.timeout=120")
+    judged = "eval.sets.one={data: {}, pass_threshold: 0.5}"
+    message = refusal(shaped, judged, "eval.sets.two.data={}")
+    assert f"set eval.sets.two.reward.functions=[{judge}], or eval.sets.two.pass_thr" in message
+    load_config(DEMO, [shaped, judged, "eval.sets.two.data={}", "eval.pass_threshold=1.0"])
+
+
+def test_a_function_that_only_looks_on_shapes_no_reward():
+    watched = "reward.functions=[exact, {name: repetition, weight: 0.0}]"
+    load_config(DEMO, [watched, "eval.data.path=test.jsonl"])
+
+
+def test_what_transformers_takes_for_itself_is_no_variable_of_a_chat_template():
+    taken = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    assert taken.keys() - {"self", "kwargs"} <= OWN_TEMPLATE_ARGUMENTS
 
 
 @pytest.mark.parametrize(
@@ -535,87 +507,3 @@ def test_what_an_estimator_has_by_default_may_be_idle():
     rloo = load_config(DEMO, ["grpo.advantage_estimator=rloo"])
     assert (rloo.grpo.kl_in_reward, rloo.grpo.beta) == (True, 0.0)
     load_config(DEMO, ["grpo.advantage_estimator=rloo", "grpo.kl_in_reward=false"])
-
-
-def test_config_cannot_be_changed():
-    config = load_config(DEMO)
-    with pytest.raises(ValidationError):
-        config.train = config.train
-    with pytest.raises(ValidationError):
-        config.train.seed = 1
-
-
-def test_every_key_has_a_description():
-    sections = [Config.model_fields[name].annotation for name in Config.model_fields]
-    undescribed = [
-        f"{section.__name__}.{name}"
-        for section in sections
-        for name, field in section.model_fields.items()
-        if not field.description
-    ]
-    assert not undescribed
-
-
-def test_an_environment_is_a_term_of_the_reward_and_may_be_the_only_one():
-    environment = ["environment.name=mine.py:Game", "environment.arguments.size=3"]
-    config = load_config(DEMO, [*environment, "reward.functions=[]", "environment.weight=2.0"])
-    assert config.environment.arguments == {"size": 3}
-    assert [(term.label, term.weight) for term in config.reward_terms] == [("environment", 2.0)]
-    config = load_config(DEMO, [*environment, "reward.functions=[exact]"])
-    assert [term.label for term in config.reward_terms] == ["exact", "environment"]
-    assert load_config(DEMO).reward_terms == load_config(DEMO).reward.functions
-
-
-@pytest.mark.parametrize(
-    ("overrides", "told"),
-    [
-        (["environment.name=Game"], "'Game' is not of the form file.py:ClassName"),
-        (["environment.name=:Game"], "':Game' is not of the form"),
-        (["reward.functions=[]"], r"reward.functions is empty: name at least 1, such as \[exact\]"),
-        (
-            ["environment.name=mine.py:Game", "reward.functions=[mine.py:environment]"],
-            "the name of the environment's own reward: rename the function",
-        ),
-    ],
-)
-def test_an_environment_that_cannot_be_is_refused(overrides, told):
-    assert re.search(told, refusal(*overrides))
-
-
-LONG = "{name: soft_overlong, arguments: {soft_max_length: 16, soft_cache_length: 4}}"
-COSINE = "{name: cosine, arguments: {cosine_max_len: 16}}"
-
-
-@pytest.mark.parametrize(
-    ("functions", "judge"),
-    [
-        (f"[math_answer, {LONG}]", "math_answer"),
-        (f"[{COSINE}]", "math_answer"),
-        (f"[repetition, demo/rewards.py:last_number, {LONG}]", "demo/rewards.py:last_number"),
-        ("[judge, exact]", "exact"),
-        ("[{name: exact, weight: 0.5}]", "exact"),
-    ],
-)
-def test_a_shaped_reward_does_not_judge_an_evaluation_unasked(functions, judge):
-    shaped = f"reward.functions={functions}"
-    message = refusal(shaped, "eval.data.path=test.jsonl")
-    assert f"set eval.reward.functions=[{judge}], or eval.pass_threshold to the lowest" in message
-    load_config(DEMO, [shaped])
-    load_config(DEMO, [shaped, "eval.data.path=test.jsonl", "eval.pass_threshold=1.0"])
-    load_config(DEMO, [shaped, "eval.data.path=test.jsonl", f"eval.reward.functions=[{judge}]"])
-    # Of which the functions are still those of training.
-    assert message == refusal(shaped, "eval.data.path=test.jsonl", "eval.reward.timeout=120")
-    judged = "eval.sets.one={data: {}, pass_threshold: 0.5}"
-    message = refusal(shaped, judged, "eval.sets.two.data={}")
-    assert f"set eval.sets.two.reward.functions=[{judge}], or eval.sets.two.pass_thr" in message
-    load_config(DEMO, [shaped, judged, "eval.sets.two.data={}", "eval.pass_threshold=1.0"])
-
-
-def test_a_function_that_only_looks_on_shapes_no_reward():
-    watched = "reward.functions=[exact, {name: repetition, weight: 0.0}]"
-    load_config(DEMO, [watched, "eval.data.path=test.jsonl"])
-
-
-def test_what_transformers_takes_for_itself_is_no_variable_of_a_chat_template():
-    taken = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
-    assert taken.keys() - {"self", "kwargs"} <= OWN_TEMPLATE_ARGUMENTS

@@ -6,6 +6,7 @@ import pytest
 
 from checkpoint_convert import padded_vocab_size, read_shape
 from checkpoint_convert.megatron import checkpoint_layout
+from helpers.published_models import write_config
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.file import load_config
 from megatron_grpo.engines.vllm_args import check_engine_arguments
@@ -18,7 +19,6 @@ from megatron_grpo.planning.workload import longest_sequence
 from parallel.alignment import Alignment
 from parallel.cpu_device import setup_device
 from parallel.microbatches import plan_microbatches
-from published_models import write_config
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 GPUS_PER_NODE = 8
@@ -64,7 +64,7 @@ def test_batches_and_lengths_go_together(name, published, tmp_path):
     longest = cfg.data.max_prompt_length + cfg.rollout.max_completion_length
     assert longest == cfg.rollout.vllm["max_model_len"]
     assert longest <= read_shape(cfg.model.path).max_position_embeddings
-    alignment = Alignment.of(cfg.dims, cfg.parallel.sequence_parallel)
+    alignment = Alignment.for_mesh(cfg.dims, cfg.parallel.sequence_parallel)
     plan_microbatches([longest], cfg.train.max_tokens_per_microbatch, cfg.dims, alignment)
     check_engine_arguments(cfg.rollout.vllm)
 

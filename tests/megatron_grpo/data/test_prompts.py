@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
+from helpers.models import EOS_ID, character_tokenizer
+from helpers.shapes import LLAMA_70B
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import load_config
 from megatron_grpo.data.prompts import Prompt, PromptStream, end_tokens, load_prompts
 from megatron_grpo.evaluation.evaluation import as_evaluated, load_eval_prompts
-from models import EOS_ID, character_tokenizer
-from shapes import LLAMA_70B
 
 CONTEXT = 512
 TINY = Path(__file__).parents[3] / "configs" / "tiny_cpu.yaml"
@@ -152,24 +152,16 @@ def test_a_folder_in_which_some_files_are_of_a_split_and_some_of_none_is_refused
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("rows", "override", "told"),
     [
-        ("data.split=test", "rows.jsonl is one file: give the file of that split"),
-        ("data.subset=main", "set data.subset=null"),
+        (ROWS, "data.split=test", "rows.jsonl is one file: give the file of that split"),
+        (ROWS, "data.subset=main", "set data.subset=null"),
+        (ROWS, "data.prompt_column=question", "'prompt', 'answer', 'level'"),
+        ([], "data.shuffle=true", "has no rows"),
     ],
 )
-def test_a_file_has_neither_splits_nor_subsets(tmp_path, override, told):
-    assert told in refusal(config(jsonl(tmp_path, ROWS), override))
-
-
-def test_missing_column_is_answered_with_those_present(tmp_path):
-    message = refusal(config(jsonl(tmp_path, ROWS), "data.prompt_column=question"))
-    assert "data.prompt_column 'question'" in message
-    assert "'prompt', 'answer', 'level'" in message
-
-
-def test_empty_data_is_refused(tmp_path):
-    assert "has no rows" in refusal(config(jsonl(tmp_path, [])))
+def test_a_file_without_what_the_config_names_is_refused(tmp_path, rows, override, told):
+    assert told in refusal(config(jsonl(tmp_path, rows), override))
 
 
 # A line that makes no prompt, and what is said of it.
@@ -270,26 +262,36 @@ def test_whatever_the_other_lines_hold_good_ones_are_used_and_bad_ones_listed(li
             assert listed == bad
 
 
-def test_chats_that_the_template_refuses_are_listed(tmp_path):
-    tokenizer = character_tokenizer(250)
-    tokenizer.chat_template = (
-        "{% if messages[0]['role'] != 'user' %}{{ raise_exception('begin with the user') }}"
-        "{% endif %}" + tokenizer.chat_template
-    )
-    chat = [{"role": "assistant", "content": "hi"}, {"role": "user", "content": "ho"}]
-    path = jsonl(tmp_path, [*ROWS, {"prompt": chat, "answer": "1"}])
-    with pytest.raises(ValueError) as refused:
-        load_prompts(config(path), tokenizer, CONTEXT)
-    assert f"{path} line 6: refused by the chat template: begin with the user" in str(refused.value)
-    skipped = load_prompts(config(path, "data.on_invalid=skip"), tokenizer, CONTEXT)
-    assert [prompt.row for prompt in skipped] == ROWS
-
-
 # As those of Llama 3.1 and later ask.
 ASKS_FOR_CALLS = (
     "{% for message in messages %}{% if 'tool_calls' in message %}"
     "{{ message.tool_calls | length }} calls{% endif %}{{ message.content }}{% endfor %}"
 )
+
+
+@pytest.mark.parametrize(
+    ("template", "chat", "told"),
+    [
+        (
+            "{% if messages[0]['role'] != 'user' %}{{ raise_exception('begin with the user') }}"
+            "{% endif %}",
+            [{"role": "assistant", "content": "hi"}, {"role": "user", "content": "ho"}],
+            "begin with the user",
+        ),
+        (ASKS_FOR_CALLS, [{"role": "user", "content": "a", "tool_calls": 3}], "no len()"),
+    ],
+    ids=["by the template itself", "for a field of another type"],
+)
+def test_chats_that_the_template_refuses_are_listed(tmp_path, template, chat, told):
+    tokenizer = character_tokenizer(250)
+    tokenizer.chat_template = template + tokenizer.chat_template
+    path = jsonl(tmp_path, [*ROWS, {"prompt": chat, "answer": "1"}])
+    with pytest.raises(ValueError) as refused:
+        load_prompts(config(path), tokenizer, CONTEXT)
+    assert f"{path} line 6: refused by the chat template: " in str(refused.value)
+    assert told in str(refused.value)
+    skipped = load_prompts(config(path, "data.on_invalid=skip"), tokenizer, CONTEXT)
+    assert [prompt.row for prompt in skipped] == ROWS
 
 
 def test_fields_that_a_table_has_filled_with_null_do_not_reach_the_template(tmp_path):
@@ -307,17 +309,6 @@ def test_fields_that_a_table_has_filled_with_null_do_not_reach_the_template(tmp_
     assert [prompt.text for prompt in prompts] == ["a1 callsbc", "d"]
 
 
-def test_chats_with_fields_of_a_type_that_the_template_cannot_take_are_listed(tmp_path):
-    tokenizer = character_tokenizer(250)
-    tokenizer.chat_template = ASKS_FOR_CALLS
-    chat = [{"role": "user", "content": "a", "tool_calls": 3}]
-    path = jsonl(tmp_path, [*ROWS, {"prompt": chat, "answer": "1"}])
-    with pytest.raises(ValueError, match=r"line 6: refused by the chat template: .* no len\(\)"):
-        load_prompts(config(path), tokenizer, CONTEXT)
-    skipped = load_prompts(config(path, "data.on_invalid=skip"), tokenizer, CONTEXT)
-    assert [prompt.row for prompt in skipped] == ROWS
-
-
 def test_chats_without_a_template_are_listed(tmp_path):
     chat = [{"role": "user", "content": "hi"}]
     path = jsonl(tmp_path, [*ROWS, {"prompt": chat, "answer": "1"}])
@@ -325,23 +316,21 @@ def test_chats_without_a_template_are_listed(tmp_path):
     assert f"{path} line 6: chat messages, which need data.apply_chat_template=true" in message
 
 
-def test_rows_of_a_table_go_by_their_number(tmp_path):
-    table = pyarrow.table({"prompt": ["a", None, "c", "d"], "answer": ["1", "2", None, "4"]})
+@pytest.mark.parametrize(
+    ("prompt", "answer", "faults", "usable"),
+    [
+        (["a", None, "c", "d"], ["1", "2", None, "4"], ["1: 'prompt'", "2: 'answer'"], [0, 3]),
+        ([b"a", b"\xff", b"c"], ["1"] * 3, ["1: not UTF-8"], [0, 2]),
+    ],
+    ids=["null", "bad UTF-8"],
+)
+def test_unusable_rows_of_a_table_go_by_their_number(tmp_path, prompt, answer, faults, usable):
+    values = pyarrow.array(prompt).cast(pyarrow.string(), safe=False)
     path = tmp_path / "rows.parquet"
-    pyarrow.parquet.write_table(table, path)
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": values, "answer": answer}), path)
     message = refusal(config(path))
-    assert f"{path} row 1: 'prompt' is null\n" in message
-    assert f"{path} row 2: 'answer' is null\n" in message
-    assert [p.index for p in load(config(path, "data.on_invalid=skip"))] == [0, 3]
-
-
-def test_a_table_with_bad_utf8_has_its_rows_named(tmp_path):
-    values = pyarrow.array([b"a", b"\xff", b"c"]).cast(pyarrow.string(), safe=False)
-    path = tmp_path / "rows.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"prompt": values, "answer": ["1"] * 3}), path)
-    assert f"1 of 3 rows of {path} cannot be used (1 not UTF-8)" in refusal(config(path))
-    assert f"{path} row 1: not UTF-8\n" in refusal(config(path))
-    assert [p.index for p in load(config(path, "data.on_invalid=skip"))] == [0, 2]
+    assert all(f"{path} row {fault}" in message for fault in faults)
+    assert [p.index for p in load(config(path, "data.on_invalid=skip"))] == usable
 
 
 def test_a_file_that_is_no_table_is_named(tmp_path):

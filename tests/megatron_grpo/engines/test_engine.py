@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from megatron_grpo.engines import engine as engine_module
-from megatron_grpo.engines.dispatch import Assignment
+from megatron_grpo.engines.dispatch import EngineQueue
 from megatron_grpo.engines.engine import Choice, Engine, Patience
 from megatron_grpo.engines.http import EngineDown, EngineError
 
@@ -73,7 +73,7 @@ def generate(
 
     async def ask() -> None:
         is_over = asyncio.Event()
-        await Assignment({0: request}, 7, take, is_over.set).answer(engine_of(answer), is_over)
+        await EngineQueue({0: request}, 7, take, is_over.set).answer(engine_of(answer), is_over)
 
     asyncio.run(ask())
     return taken

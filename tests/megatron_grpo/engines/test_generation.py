@@ -8,7 +8,7 @@ import weakref
 import numpy as np
 import pytest
 
-from engines import sampling_params
+from helpers.engines import sampling_params
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample, first_seed
 from megatron_grpo.engines.engine import Choice, Logprobs, Token
@@ -57,7 +57,7 @@ def test_every_sample_is_asked_for_alone_with_a_seed_and_a_priority_of_its_own()
 def test_samples_are_in_the_order_of_prompts_and_indices_whoever_answers_first():
     requests = generation()
     for number in (5, 2, 0, 1, 4, 3):
-        assert asyncio.run(requests.take(number, choice(number), "http://a")) is None
+        assert asyncio.run(requests.take_answer(number, choice(number), "http://a")) is None
     assert not requests.open and requests.engines == {"http://a"}
     assert requests.samples() == [
         Sample(
@@ -76,7 +76,7 @@ def test_samples_are_in_the_order_of_prompts_and_indices_whoever_answers_first()
 def test_nothing_of_an_answer_is_kept_but_its_sample():
     requests, given = generation(), choice(0)
     watched = [weakref.ref(each) for each in (given, given.logprobs.content[0])]
-    asyncio.run(requests.take(0, given, "http://a"))
+    asyncio.run(requests.take_answer(0, given, "http://a"))
     del given
     assert [each() for each in watched] == [None] * 2
 
@@ -85,7 +85,7 @@ def test_an_answer_that_makes_no_sample_leaves_its_request_open():
     requests, given = generation(), choice(1)
     given.token_ids.pop()
     with pytest.raises(AssertionError):
-        asyncio.run(requests.take(1, given, "http://a"))
+        asyncio.run(requests.take_answer(1, given, "http://a"))
     assert set(requests.open) == {*range(6)} and requests.engines == set()
 
 
@@ -99,6 +99,6 @@ def test_samples_have_routes_only_if_they_are_replayed(router_replay):
     np.save(file := io.BytesIO(), np.zeros((LENGTH, 2, 3), np.uint8))
     given.routed_experts = file.getvalue()
     for number in range(6):
-        asyncio.run(requests.take(number, given, "http://a"))
+        asyncio.run(requests.take_answer(number, given, "http://a"))
     for sample in requests.samples():
         assert sample.routed_experts is (given.routes if router_replay else None)

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from megatron_grpo.engines.http import NUM_POOLS, connect
+from megatron_grpo.engines.http import NUM_POOLS, http_client
 
 NUM_REQUESTS = 100
 
@@ -29,7 +29,7 @@ def test_all_requests_are_open_at_once_and_few_connections_stay():
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        async with connect(f"http://127.0.0.1:{port}", "token", 30.0, 30.0) as http:
+        async with http_client(f"http://127.0.0.1:{port}", "token", 30.0, 30.0) as http:
             await asyncio.gather(*(http.get("/") for _ in range(NUM_REQUESTS)))
             async with asyncio.timeout(30):
                 while num_open > NUM_POOLS:

@@ -19,7 +19,8 @@ import httpx
 import psutil
 import pytest
 
-from engines import largest_logprob_error, random_prompts, running_engine, wait_until
+from helpers.engines import Proxy, largest_logprob_error, random_prompts, running_engine, wait_until
+from helpers.trainers import Trainer, as_soon_as, trainer
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines import EngineServers, NoServingEngine, RolloutAborted
@@ -30,9 +31,7 @@ from megatron_grpo.engines.pool import MAX_COMEBACKS, EnginePool
 from megatron_grpo.engines.server import reserve_port
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.launch.run_dir import bearer, new_token
-from parallel.weight_transfer.local_channels import LocalSendChannel
-from proxies import Proxy
-from trainers import Trainer, as_soon_as, trainer
+from parallel.weight_transfer.local_channels import LocalChannel
 
 PROMPTS = random_prompts(24)
 
@@ -65,7 +64,7 @@ def bring_back(ours: Trainer) -> None:
     """Wait for engines that were started again, and push to all."""
     assert wait_until(lambda: all(map(is_healthy, ours.servers.base_urls)), seconds=60)
     ours.push()
-    assert ours.fleet.serving == [*ours.servers.base_urls]
+    assert ours.pool.serving == [*ours.servers.base_urls]
     generation = ours.ask(PROMPTS)
     ours.client.generate(generation)
     assert generation.engines == {*ours.servers.base_urls}
@@ -84,7 +83,7 @@ def test_a_killed_engines_requests_go_to_the_other_and_it_is_back_after_the_next
         samples = pair.client.generate(generation)
     assert tokens_of(samples) == undisturbed
     assert {s.policy_version for s in samples} == {pair.version}
-    assert pair.fleet.serving == [first]
+    assert pair.pool.serving == [first]
     pair.generate(PROMPTS[:2])  # nobody waits for the other one
     bring_back(pair)
     told = capfd.readouterr().err.splitlines()
@@ -101,7 +100,7 @@ def test_a_stopped_engine_is_killed_and_its_requests_go_to_the_other(pair, undis
     with as_soon_as(lambda: first in generation.engines, stopped.suspend):
         samples = pair.client.generate(generation)
     assert tokens_of(samples) == undisturbed
-    assert not is_alive(stopped) and pair.fleet.serving == [second]
+    assert not is_alive(stopped) and pair.pool.serving == [second]
     assert f"{first} is lost: did not answer within 3 s" in capfd.readouterr().err
     bring_back(pair)
 
@@ -120,39 +119,39 @@ def test_an_engine_that_is_late_with_an_answer_is_lost_and_its_requests_go_to_th
     with monkeypatch.context() as planted:
         planted.setattr(Engine, "pause", late)
         assert tokens_of(pair.generate(PROMPTS)) == undisturbed
-    assert pair.fleet.serving == [first]
+    assert pair.pool.serving == [first]
     assert f"{second} is lost: did not answer /pause within 600 s" in capfd.readouterr().err
     bring_back(pair)
 
 
 def test_a_push_in_which_an_engine_dies_goes_to_the_other(pair, undisturbed, monkeypatch):
     first, second = pair.servers.base_urls
-    hand_over, victims = LocalSendChannel.hand_over, [first]
+    send_bucket, victims = LocalChannel.send_bucket, [first]
 
-    def dying(self: LocalSendChannel, num_bytes: int) -> None:
+    def dying(self: LocalChannel, num_bytes: int) -> None:
         while victims:
             kill(pair, victims.pop())
-        hand_over(self, num_bytes)
+        send_bucket(self, num_bytes)
 
-    monkeypatch.setattr(LocalSendChannel, "hand_over", dying)
+    monkeypatch.setattr(LocalChannel, "send_bucket", dying)
     pair.push()
-    assert not victims and pair.fleet.serving == [second]
+    assert not victims and pair.pool.serving == [second]
     assert tokens_of(pair.generate(PROMPTS)) == undisturbed
     bring_back(pair)
 
 
 def test_a_push_that_lasts_longer_than_an_engine_may_stall_loses_none(pair, monkeypatch, capfd):
-    hand_over, delays = LocalSendChannel.hand_over, [4.5]
+    send_bucket, delays = LocalChannel.send_bucket, [4.5]
 
-    def slow(self: LocalSendChannel, num_bytes: int) -> None:
+    def slow(self: LocalChannel, num_bytes: int) -> None:
         while delays:
             time.sleep(delays.pop())
-        hand_over(self, num_bytes)
+        send_bucket(self, num_bytes)
 
-    monkeypatch.setattr(LocalSendChannel, "hand_over", slow)
+    monkeypatch.setattr(LocalChannel, "send_bucket", slow)
     monkeypatch.setattr(engine_module, "PROBE_INTERVAL", 0.1)
     pair.push()
-    assert not delays and pair.fleet.serving == [*pair.servers.base_urls]
+    assert not delays and pair.pool.serving == [*pair.servers.base_urls]
     assert "is lost" not in capfd.readouterr().err
 
 
@@ -183,7 +182,7 @@ def test_an_engine_without_weights_is_left_out_and_not_killed(pair, undisturbed,
         f"{second}/init_weight_transfer_engine", json=connect, headers=bearer(pair.servers.token)
     )
     assert tokens_of(pair.generate(PROMPTS)) == undisturbed
-    assert pair.fleet.serving == [first]
+    assert pair.pool.serving == [first]
     assert f"{second} is out until the next push: holds no complete" in capfd.readouterr().err
     bring_back(pair)
     assert [pair.pid(url) for url in (first, second)] == pids
@@ -246,11 +245,11 @@ def test_a_stranger_at_the_address_of_a_lost_engine_ends_nothing(
         servers = EngineServers(ModelConfig(path=tied_model), rollout, tmp_path, token)
         with trainer(tied_model, servers, rollout) as ours:
             ours.push()
-            assert ours.fleet.serving == [well]
+            assert ours.pool.serving == [well]
             unheard.close()
             with stranger(port, status):
                 ours.push()
-                assert ours.fleet.serving == [well]
+                assert ours.pool.serving == [well]
                 assert len(ours.generate(PROMPTS)) == 2 * len(PROMPTS)
     assert f"{lost} is lost: {reason}" in capfd.readouterr().err
 
@@ -268,12 +267,12 @@ def test_an_engine_that_now_has_another_token_is_lost_and_its_requests_go_to_the
         port = unheard.getsockname()[1]
     with trainer(tied_model, servers, rollout) as ours, stranger(port, 401):
         ours.push()
-        assert ours.fleet.serving == [first, way.url]
+        assert ours.pool.serving == [first, way.url]
         way.cut()
         way.lead_to(f"http://127.0.0.1:{port}")
         way.mend()
         assert tokens_of(ours.generate(PROMPTS)) == undisturbed
-        assert ours.fleet.serving == [first]
+        assert ours.pool.serving == [first]
     way.cut()
     assert f"{way.url} is lost: refuses the token" in capfd.readouterr().err
     bring_back(pair)
@@ -305,7 +304,7 @@ def test_a_trainer_that_waits_for_an_engine_can_be_told_to_end(tied_model, tmp_p
         servers = EngineServers(ModelConfig(path=tied_model), rollout, tmp_path, new_token())
         with (
             trainer(tied_model, servers, rollout) as ours,
-            as_soon_as(lambda: not ours.fleet.up, ours.client.cancel),
+            as_soon_as(lambda: not ours.pool.up, ours.client.cancel),
             pytest.raises(Preempted),
         ):
             ours.push()
@@ -328,20 +327,20 @@ class NoServers:
     kill = restart = end = log_tail = no_end
 
 
-def fleet_of(servers: NoServers, startup_timeout: float = 60.0) -> EnginePool:
+def pool_of(servers: NoServers, startup_timeout: float = 60.0) -> EnginePool:
     return EnginePool(
         servers, RolloutConfig(startup_timeout=startup_timeout, max_completion_length=16)
     )
 
 
 def test_an_engine_may_be_lost_any_number_of_times_that_serves_whole_generations_in_between():
-    fleet = fleet_of(NoServers(are_ours=True))
+    pool = pool_of(NoServers(are_ours=True))
     for _ in range(MAX_COMEBACKS + 2):
-        fleet.mark_dead(URL, "died")
-        fleet.raise_if_all_dead(math.inf)
-        fleet.mark_recovered(URL)
-        fleet.finish_push([URL])
-        fleet.finish_generation()
+        pool.mark_dead(URL, "died")
+        pool.raise_if_all_dead(math.inf)
+        pool.mark_recovered(URL)
+        pool.finish_push([URL])
+        pool.finish_generation()
 
 
 @pytest.mark.parametrize(
@@ -351,9 +350,9 @@ def test_an_engine_may_be_lost_any_number_of_times_that_serves_whole_generations
 def test_an_engine_of_the_run_that_is_late_is_started_once_more(
     startup_timeout, are_ours, num_losses, capfd
 ):
-    fleet = fleet_of(NoServers(are_ours), startup_timeout)
-    fleet.mark_dead(URL, "died")
-    assert fleet.check_members() == []
+    pool = pool_of(NoServers(are_ours), startup_timeout)
+    pool.mark_dead(URL, "died")
+    assert pool.check_engines() == []
     told = capfd.readouterr().err.splitlines()
     assert len(told) == num_losses and all(f"{URL} is lost: " in line for line in told)
     assert num_losses == 1 or "within 1e-09 s of its start (rollout.startup_timeout)" in told[1]
@@ -391,14 +390,15 @@ def shared_engine(request):
 def test_a_generation_that_is_given_up_leaves_an_engine_for_the_next_run(shared_engine, tied_model):
     url = shared_engine.servers.base_urls[0]
     shared_engine.push(tied_model)
-    before = load(shared_engine)  # not 0 where vLLM still counts requests that were given up
     expected = tokens_of(shared_engine.generate(PROMPTS))
+    before = load(shared_engine)  # not 0 where vLLM still counts requests that were given up
     with trainer(tied_model, shared_engine.servers, shared_engine.rollout) as ours:
         ours.push()
         generation = ours.ask(random_prompts(50), num_generations=4, max_completion_length=64)
-        num_asked = len(generation.open)
+        # Half of them: all are there for a moment only, which a busy machine may miss.
+        many = before + len(generation.open) // 2
         with (
-            as_soon_as(lambda: load(shared_engine) == before + num_asked, ours.client.cancel),
+            as_soon_as(lambda: load(shared_engine) >= many, ours.client.cancel),
             pytest.raises(Preempted),
         ):
             ours.client.generate(generation)
@@ -450,7 +450,7 @@ def test_of_two_vllm_engines_one_may_be_killed(tied_model, tmp_path):
             core = engine_core(psutil.Process(ours.pid(second)))
             with as_soon_as(lambda: generation.engines, core.kill):
                 samples = ours.client.generate(generation)
-            assert len(samples) == 400 and ours.fleet.serving == [first]
+            assert len(samples) == 400 and ours.pool.serving == [first]
             assert largest_logprob_error(tied_model, samples[::40]) < 1e-4
             bring_back(ours)
 

@@ -13,18 +13,18 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from distributed import CONTEXT, run_ranks
-from engines import (
+from helpers.engines import (
     TestEngine,
     largest_logprob_error,
     random_prompts,
     running_engine,
     served_model,
 )
+from helpers.pushes import push_whole, rollout_overrides
+from helpers.ranks import CONTEXT, run_ranks
 from megatron_grpo.engines.engine import Engine
 from megatron_grpo.engines.http import EngineError
-from parallel.weight_transfer.local_channels import LocalSendChannel
-from pushes import push_whole, rollout_overrides
+from parallel.weight_transfer.local_channels import LocalChannel
 
 NO_COMPLETE_WEIGHTS = "holds no complete weights"
 
@@ -56,7 +56,7 @@ def speak(engine: TestEngine, action) -> None:
 
 async def begin_by_hand(engine: Engine, push: str) -> None:
     """Begin a push like a trainer that then stops; its channels have no peer."""
-    await engine.connect({}, 0, channels=push)
+    await engine.open_channels({}, 0, channels=push)
     await engine.begin_push(push, channels=push)
 
 
@@ -86,14 +86,14 @@ def push_in_two_parts(
 
 
 def pause_at_first_buffer(reached: Event, proceed: Event) -> None:
-    hand_over = LocalSendChannel.hand_over
+    send_bucket = LocalChannel.send_bucket
 
-    def pause(self: LocalSendChannel, num_bytes: int) -> None:
+    def pause(self: LocalChannel, num_bytes: int) -> None:
         reached.set()
         proceed.wait(60)
-        hand_over(self, num_bytes)
+        send_bucket(self, num_bytes)
 
-    LocalSendChannel.hand_over = pause
+    LocalChannel.send_bucket = pause
 
 
 def push_error(engine: TestEngine, folder: Path, meanwhile: Callable[[], None]) -> str:
@@ -138,7 +138,7 @@ def test_after_a_trainer_that_died_between_the_steps_the_next_one_pushes(pair_en
 
     async def receive_only(engine: Engine) -> None:
         await begin_by_hand(engine, "6-dead")
-        await engine.ask("receive_push", push="6-dead")
+        await engine.ask_workers("receive_push", push="6-dead")
 
     for part in (begin_only, receive_only):
         speak(pair_engine, part)
@@ -150,8 +150,8 @@ def test_after_a_trainer_that_died_between_the_steps_the_next_one_pushes(pair_en
 @pytest.mark.slow
 def test_steps_of_a_push_that_is_over_change_nothing(pair_engine, models):
     async def late(engine: Engine) -> None:
-        await engine.ask("receive_push", push="5-late")
-        await engine.ask("finish_push", push="5-late")
+        await engine.ask_workers("receive_push", push="5-late")
+        await engine.ask_workers("finish_push", push="5-late")
 
     check_usable(pair_engine, models)
     speak(pair_engine, late)
@@ -164,8 +164,8 @@ def test_whoever_began_first_of_two_pushes_is_told(vllm_engine, models):
 
     async def finish_late(engine: Engine) -> None:
         await engine.begin_push("5-again", channels="5-first")
-        await engine.ask("receive_push", push="5-again")
-        await engine.ask("receive_push", push="5-first")
+        await engine.ask_workers("receive_push", push="5-again")
+        await engine.ask_workers("receive_push", push="5-first")
         await engine.finish_push("5-first", 5)
         await engine.post("/resume")
 

@@ -12,41 +12,41 @@ SUMS = {"a": 1, "b": 2}
 def begun() -> PushState:
     """A worker that has the channels of one trainer, and has begun a push of it."""
     state = PushState()
-    state.connect("channels")
-    state.begin("7-a", "channels")
+    state.use_channels("channels")
+    state.begin_push("7-a", "channels")
     return state
 
 
 def test_weights_are_those_of_a_push_once_it_is_complete_and_until_the_next_begins():
     state = begun()
     assert state.held == ""
-    state.finish()
+    state.finish_push()
     assert state.held == ""  # not all parameters are written
-    state.load(SUMS)
-    state.finish()
+    state.mark_loaded(SUMS)
+    state.finish_push()
     assert state.held == "7-a"
-    state.begin("8-b", "another trainer's")
+    state.begin_push("8-b", "another trainer's")
     assert state.held == "7-a"
-    state.begin("8-b", "channels")
+    state.begin_push("8-b", "channels")
     assert state.held == ""
 
 
 def check(state: PushState) -> None:
-    check_reports(["http://engine"], [[state.report()]], "7-a", [SUMS])
+    check_reports(["http://engine"], [[state.push_report()]], "7-a", [SUMS])
 
 
 def test_a_worker_that_has_loaded_the_push_has_no_fault():
     state = begun()
-    state.load(SUMS)
+    state.mark_loaded(SUMS)
     check(state)
 
 
 @pytest.mark.parametrize(("push", "told"), [("", "not begun"), ("7-b", "7-b")])
 def test_a_worker_whose_last_push_is_of_another_trainer_is_named(push, told):
     state = PushState()
-    state.connect("channels")
-    state.begin(push, "channels")
-    state.load(SUMS)  # which may be equal
+    state.use_channels("channels")
+    state.begin_push(push, "channels")
+    state.mark_loaded(SUMS)  # which may be equal
     fault = rf"http://engine worker 0: another trainer has connected to it \(its push: {told}\)"
     with pytest.raises(EngineError, match=fault):
         check(state)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from helpers.models import EOS_ID
 from megatron_grpo.engines.sampling import sample
-from models import EOS_ID
 
 PROMPT = [5, 6, 7, 8, 9]
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from engines import largest_logprob_error, random_prompts, running_engine, served_model
+from helpers.engines import largest_logprob_error, random_prompts, running_engine, served_model
+from helpers.runs import TINY_CONFIG
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE
 from megatron_grpo.workers.child_process import ChildProcess
-from runs import TINY_CONFIG
 
 TOKEN = "token-of-two-nodes"
 ADDRESSES = ("127.0.0.2", "127.0.0.3")

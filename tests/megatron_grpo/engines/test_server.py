@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from engines import largest_logprob_error, random_prompts, running_engine, wait_until
+from helpers.engines import largest_logprob_error, random_prompts, running_engine, wait_until
+from helpers.ranks import shared_memory
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines import EngineServers
@@ -28,7 +29,6 @@ from megatron_grpo.engines.server import (
 )
 from megatron_grpo.engines.vllm_args import EngineNode
 from megatron_grpo.workers.child_process import EngineProcess, log_tail
-from processes import shared_memory
 
 MARK = "MEGATRON_GRPO_TEST_RUN"
 # A trainer that starts an engine, says when it is ready, and waits to be killed.
@@ -117,7 +117,7 @@ def test_close_leaves_no_process(tied_model, tmp_path, monkeypatch):
     [engine] = servers._engines
     servers.close()
     assert marked_processes(mark) == []
-    assert not engine.tied.folder.exists()
+    assert not engine.child.folder.exists()
 
 
 def test_what_an_engine_has_started_ends_with_it_however_young(tmp_path):
@@ -131,7 +131,7 @@ def test_what_an_engine_has_started_ends_with_it_however_young(tmp_path):
     engine.process.kill()
     engine.process.wait()
     assert wait_until(lambda: not core.exists(), 5)
-    engine.tied.kill()
+    engine.child.kill()
 
 
 HAS_MEMORY = """
@@ -150,7 +150,7 @@ def test_a_killed_engine_leaves_nothing_in_shared_memory(tmp_path):
     assert wait_until(lambda: log.read_text().endswith("\n"), 30)
     files = [Path("/dev/shm") / name for name in log.read_text().split()]
     assert all(file.exists() for file in files)
-    engine.tied.kill()
+    engine.child.kill()
     assert not any(file.exists() for file in files)
 
 
@@ -170,7 +170,7 @@ def test_a_killed_engine_leaves_nothing_in_the_temporary_folder(
     folder = Path(log.read_text().strip())
     assert len(list(folder.iterdir())) == 2 and folder.stat().st_mode & 0o777 == 0o700
     assert folder.parent == (place if name == "short" else Path("/tmp"))
-    engine.tied.kill()
+    engine.child.kill()
     assert not folder.exists()
 
 

@@ -10,18 +10,18 @@ from pathlib import Path
 import httpx
 import pytest
 
-from engines import (
+from helpers.engines import (
     TestEngine,
     largest_logprob_error,
     random_prompts,
     running_engine,
     served_model,
 )
+from helpers.pushes import client_of, push_folder
+from helpers.trainers import trainer
 from megatron_grpo.engines import NoServingEngine
 from megatron_grpo.engines.push_protocol import LOADED, PushState
 from megatron_grpo.launch.run_dir import bearer
-from pushes import client_of, push_folder
-from trainers import trainer
 
 
 def is_asleep(engine: TestEngine) -> bool:
@@ -43,7 +43,7 @@ def test_an_engine_that_sleeps_has_no_weights_until_a_push_wakes_it(
     vllm_engine.push(tied_model)
     client = vllm_engine.client(enable_sleep_mode=True)
     client.sleep()
-    assert is_asleep(vllm_engine) and client.fleet.serving == []
+    assert is_asleep(vllm_engine) and client.pool.serving == []
     with pytest.raises(NoServingEngine, match="holds no complete weights"):
         vllm_engine.generate(random_prompts(1))
     for folder in (other, tied_model):  # the second push finds it awake
@@ -72,7 +72,7 @@ def test_engines_that_do_not_sleep_are_lost_and_keep_no_other_awake(
     client = client_of([nobody, stranger, ours], token, enable_sleep_mode=True)
     client.sleep()
     assert is_asleep(vllm_engine)
-    assert client.fleet.up == [(ours, 0)]
+    assert client.pool.up == [(ours, 0)]
     push_to_sleeping(vllm_engine, tied_model)
 
 
@@ -108,6 +108,6 @@ def test_weights_that_were_dropped_are_not_those_that_an_engine_loaded() -> None
     state = PushState()
     state.hold_loaded()
     assert state.held == LOADED
-    state.drop()
+    state.drop_weights()
     state.hold_loaded()
     assert state.held == ""

@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engines import largest_logprob_error, random_prompts, running_engine, wait_until
+from helpers.engines import largest_logprob_error, random_prompts, running_engine, wait_until
+from helpers.models import tiny_model
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines import transformers_engine as module
 from megatron_grpo.engines.transformers_engine import TransformersEngine
-from models import tiny_model
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "deepseek_v3"])

@@ -2,8 +2,8 @@
 
 import pytest
 
-from engines import largest_logprob_error, random_prompts, running_engine
-from models import servable_model
+from helpers.engines import largest_logprob_error, random_prompts, running_engine
+from helpers.models import servable_model
 
 
 @pytest.fixture(scope="module")

@@ -10,11 +10,11 @@ from selectors import EVENT_READ
 import psutil
 import pytest
 
-from engines import wait_until
-from environments import LONG_SLEEP, environment_pool
+from helpers.engines import wait_until
+from helpers.environments import LONG_SLEEP, environment_pool
 from megatron_grpo.config.reward import EnvironmentConfig
 from megatron_grpo.environments import EnvironmentFailed, EnvironmentPool, EnvironmentsLost
-from megatron_grpo.environments.worker import Process, Worker
+from megatron_grpo.environments.worker import EnvironmentWorker, InstanceProcess
 
 SECONDS = 20
 SEED = 7
@@ -27,19 +27,32 @@ def sleepers() -> list[psutil.Process]:
 
 
 def processes_of(pool) -> list[psutil.Process]:
-    return psutil.Process(pool._supervisor.pid).children(recursive=True)
+    return psutil.Process(pool._worker.pid).children(recursive=True)
 
 
 def odd(pool, deed: str, turn: int = 1):
     """An instance after its reset that does `deed` in `turn`."""
-    instance = pool.open()
+    instance = pool.new_instance()
     instance.reset("prompt", {"deed": deed, "turn": turn}, SEED).result(SECONDS)
     return instance
 
 
-def test_every_instance_has_a_state_of_its_own_and_columns_by_name(tmp_path):
+@pytest.fixture(scope="module")
+def odd_pool(tmp_path_factory):
+    """One pool of the class Odd for all faults that only concern one instance."""
+    folder = tmp_path_factory.mktemp("odd")
+    with environment_pool(folder, "Odd", memory_megabytes=512, timeout=4.0) as pool:
+        yield pool
+
+
+def is_alone(pool) -> bool:
+    """Whether no instance is left; only the worker."""
+    return wait_until(lambda: len(processes_of(pool)) == 1, SECONDS)
+
+
+def test_every_instance_has_its_own_state_and_columns_by_name(tmp_path):
     with environment_pool(tmp_path, "Echo", arguments={"last": 2}) as pool:
-        first, second = pool.open(), pool.open()
+        first, second = pool.new_instance(), pool.new_instance()
         assert (
             first.reset("prompt", {"first": "hello", "other": 1}, SEED).result(SECONDS) == "hello"
         )
@@ -51,7 +64,7 @@ def test_every_instance_has_a_state_of_its_own_and_columns_by_name(tmp_path):
 
 def test_hundreds_step_at_once_and_are_gone_when_they_end(tmp_path):
     with environment_pool(tmp_path, "Slow") as pool:
-        instances = [pool.open() for _ in range(200)]
+        instances = [pool.new_instance() for _ in range(200)]
         for future in [instance.reset("prompt", {}, SEED) for instance in instances]:
             future.result(SECONDS)
         start = time.monotonic()
@@ -64,11 +77,11 @@ def test_hundreds_step_at_once_and_are_gone_when_they_end(tmp_path):
         assert wait_until(lambda: len(processes_of(pool)) == 1, SECONDS)
 
 
-def test_random_numbers_are_those_of_the_seed(tmp_path):
+def test_random_numbers_follow_the_seed(tmp_path):
     with environment_pool(tmp_path, "Dice") as pool:
 
         def throws(seed: int) -> list[str]:
-            instance = pool.open()
+            instance = pool.new_instance()
             first = instance.reset("prompt", {}, seed).result(SECONDS)
             return [first, instance.step("x").result(SECONDS)[0]]
 
@@ -98,19 +111,19 @@ def test_random_numbers_are_those_of_the_seed(tmp_path):
         ("endless", "2097152 characters: at most 1048576"),
     ],
 )
-def test_an_instance_that_fails_is_told_and_the_others_go_on(tmp_path, deed, told):
-    with environment_pool(tmp_path, "Odd", memory_megabytes=512) as pool:
-        other, bad = odd(pool, "go_on"), odd(pool, deed)
-        with pytest.raises(EnvironmentFailed, match=told):
-            bad.step("x").result(SECONDS)
-        assert other.step("x").result(SECONDS) == ["go on", 0.0, False]
-        assert wait_until(lambda: len(processes_of(pool)) == 2, SECONDS)
+def test_call_of_an_instance_that_fails_raises_and_the_others_go_on(odd_pool, deed, told):
+    other, bad = odd(odd_pool, "go_on"), odd(odd_pool, deed)
+    with pytest.raises(EnvironmentFailed, match=told):
+        bad.step("x").result(SECONDS)
+    assert other.step("x").result(SECONDS) == ["go on", 0.0, False]
+    other.end()
+    assert is_alone(odd_pool)
 
 
-def test_a_step_gets_of_its_turn_what_its_parameters_name(tmp_path):
+def test_step_gets_the_values_of_a_turn_that_its_parameters_name(tmp_path):
     turn = {"token_ids": [5, 2], "finish_reason": "stop", "tokens_left": 9}
     with environment_pool(tmp_path, "Attentive") as pool:
-        instance = pool.open()
+        instance = pool.new_instance()
         instance.reset("prompt", {}, SEED).result(SECONDS)
         answer = instance.step("x", **turn, unknown_to_it=1).result(SECONDS)
         assert answer == ["x: stop [5, 2] 9", 0.0, False]
@@ -125,64 +138,49 @@ class Unwalked(dict):
     items = keys = values = __iter__
 
 
-def test_an_event_concerns_only_the_instances_that_it_is_about():
+def test_event_of_one_instance_walks_over_no_others():
     trainer, commands = Pipe()
-    worker = Worker(commands, memory_megabytes=512)
+    worker = EnvironmentWorker(commands, memory_megabytes=512)
     worker.timeout = SECONDS
     pipes = {key: Pipe() for key in range(3)}
     for key, (connection, _) in pipes.items():
         worker.selector.register(connection, EVENT_READ, key)
     worker.processes = Unwalked(
-        {key: Process(0, connection) for key, (connection, _) in pipes.items()}
+        {key: InstanceProcess(0, connection) for key, (connection, _) in pipes.items()}
     )
     for key in (2, 0):
         trainer.send(("step", key, "x", {}))
-        worker._wait()
+        worker._handle_events()
         assert pipes[key][1].recv() == ("x", {})
     assert [*worker.deadlines] == [2, 0]
     pipes[0][1].send_bytes(b'[true, "heard"]')
-    worker._wait()
+    worker._handle_events()
     assert json.loads(trainer.recv_bytes()) == [0, True, "heard"]
     assert [*worker.deadlines] == [2]
 
 
-def test_those_that_are_late_together_are_all_told(tmp_path):
-    with environment_pool(tmp_path, "Odd", timeout=2.0) as pool:
-        late = [odd(pool, "hang").step("x") for _ in range(2)]
-        other = odd(pool, "go_on")
-        for call in late:
-            with pytest.raises(EnvironmentFailed, match="no answer after 2 s"):
-                call.result(SECONDS)
-        assert other.step("x").result(SECONDS) == ["go on", 0.0, False]
+def test_late_instances_are_killed_with_what_they_started_and_the_others_go_on(odd_pool):
+    other, at_reset = odd(odd_pool, "go_on"), odd_pool.new_instance()
+    late = [odd(odd_pool, deed).step("x") for deed in ("hang", "hang", "spin")]
+    late.append(at_reset.reset("prompt", {"deed": "hang", "turn": 0}, SEED))
+    assert other.step("x").result(3) == ["go on", 0.0, False]
+    for call in late:
+        with pytest.raises(EnvironmentFailed, match=r"no answer after 4 s \(environment.timeout\)"):
+            call.result(SECONDS)
+    assert other.step("x").result(SECONDS) == ["2: x", 1.0, False]
+    other.end()
+    assert wait_until(lambda: not sleepers(), SECONDS) and is_alone(odd_pool)
 
 
-@pytest.mark.parametrize("turn", [0, 1])
-@pytest.mark.parametrize("deed", ["hang", "spin"])
-def test_one_that_hangs_is_cut_by_the_timeout_with_what_it_has_started(tmp_path, deed, turn):
-    with environment_pool(tmp_path, "Odd", timeout=5.0) as pool:
-        other, bad = odd(pool, "go_on"), pool.open()
-        calls = [bad.reset("prompt", {"deed": deed, "turn": turn}, SEED)]
-        if turn:
-            calls[0].result(SECONDS)
-            calls.append(bad.step("x"))
-        start = time.monotonic()
-        assert other.step("x").result(4) == ["go on", 0.0, False]
-        with pytest.raises(EnvironmentFailed, match=r"no answer after 5 s \(environment.timeout\)"):
-            calls[-1].result(SECONDS)
-        assert time.monotonic() - start < 60
-        assert wait_until(lambda: not sleepers(), SECONDS)
+def test_instance_that_dies_between_two_calls_fails_the_next(odd_pool):
+    instance = odd(odd_pool, "die_later")
+    assert instance.step("x").result(SECONDS) == ["soon", 0.0, False]
+    assert is_alone(odd_pool)
+    with pytest.raises(EnvironmentFailed, match="signal SIGKILL"):
+        instance.step("x").result(SECONDS)
 
 
-def test_one_that_dies_between_two_calls_is_told_to_the_next(tmp_path):
-    with environment_pool(tmp_path, "Odd") as pool:
-        instance = odd(pool, "die_later")
-        assert instance.step("x").result(SECONDS) == ["soon", 0.0, False]
-        assert wait_until(lambda: len(processes_of(pool)) == 1, SECONDS)
-        with pytest.raises(EnvironmentFailed, match="signal SIGKILL"):
-            instance.step("x").result(SECONDS)
-
-
-def test_one_that_takes_no_more_turns_does_not_hold_up_the_others(tmp_path):
+def test_instance_that_takes_no_more_turns_does_not_hold_up_the_others(tmp_path):
     long = "x" * (1 << 21)  # more than the kernel buffers
     with environment_pool(tmp_path, "Odd") as pool:
         other, stopped = odd(pool, "go_on"), odd(pool, "stop_later")
@@ -194,27 +192,26 @@ def test_one_that_takes_no_more_turns_does_not_hold_up_the_others(tmp_path):
         assert well.result(SECONDS) == ["go on", 0.0, False]
 
 
-def test_what_an_instance_has_started_ends_with_it(tmp_path):
-    with environment_pool(tmp_path, "Odd") as pool:
-        instance = odd(pool, "litter")
-        assert instance.step("x").result(SECONDS)[2]
-        assert wait_until(sleepers, SECONDS)  # Popen may return before it has a command line
-        instance.end()
-        assert wait_until(lambda: not sleepers(), SECONDS)
+def test_processes_that_an_instance_started_end_with_it(odd_pool):
+    instance = odd(odd_pool, "litter")
+    assert instance.step("x").result(SECONDS)[2]
+    assert wait_until(sleepers, SECONDS)  # Popen may return before it has a command line
+    instance.end()
+    assert wait_until(lambda: not sleepers(), SECONDS)
 
 
 @pytest.mark.parametrize("deed", ["fork", "fork_and_refuse"])
-def test_a_process_that_an_instance_has_forked_does_not_answer_for_it(tmp_path, deed):
-    with environment_pool(tmp_path, "Odd") as pool:
-        instance = odd(pool, deed)
-        assert instance.step("x").result(SECONDS) == ["the instance", 1.0, False]
-        assert instance.step("y").result(SECONDS) == ["2: y", 1.0, False]
+def test_process_that_an_instance_forked_does_not_answer_for_it(odd_pool, deed):
+    instance = odd(odd_pool, deed)
+    assert instance.step("x").result(SECONDS) == ["the instance", 1.0, False]
+    assert instance.step("y").result(SECONDS) == ["2: y", 1.0, False]
+    instance.end()
 
 
-def test_what_an_instance_prints_is_no_answer(tmp_path, capfd):
-    with environment_pool(tmp_path, "Odd") as pool:
-        assert odd(pool, "gossip").step("x").result(SECONDS) == ["heard?", 1.0, True]
-    assert "xxx" in capfd.readouterr().out
+def test_output_of_an_instance_is_no_answer(odd_pool):
+    instance = odd(odd_pool, "gossip")
+    assert instance.step("x").result(SECONDS) == ["heard?", 1.0, True]
+    instance.end()
 
 
 def test_nothing_is_left_when_the_pool_is_closed(tmp_path):
@@ -222,51 +219,49 @@ def test_nothing_is_left_when_the_pool_is_closed(tmp_path):
         hanging = odd(pool, "hang").step("x")
         assert wait_until(sleepers, SECONDS)
         left = processes_of(pool)
-    with pytest.raises(EnvironmentsLost, match="ended with exit code 0"):
+    with pytest.raises(EnvironmentsLost, match="died with exit code 0"):
         hanging.result(SECONDS)
     assert not sleepers()
     assert not any(p.is_running() for p in left)
 
 
-def test_the_death_of_the_process_that_forks_them_is_told_to_all(tmp_path):
+def test_death_of_the_worker_fails_all_instances(tmp_path):
     with environment_pool(tmp_path, "Odd") as pool:
         other, call = odd(pool, "go_on"), odd(pool, "hang").step("x")
-        [worker] = psutil.Process(pool._supervisor.pid).children()
+        [worker] = psutil.Process(pool._worker.pid).children()
         os.kill(worker.pid, signal.SIGKILL)
         for waiting in (call, other.step("y")):
-            with pytest.raises(EnvironmentsLost, match="ended with signal SIGKILL"):
+            with pytest.raises(EnvironmentsLost, match="died with signal SIGKILL"):
                 waiting.result(SECONDS)
         assert not sleepers()
 
 
 @pytest.mark.parametrize(
-    ("name", "config", "told"),
+    ("name", "told"),
     [
-        ("Missing", {}, "has no class 'Missing'"),
-        ("Halved", {}, "has no method step"),
+        ("Missing", "has no class 'Missing'"),
+        ("Halved", "has no method step"),
         (
             "Demanding",
-            {},
             "step of .* requires 'colour': besides the text it may take "
             "token_ids, finish_reason, tokens_left",
         ),
-        ("Rigid", {}, "environment.arguments {} of .*: missing a required argument: 'size'"),
+        ("Rigid", "environment.arguments {} of .*: missing a required argument: 'size'"),
         (
             "Curious",
-            {},
             "requires 'colour': 1 of 2 rows have no such column; the first of them has prompt",
         ),
     ],
 )
-def test_a_class_that_cannot_be_used_is_refused_at_the_start(tmp_path, name, config, told):
+def test_class_that_cannot_be_used_is_refused_at_the_start(tmp_path, name, told):
     with (
-        environment_pool(tmp_path, name, **config) as pool,
+        environment_pool(tmp_path, name) as pool,
         pytest.raises(ValueError, match=told),
     ):
         pool.wait_ready([{"prompt": "a", "colour": "red"}, {"prompt": "b"}])
 
 
-def test_a_file_that_hangs_while_it_is_loaded_is_cut(tmp_path, monkeypatch):
+def test_file_that_hangs_while_it_is_loaded_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_grpo.workers.supervised.LOAD_SECONDS", 1.0)
     file = tmp_path / "stuck.py"
     file.write_text("import time\ntime.sleep(1000)\n")

@@ -2,11 +2,11 @@
 
 import pytest
 
+from helpers.models import CHAT_TEMPLATE, EOS_ID, character_tokenizer
+from helpers.runs import TINY_CONFIG
 from megatron_grpo.config.file import load_config
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.environments.multi_turn import Turns, end_of_turn
-from models import CHAT_TEMPLATE, EOS_ID, character_tokenizer
-from runs import TINY_CONFIG
 
 LLAMA_3 = (
     "{% for m in messages %}<start>{{ m.role }}<start>\n\n{{ m.content | trim }}<eos>{% endfor %}"
@@ -31,7 +31,7 @@ QWEN_3 = (
 def turns_of(template: str, *overrides: str, end_tokens: tuple = (EOS_ID,)) -> Turns:
     tokenizer = character_tokenizer(250)
     tokenizer.chat_template = template
-    return Turns.of(load_config(TINY_CONFIG, overrides), tokenizer, end_tokens)
+    return Turns.from_config(load_config(TINY_CONFIG, overrides), tokenizer, end_tokens)
 
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, LLAMA_3, MISTRAL, QWEN_3])
@@ -47,7 +47,7 @@ def test_a_dialogue_continued_by_tokens_is_the_dialogue_that_the_template_writes
 
     prompt = rendered()
     said = turns.tokenizer("x = 1" if template is not MISTRAL else " x = 1")["input_ids"]
-    observed, text = turns.between("no\nmore", EOS_ID)
+    observed, text = turns.encode_observation("no\nmore", EOS_ID)
     messages += [{"role": "assistant", "content": "x = 1"}, {"role": "user", "content": "no\nmore"}]
     whole = [*prompt, *said, EOS_ID, *observed]
     if template is QWEN_3:  # where the template begins a turn with thoughts, these are sampled
@@ -59,7 +59,7 @@ def test_a_dialogue_continued_by_tokens_is_the_dialogue_that_the_template_writes
 
 def test_a_tool_speaks_as_the_template_has_it():
     turns = turns_of(QWEN_3, "environment.observation_role=tool")
-    _, text = turns.between("42", EOS_ID)
+    _, text = turns.encode_observation("42", EOS_ID)
     assert text == (
         "\n<start>user\n<tool_response>\n42\n</tool_response><eos>\n<start>assistant\n<think>\n"
     )
@@ -69,13 +69,13 @@ def test_variables_of_the_config_are_in_every_turn():
     template = QWEN_3.replace("<think>\n", "{{ '<think>\n\n</think>\n' if not thinks }}")
     for thinks, begin in (("false", "<think>\n\n</think>\n"), ("true", "")):
         turns = turns_of(template, f"data.chat_template_kwargs.thinks={thinks}")
-        _, text = turns.between("42", EOS_ID)
+        _, text = turns.encode_observation("42", EOS_ID)
         assert text == f"\n<start>user\n42<eos>\n<start>assistant\n{begin}"
 
 
 def test_without_a_template_the_observation_stands_alone():
     turns = turns_of(CHAT_TEMPLATE, "data.apply_chat_template=false")
-    tokens, text = turns.between("42", EOS_ID)
+    tokens, text = turns.encode_observation("42", EOS_ID)
     assert text == "42" and turns.tokenizer.decode(tokens) == "42"
 
 
@@ -112,22 +112,18 @@ def test_a_turn_ends_with_the_special_tokens_that_the_template_writes_after_it(t
     assert end_of_turn(load_config(TINY_CONFIG).data, tokenizer) == end
 
 
-def test_after_a_stop_token_the_turn_is_closed_as_the_template_does_it():
+def test_turn_that_ended_without_the_template_s_end_is_closed_with_it():
     stop = EOS_ID + 9
-    turns = turns_of(CHAT_TEMPLATE, f"rollout.stop_token_ids=[{stop}]", end_tokens=(EOS_ID, stop))
-    closed, text = turns.between("42", EOS_ID)
-    assert turns.between("42", stop) == ((EOS_ID, *closed), f"<eos>{text}")
-
-
-def test_the_end_of_the_template_may_be_a_stop_token_of_the_config():
+    plain = turns_of(CHAT_TEMPLATE)
+    closed, text = plain.encode_observation("42", EOS_ID)
+    assert plain.encode_observation("42", stop) == (
+        (EOS_ID, *closed),
+        f"<eos>{text}",
+    )  # a stop string
+    stops = turns_of(CHAT_TEMPLATE, f"rollout.stop_token_ids=[{stop}]", end_tokens=(EOS_ID, stop))
+    assert stops.encode_observation("42", stop) == ((EOS_ID, *closed), f"<eos>{text}")
     named = turns_of(CHAT_TEMPLATE, f"rollout.stop_token_ids=[{EOS_ID}]", end_tokens=(7, EOS_ID))
-    assert named.between("42", EOS_ID) == turns_of(CHAT_TEMPLATE).between("42", EOS_ID)
-
-
-def test_after_a_stop_string_the_turn_is_closed_as_the_template_does_it():
-    turns = turns_of(CHAT_TEMPLATE)
-    closed, text = turns.between("42", EOS_ID)
-    assert turns.between("42", EOS_ID + 9) == ((EOS_ID, *closed), f"<eos>{text}")
+    assert named.encode_observation("42", EOS_ID) == (closed, text)
 
 
 def test_an_end_of_turn_that_ends_no_completion_is_refused():
@@ -150,13 +146,15 @@ def test_pieces_with_other_tokens_than_the_whole_are_refused():
     merging = Merging(tokenizer_object=turns.tokenizer.backend_tokenizer, eos_token="<eos>")
     merging.chat_template = CHAT_TEMPLATE
     with pytest.raises(ValueError, match="cannot be continued token by token"):
-        Turns.of(load_config(TINY_CONFIG), merging, (EOS_ID,))
+        Turns.from_config(load_config(TINY_CONFIG), merging, (EOS_ID,))
 
 
 def test_a_first_observation_is_the_end_of_the_last_message():
     turns = turns_of(CHAT_TEMPLATE)
     for asked in ("ask", [{"role": "user", "content": "ask"}]):
-        prompt = turns.first(Prompt(3, (4, 5), "x", {"prompt": asked, "answer": "1"}), " this")
+        prompt = turns.with_first_observation(
+            Prompt(3, (4, 5), "x", {"prompt": asked, "answer": "1"}), " this"
+        )
         assert prompt.text == "<start>user\nask this<eos>\n<start>assistant\n"
         assert [*prompt.token_ids] == turns.tokenizer(prompt.text)["input_ids"]
         assert (prompt.index, prompt.first_observation) == (3, " this")

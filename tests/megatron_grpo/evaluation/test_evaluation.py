@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from engines import random_prompts
+from helpers.engines import random_prompts
+from helpers.models import EOS_ID
+from helpers.policies import tiny_config
 from megatron_grpo.config.eval import EvalConfig
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
@@ -24,9 +26,7 @@ from megatron_grpo.evaluation.evaluation import (
 )
 from megatron_grpo.rewards import RewardError, RewardPool
 from megatron_grpo.timing import PhaseTimer
-from models import EOS_ID
 from parallel import ParallelDims
-from policies import tiny_config
 
 NAN = math.nan
 
@@ -212,18 +212,18 @@ def test_with_no_engine_left_it_goes_on_where_it_ended(engine) -> None:
     with closing(EvaluationOfEngine(engine, "grpo.generation_batch_size=8")) as whole:
         expected = completions(whole.run(engine.version))
     with closing(EvaluationOfEngine(engine, "grpo.generation_batch_size=8")) as broken:
-        url, fleet = engine.servers.base_urls[0], broken.client.fleet
+        url, pool = engine.servers.base_urls[0], broken.client.pool
         original, calls = broken.pool.score, []
 
         def score(samples, **limit):
             calls.append(len(samples))
             if len(calls) == 1:
-                fleet.mark_stale(url, "planted")
+                pool.mark_stale(url, "planted")
             return original(samples, **limit)
 
         broken.pool.score = score
         with pytest.raises(NoServingEngine):
             broken.run(engine.version)
-        fleet.finish_push([url])
+        pool.finish_push([url])
         assert completions(broken.run(engine.version)) == expected
     assert calls == [6, 6, 3]

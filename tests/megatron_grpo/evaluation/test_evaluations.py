@@ -9,14 +9,14 @@ import pytest
 from checkpoint_convert import read_shape
 from checkpoint_convert.tokenizer import load_tokenizer
 from demo.make_sums import sums
-from environments import write_environments
+from helpers.environments import write_environments
+from helpers.policies import tiny_config
 from megatron_grpo.engines.http import NoServingEngine
 from megatron_grpo.environments import EnvironmentPool
 from megatron_grpo.evaluation.evaluation import Evaluated, Evaluations, eval_metrics
 from megatron_grpo.rewards import RewardError, RewardPools
 from megatron_grpo.timing import PhaseTimer
 from parallel import ParallelDims
-from policies import tiny_config
 
 FEW = "eval.sets.few={data: {}, max_prompts: 3, num_generations: 4}"
 MANY = "eval.sets.many={data: {}, max_prompts: 5, top_k: 50}"
@@ -102,14 +102,14 @@ def test_with_no_engine_left_a_set_that_is_done_is_not_sampled_again(engine, dat
         run = second.run
 
         def lost(*arguments) -> Evaluated:
-            broken.client.fleet.mark_stale(url, "planted")
+            broken.client.pool.mark_stale(url, "planted")
             second.run = run
             return run(*arguments)
 
         second.run = lost
         with pytest.raises(NoServingEngine):
             broken.run()
-        broken.client.fleet.finish_push([url])
+        broken.client.pool.finish_push([url])
         broken.shown.clear()
         found = broken.run()
         assert {name: completions(result) for name, result in found.items()} == expected

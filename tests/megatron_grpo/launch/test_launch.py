@@ -1,8 +1,24 @@
+"""The place of a process among the ranks, and of ranks and engines on a job's nodes."""
+
 import os
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from megatron_grpo.launch.launch import LAUNCHER_VARIABLE, RankPlace, rank_place, tie_to_launcher
+from helpers.policies import tiny_config
+from helpers.runs import TINY_CONFIG
+from megatron_grpo import cli
+from megatron_grpo.launch.launch import (
+    LAUNCHER_VARIABLE,
+    EnginePlace,
+    RankPlace,
+    place,
+    rank_place,
+    tie_to_launcher,
+)
+from parallel import ParallelDims
 
 SLURM = {
     "SLURM_PROCID": "9",
@@ -12,28 +28,27 @@ SLURM = {
 }
 
 
-def test_alone_a_process_is_no_rank():
-    assert rank_place({"PATH": "/bin"}) is None
+TORCHRUN = {"RANK": "11", "LOCAL_RANK": "3", "WORLD_SIZE": "16", "GROUP_WORLD_SIZE": "2"}
+ONE_TASK = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+OF_AN_IMAGE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+"""What PyTorch's container images set in every Slurm task."""
 
 
-def test_a_shell_in_a_slurm_allocation_is_no_rank():
-    assert rank_place({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}) is None
-
-
-def test_torchrun_gives_the_place():
-    environ = {"RANK": "11", "LOCAL_RANK": "3", "WORLD_SIZE": "16", "GROUP_WORLD_SIZE": "2"}
-    expected = RankPlace(rank=11, local_rank=3, world_size=16, num_hosts=2)
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"PATH": "/bin"}, None),
+        (ONE_TASK, None),  # a shell in an allocation
+        (ONE_TASK | OF_AN_IMAGE, None),
+        (TORCHRUN, RankPlace(rank=11, local_rank=3, world_size=16, num_hosts=2)),
+        (SLURM | TORCHRUN, RankPlace(rank=11, local_rank=3, world_size=16, num_hosts=2)),
+    ],
+)
+def test_rank_place(environ, expected):
     assert rank_place(environ) == expected
-    assert rank_place(SLURM | environ) == expected  # torchrun inside a Slurm step
 
 
-def test_what_an_image_sets_in_every_task_of_slurm_is_not_torchrun():
-    of_the_image = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    alone = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
-    assert rank_place(alone | of_the_image) is None
-
-
-def test_srun_gives_the_place_when_it_says_where_the_ranks_meet():
+def test_srun_gives_the_place_if_the_address_of_rank_0_is_set():
     meeting = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
     expected = RankPlace(rank=9, local_rank=1, world_size=16, num_hosts=2)
     assert rank_place(SLURM | meeting) == expected
@@ -41,8 +56,98 @@ def test_srun_gives_the_place_when_it_says_where_the_ranks_meet():
         rank_place(SLURM)
 
 
-def test_a_rank_whose_launcher_died_before_it_could_be_tied_ends(monkeypatch):
+def test_rank_whose_launcher_died_before_it_was_tied_exits(monkeypatch):
     monkeypatch.setattr("megatron_grpo.launch.launch.die_with_parent", lambda: None)
     tie_to_launcher({LAUNCHER_VARIABLE: str(os.getppid())})
     with pytest.raises(SystemExit, match="the launcher is gone"):
         tie_to_launcher({LAUNCHER_VARIABLE: str(os.getpid())})
+
+
+NODES = ["a", "b", "c", "d"]
+
+
+def job(ranks: int, engines: int, tensor: int = 1):
+    return tiny_config(
+        Path("model"),
+        ParallelDims(data=ranks),
+        f"grpo.generation_batch_size={4 * ranks}",
+        f"rollout.num_engines={engines}",
+        f"rollout.tensor_parallel_size={tensor}",
+    )
+
+
+def test_engines_get_nodes_of_their_own_where_there_are_enough():
+    placed = place(job(16, 2, tensor=8), NODES, 8)
+    assert (placed.trainer_nodes, placed.ranks_per_node) == (["a", "b"], 8)
+    assert placed.engines == [EnginePlace(["c"], range(8)), EnginePlace(["d"], range(8))]
+
+
+def test_engines_get_the_gpus_of_a_node_that_its_ranks_leave():
+    placed = place(job(3, 2, tensor=2), ["a"], 8)
+    assert placed.engines == [EnginePlace(["a"], range(4, 6)), EnginePlace(["a"], range(6, 8))]
+
+
+def test_engines_share_the_ranks_gpus_where_no_others_are_left_one_per_node_first():
+    placed = place(job(16, 3, tensor=4), ["a", "b"], 8)
+    assert [(*at.nodes, at.gpus.start) for at in placed.engines] == [("a", 0), ("b", 0), ("a", 4)]
+
+
+def test_engine_larger_than_a_node_takes_whole_nodes():
+    """First those without ranks; where these are too few, all engines share."""
+    apart = place(job(8, 1, tensor=16), NODES, 8)
+    assert apart.engines == [EnginePlace(["b", "c"], range(8))]
+    shared = place(job(8, 2, tensor=16), NODES, 8)
+    assert [at.nodes for at in shared.engines] == [["a", "b"], ["c", "d"]]
+    assert place(job(4, 1, tensor=16), NODES, 8).engines == apart.engines
+
+
+@pytest.mark.parametrize(
+    ("ranks", "engines", "tensor", "message"),
+    [
+        (12, 1, 1, "12 ranks do not fill nodes of 8 GPUs: set .* to 16, for 16 ranks"),
+        (40, 1, 1, "40 ranks need 5 nodes of 8 GPUs, and the job has 4"),
+        (8, 1, 12, "12 does not fill nodes of 8 GPUs: set it to 8, or to a multiple such as 16"),
+        (8, 1, 48, "1 of 48 GPUs each do not fit on 4 nodes of 8: take 6 nodes or more"),
+        (8, 3, 16, "3 of 16 GPUs each do not fit on 4 nodes of 8: set it to 2 or less"),
+        (32, 9, 4, "set it to 8 or less"),
+    ],
+)
+def test_job_that_does_not_fit_is_refused_with_the_numbers(ranks, engines, tensor, message):
+    with pytest.raises(ValueError, match=message):
+        place(job(ranks, engines, tensor), NODES, 8)
+
+
+@pytest.mark.parametrize(
+    ("dims", "gpus_per_node", "data"),
+    [
+        (ParallelDims(tensor=4, pipeline=3), 8, 2),
+        (ParallelDims(tensor=4, pipeline=3, data=3), 8, 4),
+        (ParallelDims(tensor=4, context=2, data=3), 16, 4),
+        # Four copies would fill nodes, but 3 * 2 expert ranks do not divide their stages of 8.
+        (ParallelDims(tensor=2, pipeline=2, data=3, expert=3, expert_tensor=2), 8, 6),
+        (ParallelDims(tensor=4, pipeline=3, expert=4, expert_tensor=1), 8, 2),
+    ],
+)
+def test_suggested_data_parallel_size_fills_nodes(dims, gpus_per_node, data):
+    copy = dims.world_size // dims.data
+    cfg = tiny_config(Path("model"), dims, "grpo.generation_batch_size=96")
+    message = f"set parallel.data_parallel_size to {data}, for {copy * data} ranks"
+    with pytest.raises(ValueError, match=message):
+        place(cfg, NODES, gpus_per_node)
+    full = tiny_config(Path("model"), replace(dims, data=data), "grpo.generation_batch_size=96")
+    assert place(full, ["a"] * 99, gpus_per_node).ranks_per_node == gpus_per_node
+
+
+def test_command_prints_the_placement():
+    arguments = ["place", str(TINY_CONFIG), "--nodes", "a,b", "--gpus-per-node", "4"]
+    said = CliRunner().invoke(cli.app, arguments)
+    assert said.output.splitlines() == [
+        "run_dir runs/tiny_cpu",
+        "ranks_per_node 4",
+        "startup_timeout 300",
+        "trainer a",
+        "trainer b",
+        "engine a 0",
+    ]
+    said = CliRunner().invoke(cli.app, [*arguments, "rollout.tensor_parallel_size=8"])
+    assert said.output.splitlines()[-1] == "engine a,b 0,1,2,3"

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from engines import wait_until
+from helpers.engines import wait_until
+from helpers.ranks import is_alive
 from megatron_grpo.launch import parent_death
-from processes import is_alive
 
 # Starts a sleeper through the wrapper, tells its pid, and waits.
 PARENT = """
@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_command_dies_when_its_parent_is_killed_and_its_folder_goes(folder):
+def test_command_dies_when_its_parent_is_killed_and_its_folder_goes(folder):
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, parent_death.__file__, folder],
         stdin=subprocess.PIPE,
@@ -47,7 +47,7 @@ def test_the_command_dies_when_its_parent_is_killed_and_its_folder_goes(folder):
     assert folder.parent.exists()
 
 
-def test_the_command_is_not_started_when_its_parent_is_gone_and_its_folder_goes(folder):
+def test_command_is_not_started_when_its_parent_is_gone_and_its_folder_goes(folder):
     gone = subprocess.Popen(["true"])
     gone.wait()
     command = [sys.executable, parent_death.__file__, str(gone.pid), folder, "echo", "started"]
@@ -57,6 +57,6 @@ def test_the_command_is_not_started_when_its_parent_is_gone_and_its_folder_goes(
     assert wait_until(lambda: not folder.exists(), 5)
 
 
-def test_the_command_keeps_its_arguments_and_exit_code(folder):
+def test_command_keeps_its_arguments_and_exit_code(folder):
     tied = [sys.executable, parent_death.__file__, str(os.getpid()), folder]
     assert subprocess.run([*tied, "sh", "-c", "exit 7"]).returncode == 7

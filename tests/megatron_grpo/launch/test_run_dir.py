@@ -1,14 +1,17 @@
+"""The run directory's lock, the mount that holds it, and the job's token."""
+
 import errno
 import fcntl
 import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from megatron_grpo.launch import run_dir as mount
-from megatron_grpo.launch.run_dir import run_lock
+from megatron_grpo.launch import run_dir
+from megatron_grpo.launch.run_dir import Mount, check_token, new_token, run_lock, take_token
 
 HOLD = """
 import sys, time
@@ -20,7 +23,7 @@ with run_lock(Path(sys.argv[1])):
 """
 
 
-def test_a_run_directory_is_for_one_process_until_it_ends_however_it_ends(tmp_path):
+def test_run_directory_is_for_one_process_until_that_is_killed(tmp_path):
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
     environment = os.environ | {"SLURM_JOB_ID": "17"}
     holder = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
@@ -38,19 +41,17 @@ def test_a_run_directory_is_for_one_process_until_it_ends_however_it_ends(tmp_pa
     assert (tmp_path / "lock").read_text().startswith(f"pid {os.getpid()} on ")
 
 
-def test_a_lock_that_other_hosts_do_not_see_is_refused(tmp_path, monkeypatch):
+def test_lock_that_other_hosts_do_not_see_is_refused(tmp_path, monkeypatch):
     mounts = tmp_path / "mounts"
     mounts.write_text(f"fs@o2ib:/x {tmp_path.resolve()} lustre rw,localflock 0 0\n")
-    monkeypatch.setattr(mount, "MOUNTS", mounts)
+    monkeypatch.setattr(run_dir, "MOUNTS", mounts)
     expected = "cannot be locked: other hosts do not see locks with localflock; .*-o flock"
     with pytest.raises(ValueError, match=expected), run_lock(tmp_path):
         pass
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
-def test_a_file_system_without_locks_is_named_with_the_option_that_gives_it_some(
-    number, tmp_path, monkeypatch
-):
+def test_file_system_without_locks_is_refused_with_the_option_to_set(number, tmp_path, monkeypatch):
     """As Lustre and NFS answer, which no test can mount."""
 
     def flock(*_):
@@ -60,3 +61,72 @@ def test_a_file_system_without_locks_is_named_with_the_option_that_gives_it_some
     expected = f"{tmp_path / 'lock'} cannot be locked .*-o flock .* train.run_dir"
     with pytest.raises(ValueError, match=expected), run_lock(tmp_path):
         pass
+
+
+MOUNTS = """/dev/sda1 / ext4 rw 0 0
+fs@o2ib:/x /scratch lustre rw,flock,user_xattr 0 0
+"""
+
+
+def test_the_mount_is_the_nearest():
+    assert Mount.holding(Path("/scratch/runs"), MOUNTS).kind == "lustre"
+    assert Mount.holding(Path("/scratches"), MOUNTS).kind == "ext4"
+    over = MOUNTS + "tmpfs /scratch tmpfs rw 0 0\n"
+    assert Mount.holding(Path("/scratch"), over).kind == "tmpfs"
+    assert Mount.holding(Path("/proc/self").resolve()).kind == "proc"
+    assert Mount.holding(Path("/home"), "fs /scratch lustre rw 0 0").options == frozenset()
+
+
+def test_the_kernel_writes_spaces_in_octal():
+    mounts = MOUNTS + "s:/x /my\\040data nfs rw,nolock 0 0\n"
+    assert Mount.holding(Path("/my data/runs"), mounts).local_locks == "nolock"
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("fs@o2ib:/x /x lustre rw,flock 0 0", ""),
+        ("fs@o2ib:/x /x lustre rw,localflock 0 0", "localflock"),
+        ("s:/x /x nfs4 rw,vers=4.2,local_lock=none,addr=10.0.0.9 0 0", ""),
+        ("s:/x /x nfs rw,vers=3,local_lock=none 0 0", ""),
+        ("s:/x /x nfs rw,vers=3,local_lock=flock 0 0", "local_lock=flock"),
+        ("s:/x /x nfs rw,vers=3,local_lock=posix 0 0", ""),
+        ("s:/x /x nfs rw,nolock,vers=3,local_lock=all 0 0", "local_lock=all"),
+    ],
+)
+def test_options_of_mounts_whose_locks_other_hosts_do_not_see(line, expected):
+    assert Mount.holding(Path("/x/runs"), f"{MOUNTS}{line}\n").local_locks == expected
+
+
+GOOD = "0123456789abcdef"
+
+
+def test_new_tokens_differ_and_have_256_bits():
+    tokens = {new_token() for _ in range(8)}
+    assert len(tokens) == 8
+    assert all(check_token(token) == token and len(token) == 64 for token in tokens)
+
+
+def test_taken_token_is_not_inherited():
+    environ = {"MEGATRON_GRPO_TOKEN": GOOD, "PATH": "/bin"}
+    assert take_token(environ) == GOOD
+    assert environ == {"PATH": "/bin"}
+    assert take_token(environ) is None
+
+
+@pytest.mark.parametrize(
+    ("token", "message"),
+    [
+        (None, "is not set"),
+        ("", "is not set"),
+        (GOOD[1:], "has 15 characters, at least 16 are needed"),
+        (GOOD + " ", "has spaces"),
+        (GOOD + "\n", "has spaces"),
+        (GOOD + "ä", "has spaces or other characters"),
+    ],
+)
+def test_invalid_token_is_refused_and_not_shown(token, message):
+    with pytest.raises(ValueError, match=message) as refused:
+        check_token(token)
+    assert "export MEGATRON_GRPO_TOKEN=$(openssl rand -hex 32)" in str(refused.value)
+    assert GOOD[1:] not in str(refused.value)

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from engines import wait_until
+from helpers.engines import wait_until
 from megatron_grpo.engines.server import reserve_port
 
 ONE_HOST = ["--nnodes=1", "--node-rank=0", "--master-addr=127.0.0.1", "--master-port=0"]
@@ -99,7 +99,7 @@ def wait_ready(folder: Path) -> None:
     assert wait_until(lambda: all((folder / f"ready_{rank}").exists() for rank in range(2)), 60)
 
 
-def test_ranks_get_the_signal_and_take_their_time(torchrun, tmp_path):
+def test_preemption_signal_reaches_the_ranks_which_take_their_time(torchrun, tmp_path):
     run = torchrun(PATIENT)
     wait_ready(tmp_path)
     listening = [
@@ -114,7 +114,7 @@ def test_ranks_get_the_signal_and_take_their_time(torchrun, tmp_path):
     assert (tmp_path / "saved_0").exists() and (tmp_path / "saved_1").exists()
 
 
-def test_ranks_that_cannot_take_the_signal_yet_are_preempted_too(torchrun, tmp_path):
+def test_ranks_killed_by_the_preemption_signal_count_as_preempted(torchrun, tmp_path):
     run = torchrun("touch ready_$RANK; exec sleep 100")
     wait_ready(tmp_path)
     run.send_signal(signal.SIGTERM)
@@ -123,7 +123,7 @@ def test_ranks_that_cannot_take_the_signal_yet_are_preempted_too(torchrun, tmp_p
 
 
 @pytest.mark.parametrize("number", ENDING)
-def test_a_signal_that_ends_a_run_is_its_exit_code(torchrun, tmp_path, number):
+def test_signal_that_ends_a_run_is_its_exit_code(torchrun, tmp_path, number):
     run = torchrun("touch ready_$RANK; exec sleep 100")
     wait_ready(tmp_path)
     run.send_signal(number)
@@ -149,13 +149,13 @@ def test_signals_that_it_was_started_to_ignore_end_nothing(start, tmp_path):
     assert run.returncode == 0 and told == ""
 
 
-def test_what_rank_0_has_told_is_not_told_again(torchrun):
+def test_report_of_rank_0_is_not_repeated(torchrun):
     run = torchrun("echo told >&2; exit 2")
     _, told = run.communicate(timeout=60)
     assert run.returncode == 2 and told.replace("told\n", "") == ""
 
 
-def test_a_rank_that_fails_before_its_watch_begins_is_told_by_the_end_of_its_log(torchrun):
+def test_failure_before_the_watchdog_begins_is_reported_by_the_end_of_the_log(torchrun):
     run = torchrun("[ $RANK = 0 ] && exec sleep 100; echo no such module >&2; exit 1")
     _, told = run.communicate(timeout=60)
     assert run.returncode == 1
@@ -164,7 +164,7 @@ def test_a_rank_that_fails_before_its_watch_begins_is_told_by_the_end_of_its_log
     )
 
 
-def test_the_killing_of_rank_0_is_told_with_what_the_others_know(torchrun):
+def test_death_of_rank_0_is_reported_with_the_verdict_of_the_others(torchrun):
     verdict = "megatron-grpo: rank 0 died in phase train of step 3"
     # torchrun makes $ of $$.
     run = torchrun(
@@ -176,23 +176,25 @@ def test_the_killing_of_rank_0_is_told_with_what_the_others_know(torchrun):
     assert told == f"{verdict} (SIGKILL)\n"
 
 
-def test_a_host_without_rank_0_says_nothing_of_ranks_that_the_watch_has_ended(two_hosts):
-    _, run = two_hosts(
-        "[ $RANK = 0 ] && exec sleep 100;"
-        "echo megatron-grpo: rank 0 died in phase train of step 3 >&2; exit 1"
-    )
-    _, told = run.communicate(timeout=60)
-    assert run.returncode == 1 and told == ""
-
-
-def test_a_host_without_rank_0_shows_what_no_watch_can_tell(two_hosts):
-    _, run = two_hosts("[ $RANK = 0 ] && exec sleep 100; echo no such module >&2; exit 1")
-    _, told = run.communicate(timeout=60)
-    assert told.startswith("rank 1 failed first on ") and told.endswith("no such module\n")
+@pytest.mark.parametrize(
+    ("log", "expected"),
+    [
+        ("megatron-grpo: rank 0 died in phase train of step 3", ""),  # rank 0's host reports it
+        ("no such module", "rank 1 failed first on "),
+    ],
+)
+def test_host_without_rank_0_reports_only_what_no_watchdog_has(two_hosts, log, expected):
+    _, run = two_hosts(f"[ $RANK = 0 ] && exec sleep 100; echo {log} >&2; exit 1")
+    _, printed = run.communicate(timeout=60)
+    assert run.returncode == 1
+    if expected:
+        assert printed.startswith(expected) and printed.endswith(f"{log}\n")
+    else:
+        assert printed == ""
 
 
 @pytest.mark.parametrize("host", [0, 1])
-def test_hosts_that_do_not_meet_are_told_in_a_line(start, port, tmp_path, host):
+def test_hosts_that_do_not_meet_are_named_in_a_line(start, port, tmp_path, host):
     options = ["--nnodes=3", f"--node-rank={host}", "--master-addr=127.0.0.1"]
     options += [f"--master-port={port}", "--nproc-per-node=1", f"--log-dir={tmp_path}"]
     run = start("exit 0", *options, program=IMPATIENT)
@@ -210,7 +212,7 @@ def test_hosts_that_do_not_meet_are_told_in_a_line(start, port, tmp_path, host):
         )
 
 
-def test_ranks_may_open_as_many_files_as_the_system_lets_them(start, tmp_path):
+def test_ranks_may_open_as_many_files_as_the_hard_limit(start, tmp_path):
     def few() -> None:
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))

@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 from checkpoint_convert import read_shape
-from distributed import run_ranks
+from helpers.models import tiny_model
+from helpers.policies import pack_all, tiny_config
+from helpers.published_models import write_config
+from helpers.ranks import run_ranks
 from megatron_grpo.config.config import Config
 from megatron_grpo.planning.activations import (
     final_norm_bytes,
@@ -24,13 +27,10 @@ from megatron_grpo.planning.activations import (
 )
 from megatron_grpo.policy.model import build_model, forward
 from megatron_grpo.policy.releases import IS_OLD
-from models import tiny_model
 from parallel import ParallelDims
 from parallel.cpu_device import setup_device
 from parallel.groups import init_groups
 from parallel.logit_tiles import even_columns
-from policies import pack_all, tiny_config
-from published_models import write_config
 
 TOKENS = 512
 LENGTHS = [[(64, 192), (32, 96), (32, 96)]]

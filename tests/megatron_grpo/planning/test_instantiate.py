@@ -8,19 +8,19 @@ import torch
 from typer.testing import CliRunner
 
 from checkpoint_convert import megatron_layout, read_shape
-from distributed import run_ranks
+from helpers.models import tiny_model
+from helpers.published_models import write_config
+from helpers.ranks import run_ranks
+from helpers.runs import TINY_CONFIG
 from megatron_grpo import cli
 from megatron_grpo.config.file import load_config
 from megatron_grpo.planning import instantiate as built_rank
 from megatron_grpo.planning.instantiate import BuiltRank, build_ranks, distinct_ranks, instantiate
 from megatron_grpo.planning.state import state_bytes
 from megatron_grpo.policy import model
-from models import tiny_model
 from parallel import ParallelDims
 from parallel.cpu_device import setup_device
 from parallel.groups import init_groups
-from published_models import write_config
-from runs import TINY_CONFIG
 
 ON_512 = {
     "parallel.tensor_parallel_size": 8,

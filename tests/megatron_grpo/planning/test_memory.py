@@ -10,19 +10,19 @@ import pytest
 
 from checkpoint_convert import hf_tensors, read_shape
 from checkpoint_convert.vllm import EngineDims
-from distributed import run_ranks
+from helpers.models import servable_model, tiny_model
+from helpers.policies import Lengths, accumulate, pack_all, tiny_config
+from helpers.published_models import write_config
+from helpers.ranks import run_ranks
+from helpers.vllm_workers import read_in_workers
 from megatron_grpo.config.config import Config
 from megatron_grpo.planning.card import CARDS
 from megatron_grpo.planning.memory import EngineBytes, engine_bytes, stages_memory
 from megatron_grpo.planning.state import stage_states
 from megatron_grpo.policy.model import add_gradients, add_optimizer, build_model
-from models import servable_model, tiny_model
 from parallel import ParallelDims
 from parallel.cpu_device import setup_device
 from parallel.groups import init_groups
-from policies import Lengths, accumulate, pack_all, tiny_config
-from published_models import write_config
-from vllm_workers import read_in_workers
 
 M_MMAP_THRESHOLD = -3
 SHORT, LONG = [[(64, 192), (32, 96), (32, 96)]] * 3, [[(64, 448)] * 16] * 3

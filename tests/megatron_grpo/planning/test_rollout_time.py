@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from checkpoint_convert import read_shape
+from helpers.policies import tiny_config
+from helpers.published_models import write_config
 from megatron_grpo.planning.card import CARDS
 from megatron_grpo.planning.memory import engine_bytes
 from megatron_grpo.planning.rollout_time import rollout_time
 from parallel import ParallelDims
-from policies import tiny_config
-from published_models import write_config
 
 H100 = CARDS["h100"]
 GROUPS = "grpo={num_generations: 4, generation_batch_size: 16, beta: 0.0}"

@@ -8,10 +8,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from checkpoint_convert import hf_tensors, megatron_layout, read_shape
+from helpers.policies import tiny_config
+from helpers.published_models import write_config
 from megatron_grpo.planning.state import StateBytes, stage_states, state_bytes
 from parallel import ParallelDims
-from policies import tiny_config
-from published_models import write_config
 
 
 def test_70b_on_64_ranks_by_hand(tmp_path):

@@ -6,14 +6,14 @@ from math import prod
 import pytest
 
 from checkpoint_convert import hf_tensors, read_shape
+from helpers.policies import tiny_config
+from helpers.published_models import write_config
 from megatron_grpo.planning.card import CARDS
 from megatron_grpo.planning.job_plan import plan_job
 from megatron_grpo.planning.state import state_bytes
 from megatron_grpo.planning.step_time import forward_flops, stage_flops
 from megatron_grpo.planning.workload import Computed
 from parallel import ParallelDims
-from policies import tiny_config
-from published_models import write_config
 
 CARD = CARDS["h100"]
 LONG = "train.max_tokens_per_microbatch=4096"

@@ -3,6 +3,8 @@
 import pytest
 
 from checkpoint_convert import read_shape
+from helpers.policies import tiny_config
+from helpers.published_models import write_config
 from megatron_grpo.planning.workload import (
     Computed,
     Workload,
@@ -11,8 +13,6 @@ from megatron_grpo.planning.workload import (
     workload,
 )
 from parallel import ParallelDims
-from policies import tiny_config
-from published_models import write_config
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ import torch
 from safetensors.torch import load_file
 
 from checkpoint_convert import read_shape
-from distributed import run_ranks
+from helpers.models import tiny_model
+from helpers.policies import start_policy, tiny_config
+from helpers.ranks import run_ranks
 from megatron_grpo.config.file import dump_config
 from megatron_grpo.policy.export import export_model, keep_export
-from models import tiny_model
 from parallel import ParallelDims
-from policies import start_policy, tiny_config
 
 ONE = ParallelDims()
 CASES = {

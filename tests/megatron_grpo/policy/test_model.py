@@ -1,6 +1,5 @@
 """Our model against `transformers`: same folder, same numbers, at every parallel layout."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -9,16 +8,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from checkpoint_convert import read_shape
-from distributed import run_ranks
-from megatron_grpo.policy.forward import compute_logprobs
-from megatron_grpo.policy.model import describe
-from megatron_grpo.policy.optimizer import gradient_norm
-from megatron_grpo.policy.reference import build_reference
-from models import tiny_model
-from parallel import ParallelDims
-from parallel.cpu_device import setup_device
-from parallel.groups import init_groups
-from policies import (
+from helpers.models import tiny_model
+from helpers.policies import (
     LENGTHS,
     Lengths,
     accumulate,
@@ -28,6 +19,12 @@ from policies import (
     start_policy,
     tiny_config,
 )
+from helpers.ranks import run_ranks
+from megatron_grpo.policy.forward import compute_logprobs
+from megatron_grpo.policy.reference import build_reference
+from parallel import ParallelDims
+from parallel.cpu_device import setup_device
+from parallel.groups import init_groups
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 MODELS = [(family, tied) for family in FAMILIES for tied in (False, True)]
@@ -134,55 +131,6 @@ def test_rope_scaling_equals_transformers(tmp_path, dims, rope_type):
             torch.testing.assert_close(got, reference, atol=2e-5, rtol=0)
 
 
-def step_beside_a_reference(rank: int, folder: Path) -> tuple[bool, bool]:
-    dims = ParallelDims()
-    policy, groups = start_policy(rank, folder, dims)
-    reference = build_reference(tiny_config(folder, dims), policy.shape, groups)
-    assert not any(p.requires_grad for p in reference.parameters().values())
-    batches = pack_all(LENGTHS, dims)
-    before = compute_logprobs(reference, batches, 1.0, groups)[0][0]
-    accumulate(policy, groups, batches)
-    policy.optimizer.step()
-    after = compute_logprobs(reference, batches, 1.0, groups)[0][0]
-    trained = compute_logprobs(policy, batches, 1.0, groups)[0][0]
-    return torch.equal(before, after), torch.equal(before, trained)
-
-
-def test_the_reference_stays_when_the_policy_moves(folders):
-    assert run_ranks(1, step_beside_a_reference, folders["llama tied=False"]) == [(True, False)]
-
-
-def norm_of_gradient(rank: int, folder: Path, dims: ParallelDims, overrides: list[str]) -> float:
-    policy, groups = start_policy(rank, folder, dims, *overrides)
-    accumulate(policy, groups, pack_all(LENGTHS, dims))
-    return gradient_norm(policy.optimizer)
-
-
-def test_recomputing_activations_changes_nothing(folders):
-    folder, dims = folders["qwen3 tied=False"], ParallelDims(tensor=2)
-    recompute = [
-        "model.megatron.recompute_granularity=full",
-        "model.megatron.recompute_method=uniform",
-        "model.megatron.recompute_num_layers=1",
-    ]
-    plain = run_ranks(dims.world_size, norm_of_gradient, folder, dims, [])
-    assert run_ranks(dims.world_size, norm_of_gradient, folder, dims, recompute) == plain
-
-
-def attention_switches(rank: int, folder: Path, backend: str) -> list[str | None]:
-    start_policy(rank, folder, ParallelDims(), f"model.megatron.attention_backend={backend}")
-    return [os.environ.get(f"NVTE_{kind}_ATTN") for kind in ("FLASH", "FUSED", "UNFUSED")]
-
-
-@pytest.mark.parametrize(
-    ("backend", "switches"),
-    [("flash", ["1", "0", "0"]), ("fused", ["0", "1", "0"]), ("unfused", ["0", "0", "1"])],
-)
-def test_an_attention_backend_switches_off_transformer_engines_others(folders, backend, switches):
-    folder = folders["llama tied=False"]
-    assert run_ranks(1, attention_switches, folder, backend) == [switches]
-
-
 def gradients(rank: int, folder: Path, dims: ParallelDims, dtype: str) -> dict[str, Tensor]:
     """This rank's part of the gradient, by tensor and box."""
     policy, groups = start_policy(rank, folder, dims, f"model.dtype={dtype}")
@@ -203,12 +151,3 @@ def test_bfloat16_weights_have_nearly_the_gradient_of_float32(folders):
             error = float((gradient - theirs[name]).norm() / theirs[name].norm())
             # Measured: 0.8% to 2.1% by rounding; 22% and more where a microbatch is missing.
             assert 0 < error < 0.04, name
-
-
-def described(rank: int, folder: Path) -> str:
-    return describe(start_policy(rank, folder, ParallelDims())[0])
-
-
-def test_what_computes_is_told_by_name(tmp_path):
-    told = run_ranks(1, described, tiny_model(tmp_path, "qwen3"))
-    assert told == ["layers: torch, attention: PackedAttention, optimizer: AdamW"]

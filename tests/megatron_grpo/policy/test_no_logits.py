@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from distributed import run_ranks
-from largest_tensor import LargestTensor
+from helpers.measure import LargestTensor
+from helpers.models import tiny_model
+from helpers.policies import pack_all, start_policy, tiny_config
+from helpers.ranks import run_ranks
 from megatron_grpo.batch.prepare import with_entropy_weights
 from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.policy.skipped_steps import SkippedSteps
 from megatron_grpo.train_step import train_step
-from models import tiny_model
 from parallel import ParallelDims
-from policies import pack_all, start_policy, tiny_config
 
 VOCAB_SIZE, LENGTHS = 49152, [[(64, 448), (32, 480)]]
 NUM_LOGITS = VOCAB_SIZE * sum(map(sum, LENGTHS[0]))

@@ -8,18 +8,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from checkpoint_convert import read_shape
-from distributed import run_ranks
-from megatron_grpo.policy.model import build_policy
-from megatron_grpo.policy.optimizer import (
-    _make_loadable,
-    apply_gradient,
-    gradient_norm,
-    set_steps_taken,
-    steps_taken,
-)
-from models import tiny_model
-from parallel import Box, ParallelDims
-from policies import (
+from helpers.models import tiny_model
+from helpers.policies import (
     LENGTHS,
     LOSS_WEIGHT,
     accumulate,
@@ -28,6 +18,16 @@ from policies import (
     start_policy,
     tiny_config,
 )
+from helpers.ranks import run_ranks
+from megatron_grpo.policy.model import build_policy
+from megatron_grpo.policy.optimizer import (
+    _make_loadable,
+    apply_gradient,
+    gradient_norm,
+    set_steps_taken,
+    steps_taken,
+)
+from parallel import Box, ParallelDims
 
 NUM_STEPS = 3
 LR, BETA1, BETA2, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-3, 0.8, 0.9, 0.1, 1.0

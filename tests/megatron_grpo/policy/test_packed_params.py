@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from distributed import run_ranks
+from helpers.models import tiny_model
+from helpers.policies import LENGTHS, accumulate, gradient_boxes, pack_all, start_policy
+from helpers.ranks import run_ranks
 from megatron_grpo.policy import packed_params
-from models import tiny_model
 from parallel import ParallelDims
-from policies import LENGTHS, accumulate, gradient_boxes, pack_all, start_policy
 
 DIMS = ParallelDims(context=2)
 RECOMPUTED = (

@@ -9,17 +9,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from checkpoint_convert import read_shape
-from checkpoint_convert.rank_weights import read_weights
-from conversions import read_checkpoint
-from distributed import run_ranks
-from faulty_runs import NUM_RANKS, Runs, assert_same_run
-from megatron_grpo.checkpoints.state import REFERENCE, num_bytes_saved
-from megatron_grpo.checkpoints.trainer_state import TrainerState
-from megatron_grpo.policy.model import Model, Policy
-from megatron_grpo.policy.reference import Reference, build_reference
-from models import tiny_model
-from parallel import Box, ParallelDims
-from policies import (
+from checkpoint_convert.weights import read_weights
+from helpers.conversions import read_checkpoint
+from helpers.jobs import NUM_RANKS, Runs, assert_same_run
+from helpers.models import tiny_model
+from helpers.policies import (
     LENGTHS,
     accumulate,
     checkpoints_of,
@@ -27,8 +21,14 @@ from policies import (
     start_policy,
     tiny_config,
 )
-from runs import read_metrics
-from sabotage import SpoilGradient
+from helpers.ranks import run_ranks
+from helpers.runs import read_metrics
+from helpers.sabotage import SpoilGradient
+from megatron_grpo.checkpoints.state import REFERENCE, num_bytes_saved
+from megatron_grpo.checkpoints.trainer_state import TrainerState
+from megatron_grpo.policy.model import Model, Policy
+from megatron_grpo.policy.reference import Reference, build_reference
+from parallel import Box, ParallelDims
 
 NUM_STEPS = 4
 MOVES = ("grpo.sync_ref_model=true", "grpo.ref_model_sync_steps=2")
@@ -215,7 +215,7 @@ def load_and_save(
     policy, reference = start_both(rank, two[0], dims, *MIXED)
     checkpoints_of(run, policy, two[0], dims, *MIXED, reference=reference).load()
     loaded = weights_of(reference)
-    rounded = {name: values.bfloat16() for name, values in reference.mixture.items()}
+    rounded = {name: values.bfloat16() for name, values in reference.averaged_weights.items()}
     save(again, policy, reference, two[0], dims)
     reference.follow(policy, 4)
     moved = weights_of(reference)
@@ -352,6 +352,7 @@ def test_a_run_resumed_inside_and_between_generations_is_the_one_that_was_not_in
         assert ours == theirs
 
 
+@pytest.mark.slow
 def test_a_skipped_step_counts_as_one(runs: Runs, tmp_path: Path) -> None:
     """And the step after it moves the policy before that is copied."""
     overrides = ("train.num_steps=2", *MOVES, "grpo.ref_model_mixup_alpha=1.0")

@@ -12,8 +12,25 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from checkpoint_convert import read_shape
-from distributed import run_ranks
-from engines import random_prompts, sampling_params
+from helpers.engines import random_prompts, sampling_params
+from helpers.models import tiny_model
+from helpers.policies import (
+    LENGTHS,
+    LOSS_WEIGHT,
+    Numbers,
+    check_gradients,
+    check_logprobs,
+    gradients_of,
+    layout_name,
+    load_oracle,
+    numbers_of,
+    pack_all,
+    random_sequences,
+    sequence_logprobs,
+    start_policy,
+    tiny_config,
+)
+from helpers.ranks import run_ranks
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.prepare import packed_minibatches
 from megatron_grpo.data.samples import Sample
@@ -23,27 +40,8 @@ from megatron_grpo.engines.transformers_engine import TransformersEngine
 from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.policy.reference import build_reference
 from megatron_grpo.policy.router import with_own_layers
-from mixtures import (
-    Numbers,
-    check_gradients,
-    check_logprobs,
-    gradients_of,
-    layout_name,
-    load_oracle,
-    numbers_of,
-)
-from models import tiny_model
 from parallel import ParallelDims
 from parallel.microbatches import CostModel
-from policies import (
-    LENGTHS,
-    LOSS_WEIGHT,
-    pack_all,
-    random_sequences,
-    sequence_logprobs,
-    start_policy,
-    tiny_config,
-)
 
 LAYERS, EXPERTS, TOPK = 4, 8, 3
 REPLAY = "rollout.router_replay=true"
@@ -191,7 +189,7 @@ def bfloat16_samples(folder: Path) -> list[Sample]:
     generation = Generation(random_prompts(NUM_SAMPLES // 4), params)
     for number, request in [*generation.open.items()]:
         answer = json.dumps(engine.generate(request, lambda: True)).encode()
-        asyncio.run(generation.take(number, decode_choice(answer), "http://a"))
+        asyncio.run(generation.take_answer(number, decode_choice(answer), "http://a"))
     return generation.samples()
 
 

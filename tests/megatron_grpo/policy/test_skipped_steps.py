@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from checkpoint_convert import read_shape
-from distributed import run_ranks
+from helpers.models import tiny_model
+from helpers.policies import LENGTHS, pack_all, start_policy, tiny_config
+from helpers.ranks import run_ranks
 from megatron_grpo.policy.model import build_policy
 from megatron_grpo.policy.skipped_steps import SkippedSteps
 from megatron_grpo.train_step import train_step
-from models import tiny_model
 from parallel import ParallelDims
 from parallel.packing import PackedBatch
-from policies import LENGTHS, pack_all, start_policy, tiny_config
 
 NUM_SEQUENCES = sum(map(len, LENGTHS))
 OVERRIDES = (

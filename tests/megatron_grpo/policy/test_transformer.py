@@ -100,13 +100,8 @@ def test_an_unknown_override_is_refused_with_the_nearest_name():
     "name",
     [
         "window_size",
-        "rotary_interleaved",
-        "multi_latent_attention",
-        "cuda_graph_impl",
         "cp_comm_type",  # packed sequences pass around a ring in every supported release
         "fused_single_qkv_rope",  # Megatron asserts that sequences are not packed
-        "cpu_offloading",
-        "seq_length",
     ],
 )
 def test_a_field_that_might_change_what_the_model_computes_is_refused(name):
@@ -162,16 +157,11 @@ def test_a_layer_implementation_that_is_not_there_is_refused():
 @pytest.mark.parametrize(
     "name",
     [
-        "num_layers",
-        "hidden_dropout",
-        "softmax_scale",
-        "calculate_per_token_loss",
-        "context_parallel_size",
-        "num_layers_in_last_pipeline_stage",
+        "num_layers",  # the model
+        "context_parallel_size",  # the mesh
+        "calculate_per_token_loss",  # the trainer
         "perform_initialization",
-        "tp_comm_overlap",
         "fp8",
-        "fp4",
     ],
 )
 def test_what_the_model_the_mesh_or_the_trainer_decides_is_not_free(name):

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from chosen import chosen_tokens
+from helpers.losses import chosen_tokens
 from megatron_grpo.algorithm.loss import LossTokens, grpo_loss, loss_weights
 from megatron_grpo.batch.experience import completion_metrics
 from megatron_grpo.config.grpo import GRPOConfig
@@ -59,7 +59,7 @@ def count(members, cfg, tokens=TOKENS, old_is_rollout=False):
         ref_logprobs=per_token(2) if cfg.beta else None,
         high_entropy=entropy >= 0.7 if cfg.top_entropy_quantile < 1 else None,
     )
-    tokens_of_batch = LossTokens.of(batch, chosen_tokens(batch.loss_mask, logprobs, entropy))
+    tokens_of_batch = LossTokens.select(batch, chosen_tokens(batch.loss_mask, logprobs, entropy))
     loss = grpo_loss(tokens_of_batch, cfg, cfg.beta)
     metrics = TrainMetrics(len(tokens), old_is_rollout=old_is_rollout)
     metrics.add(tokens_of_batch, loss)
@@ -203,7 +203,7 @@ def test_the_gap_is_to_the_policy_itself_while_no_old_logprobs_are_kept():
         Alignment(),
     )
     logprobs = torch.tensor([0.0, -1.0], requires_grad=True)
-    tokens = LossTokens.of(batch, chosen_tokens(batch.loss_mask, logprobs, torch.zeros(2)))
+    tokens = LossTokens.select(batch, chosen_tokens(batch.loss_mask, logprobs, torch.zeros(2)))
     metrics = TrainMetrics(1)
     metrics.add(tokens, grpo_loss(tokens, cfg, 0.0))
     result = metrics.reduce(no_peers, cfg).metrics

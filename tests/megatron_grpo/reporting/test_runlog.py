@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from conversions import file_size_limit
+from helpers.conversions import file_size_limit
+from helpers.policies import tiny_config
 from megatron_grpo.config.file import dump_config, load_config
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.reporting.runlog import RunLog
 from parallel import ParallelDims
-from policies import tiny_config
 
 
 def test_what_fails_in_closing_the_log_is_told_and_does_not_hide_why_the_run_ends(

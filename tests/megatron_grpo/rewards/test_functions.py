@@ -14,7 +14,7 @@ from megatron_grpo.config.reward import RewardFunction
 from megatron_grpo.rewards import total_rewards
 from megatron_grpo.rewards.functions import NoScores, load_function
 
-REPOSITORY = Path(__file__).parents[3]
+DEMO = Path(__file__).parents[3] / "demo" / "rewards.py"
 
 
 def answer_of(name, completions, columns=None, finish_reasons=None, **arguments):
@@ -37,35 +37,51 @@ def write(folder: Path, code: str) -> str:
     return f"{folder / 'mine.py'}:reward"
 
 
-def test_exact_compares_apart_from_blanks_around():
-    completions = ["7", " 7\n", "7.", "77"]
-    assert score("exact", completions, {"answer": [7, "7", "7", "7"]}) == [1, 1, 0, 0]
-
-
-def test_format_wants_the_whole_completion_over_all_its_lines():
-    pattern = "<think>.*</think>.*"
-    completions = ["<think>\na\n</think>\nb", "so <think>a</think>", "<think>a"]
-    assert score("format", completions, pattern=pattern) == [1, 0, 0]
-
-
 def approx(*values: float) -> object:
     return pytest.approx(list(values), rel=1e-12, abs=1e-12)
 
 
-def test_repetition_is_the_share_of_n_grams_that_were_there_before():
-    completions = [
-        "a b c d e",  # 3 trigrams, all distinct
-        "a b a b a b",  # aba bab aba bab: 2 of 4
-        "No NO no no no",  # 3 of the same, in lower case: 1 of 3 is new
-        "a b",  # no trigram
-        "",
-    ]
-    assert score("repetition", completions) == approx(0, -0.5, -2 / 3, 0, 0)
-    fields = {"repetition_n_grams": 1, "repetition_max_penalty": -2.0}
-    assert score("repetition", ["a a a b"], **fields) == approx(-1)
+BY_TEXT = [
+    ("exact", ["7", " 7\n", "7.", "77"], {}, [1, 1, 0, 0]),
+    (
+        "format",
+        ["<think>\na\n</think>\nb", "so <think>a</think>", "<think>a"],
+        {"pattern": "<think>.*</think>.*"},  # the whole completion, over all its lines
+        [1, 0, 0],
+    ),
+    ("repetition", ["a b c d e"], {}, [0]),  # 3 trigrams, all distinct
+    ("repetition", ["a b a b a b"], {}, [-0.5]),  # aba bab aba bab: 2 of 4
+    ("repetition", ["No NO no no no"], {}, [-2 / 3]),  # lower case: 1 of 3 is new
+    ("repetition", ["a b", ""], {}, [0, 0]),  # no trigram
+    (
+        "repetition",
+        ["a a a b"],
+        {"repetition_n_grams": 1, "repetition_max_penalty": -2.0},
+        [-1],
+    ),
+    (  # equation 13 of DAPO
+        "soft_overlong",
+        ["x" * n for n in (0, 80, 81, 90, 100, 101, 200)],
+        {"soft_max_length": 100, "soft_cache_length": 20},
+        [0, 0, -0.05, -0.5, -1, -1, -1],
+    ),
+    (f"{DEMO}:share_of_digits", ["12ab", "", "123"], {}, [0.5, 0, 1]),
+    (
+        f"{DEMO}:last_number",
+        ["3 + 4 = 7", "7", "**7**.", "7 = 3 + 4", "-7", "17", ""],
+        {},
+        [1, 1, 1, 0, 0, 0, 0],
+    ),
+]
 
 
-def test_cosine_goes_from_the_value_at_length_0_to_that_at_the_greatest_length():
+@pytest.mark.parametrize(("name", "completions", "arguments", "expected"), BY_TEXT)
+def test_functions_of_the_text(name, completions, arguments, expected):
+    columns = {"answer": ["7"] * len(completions), "prompt": ["p"] * len(completions)}
+    assert score(name, completions, columns, **arguments) == approx(*expected)
+
+
+def test_cosine_interpolates_between_the_values_of_both_lengths():
     """Right answers fall from 1 to 0.5, wrong ones rise from -0.5 to 0 (defaults of ms-swift)."""
     right = ["", "77", "7777", "77777777", "7" * 20]
     columns = {"answer": right}
@@ -78,7 +94,7 @@ def test_cosine_goes_from_the_value_at_length_0_to_that_at_the_greatest_length()
     assert score("cosine", right, wrong, **fields) == approx(-0.5, -0.5 * quarter, -0.25, 0, 0)
 
 
-def test_cosine_asks_math_answer_and_takes_its_values_from_the_config():
+def test_cosine_uses_math_answer_and_the_values_of_the_config():
     fields = {
         "cosine_max_len": 4,
         "cosine_min_len_value_correct": 2.0,
@@ -91,7 +107,7 @@ def test_cosine_asks_math_answer_and_takes_its_values_from_the_config():
     assert scores == approx(1, -6 - 4 * three_quarters, 1)
 
 
-def test_cosine_asks_math_answer_with_its_arguments():
+def test_cosine_passes_its_arguments_to_math_answer():
     values = {"cosine_max_len_value_correct": 1.0, "cosine_min_len_value_wrong": 0.0}  # 1 or 0
     completions, reasons = ["7", "\\boxed{7}", "\\boxed{7}"], ["stop", "stop", "length"]
     given = "cosine", completions, {"answer": ["7"] * 3}, reasons
@@ -99,12 +115,6 @@ def test_cosine_asks_math_answer_with_its_arguments():
     assert score(*given, **fields) == [1, 1, 1]
     assert score(*given, **fields, boxed=True) == [0, 1, 1]
     assert score(*given, **fields, only_finished=True) == [1, 1, 0]
-
-
-def test_soft_overlong_is_equation_13_of_dapo():
-    completions = ["x" * n for n in (0, 80, 81, 90, 100, 101, 200)]
-    fields = {"soft_max_length": 100, "soft_cache_length": 20}
-    assert score("soft_overlong", completions, **fields) == approx(0, 0, -0.05, -0.5, -1, -1, -1)
 
 
 @pytest.mark.parametrize(
@@ -133,9 +143,7 @@ def test_soft_overlong_is_equation_13_of_dapo():
         ("soft_overlong", {"soft_max_length": 100, "soft_cache_length": 100}, "such as 20"),
     ],
 )
-def test_arguments_that_a_built_in_function_cannot_use_are_refused_when_it_is_loaded(
-    name, arguments, part
-):
+def test_invalid_arguments_of_built_in_functions_are_refused(name, arguments, part):
     with pytest.raises(ValueError) as refused:
         load_function(RewardFunction(name=name, arguments=arguments))
     assert part in str(refused.value)
@@ -189,7 +197,7 @@ def test_hard_completions_do_not_cost_the_others_their_scores(name, arguments, r
         "finish_reasons": ["stop"] * 10,
         "answer": ["9"] * 10,
     }
-    answer = function(columns, timeout=4)
+    answer = function(columns, timeout=2.5)
     assert answer.scores[:2] == [right, 0.0]
     assert math.isnan(answer.scores[-1])
     assert answer.error.endswith("took the time of the call: raise reward.timeout")
@@ -210,7 +218,7 @@ STEPS = "#### Step 1: read\n\n#### Step 2: solve\nx=3\n\nThe final answer is \\b
         ("#### 72 clips\nShe sold them in 2 months", "72", "2"),
     ],
 )
-def test_a_heading_is_no_final_answer(completion, right, wrong):
+def test_heading_is_no_final_answer(completion, right, wrong):
     assert score("math_answer", [completion] * 2, {"answer": [right, wrong]}) == [1, 0]
 
 
@@ -232,7 +240,7 @@ CUT_OFF = "4*5 = 20, and 9+9 = 18, hmm, that"
         ("#### Step 2: add\n\\boxed{18}", 1),
     ],
 )
-def test_with_boxed_only_an_answer_that_is_marked_as_such_counts(completion, wanted):
+def test_boxed_only_counts_marked_answers(completion, wanted):
     assert score("math_answer", [completion], {"answer": ["18"]}, boxed=True) == [wanted]
 
 
@@ -250,11 +258,11 @@ def test_with_boxed_only_an_answer_that_is_marked_as_such_counts(completion, wan
         ("\\boxed{3}", 0),
     ],
 )
-def test_boxes_in_a_row_are_one_answer_of_several_values(completion, wanted, boxed):
+def test_boxes_in_a_row_are_a_set(completion, wanted, boxed):
     assert score("math_answer", [completion], {"answer": ["2, 3"]}, boxed=boxed) == [wanted]
 
 
-def test_with_only_finished_a_completion_that_was_cut_off_is_wrong():
+def test_only_finished_makes_a_cut_off_completion_wrong():
     completions = [CUT_OFF, "\\boxed{18}", "\\boxed{18}", "18"]
     reasons = ["length", "length", "stop", "max_turns"]
     given = "math_answer", completions, {"answer": ["18"] * 4}, reasons
@@ -284,7 +292,7 @@ def test_with_only_finished_a_completion_that_was_cut_off_is_wrong():
         ("5\n", "5", "6"),
     ],
 )
-def test_a_bare_reference_is_read_whole(answer, right, wrong):
+def test_bare_reference_is_read_whole(answer, right, wrong):
     completions = [f"\\boxed{{{right}}}", f"\\boxed{{{wrong}}}"]
     assert score("math_answer", completions, {"answer": [answer] * 2}) == [1, 0]
 
@@ -318,7 +326,7 @@ def code_from(completion: str, answer: str) -> list[str]:
     return [s for s in COMPILED if not s.startswith(("from sympy import *", "def monomial_"))]
 
 
-def test_digits_and_operators_are_what_reaches_python():
+def test_recorder_sees_the_arithmetic_that_reaches_python():
     assert "Integer (13 )*(Integer (2 ))+Integer (5 )" in code_from("so 13*(2)+5", "31")
 
 
@@ -355,7 +363,7 @@ ARITHMETIC = re.compile(r"(Integer|Float|Symbol \('[^'\\A-Za-z_]*' \)|[\d\s().,'
 
 @settings(max_examples=300)
 @given(st.lists(st.sampled_from(PARTS), max_size=12).map("".join))
-def test_all_that_python_evaluates_of_a_completion_is_arithmetic(completion):
+def test_python_evaluates_only_arithmetic_of_a_completion(completion):
     for source in code_from(completion, "7"):
         assert ARITHMETIC.fullmatch(source) or not is_python(source), source
 
@@ -370,39 +378,27 @@ def is_python(source: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("completion", "wanted"),
-    [("3 + 4 = 7", 1), ("7", 1), ("**7**.", 1), ("7 = 3 + 4", 0), ("-7", 0), ("17", 0), ("", 0)],
+    ("code", "columns", "arguments", "expected"),
+    [
+        # only the parameters that it names
+        ("def reward(completions, level): return level", {"level": [3], "other": [0]}, {}, [3]),
+        ("def reward(completions, **_): return [len(_)]", {"level": [3]}, {}, [0]),
+        # every column
+        ("def reward(completions, **kwargs): return kwargs['level']", {"level": [3]}, {}, [3]),
+        # completions and arguments go before columns of the same name
+        (
+            "def reward(completions, k, **c): return [len(x) + k for x in completions]",
+            {"k": [0], "completions": ["b"]},
+            {"k": 10},
+            [12],
+        ),
+    ],
 )
-def test_last_number_of_the_demo(completion, wanted):
-    name = f"{REPOSITORY / 'demo' / 'rewards.py'}:last_number"
-    assert score(name, [completion], {"answer": ["7"], "prompt": ["p"]}) == [wanted]
+def test_columns_and_arguments_that_a_function_gets(code, columns, arguments, expected, tmp_path):
+    assert score(write(tmp_path, code), ["aa"], columns, **arguments) == expected
 
 
-def test_share_of_digits_of_the_demo():
-    name = f"{REPOSITORY / 'demo' / 'rewards.py'}:share_of_digits"
-    assert score(name, ["12ab", "", "123"]) == [0.5, 0, 1]
-
-
-def test_a_function_gets_only_the_parameters_that_it_names(tmp_path):
-    name = write(tmp_path, "def reward(completions, level): return level")
-    assert score(name, ["a", "b"], {"level": [3, 4], "other": [0, 0]}) == [3, 4]
-    name = write(tmp_path, "def reward(completions, **_): return [len(_)]")
-    assert score(name, ["a"], {"level": [3]}) == [0]
-
-
-def test_with_kwargs_a_function_gets_every_column(tmp_path):
-    name = write(tmp_path, "def reward(completions, **kwargs): return kwargs['level']")
-    assert score(name, ["a"], {"level": [3]}) == [3]
-
-
-def test_completions_and_arguments_go_before_columns_of_the_same_name(tmp_path):
-    name = write(
-        tmp_path, "def reward(completions, k, **c): return [len(x) + k for x in completions]"
-    )
-    assert score(name, ["aa"], {"k": [0], "completions": ["b"]}, k=10) == [12]
-
-
-def test_a_file_may_import_its_neighbours_and_define_dataclasses(tmp_path):
+def test_file_may_import_its_neighbours_and_define_dataclasses(tmp_path):
     (tmp_path / "neighbour_of_mine.py").write_text("VALUE = 5")
     code = """
 from __future__ import annotations
@@ -440,7 +436,7 @@ def reward(completions):
         ("[1.0, SystemExit()]", "the score SystemExit()"),
     ],
 )
-def test_anything_but_one_number_per_completion_is_an_error(returned, part, tmp_path):
+def test_result_that_is_not_one_number_per_completion_is_an_error(returned, part, tmp_path):
     name = write(tmp_path, f"def reward(completions): return {returned}")
     with pytest.raises(NoScores) as refused:
         score(name, ["a", "b"])
@@ -465,7 +461,7 @@ def test_anything_but_one_number_per_completion_is_an_error(returned, part, tmp_
     ],
 )
 @pytest.mark.parametrize("boxed", [False, True])
-def test_a_marked_answer_is_read_like_a_reference(marked, right, wrong, boxed):
+def test_marked_answer_is_read_like_a_reference(marked, right, wrong, boxed):
     completions, answers = [f"Thus it is so.\n#### {marked}"] * 2, {"answer": [right, wrong]}
     assert score("math_answer", completions, answers, boxed=boxed) == [1, 0]
 
@@ -482,7 +478,7 @@ def test_a_marked_answer_is_read_like_a_reference(marked, right, wrong, boxed):
         ("torch.tensor([1.0, float('nan')])", "returned the score nan"),
     ],
 )
-def test_a_score_that_failed_is_nan_and_says_why(returned, told, tmp_path):
+def test_failed_score_is_nan_with_its_reason(returned, told, tmp_path):
     name = write(tmp_path, f"import numpy, torch\ndef reward(completions): return {returned}")
     answer = answer_of(name, ["a", "b"])
     assert answer.scores[0] == 1.0
@@ -517,14 +513,14 @@ def test_numbers_of_any_kind_become_floats(returned, tmp_path):
         ("{mine}:reward", {"colour": 1}, "unexpected keyword argument 'colour'"),
     ],
 )
-def test_functions_that_are_not_there_are_refused(name, arguments, part, tmp_path):
+def test_functions_that_do_not_exist_are_refused(name, arguments, part, tmp_path):
     mine = write(tmp_path, "def reward(completions): return []").rpartition(":")[0]
     with pytest.raises(ValueError) as refused:
         load_function(RewardFunction(name=name.format(mine=mine), arguments=arguments))
     assert part in str(refused.value)
 
 
-def test_accepted_columns_are_all_or_what_is_named(tmp_path):
+def test_accepted_columns_are_all_or_those_named(tmp_path):
     def accepted(parameters: str) -> list[str] | None:
         name = write(tmp_path, f"def reward({parameters}): ...")
         return load_function(RewardFunction(name=name)).accepted_columns
@@ -535,7 +531,7 @@ def test_accepted_columns_are_all_or_what_is_named(tmp_path):
     assert accepted("completions, **_") == ["completions"]
 
 
-def test_wanted_columns_are_what_neither_the_call_nor_the_config_gives(tmp_path):
+def test_wanted_columns_are_those_that_neither_call_nor_config_gives(tmp_path):
     name = write(tmp_path, "def reward(completions, prompts, a, b, c=1, *, d, **rest): ...")
     assert load_function(RewardFunction(name=name, arguments={"b": 1})).wanted_columns == ["a", "d"]
 
@@ -546,7 +542,7 @@ def test_total_is_the_weighted_sum():
     assert total_rewards(scores, functions) == [1.5, -0.25]
 
 
-def test_total_of_a_score_that_failed_is_nan_whatever_its_weight():
+def test_total_with_a_failed_score_is_nan_whatever_its_weight():
     functions = [RewardFunction(name="exact"), RewardFunction(name="format", weight=0.0)]
     totals = total_rewards([{"exact": 1.0, "format": math.nan}], functions)
     assert len(totals) == 1 and math.isnan(totals[0])

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from engines import TestEngine
+from helpers.engines import TestEngine
+from helpers.models import character_tokenizer
 from megatron_grpo.config.reward import RewardConfig, RewardFunction
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.rewards import RewardError, RewardPool
 from megatron_grpo.rewards.functions import load_function
 from megatron_grpo.rewards.judge import LAST_NUMBER
-from models import character_tokenizer
 
 TEMPLATE = 'Rate {completion} as {"score": 1}. Asked: {prompt}. Right: {answer}.'
 Reply = Callable[["Server", str, int], tuple[int, Any] | None]
@@ -125,38 +125,36 @@ def samples(completions: list[str], num_prompts: int = 1) -> list[Sample]:
 
 
 def scores(function: RewardFunction, batch: list[Sample], timeout: float = 20) -> list[float]:
-    cfg = RewardConfig(functions=(function,), timeout=timeout, max_failed_fraction=0.9)
+    cfg = RewardConfig(
+        functions=(function,), timeout=timeout, max_failed_fraction=0.9, num_workers=1
+    )
     with closing(RewardPool(cfg)) as pool:
         pool.wait_ready([sample.prompt.row for sample in batch])
         return [score["judge"] for score in pool.score(batch, num_completions=len(batch))]
 
 
-def test_the_score_is_the_last_number_of_what_the_model_says(serve):
+def test_score_is_the_last_number_in_the_answer(serve):
     said = {
         "a": "7", "b": "10/10? no: 3", "c": "**-2.5**", "d": "between 8-9.", "e": "1\n2\nScore: 0.5"
     }  # fmt: skip
-    server = serve(lambda _, text, __: (200, said[text[5]]))
+    server = serve(lambda _, text, __: (200, said.get(text[5], "1")))
     assert scores(judge(server), samples(list(said))) == [0.7, 0.3, -0.25, 0.9, 0.05]
     request = server.requests[0]
     assert request["model"] == "m" and request["temperature"] == 0
     asked = [request["messages"][0]["content"] for request in server.requests]
     assert 'Rate a as {"score": 1}. Asked: question 0. Right: 0.' in asked
+    scores(judge(server), samples(["{answer} {0}"]))  # braces of a completion are text
+    assert server.requests[-1]["messages"][0]["content"].startswith("Rate {answer} {0} as {")
 
 
-def test_a_pattern_says_where_the_number_is_and_extra_body_what_else_is_sent(serve):
+def test_pattern_finds_the_number_and_extra_body_is_sent(serve):
     server = serve(lambda *_: (200, "Score: 1, I mean Score: 4 of 10"))
     function = judge(server, pattern=r"Score: (\d+)", extra_body={"max_tokens": 9})
     assert scores(function, samples(["a"])) == [0.4]
     assert server.requests[0]["max_tokens"] == 9
 
 
-def test_braces_in_a_completion_are_text(serve):
-    server = serve(lambda *_: (200, "1"))
-    scores(judge(server), samples(["{answer} {0}"]))
-    assert server.requests[0]["messages"][0]["content"].startswith("Rate {answer} {0} as {")
-
-
-def test_the_key_comes_from_the_environment(serve, monkeypatch):
+def test_key_comes_from_the_environment(serve, monkeypatch):
     server = serve(lambda *_: (200, "1"))
     monkeypatch.setenv("MY_KEY", "secret")
     monkeypatch.setenv("OPENAI_API_KEY", "usual")
@@ -167,7 +165,7 @@ def test_the_key_comes_from_the_environment(serve, monkeypatch):
     assert server.keys == ["Bearer secret", "Bearer usual", None]
 
 
-def test_a_request_that_is_turned_away_for_now_is_sent_again(serve):
+def test_request_with_a_transient_failure_is_sent_again(serve):
     replies = {1: (429, "slow down"), 2: (503, "loading"), 3: (0, None), 4: (200, "5")}
     server = serve(lambda _, __, times: replies[times])
     assert scores(judge(server), samples(["a", "b"])) == [0.5, 0.5]
@@ -186,15 +184,15 @@ def test_a_request_that_is_turned_away_for_now_is_sent_again(serve):
         (None, "gave no answer in time, at last TimeoutError"),
     ],
 )
-def test_an_answer_without_a_score_is_masked_and_its_neighbours_count(reply, told, serve, capfd):
+def test_answer_without_a_score_is_masked_and_its_neighbours_count(reply, told, serve, capfd):
     server = serve(lambda _, text, __: reply if text.startswith("Rate bad") else (200, "5"))
-    judged = scores(judge(server), samples(["good", "bad", "fine"]), timeout=4)
+    judged = scores(judge(server), samples(["good", "bad", "fine"]), timeout=3)
     assert [judged[0], judged[2]] == [0.5, 0.5]
     assert math.isnan(judged[1])
     assert f"returned JudgeError: {told}" in capfd.readouterr().err.replace(f"{server.url}/ ", "")
 
 
-def test_a_judge_that_is_not_there_stops_the_run_and_says_why(serve):
+def test_judge_that_refuses_all_stops_the_run_with_its_reason(serve):
     server = serve(lambda *_: (401, "wrong key"))
     with pytest.raises(RewardError, match=r"judge on prompt 0 .* answered status 401") as stopped:
         cfg = RewardConfig(functions=(judge(server),))
@@ -215,7 +213,7 @@ def test_requests_of_all_prompts_are_open_at_once(serve):
     assert time.monotonic() - start < 15  # one after the other they are 64 s
 
 
-def test_a_template_with_an_answer_wants_that_column(serve):
+def test_template_with_an_answer_requires_that_column(serve):
     server = serve(lambda *_: (200, "5"))
     [sample] = samples(["a"])
     sample.prompt.row.clear()
@@ -236,7 +234,7 @@ def test_a_template_with_an_answer_wants_that_column(serve):
         ({"temprature": 1}, "has no argument 'temprature': it has api_key_env, base_url, "),
     ],
 )
-def test_arguments_that_no_judge_can_work_with_are_refused_when_it_is_loaded(arguments, part):
+def test_invalid_arguments_are_refused(arguments, part):
     fields = {"base_url": "http://localhost/v1", "model": "m", "prompt": "{completion}"}
     with pytest.raises(ValueError) as refused:
         load_function(RewardFunction(name="judge", arguments=arguments and fields | arguments))
@@ -276,5 +274,5 @@ def test_vllm_is_a_judge(vllm_engine: TestEngine, monkeypatch):
         ("Score: -3", "-3"),
     ],
 )
-def test_the_default_pattern_finds_the_score_and_not_what_it_is_of(said, score):
+def test_default_pattern_finds_the_score_and_not_the_maximum(said, score):
     assert re.findall(LAST_NUMBER, said)[-1] == score

@@ -12,42 +12,41 @@ from pathlib import Path
 import psutil
 import pytest
 
-from engines import wait_until
+from helpers.engines import wait_until
+from helpers.ranks import is_alive
 from megatron_grpo.config.reward import RewardConfig, RewardFunction
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
-from megatron_grpo.rewards import RewardError, RewardPool, ScoringGivenUp, total_rewards
-from megatron_grpo.rewards.pool import WorkerProcess
+from megatron_grpo.rewards import RewardError, RewardPool, ScoringCancelled, total_rewards
+from megatron_grpo.rewards.pool import RewardWorkerProcess
 from megatron_grpo.workers import supervised
-from processes import is_alive
 
 REPOSITORY = Path(__file__).parents[3]
 LONG_SLEEP = str(10_000_000 + os.getpid())  # seconds, so that the process can be recognised
+NAP = 2.0
 MINE = """
 import asyncio, ctypes, math, os, re, signal, subprocess, sys, time
 def length(completions, **_): return [len(c) for c in completions]
 def bonus(completions, bonus, **_): return bonus
+def group(completions, **_): return [len("".join(completions))] * len(completions)
 def pid(completions, **_): return [os.getpid()] * len(completions)
 def has_torch(completions, **_): return ["torch" in sys.modules] * len(completions)
-def spread(completions, **_): return [len(set(completions))] * len(completions)
-def nap(completions, **_): time.sleep(5.0); return [0] * len(completions)
+def nap(completions, **_):
+    start = time.monotonic(); time.sleep(NAP)
+    return [start] * len(completions)
 def hang(completions, prompts, **_):
     while prompts[0] == "prompt 2": subprocess.run(["sleep", "LONG_SLEEP"])
     return [0] * len(completions)
 def fail(completions, **_): return [1 / 0 for _ in completions]
 def refuse(completions, **_): raise ValueError("cannot read this")
-def nan(completions, **_): return [float("nan")] * len(completions)
 def die(completions, **_): os.kill(os.getpid(), signal.SIGKILL)
 def leave(completions, **_): os._exit(3)
-def leave_politely(completions, **_): sys.exit("enough")
 def interrupt(completions, **_): raise KeyboardInterrupt
 def end_of_file(completions, **_): raise EOFError("no more")
 def crash(completions, **_): ctypes.string_at(0)
 def hang_up(completions, **_):
     os.closerange(3, 100)
     while True: time.sleep(1)
-def spin(completions, **_):
-    while True: pass
 def backtrack(completions, **_): re.fullmatch("(a|a)*b", "a" * 100)
 def allocate(completions, **_): return [len(bytearray(1 << 40))] * len(completions)
 def hoard(completions, **_):
@@ -58,7 +57,6 @@ def fork(completions, bonus, **_):
     os.wait()
     return [1] * len(completions)
 async def fork_async(completions, bonus, **_): return fork(completions, bonus)
-def generator(completions, **_): return (0.0 for _ in completions)
 def gossip(completions, **_):
     for _ in range(16): print("x" * (1 << 22))
     return [1] * len(completions)
@@ -81,7 +79,7 @@ def given(completions, completion_ids, finish_reasons, reward_timeout, **columns
 def by_number(completions, bonus, **_): return [eval(bonus[0])[len(c)] for c in completions]
 def one_of_many(completions, prompts, bonus, **_):
     # Do what `bonus` says about the prompt 2, and score the others.
-    if prompts[0] == "prompt 2": eval(bonus[0])
+    if prompts[0] == "prompt 2": eval(bonus[0].get("one_of_many", "0"))
     return [os.getpid()] * len(completions)
 def run_a_loop(completions, **_): return asyncio.run(anext_to(completions))
 async def anext_to(completions): return [len(c) for c in completions]
@@ -105,7 +103,8 @@ async def stubborn(completions, prompts, **_):
     return [1] * len(completions)
 async def one_of_many_async(completions, prompts, bonus, **_):
     await asyncio.sleep(0.5 * (prompts[0] == "prompt 2"))
-    return one_of_many(completions, prompts, bonus)
+    if prompts[0] == "prompt 2": eval(bonus[0].get("one_of_many_async", "0"))
+    return [os.getpid()] * len(completions)
 async def every_other_raises(completions, prompts, **_):
     if int(prompts[0].split()[1]) % 2: raise RuntimeError("x" * 4000)
     return [1] * len(completions)
@@ -115,24 +114,38 @@ an_object = Object()
 """
 
 
+def write_functions(folder: Path) -> Path:
+    (folder / "mine.py").write_text(MINE.replace("LONG_SLEEP", LONG_SLEEP).replace("NAP", str(NAP)))
+    return folder / "mine.py"
+
+
+def config(file: Path, *names: str, **fields: float) -> RewardConfig:
+    functions = tuple(RewardFunction(name=f"{file}:{name}") for name in names)
+    return RewardConfig(functions=functions, **{"timeout": 20} | fields)
+
+
 @pytest.fixture
 def pool(tmp_path):
-    (tmp_path / "mine.py").write_text(MINE.replace("LONG_SLEEP", LONG_SLEEP))
-    pools = []
+    file, pools = write_functions(tmp_path), []
 
-    def open_pool(
-        *names: str, timeout: float = 20, max_failed_fraction: float = 0.0, **limits: int
-    ) -> RewardPool:
-        functions = tuple(RewardFunction(name=f"{tmp_path / 'mine.py'}:{name}") for name in names)
-        config = RewardConfig(
-            functions=functions, timeout=timeout, max_failed_fraction=max_failed_fraction, **limits
-        )
-        pools.append(RewardPool(config))
+    def open_pool(*names: str, **fields: float) -> RewardPool:
+        pools.append(RewardPool(config(file, *names, **fields)))
         return pools[-1]
 
     yield open_pool
     for opened in pools:
         opened.close()
+
+
+@pytest.fixture(scope="module")
+def failing_pool(tmp_path_factory):
+    """One pool in which every case of a failed call is masked; the next case finds it working."""
+    fields = {"timeout": 3, "num_workers": 1, "max_failed_fraction": 0.1, "memory_megabytes": 512}
+    names = ("one_of_many", "length", "one_of_many_async")
+    with closing(
+        RewardPool(config(write_functions(tmp_path_factory.mktemp("rewards")), *names, **fields))
+    ) as opened:
+        yield opened
 
 
 def samples(num_prompts: int, num_generations: int = 2, bonus: object = None) -> list[Sample]:
@@ -183,194 +196,137 @@ def command_lines() -> str:
     return "\n".join(lines)
 
 
-def test_scores_come_back_in_order_whatever_worker_made_them(pool):
-    batch = samples(7, 3)
-    scores = scored(pool("length", "bonus"), batch)
+def test_scores_are_in_order_of_groups_whichever_process_made_them_without_torch(pool):
+    batch = samples(20, 3)
+    scores = scored(pool("length", "bonus", "group", "pid", "has_torch", "given"), batch)
+    pids = {score.pop("pid") for score in scores}
+    assert os.getpid() not in pids
     assert scores == [
-        {"length": len(sample.text), "bonus": sample.prompt.row["bonus"]} for sample in batch
+        {
+            "length": len(sample.text),
+            "bonus": sample.prompt.row["bonus"],
+            "group": sum(range(sample.prompt.index, sample.prompt.index + 3)),
+            "has_torch": 0,
+            "given": 21,
+        }
+        for sample in batch
     ]
 
 
-def test_a_function_sees_the_whole_group_of_a_prompt_at_once(pool):
-    assert [s["spread"] for s in scored(pool("spread"), samples(3, 4))] == [4.0] * 12
-
-
-def test_functions_run_in_other_processes_without_torch(pool):
-    scores = scored(pool("pid", "has_torch"), samples(20))
-    assert os.getpid() not in {score["pid"] for score in scores}
-    assert {score["has_torch"] for score in scores} == {0.0}
-
-
-def test_workers_score_side_by_side(pool):
-    opened = pool("nap", num_workers=4)
-    opened.wait_ready(ROWS)
-    start = time.monotonic()
-    scored(opened, samples(4))
-    assert time.monotonic() - start < 15  # 4 naps of 5 s, one after the other, are 20 s
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_of_the_scheduler_to_every_process_of_the_job_changes_no_score(
-    pool, others, number
-):
+def test_workers_score_at_the_same_time_and_ignore_signals_of_the_scheduler(pool, others):
+    """Slurm sends them to every process of a job; they change no score."""
     opened = pool("nap", num_workers=2)
     opened.wait_ready(ROWS)
     roots = [psutil.Process(pid) for pid in children() - others]
     workers = [child for root in roots for child in [root, *root.children(recursive=True)]]
     assert len(workers) == 4  # and a supervisor each
-    threading.Timer(0.2, lambda: [worker.send_signal(number) for worker in workers]).start()
-    assert len(scored(opened, samples(2, 1))) == 2
+
+    def send_signals() -> None:
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            for worker in workers:
+                worker.send_signal(number)
+
+    threading.Timer(0.2, send_signals).start()
+    starts = [score["nap"] for score in scored(opened, samples(2, 1))]
+    assert max(starts) - min(starts) < NAP
     assert all(worker.is_running() for worker in workers)
 
 
-@pytest.mark.parametrize(
-    ("name", "cause"),
-    [
-        ("fail", "ZeroDivisionError: division by zero"),
-        ("refuse", "cannot read this"),
-        ("nan", "returned the score nan"),
-        ("die", "its process died with signal SIGKILL"),
-        ("leave", "its process died with exit code 3"),
-        ("leave_politely", "SystemExit: enough"),
-        ("interrupt", "KeyboardInterrupt"),
-        ("end_of_file", "EOFError: no more"),
-        ("crash", "its process died with signal SIGSEGV"),
-        ("hang_up", "its process has closed the connection to the trainer"),
-        ("generator", "returned generator instead of a list, for 2 completions"),
-    ],
-)
-def test_a_failed_reward_is_an_error_that_names_function_and_prompt(name, cause, pool, others):
-    opened = pool(name, num_workers=1)
+def test_failed_reward_is_an_error_that_names_function_and_prompt(pool, others):
     with pytest.raises(RewardError) as failed:
-        scored(opened, samples(1))
-    assert f"reward function {name} on prompt 0 ('prompt 0'): " in str(failed.value)
-    assert cause in str(failed.value)
+        scored(pool("fail"), samples(1))
+    assert "reward function fail on prompt 0 ('prompt 0'): " in str(failed.value)
+    assert "ZeroDivisionError: division by zero" in str(failed.value)
     assert children() == others
 
 
-def test_a_late_reward_is_killed_with_what_it_started_and_named(pool, others):
+def test_late_reward_is_killed_with_what_it_started_and_named(pool, others):
     opened = pool("hang", timeout=2)
     opened.wait_ready(ROWS)
-    before = time.monotonic()
     with pytest.raises(RewardError, match=r"hang on prompt 2 \('prompt 2'\): no result after 2"):
         scored(opened, samples(4))
-    assert time.monotonic() - before < 60
     assert children() == others
     assert LONG_SLEEP not in command_lines()
 
 
-def test_a_worker_that_reads_no_call_is_killed_in_time_and_named(pool, others):
-    """The call is larger than what the kernel takes while nobody reads."""
-    opened = pool("length", timeout=2, num_workers=1)
-    opened.wait_ready(ROWS)
-    [supervisor] = [psutil.Process(pid) for pid in children() - others]
-    [worker] = supervisor.children()
-    worker.suspend()
-    before = time.monotonic()
-    with pytest.raises(RewardError, match=r"length on prompt 0 .*: its process did not read the"):
-        scored(opened, [replace(sample, text="x" * (1 << 23)) for sample in samples(1)])
-    assert time.monotonic() - before < 60
-    assert children() == others
-
-
-@pytest.mark.parametrize("is_loaded", [True, False])
-def test_a_scoring_is_given_up_at_once_from_another_thread(is_loaded, pool, others):
+@pytest.mark.parametrize(
+    ("name", "is_loaded"), [("hang", True), ("hang", False), ("late", True)], ids=str
+)
+def test_scoring_cancelled_from_another_thread_ends_at_once(name, is_loaded, pool, others):
     """Whatever its functions still do, and however many calls are open."""
-    opened = pool("hang", timeout=300)
+    opened = pool(name, timeout=300)
     if is_loaded:
         opened.wait_ready(ROWS)
-    cancelled = []
-
-    def cancel() -> None:
-        cancelled.append(time.monotonic())
-        opened.cancel()
-
-    threading.Timer(1.0 if is_loaded else 0.0, cancel).start()
-    with pytest.raises(ScoringGivenUp):
+    threading.Timer(0.5 if is_loaded else 0.0, opened.cancel).start()
+    start = time.monotonic()
+    with pytest.raises(ScoringCancelled):
         scored(opened, samples(50))
-    assert time.monotonic() - cancelled[0] < 60  # of 300
+    assert time.monotonic() - start < 60  # of 300
     opened.close()
     assert children() == others
     assert LONG_SLEEP not in command_lines()
 
 
-@pytest.mark.parametrize("name", ["spin", "backtrack"])
-def test_a_function_that_only_computes_is_killed_in_time(name, pool, others):
-    opened = pool(name, timeout=4, num_workers=1)
-    opened.wait_ready(ROWS)
-    before = time.monotonic()
-    with pytest.raises(RewardError, match=rf"{name} on prompt 0 .*: no result after 4.0 s: killed"):
-        scored(opened, samples(1))
-    assert time.monotonic() - before < 7
-    assert children() == others
-
-
-@pytest.mark.parametrize("name", ["allocate", "hoard"])
-def test_a_function_that_wants_too_much_memory_is_an_error_that_names_the_limit(name, pool, others):
-    opened = pool(name, memory_megabytes=512, num_workers=1)
-    opened.wait_ready(ROWS)
-    before = time.monotonic()
-    with pytest.raises(RewardError) as failed:
-        scored(opened, samples(1))
-    assert time.monotonic() - before < 10
-    assert f"{name} on prompt 0 ('prompt 0'): more memory than" in str(failed.value)
-    assert "reward.memory_megabytes 512 allows" in str(failed.value)
-    assert children() == others
-
-
-FATES = {
-    "fail(['a'])": "ZeroDivisionError: division by zero",
-    "die([])": "its process died with signal SIGKILL",
-    "leave([])": "its process died with exit code 3",
-    "allocate([1])": "more memory than reward.memory_megabytes 4096 allows",
-    "time.sleep(1000)": "no result after 4.0 s: killed",
-    "os.kill(os.getpid(), signal.SIGSTOP)": "no result after 4.0 s: killed",
+MEMORY = "more memory than reward.memory_megabytes 512 allows"
+FAILURES = {  # what happens on one prompt: the cause reported, and whether the process is replaced
+    "fail(['a'])": ("ZeroDivisionError: division by zero", False),
+    "refuse([])": ("cannot read this", False),
+    "sys.exit('enough')": ("SystemExit: enough", False),
+    "interrupt([])": ("KeyboardInterrupt", False),
+    "end_of_file([])": ("EOFError: no more", False),
+    "die([])": ("its process died with signal SIGKILL", True),
+    "leave([])": ("its process died with exit code 3", True),
+    "crash([])": ("its process died with signal SIGSEGV", True),
+    "hang_up([])": ("its process has closed the connection to the trainer", True),
+    "allocate([1])": (MEMORY, True),
+    "hoard([])": (MEMORY, True),
+    "os.kill(os.getpid(), signal.SIGSTOP)": ("no result after 3.0 s: killed", True),
+    "backtrack([])": ("no result after 3.0 s: killed", True),
 }
 
 
-@pytest.mark.parametrize(("fate", "cause"), FATES.items())
-def test_a_failed_call_costs_the_scores_of_its_prompt_and_no_others(
-    fate, cause, pool, others, capfd
+@pytest.mark.parametrize(("deed", "cause", "is_replaced"), [(k, *v) for k, v in FAILURES.items()])
+def test_failed_call_costs_the_scores_of_its_prompt_and_no_others(
+    deed, cause, is_replaced, failing_pool, capfd
 ):
-    opened = pool("one_of_many", "length", timeout=4, num_workers=1, max_failed_fraction=0.1)
-    for _ in range(2):  # by the same process, or by the one in its place
-        batch = samples(10, bonus=fate)
-        scores = scored(opened, batch)
-        failed = [math.isnan(score["one_of_many"]) for score in scores]
-        assert failed == [sample.prompt.index == 2 for sample in batch]
-        assert [score["length"] for score in scores] == [len(sample.text) for sample in batch]
-    told = capfd.readouterr().err
-    assert told.count("reward function one_of_many on prompt 2 ('prompt 2'): ") == 1
-    assert cause in told
-    opened.close()
-    assert children() == others
+    failing_pool._reported.clear()
+    batch = samples(10, bonus={"one_of_many": deed})
+    scores = scored(failing_pool, batch)
+    pids = [score["one_of_many"] for score in scores]
+    assert list(map(math.isnan, pids)) == [sample.prompt.index == 2 for sample in batch]
+    assert [score["length"] for score in scores] == [len(sample.text) for sample in batch]
+    assert len({pid for pid in pids if not math.isnan(pid)}) == 1 + is_replaced
+    printed = capfd.readouterr().err
+    assert printed.count("reward function one_of_many on prompt 2 ('prompt 2'): ") == 1
+    assert cause in printed
 
 
-@pytest.mark.parametrize("name", ["fork", "fork_async"])
-@pytest.mark.parametrize("deed", ["0", "refuse([])", "fail([1])"])
-def test_a_process_that_a_function_has_forked_has_no_say_in_its_scores(name, deed, pool):
-    opened = pool(name, num_workers=1)
+@pytest.mark.parametrize(
+    ("deed", "cause"),
+    [
+        ("1 / 0", "ZeroDivisionError"),
+        ("sys.exit('enough')", "SystemExit: enough"),
+        ("allocate([1])", MEMORY),
+        ("die([])", "its process died with signal SIGKILL"),
+    ],
+)
+def test_failed_asynchronous_call_leaves_a_pool_that_scores(deed, cause, failing_pool, capfd):
+    failing_pool._reported.clear()
     for _ in range(2):
-        assert scored(opened, samples(2, bonus=deed)) == [{name: 1.0}] * 4
+        scores = scored(failing_pool, samples(10, bonus={"one_of_many_async": deed}))
+        assert sum(math.isnan(score["one_of_many_async"]) for score in scores) == 2
+    assert cause in capfd.readouterr().err
 
 
-def test_a_process_that_only_raises_is_not_replaced(pool):
-    scores = scored(
-        pool("one_of_many", num_workers=1, max_failed_fraction=0.1), samples(10, bonus="fail([1])")
-    )
-    assert len({s["one_of_many"] for s in scores if not math.isnan(s["one_of_many"])}) == 1
+def test_process_that_a_function_forked_does_not_answer_for_it(pool):
+    opened = pool("fork", "fork_async", num_workers=1)
+    for deed in ("0", "refuse([])", "fail([1])"):
+        assert scored(opened, samples(2, bonus=deed)) == [{"fork": 1.0, "fork_async": 1.0}] * 4
 
 
-def test_a_process_at_its_limit_of_memory_is_replaced(pool):
-    scores = scored(
-        pool("one_of_many", num_workers=1, max_failed_fraction=0.1),
-        samples(10, bonus="allocate([1])"),
-    )
-    assert len({s["one_of_many"] for s in scores if not math.isnan(s["one_of_many"])}) == 2
-
-
-def test_a_worker_that_reads_no_call_costs_that_call_and_is_replaced(pool, others):
-    opened = pool("length", timeout=5, num_workers=1, max_failed_fraction=0.5)
+def test_worker_that_reads_no_call_costs_that_call_and_is_replaced(pool, others):
+    """The call is larger than what the kernel takes while nobody reads."""
+    opened = pool("length", timeout=3, num_workers=1, max_failed_fraction=0.5)
     opened.wait_ready(ROWS)
     [supervisor] = [psutil.Process(pid) for pid in children() - others]
     [worker] = supervisor.children()
@@ -381,20 +337,11 @@ def test_a_worker_that_reads_no_call_costs_that_call_and_is_replaced(pool, other
     assert lengths[2:] == [1 << 23] * 2
 
 
-@pytest.mark.parametrize(
-    ("score", "told"),
-    [
-        ("None", "returned the score None"),
-        ("math.nan", "returned the score nan"),
-        ("-math.inf", "returned the score -inf"),
-        ("OSError('no such host')", "returned OSError: no such host"),
-    ],
-)
-def test_a_score_that_is_none_or_not_finite_is_nan_and_never_a_zero(score, told, pool, capfd):
-    scores = scored(pool("by_number", max_failed_fraction=0.5), samples(1, bonus=f"[0, {score}]"))
+def test_score_that_is_not_finite_is_nan_and_never_a_zero(pool, capfd):
+    scores = scored(pool("by_number", max_failed_fraction=0.5), samples(1, bonus="[0, -math.inf]"))
     assert scores[0] == {"by_number": 0.0}
     assert math.isnan(scores[1]["by_number"])
-    assert told in capfd.readouterr().err
+    assert "returned the score -inf" in capfd.readouterr().err
 
 
 def test_failed_scores_up_to_the_limit_are_masked_and_beyond_it_stop_the_run(pool, others):
@@ -412,7 +359,7 @@ def test_failed_scores_up_to_the_limit_are_masked_and_beyond_it_stop_the_run(poo
     assert children() == others
 
 
-def test_a_completion_with_two_failed_scores_is_one_that_is_masked(pool):
+def test_completion_with_two_failed_scores_counts_once(pool):
     opened = pool("by_number", "anext_to", "an_object", max_failed_fraction=0.5)
     scores = scored(opened, samples(1, 2, bonus="[None, 1]"))
     assert [math.isnan(score["by_number"]) for score in scores] == [True, False]
@@ -422,29 +369,19 @@ def test_a_completion_with_two_failed_scores_is_one_that_is_masked(pool):
     assert totals[1] == 1 + 1 + 3
 
 
-def test_a_function_that_fails_on_everything_stops_the_run_before_it_has_seen_it_all(pool):
+def test_function_that_always_fails_stops_the_run_before_all_is_scored(pool):
     opened = pool("by_number", num_workers=1, max_failed_fraction=0.9)
-    with pytest.raises(RewardError) as stopped:
+    with pytest.raises(RewardError, match="19 of 20 completions have no score so far"):
         scored(opened, samples(20, 1, bonus="[None] * 99"))
-    assert str(stopped.value).endswith(
-        "19 of 20 completions have no score so far: more than reward.max_failed_fraction 0.9 "
-        "allows: fix the failure shown above, or raise that limit if failures are to be expected "
-        "(it must be below 1)"
-    )
 
 
-@pytest.mark.parametrize("name", ["generator", "bonus"])
-def test_what_are_no_scores_stops_the_run_whatever_may_fail(name, pool, others):
-    with pytest.raises(RewardError, match=rf"{name} on prompt 0 \('prompt 0'\): returned "):
-        scored(pool(name, max_failed_fraction=0.99), samples(1, bonus=[1]))
+def test_result_that_is_no_list_of_scores_stops_the_run_whatever_may_fail(pool, others):
+    with pytest.raises(RewardError, match=r"bonus on prompt 0 \('prompt 0'\): returned "):
+        scored(pool("bonus", max_failed_fraction=0.99), samples(1, bonus=[1]))
     assert children() == others
 
 
-def test_functions_are_given_token_ids_finish_reasons_and_their_time(pool):
-    assert scored(pool("given", timeout=30), samples(1)) == [{"given": 31.0}] * 2
-
-
-def test_a_process_is_sent_only_what_its_function_takes(pool, monkeypatch):
+def test_process_is_sent_only_what_its_function_takes(pool, monkeypatch):
     sent = {}
 
     def send(worker, number, call, seconds):
@@ -452,8 +389,8 @@ def test_a_process_is_sent_only_what_its_function_takes(pool, monkeypatch):
         sent[function] = {*columns}
         original(worker, number, call, seconds)
 
-    original = WorkerProcess.send
-    monkeypatch.setattr(WorkerProcess, "send", send)
+    original = RewardWorkerProcess.send_call
+    monkeypatch.setattr(RewardWorkerProcess, "send_call", send)
     scored(pool("length", "hang", "bonus", "given"), samples(1, bonus=1))
     given = {"completions", "prompts", "completion_ids", "finish_reasons"}
     assert sent == {
@@ -464,12 +401,8 @@ def test_a_process_is_sent_only_what_its_function_takes(pool, monkeypatch):
     }
 
 
-def test_asynchronous_calls_run_side_by_side_up_to_their_number(pool):
-    opened = pool("counted", num_workers=2, max_concurrent_calls=8)
-    opened.wait_ready(ROWS)
-    start = time.monotonic()
-    scores = scored(opened, samples(32))
-    assert time.monotonic() - start < 4  # one after the other they are 9.6 s
+def test_asynchronous_calls_run_concurrently_up_to_their_number(pool):
+    scores = scored(pool("counted", num_workers=2, max_concurrent_calls=8), samples(32))
     assert max(score["counted"] for score in scores) == 8
 
 
@@ -484,44 +417,27 @@ def test_functions_of_both_kinds_score_together(num_workers, pool):
         ]
 
 
-def test_an_asynchronous_call_that_is_late_is_cancelled_and_the_others_go_on(pool, capfd):
-    opened = pool("late", timeout=5, max_failed_fraction=0.1)
-    for _ in range(2):
-        pids = [score["late"] for score in scored(opened, samples(10))]
-        assert list(map(math.isnan, pids)) == [i // 2 == 2 for i in range(20)]
-    assert len({pid for pid in pids if not math.isnan(pid)}) == 1
-    assert "late on prompt 2 ('prompt 2'): no result after 5.0 s: cancelled" in (
+def test_late_asynchronous_call_is_cancelled_and_the_others_go_on(pool, capfd):
+    opened = pool("late", timeout=3, max_failed_fraction=0.1)
+    pids = [score["late"] for score in scored(opened, samples(10))]
+    assert list(map(math.isnan, pids)) == [i // 2 == 2 for i in range(20)]
+    assert "late on prompt 2 ('prompt 2'): no result after 3.0 s: cancelled" in (
         capfd.readouterr().err
     )
+    pids += [score["late"] for score in scored(opened, samples(2))]
+    assert len({pid for pid in pids if not math.isnan(pid)}) == 1
 
 
 @pytest.mark.parametrize("name", ["blocking", "stubborn"])
-def test_a_loop_that_does_not_cancel_a_late_call_is_killed_with_its_process(name, pool, others):
-    opened = pool(name, timeout=3, max_failed_fraction=0.9, max_concurrent_calls=1)
-    opened.wait_ready(ROWS)
-    before = time.monotonic()
+def test_loop_that_does_not_cancel_a_late_call_is_killed_with_its_process(
+    name, pool, others, monkeypatch
+):
+    monkeypatch.setattr("megatron_grpo.rewards.pool.CANCEL_SECONDS", 1.0)
+    opened = pool(name, timeout=2, max_failed_fraction=0.9, max_concurrent_calls=1)
     failed = [math.isnan(score[name]) for score in scored(opened, samples(5, 1))]
     assert failed == [False, False, True, False, False]
-    assert time.monotonic() - before < 15
     opened.close()
     assert children() == others
-
-
-@pytest.mark.parametrize(
-    ("fate", "cause"),
-    [
-        ("1 / 0", "ZeroDivisionError"),
-        ("sys.exit('enough')", "SystemExit: enough"),
-        ("allocate([1])", "more memory than"),
-        ("die([])", "its process died with signal SIGKILL"),
-    ],
-)
-def test_an_asynchronous_call_that_fails_leaves_a_pool_that_scores(fate, cause, pool, capfd):
-    opened = pool("one_of_many_async", max_failed_fraction=0.1)
-    for _ in range(2):
-        scores = scored(opened, samples(10, bonus=fate))
-        assert sum(math.isnan(score["one_of_many_async"]) for score in scores) == 2
-    assert cause in capfd.readouterr().err
 
 
 def test_large_calls_and_large_errors_pass_each_other(pool):
@@ -535,33 +451,21 @@ def test_large_calls_and_large_errors_pass_each_other(pool):
     assert time.monotonic() - start < 15  # and not reward.timeout
 
 
-def test_asynchronous_calls_are_given_up_at_once(pool, others):
-    opened = pool("late", timeout=300)
-    opened.wait_ready(ROWS)
-    threading.Timer(1.0, opened.cancel).start()
-    before = time.monotonic()
-    with pytest.raises(ScoringGivenUp):
-        scored(opened, samples(50))
-    assert time.monotonic() - before < 60  # of 300
-    opened.close()
-    assert children() == others
-
-
 @pytest.mark.parametrize("then", ["return", "die", "hang"])
 def test_what_a_function_left_behind_ends_with_the_pool_in_whatever_session_it_is(then, pool):
-    opened = pool("litter", timeout=3, num_workers=1)
+    opened = pool("litter", timeout=2, num_workers=1)
     opened.wait_ready(ROWS)
     if then == "return":
         scored(opened, samples(1, bonus=then))
         assert wait_until(lambda: LONG_SLEEP in command_lines(), seconds=10)
         opened.close()
     else:
-        with pytest.raises(RewardError, match="SIGABRT" if then == "die" else "no result after 3"):
+        with pytest.raises(RewardError, match="SIGABRT" if then == "die" else "no result after 2"):
             scored(opened, samples(1, bonus=then))
     assert LONG_SLEEP not in command_lines()
 
 
-def test_what_a_function_prints_is_no_answer(pool, capfd):
+def test_output_of_a_function_is_no_answer(pool, capfd):
     assert scored(pool("gossip"), samples(1)) == [{"gossip": 1.0}] * 2
     assert capfd.readouterr().out.count("x") == 16 << 22
 
@@ -572,19 +476,19 @@ def test_functions_that_do_not_load_are_named(pool, others):
     assert children() == others
 
 
-def test_a_file_that_hangs_while_it_loads_is_killed(tmp_path, others, monkeypatch):
-    monkeypatch.setattr(supervised, "LOAD_SECONDS", 2.0)
+def test_file_that_hangs_while_it_loads_is_killed(tmp_path, others, monkeypatch):
+    monkeypatch.setattr(supervised, "LOAD_SECONDS", 1.0)
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(1000)")
     function = RewardFunction(name=f"{tmp_path / 'slow.py'}:reward")
     with (
         closing(RewardPool(RewardConfig(functions=(function,), timeout=1))) as opened,
-        pytest.raises(ValueError, match=r"slow.py:reward not loaded after 2"),
+        pytest.raises(ValueError, match=r"slow.py:reward not loaded after 1"),
     ):
         opened.wait_ready([])
     assert children() == others
 
 
-def test_a_wanted_column_that_is_not_there_is_named_with_those_that_are(pool):
+def test_missing_column_is_named_with_those_present(pool):
     with pytest.raises(ValueError) as refused:
         pool("bonus").wait_ready([*ROWS, {"prompt": "p", "answer": "a"}])
     assert "reward function bonus requires 'bonus'" in str(refused.value)
@@ -593,7 +497,7 @@ def test_a_wanted_column_that_is_not_there_is_named_with_those_that_are(pool):
     )
 
 
-def test_math_answer_keeps_its_own_time_limit_inside_a_worker():
+def test_math_answer_keeps_its_own_time_limit_in_a_worker():
     hard = Sample(
         prompt=Prompt(index=0, token_ids=(1,), text="p", row={"answer": "#### 9"}),
         sample_index=0,
@@ -628,10 +532,10 @@ pool.score([sample], num_completions=1)
 
 
 def test_workers_die_with_a_trainer_that_is_killed_even_in_mid_call(tmp_path):
-    (tmp_path / "mine.py").write_text(MINE.replace("LONG_SLEEP", LONG_SLEEP))
+    file = write_functions(tmp_path)
     scoring = tmp_path / "scoring"
     trainer = subprocess.Popen(
-        [sys.executable, "-c", TRAINER, f"{tmp_path / 'mine.py'}:stuck", str(scoring)],
+        [sys.executable, "-c", TRAINER, f"{file}:stuck", str(scoring)],
         stdout=subprocess.PIPE,
         text=True,
         cwd=REPOSITORY,
@@ -652,7 +556,7 @@ def test_workers_die_with_a_trainer_that_is_killed_even_in_mid_call(tmp_path):
     assert wait_until(lambda: LONG_SLEEP not in command_lines(), seconds=30)
 
 
-def test_a_pool_that_is_closed_while_it_starts_is_gone_at_once_under_nohup_too(pool):
+def test_pool_closed_while_it_starts_is_gone_at_once_under_nohup_too(pool):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         start = time.monotonic()

@@ -27,47 +27,47 @@ def scored(prompts, is_useful) -> list[ScoredGroup]:
     return [ScoredGroup([p], [{}], [0.1, 0.9 if is_useful(p) else 0.1]) for p in prompts]
 
 
-def found(search: DynamicSampler) -> list[int]:
-    return [group.samples[0].index for group in search.groups()]
+def found(sampler: DynamicSampler) -> list[int]:
+    return [group.samples[0].index for group in sampler.groups()]
 
 
 def run(
     is_useful, num_prompts: int = NUM_PROMPTS, **options
 ) -> tuple[DynamicSampler, list[list[int]]]:
-    search, rounds = DynamicSampler(stream(num_prompts), 3, config(**options)), []
-    while search.prompts:
-        rounds.append([prompt.index for prompt in search.prompts])
-        search.take(scored(search.prompts, is_useful))
-    return search, rounds
+    sampler, rounds = DynamicSampler(stream(num_prompts), 3, config(**options)), []
+    while sampler.prompts:
+        rounds.append([prompt.index for prompt in sampler.prompts])
+        sampler.add_groups(scored(sampler.prompts, is_useful))
+    return sampler, rounds
 
 
 def test_without_dynamic_sampling_there_is_one_round_and_every_group_stays():
-    search, rounds = run(lambda prompt: False, dynamic_sample=False)
+    sampler, rounds = run(lambda prompt: False, dynamic_sample=False)
     assert rounds == [[prompt.index for prompt in stream().batch(3)]]
-    assert found(search) == rounds[0]
+    assert found(sampler) == rounds[0]
 
 
 def test_prompts_without_spread_are_replaced_by_as_many_that_were_not_tried():
-    search, rounds = run(lambda prompt: prompt.index % 2 == 0)
+    sampler, rounds = run(lambda prompt: prompt.index % 2 == 0)
     tried = [index for indices in rounds for index in indices]
     assert len(tried) == len(set(tried))
     for indices, following in pairwise(rounds):
         useful_so_far = [i for i in tried[: tried.index(indices[-1]) + 1] if i % 2 == 0]
         assert len(following) == BATCH_SIZE - len(useful_so_far)
-    assert len(found(search)) == BATCH_SIZE
-    assert search.num_replaced == len(tried) - BATCH_SIZE
+    assert len(found(sampler)) == BATCH_SIZE
+    assert sampler.num_replaced == len(tried) - BATCH_SIZE
 
 
 def test_after_the_last_round_groups_of_equal_rewards_fill_the_generation():
-    search, rounds = run(lambda prompt: False, max_resample_times=2)
+    sampler, rounds = run(lambda prompt: False, max_resample_times=2)
     assert len(rounds) == 3
-    assert found(search) == rounds[0]
+    assert found(sampler) == rounds[0]
 
 
 def test_a_useful_group_goes_before_those_of_equal_rewards():
-    search, rounds = run(lambda prompt: prompt.index == rounds_last(), max_resample_times=1)
-    assert found(search)[0] == rounds_last()
-    assert len(found(search)) == BATCH_SIZE == len(rounds[0])
+    sampler, rounds = run(lambda prompt: prompt.index == rounds_last(), max_resample_times=1)
+    assert found(sampler)[0] == rounds_last()
+    assert len(found(sampler)) == BATCH_SIZE == len(rounds[0])
 
 
 def rounds_last() -> int:
@@ -77,13 +77,13 @@ def rounds_last() -> int:
 
 
 def test_oversampling_tries_more_prompts_than_are_missing_and_keeps_the_first_it_finds():
-    search, rounds = run(lambda prompt: prompt.index % 2 == 0, dynamic_sample_oversampling=2.4)
+    sampler, rounds = run(lambda prompt: prompt.index % 2 == 0, dynamic_sample_oversampling=2.4)
     found_at_once = [index for index in rounds[0] if index % 2 == 0]
     missing = BATCH_SIZE - len(found_at_once)
     assert len(rounds[1]) == math.ceil(2.4 * missing)
     useful = [index for indices in rounds for index in indices if index % 2 == 0]
     assert len(useful) > BATCH_SIZE
-    assert found(search) == useful[:BATCH_SIZE]
+    assert found(sampler) == useful[:BATCH_SIZE]
 
 
 def test_data_that_has_no_more_prompts_ends_the_search():
@@ -128,38 +128,38 @@ def test_the_search_compares_the_reward_that_the_config_names():
     def right(prompt: Prompt) -> list[dict[str, float]]:
         return [{"exact": 0.0}, {"exact": float(prompt.index % 2)}]
 
-    search = DynamicSampler(
+    sampler = DynamicSampler(
         stream(), 3, config(dynamic_sample_reward="exact", max_resample_times=1)
     )
-    tried = search.prompts
-    search.take([ScoredGroup([p], right(p), [0.1, 0.9]) for p in tried])
+    tried = sampler.prompts
+    sampler.add_groups([ScoredGroup([p], right(p), [0.1, 0.9]) for p in tried])
     odd = [prompt.index for prompt in tried if prompt.index % 2]
-    assert len(search.prompts) == BATCH_SIZE - len(odd) > 0
-    assert found(search)[: len(odd)] == odd
+    assert len(sampler.prompts) == BATCH_SIZE - len(odd) > 0
+    assert found(sampler)[: len(odd)] == odd
 
 
 def test_unfiltered_metrics_cover_the_groups_of_replaced_prompts():
-    search = DynamicSampler(stream(), 3, config(max_resample_times=1))
-    search.take([ScoredGroup([p], [], [0.0, math.nan]) for p in search.prompts])
-    search.take([ScoredGroup([p], [], [0.0, 1.0]) for p in search.prompts])
-    assert search.unfiltered == {"reward": 1 / 3, "frac_reward_zero_std": 0.5}
+    sampler = DynamicSampler(stream(), 3, config(max_resample_times=1))
+    sampler.add_groups([ScoredGroup([p], [], [0.0, math.nan]) for p in sampler.prompts])
+    sampler.add_groups([ScoredGroup([p], [], [0.0, 1.0]) for p in sampler.prompts])
+    assert sampler.unfiltered == {"reward": 1 / 3, "frac_reward_zero_std": 0.5}
 
 
 def test_failures_of_prompts_that_were_replaced_count_as_well():
-    search = DynamicSampler(stream(), 0, config())
-    groups = scored(search.prompts, lambda prompt: True)
-    search.take([ScoredGroup(groups[0].samples, [{}], [math.nan, math.nan]), *groups[1:]])
-    assert len(search.prompts) == 1
-    search.take(scored(search.prompts, lambda prompt: True))
-    assert search.num_failed == 2
-    assert len(search.groups()) == BATCH_SIZE
+    sampler = DynamicSampler(stream(), 0, config())
+    groups = scored(sampler.prompts, lambda prompt: True)
+    sampler.add_groups([ScoredGroup(groups[0].samples, [{}], [math.nan, math.nan]), *groups[1:]])
+    assert len(sampler.prompts) == 1
+    sampler.add_groups(scored(sampler.prompts, lambda prompt: True))
+    assert sampler.num_failed == 2
+    assert len(sampler.groups()) == BATCH_SIZE
 
 
 def test_failures_of_all_rounds_are_counted_beside_all_that_was_scored():
     """So that many rounds with few failures each are not taken for one with many."""
-    search = DynamicSampler(stream(), 3, config(max_resample_times=2))
+    sampler = DynamicSampler(stream(), 3, config(max_resample_times=2))
     for _ in range(3):
-        prompts = search.prompts
-        search.take([ScoredGroup([p], [{}], [math.nan, 0.1]) for p in prompts])
-    assert not search.prompts
-    assert (search.num_failed, search.num_scored) == (3 * BATCH_SIZE, 6 * BATCH_SIZE)
+        prompts = sampler.prompts
+        sampler.add_groups([ScoredGroup([p], [{}], [math.nan, 0.1]) for p in prompts])
+    assert not sampler.prompts
+    assert (sampler.num_failed, sampler.num_scored) == (3 * BATCH_SIZE, 6 * BATCH_SIZE)

@@ -10,6 +10,8 @@ import pytest
 
 from checkpoint_convert import read_shape
 from demo.make_sums import sums
+from helpers.models import tiny_model
+from helpers.policies import tiny_config
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines import Generation, NoServingEngine
 from megatron_grpo.engines.engine import Choice, Logprobs, Token
@@ -17,15 +19,13 @@ from megatron_grpo.launch.run_dir import new_token
 from megatron_grpo.rollout.generate import Rollouter, RolloutRequest
 from megatron_grpo.rollout.rollouts import RolloutRunner
 from megatron_grpo.timing import PhaseTimer
-from models import tiny_model
 from parallel import ParallelDims
-from policies import tiny_config
 
 GENERATION = 3
 
 
 class Engines:
-    """Stands for a fleet: each answers one request, and the first `num_lost` are lost by then."""
+    """Stands for a pool: each answers one request, and the first `num_lost` are lost by then."""
 
     def __init__(self, num_lost: int) -> None:
         self.num_lost, self.asked = num_lost, []
@@ -34,7 +34,7 @@ class Engines:
         self.asked.append((generation, len(generation.open)))
         url = f"http://engine-{len(self.asked)}"
         for number in [*generation.open]:
-            asyncio.run(generation.take(number, choice(number), url))
+            asyncio.run(generation.take_answer(number, choice(number), url))
             if len(self.asked) <= self.num_lost:
                 raise NoServingEngine("no rollout engine serves")
         return generation.samples()
@@ -79,7 +79,7 @@ def test_rows_without_an_answer_that_the_reward_can_read_are_left_out(tmp_path: 
 
 def test_a_rollout_continues_with_the_same_weights_and_begins_anew_with_others(rollouter):
     engines = rollouter.engines = Engines(num_lost=3)
-    runner = RolloutRunner(rollouter, None, SimpleNamespace(is_preempted=False), None)
+    runner = RolloutRunner(rollouter, SimpleNamespace(is_preempted=False), None)
     timer = PhaseTimer(lambda phase: None)
     for version in (1, 1, 2):
         runner.begin(RolloutRequest(GENERATION, version))

@@ -10,20 +10,20 @@ from transformers import AutoModelForCausalLM
 
 from checkpoint_convert import read_shape
 from demo.make_sums import sums
-from distributed import run_ranks
-from engines import TestEngine, running_engine, served_model
+from helpers.engines import TestEngine, running_engine, served_model
+from helpers.models import tiny_model
+from helpers.policies import LENGTHS, random_sequences, sequence_logprobs, tiny_config
+from helpers.ranks import run_ranks
+from helpers.runs import Finished, finish_run
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.policy.model import build_policy
 from megatron_grpo.rollout.probe import probe_logprobs
-from models import tiny_model
 from parallel import ParallelDims
 from parallel.cpu_device import setup_device
 from parallel.groups import init_groups
 from parallel.microbatches import CostModel
-from policies import LENGTHS, random_sequences, sequence_logprobs, tiny_config
-from runs import Finished, finish_run
 
 LONGEST = 2
 """The sample that an engine has other log-probabilities of; one of two data ranks has it."""

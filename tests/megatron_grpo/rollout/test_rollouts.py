@@ -31,8 +31,8 @@ def finish(monkeypatch, thread):
 
     def finish(error: Exception, is_preempted: bool = False) -> None:
         monkeypatch.setattr(module, "Rollout", lambda _, request: Failing(error, request))
-        watch = SimpleNamespace(is_preempted=is_preempted)
-        runner = RolloutRunner(None, thread, watch, None)
+        watchdog = SimpleNamespace(is_preempted=is_preempted)
+        runner = RolloutRunner(SimpleNamespace(thread=thread), watchdog, None)
         runner.begin(RolloutRequest(generation=3, policy_version=1))
         runner.finish(PhaseTimer(lambda phase: None))
 

@@ -15,12 +15,12 @@ import pytest
 
 from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.vllm import EngineDims
-from distributed import run_ranks
-from models import servable_model
+from helpers.models import servable_model
+from helpers.ranks import run_ranks
+from helpers.vllm_workers import worker_engines
+from helpers.worker_pushes import Case, Engines, push_all
 from parallel import ParallelDims
 from parallel.weight_transfer.buckets import ALIGNMENT
-from worker_engines import worker_engines
-from worker_pushes import Case, Engines, push_all
 
 NUM_ENGINES = 2
 TP1, TP2 = EngineDims(tensor=1), EngineDims(tensor=2)

@@ -23,17 +23,16 @@ def controls(request):
         control.close()
 
 
-def test_a_wire_is_open_whether_or_not_something_has_been_said(controls):
+def test_is_open_whether_or_not_signals_are_unread(controls):
     first, second = controls
-    assert first.is_open() and second.is_open()
     first.send_signal()
-    assert second.is_open()
+    assert first.is_open() and second.is_open()
     second.await_signal()
     assert second.is_open()
 
 
 @pytest.mark.parametrize("end", [0, 1])
-def test_a_wire_is_open_at_neither_end_once_one_is_closed_even_with_words_unheard(controls, end):
+def test_is_open_at_neither_end_once_one_is_closed_even_with_signals_unread(controls, end):
     controls[0].send_signal()
     controls[end].abort()
     assert not any(control.is_open() for control in controls)

@@ -3,15 +3,16 @@
 import gc
 import os
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from helpers.ranks import running
 from parallel.weight_transfer.connect import ChannelSet
 from parallel.weight_transfer.control_socket import ChannelError, Listener, connect
-from parallel.weight_transfer.local_channels import LocalReceiveChannel, LocalSendChannel
-from processes import running
+from parallel.weight_transfer.local_channels import LocalChannel
 
 BUCKET = 1 << 20
 CPU = torch.device("cpu")
@@ -21,16 +22,16 @@ TIMEOUT = timedelta(seconds=20)
 def sender(pipe):
     waiting = Listener()
     pipe.send(waiting.address)
-    channel = LocalSendChannel.open(waiting.accept("the receiver", TIMEOUT), BUCKET, CPU)
+    channel = LocalChannel(waiting.accept("the receiver", TIMEOUT), BUCKET, CPU, is_sender=True)
     channel.next_buffer().fill_(7)
-    channel.hand_over(BUCKET)
+    channel.send_bucket(BUCKET)
     pipe.send((mapped(), in_shared_memory()))
     pipe.recv()
 
 
 def receiver(pipe, address):
-    channel = LocalReceiveChannel.open(connect(address, "the sender", TIMEOUT), BUCKET, CPU)
-    arrivals = channel.arrivals([BUCKET, BUCKET])
+    channel = LocalChannel(connect(address, "the sender", TIMEOUT), BUCKET, CPU, is_sender=False)
+    arrivals = channel.receive_buckets([BUCKET, BUCKET])
     pipe.send(int(next(arrivals).sum()))
     pipe.send((mapped(), in_shared_memory()))
     pipe.recv()
@@ -69,19 +70,19 @@ def test_a_failure_that_has_been_handled_keeps_no_memory():
     gc.collect()  # frees what earlier tests left
     with running(sender) as first:
         control = connect(first.hear(), "the sender", TIMEOUT)
-        channels = [LocalReceiveChannel.open(control, BUCKET, CPU)]
-        first.hear()  # it has sent one buffer
-        first.kill()
 
         def use_all():
-            channel_set = ChannelSet(channels)
+            channels = ChannelSet()
+            opening = partial(LocalChannel, control, BUCKET, CPU, is_sender=False)
+            [channel] = channels.open_all([opening])
+            first.hear()  # it has sent one buffer
+            first.kill()
             with pytest.raises(ChannelError, match="the sender has closed"):
-                channel_set.run([lambda: [buffer.sum() for buffer in channels[0].arrivals([9, 9])]])
+                channels.run_all([lambda: [b.sum() for b in channel.receive_buckets([9, 9])]])
             with pytest.raises(ChannelError, match="the channels were closed"):
-                channel_set.run([])
+                channels.run_all([])
 
         use_all()
-    channels.clear()
     assert mapped() == 0
 
 
@@ -90,7 +91,7 @@ def test_a_sender_that_dies_before_it_shares_its_memory_is_named():
     control = connect(waiting.address, "the sender", TIMEOUT)
     waiting.accept("the receiver", TIMEOUT).close()
     with pytest.raises(ChannelError, match="the sender did not share its memory"):
-        LocalReceiveChannel.open(control, BUCKET, CPU)
+        LocalChannel(control, BUCKET, CPU, is_sender=False)
     control.close()
 
 
@@ -99,8 +100,8 @@ def test_an_open_channel_costs_each_end_one_file_descriptor():
     waiting = Listener()
     before = len(os.listdir("/proc/self/fd"))
     control = connect(waiting.address, "the sender", TIMEOUT)
-    first = LocalSendChannel.open(waiting.accept("the receiver", TIMEOUT), BUCKET, CPU)
-    second = LocalReceiveChannel.open(control, BUCKET, CPU)
+    first = LocalChannel(waiting.accept("the receiver", TIMEOUT), BUCKET, CPU, is_sender=True)
+    second = LocalChannel(control, BUCKET, CPU, is_sender=False)
     # The listener is closed.
     assert len(os.listdir("/proc/self/fd")) == before - 1 + 2
     first.close()
@@ -111,14 +112,16 @@ def test_an_open_channel_costs_each_end_one_file_descriptor():
 
 @pytest.mark.parametrize("broken", [0, 1])
 def test_all_channels_are_closed_even_when_one_cannot_be(broken):
-    channels, controls = [], []
+    controls, opening = [], []
     for _ in range(2):
         waiting = Listener()
         controls.append(connect(waiting.address, "the sender", TIMEOUT))
-        channels.append(LocalSendChannel.open(waiting.accept("the receiver", TIMEOUT), BUCKET, CPU))
-    channels[broken].close()  # closing it again raises
+        accepted = waiting.accept("the receiver", TIMEOUT)
+        opening.append(partial(LocalChannel, accepted, BUCKET, CPU, is_sender=True))
+    channels = ChannelSet()
+    channels.open_all(opening)[broken].close()  # closing it again raises
     with pytest.raises(AttributeError):
-        ChannelSet(channels).close()
+        channels.close()
     assert not controls[1 - broken].is_open()
     for control in controls:
         control.close()

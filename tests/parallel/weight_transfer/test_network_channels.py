@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from parallel.weight_transfer.control_socket import Listener, connect
-from parallel.weight_transfer.network_channels import NetworkReceiveChannel, NetworkSendChannel
+from parallel.weight_transfer.network_channels import NetworkChannel
 
 CPU = torch.device("cpu")
 TIMEOUT = timedelta(seconds=20)
@@ -45,18 +45,18 @@ def test_what_is_filled_while_the_last_is_on_its_way_does_not_mix_with_it():
     size = 32 << 20
     waiting = Listener("127.0.0.1")
     control = connect(waiting.address, "the sender", TIMEOUT)
-    sender = NetworkSendChannel(waiting.accept("the receiver", TIMEOUT), size, CPU)
-    receiver = NetworkReceiveChannel(control, size, CPU)
+    sender = NetworkChannel(waiting.accept("the receiver", TIMEOUT), size, CPU, is_sender=True)
+    receiver = NetworkChannel(control, size, CPU, is_sender=False)
 
     def send():
         for number in range(4):
             sender.next_buffer().fill_(number)
-            sender.hand_over(size)
+            sender.send_bucket(size)
         sender.flush()
 
     with ThreadPoolExecutor() as pool:
         sending = pool.submit(send)
-        for number, data in enumerate(receiver.arrivals([size] * 4)):
+        for number, data in enumerate(receiver.receive_buckets([size] * 4)):
             assert (data == number).all()
         sending.result(timeout=20)
     sender.close()

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 
+from helpers.ranks import running
 from parallel.weight_transfer.control_socket import ChannelError
 from parallel.weight_transfer.rendezvous import (
     join,
@@ -15,7 +16,6 @@ from parallel.weight_transfer.rendezvous import (
     memory_domain,
     open_rendezvous,
 )
-from processes import running
 
 SECOND = timedelta(seconds=1)
 TIMEOUT = timedelta(seconds=60)

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel import Box, Layout, Piece, Sender, plan_sends
+from helpers.ranks import Child, running
+from parallel import Box, Layout, Sender, ShardMapping, plan_sends
 from parallel.checksum import checksums
 from parallel.views import as_whole
 from parallel.weight_transfer import (
@@ -21,11 +22,9 @@ from parallel.weight_transfer import (
     TransferInitInfo,
     WeightReceiver,
     WeightSender,
+    connect,
 )
-from parallel.weight_transfer.connect import ReceivePlan
-from parallel.weight_transfer.local_channels import LocalReceiveChannel, LocalSendChannel
 from parallel.weight_transfer.rendezvous import join, memory_domain, open_rendezvous
-from processes import Child, running
 
 CPU = torch.device("cpu")
 BUCKET = 5 * 16  # so that a channel has more buckets than buffers, and most are not quite full
@@ -50,7 +49,7 @@ def whole_weights(seed):
 
 def part(name, start, size):
     """A box of a whole tensor that is a local tensor of the same name."""
-    return Piece(name, Box.whole(size), name, Box(start, size))
+    return ShardMapping(name, Box.whole(size), name, Box(start, size))
 
 
 def sender_of(rank):
@@ -62,10 +61,10 @@ def sender_of(rank):
         part("columns", (0, 12 * rank), (13, 12)),
         *(part(f"expert.{2 * rank + i}", (0, 0), (8, 6)) for i in range(2)),
     ]
-    holders = {piece.local: range(rank, rank + 1) for piece in pieces}
-    holders["norm"] = range(NUM_RANKS)
+    owners = {piece.local: range(rank, rank + 1) for piece in pieces}
+    owners["norm"] = range(NUM_RANKS)
     layout = Layout({piece.local: piece.local_box.size for piece in pieces}, tuple(pieces))
-    return Sender(rank, layout, holders)
+    return Sender(rank, layout, owners)
 
 
 def layout_of(worker):
@@ -77,7 +76,7 @@ def layout_of(worker):
     ]
     for number in range(4):
         slot, half = Box((number, 0, 0), (1, 4, 6)), Box((4 * worker, 0), (4, 6))
-        pieces.append(Piece("experts", slot, f"expert.{number}", half, axes=(1, 2)))
+        pieces.append(ShardMapping("experts", slot, f"expert.{number}", half, axes=(1, 2)))
     shapes = {"embedding": (20, 12), "norm": (11,), "columns": (6 + worker, 24)}
     zeros = (("embedding", Box((17, 0), (3, 12))),) if worker else ()
     return Layout(shapes | {"experts": (4, 4, 6)}, tuple(pieces), zeros)
@@ -117,13 +116,13 @@ def trainer_rank(pipe, init_info, rank):
     sends = plan_sends(sender, LAYOUTS, BUCKET // 4)
     try:
         rendezvous = join(init_info.rendezvous, TIMEOUT)
-        weight_sender = WeightSender.open(
+        weight_sender = WeightSender(
             init_info, rendezvous, rank, sends, PARAMETERS, DTYPES, CPU, TIMEOUT
         )
         pipe.send("open")
         while True:
             weights = whole_weights(pipe.recv())
-            weight_sender.send(filled(sender.layout, weights, {"norm": torch.bfloat16}))
+            weight_sender.send_weights(filled(sender.layout, weights, {"norm": torch.bfloat16}))
             pipe.send(weight_sender.bytes_sent)
     except (ChannelError, KeyError) as error:
         pipe.send(f"{type(error).__name__}: {error}")
@@ -147,14 +146,14 @@ def engine_worker(pipe, init_info, engine, worker, missing=None):
         parameters[missing] = torch.zeros(3, dtype=torch.bfloat16)
     told = TransferInitInfo.from_json(init_info)
     try:
-        receiver = WeightReceiver.open(told, engine, worker, parameters, CPU, TIMEOUT)
+        receiver = WeightReceiver(told, engine, worker, parameters, CPU, TIMEOUT)
         pipe.send("open")
         while (seed := pipe.recv()) is not None:
             if seed == "replace":
                 parameters["norm"] = torch.zeros(11)
                 continue
             before = {name: value.data_ptr() for name, value in parameters.items()}
-            sums = receiver.receive(parameters)
+            sums = receiver.receive_weights(parameters)
             assert before == {name: value.data_ptr() for name, value in parameters.items()}
             expected = filled(layout, whole_weights(seed), DTYPES)
             views = {name: value[:] for name, value in parameters.items()}
@@ -169,7 +168,7 @@ def engine_worker(pipe, init_info, engine, worker, missing=None):
 
 
 @dataclass
-class EnginePool:
+class Pushing:
     """The processes of pushes, with all channels open."""
 
     ranks: list[Child]
@@ -187,7 +186,7 @@ class EnginePool:
 
 
 @contextmanager
-def fleet(num_engines, network_only=False):
+def pushing_processes(num_engines, network_only=False):
     address, rendezvous = open_rendezvous("127.0.0.1")
     init_info = init_info_of(address, num_engines, network_only)
     told = init_info.to_json()
@@ -199,9 +198,9 @@ def fleet(num_engines, network_only=False):
             for engine in range(num_engines)
             for worker in range(NUM_WORKERS)
         }
-        running_fleet = EnginePool(ranks, workers)
-        assert [child.hear() for child in running_fleet.all] == ["open"] * len(running_fleet.all)
-        yield running_fleet
+        processes = Pushing(ranks, workers)
+        assert [child.hear() for child in processes.all] == ["open"] * len(processes.all)
+        yield processes
     del rendezvous
 
 
@@ -215,7 +214,7 @@ def num_bytes(layout):
 @pytest.mark.parametrize("network_only", [False, True], ids=["local", "network"])
 def test_every_parameter_of_every_engine_arrives_bit_for_bit_in_push_after_push(network_only):
     sizes = [num_bytes(layout) for layout in LAYOUTS]
-    with fleet(3, network_only) as pushing:
+    with pushing_processes(3, network_only) as pushing:
         for number in (1, 2, 3):
             if number == 2:
                 for worker in pushing.workers.values():
@@ -228,7 +227,7 @@ def test_every_parameter_of_every_engine_arrives_bit_for_bit_in_push_after_push(
 def test_channels_share_memory_on_one_host_unless_told_not_to():
     """Seen from outside: which processes map weights."""
     for network_only in (False, True):
-        with fleet(1, network_only) as pushing:
+        with pushing_processes(1, network_only) as pushing:
             maps = [Path(f"/proc/{child.pid}/maps").read_text() for child in pushing.all]
             assert [text.count("memfd:weights") for text in maps] == [0 if network_only else 2] * 4
 
@@ -242,7 +241,7 @@ def heard_within(seconds, child):
 
 @pytest.mark.parametrize("network_only", [False, True], ids=["local", "network"])
 def test_a_trainer_rank_killed_in_a_push_is_named_by_the_workers_and_the_rest_end(network_only):
-    with fleet(2, network_only) as pushing:
+    with pushing_processes(2, network_only) as pushing:
         others = [pushing.ranks[0], *pushing.workers.values()]
         for child in others:
             child.say(1)
@@ -259,7 +258,7 @@ def test_a_trainer_rank_killed_in_a_push_is_named_by_the_workers_and_the_rest_en
 
 @pytest.mark.parametrize("network_only", [False, True], ids=["local", "network"])
 def test_a_worker_killed_in_a_push_is_named_by_the_one_before_it_and_all_end(network_only):
-    with fleet(2, network_only) as pushing:
+    with pushing_processes(2, network_only) as pushing:
         for key, child in pushing.workers.items():
             if key != (1, 1):  # it takes nothing, so no process finishes
                 child.say(1)
@@ -278,24 +277,11 @@ def test_a_worker_killed_in_a_push_is_named_by_the_one_before_it_and_all_end(net
             assert is_done or said == f"ChannelError: engine 0 worker 1 {lost}"
 
 
-def test_a_worker_refuses_what_does_not_fill_its_parameters():
-    address, rendezvous = open_rendezvous("127.0.0.1")
-    init_info = init_info_of(address, 1, network_only=False)
-    with ExitStack() as stack:
-        for rank in range(NUM_RANKS):
-            stack.enter_context(running(trainer_rank, init_info, rank))
-        worker = stack.enter_context(running(engine_worker, init_info.to_json(), 0, 0, "bias"))
-        assert re.search(
-            r"ValueError: .*bias: 3 of 3 elements are in no piece", worker.hear(), re.S
-        )
-    del rendezvous
-
-
 def open_sender(sends, timeout=0.3, bucket_bytes=BUCKET):
     address, rendezvous = open_rendezvous("127.0.0.1")
     init_info = replace(init_info_of(address, 1, network_only=False), bucket_bytes=bucket_bytes)
     seconds = timedelta(seconds=timeout)
-    return WeightSender.open(init_info, rendezvous, 0, sends, PARAMETERS, DTYPES, CPU, seconds)
+    return WeightSender(init_info, rendezvous, 0, sends, PARAMETERS, DTYPES, CPU, seconds)
 
 
 def test_workers_that_do_not_come_are_named_after_the_time_out():
@@ -318,7 +304,7 @@ def open_all(engines, bucket_bytes=BUCKET):
     with ThreadPoolExecutor(1 + len(engines)) as pool:
         waiting = [
             pool.submit(
-                WeightSender.open,
+                WeightSender,
                 init_info,
                 rendezvous,
                 0,
@@ -329,7 +315,7 @@ def open_all(engines, bucket_bytes=BUCKET):
                 TIMEOUT,
             ),
             *(
-                pool.submit(WeightReceiver.open, init_info, engine, 0, parameters, CPU, TIMEOUT)
+                pool.submit(WeightReceiver, init_info, engine, 0, parameters, CPU, TIMEOUT)
                 for engine, parameters in enumerate(engines)
             ),
         ]
@@ -339,21 +325,25 @@ def open_all(engines, bucket_bytes=BUCKET):
 MATRIX = {"w": torch.zeros(4, 4)}
 
 
-def before_opening(monkeypatch, act):
-    """Call `act` with the receiver's name before each sender's end is made."""
-    open_end = LocalSendChannel.open
+def act_around_opening(monkeypatch, before_sender, after_receiver=lambda peer: None):
+    """Act before each sender's end is made, and after each receiver's, with the peer's name."""
+    open_channel = connect.LocalChannel
 
-    def acted(control, bucket_bytes, device):
-        act(control.peer)
-        return open_end(control, bucket_bytes, device)
+    def acting(control, bucket_bytes, device, *, is_sender):
+        if is_sender:
+            before_sender(control.peer)
+        channel = open_channel(control, bucket_bytes, device, is_sender=is_sender)
+        if not is_sender:
+            after_receiver(control.peer)
+        return channel
 
-    monkeypatch.setattr(LocalSendChannel, "open", acted)
+    monkeypatch.setattr(connect, "LocalChannel", acting)
 
 
 def test_all_channels_of_a_chain_of_engines_are_made_at_the_same_time(monkeypatch):
     """Each waits until all have started, so a chain takes no longer than one engine."""
     all_at_it = threading.Barrier(5, timeout=SOON / 2)
-    before_opening(monkeypatch, lambda receiver: all_at_it.wait())
+    act_around_opening(monkeypatch, lambda receiver: all_at_it.wait())
     ends = open_all([MATRIX] * 5)
     assert [type(end) for end in ends] == [WeightSender, *[WeightReceiver] * 5]
     for end in ends:
@@ -362,21 +352,15 @@ def test_all_channels_of_a_chain_of_engines_are_made_at_the_same_time(monkeypatc
 
 def test_a_worker_that_cannot_pass_on_closes_the_channel_that_it_was_to_receive_by(monkeypatch):
     takes_from_rank = threading.Event()
-    open_end = LocalReceiveChannel.open
-
-    def noted(control, *arguments):
-        channel = open_end(control, *arguments)
-        if control.peer == "trainer rank 0":
-            takes_from_rank.set()
-        return channel
 
     def fail(receiver):
         if receiver == "engine 1 worker 0":
             assert takes_from_rank.wait(SOON)
             raise OSError("too little memory")
 
-    monkeypatch.setattr(LocalReceiveChannel, "open", noted)
-    before_opening(monkeypatch, fail)
+    act_around_opening(
+        monkeypatch, fail, lambda sender: sender == "trainer rank 0" and takes_from_rank.set()
+    )
     sender, first, second = open_all([MATRIX] * 2)
     assert str(first) == "too little memory" and isinstance(second, ChannelError)
     if isinstance(sender, WeightSender):  # its channel was made before the other one failed
@@ -390,23 +374,6 @@ def test_the_refusal_of_a_worker_is_told_at_once_to_all_before_it():
     for failure in (sender, first):
         assert isinstance(failure, ChannelError)
         assert re.search(r"engine 1 worker 0: .*bias: 3 of 3 elements", str(failure), re.S)
-
-
-def test_of_two_workers_the_one_that_waits_is_told_at_once_why_the_other_refuses():
-    """The ranks quit before they offer any channel."""
-    address, rendezvous = open_rendezvous("127.0.0.1")
-    init_info = init_info_of(address, 1, network_only=False)
-    with ExitStack() as stack:
-        start = stack.enter_context
-        ranks = [start(running(trainer_rank, init_info, rank)) for rank in range(NUM_RANKS)]
-        told = init_info.to_json()
-        waiting = start(running(engine_worker, told, 0, 0))
-        refusing = start(running(engine_worker, told, 0, 1, "bias"))
-        assert refusing.hear().startswith("ValueError: ")
-        for child in (waiting, *ranks):
-            said = heard_within(SOON, child)
-            assert re.match(r"ChannelError: engine 0 worker 1: .*bias: 3 of 3 elements", said, re.S)
-    del rendezvous
 
 
 @pytest.mark.parametrize("network_only", [False, True], ids=["local", "network"])
@@ -428,7 +395,7 @@ def test_a_sender_whose_receiver_can_no_longer_come_is_told_at_once(network_only
             CPU,
             TIMEOUT,
         )
-        opening = pool.submit(WeightSender.open, *arguments)
+        opening = pool.submit(WeightSender, *arguments)
         join(address, TIMEOUT).await_texts({"channel/0/0/0": "the rank"}, TIMEOUT)
         join(init_info.rendezvous, TIMEOUT).publish_failure("trainer rank 1 gave up")
         with pytest.raises(ChannelError, match="trainer rank 1 gave up"):
@@ -459,17 +426,17 @@ def test_a_worker_holds_what_was_sent_by_the_checksums_of_both_and_zeros_in_its_
     init_info = TransferInitInfo(address, 256, 1, False, senders=[[0]], zeros=zeros)
     whole, held = Box.whole((5, 7)), torch.zeros(6, 7, dtype=dtype)
     sender = Sender(0, Layout.of_whole_tensors({"w": (5, 7)}), {"w": range(1)})
-    worker = Layout({"w": (6, 7)}, (Piece("w", whole, "w", whole),))
+    worker = Layout({"w": (6, 7)}, (ShardMapping("w", whole, "w", whole),))
     sends = plan_sends(sender, [worker], max_elements=14)
     with ThreadPoolExecutor() as pool:
         arguments = (init_info, rendezvous, 0, sends, [worker.shapes], {"w": dtype}, CPU, TIMEOUT)
-        opening = pool.submit(WeightSender.open, *arguments)
-        receiver = WeightReceiver.open(init_info, 0, 0, {"w": held}, CPU, TIMEOUT)
+        opening = pool.submit(WeightSender, *arguments)
+        receiver = WeightReceiver(init_info, 0, 0, {"w": held}, CPU, TIMEOUT)
         sender = opening.result(timeout=SOON)
 
         def push():
-            sending = pool.submit(sender.send, {"w": torch.randn(5, 7)})
-            received = receiver.receive({"w": held})
+            sending = pool.submit(sender.send_weights, {"w": torch.randn(5, 7)})
+            received = receiver.receive_weights({"w": held})
             return sending.result(timeout=SOON)[0], received
 
         sent, received = push()
@@ -482,40 +449,15 @@ def test_a_worker_holds_what_was_sent_by_the_checksums_of_both_and_zeros_in_its_
         receiver.close()
 
 
-def test_all_whom_nobody_refuses_have_channels():
-    for end in open_all([MATRIX] * 2):
-        end.close()
-
-
-def test_ranks_that_wait_are_told_at_once_when_the_engines_cannot_be_reached():
-    address, rendezvous = open_rendezvous("127.0.0.1")
-    init_info = init_info_of(address, 1, network_only=False)
-    sends = plan_sends(sender_of(0), LAYOUTS, BUCKET // 4)
-    with ThreadPoolExecutor() as pool:
-        arguments = (init_info, rendezvous, 0, sends, PARAMETERS, DTYPES, CPU, TIMEOUT)
-        opening = pool.submit(WeightSender.open, *arguments)
-        join(address, TIMEOUT).await_texts({"plan/0/0": "the rank"}, TIMEOUT)
-        join(init_info.rendezvous, TIMEOUT).publish_failure("nobody listens at http://127.0.0.1:9")
-        with pytest.raises(ChannelError, match="nobody listens at http"):
-            opening.result(timeout=SOON)
-
-
 def test_a_rank_that_sends_to_nobody_has_nothing_to_wait_for():
     address, rendezvous = open_rendezvous("127.0.0.1")
     init_info = TransferInitInfo(address, BUCKET, 1, False, senders=[[1]], zeros=[[]])
-    sender = WeightSender.open(init_info, rendezvous, 0, {}, [], {}, CPU)
-    assert sender.send({}) == {}
+    sender = WeightSender(init_info, rendezvous, 0, {}, [], {}, CPU)
+    assert sender.send_weights({}) == {}
     assert sender.bytes_sent == 0
     sender.close()
-
-
-def test_a_closed_sender_sends_nothing_more():
-    address, rendezvous = open_rendezvous("127.0.0.1")
-    init_info = TransferInitInfo(address, BUCKET, 1, False, senders=[[1]], zeros=[[]])
-    sender = WeightSender.open(init_info, rendezvous, 0, {}, [], {}, CPU)
-    sender.close()
     with pytest.raises(ChannelError, match="the channels were closed"):
-        sender.send({})
+        sender.send_weights({})
 
 
 def test_a_copy_larger_than_a_bucket_is_refused_before_anything_is_said():
@@ -528,21 +470,5 @@ def test_trainer_ranks_that_do_not_come_are_named_after_the_time_out():
     init_info = init_info_of(address, 1, network_only=False)
     late = r"no message from trainer rank 0, trainer rank 1 within 0\.3 s"
     with pytest.raises(ChannelError, match=late):
-        WeightReceiver.open(init_info, 0, 0, {}, CPU, timedelta(seconds=0.3))
+        WeightReceiver(init_info, 0, 0, {}, CPU, timedelta(seconds=0.3))
     del rendezvous
-
-
-def test_a_trainer_that_is_gone_is_told_at_once():
-    address, rendezvous = open_rendezvous("127.0.0.1")
-    init_info = init_info_of(address, 1, network_only=False)
-    rendezvous.publish("plan/0/0", ReceivePlan(["w"], ["float32"], [[0, 0, 4]]).to_json())
-    rendezvous.publish("plan/1/0", ReceivePlan(["w"], ["float32"], [[0, 4, 4]]).to_json())
-    init_info = replace(init_info, zeros=[[], []])
-    with ThreadPoolExecutor() as pool:
-        opening = pool.submit(
-            WeightReceiver.open, init_info, 0, 0, {"w": torch.zeros(8)}, CPU, TIMEOUT
-        )
-        rendezvous.await_texts({"memory/0/0": "the worker"}, TIMEOUT)
-        del rendezvous
-        with pytest.raises(ChannelError, match="the store of the rendezvous is lost"):
-            opening.result(timeout=SOON)

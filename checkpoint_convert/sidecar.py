@@ -1,0 +1,131 @@
+"""The files of a model besides its weights: config, generation config, tokenizer, templates."""
+
+import json
+import re
+import shutil
+from collections import Counter
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+
+from checkpoint_convert.families import FAMILIES
+from checkpoint_convert.formats import is_torch_dist
+from checkpoint_convert.formats.hf_folder import ADAPTER_FILE
+from checkpoint_convert.formats.safetensors_file import TORCH_NAMES
+from checkpoint_convert.hf_config import check_folder, read_json, read_shape
+from checkpoint_convert.shape import ModelShape, differing_fields
+from parallel import Shape
+
+# Folder inside a Megatron checkpoint that holds the sidecar files.
+CHECKPOINT_FOLDER = "hf_config"
+# Configs, tokenizers (including Mistral's tokenizer.model.v3), templates, and the files that
+# licences require to be passed on.
+_SIDECAR = re.compile(
+    r".*\.(json|jinja|model|txt|tiktoken|v\d+)|(LICENSE|NOTICE)(\..*)?", re.IGNORECASE
+)
+_TEMPLATES = "additional_chat_templates"
+# Files that Megatron-LM and our training runs write next to the checkpoint folders.
+_POINTERS = ("latest_checkpointed_iteration.txt", "LATEST")
+
+
+def model_config(path: Path, hf_config: Path | None = None) -> Path:
+    """The folder with the sidecar files of the weights at `path`.
+
+    `hf_config` if given; else the folder inside a Megatron checkpoint, or the Hugging Face folder
+    itself.
+    """
+    if hf_config is not None:
+        _check_same_model(path, hf_config)
+        return hf_config
+    _check_is_one(path)
+    if not is_torch_dist(path):
+        return path
+    if not (path / CHECKPOINT_FOLDER).is_dir():
+        raise ValueError(
+            f"{path} does not say which model it is: give --hf-config, a folder with the "
+            "model's config.json"
+        )
+    return path / CHECKPOINT_FOLDER
+
+
+def own_shape(path: Path) -> ModelShape | None:
+    """The model shape by the config stored with the weights at `path`; None without one."""
+    _check_is_one(path)
+    config = path / CHECKPOINT_FOLDER
+    if not is_torch_dist(path):
+        check_folder(path)
+        config = path
+    return read_shape(config) if (config / "config.json").is_file() else None
+
+
+def _check_is_one(path: Path) -> None:
+    if any((path / name).is_file() for name in _POINTERS):
+        folders = sorted(folder for folder in path.iterdir() if folder.is_dir())
+        found = [folder.name for folder in folders if is_torch_dist(folder)]
+        raise ValueError(f"{path} is a folder of checkpoints; give the path of one: {found}")
+
+
+def _check_same_model(path: Path, given: Path) -> None:
+    """Another model's config can match all tensor shapes and still scramble the weights."""
+    own = own_shape(path)
+    differing = differing_fields(own, read_shape(given)) if own is not None else []
+    if differing:
+        raise ValueError(
+            f"{given} describes another model than {path}; leave --hf-config out, or correct it:"
+            "\n  " + "\n  ".join(differing)
+        )
+
+
+def main_dtype(shapes: Mapping[str, Shape], dtypes: Mapping[str, str]) -> str:
+    """The dtype with the most elements, which is the one that config.json names."""
+    totals: Counter[str] = Counter()
+    for name, shape in shapes.items():
+        totals[dtypes[name]] += prod(shape)
+    return totals.most_common(1)[0][0]
+
+
+def sidecar_files(folder: Path) -> list[Path]:
+    """The files in `folder` that belong to its model besides the weights.
+
+    Raises ValueError for a link out of the folder: its target may not be meant to be shared.
+    """
+    files = [
+        file
+        for file in (*folder.iterdir(), *(folder / _TEMPLATES).glob("*.jinja"))
+        if _SIDECAR.fullmatch(file.name)
+        and not file.name.endswith((".index.json", ADAPTER_FILE))
+        and file.is_file()
+    ]
+    for file in files:
+        _check_inside(folder, file)
+    return files
+
+
+def copy_sidecar_files(source: Path, folder: Path, dtype: str) -> None:
+    """Copy the sidecar files from one folder to another, and adjust config.json.
+
+    It names `dtype`, no layers that predict further tokens, as the weights have none, and no code,
+    as none is copied. Raises ValueError like `sidecar_files`.
+    """
+    for file in sidecar_files(source):
+        copy = folder / file.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copy)
+    config = read_json(source / "config.json")
+    # transformers 5 renamed torch_dtype to dtype, and reads both.
+    keys = [key for key in ("torch_dtype", "dtype") if key in config] or ["dtype"]
+    config |= dict.fromkeys(keys, TORCH_NAMES[dtype])
+    config.pop("auto_map", None)
+    num_extra_layers = FAMILIES[config["model_type"]].num_extra_layers
+    if num_extra_layers is not None:
+        config[num_extra_layers] = 0
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _check_inside(folder: Path, file: Path) -> None:
+    """Links into `blobs`, two levels up, are fine: that is how the Hub's cache stores files."""
+    target, home = file.resolve(), folder.resolve()
+    if not (target.is_relative_to(home) or target.parent == home.parent.parent / "blobs"):
+        raise ValueError(
+            f"{file} is a link to {target}, outside of {folder}: replace it with a copy of the file"
+        )

@@ -1,0 +1,191 @@
+"""The thread of a rank that is connected to rank 0's server and ends the process."""
+
+import faulthandler
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from queue import SimpleQueue
+from typing import Any, NoReturn
+
+from megatron_grpo.launch.launch import RankPlace
+from megatron_grpo.launch.process import PREEMPTION_SIGNALS
+from megatron_grpo.watchdog.job import EXIT_FAILURE, End, Intervals, Position, main_stack
+from megatron_grpo.watchdog.server import KillTimer, LineReader, ServerAddress, encode_line
+
+INTERRUPTED = End(130, "megatron-grpo: interrupted")  # as a shell reports SIGINT
+UNWIND = signal.SIGRTMIN
+"""Interrupts rank 0's main thread. Not SIGINT, which processes started by `nohup` or a script's
+`&` inherit as ignored."""
+SHOW_CURSOR = "\x1b[?25h"
+
+
+def connect(address: ServerAddress, rank: int, timeout: float) -> socket.socket:
+    """Connect this process to the server as `rank`.
+
+    Raises OSError if the server cannot be reached within `timeout` seconds.
+    """
+    connection = socket.create_connection((address.host, address.port), timeout)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.sendall(encode_line(rank=rank, host=socket.gethostname(), pid=os.getpid()))
+    connection.settimeout(None)
+    return connection
+
+
+class Heartbeat:
+    """Sends heartbeats with the main thread's `position()`, and passes on its messages.
+
+    `preempt` is called when any rank of the job was told to stop. Unless all ranks succeed, this
+    thread ends the process when the job is over.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        rank_0: str,
+        place: RankPlace,
+        intervals: Intervals,
+        position: Callable[[], Position],
+        preempt: Callable[[], None],
+    ) -> None:
+        self._socket, self._place, self._intervals = connection, place, intervals
+        self._position, self._preempt = position, preempt
+        self._rank_0, self._rank_0_position = rank_0, Position()
+        self._unsent = SimpleQueue[bytes]()
+        self._waker, self._woken = socket.socketpair()
+        self._waker.setblocking(False)
+        self._is_unwinding, self._is_unwound = threading.Event(), threading.Event()
+        self._timer = KillTimer(intervals.kill)
+        # faulthandler writes crash reports here. On rank 0 the server dies with the crash.
+        self._crash_file = sys.stderr if place.rank == 0 else connection
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread and handle signals; call this from the main thread.
+
+        Python's C signal handler writes each signal's number to the wake-up socket, whatever the
+        main thread is doing.
+        """
+        signal.signal(UNWIND, signal.default_int_handler)
+        signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+        faulthandler.enable(self._crash_file)
+        self._thread.start()
+
+    def send(self, **fields: Any) -> None:
+        """Send a message to the server; callable from any thread."""
+        self._unsent.put(encode_line(**fields))
+        with suppress(BlockingIOError):  # full: the thread will wake up anyway
+            self._waker.send(b"\0")
+
+    def set_unwinding(self) -> None:
+        """Note that the main thread is already unwinding and need not be interrupted."""
+        self._is_unwinding.set()
+
+    def join(self) -> None:
+        """Wait until all ranks have ended; call this after closing what the main thread owns."""
+        self._is_unwinding.set()
+        self._is_unwound.set()
+        self._thread.join()
+
+    def close(self) -> None:
+        """Close the connection, which a forked child would keep open, and reset signal handling."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(UNWIND, signal.SIG_DFL)
+        self._socket.close()
+
+    def _run(self) -> None:
+        lines, woken, silent_for = LineReader(), time.monotonic(), 0.0
+        next_heartbeat = woken
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._socket, selectors.EVENT_READ)
+            selector.register(self._woken, selectors.EVENT_READ)
+            while True:
+                events = selector.select(next_heartbeat - time.monotonic())
+                ready = {key.fileobj for key, _ in events}
+                now = time.monotonic()
+                # As in the server, time in which the machine was suspended does not count.
+                silent_for += min(now - woken, 2 * self._intervals.heartbeat)
+                woken = now
+                if self._woken in ready:
+                    self._handle_wakeup(self._woken.recv(4096))
+                if self._socket in ready:
+                    silent_for = 0.0
+                    for message in lines.feed(self._receive()):
+                        if self._handle(message):
+                            return
+                if silent_for >= self._intervals.silence:
+                    self._exit_without_rank_0(f"has not answered for {self._intervals.silence:g} s")
+                if now >= next_heartbeat:
+                    next_heartbeat = now + self._intervals.heartbeat
+                    self._send_heartbeat()
+
+    def _send_heartbeat(self) -> None:
+        self._send_now(encode_line(heartbeat=asdict(self._position())))
+        self._timer.restart()
+        # If this thread cannot run again because another one holds the GIL, faulthandler writes
+        # the stacks without it.
+        faulthandler.dump_traceback_later(0.75 * self._intervals.silence, file=self._crash_file)
+
+    def _handle_wakeup(self, numbers: bytes) -> None:
+        """Send queued messages, and handle the signals `numbers` (0 for a mere wake-up)."""
+        while not self._unsent.empty():
+            self._send_now(self._unsent.get())
+        if signal.SIGINT in numbers:
+            self._send_now(encode_line(stop=asdict(INTERRUPTED)))
+        if not set(PREEMPTION_SIGNALS).isdisjoint(numbers):
+            self._send_now(encode_line(preempt=True))
+
+    def _send_now(self, message: bytes) -> None:
+        with suppress(OSError):  # if rank 0 is gone, reading will show it
+            self._socket.sendall(message)
+
+    def _receive(self) -> bytes:
+        try:
+            data = self._socket.recv(1 << 16)
+        except OSError:  # such as ETIMEDOUT when a host is gone
+            data = b""
+        return data or self._exit_without_rank_0("died")
+
+    def _handle(self, message: Any) -> bool:
+        """Handle a message of the server; returns True when all ranks have succeeded."""
+        match message:
+            case {"end": {"code": 0}}:
+                self._timer.stop()
+                faulthandler.cancel_dump_traceback_later()
+                return True
+            case {"end": end}:
+                self._exit(End(**end))
+            case {"request": "stack"}:
+                self._send_now(encode_line(stack=main_stack()))
+            case {"preempt": True}:
+                self._preempt()
+            case {"heartbeat": position}:
+                self._rank_0_position = Position(**position)
+        return False
+
+    def _exit_without_rank_0(self, how: str) -> NoReturn:
+        text = f"megatron-grpo: {self._rank_0} {how} in {self._rank_0_position}"
+        if self._place.rank == 1 and not self._place.has_own_log:
+            print(text, file=sys.stderr, flush=True)
+        self._exit(End(EXIT_FAILURE, text))
+
+    def _exit(self, end: End) -> NoReturn:
+        """Exit this process; rank 0 may first close its engines and files."""
+        if self._place.rank == 0 or self._place.has_own_log:
+            with suppress(OSError):  # a full disk, or a pipe that nobody reads any more
+                print(end.text, file=sys.stderr, flush=True)
+        if self._place.rank == 0:
+            if not self._is_unwinding.is_set():
+                signal.pthread_kill(threading.main_thread().ident or 0, UNWIND)
+            self._is_unwound.wait(self._intervals.unwind)
+            if sys.stdout.isatty():  # a progress bar may have hidden it
+                print(SHOW_CURSOR, end="")
+        with suppress(OSError):
+            sys.stdout.flush()
+        os._exit(end.code)

@@ -1,0 +1,109 @@
+"""Reading weights: only the requested boxes, converted, and never a partly filled parameter."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoint_convert import hf_tensors, megatron_layout, read_shape
+from checkpoint_convert.formats.safetensors_file import create_file
+from checkpoint_convert.weights import read_weights
+from helpers.models import tiny_model
+from parallel import ParallelDims
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("tiny"), "qwen3")
+
+
+def empty_parameters(layout, dtype=torch.float32):
+    return {n: torch.full(s, torch.nan, dtype=dtype) for n, s in layout.shapes.items()}
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16])
+def test_values_are_converted_to_the_dtype_of_the_parameters(model, tmp_path, stored, wanted):
+    weights = {k: v.to(stored) for k, v in load_file(model / "model.safetensors").items()}
+    save_file(weights, tmp_path / "model.safetensors")
+    shape, dims = read_shape(model), ParallelDims()
+    layout = megatron_layout(shape, dims, dims.coordinates(0), transformer_engine=False)
+    parameters = empty_parameters(layout, wanted)
+    read_weights(tmp_path, shape, layout, parameters)
+    for ours, theirs in {
+        "0.output_layer.weight": "lm_head.weight",
+        "0.decoder.layers.1.mlp.linear_fc2.weight": "model.layers.1.mlp.down_proj.weight",
+    }.items():
+        assert torch.equal(parameters[ours], weights[theirs].to(wanted))
+
+
+def test_parameters_that_require_gradients_are_filled_in_place(model):
+    shape, dims = read_shape(model), ParallelDims(tensor=2)
+    layout = megatron_layout(shape, dims, dims.coordinates(1), transformer_engine=False)
+    parameters = {n: torch.nn.Parameter(t) for n, t in empty_parameters(layout).items()}
+    read_weights(model, shape, layout, parameters)
+    assert all(p.isfinite().all() and p.requires_grad for p in parameters.values())
+
+
+def test_weights_that_do_not_fit_are_refused_before_a_parameter_is_touched(model, tmp_path):
+    weights = load_file(model / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "model.safetensors")
+    shape, dims = read_shape(model), ParallelDims()
+    layout = megatron_layout(shape, dims, dims.coordinates(0), transformer_engine=False)
+    parameters = empty_parameters(layout)
+    with pytest.raises(ValueError, match=r"model\.norm\.weight"):
+        read_weights(tmp_path, shape, layout, parameters)
+    assert all(p.isnan().all() for p in parameters.values())
+
+
+def num_bytes_read() -> int:
+    """Bytes that this process has requested from the kernel so far."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+LARGE = {  # 180 GB: larger than memory
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 8192,
+    "num_attention_heads": 4096,
+    "num_key_value_heads": 4096,
+    "head_dim": 128,
+    "intermediate_size": 1 << 20,
+    "vocab_size": 1 << 20,
+}
+EXPERTS = LARGE | {
+    "model_type": "qwen3_moe",
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "num_experts": 512,
+    "moe_intermediate_size": 4096,
+    "vocab_size": 256,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "dims"),
+    [
+        (LARGE, ParallelDims(tensor=4096, pipeline=2)),
+        (EXPERTS, ParallelDims(data=4096, pipeline=2, expert=512, expert_tensor=8)),
+    ],
+    ids=["tensor", "experts"],
+)
+def test_a_rank_reads_the_bytes_of_its_boxes_and_no_others(tmp_path, config, dims):
+    """Each rank needs less than 75 MB of a sparse file of more than 180 GB of zeros."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape = read_shape(tmp_path)
+    tensors = {name: ("BF16", size) for name, size in hf_tensors(shape).items()}
+    create_file(tmp_path / "model.safetensors", tensors)
+    assert (tmp_path / "model.safetensors").stat().st_size > 180e9
+    layout = megatron_layout(shape, dims, dims.coordinates(5), transformer_engine=True)
+    parameters = empty_parameters(layout, torch.bfloat16)
+    before = num_bytes_read()
+    read_weights(tmp_path, shape, layout, parameters)
+    wanted = sum(p.numel() * p.element_size() for p in parameters.values())
+    assert wanted < 75e6
+    assert wanted <= num_bytes_read() - before < wanted + 500_000  # headers are read too
+    assert not any(p.any() for p in parameters.values())

@@ -1,0 +1,220 @@
+"""Helpers for tests of conversions: reading weights, and running the command line."""
+
+import os
+import re
+import resource
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from checkpoint_convert import hf_tensors, read_shape
+from checkpoint_convert.formats.tensor_io import TensorSource, write_box
+from checkpoint_convert.formats.torch_dist import read_chunks
+from checkpoint_convert.formats.torch_dist_writer import (
+    Chunk,
+    create_chunks,
+    finish_checkpoint,
+    index_of,
+)
+from checkpoint_convert.formats.torch_values import DTYPE_NAMES, DTYPES, bit_view
+from checkpoint_convert.formats.values import RawBits
+from helpers.cli_process import run_main
+from helpers.ranks import CONTEXT
+from parallel import Box, cover_exactly
+
+
+def weights_of(folder: Path) -> dict[str, Tensor]:
+    """All tensors in the safetensors files of a folder."""
+    return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+
+
+def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Assert equal names, shapes, dtypes and bytes."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert found[name].shape == tensor.shape, name
+        assert torch.equal(bytes_of(found[name]), bytes_of(tensor)), name
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Raw bytes, in which NaN equals NaN and -0 differs from 0."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def tensor_of(bits: RawBits, dtype: str) -> Tensor:
+    """The tensor of these bits."""
+    return torch.from_numpy(bits.view(f"i{bits.itemsize}")).view(DTYPES[dtype])
+
+
+def read_tensor(source: TensorSource, name: str, box: Box) -> Tensor:
+    """Read a box of a stored tensor."""
+    return tensor_of(source.read(name, box), source.dtypes[name])
+
+
+def variant(
+    model: Path, folder: Path, edit: Callable[[dict[str, Tensor]], object] = lambda weights: None
+) -> Path:
+    """Copy a model into one safetensors file; `edit` changes its weights in place."""
+    shutil.copytree(model, folder)
+    weights = weights_of(folder)
+    edit(weights)
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def random_weights(folder: Path) -> Path:
+    """Write a config.json and bfloat16 weights of random bits, including NaN and infinities."""
+    generator = torch.Generator().manual_seed(0)
+    weights = {}
+    for name, shape in hf_tensors(read_shape(folder)).items():
+        values = torch.randint(-(1 << 15), 1 << 15, shape, dtype=torch.int16, generator=generator)
+        weights[name] = values.view(torch.bfloat16)
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+@contextmanager
+def file_size_limit(num_bytes: int) -> Iterator[None]:
+    """Limit the size of files written by this process and its children.
+
+    A write beyond the limit is partial and then fails, as on a full disk.
+    """
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+class Touch:
+    """Creates a file when it is unpickled: a pickle can call anything."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str, str]]:
+        return open, (str(self.path), "w")
+
+
+# Checkpoints of arbitrary tensors, without a model.
+
+
+def write_checkpoint(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    num_files: int = 1,
+    max_elements: int = 1 << 20,
+    empty_objects: Sequence[str] = (),
+) -> Path:
+    """Write a torch_dist checkpoint of whole `tensors`, cut along their first dimensions."""
+    folder.mkdir(exist_ok=True)
+    chunks = [
+        Chunk(key, box, tuple(value.shape), DTYPE_NAMES[value.dtype])
+        for key, value in tensors.items()
+        for box in Box.whole(tuple(value.shape)).cut(max_elements)
+    ]
+    created = create_chunks(folder, [chunks[i::num_files] for i in range(num_files)])
+    for each in created:
+        with each.place.file.open("r+b", buffering=0) as file:
+            values = tensors[each.chunk.key][each.chunk.box.slices]
+            write_box(file.fileno(), each.place, Box.whole(values.shape), bit_view(values))
+    finish_checkpoint(folder, index_of(created, empty_objects))
+    return folder
+
+
+def read_checkpoint(
+    folder: Path, keys: Callable[[str], bool] = lambda key: True
+) -> dict[str, Tensor]:
+    """The whole tensors of a torch_dist checkpoint that `keys` selects."""
+    stored = read_chunks(folder, keys)
+    cover_exactly(stored.shapes, [stored.layout])
+    tensors: dict[str, Tensor] = {}
+    with closing(stored.tensors) as chunks:
+        for piece in stored.layout.pieces:
+            dtype, shape = DTYPES[chunks.dtypes[piece.local]], stored.shapes[piece.tensor]
+            target = tensors.setdefault(piece.tensor, torch.empty(shape, dtype=dtype))
+            target[piece.box.slices] = read_tensor(chunks, piece.local, piece.local_box)
+    return tensors
+
+
+# The command line. Each call is a process of its own, forked from one that has imported torch.
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A finished command."""
+
+    exit_code: int
+    output: str
+    errors: str
+
+    @property
+    def message(self) -> str:
+        """What stderr says besides the progress bar: one line, then indented continuation lines."""
+        lines = [line for line in self.errors.splitlines() if line.strip()]
+        lines = [line for line in lines if not re.match(r"(import|export|verify) .*\d/\d", line)]
+        assert lines, "no message"
+        assert lines[0].startswith("checkpoint-convert: "), self.errors
+        assert all(line.startswith("  ") for line in lines[1:]), self.errors
+        return "\n".join(lines).removeprefix("checkpoint-convert: ")
+
+
+class Command:
+    """A running `checkpoint-convert ARGUMENTS`; its stdout and stderr are files in `logs`."""
+
+    def __init__(self, *arguments: str | Path, logs: Path) -> None:
+        logs.mkdir(exist_ok=True)
+        self._files = logs / "stdout", logs / "stderr"
+        for file in self._files:
+            file.write_text("")
+        words = [str(argument) for argument in arguments]
+        self._process = CONTEXT.Process(
+            target=run_main, args=("checkpoint_convert.cli", words, *self._files)
+        )
+        self._process.start()
+        self.pid = self._process.pid
+
+    def stopped_workers(self, count: int) -> list[psutil.Process]:
+        """Wait until `count` workers have started, and SIGSTOP each of them at once.
+
+        Polls every millisecond: a worker finishes its share in less than a second.
+        """
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children")
+        deadline = time.monotonic() + 60
+        while len(pids := children.read_text().split()) < count:
+            assert time.monotonic() < deadline, f"{len(pids)} workers of {count} were started"
+            time.sleep(0.001)
+        for pid in pids:
+            os.kill(int(pid), signal.SIGSTOP)
+        return [psutil.Process(int(pid)) for pid in pids]
+
+    def finish(self, seconds: float = 60) -> Finished:
+        """Wait until the command ends; kill it after `seconds`."""
+        self._process.join(seconds)
+        is_late = self._process.exitcode is None
+        self.kill()
+        finished = Finished(self._process.exitcode, *(file.read_text() for file in self._files))
+        assert not is_late, f"still running after {seconds} s: {finished}"
+        return finished
+
+    def kill(self) -> None:
+        """SIGKILL the command if it is running, but not its workers."""
+        self._process.kill()
+        self._process.join()
+
+
+def run_cli(*arguments: str | Path, logs: Path, seconds: float = 60) -> Finished:
+    """Run `checkpoint-convert ARGUMENTS` to its end."""
+    return Command(*arguments, logs=logs).finish(seconds)

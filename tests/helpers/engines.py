@@ -1,0 +1,214 @@
+"""Real rollout engines for tests, and the log-probabilities `transformers` gives their samples."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from checkpoint_convert import read_shape
+from helpers.models import EOS_ID, tiny_model
+from helpers.pushes import client_of, push_folder
+from megatron_grpo.config.rollout import RolloutConfig
+from megatron_grpo.config.train import ModelConfig
+from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.data.samples import Sample
+from megatron_grpo.engines import EngineServers, Generation, RolloutClient, WorkerSums
+from megatron_grpo.engines.layouts import worker_layouts
+from megatron_grpo.engines.sampling_params import SamplingParams
+from parallel import Layout, intersect
+from parallel.checksum import whole_checksum
+from parallel.views import as_whole
+
+
+def served_model(folder: Path, family: str, *, tied: bool, seed: int = 0) -> Path:
+    """A tiny model whose heads are wide enough for vLLM's attention on CPU (32, 64, 96, ...)."""
+    return tiny_model(folder, family, tied=tied, seed=seed, head_dim=32)
+
+
+def sampling_params(**overrides: Any) -> SamplingParams:
+    """Two samples of each prompt, of up to 16 tokens, with `overrides`."""
+    settings: dict[str, Any] = {
+        "num_generations": 2,
+        "policy_version": 0,
+        "temperature": 1.0,
+        "max_completion_length": 16,
+        "stop_token_ids": (EOS_ID,),
+        "seed": 0,
+        "series": 0,
+    }
+    return SamplingParams(**settings | overrides)
+
+
+class TestEngine:
+    """One running engine; every push of weights makes a new version."""
+
+    __test__ = False
+
+    def __init__(self, folder: Path, servers: EngineServers, rollout: RolloutConfig) -> None:
+        self.folder = folder
+        self.rollout = rollout
+        self.servers = servers
+        self.version = 0
+
+    def client(self, **rollout: Any) -> RolloutClient:
+        """A client for which the engine is ready; `rollout` are fields of the config section."""
+        client = client_of(self.servers.base_urls, self.servers.token, **rollout)
+        client.pool.finish_push(self.servers.base_urls)
+        return client
+
+    def push(self, folder: Path) -> int:
+        """Push the weights in `folder`; returns the version now served."""
+        self.version += 1
+        push_folder(folder, self.rollout, self.servers.base_urls, self.servers.token, self.version)
+        return self.version
+
+    def generate(
+        self, prompts: Sequence[Prompt], eos_token_ids: Sequence[int] = (EOS_ID,), **overrides
+    ) -> list[Sample]:
+        settings = {
+            "num_generations": 4,
+            "stop_token_ids": eos_token_ids,
+            "policy_version": self.version,
+        }
+        params = sampling_params(**settings | overrides)
+        return self.client().generate(Generation(prompts, params))
+
+
+def worker_sums(folder: Path, rollout: RolloutConfig) -> list[WorkerSums]:
+    """For each worker of an engine, the checksums of its shard of the weights in `folder`.
+
+    The shards are cut from the full tensors. Padding is zero and adds nothing.
+    """
+    weights = load_file(folder / "model.safetensors")
+    whole = Layout.of_whole_tensors({name: tuple(t.shape) for name, t in weights.items()})
+    sums = []
+    for layout in worker_layouts(read_shape(folder), rollout):
+        worker = {name: torch.zeros(shape) for name, shape in layout.shapes.items()}
+        for copy in intersect(whole, layout):
+            target = worker[copy.destination][copy.destination_box.slices]
+            values = weights[copy.source][copy.source_box.slices]
+            as_whole(target, copy.destination_axes).copy_(values)
+        sums.append({name: int(whole_checksum(tensor)) for name, tensor in worker.items()})
+    return sums
+
+
+@contextmanager
+def running_engine(
+    engine: str,
+    folder: Path,
+    log_dir: Path,
+    token: str | None = None,
+    dtype: str = "float32",
+    **rollout,
+) -> Iterator[TestEngine]:
+    """An engine that serves the model in `folder` in `dtype`; `token` belongs to `base_urls`."""
+    config = RolloutConfig(engine=engine, max_completion_length=16, **rollout)
+    servers = EngineServers(ModelConfig(path=folder, dtype=dtype), config, log_dir, token)
+    try:
+        servers.wait_ready(240)
+        yield TestEngine(folder, servers, config)
+    finally:
+        servers.close()
+
+
+def random_prompts(count: int, seed: int = 0, lengths: tuple[int, int] = (5, 80)) -> list[Prompt]:
+    """Prompts of random non-special tokens; the longer ones fill several blocks of vLLM's cache."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts = []
+    for index in range(count):
+        length = int(torch.randint(*lengths, (1,), generator=generator))
+        token_ids = torch.randint(4, 250, (length,), generator=generator).tolist()
+        prompts.append(Prompt(index=index, token_ids=tuple(token_ids), text="", row={}))
+    return prompts
+
+
+_LOADING = threading.Lock()
+"""transformers patches its classes while it loads a model. Of two threads that load at once, one
+may restore the other's patch: then no model of this process has tied weights any more."""
+
+
+def reference_logprobs(folder: Path, sample: Sample, temperature: float = 1.0) -> torch.Tensor:
+    """Log-probabilities of the sample's tokens from one float32 forward pass of `transformers`."""
+    with _LOADING:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    completion = torch.tensor([*sample.completion_ids])
+    tokens = torch.tensor([[*sample.prompt.token_ids, *sample.completion_ids]])
+    with torch.inference_mode():
+        logits = model(tokens).logits[0, -len(completion) - 1 : -1]
+    return torch.log_softmax(logits / temperature, -1).gather(1, completion[:, None])[:, 0]
+
+
+def largest_logprob_error(
+    folder: Path, samples: Sequence[Sample], temperature: float = 1.0
+) -> float:
+    """Largest difference between the samples' log-probabilities and `reference_logprobs`."""
+    return max(
+        float((reference_logprobs(folder, s, temperature) - torch.tensor(s.logprobs)).abs().max())
+        for s in samples
+    )
+
+
+def wait_until(condition, seconds: float, poll: float = 0.05) -> bool:
+    """Whether `condition()` became true within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not (result := condition()) and time.monotonic() < deadline:
+        time.sleep(poll)
+    return bool(result)
+
+
+# A proxy whose connections can be cut, to imitate a failing network.
+
+
+class Proxy:
+    """Forwards connections from its own port to the server at `url` until it is cut."""
+
+    def __init__(self, url: str) -> None:
+        self.lead_to(url)
+        self._sockets: set[socket.socket] = set()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._port = self._listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._port}"
+        self.mend()
+
+    def lead_to(self, url: str) -> None:
+        """Forward new connections to the server at `url`."""
+        target = urlsplit(url)
+        self._target = (target.hostname, target.port)
+
+    def mend(self) -> None:
+        """Let connections through again."""
+        if self._listener.fileno() == -1:
+            self._listener = socket.create_server(("127.0.0.1", self._port))
+        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+
+    def cut(self) -> None:
+        """End all connections and refuse new ones."""
+        for each in [self._listener, *self._sockets]:
+            with suppress(OSError):  # it has ended
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+        self._sockets.clear()
+
+    def _accept(self, listener: socket.socket) -> None:
+        with suppress(OSError):  # cut
+            while True:
+                ours, _ = listener.accept()
+                theirs = socket.create_connection(self._target)
+                self._sockets |= {ours, theirs}
+                for source, target in ((ours, theirs), (theirs, ours)):
+                    threading.Thread(target=_pump, args=(source, target), daemon=True).start()
+
+
+def _pump(source: socket.socket, target: socket.socket) -> None:
+    with suppress(OSError):  # cut, or ended by the other side
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+        target.shutdown(socket.SHUT_WR)

@@ -1,0 +1,232 @@
+"""Tiny random models in Hugging Face folders, with a tokenizer, for tests to load and train."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+import torch
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.models.deepseek_v3 import DeepseekV3Config
+from transformers.models.glm4_moe import Glm4MoeConfig
+from transformers.models.glm4_moe_lite import Glm4MoeLiteConfig
+from transformers.models.llama import LlamaConfig
+from transformers.models.mistral import MistralConfig
+from transformers.models.mixtral import MixtralConfig
+from transformers.models.qwen2 import Qwen2Config
+from transformers.models.qwen3 import Qwen3Config
+from transformers.models.qwen3_moe import Qwen3MoeConfig
+
+SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>", "<start>")
+PAD_ID, EOS_ID = 0, 1
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<start>{{ message['role'] }}\n{{ message['content'] }}<eos>\n"
+    "{% endfor %}{% if add_generation_prompt %}<start>assistant\n{% endif %}"
+)
+CONFIGS = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "mixtral": MixtralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "qwen3_moe": Qwen3MoeConfig,
+    "glm4_moe": Glm4MoeConfig,
+    "glm4_moe_lite": Glm4MoeLiteConfig,
+    "deepseek_v3": DeepseekV3Config,
+}
+LATENTS = ("deepseek_v3", "glm4_moe_lite")
+"""Families with latent attention."""
+NEVER_TIED = (*LATENTS, "glm4_moe")
+# Fields that only this family has, or names differently.
+OWN_FIELDS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {
+        "num_hidden_layers": 3,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 48,
+        "routed_scaling_factor": 1.5,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "num_mtp_layers": 0,
+    },
+    "glm4_moe": {
+        "num_hidden_layers": 3,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 4,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "routed_scaling_factor": 1.5,
+        "num_mtp_layers": 0,
+    },
+    "glm4_moe_lite": {
+        "num_hidden_layers": 3,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 24,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "routed_scaling_factor": 1.8,
+        "num_nextn_predict_layers": 0,
+    },
+    "mistral": {"sliding_window": None},
+    "mixtral": {"sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+    },
+}
+
+
+def tiny_model(
+    folder: Path, family: str, *, tied: bool = False, seed: int = 0, **overrides: Any
+) -> Path:
+    """Save a random float32 model of `family` (a key of `CONFIGS`) and its tokenizer in `folder`.
+
+    Its head is `tied` to the embedding, and heads share keys and values, where the family allows
+    it. `overrides` are fields of the Hugging Face config. The vocabulary of 250 divides by neither
+    4 nor 8, so that its padding over tensor-parallel ranks is exercised.
+    """
+    shape: dict[str, Any] = {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 96,
+        "vocab_size": 250,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        "initializer_range": 0.1,
+        "tie_word_embeddings": tied and family not in NEVER_TIED,
+        "pad_token_id": PAD_ID,
+        "bos_token_id": None,
+        "eos_token_id": EOS_ID,
+    }
+    # Qwen2's heads are hidden_size / num_heads wide, and those of latents have named parts.
+    if family not in ("qwen2", *LATENTS):
+        shape["head_dim"] = 16
+    shape |= OWN_FIELDS.get(family, {}) | overrides
+    if family in LATENTS:  # they have keys and values for every head
+        shape["num_key_value_heads"] = shape["num_attention_heads"]
+    config = CONFIGS[family](**shape)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # norms start at 1, biases at 0: a mix-up would go unnoticed
+                parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+        for name, values in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                values += 0.05 * torch.randn(values.shape, generator=generator)
+        # transformers zeroes the padding token's embedding, and at 0 RMSNorm has a huge gradient.
+        padding = model.get_input_embeddings().weight[PAD_ID]
+        padding.copy_(config.initializer_range * torch.randn(padding.shape, generator=generator))
+    model.save_pretrained(folder)
+    character_tokenizer(config.vocab_size).save_pretrained(folder)
+    return Path(folder)
+
+
+def servable_model(folder: Path, family: str, **overrides: Any) -> Path:
+    """A model with head size 32, the least that vLLM serves on CPUs (Qwen2: by its hidden size).
+
+    Of latents vLLM serves a single size on CPUs.
+    """
+    heads = {"qwen2": {"hidden_size": 128}}.get(family, {"head_dim": 32})
+    if family in LATENTS:
+        heads = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    return tiny_model(folder, family, **(heads | overrides))
+
+
+def character_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """One token per character; ids: special tokens, newline, ASCII, then Latin to `vocab_size`."""
+    characters = ["\n", *map(chr, range(0x20, 0x7F)), *map(chr, range(0xA1, 0xA1 + vocab_size))]
+    vocabulary = [*SPECIAL_TOKENS, *characters][:vocab_size]
+    ids = {token: index for index, token in enumerate(vocabulary)}
+    tokenizer = Tokenizer(WordLevel(ids, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        additional_special_tokens=["<start>"],
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+if __name__ == "__main__":
+    # The model of configs/tiny_cpu.yaml; 32 is the least head size that vLLM serves on a CPU.
+    tiny_model(Path(sys.argv[1]), "qwen3", head_dim=32)
+
+
+# Small SentencePiece models, and texts that are hard to tokenize.
+
+CORPUS = [
+    line
+    for file in sorted(Path(__file__).parents[2].joinpath("checkpoint_convert").rglob("*.py"))
+    for line in file.read_text().splitlines()
+    if line
+]
+TEXTS = [
+    "Hello world",
+    " leading",
+    "  two leading",
+    "trailing  ",
+    "two  spaces\nnew\n\nline",
+    "\ttab",
+    "naïve café 你好 🚀🦙",
+    "e\u0301 \ufb01 \u200b",
+    "3 33 333",
+    "def f(x):\n    return x + 1\n",
+    " ",
+    "\n",
+    "     ",
+    "",
+]
+
+
+def train(folder: Path, kind: str, **options: Any) -> Path:
+    """Train a model of `kind` (bpe, unigram) with Llama 2's settings and save it in `folder`."""
+    settings: dict[str, Any] = {
+        "vocab_size": 700,
+        "byte_fallback": True,
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+        "allow_whitespace_only_pieces": True,
+        "split_digits": True,
+        "unk_id": 0,
+        "bos_id": 1,
+        "eos_id": 2,
+        "pad_id": -1,
+        "minloglevel": 2,
+    }
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS),
+        model_prefix=str(folder / kind),
+        model_type=kind,
+        **settings | options,
+    )
+    return folder / f"{kind}.model"

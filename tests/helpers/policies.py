@@ -1,0 +1,212 @@
+"""Policies on tiny models and packed batches to train them on, for tests that run ranks."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+
+from checkpoint_convert import read_shape
+from helpers.oracle import oracle_logprobs
+from megatron_grpo.checkpoints.checkpointer import Checkpoints
+from megatron_grpo.checkpoints.trainer_state import TrainerState
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.file import load_config
+from megatron_grpo.policy.forward import compute_logprobs, response_logprobs, run_schedule
+from megatron_grpo.policy.model import Policy, build_policy
+from megatron_grpo.policy.optimizer import gradient_norm
+from megatron_grpo.policy.reference import Reference
+from parallel import Box, ParallelDims
+from parallel.alignment import Alignment
+from parallel.cpu_device import setup_device
+from parallel.groups import Groups, init_groups
+from parallel.packing import PackedBatch, TokenSequence, pack
+
+Lengths = list[list[tuple[int, int]]]
+"""(prompt, completion) lengths of the sequences of each packed microbatch."""
+
+# Unequal sequences, one alone in its pack (the RoPE table then has as many rows as there are packed
+# tokens), equal ones, and an empty microbatch.
+LENGTHS: Lengths = [[(5, 32), (3, 9), (20, 44)], [(7, 41)], [(9, 7), (9, 7)], []]
+LOSS_WEIGHT = 0.01
+
+
+def random_sequences(lengths: Lengths) -> list[TokenSequence]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        TokenSequence(
+            # No special tokens: transformers gives the padding token's embedding no gradient.
+            tokens=torch.randint(4, 250, (prompt + completion,), generator=generator),
+            num_prompt_tokens=prompt,
+            advantage=1.0,
+            loss_weight=LOSS_WEIGHT,
+            rollout_logprobs=torch.zeros(completion),
+        )
+        for microbatch in lengths
+        for prompt, completion in microbatch
+    ]
+
+
+def pack_all(
+    lengths: Lengths, dims: ParallelDims, routes: Sequence[Tensor] | None = None
+) -> list[PackedBatch]:
+    """The sequences of `random_sequences`, microbatch by microbatch, with `routes` if given."""
+    sequences, alignment = random_sequences(lengths), Alignment.for_mesh(dims, dims.tensor > 1)
+    if routes is not None:
+        sequences = [
+            replace(each, routed_experts=its) for each, its in zip(sequences, routes, strict=True)
+        ]
+    indices = iter(range(len(sequences)))
+    return [
+        pack(sequences, [next(indices) for _ in microbatch], alignment) for microbatch in lengths
+    ]
+
+
+def sequence_logprobs(model: AutoModelForCausalLM, lengths: Lengths) -> list[Tensor]:
+    """Response log-probabilities of every sequence under a model of transformers."""
+    sequences = random_sequences(lengths)
+    return oracle_logprobs(
+        model,
+        [s.tokens[: s.num_prompt_tokens].tolist() for s in sequences],
+        [s.tokens[s.num_prompt_tokens :].tolist() for s in sequences],
+    )
+
+
+def tiny_config(folder: Path, dims: ParallelDims, *overrides: str) -> Config:
+    """The tiny config with the model in `folder`, at the layout `dims`."""
+    return load_config(
+        Path("configs/tiny_cpu.yaml"),
+        [
+            f"model.path={folder}",
+            f"parallel.tensor_parallel_size={dims.tensor}",
+            f"parallel.pipeline_parallel_size={dims.pipeline}",
+            f"parallel.virtual_pipeline_parallel_size={dims.virtual_pipeline}",
+            f"parallel.context_parallel_size={dims.context}",
+            f"parallel.expert_parallel_size={dims.expert}",
+            f"parallel.expert_tensor_parallel_size={dims.expert_tensor}",
+            f"parallel.data_parallel_size={dims.data}",
+            *(
+                f"parallel.{name}={layers}"
+                for name, layers in vars(dims).items()
+                if name.startswith("num_layers_in_") and layers is not None
+            ),
+            *overrides,
+        ],
+    )
+
+
+def start_policy(
+    rank: int, folder: Path, dims: ParallelDims, *overrides: str
+) -> tuple[Policy, Groups]:
+    """Set up a rank up to the point where it trains."""
+    setup_device(rank)
+    groups = init_groups(dims)
+    return build_policy(tiny_config(folder, dims, *overrides), read_shape(folder), groups), groups
+
+
+def accumulate(policy: Policy, groups: Groups, batches: list[PackedBatch]) -> None:
+    """Accumulate the gradient of the weighted negative log-likelihood in the policy."""
+
+    def loss_fn(hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, None]:
+        chosen = response_logprobs(policy, hidden, batch, 1.0, groups)
+        return -(chosen.logprobs * batch.loss_weights[chosen.positions]).sum(), None
+
+    policy.zero_grad()
+    run_schedule(policy, groups, batches, loss_fn, forward_only=False)
+
+
+def gradient_boxes(policy: Policy) -> list[tuple[str, Box, Tensor]]:
+    """(Hugging Face name, box, values) for each part of the summed gradient that this rank owns."""
+    for chunk in policy.chunks:
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+            group = buffer.data_parallel_group
+            for bucket in buffer.buckets:  # the distributed optimizer leaves each rank one shard
+                shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
+    gradients = {n: p.main_grad for n, p in policy.parameters().items() if p.requires_grad}
+    return [
+        (piece.tensor, piece.box, gradients[piece.local][piece.local_box.slices].clone())
+        for piece in policy.layout.pieces
+        if piece.local in gradients and not piece.is_replica
+    ]
+
+
+def checkpoints_of(
+    run_dir: Path,
+    policy: Policy,
+    folder: Path,
+    dims: ParallelDims,
+    *overrides: str,
+    reference: Reference | None = None,
+) -> Checkpoints:
+    """The checkpoints of a run in `run_dir` that trains `policy`, built from `folder`."""
+    cfg = tiny_config(folder, dims, f"train.run_dir={run_dir}", *overrides)
+    return Checkpoints(cfg, policy, reference)
+
+
+def save_checkpoint(
+    run_dir: Path, step: int, policy: Policy, folder: Path, dims: ParallelDims
+) -> None:
+    """Write `run_dir/checkpoints/step_N`; collective over all ranks."""
+    checkpoints = checkpoints_of(run_dir, policy, folder, dims)
+    checkpoints.save(TrainerState(step=step), None)
+    checkpoints.wait()
+
+
+# Mixtures of experts on ranks, compared with `transformers` in float64.
+
+Numbers = tuple[dict[int, Tensor], list[tuple[str, Box, Tensor]], float]
+
+
+def layout_name(dims: ParallelDims) -> str:
+    virtual = f" vpp({dims.virtual_pipeline})" if dims.virtual_pipeline > 1 else ""
+    return f"{dims}{virtual} ep({dims.expert}) etp({dims.expert_tensor})"
+
+
+def load_oracle(folder: Path) -> AutoModelForCausalLM:
+    # Its other ways to compute experts know no float64.
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, experts_implementation="eager"
+    )
+
+
+def gradients_of(model: AutoModelForCausalLM, loss: Tensor) -> dict[str, Tensor]:
+    """Gradients by the names of the weight files, with one for each matrix of each expert."""
+    loss.backward()
+    return revert_weight_conversion(model, {n: p.grad for n, p in model.named_parameters()})
+
+
+def numbers_of(policy: Policy, groups: Groups, batches: Sequence[PackedBatch]) -> Numbers:
+    """Log-probabilities by sequence, boxes of the gradient, and its norm."""
+    logprobs = {
+        int(index): values[batch.loss_mask & (batch.sequence_index == index)]
+        for batch, (values, _) in zip(
+            batches, compute_logprobs(policy, batches, 1.0, groups) or [], strict=False
+        )
+        for index in batch.sequence_index[batch.loss_mask].unique()
+    }
+    accumulate(policy, groups, list(batches))
+    return logprobs, gradient_boxes(policy), gradient_norm(policy.optimizer)
+
+
+def check_logprobs(ranks: Sequence[Numbers], expected: Sequence[Tensor]) -> None:
+    seen = [item for logprobs, _, _ in ranks for item in logprobs.items()]
+    assert {index for index, _ in seen} == set(range(len(expected)))
+    for index, values in seen:
+        torch.testing.assert_close(values.double(), expected[index], atol=1e-5, rtol=0)
+
+
+def check_gradients(ranks: Sequence[Numbers], expected: dict[str, Tensor], norm: float) -> None:
+    actual = {name: torch.full_like(g, torch.nan) for name, g in expected.items()}
+    for _, boxes, rank_norm in ranks:
+        assert rank_norm == pytest.approx(norm, rel=1e-5)
+        for name, box, values in boxes:
+            actual[name][box.slices] = values.double()
+    for name, gradient in expected.items():
+        error = (actual[name] - gradient).norm() / gradient.norm()
+        assert error < 1e-5, f"{name}: {error:.1e}"

@@ -1,0 +1,161 @@
+"""Pushes weights into running engines, as the ranks of a trainer do."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from checkpoint_convert import read_shape
+from helpers.policies import start_policy, tiny_config
+from helpers.ranks import run_ranks
+from megatron_grpo.config.rollout import RolloutConfig
+from megatron_grpo.config.train import ModelConfig
+from megatron_grpo.engines import EnginePool, EngineServers, RolloutClient, WorkerSums
+from megatron_grpo.engines.http import EngineError
+from megatron_grpo.policy.model import Policy, weight_sender
+from megatron_grpo.timing import PhaseTimer
+from megatron_grpo.weight_sync import WeightSync, sums_of_all_ranks
+from parallel import Layout, ParallelDims, Sender, plan_sends
+from parallel.checksum import added_up
+from parallel.groups import Groups
+from parallel.weight_transfer.local_channels import LocalChannel
+from parallel.weight_transfer.network_channels import NetworkChannel
+from parallel.weight_transfer.streams import OutStream, Packing
+
+BUCKET_BYTES = 1 << 14
+"""Of the pushes without a channel; several for each worker."""
+
+
+def client_of(base_urls: Sequence[str], token: str, **rollout: Any) -> RolloutClient:
+    """Rank 0's client of the engines at `base_urls`."""
+    overrides: dict[str, Any] = {"max_completion_length": 16, "startup_timeout": 3.0} | rollout
+    config = RolloutConfig(base_urls=tuple(base_urls), **overrides)
+    servers = EngineServers(ModelConfig(path=Path("unused")), config, Path("unused"), token)
+    return RolloutClient(EnginePool(servers, config), config)
+
+
+def push_folder(
+    folder: Path, rollout: RolloutConfig, base_urls: Sequence[str], token: str, version: int
+) -> None:
+    """Push the weights in `folder` from a single rank that holds all of them."""
+    overrides = rollout_overrides(rollout, base_urls)
+    [(error, _)] = run_ranks(1, push_whole, folder, token, overrides, version)
+    if error:
+        raise EngineError(error)
+
+
+def rollout_overrides(rollout: RolloutConfig, base_urls: Sequence[str]) -> list[str]:
+    """Overrides of the tiny config for the engines at `base_urls`."""
+    expert_parallel = str(rollout.vllm.get("enable_expert_parallel", False)).lower()
+    return [
+        "model.dtype=float32",
+        f"rollout.engine={rollout.engine}",
+        f"rollout.base_urls=[{', '.join(base_urls)}]",
+        f"rollout.tensor_parallel_size={rollout.tensor_parallel_size}",
+        f"rollout.enable_sleep_mode={str(rollout.enable_sleep_mode).lower()}",
+        *([f"rollout.vllm.enable_expert_parallel={expert_parallel}"] if rollout.vllm else []),
+    ]
+
+
+def push_whole(
+    rank: int, folder: Path, token: str, overrides: Sequence[str], version: int, num_flips: int = 0
+) -> tuple[str, list[str]]:
+    """Push the weights in `folder` from a single rank; returns the error and the timed phases.
+
+    Flips a bit in each of the first `num_flips` buffers that it hands over.
+    """
+    flip_bits(num_flips)
+    weights = load_file(folder / "model.safetensors")
+    layout = Layout.of_whole_tensors({name: tuple(t.shape) for name, t in weights.items()})
+    sender = Sender(rank, layout, dict.fromkeys(weights, range(1)))
+    return push(rank, folder, ParallelDims(), token, overrides, sender, weights, version)
+
+
+def push_policy(
+    rank: int,
+    folder: Path,
+    dims: ParallelDims,
+    token: str,
+    overrides: Sequence[str],
+    version: int,
+    num_flips: int = 0,
+) -> tuple[str, list[str]]:
+    """Push from one rank of a policy that is sharded by `dims`; only rank 0 flips bits."""
+    flip_bits(num_flips if rank == 0 else 0)
+    policy, groups = start_policy(rank, folder, dims, *overrides)
+    sender = weight_sender(policy, groups)
+    return push(rank, folder, dims, token, overrides, sender, policy.parameters(), version)
+
+
+def push(
+    rank: int,
+    folder: Path,
+    dims: ParallelDims,
+    token: str,
+    overrides: Sequence[str],
+    sender: Sender,
+    parameters: Mapping[str, Tensor],
+    version: int,
+) -> tuple[str, list[str]]:
+    cfg = tiny_config(folder, dims, *overrides)
+    timer = PhaseTimer(lambda name: None)
+    sleeps = cfg.rollout.enable_sleep_mode
+    engines = None
+    if rank == 0:
+        engines = client_of(cfg.rollout.base_urls, token, enable_sleep_mode=sleeps)
+    with closing(
+        WeightSync(cfg, read_shape(folder), sender, torch.device("cpu"), 1, engines)
+    ) as sync:
+        try:
+            sync.push(parameters, version, timer)
+        except ConnectionError as failure:
+            return str(failure), list(timer.metrics())
+    return "", list(timer.metrics())
+
+
+def flip_bits(num_flips: int) -> None:
+    """From now on, flip the last bit of the first `num_flips` buffers that this process sends."""
+    left = iter(range(num_flips))
+    for end in (LocalChannel, NetworkChannel):
+
+        def remembering(self, next_buffer=end.next_buffer) -> Tensor:
+            self.filled = next_buffer(self)
+            return self.filled
+
+        def flipping(self, num_bytes: int, send_bucket=end.send_bucket) -> None:
+            if next(left, None) is not None:
+                self.filled[num_bytes - 1] ^= 1
+            send_bucket(self, num_bytes)
+
+        end.next_buffer, end.send_bucket = remembering, flipping
+
+
+class Nowhere:
+    """A channel that discards its buffers."""
+
+    def next_buffer(self) -> torch.Tensor:
+        return torch.empty(BUCKET_BYTES, dtype=torch.uint8)
+
+    def send_bucket(self, num_bytes: int) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+
+def sums_of_push(
+    policy: Policy, groups: Groups, workers: Sequence[Layout], dtype: torch.dtype
+) -> Sequence[WorkerSums]:
+    """The checksums that the ranks expect of the workers after a push of the policy."""
+    sent = {}
+    sends = plan_sends(weight_sender(policy, groups), workers, BUCKET_BYTES // dtype.itemsize)
+    for worker, copies in sends.items():
+        boxes = [copy.destination_box for copy in copies]
+        packing = Packing(boxes, [dtype] * len(boxes), BUCKET_BYTES)
+        stream = OutStream(Nowhere(), copies, workers[worker].shapes, packing, torch.device("cpu"))
+        sent[worker] = added_up(stream.send_boxes(policy.parameters()))
+    return sums_of_all_ranks(sent, workers)

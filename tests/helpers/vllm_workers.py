@@ -1,0 +1,272 @@
+"""vLLM workers without an engine, for tests of the parameters that each worker holds.
+
+A worker is the one an engine would start, but runs in one of our ranks: vLLM's own wrapper creates
+it with our weight transfer and worker extension, and it sets up vLLM's groups and loads the model
+with vLLM's own loader. Without cache, scheduler and server this takes a second per model.
+"""
+
+import gc
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from itertools import chain
+from multiprocessing.connection import Client, Listener
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
+from checkpoint_convert.vllm import EngineDims
+from helpers.ranks import run_ranks
+from megatron_grpo.engines import WorkerSums
+from megatron_grpo.engines.push_protocol import check_reports, own_parameters
+from megatron_grpo.engines.vllm_args import BACKEND, WORKER_EXTENSION, vllm_environment
+
+Parameters = dict[str, Tensor]
+Read = Callable[[Module, Path, EngineDims], Any]
+"""Called in a worker with its loaded model, the model's folder and the engine's dims."""
+
+
+def loaded_parameters(
+    models: Sequence[tuple[Path, EngineDims]], dtype: str = "float32"
+) -> list[list[Parameters]]:
+    """Each worker's parameters of each model, as loaded. All dims share a tensor-parallel size."""
+    return read_in_workers(models, _parameters, dtype)
+
+
+def _parameters(model: Module, folder: Path, dims: EngineDims) -> Parameters:
+    return {name: value.detach().clone() for name, value in own_parameters(model).items()}
+
+
+def read_in_workers(
+    models: Sequence[tuple[Path, EngineDims]], read: Read, dtype: str = "float32"
+) -> list[list[Any]]:
+    """Results of `read` for each model in each worker. All dims share a tensor-parallel size."""
+    (size,) = {dims.tensor for _, dims in models}
+    by_rank = run_ranks(size, _load, models, read, dtype)
+    return [list(workers) for workers in zip(*by_rank, strict=True)]
+
+
+def _load(
+    rank: int, models: Sequence[tuple[Path, EngineDims]], read: Read, dtype: str
+) -> list[Any]:
+    become_worker(models[0][1].tensor)
+    loaded = []
+    for folder, dims in models:
+        worker = start_worker(rank, folder, dims, dtype)
+        loaded.append(read(worker.get_model(), folder, dims))
+    return loaded
+
+
+def become_worker(tensor_parallel_size: int) -> None:
+    """Set the environment variables of a worker, which vLLM reads when it is imported."""
+    os.environ.update(vllm_environment(tensor_parallel_size, on_gpu=False))
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+
+
+def start_worker(rank: int, folder: Path, dims: EngineDims, dtype: str) -> Any:
+    """Worker `rank` of a vLLM engine, with the model in `folder` loaded.
+
+    Collective over the default group. An earlier worker of this process loses its groups but keeps
+    its parameters. All workers must have the same tensor-parallel size.
+    """
+    from vllm.config.weight_transfer import WeightTransferConfig
+    from vllm.distributed.parallel_state import destroy_model_parallel
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    config = EngineArgs(
+        model=str(folder),
+        dtype=dtype,
+        tensor_parallel_size=dims.tensor,
+        enable_expert_parallel=dims.expert_parallel,
+        enforce_eager=True,
+        block_size=32,
+        attention_backend="CPU_MLA",
+        kv_cache_memory_bytes=2**20,
+        distributed_executor_backend="mp",
+        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+        worker_extension_cls=WORKER_EXTENSION,
+    ).create_engine_config()
+    worker = WorkerWrapperBase(rank)
+    arguments = {
+        "vllm_config": config,
+        "local_rank": rank,
+        "rank": rank,
+        # With different names, workers reduce over gloo and not over shared memory, which a killed
+        # rank would leave behind.
+        "distributed_init_method": f"file:///weights-{os.getpid()}",
+        "is_driver_worker": True,
+    }
+    destroy_model_parallel()  # an MoE model requires a group that a dense model lacks
+    worker.init_worker([arguments] * dims.tensor)
+    worker.init_device()
+    if not gc.get_freeze_count():
+        gc.freeze()  # loading runs the GC twice, each a third of a second over all of vLLM
+    worker.load_model()
+    return worker
+
+
+# vLLM engines that consist of workers only, which take calls from other processes.
+
+
+class WorkerProcess:
+    """The state of one worker's process, passed to each function called there."""
+
+    worker: Any
+    """The vLLM worker that `serve` chose last."""
+    before: dict[str, Tensor]
+    """For tests: an earlier copy of its parameters."""
+    plain: Tensor
+    """For benchmarks: a plain tensor of about as many bytes as its parameters."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._served: dict[tuple[Path, EngineDims, str], Any] = {}
+
+    def serve(self, folder: Path, dims: EngineDims, dtype: str) -> None:
+        """Set `worker` to one that started with the model in `folder`."""
+        key = folder, dims, dtype
+        if key not in self._served:
+            self._served[key] = start_worker(self.rank, folder, dims, dtype)
+        self.worker = self._served[key]
+
+
+Function = Callable[..., Any]
+"""Called in a worker's process with its `WorkerProcess` and further arguments."""
+
+
+@dataclass(frozen=True)
+class WorkerEngines:
+    """A handle through which any process calls all workers at the same time."""
+
+    addresses: list[list[str]]
+    """Indexed by engine, then by worker."""
+
+    @property
+    def base_urls(self) -> list[str]:
+        """Made-up URLs of the engines, which the config requires; nothing listens there."""
+        return [f"http://127.0.0.1:{port}" for port in range(1, 1 + len(self.addresses))]
+
+    def call(self, function: Function, *args: Any) -> list[list[Any]]:
+        """Results of the module-level `function` in every worker of every engine."""
+        return self.call_each(function, [args for _ in self.addresses])
+
+    def call_each(self, function: Function, args: Sequence[tuple[Any, ...]]) -> list[list[Any]]:
+        """Like `call`, with separate arguments for each engine."""
+        with ExitStack() as stack:
+            calls = [
+                [stack.enter_context(Client(address, "AF_UNIX")) for address in workers]
+                for workers in self.addresses
+            ]
+            for workers, own in zip(calls, args, strict=True):
+                for connection in workers:
+                    connection.send((function, own))
+            return [[connection.recv() for connection in workers] for workers in calls]
+
+
+@contextmanager
+def worker_engines(
+    num_engines: int, num_workers: int, folder: Path, timeout: float
+) -> Iterator[WorkerEngines]:
+    """Engines of `num_workers` each, for `timeout` seconds at most; their sockets are in `folder`.
+
+    If a worker has failed, the end of the block raises its traceback.
+    """
+    addresses = [
+        [str(folder / f"{engine}-{worker}") for worker in range(num_workers)]
+        for engine in range(num_engines)
+    ]
+    with ThreadPoolExecutor(num_engines) as pool:
+        worlds = [
+            pool.submit(run_ranks, num_workers, _take_calls, workers, timeout=timeout)
+            for workers in addresses
+        ]
+        engines = WorkerEngines(addresses)
+        try:
+            while not all(Path(address).exists() for address in chain(*addresses)):
+                assert not any(world.done() for world in worlds)
+                time.sleep(0.05)
+            yield engines
+        finally:
+            for address in chain(*addresses):
+                with suppress(OSError), Client(address, "AF_UNIX") as connection:
+                    connection.send((_end, ()))
+            for world in worlds:
+                world.result()
+
+
+def _take_calls(rank: int, addresses: Sequence[str]) -> None:
+    with Listener(addresses[rank], "AF_UNIX") as listener:
+        become_worker(len(addresses))
+        process = WorkerProcess(rank)
+        function = None
+        while function is not _end:
+            with listener.accept() as connection:
+                try:
+                    function, args = connection.recv()
+                except EOFError:  # the caller failed before it asked
+                    continue
+                answer = function(process, *args)
+                with suppress(BrokenPipeError):  # the caller failed after it asked
+                    connection.send(answer)
+
+
+def _end(process: WorkerProcess) -> None:
+    pass
+
+
+def parameters_of(worker: Any) -> dict[str, Tensor]:
+    return dict(worker.get_model().named_parameters())
+
+
+class WorkerClient:
+    """The part of `RolloutClient` that pushes use, without HTTP and without pausing a server."""
+
+    def __init__(self, workers: WorkerEngines) -> None:
+        self.workers = workers
+        self.base_urls = workers.base_urls
+
+    def assemble(self, check: Any) -> tuple[int, int]:
+        """See `RolloutClient` for this method and those below; the engines never change."""
+        return len(self.workers.addresses), 1
+
+    def open_channels(self, transfer: dict[str, Any], is_sending: Any) -> None:
+        infos = [
+            ({"transfer": transfer, "engine": engine, "channels": "channels"},)
+            for engine in range(len(self.workers.addresses))
+        ]
+        self.workers.call_each(_init_weight_transfer_engine, infos)
+
+    def begin_push(self, push: str) -> None:
+        self._ask("begin_push", push=push, channels="channels")
+
+    def receive_push(self, push: str, is_sending: Any) -> None:
+        self._ask("receive_push", push=push)
+
+    def check_push(self, push: str, expected: Sequence[WorkerSums] | None) -> None:
+        check_reports(self.base_urls, self._ask("push_report"), push, expected)
+
+    def finish_push(self, push: str, policy_version: int) -> None:
+        self._ask("finish_push", push=push)
+        assert {a["push"] for workers in self._ask("held_push") for a in workers} == {push}
+
+    def _ask(self, method: str, **arguments: str) -> list[list[dict[str, Any]]]:
+        question = uuid.uuid4().hex
+        answers = self.workers.call(_ask, method, arguments | {"question": question})
+        assert all(a["question"] == question for workers in answers for a in workers)
+        return answers
+
+
+def _init_weight_transfer_engine(process: WorkerProcess, info: dict[str, Any]) -> None:
+    process.worker.init_weight_transfer_engine(info)
+
+
+def _ask(process: WorkerProcess, method: str, arguments: dict[str, str]) -> dict[str, Any]:
+    answer: dict[str, Any] = getattr(process.worker, method)(**arguments)
+    return answer

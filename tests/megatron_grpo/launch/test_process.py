@@ -1,0 +1,97 @@
+"""Exit codes of errors, and output that cannot be written."""
+
+import errno
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_grpo.engines.http import EngineError
+from megatron_grpo.launch.process import is_user_error
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ValueError("lower it"), True),
+        (FileNotFoundError(errno.ENOENT, "x"), True),
+        (OSError(errno.ENOSPC, "full"), True),
+        (OSError(errno.EIO, "of a file"), False),
+        (OSError(errno.ESTALE, "of a file"), False),
+        (OSError(errno.ETIMEDOUT, "of a file"), False),
+        (ConnectionRefusedError(errno.ECONNREFUSED, "of a hub"), False),
+        (EngineError("rollout engine http://a refuses"), False),
+        (RuntimeError("of ours"), False),
+    ],
+)
+def test_is_user_error(error, expected):
+    assert is_user_error(error) == expected
+
+
+PROGRAM = """
+import sys
+from rich.console import Console
+from megatron_grpo.launch.process import outlive_readers
+outlive_readers()
+for line in sys.stdin:
+    Console().print(line, end="")
+    print(line, end="", file=sys.stderr)
+print("done", file=open(sys.argv[1], "w"))
+"""
+
+
+def test_closed_pipe_ends_nothing_and_is_reported_on_stderr(tmp_path: Path) -> None:
+    done = tmp_path / "done"
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, done],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin and process.stdout and process.stderr
+    process.stdin.write("première\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "première\n"
+    process.stdout.close()
+    process.stdin.write("second\nthird\n")
+    process.stdin.close()
+    assert process.stderr.read().splitlines() == [
+        "première",
+        "megatron-grpo: nothing more is printed on stdout: [Errno 32] Broken pipe",
+        "second",
+        "third",
+    ]
+    assert process.wait(10) == 0 and done.exists()
+
+
+def test_full_non_blocking_pipe_is_waited_for(tmp_path: Path) -> None:
+    given = tmp_path / "given"
+    given.write_text(("x" * 79 + "\n") * 3000)  # the pipe holds 64 KiB
+    program = f"import os; os.set_blocking(1, False)\n{PROGRAM}"
+    with given.open() as file:
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, tmp_path / "done"],
+            stdin=file,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+    assert process.stdout
+    first = process.stdout.readline()
+    time.sleep(0.5)  # until the pipe is full
+    assert first + process.stdout.read() == given.read_text()
+    assert process.wait(10) == 0
+
+
+@pytest.mark.parametrize("redirection", [">&-", "2>&-", ">&- 2>&-", ">/dev/full 2>&1"])
+def test_output_closed_from_the_start_or_on_a_full_disk_ends_nothing(tmp_path, redirection) -> None:
+    done = tmp_path / "done"
+    command = shlex.join([sys.executable, "-c", PROGRAM, str(done)])
+    subprocess.run(
+        f"{command} {redirection}", shell=True, input="a line\n", text=True, check=True, timeout=60
+    )
+    assert done.exists()
