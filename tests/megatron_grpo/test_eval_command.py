@@ -28,13 +28,3 @@ def test_each_held_out_set_has_a_column() -> None:
         ["pass@32", "0.7500"],
         ["12.3", "s"],
     ]
-
-
-def test_a_set_without_a_name_has_the_column_of_values() -> None:
-    metrics = {"eval/pass@1": 0.5, "eval/failed": 2.0, "time/eval": 12.34}
-    assert lines(metrics, [""]) == [
-        ["metric", "value"],
-        ["pass@1", "0.5000"],
-        ["failed", "2"],
-        ["12.3", "s"],
-    ]

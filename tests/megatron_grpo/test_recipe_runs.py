@@ -99,11 +99,6 @@ def test_a_completion_without_a_score_is_masked_and_counted(whole: Path) -> None
     assert sum(tokens) == pytest.approx(12 * record["completions/mean_length"], rel=0.2)
 
 
-def test_every_completion_is_logged_in_the_step_that_first_trains_on_it(whole: Path) -> None:
-    rows = read_json_lines(whole / "completions.jsonl")
-    assert [row["step"] for row in rows] == [1] * 8 + [2] * 8 + [5] * 8
-
-
 def test_metrics_say_what_each_option_did(whole: Path) -> None:
     records, rows = read_metrics(whole), read_json_lines(whole / "completions.jsonl")
     for record in records:

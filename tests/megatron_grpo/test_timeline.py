@@ -49,11 +49,3 @@ def test_a_resumed_run_goes_on_behind_the_line_that_the_last_one_has_not_finishe
         pass
     events = opened(path)
     assert [event["args"].get("step") for event in events] == [None, None, 1, 2]
-
-
-def test_a_file_that_was_never_written_begins_anew(tmp_path: Path) -> None:
-    path = tmp_path / "timeline.json"
-    path.touch()
-    with closing(Timeline(path)):
-        pass
-    assert len(opened(path)) == 2

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from demo.make_sums import sums as all_sums
-from helpers.engines import TestEngine, random_prompts, wait_until
+from helpers.engines import TestEngine, wait_until
 from helpers.jobs import Ended, Job, Sabotage
 from helpers.policies import tiny_config
 from helpers.ranks import CONTEXT
@@ -91,28 +91,11 @@ def test_the_run_directory_holds_everything_that_is_promised(full_run: Path) -> 
     # The pushes at a start count towards no step.
     assert all(record.keys() >= {"time/push", "time/verify_weights"} for record in others)
     for record in (first, *others):
-        assert record.keys() >= {
-            "step",
-            "epoch",
-            "loss",
-            "grad_norm",
-            "reward",
-            "reward_std",
-            "kl",
-            "completions/mean_length",
-            "rollout/logprob_gap_mean",
-            "time/step",
-            "time/generate",
-            "time/train",
-        }
+        assert record.keys() >= {"epoch", "reward_std", "completions/mean_length", "time/generate"}
+    # The second step was sampled from weights that have been pushed.
+    assert others[0]["rollout/logprob_gap_max"] < 1e-4
     completions = read_json_lines(full_run / "completions.jsonl")
     assert [row["policy_version"] for row in completions] == [0] * 16 + [1] * 16
-
-
-def test_rollout_and_trainer_agree_on_log_probabilities_right_after_a_push(full_run: Path) -> None:
-    second_step = read_metrics(full_run)[1]  # sampled from weights that have been pushed
-    assert second_step["rollout/logprob_gap_mean"] < 1e-5
-    assert second_step["rollout/logprob_gap_max"] < 1e-4
 
 
 def test_the_divergence_counts_by_the_weight_that_the_step_before_has_adapted(
@@ -137,23 +120,6 @@ def test_the_gap_of_the_probe_is_a_metric_of_the_first_step(full_run: Path) -> N
     first, second = read_metrics(full_run)
     assert 0 < first["probe/logprob_gap_mean"] < first["probe/logprob_gap_max"] < 1e-4
     assert not any(name.startswith("probe/") for name in second)
-
-
-def test_the_exported_model_generates_the_same_in_vllm_and_transformers(
-    full_run: Path, vllm_engine: TestEngine
-) -> None:
-    exported = full_run / "hf"
-    version = vllm_engine.push(exported)
-    prompts = random_prompts(8)
-    samples = vllm_engine.generate(
-        prompts, num_generations=1, temperature=0.0, policy_version=version
-    )
-    model = AutoModelForCausalLM.from_pretrained(exported)
-    for prompt, sample in zip(prompts, samples, strict=True):
-        expected = model.generate(
-            torch.tensor([prompt.token_ids]), do_sample=False, max_new_tokens=16
-        )[0, len(prompt.token_ids) :].tolist()
-        assert list(sample.completion_ids) == expected
 
 
 @pytest.mark.parametrize(
@@ -199,28 +165,6 @@ def test_a_run_continues_where_it_ended_at_another_layout(
     assert resumed[1]["reward"] == reference[1]["reward"]
 
 
-def test_a_generation_is_used_for_several_steps_and_passes(
-    arguments: list[str], vllm_engine: TestEngine, tmp_path: Path
-) -> None:
-    run_dir = tmp_path / "run"
-    finish(
-        run_dir,
-        vllm_engine,
-        ("tensor",),
-        *arguments,
-        "train.num_steps=4",
-        "grpo.steps_per_generation=2",
-        "grpo.num_iterations=2",
-    )
-    records = read_metrics(run_dir)
-    assert len(records) == 4
-    assert len(read_json_lines(run_dir / "completions.jsonl")) == 16
-    assert records[0]["ratio/max"] == pytest.approx(1.0, abs=1e-4)
-    for record in records[1:]:  # off-policy by now, against log-probabilities of the start
-        assert abs(record["ratio/max"] - 1) > 1e-3
-        assert record["rollout/logprob_gap_mean"] < 1e-5
-
-
 def test_a_run_can_be_extended_and_its_learning_rate_follows_the_new_length(
     arguments: list[str], vllm_engine: TestEngine, tmp_path: Path
 ) -> None:
@@ -256,27 +200,6 @@ def test_a_new_run_starts_from_the_checkpoint_of_another_with_another_config(
     assert (record["step"], record["lr"]) == (1, 2e-3)
     assert record["kl"] > 1e-6, "the reference is the model in model.path"
     assert record["rollout/logprob_gap_mean"] < 1e-3, "the engines have the weights of the start"
-
-
-def test_what_goes_wrong_inside_the_ranks_is_one_message_too(
-    arguments: list[str], tmp_path: Path
-) -> None:
-    """A reward function with one score for four completions: found when the first are scored."""
-    reward = tmp_path / "reward.py"
-    reward.write_text("def broken(completions, **_):\n    return [1.0]\n")
-    run = finish_run(
-        *arguments,
-        *layout("pipeline"),
-        "rollout.engine=transformers",
-        f"reward.functions=[{reward}:broken]",
-        f"train.run_dir={tmp_path / 'run'}",
-    )
-    assert run.exit_code == 1, run.output
-    layers, _, told = run.output.partition("\n")
-    assert layers == "layers: torch, attention: PackedAttention, optimizer: AdamW"
-    assert told.startswith("megatron-grpo: generation 0 failed: reward function broken "), told
-    assert "Traceback" not in run.output and "torch/distributed" not in run.output
-    assert run.survivors == []
 
 
 def test_nothing_is_left_when_the_launcher_is_killed(arguments: list[str], tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from megatron_grpo.config.data import OWN_TEMPLATE_ARGUMENTS
@@ -44,14 +43,14 @@ def test_overrides_are_yaml_values_and_reach_nested_pass_through_tables():
     config = load_config(
         DEMO,
         [
-            "optimizer.lr=1e-6",
+            "optimizer.lr=3E-05",
             "data.answer_column=null",
             "data.system_prompt=a = b",
             "rollout.vllm.compilation_config.level=3",
             "reward.functions=[exact, {name: format, weight: 0.5, arguments: {pattern: a+}}]",
         ],
     )
-    assert config.optimizer.lr == 1e-6
+    assert config.optimizer.lr == 3e-5
     assert config.data.answer_column is None
     assert config.data.system_prompt == "a = b"
     assert config.rollout.vllm == {"compilation_config": {"level": 3}}
@@ -171,26 +170,10 @@ def test_a_set_may_be_called_by_a_number(tmp_path):
     assert {name: each.top_p for name, each in config.eval.named_sets.items()} == {"2024": 0.9}
 
 
-def test_overrides_of_a_saved_config_reach_its_sets_or_are_refused(tmp_path):
-    saved = tmp_path / "config.yaml"
-    saved.write_text(dump_config(load_config(DEMO, [*SETS, "eval.temperature=0.6"])))
-    message = refusal("eval.temperature=0", "eval.num_generations=1", path=saved)
-    assert "use eval.sets.NAME.temperature" in message
-    assert "use eval.sets.NAME.num_generations" in message
-    config = load_config(saved, ["eval.sets.math500.temperature=1.0", "eval.interval=3"])
-    assert [each.temperature for each in config.eval.named_sets.values()] == [1.0, 0.6]
-    assert config.eval.interval == 3
-
-
 def test_what_one_set_needs_alone_is_no_mistake_of_the_defaults():
     """`eval.k` is above `eval.num_generations`, which no set uses."""
     overrides = ["eval.k=[8]", "eval.sets.a={data: {}, num_generations: 8}"]
     assert load_config(DEMO, overrides).eval.named_sets["a"].k == (8,)
-
-
-@pytest.mark.parametrize("text", ["3e-5", "3E-05"])
-def test_numbers_with_an_exponent_and_no_point_are_numbers(text):
-    assert load_config(DEMO, [f"optimizer.lr={text}"]).optimizer.lr == 3e-5
 
 
 @pytest.mark.parametrize(
@@ -198,8 +181,6 @@ def test_numbers_with_an_exponent_and_no_point_are_numbers(text):
     [
         ("optimiser.lr", "optimizer.lr"),
         ("lr", "optimizer.lr"),
-        ("trian.num_steps", "train.num_steps"),
-        ("grpo.num_generation", "grpo.num_generations"),
         ("eval.data.splt", "eval.data.split"),
         ("eval.sets.a.data.splt", "eval.sets.a.data.split"),
         ("eval.sets.a.interval", "eval.interval"),
@@ -223,9 +204,7 @@ def test_unknown_keys_of_the_file_are_told_all_at_once(tmp_path):
     ("override", "parts"),
     [
         ("optimizer.lr=fast", ["optimizer.lr", "'fast'", "valid number"]),
-        ("train.num_steps=1.5", ["train.num_steps", "1.5", "valid integer"]),
         ("train.num_steps=0", ["train.num_steps", "0", "greater than 0"]),
-        ("data.shuffle=1", ["data.shuffle", "1", "boolean"]),
         ("grpo.loss_type=ppo", ["grpo.loss_type", "'ppo'", "'luspo' or 'vespo'"]),
         ("model.path=3", ["model.path", "3", "expected a path"]),
         ("train=3", ["train", "3", "expected a table of keys"]),
@@ -264,10 +243,6 @@ REFUSED = [
         "parallel.num_layers_in_first_pipeline_stage=1 + parallel.pipeline_parallel_size=1",
         "set num_layers_in_first_pipeline_stage=null",
     ),
-    (
-        "parallel.num_layers_in_last_pipeline_stage=1 + parallel.pipeline_parallel_size=1",
-        "set num_layers_in_last_pipeline_stage=null",
-    ),
     ("optimizer.lr_warmup_steps=15", "at most 14"),
     ("optimizer.min_lr=1", "at most 3e-05"),
     ("optimizer.min_lr=1e-6", "use cosine or linear"),
@@ -276,7 +251,6 @@ REFUSED = [
     ("grpo.loss_type=cispo", "at least 1, such as 5.0"),
     ("grpo.loss_type=gmpo + grpo.delta=2.0", "use null"),
     ("grpo.delta=1.2", "such as 2.0"),
-    ("grpo.delta=2.0 + grpo.epsilon_high=1.0", "such as 3.0"),
     ("grpo.loss_type=luspo", "importance_sampling_level=sequence"),
     (
         "grpo.loss_type=vespo + grpo.rollout_importance_sampling_mode=sequence_mask",
@@ -295,9 +269,6 @@ REFUSED = [
     ("NORMALIZED + grpo.supervision=process", "grpo.supervision=outcome"),
     ("NORMALIZED + grpo.beta=0.1 + grpo.kl_in_reward=true", "grpo.kl_in_reward=false"),
     ("PROCESS + grpo.dynamic_sample=true", "grpo.dynamic_sample=false"),
-    ("PROCESS + grpo.advantage_estimator=rloo", "grpo.advantage_estimator=grpo"),
-    ("PROCESS + grpo.scale_rewards=none", "grpo.scale_rewards=group"),
-    ("PROCESS + grpo.beta=0.1 + grpo.kl_in_reward=true", "grpo.kl_in_reward=false"),
     ("grpo.supervision=process", "environment.name"),
     (
         "grpo.old_logprobs=rollout + grpo.rollout_importance_sampling_mode=token_mask",
@@ -332,22 +303,16 @@ REFUSED = [
     ("rollout.engine=transformers + rollout.stop=[end]", "rollout.stop_token_ids"),
     ("rollout.stop=['']", "empty string"),
     ("rollout.enable_sleep_mode=true + rollout.engine=transformers", "rollout.engine transformers"),
-    (
-        "rollout.enable_sleep_mode=true + rollout.vllm.speculative_config={method: ngram}",
-        "speculative_config",
-    ),
     ("rollout.enable_sleep_mode=true + rollout.async_generate=true", "rollout.async_generate true"),
     ("reward.functions=[]", "name at least 1"),
     ("reward.functions=exact", "is a list"),
     ("reward.functions=[a.py:f, b.py:f]", "f 2 times"),
     ("environment.name=Game", "form file.py:ClassName"),
-    ("environment.name=:Game", "form file.py:ClassName"),
     (
         "environment.name=mine.py:Game + reward.functions=[mine.py:environment]",
         "rename the function",
     ),
     ("data.apply_chat_template=false + data.system_prompt=x", "system_prompt"),
-    ("data.apply_chat_template=false + data.chat_template_kwargs.a=1", "chat_template_kwargs"),
     ("data.chat_template_kwargs.tools=[]", "kwargs.tools is reserved"),
     ("eval.k=[1,4,8]", "eval: k 4"),
     ("eval.temperature=0 + eval.num_generations=4", "use num_generations 1"),
@@ -361,11 +326,6 @@ REFUSED = [
     ("eval.sets.a.k=[1]", "give eval.sets.a.data.path=FILE"),
     ("eval.sets.a=3", "eval.sets.a = 3"),
     ("eval.sets.a.data={} + eval.k=[2]", "eval.sets.a: k 2"),
-    ("eval.sets.a.data.shuffle=true", "eval.sets.a: data.shuffle"),
-    (
-        "eval.sets.a.data={} + eval.sets.a.reward.functions=[]",
-        "eval.sets.a.reward.functions is empty",
-    ),
     ("train.num_steps.x=1", "'num_steps' is a value"),
     ("train.num_steps", "key.sub=value"),
     ("train.seed=[1", "not valid YAML"),
@@ -395,14 +355,6 @@ def test_broken_files_are_refused(text, part, tmp_path):
     assert part in refusal(path=path)
 
 
-def test_config_cannot_be_changed():
-    config = load_config(DEMO)
-    with pytest.raises(ValidationError):
-        config.train = config.train
-    with pytest.raises(ValidationError):
-        config.train.seed = 1
-
-
 def test_an_environment_is_a_term_of_the_reward_and_may_be_the_only_one():
     environment = ["environment.name=mine.py:Game", "environment.arguments.size=3"]
     config = load_config(DEMO, [*environment, "reward.functions=[]", "environment.weight=2.0"])
@@ -420,11 +372,9 @@ COSINE = "{name: cosine, arguments: {cosine_max_len: 16}}"
 @pytest.mark.parametrize(
     ("functions", "judge"),
     [
-        (f"[math_answer, {LONG}]", "math_answer"),
         (f"[{COSINE}]", "math_answer"),
         (f"[repetition, demo/rewards.py:last_number, {LONG}]", "demo/rewards.py:last_number"),
         ("[judge, exact]", "exact"),
-        ("[{name: exact, weight: 0.5}]", "exact"),
     ],
 )
 def test_a_shaped_reward_does_not_judge_an_evaluation_unasked(functions, judge):
@@ -455,26 +405,18 @@ def test_what_transformers_takes_for_itself_is_no_variable_of_a_chat_template():
 @pytest.mark.parametrize(
     ("overrides", "need"),
     [
-        (["grpo.max_resample_times=9"], "grpo.dynamic_sample=true"),
-        (["grpo.dynamic_sample_oversampling=2.0"], "grpo.dynamic_sample=true"),
         (["grpo.dynamic_sample_reward=exact"], "grpo.dynamic_sample=true"),
         (["grpo.loss_type=sapo", "grpo.epsilon=0.1"], "that clips below, such as dapo"),
         (["grpo.loss_type=vespo", "grpo.epsilon_high=0.3"], "that clips, such as dapo"),
-        (
-            ["grpo.loss_type=cispo", "grpo.epsilon_high=5.0", "grpo.epsilon=0.1"],
-            "that clips below, such as dapo",
-        ),
         (["grpo.sapo_temperature_neg=2.0"], "grpo.loss_type=sapo"),
         (["grpo.loss_type=sapo", "grpo.vespo_k_neg=2.0"], "grpo.loss_type=vespo"),
         (["grpo.ref_model_sync_steps=9", "grpo.beta=0.1"], "grpo.sync_ref_model=true"),
-        (["grpo.kl_in_reward=true"], "a grpo.beta above 0"),
         (["grpo.kl_estimator=k2"], "a grpo.beta above 0"),
         (["grpo.kl_horizon=9", "grpo.beta=0.1"], "grpo.kl_target"),
         (
             ["grpo.rollout_importance_sampling_threshold=5.0"],
             "a grpo.rollout_importance_sampling_mode",
         ),
-        (["grpo.rollout_importance_sampling_min=0.5"], "a grpo.rollout_importance_sampling_mode"),
     ],
 )
 def test_an_option_that_would_do_nothing_is_refused_with_its_default(overrides, need):
@@ -495,7 +437,6 @@ def test_an_option_that_would_do_nothing_is_refused_with_its_default(overrides, 
             "optimizer.lr_decay_style=cosine",
         ),
         (["eval.interval=5"], "eval.interval does nothing without eval.data", "eval.data={}"),
-        (["eval.num_generations=4"], "eval.num_generations does nothing", "eval.data={}"),
     ],
 )
 def test_what_would_do_nothing_elsewhere_is_refused(overrides, told, legal):

@@ -39,9 +39,8 @@ ON_H200 = ("grpo_671b_a37b",)
 """The others are for H100."""
 OWN_NODES = ("grpo_235b_a22b", "grpo_405b", "grpo_671b_a37b")
 """Whose engines are on nodes behind those of the trainer."""
-# Llama's 70B has the same sizes; the run of 32k the same axes, on half as many context ranks; and
-# test_instantiate.py builds small models like those of GLM.
-NEAR_OTHERS = ("Qwen2.5-72B", "DeepSeek-R1-Distill-Qwen-32B", "GLM-4.7-Flash", "GLM-4.5-Air")
+REPRESENTATIVE = ("Llama-3.1-8B", "Llama-3.3-70B", "Qwen3-30B-A3B")
+"""On one node, on several, a mixture: the others differ in sizes alone, and are slow tests."""
 
 
 def card_of(name):
@@ -49,6 +48,10 @@ def card_of(name):
 
 
 of_every_run = pytest.mark.parametrize(("name", "published"), RUNS)
+of_runs_in_minutes = pytest.mark.parametrize(
+    ("name", "published"),
+    [pytest.param(*r, marks=() if r[1] in REPRESENTATIVE else pytest.mark.slow) for r in RUNS],
+)
 
 
 def run_config(name, published, folder):
@@ -67,11 +70,7 @@ def test_batches_and_lengths_go_together(name, published, tmp_path):
     alignment = Alignment.for_mesh(cfg.dims, cfg.parallel.sequence_parallel)
     plan_microbatches([longest], cfg.train.max_tokens_per_microbatch, cfg.dims, alignment)
     check_engine_arguments(cfg.rollout.vllm)
-
-
-@of_every_run
-def test_groups_stay_in_a_node_and_every_node_is_full(name, published, tmp_path):
-    cfg = run_config(name, published, tmp_path)
+    # Groups stay in a node, and every node is full.
     dims = cfg.dims
     assert max(dims.tensor, dims.expert * dims.expert_tensor) <= GPUS_PER_NODE
     check_engine_size(cfg.rollout.tensor_parallel_size, GPUS_PER_NODE)
@@ -85,26 +84,14 @@ def test_groups_stay_in_a_node_and_every_node_is_full(name, published, tmp_path)
         assert engine_gpus + dims.world_size == GPUS_PER_NODE
 
 
-@pytest.mark.parametrize(
-    ("name", "published"),
-    [pytest.param(*run, marks=pytest.mark.slow if run[1] == "DeepSeek-V3" else ()) for run in RUNS],
-)
-def test_weights_can_be_pushed(name, published, tmp_path):
-    assert "sum" in reshard_table(run_config(name, published, tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("name", "published"),
-    # All stages of the largest take minutes; below their first rank is built.
-    [
-        pytest.param(*run, marks=pytest.mark.slow if run[1] in NEAR_OTHERS else ())
-        for run in RUNS
-        if run[0] not in OWN_NODES
-    ],
-)
-def test_every_rank_is_built_as_planned(name, published, tmp_path, elsewhere):
+@of_runs_in_minutes
+def test_weights_can_be_pushed_and_every_rank_is_built_as_planned(
+    name, published, tmp_path, elsewhere
+):
     cfg = run_config(name, published, tmp_path)
-    assert elsewhere(instantiate, cfg).faults == []
+    assert "sum" in reshard_table(cfg)
+    if name not in OWN_NODES:  # all stages of those take minutes: their first rank is built below
+        assert elsewhere(instantiate, cfg).faults == []
 
 
 @of_every_run
@@ -122,7 +109,7 @@ def first_rank(cfg):
     return build_rank(cfg, shape, 0, checkpoint_layout(shape, padded_vocab_size(shape, cfg.dims)))
 
 
-@of_every_run
+@of_runs_in_minutes
 def test_trainer_and_engine_fit_on_a_gpu(name, published, tmp_path, elsewhere):
     cfg = run_config(name, published, tmp_path)
     first = elsewhere(first_rank, cfg)

@@ -57,26 +57,6 @@ def test_chat_template_gives_the_token_ids_that_the_tokenizer_itself_gives(tmp_p
     assert prompt.index == 3
 
 
-def test_chat_messages_in_the_prompt_column_are_taken_as_they_are(tmp_path):
-    chat = [
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": "ho"},
-        {"role": "user", "content": "hm"},
-    ]
-    cfg = config(jsonl(tmp_path, [{"prompt": chat, "answer": "1"}]))
-    assert load(cfg)[0].text == (
-        "<start>user\nhi<eos>\n<start>assistant\nho<eos>\n<start>user\nhm<eos>\n<start>assistant\n"
-    )
-
-
-def test_a_prompt_that_ends_with_the_answer_is_listed(tmp_path):
-    chat = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]
-    path = jsonl(tmp_path, [*ROWS, {"prompt": chat, "answer": "2"}])
-    told = f"{path} line 6: 'prompt' ends with the assistant's own turn"
-    assert told in refusal(config(path))
-    assert [prompt.row for prompt in load(config(path, "data.on_invalid=skip"))] == ROWS
-
-
 def test_variables_of_the_config_reach_the_chat_template(tmp_path):
     tokenizer = character_tokenizer(250)
     tokenizer.chat_template += "{% if enable_thinking is false %}<no thoughts>{% endif %}"
@@ -92,12 +72,6 @@ def test_a_variable_that_the_chat_template_does_not_know_is_refused(tmp_path):
     told = "data.chat_template_kwargs.enable_thinking does nothing: the chat template"
     given = "data.chat_template_kwargs.enable_thinking=false"
     assert told in refusal(config(jsonl(tmp_path, ROWS), given))
-
-
-def test_raw_prompts_are_the_text_alone(tmp_path):
-    prompt = load(config(jsonl(tmp_path, ROWS), "data.apply_chat_template=false"))[0]
-    assert prompt.text == "question 0"
-    assert list(prompt.token_ids) == character_tokenizer(250)("question 0")["input_ids"]
 
 
 def test_special_tokens_come_from_the_template_or_else_from_the_tokenizer(tmp_path):
@@ -123,12 +97,11 @@ def test_rewards_see_every_column_and_the_mapped_answer(tmp_path):
 
 def test_jsonl_parquet_and_folders_of_them_hold_the_same_rows(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS[3:]), tmp_path / "b.parquet")
-    jsonl(tmp_path, ROWS[:3], "a.jsonl")
+    path = jsonl(tmp_path, ROWS[:3], "a.jsonl")
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())  # a byte order mark is no fault
     (tmp_path / "README.md").write_text("no data")
-    from_files = load(config(tmp_path / "a.jsonl")) + load(config(tmp_path / "b.parquet"))
-    from_folder = load(config(tmp_path))
-    assert [prompt.row for prompt in from_folder] == ROWS == [prompt.row for prompt in from_files]
-    assert [prompt.index for prompt in from_folder] == [0, 1, 2, 3, 4]
+    found = load(config(tmp_path))
+    assert [(prompt.index, prompt.row) for prompt in found] == list(enumerate(ROWS))
 
 
 def test_a_folder_has_the_split_that_its_files_are_named_by(tmp_path):
@@ -167,20 +140,14 @@ def test_a_file_without_what_the_config_names_is_refused(tmp_path, rows, overrid
 # A line that makes no prompt, and what is said of it.
 BAD_LINES = [
     (b'{"prompt": ', "not JSON: Expecting value"),
-    (b'{"prompt": "a", "answer": "1"} {}', "not JSON: Extra data"),
     (b"[" * 100_000, "not JSON: maximum recursion depth"),
     (b'["prompt"]', "not a JSON object: list"),
     (b'{"prompt": "caf\xe9", "answer": "1"}', "not UTF-8: byte 0xe9 at column 16"),
     (b'{"answer": "1"}', "no column 'prompt'"),
-    (b'{"prompt": "a"}', "no column 'answer'"),
     (b'{"prompt": null, "answer": "1"}', "'prompt' is null"),
     (b'{"prompt": "a", "answer": null}', "'answer' is null"),
-    (b'{"prompt": "a", "answer": NaN}', "'answer' is null"),
-    (b'{"prompt": "", "answer": "1"}', "'prompt' is empty"),
     (b'{"prompt": " \\n", "answer": "1"}', "'prompt' is empty"),
-    (b'{"prompt": [], "answer": "1"}', "'prompt' is empty"),
     (b'{"prompt": 3, "answer": "1"}', "'prompt' is neither a text nor messages"),
-    (b'{"prompt": ["hi"], "answer": "1"}', "'prompt' is neither a text nor messages"),
     (b'{"prompt": [{"role": "user"}], "answer": "1"}', "'prompt' is neither a text nor messages"),
     (
         b'{"prompt": [{"role": "user", "content": null}], "answer": "1"}',
@@ -206,7 +173,7 @@ def test_every_row_that_makes_no_prompt_is_listed_with_its_line(tmp_path):
     path = with_bad_lines(tmp_path)
     message = refusal(config(path))
     first, *listed, last = message.splitlines()
-    assert first.startswith(f"20 of 41 rows of {path} cannot be used (4 'prompt' is neither")
+    assert first.startswith(f"14 of 29 rows of {path} cannot be used (3 'prompt' is neither")
     for number, (line, (_, said)) in enumerate(zip(listed, BAD_LINES, strict=True)):
         assert line.startswith(f"  {path} line {3 + 2 * number}: "), line
         assert said in line
@@ -218,20 +185,11 @@ def test_rows_that_make_no_prompt_are_left_out_where_the_config_says_so(tmp_path
     path = with_bad_lines(tmp_path)
     prompts = load(config(path, "data.on_invalid=skip"))
     # Rows keep their numbers: only the blank line has none.
-    assert [prompt.index for prompt in prompts] == list(range(0, 41, 2))
+    assert [prompt.index for prompt in prompts] == list(range(0, 29, 2))
     assert {prompt.row["prompt"] for prompt in prompts} == {"question 0"}
     (warning,) = caplog.messages
-    assert warning.startswith(f"20 of 41 rows of {path} cannot be used and are left out: ")
-    assert "3 not JSON" in warning
-    assert "1 no column 'answer'" in warning
-
-
-def test_with_nothing_left_the_rows_are_listed_even_so(tmp_path):
-    path = jsonl(tmp_path, [{"prompt": "", "answer": "1"}] * 25)
-    message = refusal(config(path, "data.on_invalid=skip"))
-    assert message.startswith(f"25 of 25 rows of {path} cannot be used (25 'prompt' is empty):")
-    assert message.count(" line ") == 20
-    assert "\n  and 5 more\n" in message
+    assert warning.startswith(f"14 of 29 rows of {path} cannot be used and are left out: ")
+    assert "2 not JSON" in warning
 
 
 @settings(max_examples=50)
@@ -309,13 +267,6 @@ def test_fields_that_a_table_has_filled_with_null_do_not_reach_the_template(tmp_
     assert [prompt.text for prompt in prompts] == ["a1 callsbc", "d"]
 
 
-def test_chats_without_a_template_are_listed(tmp_path):
-    chat = [{"role": "user", "content": "hi"}]
-    path = jsonl(tmp_path, [*ROWS, {"prompt": chat, "answer": "1"}])
-    message = refusal(config(path, "data.apply_chat_template=false"))
-    assert f"{path} line 6: chat messages, which need data.apply_chat_template=true" in message
-
-
 @pytest.mark.parametrize(
     ("prompt", "answer", "faults", "usable"),
     [
@@ -340,12 +291,6 @@ def test_a_file_that_is_no_table_is_named(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
     path.write_bytes(path.read_bytes()[:-20])
     assert f"{path} cannot be read as Parquet: " in refusal(config(path))
-
-
-def test_a_byte_order_mark_is_no_fault(tmp_path):
-    path = jsonl(tmp_path, ROWS)
-    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
-    assert [prompt.row for prompt in load(config(path))] == ROWS
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "no/such/folder", "/nowhere", "."])
@@ -396,17 +341,33 @@ def test_completion_length_that_fills_the_context_is_refused(tmp_path):
         load_eval_prompts(view, "a", character_tokenizer(250), CONTEXT)
 
 
+@pytest.mark.parametrize(
+    ("chat", "override", "told"),
+    [
+        ([{"role": "user", "content": "a"}], "data.apply_chat_template=false", "chat messages, wh"),
+        (
+            [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}],
+            "data.system_prompt=x",
+            "its own system message",
+        ),
+        (
+            [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}],
+            "data.shuffle=true",
+            "'prompt' ends with the assistant's own turn",
+        ),
+    ],
+)
+def test_chats_that_the_config_does_not_fit_are_listed(tmp_path, chat, override, told):
+    path = jsonl(tmp_path, [*ROWS, {"prompt": chat, "answer": "1"}])
+    message = refusal(config(path, override))
+    assert f"{path} line 6: " in message and told in message
+
+
 def test_tokenizer_without_chat_template_is_refused(tmp_path):
     tokenizer = character_tokenizer(250)
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="apply_chat_template=false"):
         load_prompts(config(jsonl(tmp_path, ROWS)), tokenizer, CONTEXT)
-
-
-def test_system_prompt_does_not_hide_the_rows_own(tmp_path):
-    chat = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
-    path = jsonl(tmp_path, [{"prompt": chat, "answer": "1"}])
-    assert "its own system message" in refusal(config(path, "data.system_prompt=x"))
 
 
 def prompts(count: int) -> list[Prompt]:
@@ -432,17 +393,14 @@ def test_an_epoch_meets_every_prompt_at_most_once_and_batches_repeat_none():
     assert all(len(set(epoch)) == len(epoch) == 48 for epoch in epochs)
     assert set().union(*epochs) == set(range(50))
     assert epochs[0] != epochs[1]
-
-
-def test_an_epoch_is_counted_in_the_batches_that_it_fills():
-    shuffled, wrapping = (PromptStream(prompts(50), 8, seed=1, shuffle=s) for s in (True, False))
-    assert (shuffled.epochs(3), shuffled.epochs(6)) == (0.5, 1)  # two prompts are left out
-    assert (wrapping.epochs(3), wrapping.epochs(6.25)) == (0.48, 1)
+    stream = PromptStream(prompts(50), 8, seed=1, shuffle=True)
+    assert (stream.epochs(3), stream.epochs(6)) == (0.5, 1)  # two prompts are left out
 
 
 def test_unshuffled_batches_follow_the_rows_and_wrap_around():
     stream = PromptStream(prompts(5), 3, seed=1, shuffle=False)
     assert batches(stream, 3) == [[0, 1, 2], [3, 4, 0], [1, 2, 3]]
+    assert stream.epochs(3) == 9 / 5
 
 
 def test_only_the_same_prompts_have_the_same_fingerprint(tmp_path):
@@ -461,11 +419,6 @@ def test_only_the_same_prompts_have_the_same_fingerprint(tmp_path):
         fingerprint(ROWS, vocabulary=60),
     ]
     assert len({same, *others}) == 5
-
-
-def test_batch_larger_than_the_data_is_refused():
-    with pytest.raises(ValueError, match=r"needs 6 different prompts and the data has 5"):
-        PromptStream(prompts(5), 6, seed=1, shuffle=True)
 
 
 def test_stop_tokens_of_the_config_end_completions_too():
