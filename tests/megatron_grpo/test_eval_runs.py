@@ -210,3 +210,22 @@ def test_what_cannot_be_evaluated_is_refused_before_an_engine_starts(
     for part in parts:
         assert part in str(refused.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_whose_last_evaluation_is_missing_says_so(runs: Runs, tmp_path: Path) -> None:
+    sabotage = InPhase(preempt, 0, "eval", nth=8)
+    arguments = [*SAMPLING, f"eval.interval={NUM_STEPS}"]
+    with runs.start(tmp_path / "run", *arguments, sabotage=sabotage) as job:
+        ended = job.end(120)
+    assert ended.exit_codes == [0] * NUM_RANKS, ended.output
+    assert "step 4 was not evaluated" in ended.output
+    assert f"model.path={tmp_path / 'run' / 'hf'}" in ended.output
+    assert list(evaluations(tmp_path / "run")) == [0]
+
+
+def test_without_held_out_prompts_nothing_is_evaluated(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    cfg = load_config(TINY_CONFIG, arguments[:2])
+    with pytest.raises(ValueError, match=r"give eval.data.path=FILE, or, .* several sets in"):
+        FolderEvaluation(cfg, tmp_path / "out")

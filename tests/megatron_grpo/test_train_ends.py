@@ -129,3 +129,12 @@ def test_the_end_of_rank_0_is_told_once_by_the_launcher(
     line = last_line(output)
     assert line.startswith("megatron-grpo: rank 0 on ") and line.endswith("(SIGKILL)")
     assert "died in " in line and "step " in line
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_everything_at_once(arguments: list[str], tmp_path: Path) -> None:
+    with training(arguments, tmp_path / "run") as (run, _):
+        run.send_signal(signal.SIGINT)
+        output, _ = run.communicate(timeout=60)
+    assert run.returncode == 130
+    assert last_line(output) == "megatron-grpo: interrupted" and "Traceback" not in output

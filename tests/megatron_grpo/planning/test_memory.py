@@ -16,7 +16,7 @@ from helpers.published_models import write_config
 from helpers.ranks import run_ranks
 from helpers.vllm_workers import read_in_workers
 from megatron_grpo.config.config import Config
-from megatron_grpo.planning.card import CARDS
+from megatron_grpo.planning.card import CARDS, GpuSpec
 from megatron_grpo.planning.memory import EngineBytes, engine_bytes, stages_memory
 from megatron_grpo.planning.state import stage_states
 from megatron_grpo.policy.model import add_gradients, add_optimizer, build_model
@@ -75,7 +75,6 @@ def planned_and_measured(
     ("pipeline", "num_layers"),
     [
         (2, 10),  # a third of its layers, with the head and the widths of all
-        pytest.param(1, 30, marks=pytest.mark.slow),
         pytest.param(2, 30, marks=pytest.mark.slow),
     ],
 )
@@ -85,25 +84,79 @@ def test_activations_of_smollm2_are_what_a_process_takes(pipeline, num_layers, t
     assert measured == pytest.approx(planned, rel=0.05)
 
 
+@pytest.mark.slow
 def test_activations_of_the_tiny_model_are_what_a_process_takes(tmp_path):
     folder = tiny_model(tmp_path, "qwen3", head_dim=32)
     planned, measured = planned_and_measured(folder, ParallelDims(), LONG)
     assert measured == pytest.approx(planned, rel=0.15)
 
 
-def engine_of_8b(folder: Path, *overrides: str) -> EngineBytes:
-    folder = write_config(folder, "Llama-3.1-8B")
-    cfg = tiny_config(folder, ParallelDims(), "model.dtype=bfloat16", *overrides)
-    return engine_bytes(cfg, read_shape(folder), CARDS["h100"])
+def engine_of(
+    folder: Path, model: str, *overrides: str, tensor: int = 1, card: GpuSpec = CARDS["h100"]
+) -> EngineBytes:
+    """An engine of a published model in bfloat16; overrides are of `rollout`."""
+    write_config(folder, model)
+    options = [f"rollout.{each}" for each in (f"tensor_parallel_size={tensor}", *overrides)]
+    cfg = tiny_config(folder, ParallelDims(), "model.dtype=bfloat16", *options)
+    return engine_bytes(cfg, read_shape(folder), card)
 
 
-def test_an_engine_that_is_given_a_cache_has_that_and_its_weights(tmp_path):
-    engine = engine_of_8b(tmp_path, "rollout.vllm.kv_cache_memory_bytes=20G")
-    assert engine.cache == 20 * 2**30
-    with pytest.raises(
-        ValueError, match=r"kv_cache_memory_bytes is 70.*: use 131072 to 689\d+, or"
-    ):
-        engine_of_8b(tmp_path, "rollout.vllm.kv_cache_memory_bytes=70g")
+def test_an_engine_has_a_given_cache_or_the_rest_of_its_share(tmp_path):
+    given = "vllm.kv_cache_memory_bytes"
+    assert engine_of(tmp_path, "Llama-3.1-8B", f"{given}=20G").cache == 20 * 2**30
+    with pytest.raises(ValueError, match=rf"{given[5:]} is 70.*: use 131072 to 689\d+, or"):
+        engine_of(tmp_path, "Llama-3.1-8B", f"{given}=70g")
+    half = "vllm.gpu_memory_utilization=0.5"
+    engine = engine_of(tmp_path, "Llama-3.1-8B", half, tensor=2)
+    # Half of what an H100 of "80 GB" has; CUDA context, NCCL and buffers of the push come on top.
+    assert engine.weights + engine.cache == 42.5e9
+    assert engine.total == 42.5e9 + 1.1e9 + 0.512e9
+    assert engine.weights == pytest.approx(8_030_261_248, rel=1e-3)  # half of it, in two bytes
+    # 32 layers, 4 of 8 heads of 128, keys and values of two bytes, or of one.
+    assert engine.cached_tokens == engine.cache // (32 * 4 * 128 * 2 * 2)
+    of_8_bits = "vllm.kv_cache_dtype=fp8_e4m3"
+    twice = engine_of(tmp_path, "Llama-3.1-8B", half, of_8_bits, tensor=2).cached_tokens
+    assert twice == pytest.approx(2 * engine.cached_tokens, abs=1)
+
+
+def test_an_engine_holds_routers_that_choose_by_biased_scores_in_float32(tmp_path):
+    weights = engine_of(tmp_path, "GLM-4.5-Air", tensor=8).weights
+    routers, norms = 45 * 128 * (4096 + 1), (2 * 46 + 1) * 4096
+    others = sum(map(prod, hf_tensors(read_shape(tmp_path)).values())) - routers - norms
+    assert weights == 2 * others / 8 + 2 * norms + 4 * routers
+
+
+def test_where_workers_outnumber_key_value_heads_each_holds_and_caches_one_whole(tmp_path):
+    engine = engine_of(tmp_path, "Llama-3.1-405B", tensor=32)
+    hidden, layers, vocabulary = 16384, 126, 128256
+    split = layers * (2 * hidden * 128 * 128 + 3 * hidden * 53248) + 2 * vocabulary * hidden
+    whole = layers * 2 * hidden * 128 + (2 * layers + 1) * hidden  # keys, values; norms
+    assert engine.weights == 2 * (split // 32 + whole)
+    assert engine.token_bytes == layers * 2 * 128 * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "given", "message"),
+    [
+        ("Llama-3.3-70B", 1, "gpu_memory_utilization=0.9", r"141\.1 GB .* of 85 GB: set it to 2$"),
+        ("Llama-3.1-405B", 4, "kv_cache_memory_bytes=1000000000", r"202.* to 16, 2 nodes of 8$"),
+        ("DeepSeek-V3", 16, "gpu_memory_utilization=0.9", r"85\.\d GB .*: set it to 32, 4 nodes"),
+    ],
+)
+def test_weights_that_gpus_do_not_hold_are_refused_with_the_fewest_gpus_that_do(
+    name, tensor, given, message, tmp_path
+):
+    with pytest.raises(ValueError, match=message) as refused:
+        engine_of(tmp_path, name, f"vllm.{given}", tensor=tensor)
+    [said] = re.findall(r"set it to (\d+)", str(refused.value))
+    assert engine_of(tmp_path, name, f"vllm.{given}", tensor=said).cache > 0
+
+
+def test_weights_that_no_number_of_gpus_holds_are_refused_with_larger_gpus(tmp_path):
+    # A 32nd of it, with one of 8 key-value heads; GPUs of 0.64 GB leave it a twelfth of that.
+    told = r"as at most 32 GPUs can split.*\(--gpu\) of more than 1 GB"
+    with pytest.raises(ValueError, match=told):
+        engine_of(tmp_path, "Llama-3.1-8B", card=replace(CARDS["h100"], memory=500 * 10**6))
 
 
 def test_an_engine_in_sleep_mode_takes_memory_only_while_it_is_awake(tmp_path):
@@ -120,54 +173,6 @@ def test_an_engine_in_sleep_mode_takes_memory_only_while_it_is_awake(tmp_path):
     assert asleep.phases == awake.phases | {"push": engine.weights, "generate": 42.5e9}
     assert asleep.worst == "generate"
     assert awake.total - asleep.total == awake.phases["train"]
-
-
-def test_the_buffers_of_the_push_stay_beside_every_phase(tmp_path):
-    folder = write_config(tmp_path, "Llama-3.1-8B")
-    shape, stages = read_shape(folder), []
-    for megabytes in (256, 1024):
-        size = f"rollout.update_weights_bucket_megabytes={megabytes}"
-        cfg = tiny_config(folder, ParallelDims(data=8), size)
-        stages += stages_memory(cfg, shape, stage_states(cfg, shape), 4, None)
-    least, most = stages
-    assert least.worst == most.worst == "train"
-    assert most.total - least.total == 768_000_000
-
-
-def test_a_cache_of_8_bits_holds_twice_as_many_tokens(tmp_path):
-    plain = engine_of_8b(tmp_path)
-    half = engine_of_8b(tmp_path, "rollout.vllm.kv_cache_dtype=fp8_e4m3")
-    assert half.cached_tokens == pytest.approx(2 * plain.cached_tokens, abs=1)
-
-
-def test_an_engine_has_the_rest_of_its_share_for_keys_and_values(tmp_path):
-    folder = write_config(tmp_path, "Llama-3.1-8B")
-    cfg = tiny_config(
-        folder,
-        ParallelDims(),
-        "model.dtype=bfloat16",
-        "rollout.tensor_parallel_size=2",
-        "rollout.vllm.gpu_memory_utilization=0.5",
-    )
-    engine = engine_bytes(cfg, read_shape(folder), CARDS["h100"])
-    # Half of what an H100 of "80 GB" has; CUDA context, NCCL and buffers of the push come on top.
-    assert engine.weights + engine.cache == 42.5e9
-    assert engine.total == 42.5e9 + 1.1e9 + 0.512e9
-    assert engine.weights == pytest.approx(8_030_261_248, rel=1e-3)  # half of it, in two bytes
-    # 32 layers, 4 of 8 heads of 128, keys and values of two bytes.
-    assert engine.cached_tokens == engine.cache // (32 * 4 * 128 * 2 * 2)
-
-
-def test_an_engine_holds_routers_that_choose_by_biased_scores_in_float32(tmp_path):
-    folder = write_config(tmp_path, "GLM-4.5-Air")
-    eight = "rollout.tensor_parallel_size=8"
-    cfg = tiny_config(folder, ParallelDims(), "model.dtype=bfloat16", eight)
-    shape = read_shape(folder)
-    routers = 45 * 128 * (4096 + 1)
-    norms = (2 * 46 + 1) * 4096
-    others = sum(map(prod, hf_tensors(shape).values())) - routers - norms
-    weights = engine_bytes(cfg, shape, CARDS["h100"]).weights
-    assert weights == 2 * others / 8 + 2 * norms + 4 * routers
 
 
 def cache_and_weights(model, folder, dims):
@@ -193,65 +198,3 @@ def test_an_engine_caches_latents_whole_in_every_worker_and_its_projections_are_
     engine = engine_bytes(cfg, read_shape(folder), CARDS["h100"])
     assert workers == [(engine.token_bytes, engine.weights)] * 2
     assert engine.token_bytes == 2 * 3 * (512 + 64)
-
-
-@pytest.mark.parametrize(
-    ("name", "tensor", "message"),
-    [
-        ("Llama-3.3-70B", 1, r"141\.1 GB of weights on each GPU of 85 GB: set it to 2$"),
-        ("Llama-3.1-405B", 4, r"202\.\d GB of weights .*: set it to 16, 2 nodes of 8$"),
-        ("Llama-3.1-405B", 8, r"101\.\d GB of weights .*: set it to 16, 2 nodes of 8$"),
-        (
-            "DeepSeek-V3",
-            16,
-            r"85\.\d GB of weights on each GPU of 85.*: set it to 32, 4 nodes of 8$",
-        ),
-    ],
-)
-@pytest.mark.parametrize(
-    "given", ["gpu_memory_utilization=0.9", "kv_cache_memory_bytes=1000000000"]
-)
-def test_weights_that_gpus_do_not_hold_are_refused_with_the_fewest_gpus_that_do(
-    name, tensor, message, given, tmp_path
-):
-    folder = write_config(tmp_path, name)
-    shape = read_shape(folder)
-
-    def engine_of(tensor):
-        cfg = tiny_config(
-            folder,
-            ParallelDims(),
-            "model.dtype=bfloat16",
-            f"rollout.tensor_parallel_size={tensor}",
-            f"rollout.vllm.{given}",
-        )
-        return engine_bytes(cfg, shape, CARDS["h100"])
-
-    with pytest.raises(ValueError, match=message) as refused:
-        engine_of(tensor)
-    [said] = re.findall(r"set it to (\d+)", str(refused.value))
-    assert engine_of(said).cache > 0
-
-
-def test_weights_that_no_number_of_gpus_holds_are_refused_with_larger_gpus(tmp_path):
-    folder = write_config(tmp_path, "Llama-3.1-8B")
-    cfg = tiny_config(folder, ParallelDims(), "model.dtype=bfloat16")
-    shape, small = read_shape(folder), replace(CARDS["h100"], memory=500 * 10**6)
-    # A 32nd of it, with one of 8 key-value heads; GPUs of 0.64 GB leave it a twelfth of that.
-    with pytest.raises(
-        ValueError, match=r"as at most 32 GPUs can split.*\(--gpu\) of more than 1 GB"
-    ):
-        engine_bytes(cfg, shape, small)
-
-
-@pytest.mark.parametrize("tensor", [16, 32])
-def test_where_workers_outnumber_key_value_heads_each_holds_and_caches_one_whole(tensor, tmp_path):
-    folder = write_config(tmp_path, "Llama-3.1-405B")
-    size = f"rollout.tensor_parallel_size={tensor}"
-    cfg = tiny_config(folder, ParallelDims(), "model.dtype=bfloat16", size)
-    engine = engine_bytes(cfg, read_shape(folder), CARDS["h100"])
-    hidden, layers, vocabulary = 16384, 126, 128256
-    split = layers * (2 * hidden * 128 * 128 + 3 * hidden * 53248) + 2 * vocabulary * hidden
-    whole = layers * 2 * hidden * 128 + (2 * layers + 1) * hidden  # keys, values; norms
-    assert engine.weights == 2 * (split // tensor + whole)
-    assert engine.token_bytes == layers * 2 * 128 * 2

@@ -46,15 +46,6 @@ def test_a_reference_that_follows_the_policy_has_its_float32_mixture_beside_it(t
     assert bytes_per_weight("float32", follows) == pytest.approx(4)
 
 
-def test_float32_weights_are_their_own_master_copies(tmp_path):
-    folder = write_config(tmp_path, "Llama-3.1-8B")
-    shape, dims = read_shape(folder), ParallelDims()
-    full = state_bytes(tiny_config(folder, dims, "model.dtype=float32"), shape, 0)
-    half = state_bytes(tiny_config(folder, dims, "model.dtype=bfloat16"), shape, 0)
-    assert full.weights == 2 * half.weights
-    assert 3 * full.optimizer == 2 * half.optimizer
-
-
 def test_biases_of_routers_are_float32_and_not_trained(tmp_path):
     folder = write_config(tmp_path, "GLM-4.5-Air")
     shape = read_shape(folder)

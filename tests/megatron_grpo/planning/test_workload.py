@@ -98,15 +98,17 @@ def test_what_does_not_fit_is_refused_with_the_numbers(folder):
         workload(cfg, read_shape(folder), [5, 65])
 
 
-def test_the_longest_sequence_is_what_the_config_allows(folder):
-    cfg = tiny_config(folder, ParallelDims(), "data.max_prompt_length=100")
-    assert longest_sequence(cfg, read_shape(folder)) == 112  # and 12 of completion
-    cfg = tiny_config(folder, ParallelDims(), "rollout.vllm.max_model_len=300")
-    assert longest_sequence(cfg, read_shape(folder)) == 300
-    cfg = tiny_config(folder, ParallelDims(), "rollout.vllm.max_model_len=0.4k")
-    assert longest_sequence(cfg, read_shape(folder)) == 400
-    cfg = tiny_config(folder, ParallelDims())
-    assert longest_sequence(cfg, read_shape(folder)) == 512  # train.max_tokens_per_microbatch
+@pytest.mark.parametrize(
+    ("override", "longest"),
+    [
+        ("data.max_prompt_length=100", 112),  # and 12 of completion
+        ("rollout.vllm.max_model_len=0.4k", 400),
+        ("data.shuffle=true", 512),  # train.max_tokens_per_microbatch
+    ],
+)
+def test_the_longest_sequence_is_what_the_config_allows(folder, override, longest):
+    cfg = tiny_config(folder, ParallelDims(), override)
+    assert longest_sequence(cfg, read_shape(folder)) == longest
 
 
 def test_a_file_of_lengths_is_read_and_a_mistake_in_it_named(tmp_path):
