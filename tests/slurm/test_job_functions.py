@@ -90,6 +90,21 @@ def test_a_job_whose_start_fails_is_queued_again(bash, tmp_path, step):
     assert "exit code 1: queued again" in done.stderr
 
 
+def test_a_signal_before_the_trainer_is_there_reaches_it(bash, tmp_path):
+    script = """
+        place_job() { RUN_DIR=$RUN LOGS=$RUN/logs STARTUP_TIMEOUT=9; }
+        start_engines() { :; }
+        start_trainer() {
+            kill -USR1 $$
+            (trap 'exit 75' USR1; for i in {1..100}; do sleep 0.1; done) >/dev/null 2>&1 &
+            TRAINER=$!
+        }
+        conclude() { exit "$code"; }
+        run_job
+    """
+    assert bash(script, {}, RUN=str(tmp_path)).returncode == 75
+
+
 # A trainer that ignores the signal because it is saving.
 SLOW_SAVE = """
     place_job() { RUN_DIR=$RUN LOGS=$RUN/logs STARTUP_TIMEOUT=9; }
@@ -104,22 +119,19 @@ SLOW_SAVE = """
 """
 
 
-def slow_save(bash, folder: Path, saves: int, left: int) -> tuple[str, str]:
-    """Output of a job whose trainer saves for `saves` seconds, `left` seconds before the limit."""
+@pytest.mark.parametrize(
+    ("saves", "left", "is_left"),
+    [(25, 8, True), (1, 600, False)],
+    ids=["beyond the time limit", "before it, and nobody waits for the guard"],
+)
+def test_a_save_is_left_before_the_time_limit(bash, tmp_path, saves, left, is_left):
+    """A trainer saves for `saves` seconds, `left` seconds before the limit."""
     squeue = f"echo $(($(date +$SLURM_TIME_FORMAT) + {left}))"
     programs = {"squeue": squeue, "scontrol": 'echo "$*"'}
-    done = bash(SLOW_SAVE, programs, RUN=str(folder), SAVES=str(saves))
+    done = bash(SLOW_SAVE, programs, RUN=str(tmp_path), SAVES=str(saves))
     assert done.returncode == 0, done.stderr
-    return done.stdout, done.stderr
-
-
-def test_a_save_beyond_the_time_limit_is_left_before_it(bash, tmp_path):
-    output, errors = slow_save(bash, tmp_path, saves=25, left=8)
-    assert output == "requeue 7\n" and "--signal" in errors
-
-
-def test_a_save_before_the_time_limit_is_not_and_nobody_waits_for_the_guard(bash, tmp_path):
-    assert slow_save(bash, tmp_path, saves=1, left=600) == ("", "")
+    assert done.stdout == ("requeue 7\n" if is_left else "")
+    assert ("--signal" in done.stderr) == is_left
 
 
 GUARD = """
@@ -168,7 +180,6 @@ OF_INTERFACE = """
         ("n1", ["127.0.1.1", "10.0.0.1"], "ib0", "10.0.0.1"),
         ("n1", ["127.0.1.1"], "", "192.0.2.5"),
         ("n1", ["127.0.1.1"], "ib0", "10.1.0.5"),
-        ("n1", ["127.0.1.1"], "lo", "127.0.1.1"),
         ("127.0.0.1", ["127.0.0.1"], "", "127.0.0.1"),
     ],
 )
@@ -276,28 +287,19 @@ def test_an_engine_that_always_dies_is_started_again_three_times(bash, tmp_path)
     assert (done.stdout, done.returncode) == ("start\n" * 4, 1)
 
 
-def test_the_token_of_the_hub_is_not_put_beside_its_caches(bash):
-    script = 'source slurm/env.sh; echo "${HF_HOME-none} $HF_HUB_CACHE $HF_DATASETS_CACHE"'
-    cache = REPOSITORY / ".cache" / "huggingface"
-    done = bash(f"unset HF_HOME HF_HUB_CACHE HF_DATASETS_CACHE; {script}", {})
-    assert done.stdout == f"none {cache}/hub {cache}/datasets\n"
-
-
 @pytest.mark.parametrize(
-    ("variables", "gpus"),
+    ("variables", "printed", "expected"),
     [
-        ({}, "8"),
-        ({"SLURM_GPUS_ON_NODE": "4"}, "4"),
-        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_GPUS_PER_NODE": "h100:4"}, "4"),
-        ({"SLURM_GPUS_PER_NODE": "4", "GPUS_PER_NODE": "2"}, "2"),
+        ({}, "$GPUS_PER_NODE", "8"),
+        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_GPUS_PER_NODE": "h100:4"}, "$GPUS_PER_NODE", "4"),
+        ({"SLURM_GPUS_PER_NODE": "4", "GPUS_PER_NODE": "2"}, "$GPUS_PER_NODE", "2"),
+        ({}, "$PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "of_the_site"}, "$PYTORCH_CUDA_ALLOC_CONF", "of_the_site"),
+        # The token of the hub is not put beside its caches.
+        ({}, "${HF_HOME-none} $HF_HUB_CACHE", f"none {REPOSITORY}/.cache/huggingface/hub"),
     ],
 )
-def test_a_job_uses_the_gpus_that_it_asks_for(bash, variables, gpus):
-    assert bash('source slurm/env.sh; echo "$GPUS_PER_NODE"', {}, **variables).stdout == f"{gpus}\n"
-
-
-@pytest.mark.parametrize("given", ["", "max_split_size_mb:512"])
-def test_ranks_have_segments_that_grow_unless_the_site_has_it_otherwise(bash, given):
-    set_before = {"PYTORCH_CUDA_ALLOC_CONF": given} if given else {}
-    done = bash("source slurm/env.sh; printenv PYTORCH_CUDA_ALLOC_CONF", {}, **set_before)
-    assert done.stdout.strip() == (given or "expandable_segments:True")
+def test_the_environment_is_that_of_the_job_and_the_site(bash, variables, printed, expected):
+    unset = "" if "PYTORCH_CUDA_ALLOC_CONF" in variables else "unset PYTORCH_CUDA_ALLOC_CONF;"
+    script = f'unset HF_HOME HF_HUB_CACHE; {unset} source slurm/env.sh; echo "{printed}"'
+    assert bash(script, {}, **variables).stdout == f"{expected}\n"

@@ -15,7 +15,7 @@ from megatron_grpo.planning.step_time import forward_flops, stage_flops
 from megatron_grpo.planning.workload import Computed
 from parallel import ParallelDims
 
-CARD = CARDS["h100"]
+CARD, ONE_RANK = CARDS["h100"], ParallelDims()
 LONG = "train.max_tokens_per_microbatch=4096"
 FULL = (
     "model.megatron={recompute_granularity: full, recompute_method: uniform, "
@@ -28,7 +28,7 @@ def model(tmp_path, name="Llama-3.1-8B"):
     return folder, read_shape(folder)
 
 
-def stages(folder, shape, *overrides, dims=ParallelDims()):
+def stages(folder, shape, *overrides, dims=ONE_RANK):
     """Operations of each stage for a sequence of 1,000 tokens."""
     return stage_flops(tiny_config(folder, dims, *overrides), shape, Computed.of([1000]))
 

@@ -19,8 +19,8 @@ CARD = CARDS["h100"]
 ENGINES_ELSEWHERE = ("rollout.engine=transformers", "rollout.tensor_parallel_size=1")
 
 
-# Model, GPUs and layout of recipes for H100 in bfloat16: of NeMo-RL for GRPO, of Megatron-Bridge for
-# pre-training, which sums gradients in bfloat16: 16 GB less for 8B than here.
+# Model, GPUs and layout of recipes for H100 in bfloat16: of NeMo-RL for GRPO, of Megatron-Bridge
+# for pre-training, which sums gradients in bfloat16: 16 GB less for 8B than here.
 PUBLISHED = [
     ("Llama-3.1-8B", 8, {"context": 2, "data": 4}),  # Megatron-Bridge
     ("Qwen3-32B", 32, {"tensor": 4, "pipeline": 4, "data": 2}),  # NeMo-RL
