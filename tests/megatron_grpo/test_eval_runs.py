@@ -4,8 +4,6 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
-from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ import pytest
 from helpers.jobs import NUM_RANKS, NUM_STEPS, Runs, assert_same_run
 from helpers.runs import TINY_CONFIG, read_json_lines, read_metrics
 from helpers.sabotage import InPhase, preempt
-from helpers.trainers import as_soon_as
 from megatron_grpo.config.file import load_config
 from megatron_grpo.eval_command import FolderEvaluation
 
@@ -161,30 +158,6 @@ def test_the_exported_model_gets_what_the_last_evaluation_of_its_run_got(
     assert read_json_lines(out / "eval_completions.jsonl") == [
         {name: value for name, value in row.items() if name != "step"} for row in rows
     ]
-
-
-@pytest.mark.slow
-def test_an_engine_that_dies_is_started_again_and_asked_for_the_rest(
-    arguments: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    cfg = load_config(TINY_CONFIG, [*arguments, "rollout.engine=transformers"])
-
-    def metrics(name: str, disturbance: Callable[[FolderEvaluation], Any]) -> dict[str, Any]:
-        with (
-            closing(FolderEvaluation(cfg, tmp_path / name)) as evaluation,
-            disturbance(evaluation),
-        ):
-            metrics = evaluation.run()
-        return {k: v for k, v in metrics.items() if k.startswith("eval/")}
-
-    def killing(evaluation: FolderEvaluation) -> Any:
-        engine = evaluation.servers._engine(evaluation.servers.base_urls[0])
-        [held_out] = evaluation._evaluations._evaluations.values()
-        return as_soon_as(lambda: held_out._samples, engine.process.kill)
-
-    undisturbed = metrics("undisturbed", lambda _: nullcontext())
-    assert metrics("disturbed", killing) == undisturbed
-    assert "is lost" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 """Whole runs of `megatron-grpo train` on a tiny model: real ranks, a real vLLM engine."""
 
 import json
-import time
-import uuid
 from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -13,11 +11,11 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from demo.make_sums import sums as all_sums
-from helpers.engines import TestEngine, wait_until
+from helpers.engines import TestEngine
 from helpers.jobs import Ended, Job, Sabotage
 from helpers.policies import tiny_config
 from helpers.ranks import CONTEXT
-from helpers.runs import finish_run, marked_processes, read_json_lines, read_metrics, start_run
+from helpers.runs import finish_run, read_json_lines, read_metrics
 from helpers.sabotage import ListForwards
 from megatron_grpo.launch.launch import RankPlace
 from megatron_grpo.rank import process_groups
@@ -200,29 +198,6 @@ def test_a_new_run_starts_from_the_checkpoint_of_another_with_another_config(
     assert (record["step"], record["lr"]) == (1, 2e-3)
     assert record["kl"] > 1e-6, "the reference is the model in model.path"
     assert record["rollout/logprob_gap_mean"] < 1e-3, "the engines have the weights of the start"
-
-
-def test_nothing_is_left_when_the_launcher_is_killed(arguments: list[str], tmp_path: Path) -> None:
-    process = start_run(
-        *arguments,
-        *layout("pipeline"),
-        "train.num_steps=500",
-        "train.save_interval=1",
-        f"train.run_dir={tmp_path}",
-        mark=(mark := uuid.uuid4().hex),
-    )
-    try:
-        deadline = time.monotonic() + 120
-        while not (tmp_path / "checkpoints" / "LATEST").exists():
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.2)
-        names = [" ".join(child.cmdline()) for child in marked_processes(mark)]
-        assert any("vllm" in name for name in names)
-        assert sum("megatron_grpo.cli" in name for name in names) >= 2  # both ranks
-    finally:
-        process.kill()
-        process.communicate()
-    assert wait_until(lambda: not marked_processes(mark), seconds=60)
 
 
 def test_no_collective_ends_a_wait_before_the_watch_does(tied_model: Path) -> None:

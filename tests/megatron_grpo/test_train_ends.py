@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from subprocess import Popen
 
-import psutil
 import pytest
 
 from demo.make_sums import sums as all_sums
@@ -51,15 +50,6 @@ def training(arguments: list[str], run_dir: Path) -> Iterator[tuple[Popen[str], 
         for process in marked_processes(mark):
             process.kill()
         run.communicate()
-
-
-def rank_process(mark: str, rank: int) -> psutil.Process:
-    [found] = [
-        process
-        for process in marked_processes(mark)
-        if process.environ().get("RANK") == str(rank) and "train" in process.cmdline()
-    ]
-    return found
 
 
 def last_line(output: str) -> str:
@@ -115,26 +105,3 @@ def test_a_run_that_is_preempted_while_it_is_checked_can_be_queued_again(
     run.send_signal(signal.SIGUSR1)
     output, _ = run.communicate(timeout=20)
     assert (run.returncode, output) == (75, "")
-
-
-@pytest.mark.slow
-def test_the_end_of_rank_0_is_told_once_by_the_launcher(
-    arguments: list[str], tmp_path: Path
-) -> None:
-    with training(arguments, tmp_path / "run") as (run, mark):
-        rank_process(mark, 0).kill()
-        output, _ = run.communicate(timeout=60)
-    assert run.returncode == 1
-    assert output.count("megatron-grpo: ") == 1 and "Traceback" not in output
-    line = last_line(output)
-    assert line.startswith("megatron-grpo: rank 0 on ") and line.endswith("(SIGKILL)")
-    assert "died in " in line and "step " in line
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_everything_at_once(arguments: list[str], tmp_path: Path) -> None:
-    with training(arguments, tmp_path / "run") as (run, _):
-        run.send_signal(signal.SIGINT)
-        output, _ = run.communicate(timeout=60)
-    assert run.returncode == 130
-    assert last_line(output) == "megatron-grpo: interrupted" and "Traceback" not in output
