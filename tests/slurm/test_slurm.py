@@ -84,9 +84,7 @@ def submit(cluster, tied_model, tmp_path):
 @pytest.fixture(scope="module")
 def beside(cluster, tied_model, tmp_path_factory):
     """Jobs that run in the background of the tests, keyed by what happens to them."""
-    mistake, trainer, once, early = map(
-        tmp_path_factory.mktemp, ("mistake", "trainer", "once", "early")
-    )
+    mistake, trainer, early = map(tmp_path_factory.mktemp, ("mistake", "trainer", "early"))
     rewards = trainer / "rewards.py"
     rewards.write_text(KILLS_RANK_0)
     of_rewards = f"reward.functions=[{rewards}:reward]"
@@ -97,11 +95,6 @@ def beside(cluster, tied_model, tmp_path_factory):
             ),
             "the trainer fails": submit(
                 TRANSFORMERS, of_rewards, folder=trainer, venv=venv_that(FAILS_BETWEEN, trainer)
-            ),
-            "place fails once": submit(
-                "train.num_steps=1",
-                folder=once,
-                venv=venv_that(f"mkdir {once}/try && exit 7", once),
             ),
             "place fails": submit(folder=early, venv=venv_that("exit 7", early)),
         }
@@ -322,13 +315,6 @@ def test_a_cancelled_job_leaves_nothing_and_does_not_come_back(endless):
     assert endless.await_silence() == []
     # A requeued job is PENDING at once, however long it has to wait.
     assert endless.job.state == "CANCELLED"
-
-
-def test_a_failure_before_anything_is_placed_is_tried_again(beside):
-    run = beside["place fails once"]
-    run.await_end()
-    assert run.restarts() == 1
-    assert "exit code 7: queued again" in run.job.output()
 
 
 def test_another_job_has_its_restarts_before_it(beside, submit):

@@ -74,28 +74,6 @@ def test_defaults_that_follow_other_keys_are_resolved():
     assert load_config(DEMO).parallel.sequence_parallel is False
 
 
-def test_an_evaluation_follows_the_training_in_what_it_does_not_say(tmp_path):
-    overrides = ["data.system_prompt=Add.", "data.path=openai/gsm8k", "reward.timeout=5"]
-    assert load_config(DEMO, overrides).eval.data is None
-    config = load_config(
-        DEMO,
-        [
-            *overrides,
-            "eval.data.split=test",
-            "eval.data.answer_column=null",
-            "eval.reward.functions=[exact]",
-            "eval.num_generations=8",
-        ],
-    )
-    data, reward = config.eval.data, config.eval.reward
-    assert (data.path, data.system_prompt) == ("openai/gsm8k", "Add.")
-    assert (data.split, data.answer_column, data.shuffle) == ("test", None, False)
-    assert ([f.name for f in reward.functions], reward.timeout) == (["exact"], 5.0)
-    assert config.eval.k == (1, 8)
-    (tmp_path / "config.yaml").write_text(dump_config(config))
-    assert load_config(tmp_path / "config.yaml") == config
-
-
 def test_a_held_out_set_follows_the_evaluation_and_then_the_training(tmp_path):
     config = load_config(
         DEMO,
@@ -125,6 +103,14 @@ def test_a_held_out_set_follows_the_evaluation_and_then_the_training(tmp_path):
     assert [f.name for s in (math, aime) for f in s.reward.functions] == ["exact", "exact"]
     (tmp_path / "config.yaml").write_text(dump_config(config))
     assert load_config(tmp_path / "config.yaml") == config
+
+
+def test_without_sets_the_evaluation_is_one_and_follows_the_training():
+    assert load_config(DEMO).eval.data is None
+    config = load_config(DEMO, ["data.path=openai/gsm8k", "eval.data.split=test"])
+    data = config.eval.data
+    assert (data.path, data.split, data.shuffle) == ("openai/gsm8k", "test", False)
+    assert load_config(DEMO, ["eval.data={}", "eval.num_generations=8"]).eval.k == (1, 8)
 
 
 def test_an_environment_alone_may_judge_an_evaluation():
@@ -319,6 +305,7 @@ REFUSED = [
     ("eval.temperature=0.001", "use 0, or at least 0.01"),
     ("eval.top_k=0", "eval: top_k 0"),
     ("eval.data.shuffle=true", "eval: data.shuffle"),
+    ("eval.interval=5", "eval.interval does nothing without eval.data"),
     ("eval.data={} + eval.reward.functions=[]", "eval.reward.functions is empty"),
     ("eval.data={} + environment.name=mine.py:Game", "environment * 1: set eval.pass_threshold to"),
     ("eval.data={} + eval.sets.a.data={}", "eval.sets.NAME.data"),
@@ -426,22 +413,6 @@ def test_an_option_that_would_do_nothing_is_refused_with_its_default(overrides, 
     assert need in told[1]
     key = told[2].partition("=")[0]
     load_config(DEMO, [o for o in overrides if not o.startswith(f"{key}=")] + [told[2]])
-
-
-@pytest.mark.parametrize(
-    ("overrides", "told", "legal"),
-    [
-        (
-            ["optimizer.min_lr=1e-6"],
-            "min_lr 1e-06 does nothing with optimizer.lr_decay_style constant",
-            "optimizer.lr_decay_style=cosine",
-        ),
-        (["eval.interval=5"], "eval.interval does nothing without eval.data", "eval.data={}"),
-    ],
-)
-def test_what_would_do_nothing_elsewhere_is_refused(overrides, told, legal):
-    assert told in refusal(*overrides)
-    load_config(DEMO, [*overrides, legal])
 
 
 def test_what_an_estimator_has_by_default_may_be_idle():

@@ -228,26 +228,18 @@ ASKS_FOR_CALLS = (
 
 
 @pytest.mark.parametrize(
-    ("template", "chat", "told"),
-    [
-        (
-            "{% if messages[0]['role'] != 'user' %}{{ raise_exception('begin with the user') }}"
-            "{% endif %}",
-            [{"role": "assistant", "content": "hi"}, {"role": "user", "content": "ho"}],
-            "begin with the user",
-        ),
-        (ASKS_FOR_CALLS, [{"role": "user", "content": "a", "tool_calls": 3}], "no len()"),
-    ],
+    ("template", "told"),
+    [("{{ raise_exception('begin') }}", "begin"), (ASKS_FOR_CALLS, r"no len\(\)")],
     ids=["by the template itself", "for a field of another type"],
 )
-def test_chats_that_the_template_refuses_are_listed(tmp_path, template, chat, told):
+def test_chats_that_the_template_refuses_are_listed(tmp_path, template, told):
     tokenizer = character_tokenizer(250)
-    tokenizer.chat_template = template + tokenizer.chat_template
+    condition = "{% if messages[0].tool_calls %}" + template + "{% endif %}"
+    tokenizer.chat_template = condition + tokenizer.chat_template
+    chat = [{"role": "user", "content": "a", "tool_calls": 3}]
     path = jsonl(tmp_path, [*ROWS, {"prompt": chat, "answer": "1"}])
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError, match=rf"{path} line 6: refused by the chat template: .*{told}"):
         load_prompts(config(path), tokenizer, CONTEXT)
-    assert f"{path} line 6: refused by the chat template: " in str(refused.value)
-    assert told in str(refused.value)
     skipped = load_prompts(config(path, "data.on_invalid=skip"), tokenizer, CONTEXT)
     assert [prompt.row for prompt in skipped] == ROWS
 
@@ -307,26 +299,17 @@ def test_name_of_a_data_set_that_no_hub_serves_is_refused(monkeypatch):
     assert "subset main, split train" in message
 
 
-def test_prompts_longer_than_the_context_are_listed_with_their_lengths(tmp_path):
+def test_prompts_that_are_too_long_are_listed_or_left_out(tmp_path, caplog):
     # The template adds 19 tokens, and 512 - 12 leaves 500: 481 characters are the most.
-    rows = [{"prompt": "x" * (480 + i), "answer": ""} for i in range(4)]
-    path = jsonl(tmp_path, rows)
+    path = jsonl(tmp_path, [{"prompt": "x" * (481 + i), "answer": ""} for i in range(2)])
     message = refusal(config(path))
-    assert "2 of 4 rows" in message
-    assert f"{path} line 3: too long for the model's context: 501 tokens of at most 500" in message
-    assert f"{path} line 4: too long for the model's context: 502 tokens of at most 500" in message
+    assert f"{path} line 2: too long for the model's context: 501 tokens of at most 500" in message
     assert "data.max_prompt_length=500 leaves out" in message
     for left_out in ("data.max_prompt_length=500", "data.on_invalid=skip"):
-        assert [len(p.token_ids) for p in load(config(path, left_out))] == [499, 500]
-
-
-def test_max_prompt_length_leaves_longer_rows_out_and_says_so(tmp_path, caplog):
-    rows = [ROWS[0], {"prompt": "x" * 100, "answer": ""}, ROWS[2]]
-    prompts = load(config(jsonl(tmp_path, rows), "data.max_prompt_length=60"))
-    assert [prompt.index for prompt in prompts] == [0, 2]
-    assert "1 of 3 prompts have more than 60 tokens and are left out" in caplog.text
-    message = refusal(config(jsonl(tmp_path, rows), "data.max_prompt_length=5"))
-    assert "data.max_prompt_length 5 leaves out all 3" in message
+        assert [len(p.token_ids) for p in load(config(path, left_out))] == [500]
+    assert "1 of 2 prompts have more than 500 tokens and are left out" in caplog.text
+    message = refusal(config(path, "data.max_prompt_length=5"))
+    assert "data.max_prompt_length 5 leaves out all 2" in message
 
 
 def test_completion_length_that_fills_the_context_is_refused(tmp_path):
