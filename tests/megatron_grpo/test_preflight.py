@@ -221,7 +221,7 @@ def with_a_link(folder: Path) -> None:
         (lambda folder: (folder / "config.json").unlink(), "config.json does not exist"),
         (without_a_weight, "model.layers.1.mlp.up_proj.weight [96, 64] is missing"),
         (without_a_tokenizer, "has no tokenizer: none of tokenizer.json"),
-        (with_a_link, "moved.json, which no checkpoint could copy"),
+        (with_a_link, "replace it with a copy"),
     ],
     ids=["no folder", "no config", "no weight", "no tokenizer", "a link"],
 )

@@ -1,5 +1,7 @@
-"""Weights, gradients and optimizer of a rank, by the planner; test_instantiate.py compares them with
-Megatron-Core's own, in every family."""
+"""Weights, gradients and optimizer of a rank, by the planner.
+
+`test_instantiate.py` compares them with Megatron-Core's own, in every family.
+"""
 
 from math import prod
 

@@ -65,6 +65,13 @@ def test_recomputation_and_other_passes_are_forwards_more(tmp_path):
         assert of_step(folder, shape, *overrides) == plain + more, overrides
 
 
+def traffic(folder, shape, dims, *overrides, card=CARD):
+    """Bytes by purpose, of 16 sequences of 1,024 tokens in bfloat16."""
+    cfg = tiny_config(folder, dims, "model.dtype=bfloat16", "grpo.beta=0.0", LONG, *overrides)
+    links = plan_job(cfg, shape, card, [1024], num_gpus=64).time.links
+    return {link.purpose: link.num_bytes for link in links}
+
+
 def selective(modules):
     settings = f"recompute_granularity: selective, recompute_modules: [{modules}]"
     return f"model.megatron={{{settings}}}"
@@ -102,20 +109,16 @@ def test_selective_recomputation_runs_the_named_modules_again(name, modules, aga
 def test_block_recomputation_runs_the_first_layers_of_each_chunk_again(tmp_path):
     folder, shape = model(tmp_path)
     dims = ParallelDims(tensor=8, pipeline=2, virtual_pipeline=2, context=2)
-    options = "model.dtype=bfloat16", "grpo.beta=0.0", LONG
 
     def flops(*overrides):
-        return stages(folder, shape, *options, *overrides, dims=dims)
-
-    def sent(*overrides):
-        return traffic(tiny_config(folder, dims, *options, *overrides), shape)
+        return stages(folder, shape, "grpo.beta=0.0", *overrides, dims=dims)
 
     layer = forward_flops(shape, Computed.of([1000])) / 32
     more = [some - none for some, none in zip(flops(block(3)), flops(), strict=True)]
     assert more == pytest.approx([2 * 3 * layer] * 2)  # of two chunks of eight layers
     assert flops(block(9)) == flops(FULL)
     # Of 16 layers 10 exchange as without recomputation; see `test_traffic_by_hand`.
-    plain, some = sent(), sent(block(3))
+    plain, some = (traffic(folder, shape, dims, *each) for each in ([], [block(3)]))
     assert some["tensor"] == pytest.approx(plain["tensor"] * (10 * 10 + 6 * 14) / (16 * 10))
     assert some["context"] == pytest.approx(plain["context"] * (10 * 3 + 6 * 4) / (16 * 3))
     assert some["pipeline"] == plain["pipeline"]
@@ -134,9 +137,9 @@ def test_block_recomputation_runs_the_first_layers_of_each_chunk_again(tmp_path)
 def test_a_recomputed_module_repeats_its_own_traffic(modules, tensor, context, expert, tmp_path):
     folder, shape = model(tmp_path, "GLM-4.5-Air")
     dims = ParallelDims(tensor=2, context=2, data=2, expert=4, expert_tensor=1)
-    options = "model.dtype=bfloat16", "grpo.beta=0.0", LONG, "rollout.tensor_parallel_size=8"
+    engine = "rollout.tensor_parallel_size=8"
     plain, more = (
-        traffic(tiny_config(folder, dims, *options, *recomputed), shape)
+        traffic(folder, shape, dims, engine, *recomputed)
         for recomputed in ([], [selective(modules)])
     )
     growth = {purpose: more[purpose] / plain[purpose] - 1 for purpose in plain}
@@ -206,14 +209,8 @@ def test_of_latent_attention_queries_meet_keys_and_weights_meet_values_of_anothe
 def test_traffic_by_hand(tmp_path, recompute):
     folder, shape = model(tmp_path)
     dims = ParallelDims(tensor=8, pipeline=2, context=2, data=2)
-    cfg = tiny_config(
-        folder,
-        dims,
-        "model.dtype=bfloat16",
-        "train.max_tokens_per_microbatch=4096",
-        "grpo.beta=0.0",
-        *([FULL] if recompute else []),
-    )
+    options = ["model.dtype=bfloat16", "grpo.beta=0.0", LONG, *([FULL] if recompute else [])]
+    cfg = tiny_config(folder, dims, *options)
     plan = plan_job(cfg, shape, CARD, [1024], num_gpus=64)
     links = {link.purpose: link for link in plan.time.links}
     # 16 sequences over 2 copies and 2 context ranks; a row has 4096 elements of 2 bytes.
@@ -231,17 +228,11 @@ def test_traffic_by_hand(tmp_path, recompute):
     assert links["data"].seconds == links["data"].num_bytes / CARD.network_rate
 
 
-def traffic(cfg, shape):
-    links = plan_job(cfg, shape, CARD, [1024], num_gpus=64).time.links
-    return {link.purpose: link.num_bytes for link in links}
-
-
 def test_a_pass_of_the_reference_is_a_forward_of_traffic(tmp_path):
     folder, shape = model(tmp_path)
     dims = ParallelDims(tensor=8, pipeline=2, context=2, data=2)
     plain, more = (
-        traffic(tiny_config(folder, dims, "model.dtype=bfloat16", beta, LONG), shape)
-        for beta in ("grpo.beta=0.0", "grpo.beta=0.04")
+        traffic(folder, shape, dims, beta) for beta in ("grpo.beta=0.0", "grpo.beta=0.04")
     )
     assert more["tensor"] == pytest.approx(plain["tensor"] * 14 / 10)
     assert more["context"] == pytest.approx(plain["context"] * 4 / 3)
@@ -260,17 +251,16 @@ def test_a_pass_of_the_reference_is_a_forward_of_traffic(tmp_path):
 def test_pipeline_traffic_is_that_of_the_busiest_stage(pipeline, virtual, sends, tmp_path):
     folder, shape = model(tmp_path)
     dims = ParallelDims(pipeline=pipeline, virtual_pipeline=virtual)
-    cfg = tiny_config(folder, dims, "model.dtype=bfloat16", "grpo.beta=0.04", LONG)
     # 16 sequences; a row has 4096 elements of 2 bytes.
-    assert traffic(cfg, shape)["pipeline"] == sends * 16 * 1024 * 4096 * 2
+    sent = traffic(folder, shape, dims, "grpo.beta=0.04")["pipeline"]
+    assert sent == sends * 16 * 1024 * 4096 * 2
 
 
 @pytest.mark.parametrize(("expert", "expert_tensor"), [(8, 1), (2, 4), (1, 4)])
 def test_traffic_of_a_mixture_by_hand(expert, expert_tensor, tmp_path):
     folder, shape = model(tmp_path, "Qwen3-30B-A3B")
     dims = ParallelDims(tensor=4, data=4, expert=expert, expert_tensor=expert_tensor)
-    cfg = tiny_config(folder, dims, "model.dtype=bfloat16", "grpo.beta=0.0", LONG)
-    links = traffic(cfg, shape)
+    links = traffic(folder, shape, dims)
     # 16 sequences over 4 copies; a row has 2048 elements of 2 bytes.
     rows = 16 * 1024 / 4 * 2048 * 2 * 48
     assert links["tensor"] == pytest.approx(3 / 4 * rows * 5)  # around the attention alone
@@ -281,6 +271,7 @@ def test_traffic_of_a_mixture_by_hand(expert, expert_tensor, tmp_path):
     assert links["expert"] == pytest.approx(4 * dispatched)
     of_experts = 48 * 128 * 3 * 2048 * 768 / (expert * expert_tensor)
     copies = 16 / (expert * expert_tensor)  # of the same experts; of all else there are 4
+    cfg = tiny_config(folder, dims, "model.dtype=bfloat16")
     others = state_bytes(cfg, shape, 0).weights / 2 - of_experts
     shares = 3 / 4 * others + (copies - 1) / copies * of_experts
     assert links["data"] == pytest.approx(6 * shares)
@@ -289,9 +280,7 @@ def test_traffic_of_a_mixture_by_hand(expert, expert_tensor, tmp_path):
 def test_a_shared_expert_is_exchanged_like_an_mlp_and_dense_layers_have_no_experts(tmp_path):
     folder, shape = model(tmp_path, "GLM-4.5-Air")
     dims = ParallelDims(tensor=2, data=2, expert=4, expert_tensor=1)
-    engine = "rollout.tensor_parallel_size=8"
-    cfg = tiny_config(folder, dims, "model.dtype=bfloat16", "grpo.beta=0.0", LONG, engine)
-    links = traffic(cfg, shape)
+    links = traffic(folder, shape, dims, "rollout.tensor_parallel_size=8")
     rows = 16 * 1024 / 2 * 4096 * 2  # of 16 sequences over 2 copies, 4096 elements of 2 bytes
     assert links["tensor"] == pytest.approx(1 / 2 * rows * 46 * 10)
     # Half of them from each rank, of 8 experts each three in four on other ranks; four times.
@@ -306,18 +295,9 @@ def test_tensor_ranks_gather_latents_and_context_ranks_keys_and_values_of_all_he
 ):
     folder = write_config(tmp_path, "DeepSeek-V3", q_lora_rank=query_rank)
     dims = ParallelDims(tensor=4, context=2, expert=8, expert_tensor=1)
-    cfg = tiny_config(
-        folder,
-        dims,
-        "model.dtype=bfloat16",
-        "grpo.beta=0.0",
-        LONG,
-        "rollout.tensor_parallel_size=8",
-        *([FULL] if recompute else []),
-    )
+    options = ["rollout.tensor_parallel_size=8", *([FULL] if recompute else [])]
     card = replace(CARD, memory=10**15)
-    links = plan_job(cfg, read_shape(folder), card, [1024], num_gpus=8).time.links
-    sent = {link.purpose: link.num_bytes for link in links}
+    sent = traffic(folder, read_shape(folder), dims, *options, card=card)
     tokens, forwards = 16 * 1024 / 2, 2 if recompute else 1
     # Forwards gather latents and the rotated part of keys, and reduce hidden states; the backward
     # the other way round, and it gathers latents again. Likewise around dense MLPs and the shared
