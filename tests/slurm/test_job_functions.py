@@ -43,6 +43,11 @@ def bash(tmp_path):
     return bash
 
 
+PLACED = """
+    place_job() { RUN_DIR=$RUN LOGS=$RUN/logs STARTUP_TIMEOUT=9; }
+    mount_run_dir() { :; }
+    start_engines() { :; }
+"""
 CONCLUDE = """
     LOGS="" RUN_DIR="" GUARD="" was_cancelled="" ENDS=$FOLDER/ends
     code=$CODE
@@ -78,22 +83,14 @@ def test_a_controller_that_is_away_is_asked_again(bash, tmp_path):
 
 @pytest.mark.parametrize("step", ["mount_run_dir", "start_engines", "start_trainer"])
 def test_a_job_whose_start_fails_is_queued_again(bash, tmp_path, step):
-    script = f"""
-        place_job() {{ RUN_DIR=$RUN LOGS=$RUN/logs STARTUP_TIMEOUT=9; }}
-        mount_run_dir() {{ :; }}
-        start_engines() {{ :; }}
-        {step}() {{ return 1; }}
-        run_job
-    """
+    script = PLACED + f"{step}() {{ return 1; }}; run_job"
     done = bash(script, {"scontrol": 'echo "$*"'}, RUN=str(tmp_path))
     assert done.stdout == "requeue 7\n"
     assert "exit code 1: queued again" in done.stderr
 
 
 def test_a_signal_before_the_trainer_is_there_reaches_it(bash, tmp_path):
-    script = """
-        place_job() { RUN_DIR=$RUN LOGS=$RUN/logs STARTUP_TIMEOUT=9; }
-        start_engines() { :; }
+    starts = """
         start_trainer() {
             kill -USR1 $$
             (trap 'exit 75' USR1; for i in {1..100}; do sleep 0.1; done) >/dev/null 2>&1 &
@@ -102,13 +99,11 @@ def test_a_signal_before_the_trainer_is_there_reaches_it(bash, tmp_path):
         conclude() { exit "$code"; }
         run_job
     """
-    assert bash(script, {}, RUN=str(tmp_path)).returncode == 75
+    assert bash(PLACED + starts, {}, RUN=str(tmp_path)).returncode == 75
 
 
 # A trainer that ignores the signal because it is saving.
 SLOW_SAVE = """
-    place_job() { RUN_DIR=$RUN LOGS=$RUN/logs STARTUP_TIMEOUT=9; }
-    start_engines() { :; }
     start_trainer() {
         (trap '' USR1; touch $RUN/begun; exec sleep $SAVES >/dev/null 2>&1) &
         TRAINER=$!
@@ -128,7 +123,7 @@ def test_a_save_is_left_before_the_time_limit(bash, tmp_path, saves, left, is_le
     """A trainer saves for `saves` seconds, `left` seconds before the limit."""
     squeue = f"echo $(($(date +$SLURM_TIME_FORMAT) + {left}))"
     programs = {"squeue": squeue, "scontrol": 'echo "$*"'}
-    done = bash(SLOW_SAVE, programs, RUN=str(tmp_path), SAVES=str(saves))
+    done = bash(PLACED + SLOW_SAVE, programs, RUN=str(tmp_path), SAVES=str(saves))
     assert done.returncode == 0, done.stderr
     assert done.stdout == ("requeue 7\n" if is_left else "")
     assert ("--signal" in done.stderr) == is_left
