@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from checkpoint_convert import check_weights, hf_tensors, megatron_layout, read_shape
+from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.formats import hf_folder
 from checkpoint_convert.formats.safetensors_file import TensorPlace, read_header
 from checkpoint_convert.hf_export import (
@@ -21,46 +22,26 @@ from checkpoint_convert.hf_export import (
     write_weights,
 )
 from checkpoint_convert.weights import read_weights
+from helpers.conversions import assert_same, weights_of
 from helpers.models import CONFIGS, tiny_model
 from parallel import ParallelDims
 
 MESHES = [  # tensor=4 exceeds the key-value heads; no pipeline divides the 7 layers
-    ParallelDims(),
-    ParallelDims(tensor=4),
-    ParallelDims(pipeline=3, virtual_pipeline=2),
-    ParallelDims(tensor=2, pipeline=2, virtual_pipeline=2),
     ParallelDims(tensor=4, pipeline=3),
+    ParallelDims(tensor=2, pipeline=2, virtual_pipeline=2),
     ParallelDims(tensor=2, context=2, data=2),
 ]
 EXPERT_MESHES = [  # with replicas of whole experts, of parts of experts, or without
-    ParallelDims(data=2, expert=2),
     ParallelDims(data=4, expert=2),
-    ParallelDims(data=4, expert_tensor=4),
     ParallelDims(tensor=2, pipeline=3, expert=2, expert_tensor=1),
     ParallelDims(tensor=4, data=2, expert=2, expert_tensor=2),
-    ParallelDims(
-        tensor=2, pipeline=2, virtual_pipeline=2, context=2, data=2, expert=4, expert_tensor=1
-    ),
 ]
 MODELS = [(family, tied) for family in CONFIGS for tied in (False, True)]
-
-
-def name_of(dims):
-    experts = f" * ep({dims.expert}) etp({dims.expert_tensor})" if dims in EXPERT_MESHES else ""
-    return f"{dims} vpp({dims.virtual_pipeline}){experts}"
-
-
-MIXTURES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "mixtral", "qwen3_moe")
 ROUND_TRIPS = [
-    pytest.param(family, tied, dims, id=f"{family}-tied={tied}-{name_of(dims)}")
+    pytest.param(family, tied, dims, id=f"{family}-tied={tied}-{dims} ep({dims.expert})")
     for family, tied in MODELS
-    for dims in MESHES + (EXPERT_MESHES if family in MIXTURES else [])
+    for dims in MESHES + (EXPERT_MESHES if FAMILIES[family].experts else [])
 ]
-
-
-@pytest.fixture(scope="module")
-def models(seven_layer_models):
-    return seven_layer_models
 
 
 @pytest.fixture(scope="module")
@@ -68,44 +49,39 @@ def llama(tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("llama"), "llama")
 
 
-def load_rank(folder, shape, dims, rank, dtype=torch.float32):
+ONE_RANK = ParallelDims()
+
+
+def load_rank(folder, shape, dims, rank):
     layout = megatron_layout(shape, dims, dims.coordinates(rank), transformer_engine=False)
-    parameters = {n: torch.full(s, torch.nan, dtype=dtype) for n, s in layout.shapes.items()}
+    parameters = {n: torch.full(s, torch.nan) for n, s in layout.shapes.items()}
     read_weights(folder, shape, layout, parameters)
     return layout, parameters
 
 
-def exported_weights(folder):
-    return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
-
-
-def assert_same(weights, expected):
-    assert weights.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert tensor.dtype == weights[name].dtype
-        assert torch.equal(weights[name], tensor), name
+def export(model, folder, shape, dims=ONE_RANK, dtype=torch.float32, max_shard_bytes=10**9):
+    """Create an export and write the weights of all ranks."""
+    create_export(folder, model, shape, dtype, max_shard_bytes)
+    for rank in range(dims.world_size):
+        layout, parameters = load_rank(model, shape, dims, rank)
+        assert not any(parameter.isnan().any() for parameter in parameters.values())
+        write_weights(folder, layout, parameters, first_file=rank)
 
 
 @pytest.mark.parametrize(("family", "tied", "dims"), ROUND_TRIPS)
 def test_the_ranks_load_and_write_back_the_whole_model_bitwise(
-    models, tmp_path, family, tied, dims
+    seven_layer_models, tmp_path, family, tied, dims
 ):
-    model = models[family, tied]
-    shape = read_shape(model)
-    create_export(tmp_path, model, shape, torch.float32, max_shard_bytes=150_000)
-    for rank in range(dims.world_size):
-        layout, parameters = load_rank(model, shape, dims, rank)
-        assert not any(parameter.isnan().any() for parameter in parameters.values())
-        write_weights(tmp_path, layout, parameters, first_file=rank)
-    assert_same(exported_weights(tmp_path), load_file(model / "model.safetensors"))
+    model = seven_layer_models[family, tied]
+    export(model, tmp_path, read_shape(model), dims, max_shard_bytes=150_000)
+    assert_same(weights_of(tmp_path), weights_of(model))
 
 
-@pytest.mark.parametrize(("family", "tied"), MODELS)
-def test_an_export_is_what_transformers_loads(models, tmp_path, family, tied):
-    model, dims = models[family, tied], ParallelDims()
+@pytest.mark.parametrize("family", CONFIGS)
+def test_an_export_is_what_transformers_loads(seven_layer_models, tmp_path, family):
+    model = seven_layer_models[family, family in ("llama", "qwen2", "qwen3_moe")]
     shape = read_shape(model)
-    create_export(tmp_path, model, shape, torch.float32, max_shard_bytes=100_000)
-    write_weights(tmp_path, *load_rank(model, shape, dims, 0))
+    export(model, tmp_path, shape, max_shard_bytes=100_000)
     tokens = torch.arange(250).reshape(2, 125)
     with torch.no_grad():
         logits = [
@@ -113,23 +89,16 @@ def test_an_export_is_what_transformers_loads(models, tmp_path, family, tied):
             for folder in (model, tmp_path)
         ]
     assert torch.equal(*logits)
-    text = "What is 7 + 5?"
     tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in (model, tmp_path)]
-    assert tokenizers[0](text).input_ids == tokenizers[1](text).input_ids
+    assert tokenizers[0]("7 + 5?").input_ids == tokenizers[1]("7 + 5?").input_ids
     assert tokenizers[0].chat_template == tokenizers[1].chat_template
     assert read_shape(tmp_path) == shape
 
 
 def test_an_export_is_converted_to_its_dtype_and_says_so(llama, tmp_path):
-    shape, dims = read_shape(llama), ParallelDims(tensor=2)
-    create_export(tmp_path, llama, shape, torch.bfloat16)
-    for rank in range(2):
-        write_weights(tmp_path, *load_rank(llama, shape, dims, rank))
-    expected = load_file(llama / "model.safetensors")
-    assert_same(
-        load_file(tmp_path / "model.safetensors"),
-        {name: tensor.to(torch.bfloat16) for name, tensor in expected.items()},
-    )
+    export(llama, tmp_path, read_shape(llama), ParallelDims(tensor=2), torch.bfloat16)
+    expected = {name: tensor.bfloat16() for name, tensor in weights_of(llama).items()}
+    assert_same(weights_of(tmp_path), expected)
     assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16
 
 
@@ -139,14 +108,14 @@ def test_new_weights_are_written_into_the_same_files_again_and_again(llama, tmp_
     ranks = [load_rank(llama, shape, dims, rank) for rank in range(4)]
     file = tmp_path / "model.safetensors"
     inode = file.stat().st_ino
-    expected = load_file(llama / "model.safetensors")
+    expected = weights_of(llama)
     for _ in range(3):
         for layout, parameters in ranks:
             for parameter in parameters.values():
                 parameter += 1.0
             write_weights(tmp_path, layout, parameters)
         expected = {name: tensor + 1.0 for name, tensor in expected.items()}
-        assert_same(load_file(file), expected)
+        assert_same(weights_of(tmp_path), expected)
     assert file.stat().st_ino == inode
 
 
@@ -159,7 +128,7 @@ def test_a_rank_begins_with_its_own_file_and_goes_round(
     shape, synced = read_shape(llama), []
     create_export(tmp_path, llama, shape, torch.float32, max_shard_bytes=150_000)
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(Path(file.name).name))
-    write_weights(tmp_path, *load_rank(llama, shape, ParallelDims(), 0), first_file)
+    write_weights(tmp_path, *load_rank(llama, shape, ONE_RANK, 0), first_file)
     assert synced == [f"model-{number:05d}-of-00003.safetensors" for number in expected]
 
 
@@ -198,14 +167,14 @@ def test_replicas_are_not_written(llama, tmp_path):
     create_export(tmp_path, llama, shape, torch.float32)
     for rank in range(1, 4):
         write_weights(tmp_path, *load_rank(llama, shape, dims, rank))
-    assert not any(tensor.any() for tensor in load_file(tmp_path / "model.safetensors").values())
+    assert not any(tensor.any() for tensor in weights_of(tmp_path).values())
 
 
 def test_an_export_of_another_model_is_no_place_for_the_weights(llama, tmp_path):
-    shape, dims = read_shape(llama), ParallelDims()
+    shape = read_shape(llama)
     create_export(tmp_path, llama, replace(shape, num_layers=1), torch.float32)
     with pytest.raises(AssertionError, match="elements of this rank"):
-        write_weights(tmp_path, *load_rank(llama, shape, dims, 0))
+        write_weights(tmp_path, *load_rank(llama, shape, ONE_RANK, 0))
 
 
 @pytest.mark.parametrize("max_shard_bytes", [1, 30_000, 64_000, 10**9])
@@ -226,24 +195,6 @@ def test_shards_stay_below_their_limit_unless_one_tensor_exceeds_it(
     assert {n: p.shape for n, p in check_weights(tmp_path, shape).items()} == hf_tensors(shape)
 
 
-def test_only_sidecar_files_of_the_weights_are_copied(llama, tmp_path):
-    source = shutil.copytree(llama, tmp_path / "source")
-    for name in ("pytorch_model.bin", "model.safetensors.index.json", "modeling.py"):
-        (source / name).write_text("stale")
-    (source / "folder.json").mkdir()
-    (source / "tokenizer.model").write_text("pieces")
-    create_export(tmp_path / "out", source, read_shape(source), torch.float32)
-    assert {file.name for file in (tmp_path / "out").iterdir()} == {
-        "chat_template.jinja",
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer.model",
-        "tokenizer_config.json",
-    }
-
-
 def test_a_disk_too_full_is_told_before_anything_is_written(llama, tmp_path):
     huge = replace(read_shape(llama), vocab_size=10**13)
     with pytest.raises(ValueError, match="bytes free, but the weights take 2,560,000,000,"):
@@ -252,17 +203,15 @@ def test_a_disk_too_full_is_told_before_anything_is_written(llama, tmp_path):
 
 
 def test_a_finished_export_takes_the_place_of_an_earlier_one(llama, tmp_path):
-    shape, dims = read_shape(llama), ParallelDims()
     final, partial = tmp_path / "hf", tmp_path / "hf.partial"
     (tmp_path / "hf.replaced").mkdir()  # a run died between the two renames
     for note in ("first", "second"):
-        create_export(partial, llama, shape, torch.float32)
+        export(llama, partial, read_shape(llama))
         (partial / "note.txt").write_text(note)
-        write_weights(partial, *load_rank(llama, shape, dims, 0))
         finish_export(partial, final)
         assert [path.name for path in tmp_path.iterdir()] == ["hf"]
         assert (final / "note.txt").read_text() == note
-        assert_same(load_file(final / "model.safetensors"), load_file(llama / "model.safetensors"))
+        assert_same(weights_of(final), weights_of(llama))
 
 
 @pytest.mark.parametrize("has_earlier", [True, False])
@@ -300,15 +249,3 @@ def test_an_export_has_its_name_only_when_all_of_it_is_on_the_disk(llama, tmp_pa
     *synced, renamed, parent = calls
     assert {*files, partial} == set(synced)
     assert (renamed, parent) == ((partial, final), tmp_path)
-
-
-def test_config_of_an_export_names_its_dtype_once_by_the_key_that_it_had(llama, tmp_path):
-    source = shutil.copytree(llama, tmp_path / "source")
-    config = json.loads((source / "config.json").read_text())
-    del config["dtype"]
-    config["torch_dtype"] = "float32"
-    (source / "config.json").write_text(json.dumps(config))
-    create_export(tmp_path / "out", source, read_shape(source), torch.bfloat16)
-    written = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert written["torch_dtype"] == "bfloat16"
-    assert "dtype" not in written

@@ -1,25 +1,24 @@
 """Imports: Megatron-Core loads them at any layout, bit for bit; chunks, dtypes and sidecar."""
 
 import json
-import shutil
 from functools import partial
 
 import pytest
 import torch
 
-from checkpoint_convert import hf_tensors, read_shape
+from checkpoint_convert import read_shape
+from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.formats.torch_dist import read_chunks
-from checkpoint_convert.formats.torch_file import read_places
 from checkpoint_convert.formats.torch_values import DTYPE_NAMES
 from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.megatron import megatron_layout
 from checkpoint_convert.weights import plan_import
 from helpers.conversions import assert_same, read_checkpoint, variant, weights_of
-from helpers.models import CONFIGS, tiny_model, train
+from helpers.models import CONFIGS, tiny_model
 from helpers.ranks import run_ranks
 from parallel import ParallelDims, intersect
 
-MIXTURES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "mixtral", "qwen3_moe")
+MIXTURES = tuple(name for name, family in FAMILIES.items() if family.experts)
 NO_QUERY_LATENT = "deepseek_v3 without a latent of queries"
 # Imported at one layout, loaded at others; uneven pipelines, more TP ranks than key-value heads.
 IMPORTED_AT = ParallelDims(tensor=4, pipeline=3)
@@ -141,14 +140,6 @@ def test_chunks_and_files_have_bounded_size(qwen3, tmp_path, monkeypatch):
     assert_same(read_checkpoint(tmp_path / "out"), read_checkpoint(tmp_path / "whole"))
 
 
-def test_pipeline_and_expert_sizes_are_checked_and_change_nothing(models):
-    shape = read_shape(models["qwen3_moe"])
-    dtypes = dict.fromkeys(hf_tensors(shape), "BF16")
-    alone = plan_import(shape, ParallelDims(tensor=2), dtypes)
-    split = ParallelDims(tensor=2, pipeline=2, expert=2, data=2)
-    assert plan_import(shape, split, dtypes).files == alone.files
-
-
 def test_a_chunk_may_hold_nothing_but_padding(qwen3, tmp_path, monkeypatch):
     # The last of 4 ranks has 63 rows, of which the last 2 are padding.
     monkeypatch.setattr("checkpoint_convert.weights.MAX_CHUNK_BYTES", 61 * 64 * 4)
@@ -208,51 +199,6 @@ def test_tensors_that_megatron_fuses_must_agree_in_dtype(qwen3, tmp_path):
         import_checkpoint(model, tmp_path / "out", ParallelDims())
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     import_checkpoint(model, tmp_path / "out", ParallelDims(), dtype="BF16")
-
-
-# Where the weights come from.
-
-
-def test_an_import_of_bin_files_is_that_of_the_safetensors(models, tmp_path):
-    model = shutil.copytree(models["mixtral"], tmp_path / "model")
-    weights = weights_of(model)
-    (model / "model.safetensors").unlink()
-    names = sorted(weights)
-    index = {}
-    for number, some in enumerate((names[::2], names[1::2])):
-        file = f"pytorch_model-{number + 1:05d}-of-00002.bin"
-        torch.save({name: weights[name] for name in some}, model / file)
-        index |= dict.fromkeys(some, file)
-        assert read_places(model / file).keys() == set(some)
-    (model / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": index}))
-    for name, source in (("bin", model), ("safetensors", models["mixtral"])):
-        import_checkpoint(source, tmp_path / name, ParallelDims(tensor=2, data=2, expert=2))
-    bins, safetensors = (read_checkpoint(tmp_path / name) for name in ("bin", "safetensors"))
-    assert_same(bins, safetensors)
-
-
-# Files of a model other than its weights.
-
-
-def test_tokenizer_template_and_generation_config_come_along(qwen3, tmp_path):
-    model = shutil.copytree(qwen3, tmp_path / "model")
-    train(tmp_path, "bpe").rename(model / "tokenizer.model")
-    (model / "tokenizer.json").write_text("\x00 no tokenizer at all")
-    (model / "modeling_own.py").write_text("raise SystemExit")
-    import_checkpoint(model, tmp_path / "out", ParallelDims())
-    sidecar = tmp_path / "out" / "hf_config"
-    names = {file.name for file in sidecar.iterdir()}
-    assert names == {
-        "chat_template.jinja",
-        "config.json",
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer.model",
-        "tokenizer_config.json",
-    }
-    for name in names - {"config.json"}:
-        assert (sidecar / name).read_bytes() == (model / name).read_bytes(), name
-    assert read_shape(sidecar) == read_shape(model)
 
 
 # An import appears only when it is complete.

@@ -20,6 +20,7 @@ from checkpoint_convert import (
     padded_vocab_size,
 )
 from checkpoint_convert.megatron import checkpoint_boxes, checkpoint_layout, first_senders
+from helpers.conversions import assert_same
 from helpers.shapes import (
     DEEPSEEK_V3,
     LLAMA_70B,
@@ -43,14 +44,6 @@ from parallel import (
 )
 from parallel.views import as_whole
 
-# Names of an expert in the weight files: its block, and its gate, up and down projections.
-EXPERT_NAMES = {
-    "deepseek_v3": ("mlp", ("gate_proj", "up_proj", "down_proj")),
-    "glm4_moe_lite": ("mlp", ("gate_proj", "up_proj", "down_proj")),
-    "glm4_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
-    "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
-    "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
-}
 Tensors = dict[str, Tensor]
 
 
@@ -111,36 +104,31 @@ def expected_attention(weights: Tensors, shape: ModelShape, rank: int, size: int
 
 def expected_latents(weights: Tensors, rank: int, size: int, transformer_engine: bool) -> Tensors:
     """Every rank has whole projections down to latents, and its heads of the projections up."""
+    norm = "linear_{}_up_proj.layer_norm_weight" if transformer_engine else "{}_layernorm.weight"
     up = {
-        "linear_q_proj": "q_proj",
-        "linear_q_up_proj": "q_b_proj",
-        "linear_kv_up_proj": "kv_b_proj",
+        "q_proj": "linear_q_proj.weight",
+        "q_b_proj": "linear_q_up_proj.weight",
+        "kv_b_proj": "linear_kv_up_proj.weight",
     }
     whole = {
-        "linear_q_down_proj.weight": "q_a_proj",
-        "linear_kv_down_proj.weight": "kv_a_proj_with_mqa",
+        "q_a_proj": "linear_q_down_proj.weight",
+        "kv_a_proj_with_mqa": "linear_kv_down_proj.weight",
+        "q_a_layernorm": norm.format("q"),
+        "kv_a_layernorm": norm.format("kv"),
     }
-    whole |= {
-        f"linear_{x}_up_proj.layer_norm_weight"
-        if transformer_engine
-        else f"{x}_layernorm.weight": (f"{x}_a_layernorm")
-        for x in ("q", "kv")
-    }
-    split = {
-        f"{own}.weight": weights[f"{name}.weight"].chunk(size)[rank]
-        for own, name in up.items()
-        if f"{name}.weight" in weights
-    }
-    shared = {
-        own: weights[f"{name}.weight"] for own, name in whole.items() if f"{name}.weight" in weights
-    }
-    output = weights["o_proj.weight"].chunk(size, 1)[rank]
-    return split | shared | {"linear_proj.weight": output}
+    expected = {"linear_proj.weight": weights["o_proj.weight"].chunk(size, 1)[rank]}
+    for name, values in weights.items():
+        source = name.removesuffix(".weight")
+        if source in up:
+            expected[up[source]] = values.chunk(size)[rank]
+        elif source in whole:
+            expected[whole[source]] = values
+    return expected
 
 
 def expected_mlp(weights: Tensors, name: str, rank: int, size: int) -> Tensors:
-    gate, up, down = (weights[f"{name}{x}_proj.weight"] for x in ("gate", "up", "down"))
-    inward, outward = gated(gate, up, down, rank, size)
+    projections = (weights[f"{name}{x}_proj.weight"] for x in ("gate", "up", "down"))
+    inward, outward = gated(*projections, rank, size)
     return {f"{name}linear_fc1.weight": inward, f"{name}linear_fc2.weight": outward}
 
 
@@ -156,7 +144,9 @@ def expected_experts(
     at: Coordinates,
     transformer_engine: bool,
 ) -> Tensors:
-    block, projections = EXPERT_NAMES[shape.family]
+    block, projections = "mlp", ("gate_proj", "up_proj", "down_proj")
+    if shape.family == "mixtral":
+        block, projections = "block_sparse_moe", ("w1", "w3", "w2")
     layer = {"mlp.router.weight": weights[f"{block}.gate.weight"]}
     if shape.moe.score_function == "sigmoid":
         layer["mlp.router.expert_bias"] = weights[f"{block}.gate.e_score_correction_bias"]
@@ -165,20 +155,11 @@ def expected_experts(
     place, count = dims.expert_place(at), shape.moe.num_experts // dims.expert
     for local in range(count):
         prefix = f"{block}.experts.{place.expert * count + local}"
-        inward, down = gated(
-            *(weights[f"{prefix}.{x}.weight"] for x in projections),
-            place.tensor,
-            dims.expert_tensor,
-        )
-        first, second = (
-            (f"linear_fc1.weight{local}", f"linear_fc2.weight{local}")
-            if transformer_engine
-            else (
-                f"local_experts.{local}.linear_fc1.weight",
-                f"local_experts.{local}.linear_fc2.weight",
-            )
-        )
-        layer |= {f"mlp.experts.{first}": inward, f"mlp.experts.{second}": down}
+        matrices = (weights[f"{prefix}.{x}.weight"] for x in projections)
+        matrices = gated(*matrices, place.tensor, dims.expert_tensor)
+        for linear, values in zip(("linear_fc1", "linear_fc2"), matrices, strict=True):
+            fused, alone = f"{linear}.weight{local}", f"local_experts.{local}.{linear}.weight"
+            layer[f"mlp.experts.{fused if transformer_engine else alone}"] = values
     return layer
 
 
@@ -253,8 +234,10 @@ def expected_checkpoint(weights: Tensors, shape: ModelShape, padded_vocab: int) 
     }
 
 
-def random_weights(shape: ModelShape) -> Tensors:
-    return {name: torch.rand(size) for name, size in hf_tensors(shape).items()}
+def weights_and_files(shape: ModelShape) -> tuple[Tensors, Layout]:
+    sizes = hf_tensors(shape)
+    weights = {name: torch.rand(size) for name, size in sizes.items()}
+    return weights, Layout.of_whole_tensors(sizes)
 
 
 def received(layout: Layout, source: Layout, tensors: Mapping[str, Tensor]) -> Tensors:
@@ -269,17 +252,11 @@ def received(layout: Layout, source: Layout, tensors: Mapping[str, Tensor]) -> T
     return filled
 
 
-def assert_same(tensors: Tensors, expected: Tensors) -> None:
-    assert tensors.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(tensors[name], tensor), name
-
-
 @given(models(), st.booleans())
 def test_every_rank_holds_what_megatron_fuses_pads_and_splits(model, transformer_engine):
     shape, dims = model
     check_divisible(shape, dims)
-    weights, files = random_weights(shape), Layout.of_whole_tensors(hf_tensors(shape))
+    weights, files = weights_and_files(shape)
     layouts = []
     for rank in range(dims.world_size):
         at = dims.coordinates(rank)
@@ -294,10 +271,9 @@ def test_every_rank_holds_what_megatron_fuses_pads_and_splits(model, transformer
 @given(shapes(), st.integers(0, 3))
 def test_a_checkpoint_holds_stacks_that_are_split_over_no_ranks(shape, padding):
     padded_vocab = shape.vocab_size + padding
-    layout, weights = checkpoint_layout(shape, padded_vocab), random_weights(shape)
+    layout, (weights, files) = checkpoint_layout(shape, padded_vocab), weights_and_files(shape)
     layout.check_complete()
     cover_exactly(hf_tensors(shape), [layout])
-    files = Layout.of_whole_tensors(hf_tensors(shape))
     tensors = received(layout, files, weights)
     assert_same(tensors, expected_checkpoint(weights, shape, padded_vocab))
     assert_same(received(files, layout, tensors), weights)
@@ -306,8 +282,7 @@ def test_a_checkpoint_holds_stacks_that_are_split_over_no_ranks(shape, padding):
 @given(models())
 def test_the_ranks_save_what_they_own_and_together_the_checkpoint(model):
     shape, dims = model
-    padded_vocab, weights = padded_vocab_size(shape, dims), random_weights(shape)
-    files = Layout.of_whole_tensors(hf_tensors(shape))
+    padded_vocab, (weights, files) = padded_vocab_size(shape, dims), weights_and_files(shape)
     checkpoint = checkpoint_layout(shape, padded_vocab)
     ranks = [
         megatron_layout(shape, dims, dims.coordinates(rank), transformer_engine=True)
@@ -333,41 +308,6 @@ def test_the_ranks_save_what_they_own_and_together_the_checkpoint(model):
     cover_exactly(checkpoint.shapes, saved)
     assert_same(tensors, expected_checkpoint(weights, shape, padded_vocab))
     assert_same(restored, weights)
-
-
-def test_ranks_above_the_first_of_data_and_context_own_nothing():
-    dims = ParallelDims(tensor=8, context=2, data=2, pipeline=2)
-    for rank in range(dims.world_size):
-        at = dims.coordinates(rank)
-        pieces = megatron_layout(LLAMA_70B, dims, at, transformer_engine=True).pieces
-        assert any(not piece.is_replica for piece in pieces) == (at.data == at.context == 0)
-
-
-def test_the_head_that_a_far_stage_keeps_of_a_tied_model_is_a_replica():
-    tied = replace(LLAMA_70B, tie_word_embeddings=True)
-    dims = ParallelDims(pipeline=2)
-    layout = megatron_layout(tied, dims, dims.coordinates(1), transformer_engine=True)
-    head = [piece for piece in layout.pieces if piece.local == "0.output_layer.weight"]
-    assert [(piece.tensor, piece.is_replica) for piece in head] == [
-        ("model.embed_tokens.weight", True)
-    ]
-
-
-def test_experts_are_owned_by_ranks_that_hold_only_replicas_of_the_rest():
-    shape = replace(MIXTRAL_8X7B, num_layers=1)
-    dims = ParallelDims(tensor=2, data=4, expert=4, expert_tensor=1)
-    for rank in range(dims.world_size):
-        layout = megatron_layout(shape, dims, dims.coordinates(rank), transformer_engine=True)
-        owned = {piece.tensor for piece in layout.pieces if not piece.is_replica}
-        experts = {
-            f"model.layers.0.block_sparse_moe.experts.{i}.{w}.weight"
-            for i in (2 * rank, 2 * rank + 1)
-            for w in ("w1", "w2", "w3")
-        }
-        if rank < 2:  # the tensor ranks of the first data rank
-            assert experts < owned
-        else:
-            assert owned == (experts if rank < 4 else set())
 
 
 DENSE_MESH = ParallelDims(tensor=8, pipeline=8)

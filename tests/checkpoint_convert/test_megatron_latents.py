@@ -5,6 +5,8 @@ things alone, which are done here by torch: attention to values that are smaller
 names of fused norms.
 """
 
+import dataclasses
+
 import pytest
 import torch
 from megatron.core import dist_checkpointing
@@ -13,7 +15,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import MLATransformerConfig
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM
 
 from checkpoint_convert import read_shape
@@ -21,6 +23,7 @@ from checkpoint_convert.hf_to_megatron import import_checkpoint
 from helpers.models import tiny_model
 from helpers.ranks import run_ranks
 from megatron_grpo.policy.releases import IS_OLD
+from megatron_grpo.policy.transformer import transformer_config
 from parallel import ParallelDims
 from parallel.cpu_device import setup_device
 from parallel.groups import init_groups
@@ -41,41 +44,27 @@ class CausalAttention(torch.nn.Module):
 
 
 def config_of(shape):
-    latent, moe = shape.latent, shape.moe
+    """The trainer's config, with latents by Megatron-Core's names."""
+    own = transformer_config(
+        shape, ParallelDims(), dtype=torch.float32, sequence_parallel=False, overrides={}
+    )
+    fields = {field.name: getattr(own, field.name) for field in dataclasses.fields(own)}
+    latent = shape.latent
     return MLATransformerConfig(
-        num_layers=shape.num_layers,
-        hidden_size=shape.hidden_size,
-        num_attention_heads=shape.num_attention_heads,
-        ffn_hidden_size=shape.intermediate_size,
-        q_lora_rank=latent.query_rank,
-        kv_lora_rank=latent.rank,
-        qk_head_dim=shape.head_dim - latent.rotary_dim,
-        qk_pos_emb_head_dim=latent.rotary_dim,
-        v_head_dim=latent.value_dim,
-        qk_layernorm=True,
-        rope_type="rope",
-        rotary_base=shape.rope_theta,
-        rotary_percent=1.0,
-        num_moe_experts=moe.num_experts,
-        moe_router_topk=moe.experts_per_token,
-        moe_layer_freq=[int(i >= moe.num_dense_layers) for i in range(shape.num_layers)],
-        moe_ffn_hidden_size=moe.intermediate_size,
-        moe_shared_expert_intermediate_size=moe.shared_intermediate_size,
-        moe_router_score_function=moe.score_function,
-        moe_router_enable_expert_bias=True,
-        moe_router_num_groups=moe.num_groups,
-        moe_router_group_topk=moe.groups_per_token,
-        moe_router_topk_scaling_factor=moe.weight_scale,
-        moe_router_load_balancing_type="none",
-        moe_token_dispatcher_type="alltoall",
-        normalization="RMSNorm",
-        layernorm_epsilon=shape.rms_norm_eps,
-        gated_linear_unit=True,
-        activation_func=silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        use_cpu_initialization=True,
+        **fields
+        | {
+            "multi_latent_attention": True,
+            "qk_layernorm": True,
+            "q_lora_rank": latent.query_rank,
+            "kv_lora_rank": latent.rank,
+            "qk_head_dim": shape.head_dim - latent.rotary_dim,
+            "qk_pos_emb_head_dim": latent.rotary_dim,
+            "v_head_dim": latent.value_dim,
+            "rope_type": "rope",
+            "rotary_base": shape.rope_theta,
+            "rotary_percent": 1.0,
+            "use_cpu_initialization": True,
+        }
     )
 
 

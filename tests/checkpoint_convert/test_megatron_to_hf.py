@@ -5,35 +5,26 @@ import shutil
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
-from checkpoint_convert import check_weights, read_shape
+from checkpoint_convert import read_shape
+from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.formats.torch_values import DTYPE_NAMES
 from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.megatron_to_hf import export_checkpoint
-from checkpoint_convert.sidecar import CHECKPOINT_FOLDER, copy_sidecar_files
+from checkpoint_convert.sidecar import CHECKPOINT_FOLDER
 from helpers.conversions import assert_same, random_weights, variant, weights_of
 from helpers.models import CONFIGS, tiny_model, train
 from helpers.policies import LENGTHS, accumulate, pack_all, save_checkpoint, start_policy
 from helpers.ranks import run_ranks
 from parallel import ParallelDims
 
-MIXTURES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "mixtral", "qwen3_moe")
 # Every size of every axis, tied and untied; tied models have one key-value head, the others two.
 ROUND_TRIPS = [
-    (tied, ParallelDims(tensor=tp, pipeline=pp, virtual_pipeline=vpp))
-    for tied, tp, pp, vpp in [
-        (False, 1, 1, 1),
-        (False, 2, 2, 2),
-        (False, 4, 3, 1),
-        (True, 1, 3, 2),
-        (True, 2, 1, 1),
-        (True, 4, 2, 1),
-    ]
+    (False, ParallelDims(tensor=2, pipeline=2, virtual_pipeline=2)),
+    (True, ParallelDims(tensor=4, pipeline=3)),
 ]
 EXPERT_ROUND_TRIPS = [
-    (False, ParallelDims(data=2, expert=2)),
-    (True, ParallelDims(tensor=2, pipeline=3, data=2, expert=2)),
     (True, ParallelDims(tensor=4, pipeline=2, virtual_pipeline=2, data=4, expert=4)),
     (False, ParallelDims(tensor=2, expert=2, expert_tensor=1)),
 ]
@@ -59,14 +50,9 @@ def imported(llama, tmp_path_factory):
 @pytest.mark.parametrize(
     ("family", "tied", "dims"),
     [
-        pytest.param(
-            family,
-            tied,
-            dims,
-            id=f"{family}-tied={tied}-{dims} vpp({dims.virtual_pipeline}) ep({dims.expert})",
-        )
+        pytest.param(family, tied, dims, id=f"{family}-tied={tied}-{dims} ep({dims.expert})")
         for family in CONFIGS
-        for tied, dims in ROUND_TRIPS + (EXPERT_ROUND_TRIPS if family in MIXTURES else [])
+        for tied, dims in ROUND_TRIPS + (EXPERT_ROUND_TRIPS if FAMILIES[family].experts else [])
     ],
 )
 def test_a_model_comes_back_bit_by_bit(models, tmp_path, family, tied, dims):
@@ -76,10 +62,9 @@ def test_a_model_comes_back_bit_by_bit(models, tmp_path, family, tied, dims):
     assert read_shape(tmp_path / "hf") == read_shape(models[family, tied])
 
 
-@pytest.mark.parametrize("dims", [ParallelDims(tensor=4), ParallelDims(tensor=2, pipeline=3)])
-def test_so_does_one_whose_queries_are_no_projections_of_a_latent(tmp_path, dims):
+def test_so_does_one_whose_queries_are_no_projections_of_a_latent(tmp_path):
     model = tiny_model(tmp_path / "model", "deepseek_v3", q_lora_rank=None)
-    import_checkpoint(model, tmp_path / "megatron", dims)
+    import_checkpoint(model, tmp_path / "megatron", ParallelDims(tensor=2, pipeline=3))
     export_checkpoint(tmp_path / "megatron", tmp_path / "hf")
     assert_same(weights_of(tmp_path / "hf"), weights_of(model))
 
@@ -174,23 +159,6 @@ def test_the_config_of_another_model_is_refused_with_every_fault(models, nameles
 # Files, dtypes and sidecar.
 
 
-@pytest.mark.parametrize("max_shard_bytes", [1, 70_000, 500_000])
-def test_weight_files_stay_below_their_size_and_transformers_loads_them(
-    llama, imported, tmp_path, max_shard_bytes
-):
-    export_checkpoint(imported, tmp_path / "hf", max_shard_bytes=max_shard_bytes, num_workers=2)
-    files = sorted((tmp_path / "hf").glob("*.safetensors"))
-    assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
-    for file in files:
-        headers = 10_000
-        tensors = check_weights(tmp_path / "hf", read_shape(llama)).values()
-        count = sum(place.file == file for place in tensors)
-        assert count == 1 or file.stat().st_size <= max_shard_bytes + headers
-    assert_same(weights_of(tmp_path / "hf"), weights_of(llama))
-    state = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
-    assert_same(state, AutoModelForCausalLM.from_pretrained(llama).state_dict())
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_all_weights_are_converted_to_a_dtype_that_is_asked_for(llama, imported, tmp_path, dtype):
     export_checkpoint(imported, tmp_path / "hf", dtype=DTYPE_NAMES[dtype])
@@ -227,15 +195,6 @@ def test_sidecar_files_go_both_ways_unchanged(llama, tmp_path):
     assert sidecar(tmp_path / "hf") == sidecar(model)
     before, after = (json.loads((f / "config.json").read_text()) for f in (model, tmp_path / "hf"))
     assert after == before
-
-
-def test_another_config_may_bring_its_own_sidecar_files(llama, imported, tmp_path):
-    own = tmp_path / "own"
-    own.mkdir()
-    copy_sidecar_files(llama, own, "F32")
-    (own / "chat_template.jinja").write_text("{{ messages }}")
-    export_checkpoint(imported, tmp_path / "hf", hf_config=own)
-    assert AutoTokenizer.from_pretrained(tmp_path / "hf").chat_template == "{{ messages }}"
 
 
 def test_progress_counts_every_byte_once(llama, imported, tmp_path):

@@ -54,18 +54,13 @@ def test_columns_are_read_with_their_neighbours_once(weights):
     ]
 
 
-def test_whole_rows_go_straight_where_they_belong(weights):
-    source = RowCache(weights)
-    box = columns(0, weights.layout.shapes[NAME][1])
-    target = np.zeros(box.size, np.uint32)
-    source.read_into(NAME, box, target)
-    assert np.array_equal(target, weights.tensors.read(NAME, box))
-    assert weights.tensors.boxes == [box, box]
-
-
-def test_rows_too_large_to_be_kept_are_not_read(weights, monkeypatch):
-    monkeypatch.setattr("checkpoint_convert.weights._MAX_BYTES", 100)
-    box = columns(0, 7)
+@pytest.mark.parametrize("last_column", [7, None])
+def test_whole_rows_and_rows_too_large_to_be_kept_are_read_as_they_are(
+    weights, monkeypatch, last_column
+):
+    if last_column:
+        monkeypatch.setattr("checkpoint_convert.weights._MAX_BYTES", 100)
+    box = columns(0, last_column or weights.layout.shapes[NAME][1])
     expected = weights.tensors.read(NAME, box)
     assert np.array_equal(RowCache(weights).read(NAME, box), expected)
     assert weights.tensors.boxes == [box, box]

@@ -10,13 +10,22 @@ from safetensors.torch import load_file, save_file
 from checkpoint_convert import hf_tensors, megatron_layout, read_shape
 from checkpoint_convert.formats.safetensors_file import create_file
 from checkpoint_convert.weights import read_weights
+from helpers.conversions import variant
 from helpers.models import tiny_model
 from parallel import ParallelDims
+
+ONE_RANK = ParallelDims()
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("tiny"), "qwen3")
+
+
+def layout_of(model, dims=ONE_RANK, rank=0):
+    shape = read_shape(model)
+    at = dims.coordinates(rank)
+    return shape, megatron_layout(shape, dims, at, transformer_engine=False)
 
 
 def empty_parameters(layout, dtype=torch.float32):
@@ -28,8 +37,7 @@ def empty_parameters(layout, dtype=torch.float32):
 def test_values_are_converted_to_the_dtype_of_the_parameters(model, tmp_path, stored, wanted):
     weights = {k: v.to(stored) for k, v in load_file(model / "model.safetensors").items()}
     save_file(weights, tmp_path / "model.safetensors")
-    shape, dims = read_shape(model), ParallelDims()
-    layout = megatron_layout(shape, dims, dims.coordinates(0), transformer_engine=False)
+    shape, layout = layout_of(model)
     parameters = empty_parameters(layout, wanted)
     read_weights(tmp_path, shape, layout, parameters)
     for ours, theirs in {
@@ -40,22 +48,18 @@ def test_values_are_converted_to_the_dtype_of_the_parameters(model, tmp_path, st
 
 
 def test_parameters_that_require_gradients_are_filled_in_place(model):
-    shape, dims = read_shape(model), ParallelDims(tensor=2)
-    layout = megatron_layout(shape, dims, dims.coordinates(1), transformer_engine=False)
+    shape, layout = layout_of(model, ParallelDims(tensor=2))
     parameters = {n: torch.nn.Parameter(t) for n, t in empty_parameters(layout).items()}
     read_weights(model, shape, layout, parameters)
     assert all(p.isfinite().all() and p.requires_grad for p in parameters.values())
 
 
 def test_weights_that_do_not_fit_are_refused_before_a_parameter_is_touched(model, tmp_path):
-    weights = load_file(model / "model.safetensors")
-    del weights["model.norm.weight"]
-    save_file(weights, tmp_path / "model.safetensors")
-    shape, dims = read_shape(model), ParallelDims()
-    layout = megatron_layout(shape, dims, dims.coordinates(0), transformer_engine=False)
+    folder = variant(model, tmp_path / "lacking", lambda weights: weights.pop("model.norm.weight"))
+    shape, layout = layout_of(model)
     parameters = empty_parameters(layout)
     with pytest.raises(ValueError, match=r"model\.norm\.weight"):
-        read_weights(tmp_path, shape, layout, parameters)
+        read_weights(folder, shape, layout, parameters)
     assert all(p.isnan().all() for p in parameters.values())
 
 
@@ -95,11 +99,10 @@ EXPERTS = LARGE | {
 def test_a_rank_reads_the_bytes_of_its_boxes_and_no_others(tmp_path, config, dims):
     """Each rank needs less than 75 MB of a sparse file of more than 180 GB of zeros."""
     (tmp_path / "config.json").write_text(json.dumps(config))
-    shape = read_shape(tmp_path)
+    shape, layout = layout_of(tmp_path, dims, rank=5)
     tensors = {name: ("BF16", size) for name, size in hf_tensors(shape).items()}
     create_file(tmp_path / "model.safetensors", tensors)
     assert (tmp_path / "model.safetensors").stat().st_size > 180e9
-    layout = megatron_layout(shape, dims, dims.coordinates(5), transformer_engine=True)
     parameters = empty_parameters(layout, torch.bfloat16)
     before = num_bytes_read()
     read_weights(tmp_path, shape, layout, parameters)

@@ -4,7 +4,6 @@ import ctypes
 import mmap
 import pickle
 import re
-import time
 import zipfile
 from collections import OrderedDict
 from contextlib import closing
@@ -16,7 +15,7 @@ import torch
 from checkpoint_convert.formats.tensor_io import StoredTensors
 from checkpoint_convert.formats.torch_file import read_place, read_places, saved_tensor
 from checkpoint_convert.formats.torch_values import DTYPES
-from helpers.conversions import Touch, bytes_of, read_tensor
+from helpers.conversions import Touch, assert_same, bytes_of, read_tensor
 from parallel import Box
 
 
@@ -42,43 +41,37 @@ def refusal(path) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-def test_the_bytes_of_every_tensor_are_found(path, dtype):
+@pytest.mark.parametrize("with_checksums", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+def test_the_bytes_of_every_tensor_are_found(path, dtype, with_checksums):
     saved = OrderedDict(
         {f"layers.{i}.weight": torch.randn(i + 1, 7, 33).to(dtype) for i in range(20)}
     )
-    torch.save(saved, path)
-    found = stored(path)
-    assert list(found) == list(saved)
-    for name, value in saved.items():
-        assert found[name].dtype == dtype
-        assert torch.equal(found[name], value)
+    torch.serialization.set_crc32_options(with_checksums)
+    try:
+        torch.save(saved, path)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert list(stored(path)) == list(saved)
+    assert_same(stored(path), saved)
 
 
 def test_views_parameters_and_tensors_that_share_their_storage_are_found(path):
     table = torch.randn(10, 4)
-    saved = {
+    saved = torch.nn.Linear(3, 4).state_dict()  # with metadata of its own
+    saved |= {
         "embedding": table,
         "head": table,
         "rows": table[3:7],
         "parameter": torch.nn.Parameter(table[:2]),
-        "buffer": torch.randn(3),
+        "attribute": torch.randn(3),
     }
+    saved["attribute"].tensor_model_parallel = True
     torch.save(saved, path)
-    found = stored(path)
-    for name, value in saved.items():
-        assert torch.equal(found[name], value.detach())
+    assert_same(stored(path), {name: value.detach() for name, value in saved.items()})
     places = read_places(path)
     assert places["embedding"] == places["head"]
     assert places["rows"].offset == places["embedding"].offset + 3 * 4 * 4
-
-
-def test_a_module_state_dict_is_found_with_its_metadata(path):
-    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
-    torch.save(module.state_dict(), path)
-    places = read_places(path)
-    assert places["0.weight"].shape == (4, 3)
-    assert places["1.num_batches_tracked"].dtype == "int64"
 
 
 def test_what_the_disk_does_not_give_is_not_called_malformed(path):
@@ -113,49 +106,11 @@ def test_a_tensor_is_found_in_the_middle_of_a_file(path):
             assert torch.equal(read_tensor(tensors, str(i), Box.whole(value.shape)), value)
 
 
-def test_a_tensor_is_found_whether_checksums_were_written_or_not(path):
-    for with_checksums in (True, False):
-        torch.serialization.set_crc32_options(with_checksums)
-        try:
-            torch.save({"a": torch.arange(6.0)}, path)
-        finally:
-            torch.serialization.set_crc32_options(True)
-        assert torch.equal(stored(path)["a"], torch.arange(6.0))
-
-
 def test_dtypes_that_are_not_supported_keep_their_name(path):
-    torch.save({"a": torch.ones(3).to(torch.float8_e4m3fn), "b": torch.ones(3).char()}, path)
-    assert [place.dtype for place in read_places(path).values()] == ["float8_e4m3fn", "int8"]
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (torch.randn(4, 3).T, "'w' is sparse or strided"),
-        (torch.eye(3).to_sparse(), "'w' is sparse or strided"),
-        (torch.ones(3, device="meta"), "'w' is from the meta device, saved without values"),
-        ({"nested": torch.ones(3)}, "'w' is dict, not a tensor"),
-        (17, "'w' is int, not a tensor"),
-    ],
-)
-def test_what_is_no_plain_tensor_is_refused_by_its_name(path, value, message):
-    torch.save({"w": value}, path)
-    assert message in refusal(path)
-
-
-def test_tensors_with_attributes_are_found(path):
-    saved = {"tensor": torch.randn(3, 4), "parameter": torch.nn.Parameter(torch.randn(5))}
-    for value in saved.values():
-        value.tensor_model_parallel = True
-    torch.save(saved, path)
-    found = stored(path)
-    assert all(torch.equal(found[name], value.detach()) for name, value in saved.items())
-
-
-def test_dtypes_without_a_storage_of_their_own_are_found(path):
-    torch.save({"x": torch.arange(3).float(), "w": torch.arange(5).to(torch.uint16)}, path)
-    place = read_places(path)["w"]
-    assert (place.dtype, place.shape, place.num_bytes) == ("uint16", (5,), 10)
+    dtypes = torch.float8_e4m3fn, torch.int8, torch.uint16  # the last has no storage of its own
+    torch.save({str(dtype): torch.ones(3).to(dtype) for dtype in dtypes}, path)
+    for dtype, place in zip(dtypes, read_places(path).values(), strict=True):
+        assert (f"torch.{place.dtype}", place.num_bytes) == (str(dtype), 3 * dtype.itemsize)
 
 
 class BadCall:
@@ -165,19 +120,21 @@ class BadCall:
         return torch._utils._rebuild_tensor_v2, (1, 2, 3, 4)
 
 
-def test_a_call_with_other_arguments_is_refused(path):
-    torch.save({"w": BadCall()}, path)
-    assert "is not a file of tensors" in refusal(path)
-
-
-def test_what_is_no_dict_is_refused(path):
-    torch.save([torch.ones(3)], path)
-    assert "holds list, not a dict of tensors" in refusal(path)
-
-
-def test_a_pickled_module_is_refused_by_its_class(path):
-    torch.save(torch.nn.Linear(2, 2), path)
-    assert "its pickle requires torch.nn.modules.linear.Linear" in refusal(path)
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [
+        ({"w": torch.randn(4, 3).T}, "'w' is sparse or strided"),
+        ({"w": torch.eye(3).to_sparse()}, "'w' is sparse or strided"),
+        ({"w": torch.ones(3, device="meta")}, "'w' is from the meta device, saved without values"),
+        ({"w": {"nested": torch.ones(3)}}, "'w' is dict, not a tensor"),
+        ({"w": BadCall()}, "is not a file of tensors"),
+        ([torch.ones(3)], "holds list, not a dict of tensors"),
+        (torch.nn.Linear(2, 2), "its pickle requires torch.nn.modules.linear.Linear"),
+    ],
+)
+def test_what_is_no_dict_of_plain_tensors_is_refused_by_its_name(path, saved, message):
+    torch.save(saved, path)
+    assert message in refusal(path)
 
 
 @pytest.mark.parametrize(("protocol", "culprit"), [(2, "io.open"), (4, "more than tensors")])
@@ -190,12 +147,6 @@ def test_a_pickle_that_would_run_code_is_refused_and_does_not(path, tmp_path, pr
     torch.save({"w": torch.ones(2), "x": Touch(canary)}, path, pickle_protocol=protocol)
     assert f"{culprit}, which is not allowed" in refusal(path)
     assert not canary.exists()
-
-
-def test_a_bare_pickle_that_would_run_code_is_refused_and_does_not(path, tmp_path):
-    path.write_bytes(pickle.dumps(Touch(tmp_path / "canary")))
-    refusal(path)
-    assert not (tmp_path / "canary").exists()
 
 
 def test_files_of_before_torch_1_6_are_refused_with_a_way_out(path):
@@ -213,10 +164,7 @@ def test_a_truncated_file_is_refused(path, keep):
 
 @pytest.mark.parametrize(
     ("count", "message"),
-    [
-        (0, "'x' is not where torch saves it"),
-        (1, "'w' ends at byte 2040 of 800 bytes"),
-    ],
+    [(0, "'x' is not where torch saves it"), (1, "'w' ends at byte 2040 of 800 bytes")],
 )
 def test_a_tensor_that_would_end_after_its_storage_is_refused(path, count, message):
     torch.save({"w": torch.ones(100, dtype=torch.float64), "x": torch.ones(1000)}, path)
@@ -254,8 +202,7 @@ def test_tensors_are_found_in_files_of_older_versions_of_torch(path):
     torch.save(saved, path)
     path.write_bytes(path.read_bytes().replace(b".format_version", b".other_version1"))
     rewrite(path)
-    for name, value in stored(path).items():
-        assert torch.equal(value, saved[name])
+    assert_same(stored(path), saved)
 
 
 @pytest.mark.parametrize("name", ["data.pkl", "byteorder", "0"])
@@ -268,15 +215,20 @@ def test_compressed_records_are_refused_by_their_name(path, name):
 def test_a_pickle_larger_than_any_model_needs_is_not_read(path):
     torch.save({"w": torch.zeros(10)}, path)
     rewrite(path, lambda name, content: content + bytes(100 << 20) * name.endswith("data.pkl"))
-    before = time.process_time()
     assert "bytes, more than 100000000" in refusal(path)
-    assert time.process_time() - before < 0.5
 
 
-def test_values_of_the_other_byte_order_are_refused(path):
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        (b"little", b"biggie", "not in little-endian order"),
+        (b"/data/0", b"/data/7", "is not a file of tensors: .*data/0"),
+    ],
+)
+def test_values_of_another_byte_order_or_without_a_record_are_refused(path, before, after, message):
     torch.save({"w": torch.randn(10)}, path)
-    rewrite(path, lambda name, content: content.replace(b"little", b"big"))
-    assert "not in little-endian order" in refusal(path)
+    path.write_bytes(path.read_bytes().replace(before, after))
+    assert re.search(message, refusal(path))
 
 
 def test_files_without_a_byte_order_are_little_endian(path):
@@ -284,12 +236,6 @@ def test_files_without_a_byte_order_are_little_endian(path):
     torch.save({"w": torch.arange(10.0)}, path)
     path.write_bytes(path.read_bytes().replace(b"byteorder", b"something"))
     assert torch.equal(stored(path)["w"], torch.arange(10.0))
-
-
-def test_a_record_that_is_not_there_is_named(path):
-    torch.save({"w": torch.randn(10)}, path)
-    path.write_bytes(path.read_bytes().replace(b"/data/0", b"/data/7"))
-    assert "data/0" in refusal(path)
 
 
 def test_a_directory_that_points_elsewhere_is_refused(path):
