@@ -27,8 +27,35 @@ def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def leave() -> None:
+    """Exit silently with the exit code of success."""
+    os._exit(0)
+
+
+def crash() -> None:
+    """Read from an invalid address."""
+    ctypes.string_at(0)
+
+
+def abort() -> None:
+    os.abort()
+
+
 def fail() -> None:
     raise RuntimeError("planted failure")
+
+
+def refuse() -> None:
+    raise ValueError("planted refusal")
+
+
+def lack_memory() -> None:
+    raise MemoryError("planted lack of memory")
+
+
+def spin() -> None:
+    while True:
+        pass
 
 
 def sleep() -> None:
@@ -98,6 +125,18 @@ def preempt() -> None:
     """Preempt this rank, then sleep until all ranks must have learned of it."""
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(1.0)
+
+
+@dataclass(frozen=True)
+class Both:
+    """Two faults in one job."""
+
+    first: InPhase
+    second: InPhase
+
+    def __call__(self, rank: int) -> None:
+        self.first(rank)
+        self.second(rank)
 
 
 def slower_than_any_limit() -> None:

@@ -4,14 +4,18 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from helpers.environments import write_environments
 from helpers.jobs import NUM_RANKS, NUM_STEPS, Runs, assert_same_run
-from helpers.runs import TINY_CONFIG, read_json_lines, read_metrics
+from helpers.runs import TINY_CONFIG, Finished, read_json_lines, read_metrics
 from helpers.sabotage import InPhase, preempt
+from helpers.trainers import as_soon_as
 from megatron_grpo.config.file import load_config
 from megatron_grpo.eval_command import FolderEvaluation
 
@@ -109,6 +113,17 @@ def test_a_run_that_is_told_to_end_in_an_evaluation_makes_it_when_it_is_resumed(
     assert (run_dir / completions).read_bytes() == (evaluated / completions).read_bytes()
 
 
+def test_a_run_whose_last_evaluation_is_missing_says_so(runs: Runs, tmp_path: Path) -> None:
+    sabotage = InPhase(preempt, 0, "eval", nth=8)
+    arguments = [*SAMPLING, f"eval.interval={NUM_STEPS}"]
+    with runs.start(tmp_path / "run", *arguments, sabotage=sabotage) as job:
+        ended = job.end(120)
+    assert ended.exit_codes == [0] * NUM_RANKS, ended.output
+    assert "step 4 was not evaluated" in ended.output
+    assert f"model.path={tmp_path / 'run' / 'hf'}" in ended.output
+    assert list(evaluations(tmp_path / "run")) == [0]
+
+
 def test_a_finished_run_can_be_evaluated_on_two_sets_when_it_is_extended(
     runs: Runs, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -131,6 +146,20 @@ def test_a_finished_run_can_be_evaluated_on_two_sets_when_it_is_extended(
     assert found == {(step, name): n for step in (2, 4) for name, n in (("a", 48), ("b", 12))}
 
 
+def evaluate(*arguments: str, timeout: float = 300) -> Finished:
+    """`megatron-grpo eval`, as a user calls it."""
+    command = [sys.executable, "-m", "megatron_grpo.cli", "eval", str(TINY_CONFIG), *arguments]
+    result = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=TINY_CONFIG.parents[1],
+        check=False,
+    )
+    return Finished(result.returncode, result.stdout + result.stderr, 0.0, 0.0, [])
+
+
 @pytest.fixture(scope="module")
 def arguments(runs: Runs) -> list[str]:
     """Arguments of an evaluation: those of the runs, without their engine."""
@@ -142,13 +171,12 @@ def test_the_exported_model_gets_what_the_last_evaluation_of_its_run_got(
     evaluated: Path, arguments: list[str], tmp_path: Path
 ) -> None:
     """By vLLM with weights that it has loaded itself, in the place of pushed ones."""
-    options = [*arguments, f"model.path={evaluated / 'hf'}", f"train.run_dir={tmp_path / 'run'}"]
-    command = [sys.executable, "-m", "megatron_grpo.cli", "eval", str(TINY_CONFIG), *options]
-    root = TINY_CONFIG.parents[1]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=root)
-    assert ended.returncode == 0, ended.stderr
+    ended = evaluate(
+        *arguments, f"model.path={evaluated / 'hf'}", f"train.run_dir={tmp_path / 'run'}"
+    )
+    assert ended.exit_code == 0, ended.output
     out = tmp_path / "run" / "eval"
-    assert f"{out}\n" in ended.stdout + ended.stderr and "pass@4" in ended.stdout + ended.stderr
+    assert f"{out}\n" in ended.output and "pass@4" in ended.output
     result = json.loads((out / "eval.json").read_text())
     assert result["model"] == str(evaluated / "hf")
     assert result["config"]["eval"]["top_p"] == 0.9
@@ -160,12 +188,62 @@ def test_the_exported_model_gets_what_the_last_evaluation_of_its_run_got(
     ]
 
 
+@pytest.mark.slow
+def test_an_engine_that_dies_is_started_again_and_asked_for_the_rest(
+    arguments: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    cfg = load_config(TINY_CONFIG, [*arguments, "rollout.engine=transformers"])
+
+    def metrics(name: str, disturbance: Callable[[FolderEvaluation], Any]) -> dict[str, Any]:
+        with (
+            closing(FolderEvaluation(cfg, tmp_path / name)) as evaluation,
+            disturbance(evaluation),
+        ):
+            metrics = evaluation.run()
+        return {k: v for k, v in metrics.items() if k.startswith("eval/")}
+
+    def killing(evaluation: FolderEvaluation) -> Any:
+        engine = evaluation.servers._engine(evaluation.servers.base_urls[0])
+        [held_out] = evaluation._evaluations._evaluations.values()
+        return as_soon_as(lambda: held_out._samples, engine.process.kill)
+
+    undisturbed = metrics("undisturbed", lambda _: nullcontext())
+    assert metrics("disturbed", killing) == undisturbed
+    assert "is lost" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_command_evaluates_dialogues(arguments: list[str], tmp_path: Path) -> None:
+    cfg = load_config(
+        TINY_CONFIG,
+        [
+            *arguments,
+            "rollout.engine=transformers",
+            f"environment.name={write_environments(tmp_path)}:Echo",
+            "environment.max_turns=2",
+            f"rollout.stop_token_ids={list(range(20, 60))}",
+            "rollout.max_completion_length=100",
+        ],
+    )
+    with closing(FolderEvaluation(cfg, tmp_path / "out")) as evaluation:
+        metrics = evaluation.run()
+    assert 1 < metrics["eval/num_turns/mean"] <= 2
+    rows = read_json_lines(tmp_path / "out" / "eval_completions.jsonl")
+    assert {*rows[0]["rewards"]} == {"share_of_digits", "environment"}
+
+
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
         (["environment.name=demo/environments.py:Chess"], ["eval: environment demo/", "Chess"]),
         (["rollout.base_urls=[http://127.0.0.1:1]"], ["set rollout.base_urls=[]"]),
         (["rollout.vllm.load_format=dummy"], ["rollout.vllm.load_format=hf"]),
+        (["eval.data.path=none.jsonl"], ["eval: data.path none.jsonl does not exist"]),
+        (["rollout.vllm.max_model_len=60"], ["eval.max_completion_length 12", "max_model_len 60"]),
+        (
+            ["eval.reward.functions=[math]"],
+            ["eval: reward functions", "unknown reward function 'math'"],
+        ),
         ([*SETS, "eval.sets.b.data.path=none.jsonl"], ["eval.sets.b: data.path none.jsonl does"]),
         (
             [*SETS, "eval.sets.b.max_completion_length=20", "rollout.vllm.max_model_len=80"],
@@ -183,17 +261,6 @@ def test_what_cannot_be_evaluated_is_refused_before_an_engine_starts(
     for part in parts:
         assert part in str(refused.value)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_run_whose_last_evaluation_is_missing_says_so(runs: Runs, tmp_path: Path) -> None:
-    sabotage = InPhase(preempt, 0, "eval", nth=8)
-    arguments = [*SAMPLING, f"eval.interval={NUM_STEPS}"]
-    with runs.start(tmp_path / "run", *arguments, sabotage=sabotage) as job:
-        ended = job.end(120)
-    assert ended.exit_codes == [0] * NUM_RANKS, ended.output
-    assert "step 4 was not evaluated" in ended.output
-    assert f"model.path={tmp_path / 'run' / 'hf'}" in ended.output
-    assert list(evaluations(tmp_path / "run")) == [0]
 
 
 def test_without_held_out_prompts_nothing_is_evaluated(

@@ -18,21 +18,27 @@ from helpers.jobs import NUM_RANKS, Runs, assert_resumes, assert_same_run
 from helpers.runs import read_json_lines, steps_of
 from helpers.sabotage import (
     LIMIT,
+    Both,
     InCall,
     InPhase,
     WithoutMargin,
+    abort,
+    crash,
     die,
     fail,
+    lack_memory,
+    leave,
     preempt,
+    refuse,
     sleep,
     slower_than_any_limit,
     slowly,
+    spin,
     stop,
 )
 from megatron_grpo.checkpoints.folders import latest_step
 
 # The others are slow tests: a minute is enough to see that each kind of fault is dealt with.
-# `watchdog/` has more kinds.
 ALWAYS = {
     "rank 0 is killed in training",
     "a rank is killed while rank 0 generates",
@@ -42,6 +48,10 @@ ALWAYS = {
     "a rank hangs in C",
     "SIGTERM to another rank in generation",
     "SIGUSR1, and SIGTERM during the save",
+    "a bit of the weights",
+    "the list of hashes",
+    "hangs",
+    "takes all memory",
 }
 
 
@@ -71,14 +81,32 @@ def in_step(deed: Callable[[], None], rank: int, function: str, nth: int = 2) ->
 
 
 DEATHS = {
+    "rank 0 is killed in generation": (InPhase(die, 0, "generate"), "rank 0"),
     "rank 0 is killed in training": (InPhase(die, 0, "train"), "rank 0"),
     "rank 0 is killed while it pushes": (InPhase(die, 0, "push"), "rank 0"),
+    "rank 0 is killed while it saves": (InPhase(die, 0, "save"), "rank 0"),
     "a rank is killed while it builds the model": (in_step(die, 2, "build_policy", 1), "rank 2"),
     "a rank is killed while rank 0 generates": (while_rank_0_generates(die, 3), "rank 3"),
+    "a rank is killed before it computes log-probabilities": (
+        InPhase(die, 1, "logprobs"),
+        "rank 1",
+    ),
     "a rank is killed in training": (InPhase(die, 3, "train"), "rank 3"),
+    "a rank is killed while it pushes": (InPhase(die, 2, "push"), "rank 2"),
     "a rank is killed while it saves": (InPhase(die, 1, "save"), "rank 1"),
+    "a rank leaves with exit code 0": (InPhase(leave, 1, "train"), "rank 1"),
+    "a rank reads where nothing is": (InPhase(crash, 3, "train"), "rank 3"),
+    "a rank aborts": (InPhase(abort, 2, "train"), "rank 2"),
     "a rank fails in training": (InPhase(fail, 1, "train"), "planted failure"),
+    "rank 0 fails in training": (InPhase(fail, 0, "train"), "planted failure"),
+    "a rank fails in a push": (InPhase(fail, 3, "push"), "planted failure"),
     "a rank fails in a save": (InPhase(fail, 2, "save"), "planted failure"),
+    "a rank fails while rank 0 generates": (
+        while_rank_0_generates(fail, 1),
+        "planted failure",
+    ),
+    "a rank has no memory left": (InPhase(lack_memory, 1, "logprobs"), "planted lack of memory"),
+    "a rank finds what its user can mend": (InPhase(refuse, 2, "train"), "planted refusal"),
 }
 
 
@@ -101,7 +129,10 @@ def test_a_rank_that_ends_is_named_and_the_job_is_gone_in_seconds(
 
 HANGS = {
     "a rank is stopped in training": InPhase(stop, 3, "train"),
+    "a rank is stopped while it pushes": InPhase(stop, 1, "push"),
     "a rank is stopped while rank 0 generates": while_rank_0_generates(stop, 2),
+    "rank 0 is stopped": InPhase(stop, 0, "train"),
+    "a rank spins": InPhase(spin, 2, "train"),
     "a rank hangs in C": InPhase(sleep, 1, "train"),
     "rank 0 hangs in C": InPhase(sleep, 0, "train"),
 }
@@ -143,9 +174,12 @@ def test_a_slow_file_system_is_no_hang(slow: InCall, runs: Runs, tmp_path: Path)
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
 # Signals one after another, the ranks that get them, and what is under way.
 PREEMPTIONS = {
+    "SIGTERM to rank 0 in generation": ([TERM], (0,), InPhase(slowly, 0, "generate")),
     "SIGTERM to another rank in generation": ([TERM], (2,), InPhase(slowly, 0, "generate")),
+    "SIGTERM to a rank in training": ([TERM], (3,), InPhase(slowly, 3, "train")),
     "SIGUSR1 to a rank in a push": ([USR1], (1,), InPhase(slowly, 1, "push")),
     "SIGUSR1 to rank 0 in a save": ([USR1], (0,), InPhase(slowly, 0, "save")),
+    "SIGTERM to all": ([TERM], (), InPhase(slowly, 0, "train")),
     "SIGUSR1, and SIGTERM during the save": ([USR1, TERM], (), InPhase(slowly, 1, "train")),
 }
 
@@ -182,6 +216,23 @@ def test_a_job_that_is_preempted_in_its_first_step_does_not_say_that_it_saved(
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
 
 
+# A step in which there is time to write what the step before has begun to save; where the step
+# then hangs; and what counts by then.
+POLLS = {
+    "in the generation": (InPhase(slowly, 0, "generate"), InPhase(sleep, 1, "logprobs"), 2),
+    "in the update": (InPhase(slowly, 0, "train"), InPhase(sleep, 1, "verify_weights", 3), 1),
+}
+
+
+@pytest.mark.parametrize(("slow", "end", "saved"), POLLS.values(), ids=POLLS)
+def test_a_checkpoint_that_is_on_the_disk_counts_before_the_next_step_ends(
+    slow: InPhase, end: InPhase, saved: int, runs: Runs, tmp_path: Path
+) -> None:
+    pointer = tmp_path / "run" / "checkpoints" / "LATEST"
+    with runs.start(tmp_path / "run", sabotage=Both(slow, end)) as job:
+        job.wait_for(lambda: pointer.exists() and pointer.read_text() == f"step_{saved}\n", 60)
+
+
 @pytest.fixture(scope="module")
 def half_run(runs: Runs) -> Path:
     """A run that was killed in its fourth step, with two checkpoints and one in the making."""
@@ -205,15 +256,25 @@ def weights_file(checkpoint: Path) -> Path:
     return max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
 
 
-# What is done to the newest checkpoint, and what is named for it; `checkpoints/test_folders.py` and
-# `test_manifest.py` have the other damages.
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+# What is done to the newest checkpoint, and what is named for it.
 DAMAGES = {
     "a bit of the weights": (lambda step: flip(weights_file(step)), ".distcp is damaged"),
+    "the end of the weights": (lambda step: truncate(weights_file(step)), ".distcp has"),
+    "a file of weights": (lambda step: weights_file(step).unlink(), ".distcp is missing"),
+    "a bit of the index": (lambda step: flip(step / ".metadata"), ".metadata is damaged"),
+    "a bit of what is not split": (lambda step: flip(step / "common.pt"), "common.pt is damaged"),
+    "a bit of the state": (lambda step: flip(step / "trainer.json"), "trainer.json is damaged"),
+    "the state": (lambda step: (step / "trainer.json").unlink(), "trainer.json is missing"),
     "the list of hashes": (lambda step: (step / "manifest.json").unlink(), "no manifest.json"),
+    "the end of the list": (lambda step: truncate(step / "manifest.json"), "manifest.json is dama"),
 }
 
 
-@pytest.mark.parametrize(("damage", "cause"), DAMAGES.values(), ids=DAMAGES)
+@pytest.mark.parametrize(("damage", "cause"), cases(DAMAGES))
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     damage: Callable[[Path], None],
     cause: str,
@@ -228,6 +289,26 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     assert ended.exit_codes == [0] * NUM_RANKS, ended.output
     assert "step_2 is not used" in ended.outputs[0] and cause in ended.outputs[0], ended.output
     assert_same_run(run_dir, undisturbed)
+
+
+@pytest.mark.parametrize("pointer", [None, "step_9\n"], ids=["gone", "to nothing"])
+def test_the_newest_good_checkpoint_is_found_without_its_pointer(
+    pointer: str | None, runs: Runs, half_run: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    run_dir = shutil.copytree(half_run, tmp_path / "run")
+    latest = run_dir / "checkpoints" / "LATEST"
+    latest.unlink() if pointer is None else latest.write_text(pointer)
+    assert_resumes(runs, run_dir, undisturbed)
+
+
+def test_what_a_dead_save_left_behind_is_removed(
+    runs: Runs, half_run: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    run_dir = shutil.copytree(half_run, tmp_path / "run")
+    checkpoints = run_dir / "checkpoints"
+    shutil.copytree(checkpoints / "step_2", checkpoints / "step_9.partial")
+    assert_resumes(runs, run_dir, undisturbed)
+    assert list(checkpoints.glob("*.partial")) == []
 
 
 def test_with_no_good_checkpoint_left_the_run_does_not_begin_anew(
@@ -262,6 +343,16 @@ def test_a_run_does_not_go_on_with_other_prompts_in_the_same_file(
     assert ended.exit_codes == [0] * NUM_RANKS, ended.output
 
 
+# What the reward function does as long as a file is there, and what is said of it.
+REWARD_FAULTS = {
+    "raises": ("raise RuntimeError('planted')", "planted"),
+    "hangs": ("time.sleep(1000)", "no result after 3.0 s"),
+    "gives too few scores": ("return [1.0]", "returned 1 scores"),
+    "gives a score that is no number": ("return [float('nan')] * len(completions)", "nan"),
+    "gives nothing": ("return None", "returned None"),
+    "kills its process": ("os.kill(os.getpid(), 9)", "SIGKILL"),
+    "takes all memory": ("list(range(10**10))", "reward.memory_megabytes"),
+}
 REWARD = """
 import os, time
 from demo.rewards import share_of_digits as share
@@ -271,6 +362,26 @@ def share_of_digits(completions, **columns):
         {fault}
     return share(completions, **columns)
 """
+
+
+@pytest.mark.parametrize(("fault", "cause"), cases(REWARD_FAULTS))
+def test_a_reward_that_fails_stops_the_run_and_is_no_reward(
+    fault: str, cause: str, runs: Runs, undisturbed: Path, tmp_path: Path
+) -> None:
+    flag, run_dir, file = tmp_path / "flag", tmp_path / "run", tmp_path / "reward.py"
+    file.write_text(REWARD.format(flag=str(flag), fault=fault))
+    overrides = [f"reward.functions=[{file}:share_of_digits]", "reward.timeout=3.0"]
+    flag.touch()
+    with runs.start(run_dir, *overrides) as job:
+        ended = job.end(60)
+    assert ended.exit_codes == [1] * NUM_RANKS, ended.output
+    assert "reward function share_of_digits" in ended.outputs[0]
+    assert cause in ended.outputs[0], ended.outputs[0]
+    assert ended.survivors == []
+    flag.unlink()
+    ended = runs.finish(run_dir, *overrides)
+    assert ended.exit_codes == [0] * NUM_RANKS, ended.output
+    assert_same_run(run_dir, undisturbed)
 
 
 def test_steps_before_a_reward_that_fails_are_saved(
@@ -290,6 +401,19 @@ def test_steps_before_a_reward_that_fails_are_saved(
     ended = runs.finish(run_dir, *overrides)
     assert ended.exit_codes == [0] * NUM_RANKS, ended.output
     assert_same_run(run_dir, undisturbed)
+
+
+def test_a_job_that_scores_for_long_is_preempted_all_the_same(runs: Runs, tmp_path: Path) -> None:
+    scores, run_dir, file = tmp_path / "scores", tmp_path / "run", tmp_path / "reward.py"
+    fault = f"open({str(scores)!r}, 'w'); time.sleep(1000)"
+    file.write_text(REWARD.format(flag=str(tmp_path), fault=fault))
+    overrides = [f"reward.functions=[{file}:share_of_digits]", "reward.timeout=2000"]
+    with runs.start(run_dir, *overrides) as job:
+        job.wait_for(scores.exists, 60)
+        job.signal(TERM, 2)
+        ended = job.end(20)
+    assert ended.exit_codes == [PREEMPTED] * NUM_RANKS, ended.output
+    assert ended.survivors == []
 
 
 @pytest.fixture
