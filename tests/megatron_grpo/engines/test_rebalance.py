@@ -83,6 +83,7 @@ def generated_tokens(engine):
     return asyncio.run(count())
 
 
+@pytest.mark.slow
 def test_requests_that_wait_for_room_move_to_the_engine_that_had_short_ones(tied_model, tmp_path):
     params = sampling_params(
         num_generations=1, max_completion_length=LONG, stop_token_ids=[], policy_version=1
