@@ -153,22 +153,18 @@ VALUES = [
     ("1/2", ["0.5"], []),
     ("\\frac{3}{4}", ["\\boxed{0.75}"], []),
     ("x^2 + 1", ["$1 + x^2$"], ["$1$"]),
-    ("$\\frac{1}{2}$", ["0.5"], []),
     ("the answer is 12 apples", ["12"], []),
-    ("\\boxed{12}", ["12"], []),
     (7, ["7"], []),
     ("9", ["9"], ["\\boxed{9^{9^{9^{9}}}}"]),
     # A bare reference is read whole.
     ("\\begin{array}{ccc} 1 & 2 \\end{array}", [f"\\boxed{{{MATRIX}}}"], ["\\boxed{2}"]),
     ("\\frac{3\\sqrt{2}}{2} \\text{ units}", ["\\boxed{\\frac{3\\sqrt{2}}{2}}"], ["\\boxed{2}"]),
     ("x=5\\text{ or }x=3", ["\\boxed{3, 5}"], ["\\boxed{3}"]),
-    ("x^2 + xy + y^2", ["\\boxed{y^2 + yx + x^2}"], ["\\boxed{2}"]),
     ("\\frac{ab}{c}", ["\\boxed{\\frac{ba}{c}}"], ["\\boxed{\\frac{a}{c}}"]),
     ("\\text{Evelyn}", ["\\boxed{\\text{Evelyn}}"], ["\\boxed{\\text{Eve}}"]),
     ("even", ["\\boxed{\\text{even}}"], ["\\boxed{\\text{odd}}"]),
     ("\\$18.90", ["\\boxed{18.9}"], ["\\boxed{18}"]),
     ("72 km/h", ["\\boxed{72}"], ["\\boxed{27}"]),
-    ("5\n", ["\\boxed{5}"], ["\\boxed{6}"]),
 ]
 
 
@@ -196,10 +192,8 @@ def test_hard_completions_do_not_cost_the_others_their_scores(name, arguments, r
         ("#### Step 2: solve\nx=3\n\nThe final answer is \\boxed{3}", "3", "2"),
         ("#### 1. Add all\nThat makes 8", "8", "1"),
         ("##### 7\nThat makes 8", "8", "7"),
-        ("work\n\n#### Final Answer\n\\boxed{42}", "42", "0"),
         ("#### 步骤 2\n所以是 42", "42", "2"),
         ("#### 24\nNo, it is \\boxed{72}", "72", "24"),
-        ("#### 72 clips\nShe sold them in 2 months", "72", "2"),
     ],
 )
 def test_heading_is_no_final_answer(completion, right, wrong):
@@ -228,19 +222,18 @@ def test_boxed_only_counts_marked_answers(completion, wanted):
 
 
 @pytest.mark.parametrize("boxed", [False, True])
-@pytest.mark.parametrize(
-    ("completion", "wanted"),
-    [
-        ("$x = \\boxed{2}$ or $x = \\boxed{3}$.", 1),
-        ("$a$ is \\boxed{2}, as is shown above, and $b$ is \\boxed{3}", 1),
-        ("\\fbox{1}, \\boxed{2, 3}", 1),
-        ("\\boxed{2}. We still have to add one to it: \\boxed{3}", 0),
-        ("\\boxed{1}, \\boxed{2}, \\boxed{3}", 0),
-        ("\\boxed{3}", 0),
-    ],
-)
-def test_boxes_in_a_row_are_a_set(completion, wanted, boxed):
-    assert mathematics([completion], "2, 3", boxed=boxed) == [wanted]
+def test_boxes_in_a_row_are_a_set(boxed):
+    right = [
+        "$x = \\boxed{2}$ or $x = \\boxed{3}$.",
+        "$a$ is \\boxed{2}, as is shown above, and $b$ is \\boxed{3}",
+        "\\fbox{1}, \\boxed{2, 3}",
+    ]
+    wrong = [
+        "\\boxed{2}. We still have to add one to it: \\boxed{3}",
+        "\\boxed{1}, \\boxed{2}, \\boxed{3}",
+        "\\boxed{3}",
+    ]
+    assert mathematics(right + wrong, "2, 3", boxed=boxed) == [1, 1, 1, 0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -248,11 +241,9 @@ def test_boxes_in_a_row_are_a_set(completion, wanted, boxed):
     [
         ("x^2 + 1", "x^2+1", "1"),
         ("A", "A", "B"),
-        (r"\sqrt{2}", r"\sqrt{2}", "2"),
         ("(1, 2)", "(1,2)", "2"),
         (r"3 \times 4", "12", "4"),
         (r"\$18.00", "18", "0"),
-        ("**18**", "18", "1"),
         ("€18", "18", "1"),
     ],
 )
@@ -300,9 +291,7 @@ def test_recorder_sees_the_arithmetic_that_reaches_python():
 CALL = "__import__('os').system('touch planted')"
 HOSTILE = [
     CALL,
-    f"\\boxed{{{CALL}}}",
     f"The final answer is 1+({CALL}) I hope",
-    f"answer: 1*(2)+{CALL}",
     f"$\\operatorname{{eval}}({CALL})$",
     f"$\\text{{{CALL}}}$",
     f"$S({CALL}) = \\sin({CALL})$",
@@ -382,14 +371,12 @@ def returning(folder: Path, value: str) -> str:
     ("returned", "part"),
     [
         ("None", "returned NoneType instead of a list, for 2 completions"),
-        ("{1.0: 0, 2.0: 0}", "returned dict instead of a list"),
         ("'12'", "returned str instead of a list"),
         ("torch.tensor(1.0)", "returned float instead of a list"),
         ("numpy.ones((2, 2))", "the score [1.0, 1.0]"),
         ("[torch.ones(2)] * 2", "the score tensor([1., 1.])"),
         ("[1.0]", "1 scores for 2 completions"),
         ("[1.0, '1']", "the score '1'"),
-        ("[1.0, 1j]", "the score 1j"),
         ("[1.0, SystemExit()]", "the score SystemExit()"),
     ],
 )
@@ -430,15 +417,6 @@ def test_numbers_of_any_kind_become_floats(returned, tmp_path):
     scores = score(returning(tmp_path, returned), ["a", "b"])
     assert scores == [1.0, 1.0]
     assert all(type(value) is float for value in scores)
-
-
-def test_accepted_columns_are_all_or_those_named(tmp_path):
-    def accepted(parameters: str) -> list[str] | None:
-        name = write(tmp_path, f"def reward({parameters}): ...")
-        return load_function(RewardFunction(name=name)).accepted_columns
-
-    assert accepted("completions, a, b=1, **_") == ["completions", "a", "b"]
-    assert accepted("completions, **_kwargs") is None
 
 
 def test_wanted_columns_are_those_that_neither_call_nor_config_gives(tmp_path):

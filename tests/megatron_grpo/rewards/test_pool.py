@@ -18,7 +18,6 @@ from helpers.rewards import sample_of
 from megatron_grpo.config.reward import RewardConfig, RewardFunction
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.rewards import RewardError, RewardPool, ScoringCancelled
-from megatron_grpo.rewards.pool import RewardWorkerProcess
 from megatron_grpo.workers import supervised
 
 LONG_SLEEP = str(10_000_000 + os.getpid())  # seconds, so that the process can be recognised
@@ -51,9 +50,6 @@ def fork(completions, bonus, **_):
     os.wait()
     return [1] * len(completions)
 async def fork_async(completions, bonus, **_): return fork(completions, bonus)
-def gossip(completions, **_):
-    for _ in range(16): print("x" * (1 << 22))
-    return [1] * len(completions)
 def litter(completions, bonus, **_):
     # Leave a process in a session of its own whose parents have ended, then do as `bonus` says.
     if os.fork() == 0:
@@ -275,7 +271,7 @@ def test_failed_asynchronous_call_leaves_a_pool_that_scores(deed, cause, failing
 
 def test_process_that_a_function_forked_does_not_answer_for_it(pool):
     opened = pool("fork", "fork_async", num_workers=1)
-    for deed in ("0", "refuse([])", "1 / 0"):
+    for deed in ("0", "refuse([])"):
         assert scored(opened, samples(2, bonus=deed)) == [{"fork": 1.0, "fork_async": 1.0}] * 4
 
 
@@ -307,36 +303,10 @@ def test_failed_scores_up_to_the_limit_are_masked_and_beyond_it_stop_the_run(poo
     assert children() == others
 
 
-def test_function_that_always_fails_stops_the_run_before_all_is_scored(pool):
-    opened = pool("by_number", num_workers=1, max_failed_fraction=0.9)
-    with pytest.raises(RewardError, match="19 of 20 completions have no score so far"):
-        scored(opened, samples(20, 1, bonus="[None] * 99"))
-
-
 def test_result_that_is_no_list_of_scores_stops_the_run_whatever_may_fail(pool, others):
     with pytest.raises(RewardError, match=r"bonus on prompt 0 \('prompt 0'\): returned "):
         scored(pool("bonus", max_failed_fraction=0.99), samples(1, bonus=[1]))
     assert children() == others
-
-
-def test_process_is_sent_only_what_its_function_takes(pool, monkeypatch):
-    sent = {}
-
-    def send(worker, number, call, seconds):
-        function, columns = call
-        sent[function] = {*columns}
-        original(worker, number, call, seconds)
-
-    original = RewardWorkerProcess.send_call
-    monkeypatch.setattr(RewardWorkerProcess, "send_call", send)
-    scored(pool("length", "hang", "bonus", "given"), samples(1, bonus=1))
-    given = {"completions", "prompts", "completion_ids", "finish_reasons"}
-    assert sent == {
-        0: {"completions"},
-        1: {"completions", "prompts"},
-        2: {"completions", "bonus"},
-        3: given | {"bonus"},
-    }
 
 
 def test_asynchronous_calls_run_concurrently_up_to_their_number(pool):
@@ -344,9 +314,8 @@ def test_asynchronous_calls_run_concurrently_up_to_their_number(pool):
     assert max(score["counted"] for score in scores) == 8
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_functions_of_both_kinds_score_together(num_workers, pool):
-    opened = pool("length", "anext_to", "run_a_loop", "an_object", num_workers=num_workers)
+def test_functions_of_both_kinds_score_together(pool):
+    opened = pool("length", "anext_to", "run_a_loop", "an_object", num_workers=2)
     batch = samples(9)
     for _ in range(30):  # an ordinary call may come while the loop ends
         assert scored(opened, batch) == [
@@ -400,11 +369,6 @@ def test_what_a_function_left_behind_ends_with_the_pool_in_whatever_session_it_i
         with pytest.raises(RewardError, match="SIGABRT" if then == "die" else "no result after 2"):
             scored(opened, samples(1, bonus=then))
     assert not is_asleep()
-
-
-def test_output_of_a_function_is_no_answer(pool, capfd):
-    assert scored(pool("gossip"), samples(1)) == [{"gossip": 1.0}] * 2
-    assert capfd.readouterr().out.count("x") == 16 << 22
 
 
 def test_file_that_hangs_while_it_loads_is_killed(tmp_path, others, monkeypatch):
