@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.synchronize import Event
@@ -21,7 +21,6 @@ from helpers.engines import (
 )
 from helpers.pushes import push_whole, rollout_overrides
 from helpers.ranks import CONTEXT, run_ranks
-from megatron_grpo.engines.engine import Engine
 from megatron_grpo.engines.http import EngineError
 from parallel.weight_transfer.local_channels import LocalChannel
 
@@ -33,22 +32,6 @@ def models(tied_model, tmp_path_factory):
     """Two models with different weights: whichever an engine holds, the other one is new to it."""
     folder = tmp_path_factory.mktemp("other")
     return [served_model(folder, "qwen3", tied=True, seed=1), tied_model]
-
-
-def speak(engine: TestEngine, action) -> None:
-    """Do one part of a push by hand."""
-
-    async def connected() -> None:
-        async with engine.client()._connect(engine.servers.base_urls[0]) as connection:
-            await action(connection)
-
-    asyncio.run(connected())
-
-
-async def begin_by_hand(engine: Engine, push: str) -> None:
-    """Begin a push like a trainer that then stops; its channels have no peer."""
-    await engine.open_channels({}, 0, channels=push)
-    await engine.begin_push(push, channels=push)
 
 
 def overrides(engine: TestEngine) -> list[str]:
@@ -68,14 +51,6 @@ def push_and_stop(folder: Path, token: str, overrides: list[str], reached: Event
     push_whole(0, folder, token, overrides, 1)
 
 
-def push_in_two_parts(
-    rank: int, folder: Path, token: str, overrides: list[str], reached: Event, proceed: Event
-) -> tuple[str, list[str]]:
-    """Like `push_whole`, with a pause before the first buffer is handed over."""
-    pause_at_first_buffer(reached, proceed)
-    return push_whole(rank, folder, token, overrides, 1)
-
-
 def pause_at_first_buffer(reached: Event, proceed: Event) -> None:
     send_bucket = LocalChannel.send_bucket
 
@@ -85,46 +60,6 @@ def pause_at_first_buffer(reached: Event, proceed: Event) -> None:
         send_bucket(self, num_bytes)
 
     LocalChannel.send_bucket = pause
-
-
-def push_error(engine: TestEngine, folder: Path, meanwhile: Callable[[], None]) -> str:
-    """Push, do `meanwhile` when the workers wait for the first buffer, and return the error."""
-    reached, proceed = CONTEXT.Event(), CONTEXT.Event()
-    arguments = (folder, engine.servers.token, overrides(engine), reached, proceed)
-    with ThreadPoolExecutor(1) as pool:
-        push = pool.submit(run_ranks, 1, push_in_two_parts, *arguments)
-        assert reached.wait(60)
-        meanwhile()
-        proceed.set()
-        [(error, _)] = push.result()
-    return error
-
-
-def test_whoever_began_first_of_two_pushes_is_told(vllm_engine, models):
-    async def begin_first(engine: Engine) -> None:
-        await begin_by_hand(engine, "5-first")
-
-    async def finish_late(engine: Engine) -> None:
-        await engine.begin_push("5-again", channels="5-first")
-        await engine.ask_workers("receive_push", push="5-again")
-        await engine.ask_workers("receive_push", push="5-first")
-        await engine.finish_push("5-first", 5)
-        await engine.post("/resume")
-
-    speak(vllm_engine, begin_first)
-    version = vllm_engine.push(models[0])
-    with pytest.raises(EngineError, match=f"version {version}, but version 5 was requested"):
-        vllm_engine.generate(random_prompts(1), policy_version=5)
-
-    # The first one's last words, after another has begun, make nothing of it usable.
-    async def begin_second(engine: Engine) -> None:
-        await begin_by_hand(engine, "7-second")
-
-    speak(vllm_engine, begin_second)
-    speak(vllm_engine, finish_late)
-    with pytest.raises(EngineError, match=NO_COMPLETE_WEIGHTS):
-        vllm_engine.generate(random_prompts(1), policy_version=5)
-    check_usable(vllm_engine, models)
 
 
 def test_of_pushes_that_race_no_mixture_is_served(vllm_engine, models):
@@ -167,15 +102,27 @@ def test_a_trainer_killed_in_mid_push_leaves_an_engine_that_serves_nothing_and_c
     check_usable(vllm_engine, models)
 
 
+def push_in_two_parts(
+    rank: int, folder: Path, token: str, overrides: list[str], reached: Event, proceed: Event
+) -> tuple[str, list[str]]:
+    """Like `push_whole`, with a pause before the first buffer is handed over."""
+    pause_at_first_buffer(reached, proceed)
+    return push_whole(rank, folder, token, overrides, 1)
+
+
 def test_an_engine_that_starts_holds_no_version_and_one_killed_in_mid_push_is_named(
     tied_model, tmp_path
 ):
-    with running_engine("vllm", tied_model, tmp_path) as engine:
+    with running_engine("vllm", tied_model, tmp_path) as engine, ThreadPoolExecutor(1) as pool:
         with pytest.raises(EngineError, match=NO_COMPLETE_WEIGHTS):
             engine.generate(random_prompts(1), policy_version=0)
-        [process] = (running.process for running in engine.servers._engines)
-        start = time.monotonic()
-        error = push_error(engine, tied_model, process.kill)
+        start, reached, proceed = time.monotonic(), CONTEXT.Event(), CONTEXT.Event()
+        arguments = (tied_model, engine.servers.token, overrides(engine), reached, proceed)
+        push = pool.submit(run_ranks, 1, push_in_two_parts, *arguments)
+        assert reached.wait(60)  # the workers wait for the first buffer
+        engine.servers._engines[0].process.kill()
+        proceed.set()
+        [(error, _)] = push.result()
         assert engine.servers.base_urls[0] in error
         assert time.monotonic() - start < 45  # and not the 60 s for which a channel may stand still
         with pytest.raises(EngineError, match="ended with signal SIGKILL"):
@@ -184,13 +131,14 @@ def test_an_engine_that_starts_holds_no_version_and_one_killed_in_mid_push_is_na
 
 @pytest.mark.slow
 def test_workers_that_are_out_of_step_are_noticed(tied_model, tmp_path):
-    async def fail_in_both(engine: Engine) -> None:
-        with pytest.raises(EngineError, match="without a matching start"):
-            await engine.post("/finish_weight_update", {"weight_version": "9"})
+    async def fail_in_both(url: str) -> None:
+        async with engine.client()._connect(url) as connection:
+            with pytest.raises(EngineError, match="without a matching start"):
+                await connection.post("/finish_weight_update", {"weight_version": "9"})
 
     # vLLM leaves the second worker's answer to a failed call unread.
     with running_engine("vllm", tied_model, tmp_path, tensor_parallel_size=2) as engine:
-        speak(engine, fail_in_both)
+        asyncio.run(fail_in_both(engine.servers.base_urls[0]))
         with pytest.raises(EngineError, match=r"without a matching start|restart it"):
             engine.push(tied_model)
         with pytest.raises(EngineError, match="restart it"):
