@@ -18,22 +18,9 @@ from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, bearer
 TOKEN = "0123456789abcdef"
 OTHER = "fedcba9876543210"
 # The routes that the client uses, and others of vLLM's that must not be open.
-STATE_CHANGING = set(
-    [
-        "/pause",
-        "/resume",
-        "/collective_rpc",
-        "/start_weight_update",
-        "/update_weights",
-        "/finish_weight_update",
-        "/update_weight_version",
-        "/reset_prefix_cache",
-        "/inference/v1/generate",
-        "/sleep",
-        "/abort_requests",
-        "/v1/completions",
-    ]
-)
+UPDATES = {"start_weight_update", "update_weights", "finish_weight_update", "update_weight_version"}
+OTHERS = {"inference/v1/generate", "v1/completions", "sleep", "abort_requests", "pause", "resume"}
+STATE_CHANGING = {f"/{n}" for n in UPDATES | OTHERS | {"collective_rpc", "reset_prefix_cache"}}
 HEALTH = ("GET", "/health")
 
 
