@@ -117,7 +117,7 @@ def scores(function: RewardFunction, batch: list[Sample], timeout: float = 20) -
 
 def test_score_is_the_last_number_in_the_answer(serve):
     said = {
-        "a": "7", "b": "10? no: 3", "c": "**-2.5**", "d": "1. is 9 out of 10", "e": "1\n: 0.5"
+        "a": "7", "b": "no: 3/10", "c": "**-2.5**", "d": "1. is 9 out of 10", "e": "1\n: 0.5"
     }  # fmt: skip
     server = serve(lambda _, text, __: (200, said.get(text[5], "1")))
     assert scores(judge(server), samples(list(said))) == [0.7, 0.3, -0.25, 0.9, 0.05]
