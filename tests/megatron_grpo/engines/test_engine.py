@@ -187,7 +187,7 @@ def busy(request: httpx.Request) -> str:
 
 
 def generating(request: httpx.Request) -> str:
-    return f"vllm:generation_tokens_total {time.monotonic()}.0\n"
+    return f"vllm:generation_tokens_total {time.monotonic()}\n"
 
 
 def stands() -> float:
