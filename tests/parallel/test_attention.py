@@ -70,27 +70,6 @@ def test_context_ranks_together_equal_one_process(world, size):
             torch.testing.assert_close(part, whole[local].detach())
 
 
-def bfloat16_attention(rank: int) -> tuple[Tensor, Tensor]:
-    attention = PackedAttention(
-        config=SimpleNamespace(attention_dropout=0.0),
-        softmax_scale=None,
-        pg_collection=SimpleNamespace(cp=torch.distributed.group.WORLD),
-    )
-    query, key, value, cu_seqlens = random_pack(torch.bfloat16)
-    params = SimpleNamespace(cu_seqlens_q=cu_seqlens, prefixes=None, block_mask=None)
-    output = attention(query, key, value, None, packed_seq_params=params)
-    (gradient,) = torch.autograd.grad(output.float().sum(), key)
-    return output.detach(), gradient
-
-
-def test_output_and_gradients_keep_the_type_of_the_model():
-    ((output, gradient),) = run_ranks(1, bfloat16_attention)
-    query, key, value, _ = random_pack()
-    want = dense_attention(query, key, value, seen_keys(LENGTHS, [(0, 0)] * len(LENGTHS)))
-    assert output.dtype == gradient.dtype == torch.bfloat16
-    torch.testing.assert_close(output.double(), want.detach(), atol=2e-2, rtol=2e-2)
-
-
 # A prompt of 11 tokens padded to 16, two completions of it, an unrelated sequence, a prompt of 8
 # tokens and its completion.
 SEGMENTS = [16, 8, 24, 16, 8, 16]
