@@ -3,7 +3,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import flex_attention
 
 from helpers.ranks import run_ranks
 from parallel.attention import BLOCK, SLAB, PackedAttention, block_mask, flex, packed_attention
@@ -136,24 +135,6 @@ def test_flex_attention_sees_the_same_keys(size, value_dim):
         local = context_indices(cu_seqlens, rank, size)
         part = flex(query[local], key, value, block_mask(cu_seqlens, prefixes, local), None)
         torch.testing.assert_close(part, dense_attention(query[local], key, value, seen[local]))
-
-
-@pytest.mark.slow
-def test_flex_attention_is_compiled_once_for_all_lengths():
-    attend = torch.compile(flex_attention, dynamic=True)
-    for count, segments in enumerate([[640, 256, 384, 124], [128, 64, 64, 4], [1000, 40, 8, 9]]):
-        prefixes = [(0, 0), (0, segments[0] - 3), (0, segments[0] - 3), (0, 0)]
-        cu_seqlens, total = torch.tensor([0, *segments]).cumsum(0).int(), sum(segments)
-        mask = block_mask(cu_seqlens, torch.tensor(prefixes), torch.arange(total))
-        query, key, value = (torch.randn(total, h, 64) for h in (HEADS, KV_HEADS, KV_HEADS))
-        with torch._dynamo.config.patch(error_on_recompile=count > 0), torch.no_grad():
-            got = attend(
-                *(tensor.transpose(0, 1)[None] for tensor in (query, key, value)),
-                block_mask=mask,
-                enable_gqa=True,
-            )
-        want = dense_attention(query, key, value, seen_keys(segments, prefixes))
-        torch.testing.assert_close(got[0].transpose(0, 1), want, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("slab", [BLOCK, 4 * BLOCK, SLAB])

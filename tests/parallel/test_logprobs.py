@@ -165,11 +165,14 @@ def test_no_tensor_has_more_elements_than_a_tile_or_the_inputs():
     assert largest.num_elements == case.weight.numel()  # 1000 x 6; full logits have 1000 columns
 
 
-def test_a_vocabulary_that_the_ranks_do_not_split_is_refused():
+@pytest.mark.parametrize(("num_ranks", "vocab_size"), [(1, 17), (2, 16)])
+def test_a_vocabulary_that_the_ranks_do_not_split_is_refused(num_ranks, vocab_size, monkeypatch):
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: num_ranks)
     case = Case(13, 16)
-    case.vocab_size = 17
-    with pytest.raises(ValueError, match="16 columns each do not split a vocabulary of 17"):
-        case.ours()
+    case.vocab_size = vocab_size
+    with pytest.raises(ValueError, match=f"columns each do not split a vocabulary of {vocab_size}"):
+        case.ours(tensor_group="all")
 
 
 def tensor_parallel_rank(rank, world_size, vocab_size, sequence_parallel, num_selected):

@@ -5,7 +5,7 @@ import torch
 
 from parallel import ParallelDims
 from parallel.alignment import Alignment
-from parallel.packing import TokenSequence, pack
+from parallel.packing import TokenSequence, pack, packed_length
 
 
 def sequence(length, num_prompt_tokens, *, first=100, advantage=1.0, loss_weight=0.5):
@@ -109,6 +109,7 @@ def test_a_shared_prompt_is_packed_once_and_each_completion_begins_with_its_last
     assert batch.completion_mask.nonzero().flatten().tolist() == [4, 5, 7, 13]
     assert batch.rollout_logprobs[4:8].tolist() == [-1, -2, 0, -1]
     assert batch.max_seqlen == 6  # positions 0 to 5
+    assert packed_length(len(a), [2, 1, 0], 1) == 9
 
 
 def test_a_shared_prompt_ends_before_its_padding():

@@ -71,11 +71,13 @@ def test_a_tiny_true_difference_still_counts():
     ids=["one group", "two groups", "unequal groups", "failed rewards"],
 )
 def test_every_estimator_equals_the_oracle(estimator, scale, groups):
-    ids = [g for g, group in enumerate(groups) for _ in group]
+    ids = torch.tensor([g for g, group in enumerate(groups) for _ in group])
     rewards = torch.tensor([r for group in groups for r in group], dtype=torch.float64)
-    advantages = group_advantages(rewards, torch.tensor(ids), scale, estimator=estimator)
+    # Resampling splits groups.
+    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))
+    advantages = group_advantages(rewards[order], ids[order], scale, estimator=estimator)
     expected = oracle_advantages(groups, estimator=estimator, scale=scale)
-    assert advantages.tolist() == pytest.approx(expected, rel=1e-12, abs=1e-14)
+    assert advantages.tolist() == pytest.approx([expected[i] for i in order], rel=1e-12, abs=1e-14)
 
 
 @pytest.mark.parametrize("estimator, scale", ESTIMATORS)
@@ -124,11 +126,12 @@ def test_a_completion_of_which_one_score_failed_is_left_out_whole():
 
 def test_process_supervision_equals_the_oracle():
     steps = [[(0, 1.0), (4, 0.2)], [], [(2, -0.5), (2, 0.25)], [(1, 3.0)], [(0, 1.0), (1, 0.0)]]
-    lengths = [5, 3, 4, 2, 2]
-    ids = torch.tensor([0, 0, 0, 1, 1])
+    steps += [[], []]  # a group without a step
+    lengths = [5, 3, 4, 2, 2, 3, 0]
+    ids = torch.tensor([0, 0, 0, 1, 1, 2, 2])
     found = process_advantages(steps, lengths, ids)
     expected = oracle_process_advantages(
-        [steps[:3], steps[3:]], [lengths[:3], lengths[3:]], correction=1
+        [steps[:3], steps[3:5], steps[5:]], [lengths[:3], lengths[3:5], lengths[5:]]
     )
     for tensor, values in zip(found, expected, strict=True):
         assert tensor.tolist() == pytest.approx(values, rel=1e-12, abs=1e-15)
